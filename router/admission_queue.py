@@ -1,9 +1,9 @@
-"""The bounded queue of requests for which no replica has room: who may look, and when.
+"""The bounded queue of requests for which no replica has capacity: which may try next, and when.
 
-How a request goes through it: `must_wait` before it takes room that it found; `wait` where it must,
-or found none; `began` the moment it takes room, before anything is awaited; `left` when it is over,
-however it ended. Only the head of a lane looks for room, so room that comes is taken in order, and
-a thousand who wait cost no more than one.
+A request calls `must_wait` before it uses capacity that it found, `wait` if it must wait or found
+none, `admit` the moment it uses capacity (before it awaits anything), and `leave` when it is over,
+however it ended. Only the head of a deployment's lane looks for capacity. So capacity is used in
+order, and a thousand waiting requests cost no more than one.
 """
 
 import asyncio
@@ -16,36 +16,41 @@ from router.dataplane.inline_task import InlineEvent
 from router.decide.fair import BytesFull, FairQueue, QueueFull, Ticket
 
 LOOK_AGAIN_S: Final = 0.25
-"""Room may come of another router's request ending, which nobody here hears of."""
+"""The head looks again after this time: capacity that another router's request gives back is not
+reported to this router."""
+
 OUT_OF_CAPACITY: Final = "3040: Capacity temporarily exceeded, please try again."
 TOO_MANY_BYTES: Final = (
-    f"{OUT_OF_CAPACITY} Your waiting requests are as many bytes as may wait: "
-    "send fewer at once, or shorter ones."
+    f"{OUT_OF_CAPACITY} The bodies of your waiting requests have reached their size limit:"
+    " send fewer requests at once, or shorter ones."
 )
 
 
 class RefusalReason(Enum):
-    """Why a request does not wait any longer."""
+    """Why a request does not wait, or waits no longer."""
 
     BUSY = "reject_if_busy"
     FULL = "queue_full"
     BYTES = "queue_bytes"
-    OUSTED = "ousted"
+    DISPLACED = "displaced"
     DEADLINE = "deadline"
 
 
 class AdmissionRefused(Exception):
-    """The request waits no longer; `why` says what ended its patience, and the text its client."""
+    """The request must not wait any longer. The message is for its client."""
 
-    def __init__(self, why: RefusalReason) -> None:
-        super().__init__(TOO_MANY_BYTES if why is RefusalReason.BYTES else OUT_OF_CAPACITY)
-        self.why = why
+    def __init__(self, reason: RefusalReason) -> None:
+        super().__init__(TOO_MANY_BYTES if reason is RefusalReason.BYTES else OUT_OF_CAPACITY)
+        self.reason = reason
 
 
 class QueueEntry(Ticket):
-    """One request in the queue's eyes, from its first look to its end."""
+    """One request as the queue sees it, from its first look for capacity to its end."""
 
-    __slots__ = ("has_begun", "is_ousted", "is_patient", "is_queued", "since_s", "until_s", "woken")
+    __slots__ = (
+        "can_wait", "is_admitted", "is_displaced", "is_queued", "queued_at_s", "until_s",
+        "wake_event",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -55,127 +60,131 @@ class QueueEntry(Ticket):
         until_s: float,
         *,
         size_bytes: int = 0,
-        is_patient: bool = True,
+        can_wait: bool = True,
     ) -> None:
-        """Ask for `tokens` of room at a deployment; wait for it until `until_s`, if at all."""
+        """Ask for `tokens` of capacity; wait for it until `until_s` (monotonic) if `can_wait`."""
         super().__init__(lane, tenant, tokens, size_bytes)
         self.until_s = until_s
-        self.is_patient = is_patient
-        self.since_s: float | None = None
+        self.can_wait = can_wait
+        self.queued_at_s: float | None = None
         self.is_queued = False
-        self.is_ousted = False
-        self.has_begun = False
-        self.woken: InlineEvent | None = None
+        self.is_displaced = False
+        self.is_admitted = False
+        self.wake_event: InlineEvent | None = None
 
     def wake(self) -> None:
-        """Let it look, or hear that it was ousted: in a turn of its own, for whoever makes room is
-        in the midst of something.
+        """Let the request look for capacity, or see that it was displaced.
+
+        It resumes in a loop callback of its own, because the caller is not finished yet.
         """
-        woken, self.woken = self.woken, None
-        if woken is not None:
-            asyncio.get_running_loop().call_soon(woken.give)
+        event, self.wake_event = self.wake_event, None
+        if event is not None:
+            asyncio.get_running_loop().call_soon(event.set)
 
 
 class AdmissionQueue:
-    """Who waits for room, in all deployments."""
+    """The requests that wait for capacity, of all deployments."""
 
     def __init__(self, depth_max: int, bytes_max: int, clock: Callable[[], float]) -> None:
-        """Let at most `depth_max` wait, of `bytes_max`. `clock` gives monotonic seconds."""
+        """Let `depth_max` requests of `bytes_max` bytes wait. `clock` returns monotonic seconds."""
         self._queue: FairQueue[QueueEntry] = FairQueue(depth_max, bytes_max)
         self._clock = clock
 
     @property
     def depth(self) -> int:
-        """How many wait."""
+        """The number of waiting requests."""
         return self._queue.depth
 
     @property
     def bytes(self) -> int:
-        """How many bytes the bodies of those are."""
+        """The total size of their bodies."""
         return self._queue.bytes
 
-    def must_wait(self, place: QueueEntry) -> bool:
-        """Say whether others come first, whatever room there is."""
-        if not self._queue.depth or place.has_begun:
+    def must_wait(self, entry: QueueEntry) -> bool:
+        """Return whether another request of the deployment comes first."""
+        if not self._queue.depth or entry.is_admitted:
             return False
-        head = self._queue.head(place.lane)
-        return head is not None and head is not place
+        head = self._queue.head(entry.lane)
+        return head is not None and head is not entry
 
-    def retry_after_s(self, place: QueueEntry) -> float:
-        """Return when a request like this one would be served, at the pace of the last seconds."""
-        return self._queue.retry_after_s(place.lane, place.tokens, self._clock())
+    def retry_after_s(self, entry: QueueEntry) -> float:
+        """Estimate when such a request would be admitted, from the rate of the last seconds."""
+        return self._queue.retry_after_s(entry.lane, entry.tokens, self._clock())
 
-    async def wait(self, place: QueueEntry) -> None:
-        """Wait for this request's turn to look for capacity; raise AdmissionRefused otherwise."""
-        self._queue.found_full(place.lane, self._clock())
-        if not place.is_patient:
+    async def wait(self, entry: QueueEntry) -> None:
+        """Wait until the request may look for capacity; raise AdmissionRefused if it must not."""
+        self._queue.found_full(entry.lane, self._clock())
+        if not entry.can_wait:
             raise AdmissionRefused(RefusalReason.BUSY)
-        if not place.is_queued and self._enqueue(place):
+        if not entry.is_queued and self._enqueue(entry):
             return
-        left_s = place.until_s - self._clock()
-        if left_s > 0 and not place.is_ousted:
-            is_head = self._queue.head(place.lane) is place
+        left_s = entry.until_s - self._clock()
+        if left_s > 0 and not entry.is_displaced:
+            is_head = self._queue.head(entry.lane) is entry
             loop = asyncio.get_running_loop()
-            place.woken = woken = InlineEvent()
-            timer = loop.call_later(min(left_s, LOOK_AGAIN_S) if is_head else left_s, woken.give)
+            entry.wake_event = event = InlineEvent()
+            timer = loop.call_later(min(left_s, LOOK_AGAIN_S) if is_head else left_s, event.set)
             try:
-                await woken
+                await event
             finally:
-                place.woken = None
+                entry.wake_event = None
                 timer.cancel()
-        if place.is_ousted:
-            raise AdmissionRefused(RefusalReason.OUSTED)
-        if self._clock() >= place.until_s:
-            self.left(place)
+        if entry.is_displaced:
+            raise AdmissionRefused(RefusalReason.DISPLACED)
+        if self._clock() >= entry.until_s:
+            self.leave(entry)
             raise AdmissionRefused(RefusalReason.DEADLINE)
 
-    def began(self, place: QueueEntry) -> float | None:
-        """The request took room: the next may look. Returns how long it waited, if it did."""
-        if place.has_begun:
+    def admit(self, entry: QueueEntry) -> float | None:
+        """Note that the request uses capacity, and let the next one look.
+
+        Returns how long it waited, None if it did not.
+        """
+        if entry.is_admitted:
             return None
-        place.has_begun = True
-        if not place.is_queued:
-            if self._queue.is_known(place.lane):
-                self._queue.found_room(place, self._clock())
+        entry.is_admitted = True
+        if not entry.is_queued:
+            if self._queue.is_known(entry.lane):
+                self._queue.found_room(entry, self._clock())
             return None
         now_s = self._clock()
-        self._queue.take(place, now_s)
-        place.is_queued = False
-        self.wake(place.lane)
-        return now_s - place.since_s if place.since_s is not None else None
+        self._queue.take(entry, now_s)
+        entry.is_queued = False
+        self.wake(entry.lane)
+        return now_s - entry.queued_at_s if entry.queued_at_s is not None else None
 
-    def left(self, place: QueueEntry) -> None:
-        """The request is over: whoever stood behind it moves up."""
-        if place.is_queued:
-            place.is_queued = False
-            self._queue.remove(place)
-            self.wake(place.lane)
+    def leave(self, entry: QueueEntry) -> None:
+        """Remove a request that is over; the ones behind it move up."""
+        if entry.is_queued:
+            entry.is_queued = False
+            self._queue.remove(entry)
+            self.wake(entry.lane)
 
     def wake(self, lane: DeploymentId) -> None:
-        """Room may have come: let the head look."""
+        """Let the head of a deployment's lane look: capacity may have become free."""
         head = self._queue.head(lane) if self._queue.depth else None
         if head is not None:
             head.wake()
 
-    def _enqueue(self, place: QueueEntry) -> bool:
-        """Take a request in; True where it came to be first without having looked for room."""
-        others_came_first = self._queue.head(place.lane) is not None
-        had_begun, place.has_begun = place.has_begun, False
+    def _enqueue(self, entry: QueueEntry) -> bool:
+        """Add a request; return whether it is the head already without having looked yet."""
+        had_others_ahead = self._queue.head(entry.lane) is not None
+        was_admitted, entry.is_admitted = entry.is_admitted, False
         try:
-            if had_begun and place.number:
-                # A node refused what this router thought it had room for.
-                ousted = self._queue.put_back(place)
+            if was_admitted and entry.number:
+                # A node refused the request although this router thought it had capacity.
+                displaced = self._queue.put_back(entry)
             else:
-                ousted = self._queue.push(place)
+                displaced = self._queue.push(entry)
         except QueueFull:
             raise AdmissionRefused(RefusalReason.FULL) from None
         except BytesFull:
             raise AdmissionRefused(RefusalReason.BYTES) from None
-        if place.since_s is None:
-            place.since_s = self._clock()
-        place.is_queued = True
-        if ousted is not None:
-            ousted.is_queued, ousted.is_ousted = False, True
-            ousted.wake()
-            self.wake(ousted.lane)
-        return others_came_first and not had_begun and self._queue.head(place.lane) is place
+        if entry.queued_at_s is None:
+            entry.queued_at_s = self._clock()
+        entry.is_queued = True
+        if displaced is not None:
+            displaced.is_queued, displaced.is_displaced = False, True
+            displaced.wake()
+            self.wake(displaced.lane)
+        return had_others_ahead and not was_admitted and self._queue.head(entry.lane) is entry

@@ -183,7 +183,7 @@ class House:
             upstream=self.upstream,
             metrics=self.metrics,
             dropped=self.follower.dropped,
-            let_go=self.pipeline.let_go,
+            let_go=self.pipeline.fail_node,
             timeout_s=self.config.probe_timeout_s,
         )
         self.spool = UsageSpool(self.config.state_folder / "usage", self.config.spool_bytes_max)
@@ -215,8 +215,8 @@ class House:
         )
         return PublicServer(
             config=self.config,
-            let_in=dispatcher.let_in,
-            handler=dispatcher.answer,
+            authorize=dispatcher.authorize,
+            handler=dispatcher.dispatch,
             encode_error=dispatcher.encode_error,
             deadlines=self.deadlines,
             clock=time.monotonic,

@@ -1,42 +1,46 @@
-"""What is asked for and who asks: what the corridor is given of one request."""
+"""A client's request as the pipeline takes it, whichever API surface it came through."""
 
 from collections.abc import Callable
 
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
+from router.dataplane.usage import UsageCount
 from router.decide.prefixes import PrefixKeys
 
 
 class InferenceRequest:
-    """One request as the corridor takes it, whichever public surface it came by.
+    """One checked request for tokens.
 
-    `request_id` is its alone; its client knows it by `known_as`, which another may have too.
-    `answers` is how many there are to be, side by side; `output_tokens_max` is of all together.
-    `body` is what goes to the node. `text_bytes` is the prompt's size, `arrived_s` monotonic,
-    `started_at` Unix time. `error_event` writes an error into a stream. `resume` gives the body
-    that asks for the rest after (text, tokens) were said, None where that cannot be asked for;
-    `drawn` how its tokens are, where every replica would draw the same.
+    - `request_id` is unique; `client_request_id` is what the client is told, and may be repeated.
+    - `body` and `path` go to the node. `text_bytes` is the size of the prompt's text.
+    - `answer_count` is the number of alternative answers, `output_tokens_max` counts all of them.
+    - `arrived_s` is monotonic, `started_at` is Unix time.
+    - `encode_error_event` encodes an error as an event within a stream.
+    - `build_resume_body(text, tokens)` returns a body that asks for the rest of the answer after
+      `text` of so many tokens, or None. It is None itself if the request cannot be resumed.
+    - `determinism` is `headers.GREEDY` or `headers.SEEDED` if every replica would generate the same
+      tokens, else empty.
     """
 
     __slots__ = (
-        "answers", "arrived_s", "body", "deployment", "deployment_id", "drawn", "error_event",
-        "is_stream", "key", "known_as", "output_tokens_max", "path", "prefix_keys",
-        "reject_if_busy", "request_id", "resume", "session", "started_at", "text_bytes",
-        "wants_usage",
+        "answer_count", "arrived_s", "body", "build_resume_body", "client_request_id",
+        "deployment", "deployment_id", "determinism", "encode_error_event", "is_stream", "key",
+        "output_tokens_max", "path", "prefix_keys", "reject_if_busy", "request_id", "session",
+        "started_at", "text_bytes", "wants_usage",
     )  # fmt: skip
 
     def __init__(
         self,
         *,
         request_id: RequestId,
-        known_as: str,
+        client_request_id: str,
         key: KeyEntry,
         deployment: DeploymentEntry,
         path: str,
         body: bytes,
         text_bytes: int,
-        answers: int,
+        answer_count: int,
         output_tokens_max: int,
         is_stream: bool,
         wants_usage: bool,
@@ -44,20 +48,20 @@ class InferenceRequest:
         reject_if_busy: bool,
         arrived_s: float,
         started_at: float,
-        error_event: Callable[[ApiError], bytes],
-        resume: Callable[[str, int], bytes | None] | None,
-        drawn: str,
+        encode_error_event: Callable[[ApiError], bytes],
+        build_resume_body: Callable[[str, int], bytes | None] | None,
+        determinism: str,
         prefix_keys: PrefixKeys,
     ) -> None:
         self.request_id = request_id
-        self.known_as = known_as
+        self.client_request_id = client_request_id
         self.key = key
         self.deployment = deployment
         self.deployment_id = deployment.deployment_id
         self.path = path
         self.body = body
         self.text_bytes = text_bytes
-        self.answers = answers
+        self.answer_count = answer_count
         self.output_tokens_max = output_tokens_max
         self.is_stream = is_stream
         self.wants_usage = wants_usage
@@ -65,12 +69,14 @@ class InferenceRequest:
         self.reject_if_busy = reject_if_busy
         self.arrived_s = arrived_s
         self.started_at = started_at
-        self.error_event = error_event
-        self.resume = resume
-        self.drawn = drawn
+        self.encode_error_event = encode_error_event
+        self.build_resume_body = build_resume_body
+        self.determinism = determinism
         self.prefix_keys = prefix_keys
 
-    def spend(self, tokens: tuple[int, int, int]) -> float:
-        """Return what (prompt, cached, output) tokens cost."""
+    def cost(self, usage: UsageCount) -> float:
+        """Return what `usage` costs at the deployment's price; 0 without a price."""
         price = self.deployment.price
-        return price.spend(*tokens) if price is not None else 0.0
+        if price is None:
+            return 0.0
+        return price.spend(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)

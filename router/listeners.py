@@ -48,7 +48,7 @@ async def open_listeners(
             cold.router.add_get("/metrics", show_metrics)
         await stack.enter_async_context(open_auxiliary_server(cold, upstream))
         census = Census(config.connections_max, config.connections_per_address_max)
-        shaking = secured(server.connection, context, census, config.head_timeout_s)
+        shaking = secured(server.make_connection, context, census, config.head_timeout_s)
         connection = await stack.enter_async_context(shaking)
         try:
             listener = await asyncio.get_running_loop().create_server(

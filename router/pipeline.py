@@ -1,48 +1,58 @@
-"""The corridor of a request: admit -> pick -> forward -> stream -> record.
+"""The main path of a request: admit -> rank -> send -> stream -> record.
 
 Rule 1: nothing here waits for a database or a scheduler.
-Rule 2: what a request holds (its seat in the limits, tokens in flight, a connection) is given back
-in one place, alike on finish, failure and a client's leaving.
-Rule 3: until the first token another replica may be tried; after it another goes on from what was
-said, and only where none can is the client told in words.
+Rule 2: what a request holds (its share of the key's limits, tokens in flight, a connection) is
+released in one place, the same way whether it finishes, fails or its client disconnects.
+Rule 3: until the first token another replica may be tried. After it another replica continues the
+generated text; only if none can does the client get an error within its stream.
+Rule 4: the state of each attempt follows the table in decide/attempt.py.
 """
 
 import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import NodeId
 from isochrone.wire.usage import Outcome
 from router.admission_queue import LOOK_AGAIN_S, AdmissionQueue, AdmissionRefused, QueueEntry
+from router.attempt_runner import AttemptRunner
 from router.config import RouterConfig
-from router.dataplane.exchange import AttemptFailed, FailureCause, NodeExchange
+from router.dataplane.exchange import AttemptFailed, NodeExchange
 from router.dataplane.http_messages import HttpResponse, ResponseWriter
-from router.dataplane.inline_task import pause
-from router.dataplane.response_checks import hold_to_error, hold_to_status, read_answer
+from router.dataplane.inline_task import inline_sleep
+from router.dataplane.response_checks import check_error_body
 from router.dataplane.upstream import Upstream
-from router.decide.board import Ranked
+from router.dataplane.usage import UsageCount
+from router.decide.attempt import AttemptEvent, FailureCause
 from router.decide.drain import come_back_s
 from router.decide.limits import Entry, Gate, Limited
-from router.decide.pick import Ask, Routes, rank
 from router.decide.retries import RetryBudget
-from router.decide.tokens_in_flight import Reservation
 from router.fleet import Fleet
 from router.inference_request import InferenceRequest
 from router.metrics import Metrics
-from router.proxy_headers import STREAM_LINES, to_client, to_node
+from router.proxy_headers import STREAM_HEADERS, client_headers
 from router.record import Recorder
-from router.request_context import COMPLETE, REFUSED, RequestContext
+from router.request_context import (
+    OUTCOME_COMPLETE,
+    OUTCOME_REFUSED,
+    RequestContext,
+)
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 REFUSALS_MAX: Final = 8
+"""After so many refusals a request waits before it asks another replica."""
+
 RETRY_PAUSE_S: Final = 0.05
-CONTINUED: Final = b": continued on another replica, not token for token\n\n"
+RESUMED_COMMENT: Final = b": continued on another replica, not token for token\n\n"
+"""An SSE comment before output that may differ from what the first replica would have sent."""
+
+# Looked up once, because access to an enum member runs interpreted code.
+COMPLETED: Final = AttemptEvent.COMPLETED
 
 
 class RequestPipeline:
-    """Everything a request meets between its decoding and its end."""
+    """Serves inference requests, from the decoded request to the recorded outcome."""
 
     def __init__(
         self,
@@ -55,7 +65,7 @@ class RequestPipeline:
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
-        """Take what the house shares. `clock` gives monotonic seconds."""
+        """Use the parts that the whole router shares. `clock` returns monotonic seconds."""
         self._config = config
         self._fleet = fleet
         self._gate = gate
@@ -63,100 +73,108 @@ class RequestPipeline:
         self._recorder = recorder
         self._metrics = metrics
         self._clock = clock
-        self._budget = RetryBudget(config.retry_ratio)
+        self._attempts = AttemptRunner(
+            config=config,
+            fleet=fleet,
+            upstream=upstream,
+            recorder=recorder,
+            metrics=metrics,
+            clock=clock,
+        )
+        self._retry_budget = RetryBudget(config.retry_ratio)
         self.queue = AdmissionQueue(config.queue_depth_max, config.queue_bytes_max, clock)
         fleet.on_room(self.queue.wake)
 
-    async def serve(self, asked: InferenceRequest, client: ResponseWriter) -> None:
-        """Answer one request, or raise ApiError where nothing was sent yet."""
-        estimate = self._fleet.tokens_of(asked.deployment_id, asked.text_bytes)
-        context = RequestContext(asked, estimate)
+    async def serve(self, request: InferenceRequest, writer: ResponseWriter) -> None:
+        """Answer one request. Raises ApiError if nothing was written yet."""
+        estimate = self._fleet.tokens_of(request.deployment_id, request.text_bytes)
+        context = RequestContext(request, estimate)
         now_s = self._clock()
-        entry = self._admit(context, now_s)
-        allowance = entry.lines(now_s)
+        limit_entry = self._admit(context, now_s)
+        rate_limit_lines = limit_entry.lines(now_s)
         try:
-            answer = await self._pick_and_forward(context)
-            if answer.is_stream:
-                await self._stream(context, client, allowance)
+            exchange = await self._send_until_answered(context)
+            if exchange.is_stream:
+                await self._stream(context, writer, rate_limit_lines)
             else:
-                self._reply(context, answer, client, allowance)
+                self._reply(context, exchange, writer, rate_limit_lines)
         except ApiError as error:
             if error.code in (ErrorCode.OUT_OF_CAPACITY, ErrorCode.UNAVAILABLE):
-                context.outcome = REFUSED
+                context.outcome = OUTCOME_REFUSED
             raise
         except asyncio.CancelledError:
             context.outcome = Outcome.CANCELLED
             raise
         finally:
-            context.leave()
-            if context.place is not None:
-                self.queue.left(context.place)
-            prompt, cached, output = context.used
-            spent = asked.spend((prompt, cached, output))
+            context.release()
+            if context.queue_entry is not None:
+                self.queue.leave(context.queue_entry)
+            usage = context.usage()
             now_s = self._clock()
-            entry.leave(prompt + output, now_s, spent)
+            total_tokens = usage.prompt_tokens + usage.output_tokens
+            limit_entry.leave(total_tokens, now_s, request.cost(usage))
             self._recorder.record(context, now_s)
 
     def _admit(self, context: RequestContext, now_s: float) -> Entry:
-        """Hold the request against its key's limits; what it uses is settled on the way out."""
-        asked = context.asked
-        prompt, output = context.prompt_tokens_estimate, asked.output_tokens_max
-        spend = asked.spend((prompt, 0, output))
+        """Charge the estimate to the key's limits; raise Limited if they are reached."""
+        request = context.request
+        prompt, output = context.prompt_tokens_estimate, request.output_tokens_max
+        cost = request.cost(UsageCount(prompt, output, 0))
         try:
-            return self._gate.enter(asked.key, prompt + output, now_s, asked.started_at, spend)
+            return self._gate.enter(request.key, prompt + output, now_s, request.started_at, cost)
         except Limited as error:
             self._metrics.refusals.labels(error.limit).inc()
             raise
 
-    async def _pick_and_forward(self, context: RequestContext) -> NodeExchange:
-        """Try replicas in the order of their ranking until one answers."""
+    async def _send_until_answered(self, context: RequestContext) -> NodeExchange:
+        """Try replicas in the order of their ranking until one answers; return its exchange.
+
+        While none has capacity the request waits in the admission queue. Raises ApiError if it
+        waited in vain or the attempts failed.
+        """
         now_s = self._clock()
-        self._budget.deposit(now_s)
-        failed, refused, served = context.failed, context.refused, context.ranked
+        self._retry_budget.deposit(now_s)
+        excluded = context.excluded
         failures, failed_at_s = 0, 0.0
-        place = context.take_place(now_s + self._config.queue_timeout_s)
+        entry = context.new_queue_entry(now_s + self._config.queue_timeout_s)
         while True:
-            routes = self._rank(context)
-            if not (routes or refused or routes.full):
-                if context.unfit:
+            routes = self._attempts.rank(context)
+            if not (routes or excluded.refused or routes.full):
+                if excluded.cannot_resume:
                     raise ApiError(
-                        ErrorCode.UPSTREAM, "cannot go on: no other replica resumes a text"
+                        ErrorCode.UPSTREAM,
+                        "cannot continue this answer: no other replica can resume a text",
                     )
-                if failed:
-                    # Everyone failed once: perhaps it was no more than that.
-                    failed.clear()
-                    await pause(RETRY_PAUSE_S)
+                if excluded.failed:
+                    # Every replica has failed once; it may have been momentary.
+                    excluded.failed.clear()
+                    await inline_sleep(RETRY_PAUSE_S)
                     continue
-            must_wait = self.queue.must_wait(place) or len(refused) >= REFUSALS_MAX
+            must_wait = self.queue.must_wait(entry) or len(excluded.refused) >= REFUSALS_MAX
             if must_wait or not routes:
-                await self._wait_for_room(context, place, is_full=bool(refused))
-                refused.clear()
+                await self._wait_for_capacity(context, entry, is_full=bool(excluded.refused))
+                excluded.refused.clear()
                 if self._clock() - failed_at_s > LOOK_AGAIN_S:
-                    # Who waits first must not hold up all others for what failed it alone.
-                    failed.clear()
+                    # The head of the queue must not block others because of its own failures.
+                    excluded.failed.clear()
                 continue
-            waited_s = self.queue.began(place)
+            waited_s = self.queue.admit(entry)
             if waited_s is not None:
                 self._metrics.queue_wait.observe(waited_s)
-            ranked = routes[0]
+            previous = context.attempt
+            attempt, exchange = self._attempts.send(context, routes)
             try:
-                exchange = self._ask(context, ranked, routes)
                 await exchange.opened
-                self._hear(context, ranked, routes, exchange)
+                self._attempts.take_answer(context, attempt, exchange, routes)
                 return exchange
             except AttemptFailed as error:
-                is_refusal = error.failure in (FailureCause.REFUSED, FailureCause.UNFIT)
-                if not is_refusal:
-                    self._blame(context)
-                context.leave()
-                self._unsend(context)
-                context.ranked = served
-                self._metrics.retries.labels(error.failure.value).inc()
+                is_refusal = self._attempts.end(context, attempt, error)
+                context.attempt = previous
+                self._metrics.retries.labels(error.cause.value).inc()
                 if is_refusal:
-                    self._note_refusal(context, error)
                     continue
                 failures, failed_at_s = failures + 1, self._clock()
-                is_paid = error.failure is FailureCause.GONE
+                is_paid = error.cause is FailureCause.GONE
                 if failures >= self._config.attempts_max or not (is_paid or self._may_retry()):
                     raise ApiError(
                         ErrorCode.UPSTREAM,
@@ -164,270 +182,155 @@ class RequestPipeline:
                         retry_after_s=1.0,
                     ) from error
 
-    def _note_refusal(self, context: RequestContext, error: AttemptFailed) -> None:
-        """Remember who does not take this request."""
-        asked, context.via = context.via, None
-        assert asked is not None
-        if error.failure is FailureCause.UNFIT:
-            context.unfit.add(asked.route.replica_id)
-        elif error.refused == headers.QUEUED and context.may_be_turned_away:
-            # Its load is known now: it may still be the best, but hardly is.
-            context.turned_away += 1
-        else:
-            context.refused.add(asked.route.replica_id)
-
-    def _blame(self, context: RequestContext) -> None:
-        """An attempt broke: leave whom it was sent to alone.
-
-        Where that one passed it on, both are, but neither is ill: which of them broke is not known.
-        """
-        asked, exchange = context.via, context.exchange
-        assert asked is not None and exchange is not None
-        self._recorder.attempt_failed(context)
-        context.via = None
-        context.failed.add(asked.route.replica_id)
-        if exchange.head is not None and exchange.head.passed:
-            context.failed.add(exchange.head.passed)
-        elif cause := self._fleet.failed(asked.route):
-            self._metrics.ejections.labels(cause).inc()
-
-    def _rank(self, context: RequestContext) -> Routes:
-        asked = context.asked
-        prompt_tokens, output_tokens = context.tokens_ahead
-        ask = Ask(
-            asked.request_id,
-            prompt_tokens,
-            output_tokens,
-            asked.session,
-            self._fleet.seat(asked.session),
-            self._fleet.held(asked.deployment_id, asked.prefix_keys),
-        )
-        view = self._fleet.view(asked.deployment_id)
-        # The deployment as the table has it now: a step of a rollout counts for those who wait too.
-        entry = self._fleet.deployment(asked.deployment.name) or asked.deployment
-        drawn = self._fleet.draw(entry, asked.session or asked.request_id)
-        routes = rank(view, ask, context.left_alone | drawn.left_alone)
-        if not routes and drawn.may_return:
-            routes = rank(view, ask, context.left_alone)
-        return routes
-
-    def let_go(self, node_id: NodeId, since_s: float) -> None:
-        """A node is gone, and silent `since_s`: let who waits for it go elsewhere."""
-        self._upstream.let_go(node_id, since_s, self._may_retry)
-
-    def _may_retry(self) -> bool:
-        if self._budget.withdraw(self._clock()):
-            return True
-        self._metrics.retries_denied.inc()
-        return False
-
-    async def _wait_for_room(
-        self, context: RequestContext, place: QueueEntry, *, is_full: bool
+    async def _wait_for_capacity(
+        self, context: RequestContext, entry: QueueEntry, *, is_full: bool
     ) -> None:
-        """Wait in the bounded queue, or raise what the client should know instead."""
-        name = context.asked.deployment.name
-        nobody = not self._fleet.view(place.lane).slots
-        if nobody and not context.found_no_replica:
+        """Wait in the admission queue; raise ApiError if the request must not wait any longer.
+
+        `is_full` means that replicas exist but refused the request.
+        """
+        request = context.request
+        has_no_replica = not self._fleet.view(request.deployment_id).slots
+        if has_no_replica and not context.found_no_replica:
             context.found_no_replica = True
             self._recorder.found_no_replica(context)
         try:
-            await self.queue.wait(place)
-        except AdmissionRefused as refusal:
-            if nobody and not is_full:
+            await self.queue.wait(entry)
+        except AdmissionRefused as refused:
+            if has_no_replica and not is_full:
                 self._metrics.refusals.labels("no_replica").inc()
                 raise ApiError(
                     ErrorCode.UNAVAILABLE,
-                    f"cannot serve {name} now: no replica is warm yet",
-                    retry_after_s=come_back_s(NO_REPLICA_RETRY_AFTER_S, context.asked.request_id),
+                    f"cannot serve {request.deployment.name} now: no replica is ready yet",
+                    retry_after_s=come_back_s(NO_REPLICA_RETRY_AFTER_S, request.request_id),
                 ) from None
-            self._metrics.refusals.labels(refusal.why.value).inc()
+            self._metrics.refusals.labels(refused.reason.value).inc()
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
-                str(refusal),
-                retry_after_s=come_back_s(
-                    self.queue.retry_after_s(place), context.asked.request_id
-                ),
+                str(refused),
+                retry_after_s=come_back_s(self.queue.retry_after_s(entry), request.request_id),
             ) from None
 
-    def _ask(self, context: RequestContext, ranked: Ranked, routes: Routes) -> NodeExchange:
-        """Send to one replica."""
-        asked, route = context.asked, ranked.route
-        context.via = ranked
-        self._book(context, ranked)
-        context.picked_at_s = self._clock()
-        patience_s = self._config.first_byte_timeout_s
-        if not asked.is_stream:
-            patience_s += context.tokens_ahead[1] * self._config.token_timeout_s
-        lines = to_node(context, ranked, routes, self._fleet.name, patience_s)
-        context.exchange = exchange = self._upstream.ask(
-            route.node_id,
-            route.address,
-            ("POST", asked.path, lines, context.body),
-            patience_s,
-            self._config.answer_bytes_max,
-            context.frames_anew(),
-            is_rest=context.said.tokens > 0,
-        )
-        return exchange
+    def fail_node(self, node_id: NodeId, since_s: float) -> None:
+        """Let the requests that wait for a lost node, silent since `since_s`, go elsewhere."""
+        self._upstream.fail_exchanges(node_id, since_s, self._may_retry)
 
-    def _hear(
-        self, context: RequestContext, ranked: Ranked, routes: Routes, exchange: NodeExchange
-    ) -> None:
-        """Take what came: a whole answer or a first token. Raise AttemptFailed where neither."""
-        head, reservation = exchange.answer(), context.reservation
-        assert reservation is not None
-        if head.passed:
-            ranked = self._passed_on(context, ranked, routes.of(head.passed))
-            reservation = self._book(context, ranked)
-        self._fleet.heard(ranked.route, head.load, head.refused, reservation)
-        hold_to_status(ranked.route.node_id, head)
-        if head.status == 200 and not exchange.is_stream:
-            exchange.usage, exchange.body = read_answer(ranked.route.node_id, exchange.body)
-        self._fleet.answered(ranked.route)
-        now_s = self._clock()
-        if exchange.is_stream:
-            exchange.wait(self._config.stream_idle_timeout_s)
-            context.token_at_s, context.took_ms = now_s, 1000 * (now_s - context.picked_at_s)
-            context.said_before = context.said.tokens
-            self._fleet.first_token(ranked, context.took_ms, reservation)
-            if context.first_token_at_s is None:
-                context.first_token_at_s = now_s
-
-    def _book(self, context: RequestContext, ranked: Ranked) -> Reservation:
-        """Count a request in where it goes."""
-        prompt_tokens, output_tokens = context.tokens_ahead
-        # What waits there reads only the uncached part; all of it holds KV.
-        context.reservation = reservation = self._fleet.reserve(
-            ranked.route, prefill=ranked.uncached_tokens, decode=output_tokens, prompt=prompt_tokens
-        )
-        context.ranked = ranked
-        context.sent = self._fleet.sent(ranked, context.asked.prefix_keys)
-        return reservation
-
-    def _passed_on(self, context: RequestContext, asked: Ranked, ranked: Ranked | None) -> Ranked:
-        """A sibling answers for whom was asked: give back what was booked there."""
-        if ranked is None:
-            raise AttemptFailed(
-                FailureCause.BROKEN, f"{asked.route.node_id} passed on to a stranger"
-            )
-        context.unbook()
-        self._unsend(context)
-        return ranked
-
-    def _unsend(self, context: RequestContext) -> None:
-        """It was not read where it is booked: nothing of it is taken to be cached there."""
-        if context.route is not None:
-            self._fleet.unsent(context.route, context.sent, context.asked.prefix_keys)
+    def _may_retry(self) -> bool:
+        """Take one retry from the budget; return False if it is spent."""
+        if self._retry_budget.withdraw(self._clock()):
+            return True
+        self._metrics.retries_denied.inc()
+        return False
 
     def _reply(
         self,
         context: RequestContext,
         exchange: NodeExchange,
-        client: ResponseWriter,
-        allowance: str,
+        writer: ResponseWriter,
+        rate_limit_lines: str,
     ) -> None:
-        """Pass a whole answer on."""
-        ranked, head = context.ranked, exchange.head
-        assert ranked is not None and head is not None
-        lines = to_client(context, ranked, allowance)
+        """Write a complete response to the client."""
+        attempt, head = context.attempt, exchange.head
+        assert attempt is not None and head is not None
+        attempt.take(COMPLETED)
+        header_lines = client_headers(context, attempt.ranked, rate_limit_lines)
         if head.status == 200:
-            context.note(exchange.usage)
-            context.outcome = COMPLETE
+            if exchange.usage is not None:
+                context.engine_usage = exchange.usage
+            context.outcome = OUTCOME_COMPLETE
         else:
-            context.is_declined, context.outcome = True, REFUSED
-            self._unsend(context)
-            hold_to_error(exchange.body, head.status)
+            context.is_declined, context.outcome = True, OUTCOME_REFUSED
+            self._attempts.forget_prefix(context, attempt)
+            check_error_body(exchange.body, head.status)
             retry_after = head.fields.get(b"retry-after")
             if retry_after:
-                lines += f"retry-after: {retry_after.decode('latin-1')}\r\n"
-        client.reply(HttpResponse(head.status, exchange.body, lines))
-        self._learn(context)
+                header_lines += f"retry-after: {retry_after.decode('latin-1')}\r\n"
+        writer.reply(HttpResponse(head.status, exchange.body, header_lines))
+        self._attempts.learn(context, attempt)
 
     async def _stream(
-        self, context: RequestContext, client: ResponseWriter, allowance: str
+        self, context: RequestContext, writer: ResponseWriter, rate_limit_lines: str
     ) -> None:
-        """Let a stream flow to the client; where its replica dies, another goes on with it."""
-        asked, frames, ranked = context.asked, context.frames, context.ranked
-        assert frames is not None and ranked is not None
+        """Write a stream to the client; other replicas continue it if its replica fails."""
+        request, stream, attempt = context.request, context.stream, context.attempt
+        relay = stream.relay
+        assert relay is not None and attempt is not None
         self._metrics.open_streams.inc()
         try:
-            lines = to_client(context, ranked, allowance) + STREAM_LINES
-            client.begin(200, "text/event-stream; charset=utf-8", lines)
-            await self._flow(context, client)
-            context.outcome = COMPLETE
+            header_lines = client_headers(context, attempt.ranked, rate_limit_lines)
+            writer.begin(200, "text/event-stream; charset=utf-8", header_lines + STREAM_HEADERS)
+            await self._relay_until_done(context, writer)
+            context.outcome = OUTCOME_COMPLETE
         except AttemptFailed as failure:
-            told = ApiError(ErrorCode.UPSTREAM, f"cannot go on with this answer: {failure}")
-            client.send(asked.error_event(told))
+            error_event = ApiError(ErrorCode.UPSTREAM, f"cannot continue this answer: {failure}")
+            writer.send(request.encode_error_event(error_event))
         except ApiError as error:
-            client.send(asked.error_event(error))
+            writer.send(request.encode_error_event(error))
         finally:
             self._metrics.open_streams.dec()
-            client.reads_from(None)
-            context.note(frames.usage)
-            if frames.usage is None:
-                context.said = frames.said()
-        client.end()
-        await client.drained()
-        self._learn(context)
+            writer.set_source(None)
+            if relay.usage is not None:
+                context.engine_usage = relay.usage
+            else:
+                stream.generated = relay.generated()
+        writer.end()
+        await writer.drained()
+        last_attempt = context.attempt
+        assert last_attempt is not None
+        self._attempts.learn(context, last_attempt)
 
-    async def _flow(self, context: RequestContext, client: ResponseWriter) -> None:
-        """Pass frames until `[DONE]`; raise what the client should know instead."""
-        frames = context.frames
-        assert frames is not None
+    async def _relay_until_done(self, context: RequestContext, writer: ResponseWriter) -> None:
+        """Relay frames until `[DONE]`, from one replica after the other.
+
+        Raises AttemptFailed if a replica failed and no other can continue, ApiError if none did.
+        """
+        relay = context.stream.relay
+        assert relay is not None
         while True:
-            exchange = context.exchange
-            assert exchange is not None
-            client.reads_from(exchange)
+            attempt = context.attempt
+            assert attempt is not None and attempt.exchange is not None
+            exchange = attempt.exchange
+            writer.set_source(exchange)
             try:
-                await exchange.flow(client)
-                if frames.is_done:
-                    # The client has everything; what is left is the end of the body.
-                    exchange.let_end()
-                    context.exchange = None
+                await exchange.relay_to(writer)
+                if relay.is_done:
+                    attempt.take(COMPLETED)
+                    # The client has everything; only the end of the body is still to come.
+                    exchange.drain()
+                    attempt.exchange = None
                     return
-                raise AttemptFailed(FailureCause.ERROR, frames.reason or "an engine's error")
+                raise AttemptFailed(
+                    FailureCause.ERROR, relay.error_message or "the engine reported an error"
+                )
             except AttemptFailed as failure:
-                client.reads_from(None)
-                self._blame(context)
-                if not self._prepare_to_go_on(context, client):
+                writer.set_source(None)
+                self._attempts.record_failure(context, attempt)
+                if not self._prepare_resumption(context, writer):
                     raise failure
-            if frames.is_done:
+            if relay.is_done:
+                attempt.take(AttemptEvent.RESUMED)
                 return
-            context.leave()
-            exchange = await self._pick_and_forward(context)
+            attempt.release()
+            exchange = await self._send_until_answered(context)
+            attempt.take(AttemptEvent.RESUMED)
             self._metrics.continuations.labels("continued").inc()
-            if not context.is_exact(exchange.head):
-                client.send(CONTINUED)
+            if not context.is_exact_resumption(exchange.head):
+                writer.send(RESUMED_COMMENT)
 
-    def _prepare_to_go_on(self, context: RequestContext, client: ResponseWriter) -> bool:
-        """Turn the request into one for the rest of its answer; False where that cannot be."""
-        asked, frames = context.asked, context.frames
-        assert frames is not None
-        context.said = said = frames.said()
-        if said.finish_reason is not None and asked.answers == 1:
-            # Everything was said but for the end: no replica is needed for that.
-            client.send(context.end_of_stream(said))
-            frames.is_done = True
+    def _prepare_resumption(self, context: RequestContext, writer: ResponseWriter) -> bool:
+        """Make the next attempt ask for the rest of the answer; return False if it cannot.
+
+        If only the end of the stream is missing, write it here: no replica is needed for that.
+        """
+        request, stream = context.request, context.stream
+        relay = stream.relay
+        assert relay is not None
+        stream.generated = generated = relay.generated()
+        if generated.finish_reason is not None and request.answer_count == 1:
+            writer.send(context.missing_end())
+            relay.is_done = True
             return True
-        if context.ask_for_rest():
+        if stream.prepare_resumption(request):
             return True
         self._metrics.continuations.labels("impossible").inc()
         return False
-
-    def _learn(self, context: RequestContext) -> None:
-        """Remember what the answer told: tokens per byte, and where the session sits."""
-        asked, route = context.asked, context.route
-        assert route is not None
-        if context.prompt_tokens is not None:
-            self._fleet.learned_tokens(asked.deployment_id, asked.text_bytes, context.prompt_tokens)
-            self._fleet.learned_cached(
-                route,
-                context.sent,
-                context.prompt_tokens,
-                context.cached_tokens or 0,
-                asked.prefix_keys,
-            )
-        if asked.session and context.outcome is COMPLETE:
-            prompt, _, output = context.used
-            now_s = self._clock()
-            self._fleet.sessions.sat(asked.session, route.replica_id, prompt + output, now_s)

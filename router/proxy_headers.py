@@ -1,21 +1,22 @@
-"""What goes with a request to a node, and with an answer to its client: lines of headers. Pure."""
+"""The headers that the router adds to a node's request and to a client's response. Pure."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from isochrone.wire import headers
+from isochrone.wire.headers import Sibling
 from router.decide.board import Ranked
-from router.decide.pick import Routes
-from router.request_context import RequestContext
+from router.request_context import RequestContext, TokenEstimate
 
-STREAM_LINES: Final = "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
-"""Nobody on the way may store a stream or hold it back."""
+STREAM_HEADERS: Final = "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+"""Tells proxies neither to store a stream nor to buffer it."""
 
-# What stands between two values, so that a head is one joining of texts.
+# The text between two values, so that a head is one concatenation.
 _REPLICA: Final = f"content-type: application/json\r\n{headers.REPLICA}: "
 _REQUEST_ID: Final = f"\r\n{headers.REQUEST_ID}: "
 _CACHE_SALT: Final = f"\r\n{headers.CACHE_SALT}: "
 _PROMPT_TOKENS: Final = f"\r\n{headers.TOKENS}: p="
-_UNREAD_TOKENS: Final = f"\r\n{headers.UNREAD_TOKENS}: "
+_PENDING_PREFILL_TOKENS: Final = f"\r\n{headers.UNREAD_TOKENS}: "
 _PREFILL_MS: Final = f"\r\n{headers.PREFILL_MS}: "
 _ROUTER: Final = f"\r\n{headers.ROUTER}: "
 _DEADLINE_MS: Final = f"\r\n{headers.DEADLINE_MS}: "
@@ -24,33 +25,42 @@ _NODE: Final = f"\r\n{headers.NODE}: "
 _WHY: Final = f"\r\n{headers.WHY}: "
 
 
-def to_node(
-    context: RequestContext, ranked: Ranked, routes: Routes, router: str, patience_s: float
+def node_headers(
+    context: RequestContext,
+    target: Ranked,
+    tokens: TokenEstimate,
+    peers: Sequence[Sibling],
+    *,
+    router: str,
+    timeout_s: float,
 ) -> str:
-    """Write what a node is told of a request beside its body."""
-    asked = context.asked
-    prompt_tokens, output_tokens = context.tokens_ahead
-    prefill_ms, deadline_ms = int(ranked.prefill_ms), int(1000 * patience_s)
+    """Return the header lines of a request to a node.
+
+    `tokens` is the estimate for this attempt. `peers` are the replicas that the node may hand the
+    request to. `router` names this life of the router. The answer must begin within `timeout_s`.
+    """
+    request, generated = context.request, context.stream.generated.tokens
+    prefill_ms, deadline_ms = int(target.prefill_ms), int(1000 * timeout_s)
     lines = (
-        f"{_REPLICA}{ranked.route.replica_id}{_REQUEST_ID}{asked.request_id}"
-        f"{_CACHE_SALT}{asked.key.tenant_id}"
-        f"{_PROMPT_TOKENS}{prompt_tokens};o={output_tokens}"
-        f"{_UNREAD_TOKENS}{ranked.unread_tokens}{_PREFILL_MS}{prefill_ms}"
+        f"{_REPLICA}{target.route.replica_id}{_REQUEST_ID}{request.request_id}"
+        f"{_CACHE_SALT}{request.key.tenant_id}"
+        f"{_PROMPT_TOKENS}{tokens.prompt};o={tokens.output}"
+        f"{_PENDING_PREFILL_TOKENS}{target.unread_tokens}{_PREFILL_MS}{prefill_ms}"
         f"{_ROUTER}{router}{_DEADLINE_MS}{deadline_ms}\r\n"
     )
-    if ranked.queue_tokens_max and context.may_be_turned_away:
-        lines += f"{headers.QUEUE_TOKENS_MAX}: {ranked.queue_tokens_max}\r\n"
-    if context.said.tokens:
-        lines += f"{headers.SAID}: {context.said.tokens}\r\n"
-    elif siblings := routes.siblings(ranked):
-        lines += f"{headers.SIBLINGS}: {headers.format_siblings(siblings)}\r\n"
+    if target.queue_tokens_max and context.excluded.may_refuse_for_queue:
+        lines += f"{headers.QUEUE_TOKENS_MAX}: {target.queue_tokens_max}\r\n"
+    if generated:
+        lines += f"{headers.SAID}: {generated}\r\n"
+    elif peers:
+        lines += f"{headers.SIBLINGS}: {headers.format_siblings(peers)}\r\n"
     return lines
 
 
-def to_client(context: RequestContext, ranked: Ranked, allowance: str) -> str:
-    """Write what a client is told beside its answer: what is left to it, who answers, and why."""
+def client_headers(context: RequestContext, ranked: Ranked, rate_limit_lines: str) -> str:
+    """Return the header lines of a response: remaining limits, request id, and who answers why."""
     route = ranked.route
     return (
-        f"{allowance}{headers.REQUEST_ID}: {context.asked.known_as}"
+        f"{rate_limit_lines}{headers.REQUEST_ID}: {context.request.client_request_id}"
         f"{_POP}{route.pop}{_NODE}{route.node_id}{_WHY}{ranked.why}\r\n"
     )

@@ -14,7 +14,7 @@ from router.counts import DECLINED
 from router.decide.rollout import Trials
 from router.journal import Journal
 from router.metrics import Metrics
-from router.request_context import FAILED, REFUSED, RequestContext
+from router.request_context import OUTCOME_FAILED, OUTCOME_REFUSED, RequestContext
 
 USAGE_ROWS_MAX: Final = 100_000
 """Rows held in memory when the disk takes none; past it they are counted as lost."""
@@ -55,41 +55,44 @@ class Recorder:
 
     def record(self, context: RequestContext, now_s: float) -> None:
         """Book one request that ended now."""
-        asked = context.asked
-        prompt, cached, output = context.used
-        metrics = self._metrics.of[asked.deployment.name]
+        request = context.request
+        usage = context.usage()
+        prompt, cached, output = usage.prompt_tokens, usage.cached_tokens, usage.output_tokens
+        metrics = self._metrics.of[request.deployment.name]
         metrics.outcomes[DECLINED if context.is_declined else context.outcome] += 1
         metrics.prompt += prompt
         metrics.cached += cached
         metrics.output += output
-        first_s = context.first_token_at_s
-        if first_s is not None and context.ranked is not None:
-            metrics.ttft.observe(first_s - asked.arrived_s)
-            metrics.ttft_error.observe((context.took_ms - context.ranked.ttft_ms) / 1000)
+        first_s = context.times.first_token_at_s
+        if first_s is not None and context.attempt is not None:
+            metrics.ttft.observe(first_s - request.arrived_s)
+            metrics.ttft_error.observe(
+                (context.times.attempt_ttft_ms - context.attempt.ranked.ttft_ms) / 1000
+            )
         self._add_demand(context, prompt, cached, output)
         route = context.route
         if route is None:
             return
-        if asked.deployment.rollout is not None and context.via is not None:
+        if request.deployment.rollout is not None and context.has_uncounted_attempt:
             self._add_trial(context, route, output, now_s)
         if len(self._usage) >= USAGE_ROWS_MAX:
             self._metrics.usage_dropped.inc()
             return
         row = UsageRow(
-            request_id=asked.request_id,
-            key_id=asked.key.key_id,
-            tenant_id=asked.key.tenant_id,
-            deployment_id=asked.deployment_id,
+            request_id=request.request_id,
+            key_id=request.key.key_id,
+            tenant_id=request.key.tenant_id,
+            deployment_id=request.deployment_id,
             pop=route.pop,
             node_id=route.node_id,
             replica_id=route.replica_id,
-            started_at=asked.started_at,
+            started_at=request.started_at,
             prompt_tokens=prompt,
             cached_tokens=cached,
             output_tokens=output,
             outcome=context.outcome,
-            ttft_ms=1000 * (first_s - asked.arrived_s) if first_s is not None else 0.0,
-            duration_ms=1000 * (now_s - asked.arrived_s),
+            ttft_ms=1000 * (first_s - request.arrived_s) if first_s is not None else 0.0,
+            duration_ms=1000 * (now_s - request.arrived_s),
         )
         self._usage.append(row)
         self.journal.append(row)
@@ -99,13 +102,13 @@ class Recorder:
         asked = self._demand_of(context)
         asked.no_replica += 1
         asked.count(context.prompt_tokens_estimate, 0)
-        if asked.no_replica == 1 and context.asked.deployment_id not in self._unserved_before:
+        if asked.no_replica == 1 and context.request.deployment_id not in self._unserved_before:
             self.on_unserved()
 
     def attempt_failed(self, context: RequestContext) -> None:
         """Count a replica that failed under a request, whoever answers in the end."""
         if context.route is not None:
-            self.trials.ended(context.asked.deployment, context.route, failed=True)
+            self.trials.ended(context.request.deployment, context.route, failed=True)
 
     def take_usage(self) -> tuple[tuple[UsageRow, ...], tuple[Path, ...]]:
         """Hand over the usage so far and its journal's files, `saved` once it is kept elsewhere."""
@@ -138,15 +141,15 @@ class Recorder:
         return rows
 
     def _add_trial(self, context: RequestContext, route: Route, output: int, now_s: float) -> None:
-        output -= context.said_before
+        output -= context.times.tokens_before
         itl_ms = 0.0
-        if context.token_at_s and output > 1:
-            itl_ms = 1000 * (now_s - context.token_at_s) / (output - 1)
+        if context.times.attempt_token_at_s and output > 1:
+            itl_ms = 1000 * (now_s - context.times.attempt_token_at_s) / (output - 1)
         self.trials.ended(
-            context.asked.deployment,
+            context.request.deployment,
             route,
-            failed=context.outcome is FAILED,
-            ttft_ms=context.took_ms,
+            failed=context.outcome is OUTCOME_FAILED,
+            ttft_ms=context.times.attempt_ttft_ms,
             itl_ms=itl_ms,
         )
 
@@ -159,10 +162,10 @@ class Recorder:
             # What was turned away wanted its prompt done too: the planner must see it.
             asked.count(prompt or context.prompt_tokens_estimate, cached)
         asked.output += output
-        asked.refused += context.outcome is REFUSED
+        asked.refused += context.outcome is OUTCOME_REFUSED
 
     def _demand_of(self, context: RequestContext) -> _Demand:
-        deployment_id = context.asked.deployment_id
+        deployment_id = context.request.deployment_id
         asked = self._demand.get(deployment_id)
         if asked is None:
             asked = self._demand[deployment_id] = _Demand()

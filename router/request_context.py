@@ -1,4 +1,4 @@
-"""One request on its way: what was asked, what is known so far, and what it holds."""
+"""The state of one request in the pipeline: its attempts, its stream, its times and its usage."""
 
 from collections.abc import Set
 from typing import Final
@@ -11,158 +11,242 @@ from router.admission_queue import QueueEntry
 from router.dataplane.exchange import NodeExchange, ResponseHead
 from router.dataplane.sse import DONE_FRAME, GeneratedOutput, StreamRelay, usage_frame
 from router.dataplane.usage import UsageCount
+from router.decide.attempt import FAULTY, AttemptEvent, AttemptState, after
 from router.decide.board import Ranked
 from router.decide.prefixes import Sent
 from router.decide.tokens_in_flight import Reservation
 from router.inference_request import InferenceRequest
 
-NOBODY: Final[Set[ReplicaId]] = frozenset()
-NOTHING_SAID: Final = GeneratedOutput(0, "", True, None)
-# Looked up once: a member of an enum is found by code of Python's.
-FAILED: Final = Outcome.FAILED
-COMPLETE: Final = Outcome.COMPLETE
-REFUSED: Final = Outcome.REFUSED
-TURNED_AWAY_MAX: Final = 12
+NO_REPLICAS: Final[Set[ReplicaId]] = frozenset()
+NOTHING_GENERATED: Final = GeneratedOutput(0, "", True, None)
+NO_USAGE: Final = UsageCount(0, 0, 0)
+# Looked up once, because access to an enum member runs interpreted code.
+OUTCOME_FAILED: Final = Outcome.FAILED
+OUTCOME_COMPLETE: Final = Outcome.COMPLETE
+OUTCOME_REFUSED: Final = Outcome.REFUSED
+RANKED: Final = AttemptState.RANKED
 
-LIVES: Final = 8
-"""How many replicas may die under one stream before its client is told."""
+QUEUE_REFUSALS_MAX: Final = 12
+"""How often nodes may refuse a request because more waits there than the router knew."""
+
+FAILOVERS_MAX: Final = 8
+"""How many replicas may fail during one stream before the client gets an error."""
 
 
-class RequestContext:
-    """What is known of one request so far. The corridor fills it in, `Recorder` reads it."""
+class TokenEstimate:
+    """The tokens that an attempt is expected to read and to generate."""
 
-    outcome: Outcome
-    ranked: Ranked | None = None
-    via: Ranked | None = None
-    """Whom the attempt under way was sent to; a sibling may answer in its place."""
-    sent: Sent | None = None
-    turned_away = 0
-    picked_at_s = 0.0
-    first_token_at_s: float | None = None
-    """When the client had its first token; the next three are of the last attempt that had one."""
-    token_at_s = 0.0
-    took_ms = 0.0
-    said_before = 0
-    found_no_replica = False
-    is_declined = False
-    """The replica would not have it, for what the client wrote: no fault of the replica's."""
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
-    frames: StreamRelay | None = None
-    said = NOTHING_SAID
-    lives = LIVES
-    reservation: Reservation | None = None
-    exchange: NodeExchange | None = None
-    place: QueueEntry | None = None
+    __slots__ = ("output", "prompt")
 
-    def __init__(self, asked: InferenceRequest, prompt_tokens_estimate: int) -> None:
-        self.outcome = FAILED
-        self.asked = asked
-        self.prompt_tokens_estimate = prompt_tokens_estimate
-        self.body = asked.body
-        self.failed: set[ReplicaId] = set()
-        self.refused: set[ReplicaId] = set()
-        self.unfit: set[ReplicaId] = set()
+    def __init__(self, prompt: int, output: int) -> None:
+        self.prompt = prompt
+        self.output = output
 
-    @property
-    def left_alone(self) -> Set[ReplicaId]:
-        """Whom the next attempt leaves alone: mostly nobody."""
-        if self.failed or self.refused or self.unfit:
-            return self.failed | self.refused | self.unfit
-        return NOBODY
 
-    @property
-    def route(self) -> Route | None:
-        """The replica that answers, once there is one."""
-        return self.ranked.route if self.ranked else None
+class ReplicaAttempt:
+    """One attempt: its state, where it was sent, and what it holds.
 
-    @property
-    def tokens_ahead(self) -> tuple[int, int]:
-        """The tokens (prompt, output) of the next attempt: what was said is prompt to it."""
-        said = self.said.tokens
-        asked = self.asked.output_tokens_max
-        return self.prompt_tokens_estimate + said, asked - said if asked > said else 1
+    `target` is the replica that it was sent to. `ranked` is the one that answers: the target, or
+    the peer replica that the target handed the request to. `prefix_use` is what the prefix index
+    expects the replica to have cached.
+    """
 
-    def frames_anew(self) -> StreamRelay | None:
-        """Return what takes the next attempt's stream in: after what was said, where it was."""
-        if self.said.tokens and self.frames is not None:
-            self.frames.go_on()
-        elif self.asked.is_stream:
-            self.frames = StreamRelay(wants_usage=self.asked.wants_usage)
-        return self.frames
+    __slots__ = ("exchange", "prefix_use", "ranked", "reservation", "sent_at_s", "state", "target")
 
-    def take_place(self, until_s: float) -> QueueEntry:
-        """Return its place among those who wait for room, which it may have until then."""
-        asked = self.asked
-        tokens = self.prompt_tokens_estimate + asked.output_tokens_max
-        place = self.place = QueueEntry(
-            asked.deployment_id,
-            asked.key.tenant_id,
-            tokens,
-            until_s,
-            size_bytes=len(self.body),
-            # Half an answer is out: whoever would not have waited for it waits for its rest.
-            is_patient=not asked.reject_if_busy or self.said.tokens > 0,
-        )
-        return place
+    def __init__(self, target: Ranked) -> None:
+        self.state = RANKED
+        self.target = target
+        self.ranked = target
+        self.prefix_use: Sent | None = None
+        self.reservation: Reservation | None = None
+        self.exchange: NodeExchange | None = None
+        self.sent_at_s = 0.0
 
-    def note(self, usage: UsageCount | None) -> None:
-        """Take the engine's own count."""
-        if usage is not None:
-            self.prompt_tokens = usage.prompt_tokens
-            self.cached_tokens = usage.cached_tokens
-            self.output_tokens = usage.output_tokens
+    def take(self, event: AttemptEvent) -> None:
+        """Move to the state after `event`."""
+        self.state = after(self.state, event)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Give back what the attempt holds: its connection and its tokens in flight."""
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
-            exchange.leave()
-        self.unbook()
+            exchange.abandon()
+        self.release_tokens()
 
-    def unbook(self) -> None:
-        """Give back the tokens in flight."""
+    def release_tokens(self) -> None:
+        """Give back the tokens in flight. A second call has no effect."""
         if self.reservation is not None:
             self.reservation.release()
 
-    @property
-    def used(self) -> tuple[int, int, int]:
-        """(prompt, cached, output) tokens: the engine's word, else our count and estimate."""
-        if self.first_token_at_s is None and self.prompt_tokens is None:
-            return 0, 0, 0
-        estimate = self.prompt_tokens_estimate
-        prompt = estimate if self.prompt_tokens is None else self.prompt_tokens
-        output = self.said.tokens if self.output_tokens is None else self.output_tokens
-        return prompt, min(prompt, self.cached_tokens or 0), output
+
+class ExcludedReplicas:
+    """The replicas that the next attempt must not use, and why."""
+
+    __slots__ = ("cannot_resume", "failed", "queue_refusals", "refused")
+
+    def __init__(self) -> None:
+        self.failed: set[ReplicaId] = set()
+        self.refused: set[ReplicaId] = set()
+        self.cannot_resume: set[ReplicaId] = set()
+        self.queue_refusals = 0
+
+    def all(self) -> Set[ReplicaId]:
+        """Return all excluded replicas."""
+        if self.failed or self.refused or self.cannot_resume:
+            return self.failed | self.refused | self.cannot_resume
+        return NO_REPLICAS
 
     @property
-    def may_be_turned_away(self) -> bool:
-        """Whether a node may still refuse it because more waits there than was thought."""
-        return self.turned_away < TURNED_AWAY_MAX
+    def may_refuse_for_queue(self) -> bool:
+        """Whether nodes may still refuse the request because of the length of their queue."""
+        return self.queue_refusals < QUEUE_REFUSALS_MAX
 
-    def is_exact(self, head: ResponseHead | None) -> bool:
-        """Say whether the rest is, token for token, what the first replica would have said."""
-        drawn = self.asked.drawn
-        how = head.resumed if head else ""
-        return drawn == headers.GREEDY or (drawn == headers.SEEDED and how == headers.SEEDED)
 
-    def ask_for_rest(self) -> bool:
-        """Ask for what follows on what was said, from now on; False where that cannot be asked."""
-        resume, said = self.asked.resume, self.said
-        if resume is None or not said.is_plain or self.lives <= 0:
+class ResumableStream:
+    """What a request has generated so far, and what is needed to continue it on another replica.
+
+    `body` is the body that the next attempt sends.
+    """
+
+    __slots__ = ("body", "failovers_left", "generated", "relay")
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self.relay: StreamRelay | None = None
+        self.generated = NOTHING_GENERATED
+        self.failovers_left = FAILOVERS_MAX
+
+    @property
+    def is_resumption(self) -> bool:
+        """Whether the next attempt continues a text instead of beginning one."""
+        return self.generated.tokens > 0
+
+    def open_relay(self, request: InferenceRequest) -> StreamRelay | None:
+        """Return the relay for the next attempt's stream; None if a stream is not wanted."""
+        if self.is_resumption and self.relay is not None:
+            self.relay.resume()
+        elif request.is_stream:
+            self.relay = StreamRelay(wants_usage=request.wants_usage)
+        return self.relay
+
+    def prepare_resumption(self, request: InferenceRequest) -> bool:
+        """Make `body` ask for the rest of the answer; return False if that is not possible."""
+        build, generated = request.build_resume_body, self.generated
+        if build is None or not generated.is_plain or self.failovers_left <= 0:
             return False
-        rest = resume(said.text, said.tokens)
-        if rest is None:
+        body = build(generated.text, generated.tokens)
+        if body is None:
             return False
-        self.lives -= 1
-        self.body = rest
+        self.failovers_left -= 1
+        self.body = body
         return True
 
-    def end_of_stream(self, said: GeneratedOutput) -> bytes:
-        """Write what a stream lacks whose replica died between its last token and its end."""
-        if not self.asked.wants_usage or (self.frames and self.frames.usage):
+
+class TokenTimes:
+    """When tokens came. Times are monotonic seconds.
+
+    `first_token_at_s` is the client's first token. The others describe the last attempt that
+    streamed a token: when its first token came, its time to first token, and how many tokens
+    earlier attempts had generated.
+    """
+
+    __slots__ = ("attempt_token_at_s", "attempt_ttft_ms", "first_token_at_s", "tokens_before")
+
+    def __init__(self) -> None:
+        self.first_token_at_s: float | None = None
+        self.attempt_token_at_s = 0.0
+        self.attempt_ttft_ms = 0.0
+        self.tokens_before = 0
+
+
+class RequestContext:
+    """Everything that is known of one request. The pipeline fills it in, `Recorder` reads it.
+
+    `attempt` is the current attempt; after a refusal or failure it is the last one that answered,
+    if any. `is_declined` means that the replica rejected the client's input (a 4xx), which is no
+    fault of the replica. `engine_usage` is the engine's own count.
+    """
+
+    __slots__ = (
+        "attempt", "engine_usage", "excluded", "found_no_replica", "is_declined", "outcome",
+        "prompt_tokens_estimate", "queue_entry", "request", "stream", "times",
+    )  # fmt: skip
+
+    def __init__(self, request: InferenceRequest, prompt_tokens_estimate: int) -> None:
+        self.request = request
+        self.prompt_tokens_estimate = prompt_tokens_estimate
+        self.outcome = OUTCOME_FAILED
+        self.is_declined = False
+        self.found_no_replica = False
+        self.queue_entry: QueueEntry | None = None
+        self.attempt: ReplicaAttempt | None = None
+        self.excluded = ExcludedReplicas()
+        self.stream = ResumableStream(request.body)
+        self.times = TokenTimes()
+        self.engine_usage: UsageCount | None = None
+
+    @property
+    def route(self) -> Route | None:
+        """The replica that answers, or is expected to."""
+        return self.attempt.ranked.route if self.attempt is not None else None
+
+    @property
+    def has_uncounted_attempt(self) -> bool:
+        """Whether the last attempt is still to be counted; failures are counted as they happen."""
+        return self.attempt is not None and self.attempt.state not in FAULTY
+
+    def next_attempt_tokens(self) -> TokenEstimate:
+        """Return the estimate for the next attempt: what was generated is prompt for it."""
+        generated = self.stream.generated.tokens
+        output = self.request.output_tokens_max
+        return TokenEstimate(
+            self.prompt_tokens_estimate + generated, output - generated if output > generated else 1
+        )
+
+    def new_queue_entry(self, until_s: float) -> QueueEntry:
+        """Return a new entry for the admission queue, which waits at most until `until_s`."""
+        request = self.request
+        entry = self.queue_entry = QueueEntry(
+            request.deployment_id,
+            request.key.tenant_id,
+            self.prompt_tokens_estimate + request.output_tokens_max,
+            until_s,
+            size_bytes=len(self.stream.body),
+            # Once a part of the answer is out, waiting for the rest is better than an error.
+            can_wait=not request.reject_if_busy or self.stream.is_resumption,
+        )
+        return entry
+
+    def release(self) -> None:
+        """Give back what the current attempt holds."""
+        if self.attempt is not None:
+            self.attempt.release()
+
+    def usage(self) -> UsageCount:
+        """Return the tokens used: the engine's count, or our own count and estimate."""
+        counted = self.engine_usage
+        if counted is None:
+            if self.times.first_token_at_s is None:
+                return NO_USAGE
+            return UsageCount(self.prompt_tokens_estimate, self.stream.generated.tokens, 0)
+        prompt = counted.prompt_tokens
+        return UsageCount(prompt, counted.output_tokens, min(prompt, counted.cached_tokens))
+
+    def is_exact_resumption(self, head: ResponseHead | None) -> bool:
+        """Return whether the rest of the answer is, token for token, what the first replica
+        would have generated.
+        """
+        determinism = self.request.determinism
+        resumed = head.resumed if head else ""
+        return determinism == headers.GREEDY or (
+            determinism == headers.SEEDED and resumed == headers.SEEDED
+        )
+
+    def missing_end(self) -> bytes:
+        """Return the end of a stream whose replica failed after its last token."""
+        relay = self.stream.relay
+        if not self.request.wants_usage or (relay and relay.usage):
             return DONE_FRAME
-        count = UsageCount(self.prompt_tokens_estimate, said.tokens, 0)
-        head = {"object": "chat.completion.chunk", "model": self.asked.deployment.name}
-        return usage_frame(count, head) + DONE_FRAME
+        usage = UsageCount(self.prompt_tokens_estimate, self.stream.generated.tokens, 0)
+        head = {"object": "chat.completion.chunk", "model": self.request.deployment.name}
+        return usage_frame(usage, head) + DONE_FRAME

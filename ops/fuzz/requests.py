@@ -46,10 +46,10 @@ class Collector:
     def __init__(self) -> None:
         self.requests: list[HttpRequest] = []
 
-    def continue_is_expected(self) -> None:
+    def on_continue_expected(self) -> None:
         """Need no answer here."""
 
-    def request_is_whole(self, request: HttpRequest) -> None:
+    def on_request(self, request: HttpRequest) -> None:
         """Keep what was let through."""
         self.requests.append(request)
 

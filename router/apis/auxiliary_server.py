@@ -1,7 +1,7 @@
-"""Cold routes: answered by an aiohttp server in this process, over sockets of nobody else.
+"""Auxiliary routes (everything but inference), answered by an aiohttp server in this process.
 
-So one parser stands before hot and cold alike, at one port, and aiohttp keeps everything in which a
-microsecond does not matter.
+The router's own HTTP server receives every request on one port and forwards these through a socket
+pair. So one strict parser guards all routes, and aiohttp serves those whose speed does not matter.
 """
 
 import asyncio
@@ -14,26 +14,28 @@ from aiohttp import web
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import NodeId
-from router.dataplane.exchange import AttemptFailed
-from router.dataplane.http1 import lines_of
+from router.dataplane.exchange import AttemptFailed, NodeRequest
+from router.dataplane.http1 import format_headers
 from router.dataplane.http_messages import HttpRequest, HttpResponse
 from router.dataplane.server import ClientConnection
 from router.dataplane.upstream import Upstream
 
-COLD: Final = NodeId("_cold")
+AUXILIARY: Final = NodeId("_auxiliary")
 TIMEOUT_S: Final = 30.0
 BYTES_MAX: Final = 64 * 1024 * 1024
 
-_ASKED: Final = frozenset({b"authorization", b"content-type", b"accept", b"x-request-id"})
-_ANEW: Final = frozenset(
+_FORWARDED: Final = frozenset({b"authorization", b"content-type", b"accept", b"x-request-id"})
+"""Request headers that the auxiliary server uses."""
+
+_REWRITTEN: Final = frozenset(
     {b"connection", b"content-length", b"content-type", b"date", b"server", b"transfer-encoding"}
 )
-"""Headers of an answer that are written anew: those of one hop, and those of every answer."""
+"""Response headers that the router's own server writes itself."""
 
 
 @asynccontextmanager
 async def open_auxiliary_server(app: web.Application, upstream: Upstream) -> AsyncIterator[None]:
-    """Serve `app` to this process alone, whom `upstream` knows as COLD."""
+    """Serve `app` to this process only; `upstream` reaches it as the node AUXILIARY."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     server = runner.server
@@ -42,37 +44,41 @@ async def open_auxiliary_server(app: web.Application, upstream: Upstream) -> Asy
     accepting: set[asyncio.Task[object]] = set()
 
     def dial() -> socket.socket:
-        ours, theirs = socket.socketpair()
-        task: asyncio.Task[object] = loop.create_task(loop.connect_accepted_socket(server, theirs))
+        client_end, server_end = socket.socketpair()
+        task: asyncio.Task[object] = loop.create_task(
+            loop.connect_accepted_socket(server, server_end)
+        )
         accepting.add(task)
         task.add_done_callback(accepting.discard)
-        return ours
+        return client_end
 
-    upstream.inside[COLD] = dial
+    upstream.in_process[AUXILIARY] = dial
     try:
         yield
     finally:
-        del upstream.inside[COLD]
+        del upstream.in_process[AUXILIARY]
         await runner.cleanup()
 
 
 async def forward_to_auxiliary(
     upstream: Upstream, request: HttpRequest, client: ClientConnection
 ) -> None:
-    """Have a request answered there."""
+    """Let the auxiliary server answer a request."""
     target = f"{request.path}?{request.query}" if request.query else request.path
-    # A HEAD is asked as a GET: its answer has no body to wait for, and `reply` sends none.
+    # A HEAD is forwarded as a GET: `reply` leaves the body out.
     method = "GET" if request.method == b"HEAD" else request.method.decode()
-    sent = {name: value for name, value in request.headers.items() if name in _ASKED}
-    asked = (method, target, _lines(sent), request.body)
+    forwarded = {name: value for name, value in request.headers.items() if name in _FORWARDED}
+    node_request = NodeRequest(method, target, _format(forwarded), request.body)
     try:
-        exchange = await upstream.fetch(COLD, COLD, asked, TIMEOUT_S, BYTES_MAX)
+        exchange = await upstream.fetch(AUXILIARY, AUXILIARY, node_request, TIMEOUT_S, BYTES_MAX)
     except AttemptFailed as error:
         raise ApiError(ErrorCode.INTERNAL, f"cannot answer: {error}") from error
-    head = exchange.answer()
-    told = {name: value for name, value in head.fields.items() if name not in _ANEW}
-    client.reply(HttpResponse(head.status, exchange.body, _lines(told), head.content_type))
+    head = exchange.response_head()
+    kept = {name: value for name, value in head.fields.items() if name not in _REWRITTEN}
+    client.reply(HttpResponse(head.status, exchange.body, _format(kept), head.content_type))
 
 
-def _lines(fields: dict[bytes, bytes]) -> str:
-    return lines_of({name.decode("latin-1"): one.decode("latin-1") for name, one in fields.items()})
+def _format(fields: dict[bytes, bytes]) -> str:
+    return format_headers(
+        {name.decode("latin-1"): value.decode("latin-1") for name, value in fields.items()}
+    )

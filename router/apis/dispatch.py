@@ -1,7 +1,7 @@
-"""Which path is whose: hot routes go to the corridor, all others to aiohttp within.
+"""Dispatches requests by path: inference routes to the pipeline, all others to the aiohttp server.
 
-Hot is what engines answer. Three surfaces offer it: OpenAI's as it is, and Responses and Workers AI
-translated, which is all that they have of their own.
+Inference routes are those that engines answer. Three surfaces have them: OpenAI's, which goes to
+the engines unchanged, and Responses and Workers AI, which are translated to and from it.
 """
 
 import math
@@ -15,13 +15,13 @@ from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error, openai_error_event
 from isochrone.wire.routes import KeyEntry
 from router.apis.auxiliary_server import forward_to_auxiliary
-from router.apis.openai.surface import READERS, OpenAiSurface
+from router.apis.openai.surface import DECODERS, OpenAiSurface
 from router.apis.request_ids import RequestIds
-from router.apis.responses.adapter import PATH as RESPONSES
-from router.apis.responses.adapter import asked_by_response
-from router.apis.workers_ai.adapter import asked_by_run, model_of
-from router.apis.workers_ai.translate import error_envelope
-from router.dataplane.http1 import Fields, lines_of
+from router.apis.responses.adapter import PATH as RESPONSES_PATH
+from router.apis.responses.adapter import read_responses_request
+from router.apis.workers_ai.adapter import model_of, read_run_request
+from router.apis.workers_ai.translate import encode_error_envelope
+from router.dataplane.http1 import HeaderFields, format_headers
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 from router.dataplane.server import ClientConnection
 from router.dataplane.upstream import Upstream
@@ -29,80 +29,88 @@ from router.inference_request import InferenceRequest
 from router.metrics import Metrics
 from router.pipeline import RequestPipeline
 
-HOT: Final = frozenset(READERS) | {RESPONSES}
+INFERENCE_PATHS: Final = frozenset(DECODERS) | {RESPONSES_PATH}
 REQUEST_ID: Final = headers.REQUEST_ID.encode()
 
-_OPENAI_OF_WORKERS_AI: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?/ai(/v1/.+)$")
-"""Where Workers AI offers OpenAI's surface: its clients change the host of their base URL alone."""
+_OPENAI_BELOW_ACCOUNT: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?/ai(/v1/.+)$")
+"""Where Workers AI has OpenAI's surface: its clients only need to change the host of their URL."""
 
 
 class ApiDispatcher:
-    """What the listener hands each request to."""
+    """Receives each request from the HTTP server and gives it to its surface."""
 
     def __init__(
         self,
         openai: OpenAiSurface,
-        corridor: RequestPipeline,
+        pipeline: RequestPipeline,
         upstream: Upstream,
         request_ids: RequestIds,
         metrics: Metrics,
     ) -> None:
-        """Cold routes are met by way of `upstream`."""
+        """Use the parts that the whole router shares; `upstream` reaches the auxiliary server."""
         self._openai = openai
-        self._corridor = corridor
+        self._pipeline = pipeline
         self._upstream = upstream
         self._request_ids = request_ids
         self._metrics = metrics
 
-    def let_in(self, method: bytes, path: str, fields: Fields) -> KeyEntry | None:
-        """Let a head in before its body is read, or raise ApiError."""
-        return self._openai.key_of(fields) if method == b"POST" and _is_hot(path) else None
+    def authorize(self, method: bytes, path: str, fields: HeaderFields) -> KeyEntry | None:
+        """Return the API key of an inference request before its body is read.
 
-    def encode_error(self, error: ApiError, path: str, request_id: str) -> HttpResponse:
-        """Count an error and write it in the shape of its surface, with its id or a new one."""
+        Other routes need no key here: None. Raises ApiError 401.
+        """
+        return self._openai.key_of(fields) if method == b"POST" and _is_inference(path) else None
+
+    def encode_error(self, error: ApiError, path: str, client_request_id: str) -> HttpResponse:
+        """Count an error and encode it in the format of its surface, with a request id."""
         self._metrics.errors.labels(error.code.value).inc()
-        lines = lines_of(error.headers)
+        header_lines = format_headers(error.headers)
         if error.retry_after_s is not None:
-            lines += f"retry-after: {max(1, math.ceil(error.retry_after_s))}\r\n"
-        # What was refused before it was read has none yet.
-        lines += f"{headers.REQUEST_ID}: {request_id or self._request_ids.next('')[1]}\r\n"
+            header_lines += f"retry-after: {max(1, math.ceil(error.retry_after_s))}\r\n"
+        # A request that was refused while it was read has no id yet.
+        request_id = client_request_id or self._request_ids.next("")[1]
+        header_lines += f"{headers.REQUEST_ID}: {request_id}\r\n"
         if model_of(path) is None:
             body = msgspec.json.encode(openai_error(error))
         else:
-            body = error_envelope(error.message, error.meaning.number)
-        return HttpResponse(error.meaning.status, body, lines)
+            body = encode_error_envelope(error.message, error.meaning.number)
+        return HttpResponse(error.meaning.status, body, header_lines)
 
-    def answer(self, request: HttpRequest, client: ClientConnection) -> Awaitable[None]:
-        """Return the answering of one request, to be awaited."""
+    def dispatch(self, request: HttpRequest, client: ClientConnection) -> Awaitable[None]:
+        """Return an awaitable that answers the request. Raises ApiError if it is invalid."""
         path = request.path
-        if path not in HOT:
-            request.path = path = _plain(path)
-            if not _is_hot(path):
+        if path not in INFERENCE_PATHS:
+            request.path = path = _openai_path(path)
+            if not _is_inference(path):
                 return forward_to_auxiliary(self._upstream, request, client)
-        sent = request.header(REQUEST_ID)
-        request.request_id, request.known_as = self._request_ids.next(sent)
+        sent_id = request.header(REQUEST_ID)
+        request.request_id, request.client_request_id = self._request_ids.next(sent_id)
         if request.method != b"POST":
             raise ApiError(
                 ErrorCode.METHOD_NOT_ALLOWED,
-                f"cannot serve: {path} takes POST, not {request.method.decode()}",
+                f"cannot use the method {request.method.decode()} for {path}: use POST",
                 headers={"allow": "POST"},
             )
-        asked: InferenceRequest
-        told: ResponseWriter = client
-        if path in READERS:
-            asked = self._openai.asked(request, path, request.body, openai_error_event)
-        elif path == RESPONSES:
-            asked, told = asked_by_response(self._openai, request, client)
+        inference: InferenceRequest
+        writer: ResponseWriter = client
+        if path in DECODERS:
+            inference = self._openai.read(request, path, request.body, openai_error_event)
+        elif path == RESPONSES_PATH:
+            inference, writer = read_responses_request(self._openai, request, client)
         else:
-            asked, told = asked_by_run(self._openai, request, client)
-        return self._corridor.serve(asked, told)
+            inference, writer = read_run_request(self._openai, request, client)
+        return self._pipeline.serve(inference, writer)
 
 
-def _is_hot(path: str) -> bool:
-    return path in HOT or _plain(path) in HOT or model_of(path) is not None
+def _is_inference(path: str) -> bool:
+    return (
+        path in INFERENCE_PATHS
+        or _openai_path(path) in INFERENCE_PATHS
+        or model_of(path) is not None
+    )
 
 
-def _plain(path: str) -> str:
-    """Return the path on OpenAI's surface of one that Workers AI offers below an account."""
-    found = _OPENAI_OF_WORKERS_AI.match(path)
-    return found.group(1) if found else path
+def _openai_path(path: str) -> str:
+    """Return the OpenAI path of a Workers AI path that offers it; any other path unchanged."""
+    match = _OPENAI_BELOW_ACCOUNT.match(path)
+    return match.group(1) if match else path

@@ -1,4 +1,4 @@
-"""The client's end of the corridor on a surface of another shape than OpenAI's."""
+"""Writes the pipeline's OpenAI responses to a client in the format of another API surface."""
 
 from collections.abc import Callable
 
@@ -9,27 +9,36 @@ Translate = Callable[[bytes], bytes]
 
 
 class TranslatingWriter:
-    """Passes on to a client what comes as OpenAI's: frames, whole answers, a replica's refusals."""
+    """A ResponseWriter that translates stream frames, complete responses and refusals."""
 
     def __init__(
-        self, client: ResponseWriter, *, frame: Translate, whole: Translate, refusal: Translate
+        self,
+        writer: ResponseWriter,
+        *,
+        translate_frame: Translate,
+        translate_body: Translate,
+        translate_refusal: Translate,
     ) -> None:
-        """Translate each of them; `frame` may answer with none or several."""
-        self._client = client
-        self._frame = frame
-        self._whole = whole
-        self._refusal = refusal
+        """Write to `writer`. `translate_frame` may return no frame or several.
+
+        `translate_refusal` takes the body of a replica's 4xx response.
+        """
+        self._writer = writer
+        self._translate_frame = translate_frame
+        self._translate_body = translate_body
+        self._translate_refusal = translate_refusal
         # These are the same on every surface.
-        self.begin, self.end = client.begin, client.end
-        self.reads_from, self.drained = client.reads_from, client.drained
+        self.begin, self.end = writer.begin, writer.end
+        self.set_source, self.drained = writer.set_source, writer.drained
 
     def send(self, data: bytes) -> None:
-        """Send whole frames, each translated."""
-        told = b"".join([self._frame(frame) for frame in sse.split(data)])
-        if told:
-            self._client.send(told)
+        """Write complete frames, each translated."""
+        frames = b"".join([self._translate_frame(frame) for frame in sse.split_frames(data)])
+        if frames:
+            self._writer.send(frames)
 
-    def reply(self, reply: HttpResponse) -> None:
-        """Send a whole answer, or a replica's refusal of the request."""
-        translate = self._whole if reply.status == 200 else self._refusal
-        self._client.reply(HttpResponse(reply.status, translate(reply.body), reply.lines))
+    def reply(self, response: HttpResponse) -> None:
+        """Write a complete response, or a replica's refusal of the request."""
+        translate = self._translate_body if response.status == 200 else self._translate_refusal
+        body = translate(response.body)
+        self._writer.reply(HttpResponse(response.status, body, response.header_lines))

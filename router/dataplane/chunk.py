@@ -1,4 +1,4 @@
-"""An answer's JSON, as far as it is read here: what was said, and how it ended."""
+"""The parts of a response's JSON that the router reads: generated text and finish reasons."""
 
 from typing import Any, Final
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class ChunkDelta(msgspec.Struct):
-    """What one frame adds to one choice; of a whole answer, all that it said."""
+    """What a frame adds to one choice, or the whole message of a complete response."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -14,7 +14,7 @@ class ChunkDelta(msgspec.Struct):
 
 
 class ChunkChoice(msgspec.Struct):
-    """One of the answers that there are side by side."""
+    """One of the alternative answers (`n` of a request) that a response holds."""
 
     index: int = 0
     delta: ChunkDelta | None = None
@@ -24,7 +24,7 @@ class ChunkChoice(msgspec.Struct):
 
 
 class ResponseChunk(msgspec.Struct):
-    """One frame, or a whole answer."""
+    """One stream frame, or a complete response."""
 
     choices: list[ChunkChoice] = []
     usage: Any = None
@@ -33,8 +33,8 @@ class ResponseChunk(msgspec.Struct):
 _CHUNK: Final = msgspec.json.Decoder(ResponseChunk)
 
 
-def chunk_of(data: bytes) -> ResponseChunk | None:
-    """Read a frame's data; None where it is none of these."""
+def decode_chunk(data: bytes) -> ResponseChunk | None:
+    """Decode a frame's data; return None if it is not a chunk."""
     try:
         return _CHUNK.decode(data)
     except (msgspec.DecodeError, RecursionError, ValueError):

@@ -1,76 +1,85 @@
-"""What passes between the wire and the doors: whole requests and answers, and streams."""
+"""Requests and responses between the HTTP layer and the API surfaces."""
 
 from typing import Protocol
 
 from isochrone.wire.routes import KeyEntry
-from router.dataplane.http1 import Fields
+from router.dataplane.http1 import HeaderFields
 
 
 class HttpRequest:
-    """One request. Header names are in lower case; a repeated one is joined by commas."""
+    """One client request. Header names are lower case; repeated headers are joined by commas.
+
+    `key` is the API key, None on a route that needs none. `request_id` is unique;
+    `client_request_id` is what the client is told, and two requests may share it. Both are empty
+    until the dispatcher sets them. `arrived_s` is monotonic seconds.
+    """
 
     __slots__ = (
-        "arrived_s", "body", "headers", "is_http10", "keep_alive", "key", "known_as", "method",
-        "path", "query", "request_id",
+        "arrived_s", "body", "client_request_id", "headers", "is_http10", "keep_alive", "key",
+        "method", "path", "query", "request_id",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        """Begin as one of which nothing was read yet. Its ids are its door's to give."""
+        """Start with an empty request: the reader fills it in."""
         self.method = b""
         self.path = self.query = ""
-        self.headers: Fields = {}
+        self.headers: HeaderFields = {}
         self.body = b""
         self.key: KeyEntry | None = None
         self.keep_alive = False
         self.is_http10 = False
         self.arrived_s = 0.0
-        self.request_id = self.known_as = ""
+        self.request_id = self.client_request_id = ""
 
     def header(self, name: bytes) -> str:
-        """Return a header's value, empty where it is absent."""
+        """Return a header's value, or an empty string."""
         value = self.headers.get(name)
         return value.decode("latin-1") if value else ""
 
 
 class HttpResponse:
-    """One whole answer. `lines` are its headers, each as it goes over the wire."""
+    """One complete response. `header_lines` are headers as they are written to the wire."""
 
     def __init__(
-        self, status: int, body: bytes, lines: str = "", content_type: str = "application/json"
+        self,
+        status: int,
+        body: bytes,
+        header_lines: str = "",
+        content_type: str = "application/json",
     ) -> None:
         self.status = status
         self.body = body
-        self.lines = lines
+        self.header_lines = header_lines
         self.content_type = content_type
 
 
 class PausableSource(Protocol):
-    """Whence a stream flows: it stops while the client reads slower."""
+    """The source of a stream. It is paused while the client reads more slowly."""
 
     def pause(self) -> None:
-        """Read no more for now."""
+        """Stop reading."""
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue reading."""
 
 
 class ResponseWriter(Protocol):
-    """The caller's end, whichever public surface it came by."""
+    """Writes one response to the client, complete or as a stream."""
 
-    def begin(self, status: int, content_type: str, lines: str) -> None:
-        """Send the head of a stream; `lines` are headers as they go over the wire."""
+    def begin(self, status: int, content_type: str, header_lines: str) -> None:
+        """Write the head of a stream; `header_lines` are headers as written to the wire."""
 
     def send(self, data: bytes) -> None:
-        """Send a part of it."""
+        """Write a part of the stream."""
 
     def end(self) -> None:
-        """End it well."""
+        """Finish the stream."""
 
-    def reply(self, reply: HttpResponse) -> None:
-        """Send a whole answer."""
+    def reply(self, response: HttpResponse) -> None:
+        """Write a complete response."""
 
-    def reads_from(self, source: PausableSource | None) -> None:
-        """Tie a stream's source, which flows no faster than the client reads."""
+    def set_source(self, source: PausableSource | None) -> None:
+        """Pause `source` whenever the client reads more slowly than it sends."""
 
     async def drained(self) -> None:
-        """Return when the client has read what was sent."""
+        """Wait until the client has read what was written."""

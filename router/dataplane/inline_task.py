@@ -1,12 +1,12 @@
-"""A coroutine that runs where it stands: no task, and no turn of the loop to wait for.
+"""Coroutines that run inside a callback of the event loop, without an asyncio task.
 
-asyncio begins a task in the loop's next turn, and goes on with it a turn after what it waited for
-has come. An errand begins at once, and goes on the moment its signal is given: what a node sends is
-on its way to the client within the same turn of the loop.
+asyncio starts a task in the next iteration of the loop, and resumes it one iteration after its
+future is done. An inline task starts at once and resumes inside `InlineEvent.set`, so bytes from a
+node reach the client in the same iteration of the loop.
 
-Rule 1: an errand awaits signals only. What else takes time is done by a task, which gives one; so
-`asyncio.timeout`, `sleep` and whatever asks for the current task have no place in it.
-Rule 2: a signal is given from a callback of the loop, as its last act: the errand runs within it.
+Rule 1: an inline task awaits `InlineEvent` only. Other awaitables run in an asyncio task that sets
+an event when it is done. `asyncio.timeout`, `asyncio.sleep` and `asyncio.current_task` do not work.
+Rule 2: `InlineEvent.set` is the last statement of a loop callback, because the task runs within it.
 """
 
 import asyncio
@@ -14,113 +14,121 @@ from collections.abc import Coroutine, Generator
 from typing import Any, Final
 
 
-class _Now:
-    """Which errand runs at this moment."""
+class _RunningTask:
+    """Holds the inline task that is running now, if any."""
 
     def __init__(self) -> None:
-        self.errand: InlineTask | None = None
+        self.task: InlineTask | None = None
 
 
 class InlineEvent:
-    """What one errand waits for, or one task. It is given once, also before anybody waits."""
+    """A one-shot event with one waiter: an inline task or an asyncio task.
 
-    __slots__ = ("_errand", "_future", "_is_given")
+    It may be set before anything waits for it. Setting it again has no effect.
+    """
+
+    __slots__ = ("_future", "_is_set", "_task")
 
     def __init__(self) -> None:
-        self._is_given = False
-        self._errand: InlineTask | None = None
+        self._is_set = False
+        self._task: InlineTask | None = None
         self._future: asyncio.Future[None] | None = None
 
-    def give(self) -> None:
-        """Let whoever waits go on."""
-        if self._is_given:
+    def set(self) -> None:
+        """Resume the waiter; an inline task runs before this call returns."""
+        if self._is_set:
             return
-        self._is_given = True
-        errand, self._errand = self._errand, None
-        if errand is not None:
-            errand.go_on()
+        self._is_set = True
+        task, self._task = self._task, None
+        if task is not None:
+            task.advance()
         elif self._future is not None and not self._future.done():
             self._future.set_result(None)
 
     def __await__(self) -> Generator[Any, None, None]:
-        """Wait until it is given."""
-        errand = _NOW.errand
-        if self._is_given:
+        """Wait until the event is set."""
+        task = _RUNNING.task
+        if self._is_set:
             return
-        if errand is None:
+        if task is None:
             self._future = asyncio.get_running_loop().create_future()
             yield from self._future
         else:
-            self._errand = errand
+            self._task = task
             try:
                 yield self
             finally:
-                self._errand = None
+                self._task = None
 
 
 class InlineTask:
-    """One coroutine on its way, from `go_on` to its end."""
+    """One coroutine, run step by step from the first `advance` to its end."""
 
-    __slots__ = ("_is_cancelled", "_is_over", "_is_running", "_steps", "_work")
+    __slots__ = ("_coroutine", "_is_cancelled", "_is_over", "_is_running", "_steps")
 
-    def __init__(self, work: Coroutine[Any, None, None]) -> None:
-        self._work = work
-        # As an iterator: its end is a value there, where `send` raises an exception.
-        self._steps = work.__await__()
+    def __init__(self, coroutine: Coroutine[Any, None, None]) -> None:
+        self._coroutine = coroutine
+        # An iterator reports its end with a default value, where `send` raises StopIteration.
+        self._steps = coroutine.__await__()
         self._is_running = False
         self._is_cancelled = False
         self._is_over = False
 
-    def go_on(self) -> None:
-        """Run until it must wait, or to its end."""
+    def advance(self) -> None:
+        """Start or resume the coroutine, until it waits or ends.
+
+        An exception that ends it goes to the loop's exception handler.
+        """
         if self._is_over:
             return
-        outer, _NOW.errand = _NOW.errand, self
+        outer, _RUNNING.task = _RUNNING.task, self
         self._is_running = True
         try:
-            self._run()
+            self._step()
         except (asyncio.CancelledError, StopIteration):
             self._is_over = True
         except Exception as error:
             self._is_over = True
-            context = {"message": "cannot go on with an errand", "exception": error}
+            context = {"message": "an inline task failed", "exception": error}
             asyncio.get_running_loop().call_exception_handler(context)
         finally:
             self._is_running = False
-            _NOW.errand = outer
+            _RUNNING.task = outer
 
-    def _run(self) -> None:
+    def _step(self) -> None:
         awaited: object = None
         if not self._is_cancelled:
-            awaited = _NEXT(self._steps, _OVER)
-        while self._is_cancelled and awaited is not _OVER:
+            awaited = _NEXT(self._steps, _ENDED)
+        while self._is_cancelled and awaited is not _ENDED:
             self._is_cancelled = False
-            awaited = self._work.throw(asyncio.CancelledError())
-        if awaited is _OVER:
+            awaited = self._coroutine.throw(asyncio.CancelledError())
+        if awaited is _ENDED:
             self._is_over = True
         elif not isinstance(awaited, InlineEvent):
-            # Nobody would ever go on with it.
+            # No callback would ever resume the task.
             what = type(awaited).__name__
-            self._work.throw(RuntimeError(f"cannot await {what} in an errand, only a InlineEvent"))
+            self._coroutine.throw(
+                RuntimeError(f"cannot await {what} in an inline task: await an InlineEvent")
+            )
 
     def cancel(self) -> None:
-        """Raise CancelledError where it waits; in one that runs, at its next wait."""
+        """Raise CancelledError where the coroutine waits; if it is running, at its next wait."""
         self._is_cancelled = True
         if not self._is_running:
-            self.go_on()
+            self.advance()
 
 
-_NOW: Final = _Now()
-_OVER: Final = object()
+_RUNNING: Final = _RunningTask()
+_ENDED: Final = object()
 _NEXT: Final = next
-"""Looked up once."""
+"""The built-in, looked up once: each step uses it."""
 
 
-async def pause(seconds: float) -> None:
-    """Let some time pass."""
-    signal = InlineEvent()
-    timer = asyncio.get_running_loop().call_later(seconds, signal.give)
+async def inline_sleep(seconds: float) -> None:
+    """Wait, in an inline task or an asyncio task."""
+    event = InlineEvent()
+    timer = asyncio.get_running_loop().call_later(seconds, event.set)
     try:
-        await signal
+        await event
     finally:
         timer.cancel()

@@ -1,4 +1,4 @@
-"""One connection to a node: bytes in; an answer's head and body out to the exchange on it."""
+"""One connection to a node: parses received bytes and passes them to the exchange on it."""
 
 import asyncio
 from typing import Final, Protocol, cast
@@ -7,37 +7,35 @@ import httptools
 
 from isochrone.wire.ids import NodeId
 from router.dataplane.deadlines import NEVER
-from router.dataplane.exchange import (
-    AttemptFailed,
-    Dialer,
-    FailureCause,
-    NodeExchange,
-    ResponseHead,
-)
-from router.dataplane.http1 import Fields, lower
+from router.dataplane.exchange import AttemptFailed, Dialer, NodeExchange, ResponseHead
+from router.dataplane.http1 import HeaderFields, lower_name
+from router.decide.attempt import FailureCause
 
 HEAD_BYTES_MAX: Final = 32 * 1024
+ONE_WRITE_BYTES_MAX: Final = 16 * 1024
+"""Up to this size a body is copied behind the head: one system call, and no list of buffers."""
 
 
 class NodeConnectionPool(Dialer, Protocol):
-    """Whence connections come, and whither they go back."""
+    """Opens connections and takes them back."""
 
     def keep(self, connection: "NodeConnection") -> None:
         """Take back a connection whose exchange ended well."""
 
-    def closed(self, connection: "NodeConnection") -> None:
-        """Count a connection out."""
+    def on_closed(self, connection: "NodeConnection") -> None:
+        """Forget a connection that is closed."""
 
 
 class NodeConnection:
-    """One connection to a node; one exchange at a time.
+    """One connection to a node, with one exchange at a time.
 
-    A protocol by its methods: whoever inherits from asyncio's cannot be compiled into a fast class.
+    It implements asyncio's protocol without inheriting from it: mypyc cannot compile a subclass of
+    an interpreted class into a fast one.
     """
 
     __slots__ = (
-        "_body", "_fields", "_held_bytes", "_is_used", "_keeps", "_parser", "_pool", "_seen",
-        "_transport", "_whole", "due_s", "exchange", "node_id",
+        "_body", "_fields", "_has_received", "_is_complete", "_is_reused", "_keeps_alive",
+        "_parser", "_pool", "_transport", "_unparsed_bytes", "due_s", "exchange", "node_id",
     )  # fmt: skip
 
     def __init__(self, pool: NodeConnectionPool, node_id: NodeId) -> None:
@@ -47,92 +45,91 @@ class NodeConnection:
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._fields: Fields = {}
+        self._fields: HeaderFields = {}
         self._body: list[bytes] = []
-        self._held_bytes = 0
-        self._is_used = False
-        self._seen = False
-        self._whole = False
-        self._keeps = False
+        self._unparsed_bytes = 0
+        self._is_reused = False
+        self._has_received = False
+        self._is_complete = False
+        self._keeps_alive = False
 
     @property
     def is_open(self) -> bool:
-        """Whether it is there to be used."""
+        """Whether the connection can be used."""
         return self._transport is not None
 
-    def begin(self, exchange: NodeExchange) -> None:
+    def start(self, exchange: NodeExchange) -> None:
         """Send an exchange's request."""
         self.exchange = exchange
         self.due_s = exchange.due_s
-        self._held_bytes = 0
-        self._seen = False
-        self._whole = False
-        head, body = exchange.request
+        self._unparsed_bytes = 0
+        self._has_received = False
+        self._is_complete = False
+        head, body = exchange.request_head, exchange.request_body
         assert self._transport is not None
-        if len(body) < 16_384:
+        if len(body) < ONE_WRITE_BYTES_MAX:
             self._transport.write(head + body)
         else:
             self._transport.writelines([head, body])
 
     def close(self) -> None:
-        """Close it at once: what it still sends is nobody's."""
+        """Close the connection at once and drop what the node still sends."""
         if self._transport is not None:
             self._transport.abort()
 
     def pause(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         if self._transport is not None:
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue reading."""
         if self._transport is not None:
             self._transport.resume_reading()
 
-    # The transport's side.
+    # Called by the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Be open."""
+        """Store the transport."""
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Count it out; an exchange that was on it is broken, or begins anew on another."""
+        """Leave the pool; the exchange on this connection fails or is sent again."""
         self._transport = None
-        self._pool.closed(self)
+        self._pool.on_closed(self)
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
-            exchange.on_lost(is_stale=self._is_used and not self._seen)
+            exchange.on_connection_lost(was_unused=self._is_reused and not self._has_received)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came and pass it on, as many bytes at once as came together."""
+        """Parse received bytes and pass the body on in one piece."""
         exchange = self.exchange
         if exchange is None:
-            # An answer that nobody asked for: whatever this is, it is not ours.
+            # No request is open, so this is no response.
             self.close()
             return
-        self._seen = True
+        self._has_received = True
         try:
             self._parser.feed_data(data)
             if self._body:
                 body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
                 self._body.clear()
-                self._held_bytes = 0
-                if not (self._whole or exchange.is_paused):
-                    # The wait begins anew.
-                    self.due_s = self._pool.clock() + exchange.patience_s
+                self._unparsed_bytes = 0
+                if not (self._is_complete or exchange.is_paused):
+                    self.due_s = self._pool.clock() + exchange.timeout_s
                 exchange.on_body(body)
-            elif not self._whole:
-                # A header is held back until it is whole: what is held is bounded here.
-                self._held_bytes += len(data)
-                if self._held_bytes > HEAD_BYTES_MAX:
+            elif not self._is_complete:
+                # The parser buffers an incomplete header itself: this limits that buffer.
+                self._unparsed_bytes += len(data)
+                if self._unparsed_bytes > HEAD_BYTES_MAX:
                     raise self._broken(f"more than {HEAD_BYTES_MAX} bytes of head or trailer")
-            if self._whole and self.exchange is exchange:
-                self._end(exchange)
-            exchange.tell()
+            if self._is_complete and self.exchange is exchange:
+                self._finish(exchange)
+            exchange.notify()
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
             exchange.fail(
-                cause if isinstance(cause, AttemptFailed) else self._broken("a broken head")
+                cause if isinstance(cause, AttemptFailed) else self._broken("a malformed head")
             )
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             exchange.fail(self._broken(str(error)[:120]))
@@ -140,52 +137,53 @@ class NodeConnection:
             exchange.fail(failure)
 
     def eof_received(self) -> bool:
-        """Take the end of what a node sends for its leaving."""
+        """Close the connection when the node half-closes it."""
         return False
 
     def pause_writing(self) -> None:
-        """Need do nothing: a request is bounded, and written whole."""
+        """Do nothing: a request has a size limit and is written whole."""
 
     def resume_writing(self) -> None:
-        """Need do nothing either."""
+        """Do nothing."""
 
     def on_due(self) -> None:
-        """Its time is up: nobody used it, or the node is silent."""
+        """Handle the deadline: the node is silent, or the idle connection was not used."""
         if self.exchange is not None:
-            self.exchange.on_silence()
+            self.exchange.on_timeout()
         else:
             self.close()
 
-    # The parser's side.
+    # Called by the parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take one header; trailers are dropped."""
-        self._fields[lower(name)] = value
+        """Store one header; trailers are never used."""
+        self._fields[lower_name(name)] = value
 
     def on_headers_complete(self) -> None:
-        """Pass the head on; an interim one (1xx) is none."""
+        """Pass the head to the exchange, unless it is an interim one (1xx)."""
         status = self._parser.get_status_code()
         if status >= 200 and self.exchange is not None:
             self.exchange.on_head(ResponseHead(status, self._fields))
         self._fields = {}
 
     def on_body(self, data: bytes) -> None:
-        """Take a part of the body."""
+        """Store a part of the body."""
         self._body.append(data)
 
     def on_message_complete(self) -> None:
-        """Note the end; what came with it is passed on first."""
-        self._whole = self._parser.get_status_code() >= 200
-        # Asked here: after the message the parser answers for the next one.
-        self._keeps = self._parser.should_keep_alive()
+        """Note the end of the response; the body that came with it is passed on first."""
+        self._is_complete = self._parser.get_status_code() >= 200
+        # Only valid inside this callback: afterwards the parser describes the next message.
+        self._keeps_alive = self._parser.should_keep_alive()
 
-    def _end(self, exchange: NodeExchange) -> None:
-        self._is_used = True
+    def _finish(self, exchange: NodeExchange) -> None:
+        """Return the connection to the pool, or close it, and end the exchange."""
+        self._is_reused = True
         self.exchange = None
         if exchange.is_paused:
-            # Its last bytes stopped it: the next one's answer is to be read.
+            # The last bytes of this response paused reading; the next response must be read.
             self.resume()
-        if self._keeps and self._transport is not None:
+        if self._keeps_alive and self._transport is not None:
             self._pool.keep(self)
         else:
             self.close()

@@ -1,20 +1,29 @@
-"""What a node's answer is worth: passed on, or tried elsewhere."""
+"""Checks a node's response: may it go to the client, or should another replica be tried?"""
 
 import msgspec
 
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
-from router.dataplane.exchange import AttemptFailed, FailureCause, ResponseHead
-from router.dataplane.usage import WHOLE, UsageCount, usage_of, with_cached_tokens
+from router.dataplane.exchange import AttemptFailed, ResponseHead
+from router.dataplane.usage import (
+    RESPONSE_USAGE,
+    UsageCount,
+    add_cached_tokens,
+    usage_of,
+)
+from router.decide.attempt import FailureCause
 
 
-def hold_to_status(node_id: str, head: ResponseHead) -> None:
-    """Tell an answer that is the client's own affair from one that another replica may better."""
-    if head.refused == headers.CANNOT_RESUME:
-        raise AttemptFailed(FailureCause.UNFIT, f"{node_id} cannot go on from a text")
-    if head.refused:
+def check_status(node_id: str, head: ResponseHead) -> None:
+    """Raise AttemptFailed if another replica might do better.
+
+    Responses with status 200 or 4xx go to the client.
+    """
+    if head.refusal == headers.CANNOT_RESUME:
+        raise AttemptFailed(FailureCause.CANNOT_RESUME, f"{node_id} cannot continue a text")
+    if head.refusal:
         raise AttemptFailed(
-            FailureCause.REFUSED, f"{node_id} refused: {head.refused}", head.refused
+            FailureCause.REFUSED, f"{node_id} refused: {head.refusal}", head.refusal
         )
     if head.status >= 500:
         raise AttemptFailed(FailureCause.ERROR, f"{node_id} answered {head.status}")
@@ -22,44 +31,44 @@ def hold_to_status(node_id: str, head: ResponseHead) -> None:
         raise AttemptFailed(FailureCause.BROKEN, f"{node_id} answered {head.status}")
 
 
-def read_answer(node_id: str, body: bytes) -> tuple[UsageCount | None, bytes]:
-    """Return a whole answer's usage, and the answer with `cached_tokens` in it.
+def read_usage(node_id: str, body: bytes) -> tuple[UsageCount | None, bytes]:
+    """Return the usage of a complete response, and the body with `cached_tokens` in it.
 
-    Only the usage is decoded; an engine that tells of cached tokens has its bytes passed on.
+    Only the usage is decoded. A body that has `cached_tokens` is returned unchanged.
     """
     try:
-        usage = WHOLE.decode(body).usage
+        usage = RESPONSE_USAGE.decode(body).usage
     except msgspec.ValidationError:
-        return _read_odd(node_id, body)
+        return _read_unusual_usage(node_id, body)
     except (msgspec.DecodeError, RecursionError, ValueError):
-        raise _no_object(node_id) from None
+        raise _not_an_object(node_id) from None
     if usage is None:
         return None, body
     details = usage.prompt_tokens_details
     if details is None or details.cached_tokens is None:
-        return _read_odd(node_id, body)
+        return _read_unusual_usage(node_id, body)
     return UsageCount(usage.prompt_tokens, usage.completion_tokens, details.cached_tokens), body
 
 
-def _read_odd(node_id: str, body: bytes) -> tuple[UsageCount | None, bytes]:
-    """Read an answer that lacks `cached_tokens`, or tells its usage in a form of its own."""
+def _read_unusual_usage(node_id: str, body: bytes) -> tuple[UsageCount | None, bytes]:
+    """Read a usage that lacks `cached_tokens` or has unexpected types."""
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError):
-        raise _no_object(node_id) from None
+        raise _not_an_object(node_id) from None
     if not isinstance(decoded, dict):
-        raise _no_object(node_id)
-    if with_cached_tokens(decoded):
+        raise _not_an_object(node_id)
+    if add_cached_tokens(decoded):
         body = msgspec.json.encode(decoded)
     return usage_of(decoded), body
 
 
-def _no_object(node_id: str) -> AttemptFailed:
+def _not_an_object(node_id: str) -> AttemptFailed:
     return AttemptFailed(FailureCause.BROKEN, f"{node_id} sent no JSON object")
 
 
-def hold_to_error(body: bytes, status: int) -> None:
-    """Raise ApiError where a refusal of the request is in no shape that a client could read."""
+def check_error_body(body: bytes, status: int) -> None:
+    """Raise ApiError if a 4xx response has no error object that a client could read."""
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError):
@@ -67,5 +76,5 @@ def hold_to_error(body: bytes, status: int) -> None:
     if not isinstance(decoded, dict) or "error" not in decoded:
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
-            f"cannot answer: the replica refused the request with status {status}",
+            f"cannot answer: the replica refused the request with status {status} and no reason",
         )

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 from isochrone.wire import headers
 from isochrone.wire.ids import NodeId
 from isochrone.wire.routes import Route
-from router.dataplane.exchange import AttemptFailed, ResponseHead
-from router.dataplane.http1 import lines_of
+from router.dataplane.exchange import AttemptFailed, NodeRequest, ResponseHead
+from router.dataplane.http1 import format_headers
 from router.dataplane.upstream import Upstream
 from router.decide.health import gone
 from router.fleet import Fleet
@@ -86,7 +86,7 @@ class Prober:
                     self._fleet.pinged(node_id, took_ms, headers.parse_loads(loads))
                     self._known.add(node_id)
                     return None
-                self._upstream.doubt(node_id)
+                self._upstream.close_idle(node_id)
                 if await self._once(node_id, address) is not None:
                     return None
             self._known.discard(node_id)
@@ -99,19 +99,19 @@ class Prober:
             sent: dict[str, str] = {headers.REPLICA: route.replica_id}
             head = await self._once(route.node_id, route.address, sent)
             if head is not None:
-                self._fleet.heard(route, None, head.refused)
+                self._fleet.heard(route, None, head.refusal)
 
     async def _once(
         self, node_id: NodeId, address: str, sent: dict[str, str] | None = None
     ) -> ResponseHead | None:
         """Return the head of the node's answer; None where it is silent."""
         sent = {headers.ROUTER: self._fleet.name, **(sent or {})}
-        request = ("GET", "/ping", lines_of(sent), b"")
+        request = NodeRequest("GET", "/ping", format_headers(sent), b"")
         try:
             exchange = await self._upstream.fetch(
                 node_id, address, request, self._timeout_s, PONG_BYTES_MAX
             )
         except AttemptFailed:
             return None
-        head = exchange.answer()
+        head = exchange.response_head()
         return None if head.status >= 500 else head

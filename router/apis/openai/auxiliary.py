@@ -1,4 +1,4 @@
-"""The OpenAI routes that do not generate, on aiohttp: lists, health, and whatever is not found."""
+"""OpenAI routes without inference, on aiohttp: model lists, the health check, unknown paths."""
 
 from typing import Any, Final
 
@@ -9,75 +9,77 @@ from isochrone.service.door import Handler, error_response, errors_as
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
-from router.apis.openai.surface import READERS, OpenAiSurface
+from router.apis.openai.surface import DECODERS, OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.decide.admit import authenticate, may_use
 from router.fleet import Fleet
 from router.metrics import Metrics
 
 NO_TABLE: Final = (
-    "cannot serve: no scheduler has sent a route table, and the state folder holds none; "
-    "is a scheduler of `schedulers` within reach, and does one act?"
+    "cannot serve: no scheduler has sent a route table, and the state folder has none; "
+    "check that a scheduler listed in `schedulers` is reachable and holds the lease"
 )
 
-ROUTES: Final = f"POST {', '.join(READERS)}, /v1/responses and /ai/run/{{model}}, GET /v1/models"
+ROUTES: Final = (
+    f"POST {', '.join(DECODERS)}, /v1/responses and /ai/run/{{model}}, and GET /v1/models"
+)
 
 
 def auxiliary_app(
     surface: OpenAiSurface, fleet: Fleet, metrics: Metrics, request_ids: RequestIds
 ) -> web.Application:
-    """Return the application of every route that is not hot."""
+    """Return the application of all auxiliary routes."""
 
     def key_of(request: web.Request) -> KeyEntry:
         return authenticate(fleet.keys, request.headers.get("authorization"), surface.unix_clock())
 
-    async def models(request: web.Request) -> web.Response:
+    async def list_models(request: web.Request) -> web.Response:
         key = key_of(request)
         allowed = [entry for entry in fleet.deployments if may_use(key, entry.name)]
-        return json_answer({"object": "list", "data": [model_body(entry) for entry in allowed]})
+        return json_response({"object": "list", "data": [model_body(entry) for entry in allowed]})
 
-    async def model(request: web.Request) -> web.Response:
+    async def show_model(request: web.Request) -> web.Response:
         key = key_of(request)
-        return json_answer(model_body(surface.deployment(request.match_info["name"], key)))
+        return json_response(model_body(surface.deployment(request.match_info["name"], key)))
 
     async def healthz(request: web.Request) -> web.Response:
         if fleet.table is not None:
-            return json_answer({"status": "ok", "pop": fleet.pop})
-        # Its keys and routes are in the table: a load balancer does well to ask another router.
-        said = {"status": "no_table", "pop": fleet.pop, "message": NO_TABLE}
-        return json_answer(said, status=503)
+            return json_response({"status": "ok", "pop": fleet.pop})
+        # Without a table there are no keys and no routes: load balancers should use another.
+        body = {"status": "no_table", "pop": fleet.pop, "message": NO_TABLE}
+        return json_response(body, status=503)
 
-    async def on_prepare(request: web.Request, response: web.StreamResponse) -> None:
-        sent = request.headers.get(headers.REQUEST_ID, "")
-        _, response.headers[headers.REQUEST_ID] = request_ids.next(sent)
+    async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+        sent_id = request.headers.get(headers.REQUEST_ID, "")
+        _, response.headers[headers.REQUEST_ID] = request_ids.next(sent_id)
 
     def encode_error(error: ApiError) -> web.Response:
         metrics.errors.labels(error.code.value).inc()
         return error_response(error, msgspec.json.encode(openai_error(error)))
 
-    app = web.Application(middlewares=[errors_as(encode_error), _name_the_routes])
-    app.on_response_prepare.append(on_prepare)
-    app.router.add_get("/v1/models", models)
-    app.router.add_get("/v1/models/{name:.{1,200}}", model)
+    app = web.Application(middlewares=[errors_as(encode_error), _explain_not_found])
+    app.on_response_prepare.append(add_request_id)
+    app.router.add_get("/v1/models", list_models)
+    app.router.add_get("/v1/models/{name:.{1,200}}", show_model)
     app.router.add_get("/healthz", healthz)
     return app
 
 
 @web.middleware
-async def _name_the_routes(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Say what there is to one who asks for what there is not."""
+async def _explain_not_found(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer an unknown path with the list of routes."""
     if not isinstance(request.match_info.http_exception, web.HTTPNotFound):
         return await handler(request)
     path = request.path[:200]
     if "responses" in path.split("/"):
-        words = "a response is not stored: there is POST /v1/responses alone"
+        reason = "responses are not stored, only POST /v1/responses exists"
     else:
-        words = f"no such path: {request.method} {path}; there are {ROUTES}"
-    raise ApiError(ErrorCode.NOT_FOUND, f"cannot serve: {words}")
+        reason = f"there is no such path; the routes are {ROUTES}"
+    raise ApiError(ErrorCode.NOT_FOUND, f"cannot find {request.method} {path}: {reason}")
 
 
 def model_body(entry: DeploymentEntry) -> dict[str, Any]:
-    """Return one entry of the list of models."""
+    """Return one entry of the model list."""
     return {
         "id": entry.name,
         "object": "model",
@@ -87,8 +89,8 @@ def model_body(entry: DeploymentEntry) -> dict[str, Any]:
     }
 
 
-def json_answer(body: object, status: int = 200) -> web.Response:
-    """Return a JSON answer."""
+def json_response(body: object, status: int = 200) -> web.Response:
+    """Return a JSON response."""
     return web.Response(
         status=status, body=msgspec.json.encode(body), content_type="application/json"
     )

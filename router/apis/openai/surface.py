@@ -1,4 +1,4 @@
-"""The OpenAI routes that generate: from a request off the wire to what the corridor is asked."""
+"""The OpenAI inference routes: from an HTTP request to the pipeline's InferenceRequest."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -16,21 +16,21 @@ from router.apis.openai.decode import (
     EMBEDDING,
     RERANK,
     decode,
-    drawn,
-    resumption,
+    determinism_of,
+    resume_body_builder,
     wants_usage,
     with_usage_requested,
 )
 from router.apis.openai.prompt import (
     OpenAiRequest,
-    answers,
+    count_answers,
+    count_text_bytes,
     output_tokens_max,
-    rendered,
-    text_bytes,
+    render_prompt,
 )
 from router.apis.openai.schema import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RERANK_PATH
 from router.config import RouterConfig
-from router.dataplane.http1 import Fields
+from router.dataplane.http1 import HeaderFields
 from router.dataplane.http_messages import HttpRequest
 from router.decide.admit import Admitted, may_use
 from router.decide.affinity import SESSION_BYTES_MAX, seed_of
@@ -38,106 +38,110 @@ from router.decide.prefixes import BLOCK_BYTES, NO_KEYS, PrefixKeys, keys_of
 from router.fleet import Fleet
 from router.inference_request import InferenceRequest
 
-READERS: Final[dict[str, "msgspec.json.Decoder[Any]"]] = {
+DECODERS: Final[dict[str, "msgspec.json.Decoder[Any]"]] = {
     CHAT_PATH: CHAT,
     COMPLETIONS_PATH: COMPLETION,
     EMBEDDINGS_PATH: EMBEDDING,
     RERANK_PATH: RERANK,
 }
-KINDS: Final = {EMBEDDINGS_PATH: "embedding", RERANK_PATH: "rerank"}
-"""What a model must be for; on every other route it must chat."""
+MODEL_KINDS: Final = {EMBEDDINGS_PATH: "embedding", RERANK_PATH: "rerank"}
+"""The kind of model that a route needs; all other routes need a chat model."""
 
 MODELS_NAMED: Final = 8
-"""How many models are named to one who asks for another."""
+"""How many available models the error for an unknown model names."""
 
 SESSION_AFFINITY: Final = headers.SESSION_AFFINITY.encode()
 
 
 class OpenAiSurface:
-    """Reads requests of the OpenAI surface, and of those that are translated into it."""
+    """Reads requests of the OpenAI surface, and those of other surfaces once translated to it."""
 
     def __init__(self, config: RouterConfig, fleet: Fleet, unix_clock: Callable[[], float]) -> None:
-        """Take what the house shares; the clock is asked at the edge, here."""
+        """Use the parts that the whole router shares. `unix_clock` returns Unix time in seconds."""
         self.unix_clock = unix_clock
         self._config = config
         self._fleet = fleet
         self._admitted = Admitted()
 
-    def key_of(self, fields: Fields) -> KeyEntry:
-        """Return whose request this is before its body is read, or raise ApiError 401."""
-        shown = fields.get(b"authorization", b"")
-        return self._admitted.authenticate(self._fleet.keys, shown, self.unix_clock())
+    def key_of(self, fields: HeaderFields) -> KeyEntry:
+        """Return the API key in a request's headers. Raises ApiError 401."""
+        authorization = fields.get(b"authorization", b"")
+        return self._admitted.authenticate(self._fleet.keys, authorization, self.unix_clock())
 
     def deployment(self, name: str, key: KeyEntry) -> DeploymentEntry:
-        """Return the deployment of that name, or raise ApiError 404, also where it is forbidden."""
+        """Return a deployment. Raises ApiError 404, also if the key may not use it."""
         entry = self._fleet.deployment(name)
         if entry is None or not may_use(key, name):
-            usable = (one.name for one in self._fleet.deployments if may_use(key, one.name))
+            usable = (known.name for known in self._fleet.deployments if may_use(key, known.name))
             named = ", ".join(islice(usable, MODELS_NAMED)) or "none"
             raise ApiError(
                 ErrorCode.MODEL_NOT_FOUND,
-                f"cannot find the model {name!r}: it does not exist, or this key may not use it;"
+                f"cannot find the model {name!r}: it does not exist or this key may not use it;"
                 f" models for this key (GET /v1/models): {named}",
                 param="model",
             )
         return entry
 
-    def asked(
+    def read(
         self,
         request: HttpRequest,
         path: str,
         body: bytes,
-        error_event: Callable[[ApiError], bytes],
+        encode_error_event: Callable[[ApiError], bytes],
     ) -> InferenceRequest:
-        """Return what a request asks for, or raise ApiError saying what is wrong with it."""
+        """Return the inference request of an HTTP request. Raises ApiError if it is invalid.
+
+        `path` and `body` are OpenAI's, also if the client used another surface.
+        """
         key = request.key
         assert key is not None
-        asked: OpenAiRequest = decode(body, READERS[path])
-        deployment = self.deployment(asked.model, key)
-        kind = KINDS.get(path, "chat")
+        openai: OpenAiRequest = decode(body, DECODERS[path])
+        deployment = self.deployment(openai.model, key)
+        kind = MODEL_KINDS.get(path, "chat")
         if deployment.kind != kind:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
-                f"cannot ask {asked.model!r} so: it is a model of kind {deployment.kind!r},"
-                f" this request is for one of kind {kind!r}",
+                f"cannot use the model {openai.model!r} with {path}: it is a model of kind"
+                f" {deployment.kind!r}, and this route needs one of kind {kind!r}",
                 param="model",
             )
-        prompt, count = rendered(asked), answers(asked)
+        prompt, answer_count = render_prompt(openai), count_answers(openai)
         return InferenceRequest(
             request_id=RequestId(request.request_id),
-            known_as=request.known_as,
+            client_request_id=request.client_request_id,
             key=key,
             deployment=deployment,
             path=path,
-            body=with_usage_requested(body, asked),
-            text_bytes=text_bytes(asked, len(prompt)),
-            answers=count,
-            output_tokens_max=self._output_tokens(asked, count, deployment),
-            is_stream=bool(asked.stream),
-            wants_usage=wants_usage(asked),
+            body=with_usage_requested(body, openai),
+            text_bytes=count_text_bytes(openai, len(prompt)),
+            answer_count=answer_count,
+            output_tokens_max=self._output_tokens(openai, answer_count, deployment),
+            is_stream=bool(openai.stream),
+            wants_usage=wants_usage(openai),
             session=_session(request, key),
-            reject_if_busy=asked.options is not None and asked.options.reject_if_busy,
+            reject_if_busy=openai.options is not None and openai.options.reject_if_busy,
             arrived_s=request.arrived_s,
             started_at=self.unix_clock(),
-            error_event=error_event,
-            resume=resumption(body, asked) if asked.stream else None,
-            drawn=drawn(asked) if asked.stream else "",
+            encode_error_event=encode_error_event,
+            build_resume_body=resume_body_builder(body, openai) if openai.stream else None,
+            determinism=determinism_of(openai) if openai.stream else "",
             prefix_keys=_prefix_keys(prompt, key, deployment),
         )
 
     def _output_tokens(
-        self, asked: OpenAiRequest, answers: int, deployment: DeploymentEntry
+        self, openai: OpenAiRequest, answer_count: int, deployment: DeploymentEntry
     ) -> int:
-        wanted = output_tokens_max(asked)
-        if wanted is None:
-            wanted = self._config.output_tokens_assumed
-        return max(1, min(wanted, deployment.context_tokens) * answers)
+        """Return the most tokens that all answers may have, assuming a limit if there is none."""
+        limit = output_tokens_max(openai)
+        if limit is None:
+            limit = self._config.output_tokens_assumed
+        return max(1, min(limit, deployment.context_tokens) * answer_count)
 
 
 def _prefix_keys(prompt: bytes, key: KeyEntry, deployment: DeploymentEntry) -> PrefixKeys:
     if len(prompt) < BLOCK_BYTES:
         return NO_KEYS
-    # Caches are kept apart by tenant: so are the keys.
+    # Prefix caches are separated by tenant, and so are the keys.
     return keys_of(prompt, seed_of(f"{key.tenant_id}\0{deployment.deployment_id}"))
 
 
@@ -146,8 +150,9 @@ def _session(request: HttpRequest, key: KeyEntry) -> str:
     if len(session) > SESSION_BYTES_MAX:
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
-            f"cannot use {headers.SESSION_AFFINITY}: more than {SESSION_BYTES_MAX} bytes",
+            f"cannot use the header {headers.SESSION_AFFINITY}: it has more than"
+            f" {SESSION_BYTES_MAX} bytes",
             param=headers.SESSION_AFFINITY,
         )
-    # A tenant's session names are its own: nobody is seated by another's.
+    # Session names belong to a tenant: two tenants may use the same name.
     return f"{key.tenant_id}/{session}" if session else ""

@@ -1,4 +1,4 @@
-"""`/ai/run/{model}`: translated on the way in and out, and the same corridor between."""
+"""`POST /ai/run/{model}`: translated to an OpenAI request on the way in, back on the way out."""
 
 import re
 from functools import partial
@@ -7,11 +7,11 @@ from typing import Final
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.translating_writer import TranslatingWriter
 from router.apis.workers_ai.translate import (
-    error_event,
-    frame_of,
-    refusal_of,
+    encode_error_event,
     to_openai,
-    whole_of,
+    translate_body,
+    translate_frame,
+    translate_refusal,
 )
 from router.dataplane.http_messages import HttpRequest, ResponseWriter
 from router.inference_request import InferenceRequest
@@ -21,15 +21,23 @@ _PATH: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?/ai/run/(.*)$")
 
 def model_of(path: str) -> str | None:
     """Return the model that a path of this surface names; None for any other path."""
-    found = _PATH.match(path)
-    return found.group(1) if found else None
+    match = _PATH.match(path)
+    return match.group(1) if match else None
 
 
-def asked_by_run(
-    openai: OpenAiSurface, request: HttpRequest, client: ResponseWriter
+def read_run_request(
+    openai: OpenAiSurface, request: HttpRequest, writer: ResponseWriter
 ) -> tuple[InferenceRequest, ResponseWriter]:
-    """Return what a request asks for, and its client as one who is told in envelopes."""
-    path, body, is_json = to_openai(request.body, model_of(request.path) or "")
-    asked = openai.asked(request, path, body, error_event)
-    whole = partial(whole_of, is_json=is_json)
-    return asked, TranslatingWriter(client, frame=frame_of, whole=whole, refusal=refusal_of)
+    """Return the inference request, and a writer that translates its response.
+
+    Raises ApiError if the request is invalid.
+    """
+    translated = to_openai(request.body, model_of(request.path) or "")
+    inference = openai.read(request, translated.path, translated.body, encode_error_event)
+    translating = TranslatingWriter(
+        writer,
+        translate_frame=translate_frame,
+        translate_body=partial(translate_body, is_json=translated.is_json),
+        translate_refusal=translate_refusal,
+    )
+    return inference, translating

@@ -32,12 +32,12 @@ class Bench:
                 if self.waiting.must_wait(place) or self.room < tokens:
                     await self.waiting.wait(place)
                     continue
-                self.waiting.began(place)
+                self.waiting.admit(place)
                 self.room -= tokens
                 self.order.append(name)
                 return place
         finally:
-            self.waiting.left(place)
+            self.waiting.leave(place)
 
     def free(self, tokens: int = 1) -> None:
         """Let room come."""
@@ -101,7 +101,7 @@ async def test_each_waits_until_its_own_deadline() -> None:
     await bench.until(lambda: bench.waiting.depth == 1)
     with pytest.raises(AdmissionRefused) as caught:
         await bench.serve("b", timeout_s=0.05)
-    assert caught.value.why is RefusalReason.DEADLINE
+    assert caught.value.reason is RefusalReason.DEADLINE
     assert bench.waiting.depth == 1
     bench.free()
     await patient
@@ -113,11 +113,11 @@ async def test_who_makes_way_is_told_so() -> None:
     await bench.until(lambda: bench.waiting.depth == 3)
     with pytest.raises(AdmissionRefused) as caught:
         await bench.serve("a3")
-    assert caught.value.why is RefusalReason.FULL
+    assert caught.value.reason is RefusalReason.FULL
     quiet = asyncio.create_task(bench.serve("b"))
     with pytest.raises(AdmissionRefused) as caught:
         await flood[2]
-    assert caught.value.why is RefusalReason.OUSTED
+    assert caught.value.reason is RefusalReason.DISPLACED
     bench.free(3)
     await asyncio.gather(quiet, *flood[:2])
     assert bench.order == ["a0", "b", "a1"]
@@ -128,11 +128,11 @@ async def test_the_impatient_do_not_wait_nor_overtake() -> None:
     patient = asyncio.create_task(bench.serve("a"))
     await bench.until(lambda: bench.waiting.depth == 1)
     until_s = asyncio.get_running_loop().time() + 5
-    place = QueueEntry(D, TenantId("b"), 1, until_s, is_patient=False)
+    place = QueueEntry(D, TenantId("b"), 1, until_s, can_wait=False)
     assert bench.waiting.must_wait(place)
     with pytest.raises(AdmissionRefused) as caught:
         await bench.waiting.wait(place)
-    assert caught.value.why is RefusalReason.BUSY
+    assert caught.value.reason is RefusalReason.BUSY
     bench.free()
     await patient
 
@@ -146,14 +146,14 @@ async def test_what_a_node_refused_goes_back_to_the_head() -> None:
     await bench.until(lambda: bench.waiting.depth == 3)
     bench.waiting.wake(D)
     await first
-    assert bench.waiting.began(place) is not None
+    assert bench.waiting.admit(place) is not None
     assert bench.waiting.depth == 2
     again = asyncio.create_task(bench.waiting.wait(place))
     await bench.until(lambda: bench.waiting.depth == 3)
     assert not bench.waiting.must_wait(place)
     bench.waiting.wake(D)
     await again
-    bench.waiting.began(place)
+    bench.waiting.admit(place)
     bench.free(2)
     await asyncio.gather(*others)
     assert bench.order == ["b1", "a2"]
@@ -165,7 +165,7 @@ async def test_one_tenants_bodies_leave_room_for_anothers() -> None:
     await bench.until(lambda: bench.waiting.bytes == 400)
     with pytest.raises(AdmissionRefused) as refused:
         await bench.serve("a2", size_bytes=400)
-    assert refused.value.why is RefusalReason.BYTES
+    assert refused.value.reason is RefusalReason.BYTES
     second = asyncio.create_task(bench.serve("b1", size_bytes=400))
     await bench.until(lambda: bench.waiting.bytes == 800)
     bench.free(2)

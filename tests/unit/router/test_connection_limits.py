@@ -28,10 +28,10 @@ class Owner:
     def __init__(self) -> None:
         self.whole: list[HttpRequest] = []
 
-    def continue_is_expected(self) -> None:
+    def on_continue_expected(self) -> None:
         """Need do nothing."""
 
-    def request_is_whole(self, request: HttpRequest) -> None:
+    def on_request(self, request: HttpRequest) -> None:
         self.whole.append(request)
 
 
@@ -48,7 +48,7 @@ class Pool:
     def keep(self, connection: NodeConnection) -> None:
         self.kept.append(connection)
 
-    def closed(self, connection: NodeConnection) -> None:
+    def on_closed(self, connection: NodeConnection) -> None:
         """Need do nothing."""
 
 
@@ -85,12 +85,12 @@ def test_a_node_cannot_either(before: bytes) -> None:
     loop, pool = StillLoop(), Pool()
     connection = NodeConnection(pool, NodeId("n"))
     end = End(loop, connection)
-    exchange = NodeExchange(pool, NodeId("n"), "n:1", (b"", b""), 10**6)
-    exchange.begin(connection)
+    exchange = NodeExchange(pool, NodeId("n"), "n:1", b"", b"", 10**6)
+    exchange.start(connection)
     connection.data_received(ANSWER + before + b"x-long: ")
     feed_without_end(connection.data_received)
     with pytest.raises(AttemptFailed, match="head or trailer"):
-        exchange.answer()
+        exchange.response_head()
     assert end.is_lost
     assert not pool.kept
     loop.close()
@@ -105,14 +105,14 @@ def test_who_reads_on_slowly_is_not_cut_and_who_hardly_does_is(read_bytes: int) 
 
     server = PublicServer(
         config=RouterConfig(),
-        let_in=lambda method, path, fields: None,
+        authorize=lambda method, path, fields: None,
         handler=handler,
         encode_error=lambda error, path, request_id: HttpResponse(500, b""),
         deadlines=Deadlines(loop.time),
         clock=loop.time,
         unix_clock=loop.time,
     )
-    client = server.connection()
+    client = server.make_connection()
     assert isinstance(client, ClientConnection)
     end = End(loop, client)
     loop.settle(lambda: client.data_received(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"))

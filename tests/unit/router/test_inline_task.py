@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from router.dataplane.inline_task import InlineEvent, InlineTask, pause
+from router.dataplane.inline_task import InlineEvent, InlineTask, inline_sleep
 from tests.unit.router.wire import a_turn
 
 
@@ -34,7 +34,7 @@ class Told:
 
 def begun(work: Coroutine[Any, None, None]) -> InlineTask:
     errand = InlineTask(work)
-    errand.go_on()
+    errand.advance()
     return errand
 
 
@@ -42,33 +42,33 @@ def test_an_errand_begins_at_once_and_goes_on_within_the_signal() -> None:
     told, first, second = Told(), InlineEvent(), InlineEvent()
     begun(told.waits("a", first, second))
     assert told.lines == ["a begins"]
-    first.give()
+    first.set()
     assert told.lines[1:] == ["a had 0"]
-    second.give()
+    second.set()
     assert told.lines[2:] == ["a had 1", "a ends"]
 
 
 def test_a_signal_given_before_is_not_waited_for_and_given_twice_is_given_once() -> None:
     told, signal, later = Told(), InlineEvent(), InlineEvent()
-    signal.give()
+    signal.set()
     begun(told.waits("a", signal, later))
     assert told.lines == ["a begins", "a had 0"]
-    signal.give()
+    signal.set()
     assert told.lines == ["a begins", "a had 0"]
 
 
 def test_a_signal_given_within_the_errands_own_run_is_not_lost() -> None:
     told, signal = Told(), InlineEvent()
-    begun(told.gives("a", signal.give, signal))
+    begun(told.gives("a", signal.set, signal))
     assert told.lines[-1] == "a ends"
 
 
 def test_an_errand_that_wakes_another_goes_on_as_itself() -> None:
     told, inner, outer = Told(), InlineEvent(), InlineEvent()
     begun(told.waits("b", inner, InlineEvent()))
-    begun(told.gives("a", inner.give, outer))
+    begun(told.gives("a", inner.set, outer))
     assert told.lines == ["b begins", "a begins", "b had 0", "a begins"]
-    outer.give()
+    outer.set()
     assert told.lines[4:] == ["a had 0", "a ends"]
 
 
@@ -83,8 +83,8 @@ async def test_one_that_fails_within_another_harms_only_itself() -> None:
         raise ValueError("broken")
 
     begun(fails())
-    begun(told.gives("a", inner.give, outer))
-    outer.give()
+    begun(told.gives("a", inner.set, outer))
+    outer.set()
     assert told.lines[-1] == "a ends"
     assert [str(context["exception"]) for context in caught] == ["broken"]
 
@@ -94,7 +94,7 @@ def test_cancelling_ends_the_wait_and_what_comes_later_is_nobodys() -> None:
     errand = begun(told.waits("a", signal))
     errand.cancel()
     assert told.lines[1:] == ["a is cancelled"]
-    signal.give()
+    signal.set()
     errand.cancel()
     assert told.lines[2:] == []
 
@@ -104,7 +104,7 @@ def test_cancelling_within_the_run_waits_for_the_next_wait() -> None:
     errands: list[InlineTask] = []
     errand = InlineTask(told.gives("a", lambda: errands[0].cancel(), signal))
     errands.append(errand)
-    errand.go_on()
+    errand.advance()
     assert told.lines == ["a begins", "a begins", "a is cancelled"]
 
 
@@ -121,8 +121,8 @@ async def test_what_is_no_signal_is_refused_in_words_where_it_is_awaited() -> No
     begun(wrong(future))
     begun(wrong(a_turn()))
     assert said == [
-        "cannot await Future in an errand, only a InlineEvent",
-        "cannot await NoneType in an errand, only a InlineEvent",
+        "cannot await Future in an inline task: await an InlineEvent",
+        "cannot await NoneType in an inline task: await an InlineEvent",
     ]
 
 
@@ -130,7 +130,7 @@ async def test_a_task_may_wait_for_a_signal_too() -> None:
     told, signal = Told(), InlineEvent()
     task = asyncio.get_running_loop().create_task(told.waits("a", signal))
     await a_turn()
-    signal.give()
+    signal.set()
     await task
     assert told.lines == ["a begins", "a had 0", "a ends"]
 
@@ -139,7 +139,7 @@ async def test_a_pause_ends_with_its_timer() -> None:
     over = asyncio.Event()
 
     async def pauses() -> None:
-        await pause(0.0)
+        await inline_sleep(0.0)
         over.set()
 
     begun(pauses())

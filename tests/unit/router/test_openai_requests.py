@@ -4,7 +4,7 @@ import pytest
 
 from isochrone.wire.errors import ApiError
 from router.apis.openai.decode import CHAT, COMPLETION, EMBEDDING, decode
-from router.apis.openai.prompt import answers, rendered, text_bytes
+from router.apis.openai.prompt import count_answers, count_text_bytes, render_prompt
 
 TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
 
@@ -20,8 +20,8 @@ TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
 def test_tools_count_as_the_beginning_of_the_prompt(rest: bytes, begins: bytes) -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"hi"}]' + rest + b"}"
     request = decode(body, CHAT)
-    assert rendered(request) == begins
-    assert text_bytes(request, len(rendered(request))) > len(begins)
+    assert render_prompt(request) == begins
+    assert count_text_bytes(request, len(render_prompt(request))) > len(begins)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_tools_count_as_the_beginning_of_the_prompt(rest: bytes, begins: bytes) 
     ],
 )
 def test_every_choice_of_every_prompt_is_an_answer(rest: bytes, count: int) -> None:
-    assert answers(decode(b'{"model":"m",' + rest + b"}", COMPLETION)) == count
+    assert count_answers(decode(b'{"model":"m",' + rest + b"}", COMPLETION)) == count
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,9 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def a_node_is_gone(self) -> None:
         node_id = next(iter(self.relay.fleet.nodes()), NodeId(""))
-        self.loop.settle(lambda: self.relay.upstream.let_go(node_id, self.loop.now_s, lambda: True))
+        self.loop.settle(
+            lambda: self.relay.upstream.fail_exchanges(node_id, self.loop.now_s, lambda: True)
+        )
 
     @invariant()
     def nothing_went_wrong(self) -> None:
@@ -181,7 +183,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @property
     def is_busy(self) -> bool:
-        return any(one._errand is not None for one in self.relay.server.connections)
+        return any(one.is_answering for one in self.relay.server.connections)
 
     def everybody_does_his_part(self) -> None:
         """Less than a second passes: pauses between two attempts are over, no deadline is."""

@@ -188,12 +188,12 @@ class Relay:
         )
         surface = OpenAiSurface(config, self.fleet, clock)
         ids = RequestIds(BootId("0"))
-        doors = ApiDispatcher(surface, self.pipeline, self.upstream, ids, metrics)
+        dispatcher = ApiDispatcher(surface, self.pipeline, self.upstream, ids, metrics)
         self.server = PublicServer(
             config=config,
-            let_in=doors.let_in,
-            handler=doors.answer,
-            encode_error=doors.encode_error,
+            authorize=dispatcher.authorize,
+            handler=dispatcher.dispatch,
+            encode_error=dispatcher.encode_error,
             deadlines=self.deadlines,
             clock=clock,
             unix_clock=clock,
@@ -202,4 +202,4 @@ class Relay:
 
     def client(self) -> End:
         """Let a client connect."""
-        return End(self.loop, self.server.connection())
+        return End(self.loop, self.server.make_connection())
