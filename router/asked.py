@@ -5,7 +5,7 @@ from collections.abc import Callable
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
-from router.decide.prefixes import PrefixKeys
+from router.decide.prefix_index import PrefixKeys
 
 
 class Asked:

@@ -11,8 +11,8 @@ from router.asked import Asked
 from router.dataplane.exchange import Exchange, Head
 from router.dataplane.sse import DONE_FRAME, Frames, Said, usage_frame
 from router.dataplane.usage import UsageCount
-from router.decide.board import Ranked
-from router.decide.prefixes import Sent
+from router.decide.prefix_index import SentPrompt
+from router.decide.replica_table import RankedRoute
 from router.decide.tokens_in_flight import Reservation
 from router.waiting import Place
 
@@ -32,10 +32,10 @@ class Journey:
     """What is known of one request so far. The corridor fills it in, `Recorder` reads it."""
 
     outcome: Outcome
-    ranked: Ranked | None = None
-    via: Ranked | None = None
+    ranked: RankedRoute | None = None
+    via: RankedRoute | None = None
     """Whom the attempt under way was sent to; a sibling may answer in its place."""
-    sent: Sent | None = None
+    sent: SentPrompt | None = None
     turned_away = 0
     picked_at_s = 0.0
     first_token_at_s: float | None = None

@@ -22,13 +22,13 @@ from router.dataplane.exchange import AttemptFailed, Exchange, Failure
 from router.dataplane.message import Client, Reply
 from router.dataplane.upstream import Upstream
 from router.dataplane.verdict import hold_to_error, hold_to_status, read_answer
-from router.decide.board import Ranked
-from router.decide.drain import come_back_s
-from router.decide.limits import Entry, Gate, Limited
-from router.decide.pick import Ask, Routes, rank
-from router.decide.retries import RetryBudget
+from router.decide.limits import AdmittedRequest, KeyLimiter, LimitExceeded
+from router.decide.ranking import RankedRoutes, RouteQuery, rank
+from router.decide.replica_table import RankedRoute
+from router.decide.retry_after import spread_retry_after_s
+from router.decide.retry_budget import RetryBudget
 from router.decide.tokens_in_flight import Reservation
-from router.fleet import Fleet
+from router.fleet_state import FleetState
 from router.journey import COMPLETE, REFUSED, Journey
 from router.metrics import Metrics
 from router.record import Recorder
@@ -48,8 +48,8 @@ class Corridor:
         self,
         *,
         config: RouterConfig,
-        fleet: Fleet,
-        gate: Gate,
+        fleet: FleetState,
+        gate: KeyLimiter,
         upstream: Upstream,
         recorder: Recorder,
         metrics: Metrics,
@@ -65,15 +65,15 @@ class Corridor:
         self._clock = clock
         self._budget = RetryBudget(config.retry_ratio)
         self.waiting = Waiting(config.queue_depth_max, config.queue_bytes_max, clock)
-        fleet.on_room(self.waiting.wake)
+        fleet.on_capacity(self.waiting.wake)
 
     async def serve(self, asked: Asked, client: Client) -> None:
         """Answer one request, or raise ApiError where nothing was sent yet."""
-        estimate = self._fleet.tokens_of(asked.deployment_id, asked.text_bytes)
+        estimate = self._fleet.estimate_tokens(asked.deployment_id, asked.text_bytes)
         journey = Journey(asked, estimate)
         now_s = self._clock()
         entry = self._admit(journey, now_s)
-        allowance = entry.lines(now_s)
+        allowance = entry.header_lines(now_s)
         try:
             answer = await self._pick_and_forward(journey)
             if answer.is_stream:
@@ -94,17 +94,17 @@ class Corridor:
             prompt, cached, output = journey.used
             spent = asked.spend((prompt, cached, output))
             now_s = self._clock()
-            entry.leave(prompt + output, now_s, spent)
+            entry.settle(prompt + output, now_s, spent)
             self._recorder.record(journey, now_s)
 
-    def _admit(self, journey: Journey, now_s: float) -> Entry:
+    def _admit(self, journey: Journey, now_s: float) -> AdmittedRequest:
         """Hold the request against its key's limits; what it uses is settled on the way out."""
         asked = journey.asked
         prompt, output = journey.prompt_tokens_estimate, asked.output_tokens_max
         spend = asked.spend((prompt, 0, output))
         try:
-            return self._gate.enter(asked.key, prompt + output, now_s, asked.started_at, spend)
-        except Limited as error:
+            return self._gate.admit(asked.key, prompt + output, now_s, asked.started_at, spend)
+        except LimitExceeded as error:
             self._metrics.refusals.labels(error.limit).inc()
             raise
 
@@ -117,7 +117,7 @@ class Corridor:
         place = journey.take_place(now_s + self._config.queue_timeout_s)
         while True:
             routes = self._rank(journey)
-            if not (routes or refused or routes.full):
+            if not (routes or refused or routes.full_count):
                 if journey.unfit:
                     raise ApiError(
                         ErrorCode.UPSTREAM, "cannot go on: no other replica resumes a text"
@@ -188,26 +188,26 @@ class Corridor:
         journey.failed.add(asked.route.replica_id)
         if exchange.head is not None and exchange.head.passed:
             journey.failed.add(exchange.head.passed)
-        elif cause := self._fleet.failed(asked.route):
+        elif cause := self._fleet.record_failure(asked.route):
             self._metrics.ejections.labels(cause).inc()
 
-    def _rank(self, journey: Journey) -> Routes:
+    def _rank(self, journey: Journey) -> RankedRoutes:
         asked = journey.asked
         prompt_tokens, output_tokens = journey.tokens_ahead
-        ask = Ask(
+        ask = RouteQuery(
             asked.request_id,
             prompt_tokens,
             output_tokens,
             asked.session,
-            self._fleet.seat(asked.session),
-            self._fleet.held(asked.deployment_id, asked.prefix_keys),
+            self._fleet.session_binding(asked.session),
+            self._fleet.prefix_matches(asked.deployment_id, asked.prefix_keys),
         )
-        view = self._fleet.view(asked.deployment_id)
+        view = self._fleet.snapshot(asked.deployment_id)
         # The deployment as the table has it now: a step of a rollout counts for those who wait too.
         entry = self._fleet.deployment(asked.deployment.name) or asked.deployment
-        drawn = self._fleet.draw(entry, asked.session or asked.request_id)
-        routes = rank(view, ask, journey.left_alone | drawn.left_alone)
-        if not routes and drawn.may_return:
+        drawn = self._fleet.draw_version(entry, asked.session or asked.request_id)
+        routes = rank(view, ask, journey.left_alone | drawn.excluded)
+        if not routes and drawn.may_fall_back:
             routes = rank(view, ask, journey.left_alone)
         return routes
 
@@ -224,7 +224,7 @@ class Corridor:
     async def _wait_for_room(self, journey: Journey, place: Place, *, is_full: bool) -> None:
         """Wait in the bounded queue, or raise what the client should know instead."""
         name = journey.asked.deployment.name
-        nobody = not self._fleet.view(place.lane).slots
+        nobody = not self._fleet.snapshot(place.lane).slots
         if nobody and not journey.found_no_replica:
             journey.found_no_replica = True
             self._recorder.found_no_replica(journey)
@@ -236,18 +236,20 @@ class Corridor:
                 raise ApiError(
                     ErrorCode.UNAVAILABLE,
                     f"cannot serve {name} now: no replica is warm yet",
-                    retry_after_s=come_back_s(NO_REPLICA_RETRY_AFTER_S, journey.asked.request_id),
+                    retry_after_s=spread_retry_after_s(
+                        NO_REPLICA_RETRY_AFTER_S, journey.asked.request_id
+                    ),
                 ) from None
             self._metrics.refusals.labels(refusal.why.value).inc()
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
                 str(refusal),
-                retry_after_s=come_back_s(
+                retry_after_s=spread_retry_after_s(
                     self.waiting.retry_after_s(place), journey.asked.request_id
                 ),
             ) from None
 
-    def _ask(self, journey: Journey, ranked: Ranked, routes: Routes) -> Exchange:
+    def _ask(self, journey: Journey, ranked: RankedRoute, routes: RankedRoutes) -> Exchange:
         """Send to one replica."""
         asked, route = journey.asked, ranked.route
         journey.via = ranked
@@ -268,28 +270,30 @@ class Corridor:
         )
         return exchange
 
-    def _hear(self, journey: Journey, ranked: Ranked, routes: Routes, exchange: Exchange) -> None:
+    def _hear(
+        self, journey: Journey, ranked: RankedRoute, routes: RankedRoutes, exchange: Exchange
+    ) -> None:
         """Take what came: a whole answer or a first token. Raise AttemptFailed where neither."""
         head, reservation = exchange.answer(), journey.reservation
         assert reservation is not None
         if head.passed:
-            ranked = self._passed_on(journey, ranked, routes.of(head.passed))
+            ranked = self._passed_on(journey, ranked, routes.route_to(head.passed))
             reservation = self._book(journey, ranked)
-        self._fleet.heard(ranked.route, head.load, head.refused, reservation)
+        self._fleet.record_answer_head(ranked.route, head.load, head.refused, reservation)
         hold_to_status(ranked.route.node_id, head)
         if head.status == 200 and not exchange.is_stream:
             exchange.usage, exchange.body = read_answer(ranked.route.node_id, exchange.body)
-        self._fleet.answered(ranked.route)
+        self._fleet.record_success(ranked.route)
         now_s = self._clock()
         if exchange.is_stream:
             exchange.wait(self._config.stream_idle_timeout_s)
             journey.token_at_s, journey.took_ms = now_s, 1000 * (now_s - journey.picked_at_s)
             journey.said_before = journey.said.tokens
-            self._fleet.first_token(ranked, journey.took_ms, reservation)
+            self._fleet.record_first_token(ranked, journey.took_ms, reservation)
             if journey.first_token_at_s is None:
                 journey.first_token_at_s = now_s
 
-    def _book(self, journey: Journey, ranked: Ranked) -> Reservation:
+    def _book(self, journey: Journey, ranked: RankedRoute) -> Reservation:
         """Count a request in where it goes."""
         prompt_tokens, output_tokens = journey.tokens_ahead
         # What waits there reads only the uncached part; all of it holds KV.
@@ -297,10 +301,12 @@ class Corridor:
             ranked.route, prefill=ranked.uncached_tokens, decode=output_tokens, prompt=prompt_tokens
         )
         journey.ranked = ranked
-        journey.sent = self._fleet.sent(ranked, journey.asked.prefix_keys)
+        journey.sent = self._fleet.record_sent(ranked, journey.asked.prefix_keys)
         return reservation
 
-    def _passed_on(self, journey: Journey, asked: Ranked, ranked: Ranked | None) -> Ranked:
+    def _passed_on(
+        self, journey: Journey, asked: RankedRoute, ranked: RankedRoute | None
+    ) -> RankedRoute:
         """A sibling answers for whom was asked: give back what was booked there."""
         if ranked is None:
             raise AttemptFailed(Failure.BROKEN, f"{asked.route.node_id} passed on to a stranger")
@@ -311,7 +317,7 @@ class Corridor:
     def _unsend(self, journey: Journey) -> None:
         """It was not read where it is booked: nothing of it is taken to be cached there."""
         if journey.route is not None:
-            self._fleet.unsent(journey.route, journey.sent, journey.asked.prefix_keys)
+            self._fleet.undo_sent(journey.route, journey.sent, journey.asked.prefix_keys)
 
     def _reply(self, journey: Journey, exchange: Exchange, client: Client, allowance: str) -> None:
         """Pass a whole answer on."""
@@ -405,8 +411,10 @@ class Corridor:
         asked, route = journey.asked, journey.route
         assert route is not None
         if journey.prompt_tokens is not None:
-            self._fleet.learned_tokens(asked.deployment_id, asked.text_bytes, journey.prompt_tokens)
-            self._fleet.learned_cached(
+            self._fleet.learn_prompt_tokens(
+                asked.deployment_id, asked.text_bytes, journey.prompt_tokens
+            )
+            self._fleet.learn_cached_tokens(
                 route,
                 journey.sent,
                 journey.prompt_tokens,
@@ -416,4 +424,4 @@ class Corridor:
         if asked.session and journey.outcome is COMPLETE:
             prompt, _, output = journey.used
             now_s = self._clock()
-            self._fleet.sessions.sat(asked.session, route.replica_id, prompt + output, now_s)
+            self._fleet.sessions.bind(asked.session, route.replica_id, prompt + output, now_s)

@@ -3,8 +3,8 @@
 from typing import Final
 
 from isochrone.wire import headers
-from router.decide.board import Ranked
-from router.decide.pick import Routes
+from router.decide.ranking import RankedRoutes
+from router.decide.replica_table import RankedRoute
 from router.journey import Journey
 
 STREAM_LINES: Final = "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
@@ -25,7 +25,7 @@ _WHY: Final = f"\r\n{headers.WHY}: "
 
 
 def to_node(
-    journey: Journey, ranked: Ranked, routes: Routes, router: str, patience_s: float
+    journey: Journey, ranked: RankedRoute, routes: RankedRoutes, router: str, patience_s: float
 ) -> str:
     """Write what a node is told of a request beside its body."""
     asked = journey.asked
@@ -35,7 +35,7 @@ def to_node(
         f"{_REPLICA}{ranked.route.replica_id}{_REQUEST_ID}{asked.request_id}"
         f"{_CACHE_SALT}{asked.key.tenant_id}"
         f"{_PROMPT_TOKENS}{prompt_tokens};o={output_tokens}"
-        f"{_UNREAD_TOKENS}{ranked.unread_tokens}{_PREFILL_MS}{prefill_ms}"
+        f"{_UNREAD_TOKENS}{ranked.pending_prefill_tokens}{_PREFILL_MS}{prefill_ms}"
         f"{_ROUTER}{router}{_DEADLINE_MS}{deadline_ms}\r\n"
     )
     if ranked.queue_tokens_max and journey.may_be_turned_away:
@@ -47,10 +47,10 @@ def to_node(
     return lines
 
 
-def to_client(journey: Journey, ranked: Ranked, allowance: str) -> str:
+def to_client(journey: Journey, ranked: RankedRoute, allowance: str) -> str:
     """Write what a client is told beside its answer: what is left to it, who answers, and why."""
     route = ranked.route
     return (
         f"{allowance}{headers.REQUEST_ID}: {journey.asked.known_as}"
-        f"{_POP}{route.pop}{_NODE}{route.node_id}{_WHY}{ranked.why}\r\n"
+        f"{_POP}{route.pop}{_NODE}{route.node_id}{_WHY}{ranked.reason_header}\r\n"
     )

@@ -13,7 +13,7 @@ from typing import Final
 
 from isochrone.wire.ids import DeploymentId, TenantId
 from router.dataplane.errand import Signal
-from router.decide.fair import BytesFull, FairQueue, QueueFull, Ticket
+from router.decide.fair_queue import BytesFull, FairQueue, QueueFull, Ticket
 
 LOOK_AGAIN_S: Final = 0.25
 """Room may come of another router's request ending, which nobody here hears of."""
@@ -107,7 +107,7 @@ class Waiting:
 
     async def wait(self, place: Place) -> None:
         """Wait until it is this request's turn to look; raise NoRoom where that will not come."""
-        self._queue.found_full(place.lane, self._clock())
+        self._queue.note_full(place.lane, self._clock())
         if not place.is_patient:
             raise NoRoom(Impatience.BUSY)
         if not place.is_queued and self._enqueue(place):
@@ -135,8 +135,8 @@ class Waiting:
             return None
         place.has_begun = True
         if not place.is_queued:
-            if self._queue.is_known(place.lane):
-                self._queue.found_room(place, self._clock())
+            if self._queue.has_lane(place.lane):
+                self._queue.note_started(place, self._clock())
             return None
         now_s = self._clock()
         self._queue.take(place, now_s)

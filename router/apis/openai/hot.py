@@ -33,10 +33,10 @@ from router.asked import Asked
 from router.config import RouterConfig
 from router.dataplane import message
 from router.dataplane.http1 import Fields
-from router.decide.admit import Admitted, may_use
-from router.decide.affinity import SESSION_BYTES_MAX, seed_of
-from router.decide.prefixes import BLOCK_BYTES, NO_KEYS, PrefixKeys, keys_of
-from router.fleet import Fleet
+from router.decide.affinity import SESSION_BYTES_MAX, hash64
+from router.decide.authentication import AuthenticationCache, may_use
+from router.decide.prefix_index import BLOCK_BYTES, NO_KEYS, PrefixKeys, prefix_keys
+from router.fleet_state import FleetState
 
 READERS: Final[dict[str, "msgspec.json.Decoder[Any]"]] = {
     CHAT_PATH: CHAT,
@@ -56,12 +56,14 @@ SESSION_AFFINITY: Final = headers.SESSION_AFFINITY.encode()
 class OpenAiSurface:
     """Reads requests of the OpenAI surface, and of those that are translated into it."""
 
-    def __init__(self, config: RouterConfig, fleet: Fleet, unix_clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: RouterConfig, fleet: FleetState, unix_clock: Callable[[], float]
+    ) -> None:
         """Take what the house shares; the clock is asked at the edge, here."""
         self.unix_clock = unix_clock
         self._config = config
         self._fleet = fleet
-        self._admitted = Admitted()
+        self._admitted = AuthenticationCache()
 
     def key_of(self, fields: Fields) -> KeyEntry:
         """Return whose request this is before its body is read, or raise ApiError 401."""
@@ -136,7 +138,7 @@ def _prefix_keys(prompt: bytes, key: KeyEntry, deployment: DeploymentEntry) -> P
     if len(prompt) < BLOCK_BYTES:
         return NO_KEYS
     # Caches are kept apart by tenant: so are the keys.
-    return keys_of(prompt, seed_of(f"{key.tenant_id}\0{deployment.deployment_id}"))
+    return prefix_keys(prompt, hash64(f"{key.tenant_id}\0{deployment.deployment_id}"))
 
 
 def _session(request: message.Request, key: KeyEntry) -> str:
