@@ -21,7 +21,6 @@ HOT = (
     "router/apis/openai/surface.py",
     "router/apis/request_ids.py",
     "router/attempt_runner.py",
-    "router/counts.py",
     "router/dataplane/deadlines.py",
     "router/dataplane/exchange.py",
     "router/dataplane/http1.py",
@@ -34,13 +33,14 @@ HOT = (
     "router/dataplane/sse.py",
     "router/dataplane/upstream.py",
     "router/decide/[a-z]*.py",
-    "router/fleet.py",
+    "router/fleet_state.py",
     "router/inference_request.py",
-    "router/journal.py",
     "router/pipeline.py",
     "router/proxy_headers.py",
     "router/record.py",
     "router/request_context.py",
+    "router/request_counts.py",
+    "router/usage_journal.py",
 )
 
 

@@ -19,7 +19,7 @@ from isochrone.service.run import run_service
 from router.config import RouterConfig
 from router.processes import WORKER_ENV
 
-MEMORY: Final = "/dev/shm"  # noqa: S108 - in it we make a folder that nobody can foretell
+SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - in it we make a folder that nobody can foretell
 
 
 @click.command()
@@ -58,7 +58,7 @@ def _share_metrics() -> None:
     if WORKER_ENV in os.environ:
         # The main process has said where.
         return
-    memory = Path(os.environ.get("RUNTIME_DIRECTORY") or MEMORY)
+    memory = Path(os.environ.get("RUNTIME_DIRECTORY") or SHARED_MEMORY)
     home = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
     for left in home.glob("isochrone-router-*-*"):
         if not Path("/proc", left.name.split("-")[2]).exists():

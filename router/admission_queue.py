@@ -13,7 +13,7 @@ from typing import Final
 
 from isochrone.wire.ids import DeploymentId, TenantId
 from router.dataplane.inline_task import InlineEvent
-from router.decide.fair import BytesFull, FairQueue, QueueFull, Ticket
+from router.decide.fair_queue import BytesFull, FairQueue, QueueFull, Ticket
 
 LOOK_AGAIN_S: Final = 0.25
 """The head looks again after this time: capacity that another router's request gives back is not
@@ -113,7 +113,7 @@ class AdmissionQueue:
 
     async def wait(self, entry: QueueEntry) -> None:
         """Wait until the request may look for capacity; raise AdmissionRefused if it must not."""
-        self._queue.found_full(entry.lane, self._clock())
+        self._queue.note_full(entry.lane, self._clock())
         if not entry.can_wait:
             raise AdmissionRefused(RefusalReason.BUSY)
         if not entry.is_queued and self._enqueue(entry):
@@ -144,8 +144,8 @@ class AdmissionQueue:
             return None
         entry.is_admitted = True
         if not entry.is_queued:
-            if self._queue.is_known(entry.lane):
-                self._queue.found_room(entry, self._clock())
+            if self._queue.has_lane(entry.lane):
+                self._queue.note_started(entry, self._clock())
             return None
         now_s = self._clock()
         self._queue.take(entry, now_s)

@@ -31,21 +31,28 @@ from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import PublicServer
 from router.dataplane.upstream import Upstream
-from router.decide.limits import Gate
-from router.fleet import Fleet
-from router.journal import Journal
+from router.decide.limits import KeyLimiter
+from router.fleet_state import FleetState
 from router.listeners import open_listeners
-from router.loops.follow import Follower
-from router.loops.gauges import Gauges
-from router.loops.probe import Prober
-from router.loops.share import Sharer
-from router.loops.ship import Shipper
-from router.loops.spool import UsageSpool
+from router.loops.follow_routes import TableFollower
+from router.loops.probe_nodes import NodeProber
+from router.loops.set_gauges import GaugeSetter
+from router.loops.share_prompts import PromptSharer
+from router.loops.ship_reports import ReportShipper
+from router.loops.usage_spool import UsageSpool
 from router.metrics import Metrics
 from router.pipeline import RequestPipeline
-from router.processes import WORKER_ENV, ParentLink, Worker, Workers, config_of, worker_of
+from router.processes import (
+    WORKER_ENV,
+    ParentLink,
+    WorkerIdentity,
+    WorkerPool,
+    parse_worker_identity,
+    worker_config,
+)
+from router.prompt_sharing import SharedPrompts
 from router.record import Recorder
-from router.sharing import Prompts
+from router.usage_journal import UsageJournal
 
 log = logging.getLogger(__name__)
 
@@ -70,15 +77,15 @@ async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
         name=config.name or socket.gethostname().lower(),
         folder=config.state_folder,
     )
-    worker = worker_of(os.environ.pop(WORKER_ENV, ""))
+    worker = parse_worker_identity(os.environ.pop(WORKER_ENV, ""))
     if worker is not None:
-        config = config_of(worker, config)
+        config = worker_config(worker, config)
     try:
-        async with open_house(config, identity, worker) as house:
+        async with open_router(config, identity, worker) as house:
             told = {"port": house.port, "pop": identity.pop, "router": identity.name}
             log.info("serving", extra={"fields": told | build.facts()})
             notify("READY=1")
-            await _either(stopping, house.stopping)
+            await _wait_for_any(stopping, house.stopping)
             notify("STOPPING=1")
     except BaseExceptionGroup as group:
         wrong = group.subgroup(ConfigError)
@@ -88,7 +95,7 @@ async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
     return 0
 
 
-async def _either(*events: asyncio.Event) -> None:
+async def _wait_for_any(*events: asyncio.Event) -> None:
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -97,11 +104,11 @@ async def _either(*events: asyncio.Event) -> None:
             wait.cancel()
 
 
-class House:
+class RouterApp:
     """Everything a router is made of. `open_house` runs it."""
 
     def __init__(
-        self, config: RouterConfig, identity: Identity, worker: Worker | None = None
+        self, config: RouterConfig, identity: Identity, worker: WorkerIdentity | None = None
     ) -> None:
         """Make the parts and tie them; those of a `worker` are led by the main process."""
         self.config = config
@@ -112,8 +119,8 @@ class House:
         self.metrics = Metrics()
         self.tls = own_certificate(config.tls_certificate, config.tls_key)
         self.metrics.build_info.labels(**build.facts()).set(1)
-        self.gate = Gate(config.processes or 1)
-        self.fleet = Fleet(identity.pop, time.monotonic, self.boot_id)
+        self.gate = KeyLimiter(config.processes or 1)
+        self.fleet = FleetState(identity.pop, time.monotonic, self.boot_id)
         self._make_what_leads(worker)
         self._make_what_serves()
         self._make_what_reports()
@@ -122,10 +129,10 @@ class House:
         self.loops = {loop.name: loop for loop in self._loops()}
         self.follower.on_change(self.table_changed)
 
-    def _make_what_leads(self, worker: Worker | None) -> None:
+    def _make_what_leads(self, worker: WorkerIdentity | None) -> None:
         """Make what brings tables: from the scheduler, or from the main process to a worker."""
         self.node_tls = client_context(self.identity) if self.config.node_tls else None
-        self.follower = Follower(
+        self.follower = TableFollower(
             fleet=self.fleet,
             gate=self.gate,
             metrics=self.metrics,
@@ -149,18 +156,18 @@ class House:
             contexts=() if self.node_tls is None else (self.node_tls,),
         )
         count = max(0, (self.config.processes or 1) - 1) if worker is None else 0
-        self.workers = Workers(
+        self.workers = WorkerPool(
             count,
             self.link.send,
             table=lambda: self.fleet.table,
-            learn=self.fleet.learned_prompts,
+            learn=self.fleet.learn_prompts,
             end_timeout_s=self.config.drain_timeout_s + WORKER_ENDS_S,
         )
-        self.fleet.outbox.is_open = worker is not None or count > 0
+        self.fleet.prompt_outbox.is_open = worker is not None or count > 0
 
     def _make_what_serves(self) -> None:
         """Make what a request passes through, from the nodes to the client's surface."""
-        self.journal = Journal(self.config.state_folder / "journal")
+        self.journal = UsageJournal(self.config.state_folder / "journal")
         self.recorder = Recorder(self.identity.pop, self.metrics, self.journal)
         self.deadlines = Deadlines(time.monotonic)
         self.upstream = Upstream(self.config, self.deadlines, time.monotonic, self.node_tls)
@@ -178,7 +185,7 @@ class House:
 
     def _make_what_reports(self) -> None:
         """Make what measures the nodes, tells the scheduler, and shows how things stand."""
-        self.prober = Prober(
+        self.prober = NodeProber(
             fleet=self.fleet,
             upstream=self.upstream,
             metrics=self.metrics,
@@ -187,7 +194,7 @@ class House:
             timeout_s=self.config.probe_timeout_s,
         )
         self.spool = UsageSpool(self.config.state_folder / "usage", self.config.spool_bytes_max)
-        self.shipper = Shipper(
+        self.shipper = ReportShipper(
             router_id=RouterId(self.identity.name),
             boot_id=self.boot_id,
             fleet=self.fleet,
@@ -199,8 +206,8 @@ class House:
             unix_clock=time.time,
             resend_s=self.config.usage_resend_s,
         )
-        self.sharer = Sharer(self.fleet.outbox, self.parent, self.workers)
-        self.gauges = Gauges(
+        self.sharer = PromptSharer(self.fleet.prompt_outbox, self.parent, self.workers)
+        self.gauges = GaugeSetter(
             fleet=self.fleet,
             follower=self.follower,
             waiting=self.pipeline.queue,
@@ -259,8 +266,8 @@ class House:
         """Give what the main process passes down to whom it concerns."""
         if isinstance(message, RouteTable):
             self.follower.take(message)
-        elif isinstance(message, Prompts):
-            self.fleet.learned_prompts(message.rows)
+        elif isinstance(message, SharedPrompts):
+            self.fleet.learn_prompts(message.rows)
         else:
             await self.shipper.on_ack(message)
 
@@ -271,13 +278,13 @@ class House:
 
 
 @asynccontextmanager
-async def open_house(
-    config: RouterConfig, identity: Identity, worker: Worker | None = None
-) -> AsyncIterator[House]:
+async def open_router(
+    config: RouterConfig, identity: Identity, worker: WorkerIdentity | None = None
+) -> AsyncIterator[RouterApp]:
     """Run a router. On exit: stop accepting, finish what streams, put the ledger on disk."""
     async with AsyncExitStack() as stack:
         try:
-            house = House(config, identity, worker)
+            house = RouterApp(config, identity, worker)
             stack.callback(house.journal.close)
             await asyncio.to_thread(config.state_folder.mkdir, 0o700, parents=True, exist_ok=True)
             await asyncio.to_thread(house.spool.open)
@@ -289,7 +296,7 @@ async def open_house(
         house.deadlines.start()
         stack.callback(house.deadlines.stop)
         stack.push_async_callback(house.upstream.close)
-        stack.push_async_callback(_put_away, house)
+        stack.push_async_callback(_save_to_disk, house)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         for loop in house.loops.values():
             stack.callback(tasks.create_task(loop.run(), name=loop.name).cancel)
@@ -313,7 +320,7 @@ async def open_house(
         yield house
 
 
-async def _put_away(house: House) -> None:
+async def _save_to_disk(house: RouterApp) -> None:
     """Keep on disk what only memory holds: the usage and the table."""
     for keep in (house.shipper.spool_usage, house.follower.persist):
         try:

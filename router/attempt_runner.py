@@ -12,9 +12,9 @@ from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest
 from router.dataplane.response_checks import check_status, read_usage
 from router.dataplane.upstream import Upstream
 from router.decide.attempt import AttemptEvent, FailureCause, event_of
-from router.decide.board import Ranked
-from router.decide.pick import Ask, Routes, rank
-from router.fleet import Fleet
+from router.decide.ranking import RankedRoutes, RouteQuery, rank
+from router.decide.replica_table import RankedRoute
+from router.fleet_state import FleetState
 from router.metrics import Metrics
 from router.proxy_headers import node_headers
 from router.record import Recorder
@@ -37,7 +37,7 @@ class AttemptRunner:
         self,
         *,
         config: RouterConfig,
-        fleet: Fleet,
+        fleet: FleetState,
         upstream: Upstream,
         recorder: Recorder,
         metrics: Metrics,
@@ -51,29 +51,31 @@ class AttemptRunner:
         self._metrics = metrics
         self._clock = clock
 
-    def rank(self, context: RequestContext) -> Routes:
+    def rank(self, context: RequestContext) -> RankedRoutes:
         """Rank the replicas for the next attempt."""
         request, fleet = context.request, self._fleet
         tokens = context.next_attempt_tokens()
-        ask = Ask(
+        ask = RouteQuery(
             request.request_id,
             tokens.prompt,
             tokens.output,
             request.session,
-            fleet.seat(request.session),
-            fleet.held(request.deployment_id, request.prefix_keys),
+            fleet.session_binding(request.session),
+            fleet.prefix_matches(request.deployment_id, request.prefix_keys),
         )
-        view = fleet.view(request.deployment_id)
+        view = fleet.snapshot(request.deployment_id)
         # The deployment as the table has it now: a rollout may advance while the request waits.
         deployment = fleet.deployment(request.deployment.name) or request.deployment
-        drawn = fleet.draw(deployment, request.session or request.request_id)
+        drawn = fleet.draw_version(deployment, request.session or request.request_id)
         excluded = context.excluded.all()
-        routes = rank(view, ask, excluded | drawn.left_alone)
-        if not routes and drawn.may_return:
+        routes = rank(view, ask, excluded | drawn.excluded)
+        if not routes and drawn.may_fall_back:
             routes = rank(view, ask, excluded)
         return routes
 
-    def send(self, context: RequestContext, routes: Routes) -> tuple[ReplicaAttempt, NodeExchange]:
+    def send(
+        self, context: RequestContext, routes: RankedRoutes
+    ) -> tuple[ReplicaAttempt, NodeExchange]:
         """Send the request to the best replica."""
         request, stream, target = context.request, context.stream, routes[0]
         attempt = context.attempt = ReplicaAttempt(target)
@@ -104,7 +106,7 @@ class AttemptRunner:
         self,
         context: RequestContext,
         attempt: ReplicaAttempt,
-        ranked: Ranked,
+        ranked: RankedRoute,
         tokens: TokenEstimate,
     ) -> None:
         """Count the request at the replica that is to answer it."""
@@ -116,27 +118,27 @@ class AttemptRunner:
             prompt=tokens.prompt,
         )
         attempt.ranked = ranked
-        attempt.prefix_use = self._fleet.sent(ranked, context.request.prefix_keys)
+        attempt.prefix_use = self._fleet.record_sent(ranked, context.request.prefix_keys)
 
     def take_answer(
         self,
         context: RequestContext,
         attempt: ReplicaAttempt,
         exchange: NodeExchange,
-        routes: Routes,
+        routes: RankedRoutes,
     ) -> None:
         """Check and learn from a complete response or a first token; AttemptFailed otherwise."""
         head = exchange.response_head()
         if head.handed_off_to:
-            self._move_to_peer(context, attempt, routes.of(head.handed_off_to))
+            self._move_to_peer(context, attempt, routes.route_to(head.handed_off_to))
         ranked, reservation = attempt.ranked, attempt.reservation
         assert reservation is not None
         node_id = ranked.route.node_id
-        self._fleet.heard(ranked.route, head.load, head.refusal, reservation)
+        self._fleet.record_answer_head(ranked.route, head.load, head.refusal, reservation)
         check_status(node_id, head)
         if head.status == 200 and not exchange.is_stream:
             exchange.usage, exchange.body = read_usage(node_id, exchange.body)
-        self._fleet.answered(ranked.route)
+        self._fleet.record_success(ranked.route)
         attempt.take(ANSWERED)
         if exchange.is_stream:
             exchange.set_timeout(self._config.stream_idle_timeout_s)
@@ -144,12 +146,12 @@ class AttemptRunner:
             times.attempt_token_at_s = now_s
             times.attempt_ttft_ms = 1000 * (now_s - attempt.sent_at_s)
             times.tokens_before = context.stream.generated.tokens
-            self._fleet.first_token(ranked, times.attempt_ttft_ms, reservation)
+            self._fleet.record_first_token(ranked, times.attempt_ttft_ms, reservation)
             if times.first_token_at_s is None:
                 times.first_token_at_s = now_s
 
     def _move_to_peer(
-        self, context: RequestContext, attempt: ReplicaAttempt, peer: Ranked | None
+        self, context: RequestContext, attempt: ReplicaAttempt, peer: RankedRoute | None
     ) -> None:
         """Move the reservation to the peer replica that the node handed the request to."""
         if peer is None:
@@ -201,21 +203,21 @@ class AttemptRunner:
         head = attempt.exchange.head if attempt.exchange is not None else None
         if head is not None and head.handed_off_to:
             failed.add(head.handed_off_to)
-        elif cause := self._fleet.failed(route):
+        elif cause := self._fleet.record_failure(route):
             self._metrics.ejections.labels(cause).inc()
 
     def forget_prefix(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
         """Note that the replica did not read the prompt, so that nothing of it is cached there."""
-        self._fleet.unsent(attempt.ranked.route, attempt.prefix_use, context.request.prefix_keys)
+        self._fleet.undo_sent(attempt.ranked.route, attempt.prefix_use, context.request.prefix_keys)
 
     def learn(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
         """Learn from an answer: bytes per token, the cached share, and where the session ran."""
         request, route, counted = context.request, attempt.ranked.route, context.engine_usage
         if counted is not None:
-            self._fleet.learned_tokens(
+            self._fleet.learn_prompt_tokens(
                 request.deployment_id, request.text_bytes, counted.prompt_tokens
             )
-            self._fleet.learned_cached(
+            self._fleet.learn_cached_tokens(
                 route,
                 attempt.prefix_use,
                 counted.prompt_tokens,
@@ -225,4 +227,4 @@ class AttemptRunner:
         if request.session and context.outcome is OUTCOME_COMPLETE:
             usage, now_s = context.usage(), self._clock()
             session_tokens = usage.prompt_tokens + usage.output_tokens
-            self._fleet.sessions.sat(request.session, route.replica_id, session_tokens, now_s)
+            self._fleet.sessions.bind(request.session, route.replica_id, session_tokens, now_s)

@@ -6,7 +6,7 @@ from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
 from router.dataplane.usage import UsageCount
-from router.decide.prefixes import PrefixKeys
+from router.decide.prefix_index import PrefixKeys
 
 
 class InferenceRequest:

@@ -18,7 +18,7 @@ from router.dataplane.server import PublicServer
 from router.dataplane.upstream import Upstream
 
 
-class Ports(NamedTuple):
+class RouterPorts(NamedTuple):
     """Where a router is reached; without a private listener its port is 0."""
 
     public: int
@@ -34,7 +34,7 @@ async def open_listeners(
     upstream: Upstream,
     registry: CollectorRegistry,
     context: SSLContext | None,
-) -> AsyncIterator[Ports]:
+) -> AsyncIterator[RouterPorts]:
     """Listen. On exit: accept no more, and let what is under way end."""
     show_metrics = exposition(registry)
     private_port = 0
@@ -62,4 +62,4 @@ async def open_listeners(
             raise cannot_listen(config.host, config.port, error) from error
         stack.push_async_callback(server.drain, config.drain_timeout_s)
         stack.callback(listener.close)
-        yield Ports(listener.sockets[0].getsockname()[1], private_port)
+        yield RouterPorts(listener.sockets[0].getsockname()[1], private_port)

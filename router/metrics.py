@@ -6,7 +6,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.registry import Collector
 
-from router.counts import KINDS, WORDS, Counts
+from router.request_counts import OUTCOMES, TOKEN_KINDS, DeploymentCounts
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0)
 WAIT_BUCKETS_S = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -22,7 +22,7 @@ class Metrics(Collector):
     def __init__(self) -> None:
         """Define them all."""
         self.registry = CollectorRegistry()
-        self.of = _OfDeployment(self)
+        self.deployments = _CountsByDeployment(self)
         # First of all, so that who reads them has the counts of this moment.
         self.registry.register(self)
         self._define_requests()
@@ -31,13 +31,13 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Bring the metrics up to date; there are none besides."""
-        self.show()
+        self.flush_counts()
         return ()
 
-    def show(self) -> None:
+    def flush_counts(self) -> None:
         """Bring up to date what is counted apart."""
-        for counted in self.of.values():
-            counted.show()
+        for counted in self.deployments.values():
+            counted.flush()
 
     def _define_requests(self) -> None:
         count = self._counter
@@ -137,18 +137,18 @@ class Metrics(Collector):
         )
 
 
-class _OfDeployment(dict[str, Counts]):
+class _CountsByDeployment(dict[str, DeploymentCounts]):
     """The counts of each deployment by its name, begun when first asked for."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
-    def __missing__(self, deployment: str) -> Counts:
+    def __missing__(self, deployment: str) -> DeploymentCounts:
         metrics = self._metrics
-        counts = self[deployment] = Counts(
+        counts = self[deployment] = DeploymentCounts(
             ttft=metrics.ttft.labels(deployment),
             ttft_error=metrics.ttft_error.labels(deployment),
-            requests={word: metrics.requests.labels(deployment, word) for word in WORDS},
-            tokens=[metrics.tokens.labels(deployment, kind) for kind in KINDS],
+            requests={word: metrics.requests.labels(deployment, word) for word in OUTCOMES},
+            tokens=[metrics.tokens.labels(deployment, kind) for kind in TOKEN_KINDS],
         )
         return counts

@@ -25,10 +25,10 @@ from router.dataplane.response_checks import check_error_body
 from router.dataplane.upstream import Upstream
 from router.dataplane.usage import UsageCount
 from router.decide.attempt import AttemptEvent, FailureCause
-from router.decide.drain import come_back_s
-from router.decide.limits import Entry, Gate, Limited
-from router.decide.retries import RetryBudget
-from router.fleet import Fleet
+from router.decide.limits import AdmittedRequest, KeyLimiter, LimitExceeded
+from router.decide.retry_after import spread_retry_after_s
+from router.decide.retry_budget import RetryBudget
+from router.fleet_state import FleetState
 from router.inference_request import InferenceRequest
 from router.metrics import Metrics
 from router.proxy_headers import STREAM_HEADERS, client_headers
@@ -58,8 +58,8 @@ class RequestPipeline:
         self,
         *,
         config: RouterConfig,
-        fleet: Fleet,
-        gate: Gate,
+        fleet: FleetState,
+        gate: KeyLimiter,
         upstream: Upstream,
         recorder: Recorder,
         metrics: Metrics,
@@ -83,15 +83,15 @@ class RequestPipeline:
         )
         self._retry_budget = RetryBudget(config.retry_ratio)
         self.queue = AdmissionQueue(config.queue_depth_max, config.queue_bytes_max, clock)
-        fleet.on_room(self.queue.wake)
+        fleet.on_capacity(self.queue.wake)
 
     async def serve(self, request: InferenceRequest, writer: ResponseWriter) -> None:
         """Answer one request. Raises ApiError if nothing was written yet."""
-        estimate = self._fleet.tokens_of(request.deployment_id, request.text_bytes)
+        estimate = self._fleet.estimate_tokens(request.deployment_id, request.text_bytes)
         context = RequestContext(request, estimate)
         now_s = self._clock()
         limit_entry = self._admit(context, now_s)
-        rate_limit_lines = limit_entry.lines(now_s)
+        rate_limit_lines = limit_entry.header_lines(now_s)
         try:
             exchange = await self._send_until_answered(context)
             if exchange.is_stream:
@@ -112,17 +112,17 @@ class RequestPipeline:
             usage = context.usage()
             now_s = self._clock()
             total_tokens = usage.prompt_tokens + usage.output_tokens
-            limit_entry.leave(total_tokens, now_s, request.cost(usage))
+            limit_entry.settle(total_tokens, now_s, request.cost(usage))
             self._recorder.record(context, now_s)
 
-    def _admit(self, context: RequestContext, now_s: float) -> Entry:
-        """Charge the estimate to the key's limits; raise Limited if they are reached."""
+    def _admit(self, context: RequestContext, now_s: float) -> AdmittedRequest:
+        """Charge the estimate to the key's limits; raise LimitExceeded if they are reached."""
         request = context.request
         prompt, output = context.prompt_tokens_estimate, request.output_tokens_max
         cost = request.cost(UsageCount(prompt, output, 0))
         try:
-            return self._gate.enter(request.key, prompt + output, now_s, request.started_at, cost)
-        except Limited as error:
+            return self._gate.admit(request.key, prompt + output, now_s, request.started_at, cost)
+        except LimitExceeded as error:
             self._metrics.refusals.labels(error.limit).inc()
             raise
 
@@ -139,7 +139,7 @@ class RequestPipeline:
         entry = context.new_queue_entry(now_s + self._config.queue_timeout_s)
         while True:
             routes = self._attempts.rank(context)
-            if not (routes or excluded.refused or routes.full):
+            if not (routes or excluded.refused or routes.full_count):
                 if excluded.cannot_resume:
                     raise ApiError(
                         ErrorCode.UPSTREAM,
@@ -190,7 +190,7 @@ class RequestPipeline:
         `is_full` means that replicas exist but refused the request.
         """
         request = context.request
-        has_no_replica = not self._fleet.view(request.deployment_id).slots
+        has_no_replica = not self._fleet.snapshot(request.deployment_id).slots
         if has_no_replica and not context.found_no_replica:
             context.found_no_replica = True
             self._recorder.found_no_replica(context)
@@ -202,13 +202,17 @@ class RequestPipeline:
                 raise ApiError(
                     ErrorCode.UNAVAILABLE,
                     f"cannot serve {request.deployment.name} now: no replica is ready yet",
-                    retry_after_s=come_back_s(NO_REPLICA_RETRY_AFTER_S, request.request_id),
+                    retry_after_s=spread_retry_after_s(
+                        NO_REPLICA_RETRY_AFTER_S, request.request_id
+                    ),
                 ) from None
             self._metrics.refusals.labels(refused.reason.value).inc()
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
                 str(refused),
-                retry_after_s=come_back_s(self.queue.retry_after_s(entry), request.request_id),
+                retry_after_s=spread_retry_after_s(
+                    self.queue.retry_after_s(entry), request.request_id
+                ),
             ) from None
 
     def fail_node(self, node_id: NodeId, since_s: float) -> None:

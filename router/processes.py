@@ -22,11 +22,11 @@ from isochrone.wire import codec
 from isochrone.wire.routes import RouteTable
 from isochrone.wire.usage import Demand, Usage, UsageAck
 from router.config import RouterConfig
-from router.sharing import Prompt, Prompts
+from router.prompt_sharing import SharedPrompt, SharedPrompts
 
 log = logging.getLogger(__name__)
 
-SIZE_BYTES: Final = 4
+LENGTH_PREFIX_BYTES: Final = 4
 RESTART_PAUSE_S: Final = 1.0
 WORKER_ENV: Final = "ISOCHRONE_WORKER"
 """Number, inherited descriptor and port of a worker: `1:7:8080`."""
@@ -37,13 +37,13 @@ UNREAD_BYTES_MAX: Final = 4 * 1024 * 1024
 SILENCE_S: Final = 15.0
 """A worker that hangs would keep its share of the port's connections: systemd sees the main one."""
 
-_UP: Final = codec.decoder(Demand | Usage | Prompts)
-_DOWN: Final = codec.decoder(RouteTable | UsageAck | Prompts)
+_FROM_WORKER: Final = codec.decoder(Demand | Usage | SharedPrompts)
+_FROM_MAIN: Final = codec.decoder(RouteTable | UsageAck | SharedPrompts)
 
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
 
-class Worker(NamedTuple):
+class WorkerIdentity(NamedTuple):
     """What makes this process one of several: its number, its end of the pipe, the port."""
 
     number: int
@@ -51,15 +51,15 @@ class Worker(NamedTuple):
     port: int
 
 
-def worker_of(text: str) -> Worker | None:
+def parse_worker_identity(text: str) -> WorkerIdentity | None:
     """Read what the main process says to a worker; None in the main process itself."""
     if not text:
         return None
     number, descriptor, port = (int(part) for part in text.split(":"))
-    return Worker(number, socket.socket(fileno=descriptor), port)
+    return WorkerIdentity(number, socket.socket(fileno=descriptor), port)
 
 
-def config_of(worker: Worker, config: RouterConfig) -> RouterConfig:
+def worker_config(worker: WorkerIdentity, config: RouterConfig) -> RouterConfig:
     """Return by what a worker runs: led by the main process, in a folder of its own."""
     return msgspec.structs.replace(
         config,
@@ -70,7 +70,7 @@ def config_of(worker: Worker, config: RouterConfig) -> RouterConfig:
     )
 
 
-class Pipe:
+class WorkerPipe:
     """Frames over one end of a pair of sockets, each behind its size."""
 
     def __init__(self, end: socket.socket, reader: Any) -> None:
@@ -88,7 +88,7 @@ class Pipe:
         assert self._streams is not None
         reader = self._streams[0]
         try:
-            size = int.from_bytes(await reader.readexactly(SIZE_BYTES), "big")
+            size = int.from_bytes(await reader.readexactly(LENGTH_PREFIX_BYTES), "big")
             return codec.decode(await reader.readexactly(size), self._decoder)
         except (asyncio.IncompleteReadError, ConnectionError, codec.MalformedFrame):
             return None
@@ -101,7 +101,7 @@ class Pipe:
         if transport.is_closing() or transport.get_write_buffer_size() > UNREAD_BYTES_MAX:
             return False
         frame = codec.encode(message)
-        transport.write(len(frame).to_bytes(SIZE_BYTES, "big") + frame)
+        transport.write(len(frame).to_bytes(LENGTH_PREFIX_BYTES, "big") + frame)
         return True
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Pipe:
             self._streams[1].close()
 
 
-class Workers:
+class WorkerPool:
     """The main process's side: as many workers as it should have, each started again if it ends."""
 
     def __init__(
@@ -120,7 +120,7 @@ class Workers:
         count: int,
         send: Send,
         table: Callable[[], RouteTable | None],
-        learn: Callable[[Iterable[Prompt]], None],
+        learn: Callable[[Iterable[SharedPrompt]], None],
         end_timeout_s: float,
     ) -> None:
         """Keep `count` workers; `send` passes on what they tell, `table` is what they serve by.
@@ -133,7 +133,7 @@ class Workers:
         self._send = send
         self._table = table
         self._end_timeout_s = end_timeout_s
-        self._pipes: dict[Pipe, RouteTable | None] = {}
+        self._pipes: dict[WorkerPipe, RouteTable | None] = {}
         """To each worker, with the table it was told last."""
 
     async def run(self, port: int) -> None:
@@ -151,7 +151,7 @@ class Workers:
                 led += 1
         return led
 
-    def tell(self, message: UsageAck | Prompts, but: Pipe | None = None) -> None:
+    def tell(self, message: UsageAck | SharedPrompts, but: WorkerPipe | None = None) -> None:
         """Pass down to all of them, `but` to whom it is from, what who is behind can do without."""
         for pipe in self._pipes:
             if pipe is not but:
@@ -171,7 +171,7 @@ class Workers:
     async def _live(self, number: int, port: int) -> int | None:
         """Run one worker to its end; return its exit code."""
         ours, theirs = socket.socketpair()
-        pipe = Pipe(ours, _UP)
+        pipe = WorkerPipe(ours, _FROM_WORKER)
         try:
             with theirs:
                 environment = {**os.environ, WORKER_ENV: f"{number}:{theirs.fileno()}:{port}"}
@@ -189,14 +189,14 @@ class Workers:
             pipe.close()
         return process.returncode
 
-    async def _listen(self, pipe: Pipe) -> None:
+    async def _listen(self, pipe: WorkerPipe) -> None:
         """Pass on what a worker tells, until it ends or hangs."""
         await pipe.open()
         self._pipes[pipe] = None
         try:
             await self.lead()
-            while (message := await _heard(pipe)) is not None:
-                if not isinstance(message, Prompts):
+            while (message := await _next_message(pipe)) is not None:
+                if not isinstance(message, SharedPrompts):
                     # Usage not passed on is not acknowledged: the worker sends it again.
                     await self._send(message)
                 elif message.rows:
@@ -220,7 +220,7 @@ class Workers:
                 await process.wait()
 
 
-async def _heard(pipe: Pipe) -> Any:
+async def _next_message(pipe: WorkerPipe) -> Any:
     """Return what a worker says next; None where it ended, or hangs: each says something a second.
 
     It may be silent twice: a loop that was held up runs its timers before it reads what came.
@@ -246,7 +246,7 @@ class ParentLink:
         """Give what comes down to `on_message`; set `ended` when the main process is gone."""
         self.connected = True
         self._told = asyncio.Event()
-        self._pipe = Pipe(end, _DOWN)
+        self._pipe = WorkerPipe(end, _FROM_MAIN)
         self._on_message = on_message
         self._ended = ended
 
@@ -270,6 +270,6 @@ class ParentLink:
 
     async def send(self, message: msgspec.Struct) -> bool:
         """Send what is the main process's to pass on; round trips are its own to measure."""
-        if isinstance(message, Demand | Usage | Prompts):
+        if isinstance(message, Demand | Usage | SharedPrompts):
             return self._pipe.write(message)
         return False

@@ -5,7 +5,7 @@ from typing import Final
 
 from isochrone.wire import headers
 from isochrone.wire.headers import Sibling
-from router.decide.board import Ranked
+from router.decide.replica_table import RankedRoute
 from router.request_context import RequestContext, TokenEstimate
 
 STREAM_HEADERS: Final = "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
@@ -27,7 +27,7 @@ _WHY: Final = f"\r\n{headers.WHY}: "
 
 def node_headers(
     context: RequestContext,
-    target: Ranked,
+    target: RankedRoute,
     tokens: TokenEstimate,
     peers: Sequence[Sibling],
     *,
@@ -45,7 +45,7 @@ def node_headers(
         f"{_REPLICA}{target.route.replica_id}{_REQUEST_ID}{request.request_id}"
         f"{_CACHE_SALT}{request.key.tenant_id}"
         f"{_PROMPT_TOKENS}{tokens.prompt};o={tokens.output}"
-        f"{_PENDING_PREFILL_TOKENS}{target.unread_tokens}{_PREFILL_MS}{prefill_ms}"
+        f"{_PENDING_PREFILL_TOKENS}{target.pending_prefill_tokens}{_PREFILL_MS}{prefill_ms}"
         f"{_ROUTER}{router}{_DEADLINE_MS}{deadline_ms}\r\n"
     )
     if target.queue_tokens_max and context.excluded.may_refuse_for_queue:
@@ -57,10 +57,10 @@ def node_headers(
     return lines
 
 
-def client_headers(context: RequestContext, ranked: Ranked, rate_limit_lines: str) -> str:
+def client_headers(context: RequestContext, ranked: RankedRoute, rate_limit_lines: str) -> str:
     """Return the header lines of a response: remaining limits, request id, and who answers why."""
     route = ranked.route
     return (
         f"{rate_limit_lines}{headers.REQUEST_ID}: {context.request.client_request_id}"
-        f"{_POP}{route.pop}{_NODE}{route.node_id}{_WHY}{ranked.why}\r\n"
+        f"{_POP}{route.pop}{_NODE}{route.node_id}{_WHY}{ranked.reason_header}\r\n"
     )

@@ -10,11 +10,11 @@ from typing import Final
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.routes import Route
 from isochrone.wire.usage import DemandRow, UsageRow
-from router.counts import DECLINED
-from router.decide.rollout import Trials
-from router.journal import Journal
+from router.decide.rollout import TrialCounter
 from router.metrics import Metrics
 from router.request_context import OUTCOME_FAILED, OUTCOME_REFUSED, RequestContext
+from router.request_counts import DECLINED
+from router.usage_journal import UsageJournal
 
 USAGE_ROWS_MAX: Final = 100_000
 """Rows held in memory when the disk takes none; past it they are counted as lost."""
@@ -24,7 +24,7 @@ def _nothing() -> None:
     """Nobody is told."""
 
 
-class _Demand:
+class _DemandCounts:
     """What was asked of one deployment in this window, so far."""
 
     def __init__(self) -> None:
@@ -41,15 +41,15 @@ class _Demand:
 class Recorder:
     """Counts what ended, until the duty that ships it takes it away."""
 
-    def __init__(self, pop: PopId, metrics: Metrics, journal: Journal) -> None:
+    def __init__(self, pop: PopId, metrics: Metrics, journal: UsageJournal) -> None:
         """Count for the router's own PoP."""
         self._pop = pop
         self._metrics = metrics
         self.journal = journal
         self._usage: list[UsageRow] = list(journal.open())
-        self._demand: dict[DeploymentId, _Demand] = {}
+        self._demand: dict[DeploymentId, _DemandCounts] = {}
         self._unserved_before: set[DeploymentId] = set()
-        self.trials = Trials(pop)
+        self.trials = TrialCounter(pop)
         self.on_unserved: Callable[[], None] = _nothing
         """Told when a deployment has no replica for who asks, and had one in the window before."""
 
@@ -58,7 +58,7 @@ class Recorder:
         request = context.request
         usage = context.usage()
         prompt, cached, output = usage.prompt_tokens, usage.cached_tokens, usage.output_tokens
-        metrics = self._metrics.of[request.deployment.name]
+        metrics = self._metrics.deployments[request.deployment.name]
         metrics.outcomes[DECLINED if context.is_declined else context.outcome] += 1
         metrics.prompt += prompt
         metrics.cached += cached
@@ -112,7 +112,7 @@ class Recorder:
 
     def take_usage(self) -> tuple[tuple[UsageRow, ...], tuple[Path, ...]]:
         """Hand over the usage so far and its journal's files, `saved` once it is kept elsewhere."""
-        self._metrics.show()
+        self._metrics.flush_counts()
         rows = tuple(self._usage)
         self._usage.clear()
         return rows, self.journal.rotate()
@@ -164,9 +164,9 @@ class Recorder:
         asked.output += output
         asked.refused += context.outcome is OUTCOME_REFUSED
 
-    def _demand_of(self, context: RequestContext) -> _Demand:
+    def _demand_of(self, context: RequestContext) -> _DemandCounts:
         deployment_id = context.request.deployment_id
         asked = self._demand.get(deployment_id)
         if asked is None:
-            asked = self._demand[deployment_id] = _Demand()
+            asked = self._demand[deployment_id] = _DemandCounts()
         return asked

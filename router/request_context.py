@@ -12,8 +12,8 @@ from router.dataplane.exchange import NodeExchange, ResponseHead
 from router.dataplane.sse import DONE_FRAME, GeneratedOutput, StreamRelay, usage_frame
 from router.dataplane.usage import UsageCount
 from router.decide.attempt import FAULTY, AttemptEvent, AttemptState, after
-from router.decide.board import Ranked
-from router.decide.prefixes import Sent
+from router.decide.prefix_index import SentPrompt
+from router.decide.replica_table import RankedRoute
 from router.decide.tokens_in_flight import Reservation
 from router.inference_request import InferenceRequest
 
@@ -53,11 +53,11 @@ class ReplicaAttempt:
 
     __slots__ = ("exchange", "prefix_use", "ranked", "reservation", "sent_at_s", "state", "target")
 
-    def __init__(self, target: Ranked) -> None:
+    def __init__(self, target: RankedRoute) -> None:
         self.state = RANKED
         self.target = target
         self.ranked = target
-        self.prefix_use: Sent | None = None
+        self.prefix_use: SentPrompt | None = None
         self.reservation: Reservation | None = None
         self.exchange: NodeExchange | None = None
         self.sent_at_s = 0.0

@@ -2,7 +2,7 @@
 
     python -m ops.bench.choice
 
-The fleet is a router's own (`router.fleet.Fleet`), warmed with traffic; its time is passed in. What
+The fleet is a router's own (`FleetState`), warmed with traffic; its time is passed in. What
 is measured is the thread's CPU time: on a shared machine the wall clock also shows its neighbours.
 Prints the table of ops/bench/choice.md.
 """
@@ -26,9 +26,9 @@ from isochrone.wire.ids import (
     ReplicaId,
 )
 from isochrone.wire.routes import DeploymentEntry, Pop, Route, RouteTable
-from router.decide.pick import Ask, rank
-from router.decide.prefixes import PrefixKeys, ends_of, keys_of
-from router.fleet import Fleet
+from router.decide.prefix_index import PrefixKeys, block_ends, prefix_keys
+from router.decide.ranking import RouteQuery, rank
+from router.fleet_state import FleetState
 
 ROUTES: Final = 200
 KEYS: Final = 64
@@ -37,7 +37,7 @@ ROUNDS: Final = 4000
 DEPLOYMENT: Final = DeploymentId("d")
 
 
-class Clock:
+class ManualClock:
     """Seconds that pass only when told."""
 
     def __init__(self) -> None:
@@ -48,10 +48,10 @@ class Clock:
         return self.now_s
 
 
-def a_fleet(clock: Clock, routes: int, seed: int) -> Fleet:
+def make_fleet(clock: ManualClock, routes: int, seed: int) -> FleetState:
     """Return a router of one PoP with `routes` replicas in twenty."""
     chance = random.Random(seed)
-    fleet = Fleet(PopId("p00"), clock)
+    fleet = FleetState(PopId("p00"), clock)
     pops = tuple(
         Pop(
             pop=PopId(f"p{n:02}"),
@@ -91,43 +91,43 @@ def a_fleet(clock: Clock, routes: int, seed: int) -> Fleet:
     return fleet
 
 
-def a_prompt(chance: random.Random) -> PrefixKeys:
+def make_prompt(chance: random.Random) -> PrefixKeys:
     """Return a chain of 64 keys: a system prompt that all share, then a conversation's own."""
     conversation = chance.randrange(400)
-    length = ends_of(10**7, keys_max=KEYS)[-1] + 1
+    length = block_ends(10**7, keys_max=KEYS)[-1] + 1
     words = random.Random(conversation).randbytes(length)
-    return keys_of(bytes(2048) + words[2048:], 7)
+    return prefix_keys(bytes(2048) + words[2048:], 7)
 
 
-def busy(
-    fleet: Fleet, clock: Clock, chance: random.Random, alike: bool, at_once: int
+def traffic_turn(
+    fleet: FleetState, clock: ManualClock, chance: random.Random, alike: bool, at_once: int
 ) -> Callable[[int], None]:
     """Return one turn of traffic: a choice, what is booked for it, and what answers tell."""
-    prompts = [a_prompt(chance) for _ in range(300)]
+    prompts = [make_prompt(chance) for _ in range(300)]
     open_requests = []
 
     def turn(number: int) -> None:
         clock.now_s += 0.004
         keys = prompts[number % len(prompts)]
-        ask = Ask(f"q{number}", 6000, 300, held=fleet.held(DEPLOYMENT, keys))
-        ranked = rank(fleet.view(DEPLOYMENT), ask)[0]
+        ask = RouteQuery(f"q{number}", 6000, 300, matches=fleet.prefix_matches(DEPLOYMENT, keys))
+        ranked = rank(fleet.snapshot(DEPLOYMENT), ask)[0]
         held = fleet.reserve(ranked.route, prefill=ranked.uncached_tokens, decode=300)
-        fleet.sent(ranked, keys)
+        fleet.record_sent(ranked, keys)
         open_requests.append((ranked, held))
         if len(open_requests) > at_once:
             ranked, held = open_requests.pop(chance.randrange(at_once // 2))
-            fleet.heard(ranked.route, Load(chance.randrange(20_000), 4000, 9, 0))
-            fleet.first_token(ranked, ranked.ttft_ms * chance.uniform(0.9, 1.4), held)
+            fleet.record_answer_head(ranked.route, Load(chance.randrange(20_000), 4000, 9, 0))
+            fleet.record_first_token(ranked, ranked.ttft_ms * chance.uniform(0.9, 1.4), held)
             held.release()
 
     if alike:
-        for node in range(len(fleet.nodes())):
-            fleet.measured(NodeId(f"n{node:03}"), 1.0)
+        for node in range(len(fleet.node_addresses())):
+            fleet.record_round_trip(NodeId(f"n{node:03}"), 1.0)
     return turn
 
 
 def time_choices(
-    fleet: Fleet, prompts: list[PrefixKeys], turn: Callable[[int], None]
+    fleet: FleetState, prompts: list[PrefixKeys], turn: Callable[[int], None]
 ) -> dict[str, list[float]]:
     """Return microseconds by step of many choices, with traffic going on between them."""
     took: dict[str, list[float]] = {"picture": [], "prefix match": [], "rank": [], "all": []}
@@ -135,11 +135,11 @@ def time_choices(
         turn(number)
         keys = prompts[number % len(prompts)]
         began = thread_time_ns()
-        held = fleet.held(DEPLOYMENT, keys)
+        held = fleet.prefix_matches(DEPLOYMENT, keys)
         matched = thread_time_ns()
-        picture = fleet.view(DEPLOYMENT)
+        picture = fleet.snapshot(DEPLOYMENT)
         seen = thread_time_ns()
-        first = rank(picture, Ask(f"r{number}", 6000, 300, held=held))[0]
+        first = rank(picture, RouteQuery(f"r{number}", 6000, 300, matches=held))[0]
         ended = thread_time_ns()
         assert first.ttft_ms >= 0
         took["prefix match"].append((matched - began) / 1000)
@@ -170,19 +170,19 @@ def main() -> None:
         (f"{ROUTES} routes, all equally near", ROUTES, True),
         ("3 routes", 3, False),
     ):
-        clock, chance = Clock(), random.Random(1)
-        fleet = a_fleet(clock, routes, 2)
-        turn = busy(fleet, clock, chance, alike, routes * 2)
+        clock, chance = ManualClock(), random.Random(1)
+        fleet = make_fleet(clock, routes, 2)
+        turn = traffic_turn(fleet, clock, chance, alike, routes * 2)
         for number in range(3000):
             turn(number)
-        prompts = [a_prompt(chance) for _ in range(300)]
+        prompts = [make_prompt(chance) for _ in range(300)]
         for step, values in time_choices(fleet, prompts, turn).items():
             print(row(f"{name}: {step}", values))
-    body = random.Random(3).randbytes(ends_of(10**7, keys_max=KEYS)[-1])
+    body = random.Random(3).randbytes(block_ends(10**7, keys_max=KEYS)[-1])
     hashed = []
     for _ in range(2000):
         began = thread_time_ns()
-        keys_of(body, 1)
+        prefix_keys(body, 1)
         hashed.append((thread_time_ns() - began) / 1000)
     print(row(f"hashing a prompt of {len(body) // 1000} kB into {KEYS} keys", hashed))
 

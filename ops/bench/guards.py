@@ -19,11 +19,11 @@ from isochrone.wire.ids import DeploymentId, KeyId, ReplicaId, TenantId
 from isochrone.wire.keys import format_key, parse_key
 from isochrone.wire.model import Price
 from isochrone.wire.routes import KeyEntry, Limits
-from router.decide.admit import authenticate
-from router.decide.fair import FairQueue, Ticket
-from router.decide.health import Health
-from router.decide.limits import Gate
-from router.decide.retries import RetryBudget
+from router.decide.authentication import authenticate
+from router.decide.fair_queue import FairQueue, Ticket
+from router.decide.health import ReplicaHealth
+from router.decide.limits import KeyLimiter
+from router.decide.retry_budget import RetryBudget
 
 TURNS: Final = 15
 CALLS: Final = 4_000
@@ -55,7 +55,7 @@ def cases() -> dict[str, Callable[[int], None]]:
     """Return what is measured: each takes the number of the call."""
     made = [a_key(number, ALL) for number in range(KEYS)]
     keys = {entry.key_id: entry for _, entry in made}
-    gate, health, budget = Gate(), Health(), RetryBudget()
+    gate, health, budget = KeyLimiter(), ReplicaHealth(), RetryBudget()
     price = Price(prompt_per_million=1.0, output_per_million=2.0)
     free = a_key(KEYS, Limits())[1]
     queue: FairQueue[Ticket] = FairQueue(100_000, 2**40)
@@ -67,16 +67,16 @@ def cases() -> dict[str, Callable[[int], None]]:
     def limits(call: int) -> None:
         now_s = 1.0 + call * 1e-3
         spend = price.spend(100, 0, 50)
-        entry = gate.enter(made[call % KEYS][1], 150, now_s, UNIX_S, spend)
-        entry.leave(120, now_s, price.spend(100, 20, 20))
+        entry = gate.admit(made[call % KEYS][1], 150, now_s, UNIX_S, spend)
+        entry.settle(120, now_s, price.spend(100, 20, 20))
 
     def no_limits(call: int) -> None:
-        gate.enter(free, 150, 1.0, UNIX_S).leave(120, 1.0)
+        gate.admit(free, 150, 1.0, UNIX_S).settle(120, 1.0)
 
     def headers(call: int) -> None:
-        entry = gate.enter(made[call % KEYS][1], 150, 10.0, UNIX_S)
-        entry.lines(10.0)
-        entry.leave(150, 10.0)
+        entry = gate.admit(made[call % KEYS][1], 150, 10.0, UNIX_S)
+        entry.header_lines(10.0)
+        entry.settle(150, 10.0)
 
     def queued(call: int) -> None:
         queue.push(Ticket(D, tenants[call % 1000], 100))
@@ -114,7 +114,7 @@ def best_us(case: Callable[[int], None]) -> float:
 def guess() -> tuple[int, float, float]:
     """Try keys that do not exist; return how many states and MiB they left, and us a guess."""
     known = a_key(0, ALL)[1]
-    gate, process = Gate(), psutil.Process()
+    gate, process = KeyLimiter(), psutil.Process()
     gc.collect()
     before = process.memory_info().rss
     began = time.perf_counter()
@@ -126,7 +126,7 @@ def guess() -> tuple[int, float, float]:
         if number % 100 == 0:
             guessed = format_key(KeyId(tail.rjust(12, "a")), number.to_bytes(32, "big"))
         try:
-            gate.enter(authenticate({known.key_id: known}, f"Bearer {guessed}", UNIX_S), 1, 0, 0)
+            gate.admit(authenticate({known.key_id: known}, f"Bearer {guessed}", UNIX_S), 1, 0, 0)
         except ApiError:
             continue
     took_us = 1e6 * (time.perf_counter() - began) / GUESSES

@@ -24,7 +24,7 @@ import uvloop
 from ops.bench import backend
 from ops.bench.bench_router import KEY, identity, table
 from ops.bench.relay import PATH, PLAIN, STREAM, running, until_open
-from router.app import open_house
+from router.app import open_router
 from router.config import RouterConfig
 
 BACKEND_PORT = 18151
@@ -123,7 +123,7 @@ async def profile(arguments: argparse.Namespace) -> None:
         server = [sys.executable, "-m", "ops.bench.backend", str(BACKEND_PORT)]
         with running(server, folder / "backend.log"):
             until_open(BACKEND_PORT)
-            async with open_house(config, identity(folder)) as house:
+            async with open_router(config, identity(folder)) as house:
                 house.fleet.adopt(table(BACKEND_PORT, arguments.routes))
                 await drive(house.port, arguments)
                 before = getrusage(RUSAGE_SELF)

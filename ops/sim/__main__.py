@@ -16,11 +16,11 @@ from time import process_time
 from typing import Final
 
 from ops.sim import data
-from ops.sim.cases import CASES, HELD_OUT, Case, speed_for, world_of
-from ops.sim.measure import Figures, Run, Setting, figures_of, write
-from ops.sim.run import NAMES, simulate
-from ops.sim.traces import Part, Request
-from ops.sim.world import World
+from ops.sim.cases import CASES, HELD_OUT, SimulationCase, case_world, speed_for_load
+from ops.sim.measure import PolicyRun, RunFigures, RunSetting, summarize, write_runs
+from ops.sim.run import POLICY_NAMES, simulate
+from ops.sim.traces import TraceRequest, TraceSlice
+from ops.sim.world import RoutingWorld
 
 LOADS: Final = (50, 80, 95)
 AGES_S: Final = (0.1, 1.0, 5.0)
@@ -32,40 +32,40 @@ REGARDS: Final = (0.0, 0.5, 1.0, 2.0)
 """The oracle is given each of these, and the one that did best counts."""
 
 
-def the_oracle(world: World, requests: Sequence[Request], speed: float) -> Figures:
+def best_oracle(world: RoutingWorld, requests: Sequence[TraceRequest], speed: float) -> RunFigures:
     """Return the best of the oracles. How old information is does not matter to them."""
     tried = [
-        figures_of("oracle", simulate(world, requests, speed, 1.0, f"oracle {regard}"))
+        summarize("oracle", simulate(world, requests, speed, 1.0, f"oracle {regard}"))
         for regard in REGARDS
     ]
     return min(tried, key=lambda figures: figures.p90_ms)
 
 
-def prove(
-    case: Case,
+def run_case(
+    case: SimulationCase,
     folder: Path,
     most: int,
     draws: Sequence[int],
     loads: Sequence[int],
     ages_s: Sequence[float],
     names: Sequence[str],
-) -> Iterator[Run]:
+) -> Iterator[PolicyRun]:
     """Run one case in all settings, the oracle first in each."""
     for draw in draws:
-        requests = case.read(folder / case.path, Part(most, case.skip, draw))
-        world = world_of(case, folder, draw or 1)
+        requests = case.read(folder / case.path, TraceSlice(most, case.skip, draw))
+        world = case_world(case, folder, draw or 1)
         for load in loads:
-            speed = speed_for(load / 100, world, requests, case.cached_share)
-            oracle = the_oracle(world, requests, speed)
+            speed = speed_for_load(load / 100, world, requests, case.cached_share)
+            oracle = best_oracle(world, requests, speed)
             for age_s in ages_s:
-                setting = Setting(case.name, load, age_s, draw, len(requests), speed)
-                yield Run(setting, oracle)
+                setting = RunSetting(case.name, load, age_s, draw, len(requests), speed)
+                yield PolicyRun(setting, oracle)
                 for name in names:
                     outcome = simulate(world, requests, speed, age_s, name)
-                    yield Run(setting, figures_of(name, outcome))
+                    yield PolicyRun(setting, summarize(name, outcome))
 
 
-def show(run: Run, took_s: float) -> None:
+def print_run(run: PolicyRun, took_s: float) -> None:
     """Print one run as it comes."""
     of, figures = run.setting, run.figures
     print(
@@ -88,20 +88,22 @@ def main() -> int:
     parser.add_argument("--draw", type=int, nargs="*", help="of what traces do not tell")
     parser.add_argument("--load", type=int, nargs="*", help="in percent")
     parser.add_argument("--age", type=float, nargs="*", help="of information, in seconds")
-    parser.add_argument("--policy", nargs="*", default=list(NAMES), help="which, beside the oracle")
+    parser.add_argument(
+        "--policy", nargs="*", default=list(POLICY_NAMES), help="which, beside the oracle"
+    )
     asked = parser.parse_args()
     cases, draws, loads, ages_s = (
         (HELD_OUT, HELD_OUT_DRAWS, (80,), (1.0,))
         if asked.held_out
         else (CASES, DRAWS, LOADS, AGES_S)
     )
-    found: list[Run] = []
+    found: list[PolicyRun] = []
     began_s = process_time()
     try:
         for case in cases:
             if asked.trace.lower() not in case.name.lower():
                 continue
-            for run in prove(
+            for run in run_case(
                 case,
                 data.folder(asked.data),
                 asked.requests,
@@ -110,14 +112,14 @@ def main() -> int:
                 asked.age or ages_s,
                 asked.policy,
             ):
-                show(run, process_time() - began_s)
+                print_run(run, process_time() - began_s)
                 began_s = process_time()
                 found.append(run)
     except data.NoData as error:
         print(error, file=sys.stderr)
         return 1
     if asked.out:
-        write(asked.out, found)
+        write_runs(asked.out, found)
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
-from ops.sim.compare import planned
+from ops.sim.compare import place_by_planner
 from ops.sim.planet import DAY, HOUR
 from ops.sim.planet_world import draw, world_parser
 
@@ -25,7 +25,7 @@ def main() -> None:
 
     world = draw(given.data, given.seed)
     peak = np.maximum.reduce([world.requests(DAY + hour * HOUR) for hour in range(24)])
-    _, _, search = planned(world, peak)
+    _, _, search = place_by_planner(world, peak)
     held, used, whole = Counter[str](), Counter[str](), Counter[str]()
     for wish in search.wishes:
         for seated in wish.seats:

@@ -22,8 +22,8 @@ from nodeagent.engine.checkpoint.gguf import GgufFile
 from nodeagent.engine.template import ChatTemplate
 from nodeagent.engine.vocabulary import Vocabulary
 from ops.sim.measure import percentile
-from router.decide import prefixes
-from router.decide.prefixes import PrefixKeys
+from router.decide import prefix_index
+from router.decide.prefix_index import PrefixKeys
 
 KV_BLOCK: Final = 16
 SIZES: Final = (64, 128, 256, 512, 1024, 2048)
@@ -79,7 +79,7 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 
 def keys_with(block: int, prompt: bytes) -> PrefixKeys:
     """Hash with blocks of another size than the router's."""
-    ends = prefixes.ends_of(len(prompt), block)
+    ends = prefix_index.block_ends(len(prompt), block)
     keys: list[int] = []
     begin, key = 0, 1
     for end in ends:
@@ -113,9 +113,9 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for block in SIZES:
         print(measured(block, pairs, reused))
-    print(f"\nWith blocks of {prefixes.BLOCK_BYTES} bytes:")
+    print(f"\nWith blocks of {prefix_index.BLOCK_BYTES} bytes:")
     for kind in sorted({kind for kind, _, _ in pairs}):
-        errors = _errors(prefixes.BLOCK_BYTES, pairs, reused, kind)
+        errors = _errors(prefix_index.BLOCK_BYTES, pairs, reused, kind)
         print(f"- {kind}: {len(errors)} pairs, mean error {_mean(errors):+.2f} points")
     share = sum(same for same, _ in reused) / sum(tokens for _, tokens in reused)
     print(f"- truly reusable over all pairs: {share:.0%} of tokens")

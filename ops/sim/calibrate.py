@@ -27,9 +27,16 @@ from ops.fleet import layout, model
 from ops.fleet.bring_up import Fleet
 from ops.fleet.cities import CITIES, City
 from ops.sim import data, traces
-from ops.sim.alone import Alone
-from ops.sim.calibration import BLOCK, Asked, Live, Probe, fitted, world_of
-from ops.sim.cases import speed_for
+from ops.sim.calibration import (
+    KV_BLOCK_TOKENS,
+    LiveMeasurements,
+    PlayedRequest,
+    ProfileProbe,
+    demo_world,
+    fit_replicas,
+)
+from ops.sim.cases import speed_for_load
+from ops.sim.cpu_share import OtherCpuUse
 
 PROMPT_TOKENS_MAX: Final = 1500
 OUTPUT_TOKENS_MAX: Final = 48
@@ -60,30 +67,30 @@ def text_of(block: int, tokens: int) -> str:
     return "".join(f" {chance.choice(WORDS)}" for _ in range(tokens))
 
 
-def shrunk(request: traces.Request) -> traces.Request:
+def shrunk(request: traces.TraceRequest) -> traces.TraceRequest:
     """Return a request as this fleet can bear it: shorter, and shared as before.
 
     A CPU reads prompts some twenty times slower than the replicas of the proof. Blocks that
     requests share become blocks of the engine's KV, and all else shrinks by as much.
     """
-    shrink = request.block_tokens // BLOCK
+    shrink = request.block_tokens // KV_BLOCK_TOKENS
     tokens = min(PROMPT_TOKENS_MAX, max(8, request.prompt_tokens // shrink))
     return request._replace(
         prompt_tokens=tokens,
         output_tokens=min(OUTPUT_TOKENS_MAX, max(2, request.output_tokens // shrink)),
-        blocks=request.blocks[: tokens // BLOCK],
-        block_tokens=BLOCK,
+        blocks=request.blocks[: tokens // KV_BLOCK_TOKENS],
+        block_tokens=KV_BLOCK_TOKENS,
     )
 
 
-def prompt_of(request: traces.Request) -> str:
+def prompt_of(request: traces.TraceRequest) -> str:
     """Return a prompt of a request's blocks, and behind them what it shares with nobody."""
-    rest = request.prompt_tokens - len(request.blocks) * BLOCK
-    shared = "".join(text_of(block, BLOCK) for block in request.blocks)
+    rest = request.prompt_tokens - len(request.blocks) * KV_BLOCK_TOKENS
+    shared = "".join(text_of(block, KV_BLOCK_TOKENS) for block in request.blocks)
     return (shared + text_of(-1 - request.number, rest)).strip()
 
 
-class Player:
+class CityClients:
     """A client in each city."""
 
     def __init__(self, fleet: Fleet, http: aiohttp.ClientSession) -> None:
@@ -164,7 +171,7 @@ async def deploy(fleet: Fleet) -> None:
     await asyncio.sleep(PROBES_S)
 
 
-async def profile(fleet: Fleet, player: Player, city: City) -> list[Probe]:
+async def profile(fleet: Fleet, player: CityClients, city: City) -> list[ProfileProbe]:
     """Ask one replica alone: prompts of all sizes, then answers side by side."""
     placed = await fleet.placements()
     replica = next(row["replica_id"] for row in placed if row["pop"] == city.pop)
@@ -179,7 +186,7 @@ async def profile(fleet: Fleet, player: Player, city: City) -> list[Probe]:
         )
         for one in seen:
             took = (one["prompt_tokens"], one["ttft_s"], one["itl_s"], one["output_tokens"])
-            probes.append(Probe(city.pop, together, *took))
+            probes.append(ProfileProbe(city.pop, together, *took))
 
     await probe(64, 4, 1)
     probes.clear()
@@ -190,17 +197,19 @@ async def profile(fleet: Fleet, player: Player, city: City) -> list[Probe]:
     return probes
 
 
-async def play(player: Player, requests: list[traces.Request], speed: float) -> list[Asked]:
+async def play(
+    player: CityClients, requests: list[traces.TraceRequest], speed: float
+) -> list[PlayedRequest]:
     """Send each request when its time has come, whatever became of those before it."""
     began = time.monotonic()
 
-    async def one(request: traces.Request) -> Asked:
+    async def one(request: traces.TraceRequest) -> PlayedRequest:
         at_s = request.at_s / speed
         await asyncio.sleep(max(0.0, began + at_s - time.monotonic()))
         late_s = time.monotonic() - began - at_s
         city = CITIES[int(request.place * len(CITIES))]
         seen = await player.ask(city, prompt_of(request), request.output_tokens, request.session)
-        return Asked(
+        return PlayedRequest(
             request.number, at_s, city.pop, request.session, request.blocks, late_s, **seen
         )
 
@@ -220,18 +229,20 @@ async def prediction_errors(http: aiohttp.ClientSession) -> dict[str, float]:
     return counts
 
 
-def mooncake(folder: Path) -> Iterator[list[traces.Request]]:
+def mooncake(folder: Path) -> Iterator[list[traces.TraceRequest]]:
     """Give ever longer parts of Mooncake's conversations: few prompts are cached."""
     path = folder / "traces/mooncake_conversation_trace.jsonl.gz"
-    trace = [shrunk(request) for request in traces.mooncake(path, traces.Part(3000))]
+    trace = [shrunk(request) for request in traces.mooncake(path, traces.TraceSlice(3000))]
     for count in range(100, len(trace), 20):
         yield trace[:count]
 
 
-def sessions(folder: Path) -> Iterator[list[traces.Request]]:
+def sessions(folder: Path) -> Iterator[list[traces.TraceRequest]]:
     """Give ever more of ServeGen's conversations, each whole: most of a prompt is cached."""
-    trace = [shrunk(request) for request in traces.sessions(folder / "servegen", traces.Part(3000))]
-    drawn = {one.session: traces.place_of(one.session, SESSIONS_SEED) for one in trace}
+    trace = [
+        shrunk(request) for request in traces.sessions(folder / "servegen", traces.TraceSlice(3000))
+    ]
+    drawn = {one.session: traces.session_place(one.session, SESSIONS_SEED) for one in trace}
     for share in np.arange(0.03, 1.0, 0.005):
         yield [one for one in trace if drawn[one.session] < share]
 
@@ -240,7 +251,7 @@ TRACES: Final = {"mooncake": (mooncake, 0.2), "servegen": (sessions, 0.65)}
 """Ever longer parts of a trace, and which share of its prompts is expected to be cached."""
 
 
-async def run(folder: Path, trace: str, seconds: float, load: float) -> Live:
+async def run(folder: Path, trace: str, seconds: float, load: float) -> LiveMeasurements:
     """Bring the fleet up, measure, play, and take it down."""
     fleet = Fleet(layout.STATE, print)
     try:
@@ -249,12 +260,12 @@ async def run(folder: Path, trace: str, seconds: float, load: float) -> Live:
         limits = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=240)
         async with aiohttp.ClientSession(connector=limits, timeout=timeout) as http:
-            player = Player(fleet, http)
-            alone = Alone()
+            player = CityClients(fleet, http)
+            alone = OtherCpuUse()
             # At the same time, as they will be asked: they share the machine's memory.
             found = await asyncio.gather(*(profile(fleet, player, city) for city in SERVING))
             probes = [probe for of_one in found for probe in of_one]
-            profiles = fitted(probes)
+            profiles = fit_replicas(probes)
             # Or routers would take the profile's load for what waits.
             await asyncio.sleep(PROBES_S)
             others = [alone.others_share()]
@@ -262,14 +273,14 @@ async def run(folder: Path, trace: str, seconds: float, load: float) -> Live:
             parts, cached_share = TRACES[trace]
             # As many requests as take `seconds` at this load.
             for requests in parts(folder):
-                speed = speed_for(load / 100, world_of(profiles), requests, cached_share)
+                speed = speed_for_load(load / 100, demo_world(profiles), requests, cached_share)
                 if requests[-1].at_s / speed >= seconds:
                     break
             print(f"{len(requests)} requests, trace sped up {speed:.3f} times")
             asked = await play(player, requests, speed)
             others.append(alone.others_share())
             errors = await prediction_errors(http)
-        return Live(probes, asked, load, others=others, errors=errors)
+        return LiveMeasurements(probes, asked, load, others=others, errors=errors)
     finally:
         await fleet.down()
 

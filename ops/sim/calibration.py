@@ -17,18 +17,18 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ops.fleet.cities import CITIES, round_trip_ms
-from ops.sim.alone import OTHERS_MAX
+from ops.sim.cpu_share import OTHER_CPU_SHARE_MAX
 from ops.sim.measure import percentile
-from ops.sim.run import Outcome, simulate
-from ops.sim.traces import Request
-from ops.sim.world import Profile, Site, World
+from ops.sim.run import RunOutcome, simulate
+from ops.sim.traces import TraceRequest
+from ops.sim.world import EngineProfile, ReplicaSite, RoutingWorld
 
-BLOCK: Final = 16
+KV_BLOCK_TOKENS: Final = 16
 SHARES: Final = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 ERRORS_S: Final = (0.03, 0.1, 0.3, 1.0)
 """Bounds of the routers' metric."""
 
-PROBED_S: Final = 2.0
+PROBE_INTERVAL_S: Final = 2.0
 """How old words are that come with probes: half to whole of this, as the simulator counts."""
 
 KV_TOKENS: Final = (1 << 30) // (2 * 30 * 3 * 64 * 4)
@@ -41,7 +41,7 @@ ITL_TOKENS_MIN: Final = 8
 """A shorter answer tells nothing of the time between tokens: its first may come with its second."""
 
 
-class Probe(NamedTuple):
+class ProfileProbe(NamedTuple):
     """One request of the profile: with `together - 1` others, on an otherwise idle replica."""
 
     pop: str
@@ -52,7 +52,7 @@ class Probe(NamedTuple):
     output_tokens: int = ITL_TOKENS_MIN
 
 
-class Asked(NamedTuple):
+class PlayedRequest(NamedTuple):
     """One request as it was played, and what its client saw."""
 
     number: int
@@ -69,28 +69,28 @@ class Asked(NamedTuple):
     served_in: str
 
 
-class Live(NamedTuple):
+class LiveMeasurements(NamedTuple):
     """Everything that was measured."""
 
-    probes: Sequence[Probe]
-    asked: Sequence[Asked]
+    probes: Sequence[ProfileProbe]
+    asked: Sequence[PlayedRequest]
     load: float
-    words_age_s: float = PROBED_S
+    words_age_s: float = PROBE_INTERVAL_S
     others: Sequence[float] = ()
     """Which share of the machine was not the fleet's during the profile, and while it was asked."""
     errors: Mapping[str, float] = {}
     """The routers' metric of prediction errors: how many were up to each bound, in seconds."""
 
 
-class Fitted(NamedTuple):
+class FittedReplica(NamedTuple):
     """One replica's rates, and what its first tokens take besides."""
 
     pop: str
-    profile: Profile
+    profile: EngineProfile
     overhead_s: float
 
 
-def fitted(probes: Sequence[Probe]) -> list[Fitted]:
+def fit_replicas(probes: Sequence[ProfileProbe]) -> list[FittedReplica]:
     """Fit each replica's rates: time to first token by size, time between tokens by company."""
     found = []
     for pop in sorted({probe.pop for probe in probes}):
@@ -110,9 +110,9 @@ def fitted(probes: Sequence[Probe]) -> list[Fitted]:
         counts = np.array([float(n) for n in company])
         slope, first = np.polyfit(counts, np.array(list(company.values())), 1)
         found.append(
-            Fitted(
+            FittedReplica(
                 pop,
-                Profile(
+                EngineProfile(
                     "cpu",
                     1 / each_s,
                     float(first),
@@ -130,40 +130,40 @@ def fitted(probes: Sequence[Probe]) -> list[Fitted]:
     return found
 
 
-def world_of(replicas: Sequence[Fitted]) -> World:
+def demo_world(replicas: Sequence[FittedReplica]) -> RoutingWorld:
     """Return the demo's three cities with these replicas."""
     pops = tuple(city.pop for city in CITIES)
-    return World(
+    return RoutingWorld(
         pops,
         tuple(1 / len(pops) for _ in pops),
         tuple(tuple(round_trip_ms(a, b) for b in pops) for a in pops),
         tuple(
-            Site(at, pops.index(one.pop), one.profile, one.profile.prefill_tokens_per_s)
+            ReplicaSite(at, pops.index(one.pop), one.profile, one.profile.prefill_tokens_per_s)
             for at, one in enumerate(replicas)
         ),
     )
 
 
-def replayed(live: Live, replicas: Sequence[Fitted]) -> Outcome:
+def replay(live: LiveMeasurements, replicas: Sequence[FittedReplica]) -> RunOutcome:
     """Play the same arrivals in the simulator."""
     pops: list[str] = [city.pop for city in CITIES]
     requests = [
-        Request(
+        TraceRequest(
             one.number,
             one.at_s + one.late_s,
             one.prompt_tokens,
             one.output_tokens,
             tuple(one.blocks),
-            BLOCK,
+            KV_BLOCK_TOKENS,
             one.session,
             (pops.index(one.city) + 0.5) / len(pops),
         )
         for one in live.asked
     ]
-    return simulate(world_of(replicas), requests, 1.0, live.words_age_s, "ours")
+    return simulate(demo_world(replicas), requests, 1.0, live.words_age_s, "ours")
 
 
-def distance(one: Sequence[float], other: Sequence[float]) -> float:
+def ks_distance(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the Kolmogorov-Smirnov distance of two samples."""
     one, other = sorted(one), sorted(other)
     return max(
@@ -172,7 +172,9 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
     )
 
 
-def table(live: Live, outcome: Outcome, replicas: Sequence[Fitted]) -> str:
+def distribution_table(
+    live: LiveMeasurements, outcome: RunOutcome, replicas: Sequence[FittedReplica]
+) -> str:
     """Return both distributions side by side, by city and of all."""
     overhead = {one.pop: one.overhead_s for one in replicas}
     pops = [one.pop for one in replicas]
@@ -188,7 +190,7 @@ def table(live: Live, outcome: Outcome, replicas: Sequence[Fitted]) -> str:
             continue
         seen = [1000 * one.ttft_s for one in asked]
         foretold = [1000 * simulated[one.number][0] for one in asked]
-        gap = distance(seen, foretold)
+        gap = ks_distance(seen, foretold)
         for what, values in (("measured", seen), ("simulated", foretold)):
             cells = [f"{percentile(values, share):.0f}" for share in SHARES]
             cells += [f"{sum(values) / len(values):.0f}", f"{gap:.2f}"]
@@ -214,7 +216,7 @@ def table(live: Live, outcome: Outcome, replicas: Sequence[Fitted]) -> str:
     return "\n".join(lines)
 
 
-def errors_of(live: Live, outcome: Outcome) -> str:
+def prediction_errors_line(live: LiveMeasurements, outcome: RunOutcome) -> str:
     """Return how far predictions were off, by the routers' own metric and in the simulator."""
     said = []
     count, simulated = live.errors["+Inf"], outcome.errors_ms
@@ -226,12 +228,12 @@ def errors_of(live: Live, outcome: Outcome) -> str:
     return f"predictions within (measured and simulated) {'; '.join(said)}"
 
 
-def read(path: Path) -> Live:
+def read_measurements(path: Path) -> LiveMeasurements:
     """Read what was kept."""
     kept: dict[str, Any] = json.loads(path.read_text())
-    return Live(
-        [Probe(**probe) for probe in kept["probes"]],
-        [Asked(**one) for one in kept["asked"]],
+    return LiveMeasurements(
+        [ProfileProbe(**probe) for probe in kept["probes"]],
+        [PlayedRequest(**one) for one in kept["asked"]],
         kept["load"],
         kept["words_age_s"],
         kept.get("others", ()),
@@ -243,11 +245,11 @@ def main() -> None:
     """Print the rates and the table."""
     parser = argparse.ArgumentParser(prog="python -m ops.sim.calibration")
     parser.add_argument("file", type=Path)
-    live = read(parser.parse_args().file)
+    live = read_measurements(parser.parse_args().file)
     for when, share in zip(("the profile", "the run"), live.others, strict=False):
-        said = ": the machine was not the fleet's alone" if share > OTHERS_MAX else ""
+        said = ": the machine was not the fleet's alone" if share > OTHER_CPU_SHARE_MAX else ""
         print(f"others took {100 * share:.1f} % of the machine during {when}{said}")
-    replicas = fitted(live.probes)
+    replicas = fit_replicas(live.probes)
     for one in replicas:
         profile = one.profile
         print(
@@ -257,10 +259,10 @@ def main() -> None:
             f"{1000 * one.overhead_s:.1f} ms besides"
         )
     print()
-    outcome = replayed(live, replicas)
-    print(table(live, outcome, replicas))
+    outcome = replay(live, replicas)
+    print(distribution_table(live, outcome, replicas))
     if live.errors:
-        print(errors_of(live, outcome))
+        print(prediction_errors_line(live, outcome))
 
 
 if __name__ == "__main__":

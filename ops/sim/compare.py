@@ -19,14 +19,14 @@ from isochrone.wire.ids import ClusterId, Generation, NodeId
 from ops.sim.judge import sought
 from ops.sim.planet import DAY, FIRST, HOUR
 from ops.sim.planet_world import World, demand_rows, draw, world_parser
-from ops.sim.served import Users
+from ops.sim.served import UserTraffic
 from scheduler.decide.cluster import ClusterState, PopDistance
 from scheduler.decide.device_classes import GIB
 from scheduler.decide.feasible import allowed, replica_memory_bytes
 from scheduler.decide.flow import Floats
 from scheduler.decide.search import Search
 
-Held = dict[int, list[NodeId]]
+NodesByDeployment = dict[int, list[NodeId]]
 SAMPLED: Final = tuple(range(DAY, 2 * DAY, 3 * HOUR))
 
 GOAL_MS: Final = 21.4
@@ -36,7 +36,7 @@ SIZES_GIB: Final = (20.0, 250.0)
 SIZE_NAMES: Final = ("small", "middle", "large")
 
 
-class Devices:
+class FreeDevices:
     """Memory left on each device, for placing without a planner."""
 
     def __init__(self, world: World) -> None:
@@ -65,10 +65,10 @@ class Devices:
         return best[1]
 
 
-def everything_everywhere(world: World, peak: Floats) -> tuple[Held, int]:
+def place_everything_everywhere(world: World, peak: Floats) -> tuple[NodesByDeployment, int]:
     """Fill every PoP with one of each model, then with more of what is asked."""
-    seats: Held = defaultdict(list)
-    devices = Devices(world)
+    seats: NodesByDeployment = defaultdict(list)
+    devices = FreeDevices(world)
     pops = {pop.pop: (number, pop) for number, pop in enumerate(world.pops)}
     held = sorted({node.pop for node in world.nodes})
     for again in range(3):
@@ -83,10 +83,10 @@ def everything_everywhere(world: World, peak: Floats) -> tuple[Held, int]:
     return seats, devices.used
 
 
-def by_popularity(world: World, peak: Floats) -> tuple[Held, int]:
+def place_by_popularity(world: World, peak: Floats) -> tuple[NodesByDeployment, int]:
     """Give the most popular model seats where most is asked, until its peak is carried."""
-    seats: Held = defaultdict(list)
-    devices = Devices(world)
+    seats: NodesByDeployment = defaultdict(list)
+    devices = FreeDevices(world)
     pops = {pop.pop: number for number, pop in enumerate(world.pops)}
     nodes = {node.node_id: node for node in world.nodes}
     held = sorted({node.pop for node in world.nodes}, key=lambda pop: pops[pop])
@@ -111,7 +111,7 @@ def by_popularity(world: World, peak: Floats) -> tuple[Held, int]:
     return seats, devices.used
 
 
-def nothing_held(
+def empty_fleet(
     world: World, demand: Floats, distances: tuple[PopDistance, ...] = ()
 ) -> ClusterState:
     """Return the picture of a fleet that is still empty; `distances` replace the true ones."""
@@ -129,12 +129,12 @@ def nothing_held(
     )
 
 
-def planned(
+def place_by_planner(
     world: World, demand: Floats, distances: tuple[PopDistance, ...] = ()
-) -> tuple[Held, int, Search]:
+) -> tuple[NodesByDeployment, int, Search]:
     """Place by the production search, from an empty fleet."""
-    search, _ = sought(nothing_held(world, demand, distances), FIRST)
-    seats: Held = defaultdict(list)
+    search, _ = sought(empty_fleet(world, demand, distances), FIRST)
+    seats: NodesByDeployment = defaultdict(list)
     used = 0
     for wish in search.wishes:
         for seated in wish.seats:
@@ -144,9 +144,9 @@ def planned(
     return seats, used, search
 
 
-def fared(world: World, held: Held, memory_bytes: int) -> dict[str, float]:
+def evaluate(world: World, held: NodesByDeployment, memory_bytes: int) -> dict[str, float]:
     """Return what a way of placing holds, and how eight hours of a day are served by it."""
-    users = Users(world)
+    users = UserTraffic(world)
     rows = [users.serve(world.requests(minute), held, set()) for minute in SAMPLED]
     asked = [row.asked_per_s for row in rows]
 
@@ -168,27 +168,27 @@ def fared(world: World, held: Held, memory_bytes: int) -> dict[str, float]:
     }
 
 
-def peak_of_the_day(world: World) -> Floats:
+def daily_peak(world: World) -> Floats:
     """Return the most of each hour of the day that is sampled, by city and deployment."""
     hours = [world.requests(DAY + hour * HOUR) for hour in range(24)]
     return np.asarray(np.maximum.reduce(hours), dtype=np.float64)
 
 
-def compared(world: World) -> Iterator[tuple[str, dict[str, float]]]:
+def compare_placements(world: World) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield each way of placing with its memory and how it serves."""
-    peak = peak_of_the_day(world)
+    peak = daily_peak(world)
     mean = np.mean([world.requests(hour * HOUR) for hour in range(0, 168, 3)], axis=0)
-    yield "planner", fared(world, *planned(world, peak)[:2])
-    yield "everything everywhere", fared(world, *everything_everywhere(world, peak))
-    yield "by popularity", fared(world, *by_popularity(world, peak))
-    yield "weekly mean", fared(world, *planned(world, mean)[:2])
+    yield "planner", evaluate(world, *place_by_planner(world, peak)[:2])
+    yield "everything everywhere", evaluate(world, *place_everything_everywhere(world, peak))
+    yield "by popularity", evaluate(world, *place_by_popularity(world, peak))
+    yield "weekly mean", evaluate(world, *place_by_planner(world, mean)[:2])
 
 
 def main() -> None:
     """Compare, a line each."""
     parser = world_parser(__doc__)
     given = parser.parse_args()
-    for name, row in compared(draw(given.data, given.seed)):
+    for name, row in compare_placements(draw(given.data, given.seed)):
         print(f"{name:24}", json.dumps(row), flush=True)
 
 

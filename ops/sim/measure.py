@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from ops.sim.run import Outcome
+from ops.sim.run import RunOutcome
 
 
-class Figures(NamedTuple):
+class RunFigures(NamedTuple):
     """One policy in one case. Times in ms, shares in percent."""
 
     policy: str
@@ -27,7 +27,7 @@ class Figures(NamedTuple):
     """Of our own predictions: how far off, whichever way."""
 
 
-class Setting(NamedTuple):
+class RunSetting(NamedTuple):
     """What a run was of."""
 
     case: str
@@ -38,11 +38,11 @@ class Setting(NamedTuple):
     speed: float
 
 
-class Run(NamedTuple):
+class PolicyRun(NamedTuple):
     """One run of one policy."""
 
-    setting: Setting
-    figures: Figures
+    setting: RunSetting
+    figures: RunFigures
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -51,12 +51,12 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def figures_of(policy: str, outcome: Outcome) -> Figures:
+def summarize(policy: str, outcome: RunOutcome) -> RunFigures:
     """Sum up a run. What was refused counts as never answered."""
     answered = [one for one in outcome.served if one.replica >= 0]
     ttft_ms = [1000 * one.ttft_s for one in outcome.served]
     errors = [abs(error) for error in outcome.errors_ms]
-    return Figures(
+    return RunFigures(
         policy,
         percentile(ttft_ms, 0.5),
         percentile(ttft_ms, 0.9),
@@ -73,20 +73,23 @@ def figures_of(policy: str, outcome: Outcome) -> Figures:
     )
 
 
-def write(path: Path, runs: Iterable[Run]) -> None:
+def write_runs(path: Path, runs: Iterable[PolicyRun]) -> None:
     """Keep runs, one a line."""
     with path.open("w", newline="") as file:
         lines = csv.writer(file, lineterminator="\n")
-        lines.writerow((*Setting._fields, *Figures._fields))
+        lines.writerow((*RunSetting._fields, *RunFigures._fields))
         for run in runs:
             cells = (*run.setting, *run.figures)
             lines.writerow([f"{cell:.6g}" if isinstance(cell, float) else cell for cell in cells])
 
 
-def read(path: Path) -> list[Run]:
+def read_runs(path: Path) -> list[PolicyRun]:
     """Read what was kept."""
     with path.open(newline="") as file:
-        return [Run(_typed(Setting, row), _typed(Figures, row)) for row in csv.DictReader(file)]
+        return [
+            PolicyRun(_typed(RunSetting, row), _typed(RunFigures, row))
+            for row in csv.DictReader(file)
+        ]
 
 
 def _typed(kind: Any, row: dict[str, str]) -> Any:

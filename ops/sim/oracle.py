@@ -5,22 +5,22 @@ times more, for those who come after it: with 0 it is greedy and fills replicas 
 another holds already. It sees also what is on the way. It does not see who will come.
 """
 
-from ops.sim.replica import Replica
-from ops.sim.router import OUTPUT_TOKENS_ASSUMED, Router
-from ops.sim.traces import Request
+from ops.sim.replica import SimulatedReplica
+from ops.sim.router import OUTPUT_TOKENS_ASSUMED, SimulatedRouter
+from ops.sim.traces import TraceRequest
 
 
-class Oracle:
+class OraclePolicy:
     """All routers share one."""
 
-    def __init__(self, replicas: list[Replica], regard: float) -> None:
+    def __init__(self, replicas: list[SimulatedReplica], regard: float) -> None:
         self._replicas = replicas
         self._regard = regard
-        self._coming: list[dict[int, tuple[Request, float]]] = [{} for _ in replicas]
+        self._coming: list[dict[int, tuple[TraceRequest, float]]] = [{} for _ in replicas]
         """By replica: requests on their way, with their work."""
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Work out each replica's answer."""
         best, least_s = None, float("inf")
@@ -39,17 +39,19 @@ class Oracle:
                 best, least_s = at, cost_s
         return best
 
-    def sent(self, request: Request, replica: int, now_s: float) -> None:
+    def sent(self, request: TraceRequest, replica: int, now_s: float) -> None:
         """See it on its way."""
         of = self._replicas[replica]
         work = of.work(request, of.cached(request, self._to_be_cached(replica)))
         self._coming[replica][request.number] = (request, work)
 
-    def reached(self, request: Request, replica: int) -> None:
+    def reached(self, request: TraceRequest, replica: int) -> None:
         """It is there."""
         del self._coming[replica][request.number]
 
-    def _cost_s(self, router: Router, at: int, request: Request, now_s: float) -> float:
+    def _cost_s(
+        self, router: SimulatedRouter, at: int, request: TraceRequest, now_s: float
+    ) -> float:
         replica = self._replicas[at]
         speed = replica.read_speed()
         way_s = router.rtt_ms[at] / 2000

@@ -29,7 +29,7 @@ from isochrone.wire.report import ReplicaState
 from ops.sim.foretold import Foretold
 from ops.sim.planet_world import World, demand_rows, draw, world_parser
 from ops.sim.rolling import Rolling
-from ops.sim.served import Seats, Users
+from ops.sim.served import UserTraffic, WarmNodes
 from scheduler.decide.cluster import ClusterState, Node, Placement, Plan
 from scheduler.decide.feasible import allowed
 from scheduler.decide.flow import Floats
@@ -192,7 +192,7 @@ class Planet:
             self._placed_at[name] = self.minute - DAY
         self.pass_time(0)
 
-    def seats(self) -> Seats:
+    def seats(self) -> WarmNodes:
         """Return by deployment the node of each warm replica."""
         held: dict[int, list[NodeId]] = defaultdict(list)
         for placement in self.placements.values():
@@ -253,7 +253,7 @@ def run(
     world: World, days: int, plan_min: int, seed: int, foretold: Foretold | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield one row a minute."""
-    planet, users = Planet(world, seed, foretold), Users(world)
+    planet, users = Planet(world, seed, foretold), UserTraffic(world)
     was_lost: set[NodeId] = set()
     while planet.minute < days * DAY:
         asked, lost = planet.ask(), planet.lost()

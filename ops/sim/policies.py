@@ -7,27 +7,27 @@ the request should wait.
 import random
 from typing import Protocol
 
-from ops.sim.router import Believed, Router
-from ops.sim.traces import Request
-from router.decide.affinity import seed_of
-from router.decide.prefixes import PrefixIndex, PrefixKeys
+from ops.sim.router import BelievedLoad, SimulatedRouter
+from ops.sim.traces import TraceRequest
+from router.decide.affinity import hash64
+from router.decide.prefix_index import PrefixIndex, PrefixKeys
 
 
-class Policy(Protocol):
+class RoutingPolicy(Protocol):
     """One router's way to choose."""
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Return which replica a request goes to, or None."""
 
-    def sent(self, request: Request, replica: int, now_s: float) -> None:
+    def sent(self, request: TraceRequest, replica: int, now_s: float) -> None:
         """A request went there."""
 
 
-def roomy(
-    router: Router, request: Request, refused: frozenset[int], now_s: float
-) -> dict[int, Believed]:
+def replicas_with_room(
+    router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
+) -> dict[int, BelievedLoad]:
     """Return who has room as far as this router knows, with what it believes of them."""
     found = {}
     for replica in router.by_distance:
@@ -38,44 +38,44 @@ def roomy(
     return found
 
 
-def keys_of(request: Request) -> PrefixKeys:
+def trace_prefix_keys(request: TraceRequest) -> PrefixKeys:
     """Return a request's blocks as prefix keys: the trace hashed them already."""
     ends = [(n + 1) * request.block_tokens for n in range(len(request.blocks))]
     return PrefixKeys(request.blocks, ends, max(1, request.prompt_tokens))
 
 
-class Stateless:
+class StatelessPolicy:
     """What the simple policies share: nothing to remember."""
 
-    def sent(self, request: Request, replica: int, now_s: float) -> None:
+    def sent(self, request: TraceRequest, replica: int, now_s: float) -> None:
         """Remember nothing."""
 
 
-class Random(Stateless):
+class RandomPolicy(StatelessPolicy):
     """Anyone with room."""
 
     def __init__(self, pop: int) -> None:
         self._chance = random.Random(pop)
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Draw one."""
-        room = list(roomy(router, request, refused, now_s))
+        room = list(replicas_with_room(router, request, refused, now_s))
         return self._chance.choice(room) if room else None
 
 
-class RoundRobin(Stateless):
+class RoundRobinPolicy(StatelessPolicy):
     """One after the other, wherever."""
 
     def __init__(self, pop: int) -> None:
         self._next = pop
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Take the next one with room."""
-        room = roomy(router, request, refused, now_s)
+        room = replicas_with_room(router, request, refused, now_s)
         for _ in range(len(router.replicas)):
             self._next = (self._next + 1) % len(router.replicas)
             if self._next in room:
@@ -83,17 +83,17 @@ class RoundRobin(Stateless):
         return None
 
 
-class NearestOnly(Stateless):
+class NearestOnlyPolicy(StatelessPolicy):
     """The nearest PoP's replicas in turn; the next PoP only where that one has no room at all."""
 
     def __init__(self, pop: int) -> None:
         self._turn = pop
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Take one of the nearest that have room."""
-        room = list(roomy(router, request, refused, now_s))
+        room = list(replicas_with_room(router, request, refused, now_s))
         if not room:
             return None
         near = [r for r in room if router.rtt_ms[r] <= router.rtt_ms[room[0]] + 1]
@@ -101,25 +101,25 @@ class NearestOnly(Stateless):
         return near[self._turn % len(near)]
 
 
-class LeastRequests(Stateless):
+class LeastRequestsPolicy(StatelessPolicy):
     """Whoever has the fewest requests; the nearest of them."""
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Take the least."""
-        room = roomy(router, request, refused, now_s)
+        room = replicas_with_room(router, request, refused, now_s)
         return min(room, key=lambda r: room[r].requests, default=None)
 
 
-class LeastTokens(Stateless):
+class LeastTokensPolicy(StatelessPolicy):
     """Whoever has the fewest tokens for its speed; the nearest of them."""
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Take the least."""
-        room = roomy(router, request, refused, now_s)
+        room = replicas_with_room(router, request, refused, now_s)
         sites = router.world.sites
         return min(
             room,
@@ -128,14 +128,14 @@ class LeastTokens(Stateless):
         )
 
 
-class LeastTokensNear(Stateless):
+class LeastTokensNearPolicy(StatelessPolicy):
     """Least tokens among the replicas of the nearest PoP that has room."""
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Take the least of the nearest."""
-        room = roomy(router, request, refused, now_s)
+        room = replicas_with_room(router, request, refused, now_s)
         nearest = next(iter(room), None)
         if nearest is None:
             return None
@@ -143,22 +143,22 @@ class LeastTokensNear(Stateless):
         return min(near, key=lambda r: room[r].tokens)
 
 
-class ConsistentHash(Stateless):
+class ConsistentHashPolicy(StatelessPolicy):
     """A ring of 160 points each, by session; the next with room along it. As vllm-router has it."""
 
     def __init__(self, replicas: int) -> None:
         self._ring = sorted(
-            (seed_of(f"{replica}/{point}"), replica)
+            (hash64(f"{replica}/{point}"), replica)
             for replica in range(replicas)
             for point in range(160)
         )
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Walk the ring from the session's point."""
-        room = roomy(router, request, refused, now_s)
-        at = seed_of(request.session or str(request.number))
+        room = replicas_with_room(router, request, refused, now_s)
+        at = hash64(request.session or str(request.number))
         low, high = 0, len(self._ring)
         while low < high:
             middle = (low + high) // 2
@@ -170,33 +170,33 @@ class ConsistentHash(Stateless):
         return None
 
 
-class _Tree:
+class _PrefixTreePolicy:
     """A router's own history of prefixes, bounded as those trees are."""
 
     def __init__(self) -> None:
         self._index = PrefixIndex(capacity=4_000_000, pairs_max=400_000)
 
-    def sent(self, request: Request, replica: int, now_s: float) -> None:
+    def sent(self, request: TraceRequest, replica: int, now_s: float) -> None:
         """Remember what went where."""
-        self._index.sent(replica, keys_of(request), now_s)
+        self._index.sent(replica, trace_prefix_keys(request), now_s)
 
-    def shares(self, request: Request, room: dict[int, Believed]) -> dict[int, float]:
+    def shares(self, request: TraceRequest, room: dict[int, BelievedLoad]) -> dict[int, float]:
         """Return which share of the prompt each replica was sent before."""
-        held = self._index.match(keys_of(request))
+        held = self._index.match(trace_prefix_keys(request))
         return {replica: held.share_at(replica) for replica in room}
 
 
-class CacheAware(_Tree):
+class CacheAwarePolicy(_PrefixTreePolicy):
     """sglang's cache_aware: the longest match above 0.3 while requests balance, else the shortest.
 
     Balance and defaults as of its last release: spread of more than 64 and 1.5 times.
     """
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Match or balance."""
-        room = roomy(router, request, refused, now_s)
+        room = replicas_with_room(router, request, refused, now_s)
         if not room:
             return None
         loads = [believed.requests for believed in room.values()]
@@ -209,7 +209,7 @@ class CacheAware(_Tree):
         return min(room, key=lambda r: room[r].requests)
 
 
-class SkyLb(_Tree):
+class SkyLbPolicy(_PrefixTreePolicy):
     """SkyLB: push only where nothing is pending, at home by prefix; else the nearest region so.
 
     Where nobody is free the request is held a while, then goes to the least loaded at home.
@@ -222,10 +222,10 @@ class SkyLb(_Tree):
         self._held_since: dict[int, float] = {}
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Push selectively."""
-        room = roomy(router, request, refused, now_s)
+        room = replicas_with_room(router, request, refused, now_s)
         if not room:
             return None
         shares = self.shares(request, room)

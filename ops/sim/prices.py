@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from ops.sim.compare import fared, peak_of_the_day, planned
+from ops.sim.compare import daily_peak, evaluate, place_by_planner
 from ops.sim.planet_world import World, draw, world_parser
 from scheduler.decide import score, wish
 from scheduler.decide.cluster import PopDistance
@@ -76,9 +76,9 @@ def tried(world: World, prices: Prices) -> dict[str, float]:
         patch.object(score, "HOLD_PER_GIB", prices.hold_per_gib),
         patch.object(wish, "UNSERVED_MS", prices.unserved_ms),
     ):
-        held, memory, search = planned(world, peak_of_the_day(world), distances(world, prices))
+        held, memory, search = place_by_planner(world, daily_peak(world), distances(world, prices))
     lacking = {"unplanned_percent": unplanned(search)}
-    return prices._asdict() | fared(world, held, memory) | lacking
+    return prices._asdict() | evaluate(world, held, memory) | lacking
 
 
 def main() -> None:

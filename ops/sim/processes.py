@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Final
 
 from ops.sim import data
-from ops.sim.cases import CASES, speed_for, world_of
-from ops.sim.measure import figures_of
+from ops.sim.cases import CASES, case_world, speed_for_load
+from ops.sim.measure import summarize
 from ops.sim.run import simulate
-from ops.sim.traces import Part, Request
-from ops.sim.world import World
-from router.decide.affinity import seed_of
+from ops.sim.traces import TraceRequest, TraceSlice
+from ops.sim.world import RoutingWorld
+from router.decide.affinity import hash64
 
 REQUESTS: Final = 4000
 COUNTS: Final = (1, 2, 4, 8)
 
 
-def taken_apart(world: World, count: int) -> World:
+def split_routers(world: RoutingWorld, count: int) -> RoutingWorld:
     """Return the world with `count` routers where there was one."""
     pops = range(len(world.pops))
     return world._replace(
@@ -41,13 +41,15 @@ def taken_apart(world: World, count: int) -> World:
     )
 
 
-def scattered(world: World, requests: Sequence[Request], count: int) -> list[Request]:
+def scatter_requests(
+    world: RoutingWorld, requests: Sequence[TraceRequest], count: int
+) -> list[TraceRequest]:
     """Return the requests, each at some process of its own city."""
     ends = list(accumulate(world.demand))
     found = []
     for request in requests:
         pop = next((n for n, end in enumerate(ends) if request.place < end), len(ends) - 1)
-        process = seed_of(f"p{request.number}") % count
+        process = hash64(f"p{request.number}") % count
         begins = ends[pop] - world.demand[pop]
         place = begins + world.demand[pop] * (process + 0.5) / count
         found.append(request._replace(place=place))
@@ -59,14 +61,14 @@ def compare(folder: Path, load: int, age_s: float, counts: Sequence[int]) -> Non
     print("| trace | processes | | p50 ms | p90 ms | hit % | out of PoP % |")
     print("|---|---|---|---|---|---|---|")
     for case in CASES:
-        requests = case.read(folder / case.path, Part(REQUESTS))
-        world = world_of(case, folder)
-        speed = speed_for(load / 100, world, requests, case.cached_share)
+        requests = case.read(folder / case.path, TraceSlice(REQUESTS))
+        world = case_world(case, folder)
+        speed = speed_for_load(load / 100, world, requests, case.cached_share)
         for count in counts:
-            asked, apart = scattered(world, requests, count), taken_apart(world, count)
+            asked, apart = scatter_requests(world, requests, count), split_routers(world, count)
             for how, together in (("apart", 1), ("telling", count))[: 1 + (count > 1)]:
                 outcome = simulate(apart, asked, speed, age_s, "ours", together)
-                one = figures_of("ours", outcome)
+                one = summarize("ours", outcome)
                 print(
                     f"| {case.name} | {count} | {how} | {one.p50_ms:.0f} | {one.p90_ms:.0f} "
                     f"| {one.hit:.1f} | {one.away:.0f} |",

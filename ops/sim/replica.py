@@ -16,13 +16,13 @@ from msgspec import structs
 
 from isochrone.wire.headers import Load
 from nodeagent.decide.admission import READ_MAX
-from ops.sim.traces import Request
-from ops.sim.world import Site
+from ops.sim.traces import TraceRequest
+from ops.sim.world import ReplicaSite
 
 BLOCK_TOKENS: Final = 16
 
 
-class Job:
+class ReplicaJob:
     """One request at a replica."""
 
     __slots__ = (
@@ -38,7 +38,7 @@ class Job:
     )
 
     def __init__(
-        self, request: Request, wanted_tokens: int, unread: int, pop: int, prefill_ms: float
+        self, request: TraceRequest, wanted_tokens: int, unread: int, pop: int, prefill_ms: float
     ) -> None:
         self.request = request
         self.unread = unread
@@ -53,13 +53,13 @@ class Job:
         self.first_at_s = 0.0
 
 
-class Told(NamedTuple):
+class ReportedLoad(NamedTuple):
     """What a node could tell of a replica at some time: each router hears what is of others."""
 
     load: Load
     unread: Mapping[int, int]
     decode: Mapping[int, int]
-    reading: Job | None
+    reading: ReplicaJob | None
 
     def to(self, pop: int, at_s: float) -> Load:
         """Return the load as one router is told it at `at_s`; see nodeagent/decide/admission.py."""
@@ -72,13 +72,13 @@ class Told(NamedTuple):
         return structs.replace(self.load, others_unread=unread, others_decode=decode)
 
 
-class Replica:
+class SimulatedReplica:
     """An engine with its door. Whoever runs it calls `settle` at the time that `next_at` tells."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: ReplicaSite) -> None:
         self.site = site
-        self.queue: deque[Job] = deque()
-        self.reading: Job | None = None
+        self.queue: deque[ReplicaJob] = deque()
+        self.reading: ReplicaJob | None = None
         self.prefill_tokens = 0
         self.unread = 0
         self.decode_tokens = 0
@@ -88,18 +88,18 @@ class Replica:
         self._now_s = 0.0
         self._given = 0.0
         """Tokens that a sequence there from the beginning would have been given."""
-        self._decoding: list[tuple[float, int, Job]] = []
+        self._decoding: list[tuple[float, int, ReplicaJob]] = []
         self._cache: OrderedDict[int, None] = OrderedDict()
         self._cached_tokens = 0
         self._unread_of: Counter[int] = Counter()
         self._decode_of: Counter[int] = Counter()
         self._log_at_s = [-1.0]
-        self._log = [Told(Load(0, 0, 0, 0, 0), {}, {}, None)]
+        self._log = [ReportedLoad(Load(0, 0, 0, 0, 0), {}, {}, None)]
 
     def __repr__(self) -> str:
         return f"Replica({self.site.replica}, {len(self.queue)} queued, {self.running} running)"
 
-    def take(self, job: Job, now_s: float, queue_tokens_max: int = 0) -> bool:
+    def take(self, job: ReplicaJob, now_s: float, queue_tokens_max: int = 0) -> bool:
         """Take a request on, as a node's door does; False where it does not fit or would wait."""
         tokens = self.prefill_tokens + self.decode_tokens
         if queue_tokens_max and self.left(now_s) > queue_tokens_max:
@@ -123,7 +123,7 @@ class Replica:
         """Return what is still to be read, as the door reckons it."""
         return self._log[-1].to(-1, now_s).others_unread
 
-    def settle(self, now_s: float) -> tuple[list[Job], list[Job]]:
+    def settle(self, now_s: float) -> tuple[list[ReplicaJob], list[ReplicaJob]]:
         """Let time pass until now; return who got a first token and who ended."""
         self._advance(now_s)
         first, ended = [], []
@@ -163,7 +163,7 @@ class Replica:
             at_s = min(at_s, self._now_s + left / decode_speed)
         return at_s
 
-    def cached(self, request: Request, also: frozenset[int] | set[int] = frozenset()) -> int:
+    def cached(self, request: TraceRequest, also: frozenset[int] | set[int] = frozenset()) -> int:
         """Return how many tokens of the prompt are cached; `also` are blocks that will be."""
         cache, count = self._cache, 0
         for block in request.blocks:
@@ -172,7 +172,7 @@ class Replica:
             count += 1
         return min(count * request.block_tokens, request.prompt_tokens - 1)
 
-    def work(self, request: Request, cached: int) -> float:
+    def work(self, request: TraceRequest, cached: int) -> float:
         """Return a prompt's work in tokens at the beginning of a prompt: deeper ones cost more.
 
         However short, it takes a step.
@@ -231,7 +231,7 @@ class Replica:
             job.work_left = self.work(job.request, job.cached_tokens)
             self.tokens_read += job.request.prompt_tokens - job.cached_tokens
 
-    def _keep(self, request: Request) -> None:
+    def _keep(self, request: TraceRequest) -> None:
         cache = self._cache
         for block in reversed(request.blocks):
             if block in cache:
@@ -248,5 +248,5 @@ class Replica:
             self.prefill_tokens, self.decode_tokens, self.running, len(self.queue), self.unread
         )
         self._log_at_s.append(now_s)
-        told = Told(load, dict(self._unread_of), dict(self._decode_of), self.reading)
+        told = ReportedLoad(load, dict(self._unread_of), dict(self._decode_of), self.reading)
         self._log.append(told)

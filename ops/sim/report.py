@@ -13,22 +13,22 @@ from pathlib import Path
 from statistics import fmean
 from typing import Final, NamedTuple
 
-from ops.sim.measure import Figures, Run, read
+from ops.sim.measure import PolicyRun, RunFigures, read_runs
 
 GOAL_RATIO: Final = 1.10
 GOAL_POINTS: Final = 3.0
 COLOURS: Final = {"ours": "black", "oracle": "tab:green"}
 
 
-class Cell(NamedTuple):
+class ResultCell(NamedTuple):
     """One case at one load and age of information: each policy's figures, a draw after another."""
 
     case: str
     load: int
     age_s: float
-    policies: dict[str, list[Figures]]
+    policies: dict[str, list[RunFigures]]
 
-    def of(self, policy: str, what: Callable[[Figures], float]) -> list[float]:
+    def of(self, policy: str, what: Callable[[RunFigures], float]) -> list[float]:
         """Return a figure of a policy, a draw after another."""
         return [what(figures) for figures in self.policies[policy]]
 
@@ -67,17 +67,17 @@ class Cell(NamedTuple):
         return ", ".join(what for what, is_missed in missed.items() if is_missed)
 
 
-def cells_of(runs: Sequence[Run]) -> list[Cell]:
+def group_runs(runs: Sequence[PolicyRun]) -> list[ResultCell]:
     """Put the draws of a case together."""
-    cells: dict[tuple[str, int, float], Cell] = {}
+    cells: dict[tuple[str, int, float], ResultCell] = {}
     for of, figures in runs:
         key = (of.case, of.load, of.age_s)
-        cell = cells.setdefault(key, Cell(*key, {}))
+        cell = cells.setdefault(key, ResultCell(*key, {}))
         cell.policies.setdefault(figures.policy, []).append(figures)
     return list(cells.values())
 
 
-def goal(cells: Sequence[Cell]) -> list[str]:
+def goal_table(cells: Sequence[ResultCell]) -> list[str]:
     """Return the goal's table: each case and load in one line."""
     ages_s = sorted({cell.age_s for cell in cells})
     by_age = [f"ours over it, words {age_s:g} s old" for age_s in ages_s]
@@ -120,7 +120,7 @@ def goal(cells: Sequence[Cell]) -> list[str]:
     ]
 
 
-def everybody(cells: Sequence[Cell], age_s: float) -> list[str]:
+def all_policies(cells: Sequence[ResultCell], age_s: float) -> list[str]:
     """Return every policy's p90, with words of one age."""
     of = [cell for cell in cells if cell.age_s == age_s]
     if not of:
@@ -130,9 +130,9 @@ def everybody(cells: Sequence[Cell], age_s: float) -> list[str]:
     return [*header(columns), *(row(cells) for cells in rows)]
 
 
-def grouped(cells: Sequence[Cell]) -> list[list[Cell]]:
+def grouped(cells: Sequence[ResultCell]) -> list[list[ResultCell]]:
     """Return the cells of each case and load, by age."""
-    groups: dict[tuple[str, int], list[Cell]] = {}
+    groups: dict[tuple[str, int], list[ResultCell]] = {}
     for cell in sorted(cells, key=lambda cell: cell.age_s):
         groups.setdefault((cell.case, cell.load), []).append(cell)
     order = [(cell.case, cell.load) for cell in cells]
@@ -154,7 +154,7 @@ def spread(values: Sequence[float]) -> str:
     return f"**{fmean(values):.2f}** ({min(values):.2f} to {max(values):.2f})"
 
 
-def plot(cells: Sequence[Cell], path: Path) -> None:
+def plot(cells: Sequence[ResultCell], path: Path) -> None:
     """Draw p90 TTFT by age of information: a row each trace, a column each load."""
     import matplotlib as mpl
 
@@ -194,8 +194,8 @@ def main() -> int:
     parser.add_argument("files", type=Path, nargs="+", help="what `python -m ops.sim` kept")
     parser.add_argument("--plot", type=Path, help="where to draw")
     asked = parser.parse_args()
-    cells = cells_of([run for path in asked.files for run in read(path)])
-    print("\n".join([*goal(cells), "", *everybody(cells, 1.0)]))
+    cells = group_runs([run for path in asked.files for run in read_runs(path)])
+    print("\n".join([*goal_table(cells), "", *all_policies(cells, 1.0)]))
     if asked.plot:
         plot(cells, asked.plot)
     return 0

@@ -9,14 +9,14 @@ from bisect import bisect_right
 from typing import NamedTuple
 
 from isochrone.wire.headers import Load
-from ops.sim.replica import Replica
-from ops.sim.traces import Request
-from ops.sim.world import World
+from ops.sim.replica import SimulatedReplica
+from ops.sim.traces import TraceRequest
+from ops.sim.world import RoutingWorld
 
 OUTPUT_TOKENS_ASSUMED = 512
 
 
-class Believed(NamedTuple):
+class BelievedLoad(NamedTuple):
     """A replica's load as a router may believe it: others' by old words, its own by count."""
 
     requests: int
@@ -29,10 +29,12 @@ class Believed(NamedTuple):
         return self.prefill_tokens + self.decode_tokens
 
 
-class Router:
+class SimulatedRouter:
     """One PoP's own counts and the words it has heard."""
 
-    def __init__(self, pop: int, world: World, replicas: list[Replica], age_s: float) -> None:
+    def __init__(
+        self, pop: int, world: RoutingWorld, replicas: list[SimulatedReplica], age_s: float
+    ) -> None:
         self.pop = pop
         self.world = world
         self.replicas = replicas
@@ -61,19 +63,19 @@ class Router:
         self._answered_at_s[replica] = max(self._answered_at_s[replica], at_s)
         return self.replicas[replica].load_at(at_s, self.pop)
 
-    def believed(self, replica: int, now_s: float) -> Believed:
+    def believed(self, replica: int, now_s: float) -> BelievedLoad:
         """Return the load of a replica: what is not ours by its word, and what is ours now."""
         at_s, load = self.word(replica, now_s)
         # Ours is there half a round trip after we counted it.
         at = bisect_right(self._past_at_s[replica], at_s - self.rtt_ms[replica] / 2000) - 1
         requests, prefill, decode = self._past[replica][max(0, at)]
-        return Believed(
+        return BelievedLoad(
             self.requests[replica] + max(0, load.running - requests),
             self.prefill[replica] + max(0, load.prefill_tokens - prefill),
             self.decode[replica] + max(0, load.decode_tokens - decode),
         )
 
-    def has_room(self, believed: Believed, replica: int, request: Request) -> bool:
+    def has_room(self, believed: BelievedLoad, replica: int, request: TraceRequest) -> bool:
         """Say whether the request fits there, as far as is known."""
         wanted = request.prompt_tokens + OUTPUT_TOKENS_ASSUMED
         most = self.world.sites[replica].profile.kv_tokens_max

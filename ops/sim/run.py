@@ -13,34 +13,34 @@ from typing import Any, Final, NamedTuple
 
 from isochrone.wire.headers import Sibling
 from nodeagent.decide.passing import Verdict, is_worth_asking, judge
-from ops.sim.oracle import Oracle
-from ops.sim.ours import Ours, table_of
+from ops.sim.isochrone_policy import IsochronePolicy, route_table
+from ops.sim.oracle import OraclePolicy
 from ops.sim.policies import (
-    CacheAware,
-    ConsistentHash,
-    LeastRequests,
-    LeastTokens,
-    LeastTokensNear,
-    NearestOnly,
-    Policy,
-    Random,
-    RoundRobin,
-    SkyLb,
+    CacheAwarePolicy,
+    ConsistentHashPolicy,
+    LeastRequestsPolicy,
+    LeastTokensNearPolicy,
+    LeastTokensPolicy,
+    NearestOnlyPolicy,
+    RandomPolicy,
+    RoundRobinPolicy,
+    RoutingPolicy,
+    SkyLbPolicy,
 )
-from ops.sim.replica import Job, Replica
-from ops.sim.router import OUTPUT_TOKENS_ASSUMED, Router
-from ops.sim.traces import Request
-from ops.sim.world import World
+from ops.sim.replica import ReplicaJob, SimulatedReplica
+from ops.sim.router import OUTPUT_TOKENS_ASSUMED, SimulatedRouter
+from ops.sim.traces import TraceRequest
+from ops.sim.world import RoutingWorld
 
-PASSING_S: Final = 0.002
+HANDOFF_S: Final = 0.002
 """To ask siblings, and go on to one: two round trips of a LAN, and what two doors take."""
 
-RELAYING_S: Final = 0.0005
+RELAY_S: Final = 0.0005
 SHARE_INTERVAL_S: Final = 1.0
-QUEUE_S: Final = 10.0
+QUEUE_TIMEOUT_S: Final = 10.0
 QUEUE_DEPTH_MAX: Final = 256
-LOOK_AGAIN_S: Final = 0.1
-NAMES: Final = (
+RETRY_INTERVAL_S: Final = 0.1
+POLICY_NAMES: Final = (
     "ours",
     "random",
     "round robin",
@@ -54,7 +54,7 @@ NAMES: Final = (
 )
 
 
-class Served(NamedTuple):
+class ServedRequest(NamedTuple):
     """One request as it went. `ttft_s` is infinite where it was refused."""
 
     number: int
@@ -66,10 +66,10 @@ class Served(NamedTuple):
     is_away: bool
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     """All requests of a run, how busy each replica was, and our own prediction errors."""
 
-    served: Sequence[Served]
+    served: Sequence[ServedRequest]
     busy: Sequence[float]
     errors_ms: Sequence[float]
     sends: Sequence[tuple[float, int, int]]
@@ -81,8 +81,8 @@ class Simulation:
 
     def __init__(
         self,
-        world: World,
-        requests: Sequence[Request],
+        world: RoutingWorld,
+        requests: Sequence[TraceRequest],
         speed: float,
         age_s: float,
         policy: str,
@@ -94,24 +94,24 @@ class Simulation:
         self._world = world
         self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._events = 0
-        self._replicas = [Replica(site) for site in world.sites]
+        self._replicas = [SimulatedReplica(site) for site in world.sites]
         self._settles = [0] * len(self._replicas)
         self._routers = [
-            Router(pop, world, self._replicas, age_s) for pop in range(len(world.pops))
+            SimulatedRouter(pop, world, self._replicas, age_s) for pop in range(len(world.pops))
         ]
         self._policies = self._make(policy)
         self._waiting = [0] * len(world.pops)
-        self._served: list[Served] = []
+        self._served: list[ServedRequest] = []
         self._sends: list[tuple[float, int, int]] = []
         self._passed: dict[int, int] = {}
         """Who was asked first, where a sibling took the request."""
-        self._sent_at: dict[int, tuple[Request, int, float]] = {}
+        self._sent_at: dict[int, tuple[TraceRequest, int, float]] = {}
         shares = list(accumulate(world.demand))
         for request in requests:
             pop = min(len(shares) - 1, bisect_right(shares, request.place))
             self._at(request.at_s / speed, self._arrive, request, pop)
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         """Let everything happen."""
         while self._due:
             self.now_s, _, call, of = heappop(self._due)
@@ -122,30 +122,30 @@ class Simulation:
         errors = [
             error
             for policy in self._policies
-            if isinstance(policy, Ours)
+            if isinstance(policy, IsochronePolicy)
             for error in policy.errors_ms
         ]
         busy = [replica.busy_s / max(1e-9, self.now_s) for replica in self._replicas]
-        return Outcome(self._served, busy, errors, self._sends)
+        return RunOutcome(self._served, busy, errors, self._sends)
 
-    def _make(self, name: str) -> list[Policy]:
+    def _make(self, name: str) -> list[RoutingPolicy]:
         pops = range(len(self._world.pops))
         if name.startswith("oracle"):
-            oracle = Oracle(self._replicas, float(name.partition(" ")[2] or 0))
+            oracle = OraclePolicy(self._replicas, float(name.partition(" ")[2] or 0))
             return [oracle for _ in pops]
         if name == "ours":
-            table = table_of(self._world)
-            return [Ours(self._routers[pop], table, lambda: self.now_s) for pop in pops]
-        makers: dict[str, Callable[[int], Policy]] = {
-            "random": Random,
-            "round robin": RoundRobin,
-            "nearest only": NearestOnly,
-            "least requests": lambda _: LeastRequests(),
-            "least tokens": lambda _: LeastTokens(),
-            "least tokens, near": lambda _: LeastTokensNear(),
-            "consistent hash": lambda _: ConsistentHash(len(self._replicas)),
-            "cache aware": lambda _: CacheAware(),
-            "SkyLB": lambda _: SkyLb(),
+            table = route_table(self._world)
+            return [IsochronePolicy(self._routers[pop], table, lambda: self.now_s) for pop in pops]
+        makers: dict[str, Callable[[int], RoutingPolicy]] = {
+            "random": RandomPolicy,
+            "round robin": RoundRobinPolicy,
+            "nearest only": NearestOnlyPolicy,
+            "least requests": lambda _: LeastRequestsPolicy(),
+            "least tokens": lambda _: LeastTokensPolicy(),
+            "least tokens, near": lambda _: LeastTokensNearPolicy(),
+            "consistent hash": lambda _: ConsistentHashPolicy(len(self._replicas)),
+            "cache aware": lambda _: CacheAwarePolicy(),
+            "SkyLB": lambda _: SkyLbPolicy(),
         }
         return [makers[name](pop) for pop in pops]
 
@@ -153,34 +153,36 @@ class Simulation:
         """Let the processes of each router tell one another, as the main process does for them."""
         for first in range(0, len(self._policies), self._processes):
             several = self._policies[first : first + self._processes]
-            ours = [policy.fleet for policy in several if isinstance(policy, Ours)]
+            ours = [policy.fleet for policy in several if isinstance(policy, IsochronePolicy)]
             for fleet in ours:
-                fleet.outbox.is_open = True
-                rows = fleet.outbox.take()
+                fleet.prompt_outbox.is_open = True
+                rows = fleet.prompt_outbox.take()
                 for other in ours:
                     if rows and other is not fleet:
-                        other.learned_prompts(rows)
+                        other.learn_prompts(rows)
 
     def _at(self, at_s: float, call: Callable[..., None], *of: Any) -> None:
         self._events += 1
         heappush(self._due, (at_s, self._events, call, of))
 
-    def _arrive(self, request: Request, pop: int) -> None:
+    def _arrive(self, request: TraceRequest, pop: int) -> None:
         self._send(request, pop, self.now_s, frozenset())
 
-    def _send(self, request: Request, pop: int, began_s: float, refused: frozenset[int]) -> None:
+    def _send(
+        self, request: TraceRequest, pop: int, began_s: float, refused: frozenset[int]
+    ) -> None:
         """Choose and send, or wait for room, or give up."""
         router, policy = self._routers[pop], self._policies[pop]
         replica = policy.choose(router, request, refused, self.now_s)
         if replica is None:
-            is_over = self.now_s - began_s >= QUEUE_S
+            is_over = self.now_s - began_s >= QUEUE_TIMEOUT_S
             if is_over or self._waiting[pop] >= QUEUE_DEPTH_MAX:
                 self._served.append(
-                    Served(request.number, -1, inf, 0.0, request.prompt_tokens, 0, False)
+                    ServedRequest(request.number, -1, inf, 0.0, request.prompt_tokens, 0, False)
                 )
                 return
             self._waiting[pop] += 1
-            self._at(self.now_s + LOOK_AGAIN_S, self._look_again, request, pop, began_s)
+            self._at(self.now_s + RETRY_INTERVAL_S, self._look_again, request, pop, began_s)
             return
         policy.sent(request, replica, self.now_s)
         router.count(replica, 1, request.prompt_tokens, OUTPUT_TOKENS_ASSUMED, self.now_s)
@@ -188,39 +190,48 @@ class Simulation:
         arrives_s = self.now_s + router.rtt_ms[replica] / 2000
         self._at(arrives_s, self._reach, request, pop, replica, began_s, refused)
 
-    def _look_again(self, request: Request, pop: int, began_s: float) -> None:
+    def _look_again(self, request: TraceRequest, pop: int, began_s: float) -> None:
         self._waiting[pop] -= 1
         self._send(request, pop, began_s, frozenset())
 
     def _reach(
-        self, request: Request, pop: int, replica: int, began_s: float, refused: frozenset[int]
+        self, request: TraceRequest, pop: int, replica: int, began_s: float, refused: frozenset[int]
     ) -> None:
         """Come to the replica's door."""
         policy = self._policies[pop]
-        told = policy.told(request) if isinstance(policy, Ours) else (request.prompt_tokens, 0.0)
-        job = Job(request, request.prompt_tokens + OUTPUT_TOKENS_ASSUMED, told[0], pop, told[1])
-        if isinstance(policy, Oracle):
+        told = (
+            policy.told(request)
+            if isinstance(policy, IsochronePolicy)
+            else (request.prompt_tokens, 0.0)
+        )
+        job = ReplicaJob(
+            request, request.prompt_tokens + OUTPUT_TOKENS_ASSUMED, told[0], pop, told[1]
+        )
+        if isinstance(policy, OraclePolicy):
             policy.reached(request, replica)
         most = 0
-        if isinstance(policy, Ours):
+        if isinstance(policy, IsochronePolicy):
             most = policy.queue_tokens_max(request)
             verdict = self._judge(policy.siblings(request), most)
             if verdict is not None:
-                there_s = self.now_s + PASSING_S
+                there_s = self.now_s + HANDOFF_S
                 self._at(there_s, self._pass_on, job, verdict, pop, replica, began_s, refused, most)
                 return
         self._take(job, pop, replica, began_s, refused, most)
 
     def _judge(self, siblings: Sequence[Sibling], most: int) -> Verdict | None:
         """Say, as a node's door does, which sibling a request had better go on to."""
-        unread = {one.replica_id: self._replicas[_number(one)].left(self.now_s) for one in siblings}
+        unread = {
+            one.replica_id: self._replicas[_replica_number(one)].left(self.now_s)
+            for one in siblings
+        }
         if not siblings or not is_worth_asking(siblings[0], unread[siblings[0].replica_id]):
             return None
         return judge(siblings, unread, most or None)
 
     def _pass_on(
         self,
-        job: Job,
+        job: ReplicaJob,
         verdict: Verdict,
         pop: int,
         replica: int,
@@ -231,8 +242,8 @@ class Simulation:
         """Come to a sibling's door; where it is busier by now, the first takes it after all."""
         sibling, request = verdict.sibling, job.request
         told = (sibling.unread_tokens, pop, sibling.prefill_ms)
-        other = Job(request, job.wanted_tokens, *told)
-        number = _number(sibling)
+        other = ReplicaJob(request, job.wanted_tokens, *told)
+        number = _replica_number(sibling)
         if self._replicas[number].take(other, self.now_s, verdict.queue_tokens_max):
             self._sent_at[request.number] = (request, pop, began_s)
             self._passed[request.number] = replica
@@ -242,7 +253,7 @@ class Simulation:
 
     def _take(
         self,
-        job: Job,
+        job: ReplicaJob,
         pop: int,
         replica: int,
         began_s: float,
@@ -261,7 +272,7 @@ class Simulation:
 
     def _refused(
         self,
-        request: Request,
+        request: TraceRequest,
         pop: int,
         replica: int,
         began_s: float,
@@ -270,7 +281,7 @@ class Simulation:
     ) -> None:
         router, policy = self._routers[pop], self._policies[pop]
         load = router.answered(replica, at_s)
-        if isinstance(policy, Ours):
+        if isinstance(policy, IsochronePolicy):
             policy.refused(request, at_s)
             policy.heard(replica, load, at_s)
         router.count(replica, -1, -request.prompt_tokens, -OUTPUT_TOKENS_ASSUMED, self.now_s)
@@ -290,7 +301,7 @@ class Simulation:
         for job in first:
             pop = self._sent_at[job.request.number][1]
             if job.request.number in self._passed:
-                job.first_at_s += RELAYING_S
+                job.first_at_s += RELAY_S
             back_s = self._routers[pop].rtt_ms[replica] / 2000 + job.first_at_s
             self._at(back_s, self._first_token, job.request, pop, replica)
         for job in ended:
@@ -300,30 +311,30 @@ class Simulation:
             self._at(back_s, self._end, job, pop, replica, ended_s)
         self._plan(replica)
 
-    def _first_token(self, request: Request, pop: int, replica: int) -> None:
+    def _first_token(self, request: TraceRequest, pop: int, replica: int) -> None:
         router, policy = self._routers[pop], self._policies[pop]
         asked = self._passed.pop(request.number, replica)
-        if isinstance(policy, Ours) and asked != replica:
+        if isinstance(policy, IsochronePolicy) and asked != replica:
             policy.passed_on(request, replica)
             router.count(asked, -1, -request.prompt_tokens, -OUTPUT_TOKENS_ASSUMED, self.now_s)
             router.count(replica, 1, request.prompt_tokens, OUTPUT_TOKENS_ASSUMED, self.now_s)
         router.count(replica, 0, -request.prompt_tokens, 0, self.now_s)
         read_at_s = self.now_s - router.rtt_ms[replica] / 2000
         load = router.answered(replica, read_at_s)
-        if isinstance(policy, Ours):
+        if isinstance(policy, IsochronePolicy):
             policy.first_token(request, self.now_s)
             policy.heard(replica, load, read_at_s)
 
-    def _end(self, job: Job, pop: int, replica: int, ended_s: float) -> None:
+    def _end(self, job: ReplicaJob, pop: int, replica: int, ended_s: float) -> None:
         request, router = job.request, self._routers[pop]
         router.count(replica, -1, 0, -OUTPUT_TOKENS_ASSUMED, self.now_s)
         policy = self._policies[pop]
-        if isinstance(policy, Ours):
+        if isinstance(policy, IsochronePolicy):
             policy.ended(request, job.cached_tokens, self.now_s)
         _, _, began_s = self._sent_at.pop(request.number)
         steps = max(1, request.output_tokens - 1)
         self._served.append(
-            Served(
+            ServedRequest(
                 request.number,
                 replica,
                 job.first_at_s + router.rtt_ms[replica] / 2000 - began_s,
@@ -334,22 +345,22 @@ class Simulation:
             )
         )
 
-    def _home_of(self, router: Router) -> int:
+    def _home_of(self, router: SimulatedRouter) -> int:
         return self._world.sites[router.by_distance[0]].pop
 
 
-def _number(sibling: Sibling) -> int:
+def _replica_number(sibling: Sibling) -> int:
     return int(sibling.replica_id[1:])
 
 
 def simulate(
-    world: World,
-    requests: Sequence[Request],
+    world: RoutingWorld,
+    requests: Sequence[TraceRequest],
     speed: float,
     age_s: float,
     policy: str,
     processes: int = 1,
-) -> Outcome:
+) -> RunOutcome:
     """Run once; the same arguments give the same outcome.
 
     With `processes`, so many PoPs after another are processes of one router, that tell one another

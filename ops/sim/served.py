@@ -15,11 +15,11 @@ from ops.sim.planet_world import OUTPUT_TOKENS, PROMPT_TOKENS, World
 from scheduler.decide.flow import Floats, Flow, Ints
 from scheduler.decide.score import UNSERVED_MS, Distances
 
-Seats = Mapping[int, Iterable[NodeId]]
+WarmNodes = Mapping[int, Iterable[NodeId]]
 """By the number of a deployment, the node of each warm replica."""
 
 
-class Served(NamedTuple):
+class ServedMinute(NamedTuple):
     """What users got in one minute. `rtt_p90_all_ms` counts who is not served as farthest."""
 
     asked_per_s: float
@@ -30,7 +30,7 @@ class Served(NamedTuple):
     rtt_p90_all_ms: float
 
 
-class Near(NamedTuple):
+class OpenSites(NamedTuple):
     """The open sites of one deployment: where they are, their room, and each city's nearest."""
 
     held: Counter[NodeId]
@@ -40,7 +40,7 @@ class Near(NamedTuple):
     ms: Floats
 
 
-class Users:
+class UserTraffic:
     """Everybody who asks, in every city."""
 
     def __init__(self, world: World) -> None:
@@ -49,9 +49,9 @@ class Users:
         pops = {pop.pop: number for number, pop in enumerate(world.pops)}
         self._pop_of = {node.node_id: pops[node.pop] for node in world.nodes}
         self._kind_of = {node.node_id: node.devices[0].device_class for node in world.nodes}
-        self._near: dict[int, Near] = {}
+        self._near: dict[int, OpenSites] = {}
 
-    def serve(self, asked: Floats, seats: Seats, lost: set[NodeId]) -> Served:
+    def serve(self, asked: Floats, seats: WarmNodes, lost: set[NodeId]) -> ServedMinute:
         """Serve a minute's requests, each by the nearest warm replica with room."""
         parts = [
             self._serve_one(number, asked[:, number], Counter(n for n in held if n not in lost))
@@ -67,7 +67,7 @@ class Users:
             place = int(np.searchsorted(before, share * of))
             return round(float(ms[order[place]]) if place < len(ms) else UNSERVED_MS, 2)
 
-        return Served(
+        return ServedMinute(
             asked_per_s=round(total, 1),
             served_share=round(served / total, 5),
             rtt_mean_ms=round(float(ms @ weight / served), 2),
@@ -76,7 +76,7 @@ class Users:
             rtt_p90_all_ms=percentile(0.9, total),
         )
 
-    def beyond(self, asked: Floats, seats: Seats, ms: float) -> Floats:
+    def beyond(self, asked: Floats, seats: WarmNodes, ms: float) -> Floats:
         """Return by deployment the requests/s that are served from farther than `ms`, or not."""
         left: Floats = asked.sum(axis=0)
         for number, held in seats.items():
@@ -101,17 +101,17 @@ class Users:
         flow = Flow(requests, requests, near.far[cities], near.rooms, UNSERVED_MS)
         return flow.latencies()
 
-    def _look(self, number: int, held: Counter[NodeId]) -> Near:
+    def _look(self, number: int, held: Counter[NodeId]) -> OpenSites:
         rooms = np.zeros(len(self._world.pops))
         for node_id, count in held.items():
             rooms[self._pop_of[node_id]] += count * self._requests_per_s(number, node_id)
         sites = np.flatnonzero(rooms > 0)
         if not len(sites):
             nothing = np.zeros(0)
-            return Near(held, nothing, nothing, sites, nothing)
+            return OpenSites(held, nothing, nothing, sites, nothing)
         far = np.ascontiguousarray(self._far[:, sites])
         nearest = far.argmin(axis=1)
-        return Near(held, far, rooms[sites], nearest, far[np.arange(len(far)), nearest])
+        return OpenSites(held, far, rooms[sites], nearest, far[np.arange(len(far)), nearest])
 
     def _requests_per_s(self, number: int, node_id: NodeId) -> float:
         """Return what a replica serves at its full capacity, without the planner's headroom."""

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from isochrone.wire.ids import TenantId
 from ops.sim import data
-from router.decide.affinity import seed_of
+from router.decide.affinity import hash64
 
 MOONCAKE_BLOCK: Final = 512
 SESSION_BLOCK: Final = 64
@@ -27,7 +27,7 @@ AZURE: Final = "azure2023_conv.csv.gz"
 VIDUR: Final = "vidur_arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv.gz"
 
 
-class Request(NamedTuple):
+class TraceRequest(NamedTuple):
     """One request of a trace."""
 
     number: int
@@ -41,7 +41,7 @@ class Request(NamedTuple):
     """In [0, 1): which city asks, by the shares of demand."""
 
 
-class Part(NamedTuple):
+class TraceSlice(NamedTuple):
     """Which part of a trace, and the seed of what the trace does not tell: who asks from where.
 
     Seed 0 is the one that the choice was tuned with.
@@ -52,12 +52,12 @@ class Part(NamedTuple):
     seed: int = 0
 
 
-def place_of(session: str, seed: int = 0) -> float:
+def session_place(session: str, seed: int = 0) -> float:
     """Return a session's place, the same each time."""
-    return seed_of(f"{seed}/{session}" if seed else session) / 2**64
+    return hash64(f"{seed}/{session}" if seed else session) / 2**64
 
 
-def mooncake(path: Path, part: Part) -> list[Request]:
+def mooncake(path: Path, part: TraceSlice) -> list[TraceRequest]:
     """Read the conversation trace of Mooncake. It names no sessions: they are told by their blocks.
 
     A request continues the session that first brought its deepest known block, unless that block is
@@ -75,7 +75,7 @@ def mooncake(path: Path, part: Part) -> list[Request]:
         for block in blocks:
             brought.setdefault(block, session)
         requests.append(
-            Request(
+            TraceRequest(
                 number,
                 (one["timestamp"] - asked[0]["timestamp"]) / 1000,
                 one["input_length"],
@@ -84,13 +84,13 @@ def mooncake(path: Path, part: Part) -> list[Request]:
                 blocks[: one["input_length"] // MOONCAKE_BLOCK],
                 MOONCAKE_BLOCK,
                 session,
-                place_of(session, part.seed),
+                session_place(session, part.seed),
             )
         )
     return _spread(requests)
 
 
-def _spread(requests: list[Request]) -> list[Request]:
+def _spread(requests: list[TraceRequest]) -> list[TraceRequest]:
     """Spread what a trace's coarse clock has at the same moment evenly until its next tick."""
     ticks = sorted({request.at_s for request in requests})
     following = dict(zip(ticks, [*ticks[1:], ticks[-1] + 1.0], strict=True))
@@ -105,9 +105,9 @@ def _spread(requests: list[Request]) -> list[Request]:
     return spread
 
 
-def azure(path: Path, part: Part) -> list[Request]:
+def azure(path: Path, part: TraceSlice) -> list[TraceRequest]:
     """Read the conversation trace of Azure 2023: lengths and times; no prompt repeats another."""
-    requests: list[Request] = []
+    requests: list[TraceRequest] = []
     first = None
     rows = islice(data.rows(path), part.skip, part.skip + part.most)
     for number, row in enumerate(rows):
@@ -115,7 +115,7 @@ def azure(path: Path, part: Part) -> list[Request]:
         first = first or when
         tokens = int(row["ContextTokens"])
         requests.append(
-            Request(
+            TraceRequest(
                 number,
                 (when - first).total_seconds(),
                 max(1, tokens),
@@ -123,13 +123,13 @@ def azure(path: Path, part: Part) -> list[Request]:
                 tuple(number * 10_000 + n for n in range(tokens // SESSION_BLOCK)),
                 SESSION_BLOCK,
                 "",
-                place_of(f"a{number}", part.seed),
+                session_place(f"a{number}", part.seed),
             )
         )
     return requests
 
 
-def summaries(folder: Path, part: Part) -> list[Request]:
+def summaries(folder: Path, part: TraceSlice) -> list[TraceRequest]:
     """Give the lengths of arXiv papers to be summarised the arrivals of Azure 2023."""
     lengths = islice(data.rows(folder / VIDUR), part.skip, part.skip + part.most)
     requests = azure(folder / AZURE, part)
@@ -143,14 +143,14 @@ def summaries(folder: Path, part: Part) -> list[Request]:
     ]
 
 
-class _Client(NamedTuple):
+class _ServeGenClient(NamedTuple):
     tenant: TenantId
     rate: float
     prompt: list[tuple[float, float]]
     output: list[tuple[float, float]]
 
 
-def sessions(folder: Path, part: Part, model: str = "m-large") -> list[Request]:
+def sessions(folder: Path, part: TraceSlice, model: str = "m-large") -> list[TraceRequest]:
     """Draw conversations of the clients that ServeGen measured: rates and lengths are theirs.
 
     Turns, thinking times and a system prompt each client's sessions share are assumed: ServeGen has
@@ -161,7 +161,7 @@ def sessions(folder: Path, part: Part, model: str = "m-large") -> list[Request]:
     total = sum(client.rate for client in clients)
     most = part.most
     duration_s = most / 5.0
-    requests: list[Request] = []
+    requests: list[TraceRequest] = []
     system = {client.tenant: chance.randint(3, 30) for client in clients}
     for client in clients:
         expected = most * client.rate / total / TURNS_MEAN
@@ -174,23 +174,34 @@ def sessions(folder: Path, part: Part, model: str = "m-large") -> list[Request]:
 
 
 def _conversation(
-    client: _Client, system_blocks: int, at_s: float, chance: random.Random
-) -> list[Request]:
+    client: _ServeGenClient, system_blocks: int, at_s: float, chance: random.Random
+) -> list[TraceRequest]:
     session = f"{client.tenant}/{chance.getrandbits(48):x}"
-    tenant = seed_of(client.tenant) % 10**9
+    tenant = hash64(client.tenant) % 10**9
     blocks = [tenant * 1000 + n for n in range(system_blocks)]
     tokens = system_blocks * SESSION_BLOCK
     asked = []
-    own = seed_of(session) % 10**12 * 10**6
+    own = hash64(session) % 10**12 * 10**6
     for turn in range(TURNS_MAX):
-        words = _drawn(client.prompt, chance) if turn == 0 else chance.lognormvariate(4.6, 0.8)
+        words = (
+            _draw_from_quantiles(client.prompt, chance)
+            if turn == 0
+            else chance.lognormvariate(4.6, 0.8)
+        )
         tokens = min(PROMPT_TOKENS_MAX, tokens + max(8, int(words)))
-        output = max(1, int(_drawn(client.output, chance)))
+        output = max(1, int(_draw_from_quantiles(client.output, chance)))
         while len(blocks) < tokens // SESSION_BLOCK:
             blocks.append(own + len(blocks))
         asked.append(
-            Request(
-                0, at_s, tokens, output, tuple(blocks), SESSION_BLOCK, session, place_of(session)
+            TraceRequest(
+                0,
+                at_s,
+                tokens,
+                output,
+                tuple(blocks),
+                SESSION_BLOCK,
+                session,
+                session_place(session),
             )
         )
         if chance.random() < 1 / TURNS_MEAN or tokens >= PROMPT_TOKENS_MAX:
@@ -201,7 +212,7 @@ def _conversation(
     return asked
 
 
-def _clients(folder: Path, model: str) -> list[_Client]:
+def _clients(folder: Path, model: str) -> list[_ServeGenClient]:
     rates: dict[str, list[float]] = {}
     for row in data.rows(folder / f"{model}_client_rates.csv.gz"):
         if float(row["t_s"]) < 86_400:
@@ -213,7 +224,7 @@ def _clients(folder: Path, model: str) -> list[_Client]:
             shares = (("p10", 0.1), ("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
             lengths[key] = [(share, float(row[name])) for name, share in shares]
     return [
-        _Client(
+        _ServeGenClient(
             TenantId(f"t{name}"),
             sum(of) / 144,
             lengths[name, "input_tokens"],
@@ -224,7 +235,7 @@ def _clients(folder: Path, model: str) -> list[_Client]:
     ]
 
 
-def _drawn(quantiles: list[tuple[float, float]], chance: random.Random) -> float:
+def _draw_from_quantiles(quantiles: list[tuple[float, float]], chance: random.Random) -> float:
     """Draw from quantiles, straight between them."""
     share = chance.random()
     below = (0.0, quantiles[0][1] * 0.5)

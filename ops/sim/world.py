@@ -35,7 +35,7 @@ LOCAL_RTT_MS: Final = 0.6
 """Within a PoP."""
 
 
-class Profile(NamedTuple):
+class EngineProfile(NamedTuple):
     """What one kind of replica can do with the model."""
 
     name: str
@@ -52,48 +52,48 @@ class Profile(NamedTuple):
     """Beside decodes, a step takes only so much of a prompt that it lasts no longer than this."""
 
 
-class Model(NamedTuple):
+class SimulatedModel(NamedTuple):
     """A model as two kinds of replica serve it."""
 
-    large: Profile
-    small: Profile
+    large: EngineProfile
+    small: EngineProfile
 
 
-BIG: Final = Model(
-    Profile("h100x8", 9650.0, 0.0295, 0.0003, 54_000, 900_000, 2_000_000),
-    Profile("a100x8", 5300.0, 0.0445, 0.0004, 54_000, 600_000, 1_200_000),
+BIG: Final = SimulatedModel(
+    EngineProfile("h100x8", 9650.0, 0.0295, 0.0003, 54_000, 900_000, 2_000_000),
+    EngineProfile("a100x8", 5300.0, 0.0445, 0.0004, 54_000, 600_000, 1_200_000),
 )
-LLAMA_8B: Final = Model(
-    Profile("a100x2", 16_500.0, 0.0083, 0.00024, 31_000, 700_000, 900_000),
-    Profile("a100x1", 9_000.0, 0.0125, 0.0004, 31_000, 350_000, 450_000),
+LLAMA_8B: Final = SimulatedModel(
+    EngineProfile("a100x2", 16_500.0, 0.0083, 0.00024, 31_000, 700_000, 900_000),
+    EngineProfile("a100x1", 9_000.0, 0.0125, 0.0004, 31_000, 350_000, 450_000),
 )
 
 
-class Site(NamedTuple):
+class ReplicaSite(NamedTuple):
     """One replica's place and kind."""
 
     replica: int
     pop: int
-    profile: Profile
+    profile: EngineProfile
     true_rate: float
     """How fast it really is: a tenth above or below what its table says."""
 
 
-class World(NamedTuple):
+class RoutingWorld(NamedTuple):
     """Everything that does not change during a run."""
 
     pops: tuple[str, ...]
     demand: tuple[float, ...]
     rtt_ms: tuple[tuple[float, ...], ...]
     """Between PoPs."""
-    sites: tuple[Site, ...]
+    sites: tuple[ReplicaSite, ...]
 
     def rtt_to(self, pop: int, replica: int) -> float:
         """Return the round trip in ms from a PoP to a replica."""
         return self.rtt_ms[pop][self.sites[replica].pop]
 
 
-def a_world(latencies: Path, model: Model, seed: int = 1) -> World:
+def build_world(latencies: Path, model: SimulatedModel, seed: int = 1) -> RoutingWorld:
     """Build the world from the table of round trips."""
     pops = tuple(CITIES)
     regions = [CITIES[pop][0] for pop in pops]
@@ -106,17 +106,17 @@ def a_world(latencies: Path, model: Model, seed: int = 1) -> World:
         tuple(_between(table, a, b) if a != b else LOCAL_RTT_MS for b in regions) for a in regions
     )
     chance = random.Random(seed)
-    sites: list[Site] = []
+    sites: list[ReplicaSite] = []
     for at, pop in enumerate(pops):
         _, _, large, small = CITIES[pop]
         for profile in [model.large] * large + [model.small] * small:
             sites.append(
-                Site(
+                ReplicaSite(
                     len(sites), at, profile, profile.prefill_tokens_per_s * chance.uniform(0.9, 1.1)
                 )
             )
     shares = [CITIES[pop][1] for pop in pops]
-    return World(pops, tuple(share / sum(shares) for share in shares), rtt_ms, tuple(sites))
+    return RoutingWorld(pops, tuple(share / sum(shares) for share in shares), rtt_ms, tuple(sites))
 
 
 def _between(table: dict[tuple[str, str], float], a: str, b: str) -> float:

@@ -23,12 +23,12 @@ _MASK: Final = 2**64 - 1
 _MIX: Final = 0x9E3779B97F4A7C15
 
 
-def seed_of(name: str) -> int:
+def hash64(name: str) -> int:
     """Return the 64 bits that stand for a replica or a session in every draw."""
     return xxhash.xxh3_64_intdigest(name.encode())
 
 
-def rendezvous(subject: int, seed: int, weight: float = 1.0) -> float:
+def rendezvous_score(subject: int, seed: int, weight: float = 1.0) -> float:
     """Return a replica's score for `subject`, both as `seed_of` gives: highest wins, by weight."""
     mixed = ((subject ^ seed) * _MIX) & _MASK
     mixed = ((mixed ^ (mixed >> 29)) * _MIX) & _MASK
@@ -37,12 +37,14 @@ def rendezvous(subject: int, seed: int, weight: float = 1.0) -> float:
     return -weight / log(uniform)
 
 
-def draw(subject: int, slots: Sequence[int], seeds: Sequence[int], weights: Sequence[float]) -> int:
+def rendezvous_winner(
+    subject: int, slots: Sequence[int], seeds: Sequence[int], weights: Sequence[float]
+) -> int:
     """Return which of `slots` the rendezvous gives `subject` to."""
-    return max(slots, key=lambda slot: rendezvous(subject, seeds[slot], weights[slot]))
+    return max(slots, key=lambda slot: rendezvous_score(subject, seeds[slot], weights[slot]))
 
 
-def within_bound(
+def within_load_bound(
     slots: Sequence[int], tokens: Sequence[float], weights: Sequence[float]
 ) -> list[int]:
     """Return those of `slots` that hold no more than LOAD_BOUND times their share; never none."""
@@ -51,7 +53,7 @@ def within_bound(
     return [slot for slot in slots if tokens[slot] <= share * weights[slot]]
 
 
-class Seat(NamedTuple):
+class SessionBinding(NamedTuple):
     """Where a session was last answered, and how much of it is in that replica's cache."""
 
     replica_id: ReplicaId
@@ -59,12 +61,12 @@ class Seat(NamedTuple):
     seen_at_s: float
 
 
-class Sessions:
+class SessionTable:
     """The last seats, bounded: the least recently used is forgotten first."""
 
     def __init__(self, sessions_max: int = SESSIONS_MAX, ttl_s: float = SESSION_TTL_S) -> None:
         """Keep at most `sessions_max`, each for `ttl_s` after its last answer."""
-        self._seats: OrderedDict[str, Seat] = OrderedDict()
+        self._seats: OrderedDict[str, SessionBinding] = OrderedDict()
         self._sessions_max = sessions_max
         self._ttl_s = ttl_s
 
@@ -72,7 +74,7 @@ class Sessions:
         """Return how many sessions are remembered."""
         return len(self._seats)
 
-    def find(self, session: str, now_s: float) -> Seat | None:
+    def lookup(self, session: str, now_s: float) -> SessionBinding | None:
         """Return where the session sat, if that is recent."""
         seat = self._seats.get(session)
         if seat is None:
@@ -82,9 +84,9 @@ class Sessions:
             return None
         return seat
 
-    def sat(self, session: str, replica_id: ReplicaId, cached_tokens: int, now_s: float) -> None:
+    def bind(self, session: str, replica_id: ReplicaId, cached_tokens: int, now_s: float) -> None:
         """Remember that the session was answered there."""
-        self._seats[session] = Seat(replica_id, cached_tokens, now_s)
+        self._seats[session] = SessionBinding(replica_id, cached_tokens, now_s)
         self._seats.move_to_end(session)
         while len(self._seats) > self._sessions_max:
             self._seats.popitem(last=False)

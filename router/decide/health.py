@@ -24,19 +24,19 @@ from isochrone.wire.ids import NodeId, ReplicaId
 FAILURES_MAX: Final = 3
 EJECTED_MIN_S: Final = 2.0
 EJECTED_MAX_S: Final = 60.0
-TRIAL_S: Final = 5.0
-REMEMBERED_S: Final = 120.0
+HALF_OPEN_S: Final = 5.0
+REPEAT_WINDOW_S: Final = 120.0
 """Who is ejected again within this time of coming back is so for twice as long as before."""
 
-RATIO_WEIGHT: Final = 0.1
-RATIO_MIN: Final = 0.3
-RATIO_OVER_PEERS: Final = 3.0
+FAILURE_RATIO_SMOOTHING: Final = 0.1
+FAILURE_RATIO_MIN: Final = 0.3
+FAILURE_RATIO_OVER_PEERS: Final = 3.0
 """Such a share of failures among the last ten or so ejects, if it is so many times the peers'."""
 
 UNREACHABLE_S: Final = 5.0
 
 
-class Standing:
+class HealthRecord:
     """A replica's record. `until_s` is when its ejection or its trial is over; 0 if it is well."""
 
     def __init__(self) -> None:
@@ -48,21 +48,21 @@ class Standing:
         self.ejected_for_s = 0.0
 
 
-class Health:
+class ReplicaHealth:
     """The standings of replicas that ever failed; one that never did has no entry."""
 
     def __init__(self) -> None:
         """Start with everyone well."""
-        self._standings: dict[ReplicaId, Standing] = {}
+        self._standings: dict[ReplicaId, HealthRecord] = {}
         self._until_s: dict[ReplicaId, float] = {}
 
     def failed(self, replica_id: ReplicaId, now_s: float, peers: Collection[ReplicaId] = ()) -> str:
         """Note a failure among `peers`; where it ejects the replica, return why."""
         standing = self._standings.get(replica_id)
         if standing is None:
-            standing = self._standings[replica_id] = Standing()
+            standing = self._standings[replica_id] = HealthRecord()
         standing.failures += 1
-        standing.ratio += RATIO_WEIGHT * (1.0 - standing.ratio)
+        standing.ratio += FAILURE_RATIO_SMOOTHING * (1.0 - standing.ratio)
         if standing.until_s and not standing.is_trial:
             # It was on its way before the ejection: nothing new.
             return ""
@@ -82,7 +82,7 @@ class Health:
         standing = self._standings.get(replica_id)
         if standing is None:
             return False
-        standing.ratio -= RATIO_WEIGHT * standing.ratio
+        standing.ratio -= FAILURE_RATIO_SMOOTHING * standing.ratio
         passed = standing.is_trial
         if passed:
             standing.is_trial = False
@@ -98,11 +98,13 @@ class Health:
         if replica_id in self._until_s:
             standing = self._standings[replica_id]
             standing.is_trial = True
-            standing.until_s = self._until_s[replica_id] = max(standing.until_s, now_s + TRIAL_S)
+            standing.until_s = self._until_s[replica_id] = max(
+                standing.until_s, now_s + HALF_OPEN_S
+            )
 
     def gone(self, replica_id: ReplicaId, now_s: float) -> bool:
         """Its node is gone: eject it; false where it was ejected already."""
-        standing = self._standings.setdefault(replica_id, Standing())
+        standing = self._standings.setdefault(replica_id, HealthRecord())
         if standing.until_s and not standing.is_trial:
             return False
         self._eject(replica_id, standing, now_s)
@@ -135,16 +137,16 @@ class Health:
             self._until_s.pop(replica_id, None)
 
     def _stands_out(
-        self, replica_id: ReplicaId, standing: Standing, peers: Collection[ReplicaId]
+        self, replica_id: ReplicaId, standing: HealthRecord, peers: Collection[ReplicaId]
     ) -> bool:
         others = [self._standings.get(peer) for peer in peers if peer != replica_id]
-        if standing.ratio < RATIO_MIN or not others:
+        if standing.ratio < FAILURE_RATIO_MIN or not others:
             return False
         mean = sum(other.ratio for other in others if other is not None) / len(others)
-        return standing.ratio >= RATIO_OVER_PEERS * mean
+        return standing.ratio >= FAILURE_RATIO_OVER_PEERS * mean
 
-    def _eject(self, replica_id: ReplicaId, standing: Standing, now_s: float) -> None:
-        is_again = now_s - standing.ejected_at_s <= standing.ejected_for_s + REMEMBERED_S
+    def _eject(self, replica_id: ReplicaId, standing: HealthRecord, now_s: float) -> None:
+        is_again = now_s - standing.ejected_at_s <= standing.ejected_for_s + REPEAT_WINDOW_S
         for_s = 2 * standing.ejected_for_s if is_again else EJECTED_MIN_S
         standing.ejected_for_s = min(EJECTED_MAX_S, max(EJECTED_MIN_S, for_s))
         standing.ejected_at_s = now_s
@@ -152,7 +154,7 @@ class Health:
         standing.until_s = self._until_s[replica_id] = now_s + standing.ejected_for_s
 
 
-class Judged(NamedTuple):
+class EjectionSplit(NamedTuple):
     """Of one deployment's replicas: whom to leave `alone`, and whom to ask only after all others.
 
     There is never someone in both: either few enough are ill to be left alone, or it is a panic.
@@ -162,14 +164,16 @@ class Judged(NamedTuple):
     last: frozenset[ReplicaId]
 
 
-def judge(replicas: Collection[ReplicaId], ejected_until: Mapping[ReplicaId, float]) -> Judged:
+def split_ejected(
+    replicas: Collection[ReplicaId], ejected_until: Mapping[ReplicaId, float]
+) -> EjectionSplit:
     """Judge `replicas` by who of them is ejected now."""
     ill = frozenset(replica_id for replica_id in replicas if replica_id in ejected_until)
     if 2 * len(ill) <= len(replicas):
-        return Judged(ill, frozenset())
-    return Judged(frozenset(), ill)
+        return EjectionSplit(ill, frozenset())
+    return EjectionSplit(frozenset(), ill)
 
 
-def gone(silent: Set[NodeId], nodes: int) -> Set[NodeId]:
+def lost_nodes(silent: Set[NodeId], nodes: int) -> Set[NodeId]:
     """Return who of the `silent` among so many nodes is gone: none where most are silent."""
     return silent if 2 * len(silent) <= nodes else frozenset()

@@ -20,11 +20,11 @@ RTT_MS_UNKNOWN: Final = 150.0
 
 PREDICTION_SMOOTHING: Final = 0.2
 
-COLD_MS: Final = 5.0
+UNUSED_REPLICA_MS: Final = 5.0
 """A replica that has answered nobody here yet may have its first, slower step before it. Handshakes
 are not counted: probes keep a connection to every node."""
 
-STEP: Final = 0.1
+CORRECTION_STEP: Final = 0.1
 """How far one observation moves the correction."""
 
 KNEE_MS: Final = 200.0
@@ -33,21 +33,21 @@ KNEE_MS: Final = 200.0
 GAIN_MIN: Final = 0.25
 GAIN_MAX: Final = 4.0
 OVERHEAD_MS_MAX: Final = 2000.0
-SPREAD_MS_FIRST: Final = 10.0
+SPREAD_MS_DEFAULT: Final = 10.0
 SPREADS_MAX: Final = 4.0
 """An error of more spreads than this counts as this many: one stalled answer is no new truth."""
 
-STRETCH_MAX: Final = 2e-3
-STRETCH_STEP: Final = 0.05
+DEPTH_COST_MAX: Final = 2e-3
+DEPTH_COST_STEP: Final = 0.05
 """How far one prompt moves it; the first few move it further, each by its share of all so far."""
 
-STRETCH_MS_MIN: Final = 200.0
+DEPTH_COST_PREFILL_MS_MIN: Final = 200.0
 """What is read sooner tells nothing of depth."""
 
-SHARE_MAX: Final = 0.5
+DEPTH_COST_ERROR_MAX: Final = 0.5
 """An error counts for no more than this share of the time that a prompt takes."""
 
-FORGET_S: Final = 45.0
+CORRECTION_HALF_LIFE_S: Final = 45.0
 """Unheard of for this long, a correction has lost half of itself: else nobody would try again."""
 
 
@@ -83,12 +83,12 @@ def prefill_ms(tokens: float, tokens_per_s: float) -> float:
     return 1000.0 * tokens / rate
 
 
-def smoothed(old: float | None, sample: float, weight: float = PREDICTION_SMOOTHING) -> float:
+def moving_average(old: float | None, sample: float, weight: float = PREDICTION_SMOOTHING) -> float:
     """Return the moving average after one more sample."""
     return sample if old is None else old + weight * (sample - old)
 
 
-class Stretch:
+class DepthCost:
     """How much more a token deep in a prompt costs than one at its beginning, for one model.
 
     Attention makes reading grow faster than the prompt: a token at depth d takes 1 + d * per_token
@@ -107,22 +107,22 @@ class Stretch:
         By least mean squares: one deeper than usual teaches more than a shallow one.
         """
         straight_ms = ms / (1.0 + depth * self.per_token)
-        if straight_ms < STRETCH_MS_MIN:
+        if straight_ms < DEPTH_COST_PREFILL_MS_MIN:
             return
         self._prompts += 1
-        step = max(STRETCH_STEP, 1.0 / self._prompts)
+        step = max(DEPTH_COST_STEP, 1.0 / self._prompts)
         self._depth += step * (depth - self._depth)
-        share = max(-SHARE_MAX, min(SHARE_MAX, error_ms / straight_ms))
+        share = max(-DEPTH_COST_ERROR_MAX, min(DEPTH_COST_ERROR_MAX, error_ms / straight_ms))
         learned = step * share * 2.0 * depth / (depth * depth + self._depth * self._depth)
-        self.per_token = max(0.0, min(STRETCH_MAX, self.per_token + learned))
+        self.per_token = max(0.0, min(DEPTH_COST_MAX, self.per_token + learned))
 
 
-def stretched(tokens: float, cached: float, per_token: float) -> float:
+def prefill_work(tokens: float, cached: float, per_token: float) -> float:
     """Return the work of reading what is not cached, in tokens at a prompt's beginning."""
     return (tokens - cached) * (1.0 + per_token * (tokens + cached) / 2)
 
 
-class Pace:
+class LatencyCorrection:
     """One replica's correction: time observed = overhead + gain * time predicted, give or take.
 
     Both are learned by normalised least mean squares. An error counts for at most SPREADS_MAX times
@@ -134,7 +134,7 @@ class Pace:
         self._gain = 1.0
         self._overhead_ms = 0.0
         self._at_s = 0.0
-        self.spread_ms = SPREAD_MS_FIRST
+        self.spread_ms = SPREAD_MS_DEFAULT
         self.answers = 0
 
     def __repr__(self) -> str:
@@ -163,15 +163,19 @@ class Pace:
         bound_ms = SPREADS_MAX * self.spread_ms
         held_ms = max(-bound_ms, min(bound_ms, error_ms))
         size = predicted_ms / KNEE_MS
-        step_ms = STEP * certainty * held_ms / (1.0 + size * size)
+        step_ms = CORRECTION_STEP * certainty * held_ms / (1.0 + size * size)
         overhead_ms = self._overhead_ms + step_ms
         self._overhead_ms = max(-OVERHEAD_MS_MAX / 10, min(OVERHEAD_MS_MAX, overhead_ms))
         self._gain = max(GAIN_MIN, min(GAIN_MAX, self._gain + step_ms * size / KNEE_MS))
-        self.spread_ms += STEP * (abs(held_ms) - self.spread_ms)
+        self.spread_ms += CORRECTION_STEP * (abs(held_ms) - self.spread_ms)
         self.spread_ms = max(1.0, self.spread_ms)
         self.answers += 1
         return error_ms
 
     def _kept(self, now_s: float) -> float:
         silent_s = now_s - self._at_s
-        return 1.0 if silent_s < FORGET_S / 8 else 0.5 ** (silent_s / FORGET_S)
+        return (
+            1.0
+            if silent_s < CORRECTION_HALF_LIFE_S / 8
+            else 0.5 ** (silent_s / CORRECTION_HALF_LIFE_S)
+        )

@@ -30,7 +30,7 @@ DAY_S: Final = 86_400.0
 _SLACK_S: Final = 1e-6
 
 
-class Limited(ApiError):
+class LimitExceeded(ApiError):
     """A key has reached its limit; `limit` says which, for the metrics."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Limited(ApiError):
         self.limit = limit
 
 
-class Rate:
+class RateMeter:
     """A limit of so many a minute, kept as one number: when the meter would be full again (GCRA).
 
     Time is what it counts in: a unit costs `unit_s`, and `burst_s` may be owed.
@@ -89,21 +89,21 @@ class Rate:
         full_at_s = self.full_at_s if self.full_at_s > now_s else now_s
         self.full_at_s = full_at_s + units * self.unit_s
 
-    def lines(self, now_s: float) -> str:
+    def header_lines(self, now_s: float) -> str:
         """Write what is left, as OpenAI does, in headers as they go over the wire."""
         before, between = self._lines
         owed_s = self.full_at_s - now_s if self.full_at_s > now_s else 0.0
         left = int((self.burst_s - owed_s + _SLACK_S) / self.unit_s)
-        return f"{before}{left if left > 0 else 0}{between}{duration(owed_s)}\r\n"
+        return f"{before}{left if left > 0 else 0}{between}{format_duration(owed_s)}\r\n"
 
 
-class _Use:
+class _KeyUsage:
     """What one key has drawn in this process, and what it may."""
 
     def __init__(self) -> None:
         self.limits: Limits | None = None
-        self.requests: Rate | None = None
-        self.tokens: Rate | None = None
+        self.requests: RateMeter | None = None
+        self.tokens: RateMeter | None = None
         self.concurrent = 0
         self.at_once_max = math.inf
         self.day_starts_s = self.day_ends_s = 0.0
@@ -119,8 +119,10 @@ class _Use:
         """
         if self.limits != limits:
             requests, tokens = limits.requests_per_min, limits.tokens_per_min
-            self.requests = Rate("requests", requests / processes, now_s) if requests > 0 else None
-            self.tokens = Rate("tokens", tokens / processes, now_s) if tokens > 0 else None
+            self.requests = (
+                RateMeter("requests", requests / processes, now_s) if requests > 0 else None
+            )
+            self.tokens = RateMeter("tokens", tokens / processes, now_s) if tokens > 0 else None
             share = math.ceil(limits.concurrency / processes)
             self.at_once_max = share if share > 0 else math.inf
             self.day_tokens_max = limits.tokens_per_day if limits.tokens_per_day > 0 else math.inf
@@ -140,101 +142,108 @@ class _Use:
         """
         return self.day_tokens >= self.day_tokens_max or self.day_spend >= self.day_spend_max
 
-    def lines(self, now_s: float) -> str:
+    def header_lines(self, now_s: float) -> str:
         """Write the `x-ratelimit-*` headers, for the limits that there are."""
-        told = self.requests.lines(now_s) if self.requests is not None else ""
-        return told + self.tokens.lines(now_s) if self.tokens is not None else told
+        told = self.requests.header_lines(now_s) if self.requests is not None else ""
+        return told + self.tokens.header_lines(now_s) if self.tokens is not None else told
 
 
-class Entry:
+class AdmittedRequest:
     """One admitted request. `leave` settles what it used, once."""
 
-    __slots__ = ("_day_ends_s", "_estimate_spend", "_estimate_tokens", "_is_open", "_rate", "_use")
+    __slots__ = (
+        "_day_ends_s",
+        "_estimate_spend",
+        "_estimate_tokens",
+        "_is_open",
+        "_rate",
+        "_usage",
+    )
 
-    def __init__(self, use: _Use, estimate_tokens: int, estimate_spend: float) -> None:
-        self._use = use
+    def __init__(self, usage: _KeyUsage, estimate_tokens: int, estimate_spend: float) -> None:
+        self._usage = usage
         # The very meter it was drawn from: limits that change meanwhile begin with another.
-        self._rate = use.tokens
-        self._day_ends_s = use.day_ends_s
+        self._rate = usage.tokens
+        self._day_ends_s = usage.day_ends_s
         self._estimate_tokens = estimate_tokens
         self._estimate_spend = estimate_spend
         self._is_open = True
 
-    def lines(self, now_s: float) -> str:
+    def header_lines(self, now_s: float) -> str:
         """Write the `x-ratelimit-*` headers as they go over the wire."""
-        return self._use.lines(now_s)
+        return self._usage.header_lines(now_s)
 
-    def leave(self, used_tokens: int, now_s: float, spent: float = 0.0) -> None:
+    def settle(self, used_tokens: int, now_s: float, spent: float = 0.0) -> None:
         """Settle: what was estimated too much comes back, what was too little is drawn."""
         if not self._is_open:
             return
         self._is_open = False
-        use = self._use
-        use.concurrent -= 1
+        usage = self._usage
+        usage.concurrent -= 1
         if self._rate is not None:
             self._rate.settle(used_tokens - self._estimate_tokens, now_s)
-        if use.day_ends_s == self._day_ends_s:
-            use.day_tokens -= self._estimate_tokens
-            use.day_spend -= self._estimate_spend
-        use.day_tokens += used_tokens
-        use.day_spend += spent
+        if usage.day_ends_s == self._day_ends_s:
+            usage.day_tokens -= self._estimate_tokens
+            usage.day_spend -= self._estimate_spend
+        usage.day_tokens += used_tokens
+        usage.day_spend += spent
 
 
-class Gate:
-    """The limits of every key in use. Memory is bounded by the keys of the table."""
+class KeyLimiter:
+    """The limits of every key in usage. Memory is bounded by the keys of the table."""
 
     def __init__(self, processes: int = 1) -> None:
         """Grant one of `processes` equal shares of every rate, with every meter full."""
         self._processes = processes
-        self._uses: dict[KeyId, _Use] = {}
+        self._usages: dict[KeyId, _KeyUsage] = {}
 
     def __len__(self) -> int:
         """How many keys have state here."""
-        return len(self._uses)
+        return len(self._usages)
 
-    def enter(
+    def admit(
         self,
         key: KeyEntry,
         estimate_tokens: int,
         now_s: float,
         unix_s: float,
         estimate_spend: float = 0.0,
-    ) -> Entry:
+    ) -> AdmittedRequest:
         """Admit a request, or raise Limited with the seconds after which it would be."""
-        use = self._uses.get(key.key_id)
-        if use is None:
-            use = self._uses[key.key_id] = _Use()
-        if use.limits is not key.limits:
-            use.adopt(key.limits, self._processes, now_s)
-        if not use.day_starts_s <= unix_s < use.day_ends_s:
-            use.begin_day(unix_s)
-        requests, tokens = use.requests, use.tokens
+        usage = self._usages.get(key.key_id)
+        if usage is None:
+            usage = self._usages[key.key_id] = _KeyUsage()
+        if usage.limits is not key.limits:
+            usage.adopt(key.limits, self._processes, now_s)
+        if not usage.day_starts_s <= unix_s < usage.day_ends_s:
+            usage.begin_day(unix_s)
+        requests, tokens = usage.requests, usage.tokens
         requests_at_s = requests.drawn(1, now_s) if requests is not None else 0.0
         tokens_at_s = tokens.drawn(estimate_tokens, now_s) if tokens is not None else 0.0
         if (
             requests_at_s < 0
             or tokens_at_s < 0
-            or use.concurrent >= use.at_once_max
+            or usage.concurrent >= usage.at_once_max
             or key.spent_until > unix_s
-            or use.is_spent()
+            or usage.is_spent()
         ):
-            raise _refusal(key, use, estimate_tokens, now_s, unix_s)
+            raise _limit_exceeded(key, usage, estimate_tokens, now_s, unix_s)
         if requests is not None:
             requests.full_at_s = requests_at_s
         if tokens is not None:
             tokens.full_at_s = tokens_at_s
-        use.concurrent += 1
-        use.day_tokens += estimate_tokens
-        use.day_spend += estimate_spend
-        return Entry(use, estimate_tokens, estimate_spend)
+        usage.concurrent += 1
+        usage.day_tokens += estimate_tokens
+        usage.day_spend += estimate_spend
+        return AdmittedRequest(usage, estimate_tokens, estimate_spend)
 
     def forget(self, kept: Set[KeyId]) -> None:
         """Drop what keys drew that are no longer in the table."""
-        for key_id in [key_id for key_id in self._uses if key_id not in kept]:
-            del self._uses[key_id]
+        for key_id in [key_id for key_id in self._usages if key_id not in kept]:
+            del self._usages[key_id]
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Write a time as OpenAI's headers do: `17ms`, `1.5s`, `6m0s`."""
     ms = math.ceil(1000 * seconds)
     if ms < 1000:
@@ -245,15 +254,15 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{ms / 1000:g}s"
 
 
-def _refusal(
-    key: KeyEntry, use: _Use, estimate_tokens: int, now_s: float, unix_s: float
-) -> Limited:
+def _limit_exceeded(
+    key: KeyEntry, usage: _KeyUsage, estimate_tokens: int, now_s: float, unix_s: float
+) -> LimitExceeded:
     """Say which limit refuses; of several, the one that holds longest."""
     limits = key.limits
-    headers = dict(line.split(": ") for line in use.lines(now_s).splitlines())
-    if key.spent_until > unix_s or use.is_spent():
-        until_s = max(key.spent_until, use.day_ends_s if use.is_spent() else 0.0) - unix_s
-        return Limited(
+    headers = dict(line.split(": ") for line in usage.header_lines(now_s).splitlines())
+    if key.spent_until > unix_s or usage.is_spent():
+        until_s = max(key.spent_until, usage.day_ends_s if usage.is_spent() else 0.0) - unix_s
+        return LimitExceeded(
             "quota",
             ErrorCode.QUOTA_EXCEEDED,
             "the key's quota of this day (UTC) is used up",
@@ -263,13 +272,13 @@ def _refusal(
         )
     limit, what, wait_s = "concurrency", f"{limits.concurrency} requests at once", 0.0
     for name, rate, units, per_min in (
-        ("requests", use.requests, 1, limits.requests_per_min),
-        ("tokens", use.tokens, estimate_tokens, limits.tokens_per_min),
+        ("requests", usage.requests, 1, limits.requests_per_min),
+        ("tokens", usage.tokens, estimate_tokens, limits.tokens_per_min),
     ):
         rate_wait_s = rate.wait_s(units, now_s) if rate is not None else 0.0
         if rate_wait_s > max(wait_s, _SLACK_S):
             limit, what, wait_s = name, f"{per_min} {name} a minute", rate_wait_s
-    return Limited(
+    return LimitExceeded(
         limit,
         ErrorCode.RATE_LIMITED,
         f"{what}, the key's limit",

@@ -19,17 +19,19 @@ ROWS_MAX: Final = 2_000
 MS_MIN: Final = 0.01
 
 
-class Draw(NamedTuple):
+class VersionDraw(NamedTuple):
     """The replicas a request leaves alone, and whether it may turn to them if nothing else does."""
 
-    left_alone: frozenset[ReplicaId]
-    may_return: bool
+    excluded: frozenset[ReplicaId]
+    may_fall_back: bool
 
 
-NOBODY: Final = Draw(frozenset(), False)
+NO_ROLLOUT: Final = VersionDraw(frozenset(), False)
 
 
-def draw(entry: DeploymentEntry, subject: str, pop: PopId, routes: Iterable[Route]) -> Draw:
+def draw_version(
+    entry: DeploymentEntry, subject: str, pop: PopId, routes: Iterable[Route]
+) -> VersionDraw:
     """Return whom a request of `pop` leaves alone.
 
     One drawn for the new version may go back to the old, so that a bad version harms nobody twice;
@@ -37,21 +39,23 @@ def draw(entry: DeploymentEntry, subject: str, pop: PopId, routes: Iterable[Rout
     """
     rollout = entry.rollout
     if rollout is None:
-        return NOBODY
+        return NO_ROLLOUT
     new = {route.replica_id for route in routes if route.version == rollout.version}
     old = {route.replica_id for route in routes if route.version != rollout.version}
     if not new or not old:
-        return NOBODY
-    takes_new = (not rollout.pops or pop in rollout.pops) and _is_drawn(entry, rollout, subject)
-    return Draw(frozenset(old), True) if takes_new else Draw(frozenset(new), False)
+        return NO_ROLLOUT
+    takes_new = (not rollout.pops or pop in rollout.pops) and _draws_new_version(
+        entry, rollout, subject
+    )
+    return VersionDraw(frozenset(old), True) if takes_new else VersionDraw(frozenset(new), False)
 
 
-def _is_drawn(entry: DeploymentEntry, rollout: RolloutEntry, subject: str) -> bool:
+def _draws_new_version(entry: DeploymentEntry, rollout: RolloutEntry, subject: str) -> bool:
     named = f"{entry.deployment_id}\0{rollout.version}\0{subject}"
     return xxhash.xxh3_64_intdigest(named.encode()) < rollout.share * 2**64
 
 
-class Trials:
+class TrialCounter:
     """What was seen of each version since it was last taken."""
 
     def __init__(self, pop: PopId) -> None:
@@ -82,8 +86,8 @@ class Trials:
             row,
             attempts=row.attempts + 1,
             failures=row.failures + failed,
-            ttft=_with(row.ttft, ttft_ms),
-            itl=_with(row.itl, itl_ms),
+            ttft=_add_sample(row.ttft, ttft_ms),
+            itl=_add_sample(row.itl, itl_ms),
         )
 
     def take(self) -> tuple[TrialRow, ...]:
@@ -93,7 +97,7 @@ class Trials:
         return rows
 
 
-def _with(moments: Moments, time_ms: float) -> Moments:
+def _add_sample(moments: Moments, time_ms: float) -> Moments:
     if time_ms <= 0:
         return moments
     value = log(max(time_ms, MS_MIN))

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from isochrone.wire.ids import ReplicaId
-from router.decide.affinity import seed_of
+from router.decide.affinity import hash64
 
 SLOW_START_S: Final = 10.0
 SHARE_FIRST: Final = 0.1
@@ -53,6 +53,6 @@ class SlowStart:
         }
 
 
-def is_spared(replica_id: ReplicaId, share: float, subject: str) -> bool:
+def is_held_back(replica_id: ReplicaId, share: float, subject: str) -> bool:
     """Say whether a session or request leaves a replica alone that takes only this share yet."""
-    return seed_of(f"{subject}/{replica_id}") >= share * 2**64
+    return hash64(f"{subject}/{replica_id}") >= share * 2**64

@@ -12,13 +12,13 @@ from collections.abc import Callable, Set
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ReplicaId
-from router.decide.others import Others
+from router.decide.other_routers_load import OtherRoutersLoad
 
-PAST_MAX: Final = 256
+HISTORY_MAX: Final = 256
 """How many of our own changes at a replica are remembered, to tell ours in an old word of its."""
 
 
-class InFlight(NamedTuple):
+class InFlightTokens(NamedTuple):
     """Tokens at one replica: of this router, and what else the replica told of."""
 
     prefill_tokens: int
@@ -48,7 +48,7 @@ class Reservation:
 
     def __init__(
         self,
-        ledger: "TokensInFlight",
+        ledger: "InFlightLedger",
         replica_id: ReplicaId,
         prefill: int,
         decode: int,
@@ -82,7 +82,7 @@ class Reservation:
         return True
 
 
-class Line:
+class ReplicaLoad:
     """One replica's line in the ledger. Times are monotonic seconds as seen at the replica."""
 
     def __init__(self) -> None:
@@ -97,8 +97,8 @@ class Line:
         self.reading_ms = 0.0
         """What these take together: kept, as a busy replica has hundreds."""
         self.free_at_s = -1e18
-        self.others = Others()
-        self.past: deque[tuple[float, int, int]] = deque(maxlen=PAST_MAX)
+        self.others = OtherRoutersLoad()
+        self.past: deque[tuple[float, int, int]] = deque(maxlen=HISTORY_MAX)
 
     @property
     def behind_first_ms(self) -> float:
@@ -122,12 +122,12 @@ class Line:
         for when_s, unread, outputs in reversed(self.past):
             if when_s <= at_s:
                 return unread, outputs
-        if len(self.past) == PAST_MAX:
+        if len(self.past) == HISTORY_MAX:
             return self.past[0][1:]
         return (0, 0) if self.past else (self.prefill, self.outputs)
 
 
-class TokensInFlight:
+class InFlightLedger:
     """The ledger: one line per replica that was ever sent anything or said something."""
 
     def __init__(
@@ -136,9 +136,9 @@ class TokensInFlight:
         on_change: Callable[[ReplicaId], None] | None = None,
     ) -> None:
         """With `on_release`, tell whom when a replica got room; with `on_change`, of any change."""
-        self._lines: dict[ReplicaId, Line] = {}
-        self._on_release = on_release or _nobody
-        self._changed = on_change or _nobody
+        self._lines: dict[ReplicaId, ReplicaLoad] = {}
+        self._on_release = on_release or _ignore
+        self._changed = on_change or _ignore
 
     def reserve(
         self,
@@ -170,16 +170,16 @@ class TokensInFlight:
         self._changed(replica_id)
         return reservation
 
-    def at(self, replica_id: ReplicaId, now_s: float) -> InFlight:
+    def at(self, replica_id: ReplicaId, now_s: float) -> InFlightTokens:
         """Return what is in flight at one replica."""
         line = self.line(replica_id)
         told, usual, others_decode = line.others.at(now_s)
         others = round(told + usual), round(others_decode)
-        return InFlight(line.prefill, line.decode, line.requests, *others)
+        return InFlightTokens(line.prefill, line.decode, line.requests, *others)
 
-    def line(self, replica_id: ReplicaId) -> Line:
+    def line(self, replica_id: ReplicaId) -> ReplicaLoad:
         """Return the replica's line, to read."""
-        return self._lines.get(replica_id) or Line()
+        return self._lines.get(replica_id) or ReplicaLoad()
 
     def hear(self, replica_id: ReplicaId, unread: int, outputs: int, told_at_s: float) -> None:
         """Correct the view by a replica's own word as of `told_at_s`: the rest is others'.
@@ -201,7 +201,7 @@ class TokensInFlight:
         """Drop what replicas said that no table names any more; what they still answer stays."""
         for replica_id in replica_ids & self._lines.keys():
             line = self._lines[replica_id]
-            line.others, line.is_gone = Others(), True
+            line.others, line.is_gone = OtherRoutersLoad(), True
             if not line.requests:
                 del self._lines[replica_id]
 
@@ -210,9 +210,9 @@ class TokensInFlight:
         """Requests in flight, everywhere."""
         return sum(line.requests for line in self._lines.values())
 
-    def totals(self) -> InFlight:
+    def totals(self) -> InFlightTokens:
         """Everything this router has in flight."""
-        return InFlight(
+        return InFlightTokens(
             sum(line.prefill for line in self._lines.values()),
             sum(line.decode for line in self._lines.values()),
             self.requests,
@@ -250,12 +250,12 @@ class TokensInFlight:
         self._changed(replica_id)
         self._on_release(replica_id)
 
-    def _line(self, replica_id: ReplicaId) -> Line:
+    def _line(self, replica_id: ReplicaId) -> ReplicaLoad:
         line = self._lines.get(replica_id)
         if line is None:
-            line = self._lines[replica_id] = Line()
+            line = self._lines[replica_id] = ReplicaLoad()
         return line
 
 
-def _nobody(replica_id: ReplicaId) -> None:
+def _ignore(replica_id: ReplicaId) -> None:
     """Need to hear of no replica."""

@@ -30,7 +30,7 @@ from nodeagent.host.link import Link
 from nodeagent.host.sources import Sources
 from nodeagent.host.wanted import ArtifactError
 from nodeagent.node import Node
-from router.app import open_house
+from router.app import open_router
 from scheduler.embedded_postgres import EmbeddedPostgres
 from scheduler.store.pool import UNAVAILABLE, open_pool, transaction
 from tests.builders import a_spec
@@ -60,7 +60,7 @@ async def test_a_router_whose_disk_fills_serves_on_and_loses_no_usage(
 ) -> None:
     async with a_scheduler() as scheduler, open_node(FakeNode()) as node:
         config = a_config(disk.folder, schedulers=(f"http://127.0.0.1:{scheduler.port}",))
-        async with open_house(config, an_identity(tmp_path)) as house:
+        async with open_router(config, an_identity(tmp_path)) as house:
             await scheduler.until(Register, 1)
             await scheduler.say(a_table([a_route(node)]))
             await until_generation(house, 1)

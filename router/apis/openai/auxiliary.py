@@ -11,8 +11,8 @@ from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
 from router.apis.openai.surface import DECODERS, OpenAiSurface
 from router.apis.request_ids import RequestIds
-from router.decide.admit import authenticate, may_use
-from router.fleet import Fleet
+from router.decide.authentication import authenticate, may_use
+from router.fleet_state import FleetState
 from router.metrics import Metrics
 
 NO_TABLE: Final = (
@@ -26,7 +26,7 @@ ROUTES: Final = (
 
 
 def auxiliary_app(
-    surface: OpenAiSurface, fleet: Fleet, metrics: Metrics, request_ids: RequestIds
+    surface: OpenAiSurface, fleet: FleetState, metrics: Metrics, request_ids: RequestIds
 ) -> web.Application:
     """Return the application of all auxiliary routes."""
 

@@ -32,10 +32,10 @@ from router.apis.openai.schema import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PA
 from router.config import RouterConfig
 from router.dataplane.http1 import HeaderFields
 from router.dataplane.http_messages import HttpRequest
-from router.decide.admit import Admitted, may_use
-from router.decide.affinity import SESSION_BYTES_MAX, seed_of
-from router.decide.prefixes import BLOCK_BYTES, NO_KEYS, PrefixKeys, keys_of
-from router.fleet import Fleet
+from router.decide.affinity import SESSION_BYTES_MAX, hash64
+from router.decide.authentication import AuthenticationCache, may_use
+from router.decide.prefix_index import BLOCK_BYTES, NO_KEYS, PrefixKeys, prefix_keys
+from router.fleet_state import FleetState
 from router.inference_request import InferenceRequest
 
 DECODERS: Final[dict[str, "msgspec.json.Decoder[Any]"]] = {
@@ -56,12 +56,14 @@ SESSION_AFFINITY: Final = headers.SESSION_AFFINITY.encode()
 class OpenAiSurface:
     """Reads requests of the OpenAI surface, and those of other surfaces once translated to it."""
 
-    def __init__(self, config: RouterConfig, fleet: Fleet, unix_clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: RouterConfig, fleet: FleetState, unix_clock: Callable[[], float]
+    ) -> None:
         """Use the parts that the whole router shares. `unix_clock` returns Unix time in seconds."""
         self.unix_clock = unix_clock
         self._config = config
         self._fleet = fleet
-        self._admitted = Admitted()
+        self._admitted = AuthenticationCache()
 
     def key_of(self, fields: HeaderFields) -> KeyEntry:
         """Return the API key in a request's headers. Raises ApiError 401."""
@@ -142,7 +144,7 @@ def _prefix_keys(prompt: bytes, key: KeyEntry, deployment: DeploymentEntry) -> P
     if len(prompt) < BLOCK_BYTES:
         return NO_KEYS
     # Prefix caches are separated by tenant, and so are the keys.
-    return keys_of(prompt, seed_of(f"{key.tenant_id}\0{deployment.deployment_id}"))
+    return prefix_keys(prompt, hash64(f"{key.tenant_id}\0{deployment.deployment_id}"))
 
 
 def _session(request: HttpRequest, key: KeyEntry) -> str:

@@ -24,7 +24,7 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.keys import format_key, parse_key
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Limits, Pop, Route, RouteTable
-from router.app import House, open_house
+from router.app import RouterApp, open_router
 from router.config import RouterConfig
 from tests.integration.router.fake_node import FakeNode, open_node
 
@@ -136,7 +136,7 @@ class Bench:
     """A running router, its nodes, and an HTTP client that holds the right key."""
 
     def __init__(
-        self, house: House, nodes: Sequence[FakeNode], http: aiohttp.ClientSession
+        self, house: RouterApp, nodes: Sequence[FakeNode], http: aiohttp.ClientSession
     ) -> None:
         self.house = house
         self.nodes = nodes
@@ -166,7 +166,7 @@ async def a_bench(
         for node in nodes:
             await stack.enter_async_context(open_node(node))
         house = await stack.enter_async_context(
-            open_house(a_config(folder, **config), an_identity(folder))
+            open_router(a_config(folder, **config), an_identity(folder))
         )
         key = a_key(limits=limits or Limits())
         house.fleet.adopt(a_table([a_route(node, **(route or {})) for node in nodes], keys=[key]))

@@ -18,7 +18,7 @@ from isochrone.wire.ids import BootId, ClusterId, Epoch, KeyId
 from isochrone.wire.keys import format_key
 from isochrone.wire.routes import SnapshotWanted, diff
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
-from router.app import House, open_house
+from router.app import RouterApp, open_router
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import (
     CLUSTER,
@@ -100,7 +100,7 @@ async def nowhere(message: msgspec.Struct) -> bool:
     return False
 
 
-async def ask(house: House) -> int:
+async def ask(house: RouterApp) -> int:
     url = f"http://127.0.0.1:{house.port}/v1/chat/completions"
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
     async with (
@@ -110,17 +110,17 @@ async def ask(house: House) -> int:
         return response.status
 
 
-def generation_of(house: House) -> int | None:
+def generation_of(house: RouterApp) -> int | None:
     return house.fleet.table.generation if house.fleet.table else None
 
 
-async def until_generation(house: House, generation: int) -> None:
+async def until_generation(house: RouterApp, generation: int) -> None:
     async with asyncio.timeout(30):
         while generation_of(house) != generation:
             await house.loops["probe"].wait_turns(1)
 
 
-async def a_metric(house: House, name: str) -> float:
+async def a_metric(house: RouterApp, name: str) -> float:
     await house.loops["gauges"].wait_turns(1)
     value = house.metrics.registry.get_sample_value(f"isochrone_router_{name}")
     assert value is not None
@@ -130,7 +130,7 @@ async def a_metric(house: House, name: str) -> float:
 async def test_tables_demand_usage_and_round_trips_travel(tmp_path: Path) -> None:
     async with a_scheduler() as scheduler, open_node(FakeNode()) as node:
         config = a_config(tmp_path, schedulers=(f"http://127.0.0.1:{scheduler.port}",))
-        async with open_house(config, an_identity(tmp_path)) as house:
+        async with open_router(config, an_identity(tmp_path)) as house:
             await scheduler.until(Register, 1)
             await scheduler.say(a_table([a_route(node)]))
             await until_generation(house, 1)
@@ -149,7 +149,7 @@ async def test_tables_demand_usage_and_round_trips_travel(tmp_path: Path) -> Non
                     await house.loops["usage"].wait_turns(1)
 
 
-async def health(house: House) -> tuple[int, dict[str, str]]:
+async def health(house: RouterApp) -> tuple[int, dict[str, str]]:
     async with (
         aiohttp.ClientSession() as http,
         http.get(f"http://127.0.0.1:{house.port}/healthz") as response,
@@ -161,7 +161,7 @@ async def test_it_is_unhealthy_until_it_holds_a_table_told_or_on_disk(tmp_path: 
     identity = an_identity(tmp_path)
     async with a_scheduler() as scheduler, open_node(FakeNode()) as node:
         config = a_config(tmp_path, schedulers=(f"http://127.0.0.1:{scheduler.port}",))
-        async with open_house(config, identity) as house:
+        async with open_router(config, identity) as house:
             status, said = await health(house)
             assert (status, said["status"], said["pop"]) == (503, "no_table", "ams")
             assert said["message"].startswith("cannot serve: no scheduler has sent a route table")
@@ -169,14 +169,14 @@ async def test_it_is_unhealthy_until_it_holds_a_table_told_or_on_disk(tmp_path: 
             await scheduler.say(a_table([a_route(node)]))
             await until_generation(house, 1)
             assert await health(house) == (200, {"status": "ok", "pop": "ams"})
-    async with open_house(a_config(tmp_path), identity) as house:
+    async with open_router(a_config(tmp_path), identity) as house:
         assert await health(house) == (200, {"status": "ok", "pop": "ams"})
 
 
 async def test_a_gap_asks_for_a_snapshot_and_a_repeat_is_nothing(tmp_path: Path) -> None:
     async with a_scheduler() as scheduler, open_node(FakeNode()) as node:
         config = a_config(tmp_path, schedulers=(f"http://127.0.0.1:{scheduler.port}",))
-        async with open_house(config, an_identity(tmp_path)) as house:
+        async with open_router(config, an_identity(tmp_path)) as house:
             await scheduler.until(Register, 1)
             tables = [a_table([a_route(node)], generation=n) for n in range(1, 5)]
             await scheduler.say(tables[0])
@@ -195,7 +195,7 @@ async def test_usage_not_acknowledged_outlives_the_router(tmp_path: Path) -> Non
     async with a_scheduler() as scheduler, open_node(FakeNode()) as node:
         scheduler.acks = False
         config = a_config(tmp_path, schedulers=(f"http://127.0.0.1:{scheduler.port}",))
-        async with open_house(config, identity) as house:
+        async with open_router(config, identity) as house:
             await scheduler.until(Register, 1)
             await scheduler.say(a_table([a_route(node)]))
             await until_generation(house, 1)
@@ -204,7 +204,7 @@ async def test_usage_not_acknowledged_outlives_the_router(tmp_path: Path) -> Non
             assert first == second
         scheduler.heard.clear()
         scheduler.acks = True
-        async with open_house(config, identity) as house:
+        async with open_router(config, identity) as house:
             again = (await scheduler.until(Usage, 1))[0]
             assert again == first
             async with asyncio.timeout(30):
@@ -216,7 +216,7 @@ async def test_demand_not_acknowledged_comes_again_with_its_age(tmp_path: Path) 
     async with a_scheduler() as scheduler, open_node(FakeNode()) as node:
         scheduler.acks = False
         config = a_config(tmp_path, schedulers=(f"http://127.0.0.1:{scheduler.port}",))
-        async with open_house(config, an_identity(tmp_path)) as house:
+        async with open_router(config, an_identity(tmp_path)) as house:
             await scheduler.until(Register, 1)
             await scheduler.say(a_table([a_route(node)]))
             await until_generation(house, 1)
@@ -253,19 +253,19 @@ async def test_a_cold_start_without_a_scheduler_serves_from_disk(tmp_path: Path)
     identity = an_identity(tmp_path)
     async with open_node(FakeNode()) as node:
         config = a_config(tmp_path, schedulers=("http://127.0.0.1:9",))
-        async with open_house(config, identity) as house:
+        async with open_router(config, identity) as house:
             assert await ask(house) == 401
             await house.follower.on_table(a_table([a_route(node)]), nowhere)
-        async with open_house(config, identity) as house:
+        async with open_router(config, identity) as house:
             assert await ask(house) == 200
             assert await a_metric(house, "table_age_seconds") >= 0
             assert await a_metric(house, "scheduler_connected") == 0
         # A torn snapshot falls back to the one before.
-        async with open_house(config, identity) as house:
+        async with open_router(config, identity) as house:
             await house.follower.on_table(a_table([a_route(node)], generation=2), nowhere)
         snapshot = tmp_path / "state" / "table.snapshot"
         snapshot.write_bytes(snapshot.read_bytes()[:-9])
-        async with open_house(config, identity) as house:
+        async with open_router(config, identity) as house:
             assert generation_of(house) == 1
             assert await ask(house) == 200
 
@@ -276,7 +276,7 @@ async def test_a_table_of_a_cluster_left_behind_is_not_served_by(tmp_path: Path)
     files.write_snapshot(tmp_path / "state" / "table.snapshot", codec.encode(left))
     async with (
         open_node(FakeNode()) as node,
-        open_house(a_config(tmp_path), an_identity(tmp_path)) as house,
+        open_router(a_config(tmp_path), an_identity(tmp_path)) as house,
     ):
         assert house.fleet.table is None
         await house.follower.on_table(a_table([a_route(node)]), nowhere)
@@ -364,7 +364,7 @@ async def test_draining_lets_streams_finish(tmp_path: Path) -> None:
         open_node(node),
         aiohttp.ClientSession(headers={"authorization": f"Bearer {KEY}"}) as http,
     ):
-        async with open_house(a_config(tmp_path), an_identity(tmp_path)) as house:
+        async with open_router(a_config(tmp_path), an_identity(tmp_path)) as house:
             house.fleet.adopt(a_table([a_route(node)]))
             url = f"http://127.0.0.1:{house.port}/v1/chat/completions"
             response = await http.post(url, json={**body, "stream": True, "max_tokens": 20})

@@ -15,7 +15,7 @@ import aiohttp
 from isochrone.service import files
 from isochrone.service.identity import save_identity
 from isochrone.wire import codec
-from router.app import open_house
+from router.app import open_router
 from tests.cuts import held, until_as_before
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY, a_config, a_route, a_table, an_identity
@@ -160,7 +160,7 @@ async def test_what_cannot_start_says_why_in_words(tmp_path: Path) -> None:
 async def test_a_router_that_ended_leaves_nothing_open(tmp_path: Path) -> None:
     config, identity = a_config(tmp_path), an_identity(tmp_path)
     before, tasks = held(), asyncio.all_tasks()
-    async with open_house(config, identity) as house:
+    async with open_router(config, identity) as house:
         url = f"http://127.0.0.1:{house.port}/healthz"
         async with aiohttp.ClientSession() as http, http.get(url) as response:
             assert response.status == 503

@@ -21,10 +21,10 @@ from isochrone.wire import codec
 from isochrone.wire.ids import DeploymentId, ReplicaId
 from isochrone.wire.usage import Usage
 from router import build, processes
-from router.app import SHARE_INTERVAL_S, open_house
-from router.decide.prefixes import PrefixKeys
-from router.processes import Pipe, Worker, Workers
-from router.sharing import Prompt, Prompts
+from router.app import SHARE_INTERVAL_S, open_router
+from router.decide.prefix_index import PrefixKeys
+from router.processes import WorkerIdentity, WorkerPipe, WorkerPool
+from router.prompt_sharing import SharedPrompt, SharedPrompts
 from tests.cuts import held
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY, a_config, a_table, an_identity
@@ -83,12 +83,12 @@ async def test_a_worker_listens_once_it_has_a_table_or_waited_long(
 ) -> None:
     monkeypatch.setattr("router.app.FIRST_TABLE_S", 10.0 if is_told else 0.05)
     ours, theirs = socket.socketpair()
-    main = Pipe(ours, None)
+    main = WorkerPipe(ours, None)
     await main.open()
-    worker = Worker(1, theirs, 0)
+    worker = WorkerIdentity(1, theirs, 0)
     if is_told:
         assert main.write(a_table([]))
-    async with open_house(a_config(tmp_path), an_identity(tmp_path), worker) as house:
+    async with open_router(a_config(tmp_path), an_identity(tmp_path), worker) as house:
         assert house.port
         assert (house.fleet.table is not None) is is_told
         main.close()
@@ -97,17 +97,19 @@ async def test_a_worker_listens_once_it_has_a_table_or_waited_long(
 
 async def test_who_reads_nothing_holds_no_more_than_so_much_memory() -> None:
     ours, theirs = socket.socketpair()
-    main, other = Pipe(ours, None), Pipe(theirs, codec.decoder(Prompts))
+    main, other = WorkerPipe(ours, None), WorkerPipe(theirs, codec.decoder(SharedPrompts))
     await main.open()
-    row = Prompt(DeploymentId("d"), ReplicaId("r"), PrefixKeys([1] * 100_000, [1] * 100_000, 1))
-    sent = sum(itertools.takewhile(bool, (main.write(Prompts((row,))) for _ in range(100))))
+    row = SharedPrompt(
+        DeploymentId("d"), ReplicaId("r"), PrefixKeys([1] * 100_000, [1] * 100_000, 1)
+    )
+    sent = sum(itertools.takewhile(bool, (main.write(SharedPrompts((row,))) for _ in range(100))))
     assert 0 < sent < 100
     # Who reads again gets all that was sent, and more.
     await other.open()
     for _ in range(sent):
-        assert await other.read() == Prompts((row,))
-    assert main.write(Prompts(()))
-    assert await other.read() == Prompts(())
+        assert await other.read() == SharedPrompts((row,))
+    assert main.write(SharedPrompts(()))
+    assert await other.read() == SharedPrompts(())
     main.close()
     assert await other.read() is None
     other.close()
@@ -123,7 +125,7 @@ async def test_a_worker_that_hangs_is_replaced_and_holds_up_nobodys_end(
     async def send(message: msgspec.Struct) -> bool:
         return True
 
-    workers = Workers(1, send, lambda: None, lambda rows: None, end_timeout_s=0.2)
+    workers = WorkerPool(1, send, lambda: None, lambda rows: None, end_timeout_s=0.2)
     running = asyncio.create_task(workers.run(port))
     stopped: list[psutil.Process] = []
 
@@ -227,11 +229,11 @@ async def test_they_tell_one_another_where_prompts_were_read(tmp_path: Path) -> 
                     break
 
 
-def some_workers(end_timeout_s: float = 0.2) -> Workers:
+def some_workers(end_timeout_s: float = 0.2) -> WorkerPool:
     async def send(_: msgspec.Struct) -> bool:
         return True
 
-    return Workers(1, send, lambda: None, lambda _: None, end_timeout_s=end_timeout_s)
+    return WorkerPool(1, send, lambda: None, lambda _: None, end_timeout_s=end_timeout_s)
 
 
 async def test_a_worker_that_cannot_be_started_is_tried_again(
@@ -292,11 +294,11 @@ async def test_a_frame_that_comes_in_two_parts_is_read_whole_however_late_the_se
 ) -> None:
     monkeypatch.setattr(processes, "SILENCE_S", 0.1)
     ours, theirs = socket.socketpair()
-    pipe = Pipe(ours, processes._UP)
+    pipe = WorkerPipe(ours, processes._FROM_WORKER)
     await pipe.open()
-    frame = codec.encode(Prompts(()))
+    frame = codec.encode(SharedPrompts(()))
     with theirs:
-        theirs.send(len(frame).to_bytes(processes.SIZE_BYTES, "big"))
+        theirs.send(len(frame).to_bytes(processes.LENGTH_PREFIX_BYTES, "big"))
         asyncio.get_running_loop().call_later(0.15, theirs.send, frame)
-        assert await processes._heard(pipe) == Prompts(())
+        assert await processes._next_message(pipe) == SharedPrompts(())
     pipe.close()

@@ -464,7 +464,7 @@ async def test_an_answer_of_a_sibling_is_booked_there_and_its_break_is_nobodys_f
         named = parse_siblings(asked.seen[0]["x-isochrone-siblings"])
         assert [one.replica_id for one in named] == ["r-n1", "r-n2", "r-n3"]
         assert (giver.asked, other.asked) == (0, 0)
-        seat = fleet.seat("acme/s")
+        seat = fleet.session_binding("acme/s")
         assert seat is not None and seat.replica_id == "r-n2"
         (row,) = await usage(bench)
         assert row.node_id == "n2"

@@ -11,25 +11,25 @@ from router.decide.health import (
     EJECTED_MAX_S,
     EJECTED_MIN_S,
     FAILURES_MAX,
-    REMEMBERED_S,
-    TRIAL_S,
+    HALF_OPEN_S,
+    REPEAT_WINDOW_S,
     UNREACHABLE_S,
-    Health,
-    gone,
-    judge,
+    ReplicaHealth,
+    lost_nodes,
+    split_ejected,
 )
-from router.decide.retries import RetryBudget
+from router.decide.retry_budget import RetryBudget
 
 A, B, C = ReplicaId("a"), ReplicaId("b"), ReplicaId("c")
 PEERS = [A, B, C, ReplicaId("d")]
 
 
-def fall_ill(health: Health, replica: ReplicaId, now_s: float) -> None:
+def fall_ill(health: ReplicaHealth, replica: ReplicaId, now_s: float) -> None:
     assert [health.failed(replica, now_s) for _ in range(FAILURES_MAX)] == ["", "", "consecutive"]
 
 
 def test_failures_in_a_row_eject_and_a_good_answer_between_forgives() -> None:
-    health = Health()
+    health = ReplicaHealth()
     health.failed(A, 0.0)
     health.failed(A, 0.0)
     health.answered(A)
@@ -38,7 +38,7 @@ def test_failures_in_a_row_eject_and_a_good_answer_between_forgives() -> None:
 
 
 def test_what_was_on_its_way_before_does_not_prolong_an_ejection() -> None:
-    health = Health()
+    health = ReplicaHealth()
     fall_ill(health, A, 0.0)
     assert {health.failed(A, 0.1) for _ in range(20)} == {""}
     # Nor is an answer to what was sent before a recovery.
@@ -47,12 +47,12 @@ def test_what_was_on_its_way_before_does_not_prolong_an_ejection() -> None:
 
 
 def test_one_request_is_the_trial_and_the_others_wait_for_it() -> None:
-    health = Health()
+    health = ReplicaHealth()
     fall_ill(health, A, 0.0)
     back_s = EJECTED_MIN_S
     assert A not in health.ejected_until(back_s)
     health.picked(A, back_s)
-    assert health.ejected_until(back_s) == {A: back_s + TRIAL_S}
+    assert health.ejected_until(back_s) == {A: back_s + HALF_OPEN_S}
     health.answered(A)
     assert health.ejected_until(back_s) == {}
     assert health.ejected() == set()
@@ -60,7 +60,7 @@ def test_one_request_is_the_trial_and_the_others_wait_for_it() -> None:
 
 
 def test_each_ejection_lasts_twice_as_long_and_a_long_peace_is_a_new_beginning() -> None:
-    health, now_s, lasted = Health(), 0.0, []
+    health, now_s, lasted = ReplicaHealth(), 0.0, []
     fall_ill(health, A, now_s)
     for _ in range(7):
         until_s = health.ejected_until(now_s)[A]
@@ -76,21 +76,21 @@ def test_each_ejection_lasts_twice_as_long_and_a_long_peace_is_a_new_beginning()
     assert health.ejected_until(now_s + 1)[A] == now_s + 1 + EJECTED_MAX_S
     health.picked(A, now_s + 1 + EJECTED_MAX_S)
     health.answered(A)
-    peace_s = now_s + 2 + 2 * EJECTED_MAX_S + REMEMBERED_S
+    peace_s = now_s + 2 + 2 * EJECTED_MAX_S + REPEAT_WINDOW_S
     fall_ill(health, A, peace_s)
     assert health.ejected_until(peace_s)[A] == peace_s + EJECTED_MIN_S
 
 
 def test_a_trial_that_comes_to_nothing_is_followed_by_another() -> None:
-    health = Health()
+    health = ReplicaHealth()
     fall_ill(health, A, 0.0)
     health.picked(A, 2.0)
-    assert A not in health.ejected_until(2.0 + TRIAL_S)
-    health.picked(A, 2.0 + TRIAL_S)
-    assert A in health.ejected_until(2.0 + TRIAL_S + 1)
+    assert A not in health.ejected_until(2.0 + HALF_OPEN_S)
+    health.picked(A, 2.0 + HALF_OPEN_S)
+    assert A in health.ejected_until(2.0 + HALF_OPEN_S + 1)
 
 
-def alternate(health: Health, replicas: list[ReplicaId], times: int) -> list[str]:
+def alternate(health: ReplicaHealth, replicas: list[ReplicaId], times: int) -> list[str]:
     """Let every second request fail at each of `replicas`."""
     causes = []
     for _ in range(times):
@@ -101,21 +101,21 @@ def alternate(health: Health, replicas: list[ReplicaId], times: int) -> list[str
 
 
 def test_one_that_fails_far_more_often_than_its_peers_is_ejected() -> None:
-    assert alternate(Health(), [A], 3) == []
-    assert alternate(Health(), [A], 20) == ["ratio"]
+    assert alternate(ReplicaHealth(), [A], 3) == []
+    assert alternate(ReplicaHealth(), [A], 20) == ["ratio"]
 
 
 def test_what_fails_everywhere_alike_ejects_nobody() -> None:
-    assert alternate(Health(), PEERS, 50) == []
+    assert alternate(ReplicaHealth(), PEERS, 50) == []
     # Without peers there is nothing to be worse than.
-    lonely = Health()
+    lonely = ReplicaHealth()
     for _ in range(50):
         assert lonely.failed(A, 0.0, [A]) == ""
         lonely.answered(A)
 
 
 def test_a_node_that_answers_no_ping_is_spared_its_trial_but_not_for_ever() -> None:
-    health = Health()
+    health = ReplicaHealth()
     health.unreachable(A, 0.0)
     assert health.ejected() == set()
     fall_ill(health, A, 0.0)
@@ -130,10 +130,10 @@ def test_a_node_that_answers_no_ping_is_spared_its_trial_but_not_for_ever() -> N
 
 def test_too_many_ill_are_none() -> None:
     ill = dict.fromkeys([A, B], 9.0)
-    assert judge(PEERS, ill) == (frozenset(ill), frozenset())
+    assert split_ejected(PEERS, ill) == (frozenset(ill), frozenset())
     ill[C] = 9.0
-    assert judge(PEERS, ill) == (frozenset(), frozenset(ill))
-    assert judge([A], {A: 9.0}).alone == frozenset()
+    assert split_ejected(PEERS, ill) == (frozenset(), frozenset(ill))
+    assert split_ejected([A], {A: 9.0}).alone == frozenset()
 
 
 NAMES = [ReplicaId(f"r{n}") for n in range(7)]
@@ -144,7 +144,7 @@ class Replicas(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.health = Health()
+        self.health = ReplicaHealth()
         self.now_s = 1000.0
         self.open: list[tuple[ReplicaId, bool]] = []
         self.in_a_row: dict[ReplicaId, int] = {}
@@ -156,7 +156,7 @@ class Replicas(RuleBasedStateMachine):
     @rule(chance=st.integers(0, 100))
     def ask(self, chance: int) -> None:
         until = self.health.ejected_until(self.now_s)
-        alone, last = judge(NAMES, until)
+        alone, last = split_ejected(NAMES, until)
         usable = [name for name in NAMES if name not in alone and name not in last] or NAMES
         chosen = usable[chance % len(usable)]
         is_trial = chosen in self.health.ejected()
@@ -203,7 +203,7 @@ class Replicas(RuleBasedStateMachine):
     @invariant()
     def never_more_than_half_are_left_alone(self) -> None:
         until = self.health.ejected_until(self.now_s)
-        alone, last = judge(NAMES, until)
+        alone, last = split_ejected(NAMES, until)
         assert 2 * len(alone) <= len(NAMES)
         assert not alone & last
         assert alone | last == set(until)
@@ -262,7 +262,7 @@ def test_retries_stay_within_their_share(
 
 
 def test_a_gone_node_ejects_its_replica_once_and_a_good_answer_brings_it_back() -> None:
-    health = Health()
+    health = ReplicaHealth()
     assert health.gone(A, 0.0)
     assert not health.gone(A, 1.0)
     assert health.ejected_until(1.0) == {A: EJECTED_MIN_S}
@@ -277,8 +277,8 @@ def test_a_gone_node_ejects_its_replica_once_and_a_good_answer_brings_it_back() 
 
 def test_where_most_nodes_are_silent_none_is_gone() -> None:
     one, two, three = NodeId("1"), NodeId("2"), NodeId("3")
-    assert gone({one}, 1) == set()
-    assert gone({one}, 2) == {one}
-    assert gone({one, two}, 4) == {one, two}
-    assert gone({one, two, three}, 5) == set()
-    assert gone(frozenset(), 0) == set()
+    assert lost_nodes({one}, 1) == set()
+    assert lost_nodes({one}, 2) == {one}
+    assert lost_nodes({one, two}, 4) == {one, two}
+    assert lost_nodes({one, two, three}, 5) == set()
+    assert lost_nodes(frozenset(), 0) == set()

@@ -157,7 +157,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def a_node_is_gone(self) -> None:
-        node_id = next(iter(self.relay.fleet.nodes()), NodeId(""))
+        node_id = next(iter(self.relay.fleet.node_addresses()), NodeId(""))
         self.loop.settle(
             lambda: self.relay.upstream.fail_exchanges(node_id, self.loop.now_s, lambda: True)
         )
@@ -210,7 +210,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert relay.fleet.in_flight.requests == 0
         assert relay.pipeline.queue.depth == 0
         assert not asyncio.all_tasks(self.loop)
-        assert not any(use.concurrent for use in relay.gate._uses.values())
+        assert not any(use.concurrent for use in relay.gate._usages.values())
 
 
 TestAnyOrder = AnyOrder.TestCase

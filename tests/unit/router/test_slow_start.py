@@ -12,9 +12,9 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
 from router.decide.health import FAILURES_MAX
-from router.decide.pick import Ask, rank
-from router.decide.slow_start import SHARE_FIRST, SLOW_START_S, SlowStart, is_spared
-from router.fleet import Fleet
+from router.decide.ranking import RouteQuery, rank
+from router.decide.slow_start import SHARE_FIRST, SLOW_START_S, SlowStart, is_held_back
+from router.fleet_state import FleetState
 
 D = DeploymentId("d")
 OLD, NEW = ReplicaId("old"), ReplicaId("new")
@@ -50,14 +50,14 @@ class Bench:
 
     def __init__(self, *names: ReplicaId) -> None:
         self.now_s = 1000.0
-        self.fleet = Fleet(PopId("ams"), lambda: self.now_s)
+        self.fleet = FleetState(PopId("ams"), lambda: self.now_s)
         self.fleet.adopt(a_table(*names))
         for name, rtt_ms in ((OLD, 80.0), (NEW, 1.0)):
-            self.fleet.measured(NodeId(f"n-{name}"), rtt_ms)
+            self.fleet.record_round_trip(NodeId(f"n-{name}"), rtt_ms)
 
     def goes(self, request_id: str, session: str = "") -> ReplicaId:
-        ask = Ask(request_id, prompt_tokens=100, output_tokens=100, session=session)
-        first: ReplicaId = rank(self.fleet.view(D), ask)[0].route.replica_id
+        ask = RouteQuery(request_id, prompt_tokens=100, output_tokens=100, session=session)
+        first: ReplicaId = rank(self.fleet.snapshot(D), ask)[0].route.replica_id
         return first
 
     def share_of_new(self, *, idle: bool = False) -> float:
@@ -72,7 +72,7 @@ class Bench:
 def test_one_that_comes_takes_a_growing_share() -> None:
     bench = Bench(OLD)
     bench.fleet.adopt(a_table(OLD, NEW))
-    bench.fleet.measured(NodeId("n-new"), 1.0)
+    bench.fleet.record_round_trip(NodeId("n-new"), 1.0)
     assert bench.share_of_new(idle=True) == 1.0, "nobody herds on who is idle as far as is known"
     began_s, shares = bench.now_s, []
     for part in (0.0, 0.25, 0.5, 0.75):
@@ -90,7 +90,7 @@ def test_who_was_let_in_stays_in() -> None:
     let_in: set[str] = set()
     for tick in range(12):
         share = slow.shares(tick * SLOW_START_S / 10).get(NEW, 1.0)
-        here = {f"s{n}" for n in range(100) if not is_spared(NEW, share, f"s{n}")}
+        here = {f"s{n}" for n in range(100) if not is_held_back(NEW, share, f"s{n}")}
         assert let_in <= here
         let_in = here
     assert len(let_in) == 100
@@ -100,7 +100,7 @@ def test_who_was_let_in_stays_in() -> None:
 def test_a_session_draws_by_its_name_and_not_by_each_request() -> None:
     bench = Bench(OLD)
     bench.fleet.adopt(a_table(OLD, NEW))
-    bench.fleet.measured(NodeId("n-new"), 1.0)
+    bench.fleet.record_round_trip(NodeId("n-new"), 1.0)
     bench.fleet.reserve(a_route(NEW), prefill=1, decode=1)
     for session in ("s1", "s2", "s3", "s4"):
         assert len({bench.goes(f"q{n}", session) for n in range(20)}) == 1
@@ -114,15 +114,15 @@ def test_to_a_router_that_begins_itself_all_are_alike() -> None:
 def test_one_that_is_well_again_takes_a_growing_share() -> None:
     bench = Bench(OLD, NEW)
     for _ in range(FAILURES_MAX):
-        bench.fleet.failed(a_route(NEW))
+        bench.fleet.record_failure(a_route(NEW))
     assert bench.share_of_new() == 0.0
     bench.now_s += 5.0
     bench.fleet.reserve(a_route(NEW), prefill=1, decode=1).release()
-    bench.fleet.answered(a_route(NEW))
+    bench.fleet.record_success(a_route(NEW))
     assert abs(bench.share_of_new() - SHARE_FIRST) < 0.06
     # A second good answer is nothing new, and does not hold it back.
     bench.now_s += SLOW_START_S / 2
-    bench.fleet.answered(a_route(NEW))
+    bench.fleet.record_success(a_route(NEW))
     assert 0.4 < bench.share_of_new() < 0.7
 
 

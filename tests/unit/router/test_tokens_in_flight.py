@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from isochrone.wire.ids import ReplicaId
-from router.decide.others import LOAD_FRESH_S
-from router.decide.tokens_in_flight import Reservation, TokensInFlight
+from router.decide.other_routers_load import LOAD_FRESH_S
+from router.decide.tokens_in_flight import InFlightLedger, Reservation
 
 REPLICAS = [ReplicaId(name) for name in "abc"]
 TOKENS = st.integers(0, 5000)
@@ -26,7 +26,7 @@ class Ledger(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.told: list[ReplicaId] = []
-        self.ledger = TokensInFlight(self.told.append)
+        self.ledger = InFlightLedger(self.told.append)
         self.open: dict[Reservation, list[int]] = {}
         self.released = 0
         self.now_s = 100.0
@@ -114,7 +114,7 @@ TestLedger = Ledger.TestCase
 
 
 def test_what_others_sent_is_believed_for_a_while() -> None:
-    ledger = TokensInFlight()
+    ledger = InFlightLedger()
     held = ledger.reserve(REPLICAS[0], prefill=100, decode=50)
     ledger.hear(REPLICAS[0], 300, 50, 10.0)
     assert ledger.at(REPLICAS[0], 10.0).others_prefill_tokens == 200
@@ -125,7 +125,7 @@ def test_what_others_sent_is_believed_for_a_while() -> None:
 
 
 def test_nothing_is_remembered_of_who_was_let_go_in_mid_answer() -> None:
-    ledger, replica = TokensInFlight(), REPLICAS[0]
+    ledger, replica = InFlightLedger(), REPLICAS[0]
     held = [ledger.reserve(replica, prefill=100, decode=50) for _ in range(2)]
     line = ledger.line(replica)
     ledger.forget({replica})
@@ -144,7 +144,7 @@ def test_nothing_is_remembered_of_who_was_let_go_in_mid_answer() -> None:
 
 
 def test_an_old_word_is_held_against_what_was_ours_then() -> None:
-    ledger, replica = TokensInFlight(), REPLICAS[0]
+    ledger, replica = InFlightLedger(), REPLICAS[0]
     ledger.reserve(replica, prefill=100, decode=0, arrives_s=1.0)
     ledger.reserve(replica, prefill=400, decode=0, arrives_s=2.0)
     # At 1.5 s it had 130 tokens: our 100 and 30 of others. What we sent since is not theirs.
@@ -156,7 +156,7 @@ def test_an_old_word_is_held_against_what_was_ours_then() -> None:
 
 
 def test_a_word_on_others_alone_is_taken_as_it_is() -> None:
-    ledger, replica = TokensInFlight(), REPLICAS[0]
+    ledger, replica = InFlightLedger(), REPLICAS[0]
     ledger.reserve(replica, prefill=100, decode=0, arrives_s=1.0)
     ledger.hear_others(replica, 30, 5, 1.5)
     told = ledger.at(replica, 1.5)
@@ -164,7 +164,7 @@ def test_a_word_on_others_alone_is_taken_as_it_is() -> None:
 
 
 def test_the_older_the_words_the_nearer_to_the_usual() -> None:
-    fresh, stale = TokensInFlight(), TokensInFlight()
+    fresh, stale = InFlightLedger(), InFlightLedger()
     for n in range(400):
         fresh.hear(REPLICAS[0], 1000 if n % 100 > 50 else 0, 0, 0.1 * n)
         stale.hear(REPLICAS[0], 1000 if n % 2 else 0, 0, float(n))
@@ -174,7 +174,7 @@ def test_the_older_the_words_the_nearer_to_the_usual() -> None:
 
 
 def test_a_queue_empties_by_the_clock_but_not_before_it_is_read() -> None:
-    ledger, replica = TokensInFlight(), REPLICAS[0]
+    ledger, replica = InFlightLedger(), REPLICAS[0]
     first = ledger.reserve(replica, prefill=10, decode=0, work_ms=1000, arrives_s=0.0)
     second = ledger.reserve(replica, prefill=20, decode=0, work_ms=2000, arrives_s=0.1)
     line = ledger.line(replica)

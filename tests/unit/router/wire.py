@@ -15,12 +15,12 @@ from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import PublicServer
 from router.dataplane.upstream import Upstream
-from router.decide.limits import Gate
-from router.fleet import Fleet
-from router.journal import Journal
+from router.decide.limits import KeyLimiter
+from router.fleet_state import FleetState
 from router.metrics import Metrics
 from router.pipeline import RequestPipeline
 from router.record import Recorder
+from router.usage_journal import UsageJournal
 
 BUFFER_BYTES = 2_000
 
@@ -170,12 +170,12 @@ class Relay:
         self.loop = loop
         config = RouterConfig(state_folder=folder)
         clock, metrics = loop.time, Metrics()
-        self.fleet = Fleet(PopId("ams"), clock, "router-1")
+        self.fleet = FleetState(PopId("ams"), clock, "router-1")
         self.fleet.adopt(table)
         self.deadlines = Deadlines(clock)
         self.upstream = Upstream(config, self.deadlines, clock)
-        self.gate = Gate()
-        self.journal = Journal(folder)
+        self.gate = KeyLimiter()
+        self.journal = UsageJournal(folder)
         self.recorder = Recorder(PopId("ams"), metrics, self.journal)
         self.pipeline = RequestPipeline(
             config=config,

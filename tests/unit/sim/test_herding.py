@@ -4,29 +4,31 @@ import random
 import statistics
 
 from ops.sim.run import simulate
-from ops.sim.traces import Request
-from ops.sim.world import LLAMA_8B, Site, World
+from ops.sim.traces import TraceRequest
+from ops.sim.world import LLAMA_8B, ReplicaSite, RoutingWorld
 
 ROUTERS = 8
 PLAIN = LLAMA_8B.large
 
 
-def two_equal_cities() -> World:
+def two_equal_cities() -> RoutingWorld:
     """Eight cities that ask, all as far from two cities with two replicas each."""
     count = ROUTERS + 2
     rtt_ms = tuple(tuple(0.5 if a == b else 40.0 for b in range(count)) for a in range(count))
-    sites = tuple(Site(n, ROUTERS + n // 2, PLAIN, PLAIN.prefill_tokens_per_s) for n in range(4))
+    sites = tuple(
+        ReplicaSite(n, ROUTERS + n // 2, PLAIN, PLAIN.prefill_tokens_per_s) for n in range(4)
+    )
     demand = (1 / ROUTERS,) * ROUTERS + (0.0, 0.0)
-    return World(tuple(f"p{n}" for n in range(count)), demand, rtt_ms, sites)
+    return RoutingWorld(tuple(f"p{n}" for n in range(count)), demand, rtt_ms, sites)
 
 
-def requests() -> list[Request]:
+def requests() -> list[TraceRequest]:
     """A minute of short prompts without a common word, at four fifths of what fits."""
     chance = random.Random(5)
     at_s, asked = 0.0, []
     for number in range(1500):
         at_s += chance.expovariate(25.0)
-        asked.append(Request(number, at_s, 1600, 60, (), 64, "", chance.random()))
+        asked.append(TraceRequest(number, at_s, 1600, 60, (), 64, "", chance.random()))
     return asked
 
 

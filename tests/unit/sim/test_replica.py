@@ -4,23 +4,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.headers import Load
-from ops.sim.replica import Job, Replica
-from ops.sim.traces import Request
-from ops.sim.world import Profile, Site
+from ops.sim.replica import ReplicaJob, SimulatedReplica
+from ops.sim.traces import TraceRequest
+from ops.sim.world import EngineProfile, ReplicaSite
 
-PLAIN = Profile("plain", 1000.0, 0.01, 0.001, 1e12, 100_000, 5_000, chunk_tokens=1000)
-
-
-def a_replica(profile: Profile = PLAIN) -> Replica:
-    return Replica(Site(0, 0, profile, profile.prefill_tokens_per_s))
+PLAIN = EngineProfile("plain", 1000.0, 0.01, 0.001, 1e12, 100_000, 5_000, chunk_tokens=1000)
 
 
-def a_job(number: int, prompt: int, output: int = 1, blocks: tuple[int, ...] = ()) -> Job:
-    request = Request(number, 0.0, prompt, output, blocks, 100, "", 0.0)
-    return Job(request, prompt + output, prompt, 0, 0.0)
+def a_replica(profile: EngineProfile = PLAIN) -> SimulatedReplica:
+    return SimulatedReplica(ReplicaSite(0, 0, profile, profile.prefill_tokens_per_s))
 
 
-def run(replica: Replica) -> dict[int, tuple[float, float]]:
+def a_job(number: int, prompt: int, output: int = 1, blocks: tuple[int, ...] = ()) -> ReplicaJob:
+    request = TraceRequest(number, 0.0, prompt, output, blocks, 100, "", 0.0)
+    return ReplicaJob(request, prompt + output, prompt, 0, 0.0)
+
+
+def run(replica: SimulatedReplica) -> dict[int, tuple[float, float]]:
     """Let it finish; return when each got its first token and when it ended."""
     first: dict[int, float] = {}
     ended: dict[int, tuple[float, float]] = {}
@@ -55,9 +55,9 @@ def test_with_a_bound_between_tokens_a_prompt_gets_what_decodes_leave() -> None:
 
 def test_each_router_hears_of_others_alone_and_what_is_left_of_the_prompt_being_read() -> None:
     replica = a_replica()
-    request = Request(0, 0.0, 1000, 1, (), 100, "", 0.0)
-    replica.take(Job(request, 1010, 800, 3, 1000.0), 0.0)
-    replica.take(Job(request._replace(number=1), 1020, 500, 4, 600.0), 0.1)
+    request = TraceRequest(0, 0.0, 1000, 1, (), 100, "", 0.0)
+    replica.take(ReplicaJob(request, 1010, 800, 3, 1000.0), 0.0)
+    replica.take(ReplicaJob(request._replace(number=1), 1020, 500, 4, 600.0), 0.1)
     told = [replica.load_at(0.25, pop) for pop in (3, 4, 5)]
     assert [one.unread for one in told] == [1300] * 3
     assert [one.others_unread for one in told] == [500, 600, 1100]

@@ -5,20 +5,20 @@ from pathlib import Path
 import pytest
 
 from ops.sim import data, traces
-from ops.sim.cases import CASES, speed_for, world_of
+from ops.sim.cases import CASES, case_world, speed_for_load
 from ops.sim.data import EXTRACT, NoData
-from ops.sim.measure import Figures, figures_of
+from ops.sim.measure import RunFigures, summarize
 from ops.sim.planet_world import world_parser
-from ops.sim.run import NAMES, simulate
+from ops.sim.run import POLICY_NAMES, simulate
 
 MOONCAKE = CASES[0]
-REQUESTS = traces.mooncake(EXTRACT / MOONCAKE.path, traces.Part(250))
-WORLD = world_of(MOONCAKE, EXTRACT)
-SPEED = speed_for(0.7, WORLD, REQUESTS, MOONCAKE.cached_share)
+REQUESTS = traces.mooncake(EXTRACT / MOONCAKE.path, traces.TraceSlice(250))
+WORLD = case_world(MOONCAKE, EXTRACT)
+SPEED = speed_for_load(0.7, WORLD, REQUESTS, MOONCAKE.cached_share)
 
 
-def figures(policy: str, age_s: float = 1.0) -> Figures:
-    return figures_of(policy, simulate(WORLD, REQUESTS, SPEED, age_s, policy))
+def figures(policy: str, age_s: float = 1.0) -> RunFigures:
+    return summarize(policy, simulate(WORLD, REQUESTS, SPEED, age_s, policy))
 
 
 def test_the_trace_is_read_as_it_is() -> None:
@@ -38,7 +38,7 @@ def test_round_trips_are_the_measured_ones() -> None:
     assert all(WORLD.rtt_ms[n][n] < 1 for n in range(len(WORLD.pops)))
 
 
-@pytest.mark.parametrize("policy", [*NAMES, "oracle 0"])
+@pytest.mark.parametrize("policy", [*POLICY_NAMES, "oracle 0"])
 def test_every_request_ends_once(policy: str) -> None:
     outcome = simulate(WORLD, REQUESTS, SPEED, 1.0, policy)
     assert sorted(one.number for one in outcome.served) == list(range(250))

@@ -9,11 +9,11 @@ from typing import Final
 LOAD_FRESH_S: Final = 10.0
 """How long a replica's word about its load is believed; over as long again it comes to nothing."""
 
-WORD_SMOOTHING: Final = 0.1
+SMOOTHING: Final = 0.1
 """How far one word moves the usual load of others and how much of it is taken to last."""
 
 
-class Others:
+class OtherRoutersLoad:
     """What others have at one replica by its own words: the average, and how long swings last."""
 
     def __init__(self) -> None:
@@ -39,11 +39,11 @@ class Others:
             self._mean, self._swing = float(prefill), 0.0
             return True
         swing = prefill - self._mean
-        self._square += WORD_SMOOTHING * (swing * swing - self._square)
-        self._product += WORD_SMOOTHING * (swing * self._swing - self._product)
-        self._gap_s += WORD_SMOOTHING * (gap_s - self._gap_s)
+        self._square += SMOOTHING * (swing * swing - self._square)
+        self._product += SMOOTHING * (swing * self._swing - self._product)
+        self._gap_s += SMOOTHING * (gap_s - self._gap_s)
         self._swing = swing
-        self._mean += WORD_SMOOTHING * swing
+        self._mean += SMOOTHING * swing
         if self._square > 0:
             self._lasting = min(1.0, max(0.01, self._product / self._square))
         return True

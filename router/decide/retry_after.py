@@ -3,7 +3,7 @@
 import math
 from typing import Final
 
-from router.decide.affinity import seed_of
+from router.decide.affinity import hash64
 
 RETRY_AFTER_MIN_S: Final = 1.0
 RETRY_AFTER_MAX_S: Final = 60.0
@@ -13,17 +13,17 @@ RETRY_SPREAD_MIN_S: Final = 2.0
 """Those refused together are told times from the least on to this share later, or this much."""
 
 DRAIN_MEMORY_S: Final = 30.0
-BEGUN_MIN: Final = 4
+STARTS_MIN: Final = 4
 """What came together ends together: the first ends after a full house tell little of a rate."""
 
 
-def come_back_s(after_s: float, request_id: str) -> float:
+def spread_retry_after_s(after_s: float, request_id: str) -> float:
     """Return when one of those refused together should come back: in `after_s` at the earliest."""
     range_s = max(RETRY_SPREAD_MIN_S, RETRY_SPREAD * after_s)
-    return after_s + range_s * seed_of(request_id) / 2**64
+    return after_s + range_s * hash64(request_id) / 2**64
 
 
-class Drain:
+class DrainRate:
     """How fast a full lane is emptied, in tokens a second of the time in which it was full."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Drain:
         """Return how long `tokens` take to drain: an estimate, within what a client can use."""
         since_s = now_s if self._full_since_s is None else self._full_since_s
         stuck_s = max(0.0, now_s - since_s)
-        if self._begun < BEGUN_MIN:
+        if self._begun < STARTS_MIN:
             wait_s = max(RETRY_AFTER_UNKNOWN_S, stuck_s)
         else:
             wait_s = tokens * (self._seconds + stuck_s) / self._tokens

@@ -11,16 +11,16 @@ from typing import Final, TypeAlias
 
 from isochrone.wire.ids import PopId, ReplicaId
 from isochrone.wire.routes import Route
-from router.decide.affinity import seed_of
+from router.decide.affinity import hash64
 from router.decide.latency import (
-    COLD_MS,
-    Pace,
-    Stretch,
+    UNUSED_REPLICA_MS,
+    DepthCost,
+    LatencyCorrection,
+    moving_average,
     prefill_ms,
-    smoothed,
-    stretched,
+    prefill_work,
 )
-from router.decide.tokens_in_flight import Line
+from router.decide.tokens_in_flight import ReplicaLoad
 
 HOME_RATIO: Final = 1.1
 HOME_MS: Final = 2.0
@@ -28,11 +28,11 @@ HOME_MS: Final = 2.0
 
 SPILL_LASTS_MS: Final = 2000.0
 
-REGARD: Final = 1.2
+CONGESTION_CHARGE_MAX: Final = 1.2
 """How much of its prefill time a request is charged once more, for those who come after it, where
 all it waits for is a queue; as much less as queues are less of the time to a first token."""
 
-QUEUED_STEP: Final = 0.02
+QUEUED_SMOOTHING: Final = 0.02
 
 QUEUE_SHARE_MAX: Final = 0.1
 """With more queue than this share of the prompt's own time, an answer tells little of depth."""
@@ -54,7 +54,7 @@ The guess is what of the wait there is only usual, and not told of by any word.
 """
 
 
-class Ranked:
+class RankedRoute:
     """One way to go, with what is predicted of it and why it stands where it stands.
 
     `unread_tokens` is as much work as the uncached ones are, in tokens at a prompt's beginning.
@@ -62,8 +62,16 @@ class Ranked:
     """
 
     __slots__ = (
-        "cached_tokens", "overhead_ms", "prefill_ms", "queue_ms", "queue_tokens_max", "reason",
-        "route", "rtt_ms", "uncached_tokens", "unread_tokens",
+        "cached_tokens",
+        "overhead_ms",
+        "pending_prefill_tokens",
+        "prefill_ms",
+        "queue_ms",
+        "queue_tokens_max",
+        "reason",
+        "route",
+        "rtt_ms",
+        "uncached_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -77,7 +85,7 @@ class Ranked:
         prefill_ms: float,
         cached_tokens: int,
         uncached_tokens: int,
-        unread_tokens: int,
+        pending_prefill_tokens: int,
         queue_tokens_max: int,
     ) -> None:
         self.route = route
@@ -88,7 +96,7 @@ class Ranked:
         self.prefill_ms = prefill_ms
         self.cached_tokens = cached_tokens
         self.uncached_tokens = uncached_tokens
-        self.unread_tokens = unread_tokens
+        self.pending_prefill_tokens = pending_prefill_tokens
         self.queue_tokens_max = queue_tokens_max
 
     @property
@@ -97,7 +105,7 @@ class Ranked:
         return max(0.0, self.rtt_ms + self.overhead_ms + self.queue_ms + self.prefill_ms)
 
     @property
-    def why(self) -> str:
+    def reason_header(self) -> str:
         """The header value that tells a client why this replica."""
         tenths, queue_ms = int(10 * self.rtt_ms + 0.5), int(self.queue_ms + 0.5)
         prefill_ms = int(self.prefill_ms + 0.5)
@@ -107,16 +115,16 @@ class Ranked:
         )
 
 
-class Board:
+class ReplicaTable:
     """The rows of one deployment, kept up to date slot by slot."""
 
     def __init__(self) -> None:
         """Begin without replicas."""
         self.slots: dict[ReplicaId, int] = {}
         self.routes: list[Route | None] = []
-        self.paces: list[Pace] = []
+        self.paces: list[LatencyCorrection] = []
         self.spilled_at_ms = -inf
-        self.stretch = Stretch()
+        self.stretch = DepthCost()
         self.uncached_share = 1.0
         """Of prompts, as a rule: for nodes that do not tell what they have not read yet."""
         self.queued_share = 0.0
@@ -158,7 +166,7 @@ class Board:
         self.everyone = sum(1 << slot for slot in self.slots.values())
         return left
 
-    def refresh(self, slot: int, rtt_ms: float, line: Line, now_s: float) -> None:
+    def refresh(self, slot: int, rtt_ms: float, line: ReplicaLoad, now_s: float) -> None:
         """Bring one replica's numbers up to date."""
         route = self.routes[slot]
         if route is None:
@@ -167,7 +175,7 @@ class Board:
             self._home = None
         pace = self.paces[slot]
         gain, overhead_ms = pace.at(now_s)
-        cold_ms = 0.0 if pace.answers else COLD_MS
+        cold_ms = 0.0 if pace.answers else UNUSED_REPLICA_MS
         ms_per_token = prefill_ms(1, route.prefill_tokens_per_s) * gain
         told, usual, others_decode = line.others.at(now_s)
         others = told + usual
@@ -183,10 +191,10 @@ class Board:
 
     def work_ms(self, slot: int, prompt_tokens: float, cached_tokens: float) -> float:
         """Return how long a replica reads what it has not cached of a prompt."""
-        work = stretched(prompt_tokens, cached_tokens, self.stretch.per_token)
+        work = prefill_work(prompt_tokens, cached_tokens, self.stretch.per_token)
         return work * self.times[slot][2]
 
-    def observed(self, slot: int, ranked: Ranked, took_ms: float, now_s: float) -> None:
+    def observed(self, slot: int, ranked: RankedRoute, took_ms: float, now_s: float) -> None:
         """Learn from a first token that came `took_ms` after its request went."""
         pace = self.paces[slot]
         raw_ms = (ranked.queue_ms + ranked.prefill_ms) / pace.at(now_s)[0]
@@ -204,21 +212,21 @@ class Board:
             self._home = self._find_home()
         return self._home
 
-    def others_ms(self, slot: int, line: Line, now_s: float) -> float:
+    def others_ms(self, slot: int, line: ReplicaLoad, now_s: float) -> float:
         """Return how long what others have waiting at a replica takes it."""
         told, usual, _ = line.others.at(now_s)
         return (told + usual) * self.times[slot][2]
 
-    def went(self, slot: int, ranked: Ranked, now_s: float) -> None:
+    def went(self, slot: int, ranked: RankedRoute, now_s: float) -> None:
         """A request goes there: note whether it is away from home, and whether it must wait."""
         if slot not in self.home:
             self.spilled_at_ms = 1000 * now_s
         queued_share = ranked.queue_ms / max(1.0, ranked.ttft_ms)
-        self.queued_share += QUEUED_STEP * (min(1.0, queued_share) - self.queued_share)
+        self.queued_share += QUEUED_SMOOTHING * (min(1.0, queued_share) - self.queued_share)
 
     def learned_uncached(self, share: float) -> None:
         """An answer told which share of its prompt was not cached."""
-        self.uncached_share = smoothed(self.uncached_share, share, 0.02)
+        self.uncached_share = moving_average(self.uncached_share, share, 0.02)
 
     def _find_home(self) -> frozenset[int]:
         seated = list(self.slots.values())
@@ -230,13 +238,13 @@ class Board:
     def _seat(self, route: Route) -> int:
         if self._free:
             slot = self._free.pop()
-            self.seeds[slot] = seed_of(route.replica_id)
-            self.paces[slot] = Pace()
+            self.seeds[slot] = hash64(route.replica_id)
+            self.paces[slot] = LatencyCorrection()
         else:
             slot = len(self.routes)
             self.routes.append(route)
-            self.paces.append(Pace())
-            self.seeds.append(seed_of(route.replica_id))
+            self.paces.append(LatencyCorrection())
+            self.seeds.append(hash64(route.replica_id))
             self.weights.append(1.0)
             self.times.append((0.0, 0.0, 0.0, -1.0))
             self.facts.append((0.0, 0.0, 0.0, 0.0, 0.0))
@@ -250,7 +258,7 @@ class Board:
         self._free.append(slot)
 
 
-class Picture:
+class RoutingSnapshot:
     """What the router believes of one deployment, frozen: what happens later does not change it.
 
     `mates` are the slots of each PoP, `starting` who takes only a share yet (slow_start.py).
@@ -258,7 +266,7 @@ class Picture:
 
     def __init__(
         self,
-        board: Board,
+        board: ReplicaTable,
         now_s: float,
         ejected_until: Mapping[ReplicaId, float],
         starting: Mapping[ReplicaId, float],
@@ -269,7 +277,7 @@ class Picture:
         self.seeds, self.weights, self.home = board.seeds, board.weights, board.home
         self.times, self.facts = board.times.copy(), board.facts.copy()
         self.stretch_per_token = board.stretch.per_token
-        self.regard = REGARD * board.queued_share
+        self.congestion_charge = CONGESTION_CHARGE_MAX * board.queued_share
         self.is_spilling = self.now_ms - board.spilled_at_ms < SPILL_LASTS_MS
         self.ejected_until = ejected_until
         self.starting = starting

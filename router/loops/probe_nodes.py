@@ -15,30 +15,30 @@ from isochrone.wire.routes import Route
 from router.dataplane.exchange import AttemptFailed, NodeRequest, ResponseHead
 from router.dataplane.http1 import format_headers
 from router.dataplane.upstream import Upstream
-from router.decide.health import gone
-from router.fleet import Fleet
+from router.decide.health import lost_nodes
+from router.fleet_state import FleetState
 from router.metrics import Metrics
 
-AT_ONCE_MAX: Final = 64
+CONCURRENT_MAX: Final = 64
 PONG_BYTES_MAX: Final = 64 * 1024
 
 _LOADS: Final = headers.LOADS.encode()
 
 
-class Probed(NamedTuple):
+class ProbeCounts(NamedTuple):
     """One turn: nodes that answered, and nodes that did not."""
 
     answered: int
     silent: int
 
 
-class Prober:
+class NodeProber:
     """Pings every node of the table over connections that are kept."""
 
     def __init__(
         self,
         *,
-        fleet: Fleet,
+        fleet: FleetState,
         upstream: Upstream,
         metrics: Metrics,
         dropped: Callable[[], Sequence[Route]],
@@ -55,22 +55,22 @@ class Prober:
         self._dropped = dropped
         self._let_go = let_go
         self._timeout_s = timeout_s
-        self._places = asyncio.Semaphore(AT_ONCE_MAX)
+        self._places = asyncio.Semaphore(CONCURRENT_MAX)
         self._known: set[NodeId] = set()
 
-    async def run_once(self) -> Probed:
+    async def run_once(self) -> ProbeCounts:
         """Ping every node once."""
-        nodes = self._fleet.nodes()
+        nodes = self._fleet.node_addresses()
         self._known &= set(nodes)
         async with asyncio.TaskGroup() as tasks:
             pings = {one: tasks.create_task(self._ping(one, at)) for one, at in nodes.items()}
             for route in self._dropped():
                 tasks.create_task(self._ask(route))
         silent = {one: since for one, ping in pings.items() if (since := ping.result()) is not None}
-        for node_id in gone(silent.keys(), len(nodes)):
-            self._metrics.ejections.labels("gone").inc(self._fleet.gone(node_id))
+        for node_id in lost_nodes(silent.keys(), len(nodes)):
+            self._metrics.ejections.labels("gone").inc(self._fleet.eject_node(node_id))
             self._let_go(node_id, silent[node_id])
-        return Probed(len(nodes) - len(silent), len(silent))
+        return ProbeCounts(len(nodes) - len(silent), len(silent))
 
     async def _ping(self, node_id: NodeId, address: str) -> float | None:
         """Ping a node; where it is silent, return since when."""
@@ -83,14 +83,14 @@ class Prober:
                 if head is not None:
                     took_ms = 1000 * (perf_counter() - began)
                     loads = head.fields.get(_LOADS, b"").decode("latin-1")
-                    self._fleet.pinged(node_id, took_ms, headers.parse_loads(loads))
+                    self._fleet.record_ping(node_id, took_ms, headers.parse_loads(loads))
                     self._known.add(node_id)
                     return None
                 self._upstream.close_idle(node_id)
                 if await self._once(node_id, address) is not None:
                     return None
             self._known.discard(node_id)
-            self._fleet.silent(node_id)
+            self._fleet.record_ping_timeout(node_id)
             self._metrics.probe_failures.inc()
             return since_s
 
@@ -99,7 +99,7 @@ class Prober:
             sent: dict[str, str] = {headers.REPLICA: route.replica_id}
             head = await self._once(route.node_id, route.address, sent)
             if head is not None:
-                self._fleet.heard(route, None, head.refusal)
+                self._fleet.record_answer_head(route, None, head.refusal)
 
     async def _once(
         self, node_id: NodeId, address: str, sent: dict[str, str] | None = None

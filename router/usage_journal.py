@@ -23,7 +23,7 @@ BYTES_MAX: Final = 64 * 1024 * 1024
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Journal:
+class UsageJournal:
     """One append-only file after another; those before the last wait for their batch."""
 
     def __init__(self, folder: Path) -> None:
@@ -43,7 +43,7 @@ class Journal:
         """
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._aside = tuple(sorted(self._folder.glob("rows*")))
-        rows = tuple(row for path in self._aside for row in _read(path))
+        rows = tuple(row for path in self._aside for row in _read_rows(path))
         numbers = [path.suffix.removeprefix(".") for path in self._aside]
         self._number = max((int(number) for number in numbers if number.isdigit()), default=0)
         self._begin()
@@ -110,7 +110,7 @@ class Journal:
         self._problem = reason
 
 
-def _read(path: Path) -> list[UsageRow]:
+def _read_rows(path: Path) -> list[UsageRow]:
     """Return the whole rows of a journal; a torn last one is where its writer was killed."""
     rows: list[UsageRow] = []
     with path.open("rb") as file:

@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-OTHERS_MAX: Final = 0.05
+OTHER_CPU_SHARE_MAX: Final = 0.05
 """With others taking a larger share of the machine, a calibration says little."""
 
 _TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 
 
-class Alone:
+class OtherCpuUse:
     """Counts from when it was made, or from when it was last asked."""
 
     def __init__(self) -> None:

@@ -12,21 +12,28 @@ from isochrone.wire.headers import Load
 from isochrone.wire.ids import DeploymentId, KeyId, NodeId, PopId, ReplicaId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Pop, Route, RouteTable
 from isochrone.wire.usage import RoundTrip
-from router.decide.affinity import Seat, Sessions
-from router.decide.board import Board, Picture, Ranked
-from router.decide.health import Health, judge
-from router.decide.latency import RoundTripFilter, expected_rtt_ms, smoothed
-from router.decide.prefixes import NO_KEYS, NOTHING_HELD, Held, PrefixIndex, PrefixKeys, Sent
-from router.decide.rollout import Draw, draw
+from router.decide.affinity import SessionBinding, SessionTable
+from router.decide.health import ReplicaHealth, split_ejected
+from router.decide.latency import RoundTripFilter, expected_rtt_ms, moving_average
+from router.decide.prefix_index import (
+    NO_KEYS,
+    NO_MATCHES,
+    PrefixIndex,
+    PrefixKeys,
+    PrefixMatches,
+    SentPrompt,
+)
+from router.decide.replica_table import RankedRoute, ReplicaTable, RoutingSnapshot
+from router.decide.rollout import VersionDraw, draw_version
 from router.decide.slow_start import SlowStart
-from router.decide.tokens_in_flight import Reservation, TokensInFlight
-from router.sharing import Outbox, Prompt
+from router.decide.tokens_in_flight import InFlightLedger, Reservation
+from router.prompt_sharing import PromptOutbox, SharedPrompt
 
-BYTES_PER_TOKEN_FIRST: Final = 3.5
+BYTES_PER_TOKEN_DEFAULT: Final = 3.5
 BYTES_PER_TOKEN_MIN: Final = 1.0
 ANSWERING_S: Final = 15.0
-LOOK_AROUND_S: Final = 1.0
-LOOKED_AT_MAX: Final = 12
+REFRESH_ALL_S: Final = 1.0
+REFRESHED_MAX: Final = 12
 """Each picture also renews some replicas that nothing happened to: all within this time, but at
 most so many at once."""
 
@@ -34,11 +41,11 @@ DISOWNING: Final = frozenset({"unknown_replica", "draining"})
 """Refusals by which a node says that it no longer serves a replica."""
 
 
-class _Deployment:
+class _DeploymentBeliefs:
     """What is believed of one: its replicas, who read which prompts, how long its tokens are."""
 
     def __init__(self) -> None:
-        self.board = Board()
+        self.board = ReplicaTable()
         self.prefixes = PrefixIndex()
         self.routes: list[Route] = []
         self.bytes_per_token: float | None = None
@@ -46,7 +53,7 @@ class _Deployment:
         self.look_at = 0
 
 
-class Fleet:
+class FleetState:
     """The table served by, and what was measured since."""
 
     def __init__(self, pop: PopId, clock: Callable[[], float], name: str = "") -> None:
@@ -55,15 +62,15 @@ class Fleet:
         self.name = name
         self.table: RouteTable | None = None
         self.keys: Mapping[KeyId, KeyEntry] = MappingProxyType({})
-        self.health = Health()
-        self.sessions = Sessions()
-        self.outbox = Outbox()
+        self.health = ReplicaHealth()
+        self.sessions = SessionTable()
+        self.prompt_outbox = PromptOutbox()
         self._on_room: Callable[[DeploymentId], None] | None = None
         self._changed: set[ReplicaId] = set()
-        self.in_flight = TokensInFlight(self._released, self._changed.add)
+        self.in_flight = InFlightLedger(self._released, self._changed.add)
         self._clock = clock
         self._by_name: dict[str, DeploymentEntry] = {}
-        self._deployments: dict[DeploymentId, _Deployment] = {}
+        self._deployments: dict[DeploymentId, _DeploymentBeliefs] = {}
         self._route_by_id: dict[ReplicaId, Route] = {}
         self._replicas_on: dict[NodeId, list[ReplicaId]] = {}
         self._pops: dict[PopId, Pop] = {}
@@ -73,7 +80,7 @@ class Fleet:
         self._disowned: set[ReplicaId] = set()
         self._slow_start = SlowStart()
 
-    def on_room(self, tell: Callable[[DeploymentId], None]) -> None:
+    def on_capacity(self, tell: Callable[[DeploymentId], None]) -> None:
         """Let `tell` hear of every deployment that may have got room."""
         self._on_room = tell
 
@@ -116,7 +123,7 @@ class Fleet:
         """All deployments, as the table orders them."""
         return self.table.deployments if self.table else ()
 
-    def view(self, deployment_id: DeploymentId) -> Picture:
+    def snapshot(self, deployment_id: DeploymentId) -> RoutingSnapshot:
         """Return the frozen picture of one deployment, now."""
         now_s = self._clock()
         deployment = self._deployment(deployment_id)
@@ -129,24 +136,24 @@ class Fleet:
             # Who has just begun takes only a share, once there is something to do.
             busy = [one for one in starting if self.in_flight.at(one, now_s).tokens]
             starting = {one: starting[one] for one in busy}
-        return Picture(deployment.board, now_s, self.health.ejected_until(now_s), starting)
+        return RoutingSnapshot(deployment.board, now_s, self.health.ejected_until(now_s), starting)
 
-    def _deployment(self, deployment_id: DeploymentId) -> _Deployment:
+    def _deployment(self, deployment_id: DeploymentId) -> _DeploymentBeliefs:
         """Return what is believed of a deployment; of one that no table names, nothing."""
-        return self._deployments.get(deployment_id) or _Deployment()
+        return self._deployments.get(deployment_id) or _DeploymentBeliefs()
 
-    def _place(self, of: Route | Prompt) -> tuple[_Deployment, int]:
+    def _place(self, of: Route | SharedPrompt) -> tuple[_DeploymentBeliefs, int]:
         """Return what is believed of a replica's deployment, and its slot; -1 where it has none."""
         deployment = self._deployment(of.deployment_id)
         return deployment, deployment.board.slots.get(of.replica_id, -1)
 
-    def _look_around(self, deployment: _Deployment, now_s: float) -> None:
+    def _look_around(self, deployment: _DeploymentBeliefs, now_s: float) -> None:
         """Refresh some replicas nothing happened to: what is known of them ages too."""
         board, at = deployment.board, deployment.look_at
         if deployment.looked_at_s is None:
             deployment.looked_at_s = now_s
-        passed = (now_s - deployment.looked_at_s) / LOOK_AROUND_S
-        due = min(LOOKED_AT_MAX, int(passed * len(board)))
+        passed = (now_s - deployment.looked_at_s) / REFRESH_ALL_S
+        due = min(REFRESHED_MAX, int(passed * len(board)))
         if not due:
             return
         for slot in range(at, at + min(due, len(board))):
@@ -174,16 +181,16 @@ class Fleet:
                 self._slow_start.began(new, self._clock())
             deployment.prefixes.forget(board.adopt(routes))
 
-    def held(self, deployment_id: DeploymentId, keys: PrefixKeys) -> Held:
+    def prefix_matches(self, deployment_id: DeploymentId, keys: PrefixKeys) -> PrefixMatches:
         """Return who holds how much of a prompt."""
         if not keys.keys:
-            return NOTHING_HELD
+            return NO_MATCHES
         deployment = self._deployment(deployment_id)
         return deployment.prefixes.match(keys, deployment.board.everyone)
 
-    def draw(self, entry: DeploymentEntry, subject: str) -> Draw:
+    def draw_version(self, entry: DeploymentEntry, subject: str) -> VersionDraw:
         """Return which replicas a request leaves alone while a new version is on its way."""
-        return draw(entry, subject, self.pop, self._deployment(entry.deployment_id).routes)
+        return draw_version(entry, subject, self.pop, self._deployment(entry.deployment_id).routes)
 
     def rtt_ms(self, route: Route) -> float:
         """Return the round trip to a route's node: measured, or by distance until then."""
@@ -215,7 +222,7 @@ class Fleet:
             others_ms=board.others_ms(slot, self.in_flight.line(replica_id), now_s),
         )
 
-    def sent(self, ranked: Ranked, keys: PrefixKeys = NO_KEYS) -> Sent | None:
+    def record_sent(self, ranked: RankedRoute, keys: PrefixKeys = NO_KEYS) -> SentPrompt | None:
         """A request goes where it was ranked: note whether that is away, and what it caches."""
         route = ranked.route
         deployment, slot = self._place(route)
@@ -225,13 +232,15 @@ class Fleet:
         deployment.board.went(slot, ranked, now_s)
         return deployment.prefixes.sent(slot, keys, now_s) if keys.keys else None
 
-    def unsent(self, route: Route, sent: Sent | None, keys: PrefixKeys) -> None:
+    def undo_sent(self, route: Route, sent: SentPrompt | None, keys: PrefixKeys) -> None:
         """It was turned away there: nothing of it is cached."""
         deployment, slot = self._place(route)
         if sent is not None and slot == sent.slot:
             deployment.prefixes.unsent(sent, keys)
 
-    def first_token(self, ranked: Ranked, took_ms: float, reservation: Reservation) -> None:
+    def record_first_token(
+        self, ranked: RankedRoute, took_ms: float, reservation: Reservation
+    ) -> None:
         """The first token came `took_ms` after the request went: learn how fast that replica is."""
         now_s = self._clock()
         route = ranked.route
@@ -241,10 +250,10 @@ class Fleet:
             deployment.board.observed(slot, ranked, took_ms, now_s)
             self._changed.add(route.replica_id)
 
-    def learned_cached(
+    def learn_cached_tokens(
         self,
         route: Route,
-        sent: Sent | None,
+        sent: SentPrompt | None,
         prompt_tokens: int,
         cached_tokens: int,
         keys: PrefixKeys = NO_KEYS,
@@ -257,9 +266,9 @@ class Fleet:
         deployment.board.learned_uncached(1.0 - share)
         if sent is not None and slot == sent.slot:
             deployment.prefixes.answered(sent, share)
-            self.outbox.add(route.deployment_id, route.replica_id, sent, keys)
+            self.prompt_outbox.add(route.deployment_id, route.replica_id, sent, keys)
 
-    def learned_prompts(self, rows: Iterable[Prompt]) -> None:
+    def learn_prompts(self, rows: Iterable[SharedPrompt]) -> None:
         """Another process of this router had these prompts answered."""
         now_s = self._clock()
         for row in rows:
@@ -267,7 +276,7 @@ class Fleet:
             if slot >= 0:
                 deployment.prefixes.sent(slot, row.prefix_keys, now_s)
 
-    def heard(
+    def record_answer_head(
         self,
         route: Route,
         load: Load | None,
@@ -295,18 +304,18 @@ class Fleet:
         else:
             self._disowned.discard(replica_id)
         if load is not None:
-            self.told(route, load, at_s)
+            self.record_load(route, load, at_s)
 
-    def pinged(self, node_id: NodeId, rtt_ms: float, loads: Mapping[ReplicaId, Load]) -> None:
+    def record_ping(self, node_id: NodeId, rtt_ms: float, loads: Mapping[ReplicaId, Load]) -> None:
         """A node answered a ping, and told the loads of its replicas, asked of late or not."""
-        self.measured(node_id, rtt_ms)
+        self.record_round_trip(node_id, rtt_ms)
         at_s = self._clock() - rtt_ms / 2000
         for replica_id in self._replicas_on.get(node_id, ()):
             load = loads.get(replica_id)
             if load is not None:
-                self.told(self._route_by_id[replica_id], load, at_s)
+                self.record_load(self._route_by_id[replica_id], load, at_s)
 
-    def told(self, route: Route, load: Load, at_s: float) -> None:
+    def record_load(self, route: Route, load: Load, at_s: float) -> None:
         """A replica's load as it was at `at_s` became known."""
         if load.others_unread >= 0:
             others = (load.others_unread, load.others_decode)
@@ -318,13 +327,13 @@ class Fleet:
             unread = round(load.prefill_tokens * board.uncached_share)
         self.in_flight.hear(route.replica_id, unread, load.decode_tokens, at_s)
 
-    def measured(self, node_id: NodeId, rtt_ms: float) -> None:
+    def record_round_trip(self, node_id: NodeId, rtt_ms: float) -> None:
         """A node answered a ping."""
         self._round_trips.setdefault(node_id, RoundTripFilter()).measured(rtt_ms)
         self._changed.update(self._replicas_on.get(node_id, ()))
         self._answered_at_s[node_id] = self._clock()
 
-    def silent(self, node_id: NodeId) -> None:
+    def record_ping_timeout(self, node_id: NodeId) -> None:
         """A node did not answer a ping."""
         self._answered_at_s.pop(node_id, None)
         for replica_id in self.health.ejected():
@@ -332,34 +341,34 @@ class Fleet:
             if route is not None and route.node_id == node_id:
                 self.health.unreachable(replica_id, self._clock())
 
-    def gone(self, node_id: NodeId) -> int:
+    def eject_node(self, node_id: NodeId) -> int:
         """A node fell silent, and most others did not; return how many replicas that ejects."""
         now_s = self._clock()
         return sum(self.health.gone(one, now_s) for one in self._replicas_on.get(node_id, ()))
 
-    def answered(self, route: Route) -> None:
+    def record_success(self, route: Route) -> None:
         """A replica answered a request well."""
         if self.health.answered(route.replica_id):
             self._slow_start.began((route.replica_id,), self._clock())
 
-    def failed(self, route: Route) -> str:
+    def record_failure(self, route: Route) -> str:
         """A request failed at a replica; where that ejects it, return why."""
         if route.replica_id not in self._route_by_id:
             return ""
         peers = list(self._deployment(route.deployment_id).board.slots)
         return self.health.failed(route.replica_id, self._clock(), peers)
 
-    def panics(self) -> int:
+    def panicking_deployments(self) -> int:
         """Return in how many deployments more than half of the replicas look ill."""
         if not self.health.ejected():
             return 0
         ejected_until = self.health.ejected_until(self._clock())
         return sum(
-            bool(judge(list(deployment.board.slots), ejected_until).last)
+            bool(split_ejected(list(deployment.board.slots), ejected_until).last)
             for deployment in self._deployments.values()
         )
 
-    def answering(self) -> Set[ReplicaId]:
+    def answering_replicas(self) -> Set[ReplicaId]:
         """Return the replicas of the table that are there, as far as their nodes tell."""
         since_s = self._clock() - ANSWERING_S
         return {
@@ -377,25 +386,27 @@ class Fleet:
             if measured.rtt_ms is not None
         )
 
-    def nodes(self) -> dict[NodeId, str]:
+    def node_addresses(self) -> dict[NodeId, str]:
         """Return the address of every node of the table."""
         return {route.node_id: route.address for route in self._route_by_id.values()}
 
-    def seat(self, session: str) -> Seat | None:
+    def session_binding(self, session: str) -> SessionBinding | None:
         """Return where a session sat last."""
-        return self.sessions.find(session, self._clock()) if session else None
+        return self.sessions.lookup(session, self._clock()) if session else None
 
-    def tokens_of(self, deployment_id: DeploymentId, text_bytes: int) -> int:
+    def estimate_tokens(self, deployment_id: DeploymentId, text_bytes: int) -> int:
         """Estimate a prompt's tokens by what this deployment's prompts took so far."""
         learned = self._deployment(deployment_id).bytes_per_token
-        return int(text_bytes / (learned or BYTES_PER_TOKEN_FIRST)) + 1
+        return int(text_bytes / (learned or BYTES_PER_TOKEN_DEFAULT)) + 1
 
-    def learned_tokens(self, deployment_id: DeploymentId, text_bytes: int, tokens: int) -> None:
+    def learn_prompt_tokens(
+        self, deployment_id: DeploymentId, text_bytes: int, tokens: int
+    ) -> None:
         """An answer told how many tokens its prompt had."""
         if tokens > 0 and text_bytes > 0:
             deployment = self._deployment(deployment_id)
             sample = max(BYTES_PER_TOKEN_MIN, text_bytes / tokens)
-            deployment.bytes_per_token = smoothed(deployment.bytes_per_token, sample)
+            deployment.bytes_per_token = moving_average(deployment.bytes_per_token, sample)
 
     def _released(self, replica_id: ReplicaId) -> None:
         route = self._route_by_id.get(replica_id)

@@ -20,9 +20,9 @@ from isochrone.service.threads import to_its_end
 from isochrone.wire import codec
 from isochrone.wire.ids import ClusterId, Epoch, Generation
 from isochrone.wire.routes import Route, RouteDelta, RouteTable, SnapshotWanted, apply_delta
-from router.decide.adopt import RefusedTable, refused, widened
-from router.decide.limits import Gate
-from router.fleet import Fleet
+from router.decide.limits import KeyLimiter
+from router.decide.table_acceptance import TableRefusal, check_table, merge_additions
+from router.fleet_state import FleetState
 from router.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -32,29 +32,29 @@ _TABLE = codec.decoder(RouteTable)
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
 
-class Held(NamedTuple):
+class QuarantinedTable(NamedTuple):
     """A table that is not believed yet, why, and the last one that was."""
 
     before: RouteTable
     table: RouteTable
-    refusal: RefusedTable
+    refusal: TableRefusal
 
 
-class Follower:
+class TableFollower:
     """Turns what the scheduler says into what the fleet is believed to be."""
 
     def __init__(
         self,
         *,
-        fleet: Fleet,
-        gate: Gate,
+        fleet: FleetState,
+        gate: KeyLimiter,
         metrics: Metrics,
         cluster_id: ClusterId,
         snapshot: Path,
         clock: Callable[[], float],
     ) -> None:
         """Keep the table at `snapshot`."""
-        self.held: Held | None = None
+        self.held: QuarantinedTable | None = None
         self._fleet = fleet
         self._gate = gate
         self._metrics = metrics
@@ -133,7 +133,7 @@ class Follower:
         if self.held is None:
             return "nothing held"
         # Judged by the table before it: what it added must not make its drops look small.
-        refusal = refused(self.held.before, self.held.table, self._fleet.answering())
+        refusal = check_table(self.held.before, self.held.table, self._fleet.answering_replicas())
         if refusal is not None:
             return refusal.reason
         fields = {"generation": self.held.table.generation}
@@ -158,14 +158,14 @@ class Follower:
             self._refuse(f"cannot follow: a table of cluster {table.cluster_id}")
             return
         before = self.held.before if self.held else self._fleet.table
-        refusal = refused(before, table, self._fleet.answering())
+        refusal = check_table(before, table, self._fleet.answering_replicas())
         if refusal is None:
             self.take(table)
             return
         self._refuse(refusal.reason)
         if not refusal.is_stale and before is not None:
-            self._serve_by(widened(before, table))
-            self.held = Held(before, table, refusal)
+            self._serve_by(merge_additions(before, table))
+            self.held = QuarantinedTable(before, table, refusal)
 
     def take(self, table: RouteTable) -> None:
         """Serve by a table that is believed, here or by the main process of this router."""

@@ -20,7 +20,7 @@ from itertools import takewhile
 from typing import Final, Generic, TypeVar
 
 from isochrone.wire.ids import DeploymentId, TenantId
-from router.decide.drain import RETRY_AFTER_UNKNOWN_S, Drain
+from router.decide.retry_after import RETRY_AFTER_UNKNOWN_S, DrainRate
 
 LANES_MAX: Final = 1024
 
@@ -70,7 +70,7 @@ class _Lane(Generic[T]):
         self.heap: list[tuple[int, int, _Flow[T]]] = []
         self.now = 0
         self.tokens = 0
-        self.drain = Drain()
+        self.drain = DrainRate()
 
     def first(self) -> _Flow[T] | None:
         """Return the flow whose turn it is, dropping what the heap holds of flows that moved."""
@@ -180,15 +180,15 @@ class FairQueue(Generic[T]):
         lane.first()
         lane.settle()
 
-    def found_full(self, deployment_id: DeploymentId, now_s: float) -> None:
+    def note_full(self, deployment_id: DeploymentId, now_s: float) -> None:
         """Note that a request found no room."""
         self._lane(deployment_id).drain.full(now_s)
 
-    def is_known(self, deployment_id: DeploymentId) -> bool:
+    def has_lane(self, deployment_id: DeploymentId) -> bool:
         """Say whether the deployment was ever full, of late."""
         return deployment_id in self._lanes
 
-    def found_room(self, ticket: T, now_s: float) -> None:
+    def note_started(self, ticket: T, now_s: float) -> None:
         """Note that a request found room without waiting."""
         lane = self._lanes.get(ticket.lane)
         if lane is not None:

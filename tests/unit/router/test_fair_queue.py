@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from isochrone.wire.ids import DeploymentId, TenantId
-from router.decide.drain import (
+from router.decide.fair_queue import (
+    BytesFull,
+    FairQueue,
+    QueueFull,
+    Ticket,
+)
+from router.decide.retry_after import (
     RETRY_AFTER_MAX_S,
     RETRY_AFTER_MIN_S,
     RETRY_AFTER_UNKNOWN_S,
     RETRY_SPREAD,
     RETRY_SPREAD_MIN_S,
-    Drain,
-    come_back_s,
-)
-from router.decide.fair import (
-    BytesFull,
-    FairQueue,
-    QueueFull,
-    Ticket,
+    DrainRate,
+    spread_retry_after_s,
 )
 
 D = DeploymentId("d")
@@ -114,7 +114,7 @@ def test_deployments_do_not_wait_for_one_another() -> None:
 
 
 def test_the_drain_is_measured_only_while_full() -> None:
-    drain = Drain()
+    drain = DrainRate()
     assert drain.wait_s(10**6, 0.0) == RETRY_AFTER_UNKNOWN_S
     drain.began(1000, 0.0, is_still_full=False)
     assert drain.wait_s(10**6, 0.0) == RETRY_AFTER_UNKNOWN_S
@@ -132,13 +132,13 @@ def test_the_drain_is_measured_only_while_full() -> None:
 
 def test_those_refused_together_come_back_one_after_another() -> None:
     for after_s, range_s in ((1.0, RETRY_SPREAD_MIN_S), (40.0, 40.0 * RETRY_SPREAD)):
-        told = sorted(come_back_s(after_s, f"r{n}") for n in range(1000))
+        told = sorted(spread_retry_after_s(after_s, f"r{n}") for n in range(1000))
         assert after_s <= told[0]
         assert told[-1] <= after_s + range_s
         # Evenly: each tenth of the range gets about a tenth of them.
         tenths = [int(10 * (one - after_s) / range_s) for one in told]
         assert all(60 < tenths.count(tenth) < 150 for tenth in range(10))
-    assert come_back_s(2.0, "r1") == come_back_s(2.0, "r1")
+    assert spread_retry_after_s(2.0, "r1") == spread_retry_after_s(2.0, "r1")
 
 
 def test_a_tenant_has_no_more_bytes_waiting_than_are_left_to_others() -> None:
@@ -160,7 +160,7 @@ def test_a_tenant_has_no_more_bytes_waiting_than_are_left_to_others() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("fbr"), st.floats(0, 100), st.integers(1, 10**6))))
 def test_when_to_come_back_is_never_absurd(steps: list[tuple[str, float, int]]) -> None:
-    drain, now_s = Drain(), 0.0
+    drain, now_s = DrainRate(), 0.0
     for kind, wait_s, tokens in steps:
         now_s += wait_s
         if kind == "f":
@@ -305,7 +305,7 @@ def test_who_is_told_when_to_come_back_is_told_the_truth(slots: int) -> None:
     chance = random.Random(slots)
     queue: FairQueue[Ticket] = FairQueue(1000, 1)
     ends_s = [0.0] * slots
-    queue.found_full(D, 0.0)
+    queue.note_full(D, 0.0)
     now_s, given, pushed, told = 0.0, 0, 0, []
     drained: list[tuple[float, int]] = []
     while now_s < 600:

@@ -9,7 +9,7 @@ from isochrone.wire.ids import KeyId
 from isochrone.wire.keys import is_same_secret, parse_key
 from isochrone.wire.routes import KeyEntry
 
-_NOBODY: Final = "0" * 64
+_NO_SECRET_SHA256: Final = "0" * 64
 
 
 def authenticate(
@@ -26,7 +26,7 @@ def authenticate(
     key_id, secret_sha256 = parsed
     entry = keys.get(key_id)
     # Compared also where there is no such key, so that time does not tell.
-    is_right = is_same_secret(entry.secret_sha256 if entry else _NOBODY, secret_sha256)
+    is_right = is_same_secret(entry.secret_sha256 if entry else _NO_SECRET_SHA256, secret_sha256)
     if entry is None or not is_right:
         raise _invalid("the API key is unknown or revoked")
     if entry.expires_at and entry.expires_at <= now_unix_s:
@@ -34,7 +34,7 @@ def authenticate(
     return entry
 
 
-class Admitted:
+class AuthenticationCache:
     """Who was let in, by a digest of what they showed: a key is taken apart once a table.
 
     Only what opened the door is remembered, and no secret is.

@@ -7,15 +7,15 @@ from prometheus_client import Counter, Histogram
 
 from isochrone.wire.usage import Outcome
 
-KINDS: Final = ("prompt", "cached", "output")
+TOKEN_KINDS: Final = ("prompt", "cached", "output")
 """Of tokens."""
 DECLINED: Final = "declined"
 """How a request ended for what its client wrote; every other word is an `Outcome`."""
-WORDS: Final = (*(str(outcome) for outcome in Outcome), DECLINED)
+OUTCOMES: Final = (*(str(outcome) for outcome in Outcome), DECLINED)
 """Of how a request ended."""
 
 
-class Counts:
+class DeploymentCounts:
     """One deployment's, and the metrics that they are added to."""
 
     def __init__(
@@ -27,14 +27,14 @@ class Counts:
         tokens: Sequence[Counter],
     ) -> None:
         """Begin with none; `requests` are the metrics of the WORDS, `tokens` those of the KINDS."""
-        self.outcomes: dict[str, int] = dict.fromkeys(WORDS, 0)
+        self.outcomes: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
         self.prompt = self.cached = self.output = 0
         self.ttft = ttft
         self.ttft_error = ttft_error
         self._requests = requests
         self._tokens = tokens
 
-    def show(self) -> None:
+    def flush(self) -> None:
         """Add to the metrics what was counted since."""
         for outcome, count in self.outcomes.items():
             self._requests[outcome].inc(count)

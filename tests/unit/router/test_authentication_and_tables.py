@@ -22,8 +22,8 @@ from isochrone.wire.ids import (
 from isochrone.wire.keys import format_key, parse_key
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route, RouteTable
 from router.apis.openai.decode import CHAT, decode, wants_usage, with_usage_requested
-from router.decide.admit import Admitted, authenticate, may_use
-from router.decide.adopt import refused, widened
+from router.decide.authentication import AuthenticationCache, authenticate, may_use
+from router.decide.table_acceptance import check_table, merge_additions
 
 TEXT = format_key(KeyId("k" * 12), b"\x01" * 32)
 
@@ -74,7 +74,7 @@ def test_a_right_key_is_let_in_to_what_it_may_use() -> None:
 
 
 def test_who_is_known_is_let_in_only_as_long_as_the_table_says_so() -> None:
-    admitted, shown = Admitted(), f"Bearer {TEXT}".encode()
+    admitted, shown = AuthenticationCache(), f"Bearer {TEXT}".encode()
     key = a_key(expires_at=200.0)
     keys = {key.key_id: key}
     assert admitted.authenticate(keys, shown, 100.0) is key
@@ -163,7 +163,7 @@ def a_table(
 def test_which_tables_are_believed(
     old: RouteTable | None, new: RouteTable, answering: str, believed: bool
 ) -> None:
-    verdict = refused(old, new, {ReplicaId(name) for name in answering})
+    verdict = check_table(old, new, {ReplicaId(name) for name in answering})
     assert (verdict is None) is believed, verdict
     if verdict is not None:
         assert verdict.reason.startswith("cannot follow")
@@ -176,7 +176,7 @@ NAMES = st.sets(st.sampled_from("abcdefgh")).map(lambda names: "".join(sorted(na
 @given(NAMES, NAMES, NAMES)
 def test_most_of_what_answers_is_never_lost_at_once(old: str, new: str, answering: str) -> None:
     alive = set(answering) & set(old)
-    verdict = refused(a_table(old), a_table(new, 2), {ReplicaId(name) for name in alive})
+    verdict = check_table(a_table(old), a_table(new, 2), {ReplicaId(name) for name in alive})
     lost = set(old) - set(new)
     if verdict is None and alive & lost and len(lost) >= 2:
         # Either few went, or as many new ones came.
@@ -185,7 +185,7 @@ def test_most_of_what_answers_is_never_lost_at_once(old: str, new: str, answerin
 
 def test_a_held_table_still_adds() -> None:
     old, new = a_table("abc", keys=2), a_table("ad", 2, keys=3, deployments=2)
-    both = widened(old, new)
+    both = merge_additions(old, new)
     assert [route.replica_id for route in both.routes] == ["a", "b", "c", "d"]
     assert (len(both.keys), len(both.deployments), both.generation) == (3, 2, 1)
 
@@ -193,8 +193,8 @@ def test_a_held_table_still_adds() -> None:
 def test_a_held_table_still_revokes_what_it_says_is_revoked() -> None:
     old = a_table("abc", keys=4)
     new = a_table("a", 2, keys=1, revoked="13")
-    assert refused(old, new, {ReplicaId("b")}) is not None
-    served = widened(old, new)
+    assert check_table(old, new, {ReplicaId("b")}) is not None
+    served = merge_additions(old, new)
     # k2 is absent without a word: that is doubt, and doubt drops nothing.
     assert [key.key_id for key in served.keys] == ["k0", "k2"]
     assert [route.replica_id for route in served.routes] == ["a", "b", "c"]
@@ -205,7 +205,7 @@ def test_a_held_table_still_revokes_what_it_says_is_revoked() -> None:
 def test_no_doubt_delays_a_revocation(
     old: str, new: str, revoked: set[str], before: int, after: int
 ) -> None:
-    held = widened(
+    held = merge_additions(
         a_table(old, keys=before), a_table(new, 2, keys=after, revoked="".join(sorted(revoked)))
     )
     keys = {key.key_id for key in held.keys}

@@ -17,20 +17,20 @@ from isochrone.wire.ids import (
     ReplicaId,
 )
 from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
-from router.decide.pick import Ask, rank
-from router.decide.prefixes import (
+from router.decide.prefix_index import (
     BLOCK_BYTES,
     CAPACITY_MIN,
     KEYS_MAX,
-    Held,
     PrefixIndex,
     PrefixKeys,
-    ends_of,
-    keys_of,
+    PrefixMatches,
+    block_ends,
+    prefix_keys,
     slots_of,
 )
-from router.fleet import Fleet
-from router.sharing import PROMPTS_MAX, Prompts
+from router.decide.ranking import RouteQuery, rank
+from router.fleet_state import FleetState
+from router.prompt_sharing import OUTBOX_PROMPTS_MAX, SharedPrompts
 
 SIZES = st.integers(0, 400_000)
 
@@ -38,8 +38,8 @@ SIZES = st.integers(0, 400_000)
 @given(SIZES, SIZES)
 def test_prompts_of_any_size_are_cut_at_the_same_places(one: int, other: int) -> None:
     shorter, longer = sorted((one, other))
-    ends = ends_of(longer)
-    assert ends_of(shorter) == ends[: len(ends_of(shorter))]
+    ends = block_ends(longer)
+    assert block_ends(shorter) == ends[: len(block_ends(shorter))]
     assert len(ends) <= KEYS_MAX
     if ends and len(ends) < KEYS_MAX:
         assert longer - ends[-1] < max(BLOCK_BYTES, longer / 8)
@@ -48,12 +48,12 @@ def test_prompts_of_any_size_are_cut_at_the_same_places(one: int, other: int) ->
 @settings(deadline=None)
 @given(st.binary(max_size=3000), st.binary(max_size=3000), st.binary(max_size=3000))
 def test_keys_agree_as_far_as_the_bytes_do(prefix: bytes, one: bytes, other: bytes) -> None:
-    a, b = keys_of(prefix + one, 1), keys_of(prefix + other, 1)
+    a, b = prefix_keys(prefix + one, 1), prefix_keys(prefix + other, 1)
     same = sum(1 for x, y in zip(a.keys, b.keys, strict=False) if x == y)
-    assert same >= len(ends_of(len(prefix)))
+    assert same >= len(block_ends(len(prefix)))
     for n, (x, y) in enumerate(zip(a.keys, b.keys, strict=False)):
         assert (x == y) == ((prefix + one)[: a.ends[n]] == (prefix + other)[: b.ends[n]])
-    assert not set(a.keys) & set(keys_of(prefix + one, 2).keys)
+    assert not set(a.keys) & set(prefix_keys(prefix + one, 2).keys)
 
 
 @given(st.sets(st.integers(0, 250)))
@@ -82,7 +82,7 @@ def test_the_longest_match_of_each_replica_is_found() -> None:
     held = index.match(chain(1, 2, 3, 4), everyone=0b111)
     assert held.everyone == 0.25
     assert [held.share_at(slot) for slot in range(3)] == [1.0, 0.5, 0.25]
-    assert index.match(chain(5, 6)) == Held(0.0, ())
+    assert index.match(chain(5, 6)) == PrefixMatches(0.0, ())
     index.forget({0})
     assert index.match(chain(1, 2, 3, 4), everyone=0b111).share_at(0) == 0.0
     index.forget({1, 2})
@@ -180,8 +180,8 @@ def test_answers_teach_how_much_a_cache_holds() -> None:
 
 
 def test_what_one_process_had_answered_the_others_know() -> None:
-    def a_fleet() -> Fleet:
-        fleet = Fleet(PopId("ams"), lambda: 100.0)
+    def a_fleet() -> FleetState:
+        fleet = FleetState(PopId("ams"), lambda: 100.0)
         route = Route(
             replica_id=ReplicaId("r"),
             deployment_id=DeploymentId("d"),
@@ -205,28 +205,30 @@ def test_what_one_process_had_answered_the_others_know() -> None:
         fleet.adopt(table)
         return fleet
 
-    def answered(fleet: Fleet, keys: PrefixKeys) -> None:
-        ask = Ask("q", 100, 10, held=fleet.held(DeploymentId("d"), keys))
-        ranked = rank(fleet.view(DeploymentId("d")), ask)[0]
-        sent = fleet.sent(ranked, keys)
-        fleet.learned_cached(ranked.route, sent, 100, 0, keys)
+    def answered(fleet: FleetState, keys: PrefixKeys) -> None:
+        ask = RouteQuery("q", 100, 10, matches=fleet.prefix_matches(DeploymentId("d"), keys))
+        ranked = rank(fleet.snapshot(DeploymentId("d")), ask)[0]
+        sent = fleet.record_sent(ranked, keys)
+        fleet.learn_cached_tokens(ranked.route, sent, 100, 0, keys)
 
     one, other = a_fleet(), a_fleet()
-    keys = keys_of(bytes(1000), 7)
+    keys = prefix_keys(bytes(1000), 7)
     answered(one, keys)
-    assert one.outbox.take() == ()
-    one.outbox.is_open = True
+    assert one.prompt_outbox.take() == ()
+    one.prompt_outbox.is_open = True
     # Nothing of it is new there: the others were told, or will learn it from its next turn.
     answered(one, keys)
-    assert one.outbox.take() == ()
-    longer = keys_of(bytes(1000) + b"x" * 1000, 7)
+    assert one.prompt_outbox.take() == ()
+    longer = prefix_keys(bytes(1000) + b"x" * 1000, 7)
     answered(one, longer)
-    rows = one.outbox.take()
-    assert len(rows) == 1 and one.outbox.take() == ()
-    read = msgspec.msgpack.decode(msgspec.msgpack.encode(Prompts(rows)), type=Prompts)
-    other.learned_prompts(read.rows)
-    assert other.held(DeploymentId("d"), longer) == one.held(DeploymentId("d"), longer)
-    other.learned_prompts([msgspec.structs.replace(rows[0], replica_id=ReplicaId("gone"))])
-    for n in range(PROMPTS_MAX + 10):
-        answered(one, keys_of(bytes(200) + n.to_bytes(2, "big") * 200, 7))
-    assert len(one.outbox.take()) == PROMPTS_MAX
+    rows = one.prompt_outbox.take()
+    assert len(rows) == 1 and one.prompt_outbox.take() == ()
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(SharedPrompts(rows)), type=SharedPrompts)
+    other.learn_prompts(read.rows)
+    assert other.prefix_matches(DeploymentId("d"), longer) == one.prefix_matches(
+        DeploymentId("d"), longer
+    )
+    other.learn_prompts([msgspec.structs.replace(rows[0], replica_id=ReplicaId("gone"))])
+    for n in range(OUTBOX_PROMPTS_MAX + 10):
+        answered(one, prefix_keys(bytes(200) + n.to_bytes(2, "big") * 200, 7))
+    assert len(one.prompt_outbox.take()) == OUTBOX_PROMPTS_MAX

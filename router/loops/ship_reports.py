@@ -14,15 +14,15 @@ import msgspec
 from isochrone.service.threads import to_its_end
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
-from router.fleet import Fleet
-from router.loops.spool import UsageSpool
+from router.fleet_state import FleetState
+from router.loops.usage_spool import UsageSpool
 from router.metrics import Metrics
 from router.record import Recorder
 
 log = logging.getLogger(__name__)
 
 BATCH_ROWS_MAX: Final = 1000
-SENT_AT_ONCE_MAX: Final = 16
+BATCHES_PER_TURN_MAX: Final = 16
 DEMAND_KEPT_S: Final = 1800.0
 DEMAND_WINDOWS_MAX: Final = 360
 """Half an hour of windows: what is older tells the scheduler nothing of now."""
@@ -32,7 +32,7 @@ _NEVER_S: Final = -1e18
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
 
-class Shipped(NamedTuple):
+class ShippedUsage(NamedTuple):
     """One turn of usage: rows put on disk, batches sent, batches that wait to be acknowledged."""
 
     rows: int
@@ -40,13 +40,13 @@ class Shipped(NamedTuple):
     waiting: int
 
 
-class _Window(NamedTuple):
+class _DemandWindow(NamedTuple):
     demand: Demand
     ended_at_s: float
     sent_at_s: float = _NEVER_S
 
 
-class Shipper:
+class ReportShipper:
     """The duties that send upwards."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Shipper:
         *,
         router_id: RouterId,
         boot_id: BootId,
-        fleet: Fleet,
+        fleet: FleetState,
         recorder: Recorder,
         metrics: Metrics,
         spool: UsageSpool,
@@ -77,7 +77,7 @@ class Shipper:
         self._seq = 0
         self._window_began_s = clock()
         self._sent_at_s: dict[str, float] = {}
-        self._windows: dict[int, _Window] = {}
+        self._windows: dict[int, _DemandWindow] = {}
 
     async def ship_demand(self) -> int:
         """Close the window that ends now, and send what is not acknowledged; return its rows.
@@ -88,7 +88,7 @@ class Shipper:
         window_s, self._window_began_s = now_s - self._window_began_s, now_s
         rows = self._recorder.take_demand()
         self._seq += 1
-        self._windows[self._seq] = _Window(
+        self._windows[self._seq] = _DemandWindow(
             Demand(
                 router_id=self._router_id,
                 boot_id=self._boot_id,
@@ -105,7 +105,7 @@ class Shipper:
             if now_s - window.sent_at_s < self._resend_s:
                 continue
             age_s = self._clock() - window.ended_at_s
-            if sent >= SENT_AT_ONCE_MAX or not await self._send(
+            if sent >= BATCHES_PER_TURN_MAX or not await self._send(
                 msgspec.structs.replace(window.demand, age_s=age_s)
             ):
                 break
@@ -132,7 +132,7 @@ class Shipper:
             await self._send(RoundTrips(router_id=self._router_id, rows=rows))
         return len(rows)
 
-    async def ship_usage(self) -> Shipped:
+    async def ship_usage(self) -> ShippedUsage:
         """Put what ended on disk, then send what is not acknowledged."""
         rows = await self.spool_usage()
         sent = 0
@@ -147,9 +147,9 @@ class Shipper:
                 break
             self._sent_at_s[batch_id] = now_s
             sent += 1
-            if sent >= SENT_AT_ONCE_MAX:
+            if sent >= BATCHES_PER_TURN_MAX:
                 break
-        return Shipped(rows, sent, len(self._spool.batch_ids))
+        return ShippedUsage(rows, sent, len(self._spool.batch_ids))
 
     async def spool_usage(self) -> int:
         """Put what ended on disk; return how many rows."""

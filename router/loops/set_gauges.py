@@ -3,19 +3,19 @@
 from collections.abc import Callable
 
 from router.admission_queue import AdmissionQueue
-from router.fleet import Fleet
-from router.loops.follow import Follower
+from router.fleet_state import FleetState
+from router.loops.follow_routes import TableFollower
 from router.metrics import Metrics
 
 
-class Gauges:
+class GaugeSetter:
     """Says how this router stands."""
 
     def __init__(
         self,
         *,
-        fleet: Fleet,
-        follower: Follower,
+        fleet: FleetState,
+        follower: TableFollower,
         waiting: AdmissionQueue,
         metrics: Metrics,
         is_led: Callable[[], bool],
@@ -40,4 +40,4 @@ class Gauges:
         metrics.waiting.set(self._waiting.depth)
         metrics.waiting_bytes.set(self._waiting.bytes)
         metrics.ejected.set(len(fleet.health.ejected()))
-        metrics.panics.set(fleet.panics())
+        metrics.panics.set(fleet.panicking_deployments())

@@ -11,12 +11,12 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.ids import DeploymentId, ReplicaId
-from router.decide.prefixes import PrefixKeys, Sent
+from router.decide.prefix_index import PrefixKeys, SentPrompt
 
-PROMPTS_MAX: Final = 256
+OUTBOX_PROMPTS_MAX: Final = 256
 
 
-class Prompt(msgspec.Struct, frozen=True, array_like=True):
+class SharedPrompt(msgspec.Struct, frozen=True, array_like=True):
     """One prompt that a replica has read."""
 
     deployment_id: DeploymentId
@@ -24,28 +24,28 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True):
     prefix_keys: PrefixKeys
 
 
-class Prompts(msgspec.Struct, frozen=True, tag="prompts"):
+class SharedPrompts(msgspec.Struct, frozen=True, tag="prompts"):
     """What one process has to tell the others."""
 
-    rows: tuple[Prompt, ...]
+    rows: tuple[SharedPrompt, ...]
 
 
-class Outbox:
+class PromptOutbox:
     """Prompts not told yet; the oldest give way."""
 
     def __init__(self) -> None:
         """Hold nothing, and take nothing before `is_open`."""
         self.is_open = False
-        self._rows: deque[Prompt] = deque(maxlen=PROMPTS_MAX)
+        self._rows: deque[SharedPrompt] = deque(maxlen=OUTBOX_PROMPTS_MAX)
 
     def add(
-        self, deployment_id: DeploymentId, replica_id: ReplicaId, sent: Sent, keys: PrefixKeys
+        self, deployment_id: DeploymentId, replica_id: ReplicaId, sent: SentPrompt, keys: PrefixKeys
     ) -> None:
         """A prompt was answered: keep it where anything of it was new there."""
         if self.is_open and keys.keys and round(sent.share * keys.size) < keys.ends[-1]:
-            self._rows.append(Prompt(deployment_id, replica_id, keys))
+            self._rows.append(SharedPrompt(deployment_id, replica_id, keys))
 
-    def take(self) -> tuple[Prompt, ...]:
+    def take(self) -> tuple[SharedPrompt, ...]:
         """Hand over what there is."""
         rows = tuple(self._rows)
         self._rows.clear()

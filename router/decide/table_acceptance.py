@@ -18,7 +18,7 @@ DROPPED_MIN: Final = 2
 DROPPED_SHARE: Final = 0.5
 
 
-class RefusedTable(NamedTuple):
+class TableRefusal(NamedTuple):
     """Drop nothing for now. `dropped` are the replicas to ask whether they still answer."""
 
     reason: str
@@ -26,9 +26,9 @@ class RefusedTable(NamedTuple):
     dropped: tuple[Route, ...] = ()
 
 
-def refused(
+def check_table(
     old: RouteTable | None, new: RouteTable, answering: Set[ReplicaId]
-) -> RefusedTable | None:
+) -> TableRefusal | None:
     """Return why `new` is not served by; None where it is.
 
     `answering` are the replicas of `old` that answer this router's probes.
@@ -36,7 +36,7 @@ def refused(
     if old is None:
         return None
     if new.cluster_id != old.cluster_id:
-        return RefusedTable(
+        return TableRefusal(
             f"cannot follow: the table is of cluster {new.cluster_id}, this router of "
             f"{old.cluster_id}",
             is_stale=True,
@@ -44,13 +44,13 @@ def refused(
     if (new.epoch, new.generation) < (old.epoch, old.generation) or (
         new.generation < old.generation
     ):
-        return RefusedTable(
+        return TableRefusal(
             f"cannot follow: epoch {new.epoch} generation {new.generation} is older than "
             f"{old.epoch}/{old.generation}",
             is_stale=True,
         )
     if old.deployments and not new.deployments and answering:
-        return RefusedTable(
+        return TableRefusal(
             f"cannot follow generation {new.generation}: it drops every deployment, which looks "
             f"like a lost database, while {len(answering)} replicas still answer",
             is_stale=False,
@@ -60,15 +60,15 @@ def refused(
     # were lost with a database; the last one may have been revoked by an older scheduler.
     lost = [key for key in old.keys if key.key_id not in new.keys_revoked and not key.expires_at]
     if len(lost) >= DROPPED_MIN and not new.keys:
-        return RefusedTable(
+        return TableRefusal(
             f"cannot follow generation {new.generation}: it drops every key ({len(lost)} without "
             "a word that they were revoked), which looks like a lost database",
             is_stale=False,
         )
-    return _refused_drop(old, new, answering)
+    return _check_dropped_replicas(old, new, answering)
 
 
-def widened(old: RouteTable, new: RouteTable) -> RouteTable:
+def merge_additions(old: RouteTable, new: RouteTable) -> RouteTable:
     """Return `old` with all that `new` adds or changes, less the keys that `new` says are revoked.
 
     Served by while `new` is held: a new key or replica need not wait for the doubt to end, nor may
@@ -85,9 +85,9 @@ def widened(old: RouteTable, new: RouteTable) -> RouteTable:
     )
 
 
-def _refused_drop(
+def _check_dropped_replicas(
     old: RouteTable, new: RouteTable, answering: Set[ReplicaId]
-) -> RefusedTable | None:
+) -> TableRefusal | None:
     kept = {route.replica_id for route in new.routes}
     dropped = tuple(route for route in old.routes if route.replica_id not in kept)
     alive = [route for route in dropped if route.replica_id in answering]
@@ -98,7 +98,7 @@ def _refused_drop(
     added = len(kept - {route.replica_id for route in old.routes})
     if len(kept) >= DROPPED_SHARE * len(old.routes) and added >= len(dropped):
         return None
-    return RefusedTable(
+    return TableRefusal(
         f"cannot follow generation {new.generation}: it drops {len(dropped)} of "
         f"{len(old.routes)} replicas at once while {len(alive)} of them still answer",
         is_stale=False,

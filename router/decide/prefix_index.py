@@ -17,23 +17,23 @@ from typing import Final, NamedTuple
 import xxhash
 
 BLOCK_BYTES: Final = 128
-GROWTH: Final = 16
+DEPTH_PER_BLOCK: Final = 16
 KEYS_MAX: Final = 160
 PAIRS_MAX: Final = 200_000
 """How many (key, replica) pairs one index holds, some 150 bytes each."""
 
-CAPACITY_FIRST: Final = 4_000_000
+CAPACITY_DEFAULT: Final = 4_000_000
 CAPACITY_MIN: Final = 20_000
 CAPACITY_MAX: Final = 10**9
 """A replica's cache as the index plays it, in the unit of the keys: bytes of prompt."""
 
-CUT: Final = 0.5
+SHRINK_STEP: Final = 0.5
 """How far one proven loss moves the capacity towards what had passed through the cache by then."""
 
-GROW: Final = 1.002
+GROWTH_FACTOR: Final = 1.002
 TTL_S: Final = 3600.0
 
-FOUND: Final = 0.75
+HIT_RATIO_MIN: Final = 0.75
 """Less than this of the share that was expected, and the rest of it had been pushed out."""
 
 
@@ -48,18 +48,18 @@ class PrefixKeys(NamedTuple):
 NO_KEYS: Final = PrefixKeys((), (), 0)
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """Replicas that hold the same share of a prompt, as a mask of their slots."""
 
     mask: int
     share: float
 
 
-class Held(NamedTuple):
+class PrefixMatches(NamedTuple):
     """Who holds how much of a prompt: everyone at least this share, and some more than that."""
 
     everyone: float
-    some: Sequence[Match]
+    some: Sequence[PrefixMatch]
 
     def share_at(self, slot: int) -> float:
         """Return the share of the prompt that one replica holds."""
@@ -69,10 +69,10 @@ class Held(NamedTuple):
         return self.everyone
 
 
-NOTHING_HELD: Final = Held(0.0, ())
+NO_MATCHES: Final = PrefixMatches(0.0, ())
 
 
-class Sent(NamedTuple):
+class SentPrompt(NamedTuple):
     """What the index expected of a prompt when it went: the share cached, and how old its use was.
 
     The age is what had passed through that cache since then, in the unit of the keys.
@@ -83,13 +83,13 @@ class Sent(NamedTuple):
     age: int
 
 
-def ends_of(size: int, block: int = BLOCK_BYTES, keys_max: int = KEYS_MAX) -> Sequence[int]:
+def block_ends(size: int, block: int = BLOCK_BYTES, keys_max: int = KEYS_MAX) -> Sequence[int]:
     """Return where a prompt of `size` is cut: every whole block, wider the deeper."""
     ends: list[int] = []
     end = 0
     while len(ends) < keys_max:
         # Powers of two, so that prompts of any size are cut at the same places.
-        wide = max(block, 1 << max(0, (end // GROWTH).bit_length() - 1))
+        wide = max(block, 1 << max(0, (end // DEPTH_PER_BLOCK).bit_length() - 1))
         end += wide
         if end > size:
             break
@@ -97,9 +97,9 @@ def ends_of(size: int, block: int = BLOCK_BYTES, keys_max: int = KEYS_MAX) -> Se
     return ends
 
 
-def keys_of(prompt: bytes, seed: int) -> PrefixKeys:
+def prefix_keys(prompt: bytes, seed: int) -> PrefixKeys:
     """Cut and hash a prompt. The seed keeps tenants and deployments apart, as caches do."""
-    ends = ends_of(len(prompt))
+    ends = block_ends(len(prompt))
     keys: list[int] = []
     view = memoryview(prompt)
     key, begin = seed, 0
@@ -110,7 +110,7 @@ def keys_of(prompt: bytes, seed: int) -> PrefixKeys:
     return PrefixKeys(keys, ends, len(prompt))
 
 
-class _Cache:
+class _ReplicaCache:
     """One replica's cache as this index plays it: keys by last use, with their sizes."""
 
     def __init__(self, capacity: float) -> None:
@@ -124,10 +124,10 @@ class _Cache:
 class PrefixIndex:
     """Which slots hold which keys: a mask of bits each key, so a match costs one `and` a key."""
 
-    def __init__(self, capacity: float = CAPACITY_FIRST, pairs_max: int = PAIRS_MAX) -> None:
+    def __init__(self, capacity: float = CAPACITY_DEFAULT, pairs_max: int = PAIRS_MAX) -> None:
         """Assume caches of `capacity` until taught otherwise."""
         self._holders: dict[int, int] = {}
-        self._caches: dict[int, _Cache] = {}
+        self._caches: dict[int, _ReplicaCache] = {}
         self._capacity = capacity
         self._pairs_max = pairs_max
         self._pairs = 0
@@ -136,14 +136,14 @@ class PrefixIndex:
         """Return how many (key, replica) pairs are held."""
         return self._pairs
 
-    def match(self, keys: PrefixKeys, everyone: int = 0) -> Held:
+    def match(self, keys: PrefixKeys, everyone: int = 0) -> PrefixMatches:
         """Return who holds how much of the prompt; `everyone` is the mask of all that might.
 
         Whoever holds a key holds all before it, so between two keys with the same holders nothing
         changes: a few look-ups find where it does.
         """
         if not keys.keys or not (first := self._holders.get(keys.keys[0], 0)):
-            return NOTHING_HELD
+            return NO_MATCHES
         # The holders at each depth where they change, shallowest first.
         ends: list[tuple[int, int]] = []
         self._split(keys.keys, 0, first, len(keys.keys), 0, ends)
@@ -156,8 +156,8 @@ class PrefixIndex:
                 # All hold at least as much as those who hold least.
                 common = share
                 continue
-            some.append(Match(leaving, share))
-        return Held(common, some)
+            some.append(PrefixMatch(leaving, share))
+        return PrefixMatches(common, some)
 
     def _split(
         self,
@@ -177,11 +177,11 @@ class PrefixIndex:
         if at_low != at_high:
             ends.append((low, at_low & ~at_high))
 
-    def sent(self, slot: int, keys: PrefixKeys, now_s: float) -> Sent:
+    def sent(self, slot: int, keys: PrefixKeys, now_s: float) -> SentPrompt:
         """A prompt goes to a replica: from now on its cache holds it, the oldest making room."""
         cache = self._caches.get(slot)
         if cache is None:
-            cache = self._caches[slot] = _Cache(self._capacity)
+            cache = self._caches[slot] = _ReplicaCache(self._capacity)
         bit = 1 << slot
         share, age = 0.0, 0
         passed = cache.passed
@@ -199,9 +199,9 @@ class PrefixIndex:
                 share, age = end / keys.size, passed - held[1]
             cache.keys[key] = (end - begin, cache.passed, now_s)
         self._make_room(slot, cache, now_s)
-        return Sent(slot, share, age)
+        return SentPrompt(slot, share, age)
 
-    def unsent(self, sent: Sent, keys: PrefixKeys) -> None:
+    def unsent(self, sent: SentPrompt, keys: PrefixKeys) -> None:
         """The replica did not take the prompt after all: what it had not before, it has not now."""
         cache = self._caches.get(sent.slot)
         if cache is None:
@@ -210,15 +210,15 @@ class PrefixIndex:
             if end > sent.share * keys.size and key in cache.keys:
                 self._drop(sent.slot, cache, key)
 
-    def answered(self, sent: Sent, cached: float) -> None:
+    def answered(self, sent: SentPrompt, cached: float) -> None:
         """A replica told which share of that prompt it had cached: is its cache that large?"""
         cache = self._caches.get(sent.slot)
         if cache is None or not sent.share:
             return
-        if cached >= sent.share * FOUND:
-            cache.capacity = min(CAPACITY_MAX, cache.capacity * GROW)
+        if cached >= sent.share * HIT_RATIO_MIN:
+            cache.capacity = min(CAPACITY_MAX, cache.capacity * GROWTH_FACTOR)
         elif sent.age < cache.capacity:
-            cache.capacity += CUT * (max(CAPACITY_MIN, sent.age) - cache.capacity)
+            cache.capacity += SHRINK_STEP * (max(CAPACITY_MIN, sent.age) - cache.capacity)
 
     def forget(self, slots: Set[int]) -> None:
         """Drop what gone replicas held."""
@@ -229,7 +229,7 @@ class PrefixIndex:
                 for key in cache.keys:
                     self._let_go(key, slot)
 
-    def _make_room(self, slot: int, cache: _Cache, now_s: float) -> None:
+    def _make_room(self, slot: int, cache: _ReplicaCache, now_s: float) -> None:
         while cache.keys:
             key, (_, _, used_at_s) = next(iter(cache.keys.items()))
             over = cache.size > cache.capacity or now_s - used_at_s > TTL_S
@@ -238,7 +238,7 @@ class PrefixIndex:
                 return
             self._drop(slot, cache, key)
 
-    def _drop(self, slot: int, cache: _Cache, key: int) -> None:
+    def _drop(self, slot: int, cache: _ReplicaCache, key: int) -> None:
         cache.size -= cache.keys.pop(key)[0]
         self._pairs -= 1
         self._let_go(key, slot)

@@ -1,13 +1,15 @@
 """Sharing: the other processes of this router are told which prompts were read where."""
 
-from router.processes import ParentLink, Workers
-from router.sharing import Outbox, Prompts
+from router.processes import ParentLink, WorkerPool
+from router.prompt_sharing import PromptOutbox, SharedPrompts
 
 
-class Sharer:
+class PromptSharer:
     """Empties the outbox: a worker tells the main process, which passes it on; that one, all."""
 
-    def __init__(self, outbox: Outbox, parent: ParentLink | None, workers: Workers) -> None:
+    def __init__(
+        self, outbox: PromptOutbox, parent: ParentLink | None, workers: WorkerPool
+    ) -> None:
         """A worker has a `parent`, the main process has `workers`."""
         self._outbox = outbox
         self._parent = parent
@@ -18,7 +20,7 @@ class Sharer:
         rows = self._outbox.take()
         if self._parent is not None:
             # Also where there are none: a worker that says nothing is taken to hang.
-            await self._parent.send(Prompts(rows))
+            await self._parent.send(SharedPrompts(rows))
         elif rows:
-            self._workers.tell(Prompts(rows))
+            self._workers.tell(SharedPrompts(rows))
         return len(rows)
