@@ -1,146 +1,148 @@
-"""Coroutines that run where they stand: what they wait for, and how they end."""
+"""Inline tasks: when they start and resume, what they may await, and how they end."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from router.dataplane.inline_task import InlineEvent, InlineTask, inline_sleep
-from tests.unit.router.wire import a_turn
+from tests.unit.router.in_memory import one_iteration
 
 
-class Told:
-    """What errands did, in order."""
+class TaskLog:
+    """What the coroutines of a test did, in order."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    async def waits(self, name: str, *signals: InlineEvent) -> None:
-        self.lines.append(f"{name} begins")
+    async def wait(self, name: str, *events: InlineEvent) -> None:
+        self.lines.append(f"{name} starts")
         try:
-            for number, signal in enumerate(signals):
-                await signal
-                self.lines.append(f"{name} had {number}")
+            for number, event in enumerate(events):
+                await event
+                self.lines.append(f"{name} saw {number}")
         except asyncio.CancelledError:
             self.lines.append(f"{name} is cancelled")
             raise
         self.lines.append(f"{name} ends")
 
-    async def gives(self, name: str, then: Callable[[], None], *signals: InlineEvent) -> None:
-        """Do something in the midst of a run, and go on waiting."""
-        self.lines.append(f"{name} begins")
-        then()
-        await self.waits(name, *signals)
+    async def call_then_wait(
+        self, name: str, call: Callable[[], None], *events: InlineEvent
+    ) -> None:
+        """Call a function while the coroutine runs, then wait."""
+        self.lines.append(f"{name} calls")
+        call()
+        await self.wait(name, *events)
 
 
-def begun(work: Coroutine[Any, None, None]) -> InlineTask:
-    errand = InlineTask(work)
-    errand.advance()
-    return errand
+def start(coroutine: Coroutine[Any, None, None]) -> InlineTask:
+    task = InlineTask(coroutine)
+    task.advance()
+    return task
 
 
-def test_an_errand_begins_at_once_and_goes_on_within_the_signal() -> None:
-    told, first, second = Told(), InlineEvent(), InlineEvent()
-    begun(told.waits("a", first, second))
-    assert told.lines == ["a begins"]
+def test_a_task_starts_at_once_and_resumes_inside_set() -> None:
+    log, first, second = TaskLog(), InlineEvent(), InlineEvent()
+    start(log.wait("a", first, second))
+    assert log.lines == ["a starts"]
     first.set()
-    assert told.lines[1:] == ["a had 0"]
+    assert log.lines[1:] == ["a saw 0"]
     second.set()
-    assert told.lines[2:] == ["a had 1", "a ends"]
+    assert log.lines[2:] == ["a saw 1", "a ends"]
 
 
-def test_a_signal_given_before_is_not_waited_for_and_given_twice_is_given_once() -> None:
-    told, signal, later = Told(), InlineEvent(), InlineEvent()
-    signal.set()
-    begun(told.waits("a", signal, later))
-    assert told.lines == ["a begins", "a had 0"]
-    signal.set()
-    assert told.lines == ["a begins", "a had 0"]
+def test_an_event_set_before_the_wait_does_not_block_and_setting_it_again_has_no_effect() -> None:
+    log, event, later = TaskLog(), InlineEvent(), InlineEvent()
+    event.set()
+    start(log.wait("a", event, later))
+    assert log.lines == ["a starts", "a saw 0"]
+    event.set()
+    assert log.lines == ["a starts", "a saw 0"]
 
 
-def test_a_signal_given_within_the_errands_own_run_is_not_lost() -> None:
-    told, signal = Told(), InlineEvent()
-    begun(told.gives("a", signal.set, signal))
-    assert told.lines[-1] == "a ends"
+def test_an_event_that_the_task_sets_itself_is_not_lost() -> None:
+    log, event = TaskLog(), InlineEvent()
+    start(log.call_then_wait("a", event.set, event))
+    assert log.lines[-1] == "a ends"
 
 
-def test_an_errand_that_wakes_another_goes_on_as_itself() -> None:
-    told, inner, outer = Told(), InlineEvent(), InlineEvent()
-    begun(told.waits("b", inner, InlineEvent()))
-    begun(told.gives("a", inner.set, outer))
-    assert told.lines == ["b begins", "a begins", "b had 0", "a begins"]
+def test_a_task_that_resumes_another_one_continues_as_itself() -> None:
+    log, inner, outer = TaskLog(), InlineEvent(), InlineEvent()
+    start(log.wait("b", inner, InlineEvent()))
+    start(log.call_then_wait("a", inner.set, outer))
+    assert log.lines == ["b starts", "a calls", "b saw 0", "a starts"]
     outer.set()
-    assert told.lines[4:] == ["a had 0", "a ends"]
+    assert log.lines[4:] == ["a saw 0", "a ends"]
 
 
-async def test_one_that_fails_within_another_harms_only_itself() -> None:
-    caught: list[Any] = []
+async def test_a_task_that_fails_inside_another_one_does_not_affect_it() -> None:
+    reported: list[Any] = []
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: caught.append(context))
-    told, inner, outer = Told(), InlineEvent(), InlineEvent()
+    loop.set_exception_handler(lambda _, context: reported.append(context))
+    log, inner, outer = TaskLog(), InlineEvent(), InlineEvent()
 
-    async def fails() -> None:
+    async def fail() -> None:
         await inner
         raise ValueError("broken")
 
-    begun(fails())
-    begun(told.gives("a", inner.set, outer))
+    start(fail())
+    start(log.call_then_wait("a", inner.set, outer))
     outer.set()
-    assert told.lines[-1] == "a ends"
-    assert [str(context["exception"]) for context in caught] == ["broken"]
+    assert log.lines[-1] == "a ends"
+    assert [str(context["exception"]) for context in reported] == ["broken"]
 
 
-def test_cancelling_ends_the_wait_and_what_comes_later_is_nobodys() -> None:
-    told, signal = Told(), InlineEvent()
-    errand = begun(told.waits("a", signal))
-    errand.cancel()
-    assert told.lines[1:] == ["a is cancelled"]
-    signal.set()
-    errand.cancel()
-    assert told.lines[2:] == []
+def test_cancelling_ends_the_wait_and_later_events_have_no_effect() -> None:
+    log, event = TaskLog(), InlineEvent()
+    task = start(log.wait("a", event))
+    task.cancel()
+    assert log.lines[1:] == ["a is cancelled"]
+    event.set()
+    task.cancel()
+    assert log.lines[2:] == []
 
 
-def test_cancelling_within_the_run_waits_for_the_next_wait() -> None:
-    told, signal = Told(), InlineEvent()
-    errands: list[InlineTask] = []
-    errand = InlineTask(told.gives("a", lambda: errands[0].cancel(), signal))
-    errands.append(errand)
-    errand.advance()
-    assert told.lines == ["a begins", "a begins", "a is cancelled"]
+def test_a_running_task_is_cancelled_at_its_next_wait() -> None:
+    log, event = TaskLog(), InlineEvent()
+    tasks: list[InlineTask] = []
+    task = InlineTask(log.call_then_wait("a", lambda: tasks[0].cancel(), event))
+    tasks.append(task)
+    task.advance()
+    assert log.lines == ["a calls", "a starts", "a is cancelled"]
 
 
-async def test_what_is_no_signal_is_refused_in_words_where_it_is_awaited() -> None:
-    said: list[str] = []
+async def test_awaiting_anything_but_an_inline_event_raises_where_it_is_awaited() -> None:
+    messages: list[str] = []
 
-    async def wrong(awaited: Any) -> None:
+    async def await_wrongly(awaitable: Any) -> None:
         try:
-            await awaited
+            await awaitable
         except RuntimeError as error:
-            said.append(str(error))
+            messages.append(str(error))
 
     future = asyncio.get_running_loop().create_future()
-    begun(wrong(future))
-    begun(wrong(a_turn()))
-    assert said == [
+    start(await_wrongly(future))
+    start(await_wrongly(one_iteration()))
+    assert messages == [
         "cannot await Future in an inline task: await an InlineEvent",
         "cannot await NoneType in an inline task: await an InlineEvent",
     ]
 
 
-async def test_a_task_may_wait_for_a_signal_too() -> None:
-    told, signal = Told(), InlineEvent()
-    task = asyncio.get_running_loop().create_task(told.waits("a", signal))
-    await a_turn()
-    signal.set()
+async def test_an_asyncio_task_may_await_an_inline_event() -> None:
+    log, event = TaskLog(), InlineEvent()
+    task = asyncio.get_running_loop().create_task(log.wait("a", event))
+    await one_iteration()
+    event.set()
     await task
-    assert told.lines == ["a begins", "a had 0", "a ends"]
+    assert log.lines == ["a starts", "a saw 0", "a ends"]
 
 
-async def test_a_pause_ends_with_its_timer() -> None:
-    over = asyncio.Event()
+async def test_inline_sleep_ends_with_its_timer() -> None:
+    is_over = asyncio.Event()
 
-    async def pauses() -> None:
+    async def pause() -> None:
         await inline_sleep(0.0)
-        over.set()
+        is_over.set()
 
-    begun(pauses())
-    await over.wait()
+    start(pause())
+    await is_over.wait()

@@ -1,4 +1,4 @@
-"""What the router takes of a body for the prompt that it will become."""
+"""OpenAI request bodies: the prompt, the number of answers, and what is refused."""
 
 import pytest
 
@@ -17,7 +17,7 @@ TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
         (b',"tool_choice":"auto","response_format":{"type":"json_object"}', b"\0user\0hi"),
     ],
 )
-def test_tools_count_as_the_beginning_of_the_prompt(rest: bytes, begins: bytes) -> None:
+def test_tools_are_the_beginning_of_the_prompt(rest: bytes, begins: bytes) -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"hi"}]' + rest + b"}"
     request = decode(body, CHAT)
     assert render_prompt(request) == begins
@@ -34,7 +34,7 @@ def test_tools_count_as_the_beginning_of_the_prompt(rest: bytes, begins: bytes) 
         (b'"prompt":[[1],[2,3],[4]],"n":2', 6),
     ],
 )
-def test_every_choice_of_every_prompt_is_an_answer(rest: bytes, count: int) -> None:
+def test_each_choice_of_each_prompt_counts_as_an_answer(rest: bytes, count: int) -> None:
     assert count_answers(decode(b'{"model":"m",' + rest + b"}", COMPLETION)) == count
 
 
@@ -49,7 +49,7 @@ def test_every_choice_of_every_prompt_is_an_answer(rest: bytes, count: int) -> N
         (b"{", None),
     ],
 )
-def test_what_is_wrong_is_named(body: bytes, param: str | None) -> None:
+def test_an_error_names_the_field(body: bytes, param: str | None) -> None:
     with pytest.raises(ApiError) as refused:
         decode(body, CHAT)
     assert refused.value.param == param
@@ -68,15 +68,15 @@ CHATTED = b'{"model":"m","messages":[{"role":"user","content":[%b]}]}'
         b'{"type":"text","text":"x","audio_url":{"url":"http://localhost:9100/metrics"}}',
     ],
 )
-def test_no_engine_is_made_to_fetch_what_a_client_cannot_reach(part: bytes) -> None:
+def test_a_url_that_an_engine_would_fetch_is_refused(part: bytes) -> None:
     with pytest.raises(ApiError, match="nothing is fetched for a client"):
         decode(CHATTED % part, CHAT)
 
 
-def test_what_comes_with_the_request_is_let_through() -> None:
-    seen = b'{"type":"image_url","image_url":{"url":"data:image/png;base64,AA==","detail":"low"}}'
-    decode(CHATTED % (b'{"type":"text","text":"what is this?"},' + seen), CHAT)
+def test_a_data_url_is_accepted_and_messages_to_embed_are_not() -> None:
+    image = b'{"type":"image_url","image_url":{"url":"data:image/png;base64,AA==","detail":"low"}}'
+    decode(CHATTED % (b'{"type":"text","text":"what is this?"},' + image), CHAT)
     decode(b'{"model":"m","input":"x"}', EMBEDDING)
     with pytest.raises(ApiError):
-        # As vLLM takes a chat to be embedded, beside the input that was read here.
+        # vLLM would embed `messages` instead of the `input` that the router has read.
         decode(b'{"model":"m","input":"x","messages":[]}', EMBEDDING)

@@ -1,21 +1,21 @@
-"""Mutated HTTP through the parser wall: what passes is what another parser reads (ops/fuzz)."""
+"""Mutated HTTP requests: what the request reader accepts, another parser reads the same way."""
 
 import random
 
 import pytest
 
-from ops.fuzz.requests import disagreement, mutated, through_the_wall
+from ops.fuzz.requests import find_disagreement, mutate_request, read_in_pieces
 
 INPUTS = 1000
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_passes_the_wall_is_what_another_parser_reads(seed: int) -> None:
+def test_accepted_requests_are_read_the_same_way_by_another_parser(seed: int) -> None:
     chance = random.Random(seed)
-    passed = 0
+    accepted = 0
     for _ in range(INPUTS):
-        data = mutated(chance)
-        requests = through_the_wall(data, chance)
-        assert not disagreement(data, requests), data
-        passed += len(requests)
-    assert passed > INPUTS / 20
+        data = mutate_request(chance)
+        requests = read_in_pieces(data, chance)
+        assert not find_disagreement(data, requests), data
+        accepted += len(requests)
+    assert accepted > INPUTS / 20

@@ -1,4 +1,4 @@
-"""A relay without sockets or clocks: time that stands still, and ends that bytes wait at."""
+"""The request path without sockets: a loop with manual time, and transports held in memory."""
 
 import asyncio
 import types
@@ -26,19 +26,22 @@ BUFFER_BYTES = 2_000
 
 
 @types.coroutine
-def a_turn() -> Generator[None, None, None]:
-    """Let one turn of the loop pass."""
+def one_iteration() -> Generator[None, None, None]:
+    """Let one iteration of the loop pass."""
     yield
 
 
-class End(asyncio.Transport):
-    """The router's end of one connection. `inbox` came for it, `outbox` was written to it."""
+class FakeTransport(asyncio.Transport):
+    """The router's end of one connection, in memory.
+
+    `inbox` holds bytes of the other side that are not delivered yet, `outbox` what was written.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, protocol: Any) -> None:
         super().__init__()
         self.inbox = b""
         self.outbox = b""
-        self.reads_on = True
+        self.is_reading = True
         self.is_paused = False
         self.is_lost = False
         self._is_closing = False
@@ -47,17 +50,17 @@ class End(asyncio.Transport):
         protocol.connection_made(self)
 
     def deliver(self, size: int) -> None:
-        """Hand over some of what came, where it is read."""
+        """Deliver up to `size` bytes of the inbox to the protocol."""
         data, self.inbox = self.inbox[:size], self.inbox[size:]
         if data:
             self._protocol.data_received(data)
 
     @property
     def can_deliver(self) -> bool:
-        return bool(self.inbox) and self.reads_on and not self._is_closing
+        return bool(self.inbox) and self.is_reading and not self._is_closing
 
     def read(self) -> None:
-        """The other side reads everything."""
+        """Let the other side read everything that was written."""
         self.outbox = b""
         if self.is_paused:
             self.is_paused = False
@@ -65,14 +68,14 @@ class End(asyncio.Transport):
         if self._is_closing:
             self.abort()
 
-    def leave(self, *, politely: bool) -> None:
-        """The other side goes."""
-        if not politely:
+    def leave(self, *, half_closes: bool) -> None:
+        """Close the other side: half-close it if `half_closes`, else abort."""
+        if not half_closes:
             self.abort()
-        elif self.reads_on and not self._is_closing and not self._protocol.eof_received():
+        elif self.is_reading and not self._is_closing and not self._protocol.eof_received():
             self.close()
 
-    # What the protocol does.
+    # Called by the protocol.
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return ("10.0.0.1", 1) if name == "peername" else default
@@ -104,10 +107,10 @@ class End(asyncio.Transport):
         pass
 
     def pause_reading(self) -> None:
-        self.reads_on = False
+        self.is_reading = False
 
     def resume_reading(self) -> None:
-        self.reads_on = True
+        self.is_reading = True
 
     def close(self) -> None:
         self._is_closing = True
@@ -121,19 +124,19 @@ class End(asyncio.Transport):
             self._loop.call_soon(self._protocol.connection_lost, None)
 
 
-class StillLoop(asyncio.SelectorEventLoop):
-    """Time passes when told to, and who dials waits until it is answered.
+class ManualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time and whose dials the test controls.
 
-    As in uvloop, a dial given up ends without a word to a protocol that was told of a beginning.
+    As in uvloop, a cancelled dial does not report a lost connection to a protocol that it opened.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 1000.0
         self.dials: list[asyncio.Future[None]] = []
-        self.wrong: list[dict[str, Any]] = []
-        self.nodes: list[End] = []
-        self.set_exception_handler(lambda _, context: self.wrong.append(context))
+        self.errors: list[dict[str, Any]] = []
+        self.nodes: list[FakeTransport] = []
+        self.set_exception_handler(lambda _, context: self.errors.append(context))
 
     def time(self) -> float:
         return self.now_s
@@ -142,31 +145,31 @@ class StillLoop(asyncio.SelectorEventLoop):
         dial: asyncio.Future[None] = self.create_future()
         self.dials.append(dial)
         await dial
-        end = End(self, factory())
+        transport = FakeTransport(self, factory())
         try:
-            # Between what is made and who asked for it.
-            await self._turns(4)
+            # The window in which the connection is open and `connect` has not returned.
+            await self._iterate(4)
         except asyncio.CancelledError:
-            end.is_lost = True
+            transport.is_lost = True
             raise
-        self.nodes.append(end)
-        return end, None
+        self.nodes.append(transport)
+        return transport, None
 
-    def settle(self, act: Callable[[], None] | None = None, turns: int = 8) -> None:
-        """Do something in a callback, and let some turns pass."""
-        if act is not None:
-            self.call_soon(act)
-        self.run_until_complete(self._turns(turns))
+    def settle(self, action: Callable[[], None] | None = None, iterations: int = 8) -> None:
+        """Run `action` in a callback, and let some iterations of the loop pass."""
+        if action is not None:
+            self.call_soon(action)
+        self.run_until_complete(self._iterate(iterations))
 
-    async def _turns(self, turns: int) -> None:
-        for _ in range(turns):
-            await a_turn()
+    async def _iterate(self, iterations: int) -> None:
+        for _ in range(iterations):
+            await one_iteration()
 
 
-class Relay:
-    """The router from its listener to its nodes' connections, as `app.py` ties it."""
+class RequestPath:
+    """The router from its HTTP server to its connections to nodes, composed as in `app.py`."""
 
-    def __init__(self, loop: StillLoop, table: RouteTable, folder: Path) -> None:
+    def __init__(self, loop: ManualLoop, table: RouteTable, folder: Path) -> None:
         self.loop = loop
         config = RouterConfig(state_folder=folder)
         clock, metrics = loop.time, Metrics()
@@ -200,6 +203,6 @@ class Relay:
         )
         loop.settle(self.deadlines.start)
 
-    def client(self) -> End:
-        """Let a client connect."""
-        return End(self.loop, self.server.make_connection())
+    def connect_client(self) -> FakeTransport:
+        """Open a connection of a client."""
+        return FakeTransport(self.loop, self.server.make_connection())
