@@ -41,7 +41,7 @@ class FakeTransport(asyncio.Transport):
         super().__init__()
         self.inbox = b""
         self.outbox = b""
-        self.is_reading = True
+        self.reads = True
         self.is_paused = False
         self.is_lost = False
         self._is_closing = False
@@ -57,7 +57,7 @@ class FakeTransport(asyncio.Transport):
 
     @property
     def can_deliver(self) -> bool:
-        return bool(self.inbox) and self.is_reading and not self._is_closing
+        return bool(self.inbox) and self.reads and not self._is_closing
 
     def read(self) -> None:
         """Let the other side read everything that was written."""
@@ -72,7 +72,7 @@ class FakeTransport(asyncio.Transport):
         """Close the other side: half-close it if `half_closes`, else abort."""
         if not half_closes:
             self.abort()
-        elif self.is_reading and not self._is_closing and not self._protocol.eof_received():
+        elif self.reads and not self._is_closing and not self._protocol.eof_received():
             self.close()
 
     # Called by the protocol.
@@ -107,10 +107,10 @@ class FakeTransport(asyncio.Transport):
         pass
 
     def pause_reading(self) -> None:
-        self.is_reading = False
+        self.reads = False
 
     def resume_reading(self) -> None:
-        self.is_reading = True
+        self.reads = True
 
     def close(self) -> None:
         self._is_closing = True

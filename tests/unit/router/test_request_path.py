@@ -172,7 +172,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         assert not self.loop.errors
         idle = self.router.upstream._idle.values()
         kept = {connection._transport for connections in idle for connection in connections}
-        assert all(node.is_reading for node in self.open_nodes if node in kept)
+        assert all(node.reads for node in self.open_nodes if node in kept)
 
     def teardown(self) -> None:
         if self.all_continue:
