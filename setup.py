@@ -33,6 +33,7 @@ HOT = (
     "router/dataplane/upstream.py",
     "router/dataplane/verdict.py",
     "router/decide/[a-z]*.py",
+    "router/feedback.py",
     "router/fleet_state.py",
     "router/usage_journal.py",
     "router/journey.py",

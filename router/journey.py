@@ -12,7 +12,7 @@ from router.dataplane.exchange import Exchange, Head
 from router.dataplane.sse import DONE_FRAME, Frames, Said, usage_frame
 from router.dataplane.usage import UsageCount
 from router.decide.prefix_index import SentPrompt
-from router.decide.replica_table import RankedRoute
+from router.decide.ranked_route import RankedRoute
 from router.decide.tokens_in_flight import Reservation
 from router.waiting import Place
 

@@ -1,4 +1,4 @@
-"""What a router listens on: its public port, with the cold routes behind it, and a private one."""
+"""The ports that a router listens on: the public one, and a private one for metrics."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ from router.dataplane.upstream import Upstream
 
 
 class RouterPorts(NamedTuple):
-    """Where a router is reached; without a private listener its port is 0."""
+    """The ports in use; `private` is 0 if there is no private listener."""
 
     public: int
     private: int
@@ -35,7 +35,10 @@ async def open_listeners(
     registry: CollectorRegistry,
     context: SSLContext | None,
 ) -> AsyncIterator[RouterPorts]:
-    """Listen. On exit: accept no more, and let what is under way end."""
+    """Listen. On exit, accept no more connections and wait for the open requests.
+
+    `/metrics` is on the private port, or on the public one if there is no private one.
+    """
     show_metrics = exposition(registry)
     private_port = 0
     async with AsyncExitStack() as stack:

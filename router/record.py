@@ -105,7 +105,7 @@ class Recorder:
     def attempt_failed(self, journey: Journey) -> None:
         """Count a replica that failed under a request, whoever answers in the end."""
         if journey.route is not None:
-            self.trials.ended(journey.asked.deployment, journey.route, failed=True)
+            self.trials.record_attempt(journey.asked.deployment, journey.route, failed=True)
 
     def take_usage(self) -> tuple[tuple[UsageRow, ...], tuple[Path, ...]]:
         """Hand over the usage so far and its journal's files, `saved` once it is kept elsewhere."""
@@ -142,7 +142,7 @@ class Recorder:
         itl_ms = 0.0
         if journey.token_at_s and output > 1:
             itl_ms = 1000 * (now_s - journey.token_at_s) / (output - 1)
-        self.trials.ended(
+        self.trials.record_attempt(
             journey.asked.deployment,
             route,
             failed=journey.outcome is FAILED,

@@ -23,11 +23,12 @@ from router.dataplane.message import Client, Reply
 from router.dataplane.upstream import Upstream
 from router.dataplane.verdict import hold_to_error, hold_to_status, read_answer
 from router.decide.limits import AdmittedRequest, KeyLimiter, LimitExceeded
+from router.decide.ranked_route import RankedRoute
 from router.decide.ranking import RankedRoutes, RouteQuery, rank
-from router.decide.replica_table import RankedRoute
 from router.decide.retry_after import spread_retry_after_s
 from router.decide.retry_budget import RetryBudget
 from router.decide.tokens_in_flight import Reservation
+from router.feedback import AttemptFeedback
 from router.fleet_state import FleetState
 from router.journey import COMPLETE, REFUSED, Journey
 from router.metrics import Metrics
@@ -58,6 +59,7 @@ class Corridor:
         """Take what the house shares. `clock` gives monotonic seconds."""
         self._config = config
         self._fleet = fleet
+        self._attempts = AttemptFeedback(fleet)
         self._gate = gate
         self._upstream = upstream
         self._recorder = recorder
@@ -69,7 +71,7 @@ class Corridor:
 
     async def serve(self, asked: Asked, client: Client) -> None:
         """Answer one request, or raise ApiError where nothing was sent yet."""
-        estimate = self._fleet.estimate_tokens(asked.deployment_id, asked.text_bytes)
+        estimate = self._fleet.routing(asked.deployment_id).estimate_tokens(asked.text_bytes)
         journey = Journey(asked, estimate)
         now_s = self._clock()
         entry = self._admit(journey, now_s)
@@ -188,7 +190,7 @@ class Corridor:
         journey.failed.add(asked.route.replica_id)
         if exchange.head is not None and exchange.head.passed:
             journey.failed.add(exchange.head.passed)
-        elif cause := self._fleet.record_failure(asked.route):
+        elif cause := self._attempts.record_failure(asked.route):
             self._metrics.ejections.labels(cause).inc()
 
     def _rank(self, journey: Journey) -> RankedRoutes:
@@ -199,12 +201,12 @@ class Corridor:
             prompt_tokens,
             output_tokens,
             asked.session,
-            self._fleet.session_binding(asked.session),
-            self._fleet.prefix_matches(asked.deployment_id, asked.prefix_keys),
+            self._fleet.sessions.lookup(asked.session, self._clock()),
+            self._fleet.routing(asked.deployment_id).prefix_matches(asked.prefix_keys),
         )
         view = self._fleet.snapshot(asked.deployment_id)
         # The deployment as the table has it now: a step of a rollout counts for those who wait too.
-        entry = self._fleet.deployment(asked.deployment.name) or asked.deployment
+        entry = self._fleet.directory.deployment(asked.deployment.name) or asked.deployment
         drawn = self._fleet.draw_version(entry, asked.session or asked.request_id)
         routes = rank(view, ask, journey.left_alone | drawn.excluded)
         if not routes and drawn.may_fall_back:
@@ -279,17 +281,17 @@ class Corridor:
         if head.passed:
             ranked = self._passed_on(journey, ranked, routes.route_to(head.passed))
             reservation = self._book(journey, ranked)
-        self._fleet.record_answer_head(ranked.route, head.load, head.refused, reservation)
+        self._attempts.record_answer_head(ranked.route, head.load, head.refused, reservation)
         hold_to_status(ranked.route.node_id, head)
         if head.status == 200 and not exchange.is_stream:
             exchange.usage, exchange.body = read_answer(ranked.route.node_id, exchange.body)
-        self._fleet.record_success(ranked.route)
+        self._attempts.record_success(ranked.route)
         now_s = self._clock()
         if exchange.is_stream:
             exchange.wait(self._config.stream_idle_timeout_s)
             journey.token_at_s, journey.took_ms = now_s, 1000 * (now_s - journey.picked_at_s)
             journey.said_before = journey.said.tokens
-            self._fleet.record_first_token(ranked, journey.took_ms, reservation)
+            self._attempts.record_first_token(ranked, journey.took_ms, reservation)
             if journey.first_token_at_s is None:
                 journey.first_token_at_s = now_s
 
@@ -297,11 +299,11 @@ class Corridor:
         """Count a request in where it goes."""
         prompt_tokens, output_tokens = journey.tokens_ahead
         # What waits there reads only the uncached part; all of it holds KV.
-        journey.reservation = reservation = self._fleet.reserve(
+        journey.reservation = reservation = self._attempts.reserve(
             ranked.route, prefill=ranked.uncached_tokens, decode=output_tokens, prompt=prompt_tokens
         )
         journey.ranked = ranked
-        journey.sent = self._fleet.record_sent(ranked, journey.asked.prefix_keys)
+        journey.sent = self._attempts.record_sent(ranked, journey.asked.prefix_keys)
         return reservation
 
     def _passed_on(
@@ -317,7 +319,7 @@ class Corridor:
     def _unsend(self, journey: Journey) -> None:
         """It was not read where it is booked: nothing of it is taken to be cached there."""
         if journey.route is not None:
-            self._fleet.undo_sent(journey.route, journey.sent, journey.asked.prefix_keys)
+            self._attempts.undo_sent(journey.route, journey.sent, journey.asked.prefix_keys)
 
     def _reply(self, journey: Journey, exchange: Exchange, client: Client, allowance: str) -> None:
         """Pass a whole answer on."""
@@ -411,10 +413,10 @@ class Corridor:
         asked, route = journey.asked, journey.route
         assert route is not None
         if journey.prompt_tokens is not None:
-            self._fleet.learn_prompt_tokens(
-                asked.deployment_id, asked.text_bytes, journey.prompt_tokens
+            self._fleet.routing(asked.deployment_id).learn_prompt_tokens(
+                asked.text_bytes, journey.prompt_tokens
             )
-            self._fleet.learn_cached_tokens(
+            self._attempts.learn_cached_tokens(
                 route,
                 journey.sent,
                 journey.prompt_tokens,

@@ -3,8 +3,9 @@
 from typing import Final
 
 from isochrone.wire import headers
+from router.decide.handoff import handoff_peers
+from router.decide.ranked_route import RankedRoute
 from router.decide.ranking import RankedRoutes
-from router.decide.replica_table import RankedRoute
 from router.journey import Journey
 
 STREAM_LINES: Final = "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
@@ -42,7 +43,7 @@ def to_node(
         lines += f"{headers.QUEUE_TOKENS_MAX}: {ranked.queue_tokens_max}\r\n"
     if journey.said.tokens:
         lines += f"{headers.SAID}: {journey.said.tokens}\r\n"
-    elif siblings := routes.siblings(ranked):
+    elif siblings := handoff_peers(routes, ranked):
         lines += f"{headers.SIBLINGS}: {headers.format_siblings(siblings)}\r\n"
     return lines
 

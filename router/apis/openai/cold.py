@@ -29,11 +29,13 @@ def cold_app(
     """Return the application of every route that is not hot."""
 
     def key_of(request: web.Request) -> KeyEntry:
-        return authenticate(fleet.keys, request.headers.get("authorization"), surface.unix_clock())
+        return authenticate(
+            fleet.directory.keys, request.headers.get("authorization"), surface.unix_clock()
+        )
 
     async def models(request: web.Request) -> web.Response:
         key = key_of(request)
-        allowed = [entry for entry in fleet.deployments if may_use(key, entry.name)]
+        allowed = [entry for entry in fleet.directory.deployments if may_use(key, entry.name)]
         return json_answer({"object": "list", "data": [model_body(entry) for entry in allowed]})
 
     async def model(request: web.Request) -> web.Response:
@@ -41,7 +43,7 @@ def cold_app(
         return json_answer(model_body(surface.deployment(request.match_info["name"], key)))
 
     async def healthz(request: web.Request) -> web.Response:
-        if fleet.table is not None:
+        if fleet.directory.table is not None:
             return json_answer({"status": "ok", "pop": fleet.pop})
         # Its keys and routes are in the table: a load balancer does well to ask another router.
         said = {"status": "no_table", "pop": fleet.pop, "message": NO_TABLE}

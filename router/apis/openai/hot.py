@@ -68,13 +68,15 @@ class OpenAiSurface:
     def key_of(self, fields: Fields) -> KeyEntry:
         """Return whose request this is before its body is read, or raise ApiError 401."""
         shown = fields.get(b"authorization", b"")
-        return self._admitted.authenticate(self._fleet.keys, shown, self.unix_clock())
+        return self._admitted.authenticate(self._fleet.directory.keys, shown, self.unix_clock())
 
     def deployment(self, name: str, key: KeyEntry) -> DeploymentEntry:
         """Return the deployment of that name, or raise ApiError 404, also where it is forbidden."""
-        entry = self._fleet.deployment(name)
+        entry = self._fleet.directory.deployment(name)
         if entry is None or not may_use(key, name):
-            usable = (one.name for one in self._fleet.deployments if may_use(key, one.name))
+            usable = (
+                one.name for one in self._fleet.directory.deployments if may_use(key, one.name)
+            )
             named = ", ".join(islice(usable, MODELS_NAMED)) or "none"
             raise ApiError(
                 ErrorCode.MODEL_NOT_FOUND,

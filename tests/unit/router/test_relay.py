@@ -157,7 +157,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def a_node_is_gone(self) -> None:
-        node_id = next(iter(self.relay.fleet.node_addresses()), NodeId(""))
+        node_id = next(iter(self.relay.fleet.directory.node_addresses()), NodeId(""))
         self.loop.settle(lambda: self.relay.upstream.let_go(node_id, self.loop.now_s, lambda: True))
 
     @invariant()
