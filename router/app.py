@@ -23,13 +23,13 @@ from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.routes import RouteDelta, RouteTable
 from isochrone.wire.usage import UsageAck
 from router import build
-from router.apis.doors import Doors
-from router.apis.openai.cold import cold_app
-from router.apis.openai.hot import OpenAiSurface
+from router.apis.dispatch import ApiDispatcher
+from router.apis.openai.auxiliary import auxiliary_app
+from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
-from router.dataplane.server import Server
+from router.dataplane.server import PublicServer
 from router.dataplane.upstream import Upstream
 from router.decide.limits import KeyLimiter
 from router.fleet_state import FleetState
@@ -41,6 +41,7 @@ from router.loops.share_prompts import PromptSharer
 from router.loops.ship_reports import ReportShipper
 from router.loops.usage_spool import UsageSpool
 from router.metrics import Metrics
+from router.pipeline import RequestPipeline
 from router.processes import (
     WORKER_ENV,
     ParentLink,
@@ -51,7 +52,6 @@ from router.processes import (
 )
 from router.prompt_sharing import SharedPrompts
 from router.record import Recorder
-from router.serve import Corridor
 from router.usage_journal import UsageJournal
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class RouterApp:
         self._create_request_path()
         self._create_reports()
         self.server = self._create_server()
-        self.cold = cold_app(self.surface, self.fleet, self.metrics, self.request_ids)
+        self.auxiliary_app = auxiliary_app(self.surface, self.fleet, self.metrics, self.request_ids)
         self.loops = {loop.name: loop for loop in self._create_loops()}
         self.follower.on_change(self.on_table_change)
 
@@ -172,7 +172,7 @@ class RouterApp:
         self.recorder = Recorder(self.identity.pop, self.metrics, self.journal)
         self.deadlines = Deadlines(time.monotonic)
         self.upstream = Upstream(self.config, self.deadlines, time.monotonic, self.node_tls)
-        self.corridor = Corridor(
+        self.pipeline = RequestPipeline(
             config=self.config,
             fleet=self.fleet,
             gate=self.limiter,
@@ -191,7 +191,7 @@ class RouterApp:
             upstream=self.upstream,
             metrics=self.metrics,
             dropped=self.follower.dropped,
-            on_node_lost=self.corridor.let_go,
+            on_node_lost=self.pipeline.fail_node,
             timeout_s=self.config.probe_timeout_s,
         )
         self.spool = UsageSpool(self.config.state_folder / "usage", self.config.spool_bytes_max)
@@ -211,19 +211,21 @@ class RouterApp:
         self.gauges = GaugeSetter(
             fleet=self.fleet,
             follower=self.follower,
-            waiting=self.corridor.waiting,
+            waiting=self.pipeline.queue,
             metrics=self.metrics,
             is_connected=lambda: self.link.connected,
         )
 
-    def _create_server(self) -> Server:
+    def _create_server(self) -> PublicServer:
         """Return the server of the public port."""
-        doors = Doors(self.surface, self.corridor, self.upstream, self.request_ids, self.metrics)
-        return Server(
+        dispatcher = ApiDispatcher(
+            self.surface, self.pipeline, self.upstream, self.request_ids, self.metrics
+        )
+        return PublicServer(
             config=self.config,
-            let_in=doors.let_in,
-            handler=doors.answer,
-            encode_error=doors.encode_error,
+            authorize=dispatcher.authorize,
+            handler=dispatcher.dispatch,
+            encode_error=dispatcher.encode_error,
             deadlines=self.deadlines,
             clock=time.monotonic,
             unix_clock=time.time,
@@ -308,7 +310,7 @@ async def open_router(
             open_listeners(
                 config,
                 server=app.server,
-                cold=app.cold,
+                cold=app.auxiliary_app,
                 upstream=app.upstream,
                 registry=app.metrics.registry,
                 context=None if app.tls is None else app.tls.context,

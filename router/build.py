@@ -2,12 +2,12 @@
 
 import sys
 
-from router import serve
+from router import pipeline
 
 
 def is_compiled() -> bool:
     """Say whether the request path is compiled."""
-    return not str(serve.__file__).endswith(".py")
+    return not str(pipeline.__file__).endswith(".py")
 
 
 def facts() -> dict[str, str]:

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry
 from isochrone.service.door import cannot_listen, open_door
 from isochrone.service.handshakes import Census, secured
 from isochrone.service.metrics import exposition
-from router.apis.within import open_cold
+from router.apis.auxiliary_server import open_auxiliary_server
 from router.config import RouterConfig
-from router.dataplane.server import Server
+from router.dataplane.server import PublicServer
 from router.dataplane.upstream import Upstream
 
 
@@ -29,7 +29,7 @@ class RouterPorts(NamedTuple):
 async def open_listeners(
     config: RouterConfig,
     *,
-    server: Server,
+    server: PublicServer,
     cold: web.Application,
     upstream: Upstream,
     registry: CollectorRegistry,
@@ -49,9 +49,9 @@ async def open_listeners(
             private_port = await stack.enter_async_context(door)
         else:
             cold.router.add_get("/metrics", show_metrics)
-        await stack.enter_async_context(open_cold(cold, upstream))
+        await stack.enter_async_context(open_auxiliary_server(cold, upstream))
         census = Census(config.connections_max, config.connections_per_address_max)
-        shaking = secured(server.connection, context, census, config.head_timeout_s)
+        shaking = secured(server.make_connection, context, census, config.head_timeout_s)
         connection = await stack.enter_async_context(shaking)
         try:
             listener = await asyncio.get_running_loop().create_server(

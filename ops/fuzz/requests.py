@@ -15,8 +15,8 @@ import h11
 
 from isochrone.wire.errors import ApiError
 from isochrone.wire.routes import KeyEntry
-from router.dataplane.message import Request
-from router.dataplane.requests import RequestReader
+from router.dataplane.http_messages import HttpRequest
+from router.dataplane.request_reader import RequestReader
 
 SEEDS: Final = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nhello",
@@ -44,12 +44,12 @@ class Collector:
     """What the wall let through."""
 
     def __init__(self) -> None:
-        self.requests: list[Request] = []
+        self.requests: list[HttpRequest] = []
 
-    def continue_is_expected(self) -> None:
+    def on_continue_expected(self) -> None:
         """Need no answer here."""
 
-    def request_is_whole(self, request: Request) -> None:
+    def on_request(self, request: HttpRequest) -> None:
         """Keep what was let through."""
         self.requests.append(request)
 
@@ -77,7 +77,7 @@ def mutated(chance: random.Random) -> bytes:
     return bytes(data)
 
 
-def through_the_wall(data: bytes, chance: random.Random) -> list[Request]:
+def through_the_wall(data: bytes, chance: random.Random) -> list[HttpRequest]:
     """Feed the reader in pieces; return what came through before it refused."""
     collector = Collector()
     reader = RequestReader(collector, _anybody, BYTES_MAX, lambda: 0.0)
@@ -124,7 +124,7 @@ def by_the_judge(data: bytes) -> list[tuple[bytes, bytes, bytes]]:
         return judged
 
 
-def disagreement(data: bytes, passed: list[Request]) -> str:
+def disagreement(data: bytes, passed: list[HttpRequest]) -> str:
     """Say where what was let through is not what the judge read; empty where it is.
 
     What only looks like a request line, within a body, must not be taken for one: either reading
@@ -133,7 +133,7 @@ def disagreement(data: bytes, passed: list[Request]) -> str:
     return _differs(by_the_judge(data), passed) and _differs(by_the_judge(_as_judged(data)), passed)
 
 
-def _differs(judged: list[tuple[bytes, bytes, bytes]], passed: list[Request]) -> str:
+def _differs(judged: list[tuple[bytes, bytes, bytes]], passed: list[HttpRequest]) -> str:
     for number, request in enumerate(passed):
         if number >= len(judged):
             return f"request {number} was let through, the judge refuses it"

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 from isochrone.wire import headers
 from isochrone.wire.ids import NodeId
 from isochrone.wire.routes import Route
-from router.dataplane.exchange import AttemptFailed, Head
-from router.dataplane.http1 import lines_of
+from router.dataplane.exchange import AttemptFailed, NodeRequest, ResponseHead
+from router.dataplane.http1 import format_headers
 from router.dataplane.upstream import Upstream
 from router.decide.health import lost_nodes
 from router.feedback import AttemptFeedback, ProbeFeedback
@@ -96,7 +96,7 @@ class NodeProber:
                     self._probes.record_ping(node_id, took_ms, headers.parse_loads(loads))
                     self._answered_last.add(node_id)
                     return None
-                self._upstream.doubt(node_id)
+                self._upstream.close_idle(node_id)
                 if await self._get(node_id, address) is not None:
                     return None
             self._answered_last.discard(node_id)
@@ -110,19 +110,19 @@ class NodeProber:
             replica_header: dict[str, str] = {headers.REPLICA: route.replica_id}
             head = await self._get(route.node_id, route.address, replica_header)
             if head is not None:
-                self._attempts.record_answer_head(route, None, head.refused)
+                self._attempts.record_answer_head(route, None, head.refusal)
 
     async def _get(
         self, node_id: NodeId, address: str, extra_headers: dict[str, str] | None = None
-    ) -> Head | None:
+    ) -> ResponseHead | None:
         """Request `/ping`; return the head of the answer, None if there is none."""
         request_headers = {headers.ROUTER: self._fleet.name, **(extra_headers or {})}
-        request = ("GET", "/ping", lines_of(request_headers), b"")
+        request = NodeRequest("GET", "/ping", format_headers(request_headers), b"")
         try:
             exchange = await self._upstream.fetch(
                 node_id, address, request, self._timeout_s, PONG_BYTES_MAX
             )
         except AttemptFailed:
             return None
-        head = exchange.answer()
+        head = exchange.response_head()
         return None if head.status >= 500 else head

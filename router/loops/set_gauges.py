@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
+from router.admission_queue import AdmissionQueue
 from router.fleet_state import FleetState
 from router.loops.follow_routes import TableFollower
 from router.metrics import Metrics
-from router.waiting import Waiting
 
 
 class GaugeSetter:
@@ -16,7 +16,7 @@ class GaugeSetter:
         *,
         fleet: FleetState,
         follower: TableFollower,
-        waiting: Waiting,
+        waiting: AdmissionQueue,
         metrics: Metrics,
         is_connected: Callable[[], bool],
     ) -> None:

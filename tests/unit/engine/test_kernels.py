@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from nodeagent.engine.layers.rope import Rope, inverse_frequencies
-from nodeagent.engine.native import building
-from nodeagent.engine.native.building import NoKernels, built
-from nodeagent.engine.native.kernels import PIECE_TOKENS, Kernels, kernels
+from nodeagent.engine.kernels.cpu import build as building
+from nodeagent.engine.kernels.cpu.build import NoKernels, built
+from nodeagent.engine.kernels.cpu.kernels import PIECE_TOKENS, Kernels, kernels
+from nodeagent.engine.model.layers.rope import Rope, inverse_frequencies
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 4
 
@@ -222,13 +222,44 @@ def test_keys_and_values_go_to_their_slots(own: Kernels) -> None:
 def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(building, "_NEEDED", ())
+    monkeypatch.setattr(building, "_PACKAGED", "no_such_package")
     monkeypatch.setattr(building, "_COMPILERS", ("no-such-compiler",))
-    with pytest.raises(NoKernels, match="no-such-compiler is here"):
+    with pytest.raises(NoKernels, match="install the packages gcc and libc6-dev"):
         built()
     monkeypatch.setattr(building, "_COMPILERS", ("false",))
     with pytest.raises(NoKernels, match="it failed"):
         built()
     assert not list(tmp_path.rglob("*.so"))
+
+
+def test_where_the_system_compiler_fails_the_packaged_one_builds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    packaged = tmp_path / "packaged"
+    packaged.write_text('#!/bin/sh\nfor last; do :; done\necho library > "$last"\n')
+    packaged.chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "_NEEDED", ())
+    monkeypatch.setattr(building, "_compilers", lambda: [("false",), (str(packaged), "cc")])
+    path = built()
+    assert path.read_text() == "library\n"
+    assert built() == path
+
+
+def test_a_prebuilt_library_is_used_on_processors_that_have_its_features(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(building, "PREBUILT_FOLDER", tmp_path)
+    for variant in building.VARIANTS:
+        (tmp_path / building.prebuilt_name(variant)).touch()
+        monkeypatch.setattr(
+            building, "_features", lambda v=variant: f"flags : {' '.join(v.features)}"
+        )
+        assert built() == tmp_path / building.prebuilt_name(variant)
+    monkeypatch.setattr(building, "_features", lambda: "flags : avx512f avx512bw avx512_vnni")
+    monkeypatch.setattr(building, "_compilers", list)
+    with pytest.raises(NoKernels, match="there is no C compiler"):
+        built()
 
 
 def test_for_another_processor_none_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +275,28 @@ def test_a_folder_that_others_may_write_is_not_trusted(
     monkeypatch.setattr(building, "_NEEDED", ())
     (tmp_path / "isochrone").mkdir(mode=0o700)
     (tmp_path / "isochrone").chmod(0o777)
-    with pytest.raises(NoKernels, match="others may write there"):
+    with pytest.raises(NoKernels, match="other users may write there"):
+        built()
+
+
+def test_a_link_in_place_of_the_folder_is_not_followed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "_NEEDED", ())
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "isochrone").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NoKernels, match="symbolic link"):
+        built()
+
+
+def test_a_folder_that_others_may_replace_is_not_trusted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "_NEEDED", ())
+    tmp_path.chmod(0o777)
+    with pytest.raises(NoKernels, match="other users may replace it"):
         built()
 
 

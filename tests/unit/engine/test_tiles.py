@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nodeagent.engine.native import building
-from nodeagent.engine.native.kernels import Kernels, kernels
-from nodeagent.engine.native.matrices import Native
+from nodeagent.engine.kernels.cpu import build as building
+from nodeagent.engine.kernels.cpu.kernels import Kernels, kernels
+from nodeagent.engine.kernels.cpu.matrix_layouts import Native
 
 KINDS = ("4 bits", "8 bits", torch.float16, torch.bfloat16, torch.float32)
 Kind = str | torch.dtype
@@ -120,5 +120,5 @@ def test_a_library_may_be_built_without_them(
     own: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(building, "_OPTIONS", (*building._OPTIONS, "-O1", "-mno-amx-tile"))
+    monkeypatch.setattr(building, "OPTIONS", (*building.OPTIONS, "-O1", "-mno-amx-tile"))
     assert not Kernels(ctypes.CDLL(str(building.built()))).tiles

@@ -21,7 +21,7 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.keys import format_key, parse_key
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route, RouteTable
-from router.apis.openai.decode import CHAT, decode, wants_usage, with_usage_wish
+from router.apis.openai.decode import CHAT, decode, wants_usage, with_usage_requested
 from router.decide.authentication import AuthenticationCache, authenticate, may_use
 from router.decide.table_acceptance import check_table, merge_additions
 
@@ -230,7 +230,7 @@ def test_the_usage_wish_is_set_and_nothing_else_changes(options: str, wants: boo
     body = (BODY % options).encode()
     request = decode(body, CHAT)
     assert wants_usage(request) is wants
-    sent = with_usage_wish(body, request)
+    sent = with_usage_requested(body, request)
     assert wants_usage(decode(sent, CHAT))
     assert (sent == body) is wants
     assert b'"messages":[{"role":"user","content":"x"}]' in sent

@@ -158,7 +158,9 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def a_node_is_gone(self) -> None:
         node_id = next(iter(self.relay.fleet.directory.node_addresses()), NodeId(""))
-        self.loop.settle(lambda: self.relay.upstream.let_go(node_id, self.loop.now_s, lambda: True))
+        self.loop.settle(
+            lambda: self.relay.upstream.fail_exchanges(node_id, self.loop.now_s, lambda: True)
+        )
 
     @invariant()
     def nothing_went_wrong(self) -> None:
@@ -181,7 +183,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @property
     def is_busy(self) -> bool:
-        return any(one._errand is not None for one in self.relay.server.connections)
+        return any(one.is_answering for one in self.relay.server.connections)
 
     def everybody_does_his_part(self) -> None:
         """Less than a second passes: pauses between two attempts are over, no deadline is."""
@@ -206,7 +208,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert not relay.server._census._by_address
         assert len(relay.upstream) == len(relay.deadlines) == 0
         assert relay.fleet.in_flight.requests == 0
-        assert relay.corridor.waiting.depth == 0
+        assert relay.pipeline.queue.depth == 0
         assert not asyncio.all_tasks(self.loop)
         assert not any(use.concurrent for use in relay.gate._usages.values())
 

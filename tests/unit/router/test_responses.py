@@ -8,9 +8,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.openai.decode import decode
-from router.apis.responses.events import Events, opened
-from router.apis.responses.translate import WISH, to_chat
-from router.dataplane.sse import DONE_FRAME, data_frame, split
+from router.apis.responses.events import ResponseEvents, new_response
+from router.apis.responses.translate import RESPONSES_REQUEST, to_chat
+from router.dataplane.sse import DONE_FRAME, data_frame, split_frames
 
 EVENTS = {
     get_args(kind.model_fields["type"].annotation)[0]: kind
@@ -21,12 +21,16 @@ TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "stri
 
 
 def a_response(**fields: Any) -> dict[str, Any]:
-    wish = decode(json.dumps({"model": "tiny", "input": "hi", **fields}).encode(), WISH)
-    return opened(wish, "resp_1", 7)
+    wish = decode(
+        json.dumps({"model": "tiny", "input": "hi", **fields}).encode(), RESPONSES_REQUEST
+    )
+    return new_response(wish, "resp_1", 7)
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    wish = decode(json.dumps({"model": "tiny", "input": "hi", **fields}).encode(), WISH)
+    wish = decode(
+        json.dumps({"model": "tiny", "input": "hi", **fields}).encode(), RESPONSES_REQUEST
+    )
     asked: dict[str, Any] = json.loads(to_chat(wish))
     return asked
 
@@ -121,7 +125,7 @@ def test_a_whole_answer() -> None:
     said = {"reasoning_content": "hm", "content": "hello", "tool_calls": [call]}
     choice = {"message": said, "finish_reason": "tool_calls"}
     body = json.dumps({"choices": [choice], "usage": USAGE}).encode()
-    told = json.loads(Events(a_response(tools=[TOOL])).whole(body))
+    told = json.loads(ResponseEvents(a_response(tools=[TOOL])).translate_body(body))
     read = Response.model_validate(told, strict=True)
     assert [item.type for item in read.output] == ["reasoning", "message", "function_call"]
     assert (read.status, read.output_text) == ("completed", "hello")
@@ -132,7 +136,9 @@ def test_a_whole_answer() -> None:
 
 def test_an_answer_cut_short_is_incomplete() -> None:
     choice = {"message": {"content": "hel"}, "finish_reason": "length"}
-    told = json.loads(Events(a_response()).whole(json.dumps({"choices": [choice]}).encode()))
+    told = json.loads(
+        ResponseEvents(a_response()).translate_body(json.dumps({"choices": [choice]}).encode())
+    )
     assert told["status"] == "incomplete"
     assert told["incomplete_details"] == {"reason": "max_output_tokens"}
     assert told["output"][0]["status"] == "incomplete"
@@ -154,7 +160,7 @@ def test_a_stream_of_thought_text_and_calls() -> None:
     frames = [data_frame({"choices": [{"index": 0, "delta": delta}]}) for delta in deltas]
     ended = {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}
     frames += [data_frame(ended), data_frame({"choices": [], "usage": USAGE}), DONE_FRAME]
-    events = _events(Events(a_response(tools=[TOOL], stream=True)), frames)
+    events = _events(ResponseEvents(a_response(tools=[TOOL], stream=True)), frames)
 
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     kinds = [event["type"].removeprefix("response.") for event in events]
@@ -180,7 +186,7 @@ def test_of_an_answer_cut_short_only_the_last_item_is_incomplete() -> None:
     deltas: list[dict[str, Any]] = [{"reasoning_content": "hm"}, {"content": "hel"}]
     frames = [data_frame({"choices": [{"delta": delta}]}) for delta in deltas]
     frames += [data_frame({"choices": [{"finish_reason": "length"}]}), DONE_FRAME]
-    events = _events(Events(a_response(stream=True)), frames)
+    events = _events(ResponseEvents(a_response(stream=True)), frames)
     assert events[-1]["type"] == "response.incomplete"
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
@@ -192,20 +198,20 @@ def test_of_an_answer_cut_short_only_the_last_item_is_incomplete() -> None:
     ["[1]", "nonsense", '{"choices":3}', '{"choices":[{"delta":{"tool_calls":[{"index":"x"}]}}]}'],
 )
 def test_a_frame_that_is_none_is_left_out(data: str) -> None:
-    events = Events(a_response(stream=True))
-    events.take(data_frame({"choices": []}))
-    assert events.take(f"data: {data}\n\n".encode()) == b""
+    events = ResponseEvents(a_response(stream=True))
+    events.translate_frame(data_frame({"choices": []}))
+    assert events.translate_frame(f"data: {data}\n\n".encode()) == b""
     with pytest.raises(ApiError, match=r"^cannot answer"):
-        events.whole(data.encode())
+        events.translate_body(data.encode())
 
 
 def test_a_stream_that_breaks_ends_in_its_failure_with_what_was_said() -> None:
-    events = Events(a_response(stream=True))
+    events = ResponseEvents(a_response(stream=True))
     told = _events(events, [data_frame({"choices": [{"delta": {"content": "hel"}}]})])
     failed = events.failed(ApiError(ErrorCode.UPSTREAM, "cannot go on"))
     # What is an event already stays as it is, and so do comments.
-    assert events.take(failed) == failed
-    assert events.take(b": continued\n\n") == b": continued\n\n"
+    assert events.translate_frame(failed) == failed
+    assert events.translate_frame(b": continued\n\n") == b": continued\n\n"
     last = _read(failed)
     assert last["sequence_number"] == told[-1]["sequence_number"] + 1
     assert last["response"]["status"] == "failed"
@@ -214,9 +220,9 @@ def test_a_stream_that_breaks_ends_in_its_failure_with_what_was_said() -> None:
     assert (item["status"], item["content"][0]["text"]) == ("incomplete", "hel")
 
 
-def _events(events: Events, frames: list[bytes]) -> list[dict[str, Any]]:
-    told = b"".join(events.take(frame) for frame in frames)
-    return [_read(event) for event in split(told)]
+def _events(events: ResponseEvents, frames: list[bytes]) -> list[dict[str, Any]]:
+    told = b"".join(events.translate_frame(frame) for frame in frames)
+    return [_read(event) for event in split_frames(told)]
 
 
 def _read(event: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Frames come through byte-exact, wherever the network cuts them."""
+"""StreamRelay come through byte-exact, wherever the network cuts them."""
 
 import json
 
@@ -7,18 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.dataplane.exchange import AttemptFailed
+from router.dataplane.response_checks import read_usage
 from router.dataplane.sse import (
     FRAME_BYTES_MAX,
-    KEPT_BYTES_MAX,
-    BrokenStream,
-    Frames,
+    UNREAD_BYTES_MAX,
+    MalformedStream,
+    StreamRelay,
     classify,
     data_frame,
-    data_of,
-    split,
+    frame_data,
+    split_frames,
 )
-from router.dataplane.usage import UsageCount, with_cached_tokens
-from router.dataplane.verdict import read_answer
+from router.dataplane.usage import UsageCount, add_cached_tokens
 
 FRAMES = [
     b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n',
@@ -39,15 +39,15 @@ def token(text: str) -> bytes:
 def test_a_stream_cut_at_every_byte_is_passed_byte_exact() -> None:
     stream = b"".join(FRAMES)
     for cut in range(len(stream) + 1):
-        frames = Frames(wants_usage=True)
+        frames = StreamRelay(wants_usage=True)
         assert frames.feed(stream[:cut]) + frames.feed(stream[cut:]) == stream
         assert frames.is_done
         assert frames.usage == USAGE
-        assert frames.said()[:3] == (2, "h\u00e9 \n\n data: b", True)
+        assert frames.generated()[:3] == (2, "h\u00e9 \n\n data: b", True)
 
 
 def test_byte_by_byte_too() -> None:
-    frames = Frames(wants_usage=False)
+    frames = StreamRelay(wants_usage=False)
     shown = b"".join(frames.feed(bytes([byte])) for byte in b"".join(FRAMES))
     assert shown == b"".join(FRAMES[:4] + FRAMES[5:])
     assert frames.usage == USAGE
@@ -57,14 +57,14 @@ def test_byte_by_byte_too() -> None:
 @given(st.data(), st.lists(st.sampled_from(FRAMES[:5]), max_size=8))
 def test_a_stream_cut_anyhow_is_passed_byte_exact(data: st.DataObject, sent: list[bytes]) -> None:
     stream = whole = b"".join(sent)
-    frames = Frames(wants_usage=True)
+    frames = StreamRelay(wants_usage=True)
     seen = b""
     while stream:
         size = data.draw(st.integers(1, len(stream)))
         seen += frames.feed(stream[:size])
         stream = stream[size:]
     assert seen == whole
-    assert split(whole) == sent
+    assert split_frames(whole) == sent
 
 
 def test_what_a_frame_is() -> None:
@@ -80,14 +80,14 @@ def test_a_text_that_speaks_of_usage_is_no_usage() -> None:
     frame = data_frame({"choices": [{"delta": {"content": 'say "usage": {5} [DONE] "error"'}}]})
     kind = classify(frame)
     assert (kind.usage, kind.tokens) == (None, 1)
-    frames = Frames(wants_usage=False)
+    frames = StreamRelay(wants_usage=False)
     assert frames.feed(token("a")) + frames.feed(frame) == token("a") + frame
     assert not frames.is_over
-    assert frames.said().tokens == 2
+    assert frames.generated().tokens == 2
 
 
 def test_lines_of_data_are_joined() -> None:
-    assert data_of(b"data: a\ndata: b\n\n") == b"a\nb"
+    assert frame_data(b"data: a\ndata: b\n\n") == b"a\nb"
 
 
 @pytest.mark.parametrize(
@@ -95,32 +95,32 @@ def test_lines_of_data_are_joined() -> None:
     [b'data: {"usage": nonsense\n\n', b'data: {"error" oops\n\n', b'data: ["usage"]\n\n'],
 )
 def test_garbage_is_told(frame: bytes) -> None:
-    with pytest.raises(BrokenStream):
+    with pytest.raises(MalformedStream):
         classify(frame)
 
 
 def test_a_frame_without_end_is_bounded() -> None:
-    frames = Frames(wants_usage=False)
+    frames = StreamRelay(wants_usage=False)
     for _ in range(FRAME_BYTES_MAX // 65_536):
         assert frames.feed(b"x" * 65_536) == b""
-    with pytest.raises(BrokenStream):
+    with pytest.raises(MalformedStream):
         frames.feed(b"x")
 
 
 def test_what_is_kept_of_a_long_stream_is_its_text() -> None:
-    frames = Frames(wants_usage=False)
+    frames = StreamRelay(wants_usage=False)
     for n in range(5000):
         frames.feed(token(f"t{n} "))
-        assert frames._kept_bytes <= KEPT_BYTES_MAX
-    said = frames.said()
+        assert frames._unread_bytes <= UNREAD_BYTES_MAX
+    said = frames.generated()
     assert said.tokens == 5000
     assert said.text == "".join(f"t{n} " for n in range(5000))
 
 
 def test_another_nodes_frames_follow_as_if_they_were_one_stream() -> None:
-    frames = Frames(wants_usage=True)
+    frames = StreamRelay(wants_usage=True)
     frames.feed(FRAMES[0] + token("a") + token("b") + b'data: {"choices":[{"del')
-    frames.go_on()
+    frames.resume()
     assert not frames.has_begun
     shown = frames.feed(FRAMES[0] + token("c"))
     assert shown == token("c")
@@ -129,25 +129,25 @@ def test_another_nodes_frames_follow_as_if_they_were_one_stream() -> None:
     told = json.loads(frames.feed(data_frame({"choices": [], "usage": usage}))[6:])["usage"]
     assert (told["prompt_tokens"], told["completion_tokens"], told["total_tokens"]) == (10, 3, 13)
     assert told["prompt_tokens_details"] == {"cached_tokens": 0}
-    assert frames.said() == (3, "abc", True, None)
+    assert frames.generated() == (3, "abc", True, None)
 
 
 @pytest.mark.parametrize(
     "delta", [{"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}], ids=["tools", "reasons"]
 )
 def test_what_is_not_plain_text_is_known_as_that(delta: dict[str, object]) -> None:
-    frames = Frames(wants_usage=False)
+    frames = StreamRelay(wants_usage=False)
     frames.feed(data_frame({"choices": [{"delta": delta}]}))
-    assert frames.said()[:3] == (1, "", False)
+    assert frames.generated()[:3] == (1, "", False)
 
 
 @given(st.none() | st.dictionaries(st.sampled_from(["a", "cached_tokens"]), st.integers(0, 9)))
 def test_cached_tokens_are_there_afterwards(details: dict[str, int] | None) -> None:
     body = {"usage": {"prompt_tokens": 1, "prompt_tokens_details": details}}
     before = json.dumps(body)
-    usage, whole = read_answer("n", before.encode())
+    usage, whole = read_usage("n", before.encode())
     assert usage == UsageCount(1, 0, (details or {}).get("cached_tokens", 0))
-    changed = with_cached_tokens(body)
+    changed = add_cached_tokens(body)
     assert json.loads(whole) == body
     assert isinstance(body["usage"]["prompt_tokens_details"]["cached_tokens"], int)  # type: ignore[index]
     assert changed is (json.dumps(body) != before)
@@ -156,10 +156,10 @@ def test_cached_tokens_are_there_afterwards(details: dict[str, int] | None) -> N
 def test_whole_answers_are_read_as_far_as_needed() -> None:
     told = b'{"x":1.50,"usage":{"prompt_tokens":5,"completion_tokens":2,"prompt_tokens_details":'
     told += b'{"cached_tokens":1}}}'
-    assert read_answer("n", told) == (USAGE, told)
-    assert read_answer("n", b'{"a":1}') == (None, b'{"a":1}')
+    assert read_usage("n", told) == (USAGE, told)
+    assert read_usage("n", b'{"a":1}') == (None, b'{"a":1}')
     odd = b'{"usage":{"prompt_tokens":"many"}}'
-    assert read_answer("n", odd)[0] == UsageCount(0, 0, 0)
+    assert read_usage("n", odd)[0] == UsageCount(0, 0, 0)
     for garbage in (b"", b"[]", b"\xff", b'{"usage":', b"[" * 100_000):
         with pytest.raises(AttemptFailed):
-            read_answer("n", garbage)
+            read_usage("n", garbage)

@@ -7,7 +7,7 @@ import pytest
 
 from isochrone.wire.errors import ApiError
 from router.apis.openai.schema import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RERANK_PATH
-from router.apis.workers_ai.translate import frame_of, result_of, to_openai
+from router.apis.workers_ai.translate import result_of, to_openai, translate_frame
 from router.dataplane.sse import DONE_FRAME, data_frame
 
 
@@ -111,13 +111,13 @@ def test_frames() -> None:
     def chunk(**choice: Any) -> bytes:
         return data_frame({"choices": [{"index": 0, **choice}]})
 
-    assert frame_of(chunk(delta={"role": "assistant", "content": ""})) == b""
-    assert frame_of(chunk(delta={"content": "a"})) == b'data: {"response":"a"}\n\n'
+    assert translate_frame(chunk(delta={"role": "assistant", "content": ""})) == b""
+    assert translate_frame(chunk(delta={"content": "a"})) == b'data: {"response":"a"}\n\n'
     ended = b'data: {"response":"","finish_reason":"stop"}\n\n'
-    assert frame_of(chunk(delta={}, finish_reason="stop")) == ended
+    assert translate_frame(chunk(delta={}, finish_reason="stop")) == ended
     usage = {"prompt_tokens": 1, "completion_tokens": 2}
-    told = json.loads(frame_of(data_frame({"choices": [], "usage": usage}))[6:])
+    told = json.loads(translate_frame(data_frame({"choices": [], "usage": usage}))[6:])
     assert told == {"response": "", "usage": usage}
-    assert frame_of(DONE_FRAME) == DONE_FRAME
+    assert translate_frame(DONE_FRAME) == DONE_FRAME
     for odd in (b": note", b"data: ping", b"data: [1]", b'data: {"choices":3}'):
-        assert frame_of(odd + b"\n\n") == odd + b"\n\n"
+        assert translate_frame(odd + b"\n\n") == odd + b"\n\n"

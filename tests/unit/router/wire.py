@@ -8,18 +8,18 @@ from typing import Any
 
 from isochrone.wire.ids import BootId, PopId
 from isochrone.wire.routes import RouteTable
-from router.apis.doors import Doors
-from router.apis.openai.hot import OpenAiSurface
+from router.apis.dispatch import ApiDispatcher
+from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
-from router.dataplane.server import Server
+from router.dataplane.server import PublicServer
 from router.dataplane.upstream import Upstream
 from router.decide.limits import KeyLimiter
 from router.fleet_state import FleetState
 from router.metrics import Metrics
+from router.pipeline import RequestPipeline
 from router.record import Recorder
-from router.serve import Corridor
 from router.usage_journal import UsageJournal
 
 BUFFER_BYTES = 2_000
@@ -177,7 +177,7 @@ class Relay:
         self.gate = KeyLimiter()
         self.journal = UsageJournal(folder)
         self.recorder = Recorder(PopId("ams"), metrics, self.journal)
-        self.corridor = Corridor(
+        self.pipeline = RequestPipeline(
             config=config,
             fleet=self.fleet,
             gate=self.gate,
@@ -188,12 +188,12 @@ class Relay:
         )
         surface = OpenAiSurface(config, self.fleet, clock)
         ids = RequestIds(BootId("0"))
-        doors = Doors(surface, self.corridor, self.upstream, ids, metrics)
-        self.server = Server(
+        dispatcher = ApiDispatcher(surface, self.pipeline, self.upstream, ids, metrics)
+        self.server = PublicServer(
             config=config,
-            let_in=doors.let_in,
-            handler=doors.answer,
-            encode_error=doors.encode_error,
+            authorize=dispatcher.authorize,
+            handler=dispatcher.dispatch,
+            encode_error=dispatcher.encode_error,
             deadlines=self.deadlines,
             clock=clock,
             unix_clock=clock,
@@ -202,4 +202,4 @@ class Relay:
 
     def client(self) -> End:
         """Let a client connect."""
-        return End(self.loop, self.server.connection())
+        return End(self.loop, self.server.make_connection())

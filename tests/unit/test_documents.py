@@ -1,0 +1,67 @@
+"""The programs accept every configuration and command that the documents show."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import click
+import msgspec
+import pytest
+
+from isochrone.cli.main import main
+from isochrone.service.config import load_config
+from nodeagent.config import NodeConfig
+from router.config import RouterConfig
+from scheduler.config import SchedulerConfig
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = "\n".join(
+    path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+)
+KINDS: dict[str, type[msgspec.Struct]] = {
+    "scheduler": SchedulerConfig,
+    "node": NodeConfig,
+    "router": RouterConfig,
+}
+
+
+def blocks(language: str) -> list[str]:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", DOCUMENTS, re.M | re.S)
+    return [block for name, block in fenced if name == language]
+
+
+def commands() -> list[str]:
+    lines = "\n".join(blocks("")).splitlines()
+    return sorted({line for line in lines if line.startswith("isochrone ")})
+
+
+def test_the_documents_show_a_configuration_of_every_service() -> None:
+    assert sorted(re.findall(r"/etc/isochrone/(\w+)\.toml", DOCUMENTS)) == sorted(KINDS)
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=lambda block: block.split("\n")[0])
+def test_a_configuration_in_the_documents_loads(block: str, tmp_path: Path) -> None:
+    (kind,) = re.findall(r"/etc/isochrone/(\w+)\.toml", block)
+    (tmp_path / "c.toml").write_text(block)
+    config = load_config(KINDS[kind], tmp_path / "c.toml", {}, "NONE_")
+    for name in tomllib.loads(block):
+        assert getattr(config, name) != "", name
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_in_the_documents_parses(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen").mkdir()
+    command: click.Command = main
+    words = shlex.split(line, comments=True)[1:]
+    for file in (word for word in words if word.endswith(".json")):
+        (tmp_path / file).touch()
+    while isinstance(command, click.Group) and not words[0].startswith("-"):
+        found = command.get_command(click.Context(command), words.pop(0))
+        assert found is not None, line
+        command = found
+    if words != ["--help"]:
+        command.make_context("isochrone", words, resilient_parsing=False)
