@@ -33,6 +33,7 @@ HOT = (
     "router/dataplane/sse.py",
     "router/dataplane/upstream.py",
     "router/decide/[a-z]*.py",
+    "router/feedback.py",
     "router/fleet_state.py",
     "router/inference_request.py",
     "router/pipeline.py",

@@ -12,8 +12,10 @@ from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest
 from router.dataplane.response_checks import check_status, read_usage
 from router.dataplane.upstream import Upstream
 from router.decide.attempt import AttemptEvent, FailureCause, event_of
+from router.decide.handoff import handoff_peers
+from router.decide.ranked_route import RankedRoute
 from router.decide.ranking import RankedRoutes, RouteQuery, rank
-from router.decide.replica_table import RankedRoute
+from router.feedback import AttemptFeedback
 from router.fleet_state import FleetState
 from router.metrics import Metrics
 from router.proxy_headers import node_headers
@@ -31,7 +33,7 @@ ANSWERED: Final = AttemptEvent.ANSWERED
 
 
 class AttemptRunner:
-    """Makes attempts, and tells the fleet's beliefs and the recorder how they went."""
+    """Makes attempts, and tells the fleet state and the recorder how they went."""
 
     def __init__(
         self,
@@ -46,6 +48,7 @@ class AttemptRunner:
         """Use the parts that the whole router shares. `clock` returns monotonic seconds."""
         self._config = config
         self._fleet = fleet
+        self._feedback = AttemptFeedback(fleet)
         self._upstream = upstream
         self._recorder = recorder
         self._metrics = metrics
@@ -55,22 +58,23 @@ class AttemptRunner:
         """Rank the replicas for the next attempt."""
         request, fleet = context.request, self._fleet
         tokens = context.next_attempt_tokens()
-        ask = RouteQuery(
+        routing = fleet.routing(request.deployment_id)
+        query = RouteQuery(
             request.request_id,
             tokens.prompt,
             tokens.output,
             request.session,
-            fleet.session_binding(request.session),
-            fleet.prefix_matches(request.deployment_id, request.prefix_keys),
+            fleet.sessions.lookup(request.session, self._clock()),
+            routing.prefix_matches(request.prefix_keys),
         )
-        view = fleet.snapshot(request.deployment_id)
+        snapshot = fleet.snapshot(request.deployment_id)
         # The deployment as the table has it now: a rollout may advance while the request waits.
-        deployment = fleet.deployment(request.deployment.name) or request.deployment
-        drawn = fleet.draw_version(deployment, request.session or request.request_id)
+        deployment = fleet.directory.deployment(request.deployment.name) or request.deployment
+        version = fleet.draw_version(deployment, request.session or request.request_id)
         excluded = context.excluded.all()
-        routes = rank(view, ask, excluded | drawn.excluded)
-        if not routes and drawn.may_fall_back:
-            routes = rank(view, ask, excluded)
+        routes = rank(snapshot, query, excluded | version.excluded)
+        if not routes and version.may_fall_back:
+            routes = rank(snapshot, query, excluded)
         return routes
 
     def send(
@@ -86,7 +90,7 @@ class AttemptRunner:
         if not request.is_stream:
             timeout_s += tokens.output * self._config.token_timeout_s
         is_resumption = stream.is_resumption
-        peers = [] if is_resumption else routes.siblings(target)
+        peers = [] if is_resumption else handoff_peers(routes, target)
         header_lines = node_headers(
             context, target, tokens, peers, router=self._fleet.name, timeout_s=timeout_s
         )
@@ -111,14 +115,14 @@ class AttemptRunner:
     ) -> None:
         """Count the request at the replica that is to answer it."""
         # Only the uncached part of the prompt must be read; all of it occupies KV blocks.
-        attempt.reservation = self._fleet.reserve(
+        attempt.reservation = self._feedback.reserve(
             ranked.route,
             prefill=ranked.uncached_tokens,
             decode=tokens.output,
             prompt=tokens.prompt,
         )
         attempt.ranked = ranked
-        attempt.prefix_use = self._fleet.record_sent(ranked, context.request.prefix_keys)
+        attempt.prefix_use = self._feedback.record_sent(ranked, context.request.prefix_keys)
 
     def take_answer(
         self,
@@ -134,11 +138,11 @@ class AttemptRunner:
         ranked, reservation = attempt.ranked, attempt.reservation
         assert reservation is not None
         node_id = ranked.route.node_id
-        self._fleet.record_answer_head(ranked.route, head.load, head.refusal, reservation)
+        self._feedback.record_answer_head(ranked.route, head.load, head.refusal, reservation)
         check_status(node_id, head)
         if head.status == 200 and not exchange.is_stream:
             exchange.usage, exchange.body = read_usage(node_id, exchange.body)
-        self._fleet.record_success(ranked.route)
+        self._feedback.record_success(ranked.route)
         attempt.take(ANSWERED)
         if exchange.is_stream:
             exchange.set_timeout(self._config.stream_idle_timeout_s)
@@ -146,7 +150,7 @@ class AttemptRunner:
             times.attempt_token_at_s = now_s
             times.attempt_ttft_ms = 1000 * (now_s - attempt.sent_at_s)
             times.tokens_before = context.stream.generated.tokens
-            self._fleet.record_first_token(ranked, times.attempt_ttft_ms, reservation)
+            self._feedback.record_first_token(ranked, times.attempt_ttft_ms, reservation)
             if times.first_token_at_s is None:
                 times.first_token_at_s = now_s
 
@@ -203,21 +207,22 @@ class AttemptRunner:
         head = attempt.exchange.head if attempt.exchange is not None else None
         if head is not None and head.handed_off_to:
             failed.add(head.handed_off_to)
-        elif cause := self._fleet.record_failure(route):
+        elif cause := self._feedback.record_failure(route):
             self._metrics.ejections.labels(cause).inc()
 
     def forget_prefix(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
         """Note that the replica did not read the prompt, so that nothing of it is cached there."""
-        self._fleet.undo_sent(attempt.ranked.route, attempt.prefix_use, context.request.prefix_keys)
+        self._feedback.undo_sent(
+            attempt.ranked.route, attempt.prefix_use, context.request.prefix_keys
+        )
 
     def learn(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
         """Learn from an answer: bytes per token, the cached share, and where the session ran."""
         request, route, counted = context.request, attempt.ranked.route, context.engine_usage
         if counted is not None:
-            self._fleet.learn_prompt_tokens(
-                request.deployment_id, request.text_bytes, counted.prompt_tokens
-            )
-            self._fleet.learn_cached_tokens(
+            routing = self._fleet.routing(request.deployment_id)
+            routing.learn_prompt_tokens(request.text_bytes, counted.prompt_tokens)
+            self._feedback.learn_cached_tokens(
                 route,
                 attempt.prefix_use,
                 counted.prompt_tokens,

@@ -1,4 +1,4 @@
-"""How this router was built: its sources as they are, or its hot path compiled (setup.py)."""
+"""How this router was built: as plain Python, or with a compiled request path (setup.py)."""
 
 import sys
 
@@ -6,12 +6,12 @@ from router import pipeline
 
 
 def is_compiled() -> bool:
-    """Say whether the hot path runs compiled."""
+    """Say whether the request path is compiled."""
     return not str(pipeline.__file__).endswith(".py")
 
 
 def facts() -> dict[str, str]:
-    """Return what tells one build from another, for the log and the metrics."""
+    """Return the build's properties, for the log and the metrics."""
     return {
         "compiled": "yes" if is_compiled() else "no",
         "python": ".".join(str(part) for part in sys.version_info[:3]),

@@ -1,4 +1,4 @@
-"""What a router listens on: its public port, with the cold routes behind it, and a private one."""
+"""The ports that a router listens on: the public one, and a private one for metrics."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ from router.dataplane.upstream import Upstream
 
 
 class RouterPorts(NamedTuple):
-    """Where a router is reached; without a private listener its port is 0."""
+    """The ports in use; `private` is 0 if there is no private listener."""
 
     public: int
     private: int
@@ -30,12 +30,15 @@ async def open_listeners(
     config: RouterConfig,
     *,
     server: PublicServer,
-    cold: web.Application,
+    auxiliary_app: web.Application,
     upstream: Upstream,
     registry: CollectorRegistry,
     context: SSLContext | None,
 ) -> AsyncIterator[RouterPorts]:
-    """Listen. On exit: accept no more, and let what is under way end."""
+    """Listen. On exit, accept no more connections and wait for the open requests.
+
+    `/metrics` is on the private port, or on the public one if there is no private one.
+    """
     show_metrics = exposition(registry)
     private_port = 0
     async with AsyncExitStack() as stack:
@@ -45,8 +48,8 @@ async def open_listeners(
             door = open_door(private, config.private_host, config.private_port)
             private_port = await stack.enter_async_context(door)
         else:
-            cold.router.add_get("/metrics", show_metrics)
-        await stack.enter_async_context(open_auxiliary_server(cold, upstream))
+            auxiliary_app.router.add_get("/metrics", show_metrics)
+        await stack.enter_async_context(open_auxiliary_server(auxiliary_app, upstream))
         census = Census(config.connections_max, config.connections_per_address_max)
         shaking = secured(server.make_connection, context, census, config.head_timeout_s)
         connection = await stack.enter_async_context(shaking)

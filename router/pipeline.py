@@ -59,7 +59,7 @@ class RequestPipeline:
         *,
         config: RouterConfig,
         fleet: FleetState,
-        gate: KeyLimiter,
+        limiter: KeyLimiter,
         upstream: Upstream,
         recorder: Recorder,
         metrics: Metrics,
@@ -68,7 +68,7 @@ class RequestPipeline:
         """Use the parts that the whole router shares. `clock` returns monotonic seconds."""
         self._config = config
         self._fleet = fleet
-        self._gate = gate
+        self._limiter = limiter
         self._upstream = upstream
         self._recorder = recorder
         self._metrics = metrics
@@ -87,11 +87,11 @@ class RequestPipeline:
 
     async def serve(self, request: InferenceRequest, writer: ResponseWriter) -> None:
         """Answer one request. Raises ApiError if nothing was written yet."""
-        estimate = self._fleet.estimate_tokens(request.deployment_id, request.text_bytes)
+        estimate = self._fleet.routing(request.deployment_id).estimate_tokens(request.text_bytes)
         context = RequestContext(request, estimate)
         now_s = self._clock()
-        limit_entry = self._admit(context, now_s)
-        rate_limit_lines = limit_entry.header_lines(now_s)
+        admitted = self._admit(context, now_s)
+        rate_limit_lines = admitted.header_lines(now_s)
         try:
             exchange = await self._send_until_answered(context)
             if exchange.is_stream:
@@ -112,7 +112,7 @@ class RequestPipeline:
             usage = context.usage()
             now_s = self._clock()
             total_tokens = usage.prompt_tokens + usage.output_tokens
-            limit_entry.settle(total_tokens, now_s, request.cost(usage))
+            admitted.settle(total_tokens, now_s, request.cost(usage))
             self._recorder.record(context, now_s)
 
     def _admit(self, context: RequestContext, now_s: float) -> AdmittedRequest:
@@ -121,7 +121,9 @@ class RequestPipeline:
         prompt, output = context.prompt_tokens_estimate, request.output_tokens_max
         cost = request.cost(UsageCount(prompt, output, 0))
         try:
-            return self._gate.admit(request.key, prompt + output, now_s, request.started_at, cost)
+            return self._limiter.admit(
+                request.key, prompt + output, now_s, request.started_at, cost
+            )
         except LimitExceeded as error:
             self._metrics.refusals.labels(error.limit).inc()
             raise

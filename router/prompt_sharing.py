@@ -1,8 +1,9 @@
-"""What the processes of one router tell one another: which prompts were read where.
+"""What the processes of one router share: which prompts were read by which replica.
 
-A client's next request may come to any of them. Each keeps an index of its own, and takes what
-another sent into it as if it had gone from there. Only what was answered is told, a second late at
-most, and no more than PROMPTS_MAX a turn, the newest: past that the index is a sample.
+A client's next request may reach any of the processes. Each keeps its own prefix index, and adds
+the prompts that the others sent as if it had sent them itself. Only answered prompts are shared,
+once a second, and at most OUTBOX_PROMPTS_MAX a turn, the newest ones: beyond that the index is a
+sample.
 """
 
 from collections import deque
@@ -25,28 +26,28 @@ class SharedPrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SharedPrompts(msgspec.Struct, frozen=True, tag="prompts"):
-    """What one process has to tell the others."""
+    """The prompts that one process shares in one turn."""
 
     rows: tuple[SharedPrompt, ...]
 
 
 class PromptOutbox:
-    """Prompts not told yet; the oldest give way."""
+    """Prompts not shared yet. When full, the oldest are dropped."""
 
     def __init__(self) -> None:
-        """Hold nothing, and take nothing before `is_open`."""
+        """Start empty, and take nothing until `is_open` is set."""
         self.is_open = False
         self._rows: deque[SharedPrompt] = deque(maxlen=OUTBOX_PROMPTS_MAX)
 
     def add(
         self, deployment_id: DeploymentId, replica_id: ReplicaId, sent: SentPrompt, keys: PrefixKeys
     ) -> None:
-        """A prompt was answered: keep it where anything of it was new there."""
+        """Add an answered prompt, unless the replica had all of it cached before."""
         if self.is_open and keys.keys and round(sent.share * keys.size) < keys.ends[-1]:
             self._rows.append(SharedPrompt(deployment_id, replica_id, keys))
 
     def take(self) -> tuple[SharedPrompt, ...]:
-        """Hand over what there is."""
+        """Return the prompts and empty the outbox."""
         rows = tuple(self._rows)
         self._rows.clear()
         return rows

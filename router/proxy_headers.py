@@ -5,7 +5,7 @@ from typing import Final
 
 from isochrone.wire import headers
 from isochrone.wire.headers import Sibling
-from router.decide.replica_table import RankedRoute
+from router.decide.ranked_route import RankedRoute
 from router.request_context import RequestContext, TokenEstimate
 
 STREAM_HEADERS: Final = "cache-control: no-cache\r\nx-accel-buffering: no\r\n"

@@ -13,7 +13,7 @@ from router.dataplane.sse import DONE_FRAME, GeneratedOutput, StreamRelay, usage
 from router.dataplane.usage import UsageCount
 from router.decide.attempt import FAULTY, AttemptEvent, AttemptState, after
 from router.decide.prefix_index import SentPrompt
-from router.decide.replica_table import RankedRoute
+from router.decide.ranked_route import RankedRoute
 from router.decide.tokens_in_flight import Reservation
 from router.inference_request import InferenceRequest
 

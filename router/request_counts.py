@@ -1,4 +1,4 @@
-"""What every request of one deployment counts: plain numbers, until somebody looks."""
+"""Counts of one deployment's requests: plain numbers, added to the metrics when they are read."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -8,15 +8,14 @@ from prometheus_client import Counter, Histogram
 from isochrone.wire.usage import Outcome
 
 TOKEN_KINDS: Final = ("prompt", "cached", "output")
-"""Of tokens."""
 DECLINED: Final = "declined"
-"""How a request ended for what its client wrote; every other word is an `Outcome`."""
+"""Outcome of a request that was refused because of its content; all others are an `Outcome`."""
+
 OUTCOMES: Final = (*(str(outcome) for outcome in Outcome), DECLINED)
-"""Of how a request ended."""
 
 
 class DeploymentCounts:
-    """One deployment's, and the metrics that they are added to."""
+    """One deployment's counts since the last flush, and the metrics that they belong to."""
 
     def __init__(
         self,
@@ -26,7 +25,7 @@ class DeploymentCounts:
         requests: Mapping[str, Counter],
         tokens: Sequence[Counter],
     ) -> None:
-        """Begin with none; `requests` are the metrics of the WORDS, `tokens` those of the KINDS."""
+        """`requests` has a metric for each of OUTCOMES, `tokens` one for each of TOKEN_KINDS."""
         self.outcomes: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
         self.prompt = self.cached = self.output = 0
         self.ttft = ttft
@@ -35,7 +34,7 @@ class DeploymentCounts:
         self._tokens = tokens
 
     def flush(self) -> None:
-        """Add to the metrics what was counted since."""
+        """Add the counts to the metrics and start again from 0."""
         for outcome, count in self.outcomes.items():
             self._requests[outcome].inc(count)
             self.outcomes[outcome] = 0

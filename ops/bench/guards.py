@@ -86,8 +86,8 @@ def cases() -> dict[str, Callable[[int], None]]:
 
     def well(call: int) -> None:
         budget.deposit(call * 1e-3)
-        health.picked(replica, call * 1e-3)
-        health.answered(replica)
+        health.record_sent(replica, call * 1e-3)
+        health.record_success(replica)
 
     return {
         "key: `authenticate`": lambda call: void(authenticate(keys, made[call % KEYS][0], UNIX_S)),

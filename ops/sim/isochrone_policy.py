@@ -1,6 +1,7 @@
-"""Our own choice in a simulation: `FleetState` itself, with the simulation's clock."""
+"""Our own policy in a simulation: the router's `FleetState` and ranking on a simulated clock."""
 
 from collections.abc import Callable
+from typing import Final, NamedTuple
 
 from isochrone.wire.headers import Load, Sibling
 from isochrone.wire.ids import (
@@ -17,18 +18,23 @@ from isochrone.wire.routes import DeploymentEntry, Pop, Route, RouteTable
 from ops.sim.router import OUTPUT_TOKENS_ASSUMED, SimulatedRouter
 from ops.sim.traces import TraceRequest
 from ops.sim.world import RoutingWorld
+from router.decide.handoff import handoff_peers
 from router.decide.prefix_index import PrefixKeys, SentPrompt, block_ends
+from router.decide.ranked_route import RankedRoute
 from router.decide.ranking import RankedRoutes, RouteQuery, rank
-from router.decide.replica_table import RankedRoute
 from router.decide.tokens_in_flight import Reservation
+from router.feedback import AttemptFeedback, ProbeFeedback
 from router.fleet_state import FleetState
 
-TURNED_AWAY_MAX = 12
-DEPLOYMENT = DeploymentId("d")
+REFUSALS_MAX: Final = 12
+"""A request that was refused this often is sent without a limit on the queue."""
+
+DEPLOYMENT: Final = DeploymentId("d")
+RTT_SAMPLES: Final = 3
 
 
 def route_table(world: RoutingWorld) -> RouteTable:
-    """Return the route table that a scheduler would publish of this world."""
+    """Return the route table that a scheduler would publish for this world."""
     return RouteTable(
         cluster_id=ClusterId("c"),
         generation=Generation(1),
@@ -58,7 +64,7 @@ def route_table(world: RoutingWorld) -> RouteTable:
 
 
 def router_prefix_keys(request: TraceRequest) -> PrefixKeys:
-    """Return a request's prefix keys, cut as wide as a router cuts bytes: wider the deeper."""
+    """Return a request's prefix keys, cut as a router cuts bytes: wider with depth."""
     ends = block_ends(len(request.blocks) * request.block_tokens, request.block_tokens)
     return PrefixKeys(
         [request.blocks[end // request.block_tokens - 1] for end in ends],
@@ -68,9 +74,9 @@ def router_prefix_keys(request: TraceRequest) -> PrefixKeys:
 
 
 class SentRequest:
-    """One request on its way: what was booked for it."""
+    """One request in flight, with what was booked for it."""
 
-    __slots__ = ("picked_at_s", "ranked", "reservation", "routes", "sent")
+    __slots__ = ("ranked", "reservation", "routes", "sent", "sent_at_s")
 
     def __init__(
         self,
@@ -78,17 +84,24 @@ class SentRequest:
         ranked: RankedRoute,
         reservation: Reservation,
         sent: SentPrompt | None,
-        picked_at_s: float,
+        sent_at_s: float,
     ) -> None:
         self.routes = routes
         self.ranked = ranked
         self.reservation = reservation
         self.sent = sent
-        self.picked_at_s = picked_at_s
+        self.sent_at_s = sent_at_s
+
+
+class PrefillForecast(NamedTuple):
+    """A router's prediction of a prompt's prefill, as it tells the node."""
+
+    pending_prefill_tokens: int
+    prefill_ms: float
 
 
 class IsochronePolicy:
-    """The router's own code behind the shape that policies have here."""
+    """The router's own code as a policy."""
 
     def __init__(
         self, router: SimulatedRouter, table: RouteTable, clock: Callable[[], float]
@@ -96,109 +109,104 @@ class IsochronePolicy:
         self.fleet = FleetState(PopId(router.world.pops[router.pop]), clock)
         self.fleet.adopt(table)
         self.errors_ms: list[float] = []
+        self.refusal_count = 0
+        self.handoff_count = 0
+        self._attempts = AttemptFeedback(self.fleet)
         self._replica_of = {route.replica_id: n for n, route in enumerate(table.routes)}
         self._routes = table.routes
-        self._told_at_s = -1.0
-        self._chosen: RankedRoutes | None = None
-        self._turned: dict[int, int] = {}
-        self.turned_away = 0
-        self.passed = 0
-        self._ways: dict[int, SentRequest] = {}
+        self._reported_at_s = -1.0
+        self._ranked: RankedRoutes | None = None
+        self._refusals: dict[int, int] = {}
+        self._in_flight: dict[int, SentRequest] = {}
+        probes = ProbeFeedback(self.fleet)
         for site in router.world.sites:
-            for _ in range(3):
-                self.fleet.record_round_trip(
-                    NodeId(f"n{site.replica:03}"), router.rtt_ms[site.replica]
-                )
+            for _ in range(RTT_SAMPLES):
+                rtt_ms = router.rtt_ms[site.replica]
+                probes.record_round_trip(NodeId(f"n{site.replica:03}"), rtt_ms)
 
     def choose(
-        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
+        self,
+        router: SimulatedRouter,
+        request: TraceRequest,
+        refused: frozenset[int],
+        now_s: float,
     ) -> int | None:
-        """Hear what is told by now, and rank."""
-        self._hear(router, now_s)
-        ask = RouteQuery(
+        """Take the reports that have arrived, then rank."""
+        self._take_reports(router, now_s)
+        keys = router_prefix_keys(request)
+        query = RouteQuery(
             request_id=f"q{request.number}",
             prompt_tokens=request.prompt_tokens,
             output_tokens=OUTPUT_TOKENS_ASSUMED,
             session=request.session,
-            binding=self.fleet.session_binding(request.session),
-            matches=self.fleet.prefix_matches(DEPLOYMENT, router_prefix_keys(request)),
+            binding=self.fleet.sessions.lookup(request.session, now_s),
+            matches=self.fleet.routing(DEPLOYMENT).prefix_matches(keys),
         )
         excluded = frozenset(self._routes[replica].replica_id for replica in refused)
-        routes = rank(self.fleet.snapshot(DEPLOYMENT), ask, excluded)
+        routes = rank(self.fleet.snapshot(DEPLOYMENT), query, excluded)
         if not routes:
             return None
-        self._chosen = routes
+        self._ranked = routes
         return self._replica_of[routes[0].route.replica_id]
 
     def queue_tokens_max(self, request: TraceRequest) -> int:
-        """Return how much may wait there, or 0 for any: a request is turned away only so often."""
-        if self._turned.get(request.number, 0) >= TURNED_AWAY_MAX:
+        """Return how long the replica's queue may be; 0 for no limit."""
+        if self._refusals.get(request.number, 0) >= REFUSALS_MAX:
             return 0
-        return self._ways[request.number].ranked.queue_tokens_max
+        return self._in_flight[request.number].ranked.queue_tokens_max
 
-    def siblings(self, request: TraceRequest) -> list[Sibling]:
-        """Return whom of its PoP the request might be passed on to, itself first."""
-        way = self._ways[request.number]
-        return way.routes.siblings(way.ranked)
+    def handoff_peers(self, request: TraceRequest) -> list[Sibling]:
+        """Return the replica and the peers of its PoP that may take the request over."""
+        sent = self._in_flight[request.number]
+        return handoff_peers(sent.routes, sent.ranked)
 
-    def passed_on(self, request: TraceRequest, replica: int) -> None:
-        """A sibling of the replica asked gives the answer."""
-        way = self._ways[request.number]
-        ranked = way.routes.route_to(self._routes[replica].replica_id)
+    def prefill_forecast(self, request: TraceRequest) -> PrefillForecast:
+        """Return the predicted prefill where the request was sent."""
+        ranked = self._in_flight[request.number].ranked
+        return PrefillForecast(ranked.pending_prefill_tokens, ranked.prefill_ms)
+
+    def record_sent(self, request: TraceRequest, replica: int, now_s: float) -> None:
+        """Book a request where `choose` ranked it first."""
+        assert self._ranked is not None
+        self._book(request, self._ranked, self._ranked[0], now_s)
+
+    def record_handoff(self, request: TraceRequest, replica: int) -> None:
+        """Move what was booked to the peer replica that answers."""
+        sent = self._in_flight[request.number]
+        ranked = sent.routes.route_to(self._routes[replica].replica_id)
         assert ranked is not None, f"replica {replica} is in no table"
-        self.passed += 1
-        way.reservation.release()
-        self.fleet.undo_sent(way.ranked.route, way.sent, router_prefix_keys(request))
-        self._book(request, way.routes, ranked, way.picked_at_s)
+        self.handoff_count += 1
+        sent.reservation.release()
+        self._attempts.undo_sent(sent.ranked.route, sent.sent, router_prefix_keys(request))
+        self._book(request, sent.routes, ranked, sent.sent_at_s)
 
-    def told(self, request: TraceRequest) -> tuple[int, float]:
-        """Return what of its prompt is to be read where it goes, and how long that takes."""
-        ranked = self._ways[request.number].ranked
-        return ranked.pending_prefill_tokens, ranked.prefill_ms
+    def record_refusal(self, request: TraceRequest, at_s: float) -> None:
+        """Release what was booked: the replica refused the request at `at_s`."""
+        self._refusals[request.number] = self._refusals.get(request.number, 0) + 1
+        self.refusal_count += 1
+        sent = self._in_flight.pop(request.number)
+        sent.reservation.release(at_s)
+        self._attempts.undo_sent(sent.ranked.route, sent.sent, router_prefix_keys(request))
 
-    def sent(self, request: TraceRequest, replica: int, now_s: float) -> None:
-        """Book it."""
-        assert self._chosen is not None
-        self._book(request, self._chosen, self._chosen[0], now_s)
+    def record_load(self, replica: int, load: Load, reported_at_s: float) -> None:
+        """Take the load in the head of an answer."""
+        self.fleet.record_load(self._routes[replica], load, reported_at_s)
 
-    def _book(
-        self, request: TraceRequest, routes: RankedRoutes, ranked: RankedRoute, now_s: float
-    ) -> None:
-        reservation = self.fleet.reserve(
-            ranked.route,
-            prefill=ranked.uncached_tokens,
-            decode=OUTPUT_TOKENS_ASSUMED,
-            prompt=request.prompt_tokens,
+    def record_first_token(self, request: TraceRequest, now_s: float) -> None:
+        """Learn from a first token, and note the error of its prediction."""
+        sent = self._in_flight[request.number]
+        took_ms = 1000 * (now_s - sent.sent_at_s)
+        self.errors_ms.append(took_ms - sent.ranked.ttft_ms)
+        self._attempts.record_first_token(sent.ranked, took_ms, sent.reservation)
+
+    def record_end(self, request: TraceRequest, cached_tokens: int, now_s: float) -> None:
+        """Learn from a whole answer, and bind its session."""
+        sent = self._in_flight.pop(request.number)
+        sent.reservation.release()
+        route = sent.ranked.route
+        self._attempts.learn_cached_tokens(
+            route, sent.sent, request.prompt_tokens, cached_tokens, router_prefix_keys(request)
         )
-        sent = self.fleet.record_sent(ranked, router_prefix_keys(request))
-        self._ways[request.number] = SentRequest(routes, ranked, reservation, sent, now_s)
-
-    def refused(self, request: TraceRequest, at_s: float) -> None:
-        """The replica did not take it when it came there, at `at_s`."""
-        self._turned[request.number] = self._turned.get(request.number, 0) + 1
-        self.turned_away += 1
-        way = self._ways.pop(request.number)
-        way.reservation.release(at_s)
-        self.fleet.undo_sent(way.ranked.route, way.sent, router_prefix_keys(request))
-
-    def heard(self, replica: int, load: Load, at_s: float) -> None:
-        """An answer's head told the load."""
-        self.fleet.record_load(self._routes[replica], load, at_s)
-
-    def first_token(self, request: TraceRequest, now_s: float) -> None:
-        """Learn from the first token."""
-        way = self._ways[request.number]
-        took_ms = 1000 * (now_s - way.picked_at_s)
-        self.errors_ms.append(took_ms - way.ranked.ttft_ms)
-        self.fleet.record_first_token(way.ranked, took_ms, way.reservation)
-
-    def ended(self, request: TraceRequest, cached_tokens: int, now_s: float) -> None:
-        """Learn from the whole answer."""
-        way = self._ways.pop(request.number)
-        way.reservation.release()
-        route = way.ranked.route
-        told = (way.sent, request.prompt_tokens, cached_tokens)
-        self.fleet.learn_cached_tokens(route, *told, router_prefix_keys(request))
         if request.session:
             self.fleet.sessions.bind(
                 request.session,
@@ -207,11 +215,24 @@ class IsochronePolicy:
                 now_s,
             )
 
-    def _hear(self, router: SimulatedRouter, now_s: float) -> None:
-        at_s = router.told_at_s(now_s)
-        if at_s <= self._told_at_s:
+    def _book(
+        self, request: TraceRequest, routes: RankedRoutes, ranked: RankedRoute, sent_at_s: float
+    ) -> None:
+        reservation = self._attempts.reserve(
+            ranked.route,
+            prefill=ranked.uncached_tokens,
+            decode=OUTPUT_TOKENS_ASSUMED,
+            prompt=request.prompt_tokens,
+        )
+        sent = self._attempts.record_sent(ranked, router_prefix_keys(request))
+        self._in_flight[request.number] = SentRequest(routes, ranked, reservation, sent, sent_at_s)
+
+    def _take_reports(self, router: SimulatedRouter, now_s: float) -> None:
+        """Take each replica's newest load report, if new ones have arrived."""
+        reported_at_s = router.reported_at_s(now_s)
+        if reported_at_s <= self._reported_at_s:
             return
-        self._told_at_s = at_s
+        self._reported_at_s = reported_at_s
         for replica, route in enumerate(self._routes):
-            load = router.replicas[replica].load_at(at_s, router.pop)
-            self.fleet.record_load(route, load, at_s)
+            load = router.replicas[replica].load_at(reported_at_s, router.pop)
+            self.fleet.record_load(route, load, reported_at_s)

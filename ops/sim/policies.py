@@ -1,11 +1,11 @@
-"""How others choose: the policies of the field, each as simple as its own description.
+"""Routing policies of the field to compare with, each as simple as its own description.
 
-Each router holds its own instance, as each process does. `choose` returns a replica, or None where
-the request should wait.
+Each router has its own instance. `choose` returns a replica, or None if the request must wait.
 """
 
 import random
-from typing import Protocol
+from bisect import bisect_left
+from typing import Final, Protocol
 
 from ops.sim.router import BelievedLoad, SimulatedRouter
 from ops.sim.traces import TraceRequest
@@ -14,21 +14,21 @@ from router.decide.prefix_index import PrefixIndex, PrefixKeys
 
 
 class RoutingPolicy(Protocol):
-    """One router's way to choose."""
+    """One router's policy."""
 
     def choose(
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Return which replica a request goes to, or None."""
+        """Return the replica that a request goes to, None if it must wait."""
 
-    def sent(self, request: TraceRequest, replica: int, now_s: float) -> None:
-        """A request went there."""
+    def record_sent(self, request: TraceRequest, replica: int, now_s: float) -> None:
+        """Note that a request goes to a replica."""
 
 
 def replicas_with_room(
     router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
 ) -> dict[int, BelievedLoad]:
-    """Return who has room as far as this router knows, with what it believes of them."""
+    """Return the replicas with room as far as this router knows, with their believed load."""
     found = {}
     for replica in router.by_distance:
         if replica not in refused:
@@ -39,20 +39,20 @@ def replicas_with_room(
 
 
 def trace_prefix_keys(request: TraceRequest) -> PrefixKeys:
-    """Return a request's blocks as prefix keys: the trace hashed them already."""
+    """Return a request's blocks as prefix keys: the trace has hashes of blocks."""
     ends = [(n + 1) * request.block_tokens for n in range(len(request.blocks))]
     return PrefixKeys(request.blocks, ends, max(1, request.prompt_tokens))
 
 
 class StatelessPolicy:
-    """What the simple policies share: nothing to remember."""
+    """Base of the policies that remember nothing."""
 
-    def sent(self, request: TraceRequest, replica: int, now_s: float) -> None:
-        """Remember nothing."""
+    def record_sent(self, request: TraceRequest, replica: int, now_s: float) -> None:
+        """Do nothing."""
 
 
 class RandomPolicy(StatelessPolicy):
-    """Anyone with room."""
+    """Any replica with room."""
 
     def __init__(self, pop: int) -> None:
         self._chance = random.Random(pop)
@@ -60,13 +60,13 @@ class RandomPolicy(StatelessPolicy):
     def choose(
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Draw one."""
+        """Choose at random."""
         room = list(replicas_with_room(router, request, refused, now_s))
         return self._chance.choice(room) if room else None
 
 
 class RoundRobinPolicy(StatelessPolicy):
-    """One after the other, wherever."""
+    """All replicas in turn, wherever they are."""
 
     def __init__(self, pop: int) -> None:
         self._next = pop
@@ -74,7 +74,7 @@ class RoundRobinPolicy(StatelessPolicy):
     def choose(
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Take the next one with room."""
+        """Take the next replica with room."""
         room = replicas_with_room(router, request, refused, now_s)
         for _ in range(len(router.replicas)):
             self._next = (self._next + 1) % len(router.replicas)
@@ -84,7 +84,7 @@ class RoundRobinPolicy(StatelessPolicy):
 
 
 class NearestOnlyPolicy(StatelessPolicy):
-    """The nearest PoP's replicas in turn; the next PoP only where that one has no room at all."""
+    """The nearest PoP's replicas in turn; the next PoP only if the nearest has no room at all."""
 
     def __init__(self, pop: int) -> None:
         self._turn = pop
@@ -92,7 +92,7 @@ class NearestOnlyPolicy(StatelessPolicy):
     def choose(
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Take one of the nearest that have room."""
+        """Take the next of the nearest with room."""
         room = list(replicas_with_room(router, request, refused, now_s))
         if not room:
             return None
@@ -102,23 +102,23 @@ class NearestOnlyPolicy(StatelessPolicy):
 
 
 class LeastRequestsPolicy(StatelessPolicy):
-    """Whoever has the fewest requests; the nearest of them."""
+    """The replica with fewest requests; the nearest of several."""
 
     def choose(
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Take the least."""
+        """Take the least loaded."""
         room = replicas_with_room(router, request, refused, now_s)
         return min(room, key=lambda r: room[r].requests, default=None)
 
 
 class LeastTokensPolicy(StatelessPolicy):
-    """Whoever has the fewest tokens for its speed; the nearest of them."""
+    """The replica with fewest tokens for its speed; the nearest of several."""
 
     def choose(
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Take the least."""
+        """Take the least loaded."""
         room = replicas_with_room(router, request, refused, now_s)
         sites = router.world.sites
         return min(
@@ -129,12 +129,12 @@ class LeastTokensPolicy(StatelessPolicy):
 
 
 class LeastTokensNearPolicy(StatelessPolicy):
-    """Least tokens among the replicas of the nearest PoP that has room."""
+    """The replica with fewest tokens in the nearest PoP that has room."""
 
     def choose(
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Take the least of the nearest."""
+        """Take the least loaded of the nearest."""
         room = replicas_with_room(router, request, refused, now_s)
         nearest = next(iter(room), None)
         if nearest is None:
@@ -144,7 +144,7 @@ class LeastTokensNearPolicy(StatelessPolicy):
 
 
 class ConsistentHashPolicy(StatelessPolicy):
-    """A ring of 160 points each, by session; the next with room along it. As vllm-router has it."""
+    """As vllm-router: a ring with 160 points per replica; the next with room is taken."""
 
     def __init__(self, replicas: int) -> None:
         self._ring = sorted(
@@ -156,46 +156,44 @@ class ConsistentHashPolicy(StatelessPolicy):
     def choose(
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Walk the ring from the session's point."""
+        """Walk the ring from the point of the session."""
         room = replicas_with_room(router, request, refused, now_s)
-        at = hash64(request.session or str(request.number))
-        low, high = 0, len(self._ring)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if self._ring[middle][0] < at else (low, middle)
+        point = hash64(request.session or str(request.number))
+        first = bisect_left(self._ring, (point,))
         for step in range(len(self._ring)):
-            replica = self._ring[(low + step) % len(self._ring)][1]
+            replica = self._ring[(first + step) % len(self._ring)][1]
             if replica in room:
                 return replica
         return None
 
 
 class _PrefixTreePolicy:
-    """A router's own history of prefixes, bounded as those trees are."""
+    """Base of the policies with a history of sent prefixes, bounded as their trees are."""
 
     def __init__(self) -> None:
         self._index = PrefixIndex(capacity=4_000_000, pairs_max=400_000)
 
-    def sent(self, request: TraceRequest, replica: int, now_s: float) -> None:
-        """Remember what went where."""
-        self._index.sent(replica, trace_prefix_keys(request), now_s)
+    def record_sent(self, request: TraceRequest, replica: int, now_s: float) -> None:
+        """Remember which prefixes went to the replica."""
+        self._index.record_sent(replica, trace_prefix_keys(request), now_s)
 
     def shares(self, request: TraceRequest, room: dict[int, BelievedLoad]) -> dict[int, float]:
-        """Return which share of the prompt each replica was sent before."""
-        held = self._index.match(trace_prefix_keys(request))
-        return {replica: held.share_at(replica) for replica in room}
+        """Return the share of the prompt that each replica was sent before."""
+        matches = self._index.match(trace_prefix_keys(request))
+        return {replica: matches.share_at(replica) for replica in room}
 
 
 class CacheAwarePolicy(_PrefixTreePolicy):
-    """sglang's cache_aware: the longest match above 0.3 while requests balance, else the shortest.
+    """sglang's cache_aware policy: the longest match above 0.3, or else the fewest requests.
 
-    Balance and defaults as of its last release: spread of more than 64 and 1.5 times.
+    If requests are out of balance, by more than 64 and 1.5 times, it also takes the fewest. These
+    are the defaults of its last release.
     """
 
     def choose(
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Match or balance."""
+        """Take the longest match, or balance."""
         room = replicas_with_room(router, request, refused, now_s)
         if not room:
             return None
@@ -210,12 +208,13 @@ class CacheAwarePolicy(_PrefixTreePolicy):
 
 
 class SkyLbPolicy(_PrefixTreePolicy):
-    """SkyLB: push only where nothing is pending, at home by prefix; else the nearest region so.
+    """SkyLB: push only to replicas with nothing pending: by prefix in the nearest region, else in
+    the next nearest.
 
-    Where nobody is free the request is held a while, then goes to the least loaded at home.
+    If no replica is free, the request is held for HOLD_S, then goes to the least loaded nearby.
     """
 
-    HOLD_S = 2.0
+    HOLD_S: Final = 2.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +223,7 @@ class SkyLbPolicy(_PrefixTreePolicy):
     def choose(
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Push selectively."""
+        """Take a free replica, or hold the request."""
         room = replicas_with_room(router, request, refused, now_s)
         if not room:
             return None
@@ -232,9 +231,10 @@ class SkyLbPolicy(_PrefixTreePolicy):
         free = [replica for replica in room if room[replica].prefill_tokens == 0]
         if free:
             self._held_since.pop(request.number, None)
-            home = [r for r in free if router.rtt_ms[r] <= router.rtt_ms[router.by_distance[0]] + 1]
-            if home:
-                return max(home, key=lambda r: (shares[r], -room[r].tokens))
+            limit_ms = router.rtt_ms[router.by_distance[0]] + 1
+            near = [r for r in free if router.rtt_ms[r] <= limit_ms]
+            if near:
+                return max(near, key=lambda r: (shares[r], -room[r].tokens))
             return max(free, key=lambda r: (shares[r] > 0.5, -router.rtt_ms[r]))
         since_s = self._held_since.setdefault(request.number, now_s)
         if now_s - since_s < self.HOLD_S:

@@ -1,17 +1,19 @@
-"""Whose turn it is: requests that wait for room, in an order fair between tenants.
+"""Fair queueing: the order of requests that wait for room, fair between tenants.
 
-Rule 1: a tenant's own requests keep their order. Between tenants, the one goes first that was given
-the fewest tokens while it waited (virtual time): whoever floods, waits behind his own flood.
-Rule 2: a tenant that comes after a pause starts level with the others. What it did not use is not
-saved up, and a tenant is passed by each other one at most once before its own turn.
-Rule 3: only what was served is charged. Who leaves, or is refused, has cost its tenant nothing.
-Rule 4: there is a bound. When it is reached, the tenant that waits with most gives up his newest
-for one who waits with fewer; otherwise the newcomer is turned away.
-Rule 5: bytes are bounded too. A tenant may have no more of them waiting than are still free: one
-alone gets half, and whoever comes later finds room whatever the others sent.
+Rule 1: a tenant's own requests keep their order. Between tenants, the one that was given the fewest
+tokens while it waited goes first (virtual time), so a tenant that floods waits behind its own
+requests.
+Rule 2: a tenant that comes back after a pause starts level with the others: what it did not use is
+not saved up. Each other tenant passes it at most once before its own turn.
+Rule 3: only served requests are charged. A request that leaves or is refused costs its tenant
+nothing.
+Rule 4: depth is bounded. When the queue is full, the tenant with most waiting requests loses its
+newest to a tenant with fewer; otherwise the new request is refused.
+Rule 5: bytes are bounded too. A tenant may have no more bytes waiting than are still free: one
+tenant alone gets half, and a later tenant finds room whatever the others sent.
 
-Each deployment is a lane of its own: room at one replica is no room for another deployment. Every
-operation takes O(log n) of the tenants that wait.
+Each deployment is a lane of its own, because room at one replica is no room for another deployment.
+Every operation takes O(log n) of the waiting tenants.
 """
 
 import heapq
@@ -23,18 +25,22 @@ from isochrone.wire.ids import DeploymentId, TenantId
 from router.decide.retry_after import RETRY_AFTER_UNKNOWN_S, DrainRate
 
 LANES_MAX: Final = 1024
+"""Past this many lanes, those without waiting requests are dropped with their drain rates."""
+
+_STALE_MIN: Final = 64
+"""So many stale entries are tolerated before a heap or a dict of tenants is rebuilt."""
 
 
 class QueueFull(Exception):
-    """As many wait already as may, and no one with more than this tenant has."""
+    """The queue is full, and no other tenant has more requests waiting than this one."""
 
 
 class BytesFull(Exception):
-    """This tenant's waiting bodies would be more bytes than are still free."""
+    """The tenant's waiting bodies would be more bytes than are still free."""
 
 
 class Ticket:
-    """One waiting request: whose, for what, how many tokens it wants, how many bytes it is."""
+    """One waiting request: its lane and tenant, the tokens it needs, the bytes of its body."""
 
     __slots__ = ("bytes", "lane", "number", "tenant", "tokens")
 
@@ -63,17 +69,18 @@ class _Flow(Generic[T]):
 
 
 class _Lane(Generic[T]):
-    """The flows of one deployment. `now` is the virtual time of the last one served."""
+    """The flows of one deployment. `now` is the virtual time of the last ticket served."""
 
     def __init__(self) -> None:
         self.flows: dict[TenantId, _Flow[T]] = {}
         self.heap: list[tuple[int, int, _Flow[T]]] = []
+        """(virtual time, number of the first ticket, flow), stale if the flow has moved."""
         self.now = 0
         self.tokens = 0
         self.drain = DrainRate()
 
     def first(self) -> _Flow[T] | None:
-        """Return the flow whose turn it is, dropping what the heap holds of flows that moved."""
+        """Return the flow whose turn it is, removing stale entries before it."""
         heap = self.heap
         while heap:
             given, number, flow = heap[0]
@@ -86,7 +93,7 @@ class _Lane(Generic[T]):
         """Let a flow's first ticket compete for the next turn."""
         if flow.tickets:
             heapq.heappush(self.heap, (flow.given, next(iter(flow.tickets)), flow))
-        if len(self.heap) > 64 + 4 * len(self.flows):
+        if len(self.heap) > _STALE_MIN + 4 * len(self.flows):
             self.heap = [
                 (flow.given, next(iter(flow.tickets)), flow)
                 for flow in self.flows.values()
@@ -94,11 +101,11 @@ class _Lane(Generic[T]):
             ]
             heapq.heapify(self.heap)
 
-    def settle(self) -> None:
-        """Forget the tenants that wait with nothing and are owed no patience."""
+    def drop_idle_flows(self) -> None:
+        """Drop tenants without tickets whose virtual time is not ahead of the lane's."""
         if not self.heap:
             self.flows.clear()
-        elif len(self.flows) > 64 + 2 * len(self.heap):
+        elif len(self.flows) > _STALE_MIN + 2 * len(self.heap):
             self.flows = {
                 tenant: flow
                 for tenant, flow in self.flows.items()
@@ -107,43 +114,42 @@ class _Lane(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Everyone who waits, in all lanes: at most `depth_max`, with bodies of at most `bytes_max`."""
+    """All lanes: at most `depth_max` tickets, with bodies of at most `bytes_max` together."""
 
     def __init__(self, depth_max: int, bytes_max: int) -> None:
-        """Begin with nobody waiting."""
+        """Start empty."""
         self.depth = 0
         self.bytes = 0
         self._depth_max = depth_max
         self._bytes_max = bytes_max
         self._lanes: dict[DeploymentId, _Lane[T]] = {}
-        self._number = 0
-        # Flows by how many tickets they hold; `_deepest` is the fullest shelf.
-        self._shelves: dict[int, OrderedDict[_Flow[T], None]] = {}
-        self._deepest = 0
+        self._last_number = 0
+        self._flows_by_length: dict[int, OrderedDict[_Flow[T], None]] = {}
+        self._longest = 0
 
     def push(self, ticket: T) -> T | None:
-        """Take a ticket in. Returns whoever had to make way; raises QueueFull or BytesFull."""
-        ousted = self._make_way(ticket)
-        flow = self._flow(ticket)
+        """Add a ticket. Return the ticket that was ousted for it; raise QueueFull or BytesFull."""
+        ousted = self._make_room(ticket)
+        flow = self._get_or_create_flow(ticket)
         if not flow.tickets:
             flow.given = max(flow.given, flow.lane.now)
-        self._number += 1
-        ticket.number = self._number
+        self._last_number += 1
+        ticket.number = self._last_number
         self._insert(flow, ticket)
         if len(flow.tickets) == 1:
             flow.lane.offer(flow)
         return ousted
 
     def put_back(self, ticket: T) -> T | None:
-        """The room that `ticket` took was none: it stands where it stood, uncharged.
+        """Return a ticket that was taken to its old place, uncharged: it was refused after all.
 
-        As with `push`, someone may have to make way.
+        Return the ousted ticket and raise as `push` does.
         """
-        ousted = self._make_way(ticket)
-        flow = self._flow(ticket)
+        ousted = self._make_room(ticket)
+        flow = self._get_or_create_flow(ticket)
         flow.given = max(flow.lane.now, flow.given - ticket.tokens)
         self._insert(flow, ticket)
-        # Ahead of the tenant's own that came after it, behind those put back that came before.
+        # Ahead of the tenant's later tickets, behind its earlier ones that were put back before.
         earlier = list(takewhile(lambda number: number < ticket.number, flow.tickets))
         for number in (ticket.number, *reversed(earlier)):
             flow.tickets.move_to_end(number, last=False)
@@ -151,79 +157,80 @@ class FairQueue(Generic[T]):
         return ousted
 
     def head(self, deployment_id: DeploymentId) -> T | None:
-        """Return whose turn it is; None where nobody waits."""
+        """Return the ticket whose turn it is, None if the lane is empty."""
         lane = self._lanes.get(deployment_id)
         flow = lane.first() if lane is not None else None
         return next(iter(flow.tickets.values())) if flow is not None else None
 
     def take(self, ticket: T, now_s: float) -> None:
-        """The ticket's turn came and it got room: its tenant is charged."""
+        """Remove a ticket that got room, and charge its tenant."""
         lane = self._lanes[ticket.lane]
         flow = lane.flows[ticket.tenant]
-        self._pull(flow, ticket)
+        self._extract(flow, ticket)
         lane.now = max(lane.now, flow.given)
         flow.given += ticket.tokens
         lane.offer(flow)
-        lane.drain.began(ticket.tokens, now_s, is_still_full=lane.first() is not None)
-        lane.settle()
+        lane.drain.record_start(ticket.tokens, now_s, is_still_full=lane.first() is not None)
+        lane.drop_idle_flows()
 
     def remove(self, ticket: T) -> None:
-        """The ticket leaves without its turn. Nothing where it does not wait."""
+        """Remove a ticket without charge. Do nothing if it is not in the queue."""
         lane = self._lanes.get(ticket.lane)
         flow = lane.flows.get(ticket.tenant) if lane is not None else None
         if lane is None or flow is None or ticket.number not in flow.tickets:
             return
         was_first = next(iter(flow.tickets)) == ticket.number
-        self._pull(flow, ticket)
+        self._extract(flow, ticket)
         if was_first:
             lane.offer(flow)
         lane.first()
-        lane.settle()
+        lane.drop_idle_flows()
 
     def note_full(self, deployment_id: DeploymentId, now_s: float) -> None:
         """Note that a request found no room."""
-        self._lane(deployment_id).drain.full(now_s)
+        self._get_or_create_lane(deployment_id).drain.record_full(now_s)
 
     def has_lane(self, deployment_id: DeploymentId) -> bool:
-        """Say whether the deployment was ever full, of late."""
+        """Say whether the deployment was full recently."""
         return deployment_id in self._lanes
 
     def note_started(self, ticket: T, now_s: float) -> None:
         """Note that a request found room without waiting."""
         lane = self._lanes.get(ticket.lane)
         if lane is not None:
-            lane.drain.began(ticket.tokens, now_s, is_still_full=lane.first() is not None)
+            lane.drain.record_start(ticket.tokens, now_s, is_still_full=lane.first() is not None)
 
     def retry_after_s(self, deployment_id: DeploymentId, tokens: int, now_s: float) -> float:
-        """Return when a request of `tokens` that came now would be served, by the drain so far."""
+        """Return when a request of `tokens` that came now would be served, by the drain rate."""
         lane = self._lanes.get(deployment_id)
         if lane is None:
             return RETRY_AFTER_UNKNOWN_S
         return lane.drain.wait_s(lane.tokens + tokens, now_s)
 
-    def _make_way(self, ticket: T) -> T | None:
+    def _make_room(self, ticket: T) -> T | None:
+        """Check both bounds for a new ticket; return the ticket ousted for it, if any."""
         lane = self._lanes.get(ticket.lane)
         flow = lane.flows.get(ticket.tenant) if lane is not None else None
-        held_bytes = flow.bytes if flow is not None else 0
-        if held_bytes + ticket.bytes > self._bytes_max - self.bytes:
+        waiting_bytes = flow.bytes if flow is not None else 0
+        if waiting_bytes + ticket.bytes > self._bytes_max - self.bytes:
             raise BytesFull
         if self.depth < self._depth_max:
             return None
-        if (len(flow.tickets) if flow is not None else 0) + 1 >= self._deepest:
+        if (len(flow.tickets) if flow is not None else 0) + 1 >= self._longest:
             raise QueueFull
-        deepest = next(iter(self._shelves[self._deepest]))
-        ousted = next(reversed(deepest.tickets.values()))
+        longest = next(iter(self._flows_by_length[self._longest]))
+        ousted = next(reversed(longest.tickets.values()))
         self.remove(ousted)
         return ousted
 
-    def _flow(self, ticket: T) -> _Flow[T]:
-        lane = self._lane(ticket.lane)
+    def _get_or_create_flow(self, ticket: T) -> _Flow[T]:
+        lane = self._get_or_create_lane(ticket.lane)
         flow = lane.flows.get(ticket.tenant)
         if flow is None:
             flow = lane.flows[ticket.tenant] = _Flow(lane, ticket.tenant)
         return flow
 
-    def _lane(self, deployment_id: DeploymentId) -> _Lane[T]:
+    def _get_or_create_lane(self, deployment_id: DeploymentId) -> _Lane[T]:
         lane = self._lanes.get(deployment_id)
         if lane is None:
             if len(self._lanes) >= LANES_MAX:
@@ -232,29 +239,30 @@ class FairQueue(Generic[T]):
         return lane
 
     def _insert(self, flow: _Flow[T], ticket: T) -> None:
-        self._shelve(flow, len(flow.tickets), len(flow.tickets) + 1)
+        self._index_length(flow, len(flow.tickets), len(flow.tickets) + 1)
         flow.tickets[ticket.number] = ticket
         flow.lane.tokens += ticket.tokens
         flow.bytes += ticket.bytes
         self.bytes += ticket.bytes
         self.depth += 1
 
-    def _pull(self, flow: _Flow[T], ticket: T) -> None:
-        self._shelve(flow, len(flow.tickets), len(flow.tickets) - 1)
+    def _extract(self, flow: _Flow[T], ticket: T) -> None:
+        self._index_length(flow, len(flow.tickets), len(flow.tickets) - 1)
         del flow.tickets[ticket.number]
         flow.lane.tokens -= ticket.tokens
         flow.bytes -= ticket.bytes
         self.bytes -= ticket.bytes
         self.depth -= 1
 
-    def _shelve(self, flow: _Flow[T], before: int, after: int) -> None:
+    def _index_length(self, flow: _Flow[T], before: int, after: int) -> None:
+        """Move a flow in the index of flows by length, and keep the greatest length."""
         if before:
-            shelf = self._shelves[before]
-            del shelf[flow]
-            if not shelf:
-                del self._shelves[before]
+            flows = self._flows_by_length[before]
+            del flows[flow]
+            if not flows:
+                del self._flows_by_length[before]
         if after:
-            self._shelves.setdefault(after, OrderedDict())[flow] = None
-        self._deepest = max(self._deepest, after)
-        if self._deepest and self._deepest not in self._shelves:
-            self._deepest -= 1
+            self._flows_by_length.setdefault(after, OrderedDict())[flow] = None
+        self._longest = max(self._longest, after)
+        if self._longest and self._longest not in self._flows_by_length:
+            self._longest -= 1

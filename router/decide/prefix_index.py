@@ -1,12 +1,12 @@
-"""What each replica's prefix cache holds, as far as a router can tell without tokenising.
+"""What each replica's prefix cache holds, as far as a router can tell without a tokenizer.
 
-A prompt is cut into blocks of bytes, and each block's key is a hash chained to the one before it,
-so that equal keys mean equal prompts up to there. What was sent to a replica is in its cache until
-newer prompts push it out. The index plays that same game, least recently used first, and learns
-from the replica's own count of cached tokens how much the cache can hold.
+A prompt is cut into blocks of bytes, and each block's key is a hash chained to the key before it,
+so equal keys mean equal prompts up to there. A prompt that was sent to a replica is in its cache
+until newer prompts evict it. The index simulates that eviction, least recently used first, and
+learns the size of each cache from the replica's own count of cached tokens.
 
-Blocks grow with depth, a sixteenth of what is before them: a long prompt needs few keys, and the
-matched length is never wrong by more than that.
+Blocks grow with depth, to a sixteenth of what is before them, so a long prompt needs few keys and
+the matched length is never wrong by more than that.
 """
 
 from collections import OrderedDict
@@ -18,6 +18,8 @@ import xxhash
 
 BLOCK_BYTES: Final = 128
 DEPTH_PER_BLOCK: Final = 16
+"""A block is at most one part in so many of the prompt before it, if that is above BLOCK_BYTES."""
+
 KEYS_MAX: Final = 160
 PAIRS_MAX: Final = 200_000
 """How many (key, replica) pairs one index holds, some 150 bytes each."""
@@ -25,20 +27,22 @@ PAIRS_MAX: Final = 200_000
 CAPACITY_DEFAULT: Final = 4_000_000
 CAPACITY_MIN: Final = 20_000
 CAPACITY_MAX: Final = 10**9
-"""A replica's cache as the index plays it, in the unit of the keys: bytes of prompt."""
+"""Assumed size of a replica's cache, in the unit of the keys: bytes of prompt."""
 
 SHRINK_STEP: Final = 0.5
-"""How far one proven loss moves the capacity towards what had passed through the cache by then."""
+"""How far one proven eviction moves the capacity towards what had been inserted by then."""
 
 GROWTH_FACTOR: Final = 1.002
+"""Each confirmed match raises the capacity by this factor."""
+
 TTL_S: Final = 3600.0
 
 HIT_RATIO_MIN: Final = 0.75
-"""Less than this of the share that was expected, and the rest of it had been pushed out."""
+"""An answer with less than this of the expected cached share proves that the rest was evicted."""
 
 
 class PrefixKeys(NamedTuple):
-    """A prompt's chain of keys: each with where its block ends, and the prompt's whole size."""
+    """A prompt's chain of keys, the byte offset at which each block ends, and the prompt's size."""
 
     keys: Sequence[int]
     ends: Sequence[int]
@@ -49,33 +53,34 @@ NO_KEYS: Final = PrefixKeys((), (), 0)
 
 
 class PrefixMatch(NamedTuple):
-    """Replicas that hold the same share of a prompt, as a mask of their slots."""
+    """Replicas that hold the same share of a prompt, as a bit mask of their slots."""
 
     mask: int
     share: float
 
 
 class PrefixMatches(NamedTuple):
-    """Who holds how much of a prompt: everyone at least this share, and some more than that."""
+    """How much of a prompt the replicas hold: all of them `all_share`, some of them more."""
 
-    everyone: float
-    some: Sequence[PrefixMatch]
+    all_share: float
+    longer: Sequence[PrefixMatch]
 
     def share_at(self, slot: int) -> float:
         """Return the share of the prompt that one replica holds."""
-        for mask, share in self.some:
+        for mask, share in self.longer:
             if mask >> slot & 1:
                 return share
-        return self.everyone
+        return self.all_share
 
 
 NO_MATCHES: Final = PrefixMatches(0.0, ())
 
 
 class SentPrompt(NamedTuple):
-    """What the index expected of a prompt when it went: the share cached, and how old its use was.
+    """What the index expected of a prompt when it was sent.
 
-    The age is what had passed through that cache since then, in the unit of the keys.
+    `share` is the share expected to be cached; `age` is how much had been inserted into that cache
+    since that share was last used, in the unit of the keys.
     """
 
     slot: int
@@ -84,13 +89,13 @@ class SentPrompt(NamedTuple):
 
 
 def block_ends(size: int, block: int = BLOCK_BYTES, keys_max: int = KEYS_MAX) -> Sequence[int]:
-    """Return where a prompt of `size` is cut: every whole block, wider the deeper."""
+    """Return where a prompt of `size` bytes is cut: whole blocks only, growing with depth."""
     ends: list[int] = []
     end = 0
     while len(ends) < keys_max:
         # Powers of two, so that prompts of any size are cut at the same places.
-        wide = max(block, 1 << max(0, (end // DEPTH_PER_BLOCK).bit_length() - 1))
-        end += wide
+        width = max(block, 1 << max(0, (end // DEPTH_PER_BLOCK).bit_length() - 1))
+        end += width
         if end > size:
             break
         ends.append(end)
@@ -110,22 +115,35 @@ def prefix_keys(prompt: bytes, seed: int) -> PrefixKeys:
     return PrefixKeys(keys, ends, len(prompt))
 
 
+class _CachedBlock:
+    """One block in a simulated cache: its size, and when it was used last."""
+
+    __slots__ = ("size", "used_at_inserted", "used_at_s")
+
+    def __init__(self, size: int, used_at_inserted: int, used_at_s: float) -> None:
+        self.size = size
+        self.used_at_inserted = used_at_inserted
+        """The cache's `inserted` at the last use."""
+        self.used_at_s = used_at_s
+
+
 class _ReplicaCache:
-    """One replica's cache as this index plays it: keys by last use, with their sizes."""
+    """The simulated cache of one replica."""
 
     def __init__(self, capacity: float) -> None:
-        self.keys: OrderedDict[int, tuple[int, int, float]] = OrderedDict()
-        """Key to (size, `passed` at last use, time of last use), oldest use first."""
+        self.blocks: OrderedDict[int, _CachedBlock] = OrderedDict()
+        """By key, the least recently used first."""
         self.size = 0
-        self.passed = 0
+        self.inserted = 0
+        """Sum of the sizes of all blocks ever inserted."""
         self.capacity = capacity
 
 
 class PrefixIndex:
-    """Which slots hold which keys: a mask of bits each key, so a match costs one `and` a key."""
+    """Which slots hold which keys: a bit mask for each key."""
 
     def __init__(self, capacity: float = CAPACITY_DEFAULT, pairs_max: int = PAIRS_MAX) -> None:
-        """Assume caches of `capacity` until taught otherwise."""
+        """Assume caches of `capacity` until answers teach otherwise."""
         self._holders: dict[int, int] = {}
         self._caches: dict[int, _ReplicaCache] = {}
         self._capacity = capacity
@@ -136,136 +154,141 @@ class PrefixIndex:
         """Return how many (key, replica) pairs are held."""
         return self._pairs
 
-    def match(self, keys: PrefixKeys, everyone: int = 0) -> PrefixMatches:
-        """Return who holds how much of the prompt; `everyone` is the mask of all that might.
+    def match(self, keys: PrefixKeys, all_slots_mask: int = 0) -> PrefixMatches:
+        """Return how much of the prompt each slot holds.
 
-        Whoever holds a key holds all before it, so between two keys with the same holders nothing
-        changes: a few look-ups find where it does.
+        `all_slots_mask` has the bits of all slots with a replica, 0 if unknown. A slot that holds
+        a key holds all keys before it, so the holders only shrink with depth, and a binary search
+        finds the few depths at which they do.
         """
-        if not keys.keys or not (first := self._holders.get(keys.keys[0], 0)):
+        if not keys.keys or not (holders := self._holders.get(keys.keys[0], 0)):
             return NO_MATCHES
-        # The holders at each depth where they change, shallowest first.
+        # The depths at which holders end, with those holders; shallowest first.
         ends: list[tuple[int, int]] = []
-        self._split(keys.keys, 0, first, len(keys.keys), 0, ends)
-        common = 0.0
-        some = []
-        missing = everyone & ~first if everyone else 1
-        for depth, leaving in ends:
+        self._find_ends(keys.keys, 0, holders, len(keys.keys), 0, ends)
+        all_share = 0.0
+        longer = []
+        missing = all_slots_mask & ~holders if all_slots_mask else 1
+        for depth, mask in ends:
             share = keys.ends[depth] / keys.size
-            if not missing and not common:
-                # All hold at least as much as those who hold least.
-                common = share
+            if not missing and not all_share:
+                # Every slot holds the first key, so all hold at least as much as the shallowest.
+                all_share = share
                 continue
-            some.append(PrefixMatch(leaving, share))
-        return PrefixMatches(common, some)
+            longer.append(PrefixMatch(mask, share))
+        return PrefixMatches(all_share, longer)
 
-    def _split(
+    def _find_ends(
         self,
         keys: Sequence[int],
         low: int,
-        at_low: int,
+        low_holders: int,
         high: int,
-        at_high: int,
+        high_holders: int,
         ends: list[tuple[int, int]],
     ) -> None:
-        """Find in [low, high) the depths after which holders leave; none are left at `high`."""
-        while high - low > 1 and at_low != at_high:
+        """Append the depths in [low, high) after which the holders shrink."""
+        while high - low > 1 and low_holders != high_holders:
             middle = (low + high) // 2
-            at_middle = self._holders.get(keys[middle], 0)
-            self._split(keys, low, at_low, middle, at_middle, ends)
-            low, at_low = middle, at_middle
-        if at_low != at_high:
-            ends.append((low, at_low & ~at_high))
+            middle_holders = self._holders.get(keys[middle], 0)
+            self._find_ends(keys, low, low_holders, middle, middle_holders, ends)
+            low, low_holders = middle, middle_holders
+        if low_holders != high_holders:
+            ends.append((low, low_holders & ~high_holders))
 
-    def sent(self, slot: int, keys: PrefixKeys, now_s: float) -> SentPrompt:
-        """A prompt goes to a replica: from now on its cache holds it, the oldest making room."""
+    def record_sent(self, slot: int, keys: PrefixKeys, now_s: float) -> SentPrompt:
+        """Insert a prompt that is sent to a replica, evicting the least recently used blocks."""
         cache = self._caches.get(slot)
         if cache is None:
             cache = self._caches[slot] = _ReplicaCache(self._capacity)
         bit = 1 << slot
         share, age = 0.0, 0
-        passed = cache.passed
-        # The tail first, as engines let go of it first: a prefix is worth more than what follows.
-        for at in range(len(keys.keys) - 1, -1, -1):
-            key, end = keys.keys[at], keys.ends[at]
-            begin = keys.ends[at - 1] if at else 0
-            held = cache.keys.pop(key, None)
-            if held is None:
+        inserted_before = cache.inserted
+        # From the last block to the first, so that the end of a prompt is evicted before its
+        # beginning, as engines do.
+        for index in range(len(keys.keys) - 1, -1, -1):
+            key, end = keys.keys[index], keys.ends[index]
+            begin = keys.ends[index - 1] if index else 0
+            block = cache.blocks.pop(key, None)
+            if block is None:
                 self._holders[key] = self._holders.get(key, 0) | bit
                 self._pairs += 1
                 cache.size += end - begin
-                cache.passed += end - begin
-            elif not share:
-                share, age = end / keys.size, passed - held[1]
-            cache.keys[key] = (end - begin, cache.passed, now_s)
-        self._make_room(slot, cache, now_s)
+                cache.inserted += end - begin
+                cache.blocks[key] = _CachedBlock(end - begin, cache.inserted, now_s)
+                continue
+            if not share:
+                share, age = end / keys.size, inserted_before - block.used_at_inserted
+            block.used_at_inserted, block.used_at_s = cache.inserted, now_s
+            cache.blocks[key] = block
+        self._evict(slot, cache, now_s)
         return SentPrompt(slot, share, age)
 
-    def unsent(self, sent: SentPrompt, keys: PrefixKeys) -> None:
-        """The replica did not take the prompt after all: what it had not before, it has not now."""
+    def undo_sent(self, sent: SentPrompt, keys: PrefixKeys) -> None:
+        """Remove what `record_sent` added: the replica did not read the prompt after all."""
         cache = self._caches.get(sent.slot)
         if cache is None:
             return
         for key, end in zip(keys.keys, keys.ends, strict=True):
-            if end > sent.share * keys.size and key in cache.keys:
-                self._drop(sent.slot, cache, key)
+            if end > sent.share * keys.size and key in cache.blocks:
+                self._remove_block(sent.slot, cache, key)
 
-    def answered(self, sent: SentPrompt, cached: float) -> None:
-        """A replica told which share of that prompt it had cached: is its cache that large?"""
+    def learn_cached_share(self, sent: SentPrompt, cached_share: float) -> None:
+        """Adjust the assumed capacity by the share of a prompt that a replica had cached."""
         cache = self._caches.get(sent.slot)
         if cache is None or not sent.share:
             return
-        if cached >= sent.share * HIT_RATIO_MIN:
+        if cached_share >= sent.share * HIT_RATIO_MIN:
             cache.capacity = min(CAPACITY_MAX, cache.capacity * GROWTH_FACTOR)
         elif sent.age < cache.capacity:
             cache.capacity += SHRINK_STEP * (max(CAPACITY_MIN, sent.age) - cache.capacity)
 
-    def forget(self, slots: Set[int]) -> None:
-        """Drop what gone replicas held."""
+    def remove_slots(self, slots: Set[int]) -> None:
+        """Drop what replicas held that left the route table."""
         for slot in slots:
             cache = self._caches.pop(slot, None)
             if cache is not None:
-                self._pairs -= len(cache.keys)
-                for key in cache.keys:
-                    self._let_go(key, slot)
+                self._pairs -= len(cache.blocks)
+                for key in cache.blocks:
+                    self._remove_holder(key, slot)
 
-    def _make_room(self, slot: int, cache: _ReplicaCache, now_s: float) -> None:
-        while cache.keys:
-            key, (_, _, used_at_s) = next(iter(cache.keys.items()))
-            over = cache.size > cache.capacity or now_s - used_at_s > TTL_S
-            crowded = self._pairs > self._pairs_max and len(cache.keys) > 1
-            if not over and not crowded:
+    def _evict(self, slot: int, cache: _ReplicaCache, now_s: float) -> None:
+        while cache.blocks:
+            key, block = next(iter(cache.blocks.items()))
+            is_over = cache.size > cache.capacity or now_s - block.used_at_s > TTL_S
+            is_crowded = self._pairs > self._pairs_max and len(cache.blocks) > 1
+            if not is_over and not is_crowded:
                 return
-            self._drop(slot, cache, key)
+            self._remove_block(slot, cache, key)
 
-    def _drop(self, slot: int, cache: _ReplicaCache, key: int) -> None:
-        cache.size -= cache.keys.pop(key)[0]
+    def _remove_block(self, slot: int, cache: _ReplicaCache, key: int) -> None:
+        cache.size -= cache.blocks.pop(key).size
         self._pairs -= 1
-        self._let_go(key, slot)
+        self._remove_holder(key, slot)
 
-    def _let_go(self, key: int, slot: int) -> None:
-        left = self._holders[key] & ~(1 << slot)
-        if left:
-            self._holders[key] = left
+    def _remove_holder(self, key: int, slot: int) -> None:
+        holders = self._holders[key] & ~(1 << slot)
+        if holders:
+            self._holders[key] = holders
         else:
             del self._holders[key]
 
 
 @lru_cache(maxsize=1024)
 def slots_of(mask: int) -> Sequence[int]:
-    """Return the numbers of the bits that are set. The same masks come again and again."""
+    """Return the positions of the bits that are set. Cached because the same masks recur."""
     if mask.bit_count() <= 2:
         return list(_bits(mask))
-    found: list[int] = []
-    for at, byte in enumerate(mask.to_bytes((mask.bit_length() + 7) // 8, "little")):
+    slots: list[int] = []
+    for index, byte in enumerate(mask.to_bytes((mask.bit_length() + 7) // 8, "little")):
         if byte:
-            found += _slots_of_byte(at, byte)
-    return found
+            slots += _slots_of_byte(index, byte)
+    return slots
 
 
 @lru_cache(maxsize=32 * 256)
-def _slots_of_byte(at: int, byte: int) -> Sequence[int]:
-    return tuple(8 * at + bit for bit in range(8) if byte >> bit & 1)
+def _slots_of_byte(index: int, byte: int) -> Sequence[int]:
+    return tuple(8 * index + bit for bit in range(8) if byte >> bit & 1)
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -1,54 +1,56 @@
-"""Which replica answers soonest: filter, score, order, each with its reason.
+"""Rank the replicas of a deployment by predicted time to first token.
 
-predicted = round trip and overhead + queue wait + uncached prompt tokens * time per token
+predicted = round trip + overhead + queue wait + uncached prompt tokens * time per token
 
-All three are corrected by what was observed of each replica (latency.py), and kept in rows
-(board.py): a choice is a few passes over them. What a miss of the cache costs the replica is
-counted the more than once, the more requests find a queue: whoever comes next waits for it too.
+The estimates behind it are corrected by observation (latency.py) and kept per slot
+(replica_table.py), so ranking is a few passes over one list. When requests often find a queue, a
+request is also charged for the delay that its prefill causes to those behind it (the congestion
+charge), which favours replicas that have its prompt cached.
 """
 
 from collections.abc import Iterable, Sequence, Set
 from math import inf
 from typing import Final
 
-from isochrone.wire.headers import SIBLINGS_MAX, Sibling
 from isochrone.wire.ids import ReplicaId
 from router.decide.affinity import SessionBinding, hash64, rendezvous_winner, within_load_bound
 from router.decide.health import split_ejected
 from router.decide.latency import prefill_work
 from router.decide.prefix_index import NO_MATCHES, PrefixMatches, slots_of
-from router.decide.replica_table import RankedRoute, RoutingSnapshot
+from router.decide.ranked_route import RankedRoute
+from router.decide.replica_table import RoutingSnapshot
 from router.decide.slow_start import is_held_back
 
 ALIKE_MS: Final = 2.0
 ALIKE_RATIO: Final = 0.05
 ALIKE_SPREADS: Final = 0.25
-"""Within these of the best, or of its usual error, predictions count as alike: chance decides, and
-routers that see the same do not all run to the same replica."""
+"""Replicas within this distance of the best count as alike: in ms, as a share of its time, or as a
+share of its usual prediction error. A hash of the request chooses among them, so that routers with
+the same knowledge do not all choose the same replica."""
 
 SESSION_ALIKE_MS: Final = 20.0
 SESSION_ALIKE_RATIO: Final = 0.25
-"""A new session spreads over a wider circle, so that routers of one region choose alike."""
+"""The same for the first request of a session: wider, so that all routers of a region agree on the
+candidates and their hash on one of them."""
 
-STICK_MS: Final = 20.0
-STICK_RATIO: Final = 0.5
-"""A session stays while its seat is at most this much slower than the best."""
+STICKY_MS: Final = 20.0
+STICKY_RATIO: Final = 0.5
+"""A session stays at its replica while that is at most this much slower than the best."""
 
-SPILL_MS: Final = 10.0
-SPILL_RATIO: Final = 0.1
-"""Leaving home must save this much; once left, going on needs no more than being sooner."""
-
-HANDOFF_MS_MIN: Final = 5.0
-"""Siblings are named to a node only where a request takes longer than this there."""
+SPILLOVER_MS: Final = 10.0
+SPILLOVER_RATIO: Final = 0.1
+"""The first request to leave the nearest replicas must save this much; while requests spill over,
+the next ones need only be sooner."""
 
 UNEXPECTED_QUEUE_MS: Final = 20.0
-"""A longer queue than was thought counts as a surprise only past this."""
+"""A replica refuses a request only if its queue is longer than predicted by more than this."""
 
 
 class RouteQuery:
-    """What the choice needs to know of a request.
+    """What ranking needs to know of a request.
 
-    `held` is which slots hold how much of the prompt; the seat counts where nothing is known.
+    `matches` says how much of the prompt each slot has cached. `binding`, where the session was
+    answered last, counts only if there are no matches.
     """
 
     def __init__(
@@ -69,29 +71,30 @@ class RouteQuery:
 
 
 class RankedRoutes(Sequence[RankedRoute]):
-    """Where to try, best first. Only what is looked at is worked out: mostly that is the first."""
+    """The replicas with room, best first. A route is computed when it is read: mostly the first."""
 
     def __init__(
         self,
         snapshot: RoutingSnapshot,
         query: RouteQuery,
         costs: list[float],
-        left_out: int,
+        excluded_count: int,
         first: int = -1,
         reason: str = "",
-        others_ms: float = inf,
+        next_best_ms: float = inf,
     ) -> None:
-        """Begin with slot `first`, where `others_ms` is the soonest of all others.
+        """Put slot `first` at the head; `next_best_ms` is the lowest cost of the other slots.
 
-        So many are `left_out` for other reasons than being full.
+        `costs` are by slot, infinite for a slot that is full, empty or excluded. `excluded_count`
+        of these are not full.
         """
         self._snapshot = snapshot
         self._query = query
         self._costs = costs
-        self._left_out = left_out
+        self._excluded_count = excluded_count
         self._first = first
         self._reason = reason
-        self._others_ms = others_ms
+        self._next_best_ms = next_best_ms
         self._order: Sequence[int] | None = None
 
     def __len__(self) -> int:
@@ -100,43 +103,32 @@ class RankedRoutes(Sequence[RankedRoute]):
     def __bool__(self) -> bool:
         return self._first >= 0
 
-    def __getitem__(self, at: int) -> RankedRoute:  # type: ignore[override]
-        if at == 0 and self._first >= 0:
-            return self._ranked(self._first, self._reason)
-        slot = self._slots()[at]
-        return self._ranked(slot, "nearest-warm" if slot in self._snapshot.home else "soonest-warm")
+    def __getitem__(self, rank: int) -> RankedRoute:  # type: ignore[override]
+        if rank == 0 and self._first >= 0:
+            return self._route(self._first, self._reason)
+        slot = self._slots()[rank]
+        return self._route(slot, _place_reason(self._snapshot, slot))
 
     @property
     def full_count(self) -> int:
-        """Count those passed over because they have no room."""
-        return self._costs.count(inf) - self._left_out
+        """Return how many replicas were passed over because they have no room."""
+        return self._costs.count(inf) - self._excluded_count
 
     def route_to(self, replica_id: ReplicaId) -> RankedRoute | None:
-        """Return the way to one replica: the answer comes from there."""
+        """Return the route to the replica that a request was handed to, None if it is unknown."""
         slot = self._snapshot.slots.get(replica_id, -1)
-        return self._ranked(slot, "passed-on") if slot >= 0 else None
+        return self._route(slot, "handed-off") if slot >= 0 else None
 
-    def siblings(self, first: RankedRoute) -> list[Sibling]:
-        """Return who in the first's PoP might take the request, itself first; nobody if alone."""
+    def peers_of_first(self, count_max: int) -> list[RankedRoute]:
+        """Return the first route and the best others in its PoP; nothing if there are no others."""
         snapshot, costs = self._snapshot, self._costs
-        mates = snapshot.mates.get(first.route.pop, ())
-        if len(mates) < 2 or first.queue_ms + first.prefill_ms < HANDOFF_MS_MIN:
+        route = snapshot.routes[self._first]
+        in_pop = snapshot.slots_by_pop.get(route.pop, ()) if route is not None else ()
+        peers = [slot for slot in in_pop if costs[slot] < inf and slot != self._first]
+        if not peers:
             return []
-        slots = [slot for slot in mates if costs[slot] < inf and slot != self._first]
-        slots.sort(key=costs.__getitem__)
-        named = [self._first, *slots[: SIBLINGS_MAX - 1]]
-        return [self._sibling(slot) for slot in named] if slots else []
-
-    def _sibling(self, slot: int) -> Sibling:
-        ranked, ms_per_token = self._ranked(slot, ""), self._snapshot.times[slot][2]
-        return Sibling(
-            ranked.route.replica_id,
-            ranked.route.node_id,
-            ranked.route.address,
-            ranked.pending_prefill_tokens,
-            round(ranked.prefill_ms),
-            round(1000 * ms_per_token),
-        )
+        peers.sort(key=costs.__getitem__)
+        return [self._route(slot, "") for slot in (self._first, *peers[: count_max - 1])]
 
     def _slots(self) -> Sequence[int]:
         if self._order is None:
@@ -147,35 +139,35 @@ class RankedRoutes(Sequence[RankedRoute]):
         return self._order
 
     def _queue_tokens_max(self) -> int:
-        """Return how much may wait at the first before asking elsewhere is worth a round trip.
+        """Return how much may wait at the first replica before the next best would be sooner.
 
-        What is only guessed to wait there is not put up with: its door knows.
+        The assumed part of the predicted queue does not count: the node knows its real queue.
         """
-        if self._others_ms == inf:
+        if self._next_best_ms == inf:
             return 0
-        snapshot, first = self._snapshot, self._first
-        rtt_ms, base_ms, _, _, guess_ms = snapshot.facts[first]
-        until_ms, least_ms, ms_per_token, _ = snapshot.times[first]
-        known_ms = max(until_ms - snapshot.now_ms, least_ms - guess_ms) - base_ms
-        better_by_ms = max(0.0, self._others_ms - self._costs[first])
-        most_ms = known_ms + better_by_ms + rtt_ms + UNEXPECTED_QUEUE_MS
-        return max(1, round(most_ms / ms_per_token))
+        snapshot, estimate = self._snapshot, self._snapshot.estimates[self._first]
+        reported_ms = estimate.wait_min_ms - estimate.assumed_queue_ms
+        known_ms = max(estimate.ready_at_ms - snapshot.now_ms, reported_ms) - estimate.base_ms
+        ahead_ms = max(0.0, self._next_best_ms - self._costs[self._first])
+        limit_ms = known_ms + ahead_ms + estimate.rtt_ms + UNEXPECTED_QUEUE_MS
+        return max(1, round(limit_ms / estimate.ms_per_token))
 
-    def _ranked(self, slot: int, reason: str) -> RankedRoute:
+    def _route(self, slot: int, reason: str) -> RankedRoute:
         snapshot, query = self._snapshot, self._query
         route = snapshot.routes[slot]
         assert route is not None, f"slot {slot} is ranked without a replica"
         cached = _cached_tokens(snapshot, query, slot)
-        work = prefill_work(query.prompt_tokens, cached, snapshot.stretch_per_token)
-        rtt_ms, base_ms, _, _, _ = snapshot.facts[slot]
-        until_ms, least_ms, ms_per_token, _ = snapshot.times[slot]
+        work = prefill_work(query.prompt_tokens, cached, snapshot.depth_cost_per_token)
+        estimate = snapshot.estimates[slot]
+        wait_ms = max(estimate.ready_at_ms - snapshot.now_ms, estimate.wait_min_ms)
         return RankedRoute(
             route,
             reason,
-            rtt_ms=rtt_ms,
-            overhead_ms=base_ms - rtt_ms,
-            queue_ms=max(until_ms - snapshot.now_ms, least_ms) - base_ms,
-            prefill_ms=work * ms_per_token,
+            rtt_ms=estimate.rtt_ms,
+            overhead_ms=estimate.base_ms - estimate.rtt_ms,
+            queue_ms=wait_ms - estimate.base_ms,
+            prefill_ms=work * estimate.ms_per_token,
+            ms_per_token=estimate.ms_per_token,
             cached_tokens=cached,
             uncached_tokens=query.prompt_tokens - cached,
             pending_prefill_tokens=int(work + 0.5),
@@ -186,133 +178,161 @@ class RankedRoutes(Sequence[RankedRoute]):
 def rank(
     snapshot: RoutingSnapshot, query: RouteQuery, excluded: Set[ReplicaId] = frozenset()
 ) -> RankedRoutes:
-    """Rank the replicas that have room, best first; `excluded` are those that failed already."""
-    costs = _predicted_ms(snapshot, query)
-    left_out = len(costs) - len(snapshot.slots)
-    if excluded or snapshot.ejected_until:
-        left_out += _exclude_unhealthy(snapshot, excluded, costs)
+    """Rank the replicas that have room, best first, without those `excluded`."""
+    costs = _costs(snapshot, query)
+    excluded_count = len(costs) - len(snapshot.slots)
+    if excluded or snapshot.ejected_until_s:
+        excluded_count += _exclude_unhealthy(snapshot, excluded, costs)
     if snapshot.starting:
-        left_out += _exclude_starting(snapshot, query, costs)
-    best, others_ms = _best_two(costs)
+        excluded_count += _exclude_starting(snapshot, query, costs)
+    best, second_ms = _best_two(costs)
     if best < 0:
-        return RankedRoutes(snapshot, query, costs, left_out)
-    first, reason = _choose(snapshot, query, costs, best, others_ms)
-    soonest_ms = others_ms if first == best else costs[best]
-    return RankedRoutes(snapshot, query, costs, left_out, first, reason, soonest_ms)
+        return RankedRoutes(snapshot, query, costs, excluded_count)
+    first, reason = _choose(snapshot, query, costs, best, second_ms)
+    next_best_ms = second_ms if first == best else costs[best]
+    return RankedRoutes(snapshot, query, costs, excluded_count, first, reason, next_best_ms)
 
 
-def _best_two(costs: list[float]) -> tuple[int, float]:
-    """Return the soonest slot, -1 where none has room, and how soon the next is."""
-    best, best_ms, others_ms = -1, inf, inf
-    for slot, cost in enumerate(costs):
-        if cost < best_ms:
-            best, best_ms, others_ms = slot, cost, best_ms
-        elif cost < others_ms:
-            others_ms = cost
-    return best, others_ms
-
-
-def _predicted_ms(snapshot: RoutingSnapshot, query: RouteQuery) -> list[float]:
-    """Return each slot's predicted time, regard for others included; infinite where it is full."""
+def _costs(snapshot: RoutingSnapshot, query: RouteQuery) -> list[float]:
+    """Return the predicted time of each slot with the congestion charge; infinite if it is full."""
     now_ms = snapshot.now_ms
-    tokens, stretch = query.prompt_tokens, snapshot.stretch_per_token
-    wanted = tokens + query.output_tokens
+    tokens, depth_cost = query.prompt_tokens, snapshot.depth_cost_per_token
+    needed = tokens + query.output_tokens
     charged = 1.0 + snapshot.congestion_charge
-    work = charged * prefill_work(tokens, tokens * query.matches.everyone, stretch)
+    work = charged * prefill_work(tokens, tokens * query.matches.all_share, depth_cost)
+    estimates = snapshot.estimates
     costs = [
         inf
-        if wanted > room
-        else work * pace + (wait if (wait := until - now_ms) > least else least)
-        for until, least, pace, room in snapshot.times
+        if needed > estimate.room_tokens
+        else work * estimate.ms_per_token
+        + (
+            wait
+            if (wait := estimate.ready_at_ms - now_ms) > estimate.wait_min_ms
+            else estimate.wait_min_ms
+        )
+        for estimate in estimates
     ]
-    times = snapshot.times
-    for mask, share in query.matches.some:
-        saved = work - charged * prefill_work(tokens, tokens * share, stretch)
+    for mask, share in query.matches.longer:
+        saved = work - charged * prefill_work(tokens, tokens * share, depth_cost)
         for slot in slots_of(mask):
-            costs[slot] -= saved * times[slot][2]
+            costs[slot] -= saved * estimates[slot].ms_per_token
     if query.binding is not None and query.matches is NO_MATCHES:
         slot = snapshot.slots.get(query.binding.replica_id, -1)
         if slot >= 0:
             cached = min(query.binding.cached_tokens, tokens)
-            costs[slot] -= (work - charged * prefill_work(tokens, cached, stretch)) * times[slot][2]
+            saved = work - charged * prefill_work(tokens, cached, depth_cost)
+            costs[slot] -= saved * estimates[slot].ms_per_token
     return costs
+
+
+def _best_two(costs: list[float]) -> tuple[int, float]:
+    """Return the slot of lowest cost, -1 if none has room, and the second lowest cost."""
+    best, best_ms, second_ms = -1, inf, inf
+    for slot, cost in enumerate(costs):
+        if cost < best_ms:
+            best, best_ms, second_ms = slot, cost, best_ms
+        elif cost < second_ms:
+            second_ms = cost
+    return best, second_ms
 
 
 def _exclude_unhealthy(
     snapshot: RoutingSnapshot, excluded: Set[ReplicaId], costs: list[float]
 ) -> int:
-    """Take out who failed or is ejected; return how many that are, without the full among those
-    who are asked last.
+    """Set the cost of excluded and ejected replicas to infinity; return how many were excluded.
+
+    Replicas of last resort are excluded only if another replica has room, and then only those of
+    them that have room are counted.
     """
-    alone, last = excluded, frozenset[ReplicaId]()
-    if snapshot.ejected_until:
-        ill, last = split_ejected(list(snapshot.slots), snapshot.ejected_until)
-        alone = alone | ill
-    left_out = 0
-    for replica_id in alone:
+    last_resort = frozenset[ReplicaId]()
+    if snapshot.ejected_until_s:
+        split = split_ejected(list(snapshot.slots), snapshot.ejected_until_s)
+        excluded, last_resort = excluded | split.excluded, split.last_resort
+    count = 0
+    for replica_id in excluded:
         slot = snapshot.slots.get(replica_id, -1)
         if slot >= 0:
-            left_out += 1
+            count += 1
             costs[slot] = inf
-    late = [snapshot.slots[replica_id] for replica_id in last if replica_id in snapshot.slots]
-    if late and any(cost < inf for slot, cost in enumerate(costs) if slot not in late):
-        # Who is ill among too many ill is asked only where nobody well has room.
-        left_out += _exclude_slots(late, costs)
-    return left_out
-
-
-def _exclude_slots(slots: Iterable[int], costs: list[float]) -> int:
-    """Take slots out that have room; return how many."""
-    closed = 0
-    for slot in slots:
-        closed += costs[slot] < inf
-        costs[slot] = inf
-    return closed
+    last = [snapshot.slots[replica] for replica in last_resort if replica in snapshot.slots]
+    if last and any(cost < inf for slot, cost in enumerate(costs) if slot not in last):
+        count += _exclude_slots(last, costs)
+    return count
 
 
 def _exclude_starting(snapshot: RoutingSnapshot, query: RouteQuery, costs: list[float]) -> int:
-    """Take out who has just begun and is not drawn, if anybody else has room; return how many."""
-    spared = {
+    """Exclude the replicas in slow start that hold this request back, if another has room.
+
+    Return how many replicas with room were excluded.
+    """
+    held_back = {
         slot
         for replica_id, share in snapshot.starting.items()
         if (slot := snapshot.slots.get(replica_id, -1)) >= 0
         and is_held_back(replica_id, share, query.session or query.request_id)
     }
-    if spared and any(cost < inf for slot, cost in enumerate(costs) if slot not in spared):
-        return _exclude_slots(spared, costs)
+    if held_back and any(cost < inf for slot, cost in enumerate(costs) if slot not in held_back):
+        return _exclude_slots(held_back, costs)
     return 0
 
 
-def _choose(
-    snapshot: RoutingSnapshot, query: RouteQuery, costs: list[float], best: int, others_ms: float
-) -> tuple[int, str]:
-    """Return which slot goes first, and why: the session's seat, or one drawn among those alike.
+def _exclude_slots(slots: Iterable[int], costs: list[float]) -> int:
+    """Set the cost of slots to infinity; return how many of them had room."""
+    count = 0
+    for slot in slots:
+        count += costs[slot] < inf
+        costs[slot] = inf
+    return count
 
-    `best` is the soonest of all, `others_ms` how soon the next is.
+
+def _choose(
+    snapshot: RoutingSnapshot, query: RouteQuery, costs: list[float], best: int, second_ms: float
+) -> tuple[int, str]:
+    """Return the slot that goes first, and why: the session's replica, or one like the best.
+
+    `best` is the slot of lowest cost, `second_ms` the second lowest cost.
     """
-    seat = snapshot.slots.get(query.binding.replica_id, -1) if query.binding is not None else -1
-    if seat >= 0 and costs[seat] <= _sticky_limit_ms(costs[best]):
-        return seat, "session"
-    best = _prefer_home(snapshot, costs, best)
+    bound = query.binding
+    slot = snapshot.slots.get(bound.replica_id, -1) if bound is not None else -1
+    if slot >= 0 and costs[slot] <= _sticky_limit_ms(costs[best]):
+        return slot, "session"
+    best = _prefer_nearest(snapshot, costs, best)
     is_new = bool(query.session) and query.matches is NO_MATCHES
-    if is_new and snapshot.home:
-        # Drawn by the table alone: processes that share nothing else presume the same seat.
-        seat = rendezvous_winner(
-            hash64(query.session), sorted(snapshot.home), snapshot.seeds, snapshot.weights
-        )
-        if costs[seat] <= _sticky_limit_ms(costs[best]):
-            return seat, "session-new nearest-warm"
-    slot = _choose_among_alike(snapshot, query, costs, best, others_ms, is_new=is_new)
-    reason = "nearest-warm" if slot in snapshot.home else "soonest-warm"
+    if is_new and snapshot.nearest:
+        # By the route table alone: processes that share nothing else choose the same replica.
+        nearest = sorted(snapshot.nearest)
+        hashed = hash64(query.session)
+        slot = rendezvous_winner(hashed, nearest, snapshot.hashes, snapshot.weights)
+        if costs[slot] <= _sticky_limit_ms(costs[best]):
+            return slot, "session-new nearest-warm"
+    slot = _choose_among_alike(snapshot, query, costs, best, second_ms, is_new=is_new)
+    reason = _place_reason(snapshot, slot)
     if is_new:
         return slot, f"session-new {reason}"
-    is_prefix = any(mask >> slot & 1 for mask, _ in query.matches.some)
-    return slot, f"prefix {reason}" if is_prefix else reason
+    has_prefix = any(mask >> slot & 1 for mask, _ in query.matches.longer)
+    return slot, f"prefix {reason}" if has_prefix else reason
+
+
+def _place_reason(snapshot: RoutingSnapshot, slot: int) -> str:
+    return "nearest-warm" if slot in snapshot.nearest else "soonest-warm"
 
 
 def _sticky_limit_ms(best_ms: float) -> float:
-    """Return up to how much a seat is kept where the best takes `best_ms`."""
-    return best_ms + max(STICK_MS, STICK_RATIO * best_ms)
+    """Return the cost up to which a session stays at its replica, if the best costs `best_ms`."""
+    return best_ms + max(STICKY_MS, STICKY_RATIO * best_ms)
+
+
+def _prefer_nearest(snapshot: RoutingSnapshot, costs: Sequence[float], best: int) -> int:
+    """Return the best of the nearest slots unless `best`, further away, saves enough.
+
+    Spilling over must save more than the noise of predictions. Once requests spill over they go on
+    for as long as that is sooner at all, so that traffic does not flap between the two.
+    """
+    if best in snapshot.nearest or snapshot.is_spilling:
+        return best
+    nearest = min(snapshot.nearest, key=costs.__getitem__)
+    margin_ms = max(SPILLOVER_MS, SPILLOVER_RATIO * costs[best])
+    return nearest if costs[nearest] <= costs[best] + margin_ms else best
 
 
 def _choose_among_alike(
@@ -320,43 +340,31 @@ def _choose_among_alike(
     query: RouteQuery,
     costs: list[float],
     best: int,
-    others_ms: float,
+    second_ms: float,
     *,
     is_new: bool,
 ) -> int:
-    """Return one of those as good as the best, drawn by the request or by its new session."""
+    """Return one of the slots that are as good as `best`, by the hash of the request or session."""
     best_ms = costs[best]
-    noise_ms = max(ALIKE_RATIO * best_ms, ALIKE_SPREADS * snapshot.facts[best][2])
+    noise_ms = max(ALIKE_RATIO * best_ms, ALIKE_SPREADS * snapshot.estimates[best].error_ms)
     slack_ms = max(ALIKE_MS, noise_ms)
     if is_new:
         slack_ms = max(slack_ms, SESSION_ALIKE_MS, SESSION_ALIKE_RATIO * best_ms)
     limit_ms = best_ms + slack_ms
-    if others_ms > limit_ms:
+    if second_ms > limit_ms:
         return best
     alike = [slot for slot, cost in enumerate(costs) if cost <= limit_ms]
     if not is_new:
         return alike[hash64(query.request_id) % len(alike)]
-    alike = within_load_bound(alike, [facts[3] for facts in snapshot.facts], snapshot.weights)
-    return rendezvous_winner(hash64(query.session), alike, snapshot.seeds, snapshot.weights)
-
-
-def _prefer_home(snapshot: RoutingSnapshot, costs: Sequence[float], best: int) -> int:
-    """Return the best slot to go by: one at home unless leaving it pays.
-
-    Leaving must save more than the noise of the prediction; once requests leave, they go on leaving
-    for as long as it is any sooner: between the two nothing flaps.
-    """
-    if best in snapshot.home or snapshot.is_spilling:
-        return best
-    home = min(snapshot.home, key=costs.__getitem__)
-    margin_ms = max(SPILL_MS, SPILL_RATIO * costs[best])
-    return home if costs[home] <= costs[best] + margin_ms else best
+    tokens = [estimate.in_flight_tokens for estimate in snapshot.estimates]
+    alike = within_load_bound(alike, tokens, snapshot.weights)
+    return rendezvous_winner(hash64(query.session), alike, snapshot.hashes, snapshot.weights)
 
 
 def _cached_tokens(snapshot: RoutingSnapshot, query: RouteQuery, slot: int) -> int:
     if query.matches is not NO_MATCHES:
         return round(query.matches.share_at(slot) * query.prompt_tokens)
-    seat = query.binding
-    if seat is not None and snapshot.slots.get(seat.replica_id) == slot:
-        return min(seat.cached_tokens, query.prompt_tokens)
+    bound = query.binding
+    if bound is not None and snapshot.slots.get(bound.replica_id) == slot:
+        return min(bound.cached_tokens, query.prompt_tokens)
     return 0

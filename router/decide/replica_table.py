@@ -1,13 +1,12 @@
-"""What the choice knows of one deployment: a slot for each replica, with rows of plain numbers.
+"""What ranking needs to know of one deployment: a slot for each replica, with its estimates.
 
-Rows are never changed, only replaced, so that a picture of hundreds of replicas is a copy of two
-lists, and ranking them a few passes. A slot belongs to a replica for as long as a table names it;
-another may get it later.
+Estimates are replaced, never changed, so a snapshot of hundreds of replicas is a copy of one list.
+A replica keeps its slot for as long as the route table has it; the slot is then reused.
 """
 
 from collections.abc import Mapping, Sequence, Set
 from math import inf
-from typing import Final, TypeAlias
+from typing import Final
 
 from isochrone.wire.ids import PopId, ReplicaId
 from isochrone.wire.routes import Route
@@ -20,264 +19,243 @@ from router.decide.latency import (
     prefill_ms,
     prefill_work,
 )
+from router.decide.ranked_route import RankedRoute
 from router.decide.tokens_in_flight import ReplicaLoad
 
-HOME_RATIO: Final = 1.1
-HOME_MS: Final = 2.0
-"""Replicas this little farther than the nearest are at home: going elsewhere is a spill."""
+NEAREST_RATIO: Final = 1.1
+NEAREST_MS: Final = 2.0
+"""Replicas this little farther away than the nearest count as nearest too. A request that goes
+anywhere else spills over."""
 
-SPILL_LASTS_MS: Final = 2000.0
+SPILLOVER_LASTS_MS: Final = 2000.0
+"""For this long after a request spilled over, the next ones may follow it more easily."""
 
 CONGESTION_CHARGE_MAX: Final = 1.2
-"""How much of its prefill time a request is charged once more, for those who come after it, where
-all it waits for is a queue; as much less as queues are less of the time to a first token."""
+"""A request delays those behind it by its prefill time, so ranking counts that time this many times
+more when all of the time to first token is queueing, and proportionally less when it is not."""
 
 QUEUED_SMOOTHING: Final = 0.02
+"""Weight of one request in the average share of queueing in the time to first token."""
+
+UNCACHED_SMOOTHING: Final = 0.02
+"""Weight of one answer in the average share of prompts that is not cached."""
 
 QUEUE_SHARE_MAX: Final = 0.1
-"""With more queue than this share of the prompt's own time, an answer tells little of depth."""
+"""An answer with more queueing than this share of its prefill does not teach the depth cost."""
 
 
-Times: TypeAlias = tuple[float, float, float, float]
-"""Of a slot (until, least, ms per token, room): all that a request's time there takes.
+class ReplicaEstimate:
+    """What a request meets at one replica. All times are in ms; an estimate is never changed.
 
-Until when the queue is through, less the time a request takes to get there; what waits there at
-least, whatever the clock says; both with the round trip and all overhead in them. Room is how many
-tokens more it takes: any number where it is idle, for whether a request fits at all is the
-replica's to say; none where a slot has no replica.
-"""
+    `ready_at_ms` is the monotonic time at which the replica is through with this router's queue,
+    plus round trip and overhead, less the time a request takes to get there. `wait_min_ms` is the
+    least wait whatever the clock says, round trip and overhead included. `room_tokens` is how many
+    more tokens fit: infinite for an idle replica, which itself decides whether one request fits
+    at all, and -1 for a slot without a replica.
 
-Facts: TypeAlias = tuple[float, float, float, float, float]
-"""Of a slot (round trip, the same with all overhead, usual error, tokens in flight, guess); in ms.
-
-The guess is what of the wait there is only usual, and not told of by any word.
-"""
-
-
-class RankedRoute:
-    """One way to go, with what is predicted of it and why it stands where it stands.
-
-    `unread_tokens` is as much work as the uncached ones are, in tokens at a prompt's beginning.
-    With more than `queue_tokens_max` waiting there, the next best would be sooner after all.
+    `base_ms` is the round trip and all overhead, `error_ms` the usual error of predictions, and
+    `assumed_queue_ms` the part of the wait that no report tells of but that is usual.
     """
 
     __slots__ = (
-        "cached_tokens",
-        "overhead_ms",
-        "pending_prefill_tokens",
-        "prefill_ms",
-        "queue_ms",
-        "queue_tokens_max",
-        "reason",
-        "route",
-        "rtt_ms",
-        "uncached_tokens",
+        "assumed_queue_ms", "base_ms", "error_ms", "in_flight_tokens", "ms_per_token",
+        "ready_at_ms", "room_tokens", "rtt_ms", "wait_min_ms",
     )  # fmt: skip
 
     def __init__(
         self,
-        route: Route,
-        reason: str,
-        *,
+        ready_at_ms: float,
+        wait_min_ms: float,
+        ms_per_token: float,
+        room_tokens: float,
         rtt_ms: float,
-        overhead_ms: float,
-        queue_ms: float,
-        prefill_ms: float,
-        cached_tokens: int,
-        uncached_tokens: int,
-        pending_prefill_tokens: int,
-        queue_tokens_max: int,
+        base_ms: float,
+        error_ms: float,
+        in_flight_tokens: float,
+        assumed_queue_ms: float,
     ) -> None:
-        self.route = route
-        self.reason = reason
+        self.ready_at_ms = ready_at_ms
+        self.wait_min_ms = wait_min_ms
+        self.ms_per_token = ms_per_token
+        self.room_tokens = room_tokens
         self.rtt_ms = rtt_ms
-        self.overhead_ms = overhead_ms
-        self.queue_ms = queue_ms
-        self.prefill_ms = prefill_ms
-        self.cached_tokens = cached_tokens
-        self.uncached_tokens = uncached_tokens
-        self.pending_prefill_tokens = pending_prefill_tokens
-        self.queue_tokens_max = queue_tokens_max
+        self.base_ms = base_ms
+        self.error_ms = error_ms
+        self.in_flight_tokens = in_flight_tokens
+        self.assumed_queue_ms = assumed_queue_ms
 
-    @property
-    def ttft_ms(self) -> float:
-        """Predicted time to first token."""
-        return max(0.0, self.rtt_ms + self.overhead_ms + self.queue_ms + self.prefill_ms)
 
-    @property
-    def reason_header(self) -> str:
-        """The header value that tells a client why this replica."""
-        tenths, queue_ms = int(10 * self.rtt_ms + 0.5), int(self.queue_ms + 0.5)
-        prefill_ms = int(self.prefill_ms + 0.5)
-        return (
-            f"{self.reason} rtt={tenths // 10}.{tenths % 10}ms queue={queue_ms}ms"
-            f" prefill={prefill_ms}ms"
-        )
+EMPTY_SLOT: Final = ReplicaEstimate(0.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class ReplicaTable:
-    """The rows of one deployment, kept up to date slot by slot."""
+    """The replicas of one deployment by slot, kept up to date one at a time."""
 
     def __init__(self) -> None:
-        """Begin without replicas."""
+        """Start without replicas."""
         self.slots: dict[ReplicaId, int] = {}
         self.routes: list[Route | None] = []
-        self.paces: list[LatencyCorrection] = []
-        self.spilled_at_ms = -inf
-        self.stretch = DepthCost()
-        self.uncached_share = 1.0
-        """Of prompts, as a rule: for nodes that do not tell what they have not read yet."""
-        self.queued_share = 0.0
-        self._free: list[int] = []
-        self._home: frozenset[int] | None = None
-        self.mates: dict[PopId, list[int]] = {}
-        self.everyone = 0
-        """The mask of all slots that have a replica."""
-        self.times: list[Times] = []
-        self.facts: list[Facts] = []
-        self.seeds: list[int] = []
+        self.estimates: list[ReplicaEstimate] = []
+        self.corrections: list[LatencyCorrection] = []
+        self.hashes: list[int] = []
         self.weights: list[float] = []
+        self.slots_by_pop: dict[PopId, list[int]] = {}
+        self.all_slots_mask = 0
+        """A bit for each slot that has a replica."""
+        self.depth_cost = DepthCost()
+        self.spilled_at_ms = -inf
+        self.uncached_share = 1.0
+        """Average share of prompts that is not cached, for nodes that do not report what is
+        pending."""
+        self.queued_share = 0.0
+        self._free_slots: list[int] = []
+        self._nearest: frozenset[int] | None = None
 
     def __len__(self) -> int:
-        """Return how many slots there are, those without a replica included."""
+        """Return the number of slots, including those without a replica."""
         return len(self.routes)
 
-    def adopt(self, routes: Sequence[Route]) -> Set[int]:
-        """Seat these replicas and no others; return the slots that lost theirs."""
-        named = {route.replica_id for route in routes}
-        left = set()
-        # Pictures share these: what they show stays as it was.
+    def set_routes(self, routes: Sequence[Route]) -> Set[int]:
+        """Hold these replicas and no others; return the slots that lost theirs."""
+        kept = {route.replica_id for route in routes}
+        freed = set()
+        # Snapshots share these: replace them rather than change them.
         self.slots, self.routes = self.slots.copy(), self.routes.copy()
-        self.seeds, self.weights = self.seeds.copy(), self.weights.copy()
-        for replica_id in [replica_id for replica_id in self.slots if replica_id not in named]:
+        self.hashes, self.weights = self.hashes.copy(), self.weights.copy()
+        for replica_id in [replica_id for replica_id in self.slots if replica_id not in kept]:
             slot = self.slots.pop(replica_id)
-            self._clear(slot)
-            left.add(slot)
+            self._free_slot(slot)
+            freed.add(slot)
         for route in routes:
             slot = self.slots.get(route.replica_id, -1)
             if slot < 0:
-                slot = self._seat(route)
+                slot = self._assign_slot(route)
             self.routes[slot] = route
             self.weights[slot] = max(1.0, route.prefill_tokens_per_s)
-        self._home = None
-        self.mates = {}
+        self._nearest = None
+        self.slots_by_pop = {}
         for route in routes:
-            self.mates.setdefault(route.pop, []).append(self.slots[route.replica_id])
-        self.everyone = sum(1 << slot for slot in self.slots.values())
-        return left
+            self.slots_by_pop.setdefault(route.pop, []).append(self.slots[route.replica_id])
+        self.all_slots_mask = sum(1 << slot for slot in self.slots.values())
+        return freed
 
-    def refresh(self, slot: int, rtt_ms: float, line: ReplicaLoad, now_s: float) -> None:
-        """Bring one replica's numbers up to date."""
+    def refresh(self, slot: int, rtt_ms: float, load: ReplicaLoad, now_s: float) -> None:
+        """Recompute one replica's estimate."""
         route = self.routes[slot]
         if route is None:
             return
-        if rtt_ms != self.facts[slot][0]:
-            self._home = None
-        pace = self.paces[slot]
-        gain, overhead_ms = pace.at(now_s)
-        cold_ms = 0.0 if pace.answers else UNUSED_REPLICA_MS
-        ms_per_token = prefill_ms(1, route.prefill_tokens_per_s) * gain
-        told, usual, others_decode = line.others.at(now_s)
-        others = told + usual
-        base_ms = rtt_ms + cold_ms + overhead_ms
-        tokens = line.prefill + line.decode + others + others_decode
-        self.facts[slot] = (rtt_ms, base_ms, pace.spread_ms, tokens, usual * ms_per_token)
-        self.times[slot] = (
-            base_ms + 1000 * line.free_at_s - rtt_ms / 2,
-            base_ms + line.behind_first_ms + others * ms_per_token,
+        if rtt_ms != self.estimates[slot].rtt_ms:
+            self._nearest = None
+        correction = self.corrections[slot]
+        unused_ms = 0.0 if correction.answers else UNUSED_REPLICA_MS
+        base_ms = rtt_ms + unused_ms + correction.overhead_ms_at(now_s)
+        ms_per_token = prefill_ms(1, route.prefill_tokens_per_s) * correction.gain_at(now_s)
+        others = load.others.estimate(now_s)
+        others_prefill = others.reported_prefill + others.assumed_prefill
+        tokens = load.prefill_tokens + load.decode_tokens + others_prefill + others.decode
+        self.estimates[slot] = ReplicaEstimate(
+            base_ms + 1000 * load.busy_until_s - rtt_ms / 2,
+            base_ms + load.queued_ms + others_prefill * ms_per_token,
             ms_per_token,
             route.tokens_in_flight_max - tokens if tokens >= 1 else inf,
+            rtt_ms,
+            base_ms,
+            correction.spread_ms,
+            tokens,
+            others.assumed_prefill * ms_per_token,
         )
 
-    def work_ms(self, slot: int, prompt_tokens: float, cached_tokens: float) -> float:
-        """Return how long a replica reads what it has not cached of a prompt."""
-        work = prefill_work(prompt_tokens, cached_tokens, self.stretch.per_token)
-        return work * self.times[slot][2]
+    def prefill_time_ms(self, slot: int, prompt_tokens: float, cached_tokens: float) -> float:
+        """Return how long a replica takes to read the uncached part of a prompt."""
+        work = prefill_work(prompt_tokens, cached_tokens, self.depth_cost.per_token)
+        return work * self.estimates[slot].ms_per_token
 
-    def observed(self, slot: int, ranked: RankedRoute, took_ms: float, now_s: float) -> None:
-        """Learn from a first token that came `took_ms` after its request went."""
-        pace = self.paces[slot]
-        raw_ms = (ranked.queue_ms + ranked.prefill_ms) / pace.at(now_s)[0]
+    def other_routers_ms(self, slot: int, load: ReplicaLoad, now_s: float) -> float:
+        """Return how long a replica takes to read the prompts of other routers that wait there."""
+        return load.others.estimate(now_s).prefill * self.estimates[slot].ms_per_token
+
+    def learn_first_token(
+        self, slot: int, ranked: RankedRoute, took_ms: float, now_s: float
+    ) -> None:
+        """Learn from a first token that came `took_ms` after its request was sent."""
+        correction = self.corrections[slot]
         computed_ms = ranked.queue_ms + ranked.prefill_ms
+        uncorrected_ms = computed_ms / correction.gain_at(now_s)
         certainty = ranked.prefill_ms / computed_ms if computed_ms > 0 else 1.0
-        error_ms = pace.observed(raw_ms, took_ms - ranked.rtt_ms, now_s, certainty * certainty)
+        error_ms = correction.learn(
+            uncorrected_ms, took_ms - ranked.rtt_ms, now_s, certainty * certainty
+        )
         if ranked.queue_ms < QUEUE_SHARE_MAX * ranked.prefill_ms:
             depth = ranked.cached_tokens + ranked.uncached_tokens / 2
-            self.stretch.observed(ranked.prefill_ms, depth, error_ms)
+            self.depth_cost.learn(ranked.prefill_ms, depth, error_ms)
 
-    @property
-    def home(self) -> frozenset[int]:
-        """Return the slots of the nearest replicas."""
-        if self._home is None:
-            self._home = self._find_home()
-        return self._home
+    def learn_uncached_share(self, share: float) -> None:
+        """Learn from an answer which share of its prompt was not cached."""
+        self.uncached_share = moving_average(self.uncached_share, share, UNCACHED_SMOOTHING)
 
-    def others_ms(self, slot: int, line: ReplicaLoad, now_s: float) -> float:
-        """Return how long what others have waiting at a replica takes it."""
-        told, usual, _ = line.others.at(now_s)
-        return (told + usual) * self.times[slot][2]
-
-    def went(self, slot: int, ranked: RankedRoute, now_s: float) -> None:
-        """A request goes there: note whether it is away from home, and whether it must wait."""
-        if slot not in self.home:
+    def record_sent(self, slot: int, ranked: RankedRoute, now_s: float) -> None:
+        """Note whether a request sent to `slot` spills over, and how much of it is queueing."""
+        if slot not in self.nearest:
             self.spilled_at_ms = 1000 * now_s
         queued_share = ranked.queue_ms / max(1.0, ranked.ttft_ms)
         self.queued_share += QUEUED_SMOOTHING * (min(1.0, queued_share) - self.queued_share)
 
-    def learned_uncached(self, share: float) -> None:
-        """An answer told which share of its prompt was not cached."""
-        self.uncached_share = moving_average(self.uncached_share, share, 0.02)
+    @property
+    def nearest(self) -> frozenset[int]:
+        """Return the slots of the nearest replicas."""
+        if self._nearest is None:
+            self._nearest = self._find_nearest()
+        return self._nearest
 
-    def _find_home(self) -> frozenset[int]:
-        seated = list(self.slots.values())
-        if not seated:
+    def _find_nearest(self) -> frozenset[int]:
+        used = list(self.slots.values())
+        if not used:
             return frozenset()
-        limit_ms = HOME_RATIO * min(self.facts[slot][0] for slot in seated) + HOME_MS
-        return frozenset(slot for slot in seated if self.facts[slot][0] <= limit_ms)
+        limit_ms = NEAREST_RATIO * min(self.estimates[slot].rtt_ms for slot in used) + NEAREST_MS
+        return frozenset(slot for slot in used if self.estimates[slot].rtt_ms <= limit_ms)
 
-    def _seat(self, route: Route) -> int:
-        if self._free:
-            slot = self._free.pop()
-            self.seeds[slot] = hash64(route.replica_id)
-            self.paces[slot] = LatencyCorrection()
+    def _assign_slot(self, route: Route) -> int:
+        if self._free_slots:
+            slot = self._free_slots.pop()
+            self.hashes[slot] = hash64(route.replica_id)
+            self.corrections[slot] = LatencyCorrection()
         else:
             slot = len(self.routes)
             self.routes.append(route)
-            self.paces.append(LatencyCorrection())
-            self.seeds.append(hash64(route.replica_id))
+            self.corrections.append(LatencyCorrection())
+            self.hashes.append(hash64(route.replica_id))
             self.weights.append(1.0)
-            self.times.append((0.0, 0.0, 0.0, -1.0))
-            self.facts.append((0.0, 0.0, 0.0, 0.0, 0.0))
+            self.estimates.append(EMPTY_SLOT)
         self.slots[route.replica_id] = slot
         return slot
 
-    def _clear(self, slot: int) -> None:
+    def _free_slot(self, slot: int) -> None:
         self.routes[slot] = None
-        self.times[slot] = (0.0, 0.0, 0.0, -1.0)
-        self.facts[slot] = (0.0, 0.0, 0.0, 0.0, 0.0)
-        self._free.append(slot)
+        self.estimates[slot] = EMPTY_SLOT
+        self._free_slots.append(slot)
 
 
 class RoutingSnapshot:
-    """What the router believes of one deployment, frozen: what happens later does not change it.
+    """One deployment at one moment: later events do not change it.
 
-    `mates` are the slots of each PoP, `starting` who takes only a share yet (slow_start.py).
+    `ejected_until_s` are the ejected and half-open replicas, and `starting` the share of requests
+    that each replica in slow start takes.
     """
 
     def __init__(
         self,
-        board: ReplicaTable,
+        table: ReplicaTable,
         now_s: float,
-        ejected_until: Mapping[ReplicaId, float],
+        ejected_until_s: Mapping[ReplicaId, float],
         starting: Mapping[ReplicaId, float],
     ) -> None:
-        """Show everything as it is now."""
         self.now_ms = 1000 * now_s
-        self.slots, self.routes, self.mates = board.slots, board.routes, board.mates
-        self.seeds, self.weights, self.home = board.seeds, board.weights, board.home
-        self.times, self.facts = board.times.copy(), board.facts.copy()
-        self.stretch_per_token = board.stretch.per_token
-        self.congestion_charge = CONGESTION_CHARGE_MAX * board.queued_share
-        self.is_spilling = self.now_ms - board.spilled_at_ms < SPILL_LASTS_MS
-        self.ejected_until = ejected_until
+        self.slots, self.routes = table.slots, table.routes
+        self.slots_by_pop, self.nearest = table.slots_by_pop, table.nearest
+        self.hashes, self.weights = table.hashes, table.weights
+        self.estimates = table.estimates.copy()
+        self.depth_cost_per_token = table.depth_cost.per_token
+        self.congestion_charge = CONGESTION_CHARGE_MAX * table.queued_share
+        self.is_spilling = self.now_ms - table.spilled_at_ms < SPILLOVER_LASTS_MS
+        self.ejected_until_s = ejected_until_s
         self.starting = starting

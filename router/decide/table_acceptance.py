@@ -1,9 +1,9 @@
-"""Whether a new route table is believed. What is warm and answers is not dropped on a word alone.
+"""Whether a new route table is accepted: a large drop of replicas that still answer is not.
 
 A scheduler that reads an empty, truncated or hour-old database publishes a table that is valid and
-wrong. The router's own probes are the second witness: a large drop is believed as far as the
-dropped replicas no longer answer. A key has no such witness; its tombstone is one, and is believed
-whatever else of the table is not.
+wrong. The router's own probes are the second source: a large drop is accepted as far as the dropped
+replicas no longer answer. There is no such second source for keys. A key's tombstone is accepted at
+once, even from a table that is otherwise refused.
 """
 
 from collections.abc import Set
@@ -16,10 +16,11 @@ from isochrone.wire.routes import Route, RouteTable, apply_delta, diff
 
 DROPPED_MIN: Final = 2
 DROPPED_SHARE: Final = 0.5
+"""A drop of at least so many replicas, and of more than this share of them, is large."""
 
 
 class TableRefusal(NamedTuple):
-    """Drop nothing for now. `dropped` are the replicas to ask whether they still answer."""
+    """Why a table is refused. `dropped` are the replicas to probe one by one meanwhile."""
 
     reason: str
     is_stale: bool
@@ -29,9 +30,9 @@ class TableRefusal(NamedTuple):
 def check_table(
     old: RouteTable | None, new: RouteTable, answering: Set[ReplicaId]
 ) -> TableRefusal | None:
-    """Return why `new` is not served by; None where it is.
+    """Return why `new` is refused, None if it is accepted.
 
-    `answering` are the replicas of `old` that answer this router's probes.
+    `answering` are the replicas of `old` whose nodes answer this router's probes.
     """
     if old is None:
         return None
@@ -56,24 +57,25 @@ def check_table(
             is_stale=False,
             dropped=old.routes,
         )
-    # Keys are revoked by tombstone and expire by their date. Others that are gone, and none left,
-    # were lost with a database; the last one may have been revoked by an older scheduler.
+    # A revoked key has a tombstone, and an expired one a date. If all other keys are gone, they
+    # were lost with a database. A single one may have been revoked by an older scheduler, which
+    # writes no tombstones.
     lost = [key for key in old.keys if key.key_id not in new.keys_revoked and not key.expires_at]
     if len(lost) >= DROPPED_MIN and not new.keys:
         return TableRefusal(
-            f"cannot follow generation {new.generation}: it drops every key ({len(lost)} without "
-            "a word that they were revoked), which looks like a lost database",
+            f"cannot follow generation {new.generation}: it drops every key ({len(lost)} of them "
+            "not revoked), which looks like a lost database",
             is_stale=False,
         )
     return _check_dropped_replicas(old, new, answering)
 
 
 def merge_additions(old: RouteTable, new: RouteTable) -> RouteTable:
-    """Return `old` with all that `new` adds or changes, less the keys that `new` says are revoked.
+    """Return `old` with what `new` adds or changes, without the keys that `new` revokes.
 
-    Served by while `new` is held: a new key or replica need not wait for the doubt to end, nor may
-    a leaked key outlive its revocation. It keeps the generation of `old`, which is what this router
-    has.
+    It is served while `new` is quarantined, so that a new key or replica need not wait, and a
+    leaked key does not outlive its revocation. It keeps the generation of `old`, which is the last
+    one accepted.
     """
     kept = {key.key_id for key in new.keys}
     revoked = tuple(key_id for key_id in new.keys_revoked if key_id not in kept)
@@ -94,7 +96,7 @@ def _check_dropped_replicas(
     is_large = len(dropped) >= DROPPED_MIN and len(dropped) > DROPPED_SHARE * len(old.routes)
     if not is_large or not alive:
         return None
-    # A rollout replaces replicas: as many new ones as went is no loss of capacity.
+    # A rollout replaces replicas: as many new ones as were dropped is no loss of capacity.
     added = len(kept - {route.replica_id for route in old.routes})
     if len(kept) >= DROPPED_SHARE * len(old.routes) and added >= len(dropped):
         return None

@@ -1,7 +1,7 @@
-"""Probing: how far each node is, how busy, whether it is gone; and who of a dropped table answers.
+"""Probe every node: its round trip, the loads of its replicas, and whether it answers at all.
 
-A node that answered last time is asked twice before it counts as silent, and the second time on a
-fresh connection: a network may have dropped the kept one. One that was silent is asked once.
+A node that answered the last probe gets a second ping before it counts as silent, on a fresh
+connection, because the network may have dropped the kept one. A node that was silent gets one ping.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from router.dataplane.exchange import AttemptFailed, NodeRequest, ResponseHead
 from router.dataplane.http1 import format_headers
 from router.dataplane.upstream import Upstream
 from router.decide.health import lost_nodes
+from router.feedback import AttemptFeedback, ProbeFeedback
 from router.fleet_state import FleetState
 from router.metrics import Metrics
 
@@ -26,14 +27,14 @@ _LOADS: Final = headers.LOADS.encode()
 
 
 class ProbeCounts(NamedTuple):
-    """One turn: nodes that answered, and nodes that did not."""
+    """How many nodes answered in one turn, and how many did not."""
 
     answered: int
     silent: int
 
 
 class NodeProber:
-    """Pings every node of the table over connections that are kept."""
+    """Pings every node of the route table over kept connections."""
 
     def __init__(
         self,
@@ -42,71 +43,81 @@ class NodeProber:
         upstream: Upstream,
         metrics: Metrics,
         dropped: Callable[[], Sequence[Route]],
-        let_go: Callable[[NodeId, float], None],
+        on_node_lost: Callable[[NodeId, float], None],
         timeout_s: float,
     ) -> None:
-        """Ask also the `dropped` replicas of a table that is held, one by one.
+        """Also probe the `dropped` replicas of a quarantined table, one by one.
 
-        `let_go` is told which node is gone, and since when it is silent.
+        `on_node_lost` gets a lost node and the monotonic time since when it is silent.
         """
         self._fleet = fleet
+        self._attempts = AttemptFeedback(fleet)
+        self._probes = ProbeFeedback(fleet)
         self._upstream = upstream
         self._metrics = metrics
         self._dropped = dropped
-        self._let_go = let_go
+        self._on_node_lost = on_node_lost
         self._timeout_s = timeout_s
-        self._places = asyncio.Semaphore(CONCURRENT_MAX)
-        self._known: set[NodeId] = set()
+        self._slots = asyncio.Semaphore(CONCURRENT_MAX)
+        self._answered_last: set[NodeId] = set()
 
     async def run_once(self) -> ProbeCounts:
         """Ping every node once."""
-        nodes = self._fleet.node_addresses()
-        self._known &= set(nodes)
+        addresses = self._fleet.directory.node_addresses()
+        self._answered_last &= set(addresses)
         async with asyncio.TaskGroup() as tasks:
-            pings = {one: tasks.create_task(self._ping(one, at)) for one, at in nodes.items()}
+            pings = {
+                node_id: tasks.create_task(self._ping(node_id, address))
+                for node_id, address in addresses.items()
+            }
             for route in self._dropped():
-                tasks.create_task(self._ask(route))
-        silent = {one: since for one, ping in pings.items() if (since := ping.result()) is not None}
-        for node_id in lost_nodes(silent.keys(), len(nodes)):
-            self._metrics.ejections.labels("gone").inc(self._fleet.eject_node(node_id))
-            self._let_go(node_id, silent[node_id])
-        return ProbeCounts(len(nodes) - len(silent), len(silent))
+                tasks.create_task(self._probe_replica(route))
+        silent_since_s = {
+            node_id: since_s
+            for node_id, ping in pings.items()
+            if (since_s := ping.result()) is not None
+        }
+        for node_id in lost_nodes(silent_since_s.keys(), len(addresses)):
+            self._metrics.ejections.labels("node_lost").inc(self._probes.eject_node(node_id))
+            self._on_node_lost(node_id, silent_since_s[node_id])
+        return ProbeCounts(len(addresses) - len(silent_since_s), len(silent_since_s))
 
     async def _ping(self, node_id: NodeId, address: str) -> float | None:
-        """Ping a node; where it is silent, return since when."""
-        async with self._places:
+        """Ping a node; return since when it is silent, None if it answers."""
+        async with self._slots:
             since_s = self._upstream.clock()
-            # The first pays for the connection's handshake: not measured.
-            if node_id in self._known or await self._once(node_id, address) is not None:
+            # The first ping to a node includes the handshake of its connection: it is not timed.
+            if node_id in self._answered_last or await self._get(node_id, address) is not None:
                 began = perf_counter()
-                head = await self._once(node_id, address)
+                head = await self._get(node_id, address)
                 if head is not None:
                     took_ms = 1000 * (perf_counter() - began)
                     loads = head.fields.get(_LOADS, b"").decode("latin-1")
-                    self._fleet.record_ping(node_id, took_ms, headers.parse_loads(loads))
-                    self._known.add(node_id)
+                    self._probes.record_ping(node_id, took_ms, headers.parse_loads(loads))
+                    self._answered_last.add(node_id)
                     return None
                 self._upstream.close_idle(node_id)
-                if await self._once(node_id, address) is not None:
+                if await self._get(node_id, address) is not None:
                     return None
-            self._known.discard(node_id)
-            self._fleet.record_ping_timeout(node_id)
+            self._answered_last.discard(node_id)
+            self._probes.record_ping_timeout(node_id)
             self._metrics.probe_failures.inc()
             return since_s
 
-    async def _ask(self, route: Route) -> None:
-        async with self._places:
-            sent: dict[str, str] = {headers.REPLICA: route.replica_id}
-            head = await self._once(route.node_id, route.address, sent)
+    async def _probe_replica(self, route: Route) -> None:
+        """Ask a node whether it still serves one replica."""
+        async with self._slots:
+            replica_header: dict[str, str] = {headers.REPLICA: route.replica_id}
+            head = await self._get(route.node_id, route.address, replica_header)
             if head is not None:
-                self._fleet.record_answer_head(route, None, head.refusal)
+                self._attempts.record_answer_head(route, None, head.refusal)
 
-    async def _once(
-        self, node_id: NodeId, address: str, sent: dict[str, str] | None = None
+    async def _get(
+        self, node_id: NodeId, address: str, extra_headers: dict[str, str] | None = None
     ) -> ResponseHead | None:
-        """Return the head of the node's answer; None where it is silent."""
-        sent = {headers.ROUTER: self._fleet.name, **(sent or {})}
-        request = NodeRequest("GET", "/ping", format_headers(sent), b"")
+        """Request `/ping`; return the head of the answer, None if there is none."""
+        request_headers = {headers.ROUTER: self._fleet.name, **(extra_headers or {})}
+        request = NodeRequest("GET", "/ping", format_headers(request_headers), b"")
         try:
             exchange = await self._upstream.fetch(
                 node_id, address, request, self._timeout_s, PONG_BYTES_MAX

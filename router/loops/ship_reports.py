@@ -1,8 +1,8 @@
-"""Shipping: what was asked, used and measured goes up to the scheduler.
+"""Ship demand, usage and round trips to the scheduler.
 
-Round trips are views of now: what is not delivered is superseded. Demand is kept in memory and sent
-until the store has it, as long as it still says something. Usage is a ledger: it is on disk before
-it is sent, and stays there until the store has it.
+Round trips describe the present: a report that is not delivered is superseded by the next. Demand
+is kept in memory and sent until the store has it, or until it is too old to matter. Usage is
+billed: it is on disk before it is sent, and stays there until the store has it.
 """
 
 import logging
@@ -25,7 +25,7 @@ BATCH_ROWS_MAX: Final = 1000
 BATCHES_PER_TURN_MAX: Final = 16
 DEMAND_KEPT_S: Final = 1800.0
 DEMAND_WINDOWS_MAX: Final = 360
-"""Half an hour of windows: what is older tells the scheduler nothing of now."""
+"""Half an hour of windows: older demand says nothing about the present."""
 
 _NEVER_S: Final = -1e18
 
@@ -33,7 +33,7 @@ Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
 
 class ShippedUsage(NamedTuple):
-    """One turn of usage: rows put on disk, batches sent, batches that wait to be acknowledged."""
+    """One turn: rows written to disk, batches sent, batches not acknowledged yet."""
 
     rows: int
     sent: int
@@ -47,7 +47,7 @@ class _DemandWindow(NamedTuple):
 
 
 class ReportShipper:
-    """The duties that send upwards."""
+    """The periodic jobs that send reports to the scheduler."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ReportShipper:
         unix_clock: Callable[[], float],
         resend_s: float,
     ) -> None:
-        """Send by `send`, which answers False where there is no conversation."""
+        """Send by `send`, which returns False if there is no connection."""
         self._router_id = router_id
         self._boot_id = boot_id
         self._fleet = fleet
@@ -76,13 +76,14 @@ class ReportShipper:
         self._resend_s = resend_s
         self._seq = 0
         self._window_began_s = clock()
-        self._sent_at_s: dict[str, float] = {}
+        self._batch_sent_at_s: dict[str, float] = {}
         self._windows: dict[int, _DemandWindow] = {}
 
     async def ship_demand(self) -> int:
-        """Close the window that ends now, and send what is not acknowledged; return its rows.
+        """End the current window, and send all unacknowledged ones; return the window's rows.
 
-        The newest goes first: after an outage, what is asked now is known before what was.
+        The newest window is sent first, so that after an outage the scheduler knows current demand
+        before past demand.
         """
         now_s = self._clock()
         window_s, self._window_began_s = now_s - self._window_began_s, now_s
@@ -99,7 +100,7 @@ class ReportShipper:
             ),
             ended_at_s=now_s,
         )
-        self._forget_windows(now_s)
+        self._drop_old_windows(now_s)
         sent = 0
         for seq, window in list(reversed(self._windows.items())):
             if now_s - window.sent_at_s < self._resend_s:
@@ -109,51 +110,41 @@ class ReportShipper:
                 msgspec.structs.replace(window.demand, age_s=age_s)
             ):
                 break
-            # It may be acknowledged while the sending is awaited.
+            # The window may have been acknowledged while the send was awaited.
             if seq in self._windows:
                 self._windows[seq] = window._replace(sent_at_s=now_s)
             sent += 1
         return len(rows)
 
-    def _forget_windows(self, now_s: float) -> None:
-        """Let go of windows that are too old, and of the oldest of too many."""
-        while self._windows:
-            oldest = next(iter(self._windows))
-            age_s = now_s - self._windows[oldest].ended_at_s
-            if age_s <= DEMAND_KEPT_S and len(self._windows) <= DEMAND_WINDOWS_MAX:
-                return
-            lost = self._windows.pop(oldest)
-            self._metrics.demand_dropped.inc(len(lost.demand.rows))
-
     async def ship_round_trips(self) -> int:
-        """Send what was measured; return how many nodes."""
-        rows = self._fleet.round_trips()
+        """Send the measured round trips; return how many."""
+        rows = self._fleet.nodes.round_trips()
         if rows:
             await self._send(RoundTrips(router_id=self._router_id, rows=rows))
         return len(rows)
 
     async def ship_usage(self) -> ShippedUsage:
-        """Put what ended on disk, then send what is not acknowledged."""
+        """Write new usage to disk, then send the batches that are not acknowledged."""
         rows = await self.spool_usage()
         sent = 0
         now_s = self._clock()
         for batch_id in self._spool.batch_ids:
-            if now_s - self._sent_at_s.get(batch_id, _NEVER_S) < self._resend_s:
+            if now_s - self._batch_sent_at_s.get(batch_id, _NEVER_S) < self._resend_s:
                 continue
             batch = await to_its_end(self._spool.read, batch_id)
             if batch is None:
                 continue
             if not await self._send(batch):
                 break
-            self._sent_at_s[batch_id] = now_s
+            self._batch_sent_at_s[batch_id] = now_s
             sent += 1
             if sent >= BATCHES_PER_TURN_MAX:
                 break
         return ShippedUsage(rows, sent, len(self._spool.batch_ids))
 
     async def spool_usage(self) -> int:
-        """Put what ended on disk; return how many rows."""
-        taken, journal = self._recorder.take_usage()
+        """Write new usage to disk; return how many rows were new."""
+        taken, journal_files = self._recorder.take_usage()
         left = taken
         try:
             while left:
@@ -166,20 +157,20 @@ class ReportShipper:
                 try:
                     dropped = await to_its_end(self._spool.add, batch)
                 finally:
-                    # Cancelled or not, what is on disk is not kept in memory as well.
+                    # Even if cancelled: rows that are on disk are not kept in memory too.
                     if batch_id in self._spool.batch_ids:
                         left = left[len(rows) :]
                 self._metrics.usage_dropped.inc(dropped)
         finally:
-            # A full disk keeps them in memory; the next turn tries again.
+            # Rows that a full disk did not take stay in memory for the next turn.
             self._recorder.put_back(left)
             self._metrics.usage_spooled.set(self._spool.bytes)
-        if journal and not left:
-            await to_its_end(self._recorder.journal.saved, journal)
+        if journal_files and not left:
+            await to_its_end(self._recorder.journal.remove, journal_files)
         return len(taken)
 
     async def on_ack(self, ack: UsageAck) -> None:
-        """The store has a batch of ours, or refuses it for good: forget it."""
+        """Drop a batch or window that the store has, or has refused for good."""
         is_ours = ack.demand_boot == self._boot_id or ack.batch_id in self._spool.batch_ids
         if ack.refused and is_ours:
             self._metrics.rows_refused.inc(ack.refused)
@@ -189,12 +180,22 @@ class ReportShipper:
             if is_ours:
                 self._windows.pop(ack.demand_seq, None)
             return
-        self._sent_at_s.pop(ack.batch_id, None)
-        await to_its_end(self._spool.forget, ack.batch_id)
+        self._batch_sent_at_s.pop(ack.batch_id, None)
+        await to_its_end(self._spool.remove, ack.batch_id)
         self._metrics.usage_spooled.set(self._spool.bytes)
 
     def on_welcome(self) -> None:
-        """A new conversation: what went down with the old one is sent again."""
-        self._sent_at_s.clear()
+        """Send everything again: what was sent on the last connection may be lost."""
+        self._batch_sent_at_s.clear()
         for seq, window in self._windows.items():
             self._windows[seq] = window._replace(sent_at_s=_NEVER_S)
+
+    def _drop_old_windows(self, now_s: float) -> None:
+        """Drop windows that are too old, and the oldest of too many."""
+        while self._windows:
+            oldest = next(iter(self._windows))
+            age_s = now_s - self._windows[oldest].ended_at_s
+            if age_s <= DEMAND_KEPT_S and len(self._windows) <= DEMAND_WINDOWS_MAX:
+                return
+            dropped = self._windows.pop(oldest)
+            self._metrics.demand_dropped.inc(len(dropped.demand.rows))

@@ -1,4 +1,4 @@
-"""The spool: usage on disk until the store has it."""
+"""The spool: batches of usage on disk until the store has them."""
 
 import logging
 import threading
@@ -14,7 +14,7 @@ _USAGE = codec.decoder(Usage)
 
 
 class UsageSpool:
-    """Batches on disk, one sealed file each, oldest first; bounded by dropping the oldest."""
+    """Batches on disk, one file each, oldest first. When full, the oldest are dropped."""
 
     def __init__(self, folder: Path, bytes_max: int) -> None:
         """Keep at most `bytes_max` in `folder`."""
@@ -23,12 +23,12 @@ class UsageSpool:
         self._bytes_max = bytes_max
         self._sizes: dict[str, int] = {}
         self._rows: dict[str, int] = {}
-        """How many rows the batches of this life hold; those of earlier ones say when read."""
-        # Adding and forgetting run in threads of their own.
+        """Rows of the batches added since the start; those of older batches are read from disk."""
+        # Adding and removing run in threads.
         self._lock = threading.RLock()
 
     def open(self) -> int:
-        """Find what an earlier life left; return how many batches."""
+        """Find the batches that an earlier run left; return how many."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in sorted(self._folder.glob("*.usage")):
             self._sizes[path.stem] = path.stat().st_size
@@ -41,7 +41,7 @@ class UsageSpool:
         return list(self._sizes)
 
     def add(self, batch: Usage) -> int:
-        """Keep a batch; return how many rows of older ones had to go for it."""
+        """Write a batch; return how many rows of older batches were dropped for it."""
         data = codec.encode(batch)
         with self._lock:
             files.write_atomic(self._path(batch.batch_id), data)
@@ -55,24 +55,24 @@ class UsageSpool:
                     dropped += self._rows[oldest]
                 elif (lost := self.read(oldest)) is not None:
                     dropped += len(lost.rows)
-                self.forget(oldest)
+                self.remove(oldest)
             return dropped
 
     def read(self, batch_id: str) -> Usage | None:
-        """Read a batch back; None where it cannot be (a file that is no batch is removed)."""
+        """Read a batch; return None if that fails. A malformed file is removed."""
         path = self._path(batch_id)
         try:
             batch: Usage = codec.decode(path.read_bytes(), _USAGE)
         except (OSError, codec.MalformedFrame) as error:
             fields = {"path": str(path), "error": str(error)}
             log.error("cannot read spooled usage", extra={"fields": fields})
-            # A disk or a process out of its means may be able to later.
+            # Any other error, such as too many open files, may pass.
             if isinstance(error, codec.MalformedFrame | FileNotFoundError):
-                self.forget(batch_id)
+                self.remove(batch_id)
             return None
         return batch
 
-    def forget(self, batch_id: str) -> None:
+    def remove(self, batch_id: str) -> None:
         """Remove a batch."""
         with self._lock:
             if batch_id in self._sizes:
@@ -81,7 +81,7 @@ class UsageSpool:
                 try:
                     self._path(batch_id).unlink(missing_ok=True)
                 except OSError as error:
-                    # Then the next life sends it again, and the store counts it once.
+                    # The next run sends it again, and the store counts it once.
                     fields = {"batch": batch_id, "reason": error.strerror}
                     log.warning("cannot remove spooled usage", extra={"fields": fields})
 

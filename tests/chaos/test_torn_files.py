@@ -110,7 +110,7 @@ def test_of_a_torn_journal_every_whole_row_is_read_and_others_follow(folder: Pat
         assert [row.request_id for row in again.open()][-1:] == ["req-9"]
         again.append(a_row(10))
         aside = again.rotate()
-        again.saved(aside)
+        again.remove(aside)
         again.close()
         assert UsageJournal(life).open() == ()
 

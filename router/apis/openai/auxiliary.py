@@ -31,11 +31,13 @@ def auxiliary_app(
     """Return the application of all auxiliary routes."""
 
     def key_of(request: web.Request) -> KeyEntry:
-        return authenticate(fleet.keys, request.headers.get("authorization"), surface.unix_clock())
+        return authenticate(
+            fleet.directory.keys, request.headers.get("authorization"), surface.unix_clock()
+        )
 
     async def list_models(request: web.Request) -> web.Response:
         key = key_of(request)
-        allowed = [entry for entry in fleet.deployments if may_use(key, entry.name)]
+        allowed = [entry for entry in fleet.directory.deployments if may_use(key, entry.name)]
         return json_response({"object": "list", "data": [model_body(entry) for entry in allowed]})
 
     async def show_model(request: web.Request) -> web.Response:
@@ -43,7 +45,7 @@ def auxiliary_app(
         return json_response(model_body(surface.deployment(request.match_info["name"], key)))
 
     async def healthz(request: web.Request) -> web.Response:
-        if fleet.table is not None:
+        if fleet.directory.table is not None:
             return json_response({"status": "ok", "pop": fleet.pop})
         # Without a table there are no keys and no routes: load balancers should use another.
         body = {"status": "no_table", "pop": fleet.pop, "message": NO_TABLE}

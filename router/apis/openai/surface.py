@@ -68,13 +68,16 @@ class OpenAiSurface:
     def key_of(self, fields: HeaderFields) -> KeyEntry:
         """Return the API key in a request's headers. Raises ApiError 401."""
         authorization = fields.get(b"authorization", b"")
-        return self._admitted.authenticate(self._fleet.keys, authorization, self.unix_clock())
+        return self._admitted.authenticate(
+            self._fleet.directory.keys, authorization, self.unix_clock()
+        )
 
     def deployment(self, name: str, key: KeyEntry) -> DeploymentEntry:
         """Return a deployment. Raises ApiError 404, also if the key may not use it."""
-        entry = self._fleet.deployment(name)
+        entry = self._fleet.directory.deployment(name)
         if entry is None or not may_use(key, name):
-            usable = (known.name for known in self._fleet.deployments if may_use(key, known.name))
+            deployments = self._fleet.directory.deployments
+            usable = (known.name for known in deployments if may_use(key, known.name))
             named = ", ".join(islice(usable, MODELS_NAMED)) or "none"
             raise ApiError(
                 ErrorCode.MODEL_NOT_FOUND,

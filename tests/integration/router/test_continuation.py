@@ -48,7 +48,7 @@ async def test_killed_at_every_token_the_client_sees_one_stream(tmp_path: Path, 
         slower(bench)
         for at in range(1, TOKENS):
             setattr(nodes[0], f"{fault}_at", at)
-            bench.house.fleet.health.forget({a_route(nodes[0]).replica_id})
+            bench.house.fleet.health.remove_replicas({a_route(nodes[0]).replica_id})
             text = await the_text(bench, temperature=0, stream_options={"include_usage": True})
             events = frames(text)
             assert words(events) == "".join(f"t{n} " for n in range(TOKENS)), f"killed at {at}"

@@ -111,7 +111,7 @@ async def ask(house: RouterApp) -> int:
 
 
 def generation_of(house: RouterApp) -> int | None:
-    return house.fleet.table.generation if house.fleet.table else None
+    return house.fleet.directory.table.generation if house.fleet.directory.table else None
 
 
 async def until_generation(house: RouterApp, generation: int) -> None:
@@ -278,7 +278,7 @@ async def test_a_table_of_a_cluster_left_behind_is_not_served_by(tmp_path: Path)
         open_node(FakeNode()) as node,
         open_router(a_config(tmp_path), an_identity(tmp_path)) as house,
     ):
-        assert house.fleet.table is None
+        assert house.fleet.directory.table is None
         await house.follower.on_table(a_table([a_route(node)]), nowhere)
         assert await ask(house) == 200
 
@@ -322,9 +322,9 @@ async def test_a_held_table_adds_but_does_not_drop(tmp_path: Path) -> None:
         await house.follower.on_table(wrong, nowhere)
         for _ in range(3):
             await house.loops["reconsider"].wait_turns(1)
-            assert house.follower.held is not None
-            assert house.fleet.table is not None
-            replicas = [route.replica_id for route in house.fleet.table.routes]
+            assert house.follower.quarantined is not None
+            assert house.fleet.directory.table is not None
+            replicas = [route.replica_id for route in house.fleet.directory.table.routes]
             assert replicas == ["r-n1", "r-n2", "r-n3", "r-n9"]
 
 
@@ -339,7 +339,7 @@ async def test_a_key_revoked_in_a_held_table_is_refused_at_once(tmp_path: Path) 
         wrong = a_table(routes[:1], generation=3, keys=[other])
         revoking = msgspec.structs.replace(wrong, keys_revoked=(a_key().key_id,))
         await house.follower.on_table(revoking, nowhere)
-        assert house.follower.held is not None
+        assert house.follower.quarantined is not None
         assert await ask(house) == 401
 
 
@@ -350,10 +350,10 @@ async def test_a_delta_builds_on_a_held_table(tmp_path: Path) -> None:
         routes = [a_route(node) for node in bench.nodes]
         wrong, right = a_table(routes[:1], generation=2), a_table(routes, generation=3)
         await house.follower.on_table(wrong, nowhere)
-        assert house.follower.held is not None
+        assert house.follower.quarantined is not None
         await house.follower.on_table(diff(wrong, right), nowhere)
-        assert house.fleet.table == right
-        assert house.follower.held is None
+        assert house.fleet.directory.table == right
+        assert house.follower.quarantined is None
 
 
 async def test_draining_lets_streams_finish(tmp_path: Path) -> None:

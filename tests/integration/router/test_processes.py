@@ -90,7 +90,7 @@ async def test_a_worker_listens_once_it_has_a_table_or_waited_long(
         assert main.write(a_table([]))
     async with open_router(a_config(tmp_path), an_identity(tmp_path), worker) as house:
         assert house.port
-        assert (house.fleet.table is not None) is is_told
+        assert (house.fleet.directory.table is not None) is is_told
         main.close()
         await house.stopping.wait()
 
@@ -255,7 +255,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_again(
     before = held()
     running = asyncio.create_task(workers.run(1))
     async with asyncio.timeout(START_TIMEOUT_S):
-        while not workers._pipes:
+        while not workers._sent_tables:
             await asyncio.sleep(0.01)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -273,13 +273,13 @@ async def test_a_worker_that_hangs_does_not_outlive_who_is_ending_it(
     monkeypatch.setattr(processes, "SILENCE_S", 0.01)
     ending = asyncio.Event()
     workers = some_workers(end_timeout_s=60.0)
-    end = workers._end
+    end = workers._stop
 
     async def seen_off(process: asyncio.subprocess.Process) -> None:
         asyncio.get_running_loop().call_later(0.05, ending.set)
         await end(process)
 
-    monkeypatch.setattr(workers, "_end", seen_off)
+    monkeypatch.setattr(workers, "_stop", seen_off)
     before = held()
     running = asyncio.create_task(workers.run(1))
     async with asyncio.timeout(START_TIMEOUT_S):

@@ -316,7 +316,7 @@ async def test_who_waits_for_the_first_replica_is_counted_meanwhile_and_once(
     async with a_bench(tmp_path, demand_interval_s=3600, queue_timeout_s=30) as bench:
         recorder = bench.house.recorder
         recorder.on_unserved = lambda: None
-        whole = bench.house.fleet.table
+        whole = bench.house.fleet.directory.table
         assert whole is not None
         bench.house.fleet.adopt(replace(whole, routes=(), generation=Generation(2)))
         recorder.take_demand()
@@ -464,20 +464,23 @@ async def test_an_answer_of_a_sibling_is_booked_there_and_its_break_is_nobodys_f
         named = parse_siblings(asked.seen[0]["x-isochrone-siblings"])
         assert [one.replica_id for one in named] == ["r-n1", "r-n2", "r-n3"]
         assert (giver.asked, other.asked) == (0, 0)
-        seat = fleet.session_binding("acme/s")
+        seat = fleet.sessions.lookup("acme/s", fleet.clock())
         assert seat is not None and seat.replica_id == "r-n2"
         (row,) = await usage(bench)
         assert row.node_id == "n2"
         assert asked.seen[0]["x-isochrone-router"] == fleet.name
         assert int(asked.seen[0]["x-isochrone-prefill-ms"]) > 5
-        loaded = [fleet.in_flight.line(ReplicaId(name)).others.decode for name in ("r-n1", "r-n2")]
+        loaded = [
+            fleet.in_flight.load_of(ReplicaId(name)).others.decode_tokens
+            for name in ("r-n1", "r-n2")
+        ]
         assert loaded[0] == 0 < loaded[1]
         # A break in mid-answer: another goes on with it, and neither of the two is left alone.
         asked.cut_at, other.resumes, giver.refuse = 3, "greedy", "busy"
         for _ in range(6):
             _, events = await the_stream(bench, content=long, temperature=0, max_tokens=8)
             assert words(events).split() == [f"t{n}" for n in range(8)]
-        assert not fleet.health.ejected()
+        assert not fleet.health.unhealthy()
         # Nor where it breaks before the first token.
         slow = [a_route(node, prefill_tokens_per_s=10.0) for node in (giver, other)]
         fleet.adopt(a_table([fast, *slow], generation=3))
@@ -486,7 +489,7 @@ async def test_an_answer_of_a_sibling_is_booked_there_and_its_break_is_nobodys_f
             _, events = await the_stream(bench, content=f"{n} {long}", temperature=0)
             assert words(events).split() == [f"t{n}" for n in range(8)]
         assert asked.asked - before == 6
-        assert not fleet.health.ejected()
+        assert not fleet.health.unhealthy()
         await until_idle(bench)
 
 

@@ -177,13 +177,13 @@ class RequestPath:
         self.fleet.adopt(table)
         self.deadlines = Deadlines(clock)
         self.upstream = Upstream(config, self.deadlines, clock)
-        self.gate = KeyLimiter()
+        self.limiter = KeyLimiter()
         self.journal = UsageJournal(folder)
         self.recorder = Recorder(PopId("ams"), metrics, self.journal)
         self.pipeline = RequestPipeline(
             config=config,
             fleet=self.fleet,
-            gate=self.gate,
+            limiter=self.limiter,
             upstream=self.upstream,
             recorder=self.recorder,
             metrics=metrics,

@@ -116,15 +116,15 @@ def test_deployments_do_not_wait_for_one_another() -> None:
 def test_the_drain_is_measured_only_while_full() -> None:
     drain = DrainRate()
     assert drain.wait_s(10**6, 0.0) == RETRY_AFTER_UNKNOWN_S
-    drain.began(1000, 0.0, is_still_full=False)
+    drain.record_start(1000, 0.0, is_still_full=False)
     assert drain.wait_s(10**6, 0.0) == RETRY_AFTER_UNKNOWN_S
-    drain.full(10.0)
+    drain.record_full(10.0)
     for n in range(1, 11):
-        drain.began(1000, 10.0 + n, is_still_full=n < 10)
+        drain.record_start(1000, 10.0 + n, is_still_full=n < 10)
     # A thousand a second, measured; the minutes in which nobody waited do not count.
     assert drain.wait_s(5000, 500.0) == pytest.approx(5.0, rel=0.01)
     # Full again, and nothing ends: the rate falls with every second in which nothing does.
-    drain.full(500.0)
+    drain.record_full(500.0)
     assert drain.wait_s(5000, 520.0) > 10.0
     assert drain.wait_s(10**9, 500.0) == RETRY_AFTER_MAX_S
     assert drain.wait_s(1, 500.0) == RETRY_AFTER_MIN_S
@@ -164,9 +164,9 @@ def test_when_to_come_back_is_never_absurd(steps: list[tuple[str, float, int]]) 
     for kind, wait_s, tokens in steps:
         now_s += wait_s
         if kind == "f":
-            drain.full(now_s)
+            drain.record_full(now_s)
         else:
-            drain.began(tokens, now_s, is_still_full=kind == "b")
+            drain.record_start(tokens, now_s, is_still_full=kind == "b")
         assert RETRY_AFTER_MIN_S <= drain.wait_s(tokens, now_s) <= RETRY_AFTER_MAX_S
 
 

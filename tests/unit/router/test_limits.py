@@ -196,7 +196,7 @@ def test_guessed_keys_leave_nothing_behind() -> None:
             authenticate({known.key_id: known}, f"Bearer {text}", 0.0)
     assert len(gate) == 0
     gate.admit(known, 1, 0.0, NOON)
-    gate.forget({KeyId("other")})
+    gate.keep_only({KeyId("other")})
     assert len(gate) == 0
 
 

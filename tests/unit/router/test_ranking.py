@@ -1,4 +1,4 @@
-"""The choice of a replica, by rows and by properties."""
+"""Ranking of replicas, by examples and by properties."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,33 +16,34 @@ from router.decide.affinity import (
     rendezvous_winner,
     within_load_bound,
 )
+from router.decide.handoff import handoff_peers
 from router.decide.latency import UNUSED_REPLICA_MS
 from router.decide.prefix_index import PrefixMatch, PrefixMatches
 from router.decide.ranking import UNEXPECTED_QUEUE_MS, RouteQuery, rank
-from router.decide.replica_table import SPILL_LASTS_MS, ReplicaTable, RoutingSnapshot
+from router.decide.replica_table import SPILLOVER_LASTS_MS, ReplicaTable, RoutingSnapshot
 from router.decide.tokens_in_flight import InFlightLedger
 
 NOW_S = 1000.0
 
 
-def an_ask(**changes: Any) -> RouteQuery:
+def a_query(**changes: Any) -> RouteQuery:
     return RouteQuery(
         **{"request_id": "req-1", "prompt_tokens": 100, "output_tokens": 100, **changes}
     )
 
 
-ASK = an_ask()
+QUERY = a_query()
 
 
 class Candidate(NamedTuple):
-    """One replica of a test: how far, what it has in flight, how fast it reads."""
+    """One replica of a test: its round trip, what it has in flight, its prefill rate."""
 
     name: str
     rtt_ms: float = 1.0
     prefill: int = 0
     decode: int = 0
     rate: float = 1000.0
-    is_cold: bool = False
+    is_unused: bool = False
     pop: str = "ams"
 
     @property
@@ -59,41 +60,43 @@ class Candidate(NamedTuple):
         )
 
 
-def a_board(candidates: Sequence[Candidate]) -> ReplicaTable:
-    board, ledger = ReplicaTable(), InFlightLedger()
-    board.adopt([candidate.route for candidate in candidates])
+def a_table(candidates: Sequence[Candidate]) -> ReplicaTable:
+    table, ledger = ReplicaTable(), InFlightLedger()
+    table.set_routes([candidate.route for candidate in candidates])
     for candidate in candidates:
-        replica_id, slot = ReplicaId(candidate.name), board.slots[ReplicaId(candidate.name)]
-        if not candidate.is_cold:
-            board.paces[slot].answers = 1
+        replica_id, slot = ReplicaId(candidate.name), table.slots[ReplicaId(candidate.name)]
+        if not candidate.is_unused:
+            table.corrections[slot].answers = 1
         if candidate.prefill + candidate.decode:
             ledger.reserve(
                 replica_id,
                 prefill=candidate.prefill,
                 decode=candidate.decode,
                 work_ms=1000 * candidate.prefill / candidate.rate,
-                # It is there now: a request sent now comes half a round trip later.
+                # It arrives now: a request sent now would arrive half a round trip later.
                 arrives_s=NOW_S + candidate.rtt_ms / 2000,
             )
-        board.refresh(slot, candidate.rtt_ms, ledger.line(replica_id), NOW_S)
-    return board
+        table.refresh(slot, candidate.rtt_ms, ledger.load_of(replica_id), NOW_S)
+    return table
 
 
-def a_picture(candidates: Sequence[Candidate], **ejected: float) -> RoutingSnapshot:
+def a_snapshot(candidates: Sequence[Candidate], **ejected: float) -> RoutingSnapshot:
     until = {ReplicaId(name): until_s for name, until_s in ejected.items()}
-    return RoutingSnapshot(a_board(candidates), NOW_S, until, {})
+    return RoutingSnapshot(a_table(candidates), NOW_S, until, {})
 
 
-def order(candidates: Sequence[Candidate], ask: RouteQuery = ASK, **ejected: float) -> list[str]:
-    routes = rank(a_picture(candidates, **ejected), ask)
+def order(
+    candidates: Sequence[Candidate], query: RouteQuery = QUERY, **ejected: float
+) -> list[str]:
+    routes = rank(a_snapshot(candidates, **ejected), query)
     return [ranked.route.replica_id for ranked in routes]
 
 
-def test_the_nearest_wins_until_its_queue_costs_more_than_the_way() -> None:
+def test_the_nearest_wins_until_its_queue_costs_more_than_the_distance() -> None:
     near, far = Candidate("near", 2.0), Candidate("far", 90.0)
     assert order([far, near]) == ["near", "far"]
     queued = near._replace(prefill=200)
-    routes = rank(a_picture([far, queued]), ASK)
+    routes = rank(a_snapshot([far, queued]), QUERY)
     assert [r.route.replica_id for r in routes] == ["far", "near"]
     assert routes[0].reason_header == "soonest-warm rtt=90.0ms queue=0ms prefill=100ms"
     assert routes[1].reason_header == "nearest-warm rtt=2.0ms queue=200ms prefill=100ms"
@@ -101,21 +104,21 @@ def test_the_nearest_wins_until_its_queue_costs_more_than_the_way() -> None:
 
 def test_a_full_replica_is_passed_over_and_counted() -> None:
     full = Candidate("full", decode=900)
-    routes = rank(a_picture([full]), ASK)
+    routes = rank(a_snapshot([full]), QUERY)
     assert (list(routes), bool(routes), routes.full_count) == ([], False, 1)
     assert order([full, Candidate("free", 300.0)]) == ["free"]
-    both = rank(a_picture([full, Candidate("free")]), ASK, frozenset({ReplicaId("full")}))
+    both = rank(a_snapshot([full, Candidate("free")]), QUERY, frozenset({ReplicaId("full")}))
     assert (len(both), both.full_count) == (1, 0)
 
 
-def test_deep_tokens_are_told_as_the_work_they_are() -> None:
-    board = a_board([Candidate("a")])
-    board.stretch.per_token = 2e-5
-    ranked = rank(RoutingSnapshot(board, NOW_S, {}, {}), an_ask(prompt_tokens=50_000))[0]
+def test_pending_prefill_tokens_count_the_cost_of_depth() -> None:
+    table = a_table([Candidate("a")])
+    table.depth_cost.per_token = 2e-5
+    ranked = rank(RoutingSnapshot(table, NOW_S, {}, {}), a_query(prompt_tokens=50_000))[0]
     assert (ranked.uncached_tokens, ranked.pending_prefill_tokens) == (50_000, 75_000)
 
 
-def test_siblings_are_those_of_the_same_city_with_room_the_asked_one_first() -> None:
+def test_handoff_peers_are_the_replicas_of_the_pop_with_room_the_first_route_ahead() -> None:
     candidates = [
         Candidate("a", prefill=50),
         Candidate("b", 1.5, prefill=200, rate=2000.0),
@@ -123,167 +126,173 @@ def test_siblings_are_those_of_the_same_city_with_room_the_asked_one_first() -> 
         Candidate("c", prefill=300),
         Candidate("far", 90.0, pop="iad"),
     ]
-    board = a_board(candidates)
-    held = PrefixMatches(0.0, [PrefixMatch(1 << board.slots[ReplicaId("b")], 0.5)])
-    routes = rank(RoutingSnapshot(board, NOW_S, {}, {}), an_ask(matches=held), {ReplicaId("x")})
-    siblings = routes.siblings(routes[0])
-    assert [(one.replica_id, one.unread_tokens, one.prefill_ms) for one in siblings] == [
+    table = a_table(candidates)
+    matches = PrefixMatches(0.0, [PrefixMatch(1 << table.slots[ReplicaId("b")], 0.5)])
+    routes = rank(RoutingSnapshot(table, NOW_S, {}, {}), a_query(matches=matches), {ReplicaId("x")})
+    peers = handoff_peers(routes, routes[0])
+    assert [(one.replica_id, one.unread_tokens, one.prefill_ms) for one in peers] == [
         ("b", 50, 25),
         ("a", 100, 100),
         ("c", 100, 100),
     ]
-    assert [one.token_us for one in siblings] == [500, 1000, 1000]
-    passed = routes.route_to(ReplicaId("c"))
-    assert passed is not None and passed.reason == "passed-on"
-    assert routes.route_to(ReplicaId("nobody")) is None
+    assert [one.token_us for one in peers] == [500, 1000, 1000]
+    handed_off = routes.route_to(ReplicaId("c"))
+    assert handed_off is not None and handed_off.reason == "handed-off"
+    assert routes.route_to(ReplicaId("unknown")) is None
 
 
-def test_who_is_alone_or_soon_done_has_no_siblings_named() -> None:
+def test_no_handoff_peers_without_others_in_the_pop_or_for_a_short_prefill() -> None:
     far = Candidate("far", 90.0, pop="iad")
-    alone = rank(a_picture([Candidate("a"), far]), ASK)
-    assert alone.siblings(alone[0]) == []
-    quick = rank(a_picture([Candidate("a"), Candidate("b")]), an_ask(prompt_tokens=4))
-    assert quick.siblings(quick[0]) == []
+    alone = rank(a_snapshot([Candidate("a"), far]), QUERY)
+    assert handoff_peers(alone, alone[0]) == []
+    quick = rank(a_snapshot([Candidate("a"), Candidate("b")]), a_query(prompt_tokens=4))
+    assert handoff_peers(quick, quick[0]) == []
 
 
-def test_an_idle_replica_takes_what_is_larger_than_its_bound() -> None:
-    assert order([Candidate("a")], an_ask(prompt_tokens=10**6)) == ["a"]
+def test_an_idle_replica_takes_a_request_larger_than_its_limit() -> None:
+    assert order([Candidate("a")], a_query(prompt_tokens=10**6)) == ["a"]
 
 
-def test_a_faster_replica_may_be_worth_the_way() -> None:
+def test_a_faster_replica_may_be_worth_the_distance() -> None:
     slow, fast = Candidate("slow", 1.0, rate=100.0), Candidate("fast", 90.0, rate=100_000.0)
     assert order([slow, fast])[0] == "fast"
 
 
-def test_a_replica_that_never_answered_is_thought_a_little_slower() -> None:
-    cold, warm = Candidate("cold", 10.0, is_cold=True), Candidate("warm", 10.0)
-    assert rank(a_picture([cold]), ASK)[0].overhead_ms == UNUSED_REPLICA_MS
-    assert rank(a_picture([warm]), ASK)[0].overhead_ms == 0.0
-    assert order([cold, warm._replace(prefill=300)]) == ["cold", "warm"]
+def test_a_replica_that_has_not_answered_yet_is_predicted_a_little_slower() -> None:
+    unused, used = Candidate("unused", 10.0, is_unused=True), Candidate("used", 10.0)
+    assert rank(a_snapshot([unused]), QUERY)[0].overhead_ms == UNUSED_REPLICA_MS
+    assert rank(a_snapshot([used]), QUERY)[0].overhead_ms == 0.0
+    assert order([unused, used._replace(prefill=300)]) == ["unused", "used"]
 
 
-def test_a_longer_queue_turns_away_only_where_another_place_is_better() -> None:
-    alone = rank(a_picture([Candidate("a")]), ASK)[0]
+def test_the_queue_is_limited_only_if_another_replica_would_be_sooner() -> None:
+    alone = rank(a_snapshot([Candidate("a")]), QUERY)[0]
     assert alone.queue_tokens_max == 0
-    far = rank(a_picture([Candidate("a"), Candidate("b", 400.0)]), ASK)[0]
-    near = rank(a_picture([Candidate("a"), Candidate("b", 10.0)]), ASK)[0]
-    # A thousand tokens a second: a token a millisecond.
+    far = rank(a_snapshot([Candidate("a"), Candidate("b", 400.0)]), QUERY)[0]
+    near = rank(a_snapshot([Candidate("a"), Candidate("b", 10.0)]), QUERY)[0]
+    # At 1000 tokens per second, one token takes one millisecond.
     assert far.queue_tokens_max == 400 + UNEXPECTED_QUEUE_MS
     assert near.queue_tokens_max == 10 + UNEXPECTED_QUEUE_MS
-    queued = rank(a_picture([Candidate("a", prefill=50), Candidate("b", 400.0)]), ASK)[0]
+    queued = rank(a_snapshot([Candidate("a", prefill=50), Candidate("b", 400.0)]), QUERY)[0]
     assert queued.queue_tokens_max == far.queue_tokens_max
 
 
-def test_a_queue_that_is_only_guessed_is_not_put_up_with() -> None:
-    board, ledger, a = a_board([Candidate("a"), Candidate("b", 400.0)]), InFlightLedger(), "a"
+def test_the_assumed_part_of_a_queue_does_not_raise_its_limit() -> None:
+    table, ledger, a = a_table([Candidate("a"), Candidate("b", 400.0)]), InFlightLedger(), "a"
     for n in range(61):
-        # Words that change each time: the next one says nothing of the one after.
-        ledger.hear_others(ReplicaId(a), 200 * (n % 2), 0, NOW_S - 62 + n)
-    board.refresh(board.slots[ReplicaId(a)], 1.0, ledger.line(ReplicaId(a)), NOW_S)
-    ranked = rank(RoutingSnapshot(board, NOW_S, {}, {}), ASK)[0]
+        # Reports that alternate: one says nothing about the next.
+        ledger.record_other_routers(ReplicaId(a), 200 * (n % 2), 0, NOW_S - 62 + n)
+    table.refresh(table.slots[ReplicaId(a)], 1.0, ledger.load_of(ReplicaId(a)), NOW_S)
+    ranked = rank(RoutingSnapshot(table, NOW_S, {}, {}), QUERY)[0]
     assert ranked.route.replica_id == a
     assert 90 < ranked.queue_ms < 110
     assert ranked.queue_tokens_max < 400 - ranked.queue_ms + UNEXPECTED_QUEUE_MS + 5
 
 
-def test_with_queues_everywhere_a_miss_of_the_cache_counts_more() -> None:
-    board = a_board([Candidate("a", 1.0), Candidate("b", 60.0)])
-    held = PrefixMatches(0.0, [PrefixMatch(1 << board.slots[ReplicaId("b")], 0.5)])
-    ask = an_ask(matches=held)
-    assert rank(RoutingSnapshot(board, NOW_S, {}, {}), ask)[0].route.replica_id == "a"
-    board.spilled_at_ms = 1000 * NOW_S
-    waiting = rank(RoutingSnapshot(board, NOW_S, {}, {}), ask)[0]
+def test_the_congestion_charge_makes_a_cache_miss_cost_more() -> None:
+    table = a_table([Candidate("a", 1.0), Candidate("b", 60.0)])
+    matches = PrefixMatches(0.0, [PrefixMatch(1 << table.slots[ReplicaId("b")], 0.5)])
+    query = a_query(matches=matches)
+    assert rank(RoutingSnapshot(table, NOW_S, {}, {}), query)[0].route.replica_id == "a"
+    table.spilled_at_ms = 1000 * NOW_S
+    waiting = rank(RoutingSnapshot(table, NOW_S, {}, {}), query)[0]
     waiting.queue_ms = 50.0
     for _ in range(400):
-        board.went(0, waiting, NOW_S)
-    assert rank(RoutingSnapshot(board, NOW_S, {}, {}), ask)[0].route.replica_id == "b"
+        table.record_sent(0, waiting, NOW_S)
+    assert rank(RoutingSnapshot(table, NOW_S, {}, {}), query)[0].route.replica_id == "b"
 
 
-def test_a_session_stays_on_its_seat_unless_that_is_much_slower() -> None:
-    ask = an_ask(session="s", binding=SessionBinding(ReplicaId("b"), 90, 0.0))
+def test_a_session_stays_at_its_replica_unless_that_is_much_slower() -> None:
+    query = a_query(session="s", binding=SessionBinding(ReplicaId("b"), 90, 0.0))
     a, b = Candidate("a", 1.0), Candidate("b", 60.0)
-    routes = rank(a_picture([a, b]), ask)
+    routes = rank(a_snapshot([a, b]), query)
     assert routes[0].reason_header == "session rtt=60.0ms queue=0ms prefill=10ms"
     assert routes[0].uncached_tokens == 10
-    assert order([a, b._replace(prefill=500)], ask)[0] == "a"
+    assert order([a, b._replace(prefill=500)], query)[0] == "a"
 
 
-def test_processes_that_share_only_the_table_presume_the_same_seat() -> None:
+def test_processes_that_share_only_the_table_choose_the_same_replica_for_a_session() -> None:
     names = "abcd"
-    one = a_picture([Candidate(name, 5.0) for name in names])
-    # Another process sees other loads, has other slots, and a nearer view of some round trips.
+    here = a_snapshot([Candidate(name, 5.0) for name in names])
+    # Another process has other loads, slots and round trips.
     loads = {"a": 15, "b": 0, "c": 10, "d": 5}
-    other = a_picture([Candidate(name, 5.5, prefill=loads[name]) for name in reversed(names)])
-    went = []
+    there = a_snapshot([Candidate(name, 5.5, prefill=loads[name]) for name in reversed(names)])
+    chosen = []
     for n in range(200):
-        ask = an_ask(session=f"s{n}")
-        first, second = (rank(picture, ask)[0].route for picture in (one, other))
+        query = a_query(session=f"s{n}")
+        first, second = (rank(snapshot, query)[0].route for snapshot in (here, there))
         assert first.replica_id == second.replica_id
-        went.append(first.replica_id)
-    assert all(30 < went.count(ReplicaId(name)) < 75 for name in names)
+        chosen.append(first.replica_id)
+    assert all(30 < chosen.count(ReplicaId(name)) < 75 for name in names)
 
 
-def test_a_new_session_leaves_a_presumed_seat_that_is_much_slower() -> None:
-    board = [Candidate("a", 5.0, prefill=500), Candidate("b", 5.0)]
-    firsts = {order(board, an_ask(session=f"s{n}"))[0] for n in range(40)}
+def test_a_new_session_does_not_go_to_a_much_slower_replica() -> None:
+    table = [Candidate("a", 5.0, prefill=500), Candidate("b", 5.0)]
+    firsts = {order(table, a_query(session=f"s{n}"))[0] for n in range(40)}
     assert firsts == {"b"}
 
 
-def test_what_is_cached_draws_as_far_as_it_saves() -> None:
+def test_a_cached_prefix_attracts_a_request_as_far_as_it_saves_time() -> None:
     a, b = Candidate("a", 1.0), Candidate("b", 60.0)
-    slots = a_board([a, b]).slots
+    slots = a_table([a, b]).slots
     half = PrefixMatches(0.0, [PrefixMatch(1 << slots[ReplicaId("b")], 0.9)])
-    routes = rank(a_picture([a, b]), an_ask(matches=half))
+    routes = rank(a_snapshot([a, b]), a_query(matches=half))
     assert routes[0].reason_header == "prefix soonest-warm rtt=60.0ms queue=0ms prefill=10ms"
     little = PrefixMatches(0.0, [PrefixMatch(1 << slots[ReplicaId("b")], 0.2)])
-    assert order([a, b], an_ask(matches=little))[0] == "a"
-    # What everyone holds moves nobody, and what b holds beyond that too little.
+    assert order([a, b], a_query(matches=little))[0] == "a"
+    # A prefix that all hold changes nothing, and what b holds beyond it saves too little.
     common = PrefixMatches(0.7, [PrefixMatch(1 << slots[ReplicaId("b")], 0.9)])
-    first = rank(a_picture([a, b]), an_ask(matches=common))[0]
+    first = rank(a_snapshot([a, b]), a_query(matches=common))[0]
     assert (first.route.replica_id, first.uncached_tokens) == ("a", 30)
 
 
-def test_leaving_home_must_pay_and_then_goes_on_while_it_is_sooner() -> None:
-    home, away = Candidate("home", 1.0, prefill=45), Candidate("away", 40.0)
-    assert order([home, away])[0] == "home"
-    assert order([home._replace(prefill=100), away])[0] == "away"
-    board = a_board([home, away])
-    board.spilled_at_ms = 1000 * NOW_S - SPILL_LASTS_MS / 2
-    asks = [an_ask(request_id=f"req-{n}") for n in range(40)]
-    went = {rank(RoutingSnapshot(board, NOW_S, {}, {}), ask)[0].route.replica_id for ask in asks}
-    assert "away" in went
+def test_spillover_must_save_time_and_then_goes_on_while_it_is_sooner() -> None:
+    near, far = Candidate("near", 1.0, prefill=45), Candidate("far", 40.0)
+    assert order([near, far])[0] == "near"
+    assert order([near._replace(prefill=100), far])[0] == "far"
+    table = a_table([near, far])
+    table.spilled_at_ms = 1000 * NOW_S - SPILLOVER_LASTS_MS / 2
+    queries = [a_query(request_id=f"req-{n}") for n in range(40)]
+    chosen = {
+        rank(RoutingSnapshot(table, NOW_S, {}, {}), query)[0].route.replica_id for query in queries
+    }
+    assert "far" in chosen
 
 
-def test_alike_replicas_share_the_requests_and_one_request_goes_one_way() -> None:
-    picture = a_picture([Candidate(name) for name in "abcd"])
-    went = [rank(picture, an_ask(request_id=f"req-{n}"))[0].route.replica_id for n in range(400)]
-    assert all(70 < went.count(ReplicaId(name)) < 130 for name in "abcd")
-    assert len({rank(picture, ASK)[0].route.replica_id for _ in range(9)}) == 1
+def test_alike_replicas_share_requests_and_a_request_always_goes_to_the_same_one() -> None:
+    snapshot = a_snapshot([Candidate(name) for name in "abcd"])
+    chosen = [
+        rank(snapshot, a_query(request_id=f"req-{n}"))[0].route.replica_id for n in range(400)
+    ]
+    assert all(70 < chosen.count(ReplicaId(name)) < 130 for name in "abcd")
+    assert len({rank(snapshot, QUERY)[0].route.replica_id for _ in range(9)}) == 1
 
 
-def test_a_picture_does_not_change_with_the_board() -> None:
-    board = a_board([Candidate("a"), Candidate("b")])
-    picture = RoutingSnapshot(board, NOW_S, {}, {})
-    columns = (picture.routes, picture.times, picture.facts, picture.seeds, picture.weights)
-    shown = [list(column) for column in columns]
-    board.adopt([Candidate("c").route])
-    board.refresh(board.slots[ReplicaId("c")], 99.0, InFlightLedger().line(ReplicaId("c")), NOW_S)
-    assert [list(column) for column in columns] == shown
-    assert set(picture.slots) == {"a", "b"}
+def test_a_snapshot_does_not_change_with_the_table() -> None:
+    table = a_table([Candidate("a"), Candidate("b")])
+    snapshot = RoutingSnapshot(table, NOW_S, {}, {})
+    columns = (snapshot.routes, snapshot.estimates, snapshot.hashes, snapshot.weights)
+    before = [list(column) for column in columns]
+    table.set_routes([Candidate("c").route])
+    table.refresh(
+        table.slots[ReplicaId("c")], 99.0, InFlightLedger().load_of(ReplicaId("c")), NOW_S
+    )
+    assert [list(column) for column in columns] == before
+    assert set(snapshot.slots) == {"a", "b"}
 
 
 def test_a_slot_without_a_replica_is_never_ranked() -> None:
-    board = a_board([Candidate("a"), Candidate("b"), Candidate("c")])
-    gone = board.adopt([Candidate("c").route])
-    assert len(gone) == 2
-    routes = rank(RoutingSnapshot(board, NOW_S, {}, {}), ASK)
+    table = a_table([Candidate("a"), Candidate("b"), Candidate("c")])
+    freed = table.set_routes([Candidate("c").route])
+    assert len(freed) == 2
+    routes = rank(RoutingSnapshot(table, NOW_S, {}, {}), QUERY)
     assert ([r.route.replica_id for r in routes], routes.full_count) == (["c"], 0)
-    board.adopt([Candidate("c").route, Candidate("d").route])
-    assert len(board) == 3
-    assert board.slots[ReplicaId("d")] in gone
+    table.set_routes([Candidate("c").route, Candidate("d").route])
+    assert len(table) == 3
+    assert table.slots[ReplicaId("d")] in freed
 
 
-def test_who_is_ill_is_left_alone_and_among_too_many_ill_asked_last() -> None:
+def test_unhealthy_replicas_are_excluded_or_if_too_many_the_last_resort() -> None:
     four = [Candidate(name) for name in "abcd"]
     assert set(order(four, a=9.0, b=8.0)) == {"c", "d"}
     assert order(four, a=9.0, b=8.0, c=7.0) == ["d"]
@@ -298,16 +307,20 @@ NAMES = st.lists(st.sampled_from([f"r{n}" for n in range(12)]), unique=True, min
 
 @settings(deadline=None, max_examples=60)
 @given(NAMES, st.text(max_size=20))
-def test_a_session_goes_the_same_way_from_every_router(names: list[str], session: str) -> None:
-    ask = an_ask(session="t/" + session)
+def test_every_router_chooses_the_same_replica_for_a_session(
+    names: list[str], session: str
+) -> None:
+    query = a_query(session="t/" + session)
     here = [Candidate(name) for name in names]
     there = list(reversed(here))
-    assert order(here, ask)[0] == order(there, an_ask(request_id="req-2", session=ask.session))[0]
-    first = order(here, ask)[0]
+    assert (
+        order(here, query)[0] == order(there, a_query(request_id="req-2", session=query.session))[0]
+    )
+    first = order(here, query)[0]
     left = [candidate for candidate in here if candidate.name != "r0"]
     if left and first != "r0":
-        # Losing another replica moves no session.
-        assert order(left, ask)[0] == first
+        # The session does not move when another replica is removed.
+        assert order(left, query)[0] == first
 
 
 RANKED = st.lists(
@@ -325,16 +338,18 @@ RANKED = st.lists(
 
 @settings(deadline=None, max_examples=60)
 @given(RANKED, st.integers(1, 2000), st.sets(st.integers(0, 11)), st.integers(0, 11))
-def test_every_replica_with_room_is_ranked_once_with_what_is_predicted(
-    numbers: list[tuple[float, int, int, float, bool]], tokens: int, out: set[int], held_by: int
+def test_every_replica_with_room_is_ranked_once_with_its_prediction(
+    numbers: list[tuple[float, int, int, float, bool]], tokens: int, out: set[int], holder: int
 ) -> None:
     candidates = [Candidate(f"r{n}", *numbers[n]) for n in range(len(numbers))]
     excluded = frozenset(ReplicaId(f"r{n}") for n in out)
-    ask = an_ask(prompt_tokens=tokens, matches=PrefixMatches(0.1, [PrefixMatch(1 << held_by, 0.5)]))
-    board = a_board(candidates)
-    if held_by >= len(board):
-        ask = an_ask(prompt_tokens=tokens, matches=PrefixMatches(0.1, []))
-    routes = rank(RoutingSnapshot(board, NOW_S, {}, {}), ask, excluded)
+    query = a_query(
+        prompt_tokens=tokens, matches=PrefixMatches(0.1, [PrefixMatch(1 << holder, 0.5)])
+    )
+    table = a_table(candidates)
+    if holder >= len(table):
+        query = a_query(prompt_tokens=tokens, matches=PrefixMatches(0.1, []))
+    routes = rank(RoutingSnapshot(table, NOW_S, {}, {}), query, excluded)
     ranked = list(routes)
     has_room = [
         c.name
@@ -344,23 +359,25 @@ def test_every_replica_with_room_is_ranked_once_with_what_is_predicted(
     assert sorted(r.route.replica_id for r in ranked) == sorted(set(has_room) - excluded)
     usable = [c for c in candidates if c.name not in excluded]
     assert routes.full_count == len(usable) - len(ranked)
-    for one in ranked:
-        assert one.ttft_ms >= one.rtt_ms
-        assert one.queue_ms >= 0
-        assert 0 < one.uncached_tokens <= tokens
-        assert one.reason
+    for route in ranked:
+        assert route.ttft_ms >= route.rtt_ms
+        assert route.queue_ms >= 0
+        assert 0 < route.uncached_tokens <= tokens
+        assert route.reason
 
 
-def test_the_rendezvous_follows_the_weights() -> None:
-    seeds, weights = [hash64("small"), hash64("large")], [1.0, 3.0]
-    wins = sum(rendezvous_winner(hash64(f"s{n}"), [0, 1], seeds, weights) for n in range(4000))
+def test_rendezvous_hashing_follows_the_weights() -> None:
+    hashes, weights = [hash64("small"), hash64("large")], [1.0, 3.0]
+    wins = sum(rendezvous_winner(hash64(f"s{n}"), [0, 1], hashes, weights) for n in range(4000))
     assert 0.71 < wins / 4000 < 0.79
 
 
-def test_a_replica_more_moves_only_what_it_wins() -> None:
-    seeds = [hash64(f"r{n}") for n in range(11)]
-    before = [rendezvous_winner(hash64(f"s{n}"), range(10), seeds, [1.0] * 11) for n in range(3000)]
-    after = [rendezvous_winner(hash64(f"s{n}"), range(11), seeds, [1.0] * 11) for n in range(3000)]
+def test_a_new_replica_moves_only_the_sessions_it_wins() -> None:
+    hashes = [hash64(f"r{n}") for n in range(11)]
+    before = [
+        rendezvous_winner(hash64(f"s{n}"), range(10), hashes, [1.0] * 11) for n in range(3000)
+    ]
+    after = [rendezvous_winner(hash64(f"s{n}"), range(11), hashes, [1.0] * 11) for n in range(3000)]
     moved = [new for old, new in zip(before, after, strict=True) if old != new]
     assert set(moved) == {10}
     assert 0.07 < len(moved) / 3000 < 0.115
@@ -372,14 +389,14 @@ def test_a_score_is_always_a_positive_number(subject: int, seed: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9999), st.floats(1, 99)), min_size=1, max_size=9))
-def test_the_bound_leaves_somebody(loads: list[tuple[int, float]]) -> None:
+def test_the_load_bound_leaves_at_least_one(loads: list[tuple[int, float]]) -> None:
     tokens, weights = [float(load[0]) for load in loads], [load[1] for load in loads]
     left = within_load_bound(range(len(loads)), tokens, weights)
     assert left
     assert min(range(len(loads)), key=lambda slot: tokens[slot] / weights[slot]) in left
 
 
-def test_sessions_are_bounded_and_end() -> None:
+def test_sessions_are_bounded_and_expire() -> None:
     sessions = SessionTable(sessions_max=3, ttl_s=10)
     for n in range(5):
         sessions.bind(f"s{n}", ReplicaId("a"), n, float(n))

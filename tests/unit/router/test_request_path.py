@@ -162,7 +162,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
 
     @rule()
     def node_is_lost(self) -> None:
-        node_id = next(iter(self.router.fleet.node_addresses()), NodeId(""))
+        node_id = next(iter(self.router.fleet.directory.node_addresses()), NodeId(""))
         self.loop.settle(
             lambda: self.router.upstream.fail_exchanges(node_id, self.loop.now_s, lambda: True)
         )
@@ -218,7 +218,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         assert router.fleet.in_flight.requests == 0
         assert router.pipeline.queue.depth == 0
         assert not asyncio.all_tasks(self.loop)
-        assert not any(use.concurrent for use in router.gate._usages.values())
+        assert not any(use.concurrent for use in router.limiter._usages.values())
 
 
 TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase

@@ -67,16 +67,16 @@ def test_without_a_rollout_nobody_is_left_alone_and_nothing_counted() -> None:
     entry = msgspec.structs.replace(an_entry(), rollout=None)
     assert draw_version(entry, "q", AMS, ROUTES) == VersionDraw(frozenset(), False)
     trials = TrialCounter(AMS)
-    trials.ended(entry, ROUTES[0], failed=True)
+    trials.record_attempt(entry, ROUTES[0], failed=True)
     assert trials.take() == ()
 
 
 def test_attempts_and_times_are_added_up_by_version_and_pop() -> None:
     trials = TrialCounter(SIN)
     entry = an_entry()
-    trials.ended(entry, ROUTES[0], failed=False, ttft_ms=100.0, itl_ms=10.0)
-    trials.ended(entry, ROUTES[1], failed=True)
-    trials.ended(entry, ROUTES[2], failed=True)
+    trials.record_attempt(entry, ROUTES[0], failed=False, ttft_ms=100.0, itl_ms=10.0)
+    trials.record_attempt(entry, ROUTES[1], failed=True)
+    trials.record_attempt(entry, ROUTES[2], failed=True)
     old, new = trials.take()
     assert (old.version, old.pop, old.asked_pop) == (1, AMS, SIN)
     assert (old.attempts, old.failures, old.ttft.count, old.itl.count) == (2, 1, 1, 1)
@@ -89,5 +89,5 @@ def test_attempts_and_times_are_added_up_by_version_and_pop() -> None:
 def test_what_is_counted_is_bounded() -> None:
     trials = TrialCounter(SIN)
     for version in range(ROWS_MAX + 10):
-        trials.ended(an_entry(), a_route("r", version), failed=True)
+        trials.record_attempt(an_entry(), a_route("r", version), failed=True)
     assert len(trials.take()) == ROWS_MAX

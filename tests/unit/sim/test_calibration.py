@@ -1,4 +1,4 @@
-"""What the calibration works out from what was measured."""
+"""What the calibration computes from measurements."""
 
 import pytest
 
@@ -29,7 +29,7 @@ PROBES = [
 ]
 
 
-def test_rates_are_found_again() -> None:
+def test_rates_are_fitted() -> None:
     ams, sin = fit_replicas(PROBES)
     assert (ams.pop, sin.pop) == ("ams", "sin")
     assert ams.overhead_s == pytest.approx(OVERHEAD_S)
@@ -39,34 +39,34 @@ def test_rates_are_found_again() -> None:
     assert ams.profile.step_per_sequence_s == pytest.approx(0.002)
 
 
-def test_the_distance_of_two_samples() -> None:
+def test_the_kolmogorov_smirnov_distance_of_two_samples() -> None:
     assert ks_distance([1, 2, 3], [1, 2, 3]) == 0
     assert ks_distance([1, 2], [3, 4]) == 1
     assert ks_distance([1, 2, 3, 4], [3, 4, 5, 6]) == 0.5
 
 
-def test_one_request_alone_is_foretold_as_it_was_measured() -> None:
+def test_a_single_request_is_simulated_as_it_was_measured() -> None:
     replicas = fit_replicas(PROBES)
     city = CITIES[1]
-    way_s = min(round_trip_ms(city.pop, one.pop) for one in replicas) / 1000
+    rtt_s = min(round_trip_ms(city.pop, replica.pop) for replica in replicas) / 1000
     alone = a_probe("ams", 512)
-    asked = PlayedRequest(
+    played = PlayedRequest(
         7,
         0.0,
         city.pop,
         "",
         range(512 // KV_BLOCK_TOKENS),
         0.0,
-        way_s + alone.ttft_s,
+        rtt_s + alone.ttft_s,
         0.05,
         512,
         0,
         8,
         "ams",
     )
-    live = LiveMeasurements(PROBES, [asked], 60.0)
+    live = LiveMeasurements(PROBES, [played], 60.0)
     outcome = replay(live, replicas)
-    assert outcome.served[0].ttft_s + OVERHEAD_S == pytest.approx(asked.ttft_s, rel=0.01)
+    assert outcome.served[0].ttft_s + OVERHEAD_S == pytest.approx(played.ttft_s, rel=0.01)
     assert demo_world(replicas).sites[outcome.served[0].replica].pop == 0
     assert "served where the simulator serves it: 100 %" in distribution_table(
         live, outcome, replicas
