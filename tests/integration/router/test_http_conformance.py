@@ -1,4 +1,4 @@
-"""HTTP/1.1 as RFC 9112 has it, said byte by byte: to the relay, and to aiohttp as a control."""
+"""HTTP/1.1 as in RFC 9112, byte by byte: against the router, and against aiohttp for comparison."""
 
 import asyncio
 import json
@@ -21,20 +21,20 @@ AUTH = b"Host: x\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n"
 def a_request(
     extra: bytes = b"", body: bytes = BODY, line: bytes = b"POST " + PATH + b" HTTP/1.1"
 ) -> bytes:
-    """Write one request with a length."""
+    """Return a request with a Content-Length."""
     length = b"Content-Length: %d\r\n" % len(body)
     return line + b"\r\n" + AUTH + length + extra + b"\r\n" + body
 
 
 def chunked(*chunks: bytes, last: bytes = b"0\r\n\r\n", extra: bytes = b"") -> bytes:
-    """Write one request in chunks."""
+    """Return a request with a chunked body."""
     head = b"POST " + PATH + b" HTTP/1.1\r\n" + AUTH + b"Transfer-Encoding: chunked\r\n" + extra
     body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
     return head + b"\r\n" + body + last
 
 
 class Target:
-    """A server to speak to, and what stands behind it."""
+    """A server under test, and the node behind it."""
 
     def __init__(self, port: int, node: FakeNode) -> None:
         self.port = port
@@ -44,8 +44,8 @@ class Target:
         """Open a connection."""
         return Wire(*await asyncio.open_connection("127.0.0.1", self.port))
 
-    async def say(self, data: bytes) -> bytes:
-        """Send bytes and return all that comes until the server closes."""
+    async def exchange(self, data: bytes) -> bytes:
+        """Send bytes; return all that is received until the server closes."""
         wire = await self.connect()
         wire.writer.write(data)
         try:
@@ -66,8 +66,8 @@ class Wire:
         async with asyncio.timeout(30):
             return await self.reader.read()
 
-    async def answer(self, *, has_body: bool = True) -> tuple[int, dict[str, str], bytes]:
-        """Read one answer."""
+    async def read_response(self, *, has_body: bool = True) -> tuple[int, dict[str, str], bytes]:
+        """Read one response."""
         async with asyncio.timeout(30):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
             status = int(head.split(" ", 2)[1])
@@ -87,15 +87,15 @@ class Wire:
 
 
 @asynccontextmanager
-async def the_relay(folder: Path) -> AsyncIterator[Target]:
-    """Serve by this project's own relay."""
+async def serve_with_router(folder: Path) -> AsyncIterator[Target]:
+    """Serve through the router."""
     async with a_bench(folder, body_bytes_max=100_000) as bench:
-        yield Target(bench.house.port, bench.nodes[0])
+        yield Target(bench.app.port, bench.nodes[0])
 
 
 @asynccontextmanager
-async def the_control(folder: Path) -> AsyncIterator[Target]:
-    """Serve the same node's answers by aiohttp."""
+async def serve_with_aiohttp(folder: Path) -> AsyncIterator[Target]:
+    """Serve the same node's answers with aiohttp."""
     node = FakeNode()
 
     async def health(request: web.Request) -> web.Response:
@@ -110,10 +110,10 @@ async def the_control(folder: Path) -> AsyncIterator[Target]:
         yield Target(port, node)
 
 
-@pytest.fixture(params=[the_relay, the_control], ids=["relay", "aiohttp"])
+@pytest.fixture(params=[serve_with_router, serve_with_aiohttp], ids=["router", "aiohttp"])
 async def target(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Target]:
-    async with request.param(tmp_path) as found:
-        yield found
+    async with request.param(tmp_path) as server:
+        yield server
 
 
 def content(body: bytes) -> str:
@@ -125,7 +125,7 @@ async def test_one_connection_serves_many_requests(target: Target) -> None:
     for count in range(1, 6):
         body = BODY.replace(b":2,", b":%d," % count)
         wire.writer.write(a_request(body=body))
-        status, _, answered = await wire.answer()
+        status, _, answered = await wire.read_response()
         assert (status, content(answered)) == (200, " ".join(f"t{n}" for n in range(count)))
     wire.writer.close()
 
@@ -136,12 +136,12 @@ async def test_pipelined_requests_are_answered_in_order(target: Target) -> None:
         b"".join(a_request(body=BODY.replace(b":2,", b":%d," % n)) for n in range(1, 31))
     )
     for count in range(1, 31):
-        status, _, answered = await wire.answer()
+        status, _, answered = await wire.read_response()
         assert (status, len(content(answered).split())) == (200, count)
     wire.writer.close()
 
 
-async def test_a_request_cut_at_every_byte_is_the_same_request(target: Target) -> None:
+async def test_a_request_split_at_any_byte_is_read_whole(target: Target) -> None:
     sent = a_request()
     for cut in range(1, len(sent), 7):
         wire = await target.connect()
@@ -149,7 +149,7 @@ async def test_a_request_cut_at_every_byte_is_the_same_request(target: Target) -
         await asyncio.sleep(0)
         await wire.writer.drain()
         wire.writer.write(sent[cut:])
-        assert (await wire.answer())[0] == 200, f"cut at {cut}"
+        assert (await wire.read_response())[0] == 200, f"cut at {cut}"
         wire.writer.close()
     assert set(target.node.bodies) == {BODY}
 
@@ -168,22 +168,22 @@ async def test_a_request_cut_at_every_byte_is_the_same_request(target: Target) -
     ],
     ids=["one", "bytes", "trailers", "extensions", "zeros"],
 )
-async def test_chunked_bodies(target: Target, sent: bytes) -> None:
+async def test_chunked_bodies_are_read(target: Target, sent: bytes) -> None:
     wire = await target.connect()
     for _ in range(2):
         wire.writer.write(sent)
-        assert (await wire.answer())[0] == 200
+        assert (await wire.read_response())[0] == 200
     assert target.node.bodies == [BODY, BODY]
     wire.writer.close()
 
 
-async def test_a_client_that_expects_100_is_told_to_go_on(target: Target) -> None:
+async def test_a_client_that_expects_100_gets_100(target: Target) -> None:
     wire = await target.connect()
     sent = a_request(b"Expect: 100-continue\r\n")
     wire.writer.write(sent.removesuffix(BODY))
-    assert (await wire.answer(has_body=False))[0] == 100
+    assert (await wire.read_response(has_body=False))[0] == 100
     wire.writer.write(BODY)
-    assert (await wire.answer())[0] == 200
+    assert (await wire.read_response())[0] == 200
     wire.writer.close()
 
 
@@ -191,53 +191,53 @@ async def test_head_has_a_length_and_no_body(target: Target) -> None:
     wire = await target.connect()
     for _ in range(2):
         wire.writer.write(b"HEAD /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-        status, fields, _ = await wire.answer(has_body=False)
+        status, fields, _ = await wire.read_response(has_body=False)
         assert status == 200
         assert int(fields["content-length"]) > 2
     wire.writer.close()
 
 
 async def test_connection_close_is_honoured(target: Target) -> None:
-    answered = await target.say(a_request(b"Connection: close\r\n"))
+    answered = await target.exchange(a_request(b"Connection: close\r\n"))
     assert answered.startswith(b"HTTP/1.1 200 ")
     assert b"connection: close" in answered.lower()
 
 
 async def test_http_10_gets_no_chunks_and_is_closed(target: Target) -> None:
     body = BODY[:-1] + b',"stream":true}'
-    answered = await target.say(a_request(body=body, line=b"POST " + PATH + b" HTTP/1.0"))
+    answered = await target.exchange(a_request(body=body, line=b"POST " + PATH + b" HTTP/1.0"))
     assert b"transfer-encoding" not in answered.lower()
     assert answered.endswith(b"data: [DONE]\n\n")
     assert answered.count(b'"content": "t') == 2
 
 
-async def test_absolute_targets_and_leading_blank_lines(target: Target) -> None:
+async def test_absolute_targets_and_leading_blank_lines_are_accepted(target: Target) -> None:
     wire = await target.connect()
     wire.writer.write(b"\r\n" + a_request(line=b"POST http://other" + PATH + b" HTTP/1.1"))
-    assert (await wire.answer())[0] == 200
+    assert (await wire.read_response())[0] == 200
     wire.writer.close()
 
 
-async def test_a_wish_for_another_protocol_is_ignored(target: Target) -> None:
+async def test_an_upgrade_header_is_ignored(target: Target) -> None:
     wire = await target.connect()
     upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
     for _ in range(2):
         wire.writer.write(a_request(upgrade))
-        assert (await wire.answer())[0] == 200
+        assert (await wire.read_response())[0] == 200
     assert target.node.bodies == [BODY, BODY]
     wire.writer.close()
 
 
-async def test_a_wish_for_another_protocol_does_not_hide_one_to_close(target: Target) -> None:
-    wishes = b"Connection: close\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
-    answered = await target.say(a_request(wishes) + a_request())
+async def test_an_upgrade_header_does_not_hide_connection_close(target: Target) -> None:
+    options = b"Connection: close\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
+    answered = await target.exchange(a_request(options) + a_request())
     assert answered.count(b"HTTP/1.1 200 ") == 1
     old = a_request(b"Connection: Upgrade\r\nUpgrade: h2c\r\n", line=b"POST " + PATH + b" HTTP/1.0")
-    answered = await target.say(old + a_request())
+    answered = await target.exchange(old + a_request())
     assert answered.count(b" 200 OK\r\n") == 1
 
 
-async def test_a_half_closed_client_is_gone(target: Target) -> None:
+async def test_a_half_closed_connection_cancels_its_request(target: Target) -> None:
     target.node.ttft_s = 30
     wire = await target.connect()
     wire.writer.write(a_request())
@@ -251,7 +251,7 @@ async def test_a_half_closed_client_is_gone(target: Target) -> None:
 SMUGGLED = a_request(body=BODY.replace(b"hello", b"smuggled"))
 TE = b"Transfer-Encoding: chunked\r\n"
 HEAD = b"POST " + PATH + b" HTTP/1.1\r\n" + AUTH
-CORPUS = {
+AMBIGUOUS = {
     "cl-and-te": HEAD + TE + b"Content-Length: 5\r\n\r\n0\r\n\r\n" + SMUGGLED,
     "te-and-cl": HEAD + b"Content-Length: 5\r\n" + TE + b"\r\n0\r\n\r\n" + SMUGGLED,
     "two-lengths": HEAD + b"Content-Length: 0\r\nContent-Length: 5\r\n\r\n" + SMUGGLED,
@@ -294,36 +294,36 @@ CORPUS = {
 }
 
 
-@pytest.mark.parametrize("name", CORPUS)
-async def test_what_could_be_read_in_two_ways_is_refused(target: Target, name: str) -> None:
-    answered = await target.say(CORPUS[name])
+@pytest.mark.parametrize("name", AMBIGUOUS)
+async def test_an_ambiguous_request_is_refused(target: Target, name: str) -> None:
+    answered = await target.exchange(AMBIGUOUS[name])
     assert answered == b"" or answered.split(b" ", 2)[1][:1] == b"4", answered[:200]
-    assert target.node.asked == 0
+    assert target.node.requests == 0
     assert answered.count(b"HTTP/1.1 ") <= 1
 
 
 async def test_a_malformed_request_is_answered_after_those_before_it(tmp_path: Path) -> None:
-    # The control forgets those before it.
-    async with the_relay(tmp_path) as target:
+    # Not against aiohttp, which drops the earlier requests.
+    async with serve_with_router(tmp_path) as target:
         target.node.ttft_s = 0.05
-        answered = await target.say(a_request() + a_request() + b"nonsense\r\n\r\n")
+        answered = await target.exchange(a_request() + a_request() + b"nonsense\r\n\r\n")
         statuses = [part[:3] for part in answered.split(b"HTTP/1.1 ")[1:]]
         assert statuses == [b"200", b"200", b"400"]
 
 
-async def test_neighbours_do_not_notice(tmp_path: Path) -> None:
-    async with the_relay(tmp_path) as target:
+async def test_malformed_requests_do_not_affect_other_connections(tmp_path: Path) -> None:
+    async with serve_with_router(tmp_path) as target:
         target.node.itl_s = 0.01
         wire = await target.connect()
         body = BODY.replace(b":2,", b":100,")[:-1] + b',"stream":true}'
         wire.writer.write(a_request(body=body))
-        for sent in CORPUS.values():
+        for sent in AMBIGUOUS.values():
             bad = await target.connect()
             bad.writer.write(sent)
             await bad.writer.drain()
             bad.writer.transport.abort()
-        status, _, answered = await wire.answer()
+        status, _, answered = await wire.read_response()
         assert status == 200
         assert answered.count(b'"content": "t') == 100
-        assert target.node.asked == 1
+        assert target.node.requests == 1
         wire.writer.close()
