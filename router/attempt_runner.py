@@ -24,7 +24,6 @@ from router.request_context import (
     OUTCOME_COMPLETE,
     ReplicaAttempt,
     RequestContext,
-    TokenEstimate,
 )
 
 # Looked up once, because access to an enum member runs interpreted code.
@@ -56,13 +55,12 @@ class AttemptRunner:
 
     def rank(self, context: RequestContext) -> RankedRoutes:
         """Rank the replicas for the next attempt."""
-        request, fleet = context.request, self._fleet
-        tokens = context.next_attempt_tokens()
+        request, expected, fleet = context.request, context.expected, self._fleet
         routing = fleet.routing(request.deployment_id)
         query = RouteQuery(
             request.request_id,
-            tokens.prompt,
-            tokens.output,
+            expected.prompt,
+            expected.output,
             request.session,
             fleet.sessions.lookup(request.session, self._clock()),
             routing.prefix_matches(request.prefix_keys),
@@ -83,16 +81,15 @@ class AttemptRunner:
         """Send the request to the best replica."""
         request, stream, target = context.request, context.stream, routes[0]
         attempt = context.attempt = ReplicaAttempt(target)
-        tokens = context.next_attempt_tokens()
-        self._reserve(context, attempt, target, tokens)
+        self._reserve(context, attempt, target)
         attempt.sent_at_s = self._clock()
         timeout_s = self._config.first_byte_timeout_s
         if not request.is_stream:
-            timeout_s += tokens.output * self._config.token_timeout_s
-        is_resumption = stream.is_resumption
+            timeout_s += context.expected.output * self._config.token_timeout_s
+        is_resumption = stream.generated.tokens > 0
         peers = [] if is_resumption else handoff_peers(routes, target)
         header_lines = node_headers(
-            context, target, tokens, peers, router=self._fleet.name, timeout_s=timeout_s
+            context, target, peers, router=self._fleet.name, timeout_s=timeout_s
         )
         exchange = attempt.exchange = self._upstream.send(
             target.route.node_id,
@@ -100,26 +97,22 @@ class AttemptRunner:
             NodeRequest("POST", request.path, header_lines, stream.body),
             timeout_s,
             self._config.answer_bytes_max,
-            stream.open_relay(request),
+            stream.open_relay(request, is_resumption=is_resumption),
             is_resumption=is_resumption,
         )
         attempt.take(SENT)
         return attempt, exchange
 
     def _reserve(
-        self,
-        context: RequestContext,
-        attempt: ReplicaAttempt,
-        ranked: RankedRoute,
-        tokens: TokenEstimate,
+        self, context: RequestContext, attempt: ReplicaAttempt, ranked: RankedRoute
     ) -> None:
         """Count the request at the replica that is to answer it."""
         # Only the uncached part of the prompt must be read; all of it occupies KV blocks.
         attempt.reservation = self._feedback.reserve(
             ranked.route,
             prefill=ranked.uncached_tokens,
-            decode=tokens.output,
-            prompt=tokens.prompt,
+            decode=context.expected.output,
+            prompt=context.expected.prompt,
         )
         attempt.ranked = ranked
         attempt.prefix_use = self._feedback.record_sent(ranked, context.request.prefix_keys)
@@ -166,7 +159,7 @@ class AttemptRunner:
         attempt.take(AttemptEvent.HANDED_OFF)
         attempt.release_tokens()
         self.forget_prefix(context, attempt)
-        self._reserve(context, attempt, peer, context.next_attempt_tokens())
+        self._reserve(context, attempt, peer)
 
     def end(self, context: RequestContext, attempt: ReplicaAttempt, error: AttemptFailed) -> bool:
         """End an attempt without an answer; return whether it was only refused."""

@@ -336,7 +336,7 @@ class RequestPipeline:
             writer.send(context.missing_end())
             relay.is_done = True
             return True
-        if stream.prepare_resumption(request):
+        if context.prepare_resumption():
             return True
         self._metrics.continuations.labels("impossible").inc()
         return False

@@ -6,7 +6,7 @@ from typing import Final
 from isochrone.wire import headers
 from isochrone.wire.headers import Sibling
 from router.decide.ranked_route import RankedRoute
-from router.request_context import RequestContext, TokenEstimate
+from router.request_context import RequestContext
 
 STREAM_HEADERS: Final = "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 """Tells proxies neither to store a stream nor to buffer it."""
@@ -28,7 +28,6 @@ _WHY: Final = f"\r\n{headers.WHY}: "
 def node_headers(
     context: RequestContext,
     target: RankedRoute,
-    tokens: TokenEstimate,
     peers: Sequence[Sibling],
     *,
     router: str,
@@ -36,15 +35,16 @@ def node_headers(
 ) -> str:
     """Return the header lines of a request to a node.
 
-    `tokens` is the estimate for this attempt. `peers` are the replicas that the node may hand the
-    request to. `router` names this life of the router. The answer must begin within `timeout_s`.
+    `peers` are the replicas that the node may hand the request to. `router` names this start of the
+    router. The answer must begin within `timeout_s`.
     """
-    request, generated = context.request, context.stream.generated.tokens
+    request, expected = context.request, context.expected
+    generated = context.stream.generated.tokens
     prefill_ms, deadline_ms = int(target.prefill_ms), int(1000 * timeout_s)
     lines = (
         f"{_REPLICA}{target.route.replica_id}{_REQUEST_ID}{request.request_id}"
         f"{_CACHE_SALT}{request.key.tenant_id}"
-        f"{_PROMPT_TOKENS}{tokens.prompt};o={tokens.output}"
+        f"{_PROMPT_TOKENS}{expected.prompt};o={expected.output}"
         f"{_PENDING_PREFILL_TOKENS}{target.pending_prefill_tokens}{_PREFILL_MS}{prefill_ms}"
         f"{_ROUTER}{router}{_DEADLINE_MS}{deadline_ms}\r\n"
     )

@@ -11,7 +11,7 @@ from router.admission_queue import QueueEntry
 from router.dataplane.exchange import NodeExchange, ResponseHead
 from router.dataplane.sse import DONE_FRAME, GeneratedOutput, StreamRelay, usage_frame
 from router.dataplane.usage import UsageCount
-from router.decide.attempt import FAULTY, AttemptEvent, AttemptState, after
+from router.decide.attempt import FAULTY, TRANSITIONS, AttemptEvent, AttemptState, after
 from router.decide.prefix_index import SentPrompt
 from router.decide.ranked_route import RankedRoute
 from router.decide.tokens_in_flight import Reservation
@@ -64,7 +64,9 @@ class ReplicaAttempt:
 
     def take(self, event: AttemptEvent) -> None:
         """Move to the state after `event`."""
-        self.state = after(self.state, event)
+        # `after` is called only for the error: this runs several times for each request.
+        following = TRANSITIONS.get((self.state, event))
+        self.state = after(self.state, event) if following is None else following
 
     def release(self) -> None:
         """Give back what the attempt holds: its connection and its tokens in flight."""
@@ -105,7 +107,7 @@ class ExcludedReplicas:
 class ResumableStream:
     """What a request has generated so far, and what is needed to continue it on another replica.
 
-    `body` is the body that the next attempt sends.
+    `body` is what the next attempt sends. It is a resumption if there are `generated` tokens.
     """
 
     __slots__ = ("body", "failovers_left", "generated", "relay")
@@ -116,14 +118,9 @@ class ResumableStream:
         self.generated = NOTHING_GENERATED
         self.failovers_left = FAILOVERS_MAX
 
-    @property
-    def is_resumption(self) -> bool:
-        """Whether the next attempt continues a text instead of beginning one."""
-        return self.generated.tokens > 0
-
-    def open_relay(self, request: InferenceRequest) -> StreamRelay | None:
+    def open_relay(self, request: InferenceRequest, *, is_resumption: bool) -> StreamRelay | None:
         """Return the relay for the next attempt's stream; None if a stream is not wanted."""
-        if self.is_resumption and self.relay is not None:
+        if is_resumption and self.relay is not None:
             self.relay.resume()
         elif request.is_stream:
             self.relay = StreamRelay(wants_usage=request.wants_usage)
@@ -164,17 +161,19 @@ class RequestContext:
 
     `attempt` is the current attempt; after a refusal or failure it is the last one that answered,
     if any. `is_declined` means that the replica rejected the client's input (a 4xx), which is no
-    fault of the replica. `engine_usage` is the engine's own count.
+    fault of the replica. `engine_usage` is the engine's own count. `expected` are the tokens of the
+    next attempt.
     """
 
     __slots__ = (
-        "attempt", "engine_usage", "excluded", "found_no_replica", "is_declined", "outcome",
-        "prompt_tokens_estimate", "queue_entry", "request", "stream", "times",
+        "attempt", "engine_usage", "excluded", "expected", "found_no_replica", "is_declined",
+        "outcome", "prompt_tokens_estimate", "queue_entry", "request", "stream", "times",
     )  # fmt: skip
 
     def __init__(self, request: InferenceRequest, prompt_tokens_estimate: int) -> None:
         self.request = request
         self.prompt_tokens_estimate = prompt_tokens_estimate
+        self.expected = TokenEstimate(prompt_tokens_estimate, request.output_tokens_max)
         self.outcome = OUTCOME_FAILED
         self.is_declined = False
         self.found_no_replica = False
@@ -195,13 +194,15 @@ class RequestContext:
         """Whether the last attempt is still to be counted; failures are counted as they happen."""
         return self.attempt is not None and self.attempt.state not in FAULTY
 
-    def next_attempt_tokens(self) -> TokenEstimate:
-        """Return the estimate for the next attempt: what was generated is prompt for it."""
+    def prepare_resumption(self) -> bool:
+        """Make the next attempt ask for the rest of the answer; return False if it cannot."""
+        if not self.stream.prepare_resumption(self.request):
+            return False
+        # What was generated is prompt for the next attempt.
         generated = self.stream.generated.tokens
-        output = self.request.output_tokens_max
-        return TokenEstimate(
-            self.prompt_tokens_estimate + generated, output - generated if output > generated else 1
-        )
+        output = max(1, self.request.output_tokens_max - generated)
+        self.expected = TokenEstimate(self.prompt_tokens_estimate + generated, output)
+        return True
 
     def new_queue_entry(self, until_s: float) -> QueueEntry:
         """Return a new entry for the admission queue, which waits at most until `until_s`."""
@@ -213,7 +214,7 @@ class RequestContext:
             until_s,
             size_bytes=len(self.stream.body),
             # Once a part of the answer is out, waiting for the rest is better than an error.
-            can_wait=not request.reject_if_busy or self.stream.is_resumption,
+            can_wait=not request.reject_if_busy or self.stream.generated.tokens > 0,
         )
         return entry
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec.structs import replace
 
 from isochrone.wire.ids import NodeId
-from ops.bench.bench_router import KEY, table
+from ops.bench.bench_router import KEY, route_table
 from tests.unit.router.in_memory import FakeTransport, ManualLoop, RequestPath
 
 TOKENS = 4
@@ -65,7 +65,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     @initialize(capacity=st.sampled_from([30, 10_000]), all_continue=st.booleans())
     def open_router(self, capacity: int, all_continue: bool) -> None:
         self.all_continue = all_continue
-        default = table(1, 2)
+        default = route_table(1, 2)
         routes = tuple(replace(route, tokens_in_flight_max=capacity) for route in default.routes)
         self.router = RequestPath(
             self.loop, replace(default, routes=routes), Path(self.folder.name)
