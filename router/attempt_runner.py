@@ -182,7 +182,7 @@ class AttemptRunner:
         if error.cause is FailureCause.CANNOT_RESUME:
             excluded.cannot_resume.add(replica_id)
         elif error.refusal == headers.QUEUED and excluded.may_refuse_for_queue:
-            # Its load is known now. It may be ranked first again, but that is unlikely.
+            # The refusal carried its load, so it is probably not ranked first again.
             excluded.queue_refusals += 1
         else:
             excluded.refused.add(replica_id)

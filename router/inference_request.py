@@ -12,13 +12,13 @@ from router.decide.prefix_index import PrefixKeys
 class InferenceRequest:
     """One checked request for tokens.
 
-    - `request_id` is unique; `client_request_id` is what the client is told, and may be repeated.
+    - `request_id` is unique; `client_request_id` is the id in the response, and may be repeated.
     - `body` and `path` go to the node. `text_bytes` is the size of the prompt's text.
     - `answer_count` is the number of alternative answers, `output_tokens_max` counts all of them.
     - `arrived_s` is monotonic, `started_at` is Unix time.
     - `encode_error_event` encodes an error as an event within a stream.
     - `build_resume_body(text, tokens)` returns a body that asks for the rest of the answer after
-      `text` of so many tokens, or None. It is None itself if the request cannot be resumed.
+      `text` of so many tokens, or None. The attribute is None if the request cannot be resumed.
     - `determinism` is `headers.GREEDY` or `headers.SEEDED` if every replica would generate the same
       tokens, else empty.
     """

@@ -145,7 +145,8 @@ class RequestPipeline:
                 if excluded.cannot_resume:
                     raise ApiError(
                         ErrorCode.UPSTREAM,
-                        "cannot continue this answer: no other replica can resume a text",
+                        "cannot continue this answer: no other replica can resume it;"
+                        " send the request again",
                     )
                 if excluded.failed:
                     # Every replica has failed once; it may have been momentary.
@@ -180,7 +181,7 @@ class RequestPipeline:
                 if failures >= self._config.attempts_max or not (is_paid or self._may_retry()):
                     raise ApiError(
                         ErrorCode.UPSTREAM,
-                        f"cannot answer: {error} (attempt {failures})",
+                        f"cannot answer: {failures} attempts failed, try again; the last one: {error}",
                         retry_after_s=1.0,
                     ) from error
 
@@ -268,7 +269,10 @@ class RequestPipeline:
             await self._relay_until_done(context, writer)
             context.outcome = OUTCOME_COMPLETE
         except AttemptFailed as failure:
-            error_event = ApiError(ErrorCode.UPSTREAM, f"cannot continue this answer: {failure}")
+            error_event = ApiError(
+                ErrorCode.UPSTREAM,
+                f"cannot continue this answer, send the request again: {failure}",
+            )
             writer.send(request.encode_error_event(error_event))
         except ApiError as error:
             writer.send(request.encode_error_event(error))

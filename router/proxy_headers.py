@@ -58,7 +58,7 @@ def node_headers(
 
 
 def client_headers(context: RequestContext, ranked: RankedRoute, rate_limit_lines: str) -> str:
-    """Return the header lines of a response: remaining limits, request id, and who answers why."""
+    """Return the header lines of a response: limits, request id, the answering replica and why."""
     route = ranked.route
     return (
         f"{rate_limit_lines}{headers.REQUEST_ID}: {context.request.client_request_id}"

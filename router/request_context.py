@@ -33,7 +33,7 @@ FAILOVERS_MAX: Final = 8
 """How many replicas may fail during one stream before the client gets an error."""
 
 
-class TokenEstimate:
+class ExpectedTokens:
     """The tokens that an attempt is expected to read and to generate."""
 
     __slots__ = ("output", "prompt")
@@ -105,9 +105,9 @@ class ExcludedReplicas:
 
 
 class ResumableStream:
-    """What a request has generated so far, and what is needed to continue it on another replica.
+    """The output of a request so far, and the means to continue it on another replica.
 
-    `body` is what the next attempt sends. It is a resumption if there are `generated` tokens.
+    `body` is the body of the next attempt, which is a resumption if there are `generated` tokens.
     """
 
     __slots__ = ("body", "failovers_left", "generated", "relay")
@@ -173,7 +173,7 @@ class RequestContext:
     def __init__(self, request: InferenceRequest, prompt_tokens_estimate: int) -> None:
         self.request = request
         self.prompt_tokens_estimate = prompt_tokens_estimate
-        self.expected = TokenEstimate(prompt_tokens_estimate, request.output_tokens_max)
+        self.expected = ExpectedTokens(prompt_tokens_estimate, request.output_tokens_max)
         self.outcome = OUTCOME_FAILED
         self.is_declined = False
         self.found_no_replica = False
@@ -198,10 +198,10 @@ class RequestContext:
         """Make the next attempt ask for the rest of the answer; return False if it cannot."""
         if not self.stream.prepare_resumption(self.request):
             return False
-        # What was generated is prompt for the next attempt.
+        # The generated tokens are part of the next attempt's prompt.
         generated = self.stream.generated.tokens
         output = max(1, self.request.output_tokens_max - generated)
-        self.expected = TokenEstimate(self.prompt_tokens_estimate + generated, output)
+        self.expected = ExpectedTokens(self.prompt_tokens_estimate + generated, output)
         return True
 
     def new_queue_entry(self, until_s: float) -> QueueEntry:

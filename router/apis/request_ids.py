@@ -22,9 +22,9 @@ class RequestIds:
         self._count = 0
 
     def next(self, sent: str) -> tuple[RequestId, str]:
-        """Return a new id, and the id that the client is told.
+        """Return a new id, and the id for the response.
 
-        The latter is the id that the client `sent` if it is well formed, else the new id.
+        The latter is the id that the client `sent` if that is well formed, else the new id.
         """
         client_id = sent if sent and is_request_id(sent) else ""
         self._count += 1

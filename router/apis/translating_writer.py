@@ -27,7 +27,7 @@ class TranslatingWriter:
         self._translate_frame = translate_frame
         self._translate_body = translate_body
         self._translate_refusal = translate_refusal
-        # These are the same on every surface.
+        # These methods are the same on every surface.
         self.begin, self.end = writer.begin, writer.end
         self.set_source, self.drained = writer.set_source, writer.drained
 

@@ -6,7 +6,7 @@ import msgspec
 
 
 class ChunkDelta(msgspec.Struct):
-    """What a frame adds to one choice, or the whole message of a complete response."""
+    """The output that a frame adds to a choice, or the whole message of a complete response."""
 
     content: str | None = None
     reasoning_content: str | None = None

@@ -135,7 +135,7 @@ class NodeExchange:
     ) -> None:
         """Expect a stream if there is a `relay`, else a body of at most `bytes_max` bytes.
 
-        With `is_resumption`, a stream that begins anew instead of continuing a text is refused.
+        With `is_resumption`, refuse a stream that does not continue the text sent to the node.
         """
         self.request_head = request_head
         self.request_body = request_body

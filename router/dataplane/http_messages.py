@@ -10,7 +10,7 @@ class HttpRequest:
     """One client request. Header names are lower case; repeated headers are joined by commas.
 
     `key` is the API key, None on a route that needs none. `request_id` is unique;
-    `client_request_id` is what the client is told, and two requests may share it. Both are empty
+    `client_request_id` is the id in the response, and two requests may share it. Both ids are empty
     until the dispatcher sets them. `arrived_s` is monotonic seconds.
     """
 
@@ -54,7 +54,7 @@ class HttpResponse:
 
 
 class PausableSource(Protocol):
-    """The source of a stream. It is paused while the client reads more slowly."""
+    """The source of a stream, paused while the client reads more slowly."""
 
     def pause(self) -> None:
         """Stop reading."""

@@ -24,7 +24,7 @@ class _RunningTask:
 class InlineEvent:
     """A one-shot event with one waiter: an inline task or an asyncio task.
 
-    It may be set before anything waits for it. Setting it again has no effect.
+    The event may be set before anything waits for it. Setting it again has no effect.
     """
 
     __slots__ = ("_future", "_is_set", "_task")

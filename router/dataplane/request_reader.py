@@ -24,7 +24,7 @@ Authorize = Callable[[bytes, str, http1.HeaderFields], KeyEntry | None]
 
 
 class RequestReceiver(Protocol):
-    """Is told what a RequestReader has read."""
+    """Receives the requests of a RequestReader."""
 
     def on_continue_expected(self) -> None:
         """Handle an authorized head with `Expect: 100-continue`: the client waits for a 100."""

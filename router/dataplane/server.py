@@ -45,7 +45,7 @@ EncodeError = Callable[[ApiError, str, str], HttpResponse]
 
 
 class PublicServer:
-    """What the connections of a listener share, and the set of them."""
+    """The state that the connections of a listener share, and the set of them."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class PublicServer:
 
 
 class ClientConnection:
-    """One client's connection. It is also the ResponseWriter of its requests.
+    """One client's connection, and the ResponseWriter of its requests.
 
     It implements asyncio's protocol without inheriting from it: mypyc cannot compile a subclass of
     an interpreted class into a fast one.

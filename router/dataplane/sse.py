@@ -28,7 +28,7 @@ class MalformedStream(Exception):
 
 
 class GeneratedOutput(NamedTuple):
-    """What a stream has generated so far.
+    """The output of a stream so far.
 
     `tokens` counts frames with content. `text` is the whole output only if `is_plain`.
     """
@@ -236,7 +236,7 @@ def frame_data(frame: bytes) -> bytes:
 
 
 class FrameKind(NamedTuple):
-    """What a frame holds. `body` is the decoded object of an error or usage frame."""
+    """The content of a frame. `body` is the decoded object of an error or usage frame."""
 
     is_done: bool = False
     is_error: bool = False

@@ -4,7 +4,8 @@ Rule 1: every change of state is in TRANSITIONS; `after` is the only way to a ne
 Rule 2: an attempt that was refused or failed stays so. The request makes another attempt instead.
 Rule 3: a stream that breaks after its first token is INTERRUPTED, and RESUMED once the rest of the
 answer comes from elsewhere: from another attempt, or from the router if only the end was missing.
-Rule 4: a client that leaves changes no state. What the attempt holds is released in every state.
+Rule 4: a client that disconnects changes no state. Connection and tokens in flight are released in
+every state.
 """
 
 from enum import StrEnum
@@ -33,7 +34,7 @@ class AttemptState(StrEnum):
 
 
 class AttemptEvent(StrEnum):
-    """What happened to an attempt."""
+    """An event in the life of an attempt."""
 
     SENT = "sent"
     HANDED_OFF = "handed_off"

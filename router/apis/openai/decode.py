@@ -68,7 +68,7 @@ def _invalid(reason: str) -> ApiError:
 
 
 def wants_usage(request: OpenAiRequest) -> bool:
-    """Return whether the client asked for a stream with the usage frame."""
+    """Return whether the client requested a stream with the usage frame."""
     if not request.stream:
         return False
     options = request.stream_options
@@ -101,11 +101,11 @@ def determinism_of(request: OpenAiRequest) -> str:
 def resume_body_builder(
     body: bytes, request: OpenAiRequest
 ) -> Callable[[str, int], bytes | None] | None:
-    """Return a function that builds the body for the rest of a stream; None if there is none.
+    """Return a function that builds the body for the rest of a stream.
 
-    It takes the generated text and its number of tokens, and returns None if the request cannot be
-    resumed: only plain text can. Tool calls, grammars, several answers and log probabilities have a
-    state that text does not hold.
+    The function takes the generated text and its number of tokens. The result, or that of the
+    function, is None if the request cannot be resumed. Only plain text can: tool calls, grammars,
+    several answers and log probabilities have a state that text does not hold.
     """
     if isinstance(request, EmbeddingRequest | RerankRequest) or count_answers(request) != 1:
         return None

@@ -1,4 +1,4 @@
-"""What a decoded OpenAI request holds: its prompt as bytes, the size of its text, its answers."""
+"""Reads a decoded OpenAI request: its prompt as bytes, its text size, its number of answers."""
 
 from typing import Final
 
@@ -13,7 +13,7 @@ from router.apis.openai.schema import (
 )
 
 MESSAGE_BYTES: Final = 12
-"""What a chat template adds to a message, besides our own two separator bytes."""
+"""Bytes that a chat template adds to a message, besides our own two separator bytes."""
 
 OpenAiRequest = ChatRequest | CompletionRequest | EmbeddingRequest | RerankRequest
 

@@ -103,7 +103,7 @@ class _NonGenerating(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelField
     options: RouterOptions | None = None
 
-    # Such a request is never a stream and generates no tokens.
+    # Without generation there is no stream, and there are no output tokens.
     stream = None
     stream_options = None
     temperature = None
@@ -121,7 +121,7 @@ class EmbeddingRequest(_NonGenerating, frozen=True, kw_only=True):
     messages: None = None
 
 
-class RerankDocument(msgspec.Struct, frozen=True):
+class RankableDocument(msgspec.Struct, frozen=True):
     """A document of a reranking request that has other fields besides its text."""
 
     text: str
@@ -131,4 +131,4 @@ class RerankRequest(_NonGenerating, frozen=True, kw_only=True):
     """`POST /v1/rerank`: documents to be sorted by their relevance to a query."""
 
     query: str
-    documents: Annotated[list[str | RerankDocument], Meta(min_length=1, max_length=1024)]
+    documents: Annotated[list[str | RankableDocument], Meta(min_length=1, max_length=1024)]

@@ -27,7 +27,7 @@ ItemEvent = tuple[str, dict[str, Any]]
 
 
 class FunctionDelta(msgspec.Struct, frozen=True):
-    """What a frame adds to a function call."""
+    """The part of a function call that a frame adds."""
 
     name: str | None = None
     arguments: str | None = None
@@ -151,7 +151,7 @@ class ResponseEvents:
 
     def translate_body(self, body: bytes) -> bytes:
         """Return the response for a complete chat completion. Raises ApiError if it is none."""
-        # It is read as if it were one frame; the events are dropped.
+        # Read the body as one frame, and drop the events.
         if self._read_chunk(body) is None:
             raise ApiError(
                 ErrorCode.UPSTREAM, "cannot answer: the replica did not return a chat completion"

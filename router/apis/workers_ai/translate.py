@@ -15,7 +15,7 @@ from router.apis.openai.schema import (
     COMPLETIONS_PATH,
     EMBEDDINGS_PATH,
     RERANK_PATH,
-    RerankDocument,
+    RankableDocument,
     RouterOptions,
 )
 from router.dataplane import sse
@@ -23,7 +23,7 @@ from router.dataplane.chunk import ChunkChoice, ChunkDelta, decode_chunk
 
 ERROR_EVENT: Final = b"event: error\n"
 MAX_TOKENS_DEFAULT: Final = 256
-"""What Workers AI generates at most if a request sets no limit."""
+"""The limit of Workers AI for requests that set none."""
 
 _COPIED: Final = (
     *("temperature", "top_p", "top_k", "seed", "repetition_penalty", "frequency_penalty"),
@@ -48,7 +48,7 @@ class RunRequest(msgspec.Struct, frozen=True):
     messages: list[msgspec.Raw] | None = None
     text: str | Annotated[list[str], Meta(min_length=1, max_length=2048)] | None = None
     query: Annotated[str, Meta(min_length=1)] | None = None
-    contexts: Annotated[list[RerankDocument], Meta(min_length=1, max_length=1024)] | None = None
+    contexts: Annotated[list[RankableDocument], Meta(min_length=1, max_length=1024)] | None = None
     top_k: int | None = None
     response_format: RunResponseFormat | None = None
     lora: str | None = None
