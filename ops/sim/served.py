@@ -1,7 +1,8 @@
-"""How users are served by what is warm: the same flows for every way of placing compared.
+"""How users are served by the warm replicas, computed alike for every placement compared.
 
-A deployment whose nearest replicas have room for everyone needs no flow: its users go there. Which
-these are is kept for as long as its replicas stay: a minute of the planet takes milliseconds.
+If a deployment's nearest replicas have room for all its users, no load assignment is computed: the
+users go there. The nearest replicas are cached until they change, so that a minute of the planet
+takes milliseconds.
 """
 
 from collections import Counter
@@ -16,11 +17,11 @@ from scheduler.decide.flow import Floats, Flow, Ints
 from scheduler.decide.score import UNSERVED_MS, Distances
 
 WarmNodes = Mapping[int, Iterable[NodeId]]
-"""By the number of a deployment, the node of each warm replica."""
+"""The node of each warm replica, by the number of the deployment."""
 
 
 class ServedMinute(NamedTuple):
-    """What users got in one minute. `rtt_p90_all_ms` counts who is not served as farthest."""
+    """What users got in one minute. `rtt_p90_all_ms` counts unserved requests as farthest."""
 
     asked_per_s: float
     served_share: float
@@ -31,7 +32,7 @@ class ServedMinute(NamedTuple):
 
 
 class OpenSites(NamedTuple):
-    """The open sites of one deployment: where they are, their room, and each city's nearest."""
+    """The PoPs with warm replicas of one deployment: distances, capacity, nearest per city."""
 
     held: Counter[NodeId]
     far: Floats
@@ -41,7 +42,7 @@ class OpenSites(NamedTuple):
 
 
 class UserTraffic:
-    """Everybody who asks, in every city."""
+    """The users of all cities."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -52,7 +53,7 @@ class UserTraffic:
         self._near: dict[int, OpenSites] = {}
 
     def serve(self, asked: Floats, seats: WarmNodes, lost: set[NodeId]) -> ServedMinute:
-        """Serve a minute's requests, each by the nearest warm replica with room."""
+        """Serve a minute's requests, each by the nearest warm replica with capacity left."""
         parts = [
             self._serve_one(number, asked[:, number], Counter(n for n in held if n not in lost))
             for number, held in seats.items()
@@ -77,7 +78,7 @@ class UserTraffic:
         )
 
     def beyond(self, asked: Floats, seats: WarmNodes, ms: float) -> Floats:
-        """Return by deployment the requests/s that are served from farther than `ms`, or not."""
+        """Return the requests/s by deployment that are served from farther than `ms`, or not at all."""
         left: Floats = asked.sum(axis=0)
         for number, held in seats.items():
             far, weight = self._serve_one(number, asked[:, number], Counter(held))
@@ -87,7 +88,7 @@ class UserTraffic:
     def _serve_one(
         self, number: int, asked: Floats, held: Counter[NodeId]
     ) -> tuple[Floats, Floats]:
-        """Return ms and requests/s of all that one deployment serves."""
+        """Return the latencies in ms, and the requests/s with each, of one deployment."""
         near = self._near.get(number)
         if near is None or near.held != held:
             near = self._near[number] = self._look(number, held)
@@ -114,7 +115,7 @@ class UserTraffic:
         return OpenSites(held, far, rooms[sites], nearest, far[np.arange(len(far)), nearest])
 
     def _requests_per_s(self, number: int, node_id: NodeId) -> float:
-        """Return what a replica serves at its full capacity, without the planner's headroom."""
+        """Return the requests/s of a replica at full capacity, without the planner's headroom."""
         profile = self._world.rates[number, self._kind_of[node_id]]
         each_s = PROMPT_TOKENS / profile.prefill_tokens_per_s
         each_s += OUTPUT_TOKENS / profile.decode_tokens_per_s
