@@ -21,10 +21,10 @@ class OtherCpuUse:
     def __init__(self) -> None:
         self._own_s: dict[int, float] = {}
         self._busy_s = self._all_s = 0.0
-        self.others_share()
+        self.share()
 
-    def others_share(self) -> float:
-        """Return the share of all cores' time that processes other than ours and our children took."""
+    def share(self) -> float:
+        """Return the share of all cores' time that processes other than our own took."""
         busy_s, all_s = _machine()
         own_s = _descendants()
         # The time of processes that have ended is not counted as ours: they are few and short.

@@ -193,7 +193,7 @@ def _conversation(
             if turn == 0
             else chance.lognormvariate(4.6, 0.8)
         )
-        tokens = min(PROMPT_TOKENS_MAX, tokens + max(8, int(message)))
+        tokens = min(PROMPT_TOKENS_MAX, tokens + max(8, int(words)))
         output = max(1, int(_draw_from_quantiles(client.output, chance)))
         while len(blocks) < tokens // SESSION_BLOCK:
             blocks.append(own + len(blocks))

@@ -292,7 +292,7 @@ async def test_a_table_that_drops_what_answers_is_refused_until_it_ends(tmp_path
         empty = a_table([], generation=3, names=())
         for table in (truncated, empty):
             await house.follower.on_table(table, nowhere)
-            await house.loops["reconsider"].wait_turns(1)
+            await house.loops["recheck"].wait_turns(1)
             assert generation_of(house) == 1
             assert await ask(house) == 200
         assert await a_metric(house, "tables_refused_total") == 2
@@ -321,7 +321,7 @@ async def test_a_held_table_adds_but_does_not_drop(tmp_path: Path) -> None:
         wrong = a_table([routes[0], a_route(added)], generation=2)
         await house.follower.on_table(wrong, nowhere)
         for _ in range(3):
-            await house.loops["reconsider"].wait_turns(1)
+            await house.loops["recheck"].wait_turns(1)
             assert house.follower.quarantined is not None
             assert house.fleet.directory.table is not None
             replicas = [route.replica_id for route in house.fleet.directory.table.routes]
