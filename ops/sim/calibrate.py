@@ -177,7 +177,8 @@ async def profile(fleet: Fleet, clients: CityClients, city: City) -> list[Profil
     """Measure one replica alone: prompts of all sizes, then several answers at once."""
     placed = await fleet.placements()
     replica = next(row["replica_id"] for row in placed if row["pop"] == city.pop)
-    probes, number = [], 10**6
+    probes: list[ProfileProbe] = []
+    number = 10**6
 
     async def probe(tokens: int, output: int, together: int) -> None:
         nonlocal number
@@ -186,17 +187,17 @@ async def profile(fleet: Fleet, clients: CityClients, city: City) -> list[Profil
         answers = await asyncio.gather(
             *(clients.request_replica(city, replica, text, output) for text in texts)
         )
-        for answer in answers:
-            probes.append(
-                ProfileProbe(
-                    city.pop,
-                    together,
-                    answer["prompt_tokens"],
-                    answer["ttft_s"],
-                    answer["itl_s"],
-                    answer["output_tokens"],
-                )
+        probes.extend(
+            ProfileProbe(
+                city.pop,
+                together,
+                answer["prompt_tokens"],
+                answer["ttft_s"],
+                answer["itl_s"],
+                answer["output_tokens"],
             )
+            for answer in answers
+        )
 
     await probe(64, 4, 1)
     probes.clear()
