@@ -14,7 +14,7 @@ from router.decide.affinity import SessionTable
 from router.decide.deployment_routing import DeploymentRouting
 from router.decide.health import ReplicaHealth, split_ejected
 from router.decide.reachability import NodeReachability
-from router.decide.replica_table import RoutingSnapshot
+from router.decide.replica_table import ReplicaTable, RoutingSnapshot
 from router.decide.rollout import VersionDraw, draw_version
 from router.decide.route_directory import RouteDirectory
 from router.decide.slow_start import SlowStart
@@ -80,17 +80,18 @@ class FleetState:
         for replica_id in self.changed:
             route = self.directory.route(replica_id)
             if route is not None:
-                self._refresh(self.routing(route.deployment_id), route, now_s)
+                routing = self.routing(route.deployment_id)
+                slot = routing.slot_of(replica_id)
+                if slot >= 0:
+                    self._refresh(routing.replicas, slot, route, now_s)
         self.changed.clear()
+        replicas = deployment.replicas
         for slot in deployment.slots_due(now_s):
-            route = deployment.replicas.routes[slot]
+            route = replicas.routes[slot]
             if route is not None:
-                self._refresh(deployment, route, now_s)
+                self._refresh(replicas, slot, route, now_s)
         return RoutingSnapshot(
-            deployment.replicas,
-            now_s,
-            self.health.ejected_until_s(now_s),
-            self._busy_starting(now_s),
+            replicas, now_s, self.health.ejected_until_s(now_s), self._busy_starting(now_s)
         )
 
     def draw_version(self, entry: DeploymentEntry, subject: str) -> VersionDraw:
@@ -139,12 +140,10 @@ class FleetState:
             if self.nodes.is_answering(route, now_s)
         }
 
-    def _refresh(self, deployment: DeploymentRouting, route: Route, now_s: float) -> None:
+    def _refresh(self, replicas: ReplicaTable, slot: int, route: Route, now_s: float) -> None:
         """Recompute the estimate of one replica."""
-        slot = deployment.slot_of(route.replica_id)
-        if slot >= 0:
-            load = self.in_flight.load_of(route.replica_id)
-            deployment.replicas.refresh(slot, self.nodes.rtt_ms(route), load, now_s)
+        load = self.in_flight.load_of(route.replica_id)
+        replicas.refresh(slot, self.nodes.rtt_ms(route), load, now_s)
 
     def _busy_starting(self, now_s: float) -> Mapping[ReplicaId, float]:
         """Return the shares of replicas in slow start; an idle one may take any request."""

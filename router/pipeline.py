@@ -181,7 +181,7 @@ class RequestPipeline:
                 if failures >= self._config.attempts_max or not (is_paid or self._may_retry()):
                     raise ApiError(
                         ErrorCode.UPSTREAM,
-                        f"cannot answer: {failures} attempts failed, try again; the last one: {error}",
+                        f"cannot answer, try again: {failures} attempts failed, the last: {error}",
                         retry_after_s=1.0,
                     ) from error
 

@@ -112,7 +112,7 @@ class Recorder:
             self.trials.record_attempt(context.request.deployment, context.route, failed=True)
 
     def take_usage(self) -> tuple[tuple[UsageRow, ...], tuple[Path, ...]]:
-        """Return the usage so far, and its journal files to remove once it is in a batch on disk."""
+        """Return the usage so far, and the journal files to remove once it is in a batch."""
         self._metrics.flush_counts()
         rows = tuple(self._usage)
         self._usage.clear()

@@ -1,7 +1,7 @@
-"""The cases of the proof: which trace on which fleet, and how fast it must go for a given load.
+"""The cases of the simulation: a trace, a model, and the speed that gives a wanted load.
 
-Load is what a trace asks for in its busiest twentieth, as a share of what the fleet could do if all
-replicas read prompts all the time, with as much of the prompts cached as the oracle has there.
+Load is the demand of a trace in its busiest twentieth, as a share of what the fleet could do if all
+replicas read prompts all the time, with the cached share that the oracle reaches.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,9 @@ WINDOWS: Final = 20
 
 
 class SimulationCase(NamedTuple):
-    """A trace from some request on, the model that answers it, and which share of its prompts the
-    oracle has cached.
+    """A trace, the model that serves it, and the cached share of prompts that the oracle reaches.
+
+    `skip` is the number of requests left out at the beginning.
     """
 
     name: str
@@ -53,7 +54,7 @@ HELD_OUT: Final = (
     ),
     SimulationCase("arXiv summaries", traces.summaries, "traces", LLAMA_8B, 0.0, skip=12_000),
 )
-"""Parts of the traces, and other traces, that nothing was tuned on."""
+"""Parts of the traces, and other traces, that ranking was not tuned on."""
 
 
 def case_world(case: SimulationCase, folder: Path, seed: int = 1) -> RoutingWorld:
@@ -64,7 +65,7 @@ def case_world(case: SimulationCase, folder: Path, seed: int = 1) -> RoutingWorl
 def fleet_seconds_per_request(
     world: RoutingWorld, requests: Sequence[TraceRequest], cached_share: float
 ) -> float:
-    """Return how long the whole fleet is busy with one of these requests, on average."""
+    """Return how long one of these requests keeps the whole fleet busy, on average."""
     per_s = 0.0
     outputs = sum(request.output_tokens for request in requests) / len(requests)
     for site in world.sites:
@@ -75,7 +76,7 @@ def fleet_seconds_per_request(
             depth = tokens * (1 + cached_share) / 2
             read = tokens * (1 - cached_share) * (1 + depth / profile.attention_tokens)
             work += max(read, profile.step_s * site.true_rate)
-        # Beside a prompt, a token of output costs what it adds to the step.
+        # Beside a prompt, an output token costs only what it adds to the step.
         busy_s = work / len(requests) / site.true_rate + outputs * profile.step_per_sequence_s
         per_s += 1 / busy_s
     return 1 / per_s
@@ -84,7 +85,7 @@ def fleet_seconds_per_request(
 def speed_for_load(
     load: float, world: RoutingWorld, requests: Sequence[TraceRequest], cached_share: float
 ) -> float:
-    """Return by how much to speed the trace up so that its busiest part is `load`."""
+    """Return the factor that speeds the trace up so that its busiest part has this load."""
     ends_s = requests[-1].at_s
     counts = [0.0] * WINDOWS
     for request in requests:

@@ -1,7 +1,7 @@
-"""Whether a measurement had the machine for itself: what CPU all others took meanwhile.
+"""The CPU time that other processes took during a measurement.
 
-A replica that must share its core is slower by as much. Where that differs between the profile and
-the run that is compared with it, the simulator is asked about another machine than was measured.
+A replica that shares its core is slower. If the share differs between the profile and the run, the
+simulator is compared with another machine than the one that was profiled.
 """
 
 import os
@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import Final
 
 OTHER_CPU_SHARE_MAX: Final = 0.05
-"""With others taking a larger share of the machine, a calibration says little."""
+"""If other processes take a larger share of the machine, a calibration says little."""
 
 _TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class OtherCpuUse:
-    """Counts from when it was made, or from when it was last asked."""
+    """Measures since it was created, or since the last call."""
 
     def __init__(self) -> None:
         self._own_s: dict[int, float] = {}
         self._busy_s = self._all_s = 0.0
-        self.others_share()
+        self.share()
 
-    def others_share(self) -> float:
-        """Return which share of all cores' time went to processes that are not of our making."""
+    def share(self) -> float:
+        """Return the share of all cores' time that processes other than our own took."""
         busy_s, all_s = _machine()
         own_s = _descendants()
-        # Who has ended meanwhile is counted as idle before: they are few and short.
+        # The time of processes that have ended is not counted as ours: they are few and short.
         ours = sum(spent - self._own_s.get(pid, 0.0) for pid, spent in own_s.items())
         passed = all_s - self._all_s
         others = busy_s - self._busy_s - ours
@@ -36,7 +36,7 @@ class OtherCpuUse:
 
 
 def _machine() -> tuple[float, float]:
-    """Return the seconds that all cores were busy, steal included, and all there were."""
+    """Return the busy seconds of all cores, steal included, and all seconds."""
     line = Path("/proc/stat").read_text().split("\n", 1)[0]
     user, nice, system, idle, iowait, irq, softirq, steal = map(int, line.split()[1:9])
     busy = user + nice + system + irq + softirq + steal
@@ -44,11 +44,11 @@ def _machine() -> tuple[float, float]:
 
 
 def _descendants() -> dict[int, float]:
-    """Return what this process and all below it have spent, by pid."""
+    """Return the CPU seconds of this process and its descendants, by pid."""
     parents, spent_s = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            # A name may hold anything; what follows its last bracket is numbers.
+            # A process name may contain anything; after its last bracket there are only numbers.
             fields = path.read_text().rpartition(")")[2].split()
             pid = int(path.parent.name)
             parents[pid] = int(fields[1])

@@ -1,4 +1,4 @@
-"""What runs come to: the figures of one, and a file of many."""
+"""Figures that sum up runs, and a CSV file of them."""
 
 import csv
 import statistics
@@ -10,7 +10,7 @@ from ops.sim.run import RunOutcome
 
 
 class RunFigures(NamedTuple):
-    """One policy in one case. Times in ms, shares in percent."""
+    """The results of one policy in one run. Times in ms, shares in percent."""
 
     policy: str
     p50_ms: float
@@ -21,14 +21,14 @@ class RunFigures(NamedTuple):
     away: float
     refused: int
     balance: float
-    """Spread of how busy replicas are: standard deviation over mean."""
+    """Standard deviation over mean of how busy the replicas are."""
     error_p50_ms: float
     error_p90_ms: float
-    """Of our own predictions: how far off, whichever way."""
+    """Absolute error of our own predictions."""
 
 
 class RunSetting(NamedTuple):
-    """What a run was of."""
+    """The conditions of a run."""
 
     case: str
     load: int
@@ -52,20 +52,20 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summarize(policy: str, outcome: RunOutcome) -> RunFigures:
-    """Sum up a run. What was refused counts as never answered."""
-    answered = [one for one in outcome.served if one.replica >= 0]
-    ttft_ms = [1000 * one.ttft_s for one in outcome.served]
+    """Sum up a run. A refused request counts with an infinite time to first token."""
+    answered = [request for request in outcome.served if request.replica >= 0]
+    ttft_ms = [1000 * request.ttft_s for request in outcome.served]
     errors = [abs(error) for error in outcome.errors_ms]
     return RunFigures(
         policy,
         percentile(ttft_ms, 0.5),
         percentile(ttft_ms, 0.9),
         percentile(ttft_ms, 0.99),
-        1000 * percentile([one.itl_s for one in answered], 0.9),
+        1000 * percentile([request.itl_s for request in answered], 0.9),
         100
-        * sum(one.cached_tokens for one in answered)
-        / max(1, sum(one.prompt_tokens for one in answered)),
-        100 * sum(one.is_away for one in answered) / max(1, len(answered)),
+        * sum(request.cached_tokens for request in answered)
+        / max(1, sum(request.prompt_tokens for request in answered)),
+        100 * sum(request.is_away for request in answered) / max(1, len(answered)),
         len(outcome.served) - len(answered),
         statistics.pstdev(outcome.busy) / max(1e-9, statistics.fmean(outcome.busy)),
         percentile(errors, 0.5),
@@ -74,7 +74,7 @@ def summarize(policy: str, outcome: RunOutcome) -> RunFigures:
 
 
 def write_runs(path: Path, runs: Iterable[PolicyRun]) -> None:
-    """Keep runs, one a line."""
+    """Write runs as CSV, one per line."""
     with path.open("w", newline="") as file:
         lines = csv.writer(file, lineterminator="\n")
         lines.writerow((*RunSetting._fields, *RunFigures._fields))
@@ -84,7 +84,7 @@ def write_runs(path: Path, runs: Iterable[PolicyRun]) -> None:
 
 
 def read_runs(path: Path) -> list[PolicyRun]:
-    """Read what was kept."""
+    """Read the runs of a CSV file."""
     with path.open(newline="") as file:
         return [
             PolicyRun(_typed(RunSetting, row), _typed(RunFigures, row))
@@ -93,5 +93,5 @@ def read_runs(path: Path) -> list[PolicyRun]:
 
 
 def _typed(kind: Any, row: dict[str, str]) -> Any:
-    """Return a row's cells of one kind, each of its own type."""
+    """Convert the cells of a row into one NamedTuple."""
     return kind(**{name: typed(row[name]) for name, typed in get_type_hints(kind).items()})

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ops.sim.bound import needs_of, shared_by, total
-from ops.sim.compare import SAMPLED, daily_peak, empty_fleet
+from ops.sim.compare import SAMPLED_MINUTES, daily_peak, empty_fleet
 from ops.sim.dual import Side, Terms
 from ops.sim.planet import FIRST
 from ops.sim.planet_world import World, draw, world_parser
@@ -50,7 +50,7 @@ class Reached(NamedTuple):
 
 def terms_at(world: World, within_ms: float, as_planned: bool) -> tuple[list[Terms], Floats]:
     """Return by deployment what it counts to be near or far; and what each site has."""
-    mean = np.mean([world.requests(minute) for minute in SAMPLED], axis=0)
+    mean = np.mean([world.requests(minute) for minute in SAMPLED_MINUTES], axis=0)
     peak = daily_peak(world)
     cluster = empty_fleet(world, mean)
     search = Draft(cluster, liveness(cluster.nodes, cluster.acting_for_s), FIRST).sought()

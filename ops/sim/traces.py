@@ -1,7 +1,7 @@
-"""Who asks for what, when: real traces as they are, and sessions drawn from measured clients.
+"""Requests of real traces, and of sessions drawn from measured clients.
 
-A request's prompt is a chain of block hashes, as traces give it: equal hashes mean equal text from
-the beginning up to there. A session is asked from one city.
+A request's prompt is a chain of block hashes, as traces have it: equal hashes mean equal text from
+the beginning up to there. All requests of a session come from one city.
 """
 
 import json
@@ -17,12 +17,17 @@ from ops.sim import data
 from router.decide.affinity import hash64
 
 MOONCAKE_BLOCK: Final = 512
+SHARED_USES: Final = 50
+"""A block among the first four of so many requests belongs to a system prompt."""
+
 SESSION_BLOCK: Final = 64
 THINK_S: Final = 40.0
 TURNS_MEAN: Final = 4.0
 TURNS_MAX: Final = 24
 PROMPT_TOKENS_MAX: Final = 32_000
 SESSIONS_SEED: Final = 7
+WINDOWS_PER_DAY: Final = 144
+"""ServeGen has a client's rate for every ten minutes."""
 AZURE: Final = "azure2023_conv.csv.gz"
 VIDUR: Final = "vidur_arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv.gz"
 
@@ -38,13 +43,13 @@ class TraceRequest(NamedTuple):
     block_tokens: int
     session: str
     place: float
-    """In [0, 1): which city asks, by the shares of demand."""
+    """In [0, 1): chooses the city it comes from, by the shares of demand."""
 
 
 class TraceSlice(NamedTuple):
-    """Which part of a trace, and the seed of what the trace does not tell: who asks from where.
+    """Which part of a trace to read, and the seed that draws the cities of its sessions.
 
-    Seed 0 is the one that the choice was tuned with.
+    Ranking was tuned with seed 0.
     """
 
     most: int
@@ -53,35 +58,35 @@ class TraceSlice(NamedTuple):
 
 
 def session_place(session: str, seed: int = 0) -> float:
-    """Return a session's place, the same each time."""
+    """Return a session's `place`, always the same for one seed."""
     return hash64(f"{seed}/{session}" if seed else session) / 2**64
 
 
 def mooncake(path: Path, part: TraceSlice) -> list[TraceRequest]:
-    """Read the conversation trace of Mooncake. It names no sessions: they are told by their blocks.
+    """Read the conversation trace of Mooncake, and derive its sessions from the blocks.
 
-    A request continues the session that first brought its deepest known block, unless that block is
-    one that many share (a system prompt).
+    A request continues the session in which its deepest known block appeared first, unless many
+    requests share that block (a system prompt).
     """
     lines = islice(data.lines(path), part.skip, part.skip + part.most)
-    asked = [json.loads(line) for line in lines]
-    shared = Counter(block for one in asked for block in one["hash_ids"][:4])
-    brought: dict[int, str] = {}
+    rows = [json.loads(line) for line in lines]
+    uses = Counter(block for row in rows for block in row["hash_ids"][:4])
+    session_of: dict[int, str] = {}
     requests = []
-    for number, one in enumerate(asked):
-        blocks = tuple(one["hash_ids"])
-        known = [block for block in blocks if block in brought and shared[block] < 50]
-        session = brought[known[-1]] if known else f"s{number}"
+    for number, row in enumerate(rows):
+        blocks = tuple(row["hash_ids"])
+        known = [block for block in blocks if block in session_of and uses[block] < SHARED_USES]
+        session = session_of[known[-1]] if known else f"s{number}"
         for block in blocks:
-            brought.setdefault(block, session)
+            session_of.setdefault(block, session)
         requests.append(
             TraceRequest(
                 number,
-                (one["timestamp"] - asked[0]["timestamp"]) / 1000,
-                one["input_length"],
-                max(1, one["output_length"]),
-                # The last block is seldom whole, and only whole blocks are cached.
-                blocks[: one["input_length"] // MOONCAKE_BLOCK],
+                (row["timestamp"] - rows[0]["timestamp"]) / 1000,
+                row["input_length"],
+                max(1, row["output_length"]),
+                # Only whole blocks are cached, and the last one is seldom whole.
+                blocks[: row["input_length"] // MOONCAKE_BLOCK],
                 MOONCAKE_BLOCK,
                 session,
                 session_place(session, part.seed),
@@ -91,7 +96,7 @@ def mooncake(path: Path, part: TraceSlice) -> list[TraceRequest]:
 
 
 def _spread(requests: list[TraceRequest]) -> list[TraceRequest]:
-    """Spread what a trace's coarse clock has at the same moment evenly until its next tick."""
+    """Spread requests with the same coarse timestamp evenly until the next timestamp."""
     ticks = sorted({request.at_s for request in requests})
     following = dict(zip(ticks, [*ticks[1:], ticks[-1] + 1.0], strict=True))
     counts = Counter(request.at_s for request in requests)
@@ -106,7 +111,7 @@ def _spread(requests: list[TraceRequest]) -> list[TraceRequest]:
 
 
 def azure(path: Path, part: TraceSlice) -> list[TraceRequest]:
-    """Read the conversation trace of Azure 2023: lengths and times; no prompt repeats another."""
+    """Read the conversation trace of Azure 2023: lengths and times, without common prefixes."""
     requests: list[TraceRequest] = []
     first = None
     rows = islice(data.rows(path), part.skip, part.skip + part.most)
@@ -130,7 +135,7 @@ def azure(path: Path, part: TraceSlice) -> list[TraceRequest]:
 
 
 def summaries(folder: Path, part: TraceSlice) -> list[TraceRequest]:
-    """Give the lengths of arXiv papers to be summarised the arrivals of Azure 2023."""
+    """Combine the lengths of arXiv papers to summarise with the arrival times of Azure 2023."""
     lengths = islice(data.rows(folder / VIDUR), part.skip, part.skip + part.most)
     requests = azure(folder / AZURE, part)
     return [
@@ -151,10 +156,10 @@ class _ServeGenClient(NamedTuple):
 
 
 def sessions(folder: Path, part: TraceSlice, model: str = "m-large") -> list[TraceRequest]:
-    """Draw conversations of the clients that ServeGen measured: rates and lengths are theirs.
+    """Draw conversations of the clients that ServeGen measured, with their rates and lengths.
 
-    Turns, thinking times and a system prompt each client's sessions share are assumed: ServeGen has
-    none of those. A turn's prompt is all that was said before it, and its own words.
+    ServeGen has no turns, thinking times or shared system prompts: those are assumed. A turn's
+    prompt is the whole conversation before it and a new message.
     """
     chance = random.Random(part.seed or SESSIONS_SEED)
     clients = _clients(folder, model)
@@ -180,7 +185,7 @@ def _conversation(
     tenant = hash64(client.tenant) % 10**9
     blocks = [tenant * 1000 + n for n in range(system_blocks)]
     tokens = system_blocks * SESSION_BLOCK
-    asked = []
+    turns = []
     own = hash64(session) % 10**12 * 10**6
     for turn in range(TURNS_MAX):
         words = (
@@ -192,7 +197,7 @@ def _conversation(
         output = max(1, int(_draw_from_quantiles(client.output, chance)))
         while len(blocks) < tokens // SESSION_BLOCK:
             blocks.append(own + len(blocks))
-        asked.append(
+        turns.append(
             TraceRequest(
                 0,
                 at_s,
@@ -206,10 +211,10 @@ def _conversation(
         )
         if chance.random() < 1 / TURNS_MEAN or tokens >= PROMPT_TOKENS_MAX:
             break
-        # The answer is part of the next prompt, and cached with this one.
+        # The answer is part of the next prompt, and cached with this prompt.
         tokens = min(PROMPT_TOKENS_MAX, tokens + output)
         at_s += output * 0.02 + chance.expovariate(1 / THINK_S)
-    return asked
+    return turns
 
 
 def _clients(folder: Path, model: str) -> list[_ServeGenClient]:
@@ -226,17 +231,17 @@ def _clients(folder: Path, model: str) -> list[_ServeGenClient]:
     return [
         _ServeGenClient(
             TenantId(f"t{name}"),
-            sum(of) / 144,
+            sum(rates_rps) / WINDOWS_PER_DAY,
             lengths[name, "input_tokens"],
             lengths[name, "output_tokens"],
         )
-        for name, of in rates.items()
+        for name, rates_rps in rates.items()
         if (name, "input_tokens") in lengths and (name, "output_tokens") in lengths
     ]
 
 
 def _draw_from_quantiles(quantiles: list[tuple[float, float]], chance: random.Random) -> float:
-    """Draw from quantiles, straight between them."""
+    """Draw a value, interpolating linearly between quantiles."""
     share = chance.random()
     below = (0.0, quantiles[0][1] * 0.5)
     for above in quantiles:

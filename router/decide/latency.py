@@ -138,8 +138,10 @@ class LatencyCorrection:
 
     def __init__(self) -> None:
         """Start with the route table's rate."""
-        self._gain = 1.0
-        self._overhead_ms = 0.0
+        self.gain = 1.0
+        """How many times slower the replica is than its rate says, before it fades."""
+        self.overhead_ms = 0.0
+        """What a first token takes besides queue and prefill, before it fades."""
         self._learned_at_s = 0.0
         self.spread_ms = SPREAD_MS_DEFAULT
         """The usual error of a prediction."""
@@ -147,17 +149,25 @@ class LatencyCorrection:
 
     def __repr__(self) -> str:
         return (
-            f"LatencyCorrection({self._overhead_ms:.0f} ms + {self._gain:.2f} x, "
+            f"LatencyCorrection({self.overhead_ms:.0f} ms + {self.gain:.2f} x, "
             f"spread {self.spread_ms:.0f} ms, {self.answers} answers)"
         )
 
     def gain_at(self, now_s: float) -> float:
-        """Return how many times slower the replica is than its rate says."""
-        return 1.0 + (self._gain - 1.0) * self._retained(now_s)
+        """Return the gain, faded by the time since the last answer."""
+        return 1.0 + (self.gain - 1.0) * self.retained(now_s)
 
     def overhead_ms_at(self, now_s: float) -> float:
-        """Return what a first token takes besides queue and prefill."""
-        return self._overhead_ms * self._retained(now_s)
+        """Return the overhead, faded by the time since the last answer."""
+        return self.overhead_ms * self.retained(now_s)
+
+    def retained(self, now_s: float) -> float:
+        """Return the share of the correction that still counts."""
+        idle_s = now_s - self._learned_at_s
+        if idle_s < CORRECTION_HALF_LIFE_S / 8:
+            return 1.0
+        retained: float = 0.5 ** (idle_s / CORRECTION_HALF_LIFE_S)
+        return retained
 
     def learn(
         self, predicted_ms: float, took_ms: float, now_s: float, certainty: float = 1.0
@@ -168,25 +178,17 @@ class LatencyCorrection:
         round trip. `certainty` in [0, 1] weights the error: a prediction that is mostly the queue
         of other requests says little about the replica.
         """
-        self._gain, self._overhead_ms = self.gain_at(now_s), self.overhead_ms_at(now_s)
+        self.gain, self.overhead_ms = self.gain_at(now_s), self.overhead_ms_at(now_s)
         self._learned_at_s = now_s
-        error_ms = took_ms - (self._overhead_ms + self._gain * predicted_ms)
+        error_ms = took_ms - (self.overhead_ms + self.gain * predicted_ms)
         limit_ms = SPREADS_MAX * self.spread_ms
         bounded_ms = max(-limit_ms, min(limit_ms, error_ms))
         size = predicted_ms / KNEE_MS
         step_ms = CORRECTION_STEP * certainty * bounded_ms / (1.0 + size * size)
-        overhead_ms = self._overhead_ms + step_ms
-        self._overhead_ms = max(-OVERHEAD_MS_MAX / 10, min(OVERHEAD_MS_MAX, overhead_ms))
-        self._gain = max(GAIN_MIN, min(GAIN_MAX, self._gain + step_ms * size / KNEE_MS))
+        overhead_ms = self.overhead_ms + step_ms
+        self.overhead_ms = max(-OVERHEAD_MS_MAX / 10, min(OVERHEAD_MS_MAX, overhead_ms))
+        self.gain = max(GAIN_MIN, min(GAIN_MAX, self.gain + step_ms * size / KNEE_MS))
         self.spread_ms += CORRECTION_STEP * (abs(bounded_ms) - self.spread_ms)
         self.spread_ms = max(1.0, self.spread_ms)
         self.answers += 1
         return error_ms
-
-    def _retained(self, now_s: float) -> float:
-        """Return the share of the correction that still counts."""
-        idle_s = now_s - self._learned_at_s
-        if idle_s < CORRECTION_HALF_LIFE_S / 8:
-            return 1.0
-        retained: float = 0.5 ** (idle_s / CORRECTION_HALF_LIFE_S)
-        return retained

@@ -207,8 +207,8 @@ def _costs(snapshot: RoutingSnapshot, query: RouteQuery) -> list[float]:
         else work * estimate.ms_per_token
         + (
             wait
-            if (wait := estimate.ready_at_ms - now_ms) > estimate.wait_min_ms
-            else estimate.wait_min_ms
+            if (wait := estimate.ready_at_ms - now_ms) > (wait_min := estimate.wait_min_ms)
+            else wait_min
         )
         for estimate in estimates
     ]

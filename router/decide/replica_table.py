@@ -147,9 +147,12 @@ class ReplicaTable:
         if rtt_ms != self.estimates[slot].rtt_ms:
             self._nearest = None
         correction = self.corrections[slot]
+        # As gain_at and overhead_ms_at do, but fading once: this runs a dozen times per request.
+        retained = correction.retained(now_s)
+        gain = 1.0 + (correction.gain - 1.0) * retained
         unused_ms = 0.0 if correction.answers else UNUSED_REPLICA_MS
-        base_ms = rtt_ms + unused_ms + correction.overhead_ms_at(now_s)
-        ms_per_token = prefill_ms(1, route.prefill_tokens_per_s) * correction.gain_at(now_s)
+        base_ms = rtt_ms + unused_ms + correction.overhead_ms * retained
+        ms_per_token = prefill_ms(1, route.prefill_tokens_per_s) * gain
         others = load.others.estimate(now_s)
         others_prefill = others.reported_prefill + others.assumed_prefill
         tokens = load.prefill_tokens + load.decode_tokens + others_prefill + others.decode

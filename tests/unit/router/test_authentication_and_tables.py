@@ -1,4 +1,4 @@
-"""Who may ask; and which tables are believed."""
+"""Authentication of keys, and which route tables are accepted."""
 
 from contextlib import suppress
 
@@ -52,7 +52,9 @@ def a_key(**fields: object) -> KeyEntry:
         (f"Bearer {TEXT[:17]}{'z' * 43}{TEXT[60:]}", a_key(), "form"),
     ],
 )
-def test_a_wrong_key_is_told_what_is_wrong(header: str | None, key: KeyEntry, words: str) -> None:
+def test_the_error_says_what_is_wrong_with_a_key(
+    header: str | None, key: KeyEntry, words: str
+) -> None:
     with pytest.raises(ApiError, match=words) as caught:
         authenticate({key.key_id: key}, header, 100.0)
     assert caught.value.code is ErrorCode.INVALID_KEY
@@ -61,32 +63,32 @@ def test_a_wrong_key_is_told_what_is_wrong(header: str | None, key: KeyEntry, wo
 
 @settings(deadline=None, max_examples=100)
 @given(st.text() | st.text(min_size=67, max_size=67).map(lambda text: f"Bearer {text}"))
-def test_whatever_is_sent_for_a_key_is_refused_in_words(header: str) -> None:
+def test_any_other_text_in_place_of_a_key_is_refused(header: str) -> None:
     with pytest.raises(ApiError) as caught:
         authenticate({a_key().key_id: a_key()}, header, 100.0)
     assert caught.value.code is ErrorCode.INVALID_KEY
 
 
-def test_a_right_key_is_let_in_to_what_it_may_use() -> None:
+def test_a_valid_key_may_use_its_deployments() -> None:
     key = a_key(expires_at=200.0, deployments=("a",))
     assert authenticate({key.key_id: key}, f"bearer  {TEXT} ", 100.0) is key
     assert (may_use(key, "a"), may_use(key, "b"), may_use(a_key(), "b")) == (True, False, True)
 
 
-def test_who_is_known_is_let_in_only_as_long_as_the_table_says_so() -> None:
-    admitted, shown = AuthenticationCache(), f"Bearer {TEXT}".encode()
+def test_a_cached_key_is_accepted_only_as_long_as_the_table_has_it() -> None:
+    cache, header = AuthenticationCache(), f"Bearer {TEXT}".encode()
     key = a_key(expires_at=200.0)
     keys = {key.key_id: key}
-    assert admitted.authenticate(keys, shown, 100.0) is key
-    assert admitted.authenticate(keys, shown, 199.0) is key
+    assert cache.authenticate(keys, header, 100.0) is key
+    assert cache.authenticate(keys, header, 199.0) is key
     with pytest.raises(ApiError, match="expired"):
-        admitted.authenticate(keys, shown, 200.0)
+        cache.authenticate(keys, header, 200.0)
     renewed = {key.key_id: a_key()}
-    assert admitted.authenticate(renewed, shown, 300.0) is renewed[key.key_id]
+    assert cache.authenticate(renewed, header, 300.0) is renewed[key.key_id]
     with pytest.raises(ApiError, match="unknown or revoked"):
-        admitted.authenticate({}, shown, 300.0)
+        cache.authenticate({}, header, 300.0)
     with pytest.raises(ApiError, match="form"):
-        admitted.authenticate(renewed, shown[:-1], 300.0)
+        cache.authenticate(renewed, header[:-1], 300.0)
 
 
 def a_table(
@@ -136,7 +138,7 @@ def a_table(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "answering", "believed"),
+    ("old", "new", "answering", "accepted"),
     [
         (a_table("abcd"), a_table("abc", 2), "abcd", True),
         (a_table("abcd"), a_table("ab", 2), "abcd", True),
@@ -160,11 +162,11 @@ def a_table(
         (None, a_table(""), "", True),
     ],
 )
-def test_which_tables_are_believed(
-    old: RouteTable | None, new: RouteTable, answering: str, believed: bool
+def test_which_tables_are_accepted(
+    old: RouteTable | None, new: RouteTable, answering: str, accepted: bool
 ) -> None:
     verdict = check_table(old, new, {ReplicaId(name) for name in answering})
-    assert (verdict is None) is believed, verdict
+    assert (verdict is None) is accepted, verdict
     if verdict is not None:
         assert verdict.reason.startswith("cannot follow")
 
@@ -174,41 +176,43 @@ NAMES = st.sets(st.sampled_from("abcdefgh")).map(lambda names: "".join(sorted(na
 
 @settings(deadline=None, max_examples=150)
 @given(NAMES, NAMES, NAMES)
-def test_most_of_what_answers_is_never_lost_at_once(old: str, new: str, answering: str) -> None:
+def test_most_answering_replicas_are_never_dropped_at_once(
+    old: str, new: str, answering: str
+) -> None:
     alive = set(answering) & set(old)
     verdict = check_table(a_table(old), a_table(new, 2), {ReplicaId(name) for name in alive})
     lost = set(old) - set(new)
     if verdict is None and alive & lost and len(lost) >= 2:
-        # Either few went, or as many new ones came.
+        # Either few were dropped, or as many new ones were added.
         assert len(lost) <= len(old) / 2 or len(set(new) - set(old)) >= len(lost)
 
 
-def test_a_held_table_still_adds() -> None:
+def test_a_quarantined_table_still_adds() -> None:
     old, new = a_table("abc", keys=2), a_table("ad", 2, keys=3, deployments=2)
     both = merge_additions(old, new)
     assert [route.replica_id for route in both.routes] == ["a", "b", "c", "d"]
     assert (len(both.keys), len(both.deployments), both.generation) == (3, 2, 1)
 
 
-def test_a_held_table_still_revokes_what_it_says_is_revoked() -> None:
+def test_a_quarantined_table_still_revokes_keys() -> None:
     old = a_table("abc", keys=4)
     new = a_table("a", 2, keys=1, revoked="13")
     assert check_table(old, new, {ReplicaId("b")}) is not None
     served = merge_additions(old, new)
-    # k2 is absent without a word: that is doubt, and doubt drops nothing.
+    # k2 is missing without a tombstone, so it is kept.
     assert [key.key_id for key in served.keys] == ["k0", "k2"]
     assert [route.replica_id for route in served.routes] == ["a", "b", "c"]
 
 
 @settings(deadline=None, max_examples=60)
 @given(NAMES, NAMES, st.sets(st.sampled_from("0123")), st.integers(0, 4), st.integers(0, 4))
-def test_no_doubt_delays_a_revocation(
+def test_no_refusal_delays_a_revocation(
     old: str, new: str, revoked: set[str], before: int, after: int
 ) -> None:
-    held = merge_additions(
+    merged = merge_additions(
         a_table(old, keys=before), a_table(new, 2, keys=after, revoked="".join(sorted(revoked)))
     )
-    keys = {key.key_id for key in held.keys}
+    keys = {key.key_id for key in merged.keys}
     assert {f"k{n}" for n in range(before)} - keys <= {f"k{n}" for n in revoked}
     assert not {f"k{n}" for n in revoked if int(n) >= after} & keys
 
@@ -226,7 +230,7 @@ BODY = '{"model":"m","messages":[{"role":"user","content":"x"}],"stream":true%s}
         (',"stream_options":{"include_usage":true}', True),
     ],
 )
-def test_the_usage_wish_is_set_and_nothing_else_changes(options: str, wants: bool) -> None:
+def test_usage_is_requested_and_nothing_else_changes(options: str, wants: bool) -> None:
     body = (BODY % options).encode()
     request = decode(body, CHAT)
     assert wants_usage(request) is wants
@@ -240,6 +244,6 @@ def test_the_usage_wish_is_set_and_nothing_else_changes(options: str, wants: boo
 
 @settings(deadline=None, max_examples=100)
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
-def test_whatever_comes_is_read_or_refused(body: bytes) -> None:
+def test_any_body_is_decoded_or_refused(body: bytes) -> None:
     with suppress(ApiError):
         assert decode(body, CHAT).messages

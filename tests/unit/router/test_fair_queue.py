@@ -1,4 +1,4 @@
-"""Whose turn it is: fair between tenants, bounded, and never forgetting anyone."""
+"""The fair queue: fair between tenants, bounded, and it loses no ticket."""
 
 import heapq
 import random
@@ -33,7 +33,7 @@ def a_ticket(tenant: str, tokens: int = 10, lane: DeploymentId = D, size_bytes: 
 
 
 def served(queue: FairQueue[Ticket], count: int = 10**6) -> str:
-    """Serve by turn and return the tenants in order."""
+    """Serve tickets in order and return their tenants."""
     order = []
     while count and (head := queue.head(D)) is not None:
         queue.take(head, 0.0)
@@ -49,20 +49,20 @@ def a_queue(tenants: str, depth_max: int = 100) -> FairQueue[Ticket]:
     return queue
 
 
-def test_a_flood_waits_behind_itself() -> None:
+def test_a_flood_of_one_tenant_waits_behind_itself() -> None:
     assert served(a_queue("aaaaab")) == "abaaaa"
     assert served(a_queue("aaabbbc")) == "abcabab"
 
 
-def test_who_comes_during_a_flood_is_next_but_one() -> None:
+def test_a_tenant_that_comes_during_a_flood_starts_level() -> None:
     queue = a_queue("a" * 20)
     assert served(queue, 5) == "aaaaa"
     queue.push(a_ticket("b"))
-    # `a` was given five turns while nobody else waited: no debt, but no head start either.
+    # `a` got five turns while no other tenant waited: it owes nothing for them.
     assert served(queue, 3) == "baa"
 
 
-def test_tokens_are_weighed_and_not_requests() -> None:
+def test_turns_are_shared_by_tokens_not_by_requests() -> None:
     queue: FairQueue[Ticket] = FairQueue(100, 1)
     for _ in range(4):
         queue.push(a_ticket("a", 300))
@@ -71,7 +71,7 @@ def test_tokens_are_weighed_and_not_requests() -> None:
     assert served(queue, 9) == "abbbabbba"
 
 
-def test_who_was_refused_after_its_turn_keeps_its_place() -> None:
+def test_a_ticket_refused_after_its_turn_keeps_its_place() -> None:
     queue = a_queue("aab")
     first = queue.head(D)
     assert first is not None
@@ -87,7 +87,7 @@ def test_who_was_refused_after_its_turn_keeps_its_place() -> None:
     assert queue.head(D) is second
 
 
-def test_in_a_full_queue_the_fattest_makes_way_for_the_leaner() -> None:
+def test_in_a_full_queue_the_tenant_with_most_loses_its_newest() -> None:
     queue = a_queue("aaaa", depth_max=4)
     with pytest.raises(QueueFull):
         queue.push(a_ticket("a"))
@@ -96,7 +96,7 @@ def test_in_a_full_queue_the_fattest_makes_way_for_the_leaner() -> None:
     assert ousted.tenant == "a"
     assert ousted.number == 4
     assert queue.push(a_ticket("b")) is not None
-    # Two each: a third of either would only turn the tables.
+    # Two each: taking one more of either would only swap their places.
     for tenant in "ab":
         with pytest.raises(QueueFull):
             queue.push(a_ticket(tenant))
@@ -104,7 +104,7 @@ def test_in_a_full_queue_the_fattest_makes_way_for_the_leaner() -> None:
     assert queue.depth == 4
 
 
-def test_deployments_do_not_wait_for_one_another() -> None:
+def test_deployments_do_not_wait_for_each_other() -> None:
     queue = a_queue("aaa")
     other = a_ticket("a", lane=DeploymentId("e"))
     queue.push(other)
@@ -113,7 +113,7 @@ def test_deployments_do_not_wait_for_one_another() -> None:
     assert served(queue) == "aaa"
 
 
-def test_the_drain_is_measured_only_while_full() -> None:
+def test_the_drain_rate_is_measured_only_while_full() -> None:
     drain = DrainRate()
     assert drain.wait_s(10**6, 0.0) == RETRY_AFTER_UNKNOWN_S
     drain.record_start(1000, 0.0, is_still_full=False)
@@ -121,27 +121,27 @@ def test_the_drain_is_measured_only_while_full() -> None:
     drain.record_full(10.0)
     for n in range(1, 11):
         drain.record_start(1000, 10.0 + n, is_still_full=n < 10)
-    # A thousand a second, measured; the minutes in which nobody waited do not count.
+    # 1000 tokens per second; the time in which no request waited does not count.
     assert drain.wait_s(5000, 500.0) == pytest.approx(5.0, rel=0.01)
-    # Full again, and nothing ends: the rate falls with every second in which nothing does.
+    # Full again, and no request ends: the rate falls with every second.
     drain.record_full(500.0)
     assert drain.wait_s(5000, 520.0) > 10.0
     assert drain.wait_s(10**9, 500.0) == RETRY_AFTER_MAX_S
     assert drain.wait_s(1, 500.0) == RETRY_AFTER_MIN_S
 
 
-def test_those_refused_together_come_back_one_after_another() -> None:
+def test_requests_refused_together_are_spread_over_time() -> None:
     for after_s, range_s in ((1.0, RETRY_SPREAD_MIN_S), (40.0, 40.0 * RETRY_SPREAD)):
-        told = sorted(spread_retry_after_s(after_s, f"r{n}") for n in range(1000))
-        assert after_s <= told[0]
-        assert told[-1] <= after_s + range_s
-        # Evenly: each tenth of the range gets about a tenth of them.
-        tenths = [int(10 * (one - after_s) / range_s) for one in told]
+        times = sorted(spread_retry_after_s(after_s, f"r{n}") for n in range(1000))
+        assert after_s <= times[0]
+        assert times[-1] <= after_s + range_s
+        # Each tenth of the range gets about a tenth of them.
+        tenths = [int(10 * (time_s - after_s) / range_s) for time_s in times]
         assert all(60 < tenths.count(tenth) < 150 for tenth in range(10))
     assert spread_retry_after_s(2.0, "r1") == spread_retry_after_s(2.0, "r1")
 
 
-def test_a_tenant_has_no_more_bytes_waiting_than_are_left_to_others() -> None:
+def test_a_tenant_has_no_more_bytes_waiting_than_are_free() -> None:
     queue: FairQueue[Ticket] = FairQueue(100, 100)
     for _ in range(5):
         queue.push(a_ticket("a", size_bytes=10))
@@ -159,7 +159,7 @@ def test_a_tenant_has_no_more_bytes_waiting_than_are_left_to_others() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("fbr"), st.floats(0, 100), st.integers(1, 10**6))))
-def test_when_to_come_back_is_never_absurd(steps: list[tuple[str, float, int]]) -> None:
+def test_retry_after_stays_within_bounds(steps: list[tuple[str, float, int]]) -> None:
     drain, now_s = DrainRate(), 0.0
     for kind, wait_s, tokens in steps:
         now_s += wait_s
@@ -171,7 +171,7 @@ def test_when_to_come_back_is_never_absurd(steps: list[tuple[str, float, int]]) 
 
 
 class Turns(RuleBasedStateMachine):
-    """Any order of coming, being served, leaving and being refused, over two lanes."""
+    """Tickets arrive, are served, leave and are refused in any order, over two lanes."""
 
     TENANTS = "abcde"
     TOKENS_MAX = 50
@@ -183,7 +183,7 @@ class Turns(RuleBasedStateMachine):
         self.queue: FairQueue[Ticket] = FairQueue(depth_max, self.BYTES_MAX)
         self.waiting: list[Ticket] = []
         self.taken: list[Ticket] = []
-        # For each tenant's first, the tokens that each other tenant was given meanwhile.
+        # For each tenant's first ticket, the tokens that each other tenant got meanwhile.
         self.passed: dict[tuple[int, str], int] = {}
 
     @rule(
@@ -192,12 +192,12 @@ class Turns(RuleBasedStateMachine):
         lane=st.sampled_from("de"),
         size_bytes=st.integers(0, 12),
     )
-    def come(self, tenant: str, tokens: int, lane: str, size_bytes: int) -> None:
+    def arrive(self, tenant: str, tokens: int, lane: str, size_bytes: int) -> None:
         ticket = a_ticket(tenant, tokens, DeploymentId(lane), size_bytes)
-        free = self.BYTES_MAX - sum(one.bytes for one in self.waiting)
-        is_heavy = sum(one.bytes for one in self._flow(ticket)) + size_bytes > free
+        free = self.BYTES_MAX - sum(waiting.bytes for waiting in self.waiting)
+        is_heavy = sum(waiting.bytes for waiting in self._flow(ticket)) + size_bytes > free
         depth = len(self._flow(ticket))
-        deepest = max((len(self._flow(one)) for one in self.waiting), default=0)
+        longest = max((len(self._flow(waiting)) for waiting in self.waiting), default=0)
         try:
             ousted = self.queue.push(ticket)
         except BytesFull:
@@ -205,11 +205,11 @@ class Turns(RuleBasedStateMachine):
             return
         except QueueFull:
             assert len(self.waiting) == self.depth_max
-            assert depth + 1 >= deepest
+            assert depth + 1 >= longest
             return
         assert not is_heavy
         if ousted is not None:
-            assert len(self._flow(ousted)) == deepest > depth + 1
+            assert len(self._flow(ousted)) == longest > depth + 1
             assert ousted is self._flow(ousted)[-1]
             self.waiting.remove(ousted)
         self.waiting.append(ticket)
@@ -227,7 +227,7 @@ class Turns(RuleBasedStateMachine):
         for other in self.waiting:
             if other.lane == lane and other.tenant != head.tenant and self._flow(other)[0] is other:
                 passed = self.passed.get((other.number, head.tenant), 0) + head.tokens
-                # What it still owes for its last turn, and one turn of the other.
+                # What it still owes for its last turn, and one turn of the other tenant.
                 assert passed <= 2 * self.TOKENS_MAX
                 self.passed[other.number, head.tenant] = passed
 
@@ -249,21 +249,25 @@ class Turns(RuleBasedStateMachine):
         if ousted is not None:
             self.waiting.remove(ousted)
         self.waiting.append(ticket)
-        # What the others were passed by has not happened after all.
+        # The ticket that passed the others was not served after all.
         self.passed.clear()
 
     def _flow(self, ticket: Ticket) -> list[Ticket]:
         return sorted(
-            (one for one in self.waiting if (one.lane, one.tenant) == (ticket.lane, ticket.tenant)),
-            key=lambda one: one.number,
+            (
+                other
+                for other in self.waiting
+                if (other.lane, other.tenant) == (ticket.lane, ticket.tenant)
+            ),
+            key=lambda other: other.number,
         )
 
     @invariant()
-    def it_counts_right(self) -> None:
+    def its_counts_are_right(self) -> None:
         if not hasattr(self, "queue"):
             return
         assert self.queue.depth == len(self.waiting) <= self.depth_max
-        assert self.queue.bytes == sum(one.bytes for one in self.waiting) <= self.BYTES_MAX
+        assert self.queue.bytes == sum(waiting.bytes for waiting in self.waiting) <= self.BYTES_MAX
         for lane in {ticket.lane for ticket in self.waiting}:
             assert self.queue.head(lane) is not None
 
@@ -300,13 +304,13 @@ def test_a_newcomer_is_passed_by_each_other_at_most_once(
 
 
 @pytest.mark.parametrize("slots", [2, 16])
-def test_who_is_told_when_to_come_back_is_told_the_truth(slots: int) -> None:
-    """Requests of random length on so many slots, always more waiting: told against what was."""
+def test_retry_after_is_close_to_the_real_wait(slots: int) -> None:
+    """Serve requests of random length on `slots` slots, with others always waiting."""
     chance = random.Random(slots)
     queue: FairQueue[Ticket] = FairQueue(1000, 1)
     ends_s = [0.0] * slots
     queue.note_full(D, 0.0)
-    now_s, given, pushed, told = 0.0, 0, 0, []
+    now_s, given, pushed, predictions = 0.0, 0, 0, []
     drained: list[tuple[float, int]] = []
     while now_s < 600:
         while queue.depth < 40:
@@ -319,12 +323,12 @@ def test_who_is_told_when_to_come_back_is_told_the_truth(slots: int) -> None:
         queue.take(head, now_s)
         given += head.tokens
         drained.append((now_s, given))
-        # A slot makes a hundred tokens a second, more or less.
+        # A slot serves about a hundred tokens per second.
         heapq.heappush(ends_s, now_s + head.tokens / chance.uniform(70, 130))
         if len(drained) % 50 == 0:
-            told.append((now_s, pushed + 100, queue.retry_after_s(D, 100, now_s)))
+            predictions.append((now_s, pushed + 100, queue.retry_after_s(D, 100, now_s)))
     misses = []
-    for at_s, tokens, wait_s in told:
+    for at_s, tokens, wait_s in predictions:
         until_s = next((when_s for when_s, total in drained if total >= tokens), None)
         if until_s is not None and wait_s < RETRY_AFTER_MAX_S:
             misses.append(abs(wait_s / (until_s - at_s) - 1))

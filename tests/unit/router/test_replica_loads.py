@@ -1,4 +1,4 @@
-"""What a router takes from a replica's word, whoever asked for it."""
+"""What the load reports of replicas teach a router."""
 
 from isochrone.wire.headers import Load
 from isochrone.wire.ids import NodeId, PopId, ReplicaId
@@ -11,7 +11,7 @@ RTT_MS = 40.0
 
 
 class Bench:
-    """A router before two replicas as far as one another, and its clock."""
+    """A router with two equally distant replicas, and its clock."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -26,39 +26,39 @@ class Bench:
         return self.fleet.in_flight.tokens_at(OLD, self.now_s).others_prefill_tokens
 
 
-def test_a_ping_tells_of_a_replica_that_was_never_asked() -> None:
+def test_a_ping_reports_the_load_of_a_replica_without_requests() -> None:
     bench = Bench()
     loads = {OLD: Load(3000, 10, 2, 0, 2500), ReplicaId("of another table"): Load(1, 1, 1, 0)}
     bench.probes.record_ping(NodeId(f"n-{OLD}"), RTT_MS, loads)
     assert bench.others() == 2500
-    picture = bench.fleet.snapshot(D)
-    least_ms = {name: picture.estimates[picture.slots[name]].wait_min_ms for name in (OLD, NEW)}
-    assert least_ms[OLD] > least_ms[NEW] + 2000
+    snapshot = bench.fleet.snapshot(D)
+    wait_ms = {name: snapshot.estimates[snapshot.slots[name]].wait_min_ms for name in (OLD, NEW)}
+    assert wait_ms[OLD] > wait_ms[NEW] + 2000
 
 
-def test_who_is_turned_away_does_not_take_others_prompts_for_its_own() -> None:
+def test_the_load_in_a_refusal_is_not_taken_for_our_own() -> None:
     bench = Bench()
     held = bench.attempts.reserve(a_route(OLD), prefill=400, decode=10)
     bench.now_s += RTT_MS / 1000
-    # There 500 tokens waited, none of them ours: it was refused on arrival.
+    # 500 tokens waited there, none of them ours: the request was refused on arrival.
     bench.attempts.record_answer_head(a_route(OLD), Load(500, 0, 1, 0, 500), "queued", held)
     assert bench.others() == 500
     assert bench.fleet.in_flight.requests == 0
 
 
-def test_whose_prompt_was_read_does_not_count_it_either() -> None:
+def test_the_load_in_an_answer_does_not_include_the_answered_prompt() -> None:
     bench = Bench()
     first = bench.attempts.reserve(a_route(OLD), prefill=400, decode=10)
     bench.attempts.reserve(a_route(OLD), prefill=100, decode=10)
     bench.now_s += 1.0
-    # The first was read. Behind it stand our second and 500 tokens of others.
+    # The first was read. Our second and 500 tokens of others are pending.
     bench.attempts.record_answer_head(a_route(OLD), Load(600, 20, 3, 0, 600), "", first)
     assert bench.others() == 500
     assert bench.fleet.in_flight.requests == 2
     assert bench.fleet.in_flight.tokens_at(OLD, bench.now_s).prefill_tokens == 100
 
 
-def test_nothing_is_kept_of_who_fails_or_refuses_when_no_table_names_it_any_more() -> None:
+def test_nothing_is_kept_of_a_replica_that_left_the_table() -> None:
     bench = Bench()
     held = bench.attempts.reserve(a_route(OLD), prefill=400, decode=10)
     bench.fleet.adopt(a_table(NEW))
