@@ -141,7 +141,7 @@ def main() -> None:
     for _ in range(TURNS):
         for case, taken_us in rows.values():
             taken_us.append(turn_us(case))
-    print("| what | best, us | median, us |\n|---|---:|---:|")
+    print("| case | best, us | median, us |\n|---|---:|---:|")
     for name, (_, taken_us) in rows.items():
         print(f"| {name} | {min(taken_us):.2f} | {sorted(taken_us)[TURNS // 2]:.2f} |")
     states, grown_mib, took_us = guess()

@@ -84,7 +84,7 @@ def contestants(peers: Path, folder: Path) -> list[RouterContestant]:
     for port, name, tree, processes in (
         (18102, "isochrone", ROOT, 1),
         (18103, "isochrone, compiled", COMPILED, 1),
-        (18104, "isochrone, compiled, one a core", COMPILED, os.cpu_count() or 1),
+        (18104, "isochrone, compiled, one process per core", COMPILED, os.cpu_count() or 1),
     ):
         if tree.exists():
             ours = [sys.executable, "-m", "ops.bench.bench_router", str(port), str(BACKEND_PORT)]
