@@ -115,7 +115,7 @@ class AttemptRunner:
             prompt=context.expected.prompt,
         )
         attempt.ranked = ranked
-        attempt.prefix_use = self._feedback.record_sent(ranked, context.request.prefix_keys)
+        attempt.sent_prompt = self._feedback.record_sent(ranked, context.request.prefix_keys)
 
     def take_answer(
         self,
@@ -206,7 +206,7 @@ class AttemptRunner:
     def forget_prefix(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
         """Note that the replica did not read the prompt, so that nothing of it is cached there."""
         self._feedback.undo_sent(
-            attempt.ranked.route, attempt.prefix_use, context.request.prefix_keys
+            attempt.ranked.route, attempt.sent_prompt, context.request.prefix_keys
         )
 
     def learn(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
@@ -217,7 +217,7 @@ class AttemptRunner:
             routing.learn_prompt_tokens(request.text_bytes, counted.prompt_tokens)
             self._feedback.learn_cached_tokens(
                 route,
-                attempt.prefix_use,
+                attempt.sent_prompt,
                 counted.prompt_tokens,
                 counted.cached_tokens,
                 request.prefix_keys,

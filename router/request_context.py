@@ -47,17 +47,17 @@ class ReplicaAttempt:
     """One attempt: its state, where it was sent, and what it holds.
 
     `target` is the replica that it was sent to. `ranked` is the one that answers: the target, or
-    the peer replica that the target handed the request to. `prefix_use` is what the prefix index
-    expects the replica to have cached.
+    the peer replica that the target handed the request to. `sent_prompt` is what the prefix index
+    expects that replica to have cached.
     """
 
-    __slots__ = ("exchange", "prefix_use", "ranked", "reservation", "sent_at_s", "state", "target")
+    __slots__ = ("exchange", "ranked", "reservation", "sent_at_s", "sent_prompt", "state", "target")
 
     def __init__(self, target: RankedRoute) -> None:
         self.state = RANKED
         self.target = target
         self.ranked = target
-        self.prefix_use: SentPrompt | None = None
+        self.sent_prompt: SentPrompt | None = None
         self.reservation: Reservation | None = None
         self.exchange: NodeExchange | None = None
         self.sent_at_s = 0.0

@@ -1,6 +1,6 @@
 """The life of one attempt: one request sent to one replica.
 
-Rule 1: every change of state is in TRANSITIONS; `after` is the only way to a new state.
+Rule 1: every change of state is in TRANSITIONS; an event that is not there is a bug.
 Rule 2: an attempt that was refused or failed stays so. The request makes another attempt instead.
 Rule 3: a stream that breaks after its first token is INTERRUPTED, and RESUMED once the rest of the
 answer comes from elsewhere: from another attempt, or from the router if only the end was missing.
