@@ -17,7 +17,7 @@ class FakeNode:
 
     - `cut_at`, `hang_at`, `error_at`: the token at which a stream breaks, stalls or fails.
     - `refuse`: the reason in its refusals. `handed_off_to`: the replica that it names as answering.
-    - `resumes`: how it says that it continues a text; empty if it begins anew.
+    - `resumes`: how it says that it continues a text; empty if it cannot.
     - `splits_bytes`: send a stream byte by byte. `filler` is added to each token.
     """
 
