@@ -52,7 +52,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     retry_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
     output_tokens_assumed: Count = 256  # for a request without max_tokens
 
-    # The queue of requests for which no replica has room.
+    # The queue of requests for which no replica has capacity.
     queue_depth_max: Count = 256
     queue_bytes_max: Bytes = 128 * 1024 * 1024
     queue_timeout_s: Seconds = 10.0

@@ -49,7 +49,7 @@ class FleetState:
         self._notify_capacity: Callable[[DeploymentId], None] | None = None
 
     def on_capacity(self, callback: Callable[[DeploymentId], None]) -> None:
-        """Call `callback` with each deployment that may have got room for a request."""
+        """Call `callback` with each deployment that may have got capacity for a request."""
         self._notify_capacity = callback
 
     def adopt(self, table: RouteTable) -> None:

@@ -80,16 +80,18 @@ class Metrics(Collector):
         self.open_requests = gauge("open_requests", "Requests in flight.")
         self.open_streams = gauge("open_streams", "Streams in flight.")
         self.queue_wait = self._histogram(
-            "queue_wait_seconds", "Wait of the requests that got room in the end.", WAIT_BUCKETS_S
+            "queue_wait_seconds",
+            "Wait of the requests that got capacity in the end.",
+            WAIT_BUCKETS_S,
         )
         self.refusals = self._counter(
             "refusals",
-            "Requests refused by this router, by cause: a limit of the key, or lack of room.",
+            "Requests refused by this router, by cause: a limit of the key, or lack of capacity.",
             "cause",
         )
-        self.waiting = gauge("waiting_requests", "Requests waiting for room.")
+        self.waiting = gauge("waiting_requests", "Requests waiting for capacity.")
         self.waiting_bytes = gauge(
-            "waiting_bytes", "Bytes of the bodies of requests waiting for room."
+            "waiting_bytes", "Bytes of the bodies of requests waiting for capacity."
         )
 
     def _define_state(self) -> None:

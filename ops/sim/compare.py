@@ -2,7 +2,7 @@
 
     python -m ops.sim.compare --data ../shared/data
 
-Everything everywhere: each PoP gets a replica of every model while it has room, the most popular
+Everything everywhere: each PoP gets a replica of every model while memory is left, the most popular
 first, then further ones by the demand there. By popularity: the most popular model first, with
 replicas where its demand is highest until they carry its peak. Weekly mean: our planner, once, on
 the mean demand of the week.

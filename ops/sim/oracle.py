@@ -36,7 +36,7 @@ class OraclePolicy:
         refused: frozenset[int],
         now_s: float,
     ) -> int | None:
-        """Compute the cost of each replica with room and return the lowest."""
+        """Compute the cost of each replica with capacity and return the lowest."""
         best, best_s = None, float("inf")
         needed = request.prompt_tokens + OUTPUT_TOKENS_ASSUMED
         for number in router.by_distance:

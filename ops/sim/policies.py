@@ -25,15 +25,15 @@ class RoutingPolicy(Protocol):
         """Note that a request goes to a replica."""
 
 
-def replicas_with_room(
+def replicas_with_capacity(
     router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
 ) -> dict[int, BelievedLoad]:
-    """Return the replicas with room as far as this router knows, with their believed load."""
+    """Return the replicas with capacity as far as this router knows, with their believed load."""
     found = {}
     for replica in router.by_distance:
         if replica not in refused:
             believed = router.believed(replica, now_s)
-            if router.has_room(believed, replica, request):
+            if router.has_capacity(believed, replica, request):
                 found[replica] = believed
     return found
 
@@ -52,7 +52,7 @@ class StatelessPolicy:
 
 
 class RandomPolicy(StatelessPolicy):
-    """Any replica with room."""
+    """Any replica with capacity."""
 
     def __init__(self, pop: int) -> None:
         self._chance = random.Random(pop)
@@ -61,8 +61,8 @@ class RandomPolicy(StatelessPolicy):
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Choose at random."""
-        room = list(replicas_with_room(router, request, refused, now_s))
-        return self._chance.choice(room) if room else None
+        candidates = list(replicas_with_capacity(router, request, refused, now_s))
+        return self._chance.choice(candidates) if candidates else None
 
 
 class RoundRobinPolicy(StatelessPolicy):
@@ -74,17 +74,17 @@ class RoundRobinPolicy(StatelessPolicy):
     def choose(
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Take the next replica with room."""
-        room = replicas_with_room(router, request, refused, now_s)
+        """Take the next replica with capacity."""
+        candidates = replicas_with_capacity(router, request, refused, now_s)
         for _ in range(len(router.replicas)):
             self._next = (self._next + 1) % len(router.replicas)
-            if self._next in room:
+            if self._next in candidates:
                 return self._next
         return None
 
 
 class NearestOnlyPolicy(StatelessPolicy):
-    """The nearest PoP's replicas in turn; the next PoP only if the nearest has no room at all."""
+    """The nearest PoP's replicas in turn; the next PoP only if the nearest has no capacity."""
 
     def __init__(self, pop: int) -> None:
         self._turn = pop
@@ -92,11 +92,11 @@ class NearestOnlyPolicy(StatelessPolicy):
     def choose(
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Take the next of the nearest with room."""
-        room = list(replicas_with_room(router, request, refused, now_s))
-        if not room:
+        """Take the next of the nearest with capacity."""
+        candidates = list(replicas_with_capacity(router, request, refused, now_s))
+        if not candidates:
             return None
-        near = [r for r in room if router.rtt_ms[r] <= router.rtt_ms[room[0]] + 1]
+        near = [r for r in candidates if router.rtt_ms[r] <= router.rtt_ms[candidates[0]] + 1]
         self._turn += 1
         return near[self._turn % len(near)]
 
@@ -108,8 +108,8 @@ class LeastRequestsPolicy(StatelessPolicy):
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Take the least loaded."""
-        room = replicas_with_room(router, request, refused, now_s)
-        return min(room, key=lambda r: room[r].requests, default=None)
+        candidates = replicas_with_capacity(router, request, refused, now_s)
+        return min(candidates, key=lambda r: candidates[r].requests, default=None)
 
 
 class LeastTokensPolicy(StatelessPolicy):
@@ -119,32 +119,32 @@ class LeastTokensPolicy(StatelessPolicy):
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Take the least loaded."""
-        room = replicas_with_room(router, request, refused, now_s)
+        candidates = replicas_with_capacity(router, request, refused, now_s)
         sites = router.world.sites
         return min(
-            room,
-            key=lambda r: room[r].tokens / sites[r].profile.prefill_tokens_per_s,
+            candidates,
+            key=lambda r: candidates[r].tokens / sites[r].profile.prefill_tokens_per_s,
             default=None,
         )
 
 
 class LeastTokensNearPolicy(StatelessPolicy):
-    """The replica with fewest tokens in the nearest PoP that has room."""
+    """The replica with fewest tokens in the nearest PoP that has capacity."""
 
     def choose(
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Take the least loaded of the nearest."""
-        room = replicas_with_room(router, request, refused, now_s)
-        nearest = next(iter(room), None)
+        candidates = replicas_with_capacity(router, request, refused, now_s)
+        nearest = next(iter(candidates), None)
         if nearest is None:
             return None
-        near = [r for r in room if router.rtt_ms[r] <= router.rtt_ms[nearest] + 1]
-        return min(near, key=lambda r: room[r].tokens)
+        near = [r for r in candidates if router.rtt_ms[r] <= router.rtt_ms[nearest] + 1]
+        return min(near, key=lambda r: candidates[r].tokens)
 
 
 class ConsistentHashPolicy(StatelessPolicy):
-    """As vllm-router: a ring with 160 points per replica; the next with room is taken."""
+    """As vllm-router: a ring with 160 points per replica; the next with capacity is taken."""
 
     def __init__(self, replicas: int) -> None:
         self._ring = sorted(
@@ -157,12 +157,12 @@ class ConsistentHashPolicy(StatelessPolicy):
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Walk the ring from the point of the session."""
-        room = replicas_with_room(router, request, refused, now_s)
+        candidates = replicas_with_capacity(router, request, refused, now_s)
         point = hash64(request.session or str(request.number))
         first = bisect_left(self._ring, (point,))
         for step in range(len(self._ring)):
             replica = self._ring[(first + step) % len(self._ring)][1]
-            if replica in room:
+            if replica in candidates:
                 return replica
         return None
 
@@ -177,10 +177,12 @@ class _PrefixTreePolicy:
         """Remember which prefixes went to the replica."""
         self._index.record_sent(replica, trace_prefix_keys(request), now_s)
 
-    def shares(self, request: TraceRequest, room: dict[int, BelievedLoad]) -> dict[int, float]:
+    def shares(
+        self, request: TraceRequest, candidates: dict[int, BelievedLoad]
+    ) -> dict[int, float]:
         """Return the share of the prompt that each replica was sent before."""
         matches = self._index.match(trace_prefix_keys(request))
-        return {replica: matches.share_at(replica) for replica in room}
+        return {replica: matches.share_at(replica) for replica in candidates}
 
 
 class CacheAwarePolicy(_PrefixTreePolicy):
@@ -194,17 +196,17 @@ class CacheAwarePolicy(_PrefixTreePolicy):
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Take the longest match, or balance."""
-        room = replicas_with_room(router, request, refused, now_s)
-        if not room:
+        candidates = replicas_with_capacity(router, request, refused, now_s)
+        if not candidates:
             return None
-        loads = [believed.requests for believed in room.values()]
+        loads = [believed.requests for believed in candidates.values()]
         if max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads):
-            return min(room, key=lambda r: room[r].requests)
-        shares = self.shares(request, room)
+            return min(candidates, key=lambda r: candidates[r].requests)
+        shares = self.shares(request, candidates)
         best = max(shares, key=lambda r: shares[r])
         if shares[best] > 0.3:
             return best
-        return min(room, key=lambda r: room[r].requests)
+        return min(candidates, key=lambda r: candidates[r].requests)
 
 
 class SkyLbPolicy(_PrefixTreePolicy):
@@ -224,22 +226,22 @@ class SkyLbPolicy(_PrefixTreePolicy):
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
         """Take a free replica, or hold the request."""
-        room = replicas_with_room(router, request, refused, now_s)
-        if not room:
+        candidates = replicas_with_capacity(router, request, refused, now_s)
+        if not candidates:
             return None
-        shares = self.shares(request, room)
-        free = [replica for replica in room if room[replica].prefill_tokens == 0]
+        shares = self.shares(request, candidates)
+        free = [replica for replica in candidates if candidates[replica].prefill_tokens == 0]
         if free:
             self._held_since.pop(request.number, None)
             limit_ms = router.rtt_ms[router.by_distance[0]] + 1
             near = [r for r in free if router.rtt_ms[r] <= limit_ms]
             if near:
-                return max(near, key=lambda r: (shares[r], -room[r].tokens))
+                return max(near, key=lambda r: (shares[r], -candidates[r].tokens))
             return max(free, key=lambda r: (shares[r] > 0.5, -router.rtt_ms[r]))
         since_s = self._held_since.setdefault(request.number, now_s)
         if now_s - since_s < self.HOLD_S:
             return None
         del self._held_since[request.number]
-        nearest = next(iter(room))
-        near = [r for r in room if router.rtt_ms[r] <= router.rtt_ms[nearest] + 1]
-        return min(near, key=lambda r: room[r].prefill_tokens)
+        nearest = next(iter(candidates))
+        near = [r for r in candidates if router.rtt_ms[r] <= router.rtt_ms[nearest] + 1]
+        return min(near, key=lambda r: candidates[r].prefill_tokens)

@@ -69,7 +69,7 @@ class SimulatedRouter:
             now.decode_tokens + max(0, load.decode_tokens - then.decode_tokens),
         )
 
-    def has_room(self, believed: BelievedLoad, replica: int, request: TraceRequest) -> bool:
+    def has_capacity(self, believed: BelievedLoad, replica: int, request: TraceRequest) -> bool:
         """Say whether the request fits there, as far as is known."""
         needed = request.prompt_tokens + OUTPUT_TOKENS_ASSUMED
         limit = self.world.sites[replica].profile.kv_tokens_max

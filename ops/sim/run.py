@@ -1,8 +1,8 @@
 """One deterministic run: requests arrive at their cities' routers, go to replicas and come back.
 
-A router works as in `router/serve.py`: rank and send; if the node refuses, rank again without that
-replica; if no replica has room, look again every RETRY_INTERVAL_S for at most QUEUE_TIMEOUT_S, then
-answer 429.
+A router works as in `router/pipeline.py`: rank and send; if the node refuses, rank again without
+that replica; if no replica has capacity, look again every RETRY_INTERVAL_S for at most
+QUEUE_TIMEOUT_S, then answer 429.
 """
 
 from bisect import bisect_right
@@ -201,7 +201,7 @@ class Simulation:
         self._send(RoutedRequest(request, pop, self.now_s))
 
     def _send(self, routed: RoutedRequest) -> None:
-        """Choose a replica and send the request, or wait for room, or refuse it."""
+        """Choose a replica and send the request, or wait for capacity, or refuse it."""
         request, pop = routed.request, routed.pop
         router, policy = self._routers[pop], self._policies[pop]
         replica = policy.choose(router, request, routed.refused, self.now_s)

@@ -1,8 +1,8 @@
 """How users are served by the warm replicas, computed alike for every placement compared.
 
-If a deployment's nearest replicas have room for all its users, no load assignment is computed: the
-users go there. The nearest replicas are cached until they change, so that a minute of the planet
-takes milliseconds.
+If a deployment's nearest replicas have capacity for all its users, no load assignment is computed:
+the users go there. The nearest replicas are cached until they change, so that a minute of the
+planet takes milliseconds.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Fair queueing: the order of requests that wait for room, fair between tenants.
+"""Fair queueing: the order of requests that wait for capacity, fair between tenants.
 
 Rule 1: a tenant's own requests keep their order. Between tenants, the one that was given the fewest
 tokens while it waited goes first (virtual time), so a tenant that floods waits behind its own
@@ -10,10 +10,10 @@ nothing.
 Rule 4: depth is bounded. When the queue is full, the tenant with most waiting requests loses its
 newest to a tenant with fewer; otherwise the new request is refused.
 Rule 5: bytes are bounded too. A tenant may have no more bytes waiting than are still free: one
-tenant alone gets half, and a later tenant finds room whatever the others sent.
+tenant alone gets half, and a later tenant finds capacity whatever the others sent.
 
-Each deployment is a lane of its own, because room at one replica is no room for another deployment.
-Every operation takes O(log n) of the waiting tenants.
+Each deployment is a lane of its own, because each has replicas of its own. Every operation takes
+O(log n) of the waiting tenants.
 """
 
 import heapq
@@ -129,7 +129,7 @@ class FairQueue(Generic[T]):
 
     def push(self, ticket: T) -> T | None:
         """Add a ticket. Return the ticket that was ousted for it; raise QueueFull or BytesFull."""
-        ousted = self._make_room(ticket)
+        ousted = self._make_space(ticket)
         flow = self._get_or_create_flow(ticket)
         if not flow.tickets:
             flow.given = max(flow.given, flow.lane.now)
@@ -145,7 +145,7 @@ class FairQueue(Generic[T]):
 
         Return the ousted ticket and raise as `push` does.
         """
-        ousted = self._make_room(ticket)
+        ousted = self._make_space(ticket)
         flow = self._get_or_create_flow(ticket)
         flow.given = max(flow.lane.now, flow.given - ticket.tokens)
         self._insert(flow, ticket)
@@ -163,7 +163,7 @@ class FairQueue(Generic[T]):
         return next(iter(flow.tickets.values())) if flow is not None else None
 
     def take(self, ticket: T, now_s: float) -> None:
-        """Remove a ticket that got room, and charge its tenant."""
+        """Remove a ticket that got capacity, and charge its tenant."""
         lane = self._lanes[ticket.lane]
         flow = lane.flows[ticket.tenant]
         self._extract(flow, ticket)
@@ -187,7 +187,7 @@ class FairQueue(Generic[T]):
         lane.drop_idle_flows()
 
     def note_full(self, deployment_id: DeploymentId, now_s: float) -> None:
-        """Note that a request found no room."""
+        """Note that a request found no capacity."""
         self._get_or_create_lane(deployment_id).drain.record_full(now_s)
 
     def has_lane(self, deployment_id: DeploymentId) -> bool:
@@ -195,7 +195,7 @@ class FairQueue(Generic[T]):
         return deployment_id in self._lanes
 
     def note_started(self, ticket: T, now_s: float) -> None:
-        """Note that a request found room without waiting."""
+        """Note that a request found capacity without waiting."""
         lane = self._lanes.get(ticket.lane)
         if lane is not None:
             lane.drain.record_start(ticket.tokens, now_s, is_still_full=lane.first() is not None)
@@ -207,7 +207,7 @@ class FairQueue(Generic[T]):
             return RETRY_AFTER_UNKNOWN_S
         return lane.drain.wait_s(lane.tokens + tokens, now_s)
 
-    def _make_room(self, ticket: T) -> T | None:
+    def _make_space(self, ticket: T) -> T | None:
         """Check both bounds for a new ticket; return the ticket ousted for it, if any."""
         lane = self._lanes.get(ticket.lane)
         flow = lane.flows.get(ticket.tenant) if lane is not None else None

@@ -11,7 +11,7 @@ HANDOFF_MS_MIN: Final = 5.0
 
 
 def handoff_peers(routes: RankedRoutes, first: RankedRoute) -> list[Sibling]:
-    """Return the first route's replica and its peers in the PoP with room; [] if it has none."""
+    """Return the first route's replica and the peers of its PoP with capacity; [] if none."""
     if first.queue_ms + first.prefill_ms < HANDOFF_MS_MIN:
         return []
     return [_peer(ranked) for ranked in routes.peers_of_first(SIBLINGS_MAX)]

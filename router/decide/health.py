@@ -8,7 +8,7 @@ ping that is not answered postpones the half-open request.
 
 At most half of a deployment's replicas are excluded. If more are unhealthy, either the whole fleet
 is, or the fault is on this router's side (a broken uplink, a bug). None is excluded then: the
-unhealthy ones become the last resort, used when no healthy replica has room. A replica that is
+unhealthy ones become the last resort, used when no healthy replica has capacity. A replica that is
 really dead costs a request only then, and one that only seemed so is healthy with its first answer.
 
 A node that misses two pings in a row is lost, and its replicas are ejected. If most nodes are

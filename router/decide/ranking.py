@@ -71,7 +71,10 @@ class RouteQuery:
 
 
 class RankedRoutes(Sequence[RankedRoute]):
-    """The replicas with room, best first. A route is computed when it is read: mostly the first."""
+    """The replicas with capacity, best first. A route is computed when it is read.
+
+    Mostly only the first one is.
+    """
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class RankedRoutes(Sequence[RankedRoute]):
 
     @property
     def full_count(self) -> int:
-        """Return how many replicas were passed over because they have no room."""
+        """Return how many replicas were passed over because they have no capacity."""
         return self._costs.count(inf) - self._excluded_count
 
     def route_to(self, replica_id: ReplicaId) -> RankedRoute | None:
@@ -178,7 +181,7 @@ class RankedRoutes(Sequence[RankedRoute]):
 def rank(
     snapshot: RoutingSnapshot, query: RouteQuery, excluded: Set[ReplicaId] = frozenset()
 ) -> RankedRoutes:
-    """Rank the replicas that have room, best first, without those `excluded`."""
+    """Rank the replicas that have capacity, best first, without those `excluded`."""
     costs = _costs(snapshot, query)
     excluded_count = len(costs) - len(snapshot.slots)
     if excluded or snapshot.ejected_until_s:
@@ -203,7 +206,7 @@ def _costs(snapshot: RoutingSnapshot, query: RouteQuery) -> list[float]:
     estimates = snapshot.estimates
     costs = [
         inf
-        if needed > estimate.room_tokens
+        if needed > estimate.free_tokens
         else work * estimate.ms_per_token
         + (
             wait
@@ -226,7 +229,7 @@ def _costs(snapshot: RoutingSnapshot, query: RouteQuery) -> list[float]:
 
 
 def _best_two(costs: list[float]) -> tuple[int, float]:
-    """Return the slot of lowest cost, -1 if none has room, and the second lowest cost."""
+    """Return the slot of lowest cost, -1 if none has capacity, and the second lowest cost."""
     best, best_ms, second_ms = -1, inf, inf
     for slot, cost in enumerate(costs):
         if cost < best_ms:
@@ -241,8 +244,8 @@ def _exclude_unhealthy(
 ) -> int:
     """Set the cost of excluded and ejected replicas to infinity; return how many were excluded.
 
-    Replicas of last resort are excluded only if another replica has room, and then only those of
-    them that have room are counted.
+    Replicas of last resort are excluded only if another replica has capacity, and then only those
+    of them that have capacity are counted.
     """
     last_resort = frozenset[ReplicaId]()
     if snapshot.ejected_until_s:
@@ -261,9 +264,9 @@ def _exclude_unhealthy(
 
 
 def _exclude_starting(snapshot: RoutingSnapshot, query: RouteQuery, costs: list[float]) -> int:
-    """Exclude the replicas in slow start that hold this request back, if another has room.
+    """Exclude the replicas in slow start that hold this request back, if another has capacity.
 
-    Return how many replicas with room were excluded.
+    Return how many replicas with capacity were excluded.
     """
     held_back = {
         slot
@@ -277,7 +280,7 @@ def _exclude_starting(snapshot: RoutingSnapshot, query: RouteQuery, costs: list[
 
 
 def _exclude_slots(slots: Iterable[int], costs: list[float]) -> int:
-    """Set the cost of slots to infinity; return how many of them had room."""
+    """Set the cost of slots to infinity; return how many of them had capacity."""
     count = 0
     for slot in slots:
         count += costs[slot] < inf

@@ -49,7 +49,7 @@ class ReplicaEstimate:
 
     `ready_at_ms` is the monotonic time at which the replica is through with this router's queue,
     plus round trip and overhead, less the time a request takes to get there. `wait_min_ms` is the
-    least wait whatever the clock says, round trip and overhead included. `room_tokens` is how many
+    least wait whatever the clock says, round trip and overhead included. `free_tokens` is how many
     more tokens fit: infinite for an idle replica, which itself decides whether one request fits
     at all, and -1 for a slot without a replica.
 
@@ -58,8 +58,15 @@ class ReplicaEstimate:
     """
 
     __slots__ = (
-        "assumed_queue_ms", "base_ms", "error_ms", "in_flight_tokens", "ms_per_token",
-        "ready_at_ms", "room_tokens", "rtt_ms", "wait_min_ms",
+        "assumed_queue_ms",
+        "base_ms",
+        "error_ms",
+        "free_tokens",
+        "in_flight_tokens",
+        "ms_per_token",
+        "ready_at_ms",
+        "rtt_ms",
+        "wait_min_ms",
     )  # fmt: skip
 
     def __init__(
@@ -67,7 +74,7 @@ class ReplicaEstimate:
         ready_at_ms: float,
         wait_min_ms: float,
         ms_per_token: float,
-        room_tokens: float,
+        free_tokens: float,
         rtt_ms: float,
         base_ms: float,
         error_ms: float,
@@ -77,7 +84,7 @@ class ReplicaEstimate:
         self.ready_at_ms = ready_at_ms
         self.wait_min_ms = wait_min_ms
         self.ms_per_token = ms_per_token
-        self.room_tokens = room_tokens
+        self.free_tokens = free_tokens
         self.rtt_ms = rtt_ms
         self.base_ms = base_ms
         self.error_ms = error_ms

@@ -36,12 +36,12 @@ class DrainRate:
         self._seconds = 0.0
 
     def record_full(self, now_s: float) -> None:
-        """Note that a request found no room: what starts from here on has drained."""
+        """Note that a request found no capacity: what starts from here on has drained."""
         if self._full_since_s is None:
             self._full_since_s = now_s
 
     def record_start(self, tokens: int, now_s: float, is_still_full: bool) -> None:
-        """Note that a request got room; in a lane that is not full this says nothing."""
+        """Note that a request got capacity; in a lane that is not full this says nothing."""
         if self._full_since_s is None:
             return
         elapsed_s = max(0.0, now_s - self._full_since_s)

@@ -7,7 +7,7 @@ at first, all after SLOW_START_S, growing linearly. A session once admitted stay
 routers that know nothing of each other together send the share that each sends alone.
 
 A request that is held back goes to the next best replica, or here all the same if no other has
-room.
+capacity.
 """
 
 from collections.abc import Collection, Mapping

@@ -156,7 +156,7 @@ class InFlightLedger:
         on_release: Callable[[ReplicaId], None] | None = None,
         on_change: Callable[[ReplicaId], None] | None = None,
     ) -> None:
-        """Call `on_release` when a replica gets room, and `on_change` after any change."""
+        """Call `on_release` when a replica gets capacity, and `on_change` after any change."""
         self._loads: dict[ReplicaId, ReplicaLoad] = {}
         self._on_release = on_release or _ignore
         self._on_change = on_change or _ignore

@@ -118,7 +118,7 @@ def test_pending_prefill_tokens_count_the_cost_of_depth() -> None:
     assert (ranked.uncached_tokens, ranked.pending_prefill_tokens) == (50_000, 75_000)
 
 
-def test_handoff_peers_are_the_replicas_of_the_pop_with_room_the_first_route_ahead() -> None:
+def test_handoff_peers_are_the_replicas_of_the_pop_with_capacity_the_first_route_ahead() -> None:
     candidates = [
         Candidate("a", prefill=50),
         Candidate("b", 1.5, prefill=200, rate=2000.0),
@@ -338,7 +338,7 @@ RANKED = st.lists(
 
 @settings(deadline=None, max_examples=60)
 @given(RANKED, st.integers(1, 2000), st.sets(st.integers(0, 11)), st.integers(0, 11))
-def test_every_replica_with_room_is_ranked_once_with_its_prediction(
+def test_every_replica_with_capacity_is_ranked_once_with_its_prediction(
     numbers: list[tuple[float, int, int, float, bool]], tokens: int, out: set[int], holder: int
 ) -> None:
     candidates = [Candidate(f"r{n}", *numbers[n]) for n in range(len(numbers))]
@@ -351,12 +351,12 @@ def test_every_replica_with_room_is_ranked_once_with_its_prediction(
         query = a_query(prompt_tokens=tokens, matches=PrefixMatches(0.1, []))
     routes = rank(RoutingSnapshot(table, NOW_S, {}, {}), query, excluded)
     ranked = list(routes)
-    has_room = [
+    has_capacity = [
         c.name
         for c in candidates
         if not c.prefill + c.decode or c.prefill + c.decode + tokens + 100 <= 1000
     ]
-    assert sorted(r.route.replica_id for r in ranked) == sorted(set(has_room) - excluded)
+    assert sorted(r.route.replica_id for r in ranked) == sorted(set(has_capacity) - excluded)
     usable = [c for c in candidates if c.name not in excluded]
     assert routes.full_count == len(usable) - len(ranked)
     for route in ranked:

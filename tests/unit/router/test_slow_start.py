@@ -129,7 +129,7 @@ def test_a_replica_that_becomes_healthy_takes_a_growing_share() -> None:
     assert 0.4 < bench.share_of_new() < 0.7
 
 
-def test_all_requests_go_to_a_starting_replica_if_no_other_has_room() -> None:
+def test_all_requests_go_to_a_starting_replica_if_no_other_has_capacity() -> None:
     bench = Bench(OLD)
     bench.fleet.adopt(a_table(OLD, NEW))
     held = bench.attempts.reserve(a_route(OLD), prefill=5_000, decode=4_950)
