@@ -220,14 +220,16 @@ async def test_processes_share_the_locations_of_cached_prompts(tmp_path: Path) -
         async with asyncio.timeout(START_TIMEOUT_S):
             # A new prompt each time: one that both nodes have read proves nothing.
             for turn in itertools.count():
-                asked = [node.requests for node in nodes]
+                requests_before = [node.requests for node in nodes]
                 text = f"{turn} word " * 1000
                 body = {**BODY, "messages": [{"role": "user", "content": text}]}
                 assert await ask_many(port, 1, body) == 1
-                other = next(n for n, node in enumerate(nodes) if node.requests == asked[n])
+                other = next(
+                    n for n, node in enumerate(nodes) if node.requests == requests_before[n]
+                )
                 await asyncio.sleep(1.5 * SHARE_INTERVAL_S)
                 assert await ask_many(port, 12, body) == 12
-                if nodes[other].requests == asked[other]:
+                if nodes[other].requests == requests_before[other]:
                     break
 
 

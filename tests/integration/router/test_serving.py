@@ -542,7 +542,7 @@ async def test_a_declined_request_leaves_no_prefix_in_the_index(
 
 async def test_a_hand_off_to_an_unknown_replica_is_a_failure(tmp_path: Path) -> None:
     async with a_bench(tmp_path, 2) as bench:
-        bench.nodes[0].handed_off_to = bench.nodes[1].handed_off_to = "r-nobody"
+        bench.nodes[0].handed_off_to = bench.nodes[1].handed_off_to = "r-unknown"
         async with bench.chat() as response:
             assert response.status == 502
         await until_idle(bench)

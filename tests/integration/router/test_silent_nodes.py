@@ -74,12 +74,12 @@ async def test_a_stream_of_a_lost_node_continues_elsewhere(tmp_path: Path) -> No
     silent.itl_s, silent.tokens = 0.02, 40
     healthy.resumes = "greedy"
     async with cabled(tmp_path, silent, healthy) as (bench, cable, _):
-        asked = asyncio.create_task(answer(bench, stream=True, temperature=0, max_tokens=40))
+        stream = asyncio.create_task(answer(bench, stream=True, temperature=0, max_tokens=40))
         await silent.until(lambda: silent.running)
         while silent.sent < 10:
             await asyncio.sleep(0.01)
         cable.hold()
-        status, body, _ = await asked
+        status, body, _ = await stream
         assert status == 200
         found = [f"t{n} " in body for n in range(40)]
         assert all(found), found
@@ -102,12 +102,12 @@ async def test_if_all_nodes_are_silent_the_router_is_cut_off_and_requests_wait(
     async with cabled(tmp_path, *nodes) as (bench, one, other):
         one.hold()
         other.hold()
-        asked = asyncio.create_task(answer(bench, stream=True))
+        stream = asyncio.create_task(answer(bench, stream=True))
         await bench.app.loops["probe"].wait_turns(3)
         assert bench.app.loops["probe"].last == (0, 2)
         one.let_go()
         other.let_go()
-        assert (await asked)[0] == 200
+        assert (await stream)[0] == 200
         assert (nodes[0].requests, nodes[1].requests) == (1, 0)
 
 

@@ -63,7 +63,7 @@ async def test_a_failure_at_any_token_leaves_the_client_one_stream(
                 assert resume_body["max_tokens"] == TOKENS - at
                 assert resume_body["continue_final_message"] is True
             else:
-                # The error came before any token was relayed, so the other node answered from the start.
+                # The error came before any token was relayed: the other node starts anew.
                 assert (resume_body["max_tokens"], at) == (TOKENS, 1)
         rows = await usage(bench)
         assert {(row.outcome, row.output_tokens) for row in rows} == {(Outcome.COMPLETE, TOKENS)}

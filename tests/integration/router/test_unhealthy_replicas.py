@@ -79,18 +79,18 @@ async def test_a_single_request_tries_an_ejected_replica(tmp_path: Path) -> None
         )
         nodes[0].status = 503
         assert await statuses(bench, 4) == {200: 4}
-        asked = nodes[0].requests
-        assert asked == 3
+        requests_before = nodes[0].requests
+        assert requests_before == 3
         nodes[0].status, nodes[0].ttft_s = 200, 0.5
         async with asyncio.timeout(30):
-            while nodes[0].requests == asked:
+            while nodes[0].requests == requests_before:
                 await asyncio.gather(*(statuses(bench, 1) for _ in range(4)))
         # Of four concurrent requests one was the trial.
-        assert nodes[0].requests == asked + 1
+        assert nodes[0].requests == requests_before + 1
         async with asyncio.timeout(30):
             while await counted(bench, "ejected_replicas"):
                 await asyncio.sleep(0)
         # Once healthy, the replica takes a growing share.
         async with asyncio.timeout(30):
-            while nodes[0].requests == asked + 1:
+            while nodes[0].requests == requests_before + 1:
                 await statuses(bench, 1)
