@@ -109,8 +109,6 @@ class IsochronePolicy:
         self.fleet = FleetState(PopId(router.world.pops[router.pop]), clock)
         self.fleet.adopt(table)
         self.errors_ms: list[float] = []
-        self.refusal_count = 0
-        self.handoff_count = 0
         self._attempts = AttemptFeedback(self.fleet)
         self._replica_of = {route.replica_id: n for n, route in enumerate(table.routes)}
         self._routes = table.routes
@@ -175,7 +173,6 @@ class IsochronePolicy:
         sent = self._in_flight[request.number]
         ranked = sent.routes.route_to(self._routes[replica].replica_id)
         assert ranked is not None, f"replica {replica} is in no table"
-        self.handoff_count += 1
         sent.reservation.release()
         self._attempts.undo_sent(sent.ranked.route, sent.sent, router_prefix_keys(request))
         self._book(request, sent.routes, ranked, sent.sent_at_s)
@@ -183,7 +180,6 @@ class IsochronePolicy:
     def record_refusal(self, request: TraceRequest, at_s: float) -> None:
         """Release what was booked: the replica refused the request at `at_s`."""
         self._refusals[request.number] = self._refusals.get(request.number, 0) + 1
-        self.refusal_count += 1
         sent = self._in_flight.pop(request.number)
         sent.reservation.release(at_s)
         self._attempts.undo_sent(sent.ranked.route, sent.sent, router_prefix_keys(request))

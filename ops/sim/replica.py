@@ -100,7 +100,6 @@ class SimulatedReplica:
         self.decode_tokens = 0
         self.running = 0
         self.busy_s = 0.0
-        self.tokens_read = 0.0
         self._now_s = 0.0
         self._tokens_given = 0.0
         """Tokens that a sequence running from the beginning would have got."""
@@ -253,7 +252,6 @@ class SimulatedReplica:
             job.began_s = self._now_s
             job.cached_tokens = self.cached(job.request)
             job.work_left = self.work(job.request, job.cached_tokens)
-            self.tokens_read += job.request.prompt_tokens - job.cached_tokens
 
     def _cache_prompt(self, request: TraceRequest) -> None:
         """Put a prompt's blocks into the cache, and evict the least recently used."""
