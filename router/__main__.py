@@ -19,30 +19,34 @@ from isochrone.service.run import run_service
 from router.config import RouterConfig
 from router.processes import WORKER_ENV
 
-MEMORY: Final = "/dev/shm"  # noqa: S108 - in it we make a folder that nobody can foretell
+SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the folder made in it has a random name
 
 
 @click.command()
 @click.option("--config", type=click.Path(path_type=Path), help="TOML file.")
-@click.option("--processes", type=click.IntRange(0), help="How many share the port; 0: one a core.")
+@click.option(
+    "--processes",
+    type=click.IntRange(0),
+    help="Processes that share the port; 0: one per core.",
+)
 def main(config: Path | None, processes: int | None) -> NoReturn:
-    """Answer this PoP's users from the replica that gives the first token soonest."""
+    """Serve the public endpoint of a PoP: send each request to the replica that answers soonest."""
     try:
         settings = load_config(RouterConfig, config, os.environ, "ISOCHRONE_ROUTER_")
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None
-    wanted = settings.processes if processes is None else processes
-    settings = msgspec.structs.replace(settings, processes=wanted or os.cpu_count() or 1)
+    count = settings.processes if processes is None else processes
+    settings = msgspec.structs.replace(settings, processes=count or os.cpu_count() or 1)
     setup_logs("router", settings.log_level)
     if settings.processes > 1:
         _share_metrics()
-    # After that: the metrics library looks at the environment as it is imported.
+    # Imported only now, because the metrics library reads the environment when it is imported.
     from router.app import run
 
     async def serve(stopping: asyncio.Event) -> int:
         if WORKER_ENV in os.environ:
-            # Its folder is in the main process's.
+            # A worker's state folder is inside the main process's, which is locked already.
             return await run(settings, stopping)
         with kept(settings.state_folder):
             return await run(settings, stopping)
@@ -51,19 +55,20 @@ def main(config: Path | None, processes: int | None) -> NoReturn:
 
 
 def _share_metrics() -> None:
-    """Let all processes write their metrics where the main one reads them: in memory.
+    """Choose a folder in memory for the metrics that all processes of this router share.
 
-    These files are mapped. On a disk that is full, writing to one would end the process (SIGBUS).
+    The metrics library maps its files into memory. On a full disk, a write to a mapped file would
+    kill the process (SIGBUS).
     """
     if WORKER_ENV in os.environ:
-        # The main process has said where.
+        # The main process has set it.
         return
-    memory = Path(os.environ.get("RUNTIME_DIRECTORY") or MEMORY)
-    home = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-    for left in home.glob("isochrone-router-*-*"):
-        if not Path("/proc", left.name.split("-")[2]).exists():
-            shutil.rmtree(left, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=f"isochrone-router-{os.getpid()}-", dir=home)
+    memory = Path(os.environ.get("RUNTIME_DIRECTORY") or SHARED_MEMORY)
+    parent = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    for old_folder in parent.glob("isochrone-router-*-*"):
+        if not Path("/proc", old_folder.name.split("-")[2]).exists():
+            shutil.rmtree(old_folder, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=f"isochrone-router-{os.getpid()}-", dir=parent)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
 

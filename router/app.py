@@ -1,4 +1,4 @@
-"""The only place of composition: makes every part, ties them, and owns their tasks."""
+"""Compose the router: create every part, connect them, and run their tasks."""
 
 import asyncio
 import logging
@@ -23,46 +23,54 @@ from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.routes import RouteDelta, RouteTable
 from isochrone.wire.usage import UsageAck
 from router import build
-from router.apis.doors import Doors
-from router.apis.openai.cold import cold_app
-from router.apis.openai.hot import OpenAiSurface
+from router.apis.dispatch import ApiDispatcher
+from router.apis.openai.auxiliary import auxiliary_app
+from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
-from router.dataplane.server import Server
+from router.dataplane.server import PublicServer
 from router.dataplane.upstream import Upstream
-from router.decide.limits import Gate
-from router.fleet import Fleet
-from router.journal import Journal
+from router.decide.limits import KeyLimiter
+from router.fleet_state import FleetState
 from router.listeners import open_listeners
-from router.loops.follow import Follower
-from router.loops.gauges import Gauges
-from router.loops.probe import Prober
-from router.loops.share import Sharer
-from router.loops.ship import Shipper
-from router.loops.spool import UsageSpool
+from router.loops.follow_routes import TableFollower
+from router.loops.probe_nodes import NodeProber
+from router.loops.set_gauges import GaugeSetter
+from router.loops.share_prompts import PromptSharer
+from router.loops.ship_reports import ReportShipper
+from router.loops.usage_spool import UsageSpool
 from router.metrics import Metrics
-from router.processes import WORKER_ENV, ParentLink, Worker, Workers, config_of, worker_of
+from router.pipeline import RequestPipeline
+from router.processes import (
+    WORKER_ENV,
+    ParentLink,
+    WorkerIdentity,
+    WorkerPool,
+    parse_worker_identity,
+    worker_config,
+)
+from router.prompt_sharing import SharedPrompts
 from router.record import Recorder
-from router.serve import Corridor
-from router.sharing import Prompts
+from router.usage_journal import UsageJournal
 
 log = logging.getLogger(__name__)
 
 ROUND_TRIPS_INTERVAL_S: Final = 10.0
 GAUGES_INTERVAL_S: Final = 1.0
 SHARE_INTERVAL_S: Final = 1.0
-LEAD_INTERVAL_S: Final = 1.0
-RECONSIDER_INTERVAL_S: Final = 1.0
+SEND_TABLE_INTERVAL_S: Final = 1.0
+RECHECK_INTERVAL_S: Final = 1.0
 WORKER_ENDS_S: Final = 10.0
-"""What a worker is given beyond its requests to end: to close connections, to put usage away."""
+"""Time for a worker to close connections and save usage, after its open requests have ended."""
 
 FIRST_TABLE_S: Final = 5.0
-"""How long a worker waits for its first table: without one it refuses what others can serve."""
+"""How long a worker waits for its first route table before it listens. Without a table it would
+refuse requests that the other processes can serve."""
 
 
 async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
-    """Serve until `stopping`, then drain. Returns the exit code."""
+    """Serve until `stopping` is set, then drain; return the exit code."""
     identity = await identify(
         urls=config.schedulers,
         token_file=config.join_token_file,
@@ -70,25 +78,25 @@ async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
         name=config.name or socket.gethostname().lower(),
         folder=config.state_folder,
     )
-    worker = worker_of(os.environ.pop(WORKER_ENV, ""))
+    worker = parse_worker_identity(os.environ.pop(WORKER_ENV, ""))
     if worker is not None:
-        config = config_of(worker, config)
+        config = worker_config(worker, config)
     try:
-        async with open_house(config, identity, worker) as house:
-            told = {"port": house.port, "pop": identity.pop, "router": identity.name}
-            log.info("serving", extra={"fields": told | build.facts()})
+        async with open_router(config, identity, worker) as app:
+            fields = {"port": app.port, "pop": identity.pop, "router": identity.name}
+            log.info("serving", extra={"fields": fields | build.facts()})
             notify("READY=1")
-            await _either(stopping, house.stopping)
+            await _wait_for_any(stopping, app.stopping)
             notify("STOPPING=1")
     except BaseExceptionGroup as group:
-        wrong = group.subgroup(ConfigError)
-        if wrong is None:
+        config_errors = group.subgroup(ConfigError)
+        if config_errors is None:
             raise
-        raise ConfigError(str(wrong.exceptions[0])) from group
+        raise ConfigError(str(config_errors.exceptions[0])) from group
     return 0
 
 
-async def _either(*events: asyncio.Event) -> None:
+async def _wait_for_any(*events: asyncio.Event) -> None:
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -97,13 +105,13 @@ async def _either(*events: asyncio.Event) -> None:
             wait.cancel()
 
 
-class House:
-    """Everything a router is made of. `open_house` runs it."""
+class RouterApp:
+    """The parts of a router. `open_router` runs them."""
 
     def __init__(
-        self, config: RouterConfig, identity: Identity, worker: Worker | None = None
+        self, config: RouterConfig, identity: Identity, worker: WorkerIdentity | None = None
     ) -> None:
-        """Make the parts and tie them; those of a `worker` are led by the main process."""
+        """Create and connect the parts. A `worker` gets its route table from the main process."""
         self.config = config
         self.identity = identity
         self.boot_id = BootId(uuid.uuid4().hex)
@@ -112,22 +120,22 @@ class House:
         self.metrics = Metrics()
         self.tls = own_certificate(config.tls_certificate, config.tls_key)
         self.metrics.build_info.labels(**build.facts()).set(1)
-        self.gate = Gate(config.processes or 1)
-        self.fleet = Fleet(identity.pop, time.monotonic, self.boot_id)
-        self._make_what_leads(worker)
-        self._make_what_serves()
-        self._make_what_reports()
-        self.server = self._server()
-        self.cold = cold_app(self.surface, self.fleet, self.metrics, self.request_ids)
-        self.loops = {loop.name: loop for loop in self._loops()}
-        self.follower.on_change(self.table_changed)
+        self.limiter = KeyLimiter(config.processes or 1)
+        self.fleet = FleetState(identity.pop, time.monotonic, self.boot_id)
+        self._create_control_link(worker)
+        self._create_request_path()
+        self._create_reports()
+        self.server = self._create_server()
+        self.auxiliary_app = auxiliary_app(self.surface, self.fleet, self.metrics, self.request_ids)
+        self.loops = {loop.name: loop for loop in self._create_loops()}
+        self.follower.on_change(self.on_table_change)
 
-    def _make_what_leads(self, worker: Worker | None) -> None:
-        """Make what brings tables: from the scheduler, or from the main process to a worker."""
+    def _create_control_link(self, worker: WorkerIdentity | None) -> None:
+        """Create the source of route tables: the scheduler, or for a worker the main process."""
         self.node_tls = client_context(self.identity) if self.config.node_tls else None
-        self.follower = Follower(
+        self.follower = TableFollower(
             fleet=self.fleet,
-            gate=self.gate,
+            limiter=self.limiter,
             metrics=self.metrics,
             cluster_id=self.identity.cluster_id,
             snapshot=self.config.state_folder / "table.snapshot",
@@ -135,7 +143,7 @@ class House:
         )
         self.parent: ParentLink | None = None
         if worker is not None:
-            self.parent = ParentLink(worker.end, self.on_passed_down, self.stopping)
+            self.parent = ParentLink(worker.end, self.on_main_process_message, self.stopping)
         self.link = self.parent or ControlLink(
             urls=self.config.schedulers,
             identity=self.identity,
@@ -149,25 +157,25 @@ class House:
             contexts=() if self.node_tls is None else (self.node_tls,),
         )
         count = max(0, (self.config.processes or 1) - 1) if worker is None else 0
-        self.workers = Workers(
+        self.workers = WorkerPool(
             count,
             self.link.send,
-            table=lambda: self.fleet.table,
-            learn=self.fleet.learned_prompts,
+            table=lambda: self.fleet.directory.table,
+            learn=self.fleet.learn_prompts,
             end_timeout_s=self.config.drain_timeout_s + WORKER_ENDS_S,
         )
-        self.fleet.outbox.is_open = worker is not None or count > 0
+        self.fleet.prompt_outbox.is_open = worker is not None or count > 0
 
-    def _make_what_serves(self) -> None:
-        """Make what a request passes through, from the nodes to the client's surface."""
-        self.journal = Journal(self.config.state_folder / "journal")
+    def _create_request_path(self) -> None:
+        """Create what a request passes through, from the API to the nodes."""
+        self.journal = UsageJournal(self.config.state_folder / "journal")
         self.recorder = Recorder(self.identity.pop, self.metrics, self.journal)
         self.deadlines = Deadlines(time.monotonic)
         self.upstream = Upstream(self.config, self.deadlines, time.monotonic, self.node_tls)
-        self.corridor = Corridor(
+        self.pipeline = RequestPipeline(
             config=self.config,
             fleet=self.fleet,
-            gate=self.gate,
+            limiter=self.limiter,
             upstream=self.upstream,
             recorder=self.recorder,
             metrics=self.metrics,
@@ -176,18 +184,18 @@ class House:
         self.surface = OpenAiSurface(self.config, self.fleet, time.time)
         self.request_ids = RequestIds(self.boot_id)
 
-    def _make_what_reports(self) -> None:
-        """Make what measures the nodes, tells the scheduler, and shows how things stand."""
-        self.prober = Prober(
+    def _create_reports(self) -> None:
+        """Create what probes nodes, reports to the scheduler, and sets gauges."""
+        self.prober = NodeProber(
             fleet=self.fleet,
             upstream=self.upstream,
             metrics=self.metrics,
             dropped=self.follower.dropped,
-            let_go=self.corridor.let_go,
+            on_node_lost=self.pipeline.fail_node,
             timeout_s=self.config.probe_timeout_s,
         )
         self.spool = UsageSpool(self.config.state_folder / "usage", self.config.spool_bytes_max)
-        self.shipper = Shipper(
+        self.shipper = ReportShipper(
             router_id=RouterId(self.identity.name),
             boot_id=self.boot_id,
             fleet=self.fleet,
@@ -199,122 +207,124 @@ class House:
             unix_clock=time.time,
             resend_s=self.config.usage_resend_s,
         )
-        self.sharer = Sharer(self.fleet.outbox, self.parent, self.workers)
-        self.gauges = Gauges(
+        self.sharer = PromptSharer(self.fleet.prompt_outbox, self.parent, self.workers)
+        self.gauges = GaugeSetter(
             fleet=self.fleet,
             follower=self.follower,
-            waiting=self.corridor.waiting,
+            waiting=self.pipeline.queue,
             metrics=self.metrics,
-            is_led=lambda: self.link.connected,
+            is_connected=lambda: self.link.connected,
         )
 
-    def _server(self) -> Server:
-        """Return what clients meet."""
-        doors = Doors(self.surface, self.corridor, self.upstream, self.request_ids, self.metrics)
-        return Server(
+    def _create_server(self) -> PublicServer:
+        """Return the server of the public port."""
+        dispatcher = ApiDispatcher(
+            self.surface, self.pipeline, self.upstream, self.request_ids, self.metrics
+        )
+        return PublicServer(
             config=self.config,
-            let_in=doors.let_in,
-            handler=doors.answer,
-            encode_error=doors.encode_error,
+            authorize=dispatcher.authorize,
+            handler=dispatcher.dispatch,
+            encode_error=dispatcher.encode_error,
             deadlines=self.deadlines,
             clock=time.monotonic,
             unix_clock=time.time,
         )
 
-    def _loops(self) -> tuple[Loop, ...]:
+    def _create_loops(self) -> tuple[Loop, ...]:
         config, jitter = self.config, random.Random()  # noqa: S311 - jitter, not a secret
         tls = () if self.tls is None else (Loop("certificate", self.tls.run_once, LOOK_S),)
         demand = Loop("demand", self.shipper.ship_demand, config.demand_interval_s, jitter=jitter)
-        # Who waits for a first replica is not to wait for the window's end as well.
+        # A deployment without replicas starts its first one by demand: report that at once.
         self.recorder.on_unserved = demand.nudge
         return (
             *tls,
             Loop("persist", self.follower.persist, 30.0),
-            Loop("reconsider", self.follower.reconsider, RECONSIDER_INTERVAL_S),
+            Loop("recheck", self.follower.recheck, RECHECK_INTERVAL_S),
             Loop("probe", self.prober.run_once, config.probe_interval_s, jitter=jitter),
             demand,
             Loop("usage", self.shipper.ship_usage, config.usage_interval_s, jitter=jitter),
             Loop("round_trips", self.shipper.ship_round_trips, ROUND_TRIPS_INTERVAL_S),
             Loop("gauges", self.gauges.run_once, GAUGES_INTERVAL_S),
             Loop("share", self.sharer.run_once, SHARE_INTERVAL_S),
-            Loop("lead", self.workers.lead, LEAD_INTERVAL_S),
+            Loop("send_table", self.workers.send_table, SEND_TABLE_INTERVAL_S),
         )
 
     async def on_welcome(self, welcome: Welcome) -> None:
-        """The scheduler took us."""
+        """Note that a scheduler has accepted this router."""
         log.info("following", extra={"fields": {"epoch": welcome.epoch}})
         self.shipper.on_welcome()
 
     async def on_message(self, message: Any) -> None:
-        """Give what came down to whom it concerns."""
+        """Pass a message of the scheduler to the part that handles it."""
         if isinstance(message, RouteTable | RouteDelta):
             await self.follower.on_table(message, self.link.send)
         elif isinstance(message, UsageAck):
             await self.shipper.on_ack(message)
-            self.workers.tell(message)
+            self.workers.broadcast(message)
 
-    async def on_passed_down(self, message: Any) -> None:
-        """Give what the main process passes down to whom it concerns."""
+    async def on_main_process_message(self, message: Any) -> None:
+        """Pass a message of the main process to the part that handles it."""
         if isinstance(message, RouteTable):
-            self.follower.take(message)
-        elif isinstance(message, Prompts):
-            self.fleet.learned_prompts(message.rows)
+            self.follower.accept(message)
+        elif isinstance(message, SharedPrompts):
+            self.fleet.learn_prompts(message.rows)
         else:
             await self.shipper.on_ack(message)
 
-    def table_changed(self) -> None:
-        """Keep the table on disk, and pass it to the workers."""
+    def on_table_change(self) -> None:
+        """Write the new table to disk and send it to the workers soon."""
         self.loops["persist"].nudge()
-        self.loops["lead"].nudge()
+        self.loops["send_table"].nudge()
 
 
 @asynccontextmanager
-async def open_house(
-    config: RouterConfig, identity: Identity, worker: Worker | None = None
-) -> AsyncIterator[House]:
-    """Run a router. On exit: stop accepting, finish what streams, put the ledger on disk."""
+async def open_router(
+    config: RouterConfig, identity: Identity, worker: WorkerIdentity | None = None
+) -> AsyncIterator[RouterApp]:
+    """Run a router. On exit, stop accepting, finish open requests, and write usage to disk."""
     async with AsyncExitStack() as stack:
         try:
-            house = House(config, identity, worker)
-            stack.callback(house.journal.close)
+            app = RouterApp(config, identity, worker)
+            stack.callback(app.journal.close)
             await asyncio.to_thread(config.state_folder.mkdir, 0o700, parents=True, exist_ok=True)
-            await asyncio.to_thread(house.spool.open)
+            await asyncio.to_thread(app.spool.open)
         except OSError as error:
             raise ConfigError(
                 f"cannot use the state folder {config.state_folder}: {error.strerror or error}"
             ) from error
-        await house.follower.load(time.time())
-        house.deadlines.start()
-        stack.callback(house.deadlines.stop)
-        stack.push_async_callback(house.upstream.close)
-        stack.push_async_callback(_put_away, house)
+        await app.follower.load(time.time())
+        app.deadlines.start()
+        stack.callback(app.deadlines.stop)
+        stack.push_async_callback(app.upstream.close)
+        stack.push_async_callback(_save_to_disk, app)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        for loop in house.loops.values():
+        for loop in app.loops.values():
             stack.callback(tasks.create_task(loop.run(), name=loop.name).cancel)
         stack.callback(tasks.create_task(feed_watchdog(), name="watchdog").cancel)
         if config.schedulers or worker is not None:
-            stack.callback(tasks.create_task(house.link.run(), name="link").cancel)
-        if house.parent is not None and house.fleet.table is None:
-            await house.parent.until_told(FIRST_TABLE_S)
-        house.port, house.private_port = await stack.enter_async_context(
+            stack.callback(tasks.create_task(app.link.run(), name="link").cancel)
+        if app.parent is not None and app.fleet.directory.table is None:
+            await app.parent.wait_for_message(FIRST_TABLE_S)
+        app.port, app.private_port = await stack.enter_async_context(
             open_listeners(
                 config,
-                server=house.server,
-                cold=house.cold,
-                upstream=house.upstream,
-                registry=house.metrics.registry,
-                context=None if house.tls is None else house.tls.context,
+                server=app.server,
+                auxiliary_app=app.auxiliary_app,
+                upstream=app.upstream,
+                registry=app.metrics.registry,
+                context=None if app.tls is None else app.tls.context,
             )
         )
-        workers = tasks.create_task(house.workers.run(house.port), name="workers")
+        workers = tasks.create_task(app.workers.run(app.port), name="workers")
         stack.callback(workers.cancel)
-        yield house
+        yield app
 
 
-async def _put_away(house: House) -> None:
-    """Keep on disk what only memory holds: the usage and the table."""
-    for keep in (house.shipper.spool_usage, house.follower.persist):
+async def _save_to_disk(app: RouterApp) -> None:
+    """Write to disk what is only in memory: usage and the route table."""
+    for save in (app.shipper.spool_usage, app.follower.persist):
         try:
-            await keep()
+            await save()
         except OSError as error:
-            log.error("cannot put away what memory holds", extra={"fields": {"reason": str(error)}})
+            log.error("cannot save state to disk", extra={"fields": {"reason": str(error)}})

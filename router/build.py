@@ -1,17 +1,17 @@
-"""How this router was built: its sources as they are, or its hot path compiled (setup.py)."""
+"""How this router was built: as plain Python, or with a compiled request path (setup.py)."""
 
 import sys
 
-from router import serve
+from router import pipeline
 
 
 def is_compiled() -> bool:
-    """Say whether the hot path runs compiled."""
-    return not str(serve.__file__).endswith(".py")
+    """Say whether the request path is compiled."""
+    return not str(pipeline.__file__).endswith(".py")
 
 
 def facts() -> dict[str, str]:
-    """Return what tells one build from another, for the log and the metrics."""
+    """Return the build's properties, for the log and the metrics."""
     return {
         "compiled": "yes" if is_compiled() else "no",
         "python": ".".join(str(part) for part in sys.version_info[:3]),

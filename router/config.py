@@ -16,51 +16,51 @@ Bytes = Annotated[int, msgspec.Meta(ge=1024, le=2**40)]
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of one router. Port 0 means any free port."""
 
-    name: str = ""  # default: the host's name
+    name: str = ""  # default: the host name
     state_folder: Path = Path("/var/lib/isochrone/router")
     schedulers: tuple[Url, ...] = ()
     join_token_file: Path | None = None  # read once, at the first start
     log_level: str = "INFO"
 
-    # The public endpoint, and how much a client may hold of it.
+    # The public endpoint, and what one client may use of it.
     host: str = "127.0.0.1"
     port: Port = 8080
-    processes: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0  # share the port; 0: one per core
+    processes: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0  # sharing the port; 0: one per core
     tls_certificate: Path | None = None  # set both or neither; reloaded on change
     tls_key: Path | None = None
-    private_host: str = ""  # where `/metrics` is served; without it, at the public port
+    private_host: str = ""  # serves `/metrics`; if empty, the public port does
     private_port: Port = 0
     connections_max: Count = 20_000
     connections_per_address_max: Count = 5_000
     body_bytes_max: Bytes = 8 * 1024 * 1024
     head_timeout_s: Seconds = 10.0
     body_timeout_s: Seconds = 30.0
-    write_timeout_s: Seconds = 20.0  # a client that does not read for so long is cut
-    drain_timeout_s: Seconds = 30.0  # how long open requests may take once the router is stopped
+    write_timeout_s: Seconds = 20.0  # a client that does not read for so long is disconnected
+    drain_timeout_s: Seconds = 30.0  # time for open requests when the router stops
 
     # Requests to nodes.
-    node_tls: bool = False  # to every node, with the fleet's certificates
-    source_address: str = ""  # the local address to dial nodes from
+    node_tls: bool = False  # mutual TLS to every node, with the cluster's certificates
+    source_address: str = ""  # local address for connections to nodes
     connect_timeout_s: Seconds = 3.0
     first_byte_timeout_s: Seconds = 60.0
     stream_idle_timeout_s: Seconds = 15.0  # then another replica continues the stream
-    # Added to first_byte_timeout_s per output token where the answer comes whole.
+    # Added to first_byte_timeout_s per output token if the answer is not streamed.
     token_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.25
     answer_bytes_max: Bytes = 64 * 1024 * 1024
     attempts_max: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
-    # The retry budget: retries per first attempt.
+    # The retry budget: retries per request.
     retry_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
-    output_tokens_assumed: Count = 256  # for a request without a maximum of its own
+    output_tokens_assumed: Count = 256  # for a request without max_tokens
 
-    # The queue for requests that find every replica full.
+    # The queue of requests for which no replica has capacity.
     queue_depth_max: Count = 256
     queue_bytes_max: Bytes = 128 * 1024 * 1024
     queue_timeout_s: Seconds = 10.0
 
-    # Probes of nodes, and what is reported to the scheduler.
+    # Probes of nodes, and reports to the scheduler.
     probe_interval_s: Seconds = 2.0
     probe_timeout_s: Seconds = 2.0
     demand_interval_s: Seconds = 5.0
     usage_interval_s: Seconds = 1.0
-    usage_resend_s: Seconds = 10.0  # usage not acknowledged by then is sent again
+    usage_resend_s: Seconds = 10.0  # reports not acknowledged by then are sent again
     spool_bytes_max: Bytes = 64 * 1024 * 1024  # usage on disk while no scheduler is reachable

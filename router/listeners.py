@@ -1,4 +1,4 @@
-"""What a router listens on: its public port, with the cold routes behind it, and a private one."""
+"""The ports that a router listens on: the public one, and a private one for metrics."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,14 +12,14 @@ from prometheus_client import CollectorRegistry
 from isochrone.service.door import cannot_listen, open_door
 from isochrone.service.handshakes import Census, secured
 from isochrone.service.metrics import exposition
-from router.apis.within import open_cold
+from router.apis.auxiliary_server import open_auxiliary_server
 from router.config import RouterConfig
-from router.dataplane.server import Server
+from router.dataplane.server import PublicServer
 from router.dataplane.upstream import Upstream
 
 
-class Ports(NamedTuple):
-    """Where a router is reached; without a private listener its port is 0."""
+class RouterPorts(NamedTuple):
+    """The ports in use; `private` is 0 if there is no private listener."""
 
     public: int
     private: int
@@ -29,13 +29,16 @@ class Ports(NamedTuple):
 async def open_listeners(
     config: RouterConfig,
     *,
-    server: Server,
-    cold: web.Application,
+    server: PublicServer,
+    auxiliary_app: web.Application,
     upstream: Upstream,
     registry: CollectorRegistry,
     context: SSLContext | None,
-) -> AsyncIterator[Ports]:
-    """Listen. On exit: accept no more, and let what is under way end."""
+) -> AsyncIterator[RouterPorts]:
+    """Listen. On exit, accept no more connections and wait for the open requests.
+
+    `/metrics` is on the private port, or on the public one if there is no private one.
+    """
     show_metrics = exposition(registry)
     private_port = 0
     async with AsyncExitStack() as stack:
@@ -45,10 +48,10 @@ async def open_listeners(
             door = open_door(private, config.private_host, config.private_port)
             private_port = await stack.enter_async_context(door)
         else:
-            cold.router.add_get("/metrics", show_metrics)
-        await stack.enter_async_context(open_cold(cold, upstream))
+            auxiliary_app.router.add_get("/metrics", show_metrics)
+        await stack.enter_async_context(open_auxiliary_server(auxiliary_app, upstream))
         census = Census(config.connections_max, config.connections_per_address_max)
-        shaking = secured(server.connection, context, census, config.head_timeout_s)
+        shaking = secured(server.make_connection, context, census, config.head_timeout_s)
         connection = await stack.enter_async_context(shaking)
         try:
             listener = await asyncio.get_running_loop().create_server(
@@ -62,4 +65,4 @@ async def open_listeners(
             raise cannot_listen(config.host, config.port, error) from error
         stack.push_async_callback(server.drain, config.drain_timeout_s)
         stack.callback(listener.close)
-        yield Ports(listener.sockets[0].getsockname()[1], private_port)
+        yield RouterPorts(listener.sockets[0].getsockname()[1], private_port)

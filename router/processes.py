@@ -1,10 +1,10 @@
-"""Several processes behind one port: a worker is a router whose scheduler is the main process.
+"""Run a router as several processes behind one port, each worker led by the main process.
 
-The main process holds the conversation with the scheduler. Down a pair of sockets it passes each
-table it serves by, and up it takes demand and usage, as they are, to send them on. Which prompts
-were read where, each tells all others once a second. Nothing else is shared: each worker has
-limits, beliefs and connections of its own, and a journal of its own that its next life finds. The
-kernel spreads connections over all of them (SO_REUSEPORT). A worker that ends or hangs is replaced.
+The main process holds the connection to the scheduler. Over a socket pair it sends each route table
+to the workers, and receives their demand and usage, which it forwards unchanged. Each process tells
+the others once a second which prompts were read where (prompt_sharing.py). Nothing else is shared:
+each worker has its own limits, fleet state, connections and usage journal. The kernel spreads
+connections over the processes (SO_REUSEPORT). A worker that ends or hangs is replaced.
 """
 
 import asyncio
@@ -22,45 +22,46 @@ from isochrone.wire import codec
 from isochrone.wire.routes import RouteTable
 from isochrone.wire.usage import Demand, Usage, UsageAck
 from router.config import RouterConfig
-from router.sharing import Prompt, Prompts
+from router.prompt_sharing import SharedPrompt, SharedPrompts
 
 log = logging.getLogger(__name__)
 
-SIZE_BYTES: Final = 4
+LENGTH_PREFIX_BYTES: Final = 4
 RESTART_PAUSE_S: Final = 1.0
 WORKER_ENV: Final = "ISOCHRONE_WORKER"
 """Number, inherited descriptor and port of a worker: `1:7:8080`."""
 
 UNREAD_BYTES_MAX: Final = 4 * 1024 * 1024
-"""Who has this much not read yet is told no more."""
+"""A process that is this far behind with reading gets no more messages."""
 
 SILENCE_S: Final = 15.0
-"""A worker that hangs would keep its share of the port's connections: systemd sees the main one."""
+"""A worker that sends nothing for twice this long is replaced. It hangs, but keeps its share of the
+port's connections, and systemd watches only the main process."""
 
-_UP: Final = codec.decoder(Demand | Usage | Prompts)
-_DOWN: Final = codec.decoder(RouteTable | UsageAck | Prompts)
+_FROM_WORKER: Final = codec.decoder(Demand | Usage | SharedPrompts)
+_FROM_MAIN: Final = codec.decoder(RouteTable | UsageAck | SharedPrompts)
 
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
 
-class Worker(NamedTuple):
-    """What makes this process one of several: its number, its end of the pipe, the port."""
+class WorkerIdentity(NamedTuple):
+    """What makes a process a worker: its number, its end of the socket pair, the port."""
 
     number: int
     end: socket.socket
     port: int
 
 
-def worker_of(text: str) -> Worker | None:
-    """Read what the main process says to a worker; None in the main process itself."""
+def parse_worker_identity(text: str) -> WorkerIdentity | None:
+    """Parse the value of WORKER_ENV; return None if it is empty, as in the main process."""
     if not text:
         return None
     number, descriptor, port = (int(part) for part in text.split(":"))
-    return Worker(number, socket.socket(fileno=descriptor), port)
+    return WorkerIdentity(number, socket.socket(fileno=descriptor), port)
 
 
-def config_of(worker: Worker, config: RouterConfig) -> RouterConfig:
-    """Return by what a worker runs: led by the main process, in a folder of its own."""
+def worker_config(worker: WorkerIdentity, config: RouterConfig) -> RouterConfig:
+    """Return a worker's settings: no scheduler, and a state folder of its own."""
     return msgspec.structs.replace(
         config,
         state_folder=config.state_folder / f"worker-{worker.number}",
@@ -70,143 +71,145 @@ def config_of(worker: Worker, config: RouterConfig) -> RouterConfig:
     )
 
 
-class Pipe:
-    """Frames over one end of a pair of sockets, each behind its size."""
+class WorkerPipe:
+    """Length-prefixed messages over one end of a socket pair."""
 
-    def __init__(self, end: socket.socket, reader: Any) -> None:
-        """Read messages by `reader`, a typed decoder."""
+    def __init__(self, end: socket.socket, decoder: Any) -> None:
+        """Read messages with `decoder`, a typed msgspec decoder."""
         self._end = end
-        self._decoder = reader
+        self._decoder = decoder
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def open(self) -> None:
-        """Begin to use it, in the running loop."""
+        """Attach the socket to the running event loop."""
         self._streams = await asyncio.open_connection(sock=self._end)
 
     async def read(self) -> Any:
-        """Return the next message; None at the end."""
+        """Return the next message, None at the end."""
         assert self._streams is not None
         reader = self._streams[0]
         try:
-            size = int.from_bytes(await reader.readexactly(SIZE_BYTES), "big")
+            size = int.from_bytes(await reader.readexactly(LENGTH_PREFIX_BYTES), "big")
             return codec.decode(await reader.readexactly(size), self._decoder)
         except (asyncio.IncompleteReadError, ConnectionError, codec.MalformedFrame):
             return None
 
     def write(self, message: msgspec.Struct) -> bool:
-        """Send one message; False where the other end is gone, or has too much not read yet."""
+        """Send one message; return False if the other end is gone or too far behind."""
         if self._streams is None:
             return False
         transport = self._streams[1].transport
         if transport.is_closing() or transport.get_write_buffer_size() > UNREAD_BYTES_MAX:
             return False
         frame = codec.encode(message)
-        transport.write(len(frame).to_bytes(SIZE_BYTES, "big") + frame)
+        transport.write(len(frame).to_bytes(LENGTH_PREFIX_BYTES, "big") + frame)
         return True
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close this end."""
         if self._streams is None:
             self._end.close()
         else:
             self._streams[1].close()
 
 
-class Workers:
-    """The main process's side: as many workers as it should have, each started again if it ends."""
+class WorkerPool:
+    """The main process's side: keeps a number of workers running."""
 
     def __init__(
         self,
         count: int,
         send: Send,
         table: Callable[[], RouteTable | None],
-        learn: Callable[[Iterable[Prompt]], None],
+        learn: Callable[[Iterable[SharedPrompt]], None],
         end_timeout_s: float,
     ) -> None:
-        """Keep `count` workers; `send` passes on what they tell, `table` is what they serve by.
+        """Keep `count` workers that serve `table()`, and forward their reports with `send`.
 
-        What one tells of prompts goes to `learn`, and to all others. One that is to end is given
-        `end_timeout_s` for what it still does.
+        Prompts that a worker shares go to `learn` and to the other workers. A worker has
+        `end_timeout_s` to finish its requests when it is stopped.
         """
         self._learn = learn
         self._count = count
         self._send = send
         self._table = table
         self._end_timeout_s = end_timeout_s
-        self._pipes: dict[Pipe, RouteTable | None] = {}
-        """To each worker, with the table it was told last."""
+        self._sent_tables: dict[WorkerPipe, RouteTable | None] = {}
+        """The pipe to each worker, with the last table that it was sent."""
 
     async def run(self, port: int) -> None:
-        """Keep them running, on `port`, until cancelled; then end them."""
+        """Keep the workers running on `port` until cancelled, then end them."""
         async with asyncio.TaskGroup() as tasks:
             for number in range(1, self._count + 1):
-                tasks.create_task(self._keep(number, port), name=f"worker-{number}")
+                tasks.create_task(self._keep_running(number, port), name=f"worker-{number}")
 
-    async def lead(self) -> int:
-        """Tell the table served by to whoever was told another; return how many took it."""
-        table, led = self._table(), 0
-        for pipe, told in self._pipes.items():
-            if table is not None and told is not table and pipe.write(table):
-                self._pipes[pipe] = table
-                led += 1
-        return led
+    async def send_table(self) -> int:
+        """Send the table in use to the workers that have another; return how many took it."""
+        table, count = self._table(), 0
+        for pipe, sent_table in self._sent_tables.items():
+            if table is not None and sent_table is not table and pipe.write(table):
+                self._sent_tables[pipe] = table
+                count += 1
+        return count
 
-    def tell(self, message: UsageAck | Prompts, but: Pipe | None = None) -> None:
-        """Pass down to all of them, `but` to whom it is from, what who is behind can do without."""
-        for pipe in self._pipes:
-            if pipe is not but:
+    def broadcast(
+        self, message: UsageAck | SharedPrompts, sender: WorkerPipe | None = None
+    ) -> None:
+        """Send `message` to every worker except its sender. Workers that are behind miss it."""
+        for pipe in self._sent_tables:
+            if pipe is not sender:
                 pipe.write(message)
 
-    async def _keep(self, number: int, port: int) -> None:
+    async def _keep_running(self, number: int, port: int) -> None:
         while True:
             fields: dict[str, object] = {"worker": number}
             try:
-                fields["code"] = await self._live(number, port)
+                fields["code"] = await self._run_worker(number, port)
             except OSError as error:
-                # Too little memory or too few descriptors, as when the last one was killed for it.
+                # Too little memory or too few descriptors to start a process.
                 fields["reason"] = error.strerror
             log.error("worker ended", extra={"fields": fields})
             await asyncio.sleep(RESTART_PAUSE_S)
 
-    async def _live(self, number: int, port: int) -> int | None:
-        """Run one worker to its end; return its exit code."""
-        ours, theirs = socket.socketpair()
-        pipe = Pipe(ours, _UP)
+    async def _run_worker(self, number: int, port: int) -> int | None:
+        """Run one worker until it ends; return its exit code."""
+        main_end, worker_end = socket.socketpair()
+        pipe = WorkerPipe(main_end, _FROM_WORKER)
         try:
-            with theirs:
-                environment = {**os.environ, WORKER_ENV: f"{number}:{theirs.fileno()}:{port}"}
+            with worker_end:
+                environment = {**os.environ, WORKER_ENV: f"{number}:{worker_end.fileno()}:{port}"}
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     *("-m", "router", *sys.argv[1:]),
                     env=environment,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(worker_end.fileno(),),
                 )
             try:
-                await self._listen(pipe)
+                await self._forward_messages(pipe)
             finally:
-                await self._end(process)
+                await self._stop(process)
         finally:
             pipe.close()
         return process.returncode
 
-    async def _listen(self, pipe: Pipe) -> None:
-        """Pass on what a worker tells, until it ends or hangs."""
+    async def _forward_messages(self, pipe: WorkerPipe) -> None:
+        """Forward a worker's messages until it ends or hangs."""
         await pipe.open()
-        self._pipes[pipe] = None
+        self._sent_tables[pipe] = None
         try:
-            await self.lead()
-            while (message := await _heard(pipe)) is not None:
-                if not isinstance(message, Prompts):
-                    # Usage not passed on is not acknowledged: the worker sends it again.
+            await self.send_table()
+            while (message := await _next_message(pipe)) is not None:
+                if not isinstance(message, SharedPrompts):
+                    # Reports that are not forwarded are not acknowledged: the worker resends them.
                     await self._send(message)
                 elif message.rows:
                     self._learn(message.rows)
-                    self.tell(message, but=pipe)
+                    self.broadcast(message, sender=pipe)
         finally:
-            del self._pipes[pipe]
+            del self._sent_tables[pipe]
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """See a worker off: asked to end, and killed where it does not."""
+    async def _stop(self, process: asyncio.subprocess.Process) -> None:
+        """Ask a worker to end, and kill it after the timeout."""
         try:
             with suppress(ProcessLookupError):
                 process.terminate()
@@ -220,12 +223,13 @@ class Workers:
                 await process.wait()
 
 
-async def _heard(pipe: Pipe) -> Any:
-    """Return what a worker says next; None where it ended, or hangs: each says something a second.
+async def _next_message(pipe: WorkerPipe) -> Any:
+    """Return a worker's next message; None if it ended, or hangs.
 
-    It may be silent twice: a loop that was held up runs its timers before it reads what came.
+    Each worker sends something every second. Two timeouts are needed, because an event loop that
+    was held up runs its timers before it reads what has arrived.
     """
-    # One reading, however often it is looked at: half a frame read is lost with who read it.
+    # One read for both waits: cancelling it could lose half of a frame.
     reading = asyncio.ensure_future(pipe.read())
     try:
         for _ in range(2):
@@ -238,38 +242,38 @@ async def _heard(pipe: Pipe) -> Any:
 
 
 class ParentLink:
-    """A worker's side: what it has in place of the conversation with a scheduler."""
+    """A worker's connection to the main process, used in place of one to a scheduler."""
 
     def __init__(
         self, end: socket.socket, on_message: Callable[[Any], Awaitable[None]], ended: asyncio.Event
     ) -> None:
-        """Give what comes down to `on_message`; set `ended` when the main process is gone."""
+        """Pass messages to `on_message`; set `ended` when the main process is gone."""
         self.connected = True
-        self._told = asyncio.Event()
-        self._pipe = Pipe(end, _DOWN)
+        self._got_message = asyncio.Event()
+        self._pipe = WorkerPipe(end, _FROM_MAIN)
         self._on_message = on_message
         self._ended = ended
 
     async def run(self) -> None:
-        """Listen to the main process until it ends: then end too, for nobody leads."""
+        """Read messages until the main process ends, then end this worker too."""
         await self._pipe.open()
         try:
             while (message := await self._pipe.read()) is not None:
                 await self._on_message(message)
-                self._told.set()
+                self._got_message.set()
             self.connected = False
             self._ended.set()
         finally:
             self._pipe.close()
 
-    async def until_told(self, timeout_s: float) -> None:
-        """Return when something came down, or after `timeout_s`: it may have nothing to tell."""
+    async def wait_for_message(self, timeout_s: float) -> None:
+        """Return after the first message, or after `timeout_s`: there may be no table yet."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._told.wait()
+                await self._got_message.wait()
 
     async def send(self, message: msgspec.Struct) -> bool:
-        """Send what is the main process's to pass on; round trips are its own to measure."""
-        if isinstance(message, Demand | Usage | Prompts):
+        """Send what the main process forwards. It measures round trips itself."""
+        if isinstance(message, Demand | Usage | SharedPrompts):
             return self._pipe.write(message)
         return False

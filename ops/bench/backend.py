@@ -1,7 +1,7 @@
-"""A backend that costs next to nothing: canned OpenAI answers from a bare uvloop protocol.
+"""A very cheap backend: prepared OpenAI responses from a plain uvloop protocol.
 
-`python -m ops.bench.backend PORT` serves one process. A request whose body holds `"stream":true`
-gets 100 chunks; with `?slow` in its model name the chunks come 10 ms apart.
+`python -m ops.bench.backend PORT` serves in one process. A request with `"stream":true` in its body
+gets 100 chunks at once, or one chunk every N ms with `pace=Nms` in its text.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ _MODELS = (
 
 
 def chunk(data: bytes) -> bytes:
-    """Write one chunk."""
+    """Return data as one HTTP chunk."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
@@ -81,19 +81,19 @@ _CHUNKED = [chunk(frame) for frame in [*FRAMES, *TAIL]]
 _AT_ONCE = _STREAM_HEAD + b"".join(_CHUNKED) + b"0\r\n\r\n"
 
 
-class Backend(asyncio.Protocol):
-    """One connection. Requests are told apart by searching, not by parsing."""
+class BackendProtocol(asyncio.Protocol):
+    """One connection. Requests are distinguished by searching, not by parsing."""
 
     def __init__(self) -> None:
         self._held = b""
         self._transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
+        """Store the transport."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Answer every whole request that came."""
+        """Answer every complete request."""
         held = self._held + data if self._held else data
         while (end := held.find(b"\r\n\r\n")) >= 0:
             head = held[:end].lower()
@@ -131,7 +131,7 @@ class Backend(asyncio.Protocol):
 async def serve(port: int) -> None:
     """Serve until killed."""
     server = await asyncio.get_running_loop().create_server(
-        Backend, "127.0.0.1", port, backlog=8192
+        BackendProtocol, "127.0.0.1", port, backlog=8192
     )
     await server.serve_forever()
 

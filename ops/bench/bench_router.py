@@ -1,4 +1,4 @@
-"""Our router alone, as production runs it, before a given backend: no scheduler, a table on disk.
+"""Our router as in production, with a given backend, a route table on disk and no scheduler.
 
 `python -m ops.bench.bench_router PORT BACKEND_PORT FOLDER [PROCESSES]` prints a key and serves.
 """
@@ -36,8 +36,8 @@ from isochrone.wire.routes import DeploymentEntry, KeyEntry, KeyLimits, Pop, Rou
 KEY = format_key(KeyId("b" * 12), b"\x02" * 32)
 
 
-def table(backend_port: int, routes: int) -> RouteTable:
-    """Return a table of one deployment with `routes` replicas at the backend, and limits."""
+def route_table(backend_port: int, routes: int) -> RouteTable:
+    """Return a table of one deployment with `routes` replicas at the backend, and a limited key."""
     parsed = parse_key(KEY)
     assert parsed is not None
     return RouteTable(
@@ -82,7 +82,7 @@ def table(backend_port: int, routes: int) -> RouteTable:
 
 
 def identity(folder: Path) -> Identity:
-    """Return papers of an authority made on the spot."""
+    """Return a router's identity, issued by a new certificate authority."""
     now = datetime.now(UTC)
     authority = Authority.create(folder / "authority", "bench", now)
     key_pem = new_key_pem()
@@ -105,13 +105,13 @@ def identity(folder: Path) -> Identity:
 
 
 def main() -> None:
-    """Write what a router that ran before has on disk, and become it."""
+    """Write the state of a router that ran before, and become that router."""
     port, backend_port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     processes = int(sys.argv[4]) if len(sys.argv) > 4 else 1
     state = folder / "state"
     state.mkdir(parents=True, exist_ok=True)
     save_identity(state, identity(folder))
-    files.write_snapshot(state / "table.snapshot", codec.encode(table(backend_port, 1)))
+    files.write_snapshot(state / "table.snapshot", codec.encode(route_table(backend_port, 1)))
     config = folder / "router.toml"
     config.write_text(
         f'state_folder = "{state}"\nport = {port}\nprocesses = {processes}\n'

@@ -1,9 +1,9 @@
-"""What a choice costs: picture, prefix match and ranking over 200 routes with 64 prefix keys.
+"""What ranking costs: snapshot, prefix match and ranking over 200 routes with 64 prefix keys.
 
     python -m ops.bench.choice
 
-The fleet is a router's own (`router.fleet.Fleet`), warmed with traffic; its time is passed in. What
-is measured is the thread's CPU time: on a shared machine the wall clock also shows its neighbours.
+The fleet state is the router's own, warmed up with traffic on a manual clock. The times are CPU
+time of the thread, because on a shared machine the wall clock also includes other processes.
 Prints the table of ops/bench/choice.md.
 """
 
@@ -26,19 +26,25 @@ from isochrone.wire.ids import (
     ReplicaId,
 )
 from isochrone.wire.routes import DeploymentEntry, Pop, Route, RouteTable
-from router.decide.pick import Ask, rank
-from router.decide.prefixes import PrefixKeys, ends_of, keys_of
-from router.fleet import Fleet
+from router.decide.prefix_index import PrefixKeys, block_ends, prefix_keys
+from router.decide.ranked_route import RankedRoute
+from router.decide.ranking import RouteQuery, rank
+from router.decide.tokens_in_flight import Reservation
+from router.feedback import AttemptFeedback, ProbeFeedback
+from router.fleet_state import FleetState
 
 ROUTES: Final = 200
 KEYS: Final = 64
 POPS: Final = 20
 ROUNDS: Final = 4000
+WARM_UP_ROUNDS: Final = 3000
+PROMPTS: Final = 300
+HASHED_PROMPTS: Final = 2000
 DEPLOYMENT: Final = DeploymentId("d")
 
 
-class Clock:
-    """Seconds that pass only when told."""
+class ManualClock:
+    """Seconds that pass only when they are set."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -48,10 +54,10 @@ class Clock:
         return self.now_s
 
 
-def a_fleet(clock: Clock, routes: int, seed: int) -> Fleet:
-    """Return a router of one PoP with `routes` replicas in twenty."""
+def make_fleet(clock: ManualClock, routes: int, seed: int) -> FleetState:
+    """Return the fleet state of one PoP's router, with `routes` replicas in POPS PoPs."""
     chance = random.Random(seed)
-    fleet = Fleet(PopId("p00"), clock)
+    fleet = FleetState(PopId("p00"), clock)
     pops = tuple(
         Pop(
             pop=PopId(f"p{n:02}"),
@@ -91,71 +97,72 @@ def a_fleet(clock: Clock, routes: int, seed: int) -> Fleet:
     return fleet
 
 
-def a_prompt(chance: random.Random) -> PrefixKeys:
-    """Return a chain of 64 keys: a system prompt that all share, then a conversation's own."""
+def make_prompt(chance: random.Random) -> PrefixKeys:
+    """Return a chain of KEYS keys: a shared system prompt, then a conversation's own text."""
     conversation = chance.randrange(400)
-    length = ends_of(10**7, keys_max=KEYS)[-1] + 1
-    words = random.Random(conversation).randbytes(length)
-    return keys_of(bytes(2048) + words[2048:], 7)
+    length = block_ends(10**7, keys_max=KEYS)[-1] + 1
+    text = random.Random(conversation).randbytes(length)
+    return prefix_keys(bytes(2048) + text[2048:], 7)
 
 
-def busy(
-    fleet: Fleet, clock: Clock, chance: random.Random, alike: bool, at_once: int
+def traffic_turn(
+    fleet: FleetState, clock: ManualClock, chance: random.Random, concurrent: int
 ) -> Callable[[int], None]:
-    """Return one turn of traffic: a choice, what is booked for it, and what answers tell."""
-    prompts = [a_prompt(chance) for _ in range(300)]
-    open_requests = []
+    """Return a function that sends one request and lets an earlier one be answered."""
+    prompts = [make_prompt(chance) for _ in range(PROMPTS)]
+    attempts = AttemptFeedback(fleet)
+    in_flight: list[tuple[RankedRoute, Reservation]] = []
 
     def turn(number: int) -> None:
         clock.now_s += 0.004
         keys = prompts[number % len(prompts)]
-        ask = Ask(f"q{number}", 6000, 300, held=fleet.held(DEPLOYMENT, keys))
-        ranked = rank(fleet.view(DEPLOYMENT), ask)[0]
-        held = fleet.reserve(ranked.route, prefill=ranked.uncached_tokens, decode=300)
-        fleet.sent(ranked, keys)
-        open_requests.append((ranked, held))
-        if len(open_requests) > at_once:
-            ranked, held = open_requests.pop(chance.randrange(at_once // 2))
-            fleet.heard(ranked.route, ReportedLoad(chance.randrange(20_000), 4000, 9, 0))
-            fleet.first_token(ranked, ranked.ttft_ms * chance.uniform(0.9, 1.4), held)
-            held.release()
+        matches = fleet.routing(DEPLOYMENT).prefix_matches(keys)
+        query = RouteQuery(f"q{number}", 6000, 300, matches=matches)
+        ranked = rank(fleet.snapshot(DEPLOYMENT), query)[0]
+        reservation = attempts.reserve(ranked.route, prefill=ranked.uncached_tokens, decode=300)
+        attempts.record_sent(ranked, keys)
+        in_flight.append((ranked, reservation))
+        if len(in_flight) > concurrent:
+            ranked, reservation = in_flight.pop(chance.randrange(concurrent // 2))
+            load = ReportedLoad(chance.randrange(20_000), 4000, 9, 0)
+            attempts.record_answer_head(ranked.route, load)
+            took_ms = ranked.ttft_ms * chance.uniform(0.9, 1.4)
+            attempts.record_first_token(ranked, took_ms, reservation)
+            reservation.release()
 
-    if alike:
-        for node in range(len(fleet.nodes())):
-            fleet.measured(NodeId(f"n{node:03}"), 1.0)
     return turn
 
 
-def time_choices(
-    fleet: Fleet, prompts: list[PrefixKeys], turn: Callable[[int], None]
+def time_rankings(
+    fleet: FleetState, prompts: list[PrefixKeys], turn: Callable[[int], None]
 ) -> dict[str, list[float]]:
-    """Return microseconds by step of many choices, with traffic going on between them."""
-    took: dict[str, list[float]] = {"picture": [], "prefix match": [], "rank": [], "all": []}
+    """Return the microseconds of each step of many rankings, with traffic between them."""
+    took_us: dict[str, list[float]] = {"snapshot": [], "prefix match": [], "rank": [], "all": []}
     for number in range(ROUNDS):
         turn(number)
         keys = prompts[number % len(prompts)]
         began = thread_time_ns()
-        held = fleet.held(DEPLOYMENT, keys)
+        matches = fleet.routing(DEPLOYMENT).prefix_matches(keys)
         matched = thread_time_ns()
-        picture = fleet.view(DEPLOYMENT)
-        seen = thread_time_ns()
-        first = rank(picture, Ask(f"r{number}", 6000, 300, held=held))[0]
+        snapshot = fleet.snapshot(DEPLOYMENT)
+        frozen = thread_time_ns()
+        first = rank(snapshot, RouteQuery(f"r{number}", 6000, 300, matches=matches))[0]
         ended = thread_time_ns()
         assert first.ttft_ms >= 0
-        took["prefix match"].append((matched - began) / 1000)
-        took["picture"].append((seen - matched) / 1000)
-        took["rank"].append((ended - seen) / 1000)
-        took["all"].append((ended - began) / 1000)
-    return took
+        took_us["prefix match"].append((matched - began) / 1000)
+        took_us["snapshot"].append((frozen - matched) / 1000)
+        took_us["rank"].append((ended - frozen) / 1000)
+        took_us["all"].append((ended - began) / 1000)
+    return took_us
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Return the value that `share` of them do not exceed."""
+    """Return the value that `share` of the values do not exceed."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def row(name: str, values: list[float]) -> str:
-    """Return one line of the table."""
+def table_row(name: str, values: list[float]) -> str:
+    """Return one row of the table."""
     figures = [statistics.median(values), percentile(values, 0.9), percentile(values, 0.99)]
     return f"| {name} | " + " | ".join(f"{figure:.1f}" for figure in figures) + " |"
 
@@ -165,26 +172,30 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     print("| case | p50 us | p90 us | p99 us |\n|---|---|---|---|")
-    for name, routes, alike in (
+    for name, routes, is_equally_near in (
         (f"{ROUTES} routes in {POPS} PoPs", ROUTES, False),
         (f"{ROUTES} routes, all equally near", ROUTES, True),
         ("3 routes", 3, False),
     ):
-        clock, chance = Clock(), random.Random(1)
-        fleet = a_fleet(clock, routes, 2)
-        turn = busy(fleet, clock, chance, alike, routes * 2)
-        for number in range(3000):
+        clock, chance = ManualClock(), random.Random(1)
+        fleet = make_fleet(clock, routes, 2)
+        turn = traffic_turn(fleet, clock, chance, routes * 2)
+        if is_equally_near:
+            probes = ProbeFeedback(fleet)
+            for node_id in fleet.directory.node_addresses():
+                probes.record_round_trip(node_id, 1.0)
+        for number in range(WARM_UP_ROUNDS):
             turn(number)
-        prompts = [a_prompt(chance) for _ in range(300)]
-        for step, values in time_choices(fleet, prompts, turn).items():
-            print(row(f"{name}: {step}", values))
-    body = random.Random(3).randbytes(ends_of(10**7, keys_max=KEYS)[-1])
-    hashed = []
-    for _ in range(2000):
+        prompts = [make_prompt(chance) for _ in range(PROMPTS)]
+        for step, values in time_rankings(fleet, prompts, turn).items():
+            print(table_row(f"{name}: {step}", values))
+    body = random.Random(3).randbytes(block_ends(10**7, keys_max=KEYS)[-1])
+    hashed_us = []
+    for _ in range(HASHED_PROMPTS):
         began = thread_time_ns()
-        keys_of(body, 1)
-        hashed.append((thread_time_ns() - began) / 1000)
-    print(row(f"hashing a prompt of {len(body) // 1000} kB into {KEYS} keys", hashed))
+        prefix_keys(body, 1)
+        hashed_us.append((thread_time_ns() - began) / 1000)
+    print(table_row(f"hashing a prompt of {len(body) // 1000} kB into {KEYS} keys", hashed_us))
 
 
 if __name__ == "__main__":

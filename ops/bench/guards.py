@@ -1,9 +1,9 @@
-"""What a request pays for the guards: key, limits, queue and health; and what guessed keys cost.
+"""Measures what a request pays for key check, limits, queue and health; and what guessed keys cost.
 
     python -m ops.bench.guards
 
-Prints the table of ops/bench/guards.md. Everything runs in one process, in turns, so that the
-machine's mood falls on all alike; the best of the turns is what the code costs.
+Prints the table of ops/bench/guards.md. All cases run in one process and take turns, so that noise
+of the machine affects all of them; the best turn is what the code costs.
 """
 
 import gc
@@ -19,11 +19,11 @@ from isochrone.wire.ids import DeploymentId, KeyId, ReplicaId, TenantId
 from isochrone.wire.keys import format_key, parse_key
 from isochrone.wire.model import Price
 from isochrone.wire.routes import KeyEntry, KeyLimits
-from router.decide.admit import authenticate
-from router.decide.fair import FairQueue, Ticket
-from router.decide.health import Health
-from router.decide.limits import Gate
-from router.decide.retries import RetryBudget
+from router.decide.authentication import authenticate
+from router.decide.fair_queue import FairQueue, Ticket
+from router.decide.health import ReplicaHealth
+from router.decide.limits import KeyLimiter
+from router.decide.retry_budget import RetryBudget
 
 TURNS: Final = 15
 CALLS: Final = 4_000
@@ -41,7 +41,7 @@ ALL: Final = KeyLimits(
 
 
 def a_key(number: int, limits: KeyLimits) -> tuple[str, KeyEntry]:
-    """Return a key's text and its entry in the table."""
+    """Return an API key's Authorization header and its entry in the route table."""
     text = format_key(KeyId(f"{number:012d}"), hashlib.sha256(b"%d" % number).digest())
     parsed = parse_key(text)
     assert parsed is not None
@@ -52,10 +52,10 @@ def a_key(number: int, limits: KeyLimits) -> tuple[str, KeyEntry]:
 
 
 def cases() -> dict[str, Callable[[int], None]]:
-    """Return what is measured: each takes the number of the call."""
-    made = [a_key(number, ALL) for number in range(KEYS)]
-    keys = {entry.key_id: entry for _, entry in made}
-    gate, health, budget = Gate(), Health(), RetryBudget()
+    """Return the measured functions by name; each takes the number of the call."""
+    all_keys = [a_key(number, ALL) for number in range(KEYS)]
+    keys = {entry.key_id: entry for _, entry in all_keys}
+    limiter, health, budget = KeyLimiter(), ReplicaHealth(), RetryBudget()
     price = Price(prompt_per_million=1.0, output_per_million=2.0)
     free = a_key(KEYS, KeyLimits())[1]
     queue: FairQueue[Ticket] = FairQueue(100_000, 2**40)
@@ -67,16 +67,16 @@ def cases() -> dict[str, Callable[[int], None]]:
     def limits(call: int) -> None:
         now_s = 1.0 + call * 1e-3
         spend = price.spend(100, 0, 50)
-        entry = gate.enter(made[call % KEYS][1], 150, now_s, UNIX_S, spend)
-        entry.leave(120, now_s, price.spend(100, 20, 20))
+        entry = limiter.admit(all_keys[call % KEYS][1], 150, now_s, UNIX_S, spend)
+        entry.settle(120, now_s, price.spend(100, 20, 20))
 
     def no_limits(call: int) -> None:
-        gate.enter(free, 150, 1.0, UNIX_S).leave(120, 1.0)
+        limiter.admit(free, 150, 1.0, UNIX_S).settle(120, 1.0)
 
     def headers(call: int) -> None:
-        entry = gate.enter(made[call % KEYS][1], 150, 10.0, UNIX_S)
-        entry.lines(10.0)
-        entry.leave(150, 10.0)
+        entry = limiter.admit(all_keys[call % KEYS][1], 150, 10.0, UNIX_S)
+        entry.header_lines(10.0)
+        entry.settle(150, 10.0)
 
     def queued(call: int) -> None:
         queue.push(Ticket(D, tenants[call % 1000], 100))
@@ -84,27 +84,29 @@ def cases() -> dict[str, Callable[[int], None]]:
         assert head is not None
         queue.take(head, float(call))
 
-    def well(call: int) -> None:
+    def healthy(call: int) -> None:
         budget.deposit(call * 1e-3)
-        health.picked(replica, call * 1e-3)
-        health.answered(replica)
+        health.record_sent(replica, call * 1e-3)
+        health.record_success(replica)
 
     return {
-        "key: `authenticate`": lambda call: void(authenticate(keys, made[call % KEYS][0], UNIX_S)),
-        "limits: `enter` + `leave`, all five limits": limits,
-        "limits: `enter` + `leave`, a key without any": no_limits,
+        "key: `authenticate`": lambda call: void(
+            authenticate(keys, all_keys[call % KEYS][0], UNIX_S)
+        ),
+        "limits: `admit` + `settle`, all five limits": limits,
+        "limits: `admit` + `settle`, a key without any": no_limits,
         "limits: the same with `x-ratelimit-*` headers written": headers,
         "queue: in and out, 10,000 of 1,000 tenants waiting": queued,
-        "health and retry budget, a replica that is well": well,
+        "health and retry budget, a healthy replica": healthy,
     }
 
 
 def void(_: object) -> None:
-    """Drop a result."""
+    """Drop a result, so that the case returns None."""
 
 
-def best_us(case: Callable[[int], None]) -> float:
-    """Return one turn's microseconds a call."""
+def turn_us(case: Callable[[int], None]) -> float:
+    """Return the microseconds per call of one turn."""
     began = time.perf_counter()
     for call in range(CALLS):
         case(call)
@@ -112,36 +114,36 @@ def best_us(case: Callable[[int], None]) -> float:
 
 
 def guess() -> tuple[int, float, float]:
-    """Try keys that do not exist; return how many states and MiB they left, and us a guess."""
+    """Try keys that do not exist; return the states and MiB they leave, and us per guess."""
     known = a_key(0, ALL)[1]
-    gate, process = Gate(), psutil.Process()
+    limiter, process = KeyLimiter(), psutil.Process()
     gc.collect()
     before = process.memory_info().rss
     began = time.perf_counter()
     text = format_key(KeyId("0" * 12), bytes(32))
     for number in range(GUESSES):
-        # Another id and secret each time; the checksum is right for every hundredth.
+        # Another id and secret each time; every hundredth has a valid checksum.
         tail = f"{number:07d}"
         guessed = f"iso_{tail.rjust(12, 'a')}_{tail.rjust(43, 'B')}{text[-7:]}"
         if number % 100 == 0:
             guessed = format_key(KeyId(tail.rjust(12, "a")), number.to_bytes(32, "big"))
         try:
-            gate.enter(authenticate({known.key_id: known}, f"Bearer {guessed}", UNIX_S), 1, 0, 0)
+            limiter.admit(authenticate({known.key_id: known}, f"Bearer {guessed}", UNIX_S), 1, 0, 0)
         except ApiError:
             continue
     took_us = 1e6 * (time.perf_counter() - began) / GUESSES
-    return len(gate), (process.memory_info().rss - before) / 2**20, took_us
+    return len(limiter), (process.memory_info().rss - before) / 2**20, took_us
 
 
 def main() -> None:
     """Measure and print."""
     rows = {name: (case, list[float]()) for name, case in cases().items()}
     for _ in range(TURNS):
-        for case, taken in rows.values():
-            taken.append(best_us(case))
-    print("| what | best, us | median, us |\n|---|---:|---:|")
-    for name, (_, taken) in rows.items():
-        print(f"| {name} | {min(taken):.2f} | {sorted(taken)[TURNS // 2]:.2f} |")
+        for case, taken_us in rows.values():
+            taken_us.append(turn_us(case))
+    print("| case | best, us | median, us |\n|---|---:|---:|")
+    for name, (_, taken_us) in rows.items():
+        print(f"| {name} | {min(taken_us):.2f} | {sorted(taken_us)[TURNS // 2]:.2f} |")
     states, grown_mib, took_us = guess()
     print(
         f"\n{GUESSES:,} guessed keys: {states} states kept, "

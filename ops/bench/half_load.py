@@ -1,12 +1,12 @@
-"""What the router adds while it is half busy: requests at a fixed rate, whoever is still waiting.
+"""Measures the latency that a router adds at a fixed request rate (an open-loop load).
 
 `python -m ops.bench.half_load RATE [SECONDS] [ROUNDS] [--connections 32] [--peers FOLDER]`. The
-backend itself, then each router before it (ours, compiled too where it is built, and those in
-FOLDER as relay.py takes it), alone at the rate, in turn. A request counts from the moment it was
-due, so that a stall is seen by everyone it held up.
+backend alone and then each router before it (ours, also compiled if it is built, and those in
+FOLDER, see relay.py) get the rate in turn. A latency counts from when the request was due, so that
+a stall shows in every request that it delayed.
 
-The client asks no event loop: those wake at whole milliseconds and would send in bursts. It polls,
-and so keeps one core to itself; routers and backend share the rest.
+The client uses no event loop, because event loops wake at whole milliseconds and would send in
+bursts. It polls, and so occupies one core; routers and backend share the others.
 """
 
 import argparse
@@ -28,8 +28,8 @@ BACKEND_PORT = 18101
 WARM_UP_S = 2.0
 
 
-class Asker:
-    """One connection, blocking nobody: what was asked over it and since when it is due."""
+class PollingConnection:
+    """A non-blocking connection with at most one open request."""
 
     def __init__(self, port: int, key: str) -> None:
         body = PLAIN.encode()
@@ -41,47 +41,47 @@ class Asker:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.setblocking(False)
         self._due_s = 0.0
-        self._came = b""
+        self._received = b""
 
-    def ask(self, due_s: float) -> None:
-        """Send what was due at `due_s`."""
+    def send(self, due_s: float) -> None:
+        """Send a request that was due at `due_s`."""
         self._due_s = due_s
-        self._came = b""
+        self._received = b""
         self.socket.send(self._request)
 
-    def took_ms(self) -> float | None:
-        """Take what came; return how long the answer took, None where it is not whole yet."""
+    def read_latency_ms(self) -> float | None:
+        """Read; return the latency of the response, None while it is incomplete."""
         part = self.socket.recv(65_536)
         now_s = time.perf_counter()
-        self._came += part
-        if not part or not self._came.startswith(b"HTTP/1.1 200"):
-            raise SystemExit(f"cannot measure: answered {self._came[:200]!r}")
-        return 1000 * (now_s - self._due_s) if self._came.endswith(backend.WHOLE) else None
+        self._received += part
+        if not part or not self._received.startswith(b"HTTP/1.1 200"):
+            raise SystemExit(f"cannot measure: answered {self._received[:200]!r}")
+        return 1000 * (now_s - self._due_s) if self._received.endswith(backend.WHOLE) else None
 
 
-def ask_at(rate: float, seconds: float, port: int, key: str, connections: int) -> list[float]:
-    """Ask at `rate` a second over so many connections; return how long each answer took."""
-    askers = [Asker(port, key) for _ in range(connections)]
-    by_fd = {asker.socket.fileno(): asker for asker in askers}
+def send_at(rate: float, seconds: float, port: int, key: str, connections: int) -> list[float]:
+    """Send `rate` requests a second over some connections; return the latencies in ms."""
+    clients = [PollingConnection(port, key) for _ in range(connections)]
+    by_fd = {client.socket.fileno(): client for client in clients}
     poll = select.epoll()
     for fd in by_fd:
         poll.register(fd, select.EPOLLIN)
-    idle = deque(askers)
-    took_ms: list[float] = []
-    asked, count = 0, int(rate * seconds)
+    idle = deque(clients)
+    latencies_ms: list[float] = []
+    sent, count = 0, int(rate * seconds)
     began_s = time.perf_counter()
-    while len(took_ms) < count:
-        while asked < count and idle and began_s + asked / rate <= time.perf_counter():
-            idle.popleft().ask(began_s + asked / rate)
-            asked += 1
+    while len(latencies_ms) < count:
+        while sent < count and idle and began_s + sent / rate <= time.perf_counter():
+            idle.popleft().send(began_s + sent / rate)
+            sent += 1
         for fd, _ in poll.poll(0):
-            took = by_fd[fd].took_ms()
-            if took is not None:
-                took_ms.append(took)
+            latency_ms = by_fd[fd].read_latency_ms()
+            if latency_ms is not None:
+                latencies_ms.append(latency_ms)
                 idle.append(by_fd[fd])
-    for asker in askers:
-        asker.socket.close()
-    return took_ms
+    for client in clients:
+        client.socket.close()
+    return latencies_ms
 
 
 def main() -> None:
@@ -92,33 +92,38 @@ def main() -> None:
     parser.add_argument("rounds", type=int, nargs="?", default=3)
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--peers", type=Path, default=Path("none"))
-    told = parser.parse_args()
+    arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        folder = Path(temporary)
         os.sched_setaffinity(0, cores[1:] or cores)
-        served = [sys.executable, "-m", "ops.bench.backend", str(BACKEND_PORT)]
-        stack.enter_context(running(served, folder / "backend.log"))
+        backend_command = [sys.executable, "-m", "ops.bench.backend", str(BACKEND_PORT)]
+        stack.enter_context(running(backend_command, folder / "backend.log"))
         until_open(BACKEND_PORT)
         targets = [("direct", BACKEND_PORT, "x")]
-        for one in contestants(told.peers, folder):
-            log = folder / f"{one.port}.log"
-            stack.enter_context(running(one.command, log, one.tree))
-            until_open(one.port)
-            targets.append((one.name, one.port, log.read_text().split()[0] if one.is_ours else "x"))
+        for router in contestants(arguments.peers, folder):
+            log = folder / f"{router.port}.log"
+            stack.enter_context(running(router.command, log, router.tree))
+            until_open(router.port)
+            targets.append(
+                (router.name, router.port, log.read_text().split()[0] if router.is_ours else "x")
+            )
         os.sched_setaffinity(0, cores[:1])
-        seen: dict[str, list[list[float]]] = {}
-        for _ in range(told.rounds):
-            for who, port, key in targets:
-                ask_at(told.rate, WARM_UP_S, port, key, told.connections)
-                took_ms = ask_at(told.rate, told.seconds, port, key, told.connections)
-                seen.setdefault(who, []).append(sorted(took_ms))
-    print("| who | answers | p50 ms | p90 ms | p99 ms | p99.9 ms |\n|---|---|---|---|---|---|")
-    for who, turns in seen.items():
+        results: dict[str, list[list[float]]] = {}
+        for _ in range(arguments.rounds):
+            for name, port, key in targets:
+                send_at(arguments.rate, WARM_UP_S, port, key, arguments.connections)
+                latencies_ms = send_at(
+                    arguments.rate, arguments.seconds, port, key, arguments.connections
+                )
+                results.setdefault(name, []).append(sorted(latencies_ms))
+    print("| router | responses | p50 ms | p90 ms | p99 ms | p99.9 ms |\n|---|---|---|---|---|---|")
+    for name, rounds in results.items():
         tails = [
-            median(one[int(len(one) * share)] for one in turns) for share in (0.5, 0.9, 0.99, 0.999)
+            median(latencies[int(len(latencies) * share)] for latencies in rounds)
+            for share in (0.5, 0.9, 0.99, 0.999)
         ]
-        print(f"| {who} | {sum(map(len, turns))} | {' | '.join(f'{ms:.2f}' for ms in tails)} |")
+        print(f"| {name} | {sum(map(len, rounds))} | {' | '.join(f'{ms:.2f}' for ms in tails)} |")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What a request costs in the router, beside the routers of the field, before one same backend.
+"""Measures what a request costs in our router and in other routers, with the same backend.
 
 `python -m ops.bench.relay --peers FOLDER [--seconds 4] [--rounds 3]`. FOLDER holds a virtual
-environment for each peer that is to take part: `vllm` (vllm-router), `sgl` (sglang-router), `smg`,
-`litellm` (litellm[proxy]); those absent are left out. Needs `wrk`. The contestants take turns
-within each round, so that a noisy machine is noisy for all; the figure to trust is CPU per request
-(user and system time of the contestant's processes, from /proc), the median over the rounds.
+environment for each other router: `vllm` (vllm-router), `sgl` (sglang-router), `smg`, `litellm`
+(litellm[proxy]); missing ones are skipped. Needs `wrk`. The routers take turns within each round,
+so that noise of the machine affects all of them. The most reliable figure is CPU per request (user
+and system time of the router's processes, from /proc), as the median over the rounds.
 
-Ours runs as in production: authentication, limits, choice, token accounting, usage journal and
-metrics. Every contestant's answer is compared, byte for byte of its body, with the backend's own.
+Our router runs as in production: authentication, limits, ranking, token accounting, usage journal
+and metrics. Every router's response body is compared byte by byte with the backend's.
 """
 
 import argparse
@@ -40,8 +40,8 @@ STREAM = f'{{"model":"bench","stream":true,"stream_options":{{"include_usage":tr
 START_S = 60.0
 
 
-class Contestant(NamedTuple):
-    """One router: how it is called, where it listens, how and in which tree it is started."""
+class RouterContestant(NamedTuple):
+    """One router: its name, port, start command, and the source tree to run it in."""
 
     name: str
     port: int
@@ -50,16 +50,16 @@ class Contestant(NamedTuple):
     is_ours: bool = False
 
 
-class Load(NamedTuple):
-    """One way of asking."""
+class LoadPattern(NamedTuple):
+    """A request body, and the number of connections that send it."""
 
     name: str
     body: str
     connections: int
 
 
-class Seen(NamedTuple):
-    """What one run showed."""
+class RelayMeasurement(NamedTuple):
+    """The results of one run."""
 
     per_s: float
     p50_ms: float
@@ -71,25 +71,25 @@ class Seen(NamedTuple):
 
 
 LOADS = (
-    Load("plain c=1", PLAIN, 1),
-    Load("plain c=16", PLAIN, 16),
-    Load("stream c=16", STREAM, 16),
+    LoadPattern("plain c=1", PLAIN, 1),
+    LoadPattern("plain c=16", PLAIN, 16),
+    LoadPattern("stream c=16", STREAM, 16),
 )
 
 
-def contestants(peers: Path, folder: Path) -> list[Contestant]:
-    """Return ours, and whichever peers are installed."""
+def contestants(peers: Path, folder: Path) -> list[RouterContestant]:
+    """Return our router in its variants, and the other routers that are installed."""
     target = f"http://127.0.0.1:{BACKEND_PORT}"
-    found = []
+    routers = []
     for port, name, tree, processes in (
         (18102, "isochrone", ROOT, 1),
         (18103, "isochrone, compiled", COMPILED, 1),
-        (18104, "isochrone, compiled, one a core", COMPILED, os.cpu_count() or 1),
+        (18104, "isochrone, compiled, one process per core", COMPILED, os.cpu_count() or 1),
     ):
         if tree.exists():
             ours = [sys.executable, "-m", "ops.bench.bench_router", str(port), str(BACKEND_PORT)]
             ours += [str(folder / str(port)), str(processes)]
-            found.append(Contestant(name, port, ours, tree, is_ours=True))
+            routers.append(RouterContestant(name, port, ours, tree, is_ours=True))
     for number, (name, venv, module, policy) in enumerate(
         (
             ("vllm-router round_robin", "vllm", ["vllm-router"], "round_robin"),
@@ -111,7 +111,7 @@ def contestants(peers: Path, folder: Path) -> list[Contestant]:
         metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(port + 1000)]
         level = "warning" if venv == "vllm" else "warn"
         command = [str(binary), *module[1:], *listen, "--policy", policy, *metrics]
-        found.append(Contestant(name, port, [*command, "--log-level", level]))
+        routers.append(RouterContestant(name, port, [*command, "--log-level", level]))
     litellm = peers / "litellm" / "bin" / "litellm"
     if litellm.exists():
         config = folder / "litellm.yaml"
@@ -120,15 +120,15 @@ def contestants(peers: Path, folder: Path) -> list[Contestant]:
             f"      model: openai/bench\n      api_base: {target}/v1\n      api_key: x\n"
         )
         command = [str(litellm), "--config", str(config), "--host", "127.0.0.1"]
-        found.append(
-            Contestant("litellm", 18120, [*command, "--port", "18120", "--num_workers", "1"])
+        routers.append(
+            RouterContestant("litellm", 18120, [*command, "--port", "18120", "--num_workers", "1"])
         )
-    return found
+    return routers
 
 
 @contextmanager
 def running(command: list[str], log: Path, tree: Path = ROOT) -> Iterator[psutil.Process]:
-    """Run a process and all it starts, our own code as it is in `tree`; end them."""
+    """Run a process in the source `tree`; on exit kill it and its children."""
     environment = {
         **os.environ,
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -140,27 +140,27 @@ def running(command: list[str], log: Path, tree: Path = ROOT) -> Iterator[psutil
             yield psutil.Process(process.pid)
         finally:
             family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]
-            for one in family:
-                one.kill()
+            for member in family:
+                member.kill()
             process.wait()
 
 
 def until_open(port: int) -> None:
-    """Wait until somebody listens."""
+    """Wait until a server listens on the port."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.1)
-    raise SystemExit(f"cannot measure: nobody listens on {port} after {START_S:g} s")
+    raise SystemExit(f"cannot measure: no server listens on port {port} after {START_S:g} s")
 
 
 def cpu_s(process: psutil.Process) -> float:
     """Return the CPU time that a process and its children have used."""
     total = 0.0
-    for one in (process, *process.children(recursive=True)):
-        times = one.cpu_times()
+    for member in (process, *process.children(recursive=True)):
+        times = member.cpu_times()
         total += times.user + times.system
     return total
 
@@ -168,31 +168,35 @@ def cpu_s(process: psutil.Process) -> float:
 def rss_mib(process: psutil.Process) -> float:
     """Return the memory of a process and its children."""
     tree = (process, *process.children(recursive=True))
-    return float(sum(one.memory_info().rss for one in tree)) / 2**20
+    return float(sum(member.memory_info().rss for member in tree)) / 2**20
 
 
-def ask(port: int, key: str, body: str) -> bytes:
-    """Return the body of one answer."""
+def fetch(port: int, key: str, body: str) -> bytes:
+    """Return the body of one response."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
     connection.request("POST", PATH, body, headers)
-    answer = connection.getresponse()
-    received = answer.read()
+    response = connection.getresponse()
+    received = response.read()
     connection.close()
-    if answer.status != 200:
-        raise SystemExit(f"cannot measure: {port} answered {answer.status}: {received[:200]!r}")
+    if response.status != 200:
+        raise SystemExit(
+            f"cannot measure: port {port} answered {response.status}: {received[:200]!r}"
+        )
     return received
 
 
 def is_same(port: int, key: str) -> str:
-    """Say whether a contestant passes answers on byte for byte."""
-    plain = ask(port, key, PLAIN) == backend.WHOLE
-    stream = ask(port, key, STREAM) == b"".join([*backend.FRAMES, *backend.TAIL])
+    """Return "yes" if a router relays responses byte by byte, else what differs."""
+    plain = fetch(port, key, PLAIN) == backend.WHOLE
+    stream = fetch(port, key, STREAM) == b"".join([*backend.FRAMES, *backend.TAIL])
     return "yes" if plain and stream else f"plain {plain}, stream {stream}".lower()
 
 
-def measure(one: Contestant, process: psutil.Process, load: Load, key: str, seconds: float) -> Seen:
-    """Let wrk ask for a while."""
+def measure(
+    router: RouterContestant, process: psutil.Process, load: LoadPattern, key: str, seconds: float
+) -> RelayMeasurement:
+    """Run wrk against a router."""
     script = Path(tempfile.gettempdir()) / f"relay-{os.getpid()}.lua"
     script.write_text(
         'wrk.method="POST"\nwrk.headers["Content-Type"]="application/json"\n'
@@ -202,7 +206,7 @@ def measure(one: Contestant, process: psutil.Process, load: Load, key: str, seco
     output = subprocess.run(
         [
             *("wrk", "-t1", f"-c{load.connections}", f"-d{seconds:g}s", "--latency"),
-            *("-s", str(script), f"http://127.0.0.1:{one.port}{PATH}"),
+            *("-s", str(script), f"http://127.0.0.1:{router.port}{PATH}"),
         ],
         capture_output=True,
         text=True,
@@ -214,7 +218,7 @@ def measure(one: Contestant, process: psutil.Process, load: Load, key: str, seco
     requests = int(found.group(1)) if found else 0
     bad = re.search(r"Non-2xx or 3xx responses: (\d+)", output)
     spent = sum(after) - sum(before)
-    return Seen(
+    return RelayMeasurement(
         per_s=_number(output, r"Requests/sec:\s+([0-9.]+)"),
         p50_ms=_time_ms(output, "50%"),
         p99_ms=_time_ms(output, "99%"),
@@ -237,14 +241,18 @@ def _time_ms(text: str, label: str) -> float:
     return float(found.group(1)) * {"us": 0.001, "ms": 1.0, "s": 1000.0}[found.group(2)]
 
 
-def table(rows: dict[tuple[str, str], list[Seen]], same: dict[str, str]) -> Iterator[str]:
-    """Write the medians as a Markdown table."""
+def table(
+    rows: dict[tuple[str, str], list[RelayMeasurement]], same: dict[str, str]
+) -> Iterator[str]:
+    """Yield the lines of a Markdown table with the medians."""
     yield "| router | load | req/s | p50 ms | p99 ms | CPU us/req | RSS MiB | errors | bytes |"
     yield "|---|---|---|---|---|---|---|---|---|"
-    for (name, load), seen in rows.items():
-        mid = [median(getattr(one, field) for one in seen) for field in Seen._fields]
-        per_s, p50, p99, cpu, rss, _, _ = mid
-        errors = sum(one.errors for one in seen)
+    for (name, load), runs in rows.items():
+        medians = [
+            median(getattr(run, field) for run in runs) for field in RelayMeasurement._fields
+        ]
+        per_s, p50, p99, cpu, rss, _, _ = medians
+        errors = sum(run.errors for run in runs)
         yield (
             f"| {name} | {load} | {per_s:,.0f} | {p50:.2f} | {p99:.2f} | {cpu:.0f} | {rss:.0f} "
             f"| {errors} | {same.get(name, '-')} |"
@@ -252,42 +260,43 @@ def table(rows: dict[tuple[str, str], list[Seen]], same: dict[str, str]) -> Iter
 
 
 def main() -> None:
-    """Run every contestant in turn and print the table."""
+    """Measure all routers in turn and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", type=Path, default=Path("peers"))
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    rows: dict[tuple[str, str], list[Seen]] = {}
+    rows: dict[tuple[str, str], list[RelayMeasurement]] = {}
     same: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        started: list[tuple[Contestant, psutil.Process]] = []
+        started: list[tuple[RouterContestant, psutil.Process]] = []
         server = [sys.executable, "-m", "ops.bench.backend", str(BACKEND_PORT)]
         direct = stack.enter_context(running(server, folder / "backend.log"))
         until_open(BACKEND_PORT)
-        started.append((Contestant("direct", BACKEND_PORT, []), direct))
-        for one in contestants(arguments.peers.absolute(), folder):
-            log = folder / f"{one.port}.log"
-            process = stack.enter_context(running(one.command, log, one.tree))
-            until_open(one.port)
-            started.append((one, process))
+        started.append((RouterContestant("direct", BACKEND_PORT, []), direct))
+        for router in contestants(arguments.peers.absolute(), folder):
+            log = folder / f"{router.port}.log"
+            process = stack.enter_context(running(router.command, log, router.tree))
+            until_open(router.port)
+            started.append((router, process))
         time.sleep(5)
-        keys = {one.name: _key(one, folder) for one, _ in started}
-        same = {one.name: is_same(one.port, keys[one.name]) for one, _ in started}
+        keys = {router.name: _key(router, folder) for router, _ in started}
+        same = {router.name: is_same(router.port, keys[router.name]) for router, _ in started}
         for round_ in range(arguments.rounds):
             for load in LOADS:
-                for one, process in started:
-                    seen = measure(one, process, load, keys[one.name], arguments.seconds)
-                    rows.setdefault((one.name, load.name), []).append(seen)
-                    print(f"{round_} {one.name} {load.name} {seen}", file=sys.stderr, flush=True)
-    steal = median(one.steal for seen in rows.values() for one in seen)
+                for router, process in started:
+                    key = keys[router.name]
+                    run = measure(router, process, load, key, arguments.seconds)
+                    rows.setdefault((router.name, load.name), []).append(run)
+                    print(f"{round_} {router.name} {load.name} {run}", file=sys.stderr, flush=True)
+    steal = median(run.steal for runs in rows.values() for run in runs)
     print("\n".join(table(rows, same)))
     print(f"\nmedian steal {steal:.1%}, {arguments.rounds} rounds of {arguments.seconds:g} s")
 
 
-def _key(one: Contestant, folder: Path) -> str:
-    return (folder / f"{one.port}.log").read_text().split()[0] if one.is_ours else "x"
+def _key(router: RouterContestant, folder: Path) -> str:
+    return (folder / f"{router.port}.log").read_text().split()[0] if router.is_ours else "x"
 
 
 if __name__ == "__main__":

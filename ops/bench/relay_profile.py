@@ -1,11 +1,11 @@
-"""Where a request's time goes in the router: calls, and CPU, by part.
+"""Profiles a request in the router: calls and CPU time, by file.
 
     python -m ops.bench.relay_profile [--requests 4000] [--connections 16] [--stream] [--top 25]
 
-The router of `bench_router` runs in this process; the backend and the client that drives it over
-loopback are processes of their own. The requests come twice: first without a profiler, for the CPU
-time of this process, then under cProfile, for the calls. Calls hardly depend on what else the
-machine does: they are the figure to steer by. Time under a profiler only shows how it is shared.
+The router of `bench_router` runs in this process; the backend and the client are processes of their
+own. The requests are sent twice: without a profiler, for the CPU time of this process, and under
+cProfile, for the calls. The number of calls hardly depends on the load of the machine and is the
+most reliable figure. Time under a profiler only shows shares.
 """
 
 import argparse
@@ -22,17 +22,17 @@ from typing import Any, cast
 import uvloop
 
 from ops.bench import backend
-from ops.bench.bench_router import KEY, identity, table
+from ops.bench.bench_router import KEY, identity, route_table
 from ops.bench.relay import PATH, PLAIN, STREAM, running, until_open
-from router.app import open_house
+from router.app import open_router
 from router.config import RouterConfig
 
 BACKEND_PORT = 18151
 ROOT = Path(__file__).parent.parent.parent
 
 
-class Asker(asyncio.Protocol):
-    """One connection that asks again as soon as it is answered."""
+class LoopingClient(asyncio.Protocol):
+    """A connection that sends its request again after each response."""
 
     def __init__(self, request: bytes, end: bytes, left: list[int], over: asyncio.Event) -> None:
         self._request = request
@@ -42,12 +42,12 @@ class Asker(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask for the first time."""
+        """Send the first request."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Ask again, until enough was asked."""
+        """Send again, until enough responses have come."""
         if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200"):
             raise SystemExit(f"cannot profile: answered {data[:200]!r}")
         if not data.endswith(self._end):
@@ -59,8 +59,8 @@ class Asker(asyncio.Protocol):
             self._transport.write(self._request)
 
 
-async def ask(port: int, requests: int, connections: int, *, stream: bool) -> None:
-    """Have so many requests answered."""
+async def send_requests(port: int, requests: int, connections: int, *, stream: bool) -> None:
+    """Send requests until all are answered."""
     body = (STREAM if stream else PLAIN).encode()
     request = (
         f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer {KEY}\r\n"
@@ -70,13 +70,15 @@ async def ask(port: int, requests: int, connections: int, *, stream: bool) -> No
     left, over = [requests], asyncio.Event()
     loop = asyncio.get_running_loop()
     for _ in range(connections):
-        await loop.create_connection(lambda: Asker(request, end, left, over), "127.0.0.1", port)
+        await loop.create_connection(
+            lambda: LoopingClient(request, end, left, over), "127.0.0.1", port
+        )
     await over.wait()
 
 
 async def drive(port: int, arguments: argparse.Namespace) -> None:
-    """Let a client process ask."""
-    command = ["-m", "ops.bench.relay_profile", "--ask", str(port)]
+    """Run a client process."""
+    command = ["-m", "ops.bench.relay_profile", "--client", str(port)]
     command += ["--requests", str(arguments.requests), "--connections", str(arguments.connections)]
     if arguments.stream:
         command.append("--stream")
@@ -85,8 +87,8 @@ async def drive(port: int, arguments: argparse.Namespace) -> None:
         raise SystemExit("cannot profile: the client failed")
 
 
-def part_of(file: str) -> str:
-    """Return which part of the router a file is."""
+def file_name(file: str) -> str:
+    """Return a file's name for the report."""
     path = Path(file)
     if path.is_relative_to(ROOT):
         return str(path.relative_to(ROOT))
@@ -94,14 +96,14 @@ def part_of(file: str) -> str:
 
 
 def report(stats: Any, requests: int, top: int) -> None:
-    """Print calls and shares by file, and the functions that cost most."""
+    """Print calls and shares by file, and the most expensive functions."""
     calls: dict[str, int] = defaultdict(int)
     own: dict[str, float] = defaultdict(float)
     for (file, _, _), (_, count, own_s, _, _) in stats.items():
-        calls[part_of(file)] += count
-        own[part_of(file)] += own_s
+        calls[file_name(file)] += count
+        own[file_name(file)] += own_s
     total_s = sum(own.values())
-    print("\n| part | calls | share of time |\n|---|---|---|")
+    print("\n| file | calls | share of time |\n|---|---|---|")
     for part in sorted(own, key=own.__getitem__, reverse=True):
         if calls[part] >= requests / 2:
             print(f"| {part} | {calls[part] / requests:.1f} | {own[part] / total_s:.1%} |")
@@ -112,22 +114,22 @@ def report(stats: Any, requests: int, top: int) -> None:
     )
     ranked = sorted(stats.items(), key=lambda item: item[1][2], reverse=True)
     for (file, line, name), (_, count, own_s, _, _) in ranked[:top]:
-        print(f"{count / requests:7.2f} {own_s / total_s:6.1%}  {part_of(file)}:{line} {name}")
+        print(f"{count / requests:7.2f} {own_s / total_s:6.1%}  {file_name(file)}:{line} {name}")
 
 
 async def profile(arguments: argparse.Namespace) -> None:
-    """Measure without a profiler, then with one."""
+    """Measure without a profiler, then with it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = RouterConfig(state_folder=folder / "state", port=0)
         server = [sys.executable, "-m", "ops.bench.backend", str(BACKEND_PORT)]
         with running(server, folder / "backend.log"):
             until_open(BACKEND_PORT)
-            async with open_house(config, identity(folder)) as house:
-                house.fleet.adopt(table(BACKEND_PORT, arguments.routes))
-                await drive(house.port, arguments)
+            async with open_router(config, identity(folder)) as app:
+                app.fleet.adopt(route_table(BACKEND_PORT, arguments.routes))
+                await drive(app.port, arguments)
                 before = getrusage(RUSAGE_SELF)
-                await drive(house.port, arguments)
+                await drive(app.port, arguments)
                 after = getrusage(RUSAGE_SELF)
                 user_us = 1e6 * (after.ru_utime - before.ru_utime) / arguments.requests
                 system_us = 1e6 * (after.ru_stime - before.ru_stime) / arguments.requests
@@ -137,24 +139,26 @@ async def profile(arguments: argparse.Namespace) -> None:
                 )
                 profiler = cProfile.Profile()
                 profiler.enable()
-                await drive(house.port, arguments)
+                await drive(app.port, arguments)
                 profiler.disable()
     report(cast(Any, pstats.Stats(profiler)).stats, arguments.requests, arguments.top)
 
 
 def main() -> None:
-    """Profile, or be the client."""
+    """Run the profile, or the client."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--connections", type=int, default=16)
     parser.add_argument("--routes", type=int, default=1)
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--top", type=int, default=0)
-    parser.add_argument("--ask", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--client", type=int, metavar="PORT", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.ask:
+    if arguments.client:
         uvloop.run(
-            ask(arguments.ask, arguments.requests, arguments.connections, stream=arguments.stream)
+            send_requests(
+                arguments.client, arguments.requests, arguments.connections, stream=arguments.stream
+            )
         )
     else:
         uvloop.run(profile(arguments))

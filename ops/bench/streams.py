@@ -1,7 +1,7 @@
-"""Thousands of open streams in one router process: what each costs in memory while it idles.
+"""Measures the memory of thousands of idle streams in one router process.
 
-`python -m ops.bench.streams [STREAMS]`. Each stream has a connection of its own and gets a token
-every 12 s; memory is the router process's RSS, before they open and with all open.
+`python -m ops.bench.streams [STREAMS]`. Each stream has its own connection and gets a token every
+12 s. Memory is the RSS of the router process, before the streams open and with all of them open.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ BODY = (
 AT_ONCE = 200
 
 
-class Listener(asyncio.Protocol):
+class StreamClient(asyncio.Protocol):
     """A client that counts the bytes of its stream and keeps none."""
 
     def __init__(self, key: bytes, begun: asyncio.Semaphore) -> None:
@@ -34,43 +34,45 @@ class Listener(asyncio.Protocol):
         self.received = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask."""
+        """Send the request."""
         cast(asyncio.Transport, transport).write(
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\n"
             b"content-length: %d\r\n\r\n%s" % (self._key, len(BODY), BODY)
         )
 
     def data_received(self, data: bytes) -> None:
-        """Count; the first bytes make room for the next stream to begin."""
+        """Count bytes; the first ones let the next stream open."""
         if not self.received:
             self._begun.release()
         self.received += len(data)
 
 
-async def open_streams(count: int, key: bytes) -> list[Listener]:
-    """Open so many streams, a few hundred at once."""
+async def open_streams(count: int, key: bytes) -> list[StreamClient]:
+    """Open streams, AT_ONCE at a time."""
     loop = asyncio.get_running_loop()
     begun = asyncio.Semaphore(AT_ONCE)
-    listeners = []
+    clients = []
     for _ in range(count):
         await begun.acquire()
-        _, listener = await loop.create_connection(lambda: Listener(key, begun), "127.0.0.1", PORT)
-        listeners.append(listener)
-    # As many permits as at first: every stream has begun.
+        _, client = await loop.create_connection(
+            lambda: StreamClient(key, begun), "127.0.0.1", PORT
+        )
+        clients.append(client)
+    # All permits are back once every stream has begun.
     for _ in range(AT_ONCE):
         await begun.acquire()
-    return listeners
+    return clients
 
 
 async def main() -> None:
-    """Open them, look, and print."""
+    """Open the streams, measure, and print."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 5000
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        served = [sys.executable, "-m", "ops.bench.backend", str(BACKEND_PORT)]
-        routed = [
+        backend_command = [sys.executable, "-m", "ops.bench.backend", str(BACKEND_PORT)]
+        router_command = [
             sys.executable,
             "-m",
             "ops.bench.bench_router",
@@ -79,8 +81,8 @@ async def main() -> None:
             name,
         ]
         with (
-            running(served, folder / "backend.log"),
-            running(routed, folder / "router.log") as router,
+            running(backend_command, folder / "backend.log"),
+            running(router_command, folder / "router.log") as router,
         ):
             until_open(BACKEND_PORT)
             until_open(PORT)
@@ -89,7 +91,7 @@ async def main() -> None:
             await open_streams(50, key)
             before = router.memory_info().rss
             began = time.monotonic()
-            listeners = await open_streams(count, key)
+            clients = await open_streams(count, key)
             took_s = time.monotonic() - began
             await asyncio.sleep(2)
             after = router.memory_info().rss
@@ -97,7 +99,8 @@ async def main() -> None:
             print(
                 f"{count} streams open in {took_s:.1f} s; RSS {before / 2**20:.0f} -> "
                 f"{after / 2**20:.0f} MiB, {(after - before) / count / 1024:.1f} KiB a stream; "
-                f"CPU while idle {cpu:.0f} %; all alive: {all(x.received for x in listeners)}"
+                f"CPU while idle {cpu:.0f} %; "
+                f"all have received data: {all(client.received for client in clients)}"
             )
 
 

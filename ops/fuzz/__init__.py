@@ -1,1 +1,1 @@
-"""Fuzzing: files that lie, made by the thousand from files that do not."""
+"""Fuzzers: mutated requests and model files, made from valid ones."""

@@ -1,12 +1,12 @@
-"""Fuzz the readers of model files: whatever the bytes, a model loads or is refused in words.
+"""Fuzzes the readers of model files: any bytes must load or be refused with a clear error.
 
     python -m ops.fuzz.checkpoints --seconds 600 --found FOLDER
 
-A case is a file of a tiny model (GGUF, safetensors, or the JSON beside it) with a few changes. It
-goes the whole way of an engine's start, and where that succeeds, a token is generated. Anything
-but success or a CheckpointError that begins with "cannot", within a time and a memory limit, is
-found: the changed bytes are kept in FOLDER. Those that were, are replayed by
-tests/integration/engine/test_hostile_files.py.
+A case is a file of a tiny model (GGUF, safetensors or its JSON files) with a few changes. The
+engine starts from it, and generates a token if that succeeds. Every outcome except success and a
+CheckpointError that begins with "cannot", within a time and a memory limit, is a finding: the
+changed file is kept in FOLDER. tests/integration/engine/test_hostile_files.py replays past
+findings.
 """
 
 import argparse
@@ -46,7 +46,8 @@ FILES: Final = (
     "tokenizer_config.json",
 )
 PART_TENSORS: Final = 25
-"""Of some thirty to forty."""
+"""The models have 30 to 40 tensors, so this makes two parts."""
+
 NUMBERS: Final = (0, 1, 2, 7, 8, 31, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63, 2**64 - 1)
 VALUES: Final[tuple[Any, ...]] = (
     *NUMBERS, -1, -(2**63), 0.5, -0.5, 1e308, 1e-320, float("inf"), float("nan"), None, True, "",
@@ -59,12 +60,12 @@ WORDS: Final = (
 )  # fmt: skip
 
 
-class Hung(Exception):
-    """A case took longer than it may."""
+class CaseTimeout(Exception):
+    """A case took longer than CASE_S."""
 
 
 def write_model(folder: Path, family: str, name: str) -> None:
-    """Write a sound tiny model in `folder`: as a GGUF file, its parts, or a Hugging Face folder."""
+    """Write a valid tiny model in `folder`: a GGUF file, its parts, or a Hugging Face folder."""
     if name.endswith(".gguf"):
         parted = PART_TENSORS if "-of-" in name else 0
         write_gguf(folder / "model.gguf", family, gguf_tokenizer(), part_tensors_max=parted)
@@ -74,7 +75,7 @@ def write_model(folder: Path, family: str, name: str) -> None:
 
 
 def gguf_tokenizer() -> dict[str, object]:
-    """Return a byte-level tokenizer as metadata."""
+    """Return a byte-level tokenizer as GGUF metadata."""
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen2",
@@ -88,45 +89,45 @@ def gguf_tokenizer() -> dict[str, object]:
 
 
 def mutate(chance: random.Random, name: str, data: bytes) -> bytes:
-    """Return `data` changed: its fields where it has JSON, else its bytes."""
+    """Return changed `data`: fields of its JSON if it has any, else bytes."""
     if name.endswith(".gguf") or chance.random() < 0.3:
         return mutate_bytes(chance, data)
     if name.endswith(".json"):
-        return _changed_json(chance, data)
+        return _mutate_json(chance, data)
     size = int.from_bytes(data[:8], "little")
-    header = _changed_json(chance, data[8 : 8 + size])
+    header = _mutate_json(chance, data[8 : 8 + size])
     return len(header).to_bytes(8, "little") + header + data[8 + size :]
 
 
-def _changed_json(chance: random.Random, data: bytes) -> bytes:
-    whole = json.loads(data)
+def _mutate_json(chance: random.Random, data: bytes) -> bytes:
+    document = json.loads(data)
     for _ in range(chance.randint(1, 2)):
-        room = whole
+        container = document
         while True:
-            keys = list(room) if isinstance(room, dict) else list(range(len(room)))
+            keys = list(container) if isinstance(container, dict) else list(range(len(container)))
             if not keys:
                 break
             key = chance.choice(keys)
-            if isinstance(room[key], dict | list) and room[key] and chance.random() < 0.9:
-                room = room[key]
+            if isinstance(container[key], dict | list) and container[key] and chance.random() < 0.9:
+                container = container[key]
                 continue
             if chance.random() < 0.2:
-                del room[key]
-            elif isinstance(room[key], int) and chance.random() < 0.5:
-                room[key] += chance.choice((-64, -16, -1, 1, 16, 64))
+                del container[key]
+            elif isinstance(container[key], int) and chance.random() < 0.5:
+                container[key] += chance.choice((-64, -16, -1, 1, 16, 64))
             else:
-                room[key] = chance.choice((*VALUES, room[chance.choice(keys)]))
+                container[key] = chance.choice((*VALUES, container[chance.choice(keys)]))
             break
-    return json.dumps(whole).encode()
+    return json.dumps(document).encode()
 
 
 def mutate_bytes(chance: random.Random, data: bytes) -> bytes:
-    """Return `data` with one to four changes, most of them near its beginning."""
+    """Return `data` with one to four changes, most of them near the beginning."""
     changed = bytearray(data)
     for _ in range(chance.randint(1, 4)):
         if not changed:
             break
-        # Headers lie first and matter most.
+        # Headers come first and matter most.
         reach = min(len(changed), chance.choice((64, 512, 4096, len(changed))))
         at = chance.randrange(reach)
         kind = chance.randrange(7)
@@ -154,7 +155,7 @@ def mutate_bytes(chance: random.Random, data: bytes) -> bytes:
 
 
 def run(folder: Path, name: str) -> str:
-    """Start an engine on the model in `folder`; return how that ended, raise where it is wrong."""
+    """Start an engine on the model in `folder`; return the outcome, or raise if it is a finding."""
     path = folder / name if name.endswith(".gguf") else folder
     config = EngineConfig(
         model_path=str(path),
@@ -187,46 +188,46 @@ def run(folder: Path, name: str) -> str:
 
 
 def main() -> None:
-    """Make cases and run them until time is up."""
+    """Make and run cases until the time is up."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--found", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
-    asked = parser.parse_args()
-    asked.found.mkdir(parents=True, exist_ok=True)
+    arguments = parser.parse_args()
+    arguments.found.mkdir(parents=True, exist_ok=True)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    signal.signal(signal.SIGALRM, _give_up)
-    chance = random.Random(asked.seed)
-    ends: Counter[str] = Counter()
+    signal.signal(signal.SIGALRM, _on_alarm)
+    chance = random.Random(arguments.seed)
+    outcomes: Counter[str] = Counter()
     found: set[str] = set()
-    with tempfile.TemporaryDirectory() as room:
-        sound = _sound(Path(room))
-        until_s = time.monotonic() + asked.seconds
+    with tempfile.TemporaryDirectory() as temporary:
+        models = _write_models(Path(temporary))
+        until_s = time.monotonic() + arguments.seconds
         while time.monotonic() < until_s:
-            folder, name = chance.choice(sound)
+            folder, name = chance.choice(models)
             whole = (folder / name).read_bytes()
             case = mutate(chance, name, whole)
-            end = _judge(folder, name, case, found, asked.found)
-            ends[f"{name}: {end}"] += 1
+            outcome = _run_case(folder, name, case, found, arguments.found)
+            outcomes[f"{name}: {outcome}"] += 1
             (folder / name).write_bytes(whole)
-    for end, count in sorted(ends.items()):
-        print(f"{count:8} {end}")
+    for outcome, count in sorted(outcomes.items()):
+        print(f"{count:8} {outcome}")
 
 
-def _sound(room: Path) -> list[tuple[Path, str]]:
-    places: list[tuple[Path, str]] = []
+def _write_models(root: Path) -> list[tuple[Path, str]]:
+    models: list[tuple[Path, str]] = []
     for family in FAMILIES:
         for name in FILES:
-            folder = room / family / name
+            folder = root / family / name
             folder.mkdir(parents=True)
             write_model(folder, family, name)
-            places.append((folder, name))
-    return places
+            models.append((folder, name))
+    return models
 
 
-def _judge(folder: Path, name: str, case: bytes, found: set[str], kept: Path) -> str:
-    """Run one case; what is wrong is told and kept, each kind of it once."""
-    # A new file, as a mapped one must not change under its reader.
+def _run_case(folder: Path, name: str, case: bytes, found: set[str], kept: Path) -> str:
+    """Run one case and return its outcome; the first finding of each kind is printed and kept."""
+    # A new file, because a memory-mapped one must not change under its reader.
     (folder / name).unlink()
     (folder / name).write_bytes(case)
     signal.alarm(CASE_S)
@@ -244,8 +245,8 @@ def _judge(folder: Path, name: str, case: bytes, found: set[str], kept: Path) ->
         signal.alarm(0)
 
 
-def _give_up(signum: int, frame: FrameType | None) -> None:
-    raise Hung(f"more than {CASE_S} s")
+def _on_alarm(signum: int, frame: FrameType | None) -> None:
+    raise CaseTimeout(f"more than {CASE_S} s")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
-"""The router's parser wall against mutated HTTP, with h11 as the judge.
+"""Fuzzes the router's request reader with mutated HTTP and compares it with h11.
 
-`python -m ops.fuzz.requests SECONDS [SEED]`. A request that the wall lets through must be one that
-h11 reads too, with the same method, target and body: what two parsers read in two ways is how
-requests are smuggled. And whatever comes, nothing but an ApiError may come out of the reader.
+`python -m ops.fuzz.requests SECONDS [SEED]`. A request that the router accepts must be one that h11
+accepts too, with the same method, target and body: requests are smuggled where two parsers read the
+same bytes in different ways. The reader must raise nothing but ApiError, whatever it reads.
 """
 
 import random
 import re
 import sys
 import time
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import h11
 
 from isochrone.wire.errors import ApiError
 from isochrone.wire.routes import KeyEntry
-from router.dataplane.message import Request
-from router.dataplane.requests import RequestReader
+from router.dataplane.http_messages import HttpRequest
+from router.dataplane.request_reader import RequestReader
 
 SEEDS: Final = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nhello",
@@ -40,26 +40,34 @@ PIECES: Final = (
 BYTES_MAX: Final = 4096
 
 
-class Collector:
-    """What the wall let through."""
+class H11Request(NamedTuple):
+    """A request as h11 reads it."""
+
+    method: bytes
+    target: bytes
+    body: bytes
+
+
+class RequestCollector:
+    """Collects the requests that the reader accepted."""
 
     def __init__(self) -> None:
-        self.requests: list[Request] = []
+        self.requests: list[HttpRequest] = []
 
-    def continue_is_expected(self) -> None:
-        """Need no answer here."""
+    def on_continue_expected(self) -> None:
+        """Do nothing."""
 
-    def request_is_whole(self, request: Request) -> None:
-        """Keep what was let through."""
+    def on_request(self, request: HttpRequest) -> None:
+        """Keep an accepted request."""
         self.requests.append(request)
 
 
-def _anybody(method: bytes, path: str, headers: object) -> KeyEntry | None:
+def _allow_all(method: bytes, path: str, headers: object) -> KeyEntry | None:
     return None
 
 
-def mutated(chance: random.Random) -> bytes:
-    """Return a request with a few bytes moved, doubled, dropped or put in."""
+def mutate_request(chance: random.Random) -> bytes:
+    """Return a request with a few bytes inserted, removed, changed or repeated."""
     data = bytearray(chance.choice(SEEDS))
     if chance.random() < 0.3:
         data += chance.choice(SEEDS)
@@ -77,10 +85,10 @@ def mutated(chance: random.Random) -> bytes:
     return bytes(data)
 
 
-def through_the_wall(data: bytes, chance: random.Random) -> list[Request]:
-    """Feed the reader in pieces; return what came through before it refused."""
-    collector = Collector()
-    reader = RequestReader(collector, _anybody, BYTES_MAX, lambda: 0.0)
+def read_in_pieces(data: bytes, chance: random.Random) -> list[HttpRequest]:
+    """Feed the reader in random pieces; return the requests it accepted before an error."""
+    collector = RequestCollector()
+    reader = RequestReader(collector, _allow_all, BYTES_MAX, lambda: 0.0)
     while data:
         size = chance.randint(1, len(data))
         try:
@@ -91,23 +99,26 @@ def through_the_wall(data: bytes, chance: random.Random) -> list[Request]:
     return collector.requests
 
 
-def _as_judged(data: bytes) -> bytes:
-    """Take away what the wall lets through and the judge does not, on purpose: blank lines before a
-    request (RFC 9112, 2.2) and several spaces in a request line. Heads are never passed on."""
+def _without_allowed_oddities(data: bytes) -> bytes:
+    """Remove what the router accepts on purpose and h11 does not.
+
+    These are blank lines before a request (RFC 9112, 2.2) and repeated spaces in a request line.
+    Both are harmless, because no client's head is forwarded.
+    """
     data = re.sub(rb"^[\r\n]+", b"", data)
     return re.sub(rb"([A-Z]+) +(\S+) +(HTTP/1\.[01]\r\n)", rb"\1 \2 \3", data)
 
 
-def by_the_judge(data: bytes) -> list[tuple[bytes, bytes, bytes]]:
-    """Return (method, target, body) of each request as h11 reads them, until it refuses."""
+def read_with_h11(data: bytes) -> list[H11Request]:
+    """Return the requests that h11 reads from `data`, up to its first error."""
     judge = h11.Connection(h11.SERVER, max_incomplete_event_size=64 * 1024)
     judge.receive_data(data.lstrip(b"\r\n"))
-    judged: list[tuple[bytes, bytes, bytes]] = []
+    judged: list[H11Request] = []
     try:
         while True:
             left, _ = judge.trailing_data
             if left[:1] in (b"\r", b"\n"):
-                return judged + by_the_judge(left)
+                return judged + read_with_h11(left)
             event: Any = judge.next_event()
             if not isinstance(event, h11.Request):
                 return judged
@@ -116,7 +127,7 @@ def by_the_judge(data: bytes) -> list[tuple[bytes, bytes, bytes]]:
                 body += bytes(part.data)
             if not isinstance(part, h11.EndOfMessage):
                 return judged
-            judged.append((bytes(event.method), bytes(event.target), body))
+            judged.append(H11Request(bytes(event.method), bytes(event.target), body))
             judge.send(h11.Response(status_code=200, headers=[("content-length", "0")]))
             judge.send(h11.EndOfMessage())
             judge.start_next_cycle()
@@ -124,19 +135,22 @@ def by_the_judge(data: bytes) -> list[tuple[bytes, bytes, bytes]]:
         return judged
 
 
-def disagreement(data: bytes, passed: list[Request]) -> str:
-    """Say where what was let through is not what the judge read; empty where it is.
+def find_disagreement(data: bytes, accepted: list[HttpRequest]) -> str:
+    """Describe how the accepted requests differ from what h11 reads; empty if they do not.
 
-    What only looks like a request line, within a body, must not be taken for one: either reading
-    of the judge will do.
+    A text within a body may look like a request line with odd spaces, so h11 reads the data both
+    with and without them, and one agreement is enough.
     """
-    return _differs(by_the_judge(data), passed) and _differs(by_the_judge(_as_judged(data)), passed)
+    plain = _without_allowed_oddities(data)
+    return _difference(read_with_h11(data), accepted) and _difference(
+        read_with_h11(plain), accepted
+    )
 
 
-def _differs(judged: list[tuple[bytes, bytes, bytes]], passed: list[Request]) -> str:
-    for number, request in enumerate(passed):
+def _difference(judged: list[H11Request], accepted: list[HttpRequest]) -> str:
+    for number, request in enumerate(accepted):
         if number >= len(judged):
-            return f"request {number} was let through, the judge refuses it"
+            return f"request {number} was accepted, h11 refuses it"
         method, target, body = judged[number]
         whole = request.path + (f"?{request.query}" if request.query else "")
         if request.method != method or request.body != body:
@@ -147,22 +161,22 @@ def _differs(judged: list[tuple[bytes, bytes, bytes]], passed: list[Request]) ->
 
 
 def main() -> int:
-    """Run for so many seconds; the exit status is the number of findings."""
+    """Fuzz for some seconds; return the number of findings as the exit status."""
     seconds = float(sys.argv[1])
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     chance = random.Random(seed)
-    tried = passed = 0
+    tried = accepted = 0
     findings: dict[str, bytes] = {}
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s and len(findings) < 20:
-        data = mutated(chance)
+        data = mutate_request(chance)
         tried += 1
-        requests = through_the_wall(data, chance)
-        passed += len(requests)
-        found = disagreement(data, requests) if requests else ""
-        if found and findings.setdefault(found, data) is data:
-            print(f"{found}\n  {data!r}", flush=True)
-    print(f"{tried} inputs, {passed} requests let through, {len(findings)} findings, seed {seed}")
+        requests = read_in_pieces(data, chance)
+        accepted += len(requests)
+        finding = find_disagreement(data, requests) if requests else ""
+        if finding and findings.setdefault(finding, data) is data:
+            print(f"{finding}\n  {data!r}", flush=True)
+    print(f"{tried} inputs, {accepted} requests accepted, {len(findings)} findings, seed {seed}")
     return len(findings)
 
 

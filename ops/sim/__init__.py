@@ -1,8 +1,11 @@
-"""Simulators: the production decision code, unchanged, over worlds drawn by stated rules.
+"""Simulators: the production decision code, unchanged, in worlds drawn by stated rules.
 
-The choice (`python -m ops.sim`): `world` says where and how fast, `traces` who asks for what,
-`replica` how one engine behaves, `router` what a PoP knows, `policies` how others choose, `ours`
-and `oracle` how we and the all-knowing do, `run` lets it happen.
+Routing (`python -m ops.sim`): `world` has the cities and replicas, `traces` the requests, `replica`
+the model of an engine, `router` what a PoP knows; `isochrone_policy` is the router's own ranking,
+`policies` are others of the field, `oracle` knows everything; `run` simulates one run, `cases`
+and `measure` define and sum up many, `report` tables and plots them. `processes` splits routers
+into processes, `blocks` checks prefix keys, `calibrate` and `calibration` compare with a live
+fleet.
 
 Placement (`python -m ops.sim.planet`): `planet_world` draws the planet, `planet` simulates its week
 (with `planet_rollout` and `planet_forecast`) and `planet_week` tabulates it. `served` assigns

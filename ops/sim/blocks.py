@@ -1,11 +1,11 @@
-"""Whether equal blocks of bytes foretell equal tokens: the router's prefix keys beside a tokenizer.
+"""Compare the router's prefix keys, made from bytes, with prefixes of real tokens.
 
     python -m ops.sim.blocks
 
-Pairs of conversations over real English prose and code (Python's language reference, as `pydoc`
-ships it) are rendered and tokenised as the embedded engine does. What the second may reuse of the
-first is the common prefix in whole KV blocks of 16 tokens; what the router foretells is the common
-prefix of its keys. Prints the difference by size of block, in points of the prompt.
+Pairs of conversations over real English prose and code (Python's language reference, as shipped
+with `pydoc`) are rendered and tokenised as the embedded engine does. The second can reuse the
+common prefix of both in whole KV blocks of 16 tokens; the router predicts the common prefix of its
+keys. Prints the difference by block size, in percentage points of the prompt.
 """
 
 import random
@@ -23,8 +23,8 @@ from nodeagent.engine.tokenizer.loading import read_vocabulary
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.gguf_file import GgufFile
 from ops.sim.measure import percentile
-from router.decide import prefixes
-from router.decide.prefixes import PrefixKeys
+from router.decide import prefix_index
+from router.decide.prefix_index import PrefixKeys
 
 KV_BLOCK: Final = 16
 SIZES: Final = (64, 128, 256, 512, 1024, 2048)
@@ -33,54 +33,54 @@ Messages = list[dict[str, Any]]
 
 
 def paragraphs() -> list[str]:
-    """Return real text in pieces as long as what people write."""
+    """Return paragraphs of real text, as long as chat messages are."""
     text = "\n\n".join(topics.values())
     return [piece.strip() for piece in text.split("\n\n") if 40 < len(piece) < 4000]
 
 
 def pair(chance: random.Random, pieces: Sequence[str]) -> tuple[str, Messages, Messages]:
-    """Return two conversations, and what they have in common."""
+    """Return two conversations, and the kind of what they have in common."""
     system = "\n\n".join(chance.choice(pieces) for _ in range(chance.randint(1, 8)))
     first: Messages = [{"role": "system", "content": system}]
     for _ in range(chance.randint(1, 6)):
         first.append({"role": "user", "content": chance.choice(pieces)})
         answer = "\n\n".join(chance.choice(pieces) for _ in range(chance.randint(1, 3)))
         first.append({"role": "assistant", "content": answer})
-    asked = {"role": "user", "content": chance.choice(pieces)}
+    question = {"role": "user", "content": chance.choice(pieces)}
     kind = chance.choice(("next turn", "same system prompt", "edited in the middle", "nothing"))
     if kind == "next turn":
-        return kind, first[:-1], [*first, asked]
+        return kind, first[:-1], [*first, question]
     if kind == "same system prompt":
-        return kind, first[:-1], [first[0], asked]
+        return kind, first[:-1], [first[0], question]
     if kind == "edited in the middle":
         at = chance.randrange(1, len(first) - 1)
         words = first[at]["content"].split(" ")
         words.insert(chance.randrange(len(words)), chance.choice(("really", "not", "42")))
-        return kind, first[:-1], [*first[:at], {**first[at], "content": " ".join(words)}, asked]
-    return kind, first[:-1], [{"role": "system", "content": chance.choice(pieces)}, asked]
+        return kind, first[:-1], [*first[:at], {**first[at], "content": " ".join(words)}, question]
+    return kind, first[:-1], [{"role": "system", "content": chance.choice(pieces)}, question]
 
 
 def rendered(messages: Messages) -> bytes:
-    """Return the bytes that the router hashes of these messages."""
-    return "".join(f"\0{one['role']}\0{one['content']}" for one in messages).encode()
+    """Return the bytes of these messages that the router hashes."""
+    return "".join(f"\0{message['role']}\0{message['content']}" for message in messages).encode()
 
 
 def tokens_of(vocabulary: Vocabulary, template: ChatTemplate, messages: Messages) -> list[int]:
-    """Return the prompt as the engine sees it."""
+    """Return the tokens of the prompt, as the engine makes them."""
     return vocabulary.encode(template.render(messages), special=False)
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how long both are the same."""
-    for at, (a, b) in enumerate(zip(one, other, strict=False)):
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    for index, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
-            return at
-    return min(len(one), len(other))
+            return index
+    return min(len(first), len(second))
 
 
 def keys_with(block: int, prompt: bytes) -> PrefixKeys:
-    """Hash with blocks of another size than the router's."""
-    ends = prefixes.ends_of(len(prompt), block)
+    """Return prefix keys with a block size other than the router's."""
+    ends = prefix_index.block_ends(len(prompt), block)
     keys: list[int] = []
     begin, key = 0, 1
     for end in ends:
@@ -108,24 +108,24 @@ def main() -> None:
     reused = []
     for _, first, second in pairs:
         tokens = tokens_of(vocabulary, template, second)
-        same = common(tokens_of(vocabulary, template, first), tokens)
+        same = common_length(tokens_of(vocabulary, template, first), tokens)
         reused.append((same // KV_BLOCK * KV_BLOCK, len(tokens)))
     print("| block, bytes | keys p50 | mean error | p90 of | error | too much by > 2 points | us |")
     print("|---|---|---|---|---|---|---|")
     for block in SIZES:
-        print(measured(block, pairs, reused))
-    print(f"\nWith blocks of {prefixes.BLOCK_BYTES} bytes:")
+        print(error_row(block, pairs, reused))
+    print(f"\nWith blocks of {prefix_index.BLOCK_BYTES} bytes:")
     for kind in sorted({kind for kind, _, _ in pairs}):
-        errors = _errors(prefixes.BLOCK_BYTES, pairs, reused, kind)
+        errors = _errors(prefix_index.BLOCK_BYTES, pairs, reused, kind)
         print(f"- {kind}: {len(errors)} pairs, mean error {_mean(errors):+.2f} points")
     share = sum(same for same, _ in reused) / sum(tokens for _, tokens in reused)
     print(f"- truly reusable over all pairs: {share:.0%} of tokens")
 
 
-def measured(
+def error_row(
     block: int, pairs: list[tuple[str, Messages, Messages]], reused: list[tuple[int, int]]
 ) -> str:
-    """Return one row: how far off the foretold share is, in points of the prompt."""
+    """Return one row: the error of the predicted share, in percentage points of the prompt."""
     errors = _errors(block, pairs, reused, "")
     keys = [len(keys_with(block, rendered(second)).keys) for _, _, second in pairs]
     prompts = [rendered(second) for _, _, second in pairs]
@@ -148,12 +148,12 @@ def _errors(
     kind: str,
 ) -> list[float]:
     errors = []
-    for (one, first, second), (same, tokens) in zip(pairs, reused, strict=True):
-        if kind in ("", one):
-            asked = keys_with(block, rendered(second))
-            depth = common(keys_with(block, rendered(first)).keys, asked.keys)
-            foretold = asked.ends[depth - 1] / asked.size if depth else 0.0
-            errors.append(100 * (foretold - same / tokens))
+    for (pair_kind, first, second), (same, tokens) in zip(pairs, reused, strict=True):
+        if kind in ("", pair_kind):
+            keys = keys_with(block, rendered(second))
+            depth = common_length(keys_with(block, rendered(first)).keys, keys.keys)
+            predicted = keys.ends[depth - 1] / keys.size if depth else 0.0
+            errors.append(100 * (predicted - same / tokens))
     return errors
 
 

@@ -1,12 +1,12 @@
-"""The live half of the calibration: a trace played through the demo fleet, as its clients saw it.
+"""The live half of the calibration: play a trace through the demo fleet and measure it.
 
     python -m ops.sim.calibrate [--data FOLDER] [--trace NAME] [--seconds N] [--load PERCENT]
         --out FILE.json
 
-CORRIDOR: bring up -> deploy -> profile each replica alone -> play -> keep what was seen. What the
-simulator makes of the same arrivals is worked out afterwards, from the file alone:
-`python -m ops.sim.calibration FILE.json`. Needs the machine for itself: one core for each of two
-replicas. With a third, replicas would slow one another down, which machines of their own do not.
+Steps: bring the fleet up, deploy, profile each replica alone, play the trace, write the file. The
+simulator's half needs only the file: `python -m ops.sim.calibration FILE.json`. Nothing else may
+run on the machine: each of the two replicas needs a core. A third replica would slow the others
+down, which does not happen between machines.
 """
 
 import argparse
@@ -27,24 +27,31 @@ from ops.fleet import layout, model
 from ops.fleet.bring_up import LocalFleet
 from ops.fleet.cities import CITIES, City
 from ops.sim import data, traces
-from ops.sim.alone import Alone
-from ops.sim.calibration import BLOCK, Asked, Live, Probe, fitted, world_of
-from ops.sim.cases import speed_for
+from ops.sim.calibration import (
+    KV_BLOCK_TOKENS,
+    LiveMeasurements,
+    PlayedRequest,
+    ProfileProbe,
+    demo_world,
+    fit_replicas,
+)
+from ops.sim.cases import speed_for_load
+from ops.sim.cpu_share import OtherCpuUse
 
 PROMPT_TOKENS_MAX: Final = 1500
 OUTPUT_TOKENS_MAX: Final = 48
 SIZES: Final = (32, 64, 128, 256, 512, 1024, 1500)
-TWICE: Final = 2
+REPEATS: Final = 2
 TOGETHER: Final = (1, 2, 4)
-"""How many answers are written at once where the time between tokens is measured."""
+"""Numbers of concurrent answers at which the time between tokens is measured."""
 
 PROBES_S: Final = 6.0
-"""By then each router has heard of each node more than once."""
+"""After this time each router has had more than one answer from each node."""
 
 ERROR_METRIC: Final = "isochrone_router_ttft_prediction_error_seconds_bucket"
 
 SESSIONS_SEED: Final = 99
-"""Draws which of ServeGen's conversations are played."""
+"""Seed that chooses which of ServeGen's conversations are played."""
 
 SERVING: Final = (CITIES[0], CITIES[-1])
 WORDS: Final = (
@@ -55,57 +62,59 @@ WORDS: Final = (
 
 
 def text_of(block: int, tokens: int) -> str:
-    """Return a block's text, always the same: one token a word."""
+    """Return the text of a block, always the same: each word is one token."""
     chance = random.Random(block)
     return "".join(f" {chance.choice(WORDS)}" for _ in range(tokens))
 
 
-def shrunk(request: traces.Request) -> traces.Request:
-    """Return a request as this fleet can bear it: shorter, and shared as before.
+def shrunk(request: traces.TraceRequest) -> traces.TraceRequest:
+    """Return a shorter request with the same shared prefixes, small enough for this fleet.
 
-    A CPU reads prompts some twenty times slower than the replicas of the proof. Blocks that
-    requests share become blocks of the engine's KV, and all else shrinks by as much.
+    A CPU reads prompts some twenty times slower than the simulated replicas. A block of the trace
+    becomes one KV block of the engine, and everything else shrinks in proportion.
     """
-    shrink = request.block_tokens // BLOCK
+    shrink = request.block_tokens // KV_BLOCK_TOKENS
     tokens = min(PROMPT_TOKENS_MAX, max(8, request.prompt_tokens // shrink))
     return request._replace(
         prompt_tokens=tokens,
         output_tokens=min(OUTPUT_TOKENS_MAX, max(2, request.output_tokens // shrink)),
-        blocks=request.blocks[: tokens // BLOCK],
-        block_tokens=BLOCK,
+        blocks=request.blocks[: tokens // KV_BLOCK_TOKENS],
+        block_tokens=KV_BLOCK_TOKENS,
     )
 
 
-def prompt_of(request: traces.Request) -> str:
-    """Return a prompt of a request's blocks, and behind them what it shares with nobody."""
-    rest = request.prompt_tokens - len(request.blocks) * BLOCK
-    shared = "".join(text_of(block, BLOCK) for block in request.blocks)
+def prompt_of(request: traces.TraceRequest) -> str:
+    """Return a prompt with the text of the request's blocks, then text of its own."""
+    rest = request.prompt_tokens - len(request.blocks) * KV_BLOCK_TOKENS
+    shared = "".join(text_of(block, KV_BLOCK_TOKENS) for block in request.blocks)
     return (shared + text_of(-1 - request.number, rest)).strip()
 
 
-class Player:
-    """A client in each city."""
+class CityClients:
+    """Sends requests as clients in the cities do."""
 
     def __init__(self, fleet: LocalFleet, http: aiohttp.ClientSession) -> None:
         self._fleet = fleet
         self._http = http
 
-    async def ask(self, city: City, prompt: str, output: int, session: str = "") -> dict[str, Any]:
-        """Ask through a city's public endpoint; return what was seen of the answer."""
+    async def request(
+        self, city: City, prompt: str, output: int, session: str = ""
+    ) -> dict[str, Any]:
+        """Send a request to a city's public endpoint; return what the client measured."""
         sent = {"authorization": f"Bearer {self._fleet.key}"}
         if session:
             sent[headers.SESSION_AFFINITY] = session
-        return await self._ask(layout.endpoint(city), prompt, output, sent)
+        return await self._send(layout.endpoint(city), prompt, output, sent)
 
-    async def ask_replica(
+    async def request_replica(
         self, city: City, replica: str, prompt: str, output: int
     ) -> dict[str, Any]:
-        """Ask one replica at its node's door, without a router or a distance."""
+        """Send a request to one replica through its node, without a router or a delay."""
         sent = {headers.REPLICA: replica}
         door = f"http://{city.door_host}:{layout.NODE_PORT}"
-        return await self._ask(door, prompt, output, sent)
+        return await self._send(door, prompt, output, sent)
 
-    async def _ask(
+    async def _send(
         self, base: str, prompt: str, output: int, sent: dict[str, str]
     ) -> dict[str, Any]:
         body = msgspec.json.encode(
@@ -147,7 +156,7 @@ class Player:
 
 
 async def deploy(fleet: LocalFleet) -> None:
-    """Deploy the demo's model on one thread in each serving city, without growth by demand."""
+    """Deploy the demo's model with one thread in each serving city, without scaling by demand."""
     await fleet.ask(
         "PUT", f"/v1/models/{model.NAME}", await asyncio.to_thread(model.catalogue_entry)
     )
@@ -160,55 +169,68 @@ async def deploy(fleet: LocalFleet) -> None:
     for city in SERVING:
         await fleet.wait_warm(city)
     await fleet.wait_routed()
-    # Routers must have measured how far the nodes are.
+    # Wait until the routers have measured the round trips.
     await asyncio.sleep(PROBES_S)
 
 
-async def profile(fleet: LocalFleet, player: Player, city: City) -> list[Probe]:
-    """Ask one replica alone: prompts of all sizes, then answers side by side."""
+async def profile(fleet: LocalFleet, clients: CityClients, city: City) -> list[ProfileProbe]:
+    """Measure one replica alone: prompts of all sizes, then several answers at once."""
     placed = await fleet.placements()
     replica = next(row["replica_id"] for row in placed if row["pop"] == city.pop)
-    probes, number = [], 10**6
+    probes: list[ProfileProbe] = []
+    number = 10**6
 
     async def probe(tokens: int, output: int, together: int) -> None:
         nonlocal number
         texts = [text_of(-number - n, tokens).strip() for n in range(together)]
         number += together
-        seen = await asyncio.gather(
-            *(player.ask_replica(city, replica, text, output) for text in texts)
+        answers = await asyncio.gather(
+            *(clients.request_replica(city, replica, text, output) for text in texts)
         )
-        for one in seen:
-            took = (one["prompt_tokens"], one["ttft_s"], one["itl_s"], one["output_tokens"])
-            probes.append(Probe(city.pop, together, *took))
+        probes.extend(
+            ProfileProbe(
+                city.pop,
+                together,
+                answer["prompt_tokens"],
+                answer["ttft_s"],
+                answer["itl_s"],
+                answer["output_tokens"],
+            )
+            for answer in answers
+        )
 
     await probe(64, 4, 1)
     probes.clear()
-    for tokens in SIZES * TWICE:
+    for tokens in SIZES * REPEATS:
         await probe(tokens, 2, 1)
     for together in TOGETHER:
         await probe(32, 32, together)
     return probes
 
 
-async def play(player: Player, requests: list[traces.Request], speed: float) -> list[Asked]:
-    """Send each request when its time has come, whatever became of those before it."""
+async def play(
+    clients: CityClients, requests: list[traces.TraceRequest], speed: float
+) -> list[PlayedRequest]:
+    """Send each request at its time, whether or not earlier ones are answered."""
     began = time.monotonic()
 
-    async def one(request: traces.Request) -> Asked:
+    async def play_one(request: traces.TraceRequest) -> PlayedRequest:
         at_s = request.at_s / speed
         await asyncio.sleep(max(0.0, began + at_s - time.monotonic()))
         late_s = time.monotonic() - began - at_s
         city = CITIES[int(request.place * len(CITIES))]
-        seen = await player.ask(city, prompt_of(request), request.output_tokens, request.session)
-        return Asked(
-            request.number, at_s, city.pop, request.session, request.blocks, late_s, **seen
+        answer = await clients.request(
+            city, prompt_of(request), request.output_tokens, request.session
+        )
+        return PlayedRequest(
+            request.number, at_s, city.pop, request.session, request.blocks, late_s, **answer
         )
 
-    return list(await asyncio.gather(*(one(request) for request in requests)))
+    return list(await asyncio.gather(*(play_one(request) for request in requests)))
 
 
 async def prediction_errors(http: aiohttp.ClientSession) -> dict[str, float]:
-    """Return all routers' own metric of how far their predictions were off: counts by bound."""
+    """Return the histogram of prediction errors of all routers: counts by upper bound."""
     counts: dict[str, float] = {}
     for city in CITIES:
         async with http.get(f"{layout.endpoint(city)}/metrics") as page:
@@ -220,27 +242,29 @@ async def prediction_errors(http: aiohttp.ClientSession) -> dict[str, float]:
     return counts
 
 
-def mooncake(folder: Path) -> Iterator[list[traces.Request]]:
-    """Give ever longer parts of Mooncake's conversations: few prompts are cached."""
+def mooncake(folder: Path) -> Iterator[list[traces.TraceRequest]]:
+    """Yield ever longer parts of Mooncake's conversations, which have few common prefixes."""
     path = folder / "traces/mooncake_conversation_trace.jsonl.gz"
-    trace = [shrunk(request) for request in traces.mooncake(path, traces.Part(3000))]
+    trace = [shrunk(request) for request in traces.mooncake(path, traces.TraceSlice(3000))]
     for count in range(100, len(trace), 20):
         yield trace[:count]
 
 
-def sessions(folder: Path) -> Iterator[list[traces.Request]]:
-    """Give ever more of ServeGen's conversations, each whole: most of a prompt is cached."""
-    trace = [shrunk(request) for request in traces.sessions(folder / "servegen", traces.Part(3000))]
-    drawn = {one.session: traces.place_of(one.session, SESSIONS_SEED) for one in trace}
+def sessions(folder: Path) -> Iterator[list[traces.TraceRequest]]:
+    """Yield ever more whole conversations of ServeGen, which have long common prefixes."""
+    trace = [
+        shrunk(request) for request in traces.sessions(folder / "servegen", traces.TraceSlice(3000))
+    ]
+    place = {r.session: traces.session_place(r.session, SESSIONS_SEED) for r in trace}
     for share in np.arange(0.03, 1.0, 0.005):
-        yield [one for one in trace if drawn[one.session] < share]
+        yield [request for request in trace if place[request.session] < share]
 
 
 TRACES: Final = {"mooncake": (mooncake, 0.2), "servegen": (sessions, 0.65)}
 """Ever longer parts of a trace, and which share of its prompts is expected to be cached."""
 
 
-async def run(folder: Path, trace: str, seconds: float, load: float) -> Live:
+async def run(folder: Path, trace: str, seconds: float, load: float) -> LiveMeasurements:
     """Bring the fleet up, measure, play, and take it down."""
     fleet = LocalFleet(layout.STATE, print)
     try:
@@ -249,42 +273,44 @@ async def run(folder: Path, trace: str, seconds: float, load: float) -> Live:
         limits = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=240)
         async with aiohttp.ClientSession(connector=limits, timeout=timeout) as http:
-            player = Player(fleet, http)
-            alone = Alone()
+            clients = CityClients(fleet, http)
+            other_cpu = OtherCpuUse()
             # At the same time, as they will be asked: they share the machine's memory.
-            found = await asyncio.gather(*(profile(fleet, player, city) for city in SERVING))
+            found = await asyncio.gather(*(profile(fleet, clients, city) for city in SERVING))
             probes = [probe for of_one in found for probe in of_one]
-            profiles = fitted(probes)
+            profiles = fit_replicas(probes)
             # Or routers would take the profile's load for what waits.
             await asyncio.sleep(PROBES_S)
-            others = [alone.others_share()]
+            others = [other_cpu.share()]
             print(profiles)
             parts, cached_share = TRACES[trace]
             # As many requests as take `seconds` at this load.
             for requests in parts(folder):
-                speed = speed_for(load / 100, world_of(profiles), requests, cached_share)
+                speed = speed_for_load(load / 100, demo_world(profiles), requests, cached_share)
                 if requests[-1].at_s / speed >= seconds:
                     break
             print(f"{len(requests)} requests, trace sped up {speed:.3f} times")
-            asked = await play(player, requests, speed)
-            others.append(alone.others_share())
+            played = await play(clients, requests, speed)
+            others.append(other_cpu.share())
             errors = await prediction_errors(http)
-        return Live(probes, asked, load, others=others, errors=errors)
+        return LiveMeasurements(probes, played, load, others=others, errors=errors)
     finally:
         await fleet.down()
 
 
 def main() -> None:
-    """Measure, and keep it."""
+    """Measure, and write the file."""
     parser = argparse.ArgumentParser(prog="python -m ops.sim.calibrate")
     parser.add_argument("--data", help="folder of public data")
     parser.add_argument("--trace", choices=TRACES, default="mooncake")
-    parser.add_argument("--seconds", type=float, default=150.0, help="how long to play")
+    parser.add_argument("--seconds", type=float, default=150.0, help="how long to play the trace")
     parser.add_argument("--load", type=float, default=60.0, help="in percent")
     parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
-    live = asyncio.run(run(data.folder(asked.data), asked.trace, asked.seconds, asked.load))
-    asked.out.write_text(
+    arguments = parser.parse_args()
+    live = asyncio.run(
+        run(data.folder(arguments.data), arguments.trace, arguments.seconds, arguments.load)
+    )
+    arguments.out.write_text(
         json.dumps(
             {
                 "load": live.load,
@@ -292,7 +318,7 @@ def main() -> None:
                 "others": live.others,
                 "errors": live.errors,
                 "probes": [probe._asdict() for probe in live.probes],
-                "asked": [one._asdict() for one in live.asked],
+                "asked": [played._asdict() for played in live.asked],
             }
         )
     )

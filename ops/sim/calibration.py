@@ -1,10 +1,10 @@
-"""The other half of the calibration: what the simulator makes of arrivals that a live fleet had.
+"""Compare the simulator with a live fleet: replay its arrivals and print both distributions.
 
     python -m ops.sim.calibration FILE.json
 
-The file is what `ops.sim.calibrate` kept: each replica's times when it was alone, and each request
-with its time to first token. The replicas' rates are fitted to the first; the second are played
-again in the simulator, by the router's own choice; both distributions are printed.
+The file is written by `ops.sim.calibrate`. It has each replica's times when it was profiled alone,
+and each request with its time to first token. The replicas' rates are fitted to the first; the
+second are replayed in the simulator with the router's own ranking.
 """
 
 import argparse
@@ -17,19 +17,19 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ops.fleet.cities import CITIES, round_trip_ms
-from ops.sim.alone import OTHERS_MAX
+from ops.sim.cpu_share import OTHER_CPU_SHARE_MAX
 from ops.sim.measure import percentile
-from ops.sim.run import Outcome, simulate
-from ops.sim.traces import Request
-from ops.sim.world import Profile, Site, World
+from ops.sim.run import RunOutcome, simulate
+from ops.sim.traces import TraceRequest
+from ops.sim.world import EngineProfile, ReplicaSite, RoutingWorld
 
-BLOCK: Final = 16
+KV_BLOCK_TOKENS: Final = 16
 SHARES: Final = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 ERRORS_S: Final = (0.03, 0.1, 0.3, 1.0)
-"""Bounds of the routers' metric."""
+"""Bounds of the routers' histogram of prediction errors."""
 
-PROBED_S: Final = 2.0
-"""How old words are that come with probes: half to whole of this, as the simulator counts."""
+PROBE_INTERVAL_S: Final = 2.0
+"""Load reports that come with probes are half to whole of this old, as the simulator counts."""
 
 KV_TOKENS: Final = (1 << 30) // (2 * 30 * 3 * 64 * 4)
 TOKENS_IN_FLIGHT_MAX: Final = 32_768
@@ -38,11 +38,12 @@ SEQUENCES_MAX: Final = 16
 INTERVAL_S: Final = 0.25
 
 ITL_TOKENS_MIN: Final = 8
-"""A shorter answer tells nothing of the time between tokens: its first may come with its second."""
+"""A shorter answer does not count for the time between tokens: its first tokens may come
+together."""
 
 
-class Probe(NamedTuple):
-    """One request of the profile: with `together - 1` others, on an otherwise idle replica."""
+class ProfileProbe(NamedTuple):
+    """One request of the profile, sent with `together - 1` others to an otherwise idle replica."""
 
     pop: str
     together: int
@@ -52,8 +53,8 @@ class Probe(NamedTuple):
     output_tokens: int = ITL_TOKENS_MIN
 
 
-class Asked(NamedTuple):
-    """One request as it was played, and what its client saw."""
+class PlayedRequest(NamedTuple):
+    """One request as it was played, with what its client measured."""
 
     number: int
     at_s: float
@@ -69,55 +70,69 @@ class Asked(NamedTuple):
     served_in: str
 
 
-class Live(NamedTuple):
-    """Everything that was measured."""
+class LiveMeasurements(NamedTuple):
+    """Everything that was measured on the live fleet."""
 
-    probes: Sequence[Probe]
-    asked: Sequence[Asked]
+    probes: Sequence[ProfileProbe]
+    asked: Sequence[PlayedRequest]
     load: float
-    words_age_s: float = PROBED_S
+    words_age_s: float = PROBE_INTERVAL_S
+    """Age of load reports."""
     others: Sequence[float] = ()
-    """Which share of the machine was not the fleet's during the profile, and while it was asked."""
+    """Share of the machine that other processes took during the profile, and during the run."""
     errors: Mapping[str, float] = {}
-    """The routers' metric of prediction errors: how many were up to each bound, in seconds."""
+    """The routers' histogram of prediction errors: counts by upper bound in seconds."""
 
 
-class Fitted(NamedTuple):
-    """One replica's rates, and what its first tokens take besides."""
+class FittedReplica(NamedTuple):
+    """One replica's fitted rates, and the constant part of its times to first token."""
 
     pop: str
-    profile: Profile
+    profile: EngineProfile
     overhead_s: float
 
 
-def fitted(probes: Sequence[Probe]) -> list[Fitted]:
-    """Fit each replica's rates: time to first token by size, time between tokens by company."""
+class ComparedRequest(NamedTuple):
+    """One request's time to first token in ms, measured and simulated."""
+
+    played: PlayedRequest
+    measured_ms: float
+    simulated_ms: float
+    simulated_pop: str
+
+
+def fit_replicas(probes: Sequence[ProfileProbe]) -> list[FittedReplica]:
+    """Fit each replica's rates by least squares.
+
+    Prefill by prompt size, with a quadratic term for attention; the time between tokens by the
+    number of sequences.
+    """
     found = []
     for pop in sorted({probe.pop for probe in probes}):
         alone = [p for p in probes if p.pop == pop and p.together == 1]
         sizes = np.array([float(p.prompt_tokens) for p in alone])
         took = np.array([p.ttft_s for p in alone])
-        # Attention grows with the square; weights make small errors of short prompts count.
+        # Relative errors count, so that short prompts matter as much as long ones.
         weights = 1 / took
         columns = np.stack([np.ones_like(sizes), sizes, sizes * sizes / 2], axis=1)
         terms = np.linalg.lstsq(columns * weights[:, None], took * weights, rcond=None)[0]
-        overhead_s, each_s, deeper_s = (float(term) for term in terms)
-        company = {
+        overhead_s, token_s, depth_s = (float(term) for term in terms)
+        itl_by_count = {
             n: float(np.median([p.itl_s for p in probes if p.pop == pop and p.together == n
                                 and p.output_tokens >= ITL_TOKENS_MIN]))
             for n in sorted({p.together for p in probes if p.pop == pop})
         }  # fmt: skip
-        counts = np.array([float(n) for n in company])
-        slope, first = np.polyfit(counts, np.array(list(company.values())), 1)
+        counts = np.array([float(n) for n in itl_by_count])
+        slope, step_s = np.polyfit(counts, np.array(list(itl_by_count.values())), 1)
         found.append(
-            Fitted(
+            FittedReplica(
                 pop,
-                Profile(
+                EngineProfile(
                     "cpu",
-                    1 / each_s,
-                    float(first),
+                    1 / token_s,
+                    float(step_s),
                     float(slope),
-                    each_s / max(1e-9, deeper_s),
+                    token_s / max(1e-9, depth_s),
                     TOKENS_IN_FLIGHT_MAX,
                     KV_TOKENS,
                     SEQUENCES_MAX,
@@ -130,137 +145,162 @@ def fitted(probes: Sequence[Probe]) -> list[Fitted]:
     return found
 
 
-def world_of(replicas: Sequence[Fitted]) -> World:
+def demo_world(replicas: Sequence[FittedReplica]) -> RoutingWorld:
     """Return the demo's three cities with these replicas."""
     pops = tuple(city.pop for city in CITIES)
-    return World(
+    return RoutingWorld(
         pops,
         tuple(1 / len(pops) for _ in pops),
         tuple(tuple(round_trip_ms(a, b) for b in pops) for a in pops),
         tuple(
-            Site(at, pops.index(one.pop), one.profile, one.profile.prefill_tokens_per_s)
-            for at, one in enumerate(replicas)
+            ReplicaSite(
+                number,
+                pops.index(replica.pop),
+                replica.profile,
+                replica.profile.prefill_tokens_per_s,
+            )
+            for number, replica in enumerate(replicas)
         ),
     )
 
 
-def replayed(live: Live, replicas: Sequence[Fitted]) -> Outcome:
-    """Play the same arrivals in the simulator."""
+def replay(live: LiveMeasurements, replicas: Sequence[FittedReplica]) -> RunOutcome:
+    """Simulate the same arrivals."""
     pops: list[str] = [city.pop for city in CITIES]
     requests = [
-        Request(
-            one.number,
-            one.at_s + one.late_s,
-            one.prompt_tokens,
-            one.output_tokens,
-            tuple(one.blocks),
-            BLOCK,
-            one.session,
-            (pops.index(one.city) + 0.5) / len(pops),
+        TraceRequest(
+            played.number,
+            played.at_s + played.late_s,
+            played.prompt_tokens,
+            played.output_tokens,
+            tuple(played.blocks),
+            KV_BLOCK_TOKENS,
+            played.session,
+            (pops.index(played.city) + 0.5) / len(pops),
         )
-        for one in live.asked
+        for played in live.asked
     ]
-    return simulate(world_of(replicas), requests, 1.0, live.words_age_s, "ours")
+    return simulate(demo_world(replicas), requests, 1.0, live.words_age_s, "ours")
 
 
-def distance(one: Sequence[float], other: Sequence[float]) -> float:
+def ks_distance(first: Sequence[float], second: Sequence[float]) -> float:
     """Return the Kolmogorov-Smirnov distance of two samples."""
-    one, other = sorted(one), sorted(other)
+    first, second = sorted(first), sorted(second)
     return max(
-        abs(bisect_right(one, at) / len(one) - bisect_right(other, at) / len(other))
-        for at in (*one, *other)
+        abs(bisect_right(first, value) / len(first) - bisect_right(second, value) / len(second))
+        for value in (*first, *second)
     )
 
 
-def table(live: Live, outcome: Outcome, replicas: Sequence[Fitted]) -> str:
-    """Return both distributions side by side, by city and of all."""
-    overhead = {one.pop: one.overhead_s for one in replicas}
-    pops = [one.pop for one in replicas]
-    simulated = {s.number: (s.ttft_s + overhead[pops[s.replica]], s) for s in outcome.served}
+def compare_requests(
+    live: LiveMeasurements, outcome: RunOutcome, replicas: Sequence[FittedReplica]
+) -> list[ComparedRequest]:
+    """Return each played request with its measured and its simulated time to first token."""
+    overhead_s = {replica.pop: replica.overhead_s for replica in replicas}
+    pops = [replica.pop for replica in replicas]
+    simulated = {served.number: served for served in outcome.served}
+    compared = []
+    for played in live.asked:
+        served = simulated[played.number]
+        pop = pops[served.replica]
+        simulated_ms = 1000 * (served.ttft_s + overhead_s[pop])
+        compared.append(ComparedRequest(played, 1000 * played.ttft_s, simulated_ms, pop))
+    return compared
+
+
+def distribution_table(
+    live: LiveMeasurements, outcome: RunOutcome, replicas: Sequence[FittedReplica]
+) -> str:
+    """Return both distributions side by side, by city and for all, with what else differs."""
+    compared = compare_requests(live, outcome, replicas)
     lines = [
         "| city | requests | | " + " | ".join(f"p{round(100 * share)}" for share in SHARES)
         + " | mean | KS |",
         "|---|---|---|" + "---|" * (len(SHARES) + 2),
     ]  # fmt: skip
     for name in ("all", *(city.pop for city in CITIES)):
-        asked = [one for one in live.asked if name in ("all", one.city)]
-        if not asked:
+        rows = [row for row in compared if name in ("all", row.played.city)]
+        if not rows:
             continue
-        seen = [1000 * one.ttft_s for one in asked]
-        foretold = [1000 * simulated[one.number][0] for one in asked]
-        gap = distance(seen, foretold)
-        for what, values in (("measured", seen), ("simulated", foretold)):
+        measured_ms = [row.measured_ms for row in rows]
+        simulated_ms = [row.simulated_ms for row in rows]
+        distance = ks_distance(measured_ms, simulated_ms)
+        for kind, values in (("measured", measured_ms), ("simulated", simulated_ms)):
             cells = [f"{percentile(values, share):.0f}" for share in SHARES]
-            cells += [f"{sum(values) / len(values):.0f}", f"{gap:.2f}"]
-            lines.append(f"| {name} | {len(asked)} | {what} | {' | '.join(cells)} |")
-    prompts = sum(one.prompt_tokens for one in live.asked)
-    same = sum(pops[simulated[one.number][1].replica] == one.served_in for one in live.asked)
-    pairs = [(1000 * one.ttft_s, 1000 * simulated[one.number][0]) for one in live.asked]
-    ratios = [foretold / seen for seen, foretold in pairs]
+            cells += [f"{sum(values) / len(values):.0f}", f"{distance:.2f}"]
+            lines.append(f"| {name} | {len(rows)} | {kind} | {' | '.join(cells)} |")
+    prompt_tokens = sum(played.prompt_tokens for played in live.asked)
+    cached_live = sum(played.cached_tokens for played in live.asked)
+    cached_simulated = sum(served.cached_tokens for served in outcome.served)
+    same = sum(row.simulated_pop == row.played.served_in for row in compared)
+    ratios = [row.simulated_ms / row.measured_ms for row in compared]
     lines += [
         "",
-        f"cached: measured {100 * sum(o.cached_tokens for o in live.asked) / prompts:.1f} %, "
-        f"simulated {100 * sum(s.cached_tokens for s in outcome.served) / prompts:.1f} %",
+        f"cached: measured {100 * cached_live / prompt_tokens:.1f} %, "
+        f"simulated {100 * cached_simulated / prompt_tokens:.1f} %",
         f"served where the simulator serves it: {100 * same / len(live.asked):.0f} %",
         "simulated over measured by request: "
         + ", ".join(f"p{round(100 * s)} {percentile(ratios, s):.2f}" for s in (0.1, 0.5, 0.9)),
         "time between tokens p50, p90 (ms): measured "
-        + ", ".join(f"{1000 * percentile([o.itl_s for o in live.asked], q):.0f}"
+        + ", ".join(f"{1000 * percentile([played.itl_s for played in live.asked], q):.0f}"
                     for q in (0.5, 0.9))
         + "; simulated "
-        + ", ".join(f"{1000 * percentile([s.itl_s for s in outcome.served], q):.0f}"
+        + ", ".join(f"{1000 * percentile([served.itl_s for served in outcome.served], q):.0f}"
                     for q in (0.5, 0.9)),
     ]  # fmt: skip
     return "\n".join(lines)
 
 
-def errors_of(live: Live, outcome: Outcome) -> str:
-    """Return how far predictions were off, by the routers' own metric and in the simulator."""
-    said = []
+def prediction_errors_line(live: LiveMeasurements, outcome: RunOutcome) -> str:
+    """Return the share of predictions within each bound, live and simulated."""
+    texts = []
     count, simulated = live.errors["+Inf"], outcome.errors_ms
     for within_s in ERRORS_S:
-        by_metric = live.errors[f"{within_s}"] - live.errors[f"-{within_s}"]
-        off = sum(-1000 * within_s < error <= 1000 * within_s for error in simulated)
-        shares = 100 * by_metric / count, 100 * off / len(simulated)
-        said.append(f"{1000 * within_s:.0f} ms: {shares[0]:.0f} % and {shares[1]:.0f} %")
-    return f"predictions within (measured and simulated) {'; '.join(said)}"
+        live_count = live.errors[f"{within_s}"] - live.errors[f"-{within_s}"]
+        simulated_count = sum(-1000 * within_s < error <= 1000 * within_s for error in simulated)
+        live_percent = 100 * live_count / count
+        simulated_percent = 100 * simulated_count / len(simulated)
+        texts.append(
+            f"{1000 * within_s:.0f} ms: {live_percent:.0f} % and {simulated_percent:.0f} %"
+        )
+    return f"predictions within (measured and simulated) {'; '.join(texts)}"
 
 
-def read(path: Path) -> Live:
-    """Read what was kept."""
-    kept: dict[str, Any] = json.loads(path.read_text())
-    return Live(
-        [Probe(**probe) for probe in kept["probes"]],
-        [Asked(**one) for one in kept["asked"]],
-        kept["load"],
-        kept["words_age_s"],
-        kept.get("others", ()),
-        kept.get("errors", {}),
+def read_measurements(path: Path) -> LiveMeasurements:
+    """Read the file that `ops.sim.calibrate` wrote."""
+    fields: dict[str, Any] = json.loads(path.read_text())
+    return LiveMeasurements(
+        [ProfileProbe(**probe) for probe in fields["probes"]],
+        [PlayedRequest(**played) for played in fields["asked"]],
+        fields["load"],
+        fields["words_age_s"],
+        fields.get("others", ()),
+        fields.get("errors", {}),
     )
 
 
 def main() -> None:
-    """Print the rates and the table."""
+    """Print the fitted rates and the table."""
     parser = argparse.ArgumentParser(prog="python -m ops.sim.calibration")
     parser.add_argument("file", type=Path)
-    live = read(parser.parse_args().file)
+    live = read_measurements(parser.parse_args().file)
     for when, share in zip(("the profile", "the run"), live.others, strict=False):
-        said = ": the machine was not the fleet's alone" if share > OTHERS_MAX else ""
-        print(f"others took {100 * share:.1f} % of the machine during {when}{said}")
-    replicas = fitted(live.probes)
-    for one in replicas:
-        profile = one.profile
+        warning = ": the machine was not idle" if share > OTHER_CPU_SHARE_MAX else ""
+        print(f"other processes took {100 * share:.1f} % of the machine during {when}{warning}")
+    replicas = fit_replicas(live.probes)
+    for replica in replicas:
+        profile = replica.profile
         print(
-            f"{one.pop}: {profile.prefill_tokens_per_s:.0f} prompt tokens/s, half as many at depth "
-            f"{profile.attention_tokens:.0f}, step {1000 * profile.step_s:.1f} ms + "
+            f"{replica.pop}: {profile.prefill_tokens_per_s:.0f} prompt tokens/s, half as many at "
+            f"depth {profile.attention_tokens:.0f}, step {1000 * profile.step_s:.1f} ms + "
             f"{1000 * profile.step_per_sequence_s:.1f} ms a sequence, "
-            f"{1000 * one.overhead_s:.1f} ms besides"
+            f"{1000 * replica.overhead_s:.1f} ms overhead"
         )
     print()
-    outcome = replayed(live, replicas)
-    print(table(live, outcome, replicas))
+    outcome = replay(live, replicas)
+    print(distribution_table(live, outcome, replicas))
     if live.errors:
-        print(errors_of(live, outcome))
+        print(prediction_errors_line(live, outcome))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where traces and round trips come from: a folder of public data, or the small extract here.
+"""Read traces and round trips from a folder of public data, or from the small extract here.
 
 The folder is `--data`, else `$ISOCHRONE_DATA`, else `../shared/data` from the repository's root.
 """
@@ -17,22 +17,22 @@ EXTRACT: Final = Path(__file__).parent / "extract"
 
 
 class NoData(Exception):
-    """What a simulation needs is not there."""
+    """The data that a simulation needs are missing."""
 
 
 def folder(named: str | None = None) -> Path:
-    """Return the folder of public data, or raise NoData with what to do."""
+    """Return the folder of public data, or raise NoData."""
     path = Path(named or os.environ.get("ISOCHRONE_DATA") or ROOT.parent / "shared" / "data")
     if not (path / "traces").is_dir():
         raise NoData(
             f"cannot simulate: {path} has no traces/; name the folder of public data with --data "
-            "or ISOCHRONE_DATA (what belongs in it: ops/sim/choice.md)"
+            "or ISOCHRONE_DATA (its contents: ops/sim/choice.md)"
         )
     return path
 
 
 def folder_argument(named: str) -> Path:
-    """Return `folder` for a parser's `type`, which says in one line that there is none."""
+    """Return `folder(named)` for the `type` of an argparse argument, with a one-line error."""
     try:
         return folder(named)
     except NoData as error:
@@ -50,5 +50,5 @@ def lines(path: Path) -> Iterator[str]:
 
 
 def rows(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the rows of a CSV file with a head line."""
+    """Yield the rows of a CSV file with a header line."""
     yield from csv.DictReader(lines(path))

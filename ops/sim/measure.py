@@ -1,4 +1,4 @@
-"""What runs come to: the figures of one, and a file of many."""
+"""Figures that sum up runs, and a CSV file of them."""
 
 import csv
 import statistics
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from ops.sim.run import Outcome
+from ops.sim.run import RunOutcome
 
 
-class Figures(NamedTuple):
-    """One policy in one case. Times in ms, shares in percent."""
+class RunFigures(NamedTuple):
+    """The results of one policy in one run. Times in ms, shares in percent."""
 
     policy: str
     p50_ms: float
@@ -21,14 +21,14 @@ class Figures(NamedTuple):
     away: float
     refused: int
     balance: float
-    """Spread of how busy replicas are: standard deviation over mean."""
+    """Standard deviation over mean of how busy the replicas are."""
     error_p50_ms: float
     error_p90_ms: float
-    """Of our own predictions: how far off, whichever way."""
+    """Absolute error of our own predictions."""
 
 
-class Setting(NamedTuple):
-    """What a run was of."""
+class RunSetting(NamedTuple):
+    """The conditions of a run."""
 
     case: str
     load: int
@@ -38,11 +38,11 @@ class Setting(NamedTuple):
     speed: float
 
 
-class Run(NamedTuple):
+class PolicyRun(NamedTuple):
     """One run of one policy."""
 
-    setting: Setting
-    figures: Figures
+    setting: RunSetting
+    figures: RunFigures
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -51,21 +51,21 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def figures_of(policy: str, outcome: Outcome) -> Figures:
-    """Sum up a run. What was refused counts as never answered."""
-    answered = [one for one in outcome.served if one.replica >= 0]
-    ttft_ms = [1000 * one.ttft_s for one in outcome.served]
+def summarize(policy: str, outcome: RunOutcome) -> RunFigures:
+    """Sum up a run. A refused request counts with an infinite time to first token."""
+    answered = [request for request in outcome.served if request.replica >= 0]
+    ttft_ms = [1000 * request.ttft_s for request in outcome.served]
     errors = [abs(error) for error in outcome.errors_ms]
-    return Figures(
+    return RunFigures(
         policy,
         percentile(ttft_ms, 0.5),
         percentile(ttft_ms, 0.9),
         percentile(ttft_ms, 0.99),
-        1000 * percentile([one.itl_s for one in answered], 0.9),
+        1000 * percentile([request.itl_s for request in answered], 0.9),
         100
-        * sum(one.cached_tokens for one in answered)
-        / max(1, sum(one.prompt_tokens for one in answered)),
-        100 * sum(one.is_away for one in answered) / max(1, len(answered)),
+        * sum(request.cached_tokens for request in answered)
+        / max(1, sum(request.prompt_tokens for request in answered)),
+        100 * sum(request.is_away for request in answered) / max(1, len(answered)),
         len(outcome.served) - len(answered),
         statistics.pstdev(outcome.busy) / max(1e-9, statistics.fmean(outcome.busy)),
         percentile(errors, 0.5),
@@ -73,22 +73,25 @@ def figures_of(policy: str, outcome: Outcome) -> Figures:
     )
 
 
-def write(path: Path, runs: Iterable[Run]) -> None:
-    """Keep runs, one a line."""
+def write_runs(path: Path, runs: Iterable[PolicyRun]) -> None:
+    """Write runs as CSV, one per line."""
     with path.open("w", newline="") as file:
         lines = csv.writer(file, lineterminator="\n")
-        lines.writerow((*Setting._fields, *Figures._fields))
+        lines.writerow((*RunSetting._fields, *RunFigures._fields))
         for run in runs:
             cells = (*run.setting, *run.figures)
             lines.writerow([f"{cell:.6g}" if isinstance(cell, float) else cell for cell in cells])
 
 
-def read(path: Path) -> list[Run]:
-    """Read what was kept."""
+def read_runs(path: Path) -> list[PolicyRun]:
+    """Read the runs of a CSV file."""
     with path.open(newline="") as file:
-        return [Run(_typed(Setting, row), _typed(Figures, row)) for row in csv.DictReader(file)]
+        return [
+            PolicyRun(_typed(RunSetting, row), _typed(RunFigures, row))
+            for row in csv.DictReader(file)
+        ]
 
 
 def _typed(kind: Any, row: dict[str, str]) -> Any:
-    """Return a row's cells of one kind, each of its own type."""
+    """Convert the cells of a row into one NamedTuple."""
     return kind(**{name: typed(row[name]) for name, typed in get_type_hints(kind).items()})

@@ -1,76 +1,94 @@
-"""The oracle: one mind for all cities that sees every queue and every cache as it is now.
+"""The oracle: one policy for all cities that sees every queue and cache as it is now.
 
-It takes who gives the first token soonest, and charges a request its own prefill time `regard`
-times more, for those who come after it: with 0 it is greedy and fills replicas with prompts that
-another holds already. It sees also what is on the way. It does not see who will come.
+It takes the replica that gives the first token soonest, and charges a request its own prefill time
+`congestion_charge` times more, for the requests behind it. With 0 it is greedy, and fills replicas
+with prompts that another replica has cached. It also sees the requests on their way, but not the
+requests to come.
 """
 
-from ops.sim.replica import Replica
-from ops.sim.router import OUTPUT_TOKENS_ASSUMED, Router
-from ops.sim.traces import Request
+from typing import NamedTuple
+
+from ops.sim.replica import SimulatedReplica
+from ops.sim.router import OUTPUT_TOKENS_ASSUMED, SimulatedRouter
+from ops.sim.traces import TraceRequest
 
 
-class Oracle:
-    """All routers share one."""
+class ComingRequest(NamedTuple):
+    """A request on its way to a replica, and its prefill work there."""
 
-    def __init__(self, replicas: list[Replica], regard: float) -> None:
+    request: TraceRequest
+    work: float
+
+
+class OraclePolicy:
+    """One instance is shared by all routers."""
+
+    def __init__(self, replicas: list[SimulatedReplica], congestion_charge: float) -> None:
         self._replicas = replicas
-        self._regard = regard
-        self._coming: list[dict[int, tuple[Request, float]]] = [{} for _ in replicas]
-        """By replica: requests on their way, with their work."""
+        self._congestion_charge = congestion_charge
+        self._coming: list[dict[int, ComingRequest]] = [{} for _ in replicas]
+        """By replica, then by number of the request."""
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self,
+        router: SimulatedRouter,
+        request: TraceRequest,
+        refused: frozenset[int],
+        now_s: float,
     ) -> int | None:
-        """Work out each replica's answer."""
-        best, least_s = None, float("inf")
-        for at in router.by_distance:
-            if at in refused:
+        """Compute the cost of each replica with capacity and return the lowest."""
+        best, best_s = None, float("inf")
+        needed = request.prompt_tokens + OUTPUT_TOKENS_ASSUMED
+        for number in router.by_distance:
+            if number in refused:
                 continue
-            replica = self._replicas[at]
+            replica = self._replicas[number]
             tokens = replica.prefill_tokens + replica.decode_tokens
-            coming = self._coming[at].values()
-            tokens += sum(one.prompt_tokens + OUTPUT_TOKENS_ASSUMED for one, _ in coming)
-            wanted = request.prompt_tokens + OUTPUT_TOKENS_ASSUMED
-            if tokens and tokens + wanted > replica.site.profile.kv_tokens_max:
+            tokens += sum(
+                coming.request.prompt_tokens + OUTPUT_TOKENS_ASSUMED
+                for coming in self._coming[number].values()
+            )
+            if tokens and tokens + needed > replica.site.profile.kv_tokens_max:
                 continue
-            cost_s = self._cost_s(router, at, request, now_s)
-            if cost_s < least_s:
-                best, least_s = at, cost_s
+            cost_s = self._cost_s(router, number, request)
+            if cost_s < best_s:
+                best, best_s = number, cost_s
         return best
 
-    def sent(self, request: Request, replica: int, now_s: float) -> None:
-        """See it on its way."""
-        of = self._replicas[replica]
-        work = of.work(request, of.cached(request, self._to_be_cached(replica)))
-        self._coming[replica][request.number] = (request, work)
+    def record_sent(self, request: TraceRequest, replica: int, now_s: float) -> None:
+        """Note a request on its way."""
+        target = self._replicas[replica]
+        work = target.work(request, target.cached(request, self._blocks_to_come(replica)))
+        self._coming[replica][request.number] = ComingRequest(request, work)
 
-    def reached(self, request: Request, replica: int) -> None:
-        """It is there."""
+    def record_arrival(self, request: TraceRequest, replica: int) -> None:
+        """Note that a request has arrived."""
         del self._coming[replica][request.number]
 
-    def _cost_s(self, router: Router, at: int, request: Request, now_s: float) -> float:
-        replica = self._replicas[at]
+    def _cost_s(self, router: SimulatedRouter, number: int, request: TraceRequest) -> float:
+        """Return round trip, wait and charged prefill time of a request at a replica."""
+        replica = self._replicas[number]
         speed = replica.read_speed()
-        way_s = router.rtt_ms[at] / 2000
-        waiting = sum(work for _, work in self._coming[at].values())
+        one_way_s = router.rtt_ms[number] / 2000
+        waiting = sum(coming.work for coming in self._coming[number].values())
         queued: set[int] = set()
         for job in replica.queue:
             waiting += replica.work(job.request, replica.cached(job.request, queued))
             queued.update(job.request.blocks)
         if replica.reading is not None:
             waiting += replica.reading.work_left
-        work = replica.work(request, replica.cached(request, self._to_be_cached(at)))
-        wait_s = max(0.0, waiting / speed - way_s)
-        return 2 * way_s + wait_s + (1 + self._regard) * work / speed
+        work = replica.work(request, replica.cached(request, self._blocks_to_come(number)))
+        wait_s = max(0.0, waiting / speed - one_way_s)
+        return 2 * one_way_s + wait_s + (1 + self._congestion_charge) * work / speed
 
-    def _to_be_cached(self, at: int) -> set[int]:
+    def _blocks_to_come(self, number: int) -> set[int]:
+        """Return the blocks that a replica will have cached when it has read all before us."""
         blocks: set[int] = set()
-        replica = self._replicas[at]
+        replica = self._replicas[number]
         if replica.reading is not None:
             blocks.update(replica.reading.request.blocks)
         for job in replica.queue:
             blocks.update(job.request.blocks)
-        for request, _ in self._coming[at].values():
-            blocks.update(request.blocks)
+        for coming in self._coming[number].values():
+            blocks.update(coming.request.blocks)
         return blocks

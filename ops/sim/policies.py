@@ -1,245 +1,247 @@
-"""How others choose: the policies of the field, each as simple as its own description.
+"""Routing policies of the field to compare with, each as simple as its own description.
 
-Each router holds its own instance, as each process does. `choose` returns a replica, or None where
-the request should wait.
+Each router has its own instance. `choose` returns a replica, or None if the request must wait.
 """
 
 import random
-from typing import Protocol
+from bisect import bisect_left
+from typing import Final, Protocol
 
-from ops.sim.router import Believed, Router
-from ops.sim.traces import Request
-from router.decide.affinity import seed_of
-from router.decide.prefixes import PrefixIndex, PrefixKeys
+from ops.sim.router import BelievedLoad, SimulatedRouter
+from ops.sim.traces import TraceRequest
+from router.decide.affinity import hash64
+from router.decide.prefix_index import PrefixIndex, PrefixKeys
 
 
-class Policy(Protocol):
-    """One router's way to choose."""
+class RoutingPolicy(Protocol):
+    """One router's policy."""
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Return which replica a request goes to, or None."""
+        """Return the replica that a request goes to, None if it must wait."""
 
-    def sent(self, request: Request, replica: int, now_s: float) -> None:
-        """A request went there."""
+    def record_sent(self, request: TraceRequest, replica: int, now_s: float) -> None:
+        """Note that a request goes to a replica."""
 
 
-def roomy(
-    router: Router, request: Request, refused: frozenset[int], now_s: float
-) -> dict[int, Believed]:
-    """Return who has room as far as this router knows, with what it believes of them."""
+def replicas_with_capacity(
+    router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
+) -> dict[int, BelievedLoad]:
+    """Return the replicas with capacity as far as this router knows, with their believed load."""
     found = {}
     for replica in router.by_distance:
         if replica not in refused:
             believed = router.believed(replica, now_s)
-            if router.has_room(believed, replica, request):
+            if router.has_capacity(believed, replica, request):
                 found[replica] = believed
     return found
 
 
-def keys_of(request: Request) -> PrefixKeys:
-    """Return a request's blocks as prefix keys: the trace hashed them already."""
+def trace_prefix_keys(request: TraceRequest) -> PrefixKeys:
+    """Return a request's blocks as prefix keys: the trace has hashes of blocks."""
     ends = [(n + 1) * request.block_tokens for n in range(len(request.blocks))]
     return PrefixKeys(request.blocks, ends, max(1, request.prompt_tokens))
 
 
-class Stateless:
-    """What the simple policies share: nothing to remember."""
+class StatelessPolicy:
+    """Base of the policies that remember nothing."""
 
-    def sent(self, request: Request, replica: int, now_s: float) -> None:
-        """Remember nothing."""
+    def record_sent(self, request: TraceRequest, replica: int, now_s: float) -> None:
+        """Do nothing."""
 
 
-class Random(Stateless):
-    """Anyone with room."""
+class RandomPolicy(StatelessPolicy):
+    """Any replica with capacity."""
 
     def __init__(self, pop: int) -> None:
         self._chance = random.Random(pop)
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Draw one."""
-        room = list(roomy(router, request, refused, now_s))
-        return self._chance.choice(room) if room else None
+        """Choose at random."""
+        candidates = list(replicas_with_capacity(router, request, refused, now_s))
+        return self._chance.choice(candidates) if candidates else None
 
 
-class RoundRobin(Stateless):
-    """One after the other, wherever."""
+class RoundRobinPolicy(StatelessPolicy):
+    """All replicas in turn, wherever they are."""
 
     def __init__(self, pop: int) -> None:
         self._next = pop
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Take the next one with room."""
-        room = roomy(router, request, refused, now_s)
+        """Take the next replica with capacity."""
+        candidates = replicas_with_capacity(router, request, refused, now_s)
         for _ in range(len(router.replicas)):
             self._next = (self._next + 1) % len(router.replicas)
-            if self._next in room:
+            if self._next in candidates:
                 return self._next
         return None
 
 
-class NearestOnly(Stateless):
-    """The nearest PoP's replicas in turn; the next PoP only where that one has no room at all."""
+class NearestOnlyPolicy(StatelessPolicy):
+    """The nearest PoP's replicas in turn; the next PoP only if the nearest has no capacity."""
 
     def __init__(self, pop: int) -> None:
         self._turn = pop
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Take one of the nearest that have room."""
-        room = list(roomy(router, request, refused, now_s))
-        if not room:
+        """Take the next of the nearest with capacity."""
+        candidates = list(replicas_with_capacity(router, request, refused, now_s))
+        if not candidates:
             return None
-        near = [r for r in room if router.rtt_ms[r] <= router.rtt_ms[room[0]] + 1]
+        near = [r for r in candidates if router.rtt_ms[r] <= router.rtt_ms[candidates[0]] + 1]
         self._turn += 1
         return near[self._turn % len(near)]
 
 
-class LeastRequests(Stateless):
-    """Whoever has the fewest requests; the nearest of them."""
+class LeastRequestsPolicy(StatelessPolicy):
+    """The replica with fewest requests; the nearest of several."""
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Take the least."""
-        room = roomy(router, request, refused, now_s)
-        return min(room, key=lambda r: room[r].requests, default=None)
+        """Take the least loaded."""
+        candidates = replicas_with_capacity(router, request, refused, now_s)
+        return min(candidates, key=lambda r: candidates[r].requests, default=None)
 
 
-class LeastTokens(Stateless):
-    """Whoever has the fewest tokens for its speed; the nearest of them."""
+class LeastTokensPolicy(StatelessPolicy):
+    """The replica with fewest tokens for its speed; the nearest of several."""
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Take the least."""
-        room = roomy(router, request, refused, now_s)
+        """Take the least loaded."""
+        candidates = replicas_with_capacity(router, request, refused, now_s)
         sites = router.world.sites
         return min(
-            room,
-            key=lambda r: room[r].tokens / sites[r].profile.prefill_tokens_per_s,
+            candidates,
+            key=lambda r: candidates[r].tokens / sites[r].profile.prefill_tokens_per_s,
             default=None,
         )
 
 
-class LeastTokensNear(Stateless):
-    """Least tokens among the replicas of the nearest PoP that has room."""
+class LeastTokensNearPolicy(StatelessPolicy):
+    """The replica with fewest tokens in the nearest PoP that has capacity."""
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Take the least of the nearest."""
-        room = roomy(router, request, refused, now_s)
-        nearest = next(iter(room), None)
+        """Take the least loaded of the nearest."""
+        candidates = replicas_with_capacity(router, request, refused, now_s)
+        nearest = next(iter(candidates), None)
         if nearest is None:
             return None
-        near = [r for r in room if router.rtt_ms[r] <= router.rtt_ms[nearest] + 1]
-        return min(near, key=lambda r: room[r].tokens)
+        near = [r for r in candidates if router.rtt_ms[r] <= router.rtt_ms[nearest] + 1]
+        return min(near, key=lambda r: candidates[r].tokens)
 
 
-class ConsistentHash(Stateless):
-    """A ring of 160 points each, by session; the next with room along it. As vllm-router has it."""
+class ConsistentHashPolicy(StatelessPolicy):
+    """As vllm-router: a ring with 160 points per replica; the next with capacity is taken."""
 
     def __init__(self, replicas: int) -> None:
         self._ring = sorted(
-            (seed_of(f"{replica}/{point}"), replica)
+            (hash64(f"{replica}/{point}"), replica)
             for replica in range(replicas)
             for point in range(160)
         )
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Walk the ring from the session's point."""
-        room = roomy(router, request, refused, now_s)
-        at = seed_of(request.session or str(request.number))
-        low, high = 0, len(self._ring)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if self._ring[middle][0] < at else (low, middle)
+        """Walk the ring from the point of the session."""
+        candidates = replicas_with_capacity(router, request, refused, now_s)
+        point = hash64(request.session or str(request.number))
+        first = bisect_left(self._ring, (point,))
         for step in range(len(self._ring)):
-            replica = self._ring[(low + step) % len(self._ring)][1]
-            if replica in room:
+            replica = self._ring[(first + step) % len(self._ring)][1]
+            if replica in candidates:
                 return replica
         return None
 
 
-class _Tree:
-    """A router's own history of prefixes, bounded as those trees are."""
+class _PrefixTreePolicy:
+    """Base of the policies with a history of sent prefixes, bounded as their trees are."""
 
     def __init__(self) -> None:
         self._index = PrefixIndex(capacity=4_000_000, pairs_max=400_000)
 
-    def sent(self, request: Request, replica: int, now_s: float) -> None:
-        """Remember what went where."""
-        self._index.sent(replica, keys_of(request), now_s)
+    def record_sent(self, request: TraceRequest, replica: int, now_s: float) -> None:
+        """Remember which prefixes went to the replica."""
+        self._index.record_sent(replica, trace_prefix_keys(request), now_s)
 
-    def shares(self, request: Request, room: dict[int, Believed]) -> dict[int, float]:
-        """Return which share of the prompt each replica was sent before."""
-        held = self._index.match(keys_of(request))
-        return {replica: held.share_at(replica) for replica in room}
+    def shares(
+        self, request: TraceRequest, candidates: dict[int, BelievedLoad]
+    ) -> dict[int, float]:
+        """Return the share of the prompt that each replica was sent before."""
+        matches = self._index.match(trace_prefix_keys(request))
+        return {replica: matches.share_at(replica) for replica in candidates}
 
 
-class CacheAware(_Tree):
-    """sglang's cache_aware: the longest match above 0.3 while requests balance, else the shortest.
+class CacheAwarePolicy(_PrefixTreePolicy):
+    """sglang's cache_aware policy: the longest match above 0.3, or else the fewest requests.
 
-    Balance and defaults as of its last release: spread of more than 64 and 1.5 times.
+    If requests are out of balance, by more than 64 and 1.5 times, it also takes the fewest. These
+    are the defaults of its last release.
     """
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Match or balance."""
-        room = roomy(router, request, refused, now_s)
-        if not room:
+        """Take the longest match, or balance."""
+        candidates = replicas_with_capacity(router, request, refused, now_s)
+        if not candidates:
             return None
-        loads = [believed.requests for believed in room.values()]
+        loads = [believed.requests for believed in candidates.values()]
         if max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads):
-            return min(room, key=lambda r: room[r].requests)
-        shares = self.shares(request, room)
+            return min(candidates, key=lambda r: candidates[r].requests)
+        shares = self.shares(request, candidates)
         best = max(shares, key=lambda r: shares[r])
         if shares[best] > 0.3:
             return best
-        return min(room, key=lambda r: room[r].requests)
+        return min(candidates, key=lambda r: candidates[r].requests)
 
 
-class SkyLb(_Tree):
-    """SkyLB: push only where nothing is pending, at home by prefix; else the nearest region so.
+class SkyLbPolicy(_PrefixTreePolicy):
+    """SkyLB: push only to replicas with nothing pending: by prefix in the nearest region, else in
+    the next nearest.
 
-    Where nobody is free the request is held a while, then goes to the least loaded at home.
+    If no replica is free, the request is held for HOLD_S, then goes to the least loaded nearby.
     """
 
-    HOLD_S = 2.0
+    HOLD_S: Final = 2.0
 
     def __init__(self) -> None:
         super().__init__()
         self._held_since: dict[int, float] = {}
 
     def choose(
-        self, router: Router, request: Request, refused: frozenset[int], now_s: float
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
-        """Push selectively."""
-        room = roomy(router, request, refused, now_s)
-        if not room:
+        """Take a free replica, or hold the request."""
+        candidates = replicas_with_capacity(router, request, refused, now_s)
+        if not candidates:
             return None
-        shares = self.shares(request, room)
-        free = [replica for replica in room if room[replica].prefill_tokens == 0]
+        shares = self.shares(request, candidates)
+        free = [replica for replica in candidates if candidates[replica].prefill_tokens == 0]
         if free:
             self._held_since.pop(request.number, None)
-            home = [r for r in free if router.rtt_ms[r] <= router.rtt_ms[router.by_distance[0]] + 1]
-            if home:
-                return max(home, key=lambda r: (shares[r], -room[r].tokens))
+            limit_ms = router.rtt_ms[router.by_distance[0]] + 1
+            near = [r for r in free if router.rtt_ms[r] <= limit_ms]
+            if near:
+                return max(near, key=lambda r: (shares[r], -candidates[r].tokens))
             return max(free, key=lambda r: (shares[r] > 0.5, -router.rtt_ms[r]))
         since_s = self._held_since.setdefault(request.number, now_s)
         if now_s - since_s < self.HOLD_S:
             return None
         del self._held_since[request.number]
-        nearest = next(iter(room))
-        near = [r for r in room if router.rtt_ms[r] <= router.rtt_ms[nearest] + 1]
-        return min(near, key=lambda r: room[r].prefill_tokens)
+        nearest = next(iter(candidates))
+        near = [r for r in candidates if router.rtt_ms[r] <= router.rtt_ms[nearest] + 1]
+        return min(near, key=lambda r: candidates[r].prefill_tokens)

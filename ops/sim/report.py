@@ -1,9 +1,9 @@
-"""Tables and a plot of what the simulator found.
+"""Tables and a plot of simulation results.
 
     python -m ops.sim.report ops/sim/results.csv [--plot ops/sim/choice.png]
 
-Prints the goal's table, and every policy's p90. A cell is the mean of its draws. The plot needs the
-extra `maps`.
+Prints the table of the goal, and the p90 of every policy. A cell is the mean of its draws. The plot
+needs the extra `maps`.
 """
 
 import argparse
@@ -13,36 +13,36 @@ from pathlib import Path
 from statistics import fmean
 from typing import Final, NamedTuple
 
-from ops.sim.measure import Figures, Run, read
+from ops.sim.measure import PolicyRun, RunFigures, read_runs
 
 GOAL_RATIO: Final = 1.10
 GOAL_POINTS: Final = 3.0
 COLOURS: Final = {"ours": "black", "oracle": "tab:green"}
 
 
-class Cell(NamedTuple):
-    """One case at one load and age of information: each policy's figures, a draw after another."""
+class ResultCell(NamedTuple):
+    """One case at one load and age of information, with the figures of each policy by draw."""
 
     case: str
     load: int
     age_s: float
-    policies: dict[str, list[Figures]]
+    policies: dict[str, list[RunFigures]]
 
-    def of(self, policy: str, what: Callable[[Figures], float]) -> list[float]:
-        """Return a figure of a policy, a draw after another."""
-        return [what(figures) for figures in self.policies[policy]]
+    def values(self, policy: str, figure: Callable[[RunFigures], float]) -> list[float]:
+        """Return one figure of a policy for each draw."""
+        return [figure(figures) for figures in self.policies[policy]]
 
     def p90_ms(self, policy: str) -> float:
-        """Return a policy's p90, the mean of all draws."""
-        return fmean(self.of(policy, lambda figures: figures.p90_ms))
+        """Return a policy's p90 TTFT, the mean of all draws."""
+        return fmean(self.values(policy, lambda figures: figures.p90_ms))
 
     def hit(self, policy: str) -> float:
         """Return a policy's hit ratio, the mean of all draws."""
-        return fmean(self.of(policy, lambda figures: figures.hit))
+        return fmean(self.values(policy, lambda figures: figures.hit))
 
     @property
     def ratios(self) -> list[float]:
-        """Return our p90 over the oracle's, a draw after another."""
+        """Return our p90 over the oracle's, for each draw."""
         pairs = zip(self.policies["ours"], self.policies["oracle"], strict=True)
         return [ours.p90_ms / oracle.p90_ms for ours, oracle in pairs]
 
@@ -53,51 +53,51 @@ class Cell(NamedTuple):
 
     @property
     def best(self) -> str:
-        """Return the best of the others."""
+        """Return the best policy that is neither ours nor the oracle."""
         return min(self.others, key=self.p90_ms)
 
     @property
     def missed(self) -> str:
-        """Return what of the goal is missed."""
+        """Return which parts of the goal are missed."""
         missed = {
             "p90": fmean(self.ratios) > GOAL_RATIO,
             "behind": self.p90_ms(self.best) < self.p90_ms("ours"),
             "hits": self.hit("ours") < self.hit("oracle") - GOAL_POINTS,
         }
-        return ", ".join(what for what, is_missed in missed.items() if is_missed)
+        return ", ".join(part for part, is_missed in missed.items() if is_missed)
 
 
-def cells_of(runs: Sequence[Run]) -> list[Cell]:
-    """Put the draws of a case together."""
-    cells: dict[tuple[str, int, float], Cell] = {}
-    for of, figures in runs:
-        key = (of.case, of.load, of.age_s)
-        cell = cells.setdefault(key, Cell(*key, {}))
+def group_runs(runs: Sequence[PolicyRun]) -> list[ResultCell]:
+    """Group runs by case, load and age."""
+    cells: dict[tuple[str, int, float], ResultCell] = {}
+    for setting, figures in runs:
+        key = (setting.case, setting.load, setting.age_s)
+        cell = cells.setdefault(key, ResultCell(*key, {}))
         cell.policies.setdefault(figures.policy, []).append(figures)
     return list(cells.values())
 
 
-def goal(cells: Sequence[Cell]) -> list[str]:
-    """Return the goal's table: each case and load in one line."""
+def goal_table(cells: Sequence[ResultCell]) -> list[str]:
+    """Return the table of the goal: a row for each case and load."""
     ages_s = sorted({cell.age_s for cell in cells})
-    by_age = [f"ours over it, words {age_s:g} s old" for age_s in ages_s]
-    told = ["best other over ours", "hits, %: oracle", "ours", "goal"]
-    columns = ["trace", "load", "oracle p90, ms", *by_age, *told]
+    by_age = [f"ours over it, reports {age_s:g} s old" for age_s in ages_s]
+    rest = ["best other over ours", "hits, %: oracle", "ours", "goal"]
+    columns = ["trace", "load", "oracle p90, ms", *by_age, *rest]
     lines = header(columns)
-    for of in grouped(cells):
-        ahead = {cell.p90_ms(cell.best) / cell.p90_ms("ours"): cell.best for cell in of}
-        verdicts = [f"{cell.age_s:g} s {cell.missed}" for cell in of if cell.missed]
+    for group in group_cells(cells):
+        best = {cell.p90_ms(cell.best) / cell.p90_ms("ours"): cell.best for cell in group}
+        missed = [f"{cell.age_s:g} s {cell.missed}" for cell in group if cell.missed]
         lines.append(
             row(
                 [
-                    of[0].case,
-                    f"{of[0].load} %",
-                    f"{of[0].p90_ms('oracle'):.0f}",
-                    *(spread(cell.ratios) for cell in of),
-                    f"{min(ahead):.2f} ({ahead[min(ahead)]})",
-                    f"{of[0].hit('oracle'):.1f}",
-                    f"{min(cell.hit('ours') for cell in of):.1f}",
-                    ", ".join(verdicts) or "met",
+                    group[0].case,
+                    f"{group[0].load} %",
+                    f"{group[0].p90_ms('oracle'):.0f}",
+                    *(spread(cell.ratios) for cell in group),
+                    f"{min(best):.2f} ({best[min(best)]})",
+                    f"{group[0].hit('oracle'):.1f}",
+                    f"{min(cell.hit('ours') for cell in group):.1f}",
+                    ", ".join(missed) or "met",
                 ]
             )
         )
@@ -120,23 +120,26 @@ def goal(cells: Sequence[Cell]) -> list[str]:
     ]
 
 
-def everybody(cells: Sequence[Cell], age_s: float) -> list[str]:
-    """Return every policy's p90, with words of one age."""
-    of = [cell for cell in cells if cell.age_s == age_s]
-    if not of:
+def all_policies(cells: Sequence[ResultCell], age_s: float) -> list[str]:
+    """Return the table of every policy's p90, with reports of one age."""
+    chosen = [cell for cell in cells if cell.age_s == age_s]
+    if not chosen:
         return []
-    columns = ["p90, ms", *(f"{cell.case.split()[0]} {cell.load} %" for cell in of)]
-    rows = [[policy, *(f"{cell.p90_ms(policy):.0f}" for cell in of)] for policy in of[0].policies]
+    columns = ["p90, ms", *(f"{cell.case.split()[0]} {cell.load} %" for cell in chosen)]
+    rows = [
+        [policy, *(f"{cell.p90_ms(policy):.0f}" for cell in chosen)]
+        for policy in chosen[0].policies
+    ]
     return [*header(columns), *(row(cells) for cells in rows)]
 
 
-def grouped(cells: Sequence[Cell]) -> list[list[Cell]]:
+def group_cells(cells: Sequence[ResultCell]) -> list[list[ResultCell]]:
     """Return the cells of each case and load, by age."""
-    groups: dict[tuple[str, int], list[Cell]] = {}
+    groups: dict[tuple[str, int], list[ResultCell]] = {}
     for cell in sorted(cells, key=lambda cell: cell.age_s):
         groups.setdefault((cell.case, cell.load), []).append(cell)
     order = [(cell.case, cell.load) for cell in cells]
-    return sorted(groups.values(), key=lambda of: order.index((of[0].case, of[0].load)))
+    return sorted(groups.values(), key=lambda group: order.index((group[0].case, group[0].load)))
 
 
 def header(columns: Sequence[str]) -> list[str]:
@@ -150,12 +153,12 @@ def row(texts: Sequence[str]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return the mean, and from where to where."""
+    """Return the mean and the range of values."""
     return f"**{fmean(values):.2f}** ({min(values):.2f} to {max(values):.2f})"
 
 
-def plot(cells: Sequence[Cell], path: Path) -> None:
-    """Draw p90 TTFT by age of information: a row each trace, a column each load."""
+def plot(cells: Sequence[ResultCell], path: Path) -> None:
+    """Plot p90 TTFT by age of information: a row for each trace, a column for each load."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -166,14 +169,14 @@ def plot(cells: Sequence[Cell], path: Path) -> None:
     figure, axes = pyplot.subplots(
         len(cases), len(loads), figsize=(13, 11), squeeze=False, constrained_layout=True
     )
-    for at, case in enumerate(cases):
+    for row_number, case in enumerate(cases):
         for column, load in enumerate(loads):
-            axis = axes[at][column]
-            ones = [cell for cell in cells if cell.case == case and cell.load == load]
-            for policy in ones[0].policies:
+            axis = axes[row_number][column]
+            chosen = [cell for cell in cells if cell.case == case and cell.load == load]
+            for policy in chosen[0].policies:
                 axis.plot(
-                    [cell.age_s for cell in ones],
-                    [cell.p90_ms(policy) / 1000 for cell in ones],
+                    [cell.age_s for cell in chosen],
+                    [cell.p90_ms(policy) / 1000 for cell in chosen],
                     marker="o",
                     label=policy,
                     color=COLOURS.get(policy),
@@ -189,15 +192,15 @@ def plot(cells: Sequence[Cell], path: Path) -> None:
 
 
 def main() -> int:
-    """Print the tables and draw."""
+    """Print the tables and draw the plot."""
     parser = argparse.ArgumentParser(prog="python -m ops.sim.report")
-    parser.add_argument("files", type=Path, nargs="+", help="what `python -m ops.sim` kept")
-    parser.add_argument("--plot", type=Path, help="where to draw")
-    asked = parser.parse_args()
-    cells = cells_of([run for path in asked.files for run in read(path)])
-    print("\n".join([*goal(cells), "", *everybody(cells, 1.0)]))
-    if asked.plot:
-        plot(cells, asked.plot)
+    parser.add_argument("files", type=Path, nargs="+", help="CSV files of `python -m ops.sim`")
+    parser.add_argument("--plot", type=Path, help="file of the plot")
+    arguments = parser.parse_args()
+    cells = group_runs([run for path in arguments.files for run in read_runs(path)])
+    print("\n".join([*goal_table(cells), "", *all_policies(cells, 1.0)]))
+    if arguments.plot:
+        plot(cells, arguments.plot)
     return 0
 
 

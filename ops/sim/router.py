@@ -1,23 +1,24 @@
-"""What one PoP's router knows in a simulation: its own requests exactly, all else by old words.
+"""What one PoP's router knows in a simulation: its own requests exactly, the rest from old reports.
 
-Every policy gets the same: the load of each replica as it was sampled every half `age_s` and told
-as long after, so half to whole of `age_s` old; the load in the head of each answer; and what this
-router itself has sent and not seen the end of. Ours keeps its own beliefs: the router's `Fleet`.
+Every policy gets the same information: the load of each replica, sampled every half `age_s` and
+delivered as long after, so half to whole of `age_s` old; the load in the head of each answer; and
+the requests that this router has sent and that have not ended. Our own policy keeps its own
+knowledge: the router's `FleetState`.
 """
 
 from bisect import bisect_right
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from isochrone.wire.headers import ReportedLoad
-from ops.sim.replica import Replica
-from ops.sim.traces import Request
-from ops.sim.world import World
+from ops.sim.replica import SimulatedReplica
+from ops.sim.traces import TraceRequest
+from ops.sim.world import RoutingWorld
 
-OUTPUT_TOKENS_ASSUMED = 512
+OUTPUT_TOKENS_ASSUMED: Final = 512
 
 
-class Believed(NamedTuple):
-    """A replica's load as a router may believe it: others' by old words, its own by count."""
+class BelievedLoad(NamedTuple):
+    """A replica's load as a router knows it: its own requests, and the others' by report."""
 
     requests: int
     prefill_tokens: int
@@ -29,62 +30,56 @@ class Believed(NamedTuple):
         return self.prefill_tokens + self.decode_tokens
 
 
-class Router:
-    """One PoP's own counts and the words it has heard."""
+class SimulatedRouter:
+    """One PoP's own counts, and the reports it has received."""
 
-    def __init__(self, pop: int, world: World, replicas: list[Replica], age_s: float) -> None:
+    def __init__(
+        self, pop: int, world: RoutingWorld, replicas: list[SimulatedReplica], age_s: float
+    ) -> None:
         self.pop = pop
         self.world = world
         self.replicas = replicas
         self.rtt_ms = [world.rtt_to(pop, site.replica) for site in world.sites]
         self.by_distance = sorted(range(len(replicas)), key=lambda r: (self.rtt_ms[r], r))
-        self._tick_s = age_s / 2
-        count = len(replicas)
-        self.requests = [0] * count
-        self.prefill = [0] * count
-        self.decode = [0] * count
-        self._answered_at_s = [0.0] * count
-        self._past_at_s: list[list[float]] = [[-1.0] for _ in range(count)]
-        self._past: list[list[tuple[int, int, int]]] = [[(0, 0, 0)] for _ in range(count)]
+        self._report_interval_s = age_s / 2
+        self._own = [BelievedLoad(0, 0, 0)] * len(replicas)
+        self._answered_at_s = [0.0] * len(replicas)
+        self._history_at_s: list[list[float]] = [[-1.0] for _ in replicas]
+        self._history: list[list[BelievedLoad]] = [[BelievedLoad(0, 0, 0)] for _ in replicas]
 
-    def told_at_s(self, now_s: float) -> float:
-        """Return when the newest word that is here by now was true."""
-        return max(0.0, int(now_s / self._tick_s) - 1) * self._tick_s
+    def reported_at_s(self, now_s: float) -> float:
+        """Return the time that the newest periodic report is from."""
+        return max(0.0, int(now_s / self._report_interval_s) - 1) * self._report_interval_s
 
-    def word(self, replica: int, now_s: float) -> tuple[float, ReportedLoad]:
-        """Return when and what a replica's newest word was."""
-        at_s = max(self.told_at_s(now_s), self._answered_at_s[replica])
-        return at_s, self.replicas[replica].load_at(at_s, self.pop)
-
-    def answered(self, replica: int, at_s: float) -> ReportedLoad:
-        """An answer came whose head was written at `at_s`: it carries the load."""
+    def record_answer(self, replica: int, at_s: float) -> ReportedLoad:
+        """Take an answer whose head was written at `at_s`; return the load in it."""
         self._answered_at_s[replica] = max(self._answered_at_s[replica], at_s)
         return self.replicas[replica].load_at(at_s, self.pop)
 
-    def believed(self, replica: int, now_s: float) -> Believed:
-        """Return the load of a replica: what is not ours by its word, and what is ours now."""
-        at_s, load = self.word(replica, now_s)
-        # Ours is there half a round trip after we counted it.
-        at = bisect_right(self._past_at_s[replica], at_s - self.rtt_ms[replica] / 2000) - 1
-        requests, prefill, decode = self._past[replica][max(0, at)]
-        return Believed(
-            self.requests[replica] + max(0, load.running - requests),
-            self.prefill[replica] + max(0, load.prefill_tokens - prefill),
-            self.decode[replica] + max(0, load.decode_tokens - decode),
+    def believed(self, replica: int, now_s: float) -> BelievedLoad:
+        """Return a replica's load: the newest report less what was ours then, plus what is now."""
+        at_s = max(self.reported_at_s(now_s), self._answered_at_s[replica])
+        load = self.replicas[replica].load_at(at_s, self.pop)
+        # Our requests reach the replica half a round trip after we count them.
+        index = bisect_right(self._history_at_s[replica], at_s - self.rtt_ms[replica] / 2000) - 1
+        then, now = self._history[replica][max(0, index)], self._own[replica]
+        return BelievedLoad(
+            now.requests + max(0, load.running - then.requests),
+            now.prefill_tokens + max(0, load.prefill_tokens - then.prefill_tokens),
+            now.decode_tokens + max(0, load.decode_tokens - then.decode_tokens),
         )
 
-    def has_room(self, believed: Believed, replica: int, request: Request) -> bool:
+    def has_capacity(self, believed: BelievedLoad, replica: int, request: TraceRequest) -> bool:
         """Say whether the request fits there, as far as is known."""
-        wanted = request.prompt_tokens + OUTPUT_TOKENS_ASSUMED
-        most = self.world.sites[replica].profile.kv_tokens_max
-        return not believed.tokens or believed.tokens + wanted <= most
+        needed = request.prompt_tokens + OUTPUT_TOKENS_ASSUMED
+        limit = self.world.sites[replica].profile.kv_tokens_max
+        return not believed.tokens or believed.tokens + needed <= limit
 
     def count(self, replica: int, requests: int, prefill: int, decode: int, now_s: float) -> None:
-        """Count what was sent, read or ended."""
-        self.requests[replica] += requests
-        self.prefill[replica] += prefill
-        self.decode[replica] += decode
-        self._past_at_s[replica].append(now_s)
-        self._past[replica].append(
-            (self.requests[replica], self.prefill[replica], self.decode[replica])
+        """Add to our own requests and tokens at a replica; negative numbers for what ended."""
+        own = self._own[replica]
+        own = self._own[replica] = BelievedLoad(
+            own.requests + requests, own.prefill_tokens + prefill, own.decode_tokens + decode
         )
+        self._history_at_s[replica].append(now_s)
+        self._history[replica].append(own)

@@ -1,7 +1,8 @@
-"""One run: requests arrive at their cities' routers, go to replicas and come back. Deterministic.
+"""One deterministic run: requests arrive at their cities' routers, go to replicas and come back.
 
-The order of a router is that of `router/serve.py`: choose, send; refused by the door, choose again
-without it; nobody left, wait a moment for room, at most QUEUE_S, then answer 429.
+A router works as in `router/pipeline.py`: rank and send; if the node refuses, rank again without
+that replica; if no replica has capacity, look again every RETRY_INTERVAL_S for at most
+QUEUE_TIMEOUT_S, then answer 429.
 """
 
 from bisect import bisect_right
@@ -13,34 +14,36 @@ from typing import Any, Final, NamedTuple
 
 from isochrone.wire.headers import PeerReplica
 from nodeagent.decide.handoff import Handoff, choose_handoff, is_worth_probing
-from ops.sim.oracle import Oracle
-from ops.sim.ours import Ours, table_of
+from ops.sim.isochrone_policy import IsochronePolicy, route_table
+from ops.sim.oracle import OraclePolicy
 from ops.sim.policies import (
-    CacheAware,
-    ConsistentHash,
-    LeastRequests,
-    LeastTokens,
-    LeastTokensNear,
-    NearestOnly,
-    Policy,
-    Random,
-    RoundRobin,
-    SkyLb,
+    CacheAwarePolicy,
+    ConsistentHashPolicy,
+    LeastRequestsPolicy,
+    LeastTokensNearPolicy,
+    LeastTokensPolicy,
+    NearestOnlyPolicy,
+    RandomPolicy,
+    RoundRobinPolicy,
+    RoutingPolicy,
+    SkyLbPolicy,
 )
-from ops.sim.replica import Job, Replica
-from ops.sim.router import OUTPUT_TOKENS_ASSUMED, Router
-from ops.sim.traces import Request
-from ops.sim.world import World
+from ops.sim.replica import ReplicaJob, SimulatedReplica
+from ops.sim.router import OUTPUT_TOKENS_ASSUMED, SimulatedRouter
+from ops.sim.traces import TraceRequest
+from ops.sim.world import RoutingWorld
 
-PASSING_S: Final = 0.002
-"""To ask siblings, and go on to one: two round trips of a LAN, and what two doors take."""
+HANDOFF_S: Final = 0.002
+"""Time to ask peer replicas and hand a request off: two round trips of a LAN and two admissions."""
 
-RELAYING_S: Final = 0.0005
+RELAY_S: Final = 0.0005
+"""Time that the first token of a handed-off request takes through the first node."""
+
 SHARE_INTERVAL_S: Final = 1.0
-QUEUE_S: Final = 10.0
+QUEUE_TIMEOUT_S: Final = 10.0
 QUEUE_DEPTH_MAX: Final = 256
-LOOK_AGAIN_S: Final = 0.1
-NAMES: Final = (
+RETRY_INTERVAL_S: Final = 0.1
+POLICY_NAMES: Final = (
     "ours",
     "random",
     "round robin",
@@ -54,8 +57,8 @@ NAMES: Final = (
 )
 
 
-class Served(NamedTuple):
-    """One request as it went. `ttft_s` is infinite where it was refused."""
+class ServedRequest(NamedTuple):
+    """One request's result. A refused request has replica -1 and an infinite `ttft_s`."""
 
     number: int
     replica: int
@@ -64,25 +67,52 @@ class Served(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     is_away: bool
+    """Whether it was served outside the nearest PoP that has replicas."""
 
 
-class Outcome(NamedTuple):
-    """All requests of a run, how busy each replica was, and our own prediction errors."""
+class SendEvent(NamedTuple):
+    """One request sent by a PoP's router to a replica."""
 
-    served: Sequence[Served]
+    at_s: float
+    pop: int
+    replica: int
+
+
+class RunOutcome(NamedTuple):
+    """All requests of a run, and how busy each replica was."""
+
+    served: Sequence[ServedRequest]
     busy: Sequence[float]
     errors_ms: Sequence[float]
-    sends: Sequence[tuple[float, int, int]]
-    """(when, from which PoP, to which replica)."""
+    """Errors of our own predictions."""
+    sends: Sequence[SendEvent]
+
+
+class RoutedRequest(NamedTuple):
+    """A request at a PoP's router, and the replicas that have refused it."""
+
+    request: TraceRequest
+    pop: int
+    began_s: float
+    refused: frozenset[int] = frozenset()
+
+
+class SentAttempt(NamedTuple):
+    """A request on its way to a replica; `queue_tokens_max` limits the queue there, 0 for none."""
+
+    routed: RoutedRequest
+    job: ReplicaJob
+    replica: int
+    queue_tokens_max: int
 
 
 class Simulation:
-    """The clock, what is due, and everybody in it."""
+    """The simulated clock, the events to come, and all routers and replicas."""
 
     def __init__(
         self,
-        world: World,
-        requests: Sequence[Request],
+        world: RoutingWorld,
+        requests: Sequence[TraceRequest],
         speed: float,
         age_s: float,
         policy: str,
@@ -92,267 +122,254 @@ class Simulation:
         self._processes = processes
         self._shared_at_s = 0.0
         self._world = world
-        self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._events = 0
-        self._replicas = [Replica(site) for site in world.sites]
-        self._settles = [0] * len(self._replicas)
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        """Heap of (time, number, function, arguments)."""
+        self._event_count = 0
+        self._replicas = [SimulatedReplica(site) for site in world.sites]
+        self._settle_numbers = [0] * len(self._replicas)
+        """By replica, the number of its last planned `settle`: earlier ones are obsolete."""
         self._routers = [
-            Router(pop, world, self._replicas, age_s) for pop in range(len(world.pops))
+            SimulatedRouter(pop, world, self._replicas, age_s) for pop in range(len(world.pops))
         ]
-        self._policies = self._make(policy)
+        self._policies = self._create_policies(policy)
         self._waiting = [0] * len(world.pops)
-        self._served: list[Served] = []
-        self._sends: list[tuple[float, int, int]] = []
-        self._passed: dict[int, int] = {}
-        """Who was asked first, where a sibling took the request."""
-        self._sent_at: dict[int, tuple[Request, int, float]] = {}
+        self._served: list[ServedRequest] = []
+        self._sends: list[SendEvent] = []
+        self._handed_off_by: dict[int, int] = {}
+        """By request, the replica that handed it off."""
+        self._in_flight: dict[int, RoutedRequest] = {}
         shares = list(accumulate(world.demand))
         for request in requests:
             pop = min(len(shares) - 1, bisect_right(shares, request.place))
-            self._at(request.at_s / speed, self._arrive, request, pop)
+            self._schedule(request.at_s / speed, self._arrive, request, pop)
 
-    def run(self) -> Outcome:
-        """Let everything happen."""
-        while self._due:
-            self.now_s, _, call, of = heappop(self._due)
+    def run(self) -> RunOutcome:
+        """Process all events."""
+        while self._events:
+            self.now_s, _, function, arguments = heappop(self._events)
             if self._processes > 1 and self.now_s - self._shared_at_s >= SHARE_INTERVAL_S:
                 self._shared_at_s = self.now_s
-                self._share()
-            call(*of)
+                self._share_prompts()
+            function(*arguments)
         errors = [
             error
             for policy in self._policies
-            if isinstance(policy, Ours)
+            if isinstance(policy, IsochronePolicy)
             for error in policy.errors_ms
         ]
         busy = [replica.busy_s / max(1e-9, self.now_s) for replica in self._replicas]
-        return Outcome(self._served, busy, errors, self._sends)
+        return RunOutcome(self._served, busy, errors, self._sends)
 
-    def _make(self, name: str) -> list[Policy]:
+    def _create_policies(self, name: str) -> list[RoutingPolicy]:
         pops = range(len(self._world.pops))
         if name.startswith("oracle"):
-            oracle = Oracle(self._replicas, float(name.partition(" ")[2] or 0))
+            oracle = OraclePolicy(self._replicas, float(name.partition(" ")[2] or 0))
             return [oracle for _ in pops]
         if name == "ours":
-            table = table_of(self._world)
-            return [Ours(self._routers[pop], table, lambda: self.now_s) for pop in pops]
-        makers: dict[str, Callable[[int], Policy]] = {
-            "random": Random,
-            "round robin": RoundRobin,
-            "nearest only": NearestOnly,
-            "least requests": lambda _: LeastRequests(),
-            "least tokens": lambda _: LeastTokens(),
-            "least tokens, near": lambda _: LeastTokensNear(),
-            "consistent hash": lambda _: ConsistentHash(len(self._replicas)),
-            "cache aware": lambda _: CacheAware(),
-            "SkyLB": lambda _: SkyLb(),
+            table = route_table(self._world)
+            return [IsochronePolicy(self._routers[pop], table, lambda: self.now_s) for pop in pops]
+        create: dict[str, Callable[[int], RoutingPolicy]] = {
+            "random": RandomPolicy,
+            "round robin": RoundRobinPolicy,
+            "nearest only": NearestOnlyPolicy,
+            "least requests": lambda _: LeastRequestsPolicy(),
+            "least tokens": lambda _: LeastTokensPolicy(),
+            "least tokens, near": lambda _: LeastTokensNearPolicy(),
+            "consistent hash": lambda _: ConsistentHashPolicy(len(self._replicas)),
+            "cache aware": lambda _: CacheAwarePolicy(),
+            "SkyLB": lambda _: SkyLbPolicy(),
         }
-        return [makers[name](pop) for pop in pops]
+        return [create[name](pop) for pop in pops]
 
-    def _share(self) -> None:
-        """Let the processes of each router tell one another, as the main process does for them."""
+    def _share_prompts(self) -> None:
+        """Share prompts between the processes of each router, as the main process does."""
         for first in range(0, len(self._policies), self._processes):
-            several = self._policies[first : first + self._processes]
-            ours = [policy.fleet for policy in several if isinstance(policy, Ours)]
-            for fleet in ours:
-                fleet.outbox.is_open = True
-                rows = fleet.outbox.take()
-                for other in ours:
+            policies = self._policies[first : first + self._processes]
+            fleets = [policy.fleet for policy in policies if isinstance(policy, IsochronePolicy)]
+            for fleet in fleets:
+                fleet.prompt_outbox.is_open = True
+                rows = fleet.prompt_outbox.take()
+                for other in fleets:
                     if rows and other is not fleet:
-                        other.learned_prompts(rows)
+                        other.learn_prompts(rows)
 
-    def _at(self, at_s: float, call: Callable[..., None], *of: Any) -> None:
-        self._events += 1
-        heappush(self._due, (at_s, self._events, call, of))
+    def _schedule(self, at_s: float, function: Callable[..., None], *arguments: Any) -> None:
+        self._event_count += 1
+        heappush(self._events, (at_s, self._event_count, function, arguments))
 
-    def _arrive(self, request: Request, pop: int) -> None:
-        self._send(request, pop, self.now_s, frozenset())
+    def _arrive(self, request: TraceRequest, pop: int) -> None:
+        self._send(RoutedRequest(request, pop, self.now_s))
 
-    def _send(self, request: Request, pop: int, began_s: float, refused: frozenset[int]) -> None:
-        """Choose and send, or wait for room, or give up."""
+    def _send(self, routed: RoutedRequest) -> None:
+        """Choose a replica and send the request, or wait for capacity, or refuse it."""
+        request, pop = routed.request, routed.pop
         router, policy = self._routers[pop], self._policies[pop]
-        replica = policy.choose(router, request, refused, self.now_s)
+        replica = policy.choose(router, request, routed.refused, self.now_s)
         if replica is None:
-            is_over = self.now_s - began_s >= QUEUE_S
+            is_over = self.now_s - routed.began_s >= QUEUE_TIMEOUT_S
             if is_over or self._waiting[pop] >= QUEUE_DEPTH_MAX:
                 self._served.append(
-                    Served(request.number, -1, inf, 0.0, request.prompt_tokens, 0, False)
+                    ServedRequest(request.number, -1, inf, 0.0, request.prompt_tokens, 0, False)
                 )
                 return
             self._waiting[pop] += 1
-            self._at(self.now_s + LOOK_AGAIN_S, self._look_again, request, pop, began_s)
+            self._schedule(self.now_s + RETRY_INTERVAL_S, self._look_again, routed)
             return
-        policy.sent(request, replica, self.now_s)
+        policy.record_sent(request, replica, self.now_s)
         router.count(replica, 1, request.prompt_tokens, OUTPUT_TOKENS_ASSUMED, self.now_s)
-        self._sends.append((self.now_s, pop, replica))
+        self._sends.append(SendEvent(self.now_s, pop, replica))
         arrives_s = self.now_s + router.rtt_ms[replica] / 2000
-        self._at(arrives_s, self._reach, request, pop, replica, began_s, refused)
+        self._schedule(arrives_s, self._reach_node, routed, replica)
 
-    def _look_again(self, request: Request, pop: int, began_s: float) -> None:
-        self._waiting[pop] -= 1
-        self._send(request, pop, began_s, frozenset())
+    def _look_again(self, routed: RoutedRequest) -> None:
+        self._waiting[routed.pop] -= 1
+        self._send(routed._replace(refused=frozenset()))
 
-    def _reach(
-        self, request: Request, pop: int, replica: int, began_s: float, refused: frozenset[int]
-    ) -> None:
-        """Come to the replica's door."""
-        policy = self._policies[pop]
-        told = policy.told(request) if isinstance(policy, Ours) else (request.prompt_tokens, 0.0)
-        job = Job(request, request.prompt_tokens + OUTPUT_TOKENS_ASSUMED, told[0], pop, told[1])
-        if isinstance(policy, Oracle):
-            policy.reached(request, replica)
-        most = 0
-        if isinstance(policy, Ours):
-            most = policy.queue_tokens_max(request)
-            verdict = self._judge(policy.siblings(request), most)
-            if verdict is not None:
-                there_s = self.now_s + PASSING_S
-                self._at(there_s, self._pass_on, job, verdict, pop, replica, began_s, refused, most)
-                return
-        self._take(job, pop, replica, began_s, refused, most)
-
-    def _judge(self, siblings: Sequence[PeerReplica], most: int) -> Handoff | None:
-        """Say, as a node's door does, which sibling a request had better go on to."""
-        unread = {one.replica_id: self._replicas[_number(one)].left(self.now_s) for one in siblings}
-        if not siblings or not is_worth_probing(siblings[0], unread[siblings[0].replica_id]):
-            return None
-        return choose_handoff(siblings, unread, most or None)
-
-    def _pass_on(
-        self,
-        job: Job,
-        verdict: Handoff,
-        pop: int,
-        replica: int,
-        began_s: float,
-        refused: frozenset[int],
-        most: int,
-    ) -> None:
-        """Come to a sibling's door; where it is busier by now, the first takes it after all."""
-        sibling, request = verdict.target, job.request
-        told = (sibling.pending_prefill_tokens, pop, sibling.prefill_ms)
-        other = Job(request, job.wanted_tokens, *told)
-        number = _number(sibling)
-        if self._replicas[number].take(other, self.now_s, verdict.queue_tokens_max):
-            self._sent_at[request.number] = (request, pop, began_s)
-            self._passed[request.number] = replica
-            self._plan(number)
-        else:
-            self._take(job, pop, replica, began_s, refused, most)
-
-    def _take(
-        self,
-        job: Job,
-        pop: int,
-        replica: int,
-        began_s: float,
-        refused: frozenset[int],
-        most: int,
-    ) -> None:
-        """Let the replica asked take a request, or turn it away."""
-        request = job.request
-        if self._replicas[replica].take(job, self.now_s, most):
-            self._sent_at[request.number] = (request, pop, began_s)
-            self._plan(replica)
-        else:
-            at_s = self.now_s
-            back_s = at_s + self._routers[pop].rtt_ms[replica] / 2000
-            self._at(back_s, self._refused, request, pop, replica, began_s, refused, at_s)
-
-    def _refused(
-        self,
-        request: Request,
-        pop: int,
-        replica: int,
-        began_s: float,
-        refused: frozenset[int],
-        at_s: float,
-    ) -> None:
-        router, policy = self._routers[pop], self._policies[pop]
-        load = router.answered(replica, at_s)
-        if isinstance(policy, Ours):
-            policy.refused(request, at_s)
-            policy.heard(replica, load, at_s)
-        router.count(replica, -1, -request.prompt_tokens, -OUTPUT_TOKENS_ASSUMED, self.now_s)
-        self._send(request, pop, began_s, refused | {replica})
-
-    def _plan(self, replica: int) -> None:
-        self._settles[replica] += 1
-        at_s = self._replicas[replica].next_at()
-        if at_s < inf:
-            self._at(max(at_s, self.now_s), self._settle, replica, self._settles[replica])
-
-    def _settle(self, replica: int, planned: int) -> None:
-        """Let a replica come to its next event, unless something has changed since."""
-        if planned != self._settles[replica]:
+    def _reach_node(self, routed: RoutedRequest, replica: int) -> None:
+        """Arrive at the replica's node, which may hand the request off to a peer."""
+        policy, request = self._policies[routed.pop], routed.request
+        if isinstance(policy, OraclePolicy):
+            policy.record_arrival(request, replica)
+        needed = request.prompt_tokens + OUTPUT_TOKENS_ASSUMED
+        if not isinstance(policy, IsochronePolicy):
+            job = ReplicaJob(request, needed, request.prompt_tokens, routed.pop, 0.0)
+            self._admit(SentAttempt(routed, job, replica, 0))
             return
-        first, ended = self._replicas[replica].settle(self.now_s)
-        for job in first:
-            pop = self._sent_at[job.request.number][1]
-            if job.request.number in self._passed:
-                job.first_at_s += RELAYING_S
-            back_s = self._routers[pop].rtt_ms[replica] / 2000 + job.first_at_s
-            self._at(back_s, self._first_token, job.request, pop, replica)
-        for job in ended:
-            pop = self._sent_at[job.request.number][1]
-            ended_s = max(self.now_s, job.first_at_s)
-            back_s = ended_s + self._routers[pop].rtt_ms[replica] / 2000
-            self._at(back_s, self._end, job, pop, replica, ended_s)
-        self._plan(replica)
+        forecast = policy.prefill_forecast(request)
+        job = ReplicaJob(
+            request, needed, forecast.pending_prefill_tokens, routed.pop, forecast.prefill_ms
+        )
+        attempt = SentAttempt(routed, job, replica, policy.queue_tokens_max(request))
+        verdict = self._judge_handoff(policy.handoff_peers(request), attempt.queue_tokens_max)
+        if verdict is None:
+            self._admit(attempt)
+        else:
+            self._schedule(self.now_s + HANDOFF_S, self._hand_off, attempt, verdict)
 
-    def _first_token(self, request: Request, pop: int, replica: int) -> None:
+    def _judge_handoff(self, peers: Sequence[PeerReplica], queue_tokens_max: int) -> Handoff | None:
+        """Return the peer that a node would hand the request off to, None to keep it."""
+        queued = {
+            peer.replica_id: self._replicas[_replica_number(peer)].queued_tokens(self.now_s)
+            for peer in peers
+        }
+        if not peers or not is_worth_probing(peers[0], queued[peers[0].replica_id]):
+            return None
+        return choose_handoff(peers, queued, queue_tokens_max or None)
+
+    def _hand_off(self, attempt: SentAttempt, verdict: Handoff) -> None:
+        """Arrive at the peer; if it has become busier, the first replica takes the request."""
+        peer, routed = verdict.target, attempt.routed
+        job = ReplicaJob(
+            routed.request,
+            attempt.job.needed_tokens,
+            peer.pending_prefill_tokens,
+            routed.pop,
+            peer.prefill_ms,
+        )
+        number = _replica_number(peer)
+        if self._replicas[number].admit(job, self.now_s, verdict.queue_tokens_max):
+            self._in_flight[routed.request.number] = routed
+            self._handed_off_by[routed.request.number] = attempt.replica
+            self._plan_settle(number)
+        else:
+            self._admit(attempt)
+
+    def _admit(self, attempt: SentAttempt) -> None:
+        """Let the replica admit the request or refuse it."""
+        routed, replica = attempt.routed, attempt.replica
+        if self._replicas[replica].admit(attempt.job, self.now_s, attempt.queue_tokens_max):
+            self._in_flight[routed.request.number] = routed
+            self._plan_settle(replica)
+        else:
+            back_s = self.now_s + self._routers[routed.pop].rtt_ms[replica] / 2000
+            self._schedule(back_s, self._receive_refusal, routed, replica, self.now_s)
+
+    def _receive_refusal(self, routed: RoutedRequest, replica: int, refused_at_s: float) -> None:
+        request = routed.request
+        router, policy = self._routers[routed.pop], self._policies[routed.pop]
+        load = router.record_answer(replica, refused_at_s)
+        if isinstance(policy, IsochronePolicy):
+            policy.record_refusal(request, refused_at_s)
+            policy.record_load(replica, load, refused_at_s)
+        router.count(replica, -1, -request.prompt_tokens, -OUTPUT_TOKENS_ASSUMED, self.now_s)
+        self._send(routed._replace(refused=routed.refused | {replica}))
+
+    def _plan_settle(self, replica: int) -> None:
+        self._settle_numbers[replica] += 1
+        at_s = self._replicas[replica].next_event_s()
+        if at_s < inf:
+            number = self._settle_numbers[replica]
+            self._schedule(max(at_s, self.now_s), self._settle, replica, number)
+
+    def _settle(self, replica: int, number: int) -> None:
+        """Let a replica reach its next event, unless that was planned anew since."""
+        if number != self._settle_numbers[replica]:
+            return
+        events = self._replicas[replica].settle(self.now_s)
+        for job in events.first_tokens:
+            pop = self._in_flight[job.request.number].pop
+            if job.request.number in self._handed_off_by:
+                job.first_token_at_s += RELAY_S
+            back_s = self._routers[pop].rtt_ms[replica] / 2000 + job.first_token_at_s
+            self._schedule(back_s, self._receive_first_token, job.request, pop, replica)
+        for job in events.ended:
+            pop = self._in_flight[job.request.number].pop
+            ended_s = max(self.now_s, job.first_token_at_s)
+            back_s = ended_s + self._routers[pop].rtt_ms[replica] / 2000
+            self._schedule(back_s, self._receive_end, job, pop, replica, ended_s)
+        self._plan_settle(replica)
+
+    def _receive_first_token(self, request: TraceRequest, pop: int, replica: int) -> None:
         router, policy = self._routers[pop], self._policies[pop]
-        asked = self._passed.pop(request.number, replica)
-        if isinstance(policy, Ours) and asked != replica:
-            policy.passed_on(request, replica)
-            router.count(asked, -1, -request.prompt_tokens, -OUTPUT_TOKENS_ASSUMED, self.now_s)
+        sent_to = self._handed_off_by.pop(request.number, replica)
+        if isinstance(policy, IsochronePolicy) and sent_to != replica:
+            policy.record_handoff(request, replica)
+            router.count(sent_to, -1, -request.prompt_tokens, -OUTPUT_TOKENS_ASSUMED, self.now_s)
             router.count(replica, 1, request.prompt_tokens, OUTPUT_TOKENS_ASSUMED, self.now_s)
         router.count(replica, 0, -request.prompt_tokens, 0, self.now_s)
-        read_at_s = self.now_s - router.rtt_ms[replica] / 2000
-        load = router.answered(replica, read_at_s)
-        if isinstance(policy, Ours):
-            policy.first_token(request, self.now_s)
-            policy.heard(replica, load, read_at_s)
+        written_at_s = self.now_s - router.rtt_ms[replica] / 2000
+        load = router.record_answer(replica, written_at_s)
+        if isinstance(policy, IsochronePolicy):
+            policy.record_first_token(request, self.now_s)
+            policy.record_load(replica, load, written_at_s)
 
-    def _end(self, job: Job, pop: int, replica: int, ended_s: float) -> None:
+    def _receive_end(self, job: ReplicaJob, pop: int, replica: int, ended_s: float) -> None:
         request, router = job.request, self._routers[pop]
         router.count(replica, -1, 0, -OUTPUT_TOKENS_ASSUMED, self.now_s)
         policy = self._policies[pop]
-        if isinstance(policy, Ours):
-            policy.ended(request, job.cached_tokens, self.now_s)
-        _, _, began_s = self._sent_at.pop(request.number)
+        if isinstance(policy, IsochronePolicy):
+            policy.record_end(request, job.cached_tokens, self.now_s)
+        began_s = self._in_flight.pop(request.number).began_s
         steps = max(1, request.output_tokens - 1)
+        nearest_pop = self._world.sites[router.by_distance[0]].pop
         self._served.append(
-            Served(
+            ServedRequest(
                 request.number,
                 replica,
-                job.first_at_s + router.rtt_ms[replica] / 2000 - began_s,
-                (ended_s - job.first_at_s) / steps,
+                job.first_token_at_s + router.rtt_ms[replica] / 2000 - began_s,
+                (ended_s - job.first_token_at_s) / steps,
                 request.prompt_tokens,
                 job.cached_tokens,
-                self._world.sites[replica].pop != self._home_of(router),
+                self._world.sites[replica].pop != nearest_pop,
             )
         )
 
-    def _home_of(self, router: Router) -> int:
-        return self._world.sites[router.by_distance[0]].pop
 
-
-def _number(sibling: PeerReplica) -> int:
-    return int(sibling.replica_id[1:])
+def _replica_number(peer: PeerReplica) -> int:
+    return int(peer.replica_id[1:])
 
 
 def simulate(
-    world: World,
-    requests: Sequence[Request],
+    world: RoutingWorld,
+    requests: Sequence[TraceRequest],
     speed: float,
     age_s: float,
     policy: str,
     processes: int = 1,
-) -> Outcome:
+) -> RunOutcome:
     """Run once; the same arguments give the same outcome.
 
-    With `processes`, so many PoPs after another are processes of one router, that tell one another
-    what was answered where.
+    `speed` divides the arrival times of the trace. With `processes`, each so many consecutive PoPs
+    are processes of one router, which share what was answered where.
     """
     return Simulation(world, requests, speed, age_s, policy, processes).run()

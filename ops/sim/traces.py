@@ -1,7 +1,7 @@
-"""Who asks for what, when: real traces as they are, and sessions drawn from measured clients.
+"""Requests of real traces, and of sessions drawn from measured clients.
 
-A request's prompt is a chain of block hashes, as traces give it: equal hashes mean equal text from
-the beginning up to there. A session is asked from one city.
+A request's prompt is a chain of block hashes, as traces have it: equal hashes mean equal text from
+the beginning up to there. All requests of a session come from one city.
 """
 
 import json
@@ -14,20 +14,25 @@ from typing import Final, NamedTuple
 
 from isochrone.wire.ids import TenantId
 from ops.sim import data
-from router.decide.affinity import seed_of
+from router.decide.affinity import hash64
 
 MOONCAKE_BLOCK: Final = 512
+SHARED_USES: Final = 50
+"""A block among the first four of so many requests belongs to a system prompt."""
+
 SESSION_BLOCK: Final = 64
 THINK_S: Final = 40.0
 TURNS_MEAN: Final = 4.0
 TURNS_MAX: Final = 24
 PROMPT_TOKENS_MAX: Final = 32_000
 SESSIONS_SEED: Final = 7
+WINDOWS_PER_DAY: Final = 144
+"""ServeGen has a client's rate for every ten minutes."""
 AZURE: Final = "azure2023_conv.csv.gz"
 VIDUR: Final = "vidur_arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv.gz"
 
 
-class Request(NamedTuple):
+class TraceRequest(NamedTuple):
     """One request of a trace."""
 
     number: int
@@ -38,13 +43,13 @@ class Request(NamedTuple):
     block_tokens: int
     session: str
     place: float
-    """In [0, 1): which city asks, by the shares of demand."""
+    """In [0, 1): chooses the city it comes from, by the shares of demand."""
 
 
-class Part(NamedTuple):
-    """Which part of a trace, and the seed of what the trace does not tell: who asks from where.
+class TraceSlice(NamedTuple):
+    """Which part of a trace to read, and the seed that draws the cities of its sessions.
 
-    Seed 0 is the one that the choice was tuned with.
+    Ranking was tuned with seed 0.
     """
 
     most: int
@@ -52,46 +57,46 @@ class Part(NamedTuple):
     seed: int = 0
 
 
-def place_of(session: str, seed: int = 0) -> float:
-    """Return a session's place, the same each time."""
-    return seed_of(f"{seed}/{session}" if seed else session) / 2**64
+def session_place(session: str, seed: int = 0) -> float:
+    """Return a session's `place`, always the same for one seed."""
+    return hash64(f"{seed}/{session}" if seed else session) / 2**64
 
 
-def mooncake(path: Path, part: Part) -> list[Request]:
-    """Read the conversation trace of Mooncake. It names no sessions: they are told by their blocks.
+def mooncake(path: Path, part: TraceSlice) -> list[TraceRequest]:
+    """Read the conversation trace of Mooncake, and derive its sessions from the blocks.
 
-    A request continues the session that first brought its deepest known block, unless that block is
-    one that many share (a system prompt).
+    A request continues the session in which its deepest known block appeared first, unless many
+    requests share that block (a system prompt).
     """
     lines = islice(data.lines(path), part.skip, part.skip + part.most)
-    asked = [json.loads(line) for line in lines]
-    shared = Counter(block for one in asked for block in one["hash_ids"][:4])
-    brought: dict[int, str] = {}
+    rows = [json.loads(line) for line in lines]
+    uses = Counter(block for row in rows for block in row["hash_ids"][:4])
+    session_of: dict[int, str] = {}
     requests = []
-    for number, one in enumerate(asked):
-        blocks = tuple(one["hash_ids"])
-        known = [block for block in blocks if block in brought and shared[block] < 50]
-        session = brought[known[-1]] if known else f"s{number}"
+    for number, row in enumerate(rows):
+        blocks = tuple(row["hash_ids"])
+        known = [block for block in blocks if block in session_of and uses[block] < SHARED_USES]
+        session = session_of[known[-1]] if known else f"s{number}"
         for block in blocks:
-            brought.setdefault(block, session)
+            session_of.setdefault(block, session)
         requests.append(
-            Request(
+            TraceRequest(
                 number,
-                (one["timestamp"] - asked[0]["timestamp"]) / 1000,
-                one["input_length"],
-                max(1, one["output_length"]),
-                # The last block is seldom whole, and only whole blocks are cached.
-                blocks[: one["input_length"] // MOONCAKE_BLOCK],
+                (row["timestamp"] - rows[0]["timestamp"]) / 1000,
+                row["input_length"],
+                max(1, row["output_length"]),
+                # Only whole blocks are cached, and the last one is seldom whole.
+                blocks[: row["input_length"] // MOONCAKE_BLOCK],
                 MOONCAKE_BLOCK,
                 session,
-                place_of(session, part.seed),
+                session_place(session, part.seed),
             )
         )
     return _spread(requests)
 
 
-def _spread(requests: list[Request]) -> list[Request]:
-    """Spread what a trace's coarse clock has at the same moment evenly until its next tick."""
+def _spread(requests: list[TraceRequest]) -> list[TraceRequest]:
+    """Spread requests with the same coarse timestamp evenly until the next timestamp."""
     ticks = sorted({request.at_s for request in requests})
     following = dict(zip(ticks, [*ticks[1:], ticks[-1] + 1.0], strict=True))
     counts = Counter(request.at_s for request in requests)
@@ -105,9 +110,9 @@ def _spread(requests: list[Request]) -> list[Request]:
     return spread
 
 
-def azure(path: Path, part: Part) -> list[Request]:
-    """Read the conversation trace of Azure 2023: lengths and times; no prompt repeats another."""
-    requests: list[Request] = []
+def azure(path: Path, part: TraceSlice) -> list[TraceRequest]:
+    """Read the conversation trace of Azure 2023: lengths and times, without common prefixes."""
+    requests: list[TraceRequest] = []
     first = None
     rows = islice(data.rows(path), part.skip, part.skip + part.most)
     for number, row in enumerate(rows):
@@ -115,7 +120,7 @@ def azure(path: Path, part: Part) -> list[Request]:
         first = first or when
         tokens = int(row["ContextTokens"])
         requests.append(
-            Request(
+            TraceRequest(
                 number,
                 (when - first).total_seconds(),
                 max(1, tokens),
@@ -123,14 +128,14 @@ def azure(path: Path, part: Part) -> list[Request]:
                 tuple(number * 10_000 + n for n in range(tokens // SESSION_BLOCK)),
                 SESSION_BLOCK,
                 "",
-                place_of(f"a{number}", part.seed),
+                session_place(f"a{number}", part.seed),
             )
         )
     return requests
 
 
-def summaries(folder: Path, part: Part) -> list[Request]:
-    """Give the lengths of arXiv papers to be summarised the arrivals of Azure 2023."""
+def summaries(folder: Path, part: TraceSlice) -> list[TraceRequest]:
+    """Combine the lengths of arXiv papers to summarise with the arrival times of Azure 2023."""
     lengths = islice(data.rows(folder / VIDUR), part.skip, part.skip + part.most)
     requests = azure(folder / AZURE, part)
     return [
@@ -143,25 +148,25 @@ def summaries(folder: Path, part: Part) -> list[Request]:
     ]
 
 
-class _Client(NamedTuple):
+class _ServeGenClient(NamedTuple):
     tenant: TenantId
     rate: float
     prompt: list[tuple[float, float]]
     output: list[tuple[float, float]]
 
 
-def sessions(folder: Path, part: Part, model: str = "m-large") -> list[Request]:
-    """Draw conversations of the clients that ServeGen measured: rates and lengths are theirs.
+def sessions(folder: Path, part: TraceSlice, model: str = "m-large") -> list[TraceRequest]:
+    """Draw conversations of the clients that ServeGen measured, with their rates and lengths.
 
-    Turns, thinking times and a system prompt each client's sessions share are assumed: ServeGen has
-    none of those. A turn's prompt is all that was said before it, and its own words.
+    ServeGen has no turns, thinking times or shared system prompts: those are assumed. A turn's
+    prompt is the whole conversation before it and a new message.
     """
     chance = random.Random(part.seed or SESSIONS_SEED)
     clients = _clients(folder, model)
     total = sum(client.rate for client in clients)
     most = part.most
     duration_s = most / 5.0
-    requests: list[Request] = []
+    requests: list[TraceRequest] = []
     system = {client.tenant: chance.randint(3, 30) for client in clients}
     for client in clients:
         expected = most * client.rate / total / TURNS_MEAN
@@ -174,34 +179,45 @@ def sessions(folder: Path, part: Part, model: str = "m-large") -> list[Request]:
 
 
 def _conversation(
-    client: _Client, system_blocks: int, at_s: float, chance: random.Random
-) -> list[Request]:
+    client: _ServeGenClient, system_blocks: int, at_s: float, chance: random.Random
+) -> list[TraceRequest]:
     session = f"{client.tenant}/{chance.getrandbits(48):x}"
-    tenant = seed_of(client.tenant) % 10**9
+    tenant = hash64(client.tenant) % 10**9
     blocks = [tenant * 1000 + n for n in range(system_blocks)]
     tokens = system_blocks * SESSION_BLOCK
-    asked = []
-    own = seed_of(session) % 10**12 * 10**6
+    turns = []
+    own = hash64(session) % 10**12 * 10**6
     for turn in range(TURNS_MAX):
-        words = _drawn(client.prompt, chance) if turn == 0 else chance.lognormvariate(4.6, 0.8)
+        words = (
+            _draw_from_quantiles(client.prompt, chance)
+            if turn == 0
+            else chance.lognormvariate(4.6, 0.8)
+        )
         tokens = min(PROMPT_TOKENS_MAX, tokens + max(8, int(words)))
-        output = max(1, int(_drawn(client.output, chance)))
+        output = max(1, int(_draw_from_quantiles(client.output, chance)))
         while len(blocks) < tokens // SESSION_BLOCK:
             blocks.append(own + len(blocks))
-        asked.append(
-            Request(
-                0, at_s, tokens, output, tuple(blocks), SESSION_BLOCK, session, place_of(session)
+        turns.append(
+            TraceRequest(
+                0,
+                at_s,
+                tokens,
+                output,
+                tuple(blocks),
+                SESSION_BLOCK,
+                session,
+                session_place(session),
             )
         )
         if chance.random() < 1 / TURNS_MEAN or tokens >= PROMPT_TOKENS_MAX:
             break
-        # The answer is part of the next prompt, and cached with this one.
+        # The answer is part of the next prompt, and cached with this prompt.
         tokens = min(PROMPT_TOKENS_MAX, tokens + output)
         at_s += output * 0.02 + chance.expovariate(1 / THINK_S)
-    return asked
+    return turns
 
 
-def _clients(folder: Path, model: str) -> list[_Client]:
+def _clients(folder: Path, model: str) -> list[_ServeGenClient]:
     rates: dict[str, list[float]] = {}
     for row in data.rows(folder / f"{model}_client_rates.csv.gz"):
         if float(row["t_s"]) < 86_400:
@@ -213,19 +229,19 @@ def _clients(folder: Path, model: str) -> list[_Client]:
             shares = (("p10", 0.1), ("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
             lengths[key] = [(share, float(row[name])) for name, share in shares]
     return [
-        _Client(
+        _ServeGenClient(
             TenantId(f"t{name}"),
-            sum(of) / 144,
+            sum(rates_rps) / WINDOWS_PER_DAY,
             lengths[name, "input_tokens"],
             lengths[name, "output_tokens"],
         )
-        for name, of in rates.items()
+        for name, rates_rps in rates.items()
         if (name, "input_tokens") in lengths and (name, "output_tokens") in lengths
     ]
 
 
-def _drawn(quantiles: list[tuple[float, float]], chance: random.Random) -> float:
-    """Draw from quantiles, straight between them."""
+def _draw_from_quantiles(quantiles: list[tuple[float, float]], chance: random.Random) -> float:
+    """Draw a value, interpolating linearly between quantiles."""
     share = chance.random()
     below = (0.0, quantiles[0][1] * 0.5)
     for above in quantiles:

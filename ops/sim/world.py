@@ -1,4 +1,4 @@
-"""The world of a simulation: cities, the round trips between them, and what is installed where.
+"""The world of a routing simulation: cities, the round trips between them, and their replicas.
 
 Round trips are measured ones between cloud regions of those cities (Microsoft's network latency
 table, medians in ms). Rates are those measured in `perf/` of the public data (SageServe, MIT): an
@@ -12,31 +12,40 @@ from typing import Final, NamedTuple
 
 from ops.sim import data
 
+
+class SimulatedCity(NamedTuple):
+    """A city's region in the latency table, its share of demand, and its replicas."""
+
+    region: str
+    demand: int
+    large_replicas: int
+    small_replicas: int
+
+
 CITIES: Final = {
-    # PoP: (region of the latency table, share of demand, large replicas, small ones)
-    "iad": ("East US", 14, 3, 1),
-    "sjc": ("West US", 10, 2, 1),
-    "dfw": ("South Central US", 7, 1, 1),
-    "yyz": ("Canada Central", 4, 0, 1),
-    "gru": ("Brazil South", 8, 0, 2),
-    "lhr": ("UK South", 9, 2, 1),
-    "ams": ("West Europe", 6, 1, 1),
-    "fra": ("Germany West Central", 8, 2, 0),
-    "mad": ("France South", 4, 0, 0),
-    "dxb": ("UAE North", 3, 0, 0),
-    "bom": ("Central India", 11, 1, 1),
-    "sin": ("Southeast Asia", 6, 1, 1),
-    "nrt": ("Japan East", 7, 2, 0),
-    "icn": ("Korea Central", 3, 0, 0),
-    "syd": ("Australia East", 3, 0, 1),
-    "jnb": ("South Africa North", 2, 0, 0),
+    "iad": SimulatedCity("East US", 14, 3, 1),
+    "sjc": SimulatedCity("West US", 10, 2, 1),
+    "dfw": SimulatedCity("South Central US", 7, 1, 1),
+    "yyz": SimulatedCity("Canada Central", 4, 0, 1),
+    "gru": SimulatedCity("Brazil South", 8, 0, 2),
+    "lhr": SimulatedCity("UK South", 9, 2, 1),
+    "ams": SimulatedCity("West Europe", 6, 1, 1),
+    "fra": SimulatedCity("Germany West Central", 8, 2, 0),
+    "mad": SimulatedCity("France South", 4, 0, 0),
+    "dxb": SimulatedCity("UAE North", 3, 0, 0),
+    "bom": SimulatedCity("Central India", 11, 1, 1),
+    "sin": SimulatedCity("Southeast Asia", 6, 1, 1),
+    "nrt": SimulatedCity("Japan East", 7, 2, 0),
+    "icn": SimulatedCity("Korea Central", 3, 0, 0),
+    "syd": SimulatedCity("Australia East", 3, 0, 1),
+    "jnb": SimulatedCity("South Africa North", 2, 0, 0),
 }
 LOCAL_RTT_MS: Final = 0.6
-"""Within a PoP."""
+"""Round trip within a PoP."""
 
 
-class Profile(NamedTuple):
-    """What one kind of replica can do with the model."""
+class EngineProfile(NamedTuple):
+    """How fast one kind of replica serves a model, and how much fits into it."""
 
     name: str
     prefill_tokens_per_s: float
@@ -49,79 +58,83 @@ class Profile(NamedTuple):
     sequences_max: int = 256
     chunk_tokens: int = 1024
     interval_s: float = inf
-    """Beside decodes, a step takes only so much of a prompt that it lasts no longer than this."""
+    """Limit on a step that decodes: it reads only as much of a prompt as fits into this time."""
 
 
-class Model(NamedTuple):
-    """A model as two kinds of replica serve it."""
+class SimulatedModel(NamedTuple):
+    """A model on two kinds of replica."""
 
-    large: Profile
-    small: Profile
+    large: EngineProfile
+    small: EngineProfile
 
 
-BIG: Final = Model(
-    Profile("h100x8", 9650.0, 0.0295, 0.0003, 54_000, 900_000, 2_000_000),
-    Profile("a100x8", 5300.0, 0.0445, 0.0004, 54_000, 600_000, 1_200_000),
+BIG: Final = SimulatedModel(
+    EngineProfile("h100x8", 9650.0, 0.0295, 0.0003, 54_000, 900_000, 2_000_000),
+    EngineProfile("a100x8", 5300.0, 0.0445, 0.0004, 54_000, 600_000, 1_200_000),
 )
-LLAMA_8B: Final = Model(
-    Profile("a100x2", 16_500.0, 0.0083, 0.00024, 31_000, 700_000, 900_000),
-    Profile("a100x1", 9_000.0, 0.0125, 0.0004, 31_000, 350_000, 450_000),
+LLAMA_8B: Final = SimulatedModel(
+    EngineProfile("a100x2", 16_500.0, 0.0083, 0.00024, 31_000, 700_000, 900_000),
+    EngineProfile("a100x1", 9_000.0, 0.0125, 0.0004, 31_000, 350_000, 450_000),
 )
 
 
-class Site(NamedTuple):
-    """One replica's place and kind."""
+class ReplicaSite(NamedTuple):
+    """One replica: its PoP and its kind."""
 
     replica: int
     pop: int
-    profile: Profile
+    profile: EngineProfile
     true_rate: float
-    """How fast it really is: a tenth above or below what its table says."""
+    """Its real prefill rate: within a tenth of the rate in the route table."""
 
 
-class World(NamedTuple):
+class RoutingWorld(NamedTuple):
     """Everything that does not change during a run."""
 
     pops: tuple[str, ...]
     demand: tuple[float, ...]
     rtt_ms: tuple[tuple[float, ...], ...]
-    """Between PoPs."""
-    sites: tuple[Site, ...]
+    """From PoP to PoP."""
+    sites: tuple[ReplicaSite, ...]
 
     def rtt_to(self, pop: int, replica: int) -> float:
         """Return the round trip in ms from a PoP to a replica."""
         return self.rtt_ms[pop][self.sites[replica].pop]
 
 
-def a_world(latencies: Path, model: Model, seed: int = 1) -> World:
-    """Build the world from the table of round trips."""
+def build_world(latencies: Path, model: SimulatedModel, seed: int = 1) -> RoutingWorld:
+    """Build the world from the table of round trips; `seed` draws the real rates."""
     pops = tuple(CITIES)
-    regions = [CITIES[pop][0] for pop in pops]
+    regions = [CITIES[pop].region for pop in pops]
     table: dict[tuple[str, str], float] = {}
     for row in data.rows(latencies):
         for region in regions:
             if row["Source"] in regions and row.get(region):
                 table[row["Source"], region] = float(row[region])
     rtt_ms = tuple(
-        tuple(_between(table, a, b) if a != b else LOCAL_RTT_MS for b in regions) for a in regions
+        tuple(_round_trip(table, a, b) if a != b else LOCAL_RTT_MS for b in regions)
+        for a in regions
     )
     chance = random.Random(seed)
-    sites: list[Site] = []
-    for at, pop in enumerate(pops):
-        _, _, large, small = CITIES[pop]
-        for profile in [model.large] * large + [model.small] * small:
+    sites: list[ReplicaSite] = []
+    for number, city in enumerate(CITIES.values()):
+        large, small = [model.large] * city.large_replicas, [model.small] * city.small_replicas
+        for profile in large + small:
             sites.append(
-                Site(
-                    len(sites), at, profile, profile.prefill_tokens_per_s * chance.uniform(0.9, 1.1)
+                ReplicaSite(
+                    len(sites),
+                    number,
+                    profile,
+                    profile.prefill_tokens_per_s * chance.uniform(0.9, 1.1),
                 )
             )
-    shares = [CITIES[pop][1] for pop in pops]
-    return World(pops, tuple(share / sum(shares) for share in shares), rtt_ms, tuple(sites))
+    shares = [city.demand for city in CITIES.values()]
+    return RoutingWorld(pops, tuple(share / sum(shares) for share in shares), rtt_ms, tuple(sites))
 
 
-def _between(table: dict[tuple[str, str], float], a: str, b: str) -> float:
+def _round_trip(table: dict[tuple[str, str], float], a: str, b: str) -> float:
     there, back = table.get((a, b)), table.get((b, a))
     found = [value for value in (there, back) if value is not None]
     if not found:
-        raise data.NoData(f"cannot place {a} and {b}: the latency table has no round trip between")
+        raise data.NoData(f"cannot simulate: the latency table has no round trip from {a} to {b}")
     return sum(found) / len(found)

@@ -1,1 +1,1 @@
-"""The public surfaces, a folder each: schema, encode, decode."""
+"""The public API surfaces, one package each: request schema, decoding, encoding."""

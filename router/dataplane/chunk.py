@@ -1,40 +1,40 @@
-"""An answer's JSON, as far as it is read here: what was said, and how it ended."""
+"""The parts of a response's JSON that the router reads: generated text and finish reasons."""
 
 from typing import Any, Final
 
 import msgspec
 
 
-class Delta(msgspec.Struct):
-    """What one frame adds to one choice; of a whole answer, all that it said."""
+class ChunkDelta(msgspec.Struct):
+    """The output that a frame adds to a choice, or the whole message of a complete response."""
 
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[msgspec.Raw] | None = None
 
 
-class Choice(msgspec.Struct):
-    """One of the answers that there are side by side."""
+class ChunkChoice(msgspec.Struct):
+    """One of the alternative answers (`n` of a request) that a response holds."""
 
     index: int = 0
-    delta: Delta | None = None
-    message: Delta | None = None
+    delta: ChunkDelta | None = None
+    message: ChunkDelta | None = None
     text: str | None = None
     finish_reason: str | None = None
 
 
-class Chunk(msgspec.Struct):
-    """One frame, or a whole answer."""
+class ResponseChunk(msgspec.Struct):
+    """One stream frame, or a complete response."""
 
-    choices: list[Choice] = []
+    choices: list[ChunkChoice] = []
     usage: Any = None
 
 
-_CHUNK: Final = msgspec.json.Decoder(Chunk)
+_CHUNK: Final = msgspec.json.Decoder(ResponseChunk)
 
 
-def chunk_of(data: bytes) -> Chunk | None:
-    """Read a frame's data; None where it is none of these."""
+def decode_chunk(data: bytes) -> ResponseChunk | None:
+    """Decode a frame's data; return None if it is not a chunk."""
     try:
         return _CHUNK.decode(data)
     except (msgspec.DecodeError, RecursionError, ValueError):

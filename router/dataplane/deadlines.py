@@ -1,10 +1,10 @@
-"""Deadlines without timers: whatever waits says until when, and one sweep looks at all of them.
+"""Deadlines without timers: each waiting object has a due time, and one periodic sweep checks all.
 
-A timer made and cancelled for each wait costs more than the wait's bookkeeping. Deadlines here are
-seconds, so a tenth of one is exact enough.
+Creating and cancelling a timer for each wait costs more than all other bookkeeping of that wait.
+Deadlines here are seconds long, so a sweep every 0.1 s is exact enough.
 
-A loop that was held up runs its timers first, and only then reads what came meanwhile. So a sweep
-judges by the time at which it should have come: who was kept waiting by the loop is not to blame.
+After the event loop was blocked it runs timers before it reads the sockets. A sweep therefore
+compares with the time at which it was due to run: a peer is not timed out for a delay of our own.
 """
 
 import asyncio
@@ -16,53 +16,53 @@ SWEEP_S: Final = 0.1
 NEVER: Final = inf
 
 
-class Waits(Protocol):
-    """Something that must not wait past `due_s` (monotonic seconds)."""
+class HasDeadline(Protocol):
+    """An object that must not wait past `due_s` (monotonic seconds)."""
 
     due_s: float
 
     def on_due(self) -> None:
-        """Its time is up. It sets a new `due_s` or takes itself off."""
+        """Handle the expired deadline: set a new `due_s`, or leave `Deadlines`."""
 
 
 class Deadlines:
-    """Everything in this process that waits for bytes."""
+    """All objects of this process that wait for bytes."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Watch nothing yet."""
+        """Watch nothing yet. `clock` returns monotonic seconds."""
         self._clock = clock
-        self._watched: set[Waits] = set()
+        self._watched: set[HasDeadline] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._next_s = 0.0
+        self._next_sweep_s = 0.0
 
     def __len__(self) -> int:
-        """Return how many are watched."""
+        """Return the number of watched objects."""
         return len(self._watched)
 
-    def add(self, waits: Waits) -> None:
-        """Watch one more."""
-        self._watched.add(waits)
+    def add(self, watched: HasDeadline) -> None:
+        """Watch one more object."""
+        self._watched.add(watched)
 
-    def discard(self, waits: Waits) -> None:
-        """Watch it no longer."""
-        self._watched.discard(waits)
+    def discard(self, watched: HasDeadline) -> None:
+        """Stop watching an object."""
+        self._watched.discard(watched)
 
     def start(self) -> None:
-        """Sweep from now on, in the running loop."""
-        self._next_s = self._clock() + SWEEP_S
+        """Sweep periodically in the running loop."""
+        self._next_sweep_s = self._clock() + SWEEP_S
         self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
     def stop(self) -> None:
-        """Sweep no more."""
+        """Cancel the next sweep."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _sweep(self) -> None:
-        now_s = self._next_s
+        now_s = self._next_sweep_s
         self.start()
-        for waits in [waits for waits in self._watched if waits.due_s <= now_s]:
-            # What one did may have given another new time.
-            if waits.due_s <= now_s:
-                waits.due_s = NEVER
-                waits.on_due()
+        for watched in [watched for watched in self._watched if watched.due_s <= now_s]:
+            # An earlier `on_due` of this sweep may have moved this deadline.
+            if watched.due_s <= now_s:
+                watched.due_s = NEVER
+                watched.on_due()

@@ -1,69 +1,76 @@
-"""One request to one node and its answer, whole or a stream, on its way back to a client.
+"""One request to one node and its response, which is collected or streamed to a client.
 
-Rule 1: every wait for a node has its deadline; a client that does not read stops the clock.
-Rule 2: an exchange left before its end closes its connection: a node whose caller is gone must see
-it at once.
-Rule 3: a kept connection that its node closed before one byte of an answer is no failure of the
-node: the request goes out again on a fresh one.
-Rule 4: whoever waits for it goes on as the last act of what came: see errand.py.
-Rule 5: until its first token a stream is held, for another replica may still be tried; from it on
-bytes go from the node's connection to the client's without a stop on the way.
+Rule 1: every wait for a node has a deadline; it does not run while the client is not reading.
+Rule 2: an exchange abandoned before its end closes its connection, so that the node sees at once
+that its caller is gone.
+Rule 3: if the node closed a kept connection before the first byte of the response, the node has not
+failed: the request is sent again over a new connection.
+Rule 4: the waiting inline task resumes as the last step of handling received bytes, see
+inline_task.py.
+Rule 5: a stream is held back until its first token, because until then another replica may be
+tried. From then on received bytes are written to the client's connection at once.
 """
 
 import asyncio
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Final, Protocol
 
 from isochrone.wire import headers
 from isochrone.wire.ids import NodeId, ReplicaId
 from router.dataplane import sse
 from router.dataplane.deadlines import NEVER
-from router.dataplane.errand import Signal
-from router.dataplane.http1 import EVENT_STREAM, Fields
-from router.dataplane.message import Client
+from router.dataplane.http1 import EVENT_STREAM, HeaderFields
+from router.dataplane.http_messages import ResponseWriter
+from router.dataplane.inline_task import InlineEvent
 from router.dataplane.usage import UsageCount
+from router.decide.attempt import FailureCause
 
 HELD_BYTES_MAX: Final = 256 * 1024
-END_TIMEOUT_S: Final = 0.5
+"""How much of a stream is held back before its first token."""
 
-
-class Failure(StrEnum):
-    """Why an attempt came to nothing."""
-
-    UNREACHABLE = "unreachable"
-    REFUSED = "refused"
-    UNFIT = "unfit"
-    BROKEN = "broken"
-    SILENT = "silent"
-    GONE = "gone"
-    """Its node answers no ping; the retry was paid for when it was let go."""
-    ERROR = "error"
+DRAIN_TIMEOUT_S: Final = 0.5
+"""The time a node has to finish a body that is no longer needed."""
 
 
 class AttemptFailed(Exception):
-    """This attempt came to nothing; `failure` says how, the message in words."""
+    """The attempt came to nothing. `refusal` is the node's own word for a refusal, else empty."""
 
-    def __init__(self, failure: Failure, message: str, refused: str = "") -> None:
+    def __init__(self, cause: FailureCause, message: str, refusal: str = "") -> None:
         super().__init__(message)
-        self.failure = failure
-        self.refused = refused
+        self.cause = cause
+        self.refusal = refusal
 
 
-class Head:
-    """The head of a node's answer."""
+class NodeRequest:
+    """A request to a node. `header_lines` are headers as written to the wire."""
 
-    __slots__ = ("content_type", "fields", "load", "passed", "refused", "resumed", "status")
+    __slots__ = ("body", "header_lines", "method", "path")
 
-    def __init__(self, status: int, fields: Fields) -> None:
+    def __init__(self, method: str, path: str, header_lines: str, body: bytes) -> None:
+        self.method = method
+        self.path = path
+        self.header_lines = header_lines
+        self.body = body
+
+
+class ResponseHead:
+    """The head of a node's response.
+
+    `load` is the replica's load after this request. `refusal` says why the node declined, `resumed`
+    how it continues a text, `handed_off_to` which peer replica answers; empty where that is not so.
+    """
+
+    __slots__ = ("content_type", "fields", "handed_off_to", "load", "refusal", "resumed", "status")
+
+    def __init__(self, status: int, fields: HeaderFields) -> None:
         self.status = status
         self.fields = fields
         self.content_type = fields.get(b"content-type", b"application/json").decode("latin-1")
         load = fields.get(_LOAD)
         self.load = headers.parse_load(load.decode("latin-1")) if load else None
         self.resumed = fields.get(_RESUMED, b"").decode("latin-1")
-        self.refused = fields.get(_REFUSED, b"").decode("latin-1")[:64]
-        self.passed = ReplicaId(fields.get(_PASSED, b"").decode("latin-1"))
+        self.refusal = fields.get(_REFUSED, b"").decode("latin-1")[:64]
+        self.handed_off_to = ReplicaId(fields.get(_PASSED, b"").decode("latin-1"))
 
 
 _LOAD: Final = headers.LOAD.encode()
@@ -72,237 +79,251 @@ _REFUSED: Final = headers.REFUSED.encode()
 _PASSED: Final = headers.HANDOFF_REPLICA.encode()
 
 
-class Connection(Protocol):
-    """What an exchange needs of the connection it is on."""
+class ExchangeConnection(Protocol):
+    """The connection that an exchange uses."""
 
-    exchange: "Exchange | None"
+    exchange: "NodeExchange | None"
     due_s: float
 
-    def begin(self, exchange: "Exchange") -> None:
-        """Send its request."""
+    def start(self, exchange: "NodeExchange") -> None:
+        """Send the exchange's request."""
 
     def close(self) -> None:
-        """Close it at once."""
+        """Close the connection at once."""
 
     def pause(self) -> None:
-        """Read no more."""
+        """Stop reading."""
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue reading."""
 
 
-class Dialler(Protocol):
-    """Whence connections come."""
+class Dialer(Protocol):
+    """Opens connections to nodes."""
 
     clock: Callable[[], float]
 
-    async def connect(self, node_id: NodeId, address: str) -> Connection:
-        """Open a connection, or raise AttemptFailed."""
+    async def connect(self, node_id: NodeId, address: str) -> ExchangeConnection:
+        """Open a connection; raise AttemptFailed if that is not possible."""
 
 
-class Exchange:
-    """One attempt. Await `opened`, take the `answer`, let a stream `flow`; `leave` in any case."""
+class NodeExchange:
+    """One request to a node and its response.
+
+    Await `opened`, then call `response_head` and, for a stream, `relay_to`. Call `abandon` in every
+    case: after the end of the response it has no effect.
+    """
 
     __slots__ = (
-        "_address", "_bytes_max", "_client", "_connection", "_dialling", "_ended", "_failure",
-        "_held", "_held_bytes", "_is_rest", "_node_id", "_pool", "body", "due_s", "frames",
-        "has_begun", "head", "is_over", "is_paused", "is_stream", "is_unwanted", "opened",
-        "patience_s", "request", "usage",
+        "_address", "_bytes_max", "_connection", "_dialing", "_failure", "_held", "_held_bytes",
+        "_is_resumption", "_node_id", "_pool", "_stream_ended", "_writer", "body", "due_s", "head",
+        "is_answered", "is_draining", "is_over", "is_paused", "is_stream", "opened", "relay",
+        "request_body", "request_head", "timeout_s", "usage",
     )  # fmt: skip
 
     def __init__(
         self,
-        pool: Dialler,
+        pool: Dialer,
         node_id: NodeId,
         address: str,
-        request: tuple[bytes, bytes],
+        request_head: bytes,
+        request_body: bytes,
         bytes_max: int,
-        frames: sse.Frames | None = None,
+        relay: sse.StreamRelay | None = None,
         *,
-        is_rest: bool = False,
+        is_resumption: bool = False,
     ) -> None:
-        """Expect a stream where there are `frames` to take it, else a body of `bytes_max`.
+        """Expect a stream if there is a `relay`, else a body of at most `bytes_max` bytes.
 
-        With `is_rest` it goes on from what was said; one that would begin anew is refused.
+        With `is_resumption`, refuse a stream that does not continue the text sent to the node.
         """
-        self.request = request
-        self.frames = frames
-        self.head: Head | None = None
+        self.request_head = request_head
+        self.request_body = request_body
+        self.relay = relay
+        self.head: ResponseHead | None = None
         self.body = b""
         self.usage: UsageCount | None = None
-        self.is_stream = self.is_over = self.is_paused = self.is_unwanted = False
-        self.patience_s = self.due_s = NEVER
+        self.is_stream = self.is_over = self.is_paused = self.is_draining = False
+        self.timeout_s = self.due_s = NEVER
         self._pool = pool
         self._node_id = node_id
         self._address = address
         self._bytes_max = bytes_max
-        self._is_rest = is_rest
-        self.has_begun = False
-        """Whether there is a first token, or a whole answer."""
+        self._is_resumption = is_resumption
+        self.is_answered = False
+        """Whether a first token or a complete response has arrived."""
         self._failure: AttemptFailed | None = None
-        self.opened = Signal()
-        """Given when there is something to `answer`."""
-        self._ended: Signal | None = None
-        self._client: Client | None = None
+        self.opened = InlineEvent()
+        """Set when the exchange is answered or has failed."""
+        self._stream_ended: InlineEvent | None = None
+        self._writer: ResponseWriter | None = None
         self._held: list[bytes] = []
         self._held_bytes = 0
-        self._connection: Connection | None = None
-        self._dialling: asyncio.Task[None] | None = None
+        self._connection: ExchangeConnection | None = None
+        self._dialing: asyncio.Task[None] | None = None
 
-    def answer(self) -> Head:
-        """Return the head of an answer that is whole, or whose first token is there; or raise
-        AttemptFailed.
-        """
+    def response_head(self) -> ResponseHead:
+        """Return the response's head once `opened` is set; raise AttemptFailed if it failed."""
         if self._failure is not None:
             raise self._failure
         assert self.head is not None
         return self.head
 
-    async def flow(self, client: Client) -> None:
-        """Let the stream flow to `client` until `[DONE]` or an error event; AttemptFailed else."""
-        frames = self.frames
-        assert frames is not None
-        self._client = client
-        first = b"".join(self._held)
+    async def relay_to(self, writer: ResponseWriter) -> None:
+        """Write the stream to `writer` until `[DONE]` or an error event, or raise AttemptFailed."""
+        relay = self.relay
+        assert relay is not None
+        self._writer = writer
+        held = b"".join(self._held)
         self._held.clear()
-        if first:
-            client.send(first)
-        if not frames.is_over and self._failure is None:
-            self._ended = Signal()
-            await self._ended
-        if self._failure is not None and not frames.is_over:
+        if held:
+            writer.send(held)
+        if not relay.is_over and self._failure is None:
+            self._stream_ended = InlineEvent()
+            await self._stream_ended
+        if self._failure is not None and not relay.is_over:
             raise self._failure
 
-    def begin(self, connection: Connection) -> None:
+    def start(self, connection: ExchangeConnection) -> None:
         """Send the request over `connection`."""
         self._connection = connection
-        connection.begin(self)
+        connection.start(self)
 
     def dial(self) -> None:
-        """Send it over a connection that is yet to be opened."""
-        self._dialling = asyncio.get_running_loop().create_task(self._dial())
+        """Open a connection and send the request over it."""
+        self._dialing = asyncio.get_running_loop().create_task(self._dial())
 
-    def wait(self, patience_s: float) -> None:
-        """From now on the next byte must come within `patience_s`."""
-        self.patience_s = patience_s
-        self.due_s = self._pool.clock() + patience_s
+    def set_timeout(self, timeout_s: float) -> None:
+        """Require the next byte within `timeout_s`, and each later one after the byte before."""
+        self.timeout_s = timeout_s
+        self.due_s = self._pool.clock() + timeout_s
         if self._connection is not None and not self.is_paused:
             self._connection.due_s = self.due_s
 
-    def leave(self) -> None:
-        """Be done with it: at its end the connection is kept, before it is closed."""
+    def abandon(self) -> None:
+        """Release the connection: it is closed, unless the response has ended."""
         connection, self._connection = self._connection, None
-        if self._dialling is not None:
-            self._dialling.cancel()
+        if self._dialing is not None:
+            self._dialing.cancel()
         if connection is not None:
             connection.exchange = None
             connection.close()
 
-    def let_end(self) -> None:
-        """Read what is left of a body nobody needs, so that the connection can be kept."""
+    def drain(self) -> None:
+        """Discard the rest of the body, so that the connection can be kept."""
         if not self.is_over:
-            self.is_unwanted = True
+            self.is_draining = True
             self.resume()
-            self.wait(END_TIMEOUT_S)
+            self.set_timeout(DRAIN_TIMEOUT_S)
 
     def pause(self) -> None:
-        """Read no more for now: the client reads slower. The node is not to blame for the wait."""
+        """Stop reading, and the deadline with it: the node is not at fault for a slow client."""
         self.is_paused = True
         if self._connection is not None:
             self._connection.pause()
             self._connection.due_s = NEVER
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue reading."""
         self.is_paused = False
         if self._connection is not None:
-            self._connection.due_s = self._pool.clock() + self.patience_s
+            self._connection.due_s = self._pool.clock() + self.timeout_s
             self._connection.resume()
 
-    # The connection's side.
+    # Called by the connection.
 
-    def on_head(self, head: Head) -> None:
-        """Take the head: it says whether a stream follows. AttemptFailed ends the exchange."""
+    def on_head(self, head: ResponseHead) -> None:
+        """Store the head, which tells whether a stream follows. AttemptFailed ends the exchange."""
         self.head = head
-        if self.frames is None or head.status != 200:
+        if self.relay is None or head.status != 200:
             return
         if not head.content_type.startswith(EVENT_STREAM):
-            raise AttemptFailed(Failure.BROKEN, f"{self._node_id} sent no event stream")
-        if self._is_rest and not head.resumed:
-            raise AttemptFailed(Failure.UNFIT, f"{self._node_id} cannot go on from a text")
+            raise AttemptFailed(FailureCause.BROKEN, f"{self._node_id} sent no event stream")
+        if self._is_resumption and not head.resumed:
+            raise AttemptFailed(
+                FailureCause.CANNOT_RESUME, f"{self._node_id} cannot continue a text"
+            )
         self.is_stream = True
 
     def on_body(self, data: bytes) -> None:
-        """Take bytes: collect them, or pass their frames on. AttemptFailed ends the exchange."""
-        if self.is_unwanted:
+        """Collect a part of the body, or relay its frames. AttemptFailed ends the exchange."""
+        if self.is_draining:
             return
-        frames = self.frames
-        if not self.is_stream or frames is None:
+        relay = self.relay
+        if not self.is_stream or relay is None:
             self._hold(data)
             if self._held_bytes > self._bytes_max:
                 raise AttemptFailed(
-                    Failure.BROKEN, f"{self._node_id} answered more than {self._bytes_max} bytes"
+                    FailureCause.BROKEN, f"{self._node_id} sent more than {self._bytes_max} bytes"
                 )
             return
         try:
-            shown = frames.feed(data)
-        except sse.BrokenStream as error:
-            raise AttemptFailed(Failure.BROKEN, f"{self._node_id} sent {error}") from error
-        if self._client is not None:
-            if shown:
-                self._client.send(shown)
+            visible = relay.feed(data)
+        except sse.MalformedStream as error:
+            raise AttemptFailed(FailureCause.BROKEN, f"{self._node_id} sent {error}") from error
+        if self._writer is not None:
+            if visible:
+                self._writer.send(visible)
             return
-        # Nothing goes out until there is a token in it.
-        if frames.has_failed:
-            raise AttemptFailed(Failure.ERROR, f"{self._node_id} reported an error")
-        self._hold(shown)
-        if frames.has_begun or frames.is_over or self._held_bytes > HELD_BYTES_MAX:
-            self.has_begun = True
+        # Hold everything back until there is a token in it.
+        if relay.has_failed:
+            raise AttemptFailed(FailureCause.ERROR, f"{self._node_id} reported an error")
+        self._hold(visible)
+        if relay.has_begun or relay.is_over or self._held_bytes > HELD_BYTES_MAX:
+            self.is_answered = True
 
     def on_end(self) -> None:
-        """Take the end: of a stream it is one only after `[DONE]`. The connection is free again."""
+        """Handle the end of the response; the connection is free again.
+
+        A stream has ended well only if `[DONE]` came before.
+        """
         self.is_over = True
         self._connection = None
-        frames = self.frames
+        relay = self.relay
         if not self.is_stream:
             self.body = b"".join(self._held)
-            self.has_begun = True
-        elif frames is not None and not frames.is_over:
-            when = "early" if frames.has_begun else "before a token"
+            self.is_answered = True
+        elif relay is not None and not relay.is_over:
+            when = "early" if relay.has_begun else "before its first token"
             self._failure = AttemptFailed(
-                Failure.BROKEN, f"{self._node_id} ended the stream {when}"
+                FailureCause.BROKEN, f"{self._node_id} ended the stream {when}"
             )
 
-    def tell(self) -> None:
-        """Let whoever waits go on, where what came is what he waits for."""
-        has_failed, frames = self._failure is not None, self.frames
-        if self.has_begun or has_failed:
-            self.opened.give()
-        if self._ended is not None and (has_failed or (frames is not None and frames.is_over)):
-            self._ended.give()
+    def notify(self) -> None:
+        """Resume the waiting task if what it waits for has arrived."""
+        has_failed, relay = self._failure is not None, self.relay
+        if self.is_answered or has_failed:
+            self.opened.set()
+        if self._stream_ended is not None and (has_failed or (relay is not None and relay.is_over)):
+            self._stream_ended.set()
 
-    def on_lost(self, *, is_stale: bool) -> None:
-        """The connection broke before the answer was whole."""
+    def on_connection_lost(self, *, was_unused: bool) -> None:
+        """Handle a connection that closed before the response ended.
+
+        With `was_unused` the node closed a kept connection before it saw the request: send again.
+        """
         self._connection = None
-        if is_stale:
+        if was_unused:
             self.dial()
         else:
-            self.fail(AttemptFailed(Failure.BROKEN, f"{self._node_id} broke off"))
+            self.fail(AttemptFailed(FailureCause.BROKEN, f"{self._node_id} broke off"))
 
-    def on_silence(self) -> None:
-        """The node said nothing for as long as may be."""
+    def on_timeout(self) -> None:
+        """Fail: the node sent nothing for `timeout_s`."""
         self.fail(
-            AttemptFailed(Failure.SILENT, f"{self._node_id} fell silent for {self.patience_s:g} s")
+            AttemptFailed(
+                FailureCause.SILENT, f"{self._node_id} sent nothing for {self.timeout_s:g} s"
+            )
         )
 
-    def heard_s(self) -> float:
-        """Return when bytes came last, or the wait began; NEVER while the client does not read."""
+    def last_heard_s(self) -> float:
+        """Return when bytes came last or the wait began; NEVER while the client is not reading."""
         if self._connection is None or self.is_paused:
             return NEVER
-        return self._connection.due_s - self.patience_s
+        return self._connection.due_s - self.timeout_s
 
     def fail(self, failure: AttemptFailed) -> None:
-        """End the exchange badly, if it is not over; nothing follows."""
+        """End the exchange with a failure, unless it is over already."""
         if self.is_over:
             return
         self.is_over = True
@@ -311,17 +332,17 @@ class Exchange:
             connection.exchange = None
             connection.close()
         self._failure = failure
-        self.tell()
+        self.notify()
 
     async def _dial(self) -> None:
         try:
             connection = await self._pool.connect(self._node_id, self._address)
         except AttemptFailed as failure:
-            self._dialling = None
+            self._dialing = None
             self.fail(failure)
         else:
-            self._dialling = None
-            self.begin(connection)
+            self._dialing = None
+            self.start(connection)
 
     def _hold(self, data: bytes) -> None:
         self._held.append(data)

@@ -1,8 +1,10 @@
-"""The public listener on raw transports: one connection, its requests in order, its answers.
+"""The public HTTP server on raw transports: a connection reads requests and writes responses.
 
-Rule 1: a request is handed on whole and checked; what is malformed is answered here and closed.
-Rule 2: one request of a connection is answered at a time; those that follow wait, unread.
-Rule 3: a client that is gone cancels its request; one that does not read stops what it reads from.
+Rule 1: a request is handled only when it is complete and checked; a malformed one is answered here
+and closes the connection.
+Rule 2: one request of a connection is answered at a time; the following ones wait.
+Rule 3: a client that disconnects cancels its request. A client that does not read pauses the source
+of its response.
 """
 
 import asyncio
@@ -19,44 +21,46 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from router.config import RouterConfig
 from router.dataplane import http1
 from router.dataplane.deadlines import NEVER, Deadlines
-from router.dataplane.errand import Errand, Signal
-from router.dataplane.message import Reply, Request, Source
-from router.dataplane.requests import LetIn, RequestReader
+from router.dataplane.http_messages import HttpRequest, HttpResponse, PausableSource
+from router.dataplane.inline_task import InlineEvent, InlineTask
+from router.dataplane.request_reader import Authorize, RequestReader
 
 log = logging.getLogger(__name__)
 
-READY_MAX: Final = 4
-"""Whole requests of one connection that wait for the one before; past it nothing more is read."""
+PIPELINED_MAX: Final = 4
+"""Complete requests of one connection that may wait; from there on reading is paused."""
 
 WRITE_BUFFER_BYTES: Final = 64 * 1024
 KEEPALIVE_S: Final = 75.0
 LINGER_S: Final = 1.0
-CUT_TIMEOUT_S: Final = 5.0
-"""For a loop to say of connections that were cut that they are lost."""
+"""How long bytes are read and dropped after a malformed request was answered."""
+
+ABORT_TIMEOUT_S: Final = 5.0
+"""How long the event loop may take to report aborted connections as lost."""
 
 
-Handler = Callable[[Request, "ClientConnection"], Awaitable[None]]
-EncodeError = Callable[[ApiError, str, str], Reply]
-"""An error, and the path and the id of the request as far as they are known."""
+Handler = Callable[[HttpRequest, "ClientConnection"], Awaitable[None]]
+EncodeError = Callable[[ApiError, str, str], HttpResponse]
+"""(error, path, client request id) to a response; path and id are empty if not known."""
 
 
-class Server:
-    """What all connections of a listener share, and how many they are."""
+class PublicServer:
+    """The state that the connections of a listener share, and the set of them."""
 
     def __init__(
         self,
         *,
         config: RouterConfig,
-        let_in: LetIn,
+        authorize: Authorize,
         handler: Handler,
         encode_error: EncodeError,
         deadlines: Deadlines,
         clock: Callable[[], float],
         unix_clock: Callable[[], float],
     ) -> None:
-        """Answer each request by `handler`; errors below it are written by `encode_error`."""
+        """Answer each request by `handler`. `encode_error` writes the errors found before it."""
         self.config = config
-        self.let_in = let_in
+        self.authorize = authorize
         self.handler = handler
         self.encode_error = encode_error
         self.deadlines = deadlines
@@ -65,333 +69,352 @@ class Server:
         self.connections: set[ClientConnection] = set()
         self._census = Census(config.connections_max, config.connections_per_address_max)
         self._unix_clock = unix_clock
-        self._gone = asyncio.Event()
+        self._all_closed = asyncio.Event()
         self._openings: dict[tuple[int, str], str] = {}
-        self._openings_of = 0
+        self._openings_second = 0
 
-    def opening(self, status: int, content_type: str) -> str:
-        """Return the first lines of an answer, date included: written once a second for a kind."""
+    def response_opening(self, status: int, content_type: str) -> str:
+        """Return the first lines of a response, with the date; cached for one second."""
         second = int(self._unix_clock())
-        if second != self._openings_of:
-            self._openings_of = second
+        if second != self._openings_second:
+            self._openings_second = second
             self._openings.clear()
         kind = (status, content_type)
-        found = self._openings.get(kind)
-        if found is None:
+        opening = self._openings.get(kind)
+        if opening is None:
             date = formatdate(second, usegmt=True)
-            found = self._openings[kind] = http1.opening(status, content_type, date)
-        return found
+            opening = self._openings[kind] = http1.response_opening(status, content_type, date)
+        return opening
 
-    def connection(self) -> asyncio.Protocol:
-        """Make the protocol of one connection; for `create_server`."""
+    def make_connection(self) -> asyncio.Protocol:
+        """Return the protocol of a new connection, for `create_server`."""
         return cast(asyncio.Protocol, ClientConnection(self))
 
     async def drain(self, timeout_s: float) -> None:
-        """Let requests end, each connection closing after its own; cut what takes longer."""
+        """Let open requests finish for `timeout_s`, then abort the rest."""
         self.is_draining = True
         for connection in list(self.connections):
             connection.drain()
-        await self._all_gone(timeout_s)
+        await self._wait_until_closed(timeout_s)
         for connection in list(self.connections):
             connection.abort()
-        await self._all_gone(CUT_TIMEOUT_S)
+        await self._wait_until_closed(ABORT_TIMEOUT_S)
 
-    def came(self, connection: "ClientConnection", address: str) -> bool:
-        """Count a connection in; False where it is one too many."""
+    def on_opened(self, connection: "ClientConnection", address: str) -> bool:
+        """Count a new connection; return False if it must be refused."""
         self.connections.add(connection)
         self.deadlines.add(connection)
         return self._census.enter(address) and not self.is_draining
 
-    def went(self, connection: "ClientConnection", address: str) -> None:
-        """Count a connection out."""
+    def on_closed(self, connection: "ClientConnection", address: str) -> None:
+        """Forget a connection that is closed."""
         self.connections.discard(connection)
         self.deadlines.discard(connection)
         self._census.leave(address)
         if not self.connections:
-            self._gone.set()
+            self._all_closed.set()
 
-    async def _all_gone(self, timeout_s: float) -> None:
+    async def _wait_until_closed(self, timeout_s: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.connections:
-                    self._gone.clear()
-                    await self._gone.wait()
+                    self._all_closed.clear()
+                    await self._all_closed.wait()
 
 
 class ClientConnection:
-    """One client's connection. It is also the writer that a request's answer goes to.
+    """One client's connection, and the ResponseWriter of its requests.
 
-    A protocol by its methods: whoever inherits from asyncio's cannot be compiled into a fast class.
+    It implements asyncio's protocol without inheriting from it: mypyc cannot compile a subclass of
+    an interpreted class into a fast one.
     """
 
     __slots__ = (
-        "_address", "_bad", "_begun", "_chunked", "_errand", "_paused", "_reader", "_ready",
-        "_request", "_resumed", "_server", "_source", "_stopped_reading", "_transport",
-        "_unread_bytes", "due_s",
+        "_address", "_bytes_unread", "_has_begun", "_is_chunked", "_is_paused",
+        "_is_reading_paused", "_malformed", "_pending", "_reader", "_request", "_server", "_source",
+        "_task", "_transport", "_writable", "due_s",
     )  # fmt: skip
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: PublicServer) -> None:
         self._server = server
         self._transport: asyncio.Transport | None = None
         self._reader = RequestReader(
-            self, server.let_in, server.config.body_bytes_max, server.clock
+            self, server.authorize, server.config.body_bytes_max, server.clock
         )
-        self._errand: Errand | None = None
-        self._ready: deque[Request] = deque()
-        self._bad: ApiError | None = None
-        self._source: Source | None = None
+        self._task: InlineTask | None = None
+        self._pending: deque[HttpRequest] = deque()
+        self._malformed: ApiError | None = None
+        self._source: PausableSource | None = None
         self._address = ""
-        self._paused = False
-        self._stopped_reading = False
-        self._request: Request | None = None
-        self._begun = False
-        self._chunked = False
-        self._resumed: Signal | None = None
-        self._unread_bytes = 0.0
+        self._is_paused = False
+        self._is_reading_paused = False
+        self._request: HttpRequest | None = None
+        self._has_begun = False
+        self._is_chunked = False
+        self._writable: InlineEvent | None = None
+        self._bytes_unread = 0.0
         self.due_s = NEVER
 
-    # The transport's side.
+    @property
+    def is_answering(self) -> bool:
+        """Whether a request is being answered."""
+        return self._task is not None
+
+    # Called by the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Count the connection, or refuse it, and wait for its first head."""
+        """Count the connection or refuse it, and wait for its first request head."""
         server = self._server
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
         self._address = address_of(transport)
-        if not server.came(self, self._address):
+        if not server.on_opened(self, self._address):
             self._transport.abort()
             return
         self.due_s = server.clock() + server.config.head_timeout_s
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection; whatever still works for it is cancelled."""
-        self._server.went(self, self._address)
+        """Leave the server and cancel the request that is being answered."""
+        self._server.on_closed(self, self._address)
         self._transport = None
-        self._ready.clear()
-        if self._errand is not None:
-            self._errand.cancel()
+        self._pending.clear()
+        if self._task is not None:
+            self._task.cancel()
 
     def eof_received(self) -> bool:
-        """Take the end of what a client sends for its leaving, as proxies do."""
+        """Treat a half-closed connection as closed, as proxies do."""
         return False
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came; whole requests begin, what is malformed ends the connection."""
-        if self._bad is not None:
+        """Parse received bytes and start answering complete requests."""
+        if self._malformed is not None:
             return
         reader = self._reader
         had_begun, was_in_body = reader.arrived_s > 0, reader.is_in_body
         try:
             reader.feed(data)
         except ApiError as error:
-            self._bad = error
-        if self._errand is not None:
+            self._malformed = error
+        if self._task is not None:
             return
-        if self._ready:
+        if self._pending:
             self.due_s = NEVER
-            self._errand = Errand(self._answer_all())
-            self._errand.go_on()
+            self._task = InlineTask(self._answer_pending())
+            self._task.advance()
             return
-        if self._bad is not None:
-            self._refuse(self._bad)
+        if self._malformed is not None:
+            self._refuse(self._malformed)
             return
-        # What did not come whole has its deadline: a head from its first byte, a body from its
-        # head's last.
+        # An incomplete request gets a deadline: a head from its first byte, a body from the end
+        # of its head.
         if reader.is_in_body and not was_in_body:
             self.due_s = self._server.clock() + self._server.config.body_timeout_s
         elif reader.arrived_s and not had_begun:
             self.due_s = reader.arrived_s + self._server.config.head_timeout_s
 
     def pause_writing(self) -> None:
-        """Stop the source of what is written: the client reads slower."""
-        self._paused = True
-        self._unread_bytes = inf  # From here on it counts.
-        self._reads_on()
+        """Pause the response's source: the client reads more slowly."""
+        self._is_paused = True
+        self._bytes_unread = inf
+        self._extend_write_deadline()
         if self._source is not None:
             self._source.pause()
 
     def resume_writing(self) -> None:
-        """Let the source flow again."""
-        self._paused = False
-        if self._errand is not None:
+        """Resume the response's source."""
+        self._is_paused = False
+        if self._task is not None:
             self.due_s = NEVER
         if self._source is not None:
             self._source.resume()
-        if self._resumed is not None:
-            self._resumed.give()
+        if self._writable is not None:
+            self._writable.set()
 
     def on_due(self) -> None:
-        """End what waited too long: a head, a body, an idle connection, a client that is deaf."""
+        """Handle the deadline of a head, a body, an idle connection or a client not reading."""
         is_closing = self._transport is None or self._transport.is_closing()
-        if self._paused and self._reads_on():
+        if self._is_paused and self._extend_write_deadline():
             return
-        if self._errand is not None or self._bad is not None or is_closing:
+        if self._task is not None or self._malformed is not None or is_closing:
             self.abort()
         elif self._reader.arrived_s:
             waited_s = self._server.clock() - self._reader.arrived_s
-            what = "body" if self._reader.is_in_body else "head"
+            part = "body" if self._reader.is_in_body else "head"
             self._refuse(
                 ApiError(
                     ErrorCode.REQUEST_TIMEOUT,
-                    f"cannot read the {what}: not whole after {waited_s:.1f} s",
+                    f"cannot read the {part} of the request: incomplete after {waited_s:.1f} s",
                 )
             )
         else:
             self._close()
 
-    # The reader's side.
+    # Called by the reader.
 
-    def continue_is_expected(self) -> None:
-        """Ask for a body whose client waits to be asked."""
-        if self._errand is None and not self._ready:
+    def on_continue_expected(self) -> None:
+        """Write `100 Continue`, unless an earlier request is still to be answered."""
+        if self._task is None and not self._pending:
             self._write(http1.CONTINUE)
 
-    def request_is_whole(self, request: Request) -> None:
-        """Let it be answered after those before it."""
-        self._ready.append(request)
-        if len(self._ready) >= READY_MAX and self._transport is not None:
-            self._stopped_reading = True
+    def on_request(self, request: HttpRequest) -> None:
+        """Queue a complete request behind those before it."""
+        self._pending.append(request)
+        if len(self._pending) >= PIPELINED_MAX and self._transport is not None:
+            self._is_reading_paused = True
             self._transport.pause_reading()
 
-    # The answer's side.
+    # The ResponseWriter of the request being answered.
 
-    def begin(self, status: int, content_type: str, lines: str) -> None:
-        """Send the head of an answer whose length is not known."""
+    def begin(self, status: int, content_type: str, header_lines: str) -> None:
+        """Write the head of a stream, whose length is not known."""
         request = self._request
         assert request is not None
-        self._begun = True
-        self._chunked = not request.is_http10
-        keep_alive = request.keep_alive and self._chunked
-        first, chunked = self._server.opening(status, content_type), self._chunked
+        self._has_begun = True
+        self._is_chunked = not request.is_http10
+        keep_alive = request.keep_alive and self._is_chunked
+        opening = self._server.response_opening(status, content_type)
         self._write(
-            http1.response_head(first, lines, length=None, keep_alive=keep_alive, chunked=chunked)
+            http1.response_head(
+                opening, header_lines, length=None, keep_alive=keep_alive, chunked=self._is_chunked
+            )
         )
         if not keep_alive:
             request.keep_alive = False
 
     def send(self, data: bytes) -> None:
-        """Send a part of the answer begun."""
-        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        """Write a part of the stream."""
+        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
 
     def end(self) -> None:
-        """End the answer well."""
-        if self._chunked:
+        """Finish the stream."""
+        if self._is_chunked:
             self._write(http1.LAST_CHUNK)
 
-    def reply(self, reply: Reply) -> None:
-        """Send a whole answer."""
+    def reply(self, response: HttpResponse) -> None:
+        """Write a complete response."""
         request = self._request
-        self._begun = True
-        first, length = self._server.opening(reply.status, reply.content_type), len(reply.body)
-        keep_alive = request is not None and request.keep_alive
+        self._has_begun = True
+        opening = self._server.response_opening(response.status, response.content_type)
         head = http1.response_head(
-            first, reply.lines, length=length, keep_alive=keep_alive, chunked=False
+            opening,
+            response.header_lines,
+            length=len(response.body),
+            keep_alive=request is not None and request.keep_alive,
+            chunked=False,
         )
         if request is not None and request.method == b"HEAD":
             self._write(head)
         else:
-            self._write(head + reply.body)
+            self._write(head + response.body)
 
-    def reads_from(self, source: Source | None) -> None:
-        """Tie the answer's source, so that it flows no faster than the client reads."""
+    def set_source(self, source: PausableSource | None) -> None:
+        """Pause `source` whenever the client reads more slowly than it sends."""
         self._source = source
-        if source is not None and self._paused:
+        if source is not None and self._is_paused:
             source.pause()
 
     async def drained(self) -> None:
-        """Return when the client has read what was written; cancelled where it is gone."""
-        while self._paused:
-            self._resumed = Signal()
-            await self._resumed
+        """Wait until the client has read what was written; cancelled if it disconnects."""
+        while self._is_paused:
+            self._writable = InlineEvent()
+            await self._writable
 
     def abort(self) -> None:
-        """Cut the connection."""
+        """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
     def drain(self) -> None:
-        """Close as soon as nothing is being answered."""
-        if self._errand is None and self._transport is not None:
+        """Close the connection as soon as no request is being answered."""
+        if self._task is None and self._transport is not None:
             self._transport.close()
         elif self._request is not None:
             self._request.keep_alive = False
 
-    async def _answer_all(self) -> None:
-        """Answer what is ready, in order, then wait for more."""
+    async def _answer_pending(self) -> None:
+        """Answer the pending requests in order, then wait for the next one."""
         try:
-            while self._ready and self._transport is not None:
-                self._request = self._ready.popleft()
+            while self._pending and self._transport is not None:
+                self._request = self._pending.popleft()
                 if self._server.is_draining:
                     self._request.keep_alive = False
-                if self._stopped_reading and len(self._ready) < READY_MAX:
-                    self._stopped_reading = False
+                if self._is_reading_paused and len(self._pending) < PIPELINED_MAX:
+                    self._is_reading_paused = False
                     self._transport.resume_reading()
                 await self._answer(self._request)
                 if not self._request.keep_alive:
                     self._close()
                     return
         finally:
-            self._errand = None
+            self._task = None
             self._request = None
-        if self._bad is not None:
-            self._refuse(self._bad)
+        if self._malformed is not None:
+            self._refuse(self._malformed)
         else:
             body_timeout_s = self._server.config.body_timeout_s
             wait_s = body_timeout_s if self._reader.arrived_s else KEEPALIVE_S
             self.due_s = self._server.clock() + wait_s
 
-    async def _answer(self, request: Request) -> None:
-        """Have one request answered; the other of the two places that catch `Exception`."""
-        self._begun = False
+    async def _answer(self, request: HttpRequest) -> None:
+        """Answer one request.
+
+        It catches `Exception`: one request must not end the connection without an answer.
+        """
+        self._has_begun = False
         try:
             await self._server.handler(request, self)
-            if self._paused:
+            if self._is_paused:
                 await self.drained()
         except ApiError as error:
             self._answer_error(request, error)
         except Exception:
             log.exception("request failed", extra={"fields": {"path": request.path[:200]}})
-            told = ApiError(ErrorCode.INTERNAL, "cannot answer: an internal error was logged")
-            self._answer_error(request, told)
+            self._answer_error(
+                request,
+                ApiError(
+                    ErrorCode.INTERNAL,
+                    "cannot answer: internal error; give the x-request-id to the operator",
+                ),
+            )
         finally:
             self._source = None
 
-    def _answer_error(self, request: Request, error: ApiError) -> None:
-        if self._begun:
-            # Half an answer is out: only a cut tells the client that it is not whole.
+    def _answer_error(self, request: HttpRequest, error: ApiError) -> None:
+        if self._has_begun:
+            # Part of a response is out: only a broken connection shows that it is incomplete.
             self.abort()
         else:
-            self.reply(self._server.encode_error(error, request.path, request.known_as))
+            self.reply(self._server.encode_error(error, request.path, request.client_request_id))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what never became a request, after those before it, and close.
+        """Answer a malformed request and close, unless earlier requests must be answered first.
 
-        What still comes is read and dropped for a moment: closing on unread bytes would reset the
-        connection, and the client would never see why.
+        Bytes that still arrive are read and dropped for LINGER_S: closing with unread bytes would
+        reset the connection, and the client would not see the answer.
         """
-        self._bad = error
-        if self._errand is None and self._transport is not None:
+        self._malformed = error
+        if self._task is None and self._transport is not None:
             self.reply(self._server.encode_error(error, self._reader.path, ""))
             if self._transport.can_write_eof():
                 self._transport.write_eof()
             self.due_s = self._server.clock() + LINGER_S
 
     def _write(self, data: bytes) -> None:
-        # Where the client is gone the request is being cancelled: there is nobody to tell.
+        # Without a transport the client is gone and the request is being cancelled.
         if self._transport is not None:
             self._transport.write(data)
 
-    def _reads_on(self) -> bool:
-        """Give a client as long again that has read a buffer's worth of what waits for it since."""
+    def _extend_write_deadline(self) -> bool:
+        """Extend the deadline if the client has read WRITE_BUFFER_BYTES since the last call."""
         unread = self._transport.get_write_buffer_size() if self._transport is not None else inf
-        if self._unread_bytes - unread < WRITE_BUFFER_BYTES:
+        if self._bytes_unread - unread < WRITE_BUFFER_BYTES:
             return False
-        self._unread_bytes = unread
+        self._bytes_unread = unread
         self.due_s = self._server.clock() + self._server.config.write_timeout_s
         return True
 
     def _close(self) -> None:
-        """Close after what is written is out; a client that does not read it is cut."""
+        """Close after all written bytes are sent; a client that does not read them is aborted."""
         if self._transport is not None:
             self.due_s = self._server.clock() + self._server.config.write_timeout_s
             self._transport.close()

@@ -1,7 +1,7 @@
-"""Server-sent events as a relay sees them: frames are passed as the bytes they are.
+"""Relays server-sent events: frames go to the client as the bytes that the node sent.
 
-Rule 1: a frame ends at a blank line, wherever the network cuts it; what is passed is byte-exact.
-Rule 2: only the usage frame is read, rewritten or held back.
+Rule 1: a frame ends at a blank line, wherever the network splits it; relayed frames are byte-exact.
+Rule 2: only the usage frame is decoded, and it is rewritten or withheld if necessary.
 Rule 3: a stream that ends without `[DONE]` did not end well.
 """
 
@@ -11,24 +11,27 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from router.dataplane.chunk import Choice, Delta, chunk_of
-from router.dataplane.usage import UsageCount, set_usage, usage_of, with_cached_tokens
+from router.dataplane.chunk import ChunkChoice, ChunkDelta, decode_chunk
+from router.dataplane.usage import UsageCount, add_cached_tokens, set_usage, usage_of
 
 FRAME_BYTES_MAX: Final = 4 * 1024 * 1024
-KEPT_BYTES_MAX: Final = 32 * 1024
-"""Frames are kept as they came until so many; then only their text is."""
+UNREAD_BYTES_MAX: Final = 32 * 1024
+"""Relayed frames are kept undecoded up to this size; then only their text is kept."""
 
 DONE_FRAME: Final = b"data: [DONE]\n\n"
 _END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _SPECIAL: Final = re.compile(rb'"usage"\s*:\s*\{|\[DONE\]|"error"')
 
 
-class BrokenStream(Exception):
-    """What arrives is not server-sent events."""
+class MalformedStream(Exception):
+    """The received bytes are not server-sent events of JSON objects."""
 
 
-class Said(NamedTuple):
-    """What a stream has said so far: tokens counted by frames, and the text where it is plain."""
+class GeneratedOutput(NamedTuple):
+    """The output of a stream so far.
+
+    `tokens` counts frames with content. `text` is the whole output only if `is_plain`.
+    """
 
     tokens: int
     text: str
@@ -36,29 +39,31 @@ class Said(NamedTuple):
     finish_reason: str | None
 
 
-class Frames:
-    """One client's stream: a node's bytes in, the client's bytes out.
+class StreamRelay:
+    """One client's stream: takes a node's bytes, returns the client's bytes.
 
-    It outlives a node that dies: `go_on` lets the frames of the next one follow.
+    It outlives a node that fails: after `resume` it takes the frames of the next node.
+    `has_begun` means that a token has come from the current node. `has_failed` means that the node
+    sent an error event, whose message is `error_message`.
     """
 
     __slots__ = (
-        "_finish_reason", "_held", "_is_plain", "_kept", "_kept_bytes", "_skips_role", "_text",
-        "_tokens", "_tokens_before", "_wants_usage", "has_begun", "has_failed", "is_done", "reason",
-        "usage",
+        "_finish_reason", "_is_plain", "_partial", "_skips_role", "_text", "_tokens",
+        "_tokens_before", "_unread", "_unread_bytes", "_wants_usage", "error_message", "has_begun",
+        "has_failed", "is_done", "usage",
     )  # fmt: skip
 
     def __init__(self, *, wants_usage: bool) -> None:
-        """Show the usage frame only to who wants it."""
+        """Withhold the usage frame unless the client `wants_usage`."""
         self.has_begun = False
         self.has_failed = False
         self.is_done = False
-        self.reason = ""
+        self.error_message = ""
         self.usage: UsageCount | None = None
         self._wants_usage = wants_usage
-        self._held = b""
-        self._kept: list[bytes] = []
-        self._kept_bytes = 0
+        self._partial = b""
+        self._unread: list[bytes] = []
+        self._unread_bytes = 0
         self._text: list[str] = []
         self._tokens = 0
         self._tokens_before = 0
@@ -68,80 +73,82 @@ class Frames:
 
     @property
     def is_over(self) -> bool:
-        """Whether `[DONE]` or the node's own error event has come."""
+        """Whether `[DONE]` or an error event of the node has come."""
         return self.is_done or self.has_failed
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes as they come; return what of them the client sees now."""
-        held = self._held + data if self._held else data
-        if held.endswith(b"\n\n") and b"\r" not in held:
-            whole, self._held = held, b""
+        """Take received bytes; return the bytes that the client gets now."""
+        received = self._partial + data if self._partial else data
+        if received.endswith(b"\n\n") and b"\r" not in received:
+            whole, self._partial = received, b""
         else:
-            whole, self._held = _cut(held)
-            if len(self._held) > FRAME_BYTES_MAX:
-                raise BrokenStream(f"a frame of more than {FRAME_BYTES_MAX} bytes")
+            whole, self._partial = _split_partial(received)
+            if len(self._partial) > FRAME_BYTES_MAX:
+                raise MalformedStream(f"a frame of more than {FRAME_BYTES_MAX} bytes")
             if not whole:
                 return b""
-        # Frames that hold nothing but tokens go on unread: nearly all of them.
+        # Nearly all frames hold only tokens; they are relayed without decoding.
         if self.has_begun and not self._skips_role and _SPECIAL.search(whole) is None:
             self._keep(whole)
             return whole
         if b"\r" in whole:
-            return b"".join([self._one(frame) for frame in split(whole)])
-        return b"".join(self._some(whole))
+            return b"".join([self._relay_frame(frame) for frame in split_frames(whole)])
+        return b"".join(self._relay_frames(whole))
 
-    def _some(self, whole: bytes) -> Iterator[bytes]:
-        """Read the frames that must be read, and pass what lies between them unread."""
-        at = 0
-        while at < len(whole):
-            begin, end = at, whole.find(b"\n\n", at) + 2
+    def _relay_frames(self, whole: bytes) -> Iterator[bytes]:
+        """Decode the frames that must be read, and relay the bytes between them undecoded."""
+        start = 0
+        while start < len(whole):
+            begin, end = start, whole.find(b"\n\n", start) + 2
             if self.has_begun and not self._skips_role:
-                found = _SPECIAL.search(whole, at)
-                if found is None:
+                special = _SPECIAL.search(whole, start)
+                if special is None:
                     begin = end = len(whole)
                 else:
-                    before = whole.rfind(b"\n\n", at, found.start())
-                    begin = at if before < 0 else before + 2
-                    end = whole.find(b"\n\n", found.start()) + 2
-            if begin > at:
-                self._keep(whole[at:begin])
-                yield whole[at:begin]
+                    before = whole.rfind(b"\n\n", start, special.start())
+                    begin = start if before < 0 else before + 2
+                    end = whole.find(b"\n\n", special.start()) + 2
+            if begin > start:
+                self._keep(whole[start:begin])
+                yield whole[start:begin]
             if end > begin:
-                yield self._one(whole[begin:end])
-            at = end
+                yield self._relay_frame(whole[begin:end])
+            start = end
 
-    def said(self) -> Said:
-        """Return what was said so far."""
-        self._collapse()
-        return Said(self._tokens, "".join(self._text), self._is_plain, self._finish_reason)
+    def generated(self) -> GeneratedOutput:
+        """Return what was generated so far, by all nodes together."""
+        self._read_kept()
+        return GeneratedOutput(
+            self._tokens, "".join(self._text), self._is_plain, self._finish_reason
+        )
 
-    def go_on(self) -> None:
-        """Let another node's frames follow: they continue what was said."""
-        self._held = b""
-        self._tokens_before = self.said().tokens
+    def resume(self) -> None:
+        """Expect the frames of another node, which continue the output so far."""
+        self._partial = b""
+        self._tokens_before = self.generated().tokens
         self._skips_role = True
         self.has_begun = False
         self.has_failed = False
         self.usage = None
 
-    def _one(self, frame: bytes) -> bytes:
-        """Return what the client sees of one frame."""
+    def _relay_frame(self, frame: bytes) -> bytes:
+        """Return what the client gets of one frame."""
         kind = classify(frame)
         if kind.is_done:
             self.is_done = True
         elif kind.is_error:
             self.has_failed = True
-            self.reason = _reason_of(kind.body)
-            # Whether another node goes on is not known yet: the corridor tells the client.
+            self.error_message = _error_message(kind.body)
+            # Another node may continue the stream, so the pipeline decides what the client gets.
             return b""
         elif kind.usage is not None:
-            self.usage = self._whole_usage(kind.usage)
+            self.usage = self._usage_of_all_nodes(kind.usage)
             self.has_begun = True
             if kind.is_usage_only and not self._wants_usage:
                 return b""
             if kind.body is not None:
-                changed = with_cached_tokens(kind.body) or self._tokens_before > 0
-                if changed:
+                is_changed = add_cached_tokens(kind.body) or self._tokens_before > 0
+                if is_changed:
                     set_usage(kind.body, self.usage)
                     frame = data_frame(kind.body)
             self._keep(frame)
@@ -155,80 +162,81 @@ class Frames:
             self._keep(frame)
         return frame
 
-    def _whole_usage(self, usage: UsageCount) -> UsageCount:
-        """Count what nodes before this one said as output, not as prompt."""
+    def _usage_of_all_nodes(self, usage: UsageCount) -> UsageCount:
+        """Count the tokens of earlier nodes as output: for the current node they were prompt."""
         before = self._tokens_before
         prompt = max(0, usage.prompt_tokens - before)
         return UsageCount(prompt, usage.output_tokens + before, min(prompt, usage.cached_tokens))
 
-    def _keep(self, whole: bytes) -> None:
-        self._kept.append(whole)
-        self._kept_bytes += len(whole)
-        if self._kept_bytes > KEPT_BYTES_MAX:
-            self._collapse()
+    def _keep(self, frames: bytes) -> None:
+        """Keep relayed frames for `generated`."""
+        self._unread.append(frames)
+        self._unread_bytes += len(frames)
+        if self._unread_bytes > UNREAD_BYTES_MAX:
+            self._read_kept()
 
-    def _collapse(self) -> None:
-        """Read what was kept for its text and its tokens, and let go of the bytes."""
-        kept = b"".join(self._kept)
-        self._kept.clear()
-        self._kept_bytes = 0
-        for frame in split(kept):
-            data = data_of(frame)
+    def _read_kept(self) -> None:
+        """Decode the kept frames for their text and tokens, and drop their bytes."""
+        unread = b"".join(self._unread)
+        self._unread.clear()
+        self._unread_bytes = 0
+        for frame in split_frames(unread):
+            data = frame_data(frame)
             if not data or data == b"[DONE]":
                 continue
-            chunk = chunk_of(data)
+            chunk = decode_chunk(data)
             if chunk is None:
-                # Passed on as it came; of what it says nothing can be gone on from.
+                # The client got it, but no other replica could continue from it.
                 self._is_plain = False
                 continue
             for choice in chunk.choices:
-                self._take(choice)
+                self._read_choice(choice)
 
-    def _take(self, choice: Choice) -> None:
-        delta = choice.delta or Delta()
+    def _read_choice(self, choice: ChunkChoice) -> None:
+        delta = choice.delta or ChunkDelta()
         text = delta.content or choice.text
-        others = bool(delta.reasoning_content or delta.tool_calls)
-        if text or others:
+        has_other_output = bool(delta.reasoning_content or delta.tool_calls)
+        if text or has_other_output:
             self._tokens += 1
-        if others or choice.index:
+        if has_other_output or choice.index:
             self._is_plain = False
         if text:
             self._text.append(text)
         self._finish_reason = choice.finish_reason or self._finish_reason
 
 
-def split(whole: bytes) -> list[bytes]:
-    """Cut whole frames apart, their blank lines included."""
-    frames = []
+def split_frames(frames: bytes) -> list[bytes]:
+    """Split complete frames, each with its blank line."""
+    parts = []
     start = 0
-    for found in _END.finditer(whole):
-        frames.append(whole[start : found.end()])
-        start = found.end()
-    if start < len(whole):
-        frames.append(whole[start:])
-    return frames
+    for end in _END.finditer(frames):
+        parts.append(frames[start : end.end()])
+        start = end.end()
+    if start < len(frames):
+        parts.append(frames[start:])
+    return parts
 
 
-def _cut(held: bytes) -> tuple[bytes, bytes]:
-    """Return the whole frames of `held`, and what follows the last of them."""
+def _split_partial(received: bytes) -> tuple[bytes, bytes]:
+    """Return the complete frames of `received`, and the partial frame behind them."""
     end = 0
     for blank in (b"\n\n", b"\r\n\r\n", b"\r\r"):
-        at = held.rfind(blank)
-        if at >= 0:
-            end = max(end, at + len(blank))
-    return held[:end], held[end:]
+        position = received.rfind(blank)
+        if position >= 0:
+            end = max(end, position + len(blank))
+    return received[:end], received[end:]
 
 
-def data_of(frame: bytes) -> bytes:
-    """Return a frame's data: its `data:` lines without the field name, joined."""
+def frame_data(frame: bytes) -> bytes:
+    """Return a frame's data: its `data:` lines, joined, without the field name."""
     lines = frame.splitlines()
     if len(lines) >= 1 and lines[0].startswith(b"data:") and not any(lines[1:]):
         return lines[0][5:].lstrip(b" ")
     return b"\n".join([line[5:].lstrip(b" ") for line in lines if line.startswith(b"data:")])
 
 
-class Kind(NamedTuple):
-    """What a frame is to the relay."""
+class FrameKind(NamedTuple):
+    """The content of a frame. `body` is the decoded object of an error or usage frame."""
 
     is_done: bool = False
     is_error: bool = False
@@ -238,40 +246,43 @@ class Kind(NamedTuple):
     body: dict[str, Any] | None = None
 
 
-def classify(frame: bytes) -> Kind:
-    """Say what a frame is. Most hold one token and are told by a search, not by decoding."""
-    data = data_of(frame)
+def classify(frame: bytes) -> FrameKind:
+    """Return what a frame holds; raise MalformedStream if it must be JSON and is not.
+
+    A frame with a token is recognized by a search, without decoding it.
+    """
+    data = frame_data(frame)
     if not data:
-        return Kind()
+        return FrameKind()
     if data == b"[DONE]":
-        return Kind(is_done=True)
-    holds_usage = b'"usage"' in data and b'"usage":null' not in data.replace(b" ", b"")
-    if not holds_usage and not data.startswith((b'{"error"', b'{ "error"')):
-        return Kind(tokens=1 if _holds_content(data) else 0)
+        return FrameKind(is_done=True)
+    has_usage = b'"usage"' in data and b'"usage":null' not in data.replace(b" ", b"")
+    if not has_usage and not data.startswith((b'{"error"', b'{ "error"')):
+        return FrameKind(tokens=1 if _has_content(data) else 0)
     try:
         body = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise BrokenStream("a frame that is not JSON") from error
+        raise MalformedStream("a frame that is not JSON") from error
     if not isinstance(body, dict):
-        raise BrokenStream("a frame that is not an object")
+        raise MalformedStream("a frame that is not an object")
     if "error" in body and body["error"] is not None:
-        return Kind(is_error=True, body=body)
+        return FrameKind(is_error=True, body=body)
     usage = usage_of(body)
-    return Kind(
+    return FrameKind(
         is_usage_only=usage is not None and not body.get("choices"),
-        tokens=1 if _holds_content(data) else 0,
+        tokens=1 if _has_content(data) else 0,
         usage=usage,
         body=body,
     )
 
 
 def data_frame(body: Any) -> bytes:
-    """Write one frame."""
+    """Return a frame with `body` as JSON."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 def usage_frame(usage: UsageCount, head: dict[str, Any]) -> bytes:
-    """Write the frame that an engine would have ended with."""
+    """Return a usage frame such as an engine ends a stream with; `head` are its other fields."""
     body = {
         **head,
         "choices": [],
@@ -281,18 +292,18 @@ def usage_frame(usage: UsageCount, head: dict[str, Any]) -> bytes:
     return data_frame(body)
 
 
-def _reason_of(body: dict[str, Any] | None) -> str:
-    """Return an error event's message."""
+def _error_message(body: dict[str, Any] | None) -> str:
     error = (body or {}).get("error")
     message = error.get("message") if isinstance(error, dict) else error
     return str(message)[:400]
 
 
-def _holds_content(data: bytes) -> bool:
+def _has_content(data: bytes) -> bool:
+    """Return whether a frame's data holds a non-empty piece of output."""
     for name in (b'"content":', b'"reasoning_content":', b'"text":', b'"tool_calls":'):
-        at = data.find(name)
-        if at >= 0:
-            value = data[at + len(name) : at + len(name) + 8].lstrip()
+        position = data.find(name)
+        if position >= 0:
+            value = data[position + len(name) : position + len(name) + 8].lstrip()
             if not value.startswith((b'""', b"null", b"[]")):
                 return True
     return False

@@ -1,7 +1,7 @@
-"""The connections to nodes: opened when needed, kept alive between requests, bounded in number.
+"""The pool of connections to nodes: opened on demand, kept alive between requests, limited.
 
-With TLS, whoever is dialled for a node proves that it is this node: an address proves nothing. So
-connections are kept by node, and none is used for another at the same address.
+With TLS a node proves its own name, because an address proves nothing. Connections are therefore
+kept by node, and never used for another node at the same address.
 """
 
 import asyncio
@@ -15,19 +15,20 @@ from typing import Final, cast
 from isochrone.wire.ids import NodeId
 from router.config import RouterConfig
 from router.dataplane import http1, sse
-from router.dataplane.connection import NodeConnection
 from router.dataplane.deadlines import Deadlines
-from router.dataplane.exchange import AttemptFailed, Exchange, Failure
+from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest
+from router.dataplane.node_connection import NodeConnection
+from router.decide.attempt import FailureCause
 
 KEEPALIVE_S: Final = 20.0
-"""Shorter than a node's own 75 s: a connection is never taken up just as the node closes it."""
+"""Shorter than the 75 s of a node, so that no connection is reused just as the node closes it."""
 
 IDLE_PER_NODE_MAX: Final = 256
 CLOSE_TIMEOUT_S: Final = 5.0
 
 
 class Upstream:
-    """The connections to nodes."""
+    """The connections to all nodes."""
 
     def __init__(
         self,
@@ -36,41 +37,46 @@ class Upstream:
         clock: Callable[[], float],
         ssl_context: SSLContext | None = None,
     ) -> None:
-        """Open no connection yet. `inside` are those who are met within this process."""
-        self.inside: dict[NodeId, Callable[[], socket.socket]] = {}
+        """Open no connection yet. `clock` returns monotonic seconds.
+
+        `in_process` maps names to functions that connect a socket to a server of this process.
+        """
+        self.in_process: dict[NodeId, Callable[[], socket.socket]] = {}
         self.clock = clock
         self.deadlines = deadlines
         self._config = config
         self._ssl = ssl_context
         self._idle: dict[NodeId, list[NodeConnection]] = {}
         self._open: set[NodeConnection] = set()
-        self._gone = asyncio.Event()
+        self._all_closed = asyncio.Event()
 
     def __len__(self) -> int:
-        """Return how many connections are open, to whichever node."""
+        """Return the number of open connections."""
         return len(self._open)
 
-    def ask(
+    def send(
         self,
         node_id: NodeId,
         address: str,
-        request: tuple[str, str, str, bytes],
+        request: NodeRequest,
         timeout_s: float,
         bytes_max: int,
-        frames: sse.Frames | None = None,
+        relay: sse.StreamRelay | None = None,
         *,
-        is_rest: bool = False,
-    ) -> Exchange:
-        """Send (method, path, header lines, body) to a node; what comes is the exchange's."""
-        method, path, lines, body = request
-        head = http1.request_head(method, path, _host(address), lines, len(body))
-        exchange = Exchange(
-            self, node_id, address, (head, body), bytes_max, frames, is_rest=is_rest
+        is_resumption: bool = False,
+    ) -> NodeExchange:
+        """Send a request to a node and return its exchange; see NodeExchange for the rest."""
+        body = request.body
+        head = http1.request_head(
+            request.method, request.path, _host(address), request.header_lines, len(body)
         )
-        exchange.wait(timeout_s)
+        exchange = NodeExchange(
+            self, node_id, address, head, body, bytes_max, relay, is_resumption=is_resumption
+        )
+        exchange.set_timeout(timeout_s)
         idle = self._idle.get(node_id)
         if idle:
-            exchange.begin(idle.pop())
+            exchange.start(idle.pop())
         else:
             exchange.dial()
         return exchange
@@ -79,30 +85,30 @@ class Upstream:
         self,
         node_id: NodeId,
         address: str,
-        request: tuple[str, str, str, bytes],
+        request: NodeRequest,
         timeout_s: float,
         bytes_max: int,
-    ) -> Exchange:
-        """Ask, and return the exchange once its answer is whole; raise AttemptFailed else."""
-        exchange = self.ask(node_id, address, request, timeout_s, bytes_max)
+    ) -> NodeExchange:
+        """Send a request and wait for the complete response; raise AttemptFailed otherwise."""
+        exchange = self.send(node_id, address, request, timeout_s, bytes_max)
         try:
             await exchange.opened
-            exchange.answer()
+            exchange.response_head()
         finally:
-            exchange.leave()
+            exchange.abandon()
         return exchange
 
     async def connect(self, node_id: NodeId, address: str) -> NodeConnection:
-        """Open a connection, or raise AttemptFailed."""
+        """Open a connection; raise AttemptFailed if that is not possible."""
         connection = NodeConnection(self, node_id)
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 await self._dial(connection, node_id, address)
         except (OSError, ValueError) as error:
-            raise AttemptFailed(Failure.UNREACHABLE, f"cannot reach {node_id}") from error
+            raise AttemptFailed(FailureCause.UNREACHABLE, f"cannot reach {node_id}") from error
         if not connection.is_open:
-            raise AttemptFailed(Failure.BROKEN, f"{node_id} closed before it was asked")
-        # Counted in no sooner: uvloop never says of a dial given up that its connection is lost.
+            raise AttemptFailed(FailureCause.BROKEN, f"{node_id} closed the new connection")
+        # Not earlier: uvloop does not report a cancelled dial as a lost connection.
         self._open.add(connection)
         self.deadlines.add(connection)
         return connection
@@ -116,8 +122,8 @@ class Upstream:
         connection.due_s = self.clock() + KEEPALIVE_S
         idle.append(connection)
 
-    def closed(self, connection: NodeConnection) -> None:
-        """Count a connection out."""
+    def on_closed(self, connection: NodeConnection) -> None:
+        """Forget a connection that is closed."""
         self._open.discard(connection)
         self.deadlines.discard(connection)
         idle = self._idle.get(connection.node_id)
@@ -126,23 +132,30 @@ class Upstream:
             if not idle:
                 del self._idle[connection.node_id]
         if not self._open:
-            self._gone.set()
+            self._all_closed.set()
 
-    def doubt(self, node_id: NodeId) -> None:
-        """Close what is kept idle to a node: it may be broken without a word."""
+    def close_idle(self, node_id: NodeId) -> None:
+        """Close the idle connections to a node: they may be broken without any sign of it."""
         for connection in self._idle.pop(node_id, ()):
             connection.close()
 
-    def let_go(self, node_id: NodeId, since_s: float, may_retry: Callable[[], bool]) -> None:
-        """A node is gone: fail what has heard nothing of it `since_s`, the longest wait first.
+    def fail_exchanges(
+        self, node_id: NodeId, since_s: float, may_retry: Callable[[], bool]
+    ) -> None:
+        """Fail the exchanges with a lost node that has sent them nothing since `since_s`.
 
-        Whoever waits for a first token and may not retry goes on waiting.
+        The longest wait comes first. An exchange without a first token goes on waiting unless
+        `may_retry` allows it another attempt.
         """
-        waits = [c.exchange for c in self._open if c.node_id == node_id and c.exchange is not None]
-        for exchange in sorted(waits, key=Exchange.heard_s):
-            if exchange.heard_s() < since_s and (exchange.has_begun or may_retry()):
-                # Each in a turn of its own, for whoever waits for it goes on within.
-                failure = AttemptFailed(Failure.GONE, f"{node_id} answers no ping")
+        exchanges = [
+            connection.exchange
+            for connection in self._open
+            if connection.node_id == node_id and connection.exchange is not None
+        ]
+        for exchange in sorted(exchanges, key=NodeExchange.last_heard_s):
+            if exchange.last_heard_s() < since_s and (exchange.is_answered or may_retry()):
+                # Each in its own callback, because the waiting inline task resumes inside `fail`.
+                failure = AttemptFailed(FailureCause.GONE, f"{node_id} answers no ping")
                 asyncio.get_running_loop().call_soon(exchange.fail, failure)
 
     async def close(self) -> None:
@@ -152,20 +165,20 @@ class Upstream:
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 while self._open:
-                    self._gone.clear()
-                    await self._gone.wait()
+                    self._all_closed.clear()
+                    await self._all_closed.wait()
 
     async def _dial(self, connection: NodeConnection, node_id: NodeId, address: str) -> None:
-        def made() -> asyncio.Protocol:
+        def protocol() -> asyncio.Protocol:
             return cast(asyncio.Protocol, connection)
 
         loop = asyncio.get_running_loop()
-        if node_id in self.inside:
-            await loop.create_connection(made, sock=self.inside[node_id]())
+        if node_id in self.in_process:
+            await loop.create_connection(protocol, sock=self.in_process[node_id]())
             return
         host, _, port = _host(address).rpartition(":")
         await loop.create_connection(
-            made,
+            protocol,
             host.strip("[]"),
             int(port),
             ssl=self._ssl,
@@ -176,4 +189,5 @@ class Upstream:
 
 @lru_cache(maxsize=1024)
 def _host(address: str) -> str:
+    """Return `host:port` of an address, which may be a URL."""
     return address.rpartition("://")[2].rstrip("/")

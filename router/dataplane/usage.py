@@ -1,4 +1,4 @@
-"""The usage that an engine tells: of an answer or a frame, read, completed, rewritten."""
+"""The token usage that an engine reports, in a response or a stream frame: read and rewritten."""
 
 from typing import Annotated, Any, Final
 
@@ -7,7 +7,7 @@ from msgspec import Meta
 
 
 class UsageCount(msgspec.Struct, frozen=True):
-    """What an engine says that a request used."""
+    """The tokens that a request used. `cached_tokens` are part of `prompt_tokens`."""
 
     prompt_tokens: int
     output_tokens: int
@@ -17,26 +17,26 @@ class UsageCount(msgspec.Struct, frozen=True):
 _Count = Annotated[int, Meta(ge=0, lt=2**53)]
 
 
-class _Details(msgspec.Struct):
+class _PromptDetails(msgspec.Struct):
     cached_tokens: _Count | None = None
 
 
-class _Usage(msgspec.Struct):
+class _EngineUsage(msgspec.Struct):
     prompt_tokens: _Count = 0
     completion_tokens: _Count = 0
-    prompt_tokens_details: _Details | None = None
+    prompt_tokens_details: _PromptDetails | None = None
 
 
-class _Whole(msgspec.Struct):
-    usage: _Usage | None = None
+class _ResponseWithUsage(msgspec.Struct):
+    usage: _EngineUsage | None = None
 
 
-WHOLE: Final = msgspec.json.Decoder(_Whole)
-"""Reads of a whole answer its usage alone."""
+RESPONSE_USAGE: Final = msgspec.json.Decoder(_ResponseWithUsage)
+"""Decodes only the usage of a complete response."""
 
 
 def usage_of(body: dict[str, Any]) -> UsageCount | None:
-    """Read the usage of an answer or a frame, where it has one."""
+    """Return the usage of a decoded response or frame, or None; invalid counts become 0."""
     usage = body.get("usage")
     if not isinstance(usage, dict):
         return None
@@ -47,8 +47,8 @@ def usage_of(body: dict[str, Any]) -> UsageCount | None:
     )
 
 
-def with_cached_tokens(body: dict[str, Any]) -> bool:
-    """Add `usage.prompt_tokens_details.cached_tokens` where it is missing; True if it was."""
+def add_cached_tokens(body: dict[str, Any]) -> bool:
+    """Add `usage.prompt_tokens_details.cached_tokens` if it is missing; return whether it was."""
     usage = body.get("usage")
     if not isinstance(usage, dict):
         return False
@@ -63,7 +63,7 @@ def with_cached_tokens(body: dict[str, Any]) -> bool:
 
 
 def set_usage(body: dict[str, Any], usage: UsageCount) -> None:
-    """Put `usage` in the place of what the body tells."""
+    """Replace the counts in a body's usage."""
     body["usage"] = {
         **body["usage"],
         "prompt_tokens": usage.prompt_tokens,

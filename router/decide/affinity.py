@@ -1,6 +1,6 @@
-"""Where a session goes: a weighted rendezvous that every router computes alike.
+"""Which replica a session goes to: weighted rendezvous hashing, the same on every router.
 
-Adding a replica moves only the sessions that it wins; losing one moves only its own.
+Adding a replica moves only the sessions it wins; removing one moves only its own.
 """
 
 from collections import OrderedDict
@@ -15,76 +15,82 @@ from isochrone.wire.ids import ReplicaId
 SESSIONS_MAX: Final = 50_000
 SESSION_TTL_S: Final = 1800.0
 SESSION_BYTES_MAX: Final = 256
+"""Longest session name that a client may send."""
 
 LOAD_BOUND: Final = 1.25
-"""No replica is drawn that has more than this times its share of the tokens of those drawn from."""
+"""A replica with more than this times its share of the candidates' tokens wins no session."""
 
 _MASK: Final = 2**64 - 1
 _MIX: Final = 0x9E3779B97F4A7C15
 
 
-def seed_of(name: str) -> int:
-    """Return the 64 bits that stand for a replica or a session in every draw."""
+def hash64(name: str) -> int:
+    """Return the 64-bit hash of a replica's, session's or request's name."""
     return xxhash.xxh3_64_intdigest(name.encode())
 
 
-def rendezvous(subject: int, seed: int, weight: float = 1.0) -> float:
-    """Return a replica's score for `subject`, both as `seed_of` gives: highest wins, by weight."""
-    mixed = ((subject ^ seed) * _MIX) & _MASK
+def rendezvous_score(subject: int, replica: int, weight: float = 1.0) -> float:
+    """Return a replica's score for a subject, both hashes: the highest wins, in ratio of weights.
+
+    Weighted rendezvous hashing by -weight / ln(u), u uniform in (0, 1).
+    """
+    mixed = ((subject ^ replica) * _MIX) & _MASK
     mixed = ((mixed ^ (mixed >> 29)) * _MIX) & _MASK
-    # (0, 1): the logarithm of neither end is of use.
+    # Half a step away from 0 and 1, where the logarithm is infinite or 0.
     uniform = ((mixed >> 11) + 0.5) * 2.0**-53
     return -weight / log(uniform)
 
 
-def draw(subject: int, slots: Sequence[int], seeds: Sequence[int], weights: Sequence[float]) -> int:
-    """Return which of `slots` the rendezvous gives `subject` to."""
-    return max(slots, key=lambda slot: rendezvous(subject, seeds[slot], weights[slot]))
+def rendezvous_winner(
+    subject: int, slots: Sequence[int], hashes: Sequence[int], weights: Sequence[float]
+) -> int:
+    """Return the slot of highest score for `subject`; hashes and weights are by slot."""
+    return max(slots, key=lambda slot: rendezvous_score(subject, hashes[slot], weights[slot]))
 
 
-def within_bound(
+def within_load_bound(
     slots: Sequence[int], tokens: Sequence[float], weights: Sequence[float]
 ) -> list[int]:
-    """Return those of `slots` that hold no more than LOAD_BOUND times their share; never none."""
+    """Return the slots with at most LOAD_BOUND times their share of the tokens, at least one."""
     total = sum([tokens[slot] for slot in slots])
     share = LOAD_BOUND * total / sum([weights[slot] for slot in slots])
     return [slot for slot in slots if tokens[slot] <= share * weights[slot]]
 
 
-class Seat(NamedTuple):
-    """Where a session was last answered, and how much of it is in that replica's cache."""
+class SessionBinding(NamedTuple):
+    """Where a session was answered last, and how much of it that replica has cached."""
 
     replica_id: ReplicaId
     cached_tokens: int
-    seen_at_s: float
+    answered_at_s: float
 
 
-class Sessions:
-    """The last seats, bounded: the least recently used is forgotten first."""
+class SessionTable:
+    """The most recently used session bindings."""
 
     def __init__(self, sessions_max: int = SESSIONS_MAX, ttl_s: float = SESSION_TTL_S) -> None:
         """Keep at most `sessions_max`, each for `ttl_s` after its last answer."""
-        self._seats: OrderedDict[str, Seat] = OrderedDict()
+        self._bindings: OrderedDict[str, SessionBinding] = OrderedDict()
         self._sessions_max = sessions_max
         self._ttl_s = ttl_s
 
     def __len__(self) -> int:
-        """Return how many sessions are remembered."""
-        return len(self._seats)
+        """Return how many sessions are bound."""
+        return len(self._bindings)
 
-    def find(self, session: str, now_s: float) -> Seat | None:
-        """Return where the session sat, if that is recent."""
-        seat = self._seats.get(session)
-        if seat is None:
+    def lookup(self, session: str, now_s: float) -> SessionBinding | None:
+        """Return the session's binding, None if there is none or it has expired."""
+        binding = self._bindings.get(session)
+        if binding is None:
             return None
-        if now_s - seat.seen_at_s > self._ttl_s:
-            del self._seats[session]
+        if now_s - binding.answered_at_s > self._ttl_s:
+            del self._bindings[session]
             return None
-        return seat
+        return binding
 
-    def sat(self, session: str, replica_id: ReplicaId, cached_tokens: int, now_s: float) -> None:
-        """Remember that the session was answered there."""
-        self._seats[session] = Seat(replica_id, cached_tokens, now_s)
-        self._seats.move_to_end(session)
-        while len(self._seats) > self._sessions_max:
-            self._seats.popitem(last=False)
+    def bind(self, session: str, replica_id: ReplicaId, cached_tokens: int, now_s: float) -> None:
+        """Bind the session to the replica that answered it, dropping the oldest binding if full."""
+        self._bindings[session] = SessionBinding(replica_id, cached_tokens, now_s)
+        self._bindings.move_to_end(session)
+        while len(self._bindings) > self._sessions_max:
+            self._bindings.popitem(last=False)

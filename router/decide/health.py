@@ -1,19 +1,20 @@
-"""Who is left alone for a while: what failed in a row, or far more often than its peers.
+"""Outlier ejection: which replicas get no requests for a while, because requests failed there.
 
-A replica is well, ejected, or on trial. Failures eject it, for twice as long each time it comes
-back soon; when that time is over one request is its trial, and the others go elsewhere until that
-one has answered. Only its own requests make a replica well: a ping that its node answers proves
-nothing of the engine, but one that goes unanswered spares a client the trial.
+A replica is healthy, ejected or half-open. Consecutive failures, or far more failures than its
+peers have, eject it; each ejection soon after the last is twice as long. When its time is over, one
+request goes to it (half-open) while the others still go elsewhere, and its answer makes it healthy.
+Only its own requests do so: a ping is answered by the node and proves nothing about the engine. A
+ping that is not answered postpones the half-open request.
 
-Never more than half of a deployment's replicas are left alone. When more are ill, either the fleet
-is or the observer (a broken uplink, a bug of ours): then none is left alone, and those that are ill
-are asked after all that are well. What is truly dead costs a request only where nothing else has
-room, and what only seemed ill is well again with its first answer.
+At most half of a deployment's replicas are excluded. If more are unhealthy, either the whole fleet
+is, or the fault is on this router's side (a broken uplink, a bug). None is excluded then: the
+unhealthy ones become the last resort, used when no healthy replica has capacity. A replica that is
+really dead costs a request only then, and one that only seemed so is healthy with its first answer.
 
-A node that answers no ping, twice, is gone, and its replicas are ejected; where most nodes are
-silent at once it is the router that is cut off, and none is taken for gone.
+A node that misses two pings in a row is lost, and its replicas are ejected. If most nodes are
+silent at once, this router itself is cut off, and no node is taken for lost.
 
-One that is well again takes a growing share at first (slow_start.py).
+A replica that becomes healthy again begins with a small share of requests (slow_start.py).
 """
 
 from collections.abc import Collection, Mapping, Set
@@ -22,154 +23,179 @@ from typing import Final, NamedTuple
 from isochrone.wire.ids import NodeId, ReplicaId
 
 FAILURES_MAX: Final = 3
+"""So many failures in a row eject a replica."""
+
 EJECTED_MIN_S: Final = 2.0
 EJECTED_MAX_S: Final = 60.0
-TRIAL_S: Final = 5.0
-REMEMBERED_S: Final = 120.0
-"""Who is ejected again within this time of coming back is so for twice as long as before."""
+HALF_OPEN_S: Final = 5.0
+"""While a half-open replica's request is not answered, the others go elsewhere for this long."""
 
-RATIO_WEIGHT: Final = 0.1
-RATIO_MIN: Final = 0.3
-RATIO_OVER_PEERS: Final = 3.0
-"""Such a share of failures among the last ten or so ejects, if it is so many times the peers'."""
+REPEAT_WINDOW_S: Final = 120.0
+"""A replica ejected again within this time after its last ejection ended stays out twice as long
+as before."""
+
+FAILURE_RATIO_SMOOTHING: Final = 0.1
+"""Weight of one request in a replica's failure ratio: it covers some ten requests."""
+
+FAILURE_RATIO_MIN: Final = 0.3
+FAILURE_RATIO_OVER_PEERS: Final = 3.0
+"""A failure ratio ejects a replica if it is at least the minimum and this many times its peers'."""
 
 UNREACHABLE_S: Final = 5.0
+"""A ping that is not answered postpones the half-open request by this long."""
 
 
-class Standing:
-    """A replica's record. `until_s` is when its ejection or its trial is over; 0 if it is well."""
+class HealthRecord:
+    """A replica's failures. `until_s` is when its ejection or half-open time ends, 0 if healthy."""
 
     def __init__(self) -> None:
-        self.failures = 0
-        self.ratio = 0.0
+        self.consecutive_failures = 0
+        self.failure_ratio = 0.0
         self.until_s = 0.0
-        self.is_trial = False
+        self.is_half_open = False
         self.ejected_at_s = 0.0
         self.ejected_for_s = 0.0
 
+    @property
+    def is_ejected(self) -> bool:
+        """Say whether the replica is ejected, and not half-open."""
+        return self.until_s > 0 and not self.is_half_open
 
-class Health:
-    """The standings of replicas that ever failed; one that never did has no entry."""
+
+class ReplicaHealth:
+    """The records of replicas that have failed; a replica that never failed has none."""
 
     def __init__(self) -> None:
-        """Start with everyone well."""
-        self._standings: dict[ReplicaId, Standing] = {}
+        """Start with every replica healthy."""
+        self._records: dict[ReplicaId, HealthRecord] = {}
         self._until_s: dict[ReplicaId, float] = {}
+        """`until_s` of the replicas that are not healthy."""
 
-    def failed(self, replica_id: ReplicaId, now_s: float, peers: Collection[ReplicaId] = ()) -> str:
-        """Note a failure among `peers`; where it ejects the replica, return why."""
-        standing = self._standings.get(replica_id)
-        if standing is None:
-            standing = self._standings[replica_id] = Standing()
-        standing.failures += 1
-        standing.ratio += RATIO_WEIGHT * (1.0 - standing.ratio)
-        if standing.until_s and not standing.is_trial:
-            # It was on its way before the ejection: nothing new.
+    def record_failure(
+        self, replica_id: ReplicaId, now_s: float, peers: Collection[ReplicaId] = ()
+    ) -> str:
+        """Note a failed request; return the cause if it ejects the replica, else "".
+
+        `peers` are the replicas of the same deployment.
+        """
+        record = self._records.get(replica_id)
+        if record is None:
+            record = self._records[replica_id] = HealthRecord()
+        record.consecutive_failures += 1
+        record.failure_ratio += FAILURE_RATIO_SMOOTHING * (1.0 - record.failure_ratio)
+        if record.is_ejected:
+            # The request was sent before the ejection.
             return ""
-        if standing.is_trial:
-            cause = "trial"
-        elif standing.failures >= FAILURES_MAX:
+        if record.is_half_open:
+            cause = "half_open"
+        elif record.consecutive_failures >= FAILURES_MAX:
             cause = "consecutive"
-        elif self._stands_out(replica_id, standing, peers):
+        elif self._is_outlier(replica_id, record, peers):
             cause = "ratio"
         else:
             return ""
-        self._eject(replica_id, standing, now_s)
+        self._eject(replica_id, record, now_s)
         return cause
 
-    def answered(self, replica_id: ReplicaId) -> bool:
-        """Note a good answer. One that passed its trial is well, and judged anew; true for that."""
-        standing = self._standings.get(replica_id)
-        if standing is None:
+    def record_success(self, replica_id: ReplicaId) -> bool:
+        """Note a good answer; return True if it makes a half-open replica healthy."""
+        record = self._records.get(replica_id)
+        if record is None:
             return False
-        standing.ratio -= RATIO_WEIGHT * standing.ratio
-        passed = standing.is_trial
-        if passed:
-            standing.is_trial = False
-            standing.until_s = 0.0
-            standing.ratio = 0.0
+        record.failure_ratio -= FAILURE_RATIO_SMOOTHING * record.failure_ratio
+        recovered = record.is_half_open
+        if recovered:
+            record.is_half_open = False
+            record.until_s = 0.0
+            record.failure_ratio = 0.0
             del self._until_s[replica_id]
-        if not standing.until_s:
-            standing.failures = 0
-        return passed
+        if not record.until_s:
+            record.consecutive_failures = 0
+        return recovered
 
-    def picked(self, replica_id: ReplicaId, now_s: float) -> None:
-        """Note a request on its way. To one that is not well it is a trial: others wait for it."""
+    def record_sent(self, replica_id: ReplicaId, now_s: float) -> None:
+        """Note a request on its way. It makes a replica that is not healthy half-open."""
         if replica_id in self._until_s:
-            standing = self._standings[replica_id]
-            standing.is_trial = True
-            standing.until_s = self._until_s[replica_id] = max(standing.until_s, now_s + TRIAL_S)
+            record = self._records[replica_id]
+            record.is_half_open = True
+            record.until_s = max(record.until_s, now_s + HALF_OPEN_S)
+            self._until_s[replica_id] = record.until_s
 
-    def gone(self, replica_id: ReplicaId, now_s: float) -> bool:
-        """Its node is gone: eject it; false where it was ejected already."""
-        standing = self._standings.setdefault(replica_id, Standing())
-        if standing.until_s and not standing.is_trial:
+    def eject_lost(self, replica_id: ReplicaId, now_s: float) -> bool:
+        """Eject a replica whose node is lost; return False if it was ejected already."""
+        record = self._records.setdefault(replica_id, HealthRecord())
+        if record.is_ejected:
             return False
-        self._eject(replica_id, standing, now_s)
+        self._eject(replica_id, record, now_s)
         return True
 
-    def unreachable(self, replica_id: ReplicaId, now_s: float) -> None:
-        """Its node answers no ping: put its trial off, but not for ever, as pings may be broken."""
-        standing = self._standings.get(replica_id)
-        if standing is not None and standing.until_s and not standing.is_trial:
-            until_s = min(now_s + UNREACHABLE_S, standing.ejected_at_s + EJECTED_MAX_S)
-            if until_s > standing.until_s:
-                standing.until_s = self._until_s[replica_id] = until_s
+    def postpone_half_open(self, replica_id: ReplicaId, now_s: float) -> None:
+        """Keep a replica ejected because its node answers no ping.
 
-    def ejected(self) -> Set[ReplicaId]:
-        """Return who is not well, whether its time is over or not."""
+        Not for longer than EJECTED_MAX_S in all, because pings may fail for another reason.
+        """
+        record = self._records.get(replica_id)
+        if record is not None and record.is_ejected:
+            until_s = min(now_s + UNREACHABLE_S, record.ejected_at_s + EJECTED_MAX_S)
+            if until_s > record.until_s:
+                record.until_s = self._until_s[replica_id] = until_s
+
+    def unhealthy(self) -> Set[ReplicaId]:
+        """Return the replicas that are not healthy, whether their ejection has ended or not."""
         return self._until_s.keys()
 
-    def ejected_until(self, now_s: float) -> Mapping[ReplicaId, float]:
-        """Return who is ejected or on trial now, and until when."""
+    def ejected_until_s(self, now_s: float) -> Mapping[ReplicaId, float]:
+        """Return the replicas that are ejected or half-open now, and until when."""
         if not self._until_s:
             return {}
         return {
             replica_id: until_s for replica_id, until_s in self._until_s.items() if until_s > now_s
         }
 
-    def forget(self, replica_ids: Set[ReplicaId]) -> None:
-        """Drop the standings of replicas that no table names any more."""
+    def remove_replicas(self, replica_ids: Set[ReplicaId]) -> None:
+        """Drop the records of replicas that left the route table."""
         for replica_id in replica_ids:
-            self._standings.pop(replica_id, None)
+            self._records.pop(replica_id, None)
             self._until_s.pop(replica_id, None)
 
-    def _stands_out(
-        self, replica_id: ReplicaId, standing: Standing, peers: Collection[ReplicaId]
+    def _is_outlier(
+        self, replica_id: ReplicaId, record: HealthRecord, peers: Collection[ReplicaId]
     ) -> bool:
-        others = [self._standings.get(peer) for peer in peers if peer != replica_id]
-        if standing.ratio < RATIO_MIN or not others:
+        others = [self._records.get(peer) for peer in peers if peer != replica_id]
+        if record.failure_ratio < FAILURE_RATIO_MIN or not others:
             return False
-        mean = sum(other.ratio for other in others if other is not None) / len(others)
-        return standing.ratio >= RATIO_OVER_PEERS * mean
+        mean = sum(other.failure_ratio for other in others if other is not None) / len(others)
+        return record.failure_ratio >= FAILURE_RATIO_OVER_PEERS * mean
 
-    def _eject(self, replica_id: ReplicaId, standing: Standing, now_s: float) -> None:
-        is_again = now_s - standing.ejected_at_s <= standing.ejected_for_s + REMEMBERED_S
-        for_s = 2 * standing.ejected_for_s if is_again else EJECTED_MIN_S
-        standing.ejected_for_s = min(EJECTED_MAX_S, max(EJECTED_MIN_S, for_s))
-        standing.ejected_at_s = now_s
-        standing.is_trial = False
-        standing.until_s = self._until_s[replica_id] = now_s + standing.ejected_for_s
+    def _eject(self, replica_id: ReplicaId, record: HealthRecord, now_s: float) -> None:
+        is_repeated = now_s - record.ejected_at_s <= record.ejected_for_s + REPEAT_WINDOW_S
+        for_s = 2 * record.ejected_for_s if is_repeated else EJECTED_MIN_S
+        record.ejected_for_s = min(EJECTED_MAX_S, max(EJECTED_MIN_S, for_s))
+        record.ejected_at_s = now_s
+        record.is_half_open = False
+        record.until_s = self._until_s[replica_id] = now_s + record.ejected_for_s
 
 
-class Judged(NamedTuple):
-    """Of one deployment's replicas: whom to leave `alone`, and whom to ask only after all others.
+class EjectionSplit(NamedTuple):
+    """A deployment's unhealthy replicas: those to exclude, or those to use as a last resort.
 
-    There is never someone in both: either few enough are ill to be left alone, or it is a panic.
+    One of the two sets is empty.
     """
 
-    alone: frozenset[ReplicaId]
-    last: frozenset[ReplicaId]
+    excluded: frozenset[ReplicaId]
+    last_resort: frozenset[ReplicaId]
 
 
-def judge(replicas: Collection[ReplicaId], ejected_until: Mapping[ReplicaId, float]) -> Judged:
-    """Judge `replicas` by who of them is ejected now."""
-    ill = frozenset(replica_id for replica_id in replicas if replica_id in ejected_until)
-    if 2 * len(ill) <= len(replicas):
-        return Judged(ill, frozenset())
-    return Judged(frozenset(), ill)
+def split_ejected(
+    replicas: Collection[ReplicaId], ejected_until_s: Mapping[ReplicaId, float]
+) -> EjectionSplit:
+    """Exclude the ejected ones of `replicas`, or make them the last resort if they are the most."""
+    unhealthy = frozenset(replica_id for replica_id in replicas if replica_id in ejected_until_s)
+    if 2 * len(unhealthy) <= len(replicas):
+        return EjectionSplit(unhealthy, frozenset())
+    return EjectionSplit(frozenset(), unhealthy)
 
 
-def gone(silent: Set[NodeId], nodes: int) -> Set[NodeId]:
-    """Return who of the `silent` among so many nodes is gone: none where most are silent."""
-    return silent if 2 * len(silent) <= nodes else frozenset()
+def lost_nodes(silent: Set[NodeId], node_count: int) -> Set[NodeId]:
+    """Return which silent nodes are lost: all, or none if most of the nodes are silent."""
+    return silent if 2 * len(silent) <= node_count else frozenset()

@@ -1,7 +1,7 @@
-"""Which version answers a request while a new one is on its way, and how both did.
+"""Which version answers a request during a rollout, and how both versions perform.
 
-The draw is by the session, else the request: the same on every router and at every try, and as the
-share grows those who had the new version keep it.
+The version is drawn by a hash of the session, or of the request if it has no session: every router
+and every attempt draws the same, and as the share grows, sessions on the new version stay there.
 """
 
 from collections.abc import Iterable
@@ -16,50 +16,58 @@ from isochrone.wire.routes import DeploymentEntry, RolloutEntry, Route
 from isochrone.wire.usage import Moments, TrialRow
 
 ROWS_MAX: Final = 2_000
+"""Rows of (deployment, version, PoP) kept until they are shipped; others are not counted."""
+
 MS_MIN: Final = 0.01
+"""Shortest time counted, because times are averaged as logarithms."""
 
 
-class Draw(NamedTuple):
-    """The replicas a request leaves alone, and whether it may turn to them if nothing else does."""
+class VersionDraw(NamedTuple):
+    """The replicas of the version that was not drawn, and whether they may be used as fallback."""
 
-    left_alone: frozenset[ReplicaId]
-    may_return: bool
-
-
-NOBODY: Final = Draw(frozenset(), False)
+    excluded: frozenset[ReplicaId]
+    may_fall_back: bool
 
 
-def draw(entry: DeploymentEntry, subject: str, pop: PopId, routes: Iterable[Route]) -> Draw:
-    """Return whom a request of `pop` leaves alone.
+NO_ROLLOUT: Final = VersionDraw(frozenset(), False)
 
-    One drawn for the new version may go back to the old, so that a bad version harms nobody twice;
-    one drawn for the old never goes to the new while there is an old one: the share is a promise.
+
+def draw_version(
+    entry: DeploymentEntry, subject: str, pop: PopId, routes: Iterable[Route]
+) -> VersionDraw:
+    """Draw the version that answers a session or request at `pop`.
+
+    A request drawn for the new version may fall back to the old one, so that a bad version fails
+    no request twice. A request drawn for the old version never goes to the new one while there is
+    an old one, because the share of the new version is a limit.
     """
     rollout = entry.rollout
     if rollout is None:
-        return NOBODY
+        return NO_ROLLOUT
     new = {route.replica_id for route in routes if route.version == rollout.version}
     old = {route.replica_id for route in routes if route.version != rollout.version}
     if not new or not old:
-        return NOBODY
-    takes_new = (not rollout.pops or pop in rollout.pops) and _is_drawn(entry, rollout, subject)
-    return Draw(frozenset(old), True) if takes_new else Draw(frozenset(new), False)
+        return NO_ROLLOUT
+    is_in_pop = not rollout.pops or pop in rollout.pops
+    if is_in_pop and _draws_new_version(entry, rollout, subject):
+        return VersionDraw(frozenset(old), True)
+    return VersionDraw(frozenset(new), False)
 
 
-def _is_drawn(entry: DeploymentEntry, rollout: RolloutEntry, subject: str) -> bool:
-    named = f"{entry.deployment_id}\0{rollout.version}\0{subject}"
-    return xxhash.xxh3_64_intdigest(named.encode()) < rollout.share * 2**64
+def _draws_new_version(entry: DeploymentEntry, rollout: RolloutEntry, subject: str) -> bool:
+    name = f"{entry.deployment_id}\0{rollout.version}\0{subject}"
+    return xxhash.xxh3_64_intdigest(name.encode()) < rollout.share * 2**64
 
 
-class Trials:
-    """What was seen of each version since it was last taken."""
+class TrialCounter:
+    """Attempts, failures and latencies of each version since they were last taken."""
 
     def __init__(self, pop: PopId) -> None:
-        """Count for the router's own PoP."""
+        """Count for this router's own PoP."""
         self._pop = pop
         self._rows: dict[tuple[DeploymentId, int, PopId], TrialRow] = {}
 
-    def ended(
+    def record_attempt(
         self,
         entry: DeploymentEntry,
         route: Route,
@@ -68,7 +76,7 @@ class Trials:
         ttft_ms: float = 0.0,
         itl_ms: float = 0.0,
     ) -> None:
-        """An attempt ended; a time of 0 was not measured."""
+        """Count an attempt that ended; a time of 0 was not measured."""
         key = (entry.deployment_id, route.version, route.pop)
         if entry.rollout is None or (key not in self._rows and len(self._rows) >= ROWS_MAX):
             return
@@ -82,18 +90,19 @@ class Trials:
             row,
             attempts=row.attempts + 1,
             failures=row.failures + failed,
-            ttft=_with(row.ttft, ttft_ms),
-            itl=_with(row.itl, itl_ms),
+            ttft=_add_sample(row.ttft, ttft_ms),
+            itl=_add_sample(row.itl, itl_ms),
         )
 
     def take(self) -> tuple[TrialRow, ...]:
-        """Hand over what was seen."""
+        """Return the rows and start again from none."""
         rows = tuple(row for _, row in sorted(self._rows.items()))
         self._rows.clear()
         return rows
 
 
-def _with(moments: Moments, time_ms: float) -> Moments:
+def _add_sample(moments: Moments, time_ms: float) -> Moments:
+    """Add the logarithm of a time, unless it was not measured."""
     if time_ms <= 0:
         return moments
     value = log(max(time_ms, MS_MIN))

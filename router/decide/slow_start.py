@@ -1,47 +1,48 @@
-"""A replica just warm, or just well again, takes a growing share of what would go to it.
+"""Slow start: a replica that has just become warm or healthy takes a growing share of requests.
 
-Whoever comes back idle looks best to every router at the same moment, and none sees what the others
-send. Each may send it one request, which harms nobody; while anything is known to be in flight
-there, each request draws whether it may follow: one in ten at first, all after SLOW_START_S, a
-share that grows evenly between. It draws by its session, else by its own id: a session once let in
-stays, and routers that know nothing of one another send together the share that each does alone.
-Those who may not go where they would, go to the next best; where nobody else has room, they go all
-the same.
+An idle replica looks best to every router at the same moment, and no router sees what the others
+send. Each may send it one request, which is harmless. While anything is in flight there, a hash of
+the session, or of the request if it has no session, decides whether the next may follow: one in ten
+at first, all after SLOW_START_S, growing linearly. A session once admitted stays admitted, and
+routers that know nothing of each other together send the share that each sends alone.
+
+A request that is held back goes to the next best replica, or here all the same if no other has
+capacity.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Final
 
 from isochrone.wire.ids import ReplicaId
-from router.decide.affinity import seed_of
+from router.decide.affinity import hash64
 
 SLOW_START_S: Final = 10.0
 SHARE_FIRST: Final = 0.1
 
 
 class SlowStart:
-    """Who has begun lately, and when."""
+    """The replicas in slow start, with the time it began."""
 
     def __init__(self) -> None:
-        """Take everyone for long since begun."""
+        """Start with no replica in slow start."""
         self._began_s: dict[ReplicaId, float] = {}
 
     def __len__(self) -> int:
-        """Return of how many it is remembered."""
+        """Return how many replicas are recorded."""
         return len(self._began_s)
 
-    def began(self, replica_ids: Collection[ReplicaId], now_s: float) -> None:
-        """These are warm, or well again, from now on."""
+    def begin(self, replica_ids: Collection[ReplicaId], now_s: float) -> None:
+        """Put replicas into slow start."""
         for replica_id in replica_ids:
             self._began_s[replica_id] = now_s
 
-    def forget(self, replica_ids: Collection[ReplicaId]) -> None:
-        """No table names these any more."""
+    def remove_replicas(self, replica_ids: Collection[ReplicaId]) -> None:
+        """Drop replicas that left the route table."""
         for replica_id in replica_ids:
             self._began_s.pop(replica_id, None)
 
     def shares(self, now_s: float) -> Mapping[ReplicaId, float]:
-        """Return who still takes less than everything, and what share."""
+        """Return the share of requests that each replica in slow start takes now."""
         if not self._began_s:
             return {}
         for replica_id, began_s in list(self._began_s.items()):
@@ -53,6 +54,6 @@ class SlowStart:
         }
 
 
-def is_spared(replica_id: ReplicaId, share: float, subject: str) -> bool:
-    """Say whether a session or request leaves a replica alone that takes only this share yet."""
-    return seed_of(f"{subject}/{replica_id}") >= share * 2**64
+def is_held_back(replica_id: ReplicaId, share: float, subject: str) -> bool:
+    """Say whether a session or request may not go to a replica that takes this share."""
+    return hash64(f"{subject}/{replica_id}") >= share * 2**64

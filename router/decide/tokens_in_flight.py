@@ -1,10 +1,10 @@
-"""Tokens in flight at each replica: what this router sent there and is not over yet.
+"""Tokens in flight at each replica: what this router sent there that has not ended yet.
 
-Rule 1: what is reserved is released exactly once, on finish, cancel and crash alike.
-Rule 2: prefill and decode are counted apart; the first token turns prefill into decode.
-Rule 3: a replica's own word (its load) adds what others sent there, as far as it lasts (others.py).
-Rule 4: prompts are read one after the other, so a queue empties by the clock: what is counted as
-still before a new request is what the replica cannot have read yet.
+Rule 1: a reservation is released exactly once, on finish, cancellation and crash alike.
+Rule 2: prefill and decode tokens are counted apart; the first token turns prefill into decode.
+Rule 3: the replica's own load reports add what other routers sent (other_routers_load.py).
+Rule 4: a replica reads prompts one after the other, so its queue shrinks with time: a new request
+waits only for what the replica cannot have read yet.
 """
 
 from collections import deque
@@ -12,14 +12,18 @@ from collections.abc import Callable, Set
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ReplicaId
-from router.decide.others import Others
+from router.decide.other_routers_load import OtherRoutersLoad
 
-PAST_MAX: Final = 256
-"""How many of our own changes at a replica are remembered, to tell ours in an old word of its."""
+HISTORY_MAX: Final = 256
+"""How many changes of our own tokens at a replica are kept.
+
+A load report is older than our newest requests. The history tells what of the reported load was
+ours at the time of the report.
+"""
 
 
-class InFlight(NamedTuple):
-    """Tokens at one replica: of this router, and what else the replica told of."""
+class InFlightTokens(NamedTuple):
+    """Tokens at one replica: those of this router, and those of other routers."""
 
     prefill_tokens: int
     decode_tokens: int
@@ -29,7 +33,7 @@ class InFlight(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """All tokens there, of whomever."""
+        """All tokens there, of all routers."""
         return (
             self.prefill_tokens
             + self.decode_tokens
@@ -38,107 +42,124 @@ class InFlight(NamedTuple):
         )
 
 
+class OwnTokens:
+    """Tokens of this router at one replica at one moment: an entry of its history."""
+
+    __slots__ = ("at_s", "output_tokens", "prefill_tokens")
+
+    def __init__(self, at_s: float, prefill_tokens: int, output_tokens: int) -> None:
+        self.at_s = at_s
+        self.prefill_tokens = prefill_tokens
+        self.output_tokens = output_tokens
+
+
 class Reservation:
-    """One request's share of a replica. Whoever holds it releases it; a second time is nothing."""
+    """One request's tokens at a replica. Releasing it a second time does nothing."""
 
     __slots__ = (
-        "_ledger", "_open", "decode_tokens", "output_tokens", "prefill_tokens", "replica_id",
+        "_is_open", "_ledger", "decode_tokens", "output_tokens", "prefill_tokens", "replica_id",
         "work_ms",
     )  # fmt: skip
 
     def __init__(
         self,
-        ledger: "TokensInFlight",
+        ledger: "InFlightLedger",
         replica_id: ReplicaId,
-        prefill: int,
-        decode: int,
+        prefill_tokens: int,
+        decode_tokens: int,
         work_ms: float,
     ) -> None:
         self._ledger = ledger
-        self._open = True
+        self._is_open = True
         self.replica_id = replica_id
-        self.prefill_tokens = prefill
-        self.decode_tokens = decode
-        self.output_tokens = decode
+        self.prefill_tokens = prefill_tokens
+        self.decode_tokens = decode_tokens
+        self.output_tokens = decode_tokens
         self.work_ms = work_ms
 
-    def first_token(self, at_s: float | None = None) -> None:
-        """Prefill is over: the prompt no longer stands in anyone's way, only its KV stays.
+    def finish_prefill(self, at_s: float | None = None) -> None:
+        """Note that the prompt is read: from now on only its KV cache takes space.
 
-        With `at_s`, when that was, what was queued behind it is known to begin only now.
+        `at_s` is when the replica finished it, if known: the prompts queued behind it begin then.
         """
-        if self._open:
-            self._ledger.prefilled(self, at_s)
+        if self._is_open:
+            self._ledger.finish_prefill(self, at_s)
 
     def release(self, at_s: float | None = None) -> bool:
-        """Give everything back; False where that has happened already.
+        """Give all tokens back; return False if that has happened already.
 
-        With `at_s`, from when on the replica itself no longer counts it.
+        `at_s` is from when on the replica itself no longer counts them, if known.
         """
-        if not self._open:
+        if not self._is_open:
             return False
-        self._open = False
-        self._ledger.give_back(self, at_s)
+        self._is_open = False
+        self._ledger.release(self, at_s)
         return True
 
 
-class Line:
-    """One replica's line in the ledger. Times are monotonic seconds as seen at the replica."""
+class ReplicaLoad:
+    """The ledger's account of one replica. Times are monotonic seconds as seen at the replica."""
 
     def __init__(self) -> None:
-        self.is_gone = False
-        """No table names the replica: it ends with the last answer."""
+        self.is_removed = False
+        """The route table no longer has the replica: drop the account after its last answer."""
         self.requests = 0
-        self.prefill = 0
-        self.decode = 0
-        self.outputs = 0
-        self.reading: dict[Reservation, float] = {}
-        """Prompts not read yet, in the order sent, each with the milliseconds it takes."""
-        self.reading_ms = 0.0
-        """What these take together: kept, as a busy replica has hundreds."""
-        self.free_at_s = -1e18
-        self.others = Others()
-        self.past: deque[tuple[float, int, int]] = deque(maxlen=PAST_MAX)
+        self.prefill_tokens = 0
+        self.decode_tokens = 0
+        self.output_tokens = 0
+        self.pending: dict[Reservation, float] = {}
+        """Prompts not read yet, in the order sent, each with its prefill time in ms."""
+        self.pending_ms = 0.0
+        """Sum of `pending`, kept because a busy replica has hundreds of them."""
+        self.busy_until_s = -1e18
+        self.others = OtherRoutersLoad()
+        self.history: deque[OwnTokens] = deque(maxlen=HISTORY_MAX)
 
     @property
-    def behind_first_ms(self) -> float:
-        """Return the work that cannot have begun: all but the first prompt being read."""
-        if len(self.reading) < 2:
+    def queued_ms(self) -> float:
+        """Return the prefill time that cannot have begun: all but the first pending prompt."""
+        if len(self.pending) < 2:
             return 0.0
-        return max(0.0, self.reading_ms - next(iter(self.reading.values())))
+        return max(0.0, self.pending_ms - next(iter(self.pending.values())))
 
-    def read(self, reservation: Reservation) -> bool:
-        """Take a prompt out of those not read; False where it is not among them."""
-        work_ms = self.reading.get(reservation)
+    def remove_pending(self, reservation: Reservation) -> bool:
+        """Take a prompt out of the pending ones; return False if it is not among them."""
+        work_ms = self.pending.get(reservation)
         if work_ms is None:
             return False
-        del self.reading[reservation]
-        # Nothing is what nobody takes, whatever rounding left.
-        self.reading_ms = self.reading_ms - work_ms if self.reading else 0.0
+        del self.pending[reservation]
+        # An empty queue is exactly 0: no rounding error stays behind.
+        self.pending_ms = self.pending_ms - work_ms if self.pending else 0.0
         return True
 
-    def ours(self, at_s: float) -> tuple[int, int]:
-        """Return what of ours (unread, outputs) was there at `at_s`, as far as remembered."""
-        for when_s, unread, outputs in reversed(self.past):
-            if when_s <= at_s:
-                return unread, outputs
-        if len(self.past) == PAST_MAX:
-            return self.past[0][1:]
-        return (0, 0) if self.past else (self.prefill, self.outputs)
+    def note_own_tokens(self, at_s: float) -> None:
+        """Append this router's tokens to the history, as of `at_s`."""
+        self.history.append(OwnTokens(at_s, self.prefill_tokens, self.output_tokens))
+
+    def own_tokens(self, at_s: float) -> OwnTokens:
+        """Return this router's tokens at `at_s`, as far back as the history reaches."""
+        for entry in reversed(self.history):
+            if entry.at_s <= at_s:
+                return entry
+        if len(self.history) == HISTORY_MAX:
+            return self.history[0]
+        if self.history:
+            return OwnTokens(at_s, 0, 0)
+        return OwnTokens(at_s, self.prefill_tokens, self.output_tokens)
 
 
-class TokensInFlight:
-    """The ledger: one line per replica that was ever sent anything or said something."""
+class InFlightLedger:
+    """An account for each replica that was sent a request or reported its load."""
 
     def __init__(
         self,
         on_release: Callable[[ReplicaId], None] | None = None,
         on_change: Callable[[ReplicaId], None] | None = None,
     ) -> None:
-        """With `on_release`, tell whom when a replica got room; with `on_change`, of any change."""
-        self._lines: dict[ReplicaId, Line] = {}
-        self._on_release = on_release or _nobody
-        self._changed = on_change or _nobody
+        """Call `on_release` when a replica gets capacity, and `on_change` after any change."""
+        self._loads: dict[ReplicaId, ReplicaLoad] = {}
+        self._on_release = on_release or _ignore
+        self._on_change = on_change or _ignore
 
     def reserve(
         self,
@@ -150,112 +171,136 @@ class TokensInFlight:
         arrives_s: float | None = None,
         others_ms: float = 0.0,
     ) -> Reservation:
-        """Count a request's tokens before it is sent: `prefill` of its prompt are not cached.
+        """Count a request's tokens before it is sent.
 
-        Reading it takes `work_ms` after it `arrives_s` and after what others have waiting there.
+        `prefill` are the prompt tokens that are not cached, and `work_ms` the time to read them.
+        Reading begins after the request arrives and after `others_ms`, the prompts of other
+        routers that wait there.
         """
-        line = self._line(replica_id)
+        load = self._get_or_create(replica_id)
         reservation = Reservation(self, replica_id, prefill, decode, work_ms)
-        line.prefill += prefill
-        line.decode += decode
-        line.outputs += decode
-        line.reading[reservation] = work_ms
-        line.reading_ms += work_ms
-        line.requests += 1
-        line.is_gone = False
+        load.prefill_tokens += prefill
+        load.decode_tokens += decode
+        load.output_tokens += decode
+        load.pending[reservation] = work_ms
+        load.pending_ms += work_ms
+        load.requests += 1
+        load.is_removed = False
         if arrives_s is not None:
-            begins_s = max(line.free_at_s, arrives_s + others_ms / 1000)
-            line.free_at_s = begins_s + work_ms / 1000
-            line.past.append((arrives_s, line.prefill, line.outputs))
-        self._changed(replica_id)
+            begins_s = max(load.busy_until_s, arrives_s + others_ms / 1000)
+            load.busy_until_s = begins_s + work_ms / 1000
+            load.note_own_tokens(arrives_s)
+        self._on_change(replica_id)
         return reservation
 
-    def at(self, replica_id: ReplicaId, now_s: float) -> InFlight:
+    def tokens_at(self, replica_id: ReplicaId, now_s: float) -> InFlightTokens:
         """Return what is in flight at one replica."""
-        line = self.line(replica_id)
-        told, usual, others_decode = line.others.at(now_s)
-        others = round(told + usual), round(others_decode)
-        return InFlight(line.prefill, line.decode, line.requests, *others)
+        load = self.load_of(replica_id)
+        others = load.others.estimate(now_s)
+        return InFlightTokens(
+            load.prefill_tokens,
+            load.decode_tokens,
+            load.requests,
+            round(others.prefill),
+            round(others.decode),
+        )
 
-    def line(self, replica_id: ReplicaId) -> Line:
-        """Return the replica's line, to read."""
-        return self._lines.get(replica_id) or Line()
+    def load_of(self, replica_id: ReplicaId) -> ReplicaLoad:
+        """Return the replica's account, to read only."""
+        return self._loads.get(replica_id) or ReplicaLoad()
 
-    def hear(self, replica_id: ReplicaId, unread: int, outputs: int, told_at_s: float) -> None:
-        """Correct the view by a replica's own word as of `told_at_s`: the rest is others'.
-
-        It had `unread` tokens of prompts before it, and `outputs` promised.
-        """
-        our_unread, our_outputs = self._line(replica_id).ours(told_at_s)
-        others = max(0, unread - our_unread), max(0, outputs - our_outputs)
-        self.hear_others(replica_id, *others, told_at_s)
-
-    def hear_others(
-        self, replica_id: ReplicaId, unread: int, outputs: int, told_at_s: float
+    def record_report(
+        self,
+        replica_id: ReplicaId,
+        pending_prefill_tokens: int,
+        output_tokens: int,
+        reported_at_s: float,
     ) -> None:
-        """Take its word on what others had there as of `told_at_s`."""
-        if self._line(replica_id).others.hear(unread, outputs, told_at_s):
-            self._changed(replica_id)
+        """Take a replica's report of its whole load at `reported_at_s`.
 
-    def forget(self, replica_ids: Set[ReplicaId]) -> None:
-        """Drop what replicas said that no table names any more; what they still answer stays."""
-        for replica_id in replica_ids & self._lines.keys():
-            line = self._lines[replica_id]
-            line.others, line.is_gone = Others(), True
-            if not line.requests:
-                del self._lines[replica_id]
+        What it reports beyond this router's own tokens at that time is the other routers'.
+        """
+        own = self._get_or_create(replica_id).own_tokens(reported_at_s)
+        self.record_other_routers(
+            replica_id,
+            max(0, pending_prefill_tokens - own.prefill_tokens),
+            max(0, output_tokens - own.output_tokens),
+            reported_at_s,
+        )
+
+    def record_other_routers(
+        self,
+        replica_id: ReplicaId,
+        pending_prefill_tokens: int,
+        output_tokens: int,
+        reported_at_s: float,
+    ) -> None:
+        """Take a replica's report of what other routers had there at `reported_at_s`."""
+        others = self._get_or_create(replica_id).others
+        if others.record(pending_prefill_tokens, output_tokens, reported_at_s):
+            self._on_change(replica_id)
+
+    def remove_replicas(self, replica_ids: Set[ReplicaId]) -> None:
+        """Drop reports of replicas that left the route table; open reservations stay."""
+        for replica_id in replica_ids & self._loads.keys():
+            load = self._loads[replica_id]
+            load.others, load.is_removed = OtherRoutersLoad(), True
+            if not load.requests:
+                del self._loads[replica_id]
 
     @property
     def requests(self) -> int:
-        """Requests in flight, everywhere."""
-        return sum(line.requests for line in self._lines.values())
+        """Requests in flight at all replicas."""
+        return sum(load.requests for load in self._loads.values())
 
-    def totals(self) -> InFlight:
-        """Everything this router has in flight."""
-        return InFlight(
-            sum(line.prefill for line in self._lines.values()),
-            sum(line.decode for line in self._lines.values()),
+    def totals(self) -> InFlightTokens:
+        """Return everything this router has in flight."""
+        return InFlightTokens(
+            sum(load.prefill_tokens for load in self._loads.values()),
+            sum(load.decode_tokens for load in self._loads.values()),
             self.requests,
         )
 
-    def prefilled(self, reservation: Reservation, at_s: float | None) -> None:
-        """Turn prefill into decode. For Reservation."""
-        line = self._line(reservation.replica_id)
-        if not line.read(reservation):
+    def finish_prefill(self, reservation: Reservation, at_s: float | None) -> None:
+        """Turn a reservation's prefill tokens into decode tokens. Called by Reservation."""
+        load = self._get_or_create(reservation.replica_id)
+        if not load.remove_pending(reservation):
             return
-        line.prefill -= reservation.prefill_tokens
-        line.decode += reservation.prefill_tokens
+        load.prefill_tokens -= reservation.prefill_tokens
+        load.decode_tokens += reservation.prefill_tokens
         reservation.decode_tokens += reservation.prefill_tokens
         reservation.prefill_tokens = 0
         if at_s is not None:
-            line.past.append((at_s, line.prefill, line.outputs))
-            line.free_at_s = at_s + line.reading_ms / 1000
-        self._changed(reservation.replica_id)
+            load.note_own_tokens(at_s)
+            load.busy_until_s = at_s + load.pending_ms / 1000
+        self._on_change(reservation.replica_id)
 
-    def give_back(self, reservation: Reservation, at_s: float | None = None) -> None:
-        """Take a reservation off the ledger. For Reservation."""
+    def release(self, reservation: Reservation, at_s: float | None = None) -> None:
+        """Take a reservation off the ledger. Called by Reservation."""
         replica_id = reservation.replica_id
-        line = self._line(replica_id)
-        line.prefill -= reservation.prefill_tokens
-        line.decode -= reservation.decode_tokens
-        line.outputs -= reservation.output_tokens
-        if line.read(reservation):
-            line.free_at_s -= reservation.work_ms / 1000
+        load = self._get_or_create(replica_id)
+        load.prefill_tokens -= reservation.prefill_tokens
+        load.decode_tokens -= reservation.decode_tokens
+        load.output_tokens -= reservation.output_tokens
+        if load.remove_pending(reservation):
+            load.busy_until_s -= reservation.work_ms / 1000
         if at_s is not None:
-            line.past.append((at_s, line.prefill, line.outputs))
-        assert line.prefill >= 0 and line.decode >= 0, f"{replica_id}: released more than reserved"
-        line.requests -= 1
-        if line.is_gone and not line.requests:
-            del self._lines[replica_id]
-        self._changed(replica_id)
+            load.note_own_tokens(at_s)
+        assert load.prefill_tokens >= 0 and load.decode_tokens >= 0, (
+            f"{replica_id}: released more than reserved"
+        )
+        load.requests -= 1
+        if load.is_removed and not load.requests:
+            del self._loads[replica_id]
+        self._on_change(replica_id)
         self._on_release(replica_id)
 
-    def _line(self, replica_id: ReplicaId) -> Line:
-        line = self._lines.get(replica_id)
-        if line is None:
-            line = self._lines[replica_id] = Line()
-        return line
+    def _get_or_create(self, replica_id: ReplicaId) -> ReplicaLoad:
+        load = self._loads.get(replica_id)
+        if load is None:
+            load = self._loads[replica_id] = ReplicaLoad()
+        return load
 
 
-def _nobody(replica_id: ReplicaId) -> None:
-    """Need to hear of no replica."""
+def _ignore(replica_id: ReplicaId) -> None:
+    """Do nothing."""

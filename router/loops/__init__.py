@@ -1,1 +1,1 @@
-"""Duties: follow routes, probe round trips, ship usage."""
+"""Periodic jobs: follow routes, probe nodes, ship reports, share prompts, set gauges."""

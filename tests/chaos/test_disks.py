@@ -30,15 +30,15 @@ from nodeagent.host.download import ArtifactError
 from nodeagent.host.link import TransferLink
 from nodeagent.host.sources import ArtifactSources
 from nodeagent.node import NodeState
-from router.app import open_house
+from router.app import open_router
 from scheduler.embedded_postgres import EmbeddedPostgres
 from scheduler.store.pool import UNAVAILABLE, open_pool, transaction
 from tests.builders import a_spec
 from tests.chaos.disk import Disk, a_disk
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY, a_config, a_route, a_table, an_identity
-from tests.integration.router.test_following import a_scheduler, ask, until_generation
 from tests.integration.router.test_process import BODY, a_process, prepare
+from tests.integration.router.test_route_tables import a_scheduler, ask, until_generation
 from tests.postgres import a_folder
 from tests.unit.nodeagent.test_decide import an_assignment
 
@@ -60,16 +60,16 @@ async def test_a_router_with_a_full_disk_keeps_serving_and_loses_no_usage(
 ) -> None:
     async with a_scheduler() as scheduler, open_node(FakeNode()) as node:
         config = a_config(disk.folder, schedulers=(f"http://127.0.0.1:{scheduler.port}",))
-        async with open_house(config, an_identity(tmp_path)) as house:
+        async with open_router(config, an_identity(tmp_path)) as house:
             await scheduler.until(Register, 1)
-            await scheduler.say(a_table([a_route(node)]))
+            await scheduler.send(a_table([a_route(node)]))
             await until_generation(house, 1)
             assert await ask(house) == 200
             await scheduler.until(Usage, 1)
             disk.fill()
             for _ in range(40):
                 assert await ask(house) == 200
-            await scheduler.say(a_table([a_route(node)], generation=2))
+            await scheduler.send(a_table([a_route(node)], generation=2))
             await until_generation(house, 2)
             await house.loops["usage"].wait_turns(3)
             assert len(requests_in(scheduler.of(Usage))) == 1

@@ -29,8 +29,8 @@ from nodeagent.drivers.driver import EngineCommand
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.host.assignment_file import AssignmentFile
 from nodeagent.host.engines import EngineProcesses, EngineRecord
-from router.journal import Journal
-from router.loops.spool import UsageSpool
+from router.loops.usage_spool import UsageSpool
+from router.usage_journal import UsageJournal
 from tests.builders import a_spec
 from tests.integration.router.fleet_of import an_identity
 from tests.unit.nodeagent.test_decide import an_assignment
@@ -85,7 +85,7 @@ def test_a_torn_snapshot_is_replaced_by_the_previous_one(folder: Path) -> None:
 
 
 def test_all_complete_rows_of_a_torn_journal_are_read(folder: Path) -> None:
-    journal = Journal(folder)
+    journal = UsageJournal(folder)
     assert journal.open() == ()
     sizes = [0]
     for number in range(3):
@@ -98,7 +98,7 @@ def test_all_complete_rows_of_a_torn_journal_are_read(folder: Path) -> None:
         shutil.rmtree(life, ignore_errors=True)
         life.mkdir()
         (life / "rows.000000001").write_bytes(whole[:cut])
-        reopened = Journal(life)
+        reopened = UsageJournal(life)
         rows = reopened.open()
         assert [row.request_id for row in rows] == [
             f"req-{n}" for n in range(3) if sizes[n + 1] <= cut
@@ -106,13 +106,13 @@ def test_all_complete_rows_of_a_torn_journal_are_read(folder: Path) -> None:
         reopened.append(a_row(9))
         reopened.close()
         # Nobody has them yet: the next life finds them all again.
-        again = Journal(life)
+        again = UsageJournal(life)
         assert [row.request_id for row in again.open()][-1:] == ["req-9"]
         again.append(a_row(10))
         aside = again.rotate()
-        again.saved(aside)
+        again.remove(aside)
         again.close()
-        assert Journal(life).open() == ()
+        assert UsageJournal(life).open() == ()
 
 
 def test_a_torn_usage_batch_does_not_block_others(folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""The OpenAI surface."""
+"""The OpenAI surface: chat completions, completions, embeddings, reranking, model lists."""

@@ -1,7 +1,7 @@
-"""Bytes to a checked request, and the body that goes on to the node.
+"""Decodes OpenAI request bodies, and rewrites them where the node needs another body.
 
-The client's own bytes go on. Only where a stream does not ask for its usage is that one wish set,
-for the router needs the count; the frame is then kept from the client.
+The node gets the client's own bytes. Only a stream whose client does not ask for the usage frame is
+changed to ask for it, because the router needs the count; the frame is then not sent to the client.
 """
 
 import re
@@ -13,13 +13,13 @@ from msgspec import UNSET
 
 from isochrone.wire import codec, headers
 from isochrone.wire.errors import ApiError, ErrorCode
-from router.apis.openai.prompt import Request, answers
+from router.apis.openai.prompt import OpenAiRequest, count_answers
 from router.apis.openai.schema import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    RequestStreamOptions,
     RerankRequest,
-    StreamOptions,
 )
 
 R = TypeVar("R")
@@ -29,8 +29,8 @@ COMPLETION: Final = msgspec.json.Decoder(CompletionRequest)
 EMBEDDING: Final = msgspec.json.Decoder(EmbeddingRequest)
 RERANK: Final = msgspec.json.Decoder(RerankRequest)
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_AT: Final = re.compile(r" - at `\$\.?(.{1,120})`$")
-_LACKS: Final = re.compile(r"missing required field `(.{1,60}?)`")
+_INVALID_FIELD: Final = re.compile(r" - at `\$\.?(.{1,120})`$")
+_MISSING_FIELD: Final = re.compile(r"missing required field `(.{1,60}?)`")
 _STATEFUL: Final = frozenset(
     {
         "tools",
@@ -44,64 +44,75 @@ _STATEFUL: Final = frozenset(
         "structured_outputs",
     }
 )
-_WISH: Final = b'"stream_options":{"include_usage":true}'
+"""Options that give a generation a state which its text alone does not hold."""
+
+_INCLUDE_USAGE: Final = b'"stream_options":{"include_usage":true}'
 
 
-def decode(body: bytes, reader: "msgspec.json.Decoder[R]") -> R:
-    """Read a request, or raise ApiError 400 naming the field."""
+def decode(body: bytes, decoder: "msgspec.json.Decoder[R]") -> R:
+    """Decode a request body. Raises ApiError 400 whose `param` names the invalid field."""
     try:
-        return reader.decode(body)
+        return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        text = f"cannot read body: {codec.describe(error)}"
-        named = [found.group(1) for found in (_AT.search(text), _LACKS.search(text)) if found]
-        raise ApiError(
-            ErrorCode.INVALID_REQUEST, text[:400], param=".".join(named) or None
-        ) from None
+        raise _invalid(codec.describe(error)) from None
 
 
-def wants_usage(request: Request) -> bool:
-    """Say whether the client asked for a stream and its usage frame."""
+def _invalid(reason: str) -> ApiError:
+    """Return the error 400 for what a decoder reports, with the name of the field."""
+    at, missing = _INVALID_FIELD.search(reason), _MISSING_FIELD.search(reason)
+    field = ".".join([match.group(1) for match in (at, missing) if match])
+    reason = "it is required" if missing else _INVALID_FIELD.sub("", reason)
+    subject = f"field '{field}'" if field else "the request body"
+    message = f"cannot use {subject}: {reason[:1].lower()}{reason[1:]}"
+    return ApiError(ErrorCode.INVALID_REQUEST, message[:400], param=field or None)
+
+
+def wants_usage(request: OpenAiRequest) -> bool:
+    """Return whether the client requested a stream with the usage frame."""
     if not request.stream:
         return False
     options = request.stream_options
-    return isinstance(options, StreamOptions) and options.include_usage is True
+    return isinstance(options, RequestStreamOptions) and options.include_usage is True
 
 
-def with_usage_wish(body: bytes, request: Request) -> bytes:
-    """Return the body with `stream_options.include_usage` set, all else as the client wrote it."""
+def with_usage_requested(body: bytes, request: OpenAiRequest) -> bytes:
+    """Return the body with `stream_options.include_usage` set, otherwise unchanged."""
     if not request.stream or wants_usage(request):
         return body
     if request.stream_options is UNSET:
         start = body.index(b"{") + 1
-        return body[:start] + _WISH + b"," + body[start:]
+        return body[:start] + _INCLUDE_USAGE + b"," + body[start:]
     fields: dict[str, Any] = _FIELDS.decode(body)
     options = msgspec.json.decode(fields["stream_options"]) or {}
     fields["stream_options"] = {**options, "include_usage": True}
     return msgspec.json.encode(fields)
 
 
-def drawn(request: Request) -> str:
-    """Say how tokens are drawn where every replica would draw the same: greedily, by a seed."""
+def determinism_of(request: OpenAiRequest) -> str:
+    """Return GREEDY or SEEDED if all replicas would generate the same tokens, else empty."""
     if request.frequency_penalty or request.presence_penalty:
-        # They count what was said as output; the rest's engine reads it as prompt.
+        # Penalties count output tokens; the replica that resumes reads them as prompt.
         return ""
     if request.temperature == 0:
         return headers.GREEDY
     return headers.SEEDED if request.seed is not None else ""
 
 
-def resumption(body: bytes, request: Request) -> Callable[[str, int], bytes | None] | None:
-    """Return how to ask for the rest of a stream's answer, None where that cannot be asked for.
+def resume_body_builder(
+    body: bytes, request: OpenAiRequest
+) -> Callable[[str, int], bytes | None] | None:
+    """Return a function that builds the body for the rest of a stream.
 
-    Only plain text can be gone on from: tool calls, a grammar, several choices or log
-    probabilities have a state that text does not hold.
+    The function takes the generated text and its number of tokens. The result, or that of the
+    function, is None if the request cannot be resumed. Only plain text can: tool calls, grammars,
+    several answers and log probabilities have a state that text does not hold.
     """
-    if isinstance(request, EmbeddingRequest | RerankRequest) or answers(request) != 1:
+    if isinstance(request, EmbeddingRequest | RerankRequest) or count_answers(request) != 1:
         return None
     if isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
         return None
 
-    def rest(text: str, tokens: int) -> bytes | None:
+    def build(text: str, tokens: int) -> bytes | None:
         fields: dict[str, Any] = _FIELDS.decode(body)
         if any(name in fields for name in _STATEFUL):
             return None
@@ -115,13 +126,13 @@ def resumption(body: bytes, request: Request) -> Callable[[str, int], bytes | No
             assert isinstance(request.prompt, str)
             fields["prompt"] = request.prompt + text
         elif text:
-            said = {"role": "assistant", "content": text}
+            partial = {"role": "assistant", "content": text}
             messages = msgspec.json.decode(fields["messages"], type=list[msgspec.Raw])
-            fields["messages"] = [*messages, said]
-            # As vLLM and SGLang call it: the last message is not ended, and no new one begun.
+            fields["messages"] = [*messages, partial]
+            # Options of vLLM and SGLang: leave the last message open, and begin no new one.
             fields["continue_final_message"] = True
             fields["add_generation_prompt"] = False
         fields["stream_options"] = {"include_usage": True}
         return msgspec.json.encode(fields)
 
-    return rest
+    return build

@@ -1,4 +1,4 @@
-"""What a request asks for: its prompt as bytes, how much text that is, how many answers."""
+"""Reads a decoded OpenAI request: its prompt as bytes, its text size, its number of answers."""
 
 from typing import Final
 
@@ -8,76 +8,86 @@ from router.apis.openai.schema import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
-    Part,
+    MessagePart,
     RerankRequest,
 )
 
 MESSAGE_BYTES: Final = 12
-"""What a template adds to a message, beside the two bytes of ours that set it off."""
+"""Bytes that a chat template adds to a message, besides our own two separator bytes."""
 
-Request = ChatRequest | CompletionRequest | EmbeddingRequest | RerankRequest
+OpenAiRequest = ChatRequest | CompletionRequest | EmbeddingRequest | RerankRequest
 
 
-def rendered(request: Request) -> bytes:
-    """Return the prompt as bytes that begin alike where two do; of a reranking, its query."""
+def render_prompt(request: OpenAiRequest) -> bytes:
+    """Return the prompt as bytes that have a common prefix where two prompts have one.
+
+    For a reranking request this is its query.
+    """
     if isinstance(request, ChatRequest):
-        said = _bytes("".join([f"\0{one.role}\0{_text(one.content)}" for one in request.messages]))
-        # Templates put tools first.
-        return bytes(request.tools) + said if request.tools else said
+        messages = [f"\0{message.role}\0{_text(message.content)}" for message in request.messages]
+        rendered = _encode("".join(messages))
+        # Chat templates put tools first.
+        return bytes(request.tools) + rendered if request.tools else rendered
     if isinstance(request, CompletionRequest):
         prompt = request.prompt
-        return _bytes(prompt) if isinstance(prompt, str) else msgspec.json.encode(prompt)
+        return _encode(prompt) if isinstance(prompt, str) else msgspec.json.encode(prompt)
     if isinstance(request, EmbeddingRequest):
-        return _bytes(request.input) if isinstance(request.input, str) else b""
-    return _bytes(request.query)
+        return _encode(request.input) if isinstance(request.input, str) else b""
+    return _encode(request.query)
 
 
-def text_bytes(request: Request, rendered_bytes: int) -> int:
-    """Return how much text there is, a chat template's words included."""
+def count_text_bytes(request: OpenAiRequest, prompt_bytes: int) -> int:
+    """Return the size of all text of a request, with what a chat template adds.
+
+    `prompt_bytes` is the length of `render_prompt`.
+    """
     if isinstance(request, ChatRequest):
-        return rendered_bytes + MESSAGE_BYTES * len(request.messages)
+        return prompt_bytes + MESSAGE_BYTES * len(request.messages)
     if isinstance(request, RerankRequest):
-        # The query is read with each document.
-        texts = [one if isinstance(one, str) else one.text for one in request.documents]
-        return sum([len(_bytes(text)) + rendered_bytes for text in texts])
+        # The model reads the query again with each document.
+        texts = [
+            document if isinstance(document, str) else document.text
+            for document in request.documents
+        ]
+        return sum([len(_encode(text)) + prompt_bytes for text in texts])
     text = request.prompt if isinstance(request, CompletionRequest) else request.input
-    return rendered_bytes if isinstance(text, str) else _size(text)
+    return prompt_bytes if isinstance(text, str) else _size(text)
 
 
-def answers(request: Request) -> int:
-    """Return how many answers there are to be: so many to each prompt."""
+def count_answers(request: OpenAiRequest) -> int:
+    """Return the number of answers: `n` for each prompt."""
     count = request.n or 1
-    # Chats are asked for first: what a struct is not, it takes ten times as long to say.
+    # Test for chats first: a negative isinstance test of a struct takes ten times as long.
     if isinstance(request, ChatRequest) or not isinstance(request, CompletionRequest):
         return count
     prompt = request.prompt
-    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
-    return count if is_one else count * len(prompt)
+    is_single = isinstance(prompt, str) or isinstance(prompt[0], int)
+    return count if is_single else count * len(prompt)
 
 
-def output_tokens_max(request: Request) -> int | None:
-    """Return how many tokens the client allows to each answer, if it says."""
+def output_tokens_max(request: OpenAiRequest) -> int | None:
+    """Return the client's limit of output tokens for each answer, None if it sets none."""
     if isinstance(request, ChatRequest):
         return request.max_completion_tokens or request.max_tokens
     return request.max_tokens
 
 
-def _size(text: list[str | int | list[int]]) -> int:
+def _size(items: list[str | int | list[int]]) -> int:
     """Return the bytes of several texts; a token id counts as four."""
     size = 0
-    for one in text:
-        if isinstance(one, str):
-            size += len(_bytes(one))
+    for item in items:
+        if isinstance(item, str):
+            size += len(_encode(item))
         else:
-            size += 4 if isinstance(one, int) else 4 * len(one)
+            size += 4 if isinstance(item, int) else 4 * len(item)
     return size
 
 
-def _text(content: str | list[Part] | None) -> str:
+def _text(content: str | list[MessagePart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join([part.text or "" for part in content])
 
 
-def _bytes(text: str) -> bytes:
+def _encode(text: str) -> bytes:
     return text.encode("utf-8", "replace")

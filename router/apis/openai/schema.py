@@ -1,6 +1,6 @@
-"""What a client may send on the OpenAI surface, as far as the router must know it.
+"""The fields of OpenAI requests that the router reads or checks.
 
-The engine checks the rest: the original bytes go on to it, so unknown fields are let through.
+Unknown fields are allowed: the engine gets the original bytes and checks them.
 """
 
 from typing import Annotated, Final, Literal
@@ -18,89 +18,92 @@ RERANK_PATH: Final = "/v1/rerank"
 ModelField = Annotated[str, Meta(min_length=1, max_length=128)]
 TokenCount = Annotated[int, Meta(ge=1, le=10_000_000)]
 DataUrl = Annotated[str, Meta(pattern=DATA_URL_PATTERN)]
-Choices = Annotated[int, Meta(ge=1, le=16)]
+AnswerCount = Annotated[int, Meta(ge=1, le=16)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
-Share = Annotated[float, Meta(ge=0, le=1)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Text = (
+TextOrTokens = (
     str
     | Annotated[
         list[str | int | Annotated[list[int], Meta(max_length=1_000_000)]],
         Meta(min_length=1, max_length=1_000_000),
     ]
 )
-Stops = str | Annotated[list[str], Meta(max_length=16)]
+StopTexts = str | Annotated[list[str], Meta(max_length=16)]
 
 
-class Media(msgspec.Struct, frozen=True):
-    """What is to be seen or heard. An engine would fetch it from inside the fleet's network."""
+class MediaReference(msgspec.Struct, frozen=True):
+    """An image, audio or video in a `data:` URL.
+
+    Other URLs are refused: an engine would fetch them from inside the fleet's network.
+    """
 
     url: DataUrl
 
 
-class Part(msgspec.Struct, frozen=True):
-    """One part of a message's content; only text counts here."""
+class MessagePart(msgspec.Struct, frozen=True):
+    """One part of a message's content; the router uses only its text."""
 
     type: Annotated[str, Meta(max_length=32)]
     text: str | None = None
-    image_url: DataUrl | Media | None = None
-    audio_url: DataUrl | Media | None = None
-    video_url: DataUrl | Media | None = None
+    image_url: DataUrl | MediaReference | None = None
+    audio_url: DataUrl | MediaReference | None = None
+    video_url: DataUrl | MediaReference | None = None
 
 
-class Message(msgspec.Struct, frozen=True):
-    """One message of a chat."""
+class RequestMessage(msgspec.Struct, frozen=True):
+    """One message of a chat request."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[Part], Meta(max_length=1024)] | None = None
+    content: str | Annotated[list[MessagePart], Meta(max_length=1024)] | None = None
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
-    """Whether the client wants the usage frame."""
+class RequestStreamOptions(msgspec.Struct, frozen=True):
+    """`stream_options`: whether the client wants the usage frame."""
 
     include_usage: bool | None = None
 
 
-class Options(msgspec.Struct, frozen=True, rename="camel"):
-    """Our own options, named as Workers AI names them."""
+class RouterOptions(msgspec.Struct, frozen=True, rename="camel"):
+    """`options`: the router's own options, named as in Workers AI."""
 
     reject_if_busy: bool = False
 
 
-class _Shared(msgspec.Struct, frozen=True, kw_only=True):
+class _GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelField
     max_tokens: TokenCount | None = None
-    n: Choices | None = None
+    n: AnswerCount | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | UnsetType | None = UNSET
+    stream_options: RequestStreamOptions | UnsetType | None = UNSET
     temperature: Temperature | None = None
-    top_p: Share | None = None
+    top_p: Fraction | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    stop: Stops | None = None
+    stop: StopTexts | None = None
     seed: int | None = None
-    options: Options | None = None
+    options: RouterOptions | None = None
 
 
-class ChatRequest(_Shared, frozen=True, kw_only=True):
+class ChatRequest(_GenerationRequest, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)]
+    messages: Annotated[list[RequestMessage], Meta(min_length=1, max_length=10_000)]
     max_completion_tokens: TokenCount | None = None
     tools: msgspec.Raw = msgspec.Raw()
 
 
-class CompletionRequest(_Shared, frozen=True, kw_only=True):
-    """`POST /v1/completions`. A prompt may also be token ids."""
+class CompletionRequest(_GenerationRequest, frozen=True, kw_only=True):
+    """`POST /v1/completions`. A prompt may be text or token ids."""
 
-    prompt: Text
+    prompt: TextOrTokens
 
 
-class _Read(msgspec.Struct, frozen=True, kw_only=True):
+class _NonGenerating(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelField
-    options: Options | None = None
+    options: RouterOptions | None = None
 
-    # What only reads is never a stream and puts out no tokens.
+    # Without generation there is no stream, and there are no output tokens.
     stream = None
     stream_options = None
     temperature = None
@@ -111,21 +114,21 @@ class _Read(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens = 0
 
 
-class EmbeddingRequest(_Read, frozen=True, kw_only=True):
-    """`POST /v1/embeddings`. An input may also be token ids, and is no chat."""
+class EmbeddingRequest(_NonGenerating, frozen=True, kw_only=True):
+    """`POST /v1/embeddings`. An input may be text or token ids, but not `messages`."""
 
-    input: Text
+    input: TextOrTokens
     messages: None = None
 
 
-class Document(msgspec.Struct, frozen=True):
-    """A document that comes with more than its text."""
+class RankableDocument(msgspec.Struct, frozen=True):
+    """A document of a reranking request that has other fields besides its text."""
 
     text: str
 
 
-class RerankRequest(_Read, frozen=True, kw_only=True):
-    """`POST /v1/rerank`: documents to put in order of their relevance to a query."""
+class RerankRequest(_NonGenerating, frozen=True, kw_only=True):
+    """`POST /v1/rerank`: documents to be sorted by their relevance to a query."""
 
     query: str
-    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=1024)]
+    documents: Annotated[list[str | RankableDocument], Meta(min_length=1, max_length=1024)]

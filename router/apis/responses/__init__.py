@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, without memory: nothing of an answer is kept for a later request."""
+"""OpenAI's Responses API, stateless: no response is stored for a later request."""

@@ -1,8 +1,8 @@
-"""A chat completion as a response: a stream's frames as events, a whole answer at once. Pure.
+"""Translates a chat completion to a response: frames to events, a complete answer at once. Pure.
 
-Names are those of OpenAI's API reference, "The response object" and "Streaming events". The order
-is OpenAI's too: the response is created, items are added, filled and done one after the other, and
-the last event is the whole response. Each event has its number.
+Names are from OpenAI's API reference, "The response object" and "Streaming events", and so is the
+order: the response is created, items are added, filled and done one after the other, and the last
+event holds the whole response. Events are numbered.
 """
 
 from typing import Any, Final
@@ -10,94 +10,97 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from router.apis.responses.translate import Format, Reasoning, Wish
+from router.apis.responses.translate import ReasoningSettings, ResponsesRequest, TextFormat
 from router.dataplane import sse
-from router.dataplane.chunk import Choice, Delta, chunk_of
+from router.dataplane.chunk import ChunkChoice, ChunkDelta, decode_chunk
 
 EVENT: Final = b"event: "
 IN_PROGRESS: Final = "in_progress"
 INCOMPLETE: Final = "incomplete"
 COMPLETED: Final = "completed"
 
-_CUT: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
-"""Why an answer that is not whole is not, by its finish reason."""
+_INCOMPLETE_REASONS: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
+"""A response's reason to be incomplete, by the finish reason of its chat completion."""
 
-Told = tuple[str, dict[str, Any]]
-"""An event of an item: its name, and what it tells."""
+ItemEvent = tuple[str, dict[str, Any]]
+"""An event of an output item: its name and its fields."""
 
 
-class Function(msgspec.Struct, frozen=True):
-    """What a frame adds to a call."""
+class FunctionDelta(msgspec.Struct, frozen=True):
+    """The part of a function call that a frame adds."""
 
     name: str | None = None
     arguments: str | None = None
 
 
-class Call(msgspec.Struct, frozen=True):
-    """A call of a function, or a part of one."""
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """A tool call of a chat completion, or a part of one."""
 
     index: int = 0
     id: str | None = None
-    function: Function = Function()
+    function: FunctionDelta = FunctionDelta()
 
 
-_call: Final = msgspec.json.Decoder(Call)
+_TOOL_CALL: Final = msgspec.json.Decoder(ToolCallDelta)
 
 
-class Text:
-    """An item of text that is being said (`output_text`) or thought (`reasoning_text`)."""
+class TextItem:
+    """An output item of generated text: `output_text`, or `reasoning_text`."""
 
-    def __init__(self, kind: str, ending: str) -> None:
+    def __init__(self, kind: str, id_suffix: str) -> None:
         self.kind = kind
         self.text = ""
-        self.id = f"{'msg' if kind == 'output_text' else 'rs'}_{ending}"
+        self.id = f"{'msg' if kind == 'output_text' else 'rs'}_{id_suffix}"
 
-    def item(self, status: str) -> dict[str, Any]:
-        """Return the item as it is."""
+    def body(self, status: str) -> dict[str, Any]:
+        """Return the item as JSON."""
         content = [] if status == IN_PROGRESS else [self._part()]
         item: dict[str, Any] = {"id": self.id, "status": status, "content": content}
         if self.kind == "output_text":
             return {**item, "type": "message", "role": "assistant"}
         return {**item, "type": "reasoning", "summary": []}
 
-    def opening(self) -> list[Told]:
-        """Return the events that begin its content."""
+    def opening_events(self) -> list[ItemEvent]:
+        """Return the events that begin the item's content."""
         return [("content_part.added", {"content_index": 0, "part": self._part()})]
 
-    def adding(self, text: str) -> Told:
-        """Take more of it; return the event that tells of it."""
+    def append(self, text: str) -> ItemEvent:
+        """Add text; return its event."""
         self.text += text
-        return f"{self.kind}.delta", self._told({"content_index": 0, "delta": text})
+        return f"{self.kind}.delta", self._with_logprobs({"content_index": 0, "delta": text})
 
-    def closing(self) -> list[Told]:
-        """Return the events that end its content."""
+    def closing_events(self) -> list[ItemEvent]:
+        """Return the events that end the item's content."""
         return [
-            (f"{self.kind}.done", self._told({"content_index": 0, "text": self.text})),
+            (f"{self.kind}.done", self._with_logprobs({"content_index": 0, "text": self.text})),
             ("content_part.done", {"content_index": 0, "part": self._part()}),
         ]
 
     def _part(self) -> dict[str, Any]:
         part: dict[str, Any] = {"type": self.kind, "text": self.text}
-        return self._told({**part, "annotations": []} if self.kind == "output_text" else part)
+        if self.kind == "output_text":
+            part["annotations"] = []
+        return self._with_logprobs(part)
 
-    def _told(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def _with_logprobs(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Add the empty list that the reference requires for output text."""
         return {**fields, "logprobs": []} if self.kind == "output_text" else fields
 
 
-class Calling:
-    """A call of a function whose arguments are being written."""
+class FunctionCallItem:
+    """An output item of a function call whose arguments are being generated."""
 
     kind = "function_call"
 
-    def __init__(self, call: Call, ending: str) -> None:
+    def __init__(self, call: ToolCallDelta, id_suffix: str) -> None:
         self.index = call.index
-        self.id = f"fc_{ending}"
-        self._call_id = call.id or f"call_{ending}"
+        self.id = f"fc_{id_suffix}"
+        self._call_id = call.id or f"call_{id_suffix}"
         self._name = call.function.name or ""
         self._arguments = ""
 
-    def item(self, status: str) -> dict[str, Any]:
-        """Return the item as it is."""
+    def body(self, status: str) -> dict[str, Any]:
+        """Return the item as JSON."""
         return {
             "id": self.id,
             "type": self.kind,
@@ -107,155 +110,156 @@ class Calling:
             "arguments": self._arguments,
         }
 
-    def opening(self) -> list[Told]:
-        """Return nothing: a call has no parts."""
+    def opening_events(self) -> list[ItemEvent]:
+        """Return no events: a function call has no content parts."""
         return []
 
-    def adding(self, text: str) -> Told:
-        """Take more of its arguments; return the event that tells of it."""
+    def append(self, text: str) -> ItemEvent:
+        """Add a part of the arguments; return its event."""
         self._arguments += text
         return "function_call_arguments.delta", {"delta": text}
 
-    def closing(self) -> list[Told]:
-        """Return the event that ends its arguments."""
-        told = {"name": self._name, "arguments": self._arguments}
-        return [("function_call_arguments.done", told)]
+    def closing_events(self) -> list[ItemEvent]:
+        """Return the event that ends the arguments."""
+        fields = {"name": self._name, "arguments": self._arguments}
+        return [("function_call_arguments.done", fields)]
 
 
-class Events:
-    """One response and its events."""
+class ResponseEvents:
+    """Builds one response from chat completion frames or from one complete answer."""
 
     def __init__(self, response: dict[str, Any]) -> None:
-        """Begin with the response as `opened`."""
+        """Begin with the result of `new_response`."""
         self._response = response
-        self._number = 0
+        self._next_number = 0
         self._output: list[dict[str, Any]] = []
-        self._item: Text | Calling | None = None
+        self._item: TextItem | FunctionCallItem | None = None
         self._finish_reason: str | None = None
         self._usage: Any = None
 
-    def take(self, frame: bytes) -> bytes:
-        """Return the events that one frame amounts to; comments and events stay as they are."""
-        data = sse.data_of(frame)
+    def translate_frame(self, frame: bytes) -> bytes:
+        """Return the events of one frame; comments and frames that are events stay unchanged."""
+        data = sse.frame_data(frame)
         if not data or frame.startswith(EVENT):
             return frame
-        told = b"" if self._number else self._begun()
+        events = b"" if self._next_number else self._first_events()
         if data == b"[DONE]":
-            told += self._close(self._status())
-            response = self._ended()
-            return told + self._event(response["status"], {"response": response})
-        return told + (self._read(data) or b"")
+            events += self._close_item(self._status())
+            response = self._final_response()
+            return events + self._event(response["status"], {"response": response})
+        return events + (self._read_chunk(data) or b"")
 
-    def whole(self, body: bytes) -> bytes:
-        """Return the response that a whole answer amounts to."""
-        # Read as if it were one frame; nobody is told its events.
-        if self._read(body) is None:
-            raise ApiError(ErrorCode.UPSTREAM, "cannot answer: the replica's answer is no chat")
-        self._close(self._status())
-        return msgspec.json.encode(self._ended())
+    def translate_body(self, body: bytes) -> bytes:
+        """Return the response for a complete chat completion. Raises ApiError if it is none."""
+        # Read the body as one frame, and drop the events.
+        if self._read_chunk(body) is None:
+            raise ApiError(
+                ErrorCode.UPSTREAM, "cannot answer: the replica did not return a chat completion"
+            )
+        self._close_item(self._status())
+        return msgspec.json.encode(self._final_response())
 
     def failed(self, error: ApiError) -> bytes:
-        """Return the event that ends a response which is not whole."""
-        told = {"code": "server_error", "message": error.message}
-        output = [*self._output, *([self._item.item(INCOMPLETE)] if self._item else [])]
-        response = {**self._response, "status": "failed", "error": told, "output": output}
+        """Return the event that ends an incomplete response."""
+        error_body = {"code": "server_error", "message": error.message}
+        output = [*self._output, *([self._item.body(INCOMPLETE)] if self._item else [])]
+        response = {**self._response, "status": "failed", "error": error_body, "output": output}
         return self._event("failed", {"response": response})
 
-    def _begun(self) -> bytes:
-        """Return the events before anything is said."""
-        told = {"response": self._response}
-        return self._event("created", told) + self._event(IN_PROGRESS, told)
+    def _first_events(self) -> bytes:
+        fields = {"response": self._response}
+        return self._event("created", fields) + self._event(IN_PROGRESS, fields)
 
-    def _read(self, data: bytes) -> bytes | None:
-        """Tell of what one frame adds; None where it is none."""
-        chunk = chunk_of(data)
+    def _read_chunk(self, data: bytes) -> bytes | None:
+        """Return the events of a chunk's data; None if it is not a chunk."""
+        chunk = decode_chunk(data)
         if chunk is None:
             return None
-        choice = chunk.choices[0] if chunk.choices else Choice()
-        said = choice.delta or choice.message or Delta()
+        choice = chunk.choices[0] if chunk.choices else ChunkChoice()
+        delta = choice.delta or choice.message or ChunkDelta()
         try:
-            calls = [_call.decode(raw) for raw in said.tool_calls or ()]
+            calls = [_TOOL_CALL.decode(raw) for raw in delta.tool_calls or ()]
         except msgspec.DecodeError:
             return None
         self._usage = chunk.usage or self._usage
         self._finish_reason = choice.finish_reason or self._finish_reason
-        told = self._text("reasoning_text", said.reasoning_content)
-        told += self._text("output_text", said.content)
-        return told + b"".join([self._calls(call) for call in calls])
+        events = self._add_text("reasoning_text", delta.reasoning_content)
+        events += self._add_text("output_text", delta.content)
+        return events + b"".join([self._add_call(call) for call in calls])
 
-    def _text(self, kind: str, text: str | None) -> bytes:
+    def _add_text(self, kind: str, text: str | None) -> bytes:
         if not text:
             return b""
-        told = b""
+        events = b""
         if self._item is None or self._item.kind != kind:
-            told = self._open(Text(kind, self._ending()))
-        return told + self._add(text)
+            events = self._open_item(TextItem(kind, self._id_suffix()))
+        return events + self._append(text)
 
-    def _calls(self, call: Call) -> bytes:
-        told, item = b"", self._item
-        if not isinstance(item, Calling) or item.index != call.index:
+    def _add_call(self, call: ToolCallDelta) -> bytes:
+        events, item = b"", self._item
+        if not isinstance(item, FunctionCallItem) or item.index != call.index:
             if not call.function.name:
-                # Nothing is left of a call but its end.
+                # The end of a call that is complete already.
                 return b""
-            told = self._open(Calling(call, self._ending()))
-        return told + self._add(call.function.arguments) if call.function.arguments else told
+            events = self._open_item(FunctionCallItem(call, self._id_suffix()))
+        return events + self._append(call.function.arguments) if call.function.arguments else events
 
-    def _ending(self) -> str:
-        """Return how the id of the next item ends: in where it stands."""
+    def _id_suffix(self) -> str:
+        """Return the suffix of the next item's id: the response's id and the item's position."""
         return f"{self._response['id']}_{len(self._output) + (self._item is not None)}"
 
-    def _open(self, item: Text | Calling) -> bytes:
-        """End the item that was being filled and begin the next."""
-        told = self._close(COMPLETED)
+    def _open_item(self, item: TextItem | FunctionCallItem) -> bytes:
+        """Close the current item and begin `item`; return the events."""
+        events = self._close_item(COMPLETED)
         self._item = item
-        told += self._of_output("output_item.added", {"item": item.item(IN_PROGRESS)})
-        return told + b"".join([self._of_item(*event) for event in item.opening()])
+        events += self._output_event("output_item.added", {"item": item.body(IN_PROGRESS)})
+        return events + b"".join([self._item_event(*event) for event in item.opening_events()])
 
-    def _add(self, text: str) -> bytes:
+    def _append(self, text: str) -> bytes:
         assert self._item is not None
-        return self._of_item(*self._item.adding(text))
+        return self._item_event(*self._item.append(text))
 
-    def _close(self, status: str) -> bytes:
+    def _close_item(self, status: str) -> bytes:
         item = self._item
         if item is None:
             return b""
-        told = b"".join([self._of_item(*event) for event in item.closing()])
-        done = item.item(status)
-        told += self._of_output("output_item.done", {"item": done})
-        self._output.append(done)
+        events = b"".join([self._item_event(*event) for event in item.closing_events()])
+        body = item.body(status)
+        events += self._output_event("output_item.done", {"item": body})
+        self._output.append(body)
         self._item = None
-        return told
+        return events
 
     def _status(self) -> str:
-        return INCOMPLETE if self._finish_reason in _CUT else COMPLETED
+        return INCOMPLETE if self._finish_reason in _INCOMPLETE_REASONS else COMPLETED
 
-    def _ended(self) -> dict[str, Any]:
-        """Return the response with all that was said."""
-        reason = _CUT.get(self._finish_reason or "")
+    def _final_response(self) -> dict[str, Any]:
+        reason = _INCOMPLETE_REASONS.get(self._finish_reason or "")
         return {
             **self._response,
             "status": self._status(),
             "incomplete_details": {"reason": reason} if reason else None,
             "output": self._output,
-            "usage": _usage(self._usage),
+            "usage": _translate_usage(self._usage),
         }
 
-    def _of_output(self, name: str, fields: dict[str, Any]) -> bytes:
+    def _output_event(self, name: str, fields: dict[str, Any]) -> bytes:
         return self._event(name, {"output_index": len(self._output), **fields})
 
-    def _of_item(self, name: str, fields: dict[str, Any]) -> bytes:
+    def _item_event(self, name: str, fields: dict[str, Any]) -> bytes:
         assert self._item is not None
-        return self._of_output(name, {"item_id": self._item.id, **fields})
+        return self._output_event(name, {"item_id": self._item.id, **fields})
 
     def _event(self, name: str, fields: dict[str, Any]) -> bytes:
-        body = {"type": f"response.{name}", "sequence_number": self._number, **fields}
-        self._number += 1
+        body = {"type": f"response.{name}", "sequence_number": self._next_number, **fields}
+        self._next_number += 1
         return b"event: response.%b\n%b" % (name.encode(), sse.data_frame(body))
 
 
-def opened(wish: Wish, response_id: str, created_at: int) -> dict[str, Any]:
-    """Return the response as it is before anything was said."""
-    wanted = (wish.text and wish.text.format) or Format()
+def new_response(request: ResponsesRequest, response_id: str, created_at: int) -> dict[str, Any]:
+    """Return the response to `request` before anything is generated."""
+    text_format = (request.text and request.text.format) or TextFormat()
+    is_schema = text_format.type == "json_schema"
     return {
         "id": response_id,
         "object": "response",
@@ -264,37 +268,37 @@ def opened(wish: Wish, response_id: str, created_at: int) -> dict[str, Any]:
         "background": False,
         "error": None,
         "incomplete_details": None,
-        "instructions": wish.instructions,
-        "max_output_tokens": wish.max_output_tokens,
-        "metadata": wish.metadata or {},
-        "model": wish.model,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "model": request.model,
         "output": [],
-        "parallel_tool_calls": wish.parallel_tool_calls is not False,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": wish.reasoning or Reasoning(),
+        "reasoning": request.reasoning or ReasoningSettings(),
         "store": False,
-        "temperature": 1.0 if wish.temperature is None else wish.temperature,
-        # A name and a schema belong to one kind alone.
-        "text": {"format": wanted if wanted.type == "json_schema" else {"type": wanted.type}},
-        "tool_choice": wish.tool_choice or "auto",
-        "tools": wish.tools or [],
-        "top_p": 1.0 if wish.top_p is None else wish.top_p,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        # Only this format has a name and a schema.
+        "text": {"format": text_format if is_schema else {"type": text_format.type}},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": request.tools or [],
+        "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",
         "usage": None,
-        "user": wish.user,
+        "user": request.user,
     }
 
 
-def _usage(usage: Any) -> dict[str, Any] | None:
+def _translate_usage(usage: Any) -> dict[str, Any] | None:
     if not isinstance(usage, dict):
         return None
     prompt, output = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": output,
-        "output_tokens_details": {"reasoning_tokens": thought},
+        "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": prompt + output,
     }

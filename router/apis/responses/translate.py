@@ -1,7 +1,7 @@
-"""From a Responses body to a chat completion's, which the corridor and the engines speak. Pure.
+"""Translates a Responses request to a chat completion request, which engines understand. Pure.
 
-Field names are those of OpenAI's API reference, "Responses". What would need memory of earlier
-requests, or tools that run here, is refused in words.
+Field names are from OpenAI's API reference, "Responses". A request that needs stored responses, or
+tools that would run in the router, is refused.
 """
 
 from typing import Annotated, Any, Final, Literal
@@ -10,24 +10,30 @@ import msgspec
 from msgspec import Meta
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from router.apis.openai.schema import ModelField, Options, Share, Temperature, TokenCount
+from router.apis.openai.schema import (
+    Fraction,
+    ModelField,
+    RouterOptions,
+    Temperature,
+    TokenCount,
+)
 
 ITEMS_MAX: Final = 10_000
 
 
-class Part(msgspec.Struct, frozen=True):
-    """A part of an item's content; only text is taken."""
+class ContentPart(msgspec.Struct, frozen=True):
+    """A part of an input item's content; only text is accepted."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
-Content = str | Annotated[list[Part], Meta(max_length=1024)]
+Content = str | Annotated[list[ContentPart], Meta(max_length=1024)]
 
 
-class Item(msgspec.Struct, frozen=True):
-    """One item of the input: a message, a call of a function, or what the function gave."""
+class InputItem(msgspec.Struct, frozen=True):
+    """One item of the input: a message, a function call, or the output of a function."""
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] = "user"
@@ -38,7 +44,7 @@ class Item(msgspec.Struct, frozen=True):
     output: Content = ""
 
 
-class Tool(msgspec.Struct, frozen=True):
+class FunctionTool(msgspec.Struct, frozen=True):
     """A function that the model may call."""
 
     type: str
@@ -48,15 +54,15 @@ class Tool(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
-class Named(msgspec.Struct, frozen=True):
-    """The one function to call."""
+class NamedToolChoice(msgspec.Struct, frozen=True):
+    """The one function that the model must call."""
 
     type: Literal["function"]
     name: str
 
 
-class Format(msgspec.Struct, frozen=True):
-    """What the text is to be."""
+class TextFormat(msgspec.Struct, frozen=True):
+    """The format of the generated text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = "answer"
@@ -65,40 +71,40 @@ class Format(msgspec.Struct, frozen=True):
     description: str | None = None
 
 
-class TextWish(msgspec.Struct, frozen=True):
-    """How the text is wanted."""
+class TextSettings(msgspec.Struct, frozen=True):
+    """`text`: the format of the generated text."""
 
-    format: Format | None = None
+    format: TextFormat | None = None
     verbosity: str | None = None
 
 
-class Reasoning(msgspec.Struct, frozen=True):
-    """How much a model that reasons should."""
+class ReasoningSettings(msgspec.Struct, frozen=True):
+    """`reasoning`: how much a reasoning model should reason."""
 
     effort: str | None = None
     summary: str | None = None
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /v1/responses`."""
 
     model: ModelField
-    input: str | Annotated[list[Item], Meta(min_length=1, max_length=ITEMS_MAX)]
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=ITEMS_MAX)]
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
     temperature: Temperature | None = None
-    top_p: Share | None = None
+    top_p: Fraction | None = None
     stream: bool | None = None
-    tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | Named | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    text: TextWish | None = None
-    reasoning: Reasoning | None = None
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-    options: Options | None = None
+    options: RouterOptions | None = None
 
-    # What cannot be served: see `_refuse`.
+    # Fields that are not supported: see `_refuse_unsupported`.
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
@@ -107,65 +113,71 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int | None = None
 
 
-WISH: Final = msgspec.json.Decoder(Wish)
+RESPONSES_REQUEST: Final = msgspec.json.Decoder(ResponsesRequest)
 
 
-def to_chat(wish: Wish) -> bytes:
-    """Return the body of the chat completion that asks for the same, or raise ApiError 400."""
-    _refuse(wish)
-    chat: dict[str, Any] = {"model": wish.model, "messages": _messages(wish)}
-    given = {
-        "max_tokens": wish.max_output_tokens,
-        "temperature": wish.temperature,
-        "top_p": wish.top_p,
-        "parallel_tool_calls": wish.parallel_tool_calls,
-        "options": wish.options,
+def to_chat(request: ResponsesRequest) -> bytes:
+    """Return the body of the equivalent chat completion request. Raises ApiError 400."""
+    _refuse_unsupported(request)
+    chat: dict[str, Any] = {"model": request.model, "messages": _messages(request)}
+    optional = {
+        "max_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "options": request.options,
     }
-    chat |= {name: value for name, value in given.items() if value is not None}
-    if wish.stream:
+    chat |= {name: value for name, value in optional.items() if value is not None}
+    if request.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
-    if wish.tools:
-        chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in wish.tools]
-    if isinstance(wish.tool_choice, Named):
-        chat["tool_choice"] = {"type": "function", "function": {"name": wish.tool_choice.name}}
-    elif wish.tool_choice is not None:
-        chat["tool_choice"] = wish.tool_choice
-    if wish.text is not None and wish.text.format is not None:
-        chat["response_format"] = _response_format(wish.text.format)
-    if wish.reasoning is not None and wish.reasoning.effort is not None:
-        chat["reasoning_effort"] = wish.reasoning.effort
+    if request.tools:
+        chat["tools"] = [
+            {"type": "function", "function": _function(tool)} for tool in request.tools
+        ]
+    if isinstance(request.tool_choice, NamedToolChoice):
+        chat["tool_choice"] = {"type": "function", "function": {"name": request.tool_choice.name}}
+    elif request.tool_choice is not None:
+        chat["tool_choice"] = request.tool_choice
+    if request.text is not None and request.text.format is not None:
+        chat["response_format"] = _response_format(request.text.format)
+    if request.reasoning is not None and request.reasoning.effort is not None:
+        chat["reasoning_effort"] = request.reasoning.effort
     return msgspec.json.encode(chat)
 
 
-def _refuse(wish: Wish) -> None:
-    """Raise ApiError 400 for what needs memory, or what runs elsewhere than in the engine."""
-    refusals = {
-        "previous_response_id": "no response is stored: send the earlier items as input",
-        "conversation": "no conversation is stored: send its items as input",
-        "prompt": "no prompt is stored: send its text as instructions",
-        "background": "a response is not stored for later: ask with stream",
-        "top_logprobs": "ask POST /v1/chat/completions for log probabilities",
+def _refuse_unsupported(request: ResponsesRequest) -> None:
+    """Raise ApiError 400 for fields that need stored responses or tools run by the router."""
+    unsupported = {
+        "previous_response_id": "responses are not stored: send the earlier items as 'input'",
+        "conversation": "conversations are not stored: send their items as 'input'",
+        "prompt": "prompts are not stored: send the text as 'instructions'",
+        "background": "responses are not stored: set 'stream' to true instead",
+        "top_logprobs": "use POST /v1/chat/completions for log probabilities",
     }
-    for field, why in refusals.items():
-        if getattr(wish, field):
-            raise _refused(field, f"cannot use {field}: {why}")
-    if wish.truncation == "auto":
-        raise _refused("truncation", "cannot use truncation auto: send what fits the context")
-    for tool in wish.tools or ():
+    for field, reason in unsupported.items():
+        if getattr(request, field):
+            raise _invalid_field(field, reason)
+    if request.truncation == "auto":
+        raise _invalid_field(
+            "truncation", "'auto' is not supported: send an input that fits the context"
+        )
+    for tool in request.tools or ():
         if tool.type != "function":
-            raise _refused("tools", f"cannot use the tool {tool.type[:60]!r}: only functions")
+            raise _invalid_field(
+                "tools", f"type {tool.type[:60]!r} is not supported, only 'function'"
+            )
         if not tool.name:
-            raise _refused("tools", "cannot use a function without a name: it stands beside type")
+            raise _invalid_field("tools", "a function needs a 'name', beside its 'type'")
 
 
-def _messages(wish: Wish) -> list[dict[str, Any]]:
-    """Return the input as messages of a chat."""
+def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
+    """Return the input as chat messages."""
     messages: list[dict[str, Any]] = []
-    if wish.instructions:
-        messages.append({"role": "system", "content": wish.instructions})
-    if isinstance(wish.input, str):
-        return [*messages, {"role": "user", "content": wish.input}]
-    for item in wish.input:
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        return [*messages, {"role": "user", "content": request.input}]
+    for item in request.input:
         if item.type == "message":
             messages.append({"role": item.role, "content": _text(item.content or "")})
         elif item.type == "function_call":
@@ -175,10 +187,10 @@ def _messages(wish: Wish) -> list[dict[str, Any]]:
                 messages.append({"role": "assistant", "content": None})
             messages[-1].setdefault("tool_calls", []).append(call)
         elif item.type == "function_call_output":
-            told = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
-            messages.append(told)
+            content = _text(item.output)
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         elif item.type != "reasoning":
-            raise _refused("input", f"cannot read an item of type {item.type[:60]!r}")
+            raise _invalid_field("input", f"items of type {item.type[:60]!r} are not supported")
     return messages
 
 
@@ -187,28 +199,30 @@ def _text(content: Content) -> str:
         return content
     for part in content:
         if part.text is None and part.refusal is None:
-            raise _refused("input", f"cannot read a part of type {part.type[:60]!r}: only text")
+            raise _invalid_field(
+                "input", f"parts of type {part.type[:60]!r} are not supported, only text"
+            )
     return "".join(part.text or part.refusal or "" for part in content)
 
 
-def _function(tool: Tool) -> dict[str, Any]:
-    given = {
+def _function(tool: FunctionTool) -> dict[str, Any]:
+    fields = {
         "name": tool.name,
         "description": tool.description,
         "parameters": tool.parameters,
         "strict": tool.strict,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-def _response_format(wanted: Format) -> dict[str, Any]:
-    if wanted.type != "json_schema":
-        return {"type": wanted.type}
-    schema: dict[str, Any] = {"name": wanted.name, "schema": wanted.schema or {}}
-    if wanted.strict is not None:
-        schema["strict"] = wanted.strict
+def _response_format(text_format: TextFormat) -> dict[str, Any]:
+    if text_format.type != "json_schema":
+        return {"type": text_format.type}
+    schema: dict[str, Any] = {"name": text_format.name, "schema": text_format.schema or {}}
+    if text_format.strict is not None:
+        schema["strict"] = text_format.strict
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _refused(param: str, message: str) -> ApiError:
-    return ApiError(ErrorCode.INVALID_REQUEST, message, param=param)
+def _invalid_field(field: str, reason: str) -> ApiError:
+    return ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field '{field}': {reason}", param=field)

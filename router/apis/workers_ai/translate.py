@@ -1,9 +1,9 @@
-"""Between Workers AI's bodies and OpenAI's, which the corridor and the engines speak. Pure.
+"""Translates between Workers AI's bodies and OpenAI's, which engines understand. Pure.
 
 Field names and frames are those of Cloudflare's REST API reference, "Execute AI model".
 """
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -15,189 +15,198 @@ from router.apis.openai.schema import (
     COMPLETIONS_PATH,
     EMBEDDINGS_PATH,
     RERANK_PATH,
-    Document,
-    Options,
+    RankableDocument,
+    RouterOptions,
 )
 from router.dataplane import sse
-from router.dataplane.chunk import Choice, Delta, chunk_of
+from router.dataplane.chunk import ChunkChoice, ChunkDelta, decode_chunk
 
 ERROR_EVENT: Final = b"event: error\n"
-MAX_TOKENS_USUAL: Final = 256
-"""What Workers AI puts out where a request does not say."""
+MAX_TOKENS_DEFAULT: Final = 256
+"""The limit of Workers AI for requests that set none."""
 
-_PASSED: Final = (
+_COPIED: Final = (
     *("temperature", "top_p", "top_k", "seed", "repetition_penalty", "frequency_penalty"),
     *("presence_penalty", "response_format", "tool_choice"),
 )
+"""Fields that are the same in both formats."""
 
 
-class Format(msgspec.Struct, frozen=True):
-    """What an answer is to be."""
+class RunResponseFormat(msgspec.Struct, frozen=True):
+    """`response_format`: the format of the generated text."""
 
     type: str = "text"
 
 
 class RunRequest(msgspec.Struct, frozen=True):
-    """What `/ai/run` takes: a prompt, messages, texts to embed, or a query with texts to rank.
+    """`/ai/run`: a prompt, messages, texts to embed, or a query with texts to rank.
 
-    The rest goes on as it is.
+    Other fields are copied to the OpenAI request.
     """
 
     prompt: Annotated[str, Meta(min_length=1)] | None = None
     messages: list[msgspec.Raw] | None = None
     text: str | Annotated[list[str], Meta(min_length=1, max_length=2048)] | None = None
     query: Annotated[str, Meta(min_length=1)] | None = None
-    contexts: Annotated[list[Document], Meta(min_length=1, max_length=1024)] | None = None
+    contexts: Annotated[list[RankableDocument], Meta(min_length=1, max_length=1024)] | None = None
     top_k: int | None = None
-    response_format: Format | None = None
+    response_format: RunResponseFormat | None = None
     lora: str | None = None
     stream: bool = False
     raw: bool = False
     max_tokens: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
     tools: list[dict[str, Any]] | None = None
-    options: Options | None = None
+    options: RouterOptions | None = None
 
 
-_run: Final = msgspec.json.Decoder(RunRequest)
-_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+class OpenAiCall(NamedTuple):
+    """The OpenAI path and body of a translated request; `is_json` if the answer is a JSON value."""
+
+    path: str
+    body: bytes
+    is_json: bool
 
 
-def to_openai(body: bytes, model: str) -> tuple[str, bytes, bool]:
-    """Return the OpenAI path and body that ask for the same, and whether for a JSON value.
+_RUN: Final = msgspec.json.Decoder(RunRequest)
+_FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
-    Raises ApiError 400.
-    """
-    run = decode(body, _run)
-    _check(run, model)
+
+def to_openai(body: bytes, model: str) -> OpenAiCall:
+    """Return the equivalent OpenAI request. Raises ApiError 400."""
+    run = decode(body, _RUN)
+    _check(run)
     if run.text is not None:
-        asked: dict[str, Any] = {"model": model, "input": run.text}
-        return EMBEDDINGS_PATH, msgspec.json.encode(asked), False
+        embedding = {"model": model, "input": run.text}
+        return OpenAiCall(EMBEDDINGS_PATH, msgspec.json.encode(embedding), is_json=False)
     if run.query is not None:
-        asked = {"model": model, "query": run.query, "documents": run.contexts}
+        reranking: dict[str, Any] = {"model": model, "query": run.query, "documents": run.contexts}
         if run.top_k is not None:
-            asked["top_n"] = run.top_k
-        return RERANK_PATH, msgspec.json.encode(asked), False
-    sent = _fields.decode(body)
-    asked = {name: sent[name] for name in _PASSED if name in sent}
-    asked |= {"model": model, "max_tokens": run.max_tokens or MAX_TOKENS_USUAL}
+            reranking["top_n"] = run.top_k
+        return OpenAiCall(RERANK_PATH, msgspec.json.encode(reranking), is_json=False)
+    sent = _FIELDS.decode(body)
+    fields: dict[str, Any] = {name: sent[name] for name in _COPIED if name in sent}
+    fields |= {"model": model, "max_tokens": run.max_tokens or MAX_TOKENS_DEFAULT}
     if run.options is not None:
-        asked["options"] = run.options
+        fields["options"] = run.options
     if run.stream:
-        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
     if run.tools:
-        asked["tools"] = [_tool(tool) for tool in run.tools]
+        fields["tools"] = [_openai_tool(tool) for tool in run.tools]
     is_json = run.response_format is not None and run.response_format.type != "text"
     if run.raw and run.prompt is not None:
-        return COMPLETIONS_PATH, msgspec.json.encode({**asked, "prompt": run.prompt}), is_json
-    user = [{"role": "user", "content": run.prompt}]
-    chat = {**asked, "messages": run.messages or user}
-    return CHAT_PATH, msgspec.json.encode(chat), is_json
+        completion = msgspec.json.encode({**fields, "prompt": run.prompt})
+        return OpenAiCall(COMPLETIONS_PATH, completion, is_json)
+    prompt_message = [{"role": "user", "content": run.prompt}]
+    chat = msgspec.json.encode({**fields, "messages": run.messages or prompt_message})
+    return OpenAiCall(CHAT_PATH, chat, is_json)
 
 
-def _check(run: RunRequest, model: str) -> None:
-    """Raise ApiError 400 where a request is not for one thing, or for what there is not."""
-    kinds = ("prompt", "messages", "text", "query")
-    given = [name for name in kinds if getattr(run, name) is not None]
+def _check(run: RunRequest) -> None:
+    """Raise ApiError 400 if a request has no single task, or uses what is not supported."""
+    tasks = ("prompt", "messages", "text", "query")
+    given = [f"'{name}'" for name in tasks if getattr(run, name) is not None]
     if len(given) != 1:
-        told = f"{' and '.join(given)} are given" if given else "none is given"
-        wrong = f"give one of prompt, messages, text and query; {told}"
-    elif run.query is not None and run.contexts is None:
-        wrong = "a query needs contexts, the texts to rank"
-    elif run.lora:
-        wrong = "lora names an adapter, and none is offered"
-    else:
-        return
-    raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot run {model}: {wrong}")
+        found = f"it has {' and '.join(given)}" if given else "it has none"
+        reason = f"it needs exactly one of 'prompt', 'messages', 'text' and 'query'; {found}"
+        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use the request body: {reason}")
+    if run.query is not None and run.contexts is None:
+        reason = "it needs field 'contexts' with the texts to rank"
+        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field 'query': {reason}")
+    if run.lora:
+        reason = "LoRA adapters are not supported"
+        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field 'lora': {reason}")
 
 
-def whole_of(body: bytes, *, is_json: bool) -> bytes:
-    """Write a whole OpenAI answer as one of this surface."""
+def translate_body(body: bytes, *, is_json: bool) -> bytes:
+    """Translate a complete OpenAI response."""
     result = result_of(body, is_json=is_json)
     return msgspec.json.encode({"result": result, "success": True, "errors": [], "messages": []})
 
 
-def refusal_of(body: bytes) -> bytes:
-    """Write a replica's refusal of the request, which comes in OpenAI's shape."""
+def translate_refusal(body: bytes) -> bytes:
+    """Translate a replica's error response, which has OpenAI's format."""
     error = msgspec.json.decode(body)["error"]
-    told = error if isinstance(error, dict) else {"message": error}
-    known = {one.value: one for one in ErrorCode}
-    meaning = MEANINGS[known.get(str(told.get("code")), ErrorCode.INVALID_REQUEST)]
-    return error_envelope(str(told.get("message"))[:400], meaning.number)
+    fields = error if isinstance(error, dict) else {"message": error}
+    codes = {code.value: code for code in ErrorCode}
+    meaning = MEANINGS[codes.get(str(fields.get("code")), ErrorCode.INVALID_REQUEST)]
+    return encode_error_envelope(str(fields.get("message"))[:400], meaning.number)
 
 
-def error_event(error: ApiError) -> bytes:
-    """Write an error within a stream, in a frame that `frame_of` leaves as it is."""
-    return ERROR_EVENT + b"data: " + error_envelope(error.message, error.meaning.number) + b"\n\n"
+def encode_error_event(error: ApiError) -> bytes:
+    """Encode an error within a stream, as an event that `translate_frame` leaves unchanged."""
+    envelope = encode_error_envelope(error.message, error.meaning.number)
+    return ERROR_EVENT + b"data: " + envelope + b"\n\n"
 
 
 def result_of(body: bytes, *, is_json: bool = False) -> dict[str, Any]:
-    """Return the `result` that a whole OpenAI answer amounts to.
+    """Return the `result` of a complete OpenAI response.
 
-    With `is_json` its text comes as the value it is; one cut short stays text.
+    With `is_json` its text is returned as a JSON value; text that is not valid JSON stays text.
     """
     answer: dict[str, Any] = msgspec.json.decode(body)
     if "results" in answer:
-        ranked = [
-            {"id": one["index"], "score": one["relevance_score"]} for one in answer["results"]
+        ranking = [
+            {"id": ranked["index"], "score": ranked["relevance_score"]}
+            for ranked in answer["results"]
         ]
-        return {"response": ranked}
+        return {"response": ranking}
     if answer.get("object") == "list":
-        vectors = [one["embedding"] for one in answer["data"]]
+        vectors = [item["embedding"] for item in answer["data"]]
         return {"shape": [len(vectors), len(vectors[0]) if vectors else 0], "data": vectors}
     choice = (answer.get("choices") or [{}])[0]
     message = choice.get("message") or {}
     text = message.get("content")
     if text is None:
         text = choice.get("text") or ""
-    result: dict[str, Any] = {"response": _value_of(text) if is_json else text}
+    result: dict[str, Any] = {"response": _json_value(text) if is_json else text}
     if message.get("tool_calls"):
-        result["tool_calls"] = [_call(call["function"]) for call in message["tool_calls"]]
+        result["tool_calls"] = [_run_tool_call(call["function"]) for call in message["tool_calls"]]
     if answer.get("usage"):
         result["usage"] = answer["usage"]
     return result
 
 
-def frame_of(frame: bytes) -> bytes:
-    """Return what one OpenAI frame is on this surface; comments, `[DONE]` and what is none stay."""
-    data = sse.data_of(frame)
+def translate_frame(frame: bytes) -> bytes:
+    """Translate one OpenAI frame; comments, `[DONE]` and unknown frames stay unchanged."""
+    data = sse.frame_data(frame)
     if not data or data == b"[DONE]" or frame.startswith(ERROR_EVENT):
         return frame
-    chunk = chunk_of(data)
+    chunk = decode_chunk(data)
     if chunk is None:
         return frame
-    choice = chunk.choices[0] if chunk.choices else Choice()
-    delta = choice.delta or Delta()
-    told: dict[str, Any] = {"response": delta.content or choice.text or ""}
+    choice = chunk.choices[0] if chunk.choices else ChunkChoice()
+    delta = choice.delta or ChunkDelta()
+    fields: dict[str, Any] = {"response": delta.content or choice.text or ""}
     if delta.tool_calls:
-        told["tool_calls"] = delta.tool_calls
+        fields["tool_calls"] = delta.tool_calls
     if choice.finish_reason:
-        told["finish_reason"] = choice.finish_reason
+        fields["finish_reason"] = choice.finish_reason
     if chunk.usage:
-        told["usage"] = chunk.usage
-    return sse.data_frame(told) if told != {"response": ""} else b""
+        fields["usage"] = chunk.usage
+    return sse.data_frame(fields) if fields != {"response": ""} else b""
 
 
-def error_envelope(message: str, number: int) -> bytes:
-    """Write an error; `number` is what a program should look at."""
+def encode_error_envelope(message: str, number: int) -> bytes:
+    """Encode an error; clients tell errors apart by `number`."""
     errors = [{"code": number, "message": f"AiError: {message}"}]
     return msgspec.json.encode({"result": None, "success": False, "errors": errors, "messages": []})
 
 
-def _value_of(text: str) -> Any:
-    """Return the value that a text of JSON is, else the text."""
+def _json_value(text: str) -> Any:
+    """Return the value of a JSON text, or the text itself if it is not JSON."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return text
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool in OpenAI's envelope; Workers AI takes it flat too."""
+def _openai_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool in OpenAI's envelope, which Workers AI allows to be omitted."""
     return tool if "function" in tool else {"type": "function", "function": tool}
 
 
-def _call(function: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as an object, as Workers AI gives them."""
+def _run_tool_call(function: dict[str, Any]) -> dict[str, Any]:
+    """Return a function call with its arguments as an object, as Workers AI does."""
     try:
         arguments = msgspec.json.decode(function.get("arguments") or "{}")
     except msgspec.DecodeError:

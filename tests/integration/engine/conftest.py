@@ -145,7 +145,7 @@ async def client(engine: EngineProcess, tmp_path: Path) -> AsyncIterator[openai.
     patient: dict[str, Any] = {"first_byte_timeout_s": 60.0, "stream_idle_timeout_s": 30.0}
     async with a_bench(tmp_path, [node], **patient) as bench:
         table = a_table([a_route(node)], generation=2, keys=[a_key()], names=("smollm2",))
-        bench.house.fleet.adopt(table)
+        bench.app.fleet.adopt(table)
         async with openai.AsyncOpenAI(
             base_url=f"{bench.url}/v1",
             api_key=KEY,

@@ -1,1 +1,1 @@
-"""The router over real sockets, before nodes that misbehave on request."""
+"""The router over real sockets, with fake nodes whose faults are configurable."""

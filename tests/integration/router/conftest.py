@@ -1,4 +1,4 @@
-"""What the router's tests run on."""
+"""The event loop of the router's integration tests."""
 
 import asyncio
 from collections.abc import Callable, Mapping

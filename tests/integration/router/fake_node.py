@@ -1,4 +1,4 @@
-"""A node for tests: numbered tokens ("t0 t1 ..."), and every fault on request."""
+"""A fake node for tests: it generates numbered tokens ("t0 t1 ...") and has configurable faults."""
 
 import asyncio
 import json
@@ -13,7 +13,13 @@ from isochrone.wire import headers
 
 
 class FakeNode:
-    """One node. Its fields are its behaviour; change them at any time."""
+    """One node. Its attributes define its behaviour and may be changed at any time.
+
+    - `cut_at`, `hang_at`, `error_at`: the token at which a stream breaks, stalls or fails.
+    - `refuse`: the reason in its refusals. `handed_off_to`: the replica that it names as answering.
+    - `resumes`: how it says that it continues a text; empty if it cannot.
+    - `splits_bytes`: send a stream byte by byte. `filler` is added to each token.
+    """
 
     def __init__(self, name: str = "n1", pop: str = "ams") -> None:
         self.name = name
@@ -30,15 +36,15 @@ class FakeNode:
         self.plain_garbage = False
         self.resumes = ""
         self.filler = ""
-        self.shreds = False
+        self.splits_bytes = False
         self.sent = 0
         self.error_at: int | None = None
         self.cached_tokens: int | None = 3
         self.load = ""
-        self.passed = ""
+        self.handed_off_to = ""
         self.disowned: set[str] = set()
         self.bodies: list[bytes] = []
-        self.seen: list[dict[str, str]] = []
+        self.request_headers: list[dict[str, str]] = []
         self.running = 0
         self.running_max = 0
         self.cancelled = 0
@@ -46,23 +52,23 @@ class FakeNode:
 
     @property
     def address(self) -> str:
-        """Where the router finds it."""
+        """The address in its routes."""
         return f"127.0.0.1:{self.port}"
 
     @property
-    def asked(self) -> int:
-        """How many requests came."""
+    def requests(self) -> int:
+        """The number of requests received."""
         return len(self.bodies)
 
     async def note(self) -> None:
-        """Tell who waits that something changed."""
+        """Wake the tests that wait in `until`."""
         async with self.changed:
             self.changed.notify_all()
 
-    async def until(self, holds: Any, timeout_s: float = 30.0) -> None:
-        """Wait until `holds()`."""
+    async def until(self, condition: Any, timeout_s: float = 30.0) -> None:
+        """Wait until `condition()` is true."""
         async with asyncio.timeout(timeout_s), self.changed:
-            await self.changed.wait_for(holds)
+            await self.changed.wait_for(condition)
 
     async def ping(self, request: web.Request) -> web.Response:
         """Answer a probe."""
@@ -71,10 +77,10 @@ class FakeNode:
         return web.Response(status=204)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request as the faults say."""
+        """Answer a request, with the configured faults."""
         body = await request.read()
         self.bodies.append(body)
-        self.seen.append(dict(request.headers))
+        self.request_headers.append(dict(request.headers))
         self.running += 1
         self.running_max = max(self.running, self.running_max)
         await self.note()
@@ -89,8 +95,8 @@ class FakeNode:
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         extra = {headers.LOAD: self.load} if self.load else {}
-        if self.passed:
-            extra[headers.HANDOFF_REPLICA] = self.passed
+        if self.handed_off_to:
+            extra[headers.HANDOFF_REPLICA] = self.handed_off_to
         if headers.GENERATED_TOKENS in request.headers and self.resumes:
             extra[headers.RESUMED] = self.resumes
         if self.refuse:
@@ -122,7 +128,9 @@ class FakeNode:
 
         async def send(data: object) -> None:
             frame = b"data: " + json.dumps(data).encode() + b"\n\n"
-            for piece in [frame[n : n + 1] for n in range(len(frame))] if self.shreds else [frame]:
+            for piece in (
+                [frame[n : n + 1] for n in range(len(frame))] if self.splits_bytes else [frame]
+            ):
                 await response.write(piece)
             self.sent += 1
 
@@ -131,8 +139,8 @@ class FakeNode:
         await send({**head, "choices": [first]})
         begin = 0
         if request.headers.get(headers.GENERATED_TOKENS) and self.resumes:
-            said = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
-            begin = int(said.split()[-1][1:]) + 1
+            generated = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
+            begin = int(generated.split()[-1][1:]) + 1
         for n in range(begin, begin + count):
             if n == self.cut_at:
                 assert request.transport is not None

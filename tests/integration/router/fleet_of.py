@@ -1,4 +1,4 @@
-"""Tables, identities and routers for tests."""
+"""Route tables, identities and running routers for tests."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,17 +24,17 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.keys import format_key, parse_key
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, KeyLimits, Pop, Route, RouteTable
-from router.app import House, open_house
+from router.app import RouterApp, open_router
 from router.config import RouterConfig
 from tests.integration.router.fake_node import FakeNode, open_node
 
 CLUSTER = ClusterId("c-1")
 KEY = format_key(KeyId("k" * 12), b"\x01" * 32)
-PLACES = {"ams": (52.3, 4.8), "iad": (38.9, -77.4), "sin": (1.36, 103.9)}
+COORDINATES = {"ams": (52.3, 4.8), "iad": (38.9, -77.4), "sin": (1.36, 103.9)}
 
 
 def a_key(text: str = KEY, **fields: Any) -> KeyEntry:
-    """Return the table's entry of a key."""
+    """Return the route table's entry of an API key."""
     parsed = parse_key(text)
     assert parsed is not None
     return KeyEntry(key_id=parsed[0], secret_sha256=parsed[1], tenant_id=TenantId("acme"), **fields)
@@ -64,8 +64,8 @@ def a_table(
 ) -> RouteTable:
     """Return a table over one deployment called `tiny`."""
     pops = [
-        Pop(pop=PopId(name), city=name, country="XX", latitude=at[0], longitude=at[1])
-        for name, at in sorted(PLACES.items())
+        Pop(pop=PopId(name), city=name, country="XX", latitude=position[0], longitude=position[1])
+        for name, position in sorted(COORDINATES.items())
     ]
     return RouteTable(
         cluster_id=CLUSTER,
@@ -87,7 +87,7 @@ def a_table(
 
 
 def an_identity(folder: Path, pop: str = "ams") -> Identity:
-    """Return a router's papers, of an authority made on the spot."""
+    """Return a router's identity, issued by a new certificate authority."""
     now = datetime.now(UTC)
     authority = Authority.create(folder / "authority", "test", now)
     key_pem = new_key_pem()
@@ -133,18 +133,18 @@ def a_config(folder: Path, **fields: Any) -> RouterConfig:
 
 
 class Bench:
-    """A running router, its nodes, and an HTTP client that holds the right key."""
+    """A running router, its nodes, and an HTTP client with a valid key."""
 
     def __init__(
-        self, house: House, nodes: Sequence[FakeNode], http: aiohttp.ClientSession
+        self, app: RouterApp, nodes: Sequence[FakeNode], http: aiohttp.ClientSession
     ) -> None:
-        self.house = house
+        self.app = app
         self.nodes = nodes
         self.http = http
-        self.url = f"http://127.0.0.1:{house.port}"
+        self.url = f"http://127.0.0.1:{app.port}"
 
     def chat(self, content: str = "hello", **fields: Any) -> Any:
-        """Begin a chat; use as a context manager."""
+        """Send a chat request; use the result as a context manager."""
         headers = fields.pop("headers", {})
         body = {"model": "tiny", "messages": [{"role": "user", "content": content}], **fields}
         return self.http.post(f"{self.url}/v1/chat/completions", json=body, headers=headers)
@@ -159,18 +159,18 @@ async def a_bench(
     route: dict[str, Any] | None = None,
     **config: Any,
 ) -> AsyncIterator[Bench]:
-    """Run a router before fake nodes, with a table that names them all."""
+    """Run a router with fake nodes, and a route table with all of them."""
     if isinstance(nodes, int):
         nodes = [FakeNode(f"n{number}") for number in range(1, nodes + 1)]
     async with AsyncExitStack() as stack:
         for node in nodes:
             await stack.enter_async_context(open_node(node))
-        house = await stack.enter_async_context(
-            open_house(a_config(folder, **config), an_identity(folder))
+        app = await stack.enter_async_context(
+            open_router(a_config(folder, **config), an_identity(folder))
         )
         key = a_key(limits=limits or KeyLimits())
-        house.fleet.adopt(a_table([a_route(node, **(route or {})) for node in nodes], keys=[key]))
+        app.fleet.adopt(a_table([a_route(node, **(route or {})) for node in nodes], keys=[key]))
         http = await stack.enter_async_context(
             aiohttp.ClientSession(headers={"authorization": f"Bearer {KEY}"})
         )
-        yield Bench(house, nodes, http)
+        yield Bench(app, nodes, http)

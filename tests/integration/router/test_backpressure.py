@@ -1,4 +1,4 @@
-"""Nobody is sent more than it reads, and nobody waits for one who does not."""
+"""A client that does not read pauses its node, and delays no other client."""
 
 import asyncio
 import resource
@@ -19,9 +19,9 @@ def a_node() -> FakeNode:
     return node
 
 
-async def a_deaf_client(bench: Bench) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Ask for 20 MB, and read nothing of it."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", bench.house.port, limit=4096)
+async def open_unread_stream(bench: Bench) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Request a stream of 20 MB and read nothing."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", bench.app.port, limit=4096)
     body = BODY % TOKENS
     writer.write(
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
@@ -31,8 +31,8 @@ async def a_deaf_client(bench: Bench) -> tuple[asyncio.StreamReader, asyncio.Str
     return reader, writer
 
 
-async def until_still(node: FakeNode) -> int:
-    """Wait until the node sends no more, and return how many frames it sent."""
+async def wait_until_paused(node: FakeNode) -> int:
+    """Wait until the node stops sending; return the number of frames it sent."""
     before = 0
     while node.sent != before or not node.sent:
         before = node.sent
@@ -40,16 +40,16 @@ async def until_still(node: FakeNode) -> int:
     return before
 
 
-async def test_a_client_that_does_not_read_stops_the_node(tmp_path: Path) -> None:
+async def test_a_client_that_does_not_read_pauses_the_node(tmp_path: Path) -> None:
     node = a_node()
     async with a_bench(tmp_path, [node], stream_idle_timeout_s=0.5, write_timeout_s=30) as bench:
         before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        reader, writer = await a_deaf_client(bench)
+        reader, writer = await open_unread_stream(bench)
         await node.until(lambda: node.running == 1)
-        sent = await until_still(node)
-        # What the sockets' own buffers take, on three legs, and no more.
+        sent = await wait_until_paused(node)
+        # Only as much as the socket buffers of three connections hold.
         assert 0 < sent < TOKENS // 2
-        # Longer than a silent node would be borne: it is the client who is slow.
+        # Longer than the timeout of a silent node, which does not run while the client is slow.
         await asyncio.sleep(1.0)
         assert node.running == 1
         async with bench.chat(max_tokens=1) as response:
@@ -68,10 +68,10 @@ async def test_a_client_that_does_not_read_stops_the_node(tmp_path: Path) -> Non
         assert after_kib - before_kib < 200 * 1024
 
 
-async def test_a_client_that_never_reads_is_cut(tmp_path: Path) -> None:
+async def test_a_client_that_never_reads_is_disconnected(tmp_path: Path) -> None:
     node = a_node()
     async with a_bench(tmp_path, [node], write_timeout_s=0.5, usage_interval_s=3600) as bench:
-        _, writer = await a_deaf_client(bench)
+        _, writer = await open_unread_stream(bench)
         await node.until(lambda: node.cancelled == 1)
         (row,) = await usage(bench)
         assert row.outcome is RequestOutcome.CANCELLED
@@ -79,16 +79,16 @@ async def test_a_client_that_never_reads_is_cut(tmp_path: Path) -> None:
         writer.close()
 
 
-async def test_frames_that_come_byte_by_byte_are_whole_for_the_client(tmp_path: Path) -> None:
+async def test_a_stream_that_arrives_byte_by_byte_is_relayed_whole(tmp_path: Path) -> None:
     node = FakeNode()
-    node.shreds = True
+    node.splits_bytes = True
     async with a_bench(tmp_path, [node]) as bench, bench.chat(stream=True) as response:
         assert words(frames(await response.text())) == "t0 t1 t2 t3 t4 t5 t6 t7 "
 
 
-async def test_connections_to_nodes_are_kept(tmp_path: Path) -> None:
+async def test_connections_to_nodes_are_reused(tmp_path: Path) -> None:
     async with a_bench(tmp_path, probe_interval_s=3600) as bench:
         for number in range(20):
             async with bench.chat(stream=bool(number % 2)) as response:
                 await response.read()
-        assert len(bench.house.upstream) <= 2
+        assert len(bench.app.upstream) <= 2

@@ -1,4 +1,4 @@
-"""What bad input gets at the public door: a clear 4xx in OpenAI's shape, in time, memory flat."""
+"""Bad input gets a clear 4xx in OpenAI's format, in time and without using memory."""
 
 import asyncio
 import gzip
@@ -59,7 +59,7 @@ async def still_serves(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("name", BAD)
-async def test_a_bad_body_gets_400_naming_what_is_wrong(tmp_path: Path, name: str) -> None:
+async def test_a_bad_body_gets_400_with_the_reason(tmp_path: Path, name: str) -> None:
     async with a_bench(tmp_path) as bench:
         path = f"{bench.url}/v1/chat/completions"
         async with (
@@ -71,11 +71,11 @@ async def test_a_bad_body_gets_400_naming_what_is_wrong(tmp_path: Path, name: st
         assert set(error) == {"message", "type", "param", "code"}
         assert error["type"] == "invalid_request_error"
         assert error["message"].startswith("cannot ")
-        assert bench.nodes[0].asked == 0
+        assert bench.nodes[0].requests == 0
         await still_serves(bench)
 
 
-async def test_unknown_paths_and_methods_keep_the_shape(tmp_path: Path) -> None:
+async def test_errors_for_unknown_paths_and_methods_have_openais_format(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         expected = {
             ("GET", "/nowhere"): (404, "not_found"),
@@ -107,7 +107,7 @@ async def test_a_missing_or_garbled_key_gets_401(tmp_path: Path, authorization: 
                 assert KEY[20:40] not in text
 
 
-async def test_huge_bodies_and_bombs_get_413_with_memory_flat(tmp_path: Path) -> None:
+async def test_huge_bodies_and_zip_bombs_get_413_without_using_memory(tmp_path: Path) -> None:
     bomb = gzip.compress(b"\0" * 300_000_000, compresslevel=1)
 
     async def hundred_megabytes() -> AsyncIterator[bytes]:
@@ -137,8 +137,8 @@ async def test_huge_bodies_and_bombs_get_413_with_memory_flat(tmp_path: Path) ->
 
 
 async def raw(bench: Bench, sent: bytes) -> bytes:
-    """Send raw bytes and return all that comes until the door closes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", bench.house.port)
+    """Send raw bytes; return all that is received until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", bench.app.port)
     writer.write(sent)
     async with asyncio.timeout(30):
         received = await reader.read()
@@ -151,7 +151,7 @@ HEAD = (
 )
 
 
-async def test_slow_heads_are_closed_and_slow_bodies_get_408(tmp_path: Path) -> None:
+async def test_idle_connections_are_closed_and_slow_requests_get_408(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         assert await raw(bench, b"") == b""
         for sent in (b"POST", HEAD, HEAD + b"X-slow: "):
@@ -163,15 +163,15 @@ async def test_slow_heads_are_closed_and_slow_bodies_get_408(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("target", [b"/v1/files", b"/v1/chat/completions/", b"/healthz"])
-async def test_of_one_who_need_show_no_key_little_is_read(tmp_path: Path, target: bytes) -> None:
+async def test_routes_without_a_key_accept_only_small_bodies(tmp_path: Path, target: bytes) -> None:
     head = b"POST " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
     chunks = b"Transfer-Encoding: chunked\r\n\r\n20000\r\n" + b"x" * 0x20000
     async with a_bench(tmp_path) as bench:
-        for much in (b"Content-Length: 1000000\r\n\r\n", chunks):
-            received = await raw(bench, head + much)
+        for large in (b"Content-Length: 1000000\r\n\r\n", chunks):
+            received = await raw(bench, head + large)
             assert received.startswith(b"HTTP/1.1 413 ")
-        little = await raw(bench, head + b"Content-Length: 2\r\n\r\n{}")
-        assert little[9:12] in (b"404", b"405")
+        small = await raw(bench, head + b"Content-Length: 2\r\n\r\n{}")
+        assert small[9:12] in (b"404", b"405")
 
 
 @pytest.mark.parametrize(
@@ -184,13 +184,13 @@ async def test_of_one_who_need_show_no_key_little_is_read(tmp_path: Path, target
     ],
     ids=["line", "10^4-headers", "100kB-header", "smuggling"],
 )
-async def test_malformed_http_gets_400_in_shape(tmp_path: Path, sent: bytes) -> None:
+async def test_malformed_http_gets_400_in_openais_format(tmp_path: Path, sent: bytes) -> None:
     async with a_bench(tmp_path) as bench:
         received = await raw(bench, sent)
         assert received.split(b" ", 2)[1] == b"400"
         body = json.loads(received.partition(b"\r\n\r\n")[2])
         assert body["error"]["type"] == "invalid_request_error"
-        assert bench.nodes[0].asked == 0
+        assert bench.nodes[0].requests == 0
         await still_serves(bench)
 
 
@@ -200,7 +200,7 @@ async def test_a_long_session_name_is_refused(tmp_path: Path) -> None:
         assert response.status == 400
 
 
-async def test_logs_hold_no_prompt_and_no_key(
+async def test_logs_contain_no_prompt_and_no_key(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with a_bench(tmp_path) as bench:

@@ -1,4 +1,4 @@
-"""The official `openai` client, unmodified, against the router."""
+"""The official `openai` client, unmodified, with the router."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,7 +29,7 @@ async def a_client(bench: Bench, key: str = KEY) -> AsyncIterator[openai.AsyncOp
         yield client
 
 
-async def test_list_and_retrieve(tmp_path: Path) -> None:
+async def test_models_are_listed_and_retrieved(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench, a_client(bench) as client:
         assert [model.id async for model in client.models.list()] == ["tiny"]
         assert (await client.models.retrieve("tiny")).id == "tiny"
@@ -38,7 +38,7 @@ async def test_list_and_retrieve(tmp_path: Path) -> None:
         assert caught.value.code == "model_not_found"
 
 
-async def test_chat_and_completion(tmp_path: Path) -> None:
+async def test_chats_and_completions_are_answered(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench, a_client(bench) as client:
         answer = await client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=3)
         assert answer.choices[0].message.content == "t0 t1 t2"
@@ -47,11 +47,11 @@ async def test_chat_and_completion(tmp_path: Path) -> None:
         assert answer.usage.prompt_tokens_details.cached_tokens == 3
         await client.completions.create(model="tiny", prompt="hello", max_tokens=3)
         await client.completions.create(model="tiny", prompt=[1, 2, 3], max_tokens=3)
-        assert bench.nodes[0].asked == 3
+        assert bench.nodes[0].requests == 3
 
 
 @pytest.mark.parametrize("asks", [True, False])
-async def test_stream_with_and_without_usage(tmp_path: Path, asks: bool) -> None:
+async def test_a_stream_has_its_usage_only_if_asked_for(tmp_path: Path, asks: bool) -> None:
     async with a_bench(tmp_path) as bench, a_client(bench) as client:
         options: dict[str, Any] = {"stream_options": {"include_usage": True}} if asks else {}
         stream = await client.chat.completions.create(
@@ -60,11 +60,11 @@ async def test_stream_with_and_without_usage(tmp_path: Path, asks: bool) -> None
         chunks = [chunk async for chunk in stream]
         text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
         assert text == "t0 t1 t2 t3 "
-        told = [chunk.usage for chunk in chunks if chunk.usage is not None]
-        assert [usage.completion_tokens for usage in told] == ([4] if asks else [])
+        usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
+        assert [usage.completion_tokens for usage in usages] == ([4] if asks else [])
 
 
-async def test_errors_are_the_sdks_own(tmp_path: Path) -> None:
+async def test_errors_raise_the_sdks_own_exceptions(tmp_path: Path) -> None:
     async with a_bench(tmp_path, limits=KeyLimits(requests_per_min=3)) as bench:
         unknown = format_key(KeyId("z" * 12), b"\x02" * 32)
         for key in ("", "sk-garbled", KEY[:20] + "x" + KEY[21:], unknown):
@@ -81,10 +81,10 @@ async def test_errors_are_the_sdks_own(tmp_path: Path) -> None:
                 await chat.create(model="tiny", messages=HELLO, max_tokens=-1)
             assert wrong.value.param == "max_tokens"
             with pytest.raises(
-                openai.NotFoundError, match=r"/audio/speech; there are POST /v1/"
-            ) as elsewhere:
+                openai.NotFoundError, match=r"/audio/speech: .* the routes are POST /v1/"
+            ) as not_found:
                 await client.audio.speech.create(model="tiny", voice="any", input="hello")
-            assert elsewhere.value.code == "not_found"
+            assert not_found.value.code == "not_found"
             for _ in range(3):
                 await chat.create(model="tiny", messages=HELLO)
             with pytest.raises(openai.RateLimitError) as limited:
@@ -93,24 +93,24 @@ async def test_errors_are_the_sdks_own(tmp_path: Path) -> None:
             assert int(limited.value.response.headers["retry-after"]) >= 1
 
 
-async def test_revoked_expired_and_narrowed_keys(tmp_path: Path) -> None:
+async def test_revoked_expired_and_restricted_keys_are_refused(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench, a_client(bench) as client:
         routes = [a_route(bench.nodes[0])]
         other = a_key(format_key(KeyId("o" * 12), b"\x03" * 32))
         chat = client.chat.completions
         await chat.create(model="tiny", messages=HELLO)
         for number, key in enumerate([a_key(expires_at=1.0), other], 2):
-            bench.house.fleet.adopt(a_table(routes, generation=number, keys=[key]))
+            bench.app.fleet.adopt(a_table(routes, generation=number, keys=[key]))
             with pytest.raises(openai.AuthenticationError):
                 await chat.create(model="tiny", messages=HELLO)
-        narrowed = a_key(deployments=("else",))
-        bench.house.fleet.adopt(a_table(routes, generation=4, keys=[narrowed]))
+        restricted = a_key(deployments=("else",))
+        bench.app.fleet.adopt(a_table(routes, generation=4, keys=[restricted]))
         with pytest.raises(openai.NotFoundError, match=r"for this key .*: none"):
             await chat.create(model="tiny", messages=HELLO)
         assert [model.id async for model in client.models.list()] == []
 
 
-async def test_a_broken_stream_raises_and_is_not_taken_for_whole(tmp_path: Path) -> None:
+async def test_a_broken_stream_raises(tmp_path: Path) -> None:
     node = FakeNode()
     node.cut_at = 3
     async with a_bench(tmp_path, [node]) as bench, a_client(bench) as client:
@@ -119,7 +119,7 @@ async def test_a_broken_stream_raises_and_is_not_taken_for_whole(tmp_path: Path)
             [chunk async for chunk in stream]
 
 
-async def test_cancel_mid_stream_frees_the_node(tmp_path: Path) -> None:
+async def test_closing_a_stream_frees_the_node(tmp_path: Path) -> None:
     node = FakeNode()
     node.itl_s = 0.02
     async with a_bench(tmp_path, [node]) as bench, a_client(bench) as client:

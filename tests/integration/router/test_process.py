@@ -1,4 +1,4 @@
-"""The router as a process: started, killed, started again, and ended by a signal."""
+"""The router as a process: started, killed, restarted, and terminated by a signal."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ import aiohttp
 from isochrone.service import files
 from isochrone.service.identity import save_identity
 from isochrone.wire import codec
-from router.app import open_house
+from router.app import open_router
 from tests.cuts import held, until_as_before
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY, a_config, a_route, a_table, an_identity
@@ -26,7 +26,7 @@ START_TIMEOUT_S = 60.0
 
 
 def prepare(folder: Path, *nodes: FakeNode, **route: Any) -> tuple[Path, int]:
-    """Write what a router that ran before has on disk; return its config and port."""
+    """Write the state of a router that ran before; return its configuration file and port."""
     port = free_port()
     state = folder / "state"
     save_identity(state, an_identity(folder))
@@ -41,12 +41,12 @@ def prepare(folder: Path, *nodes: FakeNode, **route: Any) -> tuple[Path, int]:
 
 
 def batches(spool: Path) -> list[Path]:
-    """Return the batches of usage on disk."""
+    """Return the usage batches on disk."""
     return sorted(spool.glob("*.usage"))
 
 
 async def until_any(spool: Path) -> None:
-    """Wait until a batch of usage is on disk."""
+    """Wait until a usage batch is on disk."""
     deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
     found = False
     while not found:
@@ -82,7 +82,7 @@ async def a_process(config: Path, port: int) -> AsyncIterator[asyncio.subprocess
             await process.wait()
 
 
-async def test_killed_and_started_cold_it_serves_and_has_lost_no_usage(tmp_path: Path) -> None:
+async def test_a_killed_router_serves_after_a_restart_and_has_lost_no_usage(tmp_path: Path) -> None:
     node = FakeNode()
     node.itl_s = 0.02
     async with open_node(node), aiohttp.ClientSession() as http:
@@ -103,7 +103,7 @@ async def test_killed_and_started_cold_it_serves_and_has_lost_no_usage(tmp_path:
             await process.wait()
             for stream in streams:
                 stream.close()
-        # The node sees its callers gone, and stops (K5).
+        # The node sees that its callers are gone, and stops.
         await node.until(lambda: node.running == 0)
         async with a_process(config, port) as process:
             async with http.post(url, json=BODY) as response:
@@ -127,8 +127,8 @@ async def test_sigterm_finishes_streams_and_exits_0(tmp_path: Path) -> None:
                 assert await process.wait() == 0
 
 
-async def said_by(config: Path) -> tuple[int | None, str]:
-    """Run a router that cannot start; return its exit code and its last words."""
+async def run_and_fail(config: Path) -> tuple[int | None, str]:
+    """Run a router that cannot start; return its exit code and its error output."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -139,36 +139,36 @@ async def said_by(config: Path) -> tuple[int | None, str]:
         stderr=asyncio.subprocess.PIPE,
     )
     async with asyncio.timeout(START_TIMEOUT_S):
-        _, said = await process.communicate()
-    return process.returncode, said.decode()
+        _, output = await process.communicate()
+    return process.returncode, output.decode()
 
 
-async def test_what_cannot_start_says_why_in_words(tmp_path: Path) -> None:
+async def test_a_router_that_cannot_start_prints_the_reason(tmp_path: Path) -> None:
     config = tmp_path / "none.toml"
     config.write_text(f'state_folder = "{tmp_path / "none"}"\n')
-    code, said = await said_by(config)
-    assert (code, "cannot start" in said, "Traceback" in said) == (2, True, False)
+    code, output = await run_and_fail(config)
+    assert (code, "cannot start" in output, "Traceback" in output) == (2, True, False)
     config.write_text("prot = 1\n")
-    code, said = await said_by(config)
-    assert (code, "prot" in said, "Traceback" in said) == (2, True, False)
+    code, output = await run_and_fail(config)
+    assert (code, "prot" in output, "Traceback" in output) == (2, True, False)
     config, port = prepare(tmp_path, FakeNode())
     with socket.create_server(("127.0.0.1", port)):
-        code, said = await said_by(config)
-    assert (code, "cannot listen" in said, "Traceback" in said) == (2, True, False)
+        code, output = await run_and_fail(config)
+    assert (code, "cannot listen" in output, "Traceback" in output) == (2, True, False)
 
 
-async def test_a_router_that_ended_leaves_nothing_open(tmp_path: Path) -> None:
+async def test_a_stopped_router_leaves_nothing_open(tmp_path: Path) -> None:
     config, identity = a_config(tmp_path), an_identity(tmp_path)
     before, tasks = held(), asyncio.all_tasks()
-    async with open_house(config, identity) as house:
-        url = f"http://127.0.0.1:{house.port}/healthz"
+    async with open_router(config, identity) as app:
+        url = f"http://127.0.0.1:{app.port}/healthz"
         async with aiohttp.ClientSession() as http, http.get(url) as response:
             assert response.status == 503
     await until_as_before(before, tasks, "at its end")
 
 
-async def test_a_second_router_on_the_same_folder_says_so_and_ends(tmp_path: Path) -> None:
-    """With several processes the port could be shared; usage that one reads, the other removes."""
+async def test_a_second_router_on_the_same_state_folder_exits_with_a_reason(tmp_path: Path) -> None:
+    """They could share the port, but one would remove usage that the other reads."""
     node = FakeNode()
     async with open_node(node):
         config, port = prepare(tmp_path, node)
@@ -180,6 +180,6 @@ async def test_a_second_router_on_the_same_folder_says_so_and_ends(tmp_path: Pat
                 stderr=asyncio.subprocess.PIPE,
             )
             async with asyncio.timeout(START_TIMEOUT_S):
-                told = (await second.communicate())[1].decode()
+                output = (await second.communicate())[1].decode()
     assert second.returncode == 2
-    assert "another process does; is it running already?" in told
+    assert "another process does; is it running already?" in output

@@ -1,4 +1,4 @@
-"""`/v1/responses` through the router, by the official SDK."""
+"""`/v1/responses` through the router, with the official SDK."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,7 +19,7 @@ async def a_client(bench: Bench, prefix: str = "") -> AsyncIterator[openai.Async
 
 
 @pytest.mark.parametrize("prefix", ["", "/client/v4/accounts/acme/ai"])
-async def test_a_whole_response(tmp_path: Path, prefix: str) -> None:
+async def test_a_complete_response(tmp_path: Path, prefix: str) -> None:
     async with a_bench(tmp_path) as bench, a_client(bench, prefix) as client:
         answer = await client.responses.create(model="tiny", input="hi", max_output_tokens=3)
         assert (answer.status, answer.output_text) == ("completed", "t0 t1 t2")
@@ -42,41 +42,41 @@ async def test_a_stream_of_events(tmp_path: Path) -> None:
         assert answer.usage.input_tokens_details.cached_tokens == 3
 
 
-async def test_a_replica_that_dies_is_followed_by_another_within_the_stream(
+async def test_another_replica_continues_the_stream_of_one_that_fails(
     tmp_path: Path,
 ) -> None:
     dying, other = FakeNode("n1"), FakeNode("n2")
     dying.cut_at, other.resumes = 2, "greedy"
     other.ttft_s = 0.05
     async with a_bench(tmp_path, [dying, other]) as bench, a_client(bench) as client:
-        said = await client.responses.create(
+        stream = await client.responses.create(
             model="tiny", input="hi", max_output_tokens=5, temperature=0, stream=True
         )
-        events = [event async for event in said]
+        events = [event async for event in stream]
         assert events[-1].type == "response.completed"
         assert events[-1].response.output_text.startswith("t0 t1 t2 ")
 
 
-async def test_a_stream_that_cannot_go_on_ends_in_its_failure(tmp_path: Path) -> None:
+async def test_a_stream_that_cannot_continue_ends_with_a_failure_event(tmp_path: Path) -> None:
     node = FakeNode()
     node.cut_at = 2
     async with a_bench(tmp_path, [node]) as bench, a_client(bench) as client:
-        said = await client.responses.create(model="tiny", input="hi", stream=True)
-        events = [event async for event in said]
+        stream = await client.responses.create(model="tiny", input="hi", stream=True)
+        events = [event async for event in stream]
         assert events[-1].type == "response.failed"
         assert events[-1].response.output_text == "t0 t1 "
 
 
-async def test_errors_are_openais(tmp_path: Path) -> None:
+async def test_errors_have_openais_format(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench, a_client(bench) as client:
-        with pytest.raises(openai.BadRequestError, match="no response is stored") as refused:
+        with pytest.raises(openai.BadRequestError, match="responses are not stored") as refused:
             await client.responses.create(model="tiny", input="hi", previous_response_id="r")
         assert refused.value.param == "previous_response_id"
         with pytest.raises(openai.NotFoundError, match="cannot find the model"):
             await client.responses.create(model="none", input="hi")
         with pytest.raises(openai.NotFoundError, match="not stored"):
             await client.responses.retrieve("resp_1")
-        with pytest.raises(openai.BadRequestError, match="cannot read body"):
+        with pytest.raises(openai.BadRequestError, match="cannot use field 'input'"):
             await client.responses.create(model="tiny", input=3)  # type: ignore[call-overload]
         async with openai.AsyncOpenAI(
             base_url=f"{bench.url}/v1", api_key="none", max_retries=0

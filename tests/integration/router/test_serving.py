@@ -1,4 +1,4 @@
-"""A request through the router, before nodes that answer, refuse, break and fall silent."""
+"""Requests through the router to nodes that answer, refuse, break or fall silent."""
 
 import asyncio
 import io
@@ -19,14 +19,18 @@ from tests.integration.router.fleet_of import Bench, a_bench, a_key, a_route, a_
 
 
 def frames(text: str) -> list[Any]:
-    """Read a stream's frames; `[DONE]` as it is."""
+    """Return a stream's frames, decoded except `[DONE]`."""
     data = [line[6:] for line in text.split("\n\n") if line.startswith("data: ")]
-    return [one if one == "[DONE]" else json.loads(one) for one in data]
+    return [frame if frame == "[DONE]" else json.loads(frame) for frame in data]
 
 
 def words(events: list[Any]) -> str:
-    """Join the content of a stream's frames."""
-    deltas = [e["choices"][0]["delta"] for e in events if isinstance(e, dict) and e.get("choices")]
+    """Return the text of a stream's frames."""
+    deltas = [
+        event["choices"][0]["delta"]
+        for event in events
+        if isinstance(event, dict) and event.get("choices")
+    ]
     return "".join(delta.get("content") or "" for delta in deltas)
 
 
@@ -37,19 +41,19 @@ async def the_stream(bench: Bench, **fields: Any) -> tuple[dict[str, str], list[
 
 
 async def until_idle(bench: Bench) -> None:
-    """Wait until nothing is in flight (I6)."""
+    """Wait until no request is in flight."""
     async with asyncio.timeout(30):
-        while bench.house.fleet.in_flight.requests:
-            await bench.house.loops["gauges"].wait_turns(1)
+        while bench.app.fleet.in_flight.requests:
+            await bench.app.loops["gauges"].wait_turns(1)
 
 
 async def usage(bench: Bench) -> list[UsageRow]:
-    """Return the usage of the requests so far; the bench must not be shipping it."""
+    """Return the usage of the requests so far; only with a long `usage_interval_s`."""
     await until_idle(bench)
-    return list(bench.house.recorder.take_usage()[0])
+    return list(bench.app.recorder.take_usage()[0])
 
 
-async def test_an_answer_says_where_it_came_from_and_why(tmp_path: Path) -> None:
+async def test_a_response_names_its_node_and_the_reason(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         async with bench.chat(headers={"x-request-id": "abc-1"}, max_tokens=3) as response:
             body = await response.json()
@@ -62,24 +66,24 @@ async def test_an_answer_says_where_it_came_from_and_why(tmp_path: Path) -> None
             assert response.headers["x-request-id"].startswith("req-")
 
 
-async def test_whoever_names_all_its_requests_alike_is_still_counted_for_each(
+async def test_requests_with_the_same_client_id_are_counted_separately(
     tmp_path: Path,
 ) -> None:
-    named = {"x-request-id": "abc-1"}
+    same_id = {"x-request-id": "abc-1"}
     async with a_bench(tmp_path, usage_interval_s=3600) as bench:
         for _ in range(3):
-            async with bench.chat(headers=named, max_tokens=3) as response:
+            async with bench.chat(headers=same_id, max_tokens=3) as response:
                 assert response.headers["x-request-id"] == "abc-1"
         rows = await usage(bench)
-        # The store counts an id once, and engines tell requests apart by it.
+        # The store counts each id once, and engines identify requests by it.
         ids = [row.request_id for row in rows]
         assert len(set(ids)) == 3
-        assert all(one.startswith("abc-1-") for one in ids)
-        assert [CIMultiDict(seen)["x-request-id"] for seen in bench.nodes[0].seen] == ids
+        assert all(request_id.startswith("abc-1-") for request_id in ids)
+        assert [CIMultiDict(seen)["x-request-id"] for seen in bench.nodes[0].request_headers] == ids
 
 
-async def test_a_whole_answer_leaves_no_queue_behind(tmp_path: Path) -> None:
-    # The table says that this prompt takes seconds; the node answers at once.
+async def test_a_complete_answer_leaves_no_predicted_queue(tmp_path: Path) -> None:
+    # By the table's rate this prompt takes seconds; the node answers at once.
     async with a_bench(tmp_path, route={"prefill_tokens_per_s": 10.0}) as bench:
         for _ in range(5):
             async with bench.chat("word " * 20, max_tokens=1) as response:
@@ -87,7 +91,7 @@ async def test_a_whole_answer_leaves_no_queue_behind(tmp_path: Path) -> None:
                 assert " queue=0ms " in response.headers["x-isochrone-why"]
 
 
-async def test_the_clients_own_bytes_go_on(tmp_path: Path) -> None:
+async def test_the_node_gets_the_clients_own_bytes(tmp_path: Path) -> None:
     raw = b'{ "model":"tiny", "x": 1.50, "messages":[{"role":"user","content":"h\\u00e9"}] }'
     async with a_bench(tmp_path) as bench:
         path = f"{bench.url}/v1/chat/completions"
@@ -97,13 +101,13 @@ async def test_the_clients_own_bytes_go_on(tmp_path: Path) -> None:
         async with bench.http.post(path, data=streamed) as response:
             text = await response.text()
         assert bench.nodes[0].bodies[0] == raw
-        wish = b'{"stream_options":{"include_usage":true}, '
-        assert bench.nodes[0].bodies[1] == wish + streamed[2:]
+        added = b'{"stream_options":{"include_usage":true}, '
+        assert bench.nodes[0].bodies[1] == added + streamed[2:]
         assert '"usage"' not in text
         assert text.endswith("data: [DONE]\n\n")
 
 
-async def test_a_large_prompt_arrives_whole(tmp_path: Path) -> None:
+async def test_a_large_prompt_reaches_the_node_whole(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 3_000_000}]}
         raw = io.BytesIO(json.dumps(body).encode())
@@ -112,13 +116,13 @@ async def test_a_large_prompt_arrives_whole(tmp_path: Path) -> None:
         assert bench.nodes[0].bodies == [raw.getvalue()]
 
 
-async def test_cached_tokens_are_always_told(tmp_path: Path) -> None:
+async def test_cached_tokens_are_always_reported(tmp_path: Path) -> None:
     node = FakeNode()
     node.cached_tokens = None
     async with a_bench(tmp_path, [node]) as bench:
         async with bench.chat() as response:
-            told = (await response.json())["usage"]["prompt_tokens_details"]
-        assert told == {"cached_tokens": 0}
+            details = (await response.json())["usage"]["prompt_tokens_details"]
+        assert details == {"cached_tokens": 0}
         _, events = await the_stream(bench, stream_options={"include_usage": True})
         assert events[-2]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
@@ -141,7 +145,7 @@ async def test_before_the_first_token_another_replica_is_tried(
         bad.garbage = bad.plain_garbage = fault == "garbage"
         bad.hang_at = 0 if fault == "silent" else None
         bad.ttft_s = 30 if fault == "silent" else 0
-        bench.house.fleet.adopt(a_table(routes, generation=2))
+        bench.app.fleet.adopt(a_table(routes, generation=2))
         async with bench.chat(stream=stream) as response:
             text = await response.text()
             assert response.status == 200, text
@@ -153,22 +157,24 @@ async def test_before_the_first_token_another_replica_is_tried(
 
 
 @pytest.mark.parametrize("fault", ["cut", "hang", "error"])
-async def test_after_the_first_token_a_break_is_told_in_words(tmp_path: Path, fault: str) -> None:
+async def test_a_break_after_the_first_token_is_reported_in_the_stream(
+    tmp_path: Path, fault: str
+) -> None:
     node = FakeNode()
     setattr(node, f"{fault}_at", 3)
     async with a_bench(tmp_path, [node], usage_interval_s=3600) as bench:
-        await bench.house.loops["usage"].wait_turns(0)
+        await bench.app.loops["usage"].wait_turns(0)
         _, events = await the_stream(bench)
         assert words(events[:-1]) == "t0 t1 t2 "
         assert "error" in events[-1]
         assert "[DONE]" not in events
         (row,) = await usage(bench)
         assert (row.outcome, row.output_tokens) == (RequestOutcome.FAILED, 3)
-        # The dead one was asked to go on, and cannot.
-        assert node.asked == 2
+        # The router also tried to resume on the broken node, which cannot.
+        assert node.requests == 2
 
 
-async def test_a_client_that_leaves_frees_the_node_at_once(tmp_path: Path) -> None:
+async def test_a_client_that_disconnects_frees_the_node_at_once(tmp_path: Path) -> None:
     node = FakeNode()
     node.itl_s = 0.02
     async with a_bench(tmp_path, [node], usage_interval_s=3600) as bench:
@@ -180,21 +186,21 @@ async def test_a_client_that_leaves_frees_the_node_at_once(tmp_path: Path) -> No
         assert 2 <= row.output_tokens < 100
 
 
-async def test_a_client_that_leaves_during_prefill_frees_the_node(tmp_path: Path) -> None:
+async def test_a_client_that_disconnects_during_prefill_frees_the_node(tmp_path: Path) -> None:
     node = FakeNode()
     node.ttft_s = 30
     async with a_bench(tmp_path, [node], first_byte_timeout_s=30) as bench:
-        asking = asyncio.create_task(bench.chat().__aenter__())
+        request = asyncio.create_task(bench.chat().__aenter__())
         await node.until(lambda: node.running == 1)
-        asking.cancel()
+        request.cancel()
         await node.until(lambda: node.cancelled == 1)
         await until_idle(bench)
 
 
-async def test_a_client_that_does_not_read_is_cut(tmp_path: Path) -> None:
+async def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path) -> None:
     node = FakeNode()
     async with a_bench(tmp_path, [node], write_timeout_s=0.3) as bench:
-        reader, writer = await asyncio.open_connection("127.0.0.1", bench.house.port, limit=1024)
+        reader, writer = await asyncio.open_connection("127.0.0.1", bench.app.port, limit=1024)
         body = json.dumps(
             {
                 "model": "tiny",
@@ -212,27 +218,31 @@ async def test_a_client_that_does_not_read_is_cut(tmp_path: Path) -> None:
         del reader
 
 
-async def test_a_session_sticks_and_moves_only_when_its_seat_is_gone(tmp_path: Path) -> None:
+async def test_a_session_stays_on_its_replica_until_that_is_gone(tmp_path: Path) -> None:
     async with a_bench(tmp_path, 4) as bench:
-        seats: dict[str, set[str]] = {}
+        nodes_by_session: dict[str, set[str]] = {}
         for _ in range(3):
             for n in range(12):
                 headers = {"x-session-affinity": f"s-{n}"}
                 async with bench.chat(headers=headers) as response:
-                    seats.setdefault(f"s-{n}", set()).add(response.headers["x-isochrone-node"])
-        assert all(len(nodes) == 1 for nodes in seats.values())
-        assert len(set.union(*seats.values())) >= 2
-        gone = next(iter(seats["s-0"]))
+                    nodes_by_session.setdefault(f"s-{n}", set()).add(
+                        response.headers["x-isochrone-node"]
+                    )
+        assert all(len(nodes) == 1 for nodes in nodes_by_session.values())
+        assert len(set.union(*nodes_by_session.values())) >= 2
+        gone = next(iter(nodes_by_session["s-0"]))
         left = [a_route(node) for node in bench.nodes if node.name != gone]
-        bench.house.fleet.adopt(a_table(left, generation=2))
+        bench.app.fleet.adopt(a_table(left, generation=2))
         for n in range(12):
             async with bench.chat(headers={"x-session-affinity": f"s-{n}"}) as response:
                 now = response.headers["x-isochrone-node"]
             assert now != gone
-            assert seats[f"s-{n}"] in ({now}, {gone})
+            assert nodes_by_session[f"s-{n}"] in ({now}, {gone})
 
 
-async def test_when_the_nearest_is_full_the_next_takes_over_then_429(tmp_path: Path) -> None:
+async def test_the_next_replica_serves_when_the_nearest_is_full_and_then_429(
+    tmp_path: Path,
+) -> None:
     near, far = FakeNode("near"), FakeNode("far", "iad")
     near.itl_s = far.itl_s = 0.05
     route = {"tokens_in_flight_max": 1200}
@@ -251,28 +261,28 @@ async def test_when_the_nearest_is_full_the_next_takes_over_then_429(tmp_path: P
                         assert error["message"].startswith("3040")
                         assert int(third.headers["retry-after"]) >= 1
         await until_idle(bench)
-        (row,) = bench.house.recorder.take_demand() or [None]
+        (row,) = bench.app.recorder.take_demand() or [None]
         assert row is None or row.refused <= 2
 
 
-async def test_who_waits_is_served_as_soon_as_there_is_room(tmp_path: Path) -> None:
+async def test_waiting_requests_are_served_as_soon_as_there_is_capacity(tmp_path: Path) -> None:
     node = FakeNode()
     node.itl_s = 0.02
     async with a_bench(
         tmp_path, [node], route={"tokens_in_flight_max": 60}, queue_timeout_s=10
     ) as bench:
 
-        async def one() -> int:
+        async def send() -> int:
             async with bench.chat(max_tokens=30) as response:
                 await response.read()
                 return int(response.status)
 
         node.ttft_s = 0.05
-        assert await asyncio.gather(*(one() for _ in range(6))) == [200] * 6
+        assert await asyncio.gather(*(send() for _ in range(6))) == [200] * 6
         assert node.running_max == 1
 
 
-async def test_nodes_that_all_refuse_mean_429_and_not_502(tmp_path: Path) -> None:
+async def test_refusals_of_all_nodes_give_429_and_not_502(tmp_path: Path) -> None:
     async with a_bench(tmp_path, 2) as bench:
         for node in bench.nodes:
             node.refuse = "busy"
@@ -281,52 +291,52 @@ async def test_nodes_that_all_refuse_mean_429_and_not_502(tmp_path: Path) -> Non
             assert (await response.json())["error"]["code"] == "out_of_capacity"
 
 
-async def test_a_deployment_without_replicas_is_told_and_counted(tmp_path: Path) -> None:
+async def test_a_deployment_without_replicas_gives_503_and_is_counted(tmp_path: Path) -> None:
     async with a_bench(tmp_path, demand_interval_s=3600) as bench:
-        bench.house.fleet.adopt(a_table([], generation=2))
-        bench.house.recorder.on_unserved = lambda: None
-        bench.house.recorder.take_demand()
+        bench.app.fleet.adopt(a_table([], generation=2))
+        bench.app.recorder.on_unserved = lambda: None
+        bench.app.recorder.take_demand()
         async with bench.chat() as response:
             assert response.status == 503
             assert "retry-after" in response.headers
-        (row,) = bench.house.recorder.take_demand()
+        (row,) = bench.app.recorder.take_demand()
         assert (row.no_replica, row.refused, row.requests) == (1, 1, 1)
 
 
-async def test_who_waits_first_has_it_told_before_the_window_ends(tmp_path: Path) -> None:
+async def test_the_first_request_without_a_replica_sends_demand_at_once(tmp_path: Path) -> None:
     async with a_bench(tmp_path, demand_interval_s=3600, queue_timeout_s=0.1) as bench:
-        bench.house.fleet.adopt(a_table([], generation=2))
-        demand = bench.house.loops["demand"]
-        told = asyncio.create_task(demand.wait_turns(1))
+        bench.app.fleet.adopt(a_table([], generation=2))
+        demand = bench.app.loops["demand"]
+        sent = asyncio.create_task(demand.wait_turns(1))
         async with bench.chat() as response:
             assert response.status == 503
         async with asyncio.timeout(20):
-            await told
+            await sent
         turns = demand.turns
-        # The planner knows by now: who comes next goes with the window.
+        # The planner knows now: later requests are sent with the window's demand.
         async with bench.chat() as response:
             assert response.status == 503
-        await bench.house.loops["gauges"].wait_turns(2)
+        await bench.app.loops["gauges"].wait_turns(2)
         assert demand.turns == turns
 
 
-async def test_who_waits_for_the_first_replica_is_counted_meanwhile_and_once(
+async def test_a_request_that_waits_for_the_first_replica_is_counted_once_while_it_waits(
     tmp_path: Path,
 ) -> None:
     async with a_bench(tmp_path, demand_interval_s=3600, queue_timeout_s=30) as bench:
-        recorder = bench.house.recorder
+        recorder = bench.app.recorder
         recorder.on_unserved = lambda: None
-        whole = bench.house.fleet.table
-        assert whole is not None
-        bench.house.fleet.adopt(replace(whole, routes=(), generation=Generation(2)))
+        table = bench.app.fleet.directory.table
+        assert table is not None
+        bench.app.fleet.adopt(replace(table, routes=(), generation=Generation(2)))
         recorder.take_demand()
-        asked = asyncio.create_task(the_stream(bench, max_tokens=3))
+        stream = asyncio.create_task(the_stream(bench, max_tokens=3))
         async with asyncio.timeout(20):
             while not (counted := recorder.take_demand()):
-                await bench.house.loops["gauges"].wait_turns(1)
-        assert not asked.done()
-        bench.house.fleet.adopt(replace(whole, generation=Generation(3)))
-        assert words((await asked)[1]).split() == ["t0", "t1", "t2"]
+                await bench.app.loops["gauges"].wait_turns(1)
+        assert not stream.done()
+        bench.app.fleet.adopt(replace(table, generation=Generation(3)))
+        assert words((await stream)[1]).split() == ["t0", "t1", "t2"]
         await until_idle(bench)
         rows = (*counted, *recorder.take_demand())
         assert sum(row.requests for row in rows) == sum(row.no_replica for row in rows) == 1
@@ -334,61 +344,61 @@ async def test_who_waits_for_the_first_replica_is_counted_meanwhile_and_once(
         assert sum(row.output_tokens for row in rows) > 0
 
 
-async def test_failures_are_bounded_and_end_in_502(tmp_path: Path) -> None:
+async def test_attempts_are_limited_and_then_502(tmp_path: Path) -> None:
     async with a_bench(tmp_path, 5) as bench:
         for node in bench.nodes:
             node.status = 500
         async with bench.chat() as response:
             assert response.status == 502
             assert (await response.json())["error"]["code"] == "upstream_error"
-        assert sum(node.asked for node in bench.nodes) == 3
+        assert sum(node.requests for node in bench.nodes) == 3
 
 
-async def test_retries_are_a_share_of_requests(tmp_path: Path) -> None:
+async def test_retries_are_limited_to_a_share_of_requests(tmp_path: Path) -> None:
     async with a_bench(tmp_path, 2) as bench:
         for node in bench.nodes:
             node.status = 500
         for _ in range(60):
             async with bench.chat() as response:
                 assert response.status == 502
-        # 60 first attempts, 10 in reserve, a fifth of 60 more.
-        assert sum(node.asked for node in bench.nodes) <= 60 + 10 + 12 + 1
+        # 60 first attempts, a reserve of 10 retries, and a fifth of 60 more.
+        assert sum(node.requests for node in bench.nodes) <= 60 + 10 + 12 + 1
 
 
-async def test_a_refusal_of_the_request_itself_is_passed_on(tmp_path: Path) -> None:
+async def test_a_nodes_400_goes_to_the_client_without_a_retry(tmp_path: Path) -> None:
     async with a_bench(tmp_path, 2) as bench:
         for node in bench.nodes:
             node.status = 400
         async with bench.chat() as response:
             assert response.status == 400
             assert (await response.json())["error"]["message"] == "broken"
-        assert sum(node.asked for node in bench.nodes) == 1
+        assert sum(node.requests for node in bench.nodes) == 1
 
 
-async def test_what_a_client_wrote_is_no_failure_of_the_fleets(tmp_path: Path) -> None:
+async def test_a_400_is_not_counted_as_a_failure_or_as_demand(tmp_path: Path) -> None:
     async with a_bench(tmp_path, usage_interval_s=3600, demand_interval_s=3600) as bench:
         (node,) = bench.nodes
         table = a_table([a_route(node)], generation=2, keys=[a_key()])
         entry = replace(table.deployments[0], rollout=RolloutEntry(version=2, share=1.0))
-        bench.house.fleet.adopt(replace(table, deployments=(entry,)))
+        bench.app.fleet.adopt(replace(table, deployments=(entry,)))
         for node.status in (400, 200):
             async with bench.chat() as response:
                 assert response.status == node.status
         rows = await usage(bench)
-        (trial,), (demand,) = bench.house.recorder.trials.take(), bench.house.recorder.take_demand()
+        (trial,), (demand,) = bench.app.recorder.trials.take(), bench.app.recorder.take_demand()
         assert (trial.attempts, trial.failures) == (2, 0)
-        registry = bench.house.metrics.registry
+        registry = bench.app.metrics.registry
         for outcome, count in (("declined", 1), ("complete", 1), ("failed", 0)):
             labels = {"deployment": "tiny", "outcome": outcome}
             name = "isochrone_router_requests_total"
             assert registry.get_sample_value(name, labels) == count
         assert [row.outcome for row in rows] == [RequestOutcome.REFUSED, RequestOutcome.COMPLETE]
-        # The planner is told of the one that a replica was needed for.
+        # The demand holds only the request that needed a replica.
         assert (demand.requests, demand.refused) == (1, 0)
         assert demand.prompt_tokens == rows[1].prompt_tokens
 
 
-async def test_a_keys_limits_hold(tmp_path: Path) -> None:
+async def test_a_keys_rate_limits_are_enforced(tmp_path: Path) -> None:
     limits = KeyLimits(requests_per_min=2, tokens_per_min=100_000)
     async with a_bench(tmp_path, limits=limits) as bench:
         async with bench.chat(max_tokens=5) as response:
@@ -405,7 +415,7 @@ async def test_a_keys_limits_hold(tmp_path: Path) -> None:
             assert "x-should-retry" not in response.headers
 
 
-async def test_a_quota_is_told_apart_from_a_rate_limit_and_from_want_of_room(
+async def test_an_exceeded_quota_differs_from_a_rate_limit_and_from_missing_capacity(
     tmp_path: Path,
 ) -> None:
     async with a_bench(tmp_path, limits=KeyLimits(tokens_per_day=10)) as bench:
@@ -422,12 +432,12 @@ async def test_a_quota_is_told_apart_from_a_rate_limit_and_from_want_of_room(
             assert 1 <= int(response.headers["retry-after"]) <= 86_400
 
 
-async def test_a_keys_concurrency_holds_and_comes_back(tmp_path: Path) -> None:
+async def test_a_keys_concurrency_limit_is_enforced_and_released(tmp_path: Path) -> None:
     node = FakeNode()
     node.itl_s = 0.02
     async with a_bench(tmp_path, [node], limits=KeyLimits(concurrency=1)) as bench:
-        async with bench.chat(stream=True, max_tokens=1000) as held:
-            await held.content.readuntil(b"t0")
+        async with bench.chat(stream=True, max_tokens=1000) as stream:
+            await stream.content.readuntil(b"t0")
             async with bench.chat() as response:
                 assert response.status == 429
         await node.until(lambda: node.running == 0)
@@ -436,7 +446,7 @@ async def test_a_keys_concurrency_holds_and_comes_back(tmp_path: Path) -> None:
             assert response.status == 200
 
 
-async def test_usage_is_booked_once_per_request(tmp_path: Path) -> None:
+async def test_usage_is_recorded_once_per_request(tmp_path: Path) -> None:
     async with a_bench(tmp_path, usage_interval_s=3600) as bench:
         await the_stream(bench, max_tokens=4)
         async with bench.chat(max_tokens=5) as response:
@@ -447,87 +457,92 @@ async def test_usage_is_booked_once_per_request(tmp_path: Path) -> None:
         assert len({row.request_id for row in rows}) == 2
 
 
-async def test_an_answer_of_a_sibling_is_booked_there_and_its_break_is_nobodys_fault(
+async def test_a_handed_off_request_is_recorded_at_the_peer_and_its_failure_at_neither(
     tmp_path: Path,
 ) -> None:
-    """The node asked passed it on: what is learned is learned of who answered."""
+    """The target hands the request to a peer replica: what is learned concerns the peer."""
     async with a_bench(tmp_path, 3, usage_interval_s=600) as bench:
-        asked, giver, other = bench.nodes
-        fleet, long = bench.house.fleet, "word " * 200
-        slow = [a_route(node, prefill_tokens_per_s=1000.0) for node in (giver, other)]
-        fast = a_route(asked, prefill_tokens_per_s=10_000.0)
+        target, peer, other = bench.nodes
+        fleet, long = bench.app.fleet, "word " * 200
+        slow = [a_route(node, prefill_tokens_per_s=1000.0) for node in (peer, other)]
+        fast = a_route(target, prefill_tokens_per_s=10_000.0)
         fleet.adopt(a_table([fast, *slow], generation=2))
-        asked.passed, asked.load = "r-n2", "p=0;d=90000;r=1;w=0;u=0"
-        told, events = await the_stream(bench, content=long, headers={"x-session-affinity": "s"})
-        assert told["x-isochrone-node"] == "n2"
+        target.handed_off_to, target.load = "r-n2", "p=0;d=90000;r=1;w=0;u=0"
+        response_headers, events = await the_stream(
+            bench, content=long, headers={"x-session-affinity": "s"}
+        )
+        assert response_headers["x-isochrone-node"] == "n2"
         assert words(events).split() == [f"t{n}" for n in range(8)]
-        named = parse_peer_replicas(asked.seen[0]["x-isochrone-siblings"])
-        assert [one.replica_id for one in named] == ["r-n1", "r-n2", "r-n3"]
-        assert (giver.asked, other.asked) == (0, 0)
-        seat = fleet.seat("acme/s")
-        assert seat is not None and seat.replica_id == "r-n2"
+        named = parse_peer_replicas(target.request_headers[0]["x-isochrone-siblings"])
+        assert [replica.replica_id for replica in named] == ["r-n1", "r-n2", "r-n3"]
+        assert (peer.requests, other.requests) == (0, 0)
+        binding = fleet.sessions.lookup("acme/s", fleet.clock())
+        assert binding is not None and binding.replica_id == "r-n2"
         (row,) = await usage(bench)
         assert row.node_id == "n2"
-        assert asked.seen[0]["x-isochrone-router"] == fleet.name
-        assert int(asked.seen[0]["x-isochrone-prefill-ms"]) > 5
-        loaded = [fleet.in_flight.line(ReplicaId(name)).others.decode for name in ("r-n1", "r-n2")]
+        assert target.request_headers[0]["x-isochrone-router"] == fleet.name
+        assert int(target.request_headers[0]["x-isochrone-prefill-ms"]) > 5
+        loaded = [
+            fleet.in_flight.load_of(ReplicaId(name)).others.decode_tokens
+            for name in ("r-n1", "r-n2")
+        ]
         assert loaded[0] == 0 < loaded[1]
-        # A break in mid-answer: another goes on with it, and neither of the two is left alone.
-        asked.cut_at, other.resumes, giver.refuse = 3, "greedy", "busy"
+        # After a break within the answer another replica continues, and neither is ejected.
+        target.cut_at, other.resumes, peer.refuse = 3, "greedy", "busy"
         for _ in range(6):
             _, events = await the_stream(bench, content=long, temperature=0, max_tokens=8)
             assert words(events).split() == [f"t{n}" for n in range(8)]
-        assert not fleet.health.ejected()
-        # Nor where it breaks before the first token.
-        slow = [a_route(node, prefill_tokens_per_s=10.0) for node in (giver, other)]
+        assert not fleet.health.unhealthy()
+        # The same holds for a break before the first token.
+        slow = [a_route(node, prefill_tokens_per_s=10.0) for node in (peer, other)]
         fleet.adopt(a_table([fast, *slow], generation=3))
-        asked.cut_at, before = 0, asked.asked
+        target.cut_at, before = 0, target.requests
         for n in range(6):
             _, events = await the_stream(bench, content=f"{n} {long}", temperature=0)
             assert words(events).split() == [f"t{n}" for n in range(8)]
-        assert asked.asked - before == 6
-        assert not fleet.health.ejected()
+        assert target.requests - before == 6
+        assert not fleet.health.unhealthy()
         await until_idle(bench)
 
 
-async def test_a_prompt_whose_attempt_failed_is_not_taken_to_be_cached_there(
+async def test_a_failed_attempt_leaves_no_prefix_in_the_index(
     tmp_path: Path,
 ) -> None:
     async with a_bench(tmp_path, 2) as bench:
-        broken, well = bench.nodes
-        broken.cached_tokens = well.cached_tokens = 11
-        fleet, long = bench.house.fleet, "word " * 400
+        broken, healthy = bench.nodes
+        broken.cached_tokens = healthy.cached_tokens = 11
+        fleet, long = bench.app.fleet, "word " * 400
         slow: dict[str, Any] = {"prefill_tokens_per_s": 20.0}
-        fleet.adopt(a_table([a_route(broken), a_route(well, **slow)], generation=2))
+        fleet.adopt(a_table([a_route(broken), a_route(healthy, **slow)], generation=2))
         broken.status = 500
         async with bench.chat(long) as response:
-            assert response.headers["x-isochrone-node"] == well.name
-        assert (broken.asked, well.asked) == (1, 1)
+            assert response.headers["x-isochrone-node"] == healthy.name
+        assert (broken.requests, healthy.requests) == (1, 1)
         broken.status = 200
-        fleet.adopt(a_table([a_route(broken, **slow), a_route(well, **slow)], generation=3))
+        fleet.adopt(a_table([a_route(broken, **slow), a_route(healthy, **slow)], generation=3))
         for _ in range(10):
             async with bench.chat(long) as response:
                 assert response.headers["x-isochrone-why"].startswith("prefix ")
-                assert response.headers["x-isochrone-node"] == well.name
+                assert response.headers["x-isochrone-node"] == healthy.name
 
 
-async def test_a_prompt_that_a_replica_declined_is_not_taken_to_be_cached_there(
+async def test_a_declined_request_leaves_no_prefix_in_the_index(
     tmp_path: Path,
 ) -> None:
     async with a_bench(tmp_path, 2, route={"prefill_tokens_per_s": 20.0}) as bench:
-        whys = []
+        reasons = []
         for status in (400, 200, 200):
             for node in bench.nodes:
                 node.status = status
             async with bench.chat("word " * 400) as response:
                 assert response.status == status
-                whys.append(response.headers["x-isochrone-why"].split()[0])
-        assert whys == ["nearest-warm", "nearest-warm", "prefix"]
+                reasons.append(response.headers["x-isochrone-why"].split()[0])
+        assert reasons == ["nearest-warm", "nearest-warm", "prefix"]
 
 
-async def test_an_answer_of_a_stranger_is_none(tmp_path: Path) -> None:
+async def test_a_hand_off_to_an_unknown_replica_is_a_failure(tmp_path: Path) -> None:
     async with a_bench(tmp_path, 2) as bench:
-        bench.nodes[0].passed = bench.nodes[1].passed = "r-nobody"
+        bench.nodes[0].handed_off_to = bench.nodes[1].handed_off_to = "r-unknown"
         async with bench.chat() as response:
             assert response.status == 502
         await until_idle(bench)

@@ -1,4 +1,4 @@
-"""`/ai/run/{model}` through the router: its own envelope, frames and errors."""
+"""`/ai/run/{model}` through the router: envelope, frames and errors."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.parametrize("prefix", ["", "/client/v4/accounts/acme"])
-async def test_a_whole_answer_comes_in_the_envelope(tmp_path: Path, prefix: str) -> None:
+async def test_a_complete_answer_has_the_envelope(tmp_path: Path, prefix: str) -> None:
     async with a_bench(tmp_path) as bench:
         body = {"messages": USER, "max_tokens": 3}
         async with bench.http.post(f"{bench.url}{prefix}/ai/run/tiny", json=body) as response:
@@ -27,19 +27,19 @@ async def test_a_whole_answer_comes_in_the_envelope(tmp_path: Path, prefix: str)
         assert answer["result"]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
-async def test_a_stream_has_its_own_frames(tmp_path: Path) -> None:
+async def test_a_stream_has_workers_ai_frames(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         body = {"prompt": "hi", "stream": True, "max_tokens": 3}
         async with bench.http.post(f"{bench.url}/ai/run/tiny", json=body) as response:
             text = await response.text()
         frames = [line[6:] for line in text.split("\n\n") if line]
         assert frames[-1] == "[DONE]"
-        told = [json.loads(frame) for frame in frames[:-1]]
-        assert "".join(frame["response"] for frame in told) == "t0 t1 t2 "
-        assert told[-1]["usage"]["completion_tokens"] == 3
+        bodies = [json.loads(frame) for frame in frames[:-1]]
+        assert "".join(frame["response"] for frame in bodies) == "t0 t1 t2 "
+        assert bodies[-1]["usage"]["completion_tokens"] == 3
 
 
-async def test_errors_have_its_numbers_and_shape(tmp_path: Path) -> None:
+async def test_errors_have_workers_ai_numbers_and_format(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         expected = {
             ("tiny", b'{"prompt":'): (400, 5006),
@@ -66,7 +66,7 @@ async def test_errors_have_its_numbers_and_shape(tmp_path: Path) -> None:
             assert (response.status, answer["errors"][0]["code"]) == (429, 3040)
 
 
-async def test_a_stream_that_breaks_ends_in_its_error(tmp_path: Path) -> None:
+async def test_a_broken_stream_ends_with_an_error_event(tmp_path: Path) -> None:
     node = FakeNode()
     node.cut_at = 2
     async with a_bench(tmp_path, [node]) as bench:
@@ -80,7 +80,7 @@ async def test_a_stream_that_breaks_ends_in_its_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "/client/v4/accounts/acme"])
-async def test_openai_clients_of_workers_ai_change_their_host_alone(
+async def test_openai_clients_of_workers_ai_only_change_the_host(
     tmp_path: Path, prefix: str
 ) -> None:
     async with a_bench(tmp_path) as bench:

@@ -25,7 +25,7 @@ from nodeagent.host.peers import PeerFetcher
 from nodeagent.host.sources import ArtifactSources
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
-from router.dataplane.exchange import AttemptFailed
+from router.dataplane.exchange import AttemptFailed, NodeRequest
 from router.dataplane.upstream import Upstream
 from tests.integration.nodeagent.test_artifacts import MINIMUM_RATE, artifact_of
 from tests.integration.service.test_tls import NOW, a_peer
@@ -100,15 +100,15 @@ async def a_pool(context: ssl.SSLContext) -> AsyncIterator[Upstream]:
 
 async def ask(upstream: Upstream, node: str, address: str) -> int:
     """Ask a node as a router does; return the status of its answer, or 0 where it was not met."""
-    request = ("POST", NAME, "", BODY)
-    exchange = upstream.ask(NodeId(node), address, request, 5.0, 1024)
+    request = NodeRequest("POST", NAME, "", BODY)
+    exchange = upstream.send(NodeId(node), address, request, 5.0, 1024)
     try:
         await exchange.opened
-        return exchange.answer().status
+        return exchange.response_head().status
     except AttemptFailed:
         return 0
     finally:
-        exchange.leave()
+        exchange.abandon()
 
 
 async def test_a_router_sends_nothing_to_another_node_at_a_nodes_address(tmp_path: Path) -> None:
@@ -126,10 +126,10 @@ async def test_a_router_sends_nothing_to_another_node_at_a_nodes_address(tmp_pat
 async def test_renewed_papers_are_of_the_same_name_and_serve(tmp_path: Path) -> None:
     async with a_place(tmp_path) as place, a_pool(place.client()) as upstream:
         assert await ask(upstream, "n1", place.address) == 200
-        upstream.doubt(NodeId("n1"))
+        upstream.close_idle(NodeId("n1"))
         place.is_taken_by(a_peer(place.authority, "n1", PeerRole.AGENT))
         assert await ask(upstream, "n1", place.address) == 200
-        upstream.doubt(NodeId("n1"))
+        upstream.close_idle(NodeId("n1"))
         place.is_taken_by(a_peer(place.authority, "n2", PeerRole.AGENT))
         assert await ask(upstream, "n1", place.address) == 0
 

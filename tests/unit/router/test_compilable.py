@@ -1,4 +1,4 @@
-"""What mypyc cannot compile, or compiles into something else, held without compiling anything."""
+"""Check, without compiling, that the compiled modules avoid what mypyc compiles wrongly."""
 
 import ast
 from collections.abc import Iterator

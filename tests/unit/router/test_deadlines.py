@@ -1,30 +1,32 @@
-"""Who waits too long hears of it, unless it was the loop that kept him waiting."""
+"""Deadlines expire, unless it was the event loop that caused the delay."""
 
 from router.dataplane.deadlines import NEVER, SWEEP_S, Deadlines
-from tests.unit.router.wire import StillLoop
+from tests.unit.router.in_memory import ManualLoop
 
 
-class Waiter:
+class Watched:
+    """An object with a deadline that counts how often it expired."""
+
     def __init__(self, due_s: float) -> None:
         self.due_s = due_s
-        self.told = 0
+        self.expired = 0
 
     def on_due(self) -> None:
-        self.told += 1
+        self.expired += 1
 
 
-def test_a_loop_that_was_held_up_reads_before_it_judges() -> None:
-    loop = StillLoop()
+def test_a_loop_that_was_blocked_reads_before_deadlines_expire() -> None:
+    loop = ManualLoop()
     deadlines = Deadlines(loop.time)
-    late, early = Waiter(loop.now_s + 0.5), Waiter(loop.now_s + SWEEP_S / 2)
-    for waiter in (late, early):
-        deadlines.add(waiter)
+    late, early = Watched(loop.now_s + 0.5), Watched(loop.now_s + SWEEP_S / 2)
+    for watched in (late, early):
+        deadlines.add(watched)
     loop.settle(deadlines.start)
     loop.now_s += 30.0
     loop.settle()
-    assert (late.told, early.told) == (0, 1)
+    assert (late.expired, early.expired) == (0, 1)
     loop.now_s += SWEEP_S + 0.01
     loop.settle()
-    assert (late.told, late.due_s) == (1, NEVER)
+    assert (late.expired, late.due_s) == (1, NEVER)
     deadlines.stop()
     loop.close()

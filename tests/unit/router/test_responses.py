@@ -1,4 +1,4 @@
-"""The Responses API and chat completions say the same; the official SDK's types read all of it."""
+"""Responses are translated to and from chat completions; the official SDK's types accept them."""
 
 import json
 from typing import Any, get_args
@@ -8,9 +8,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.openai.decode import decode
-from router.apis.responses.events import Events, opened
-from router.apis.responses.translate import WISH, to_chat
-from router.dataplane.sse import DONE_FRAME, data_frame, split
+from router.apis.responses.events import ResponseEvents, new_response
+from router.apis.responses.translate import RESPONSES_REQUEST, to_chat
+from router.dataplane.sse import DONE_FRAME, data_frame, split_frames
 
 EVENTS = {
     get_args(kind.model_fields["type"].annotation)[0]: kind
@@ -20,26 +20,30 @@ USAGE = {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 
 
-def a_response(**fields: Any) -> dict[str, Any]:
-    wish = decode(json.dumps({"model": "tiny", "input": "hi", **fields}).encode(), WISH)
-    return opened(wish, "resp_1", 7)
+def a_new_response(**fields: Any) -> dict[str, Any]:
+    request = decode(
+        json.dumps({"model": "tiny", "input": "hi", **fields}).encode(), RESPONSES_REQUEST
+    )
+    return new_response(request, "resp_1", 7)
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    wish = decode(json.dumps({"model": "tiny", "input": "hi", **fields}).encode(), WISH)
-    asked: dict[str, Any] = json.loads(to_chat(wish))
-    return asked
+    request = decode(
+        json.dumps({"model": "tiny", "input": "hi", **fields}).encode(), RESPONSES_REQUEST
+    )
+    chat_body: dict[str, Any] = json.loads(to_chat(request))
+    return chat_body
 
 
-def test_a_text_is_a_message() -> None:
+def test_a_text_becomes_a_user_message() -> None:
     assert chat() == {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-    asked = chat(instructions="be brief", max_output_tokens=9, temperature=0, stream=True)
-    assert asked["messages"][0] == {"role": "system", "content": "be brief"}
-    assert (asked["max_tokens"], asked["temperature"], asked["stream"]) == (9, 0, True)
-    assert asked["stream_options"] == {"include_usage": True}
+    chat_body = chat(instructions="be brief", max_output_tokens=9, temperature=0, stream=True)
+    assert chat_body["messages"][0] == {"role": "system", "content": "be brief"}
+    assert (chat_body["max_tokens"], chat_body["temperature"], chat_body["stream"]) == (9, 0, True)
+    assert chat_body["stream_options"] == {"include_usage": True}
 
 
-def test_items_are_messages_calls_and_what_they_gave() -> None:
+def test_input_items_become_messages_tool_calls_and_tool_outputs() -> None:
     given = [
         {"role": "developer", "content": [{"type": "input_text", "text": "be brief"}]},
         {"role": "user", "content": "weather?"},
@@ -76,22 +80,22 @@ def test_items_are_messages_calls_and_what_they_gave() -> None:
     ]
 
 
-def test_tools_formats_and_effort_are_passed_on() -> None:
+def test_tools_formats_and_effort_are_translated() -> None:
     schema = {"type": "object"}
-    asked = chat(
+    chat_body = chat(
         tools=[TOOL],
         tool_choice={"type": "function", "name": "f"},
         text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}},
         reasoning={"effort": "low"},
         options={"rejectIfBusy": True},
     )
-    assert asked["tools"] == [
+    assert chat_body["tools"] == [
         {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     ]
-    assert asked["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+    assert chat_body["tool_choice"] == {"type": "function", "function": {"name": "f"}}
     named = {"name": "x", "schema": schema, "strict": True}
-    assert asked["response_format"] == {"type": "json_schema", "json_schema": named}
-    assert (asked["reasoning_effort"], asked["options"]) == ("low", {"rejectIfBusy": True})
+    assert chat_body["response_format"] == {"type": "json_schema", "json_schema": named}
+    assert (chat_body["reasoning_effort"], chat_body["options"]) == ("low", {"rejectIfBusy": True})
 
 
 @pytest.mark.parametrize(
@@ -110,35 +114,38 @@ def test_tools_formats_and_effort_are_passed_on() -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_its_field(fields: Any, param: str) -> None:
+def test_an_unsupported_request_is_refused_with_its_field(fields: Any, param: str) -> None:
     with pytest.raises(ApiError, match=r"^cannot ") as refused:
         chat(**fields)
     assert refused.value.param == param
 
 
-def test_a_whole_answer() -> None:
+def test_a_complete_answer_becomes_a_response() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
-    said = {"reasoning_content": "hm", "content": "hello", "tool_calls": [call]}
-    choice = {"message": said, "finish_reason": "tool_calls"}
+    message = {"reasoning_content": "hm", "content": "hello", "tool_calls": [call]}
+    choice = {"message": message, "finish_reason": "tool_calls"}
     body = json.dumps({"choices": [choice], "usage": USAGE}).encode()
-    told = json.loads(Events(a_response(tools=[TOOL])).whole(body))
-    read = Response.model_validate(told, strict=True)
-    assert [item.type for item in read.output] == ["reasoning", "message", "function_call"]
-    assert (read.status, read.output_text) == ("completed", "hello")
-    assert read.usage is not None
-    assert (read.usage.input_tokens, read.usage.input_tokens_details.cached_tokens) == (5, 4)
-    assert read.usage.total_tokens == 8
+    events = ResponseEvents(a_new_response(tools=[TOOL]))
+    response = Response.model_validate(json.loads(events.translate_body(body)), strict=True)
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+    assert (response.status, response.output_text) == ("completed", "hello")
+    assert response.usage is not None
+    assert response.usage.input_tokens == 5
+    assert response.usage.input_tokens_details.cached_tokens == 4
+    assert response.usage.total_tokens == 8
 
 
-def test_an_answer_cut_short_is_incomplete() -> None:
+def test_an_answer_that_reached_its_token_limit_is_incomplete() -> None:
     choice = {"message": {"content": "hel"}, "finish_reason": "length"}
-    told = json.loads(Events(a_response()).whole(json.dumps({"choices": [choice]}).encode()))
-    assert told["status"] == "incomplete"
-    assert told["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert told["output"][0]["status"] == "incomplete"
+    body = json.loads(
+        ResponseEvents(a_new_response()).translate_body(json.dumps({"choices": [choice]}).encode())
+    )
+    assert body["status"] == "incomplete"
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert body["output"][0]["status"] == "incomplete"
 
 
-def test_a_stream_of_thought_text_and_calls() -> None:
+def test_a_stream_of_reasoning_text_and_tool_calls() -> None:
     deltas: list[dict[str, Any]] = [
         {"role": "assistant", "content": ""},
         {"reasoning_content": "h"},
@@ -152,9 +159,9 @@ def test_a_stream_of_thought_text_and_calls() -> None:
         {"tool_calls": [{"index": 1, "id": "b", "function": {"name": "g", "arguments": "{}"}}]},
     ]
     frames = [data_frame({"choices": [{"index": 0, "delta": delta}]}) for delta in deltas]
-    ended = {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}
-    frames += [data_frame(ended), data_frame({"choices": [], "usage": USAGE}), DONE_FRAME]
-    events = _events(Events(a_response(tools=[TOOL], stream=True)), frames)
+    last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}
+    frames += [data_frame(last), data_frame({"choices": [], "usage": USAGE}), DONE_FRAME]
+    events = _events(ResponseEvents(a_new_response(tools=[TOOL], stream=True)), frames)
 
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     kinds = [event["type"].removeprefix("response.") for event in events]
@@ -166,7 +173,7 @@ def test_a_stream_of_thought_text_and_calls() -> None:
     assert response["output"] == items
     assert [item["type"] for item in items] == ["reasoning", "message"] + 2 * ["function_call"]
     assert items[1]["content"][0]["text"] == "hello"
-    assert [(one["call_id"], one["name"], one["arguments"]) for one in items[2:]] == [
+    assert [(item["call_id"], item["name"], item["arguments"]) for item in items[2:]] == [
         ("a", "f", '{"a":1}'),
         ("b", "g", "{}"),
     ]
@@ -176,11 +183,11 @@ def test_a_stream_of_thought_text_and_calls() -> None:
     assert [event["item"]["id"] for event in added] == [item["id"] for item in items]
 
 
-def test_of_an_answer_cut_short_only_the_last_item_is_incomplete() -> None:
+def test_only_the_last_item_of_an_incomplete_answer_is_incomplete() -> None:
     deltas: list[dict[str, Any]] = [{"reasoning_content": "hm"}, {"content": "hel"}]
     frames = [data_frame({"choices": [{"delta": delta}]}) for delta in deltas]
     frames += [data_frame({"choices": [{"finish_reason": "length"}]}), DONE_FRAME]
-    events = _events(Events(a_response(stream=True)), frames)
+    events = _events(ResponseEvents(a_new_response(stream=True)), frames)
     assert events[-1]["type"] == "response.incomplete"
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
@@ -191,36 +198,36 @@ def test_of_an_answer_cut_short_only_the_last_item_is_incomplete() -> None:
     "data",
     ["[1]", "nonsense", '{"choices":3}', '{"choices":[{"delta":{"tool_calls":[{"index":"x"}]}}]}'],
 )
-def test_a_frame_that_is_none_is_left_out(data: str) -> None:
-    events = Events(a_response(stream=True))
-    events.take(data_frame({"choices": []}))
-    assert events.take(f"data: {data}\n\n".encode()) == b""
+def test_a_frame_that_is_not_a_chunk_is_dropped(data: str) -> None:
+    events = ResponseEvents(a_new_response(stream=True))
+    events.translate_frame(data_frame({"choices": []}))
+    assert events.translate_frame(f"data: {data}\n\n".encode()) == b""
     with pytest.raises(ApiError, match=r"^cannot answer"):
-        events.whole(data.encode())
+        events.translate_body(data.encode())
 
 
-def test_a_stream_that_breaks_ends_in_its_failure_with_what_was_said() -> None:
-    events = Events(a_response(stream=True))
-    told = _events(events, [data_frame({"choices": [{"delta": {"content": "hel"}}]})])
-    failed = events.failed(ApiError(ErrorCode.UPSTREAM, "cannot go on"))
-    # What is an event already stays as it is, and so do comments.
-    assert events.take(failed) == failed
-    assert events.take(b": continued\n\n") == b": continued\n\n"
+def test_a_broken_stream_ends_with_a_failure_that_holds_the_output_so_far() -> None:
+    events = ResponseEvents(a_new_response(stream=True))
+    sent = _events(events, [data_frame({"choices": [{"delta": {"content": "hel"}}]})])
+    failed = events.failed(ApiError(ErrorCode.UPSTREAM, "cannot continue"))
+    # Frames that are events and comments stay unchanged.
+    assert events.translate_frame(failed) == failed
+    assert events.translate_frame(b": continued\n\n") == b": continued\n\n"
     last = _read(failed)
-    assert last["sequence_number"] == told[-1]["sequence_number"] + 1
+    assert last["sequence_number"] == sent[-1]["sequence_number"] + 1
     assert last["response"]["status"] == "failed"
-    assert last["response"]["error"]["message"] == "cannot go on"
+    assert last["response"]["error"]["message"] == "cannot continue"
     (item,) = last["response"]["output"]
     assert (item["status"], item["content"][0]["text"]) == ("incomplete", "hel")
 
 
-def _events(events: Events, frames: list[bytes]) -> list[dict[str, Any]]:
-    told = b"".join(events.take(frame) for frame in frames)
-    return [_read(event) for event in split(told)]
+def _events(events: ResponseEvents, frames: list[bytes]) -> list[dict[str, Any]]:
+    sent = b"".join(events.translate_frame(frame) for frame in frames)
+    return [_read(event) for event in split_frames(sent)]
 
 
 def _read(event: bytes) -> dict[str, Any]:
-    """Read one event, as the official SDK would too."""
+    """Return the body of one event, which the official SDK must accept."""
     name, data = event.decode().rstrip("\n").split("\n")
     body: dict[str, Any] = json.loads(data.removeprefix("data: "))
     assert name == f"event: {body['type']}"

@@ -1,4 +1,4 @@
-"""The draw between two versions, and what is counted of both."""
+"""The draw between two versions of a rollout, and what is counted for both."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 
 from isochrone.wire.ids import DeploymentId, ModelId, NodeId, PopId, ReplicaId
 from isochrone.wire.routes import DeploymentEntry, RolloutEntry, Route
-from router.decide.rollout import ROWS_MAX, Draw, Trials, draw
+from router.decide.rollout import ROWS_MAX, TrialCounter, VersionDraw, draw_version
 
 AMS, SIN = PopId("ams"), PopId("sin")
 
@@ -34,47 +34,49 @@ def a_route(name: str, version: int, pop: PopId = AMS) -> Route:
 
 
 ROUTES = [a_route("o1", 1), a_route("o2", 1), a_route("n1", 2)]
-TO_NEW = Draw(frozenset({ReplicaId("o1"), ReplicaId("o2")}), True)
-TO_OLD = Draw(frozenset({ReplicaId("n1")}), False)
+TO_NEW = VersionDraw(frozenset({ReplicaId("o1"), ReplicaId("o2")}), True)
+TO_OLD = VersionDraw(frozenset({ReplicaId("n1")}), False)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.05, 0.25, 0.9])
 def test_the_share_is_kept(share: float) -> None:
-    drawn = [draw(an_entry(share), f"q{n}", AMS, ROUTES) for n in range(20_000)]
+    drawn = [draw_version(an_entry(share), f"q{n}", AMS, ROUTES) for n in range(20_000)]
     assert drawn.count(TO_NEW) + drawn.count(TO_OLD) == len(drawn)
     assert drawn.count(TO_NEW) / len(drawn) == pytest.approx(share, abs=0.01)
 
 
-def test_who_had_the_new_version_keeps_it_as_the_share_grows() -> None:
+def test_a_session_on_the_new_version_stays_there_as_the_share_grows() -> None:
     for n in range(500):
-        drawn = [draw(an_entry(share), f"s{n}", AMS, ROUTES) for share in (0.05, 0.25, 0.9)]
-        assert drawn == sorted(drawn, key=lambda one: one.may_return)
+        drawn = [draw_version(an_entry(share), f"s{n}", AMS, ROUTES) for share in (0.05, 0.25, 0.9)]
+        assert drawn == sorted(drawn, key=lambda draw: draw.may_fall_back)
 
 
-def test_a_city_that_is_not_of_the_step_has_the_old_version_alone() -> None:
+def test_a_pop_outside_the_rollout_gets_only_the_old_version() -> None:
     entry = an_entry(0.9, pops=(SIN,))
-    assert {draw(entry, f"q{n}", AMS, ROUTES) for n in range(50)} == {TO_OLD}
+    assert {draw_version(entry, f"q{n}", AMS, ROUTES) for n in range(50)} == {TO_OLD}
 
 
 @pytest.mark.parametrize("routes", [ROUTES[:2], ROUTES[2:], []])
-def test_one_version_alone_serves_everybody(routes: list[Route]) -> None:
-    assert {draw(an_entry(), f"q{n}", AMS, routes) for n in range(50)} == {Draw(frozenset(), False)}
+def test_a_single_version_serves_all_requests(routes: list[Route]) -> None:
+    assert {draw_version(an_entry(), f"q{n}", AMS, routes) for n in range(50)} == {
+        VersionDraw(frozenset(), False)
+    }
 
 
-def test_without_a_rollout_nobody_is_left_alone_and_nothing_counted() -> None:
+def test_without_a_rollout_no_replica_is_excluded_and_nothing_counted() -> None:
     entry = msgspec.structs.replace(an_entry(), rollout=None)
-    assert draw(entry, "q", AMS, ROUTES) == Draw(frozenset(), False)
-    trials = Trials(AMS)
-    trials.ended(entry, ROUTES[0], failed=True)
+    assert draw_version(entry, "q", AMS, ROUTES) == VersionDraw(frozenset(), False)
+    trials = TrialCounter(AMS)
+    trials.record_attempt(entry, ROUTES[0], failed=True)
     assert trials.take() == ()
 
 
-def test_attempts_and_times_are_added_up_by_version_and_pop() -> None:
-    trials = Trials(SIN)
+def test_attempts_and_times_are_summed_by_version_and_pop() -> None:
+    trials = TrialCounter(SIN)
     entry = an_entry()
-    trials.ended(entry, ROUTES[0], failed=False, ttft_ms=100.0, itl_ms=10.0)
-    trials.ended(entry, ROUTES[1], failed=True)
-    trials.ended(entry, ROUTES[2], failed=True)
+    trials.record_attempt(entry, ROUTES[0], failed=False, ttft_ms=100.0, itl_ms=10.0)
+    trials.record_attempt(entry, ROUTES[1], failed=True)
+    trials.record_attempt(entry, ROUTES[2], failed=True)
     old, new = trials.take()
     assert (old.version, old.pop, old.asked_pop) == (1, AMS, SIN)
     assert (old.attempts, old.failures, old.ttft.count, old.itl.count) == (2, 1, 1, 1)
@@ -84,8 +86,8 @@ def test_attempts_and_times_are_added_up_by_version_and_pop() -> None:
     assert trials.take() == ()
 
 
-def test_what_is_counted_is_bounded() -> None:
-    trials = Trials(SIN)
+def test_the_number_of_rows_is_bounded() -> None:
+    trials = TrialCounter(SIN)
     for version in range(ROWS_MAX + 10):
-        trials.ended(an_entry(), a_route("r", version), failed=True)
+        trials.record_attempt(an_entry(), a_route("r", version), failed=True)
     assert len(trials.take()) == ROWS_MAX

@@ -1,4 +1,4 @@
-"""A replica that begins takes a growing share, in the choice that a router really makes."""
+"""Slow start, in the ranking of a whole router."""
 
 from isochrone.wire.ids import (
     ClusterId,
@@ -12,13 +12,14 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
 from router.decide.health import FAILURES_MAX
-from router.decide.pick import Ask, rank
-from router.decide.slow_start import SHARE_FIRST, SLOW_START_S, SlowStart, is_spared
-from router.fleet import Fleet
+from router.decide.ranking import RouteQuery, rank
+from router.decide.slow_start import SHARE_FIRST, SLOW_START_S, SlowStart, is_held_back
+from router.feedback import AttemptFeedback, ProbeFeedback
+from router.fleet_state import FleetState
 
 D = DeploymentId("d")
 OLD, NEW = ReplicaId("old"), ReplicaId("new")
-ASKS = 400
+REQUESTS = 400
 
 
 def a_route(name: ReplicaId) -> Route:
@@ -46,34 +47,36 @@ def a_table(*names: ReplicaId) -> RouteTable:
 
 
 class Bench:
-    """A router near two replicas of which `new` is much nearer, and its clock."""
+    """A router with two replicas, of which `new` is much nearer, and its clock."""
 
     def __init__(self, *names: ReplicaId) -> None:
         self.now_s = 1000.0
-        self.fleet = Fleet(PopId("ams"), lambda: self.now_s)
+        self.fleet = FleetState(PopId("ams"), lambda: self.now_s)
+        self.attempts = AttemptFeedback(self.fleet)
+        self.probes = ProbeFeedback(self.fleet)
         self.fleet.adopt(a_table(*names))
         for name, rtt_ms in ((OLD, 80.0), (NEW, 1.0)):
-            self.fleet.measured(NodeId(f"n-{name}"), rtt_ms)
+            self.probes.record_round_trip(NodeId(f"n-{name}"), rtt_ms)
 
-    def goes(self, request_id: str, session: str = "") -> ReplicaId:
-        ask = Ask(request_id, prompt_tokens=100, output_tokens=100, session=session)
-        first: ReplicaId = rank(self.fleet.view(D), ask)[0].route.replica_id
+    def chosen(self, request_id: str, session: str = "") -> ReplicaId:
+        query = RouteQuery(request_id, prompt_tokens=100, output_tokens=100, session=session)
+        first: ReplicaId = rank(self.fleet.snapshot(D), query)[0].route.replica_id
         return first
 
     def share_of_new(self, *, idle: bool = False) -> float:
-        """The share that goes there while it has something to do, or has not."""
-        held = None if idle else self.fleet.reserve(a_route(NEW), prefill=1, decode=1)
-        share = sum(self.goes(f"q{n}") == NEW for n in range(ASKS)) / ASKS
+        """Return the share of requests that go to `new` while it is busy, or idle."""
+        held = None if idle else self.attempts.reserve(a_route(NEW), prefill=1, decode=1)
+        share = sum(self.chosen(f"q{n}") == NEW for n in range(REQUESTS)) / REQUESTS
         if held is not None:
             held.release()
         return share
 
 
-def test_one_that_comes_takes_a_growing_share() -> None:
+def test_a_new_replica_takes_a_growing_share() -> None:
     bench = Bench(OLD)
     bench.fleet.adopt(a_table(OLD, NEW))
-    bench.fleet.measured(NodeId("n-new"), 1.0)
-    assert bench.share_of_new(idle=True) == 1.0, "nobody herds on who is idle as far as is known"
+    bench.probes.record_round_trip(NodeId("n-new"), 1.0)
+    assert bench.share_of_new(idle=True) == 1.0, "a replica that seems idle may take any request"
     began_s, shares = bench.now_s, []
     for part in (0.0, 0.25, 0.5, 0.75):
         bench.now_s = began_s + part * SLOW_START_S
@@ -84,59 +87,59 @@ def test_one_that_comes_takes_a_growing_share() -> None:
     assert bench.share_of_new() == 1.0
 
 
-def test_who_was_let_in_stays_in() -> None:
+def test_a_session_once_admitted_stays_admitted() -> None:
     slow = SlowStart()
-    slow.began((NEW,), 0.0)
-    let_in: set[str] = set()
+    slow.begin((NEW,), 0.0)
+    admitted: set[str] = set()
     for tick in range(12):
         share = slow.shares(tick * SLOW_START_S / 10).get(NEW, 1.0)
-        here = {f"s{n}" for n in range(100) if not is_spared(NEW, share, f"s{n}")}
-        assert let_in <= here
-        let_in = here
-    assert len(let_in) == 100
+        here = {f"s{n}" for n in range(100) if not is_held_back(NEW, share, f"s{n}")}
+        assert admitted <= here
+        admitted = here
+    assert len(admitted) == 100
     assert len(slow) == 0
 
 
-def test_a_session_draws_by_its_name_and_not_by_each_request() -> None:
+def test_all_requests_of_a_session_are_treated_alike() -> None:
     bench = Bench(OLD)
     bench.fleet.adopt(a_table(OLD, NEW))
-    bench.fleet.measured(NodeId("n-new"), 1.0)
-    bench.fleet.reserve(a_route(NEW), prefill=1, decode=1)
+    bench.probes.record_round_trip(NodeId("n-new"), 1.0)
+    bench.attempts.reserve(a_route(NEW), prefill=1, decode=1)
     for session in ("s1", "s2", "s3", "s4"):
-        assert len({bench.goes(f"q{n}", session) for n in range(20)}) == 1
+        assert len({bench.chosen(f"q{n}", session) for n in range(20)}) == 1
 
 
-def test_to_a_router_that_begins_itself_all_are_alike() -> None:
+def test_a_router_that_starts_puts_no_replica_into_slow_start() -> None:
     bench = Bench(OLD, NEW)
     assert bench.share_of_new() == 1.0
 
 
-def test_one_that_is_well_again_takes_a_growing_share() -> None:
+def test_a_replica_that_becomes_healthy_takes_a_growing_share() -> None:
     bench = Bench(OLD, NEW)
     for _ in range(FAILURES_MAX):
-        bench.fleet.failed(a_route(NEW))
+        bench.attempts.record_failure(a_route(NEW))
     assert bench.share_of_new() == 0.0
     bench.now_s += 5.0
-    bench.fleet.reserve(a_route(NEW), prefill=1, decode=1).release()
-    bench.fleet.answered(a_route(NEW))
+    bench.attempts.reserve(a_route(NEW), prefill=1, decode=1).release()
+    bench.attempts.record_success(a_route(NEW))
     assert abs(bench.share_of_new() - SHARE_FIRST) < 0.06
-    # A second good answer is nothing new, and does not hold it back.
+    # A second good answer does not start slow start again.
     bench.now_s += SLOW_START_S / 2
-    bench.fleet.answered(a_route(NEW))
+    bench.attempts.record_success(a_route(NEW))
     assert 0.4 < bench.share_of_new() < 0.7
 
 
-def test_where_nobody_else_has_room_all_go() -> None:
+def test_all_requests_go_to_a_starting_replica_if_no_other_has_capacity() -> None:
     bench = Bench(OLD)
     bench.fleet.adopt(a_table(OLD, NEW))
-    held = bench.fleet.reserve(a_route(OLD), prefill=5_000, decode=4_950)
+    held = bench.attempts.reserve(a_route(OLD), prefill=5_000, decode=4_950)
     assert bench.share_of_new() == 1.0
     held.release()
     assert bench.share_of_new() < 0.3
 
 
-def test_one_that_no_table_names_is_forgotten() -> None:
+def test_a_replica_that_left_the_table_is_dropped() -> None:
     slow = SlowStart()
-    slow.began((NEW, OLD), 0.0)
-    slow.forget({NEW})
+    slow.begin((NEW, OLD), 0.0)
+    slow.remove_replicas({NEW})
     assert set(slow.shares(1.0)) == {OLD}

@@ -1,4 +1,4 @@
-"""Frames come through byte-exact, wherever the network cuts them."""
+"""Frames are relayed byte-exact, wherever the network splits them."""
 
 import json
 
@@ -7,18 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.dataplane.exchange import AttemptFailed
+from router.dataplane.response_checks import read_usage
 from router.dataplane.sse import (
     FRAME_BYTES_MAX,
-    KEPT_BYTES_MAX,
-    BrokenStream,
-    Frames,
+    UNREAD_BYTES_MAX,
+    MalformedStream,
+    StreamRelay,
     classify,
     data_frame,
-    data_of,
-    split,
+    frame_data,
+    split_frames,
 )
-from router.dataplane.usage import UsageCount, with_cached_tokens
-from router.dataplane.verdict import read_answer
+from router.dataplane.usage import UsageCount, add_cached_tokens
 
 FRAMES = [
     b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n',
@@ -36,38 +36,40 @@ def token(text: str) -> bytes:
     return data_frame({"choices": [{"index": 0, "delta": {"content": text}}]})
 
 
-def test_a_stream_cut_at_every_byte_is_passed_byte_exact() -> None:
+def test_a_stream_split_at_any_byte_is_relayed_byte_exact() -> None:
     stream = b"".join(FRAMES)
     for cut in range(len(stream) + 1):
-        frames = Frames(wants_usage=True)
-        assert frames.feed(stream[:cut]) + frames.feed(stream[cut:]) == stream
-        assert frames.is_done
-        assert frames.usage == USAGE
-        assert frames.said()[:3] == (2, "h\u00e9 \n\n data: b", True)
+        relay = StreamRelay(wants_usage=True)
+        assert relay.feed(stream[:cut]) + relay.feed(stream[cut:]) == stream
+        assert relay.is_done
+        assert relay.usage == USAGE
+        assert relay.generated()[:3] == (2, "h\u00e9 \n\n data: b", True)
 
 
-def test_byte_by_byte_too() -> None:
-    frames = Frames(wants_usage=False)
-    shown = b"".join(frames.feed(bytes([byte])) for byte in b"".join(FRAMES))
-    assert shown == b"".join(FRAMES[:4] + FRAMES[5:])
-    assert frames.usage == USAGE
+def test_a_stream_that_arrives_byte_by_byte_is_relayed_whole() -> None:
+    relay = StreamRelay(wants_usage=False)
+    relayed = b"".join(relay.feed(bytes([byte])) for byte in b"".join(FRAMES))
+    assert relayed == b"".join(FRAMES[:4] + FRAMES[5:])
+    assert relay.usage == USAGE
 
 
 @settings(deadline=None, max_examples=150)
 @given(st.data(), st.lists(st.sampled_from(FRAMES[:5]), max_size=8))
-def test_a_stream_cut_anyhow_is_passed_byte_exact(data: st.DataObject, sent: list[bytes]) -> None:
+def test_a_stream_split_anywhere_is_relayed_byte_exact(
+    data: st.DataObject, sent: list[bytes]
+) -> None:
     stream = whole = b"".join(sent)
-    frames = Frames(wants_usage=True)
-    seen = b""
+    relay = StreamRelay(wants_usage=True)
+    received = b""
     while stream:
         size = data.draw(st.integers(1, len(stream)))
-        seen += frames.feed(stream[:size])
+        received += relay.feed(stream[:size])
         stream = stream[size:]
-    assert seen == whole
-    assert split(whole) == sent
+    assert received == whole
+    assert split_frames(whole) == sent
 
 
-def test_what_a_frame_is() -> None:
+def test_each_kind_of_frame_is_recognized() -> None:
     kinds = [classify(frame) for frame in FRAMES]
     assert [kind.tokens for kind in kinds] == [0, 1, 0, 1, 0, 0]
     assert [kind.is_usage_only for kind in kinds] == [False, False, False, False, True, False]
@@ -76,90 +78,92 @@ def test_what_a_frame_is() -> None:
     assert classify(b'data: {"error":{"message":"x"}}\n\n').is_error
 
 
-def test_a_text_that_speaks_of_usage_is_no_usage() -> None:
+def test_generated_text_that_mentions_usage_is_not_a_usage_frame() -> None:
     frame = data_frame({"choices": [{"delta": {"content": 'say "usage": {5} [DONE] "error"'}}]})
     kind = classify(frame)
     assert (kind.usage, kind.tokens) == (None, 1)
-    frames = Frames(wants_usage=False)
-    assert frames.feed(token("a")) + frames.feed(frame) == token("a") + frame
-    assert not frames.is_over
-    assert frames.said().tokens == 2
+    relay = StreamRelay(wants_usage=False)
+    assert relay.feed(token("a")) + relay.feed(frame) == token("a") + frame
+    assert not relay.is_over
+    assert relay.generated().tokens == 2
 
 
-def test_lines_of_data_are_joined() -> None:
-    assert data_of(b"data: a\ndata: b\n\n") == b"a\nb"
+def test_data_lines_of_a_frame_are_joined() -> None:
+    assert frame_data(b"data: a\ndata: b\n\n") == b"a\nb"
 
 
 @pytest.mark.parametrize(
     "frame",
     [b'data: {"usage": nonsense\n\n', b'data: {"error" oops\n\n', b'data: ["usage"]\n\n'],
 )
-def test_garbage_is_told(frame: bytes) -> None:
-    with pytest.raises(BrokenStream):
+def test_a_frame_that_must_be_json_and_is_not_raises(frame: bytes) -> None:
+    with pytest.raises(MalformedStream):
         classify(frame)
 
 
-def test_a_frame_without_end_is_bounded() -> None:
-    frames = Frames(wants_usage=False)
+def test_an_endless_frame_is_refused() -> None:
+    relay = StreamRelay(wants_usage=False)
     for _ in range(FRAME_BYTES_MAX // 65_536):
-        assert frames.feed(b"x" * 65_536) == b""
-    with pytest.raises(BrokenStream):
-        frames.feed(b"x")
+        assert relay.feed(b"x" * 65_536) == b""
+    with pytest.raises(MalformedStream):
+        relay.feed(b"x")
 
 
-def test_what_is_kept_of_a_long_stream_is_its_text() -> None:
-    frames = Frames(wants_usage=False)
+def test_of_a_long_stream_only_the_text_is_kept() -> None:
+    relay = StreamRelay(wants_usage=False)
     for n in range(5000):
-        frames.feed(token(f"t{n} "))
-        assert frames._kept_bytes <= KEPT_BYTES_MAX
-    said = frames.said()
-    assert said.tokens == 5000
-    assert said.text == "".join(f"t{n} " for n in range(5000))
+        relay.feed(token(f"t{n} "))
+        assert relay._unread_bytes <= UNREAD_BYTES_MAX
+    generated = relay.generated()
+    assert generated.tokens == 5000
+    assert generated.text == "".join(f"t{n} " for n in range(5000))
 
 
-def test_another_nodes_frames_follow_as_if_they_were_one_stream() -> None:
-    frames = Frames(wants_usage=True)
-    frames.feed(FRAMES[0] + token("a") + token("b") + b'data: {"choices":[{"del')
-    frames.go_on()
-    assert not frames.has_begun
-    shown = frames.feed(FRAMES[0] + token("c"))
-    assert shown == token("c")
-    assert frames.has_begun
+def test_the_frames_of_another_node_continue_the_same_stream() -> None:
+    relay = StreamRelay(wants_usage=True)
+    relay.feed(FRAMES[0] + token("a") + token("b") + b'data: {"choices":[{"del')
+    relay.resume()
+    assert not relay.has_begun
+    relayed = relay.feed(FRAMES[0] + token("c"))
+    assert relayed == token("c")
+    assert relay.has_begun
     usage = {"prompt_tokens": 12, "completion_tokens": 1, "total_tokens": 13}
-    told = json.loads(frames.feed(data_frame({"choices": [], "usage": usage}))[6:])["usage"]
-    assert (told["prompt_tokens"], told["completion_tokens"], told["total_tokens"]) == (10, 3, 13)
-    assert told["prompt_tokens_details"] == {"cached_tokens": 0}
-    assert frames.said() == (3, "abc", True, None)
+    reported = json.loads(relay.feed(data_frame({"choices": [], "usage": usage}))[6:])["usage"]
+    assert reported["prompt_tokens"] == 10
+    assert reported["completion_tokens"] == 3
+    assert reported["total_tokens"] == 13
+    assert reported["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert relay.generated() == (3, "abc", True, None)
 
 
 @pytest.mark.parametrize(
     "delta", [{"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}], ids=["tools", "reasons"]
 )
-def test_what_is_not_plain_text_is_known_as_that(delta: dict[str, object]) -> None:
-    frames = Frames(wants_usage=False)
-    frames.feed(data_frame({"choices": [{"delta": delta}]}))
-    assert frames.said()[:3] == (1, "", False)
+def test_output_other_than_text_is_not_plain(delta: dict[str, object]) -> None:
+    relay = StreamRelay(wants_usage=False)
+    relay.feed(data_frame({"choices": [{"delta": delta}]}))
+    assert relay.generated()[:3] == (1, "", False)
 
 
 @given(st.none() | st.dictionaries(st.sampled_from(["a", "cached_tokens"]), st.integers(0, 9)))
-def test_cached_tokens_are_there_afterwards(details: dict[str, int] | None) -> None:
+def test_cached_tokens_are_added_where_they_are_missing(details: dict[str, int] | None) -> None:
     body = {"usage": {"prompt_tokens": 1, "prompt_tokens_details": details}}
     before = json.dumps(body)
-    usage, whole = read_answer("n", before.encode())
+    usage, whole = read_usage("n", before.encode())
     assert usage == UsageCount(1, 0, (details or {}).get("cached_tokens", 0))
-    changed = with_cached_tokens(body)
+    is_changed = add_cached_tokens(body)
     assert json.loads(whole) == body
     assert isinstance(body["usage"]["prompt_tokens_details"]["cached_tokens"], int)  # type: ignore[index]
-    assert changed is (json.dumps(body) != before)
+    assert is_changed is (json.dumps(body) != before)
 
 
-def test_whole_answers_are_read_as_far_as_needed() -> None:
-    told = b'{"x":1.50,"usage":{"prompt_tokens":5,"completion_tokens":2,"prompt_tokens_details":'
-    told += b'{"cached_tokens":1}}}'
-    assert read_answer("n", told) == (USAGE, told)
-    assert read_answer("n", b'{"a":1}') == (None, b'{"a":1}')
+def test_the_usage_of_a_complete_response_is_read() -> None:
+    body = b'{"x":1.50,"usage":{"prompt_tokens":5,"completion_tokens":2,"prompt_tokens_details":'
+    body += b'{"cached_tokens":1}}}'
+    assert read_usage("n", body) == (USAGE, body)
+    assert read_usage("n", b'{"a":1}') == (None, b'{"a":1}')
     odd = b'{"usage":{"prompt_tokens":"many"}}'
-    assert read_answer("n", odd)[0] == UsageCount(0, 0, 0)
+    assert read_usage("n", odd)[0] == UsageCount(0, 0, 0)
     for garbage in (b"", b"[]", b"\xff", b'{"usage":', b"[" * 100_000):
         with pytest.raises(AttemptFailed):
-            read_answer("n", garbage)
+            read_usage("n", garbage)

@@ -17,7 +17,7 @@ from isochrone.service import files
 from isochrone.wire.control import register_payload
 from isochrone.wire.ids import BootId, ClusterId
 from ops.golden.make_formats import FILE, TO_ALL, TO_SCHEDULERS, fields_of
-from router.journal import Journal
+from router.usage_journal import UsageJournal
 from scheduler.store.migrate import read_migrations
 
 BEFORE = json.loads(FILE.read_text())
@@ -73,7 +73,7 @@ def test_a_snapshot_of_the_previous_release_is_opened(tmp_path: Path) -> None:
 def test_a_journal_of_the_previous_release_is_read(tmp_path: Path) -> None:
     row = msgspec.msgpack.encode(BEFORE["UsageRow"]["whole"])
     (tmp_path / "rows.000000003").write_bytes(row + row)
-    journal = Journal(tmp_path)
+    journal = UsageJournal(tmp_path)
     rows = journal.open()
     journal.close()
     assert [json.loads(msgspec.json.encode(row)) for row in rows] == [

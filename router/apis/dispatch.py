@@ -1,0 +1,116 @@
+"""Dispatches requests by path: inference routes to the pipeline, all others to the aiohttp server.
+
+Inference routes are those that engines answer. Three surfaces have them: OpenAI's, which goes to
+the engines unchanged, and Responses and Workers AI, which are translated to and from it.
+"""
+
+import math
+import re
+from collections.abc import Awaitable
+from typing import Final
+
+import msgspec
+
+from isochrone.wire import headers
+from isochrone.wire.errors import ApiError, ErrorCode, openai_error, openai_error_event
+from isochrone.wire.routes import KeyEntry
+from router.apis.auxiliary_server import forward_to_auxiliary
+from router.apis.openai.surface import DECODERS, OpenAiSurface
+from router.apis.request_ids import RequestIds
+from router.apis.responses.adapter import PATH as RESPONSES_PATH
+from router.apis.responses.adapter import read_responses_request
+from router.apis.workers_ai.adapter import model_of, read_run_request
+from router.apis.workers_ai.translate import encode_error_envelope
+from router.dataplane.http1 import HeaderFields, format_headers
+from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
+from router.dataplane.server import ClientConnection
+from router.dataplane.upstream import Upstream
+from router.inference_request import InferenceRequest
+from router.metrics import Metrics
+from router.pipeline import RequestPipeline
+
+INFERENCE_PATHS: Final = frozenset(DECODERS) | {RESPONSES_PATH}
+REQUEST_ID: Final = headers.REQUEST_ID.encode()
+
+_OPENAI_BELOW_ACCOUNT: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?/ai(/v1/.+)$")
+"""Where Workers AI has OpenAI's surface: its clients only need to change the host of their URL."""
+
+
+class ApiDispatcher:
+    """Receives each request from the HTTP server and gives it to its surface."""
+
+    def __init__(
+        self,
+        openai: OpenAiSurface,
+        pipeline: RequestPipeline,
+        upstream: Upstream,
+        request_ids: RequestIds,
+        metrics: Metrics,
+    ) -> None:
+        """Use the parts that the whole router shares; `upstream` reaches the auxiliary server."""
+        self._openai = openai
+        self._pipeline = pipeline
+        self._upstream = upstream
+        self._request_ids = request_ids
+        self._metrics = metrics
+
+    def authorize(self, method: bytes, path: str, fields: HeaderFields) -> KeyEntry | None:
+        """Return the API key of an inference request before its body is read.
+
+        Other routes need no key here: None. Raises ApiError 401.
+        """
+        return self._openai.key_of(fields) if method == b"POST" and _is_inference(path) else None
+
+    def encode_error(self, error: ApiError, path: str, client_request_id: str) -> HttpResponse:
+        """Count an error and encode it in the format of its surface, with a request id."""
+        self._metrics.errors.labels(error.code.value).inc()
+        header_lines = format_headers(error.headers)
+        if error.retry_after_s is not None:
+            header_lines += f"retry-after: {max(1, math.ceil(error.retry_after_s))}\r\n"
+        # A request that was refused while it was read has no id yet.
+        request_id = client_request_id or self._request_ids.next("")[1]
+        header_lines += f"{headers.REQUEST_ID}: {request_id}\r\n"
+        if model_of(path) is None:
+            body = msgspec.json.encode(openai_error(error))
+        else:
+            body = encode_error_envelope(error.message, error.meaning.number)
+        return HttpResponse(error.meaning.status, body, header_lines)
+
+    def dispatch(self, request: HttpRequest, client: ClientConnection) -> Awaitable[None]:
+        """Return an awaitable that answers the request. Raises ApiError if it is invalid."""
+        path = request.path
+        if path not in INFERENCE_PATHS:
+            request.path = path = _openai_path(path)
+            if not _is_inference(path):
+                return forward_to_auxiliary(self._upstream, request, client)
+        sent_id = request.header(REQUEST_ID)
+        request.request_id, request.client_request_id = self._request_ids.next(sent_id)
+        if request.method != b"POST":
+            raise ApiError(
+                ErrorCode.METHOD_NOT_ALLOWED,
+                f"cannot use the method {request.method.decode()} for {path}: use POST",
+                headers={"allow": "POST"},
+            )
+        inference: InferenceRequest
+        writer: ResponseWriter = client
+        if path in DECODERS:
+            inference = self._openai.read(request, path, request.body, openai_error_event)
+        elif path == RESPONSES_PATH:
+            inference, writer = read_responses_request(self._openai, request, client)
+        else:
+            inference, writer = read_run_request(self._openai, request, client)
+        return self._pipeline.serve(inference, writer)
+
+
+def _is_inference(path: str) -> bool:
+    return (
+        path in INFERENCE_PATHS
+        or _openai_path(path) in INFERENCE_PATHS
+        or model_of(path) is not None
+    )
+
+
+def _openai_path(path: str) -> str:
+    """Return the OpenAI path of a Workers AI path that offers it; any other path unchanged."""
+    match = _OPENAI_BELOW_ACCOUNT.match(path)
+    return match.group(1) if match else path

@@ -1,0 +1,98 @@
+"""OpenAI routes without inference, on aiohttp: model lists, the health check, unknown paths."""
+
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+
+from isochrone.service.door import Handler, error_response, errors_as
+from isochrone.wire import headers
+from isochrone.wire.errors import ApiError, ErrorCode, openai_error
+from isochrone.wire.routes import DeploymentEntry, KeyEntry
+from router.apis.openai.surface import DECODERS, OpenAiSurface
+from router.apis.request_ids import RequestIds
+from router.decide.authentication import authenticate, may_use
+from router.fleet_state import FleetState
+from router.metrics import Metrics
+
+NO_TABLE: Final = (
+    "cannot serve: no scheduler has sent a route table, and the state folder has none; "
+    "check that a scheduler listed in `schedulers` is reachable and holds the lease"
+)
+
+ROUTES: Final = (
+    f"POST {', '.join(DECODERS)}, /v1/responses and /ai/run/{{model}}, and GET /v1/models"
+)
+
+
+def auxiliary_app(
+    surface: OpenAiSurface, fleet: FleetState, metrics: Metrics, request_ids: RequestIds
+) -> web.Application:
+    """Return the application of all auxiliary routes."""
+
+    def key_of(request: web.Request) -> KeyEntry:
+        return authenticate(
+            fleet.directory.keys, request.headers.get("authorization"), surface.unix_clock()
+        )
+
+    async def list_models(request: web.Request) -> web.Response:
+        key = key_of(request)
+        allowed = [entry for entry in fleet.directory.deployments if may_use(key, entry.name)]
+        return json_response({"object": "list", "data": [model_body(entry) for entry in allowed]})
+
+    async def show_model(request: web.Request) -> web.Response:
+        key = key_of(request)
+        return json_response(model_body(surface.deployment(request.match_info["name"], key)))
+
+    async def healthz(request: web.Request) -> web.Response:
+        if fleet.directory.table is not None:
+            return json_response({"status": "ok", "pop": fleet.pop})
+        # Without a table there are no keys and no routes: load balancers should use another.
+        body = {"status": "no_table", "pop": fleet.pop, "message": NO_TABLE}
+        return json_response(body, status=503)
+
+    async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+        sent_id = request.headers.get(headers.REQUEST_ID, "")
+        _, response.headers[headers.REQUEST_ID] = request_ids.next(sent_id)
+
+    def encode_error(error: ApiError) -> web.Response:
+        metrics.errors.labels(error.code.value).inc()
+        return error_response(error, msgspec.json.encode(openai_error(error)))
+
+    app = web.Application(middlewares=[errors_as(encode_error), _explain_not_found])
+    app.on_response_prepare.append(add_request_id)
+    app.router.add_get("/v1/models", list_models)
+    app.router.add_get("/v1/models/{name:.{1,200}}", show_model)
+    app.router.add_get("/healthz", healthz)
+    return app
+
+
+@web.middleware
+async def _explain_not_found(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer an unknown path with the list of routes."""
+    if not isinstance(request.match_info.http_exception, web.HTTPNotFound):
+        return await handler(request)
+    path = request.path[:200]
+    if "responses" in path.split("/"):
+        reason = "responses are not stored, only POST /v1/responses exists"
+    else:
+        reason = f"there is no such path; the routes are {ROUTES}"
+    raise ApiError(ErrorCode.NOT_FOUND, f"cannot find {request.method} {path}: {reason}")
+
+
+def model_body(entry: DeploymentEntry) -> dict[str, Any]:
+    """Return one entry of the model list."""
+    return {
+        "id": entry.name,
+        "object": "model",
+        "created": entry.created_at,
+        "owned_by": "isochrone",
+        "context_window": entry.context_tokens,
+    }
+
+
+def json_response(body: object, status: int = 200) -> web.Response:
+    """Return a JSON response."""
+    return web.Response(
+        status=status, body=msgspec.json.encode(body), content_type="application/json"
+    )

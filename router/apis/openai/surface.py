@@ -1,0 +1,163 @@
+"""The OpenAI inference routes: from an HTTP request to the pipeline's InferenceRequest."""
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any, Final
+
+import msgspec
+
+from isochrone.wire import headers
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import RequestId
+from isochrone.wire.routes import DeploymentEntry, KeyEntry
+from router.apis.openai.decode import (
+    CHAT,
+    COMPLETION,
+    EMBEDDING,
+    RERANK,
+    decode,
+    determinism_of,
+    resume_body_builder,
+    wants_usage,
+    with_usage_requested,
+)
+from router.apis.openai.prompt import (
+    OpenAiRequest,
+    count_answers,
+    count_text_bytes,
+    output_tokens_max,
+    render_prompt,
+)
+from router.apis.openai.schema import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RERANK_PATH
+from router.config import RouterConfig
+from router.dataplane.http1 import HeaderFields
+from router.dataplane.http_messages import HttpRequest
+from router.decide.affinity import SESSION_BYTES_MAX, hash64
+from router.decide.authentication import AuthenticationCache, may_use
+from router.decide.prefix_index import BLOCK_BYTES, NO_KEYS, PrefixKeys, prefix_keys
+from router.fleet_state import FleetState
+from router.inference_request import InferenceRequest
+
+DECODERS: Final[dict[str, "msgspec.json.Decoder[Any]"]] = {
+    CHAT_PATH: CHAT,
+    COMPLETIONS_PATH: COMPLETION,
+    EMBEDDINGS_PATH: EMBEDDING,
+    RERANK_PATH: RERANK,
+}
+MODEL_KINDS: Final = {EMBEDDINGS_PATH: "embedding", RERANK_PATH: "rerank"}
+"""The kind of model that a route needs; all other routes need a chat model."""
+
+MODELS_NAMED: Final = 8
+"""How many available models the error for an unknown model names."""
+
+SESSION_AFFINITY: Final = headers.SESSION_AFFINITY.encode()
+
+
+class OpenAiSurface:
+    """Reads requests of the OpenAI surface, and those of other surfaces once translated to it."""
+
+    def __init__(
+        self, config: RouterConfig, fleet: FleetState, unix_clock: Callable[[], float]
+    ) -> None:
+        """Use the parts that the whole router shares. `unix_clock` returns Unix time in seconds."""
+        self.unix_clock = unix_clock
+        self._config = config
+        self._fleet = fleet
+        self._admitted = AuthenticationCache()
+
+    def key_of(self, fields: HeaderFields) -> KeyEntry:
+        """Return the API key in a request's headers. Raises ApiError 401."""
+        authorization = fields.get(b"authorization", b"")
+        return self._admitted.authenticate(
+            self._fleet.directory.keys, authorization, self.unix_clock()
+        )
+
+    def deployment(self, name: str, key: KeyEntry) -> DeploymentEntry:
+        """Return a deployment. Raises ApiError 404, also if the key may not use it."""
+        entry = self._fleet.directory.deployment(name)
+        if entry is None or not may_use(key, name):
+            deployments = self._fleet.directory.deployments
+            usable = (known.name for known in deployments if may_use(key, known.name))
+            named = ", ".join(islice(usable, MODELS_NAMED)) or "none"
+            raise ApiError(
+                ErrorCode.MODEL_NOT_FOUND,
+                f"cannot find the model {name!r}: it does not exist or this key may not use it;"
+                f" models for this key (GET /v1/models): {named}",
+                param="model",
+            )
+        return entry
+
+    def read(
+        self,
+        request: HttpRequest,
+        path: str,
+        body: bytes,
+        encode_error_event: Callable[[ApiError], bytes],
+    ) -> InferenceRequest:
+        """Return the inference request of an HTTP request. Raises ApiError if it is invalid.
+
+        `path` and `body` are OpenAI's, also if the client used another surface.
+        """
+        key = request.key
+        assert key is not None
+        openai: OpenAiRequest = decode(body, DECODERS[path])
+        deployment = self.deployment(openai.model, key)
+        kind = MODEL_KINDS.get(path, "chat")
+        if deployment.kind != kind:
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                f"cannot use the model {openai.model!r} with {path}: it is a model of kind"
+                f" {deployment.kind!r}, and this route needs one of kind {kind!r}",
+                param="model",
+            )
+        prompt, answer_count = render_prompt(openai), count_answers(openai)
+        return InferenceRequest(
+            request_id=RequestId(request.request_id),
+            client_request_id=request.client_request_id,
+            key=key,
+            deployment=deployment,
+            path=path,
+            body=with_usage_requested(body, openai),
+            text_bytes=count_text_bytes(openai, len(prompt)),
+            answer_count=answer_count,
+            output_tokens_max=self._output_tokens(openai, answer_count, deployment),
+            is_stream=bool(openai.stream),
+            wants_usage=wants_usage(openai),
+            session=_session(request, key),
+            reject_if_busy=openai.options is not None and openai.options.reject_if_busy,
+            arrived_s=request.arrived_s,
+            started_at=self.unix_clock(),
+            encode_error_event=encode_error_event,
+            build_resume_body=resume_body_builder(body, openai) if openai.stream else None,
+            determinism=determinism_of(openai) if openai.stream else "",
+            prefix_keys=_prefix_keys(prompt, key, deployment),
+        )
+
+    def _output_tokens(
+        self, openai: OpenAiRequest, answer_count: int, deployment: DeploymentEntry
+    ) -> int:
+        """Return the most tokens that all answers may have, assuming a limit if there is none."""
+        limit = output_tokens_max(openai)
+        if limit is None:
+            limit = self._config.output_tokens_assumed
+        return max(1, min(limit, deployment.context_tokens) * answer_count)
+
+
+def _prefix_keys(prompt: bytes, key: KeyEntry, deployment: DeploymentEntry) -> PrefixKeys:
+    if len(prompt) < BLOCK_BYTES:
+        return NO_KEYS
+    # Prefix caches are separated by tenant, and so are the keys.
+    return prefix_keys(prompt, hash64(f"{key.tenant_id}\0{deployment.deployment_id}"))
+
+
+def _session(request: HttpRequest, key: KeyEntry) -> str:
+    session = request.header(SESSION_AFFINITY).strip()
+    if len(session) > SESSION_BYTES_MAX:
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot use the header {headers.SESSION_AFFINITY}: it has more than"
+            f" {SESSION_BYTES_MAX} bytes",
+            param=headers.SESSION_AFFINITY,
+        )
+    # Session names belong to a tenant: two tenants may use the same name.
+    return f"{key.tenant_id}/{session}" if session else ""

@@ -1,0 +1,35 @@
+"""`POST /v1/responses`: translated to a chat completion on the way in, and back on the way out."""
+
+from typing import Final
+
+from router.apis.openai.decode import decode
+from router.apis.openai.schema import CHAT_PATH
+from router.apis.openai.surface import OpenAiSurface
+from router.apis.responses.events import ResponseEvents, new_response
+from router.apis.responses.translate import RESPONSES_REQUEST, to_chat
+from router.apis.translating_writer import TranslatingWriter
+from router.dataplane.http_messages import HttpRequest, ResponseWriter
+from router.inference_request import InferenceRequest
+
+PATH: Final = "/v1/responses"
+
+
+def read_responses_request(
+    openai: OpenAiSurface, request: HttpRequest, writer: ResponseWriter
+) -> tuple[InferenceRequest, ResponseWriter]:
+    """Return the inference request, and a writer that translates its response.
+
+    Raises ApiError if the request is invalid.
+    """
+    responses_request = decode(request.body, RESPONSES_REQUEST)
+    response_id = f"resp_{request.request_id}"
+    events = ResponseEvents(new_response(responses_request, response_id, int(openai.unix_clock())))
+    inference = openai.read(request, CHAT_PATH, to_chat(responses_request), events.failed)
+    translating = TranslatingWriter(
+        writer,
+        translate_frame=events.translate_frame,
+        translate_body=events.translate_body,
+        # A refusal is in OpenAI's format already.
+        translate_refusal=bytes,
+    )
+    return inference, translating

@@ -1,0 +1,44 @@
+"""Writes the pipeline's OpenAI responses to a client in the format of another API surface."""
+
+from collections.abc import Callable
+
+from router.dataplane import sse
+from router.dataplane.http_messages import HttpResponse, ResponseWriter
+
+Translate = Callable[[bytes], bytes]
+
+
+class TranslatingWriter:
+    """A ResponseWriter that translates stream frames, complete responses and refusals."""
+
+    def __init__(
+        self,
+        writer: ResponseWriter,
+        *,
+        translate_frame: Translate,
+        translate_body: Translate,
+        translate_refusal: Translate,
+    ) -> None:
+        """Write to `writer`. `translate_frame` may return no frame or several.
+
+        `translate_refusal` takes the body of a replica's 4xx response.
+        """
+        self._writer = writer
+        self._translate_frame = translate_frame
+        self._translate_body = translate_body
+        self._translate_refusal = translate_refusal
+        # These methods are the same on every surface.
+        self.begin, self.end = writer.begin, writer.end
+        self.set_source, self.drained = writer.set_source, writer.drained
+
+    def send(self, data: bytes) -> None:
+        """Write complete frames, each translated."""
+        frames = b"".join([self._translate_frame(frame) for frame in sse.split_frames(data)])
+        if frames:
+            self._writer.send(frames)
+
+    def reply(self, response: HttpResponse) -> None:
+        """Write a complete response, or a replica's refusal of the request."""
+        translate = self._translate_body if response.status == 200 else self._translate_refusal
+        body = translate(response.body)
+        self._writer.reply(HttpResponse(response.status, body, response.header_lines))

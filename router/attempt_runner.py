@@ -1,0 +1,228 @@
+"""One attempt of a request: rank the replicas, send to the best, read its answer, learn from it.
+
+The pipeline decides when to attempt and what follows. A failed step raises AttemptFailed.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from isochrone.wire import headers
+from router.config import RouterConfig
+from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest
+from router.dataplane.response_checks import check_status, read_usage
+from router.dataplane.upstream import Upstream
+from router.decide.attempt import AttemptEvent, FailureCause, event_of
+from router.decide.handoff import handoff_peers
+from router.decide.ranked_route import RankedRoute
+from router.decide.ranking import RankedRoutes, RouteQuery, rank
+from router.feedback import AttemptFeedback
+from router.fleet_state import FleetState
+from router.metrics import Metrics
+from router.proxy_headers import node_headers
+from router.record import Recorder
+from router.request_context import (
+    OUTCOME_COMPLETE,
+    ReplicaAttempt,
+    RequestContext,
+)
+
+# Looked up once, because access to an enum member runs interpreted code.
+SENT: Final = AttemptEvent.SENT
+ANSWERED: Final = AttemptEvent.ANSWERED
+
+
+class AttemptRunner:
+    """Makes attempts, and tells the fleet state and the recorder how they went."""
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        fleet: FleetState,
+        upstream: Upstream,
+        recorder: Recorder,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        """Use the parts that the whole router shares. `clock` returns monotonic seconds."""
+        self._config = config
+        self._fleet = fleet
+        self._feedback = AttemptFeedback(fleet)
+        self._upstream = upstream
+        self._recorder = recorder
+        self._metrics = metrics
+        self._clock = clock
+
+    def rank(self, context: RequestContext) -> RankedRoutes:
+        """Rank the replicas for the next attempt."""
+        request, expected, fleet = context.request, context.expected, self._fleet
+        routing = fleet.routing(request.deployment_id)
+        query = RouteQuery(
+            request.request_id,
+            expected.prompt,
+            expected.output,
+            request.session,
+            fleet.sessions.lookup(request.session, self._clock()),
+            routing.prefix_matches(request.prefix_keys),
+        )
+        snapshot = fleet.snapshot(request.deployment_id)
+        # The deployment as the table has it now: a rollout may advance while the request waits.
+        deployment = fleet.directory.deployment(request.deployment.name) or request.deployment
+        version = fleet.draw_version(deployment, request.session or request.request_id)
+        excluded = context.excluded.all()
+        routes = rank(snapshot, query, excluded | version.excluded)
+        if not routes and version.may_fall_back:
+            routes = rank(snapshot, query, excluded)
+        return routes
+
+    def send(
+        self, context: RequestContext, routes: RankedRoutes
+    ) -> tuple[ReplicaAttempt, NodeExchange]:
+        """Send the request to the best replica."""
+        request, stream, target = context.request, context.stream, routes[0]
+        attempt = context.attempt = ReplicaAttempt(target)
+        self._reserve(context, attempt, target)
+        attempt.sent_at_s = self._clock()
+        timeout_s = self._config.first_byte_timeout_s
+        if not request.is_stream:
+            timeout_s += context.expected.output * self._config.token_timeout_s
+        is_resumption = stream.generated.tokens > 0
+        peers = [] if is_resumption else handoff_peers(routes, target)
+        header_lines = node_headers(
+            context, target, peers, router=self._fleet.name, timeout_s=timeout_s
+        )
+        exchange = attempt.exchange = self._upstream.send(
+            target.route.node_id,
+            target.route.address,
+            NodeRequest("POST", request.path, header_lines, stream.body),
+            timeout_s,
+            self._config.answer_bytes_max,
+            stream.open_relay(request, is_resumption=is_resumption),
+            is_resumption=is_resumption,
+        )
+        attempt.take(SENT)
+        return attempt, exchange
+
+    def _reserve(
+        self, context: RequestContext, attempt: ReplicaAttempt, ranked: RankedRoute
+    ) -> None:
+        """Count the request at the replica that is to answer it."""
+        # Only the uncached part of the prompt must be read; all of it occupies KV blocks.
+        attempt.reservation = self._feedback.reserve(
+            ranked.route,
+            prefill=ranked.uncached_tokens,
+            decode=context.expected.output,
+            prompt=context.expected.prompt,
+        )
+        attempt.ranked = ranked
+        attempt.sent_prompt = self._feedback.record_sent(ranked, context.request.prefix_keys)
+
+    def take_answer(
+        self,
+        context: RequestContext,
+        attempt: ReplicaAttempt,
+        exchange: NodeExchange,
+        routes: RankedRoutes,
+    ) -> None:
+        """Check and learn from a complete response or a first token; AttemptFailed otherwise."""
+        head = exchange.response_head()
+        if head.handed_off_to:
+            self._move_to_peer(context, attempt, routes.route_to(head.handed_off_to))
+        ranked, reservation = attempt.ranked, attempt.reservation
+        assert reservation is not None
+        node_id = ranked.route.node_id
+        self._feedback.record_answer_head(ranked.route, head.load, head.refusal, reservation)
+        check_status(node_id, head)
+        if head.status == 200 and not exchange.is_stream:
+            exchange.usage, exchange.body = read_usage(node_id, exchange.body)
+        self._feedback.record_success(ranked.route)
+        attempt.take(ANSWERED)
+        if exchange.is_stream:
+            exchange.set_timeout(self._config.stream_idle_timeout_s)
+            now_s, times = self._clock(), context.times
+            times.attempt_token_at_s = now_s
+            times.attempt_ttft_ms = 1000 * (now_s - attempt.sent_at_s)
+            times.tokens_before = context.stream.generated.tokens
+            self._feedback.record_first_token(ranked, times.attempt_ttft_ms, reservation)
+            if times.first_token_at_s is None:
+                times.first_token_at_s = now_s
+
+    def _move_to_peer(
+        self, context: RequestContext, attempt: ReplicaAttempt, peer: RankedRoute | None
+    ) -> None:
+        """Move the reservation to the peer replica that the node handed the request to."""
+        if peer is None:
+            raise AttemptFailed(
+                FailureCause.BROKEN,
+                f"{attempt.target.route.node_id} handed the request to an unknown replica",
+            )
+        attempt.take(AttemptEvent.HANDED_OFF)
+        attempt.release_tokens()
+        self.forget_prefix(context, attempt)
+        self._reserve(context, attempt, peer)
+
+    def end(self, context: RequestContext, attempt: ReplicaAttempt, error: AttemptFailed) -> bool:
+        """End an attempt without an answer; return whether it was only refused."""
+        event = event_of(error.cause)
+        is_refusal = event is AttemptEvent.REFUSED
+        if is_refusal:
+            attempt.take(event)
+            self._exclude_refusing(context, attempt, error)
+        else:
+            self.record_failure(context, attempt)
+        attempt.release()
+        self.forget_prefix(context, attempt)
+        return is_refusal
+
+    def _exclude_refusing(
+        self, context: RequestContext, attempt: ReplicaAttempt, error: AttemptFailed
+    ) -> None:
+        """Keep the next attempts away from a replica that refused the request."""
+        excluded, replica_id = context.excluded, attempt.target.route.replica_id
+        if error.cause is FailureCause.CANNOT_RESUME:
+            excluded.cannot_resume.add(replica_id)
+        elif error.refusal == headers.QUEUED and excluded.may_refuse_for_queue:
+            # The refusal carried its load, so it is probably not ranked first again.
+            excluded.queue_refusals += 1
+        else:
+            excluded.refused.add(replica_id)
+
+    def record_failure(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
+        """Count a broken attempt and keep the next ones away from its replica.
+
+        If the request was handed off, both replicas are avoided but neither is marked unhealthy:
+        it is not known which of them broke.
+        """
+        attempt.take(AttemptEvent.FAILED)
+        self._recorder.attempt_failed(context)
+        route, failed = attempt.target.route, context.excluded.failed
+        failed.add(route.replica_id)
+        head = attempt.exchange.head if attempt.exchange is not None else None
+        if head is not None and head.handed_off_to:
+            failed.add(head.handed_off_to)
+        elif cause := self._feedback.record_failure(route):
+            self._metrics.ejections.labels(cause).inc()
+
+    def forget_prefix(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
+        """Note that the replica did not read the prompt, so that nothing of it is cached there."""
+        self._feedback.undo_sent(
+            attempt.ranked.route, attempt.sent_prompt, context.request.prefix_keys
+        )
+
+    def learn(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
+        """Learn from an answer: bytes per token, the cached share, and where the session ran."""
+        request, route, counted = context.request, attempt.ranked.route, context.engine_usage
+        if counted is not None:
+            routing = self._fleet.routing(request.deployment_id)
+            routing.learn_prompt_tokens(request.text_bytes, counted.prompt_tokens)
+            self._feedback.learn_cached_tokens(
+                route,
+                attempt.sent_prompt,
+                counted.prompt_tokens,
+                counted.cached_tokens,
+                request.prefix_keys,
+            )
+        if request.session and context.outcome is OUTCOME_COMPLETE:
+            usage, now_s = context.usage(), self._clock()
+            session_tokens = usage.prompt_tokens + usage.output_tokens
+            self._fleet.sessions.bind(request.session, route.replica_id, session_tokens, now_s)

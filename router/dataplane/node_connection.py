@@ -1,0 +1,193 @@
+"""One connection to a node: parses received bytes and passes them to the exchange on it."""
+
+import asyncio
+from typing import Final, Protocol, cast
+
+import httptools
+
+from isochrone.wire.ids import NodeId
+from router.dataplane.deadlines import NEVER
+from router.dataplane.exchange import AttemptFailed, Dialer, NodeExchange, ResponseHead
+from router.dataplane.http1 import HeaderFields, lower_name
+from router.decide.attempt import FailureCause
+
+HEAD_BYTES_MAX: Final = 32 * 1024
+ONE_WRITE_BYTES_MAX: Final = 16 * 1024
+"""Up to this size a body is copied behind the head: one system call, and no list of buffers."""
+
+
+class NodeConnectionPool(Dialer, Protocol):
+    """Opens connections and takes them back."""
+
+    def keep(self, connection: "NodeConnection") -> None:
+        """Take back a connection whose exchange ended well."""
+
+    def on_closed(self, connection: "NodeConnection") -> None:
+        """Forget a connection that is closed."""
+
+
+class NodeConnection:
+    """One connection to a node, with one exchange at a time.
+
+    It implements asyncio's protocol without inheriting from it: mypyc cannot compile a subclass of
+    an interpreted class into a fast one.
+    """
+
+    __slots__ = (
+        "_body", "_fields", "_has_received", "_is_complete", "_is_reused", "_keeps_alive",
+        "_parser", "_pool", "_transport", "_unparsed_bytes", "due_s", "exchange", "node_id",
+    )  # fmt: skip
+
+    def __init__(self, pool: NodeConnectionPool, node_id: NodeId) -> None:
+        self.node_id = node_id
+        self.exchange: NodeExchange | None = None
+        self.due_s = NEVER
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._fields: HeaderFields = {}
+        self._body: list[bytes] = []
+        self._unparsed_bytes = 0
+        self._is_reused = False
+        self._has_received = False
+        self._is_complete = False
+        self._keeps_alive = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the connection can be used."""
+        return self._transport is not None
+
+    def start(self, exchange: NodeExchange) -> None:
+        """Send an exchange's request."""
+        self.exchange = exchange
+        self.due_s = exchange.due_s
+        self._unparsed_bytes = 0
+        self._has_received = False
+        self._is_complete = False
+        head, body = exchange.request_head, exchange.request_body
+        assert self._transport is not None
+        if len(body) < ONE_WRITE_BYTES_MAX:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines([head, body])
+
+    def close(self) -> None:
+        """Close the connection at once and drop what the node still sends."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause(self) -> None:
+        """Stop reading."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Continue reading."""
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    # Called by the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Store the transport."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Leave the pool; the exchange on this connection fails or is sent again."""
+        self._transport = None
+        self._pool.on_closed(self)
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.on_connection_lost(was_unused=self._is_reused and not self._has_received)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse received bytes and pass the body on in one piece."""
+        exchange = self.exchange
+        if exchange is None:
+            # No request is open, so this is no response.
+            self.close()
+            return
+        self._has_received = True
+        try:
+            self._parser.feed_data(data)
+            if self._body:
+                body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+                self._body.clear()
+                self._unparsed_bytes = 0
+                if not (self._is_complete or exchange.is_paused):
+                    self.due_s = self._pool.clock() + exchange.timeout_s
+                exchange.on_body(body)
+            elif not self._is_complete:
+                # The parser buffers an incomplete header itself: this limits that buffer.
+                self._unparsed_bytes += len(data)
+                if self._unparsed_bytes > HEAD_BYTES_MAX:
+                    raise self._broken(f"more than {HEAD_BYTES_MAX} bytes of head or trailer")
+            if self._is_complete and self.exchange is exchange:
+                self._finish(exchange)
+            exchange.notify()
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__context__
+            exchange.fail(
+                cause if isinstance(cause, AttemptFailed) else self._broken("a malformed head")
+            )
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            exchange.fail(self._broken(str(error)[:120]))
+        except AttemptFailed as failure:
+            exchange.fail(failure)
+
+    def eof_received(self) -> bool:
+        """Close the connection when the node half-closes it."""
+        return False
+
+    def pause_writing(self) -> None:
+        """Do nothing: a request has a size limit and is written whole."""
+
+    def resume_writing(self) -> None:
+        """Do nothing."""
+
+    def on_due(self) -> None:
+        """Handle the deadline: the node is silent, or the idle connection was not used."""
+        if self.exchange is not None:
+            self.exchange.on_timeout()
+        else:
+            self.close()
+
+    # Called by the parser.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Store one header; trailers are never used."""
+        self._fields[lower_name(name)] = value
+
+    def on_headers_complete(self) -> None:
+        """Pass the head to the exchange, unless it is an interim one (1xx)."""
+        status = self._parser.get_status_code()
+        if status >= 200 and self.exchange is not None:
+            self.exchange.on_head(ResponseHead(status, self._fields))
+        self._fields = {}
+
+    def on_body(self, data: bytes) -> None:
+        """Store a part of the body."""
+        self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        """Note the end of the response; the body that came with it is passed on first."""
+        self._is_complete = self._parser.get_status_code() >= 200
+        # Only valid inside this callback: afterwards the parser describes the next message.
+        self._keeps_alive = self._parser.should_keep_alive()
+
+    def _finish(self, exchange: NodeExchange) -> None:
+        """Return the connection to the pool, or close it, and end the exchange."""
+        self._is_reused = True
+        self.exchange = None
+        if exchange.is_paused:
+            # The last bytes of this response paused reading; the next response must be read.
+            self.resume()
+        if self._keeps_alive and self._transport is not None:
+            self._pool.keep(self)
+        else:
+            self.close()
+        exchange.on_end()
+
+    def _broken(self, what: str) -> AttemptFailed:
+        return AttemptFailed(FailureCause.BROKEN, f"{self.node_id} sent {what}")

@@ -1,0 +1,239 @@
+"""Reads client requests: bytes in, complete and checked requests out. No transport and no tasks.
+
+A request that two parsers could read in different ways is refused (RFC 9112, 6.3). Every size has
+a limit: the head while it grows, the body before and while it arrives, and its inflated size.
+"""
+
+import zlib
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import httptools
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.routes import KeyEntry
+from router.dataplane import http1
+from router.dataplane.http_messages import HttpRequest
+
+HEAD_BYTES_MAX: Final = 32 * 1024
+KEYLESS_BODY_BYTES_MAX: Final = 64 * 1024
+"""The body limit of routes that need no API key: none of them uses a body."""
+
+Authorize = Callable[[bytes, str, http1.HeaderFields], KeyEntry | None]
+"""(method, path, headers) to the request's API key; raises ApiError before the body is read."""
+
+
+class RequestReceiver(Protocol):
+    """Receives the requests of a RequestReader."""
+
+    def on_continue_expected(self) -> None:
+        """Handle an authorized head with `Expect: 100-continue`: the client waits for a 100."""
+
+    def on_request(self, request: HttpRequest) -> None:
+        """Handle a complete request."""
+
+
+class RequestReader:
+    """Reads the requests of one connection, one after the other."""
+
+    __slots__ = (
+        "_authorize", "_body", "_body_bytes", "_body_bytes_max", "_bytes_max", "_clock",
+        "_fields_bytes", "_ignores_head", "_length", "_parser", "_receiver", "_request",
+        "_requests_read", "_target", "_unparsed_bytes",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        receiver: RequestReceiver,
+        authorize: Authorize,
+        bytes_max: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """Accept bodies of at most `bytes_max` bytes. `clock` returns monotonic seconds."""
+        self._receiver = receiver
+        self._authorize = authorize
+        self._bytes_max = self._body_bytes_max = bytes_max
+        self._clock = clock
+        self._parser = httptools.HttpRequestParser(self)
+        self._ignores_head = False
+        self._requests_read = 0
+        # The request being read; `_length` is None until its head is complete.
+        self._request: HttpRequest
+        self._length: int | None
+        self._body: list[bytes]
+        self._reset()
+
+    @property
+    def arrived_s(self) -> float:
+        """The monotonic time at which the request being read began; 0 between requests."""
+        return self._request.arrived_s
+
+    @property
+    def is_in_body(self) -> bool:
+        """Whether the head is complete and the body is not."""
+        return self._length is not None
+
+    @property
+    def path(self) -> str:
+        """The path of the request being read, as far as it has arrived; empty between requests."""
+        return self._target.partition(b"?")[0].decode("latin-1")
+
+    def feed(self, data: bytes) -> None:
+        """Parse received bytes. Raises ApiError if they are not an acceptable request."""
+        requests_read, body_bytes = self._requests_read, self._body_bytes
+        try:
+            self._parse(data)
+        except httptools.HttpParserCallbackError as error:
+            # The parser wraps the ApiErrors that our callbacks raise.
+            cause = error.__context__
+            if isinstance(cause, ApiError):
+                raise cause from None
+            raise http1.malformed("the head is malformed") from None
+        except httptools.HttpParserError as error:
+            raise http1.malformed(str(error)[:120]) from None
+        if requests_read == self._requests_read and body_bytes == self._body_bytes:
+            # The parser buffers an incomplete header or trailer itself: this limits that buffer.
+            self._unparsed_bytes += len(data)
+            if self._unparsed_bytes > HEAD_BYTES_MAX:
+                raise _head_too_large()
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._continue_without_upgrade(data[upgrade.args[0] :])
+
+    # Callbacks of the parser.
+
+    def on_message_begin(self) -> None:
+        """Start a request: the deadline of its head counts from here."""
+        if not self._ignores_head:
+            self._request.arrived_s = self._clock()
+
+    def on_url(self, url: bytes) -> None:
+        """Append a part of the request target."""
+        if not self._ignores_head:
+            self._fields_bytes += len(url)
+            self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Add one header. A trailer, which follows the body, is dropped."""
+        if self._length is None and not self._ignores_head:
+            self._fields_bytes += len(name) + len(value) + 4
+            if self._fields_bytes > HEAD_BYTES_MAX:
+                raise _head_too_large()
+            headers, name = self._request.headers, http1.lower_name(name)
+            if name in headers:
+                value = http1.join_repeated(name, headers[name], value)
+            headers[name] = value
+
+    def on_headers_complete(self) -> None:
+        """Check and authorize the head before any of the body is awaited."""
+        if self._ignores_head:
+            return
+        request, version = self._request, self._parser.get_http_version()
+        headers = request.headers
+        request.method = self._parser.get_method()
+        http1.check_head(request.method, version, headers)
+        request.is_http10 = version == "1.0"
+        request.path, request.query = http1.split_target(self._target)
+        request.key = self._authorize(request.method, request.path, headers)
+        self._body_bytes_max = self._bytes_max
+        if request.key is None and self._bytes_max > KEYLESS_BODY_BYTES_MAX:
+            self._body_bytes_max = KEYLESS_BODY_BYTES_MAX
+        length = int(headers.get(b"content-length", b"0"))
+        if length > self._body_bytes_max:
+            raise self._body_too_large()
+        self._length = length
+        if b"expect" in headers:
+            self._receiver.on_continue_expected()
+
+    def on_body(self, body: bytes) -> None:
+        """Append a part of the body."""
+        self._body_bytes += len(body)
+        self._unparsed_bytes = 0
+        if self._body_bytes > self._body_bytes_max:
+            raise self._body_too_large()
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        """Pass the complete request to the receiver."""
+        parser = self._parser
+        if parser.should_upgrade():
+            # The parser only stopped at the head: `_continue_without_upgrade` reads the rest.
+            return
+        request = self._request
+        request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        if b"content-encoding" in request.headers:
+            encoding = request.headers[b"content-encoding"].lower()
+            request.body = self._inflate(request.body, encoding)
+        request.keep_alive = parser.should_keep_alive()
+        self._requests_read += 1
+        self._reset()
+        self._receiver.on_request(request)
+
+    def _reset(self) -> None:
+        """Prepare for the next request of the connection."""
+        self._request = HttpRequest()
+        self._target = b""
+        self._body = []
+        self._body_bytes = 0
+        self._fields_bytes = 0
+        self._unparsed_bytes = 0
+        self._length = None
+
+    def _continue_without_upgrade(self, rest: bytes) -> None:
+        """Ignore an `Upgrade` header, as RFC 9110 (7.8) allows, and parse `rest` as HTTP/1.1.
+
+        The parser stops at the end of the head. A new parser continues after an artificial head
+        that only says how the body is framed.
+        """
+        request = self._request
+        if request.method == b"CONNECT":
+            raise http1.malformed("CONNECT is not supported: this is not a forward proxy")
+        framing = b"".join(
+            [
+                name + b": " + request.headers[name] + b"\r\n"
+                for name in (b"content-length", b"transfer-encoding")
+                if name in request.headers
+            ]
+        )
+        options = [
+            option.strip() for option in request.headers.get(b"connection", b"").lower().split(b",")
+        ]
+        for option in (b"close", b"keep-alive"):
+            if option in options:
+                framing += b"connection: " + option + b"\r\n"
+        version = b"1.0" if request.is_http10 else b"1.1"
+        self._parser = httptools.HttpRequestParser(self)
+        self._ignores_head = True
+        self._parser.feed_data(request.method + b" / HTTP/" + version + b"\r\n" + framing + b"\r\n")
+        self._ignores_head = False
+        if rest:
+            self._parse(rest)
+
+    def _inflate(self, body: bytes, encoding: bytes) -> bytes:
+        """Return the decompressed body. The limit of an uncompressed body applies to its size."""
+        if encoding in (b"", b"identity"):
+            return body
+        bytes_max = self._body_bytes_max
+        inflater = zlib.decompressobj(wbits=31 if encoding == b"gzip" else 15)
+        try:
+            inflated = inflater.decompress(body, bytes_max + 1)
+        except zlib.error:
+            raise http1.malformed(f"the body is not valid {encoding.decode()}") from None
+        if len(inflated) > bytes_max:
+            raise self._body_too_large()
+        if not inflater.eof or inflater.unused_data:
+            raise http1.malformed(f"the {encoding.decode()} body is cut short")
+        return inflated
+
+    def _body_too_large(self) -> ApiError:
+        return ApiError(
+            ErrorCode.TOO_LARGE,
+            f"cannot read the body: it has more than the allowed {self._body_bytes_max} bytes",
+        )
+
+
+def _head_too_large() -> ApiError:
+    return http1.malformed(f"the head or trailer has more than {HEAD_BYTES_MAX} bytes")

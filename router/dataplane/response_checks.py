@@ -1,0 +1,80 @@
+"""Checks a node's response: may it go to the client, or should another replica be tried?"""
+
+import msgspec
+
+from isochrone.wire import headers
+from isochrone.wire.errors import ApiError, ErrorCode
+from router.dataplane.exchange import AttemptFailed, ResponseHead
+from router.dataplane.usage import (
+    RESPONSE_USAGE,
+    UsageCount,
+    add_cached_tokens,
+    usage_of,
+)
+from router.decide.attempt import FailureCause
+
+
+def check_status(node_id: str, head: ResponseHead) -> None:
+    """Raise AttemptFailed if another replica might do better.
+
+    Responses with status 200 or 4xx go to the client.
+    """
+    if head.refusal == headers.CANNOT_RESUME:
+        raise AttemptFailed(FailureCause.CANNOT_RESUME, f"{node_id} cannot continue a text")
+    if head.refusal:
+        raise AttemptFailed(
+            FailureCause.REFUSED, f"{node_id} refused: {head.refusal}", head.refusal
+        )
+    if head.status >= 500:
+        raise AttemptFailed(FailureCause.ERROR, f"{node_id} answered {head.status}")
+    if head.status < 200 or 200 < head.status < 400:
+        raise AttemptFailed(FailureCause.BROKEN, f"{node_id} answered {head.status}")
+
+
+def read_usage(node_id: str, body: bytes) -> tuple[UsageCount | None, bytes]:
+    """Return the usage of a complete response, and the body with `cached_tokens` in it.
+
+    Only the usage is decoded. A body that has `cached_tokens` is returned unchanged.
+    """
+    try:
+        usage = RESPONSE_USAGE.decode(body).usage
+    except msgspec.ValidationError:
+        return _read_unusual_usage(node_id, body)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        raise _not_an_object(node_id) from None
+    if usage is None:
+        return None, body
+    details = usage.prompt_tokens_details
+    if details is None or details.cached_tokens is None:
+        return _read_unusual_usage(node_id, body)
+    return UsageCount(usage.prompt_tokens, usage.completion_tokens, details.cached_tokens), body
+
+
+def _read_unusual_usage(node_id: str, body: bytes) -> tuple[UsageCount | None, bytes]:
+    """Read a usage that lacks `cached_tokens` or has unexpected types."""
+    try:
+        decoded = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        raise _not_an_object(node_id) from None
+    if not isinstance(decoded, dict):
+        raise _not_an_object(node_id)
+    if add_cached_tokens(decoded):
+        body = msgspec.json.encode(decoded)
+    return usage_of(decoded), body
+
+
+def _not_an_object(node_id: str) -> AttemptFailed:
+    return AttemptFailed(FailureCause.BROKEN, f"{node_id} sent no JSON object")
+
+
+def check_error_body(body: bytes, status: int) -> None:
+    """Raise ApiError if a 4xx response has no error object that a client could read."""
+    try:
+        decoded = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        decoded = None
+    if not isinstance(decoded, dict) or "error" not in decoded:
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot answer: the replica refused the request with status {status} and no reason",
+        )

@@ -1,0 +1,93 @@
+"""The life of one attempt: one request sent to one replica.
+
+Rule 1: every change of state is in TRANSITIONS; an event that is not there is a bug.
+Rule 2: an attempt that was refused or failed stays so. The request makes another attempt instead.
+Rule 3: a stream that breaks after its first token is INTERRUPTED, and RESUMED once the rest of the
+answer comes from elsewhere: from another attempt, or from the router if only the end was missing.
+Rule 4: a client that disconnects changes no state. Connection and tokens in flight are released in
+every state.
+"""
+
+from enum import StrEnum
+from typing import Final
+
+
+class AttemptState(StrEnum):
+    """How far an attempt has come."""
+
+    RANKED = "ranked"
+    """The replica is chosen; nothing is sent yet."""
+    SENT = "sent"
+    """The request is on its way or being processed; no token has arrived."""
+    REFUSED = "refused"
+    """The node declined the request. The replica is not at fault."""
+    FAILED = "failed"
+    """The attempt broke before its first token."""
+    ANSWERED = "answered"
+    """The first token of a stream or a complete response has arrived."""
+    INTERRUPTED = "interrupted"
+    """The stream broke after its first token."""
+    RESUMED = "resumed"
+    """The stream broke, and the rest of the answer came from elsewhere."""
+    COMPLETED = "completed"
+    """The whole answer came from this attempt."""
+
+
+class AttemptEvent(StrEnum):
+    """An event in the life of an attempt."""
+
+    SENT = "sent"
+    HANDED_OFF = "handed_off"
+    """The node passed the request on to a peer replica, which answers in its place."""
+    REFUSED = "refused"
+    FAILED = "failed"
+    ANSWERED = "answered"
+    RESUMED = "resumed"
+    COMPLETED = "completed"
+
+
+class FailureCause(StrEnum):
+    """Why an attempt came to nothing."""
+
+    UNREACHABLE = "unreachable"
+    REFUSED = "refused"
+    CANNOT_RESUME = "cannot_resume"
+    """The replica cannot continue a text that another one began."""
+    BROKEN = "broken"
+    SILENT = "silent"
+    GONE = "gone"
+    """The node answers no ping. Its retry was taken from the budget when the node was given up."""
+    ERROR = "error"
+
+
+TRANSITIONS: Final[dict[tuple[AttemptState, AttemptEvent], AttemptState]] = {
+    (AttemptState.RANKED, AttemptEvent.SENT): AttemptState.SENT,
+    (AttemptState.SENT, AttemptEvent.HANDED_OFF): AttemptState.SENT,
+    (AttemptState.SENT, AttemptEvent.REFUSED): AttemptState.REFUSED,
+    (AttemptState.SENT, AttemptEvent.FAILED): AttemptState.FAILED,
+    (AttemptState.SENT, AttemptEvent.ANSWERED): AttemptState.ANSWERED,
+    (AttemptState.ANSWERED, AttemptEvent.FAILED): AttemptState.INTERRUPTED,
+    (AttemptState.ANSWERED, AttemptEvent.COMPLETED): AttemptState.COMPLETED,
+    (AttemptState.INTERRUPTED, AttemptEvent.RESUMED): AttemptState.RESUMED,
+}
+
+FAULTY: Final = frozenset({AttemptState.FAILED, AttemptState.INTERRUPTED, AttemptState.RESUMED})
+"""States in which the attempt broke; that was counted against its replica when it happened."""
+
+
+class ImpossibleAttemptEvent(Exception):
+    """The event cannot happen in this state: a bug of the router."""
+
+
+def after(state: AttemptState, event: AttemptEvent) -> AttemptState:
+    """Return the state after `event`; raise ImpossibleAttemptEvent if there is none."""
+    following = TRANSITIONS.get((state, event))
+    if following is None:
+        raise ImpossibleAttemptEvent(f"cannot take {event.value} while {state.value}")
+    return following
+
+
+def event_of(cause: FailureCause) -> AttemptEvent:
+    """Return whether a failure is a refusal, which costs no retry, or a fault of the attempt."""
+    is_refusal = cause in (FailureCause.REFUSED, FailureCause.CANNOT_RESUME)
+    return AttemptEvent.REFUSED if is_refusal else AttemptEvent.FAILED

@@ -1,0 +1,271 @@
+"""What ranking needs to know of one deployment: a slot for each replica, with its estimates.
+
+Estimates are replaced, never changed, so a snapshot of hundreds of replicas is a copy of one list.
+A replica keeps its slot for as long as the route table has it; the slot is then reused.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from math import inf
+from typing import Final
+
+from isochrone.wire.ids import PopId, ReplicaId
+from isochrone.wire.routes import Route
+from router.decide.affinity import hash64
+from router.decide.latency import (
+    UNUSED_REPLICA_MS,
+    DepthCost,
+    LatencyCorrection,
+    moving_average,
+    prefill_ms,
+    prefill_work,
+)
+from router.decide.ranked_route import RankedRoute
+from router.decide.tokens_in_flight import ReplicaLoad
+
+NEAREST_RATIO: Final = 1.1
+NEAREST_MS: Final = 2.0
+"""Replicas this little farther away than the nearest count as nearest too. A request that goes
+anywhere else spills over."""
+
+SPILLOVER_LASTS_MS: Final = 2000.0
+"""For this long after a request spilled over, the next ones may follow it more easily."""
+
+CONGESTION_CHARGE_MAX: Final = 1.2
+"""A request delays those behind it by its prefill time, so ranking counts that time this many times
+more when all of the time to first token is queueing, and proportionally less when it is not."""
+
+QUEUED_SMOOTHING: Final = 0.02
+"""Weight of one request in the average share of queueing in the time to first token."""
+
+UNCACHED_SMOOTHING: Final = 0.02
+"""Weight of one answer in the average share of prompts that is not cached."""
+
+QUEUE_SHARE_MAX: Final = 0.1
+"""An answer with more queueing than this share of its prefill does not teach the depth cost."""
+
+
+class ReplicaEstimate:
+    """What a request meets at one replica. All times are in ms; an estimate is never changed.
+
+    `ready_at_ms` is the monotonic time at which the replica is through with this router's queue,
+    plus round trip and overhead, less the time a request takes to get there. `wait_min_ms` is the
+    least wait whatever the clock says, round trip and overhead included. `free_tokens` is how many
+    more tokens fit: infinite for an idle replica, which itself decides whether one request fits
+    at all, and -1 for a slot without a replica.
+
+    `base_ms` is the round trip and all overhead, `error_ms` the usual error of predictions, and
+    `assumed_queue_ms` the part of the wait that no report tells of but that is usual.
+    """
+
+    __slots__ = (
+        "assumed_queue_ms",
+        "base_ms",
+        "error_ms",
+        "free_tokens",
+        "in_flight_tokens",
+        "ms_per_token",
+        "ready_at_ms",
+        "rtt_ms",
+        "wait_min_ms",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        ready_at_ms: float,
+        wait_min_ms: float,
+        ms_per_token: float,
+        free_tokens: float,
+        rtt_ms: float,
+        base_ms: float,
+        error_ms: float,
+        in_flight_tokens: float,
+        assumed_queue_ms: float,
+    ) -> None:
+        self.ready_at_ms = ready_at_ms
+        self.wait_min_ms = wait_min_ms
+        self.ms_per_token = ms_per_token
+        self.free_tokens = free_tokens
+        self.rtt_ms = rtt_ms
+        self.base_ms = base_ms
+        self.error_ms = error_ms
+        self.in_flight_tokens = in_flight_tokens
+        self.assumed_queue_ms = assumed_queue_ms
+
+
+EMPTY_SLOT: Final = ReplicaEstimate(0.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class ReplicaTable:
+    """The replicas of one deployment by slot, kept up to date one at a time."""
+
+    def __init__(self) -> None:
+        """Start without replicas."""
+        self.slots: dict[ReplicaId, int] = {}
+        self.routes: list[Route | None] = []
+        self.estimates: list[ReplicaEstimate] = []
+        self.corrections: list[LatencyCorrection] = []
+        self.hashes: list[int] = []
+        self.weights: list[float] = []
+        self.slots_by_pop: dict[PopId, list[int]] = {}
+        self.all_slots_mask = 0
+        """A bit for each slot that has a replica."""
+        self.depth_cost = DepthCost()
+        self.spilled_at_ms = -inf
+        self.uncached_share = 1.0
+        """Average share of prompts that is not cached, for nodes that do not report what is
+        pending."""
+        self.queued_share = 0.0
+        self._free_slots: list[int] = []
+        self._nearest: frozenset[int] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of slots, including those without a replica."""
+        return len(self.routes)
+
+    def set_routes(self, routes: Sequence[Route]) -> Set[int]:
+        """Hold these replicas and no others; return the slots that lost theirs."""
+        kept = {route.replica_id for route in routes}
+        freed = set()
+        # Snapshots share these: replace them rather than change them.
+        self.slots, self.routes = self.slots.copy(), self.routes.copy()
+        self.hashes, self.weights = self.hashes.copy(), self.weights.copy()
+        for replica_id in [replica_id for replica_id in self.slots if replica_id not in kept]:
+            slot = self.slots.pop(replica_id)
+            self._free_slot(slot)
+            freed.add(slot)
+        for route in routes:
+            slot = self.slots.get(route.replica_id, -1)
+            if slot < 0:
+                slot = self._assign_slot(route)
+            self.routes[slot] = route
+            self.weights[slot] = max(1.0, route.prefill_tokens_per_s)
+        self._nearest = None
+        self.slots_by_pop = {}
+        for route in routes:
+            self.slots_by_pop.setdefault(route.pop, []).append(self.slots[route.replica_id])
+        self.all_slots_mask = sum(1 << slot for slot in self.slots.values())
+        return freed
+
+    def refresh(self, slot: int, rtt_ms: float, load: ReplicaLoad, now_s: float) -> None:
+        """Recompute one replica's estimate."""
+        route = self.routes[slot]
+        if route is None:
+            return
+        if rtt_ms != self.estimates[slot].rtt_ms:
+            self._nearest = None
+        correction = self.corrections[slot]
+        # As gain_at and overhead_ms_at do, but fading once: this runs a dozen times per request.
+        retained = correction.retained(now_s)
+        gain = 1.0 + (correction.gain - 1.0) * retained
+        unused_ms = 0.0 if correction.answers else UNUSED_REPLICA_MS
+        base_ms = rtt_ms + unused_ms + correction.overhead_ms * retained
+        ms_per_token = prefill_ms(1, route.prefill_tokens_per_s) * gain
+        others = load.others.estimate(now_s)
+        others_prefill = others.reported_prefill + others.assumed_prefill
+        tokens = load.prefill_tokens + load.decode_tokens + others_prefill + others.decode
+        self.estimates[slot] = ReplicaEstimate(
+            base_ms + 1000 * load.busy_until_s - rtt_ms / 2,
+            base_ms + load.queued_ms + others_prefill * ms_per_token,
+            ms_per_token,
+            route.tokens_in_flight_max - tokens if tokens >= 1 else inf,
+            rtt_ms,
+            base_ms,
+            correction.spread_ms,
+            tokens,
+            others.assumed_prefill * ms_per_token,
+        )
+
+    def prefill_time_ms(self, slot: int, prompt_tokens: float, cached_tokens: float) -> float:
+        """Return how long a replica takes to read the uncached part of a prompt."""
+        work = prefill_work(prompt_tokens, cached_tokens, self.depth_cost.per_token)
+        return work * self.estimates[slot].ms_per_token
+
+    def other_routers_ms(self, slot: int, load: ReplicaLoad, now_s: float) -> float:
+        """Return how long a replica takes to read the prompts of other routers that wait there."""
+        return load.others.estimate(now_s).prefill * self.estimates[slot].ms_per_token
+
+    def learn_first_token(
+        self, slot: int, ranked: RankedRoute, took_ms: float, now_s: float
+    ) -> None:
+        """Learn from a first token that came `took_ms` after its request was sent."""
+        correction = self.corrections[slot]
+        computed_ms = ranked.queue_ms + ranked.prefill_ms
+        uncorrected_ms = computed_ms / correction.gain_at(now_s)
+        certainty = ranked.prefill_ms / computed_ms if computed_ms > 0 else 1.0
+        error_ms = correction.learn(
+            uncorrected_ms, took_ms - ranked.rtt_ms, now_s, certainty * certainty
+        )
+        if ranked.queue_ms < QUEUE_SHARE_MAX * ranked.prefill_ms:
+            depth = ranked.cached_tokens + ranked.uncached_tokens / 2
+            self.depth_cost.learn(ranked.prefill_ms, depth, error_ms)
+
+    def learn_uncached_share(self, share: float) -> None:
+        """Learn from an answer which share of its prompt was not cached."""
+        self.uncached_share = moving_average(self.uncached_share, share, UNCACHED_SMOOTHING)
+
+    def record_sent(self, slot: int, ranked: RankedRoute, now_s: float) -> None:
+        """Note whether a request sent to `slot` spills over, and how much of it is queueing."""
+        if slot not in self.nearest:
+            self.spilled_at_ms = 1000 * now_s
+        queued_share = ranked.queue_ms / max(1.0, ranked.ttft_ms)
+        self.queued_share += QUEUED_SMOOTHING * (min(1.0, queued_share) - self.queued_share)
+
+    @property
+    def nearest(self) -> frozenset[int]:
+        """Return the slots of the nearest replicas."""
+        if self._nearest is None:
+            self._nearest = self._find_nearest()
+        return self._nearest
+
+    def _find_nearest(self) -> frozenset[int]:
+        used = list(self.slots.values())
+        if not used:
+            return frozenset()
+        limit_ms = NEAREST_RATIO * min(self.estimates[slot].rtt_ms for slot in used) + NEAREST_MS
+        return frozenset(slot for slot in used if self.estimates[slot].rtt_ms <= limit_ms)
+
+    def _assign_slot(self, route: Route) -> int:
+        if self._free_slots:
+            slot = self._free_slots.pop()
+            self.hashes[slot] = hash64(route.replica_id)
+            self.corrections[slot] = LatencyCorrection()
+        else:
+            slot = len(self.routes)
+            self.routes.append(route)
+            self.corrections.append(LatencyCorrection())
+            self.hashes.append(hash64(route.replica_id))
+            self.weights.append(1.0)
+            self.estimates.append(EMPTY_SLOT)
+        self.slots[route.replica_id] = slot
+        return slot
+
+    def _free_slot(self, slot: int) -> None:
+        self.routes[slot] = None
+        self.estimates[slot] = EMPTY_SLOT
+        self._free_slots.append(slot)
+
+
+class RoutingSnapshot:
+    """One deployment at one moment: later events do not change it.
+
+    `ejected_until_s` are the ejected and half-open replicas, and `starting` the share of requests
+    that each replica in slow start takes.
+    """
+
+    def __init__(
+        self,
+        table: ReplicaTable,
+        now_s: float,
+        ejected_until_s: Mapping[ReplicaId, float],
+        starting: Mapping[ReplicaId, float],
+    ) -> None:
+        self.now_ms = 1000 * now_s
+        self.slots, self.routes = table.slots, table.routes
+        self.slots_by_pop, self.nearest = table.slots_by_pop, table.nearest
+        self.hashes, self.weights = table.hashes, table.weights
+        self.estimates = table.estimates.copy()
+        self.depth_cost_per_token = table.depth_cost.per_token
+        self.congestion_charge = CONGESTION_CHARGE_MAX * table.queued_share
+        self.is_spilling = self.now_ms - table.spilled_at_ms < SPILLOVER_LASTS_MS
+        self.ejected_until_s = ejected_until_s
+        self.starting = starting

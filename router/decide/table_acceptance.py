@@ -1,0 +1,108 @@
+"""Whether a new route table is accepted: a large drop of replicas that still answer is not.
+
+A scheduler that reads an empty, truncated or hour-old database publishes a table that is valid and
+wrong. The router's own probes are the second source: a large drop is accepted as far as the dropped
+replicas no longer answer. There is no such second source for keys. A key's tombstone is accepted at
+once, even from a table that is otherwise refused.
+"""
+
+from collections.abc import Set
+from typing import Final, NamedTuple
+
+import msgspec
+
+from isochrone.wire.ids import ReplicaId
+from isochrone.wire.routes import Route, RouteTable, apply_delta, diff
+
+DROPPED_MIN: Final = 2
+DROPPED_SHARE: Final = 0.5
+"""A drop of at least so many replicas, and of more than this share of them, is large."""
+
+
+class TableRefusal(NamedTuple):
+    """Why a table is refused. `dropped` are the replicas to probe one by one meanwhile."""
+
+    reason: str
+    is_stale: bool
+    dropped: tuple[Route, ...] = ()
+
+
+def check_table(
+    old: RouteTable | None, new: RouteTable, answering: Set[ReplicaId]
+) -> TableRefusal | None:
+    """Return why `new` is refused, None if it is accepted.
+
+    `answering` are the replicas of `old` whose nodes answer this router's probes.
+    """
+    if old is None:
+        return None
+    if new.cluster_id != old.cluster_id:
+        return TableRefusal(
+            f"cannot follow: the table is of cluster {new.cluster_id}, this router of "
+            f"{old.cluster_id}",
+            is_stale=True,
+        )
+    if (new.epoch, new.generation) < (old.epoch, old.generation) or (
+        new.generation < old.generation
+    ):
+        return TableRefusal(
+            f"cannot follow: epoch {new.epoch} generation {new.generation} is older than "
+            f"{old.epoch}/{old.generation}",
+            is_stale=True,
+        )
+    if old.deployments and not new.deployments and answering:
+        return TableRefusal(
+            f"cannot follow generation {new.generation}: it drops every deployment, which looks "
+            f"like a lost database, while {len(answering)} replicas still answer",
+            is_stale=False,
+            dropped=old.routes,
+        )
+    # A revoked key has a tombstone, and an expired one a date. If all other keys are gone, they
+    # were lost with a database. A single one may have been revoked by an older scheduler, which
+    # writes no tombstones.
+    lost = [key for key in old.keys if key.key_id not in new.keys_revoked and not key.expires_at]
+    if len(lost) >= DROPPED_MIN and not new.keys:
+        return TableRefusal(
+            f"cannot follow generation {new.generation}: it drops every key ({len(lost)} of them "
+            "not revoked), which looks like a lost database",
+            is_stale=False,
+        )
+    return _check_dropped_replicas(old, new, answering)
+
+
+def merge_additions(old: RouteTable, new: RouteTable) -> RouteTable:
+    """Return `old` with what `new` adds or changes, without the keys that `new` revokes.
+
+    It is served while `new` is quarantined, so that a new key or replica need not wait, and a
+    leaked key does not outlive its revocation. It keeps the generation of `old`, which is the last
+    one accepted.
+    """
+    kept = {key.key_id for key in new.keys}
+    revoked = tuple(key_id for key_id in new.keys_revoked if key_id not in kept)
+    added = msgspec.structs.replace(
+        diff(old, new), pops_gone=(), deployments_gone=(), routes_gone=(), keys_gone=revoked
+    )
+    return msgspec.structs.replace(
+        apply_delta(old, added), generation=old.generation, epoch=old.epoch
+    )
+
+
+def _check_dropped_replicas(
+    old: RouteTable, new: RouteTable, answering: Set[ReplicaId]
+) -> TableRefusal | None:
+    kept = {route.replica_id for route in new.routes}
+    dropped = tuple(route for route in old.routes if route.replica_id not in kept)
+    alive = [route for route in dropped if route.replica_id in answering]
+    is_large = len(dropped) >= DROPPED_MIN and len(dropped) > DROPPED_SHARE * len(old.routes)
+    if not is_large or not alive:
+        return None
+    # A rollout replaces replicas: as many new ones as were dropped is no loss of capacity.
+    added = len(kept - {route.replica_id for route in old.routes})
+    if len(kept) >= DROPPED_SHARE * len(old.routes) and added >= len(dropped):
+        return None
+    return TableRefusal(
+        f"cannot follow generation {new.generation}: it drops {len(dropped)} of "
+        f"{len(old.routes)} replicas at once while {len(alive)} of them still answer",
+        is_stale=False,
+        dropped=dropped,
+    )

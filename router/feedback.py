@@ -1,0 +1,174 @@
+"""What requests and probes teach the fleet state: each event updates every part it concerns."""
+
+from collections.abc import Mapping
+
+from isochrone.wire.headers import ReportedLoad
+from isochrone.wire.ids import NodeId, ReplicaId
+from isochrone.wire.routes import Route
+from router.decide.prefix_index import NO_KEYS, PrefixKeys, SentPrompt
+from router.decide.ranked_route import RankedRoute
+from router.decide.tokens_in_flight import Reservation
+from router.fleet_state import FleetState
+
+
+class AttemptFeedback:
+    """Records the events of request attempts."""
+
+    def __init__(self, fleet: FleetState) -> None:
+        """Record into `fleet`."""
+        self._fleet = fleet
+
+    def reserve(
+        self, route: Route, *, prefill: int, decode: int, prompt: int | None = None
+    ) -> Reservation:
+        """Reserve a request's tokens before it is sent.
+
+        `prefill` of the `prompt` tokens are not cached; without `prompt`, all are `prefill`.
+        """
+        fleet, replica_id = self._fleet, route.replica_id
+        now_s = fleet.clock()
+        fleet.health.record_sent(replica_id, now_s)
+        deployment = fleet.routing(route.deployment_id)
+        slot = deployment.slot_of(replica_id)
+        if slot < 0:
+            return fleet.in_flight.reserve(replica_id, prefill=prefill, decode=decode)
+        replicas, load = deployment.replicas, fleet.in_flight.load_of(replica_id)
+        prompt = prompt or prefill
+        return fleet.in_flight.reserve(
+            replica_id,
+            prefill=prefill,
+            decode=decode,
+            work_ms=replicas.prefill_time_ms(slot, prompt, prompt - prefill),
+            arrives_s=now_s + fleet.nodes.rtt_ms(route) / 2000,
+            others_ms=replicas.other_routers_ms(slot, load, now_s),
+        )
+
+    def record_sent(self, ranked: RankedRoute, keys: PrefixKeys = NO_KEYS) -> SentPrompt | None:
+        """Note that a request goes to a replica, which will cache its prompt.
+
+        Return what `undo_sent` and `learn_cached_tokens` need, None if there is nothing to learn.
+        """
+        route = ranked.route
+        deployment = self._fleet.routing(route.deployment_id)
+        slot = deployment.slot_of(route.replica_id)
+        if slot < 0:
+            return None
+        return deployment.record_sent(slot, ranked, keys, self._fleet.clock())
+
+    def undo_sent(self, route: Route, sent: SentPrompt | None, keys: PrefixKeys) -> None:
+        """Note that the replica refused the request: nothing of its prompt is cached."""
+        deployment = self._fleet.routing(route.deployment_id)
+        if sent is not None and deployment.slot_of(route.replica_id) == sent.slot:
+            deployment.undo_sent(sent, keys)
+
+    def record_answer_head(
+        self,
+        route: Route,
+        load: ReportedLoad | None,
+        refused: str = "",
+        reservation: Reservation | None = None,
+    ) -> None:
+        """Note the head of an answer: the node is alive, and this is the replica's load.
+
+        The load no longer includes the prompt of the answered request, which was refused or read.
+        So finish or release its reservation before comparing, or that much of the other routers'
+        load would be taken for our own.
+        """
+        fleet = self._fleet
+        now_s = fleet.clock()
+        answered_at_s = now_s - fleet.nodes.rtt_ms(route) / 2000
+        if reservation is not None and refused:
+            reservation.release(answered_at_s)
+        elif reservation is not None:
+            reservation.finish_prefill(answered_at_s)
+        fleet.nodes.record_answer(route.node_id, now_s)
+        if fleet.directory.route(route.replica_id) is None:
+            # It left the route table and was dropped: a new record of it would stay forever.
+            return
+        fleet.nodes.record_refusal(route.replica_id, refused)
+        if load is not None:
+            fleet.record_load(route, load, answered_at_s)
+
+    def record_first_token(
+        self, ranked: RankedRoute, took_ms: float, reservation: Reservation
+    ) -> None:
+        """Note a first token that came `took_ms` after its request was sent."""
+        fleet, route = self._fleet, ranked.route
+        now_s = fleet.clock()
+        reservation.finish_prefill(now_s - ranked.rtt_ms / 2000)
+        deployment = fleet.routing(route.deployment_id)
+        slot = deployment.slot_of(route.replica_id)
+        if slot >= 0:
+            deployment.replicas.learn_first_token(slot, ranked, took_ms, now_s)
+            fleet.changed.add(route.replica_id)
+
+    def record_success(self, route: Route) -> None:
+        """Note a good answer; a replica that becomes healthy by it begins in slow start."""
+        if self._fleet.health.record_success(route.replica_id):
+            self._fleet.slow_start.begin((route.replica_id,), self._fleet.clock())
+
+    def record_failure(self, route: Route) -> str:
+        """Note a failed request; return the cause if that ejects the replica, else ""."""
+        fleet = self._fleet
+        if fleet.directory.route(route.replica_id) is None:
+            return ""
+        peers = list(fleet.routing(route.deployment_id).replicas.slots)
+        return fleet.health.record_failure(route.replica_id, fleet.clock(), peers)
+
+    def learn_cached_tokens(
+        self,
+        route: Route,
+        sent: SentPrompt | None,
+        prompt_tokens: int,
+        cached_tokens: int,
+        keys: PrefixKeys = NO_KEYS,
+    ) -> None:
+        """Learn from an answer how much of its prompt was cached, and share that with peers."""
+        if prompt_tokens <= 0:
+            return
+        deployment = self._fleet.routing(route.deployment_id)
+        share = cached_tokens / prompt_tokens
+        deployment.learn_uncached_share(1.0 - share)
+        if sent is not None and deployment.slot_of(route.replica_id) == sent.slot:
+            deployment.learn_cached_share(sent, share)
+            self._fleet.prompt_outbox.add(route.deployment_id, route.replica_id, sent, keys)
+
+
+class ProbeFeedback:
+    """Records the results of probes."""
+
+    def __init__(self, fleet: FleetState) -> None:
+        """Record into `fleet`."""
+        self._fleet = fleet
+
+    def record_ping(
+        self, node_id: NodeId, rtt_ms: float, loads: Mapping[ReplicaId, ReportedLoad]
+    ) -> None:
+        """Note the answer to a ping: the round trip, and the loads of the node's replicas."""
+        fleet = self._fleet
+        self.record_round_trip(node_id, rtt_ms)
+        answered_at_s = fleet.clock() - rtt_ms / 2000
+        for replica_id in fleet.directory.replicas_on(node_id):
+            load, route = loads.get(replica_id), fleet.directory.route(replica_id)
+            if load is not None and route is not None:
+                fleet.record_load(route, load, answered_at_s)
+
+    def record_round_trip(self, node_id: NodeId, rtt_ms: float) -> None:
+        """Note that a node answered a ping after `rtt_ms`."""
+        self._fleet.nodes.record_round_trip(node_id, rtt_ms, self._fleet.clock())
+        self._fleet.changed.update(self._fleet.directory.replicas_on(node_id))
+
+    def record_ping_timeout(self, node_id: NodeId) -> None:
+        """Note that a node did not answer a ping: postpone requests to its ejected replicas."""
+        fleet = self._fleet
+        fleet.nodes.record_timeout(node_id)
+        for replica_id in fleet.health.unhealthy():
+            route = fleet.directory.route(replica_id)
+            if route is not None and route.node_id == node_id:
+                fleet.health.postpone_half_open(replica_id, fleet.clock())
+
+    def eject_node(self, node_id: NodeId) -> int:
+        """Eject the replicas of a lost node; return how many were not ejected before."""
+        now_s = self._fleet.clock()
+        replica_ids = self._fleet.directory.replicas_on(node_id)
+        return sum(self._fleet.health.eject_lost(replica_id, now_s) for replica_id in replica_ids)

@@ -1,0 +1,165 @@
+"""What this router knows of the fleet. All mutable knowledge about replicas and nodes is here.
+
+`snapshot()` gives a frozen view of one deployment for ranking. Requests and probes add what they
+learn through `feedback.py`. One event loop owns it, so it needs no locks.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Final
+
+from isochrone.wire.headers import ReportedLoad
+from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
+from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
+from router.decide.affinity import SessionTable
+from router.decide.deployment_routing import DeploymentRouting
+from router.decide.health import ReplicaHealth, split_ejected
+from router.decide.reachability import NodeReachability
+from router.decide.replica_table import ReplicaTable, RoutingSnapshot
+from router.decide.rollout import VersionDraw, draw_version
+from router.decide.route_directory import RouteDirectory
+from router.decide.slow_start import SlowStart
+from router.decide.tokens_in_flight import InFlightLedger
+from router.prompt_sharing import PromptOutbox, SharedPrompt
+
+NOT_REPORTED: Final = -1
+"""Value of a load field that the node does not report."""
+
+
+class FleetState:
+    """The route table in use, and what was learned about its replicas and nodes since."""
+
+    def __init__(self, pop: PopId, clock: Callable[[], float], name: str = "") -> None:
+        """Start without a table. `clock` gives monotonic seconds; nodes know this router as `name`.
+
+        `name` is new with each start of the router.
+        """
+        self.pop = pop
+        self.name = name
+        self.clock = clock
+        self.directory = RouteDirectory()
+        self.nodes = NodeReachability(pop)
+        self.health = ReplicaHealth()
+        self.sessions = SessionTable()
+        self.slow_start = SlowStart()
+        self.prompt_outbox = PromptOutbox()
+        self.changed: set[ReplicaId] = set()
+        """Replicas whose estimates are out of date."""
+        self.in_flight = InFlightLedger(self._notify_replica_capacity, self.changed.add)
+        self._deployments: dict[DeploymentId, DeploymentRouting] = {}
+        self._notify_capacity: Callable[[DeploymentId], None] | None = None
+
+    def on_capacity(self, callback: Callable[[DeploymentId], None]) -> None:
+        """Call `callback` with each deployment that may have got capacity for a request."""
+        self._notify_capacity = callback
+
+    def adopt(self, table: RouteTable) -> None:
+        """Serve `table` from now on, and drop what is known of replicas that it no longer has."""
+        removed = self.directory.adopt(table)
+        routes = self.directory.routes_by_deployment()
+        self._deployments = {name: self.routing(name) for name in routes}
+        for deployment_id, deployment in self._deployments.items():
+            joined = deployment.set_routes(routes[deployment_id])
+            self.slow_start.begin(joined, self.clock())
+        self.health.remove_replicas(removed)
+        self.in_flight.remove_replicas(removed)
+        self.slow_start.remove_replicas(removed)
+        self.nodes.adopt(table.pops, {route.node_id for route in table.routes}, removed)
+        self.changed.update(route.replica_id for route in table.routes)
+        if self._notify_capacity is not None:
+            for deployment_id in routes:
+                self._notify_capacity(deployment_id)
+
+    def routing(self, deployment_id: DeploymentId) -> DeploymentRouting:
+        """Return what is known of a deployment; nothing of one that the table does not have."""
+        return self._deployments.get(deployment_id) or DeploymentRouting()
+
+    def snapshot(self, deployment_id: DeploymentId) -> RoutingSnapshot:
+        """Return a frozen view of one deployment as it is now."""
+        now_s = self.clock()
+        deployment = self.routing(deployment_id)
+        for replica_id in self.changed:
+            route = self.directory.route(replica_id)
+            if route is not None:
+                routing = self.routing(route.deployment_id)
+                slot = routing.slot_of(replica_id)
+                if slot >= 0:
+                    self._refresh(routing.replicas, slot, route, now_s)
+        self.changed.clear()
+        replicas = deployment.replicas
+        for slot in deployment.slots_due(now_s):
+            route = replicas.routes[slot]
+            if route is not None:
+                self._refresh(replicas, slot, route, now_s)
+        return RoutingSnapshot(
+            replicas, now_s, self.health.ejected_until_s(now_s), self._busy_starting(now_s)
+        )
+
+    def draw_version(self, entry: DeploymentEntry, subject: str) -> VersionDraw:
+        """Draw the version that answers a session or request, and exclude the other's replicas."""
+        return draw_version(entry, subject, self.pop, self.routing(entry.deployment_id).routes)
+
+    def record_load(self, route: Route, load: ReportedLoad, reported_at_s: float) -> None:
+        """Note a replica's load as it was at `reported_at_s`."""
+        replica_id = route.replica_id
+        if load.others_pending_prefill_tokens > NOT_REPORTED:
+            self.in_flight.record_other_routers(
+                replica_id,
+                load.others_pending_prefill_tokens,
+                load.others_decode_tokens,
+                reported_at_s,
+            )
+            return
+        pending = load.pending_prefill_tokens
+        if pending <= NOT_REPORTED:
+            replicas = self.routing(route.deployment_id).replicas
+            pending = round(load.prefill_tokens * replicas.uncached_share)
+        self.in_flight.record_report(replica_id, pending, load.decode_tokens, reported_at_s)
+
+    def learn_prompts(self, prompts: Iterable[SharedPrompt]) -> None:
+        """Note prompts that another process of this router had answered."""
+        now_s = self.clock()
+        for prompt in prompts:
+            deployment = self.routing(prompt.deployment_id)
+            slot = deployment.slot_of(prompt.replica_id)
+            if slot >= 0:
+                deployment.record_peer_prompt(slot, prompt.prefix_keys, now_s)
+
+    def panicking_deployments(self) -> int:
+        """Return in how many deployments more than half of the replicas are unhealthy."""
+        if not self.health.unhealthy():
+            return 0
+        ejected_until_s = self.health.ejected_until_s(self.clock())
+        return sum(
+            bool(split_ejected(list(deployment.replicas.slots), ejected_until_s).last_resort)
+            for deployment in self._deployments.values()
+        )
+
+    def answering_replicas(self) -> Set[ReplicaId]:
+        """Return the replicas of the table that their nodes still serve, as far as is known."""
+        now_s = self.clock()
+        return {
+            route.replica_id
+            for route in self.directory.routes
+            if self.nodes.is_answering(route, now_s)
+        }
+
+    def _refresh(self, replicas: ReplicaTable, slot: int, route: Route, now_s: float) -> None:
+        """Recompute the estimate of one replica."""
+        load = self.in_flight.load_of(route.replica_id)
+        replicas.refresh(slot, self.nodes.rtt_ms(route), load, now_s)
+
+    def _busy_starting(self, now_s: float) -> Mapping[ReplicaId, float]:
+        """Return the shares of replicas in slow start; an idle one may take any request."""
+        starting = self.slow_start.shares(now_s)
+        if not starting:
+            return starting
+        return {
+            replica_id: share
+            for replica_id, share in starting.items()
+            if self.in_flight.tokens_at(replica_id, now_s).tokens
+        }
+
+    def _notify_replica_capacity(self, replica_id: ReplicaId) -> None:
+        route = self.directory.route(replica_id)
+        if route is not None and self._notify_capacity is not None:
+            self._notify_capacity(route.deployment_id)

@@ -1,0 +1,82 @@
+"""A client's request as the pipeline takes it, whichever API surface it came through."""
+
+from collections.abc import Callable
+
+from isochrone.wire.errors import ApiError
+from isochrone.wire.ids import RequestId
+from isochrone.wire.routes import DeploymentEntry, KeyEntry
+from router.dataplane.usage import UsageCount
+from router.decide.prefix_index import PrefixKeys
+
+
+class InferenceRequest:
+    """One checked request for tokens.
+
+    - `request_id` is unique; `client_request_id` is the id in the response, and may be repeated.
+    - `body` and `path` go to the node. `text_bytes` is the size of the prompt's text.
+    - `answer_count` is the number of alternative answers, `output_tokens_max` counts all of them.
+    - `arrived_s` is monotonic, `started_at` is Unix time.
+    - `encode_error_event` encodes an error as an event within a stream.
+    - `build_resume_body(text, tokens)` returns a body that asks for the rest of the answer after
+      `text` of so many tokens, or None. The attribute is None if the request cannot be resumed.
+    - `determinism` is `headers.GREEDY` or `headers.SEEDED` if every replica would generate the same
+      tokens, else empty.
+    """
+
+    __slots__ = (
+        "answer_count", "arrived_s", "body", "build_resume_body", "client_request_id",
+        "deployment", "deployment_id", "determinism", "encode_error_event", "is_stream", "key",
+        "output_tokens_max", "path", "prefix_keys", "reject_if_busy", "request_id", "session",
+        "started_at", "text_bytes", "wants_usage",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        request_id: RequestId,
+        client_request_id: str,
+        key: KeyEntry,
+        deployment: DeploymentEntry,
+        path: str,
+        body: bytes,
+        text_bytes: int,
+        answer_count: int,
+        output_tokens_max: int,
+        is_stream: bool,
+        wants_usage: bool,
+        session: str,
+        reject_if_busy: bool,
+        arrived_s: float,
+        started_at: float,
+        encode_error_event: Callable[[ApiError], bytes],
+        build_resume_body: Callable[[str, int], bytes | None] | None,
+        determinism: str,
+        prefix_keys: PrefixKeys,
+    ) -> None:
+        self.request_id = request_id
+        self.client_request_id = client_request_id
+        self.key = key
+        self.deployment = deployment
+        self.deployment_id = deployment.deployment_id
+        self.path = path
+        self.body = body
+        self.text_bytes = text_bytes
+        self.answer_count = answer_count
+        self.output_tokens_max = output_tokens_max
+        self.is_stream = is_stream
+        self.wants_usage = wants_usage
+        self.session = session
+        self.reject_if_busy = reject_if_busy
+        self.arrived_s = arrived_s
+        self.started_at = started_at
+        self.encode_error_event = encode_error_event
+        self.build_resume_body = build_resume_body
+        self.determinism = determinism
+        self.prefix_keys = prefix_keys
+
+    def cost(self, usage: UsageCount) -> float:
+        """Return what `usage` costs at the deployment's price; 0 without a price."""
+        price = self.deployment.price
+        if price is None:
+            return 0.0
+        return price.spend(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)

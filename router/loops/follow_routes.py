@@ -1,0 +1,195 @@
+"""Follow the scheduler: check route tables, adopt the accepted ones, and keep the last on disk.
+
+The table in use is always whole: a delta is applied to the table it is based on, and a delta that
+does not fit asks for a snapshot. A refused table is quarantined and checked again, because the
+replicas it drops may really be ending; what it adds is served at once.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from isochrone.service import files
+from isochrone.service.control import Progress
+from isochrone.service.threads import to_its_end
+from isochrone.wire import codec
+from isochrone.wire.ids import ClusterId, Epoch, Generation
+from isochrone.wire.routes import Route, RouteDelta, RouteTable, SnapshotWanted, apply_delta
+from router.decide.limits import KeyLimiter
+from router.decide.table_acceptance import TableRefusal, check_table, merge_additions
+from router.fleet_state import FleetState
+from router.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+_TABLE = codec.decoder(RouteTable)
+
+Send = Callable[[msgspec.Struct], Awaitable[bool]]
+
+
+class QuarantinedTable(NamedTuple):
+    """A refused table, the reason, and the last table that was accepted."""
+
+    accepted: RouteTable
+    table: RouteTable
+    refusal: TableRefusal
+
+
+class TableFollower:
+    """Turns route tables and deltas into the table that the fleet state serves."""
+
+    def __init__(
+        self,
+        *,
+        fleet: FleetState,
+        limiter: KeyLimiter,
+        metrics: Metrics,
+        cluster_id: ClusterId,
+        snapshot: Path,
+        clock: Callable[[], float],
+    ) -> None:
+        """Keep the table on disk at `snapshot`. `clock` gives monotonic seconds."""
+        self.quarantined: QuarantinedTable | None = None
+        self._fleet = fleet
+        self._limiter = limiter
+        self._metrics = metrics
+        self._cluster_id = cluster_id
+        self._snapshot = snapshot
+        self._clock = clock
+        self._confirmed_at_s: float | None = None
+        self._on_disk: RouteTable | None = None
+        self._on_change: Callable[[], None] | None = None
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call `callback` after every change of the table in use."""
+        self._on_change = callback
+
+    def progress(self) -> Progress:
+        """Return the cluster, generation and epoch of the table in use, for the scheduler."""
+        table = self._fleet.directory.table
+        if table is None:
+            return Progress(self._cluster_id, Generation(0), Epoch(0))
+        return Progress(table.cluster_id, table.generation, table.epoch)
+
+    def age_s(self, *, is_connected: bool) -> float:
+        """Return how long ago the table was confirmed.
+
+        A connected scheduler that sends no table confirms the current one.
+        """
+        now_s = self._clock()
+        has_table = self._fleet.directory.table is not None
+        if is_connected and self.quarantined is None and has_table:
+            self._confirmed_at_s = now_s
+        return 0.0 if self._confirmed_at_s is None else now_s - self._confirmed_at_s
+
+    def dropped(self) -> tuple[Route, ...]:
+        """Return the replicas that the quarantined table drops, to be probed one by one."""
+        return self.quarantined.refusal.dropped if self.quarantined else ()
+
+    async def load(self, unix_now_s: float) -> bool:
+        """Serve the table on disk; return False if there is none that can be used."""
+        payload = await asyncio.to_thread(files.read_snapshot, self._snapshot)
+        if payload is None:
+            return False
+        try:
+            table: RouteTable = codec.decode(payload, _TABLE, bytes_max=len(payload))
+            if table.cluster_id != self._cluster_id:
+                # With this table in use, every table of the current cluster would be refused.
+                raise codec.MalformedFrame(f"it is of cluster {table.cluster_id}")
+        except codec.MalformedFrame as error:
+            log.error("cannot use the stored table", extra={"fields": {"error": str(error)}})
+            return False
+        written_at_s = 0.0
+        with suppress(FileNotFoundError):
+            # Only the previous snapshot may exist.
+            written_at_s = await asyncio.to_thread(lambda: self._snapshot.stat().st_mtime)
+        self.accept(table)
+        self._confirmed_at_s = self._clock() - max(0.0, unix_now_s - written_at_s)
+        self._on_disk = table
+        return True
+
+    async def on_table(self, message: RouteTable | RouteDelta, send: Send) -> None:
+        """Take a table or delta from the scheduler."""
+        if isinstance(message, RouteTable):
+            self._check(message)
+            return
+        quarantined = self.quarantined.table if self.quarantined else None
+        known = [table for table in (quarantined, self._fleet.directory.table) if table]
+        if any(message.cluster_id != table.cluster_id for table in known):
+            self._log_refusal(f"cannot follow: a delta of cluster {message.cluster_id}")
+            return
+        if known and message.generation <= known[0].generation:
+            # Sent before a reconnect and again after it.
+            return
+        for table in known:
+            if table.generation == message.base:
+                self._check(apply_delta(table, message))
+                return
+        have = known[-1].generation if known else Generation(0)
+        await send(SnapshotWanted(have=have))
+
+    async def recheck(self) -> str:
+        """Check a quarantined table again; return what came of it."""
+        if self.quarantined is None:
+            return "nothing quarantined"
+        # Against the last accepted table: what the refused one added must not make its drops look
+        # small.
+        refusal = check_table(
+            self.quarantined.accepted, self.quarantined.table, self._fleet.answering_replicas()
+        )
+        if refusal is not None:
+            return refusal.reason
+        fields = {"generation": self.quarantined.table.generation}
+        log.warning("quarantined table accepted", extra={"fields": fields})
+        self.accept(self.quarantined.table)
+        return "accepted"
+
+    async def persist(self) -> int:
+        """Write the table in use to disk if it changed; return its generation."""
+        table = self._fleet.directory.table
+        if table is not None and self._on_disk is not table:
+            await to_its_end(self._write, table)
+        return table.generation if table is not None else 0
+
+    def accept(self, table: RouteTable) -> None:
+        """Serve a table that this process, or the main process of this router, has accepted."""
+        self.quarantined = None
+        self._confirmed_at_s = self._clock()
+        self._adopt(table)
+
+    def _write(self, table: RouteTable) -> None:
+        files.write_snapshot(self._snapshot, codec.encode(table))
+        # Set in the thread: if the wait is cancelled, the file is written all the same.
+        self._on_disk = table
+
+    def _check(self, table: RouteTable) -> None:
+        """Accept a table, or quarantine it and serve what it adds."""
+        if self._fleet.directory.table is None and table.cluster_id != self._cluster_id:
+            self._log_refusal(f"cannot follow: a table of cluster {table.cluster_id}")
+            return
+        accepted = self.quarantined.accepted if self.quarantined else self._fleet.directory.table
+        refusal = check_table(accepted, table, self._fleet.answering_replicas())
+        if refusal is None:
+            self.accept(table)
+            return
+        self._log_refusal(refusal.reason)
+        if not refusal.is_stale and accepted is not None:
+            self._adopt(merge_additions(accepted, table))
+            self.quarantined = QuarantinedTable(accepted, table, refusal)
+
+    def _adopt(self, table: RouteTable) -> None:
+        self._fleet.adopt(table)
+        self._limiter.keep_only(set(self._fleet.directory.keys))
+        self._metrics.table_generation.set(table.generation)
+        self._metrics.table_routes.set(len(table.routes))
+        if self._on_change is not None:
+            self._on_change()
+
+    def _log_refusal(self, reason: str) -> None:
+        self._metrics.table_refused.inc()
+        log.error("table refused", extra={"fields": {"reason": reason}})

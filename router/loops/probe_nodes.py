@@ -1,0 +1,128 @@
+"""Probe every node: its round trip, the loads of its replicas, and whether it answers at all.
+
+A node that answered the last probe gets a second ping before it counts as silent, on a fresh
+connection, because the network may have dropped the kept one. A node that was silent gets one ping.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Final, NamedTuple
+
+from isochrone.wire import headers
+from isochrone.wire.ids import NodeId
+from isochrone.wire.routes import Route
+from router.dataplane.exchange import AttemptFailed, NodeRequest, ResponseHead
+from router.dataplane.http1 import format_headers
+from router.dataplane.upstream import Upstream
+from router.decide.health import lost_nodes
+from router.feedback import AttemptFeedback, ProbeFeedback
+from router.fleet_state import FleetState
+from router.metrics import Metrics
+
+CONCURRENT_MAX: Final = 64
+PONG_BYTES_MAX: Final = 64 * 1024
+
+_LOADS: Final = headers.LOADS.encode()
+
+
+class ProbeCounts(NamedTuple):
+    """How many nodes answered in one turn, and how many did not."""
+
+    answered: int
+    silent: int
+
+
+class NodeProber:
+    """Pings every node of the route table over kept connections."""
+
+    def __init__(
+        self,
+        *,
+        fleet: FleetState,
+        upstream: Upstream,
+        metrics: Metrics,
+        dropped: Callable[[], Sequence[Route]],
+        on_node_lost: Callable[[NodeId, float], None],
+        timeout_s: float,
+    ) -> None:
+        """Also probe the `dropped` replicas of a quarantined table, one by one.
+
+        `on_node_lost` gets a lost node and the monotonic time since when it is silent.
+        """
+        self._fleet = fleet
+        self._attempts = AttemptFeedback(fleet)
+        self._probes = ProbeFeedback(fleet)
+        self._upstream = upstream
+        self._metrics = metrics
+        self._dropped = dropped
+        self._on_node_lost = on_node_lost
+        self._timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(CONCURRENT_MAX)
+        self._answered_last: set[NodeId] = set()
+
+    async def run_once(self) -> ProbeCounts:
+        """Ping every node once."""
+        addresses = self._fleet.directory.node_addresses()
+        self._answered_last &= set(addresses)
+        async with asyncio.TaskGroup() as tasks:
+            pings = {
+                node_id: tasks.create_task(self._ping(node_id, address))
+                for node_id, address in addresses.items()
+            }
+            for route in self._dropped():
+                tasks.create_task(self._probe_replica(route))
+        silent_since_s = {
+            node_id: since_s
+            for node_id, ping in pings.items()
+            if (since_s := ping.result()) is not None
+        }
+        for node_id in lost_nodes(silent_since_s.keys(), len(addresses)):
+            self._metrics.ejections.labels("node_lost").inc(self._probes.eject_node(node_id))
+            self._on_node_lost(node_id, silent_since_s[node_id])
+        return ProbeCounts(len(addresses) - len(silent_since_s), len(silent_since_s))
+
+    async def _ping(self, node_id: NodeId, address: str) -> float | None:
+        """Ping a node; return since when it is silent, None if it answers."""
+        async with self._slots:
+            since_s = self._upstream.clock()
+            # The first ping to a node includes the handshake of its connection: it is not timed.
+            if node_id in self._answered_last or await self._get(node_id, address) is not None:
+                began = perf_counter()
+                head = await self._get(node_id, address)
+                if head is not None:
+                    took_ms = 1000 * (perf_counter() - began)
+                    loads = head.fields.get(_LOADS, b"").decode("latin-1")
+                    self._probes.record_ping(node_id, took_ms, headers.parse_loads(loads))
+                    self._answered_last.add(node_id)
+                    return None
+                self._upstream.close_idle(node_id)
+                if await self._get(node_id, address) is not None:
+                    return None
+            self._answered_last.discard(node_id)
+            self._probes.record_ping_timeout(node_id)
+            self._metrics.probe_failures.inc()
+            return since_s
+
+    async def _probe_replica(self, route: Route) -> None:
+        """Ask a node whether it still serves one replica."""
+        async with self._slots:
+            replica_header: dict[str, str] = {headers.REPLICA: route.replica_id}
+            head = await self._get(route.node_id, route.address, replica_header)
+            if head is not None:
+                self._attempts.record_answer_head(route, None, head.refusal)
+
+    async def _get(
+        self, node_id: NodeId, address: str, extra_headers: dict[str, str] | None = None
+    ) -> ResponseHead | None:
+        """Request `/ping`; return the head of the answer, None if there is none."""
+        request_headers = {headers.ROUTER: self._fleet.name, **(extra_headers or {})}
+        request = NodeRequest("GET", "/ping", format_headers(request_headers), b"")
+        try:
+            exchange = await self._upstream.fetch(
+                node_id, address, request, self._timeout_s, PONG_BYTES_MAX
+            )
+        except AttemptFailed:
+            return None
+        head = exchange.response_head()
+        return None if head.status >= 500 else head

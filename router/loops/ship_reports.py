@@ -1,0 +1,201 @@
+"""Ship demand, usage and round trips to the scheduler.
+
+Round trips describe the present: a report that is not delivered is superseded by the next. Demand
+is kept in memory and sent until the store has it, or until it is too old to matter. Usage is
+billed: it is on disk before it is sent, and stays there until the store has it.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final, NamedTuple
+
+import msgspec
+
+from isochrone.service.threads import to_its_end
+from isochrone.wire.ids import BootId, RouterId
+from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
+from router.fleet_state import FleetState
+from router.loops.usage_spool import UsageSpool
+from router.metrics import Metrics
+from router.record import Recorder
+
+log = logging.getLogger(__name__)
+
+BATCH_ROWS_MAX: Final = 1000
+BATCHES_PER_TURN_MAX: Final = 16
+DEMAND_KEPT_S: Final = 1800.0
+DEMAND_WINDOWS_MAX: Final = 360
+"""Half an hour of windows: older demand says nothing about the present."""
+
+_NEVER_S: Final = -1e18
+
+Send = Callable[[msgspec.Struct], Awaitable[bool]]
+
+
+class ShippedUsage(NamedTuple):
+    """One turn: rows written to disk, batches sent, batches not acknowledged yet."""
+
+    rows: int
+    sent: int
+    waiting: int
+
+
+class _DemandWindow(NamedTuple):
+    demand: Demand
+    ended_at_s: float
+    sent_at_s: float = _NEVER_S
+
+
+class ReportShipper:
+    """The periodic jobs that send reports to the scheduler."""
+
+    def __init__(
+        self,
+        *,
+        router_id: RouterId,
+        boot_id: BootId,
+        fleet: FleetState,
+        recorder: Recorder,
+        metrics: Metrics,
+        spool: UsageSpool,
+        send: Send,
+        clock: Callable[[], float],
+        unix_clock: Callable[[], float],
+        resend_s: float,
+    ) -> None:
+        """Send by `send`, which returns False if there is no connection."""
+        self._router_id = router_id
+        self._boot_id = boot_id
+        self._fleet = fleet
+        self._recorder = recorder
+        self._metrics = metrics
+        self._spool = spool
+        self._send = send
+        self._clock = clock
+        self._unix_clock = unix_clock
+        self._resend_s = resend_s
+        self._seq = 0
+        self._window_began_s = clock()
+        self._batch_sent_at_s: dict[str, float] = {}
+        self._windows: dict[int, _DemandWindow] = {}
+
+    async def ship_demand(self) -> int:
+        """End the current window, and send all unacknowledged ones; return the window's rows.
+
+        The newest window is sent first, so that after an outage the scheduler knows current demand
+        before past demand.
+        """
+        now_s = self._clock()
+        window_s, self._window_began_s = now_s - self._window_began_s, now_s
+        rows = self._recorder.take_demand()
+        self._seq += 1
+        self._windows[self._seq] = _DemandWindow(
+            Demand(
+                router_id=self._router_id,
+                boot_id=self._boot_id,
+                seq=self._seq,
+                window_s=window_s,
+                rows=rows,
+                trials=self._recorder.trials.take(),
+            ),
+            ended_at_s=now_s,
+        )
+        self._drop_old_windows(now_s)
+        sent = 0
+        for seq, window in list(reversed(self._windows.items())):
+            if now_s - window.sent_at_s < self._resend_s:
+                continue
+            age_s = self._clock() - window.ended_at_s
+            if sent >= BATCHES_PER_TURN_MAX or not await self._send(
+                msgspec.structs.replace(window.demand, age_s=age_s)
+            ):
+                break
+            # The window may have been acknowledged while the send was awaited.
+            if seq in self._windows:
+                self._windows[seq] = window._replace(sent_at_s=now_s)
+            sent += 1
+        return len(rows)
+
+    async def ship_round_trips(self) -> int:
+        """Send the measured round trips; return how many."""
+        rows = self._fleet.nodes.round_trips()
+        if rows:
+            await self._send(RoundTrips(router_id=self._router_id, rows=rows))
+        return len(rows)
+
+    async def ship_usage(self) -> ShippedUsage:
+        """Write new usage to disk, then send the batches that are not acknowledged."""
+        rows = await self.spool_usage()
+        sent = 0
+        now_s = self._clock()
+        for batch_id in self._spool.batch_ids:
+            if now_s - self._batch_sent_at_s.get(batch_id, _NEVER_S) < self._resend_s:
+                continue
+            batch = await to_its_end(self._spool.read, batch_id)
+            if batch is None:
+                continue
+            if not await self._send(batch):
+                break
+            self._batch_sent_at_s[batch_id] = now_s
+            sent += 1
+            if sent >= BATCHES_PER_TURN_MAX:
+                break
+        return ShippedUsage(rows, sent, len(self._spool.batch_ids))
+
+    async def spool_usage(self) -> int:
+        """Write new usage to disk; return how many rows were new."""
+        taken, journal_files = self._recorder.take_usage()
+        left = taken
+        try:
+            while left:
+                rows = left[:BATCH_ROWS_MAX]
+                self._seq += 1
+                batch_id = (
+                    f"{round(self._unix_clock() * 1000):013d}-{self._boot_id}-{self._seq:06d}"
+                )
+                batch = Usage(router_id=self._router_id, batch_id=batch_id, rows=rows)
+                try:
+                    dropped = await to_its_end(self._spool.add, batch)
+                finally:
+                    # Even if cancelled: rows that are on disk are not kept in memory too.
+                    if batch_id in self._spool.batch_ids:
+                        left = left[len(rows) :]
+                self._metrics.usage_dropped.inc(dropped)
+        finally:
+            # Rows that a full disk did not take stay in memory for the next turn.
+            self._recorder.put_back(left)
+            self._metrics.usage_spooled.set(self._spool.bytes)
+        if journal_files and not left:
+            await to_its_end(self._recorder.journal.remove, journal_files)
+        return len(taken)
+
+    async def on_ack(self, ack: UsageAck) -> None:
+        """Drop a batch or window that the store has, or has refused for good."""
+        is_ours = ack.demand_boot == self._boot_id or ack.batch_id in self._spool.batch_ids
+        if ack.refused and is_ours:
+            self._metrics.rows_refused.inc(ack.refused)
+            fields = {"rows": ack.refused, "reason": ack.reason}
+            log.error("the scheduler refuses rows", extra={"fields": fields})
+        if not ack.batch_id:
+            if is_ours:
+                self._windows.pop(ack.demand_seq, None)
+            return
+        self._batch_sent_at_s.pop(ack.batch_id, None)
+        await to_its_end(self._spool.remove, ack.batch_id)
+        self._metrics.usage_spooled.set(self._spool.bytes)
+
+    def on_welcome(self) -> None:
+        """Send everything again: what was sent on the last connection may be lost."""
+        self._batch_sent_at_s.clear()
+        for seq, window in self._windows.items():
+            self._windows[seq] = window._replace(sent_at_s=_NEVER_S)
+
+    def _drop_old_windows(self, now_s: float) -> None:
+        """Drop windows that are too old, and the oldest of too many."""
+        while self._windows:
+            oldest = next(iter(self._windows))
+            age_s = now_s - self._windows[oldest].ended_at_s
+            if age_s <= DEMAND_KEPT_S and len(self._windows) <= DEMAND_WINDOWS_MAX:
+                return
+            dropped = self._windows.pop(oldest)
+            self._metrics.demand_dropped.inc(len(dropped.demand.rows))

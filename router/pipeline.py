@@ -1,0 +1,346 @@
+"""The main path of a request: admit -> rank -> send -> stream -> record.
+
+Rule 1: nothing here waits for a database or a scheduler.
+Rule 2: what a request holds (its share of the key's limits, tokens in flight, a connection) is
+released in one place, the same way whether it finishes, fails or its client disconnects.
+Rule 3: until the first token another replica may be tried. After it another replica continues the
+generated text; only if none can does the client get an error within its stream.
+Rule 4: the state of each attempt follows the table in decide/attempt.py.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import NodeId
+from isochrone.wire.usage import RequestOutcome
+from router.admission_queue import LOOK_AGAIN_S, AdmissionQueue, AdmissionRefused, QueueEntry
+from router.attempt_runner import AttemptRunner
+from router.config import RouterConfig
+from router.dataplane.exchange import AttemptFailed, NodeExchange
+from router.dataplane.http_messages import HttpResponse, ResponseWriter
+from router.dataplane.inline_task import inline_sleep
+from router.dataplane.response_checks import check_error_body
+from router.dataplane.upstream import Upstream
+from router.dataplane.usage import UsageCount
+from router.decide.attempt import AttemptEvent, FailureCause
+from router.decide.limits import AdmittedRequest, KeyLimiter, LimitExceeded
+from router.decide.retry_after import spread_retry_after_s
+from router.decide.retry_budget import RetryBudget
+from router.fleet_state import FleetState
+from router.inference_request import InferenceRequest
+from router.metrics import Metrics
+from router.proxy_headers import STREAM_HEADERS, client_headers
+from router.record import Recorder
+from router.request_context import (
+    OUTCOME_COMPLETE,
+    OUTCOME_REFUSED,
+    RequestContext,
+)
+
+NO_REPLICA_RETRY_AFTER_S: Final = 10.0
+REFUSALS_MAX: Final = 8
+"""After so many refusals a request waits before it asks another replica."""
+
+RETRY_PAUSE_S: Final = 0.05
+RESUMED_COMMENT: Final = b": continued on another replica, not token for token\n\n"
+"""An SSE comment before output that may differ from what the first replica would have sent."""
+
+# Looked up once, because access to an enum member runs interpreted code.
+COMPLETED: Final = AttemptEvent.COMPLETED
+
+
+class RequestPipeline:
+    """Serves inference requests, from the decoded request to the recorded outcome."""
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        fleet: FleetState,
+        limiter: KeyLimiter,
+        upstream: Upstream,
+        recorder: Recorder,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        """Use the parts that the whole router shares. `clock` returns monotonic seconds."""
+        self._config = config
+        self._fleet = fleet
+        self._limiter = limiter
+        self._upstream = upstream
+        self._recorder = recorder
+        self._metrics = metrics
+        self._clock = clock
+        self._attempts = AttemptRunner(
+            config=config,
+            fleet=fleet,
+            upstream=upstream,
+            recorder=recorder,
+            metrics=metrics,
+            clock=clock,
+        )
+        self._retry_budget = RetryBudget(config.retry_ratio)
+        self.queue = AdmissionQueue(config.queue_depth_max, config.queue_bytes_max, clock)
+        fleet.on_capacity(self.queue.wake)
+
+    async def serve(self, request: InferenceRequest, writer: ResponseWriter) -> None:
+        """Answer one request. Raises ApiError if nothing was written yet."""
+        estimate = self._fleet.routing(request.deployment_id).estimate_tokens(request.text_bytes)
+        context = RequestContext(request, estimate)
+        now_s = self._clock()
+        admitted = self._admit(context, now_s)
+        rate_limit_lines = admitted.header_lines(now_s)
+        try:
+            exchange = await self._send_until_answered(context)
+            if exchange.is_stream:
+                await self._stream(context, writer, rate_limit_lines)
+            else:
+                self._reply(context, exchange, writer, rate_limit_lines)
+        except ApiError as error:
+            if error.code in (ErrorCode.OUT_OF_CAPACITY, ErrorCode.UNAVAILABLE):
+                context.outcome = OUTCOME_REFUSED
+            raise
+        except asyncio.CancelledError:
+            context.outcome = RequestOutcome.CANCELLED
+            raise
+        finally:
+            context.release()
+            if context.queue_entry is not None:
+                self.queue.leave(context.queue_entry)
+            usage = context.usage()
+            now_s = self._clock()
+            total_tokens = usage.prompt_tokens + usage.output_tokens
+            admitted.settle(total_tokens, now_s, request.cost(usage))
+            self._recorder.record(context, now_s)
+
+    def _admit(self, context: RequestContext, now_s: float) -> AdmittedRequest:
+        """Charge the estimate to the key's limits; raise LimitExceeded if they are reached."""
+        request = context.request
+        prompt, output = context.prompt_tokens_estimate, request.output_tokens_max
+        cost = request.cost(UsageCount(prompt, output, 0))
+        try:
+            return self._limiter.admit(
+                request.key, prompt + output, now_s, request.started_at, cost
+            )
+        except LimitExceeded as error:
+            self._metrics.refusals.labels(error.limit).inc()
+            raise
+
+    async def _send_until_answered(self, context: RequestContext) -> NodeExchange:
+        """Try replicas in the order of their ranking until one answers; return its exchange.
+
+        While none has capacity the request waits in the admission queue. Raises ApiError if it
+        waited in vain or the attempts failed.
+        """
+        now_s = self._clock()
+        self._retry_budget.deposit(now_s)
+        excluded = context.excluded
+        failures, failed_at_s = 0, 0.0
+        entry = context.new_queue_entry(now_s + self._config.queue_timeout_s)
+        while True:
+            routes = self._attempts.rank(context)
+            if not (routes or excluded.refused or routes.full_count):
+                if excluded.cannot_resume:
+                    raise ApiError(
+                        ErrorCode.UPSTREAM,
+                        "cannot continue this answer: no other replica can resume it;"
+                        " send the request again",
+                    )
+                if excluded.failed:
+                    # Every replica has failed once; it may have been momentary.
+                    excluded.failed.clear()
+                    await inline_sleep(RETRY_PAUSE_S)
+                    continue
+            must_wait = self.queue.must_wait(entry) or len(excluded.refused) >= REFUSALS_MAX
+            if must_wait or not routes:
+                await self._wait_for_capacity(context, entry, is_full=bool(excluded.refused))
+                excluded.refused.clear()
+                if self._clock() - failed_at_s > LOOK_AGAIN_S:
+                    # The head of the queue must not block others because of its own failures.
+                    excluded.failed.clear()
+                continue
+            waited_s = self.queue.admit(entry)
+            if waited_s is not None:
+                self._metrics.queue_wait.observe(waited_s)
+            previous = context.attempt
+            attempt, exchange = self._attempts.send(context, routes)
+            try:
+                await exchange.opened
+                self._attempts.take_answer(context, attempt, exchange, routes)
+                return exchange
+            except AttemptFailed as error:
+                is_refusal = self._attempts.end(context, attempt, error)
+                context.attempt = previous
+                self._metrics.retries.labels(error.cause.value).inc()
+                if is_refusal:
+                    continue
+                failures, failed_at_s = failures + 1, self._clock()
+                is_paid = error.cause is FailureCause.GONE
+                if failures >= self._config.attempts_max or not (is_paid or self._may_retry()):
+                    raise ApiError(
+                        ErrorCode.UPSTREAM,
+                        f"cannot answer, try again: {failures} attempts failed, the last: {error}",
+                        retry_after_s=1.0,
+                    ) from error
+
+    async def _wait_for_capacity(
+        self, context: RequestContext, entry: QueueEntry, *, is_full: bool
+    ) -> None:
+        """Wait in the admission queue; raise ApiError if the request must not wait any longer.
+
+        `is_full` means that replicas exist but refused the request.
+        """
+        request = context.request
+        has_no_replica = not self._fleet.snapshot(request.deployment_id).slots
+        if has_no_replica and not context.found_no_replica:
+            context.found_no_replica = True
+            self._recorder.found_no_replica(context)
+        try:
+            await self.queue.wait(entry)
+        except AdmissionRefused as refused:
+            if has_no_replica and not is_full:
+                self._metrics.refusals.labels("no_replica").inc()
+                raise ApiError(
+                    ErrorCode.UNAVAILABLE,
+                    f"cannot serve {request.deployment.name} now: no replica is ready yet",
+                    retry_after_s=spread_retry_after_s(
+                        NO_REPLICA_RETRY_AFTER_S, request.request_id
+                    ),
+                ) from None
+            self._metrics.refusals.labels(refused.reason.value).inc()
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY,
+                str(refused),
+                retry_after_s=spread_retry_after_s(
+                    self.queue.retry_after_s(entry), request.request_id
+                ),
+            ) from None
+
+    def fail_node(self, node_id: NodeId, since_s: float) -> None:
+        """Let the requests that wait for a lost node, silent since `since_s`, go elsewhere."""
+        self._upstream.fail_exchanges(node_id, since_s, self._may_retry)
+
+    def _may_retry(self) -> bool:
+        """Take one retry from the budget; return False if it is spent."""
+        if self._retry_budget.withdraw(self._clock()):
+            return True
+        self._metrics.retries_denied.inc()
+        return False
+
+    def _reply(
+        self,
+        context: RequestContext,
+        exchange: NodeExchange,
+        writer: ResponseWriter,
+        rate_limit_lines: str,
+    ) -> None:
+        """Write a complete response to the client."""
+        attempt, head = context.attempt, exchange.head
+        assert attempt is not None and head is not None
+        attempt.take(COMPLETED)
+        header_lines = client_headers(context, attempt.ranked, rate_limit_lines)
+        if head.status == 200:
+            if exchange.usage is not None:
+                context.engine_usage = exchange.usage
+            context.outcome = OUTCOME_COMPLETE
+        else:
+            context.is_declined, context.outcome = True, OUTCOME_REFUSED
+            self._attempts.forget_prefix(context, attempt)
+            check_error_body(exchange.body, head.status)
+            retry_after = head.fields.get(b"retry-after")
+            if retry_after:
+                header_lines += f"retry-after: {retry_after.decode('latin-1')}\r\n"
+        writer.reply(HttpResponse(head.status, exchange.body, header_lines))
+        self._attempts.learn(context, attempt)
+
+    async def _stream(
+        self, context: RequestContext, writer: ResponseWriter, rate_limit_lines: str
+    ) -> None:
+        """Write a stream to the client; other replicas continue it if its replica fails."""
+        request, stream, attempt = context.request, context.stream, context.attempt
+        relay = stream.relay
+        assert relay is not None and attempt is not None
+        self._metrics.open_streams.inc()
+        try:
+            header_lines = client_headers(context, attempt.ranked, rate_limit_lines)
+            writer.begin(200, "text/event-stream; charset=utf-8", header_lines + STREAM_HEADERS)
+            await self._relay_until_done(context, writer)
+            context.outcome = OUTCOME_COMPLETE
+        except AttemptFailed as failure:
+            error_event = ApiError(
+                ErrorCode.UPSTREAM,
+                f"cannot continue this answer, send the request again: {failure}",
+            )
+            writer.send(request.encode_error_event(error_event))
+        except ApiError as error:
+            writer.send(request.encode_error_event(error))
+        finally:
+            self._metrics.open_streams.dec()
+            writer.set_source(None)
+            if relay.usage is not None:
+                context.engine_usage = relay.usage
+            else:
+                stream.generated = relay.generated()
+        writer.end()
+        await writer.drained()
+        last_attempt = context.attempt
+        assert last_attempt is not None
+        self._attempts.learn(context, last_attempt)
+
+    async def _relay_until_done(self, context: RequestContext, writer: ResponseWriter) -> None:
+        """Relay frames until `[DONE]`, from one replica after the other.
+
+        Raises AttemptFailed if a replica failed and no other can continue, ApiError if none did.
+        """
+        relay = context.stream.relay
+        assert relay is not None
+        while True:
+            attempt = context.attempt
+            assert attempt is not None and attempt.exchange is not None
+            exchange = attempt.exchange
+            writer.set_source(exchange)
+            try:
+                await exchange.relay_to(writer)
+                if relay.is_done:
+                    attempt.take(COMPLETED)
+                    # The client has everything; only the end of the body is still to come.
+                    exchange.drain()
+                    attempt.exchange = None
+                    return
+                raise AttemptFailed(
+                    FailureCause.ERROR, relay.error_message or "the engine reported an error"
+                )
+            except AttemptFailed as failure:
+                writer.set_source(None)
+                self._attempts.record_failure(context, attempt)
+                if not self._prepare_resumption(context, writer):
+                    raise failure
+            if relay.is_done:
+                attempt.take(AttemptEvent.RESUMED)
+                return
+            attempt.release()
+            exchange = await self._send_until_answered(context)
+            attempt.take(AttemptEvent.RESUMED)
+            self._metrics.continuations.labels("continued").inc()
+            if not context.is_exact_resumption(exchange.head):
+                writer.send(RESUMED_COMMENT)
+
+    def _prepare_resumption(self, context: RequestContext, writer: ResponseWriter) -> bool:
+        """Make the next attempt ask for the rest of the answer; return False if it cannot.
+
+        If only the end of the stream is missing, write it here: no replica is needed for that.
+        """
+        request, stream = context.request, context.stream
+        relay = stream.relay
+        assert relay is not None
+        stream.generated = generated = relay.generated()
+        if generated.finish_reason is not None and request.answer_count == 1:
+            writer.send(context.missing_end())
+            relay.is_done = True
+            return True
+        if context.prepare_resumption():
+            return True
+        self._metrics.continuations.labels("impossible").inc()
+        return False

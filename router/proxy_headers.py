@@ -1,0 +1,66 @@
+"""The headers that the router adds to a node's request and to a client's response. Pure."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from isochrone.wire import headers
+from isochrone.wire.headers import PeerReplica
+from router.decide.ranked_route import RankedRoute
+from router.request_context import RequestContext
+
+STREAM_HEADERS: Final = "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+"""Tells proxies neither to store a stream nor to buffer it."""
+
+# The text between two values, so that a head is one concatenation.
+_REPLICA: Final = f"content-type: application/json\r\n{headers.REPLICA}: "
+_REQUEST_ID: Final = f"\r\n{headers.REQUEST_ID}: "
+_CACHE_SALT: Final = f"\r\n{headers.CACHE_SALT}: "
+_PROMPT_TOKENS: Final = f"\r\n{headers.TOKENS}: p="
+_PENDING_PREFILL_TOKENS: Final = f"\r\n{headers.PENDING_PREFILL_TOKENS}: "
+_PREFILL_MS: Final = f"\r\n{headers.PREFILL_MS}: "
+_ROUTER: Final = f"\r\n{headers.ROUTER}: "
+_DEADLINE_MS: Final = f"\r\n{headers.DEADLINE_MS}: "
+_POP: Final = f"\r\n{headers.POP}: "
+_NODE: Final = f"\r\n{headers.NODE}: "
+_WHY: Final = f"\r\n{headers.WHY}: "
+
+
+def node_headers(
+    context: RequestContext,
+    target: RankedRoute,
+    peers: Sequence[PeerReplica],
+    *,
+    router: str,
+    timeout_s: float,
+) -> str:
+    """Return the header lines of a request to a node.
+
+    `peers` are the replicas that the node may hand the request to. `router` names this start of the
+    router. The answer must begin within `timeout_s`.
+    """
+    request, expected = context.request, context.expected
+    generated = context.stream.generated.tokens
+    prefill_ms, deadline_ms = int(target.prefill_ms), int(1000 * timeout_s)
+    lines = (
+        f"{_REPLICA}{target.route.replica_id}{_REQUEST_ID}{request.request_id}"
+        f"{_CACHE_SALT}{request.key.tenant_id}"
+        f"{_PROMPT_TOKENS}{expected.prompt};o={expected.output}"
+        f"{_PENDING_PREFILL_TOKENS}{target.pending_prefill_tokens}{_PREFILL_MS}{prefill_ms}"
+        f"{_ROUTER}{router}{_DEADLINE_MS}{deadline_ms}\r\n"
+    )
+    if target.queue_tokens_max and context.excluded.may_refuse_for_queue:
+        lines += f"{headers.QUEUE_TOKENS_MAX}: {target.queue_tokens_max}\r\n"
+    if generated:
+        lines += f"{headers.GENERATED_TOKENS}: {generated}\r\n"
+    elif peers:
+        lines += f"{headers.PEER_REPLICAS}: {headers.format_peer_replicas(peers)}\r\n"
+    return lines
+
+
+def client_headers(context: RequestContext, ranked: RankedRoute, rate_limit_lines: str) -> str:
+    """Return the header lines of a response: limits, request id, the answering replica and why."""
+    route = ranked.route
+    return (
+        f"{rate_limit_lines}{headers.REQUEST_ID}: {context.request.client_request_id}"
+        f"{_POP}{route.pop}{_NODE}{route.node_id}{_WHY}{ranked.reason_header}\r\n"
+    )

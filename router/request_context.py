@@ -1,0 +1,253 @@
+"""The state of one request in the pipeline: its attempts, its stream, its times and its usage."""
+
+from collections.abc import Set
+from typing import Final
+
+from isochrone.wire import headers
+from isochrone.wire.ids import ReplicaId
+from isochrone.wire.routes import Route
+from isochrone.wire.usage import RequestOutcome
+from router.admission_queue import QueueEntry
+from router.dataplane.exchange import NodeExchange, ResponseHead
+from router.dataplane.sse import DONE_FRAME, GeneratedOutput, StreamRelay, usage_frame
+from router.dataplane.usage import UsageCount
+from router.decide.attempt import FAULTY, TRANSITIONS, AttemptEvent, AttemptState, after
+from router.decide.prefix_index import SentPrompt
+from router.decide.ranked_route import RankedRoute
+from router.decide.tokens_in_flight import Reservation
+from router.inference_request import InferenceRequest
+
+NO_REPLICAS: Final[Set[ReplicaId]] = frozenset()
+NOTHING_GENERATED: Final = GeneratedOutput(0, "", True, None)
+NO_USAGE: Final = UsageCount(0, 0, 0)
+# Looked up once, because access to an enum member runs interpreted code.
+OUTCOME_FAILED: Final = RequestOutcome.FAILED
+OUTCOME_COMPLETE: Final = RequestOutcome.COMPLETE
+OUTCOME_REFUSED: Final = RequestOutcome.REFUSED
+RANKED: Final = AttemptState.RANKED
+
+QUEUE_REFUSALS_MAX: Final = 12
+"""How often nodes may refuse a request because more waits there than the router knew."""
+
+FAILOVERS_MAX: Final = 8
+"""How many replicas may fail during one stream before the client gets an error."""
+
+
+class ExpectedTokens:
+    """The tokens that an attempt is expected to read and to generate."""
+
+    __slots__ = ("output", "prompt")
+
+    def __init__(self, prompt: int, output: int) -> None:
+        self.prompt = prompt
+        self.output = output
+
+
+class ReplicaAttempt:
+    """One attempt: its state, where it was sent, and what it holds.
+
+    `target` is the replica that it was sent to. `ranked` is the one that answers: the target, or
+    the peer replica that the target handed the request to. `sent_prompt` is what the prefix index
+    expects that replica to have cached.
+    """
+
+    __slots__ = ("exchange", "ranked", "reservation", "sent_at_s", "sent_prompt", "state", "target")
+
+    def __init__(self, target: RankedRoute) -> None:
+        self.state = RANKED
+        self.target = target
+        self.ranked = target
+        self.sent_prompt: SentPrompt | None = None
+        self.reservation: Reservation | None = None
+        self.exchange: NodeExchange | None = None
+        self.sent_at_s = 0.0
+
+    def take(self, event: AttemptEvent) -> None:
+        """Move to the state after `event`."""
+        # `after` is called only for the error: this runs several times for each request.
+        following = TRANSITIONS.get((self.state, event))
+        self.state = after(self.state, event) if following is None else following
+
+    def release(self) -> None:
+        """Give back what the attempt holds: its connection and its tokens in flight."""
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.abandon()
+        self.release_tokens()
+
+    def release_tokens(self) -> None:
+        """Give back the tokens in flight. A second call has no effect."""
+        if self.reservation is not None:
+            self.reservation.release()
+
+
+class ExcludedReplicas:
+    """The replicas that the next attempt must not use, and why."""
+
+    __slots__ = ("cannot_resume", "failed", "queue_refusals", "refused")
+
+    def __init__(self) -> None:
+        self.failed: set[ReplicaId] = set()
+        self.refused: set[ReplicaId] = set()
+        self.cannot_resume: set[ReplicaId] = set()
+        self.queue_refusals = 0
+
+    def all(self) -> Set[ReplicaId]:
+        """Return all excluded replicas."""
+        if self.failed or self.refused or self.cannot_resume:
+            return self.failed | self.refused | self.cannot_resume
+        return NO_REPLICAS
+
+    @property
+    def may_refuse_for_queue(self) -> bool:
+        """Whether nodes may still refuse the request because of the length of their queue."""
+        return self.queue_refusals < QUEUE_REFUSALS_MAX
+
+
+class ResumableStream:
+    """The output of a request so far, and the means to continue it on another replica.
+
+    `body` is the body of the next attempt, which is a resumption if there are `generated` tokens.
+    """
+
+    __slots__ = ("body", "failovers_left", "generated", "relay")
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self.relay: StreamRelay | None = None
+        self.generated = NOTHING_GENERATED
+        self.failovers_left = FAILOVERS_MAX
+
+    def open_relay(self, request: InferenceRequest, *, is_resumption: bool) -> StreamRelay | None:
+        """Return the relay for the next attempt's stream; None if a stream is not wanted."""
+        if is_resumption and self.relay is not None:
+            self.relay.resume()
+        elif request.is_stream:
+            self.relay = StreamRelay(wants_usage=request.wants_usage)
+        return self.relay
+
+    def prepare_resumption(self, request: InferenceRequest) -> bool:
+        """Make `body` ask for the rest of the answer; return False if that is not possible."""
+        build, generated = request.build_resume_body, self.generated
+        if build is None or not generated.is_plain or self.failovers_left <= 0:
+            return False
+        body = build(generated.text, generated.tokens)
+        if body is None:
+            return False
+        self.failovers_left -= 1
+        self.body = body
+        return True
+
+
+class TokenTimes:
+    """When tokens came. Times are monotonic seconds.
+
+    `first_token_at_s` is the client's first token. The others describe the last attempt that
+    streamed a token: when its first token came, its time to first token, and how many tokens
+    earlier attempts had generated.
+    """
+
+    __slots__ = ("attempt_token_at_s", "attempt_ttft_ms", "first_token_at_s", "tokens_before")
+
+    def __init__(self) -> None:
+        self.first_token_at_s: float | None = None
+        self.attempt_token_at_s = 0.0
+        self.attempt_ttft_ms = 0.0
+        self.tokens_before = 0
+
+
+class RequestContext:
+    """Everything that is known of one request. The pipeline fills it in, `Recorder` reads it.
+
+    `attempt` is the current attempt; after a refusal or failure it is the last one that answered,
+    if any. `is_declined` means that the replica rejected the client's input (a 4xx), which is no
+    fault of the replica. `engine_usage` is the engine's own count. `expected` are the tokens of the
+    next attempt.
+    """
+
+    __slots__ = (
+        "attempt", "engine_usage", "excluded", "expected", "found_no_replica", "is_declined",
+        "outcome", "prompt_tokens_estimate", "queue_entry", "request", "stream", "times",
+    )  # fmt: skip
+
+    def __init__(self, request: InferenceRequest, prompt_tokens_estimate: int) -> None:
+        self.request = request
+        self.prompt_tokens_estimate = prompt_tokens_estimate
+        self.expected = ExpectedTokens(prompt_tokens_estimate, request.output_tokens_max)
+        self.outcome = OUTCOME_FAILED
+        self.is_declined = False
+        self.found_no_replica = False
+        self.queue_entry: QueueEntry | None = None
+        self.attempt: ReplicaAttempt | None = None
+        self.excluded = ExcludedReplicas()
+        self.stream = ResumableStream(request.body)
+        self.times = TokenTimes()
+        self.engine_usage: UsageCount | None = None
+
+    @property
+    def route(self) -> Route | None:
+        """The replica that answers, or is expected to."""
+        return self.attempt.ranked.route if self.attempt is not None else None
+
+    @property
+    def has_uncounted_attempt(self) -> bool:
+        """Whether the last attempt is still to be counted; failures are counted as they happen."""
+        return self.attempt is not None and self.attempt.state not in FAULTY
+
+    def prepare_resumption(self) -> bool:
+        """Make the next attempt ask for the rest of the answer; return False if it cannot."""
+        if not self.stream.prepare_resumption(self.request):
+            return False
+        # The generated tokens are part of the next attempt's prompt.
+        generated = self.stream.generated.tokens
+        output = max(1, self.request.output_tokens_max - generated)
+        self.expected = ExpectedTokens(self.prompt_tokens_estimate + generated, output)
+        return True
+
+    def new_queue_entry(self, until_s: float) -> QueueEntry:
+        """Return a new entry for the admission queue, which waits at most until `until_s`."""
+        request = self.request
+        entry = self.queue_entry = QueueEntry(
+            request.deployment_id,
+            request.key.tenant_id,
+            self.prompt_tokens_estimate + request.output_tokens_max,
+            until_s,
+            size_bytes=len(self.stream.body),
+            # Once a part of the answer is out, waiting for the rest is better than an error.
+            can_wait=not request.reject_if_busy or self.stream.generated.tokens > 0,
+        )
+        return entry
+
+    def release(self) -> None:
+        """Give back what the current attempt holds."""
+        if self.attempt is not None:
+            self.attempt.release()
+
+    def usage(self) -> UsageCount:
+        """Return the tokens used: the engine's count, or our own count and estimate."""
+        counted = self.engine_usage
+        if counted is None:
+            if self.times.first_token_at_s is None:
+                return NO_USAGE
+            return UsageCount(self.prompt_tokens_estimate, self.stream.generated.tokens, 0)
+        prompt = counted.prompt_tokens
+        return UsageCount(prompt, counted.output_tokens, min(prompt, counted.cached_tokens))
+
+    def is_exact_resumption(self, head: ResponseHead | None) -> bool:
+        """Return whether the rest of the answer is, token for token, what the first replica
+        would have generated.
+        """
+        determinism = self.request.determinism
+        resumed = head.resumed if head else ""
+        return determinism == headers.GREEDY or (
+            determinism == headers.SEEDED and resumed == headers.SEEDED
+        )
+
+    def missing_end(self) -> bytes:
+        """Return the end of a stream whose replica failed after its last token."""
+        relay = self.stream.relay
+        if not self.request.wants_usage or (relay and relay.usage):
+            return DONE_FRAME
+        usage = UsageCount(self.prompt_tokens_estimate, self.stream.generated.tokens, 0)
+        head = {"object": "chat.completion.chunk", "model": self.request.deployment.name}
+        return usage_frame(usage, head) + DONE_FRAME

@@ -1,0 +1,204 @@
+"""A stream whose replica fails continues on another one, with no token lost or repeated."""
+
+import json
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from msgspec.structs import replace
+
+from isochrone.wire import headers
+from isochrone.wire.routes import RolloutEntry
+from isochrone.wire.usage import RequestOutcome
+from tests.integration.router.fake_node import FakeNode
+from tests.integration.router.fleet_of import Bench, a_bench, a_route, a_table
+from tests.integration.router.test_serving import frames, usage, words
+
+TOKENS = 12
+
+
+async def read_stream(bench: Bench, **fields: Any) -> str:
+    """Stream a chat to its end; return the raw text of its events."""
+    async with bench.chat(stream=True, max_tokens=TOKENS, **fields) as response:
+        assert response.status == 200
+        return str(await response.text())
+
+
+def two_nodes(fault: str, at: int) -> list[FakeNode]:
+    nodes = [FakeNode("bad"), FakeNode("good")]
+    for node in nodes:
+        node.resumes = headers.SEEDED
+    setattr(nodes[0], f"{fault}_at", at)
+    return nodes
+
+
+def prefer_first_node(bench: Bench, **fields: Any) -> None:
+    """Make the second node so slow that it is chosen only if the first is excluded."""
+    bad, good = bench.nodes
+    routes = [a_route(bad), a_route(good, prefill_tokens_per_s=1.0, **fields)]
+    bench.app.fleet.adopt(a_table(routes, generation=2))
+
+
+@pytest.mark.parametrize("fault", ["cut", "error"])
+async def test_a_failure_at_any_token_leaves_the_client_one_stream(
+    tmp_path: Path, fault: str
+) -> None:
+    nodes = two_nodes(fault, 0)
+    async with a_bench(tmp_path, nodes, usage_interval_s=3600) as bench:
+        prefer_first_node(bench)
+        for at in range(1, TOKENS):
+            setattr(nodes[0], f"{fault}_at", at)
+            bench.app.fleet.health.remove_replicas({a_route(nodes[0]).replica_id})
+            text = await read_stream(bench, temperature=0, stream_options={"include_usage": True})
+            events = frames(text)
+            assert words(events) == "".join(f"t{n} " for n in range(TOKENS)), f"killed at {at}"
+            assert events[-1] == "[DONE]"
+            counted = events[-2]["usage"]
+            assert counted["completion_tokens"] == TOKENS
+            assert ": continued" not in text
+            resume_body = json.loads(nodes[1].bodies[-1])
+            if fault == "cut" or "continue_final_message" in resume_body:
+                assert resume_body["max_tokens"] == TOKENS - at
+                assert resume_body["continue_final_message"] is True
+            else:
+                # The error came before any token was relayed: the other node starts anew.
+                assert (resume_body["max_tokens"], at) == (TOKENS, 1)
+        rows = await usage(bench)
+        assert {(row.outcome, row.output_tokens) for row in rows} == {
+            (RequestOutcome.COMPLETE, TOKENS)
+        }
+        assert len(rows) == TOKENS - 1
+
+
+async def test_a_stream_continues_when_its_node_falls_silent(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, two_nodes("hang", 5), stream_idle_timeout_s=0.3) as bench:
+        prefer_first_node(bench)
+        assert words(frames(await read_stream(bench, seed=7))) == "".join(
+            f"t{n} " for n in range(TOKENS)
+        )
+        assert bench.nodes[1].request_headers[-1][headers.GENERATED_TOKENS] == "5"
+
+
+async def test_a_sampled_text_is_marked_as_continued(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, two_nodes("cut", 5)) as bench:
+        prefer_first_node(bench)
+        assert "\n: continued on another replica" in await read_stream(bench, temperature=1)
+
+
+async def test_a_completion_is_resumed_by_extending_its_prompt(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, two_nodes("cut", 5)) as bench:
+        prefer_first_node(bench)
+        body = {"model": "tiny", "prompt": "count:", "stream": True, "max_tokens": TOKENS}
+        async with bench.http.post(f"{bench.url}/v1/completions", json=body) as response:
+            assert words(frames(await response.text())).split() == [f"t{n}" for n in range(TOKENS)]
+        assert json.loads(bench.nodes[1].bodies[-1])["prompt"] == "count:t0 t1 t2 t3 t4 "
+
+
+@pytest.mark.parametrize(
+    ("tools", "replacement", "seen"),
+    [([], 200, (1, 1)), (None, 500, (2, 2)), (None, 200, (2, 1))],
+    ids=["not resumed", "resumed in vain", "resumed"],
+)
+async def test_each_attempt_of_a_stream_is_counted_once(
+    tmp_path: Path, tools: list[Any] | None, replacement: int, seen: tuple[int, int]
+) -> None:
+    nodes = two_nodes("cut", 5)
+    nodes[1].status, nodes[1].ttft_s = replacement, 0.2
+    async with a_bench(tmp_path, nodes, demand_interval_s=3600, attempts_max=1) as bench:
+        routes = [a_route(nodes[0]), a_route(nodes[1], prefill_tokens_per_s=500.0)]
+        table = a_table(routes, generation=2)
+        entry = replace(table.deployments[0], rollout=RolloutEntry(version=2, share=1.0))
+        bench.app.fleet.adopt(replace(table, deployments=(entry,)))
+        await read_stream(bench, **({} if tools is None else {"tools": tools}))
+        (trial,) = bench.app.recorder.trials.take()
+        assert (trial.attempts, trial.failures) == seen
+        if seen == (2, 1):
+            # The second attempt is measured from when it was sent, against its own prediction.
+            assert exp(trial.ttft.total / trial.ttft.count) > 150
+            assert exp(trial.itl.total / trial.itl.count) < 20
+            errors = "isochrone_router_ttft_prediction_error_seconds_bucket"
+            labels = {"deployment": "tiny", "le": "0.1"}
+            assert bench.app.metrics.registry.get_sample_value(errors, labels) == 0
+
+
+async def test_a_stream_survives_a_second_failure(tmp_path: Path) -> None:
+    nodes = two_nodes("cut", 3)
+    third = FakeNode("third")
+    third.resumes = headers.SEEDED
+    nodes[1].cut_at = 7
+    async with a_bench(tmp_path, [*nodes, third]) as bench:
+        rates = (5000.0, 100.0, 1.0)
+        routes = [
+            a_route(n, prefill_tokens_per_s=r) for n, r in zip(bench.nodes, rates, strict=True)
+        ]
+        bench.app.fleet.adopt(a_table(routes, generation=2))
+        assert words(frames(await read_stream(bench))).split() == [f"t{n}" for n in range(TOKENS)]
+        assert [node.requests for node in bench.nodes] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tools": []}, {"response_format": {"type": "json_object"}}, {"n": 2}, {"logprobs": True}],
+    ids=["tools", "json", "n", "logprobs"],
+)
+async def test_a_request_with_state_besides_its_text_is_not_resumed(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    async with a_bench(tmp_path, two_nodes("cut", 5)) as bench:
+        prefer_first_node(bench)
+        events = frames(await read_stream(bench, **fields))
+        assert events[-1]["error"]["code"] == "upstream_error"
+        assert bench.nodes[1].requests == 0
+
+
+class HalfAnsweringNode(FakeNode):
+    """A node that fails after the first of two answers is complete."""
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """Stream the first answer, then abort."""
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for delta, finish in (({"content": "t0 "}, None), ({}, "stop")):
+            choice = {"index": 0, "delta": delta, "finish_reason": finish}
+            await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+
+@pytest.mark.parametrize(("count", "is_complete"), [(1, True), (2, False)])
+async def test_one_complete_answer_of_two_does_not_complete_the_stream(
+    tmp_path: Path, count: int, is_complete: bool
+) -> None:
+    async with a_bench(tmp_path, [HalfAnsweringNode("bad"), FakeNode("good")]) as bench:
+        prefer_first_node(bench)
+        events = frames(await read_stream(bench, n=count))
+        assert (events[-1] == "[DONE]") == is_complete
+        assert ("error" in events[-1]) != is_complete
+
+
+async def test_a_node_that_would_begin_anew_is_not_used(tmp_path: Path) -> None:
+    nodes = two_nodes("cut", 5)
+    nodes[1].resumes = ""
+    async with a_bench(tmp_path, nodes) as bench:
+        prefer_first_node(bench)
+        events = frames(await read_stream(bench, temperature=0))
+        assert words(events[:-1]) == "t0 t1 t2 t3 t4 "
+        assert "error" in events[-1]
+
+
+async def test_a_client_that_disconnects_during_a_resumption_frees_everything(
+    tmp_path: Path,
+) -> None:
+    nodes = two_nodes("cut", 2)
+    nodes[1].ttft_s = 30
+    async with a_bench(tmp_path, nodes, usage_interval_s=3600) as bench:
+        prefer_first_node(bench)
+        async with bench.chat(stream=True, max_tokens=TOKENS) as response:
+            await response.content.readuntil(b"t1")
+            await nodes[1].until(lambda: nodes[1].running == 1)
+        await nodes[1].until(lambda: nodes[1].cancelled == 1)
+        (row,) = await usage(bench)
+        assert (row.outcome, row.output_tokens) == (RequestOutcome.CANCELLED, 2)

@@ -1,0 +1,72 @@
+"""The life of an attempt: the table of transitions, and what no order of events can do."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.decide.attempt import (
+    FAULTY,
+    TRANSITIONS,
+    AttemptEvent,
+    AttemptState,
+    FailureCause,
+    ImpossibleAttemptEvent,
+    after,
+    event_of,
+)
+
+S, E = AttemptState, AttemptEvent
+
+
+@pytest.mark.parametrize(
+    ("events", "end"),
+    [
+        ((E.SENT, E.ANSWERED, E.COMPLETED), S.COMPLETED),
+        ((E.SENT, E.HANDED_OFF, E.ANSWERED, E.COMPLETED), S.COMPLETED),
+        ((E.SENT, E.REFUSED), S.REFUSED),
+        ((E.SENT, E.HANDED_OFF, E.REFUSED), S.REFUSED),
+        ((E.SENT, E.FAILED), S.FAILED),
+        ((E.SENT, E.ANSWERED, E.FAILED), S.INTERRUPTED),
+        ((E.SENT, E.ANSWERED, E.FAILED, E.RESUMED), S.RESUMED),
+    ],
+)
+def test_each_course_of_an_attempt_ends_in_its_state(
+    events: tuple[AttemptEvent, ...], end: AttemptState
+) -> None:
+    state = S.RANKED
+    for event in events:
+        state = after(state, event)
+    assert state is end
+
+
+@given(st.lists(st.sampled_from(AttemptEvent)))
+def test_in_any_order_of_events_an_attempt_is_sent_answered_and_ended_at_most_once(
+    events: list[AttemptEvent],
+) -> None:
+    state, accepted = S.RANKED, []
+    for event in events:
+        if (state, event) not in TRANSITIONS:
+            with pytest.raises(ImpossibleAttemptEvent):
+                after(state, event)
+            continue
+        state = after(state, event)
+        accepted.append(event)
+    for event in set(E) - {E.HANDED_OFF}:
+        assert accepted.count(event) <= 1
+    # The attempt broke if and only if its state says so: that is when it was counted as a failure.
+    assert (E.FAILED in accepted) == (state in FAULTY)
+    # Only one of these can end an attempt.
+    assert sum(event in accepted for event in (E.COMPLETED, E.REFUSED, E.FAILED)) <= 1
+    if E.RESUMED in accepted:
+        assert accepted[-3:] == [E.ANSWERED, E.FAILED, E.RESUMED]
+
+
+def test_every_state_can_be_reached_and_only_the_last_ones_take_no_event() -> None:
+    assert {S.RANKED, *TRANSITIONS.values()} == set(S)
+    ends = set(S) - {state for state, _ in TRANSITIONS}
+    assert ends == {S.REFUSED, S.FAILED, S.RESUMED, S.COMPLETED}
+
+
+def test_only_refusals_cost_no_retry() -> None:
+    refusals = {cause for cause in FailureCause if event_of(cause) is E.REFUSED}
+    assert refusals == {FailureCause.REFUSED, FailureCause.CANNOT_RESUME}

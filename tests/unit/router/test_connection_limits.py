@@ -1,0 +1,130 @@
+"""Limits of one connection: how much a parser may buffer, and how slowly a client may read."""
+
+from collections.abc import Callable
+
+import pytest
+
+from isochrone.wire.errors import ApiError
+from isochrone.wire.ids import NodeId
+from router.config import RouterConfig
+from router.dataplane.deadlines import Deadlines
+from router.dataplane.exchange import AttemptFailed, NodeExchange
+from router.dataplane.http_messages import HttpRequest, HttpResponse
+from router.dataplane.node_connection import NodeConnection
+from router.dataplane.request_reader import HEAD_BYTES_MAX, RequestReader
+from router.dataplane.server import WRITE_BUFFER_BYTES, ClientConnection, PublicServer
+from tests.unit.router.in_memory import FakeTransport, ManualLoop
+
+CHUNKED = b"transfer-encoding: chunked\r\n"
+REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\n" + CHUNKED
+RESPONSE = b"HTTP/1.1 200 OK\r\n" + CHUNKED
+BODY = b"\r\n4\r\nbody\r\n0\r\n"
+PIECE = b"x" * 1024
+
+
+class CollectingReceiver:
+    """Collects the requests of a reader."""
+
+    def __init__(self) -> None:
+        self.requests: list[HttpRequest] = []
+
+    def on_continue_expected(self) -> None:
+        """Do nothing."""
+
+    def on_request(self, request: HttpRequest) -> None:
+        self.requests.append(request)
+
+
+class FakePool:
+    """A connection pool that opens no connections."""
+
+    def __init__(self) -> None:
+        self.kept: list[NodeConnection] = []
+        self.clock: Callable[[], float] = lambda: 0.0
+
+    async def connect(self, node_id: NodeId, address: str) -> NodeConnection:
+        raise AssertionError
+
+    def keep(self, connection: NodeConnection) -> None:
+        self.kept.append(connection)
+
+    def on_closed(self, connection: NodeConnection) -> None:
+        """Do nothing."""
+
+
+def a_reader(receiver: CollectingReceiver) -> RequestReader:
+    return RequestReader(receiver, lambda method, path, fields: None, 10**6, lambda: 0.0)
+
+
+def feed_endless_header(feed: Callable[[bytes], None]) -> None:
+    """Feed a header that never ends, until it is larger than allowed."""
+    for _ in range(HEAD_BYTES_MAX // len(PIECE) + 1):
+        feed(PIECE)
+
+
+@pytest.mark.parametrize("before", [b"", BODY], ids=["head", "trailer"])
+def test_an_endless_header_of_a_client_is_refused(before: bytes) -> None:
+    receiver = CollectingReceiver()
+    reader = a_reader(receiver)
+    reader.feed(REQUEST + before + b"x-long: ")
+    with pytest.raises(ApiError, match="head or trailer"):
+        feed_endless_header(reader.feed)
+    assert not receiver.requests
+
+
+def test_the_limit_of_a_head_does_not_count_a_body_of_many_small_chunks() -> None:
+    receiver = CollectingReceiver()
+    reader = a_reader(receiver)
+    for byte in REQUEST + b"\r\n" + b"1\r\nb\r\n" * 7_000 + b"0\r\n\r\n":
+        reader.feed(bytes([byte]))
+    assert [len(request.body) for request in receiver.requests] == [7_000]
+
+
+@pytest.mark.parametrize("before", [b"", BODY], ids=["head", "trailer"])
+def test_an_endless_header_of_a_node_fails_the_exchange(before: bytes) -> None:
+    loop, pool = ManualLoop(), FakePool()
+    connection = NodeConnection(pool, NodeId("n"))
+    transport = FakeTransport(loop, connection)
+    exchange = NodeExchange(pool, NodeId("n"), "n:1", b"", b"", 10**6)
+    exchange.start(connection)
+    connection.data_received(RESPONSE + before + b"x-long: ")
+    feed_endless_header(connection.data_received)
+    with pytest.raises(AttemptFailed, match="head or trailer"):
+        exchange.response_head()
+    assert transport.is_lost
+    assert not pool.kept
+    loop.close()
+
+
+@pytest.mark.parametrize("read_bytes", [0, WRITE_BUFFER_BYTES - 1, WRITE_BUFFER_BYTES])
+def test_a_client_is_disconnected_unless_it_reads_a_buffer_in_each_write_timeout(
+    read_bytes: int,
+) -> None:
+    loop = ManualLoop()
+
+    async def handler(request: HttpRequest, client: ClientConnection) -> None:
+        client.reply(HttpResponse(200, b"x" * 10 * WRITE_BUFFER_BYTES))
+
+    server = PublicServer(
+        config=RouterConfig(),
+        authorize=lambda method, path, fields: None,
+        handler=handler,
+        encode_error=lambda error, path, request_id: HttpResponse(500, b""),
+        deadlines=Deadlines(loop.time),
+        clock=loop.time,
+        unix_clock=loop.time,
+    )
+    client = server.make_connection()
+    assert isinstance(client, ClientConnection)
+    transport = FakeTransport(loop, client)
+    loop.settle(lambda: client.data_received(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"))
+    for _ in range(5):
+        assert client.due_s == loop.now_s + 20.0
+        loop.now_s += 20.0
+        transport.outbox = transport.outbox[read_bytes:]
+        loop.settle(client.on_due)
+        if read_bytes < WRITE_BUFFER_BYTES:
+            break
+    assert transport.is_lost is (read_bytes < WRITE_BUFFER_BYTES)
+    loop.settle(transport.abort)
+    loop.close()

@@ -1,0 +1,82 @@
+"""OpenAI request bodies: the prompt, the number of answers, and what is refused."""
+
+import pytest
+
+from isochrone.wire.errors import ApiError
+from router.apis.openai.decode import CHAT, COMPLETION, EMBEDDING, decode
+from router.apis.openai.prompt import count_answers, count_text_bytes, render_prompt
+
+TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
+
+
+@pytest.mark.parametrize(
+    ("rest", "begins"),
+    [
+        (b"", b"\0user\0hi"),
+        (b',"tools":' + TOOLS, TOOLS + b"\0user\0hi"),
+        (b',"tool_choice":"auto","response_format":{"type":"json_object"}', b"\0user\0hi"),
+    ],
+)
+def test_tools_are_the_beginning_of_the_prompt(rest: bytes, begins: bytes) -> None:
+    body = b'{"model":"m","messages":[{"role":"user","content":"hi"}]' + rest + b"}"
+    request = decode(body, CHAT)
+    assert render_prompt(request) == begins
+    assert count_text_bytes(request, len(render_prompt(request))) > len(begins)
+
+
+@pytest.mark.parametrize(
+    ("rest", "count"),
+    [
+        (b'"prompt":"a"', 1),
+        (b'"prompt":"a","n":3', 3),
+        (b'"prompt":[1,2,3],"n":2', 2),
+        (b'"prompt":["a","b"]', 2),
+        (b'"prompt":[[1],[2,3],[4]],"n":2', 6),
+    ],
+)
+def test_each_choice_of_each_prompt_counts_as_an_answer(rest: bytes, count: int) -> None:
+    assert count_answers(decode(b'{"model":"m",' + rest + b"}", COMPLETION)) == count
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"messages":[]}', "messages"),
+        (b'{"messages":[{"role":"user"}]}', "model"),
+        (b'{"model":"m","messages":[{"content":"hi"}]}', "messages[0].role"),
+        (b'{"model":"m","messages":[{"role":"bot"}]}', "messages[0].role"),
+        (b"[]", None),
+        (b"{", None),
+    ],
+)
+def test_an_error_names_the_field(body: bytes, param: str | None) -> None:
+    with pytest.raises(ApiError) as refused:
+        decode(body, CHAT)
+    assert refused.value.param == param
+
+
+CHATTED = b'{"model":"m","messages":[{"role":"user","content":[%b]}]}'
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        b'{"type":"image_url","image_url":{"url":"http://169.254.169.254/latest/meta-data"}}',
+        b'{"type":"image_url","image_url":{"url":"data:,","url":"file:///etc/passwd"}}',
+        b'{"type":"input_image","image_url":"https://10.0.0.7/x.png"}',
+        b'{"type":"video_url","video_url":{"url":" data:x"}}',
+        b'{"type":"text","text":"x","audio_url":{"url":"http://localhost:9100/metrics"}}',
+    ],
+)
+def test_a_url_that_an_engine_would_fetch_is_refused(part: bytes) -> None:
+    with pytest.raises(ApiError, match="other URLs are not fetched"):
+        decode(CHATTED % part, CHAT)
+
+
+def test_a_data_url_is_accepted_and_messages_to_embed_are_not() -> None:
+    image = b'{"type":"image_url","image_url":{"url":"data:image/png;base64,AA==","detail":"low"}}'
+    decode(CHATTED % (b'{"type":"text","text":"what is this?"},' + image), CHAT)
+    decode(b'{"model":"m","input":"x"}', EMBEDDING)
+    with pytest.raises(ApiError):
+        # vLLM would embed `messages` instead of the `input` that the router has read.
+        decode(b'{"model":"m","input":"x","messages":[]}', EMBEDDING)

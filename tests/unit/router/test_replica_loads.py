@@ -1,0 +1,76 @@
+"""What the load reports of replicas teach a router."""
+
+from isochrone.wire.headers import ReportedLoad
+from isochrone.wire.ids import NodeId, PopId, ReplicaId
+from router.decide.health import FAILURES_MAX
+from router.feedback import AttemptFeedback, ProbeFeedback
+from router.fleet_state import FleetState
+from tests.unit.router.test_slow_start import NEW, OLD, D, a_route, a_table
+
+RTT_MS = 40.0
+
+
+class Bench:
+    """A router with two equally distant replicas, and its clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.fleet = FleetState(PopId("ams"), lambda: self.now_s)
+        self.attempts = AttemptFeedback(self.fleet)
+        self.probes = ProbeFeedback(self.fleet)
+        self.fleet.adopt(a_table(OLD, NEW))
+        for name in (OLD, NEW):
+            self.probes.record_round_trip(NodeId(f"n-{name}"), RTT_MS)
+
+    def others(self) -> int:
+        return self.fleet.in_flight.tokens_at(OLD, self.now_s).others_prefill_tokens
+
+
+def test_a_ping_reports_the_load_of_a_replica_without_requests() -> None:
+    bench = Bench()
+    loads = {
+        OLD: ReportedLoad(3000, 10, 2, 0, 2500),
+        ReplicaId("of another table"): ReportedLoad(1, 1, 1, 0),
+    }
+    bench.probes.record_ping(NodeId(f"n-{OLD}"), RTT_MS, loads)
+    assert bench.others() == 2500
+    snapshot = bench.fleet.snapshot(D)
+    wait_ms = {name: snapshot.estimates[snapshot.slots[name]].wait_min_ms for name in (OLD, NEW)}
+    assert wait_ms[OLD] > wait_ms[NEW] + 2000
+
+
+def test_the_load_in_a_refusal_is_not_taken_for_our_own() -> None:
+    bench = Bench()
+    held = bench.attempts.reserve(a_route(OLD), prefill=400, decode=10)
+    bench.now_s += RTT_MS / 1000
+    # 500 tokens waited there, none of them ours: the request was refused on arrival.
+    bench.attempts.record_answer_head(a_route(OLD), ReportedLoad(500, 0, 1, 0, 500), "queued", held)
+    assert bench.others() == 500
+    assert bench.fleet.in_flight.requests == 0
+
+
+def test_the_load_in_an_answer_does_not_include_the_answered_prompt() -> None:
+    bench = Bench()
+    first = bench.attempts.reserve(a_route(OLD), prefill=400, decode=10)
+    bench.attempts.reserve(a_route(OLD), prefill=100, decode=10)
+    bench.now_s += 1.0
+    # The first was read. Our second and 500 tokens of others are pending.
+    bench.attempts.record_answer_head(a_route(OLD), ReportedLoad(600, 20, 3, 0, 600), "", first)
+    assert bench.others() == 500
+    assert bench.fleet.in_flight.requests == 2
+    assert bench.fleet.in_flight.tokens_at(OLD, bench.now_s).prefill_tokens == 100
+
+
+def test_nothing_is_kept_of_a_replica_that_left_the_table() -> None:
+    bench = Bench()
+    held = bench.attempts.reserve(a_route(OLD), prefill=400, decode=10)
+    bench.fleet.adopt(a_table(NEW))
+    bench.attempts.record_answer_head(
+        a_route(OLD), ReportedLoad(500, 0, 1, 0, 500), "draining", held
+    )
+    for _ in range(FAILURES_MAX):
+        assert bench.attempts.record_failure(a_route(OLD)) == ""
+    assert not bench.fleet.health.unhealthy()
+    assert bench.fleet.in_flight.load_of(OLD) is not bench.fleet.in_flight.load_of(OLD)
+    bench.fleet.adopt(a_table(OLD, NEW))
+    assert OLD in bench.fleet.answering_replicas()
