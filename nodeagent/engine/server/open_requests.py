@@ -138,7 +138,7 @@ class OpenRequests:
         kept = prefix_cache_salt(asked.salt, asked.adapter)
         return Generation(
             Sequence(number, tokens.copy(), ending, kept, asked.adapter, asked.standing),
-            Sampler(params, tokens.copy() if params.penalised else [], own, ending.stop_ids),
+            Sampler(params, tokens.copy() if params.has_penalties else [], own, ending.stop_ids),
             StreamDetokenizer(self._vocabulary, asked.shown, continues_text=asked.goes_on),
             StopStrings(ask.stops),
             drafter,
