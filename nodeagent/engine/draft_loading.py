@@ -1,4 +1,7 @@
-"""Opening the model that drafts: checked against the served one before memory is spent."""
+"""Loads the draft model: checked against the target model before memory is allocated.
+
+A draft model is opened first (its files are checked), and loaded once the target model is.
+"""
 
 import time
 from collections.abc import Callable
@@ -29,8 +32,8 @@ from nodeagent.engine.weights.eagle3_folder import EagleFolder, is_eagle_head
 from nodeagent.engine.weights.weight_source import HeaderOnlySource, WeightSource
 
 
-class TargetModel(NamedTuple):
-    """The model that is drafted for, as its files have it, and who computes it."""
+class TargetCheckpoint(NamedTuple):
+    """The target model's weights, shape and ranks."""
 
     source: WeightSource
     shape: DecoderShape
@@ -39,11 +42,11 @@ class TargetModel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftModelFiles:
-    """A small model of the same tokens, its weights not read yet."""
+    """An opened draft model with the target's vocabulary; its weights are not read yet."""
 
     source: Checkpoint
     tokens: int
-    """How many tokens both models know: the rest of its logits are padding."""
+    """The size of the shared vocabulary. Logits beyond it are padding."""
 
     @property
     def shape(self) -> DecoderShape:
@@ -51,99 +54,116 @@ class DraftModelFiles:
         return self.source.shape
 
     def weights_bytes(self, dtype: torch.dtype) -> int:
-        """What its weights take."""
+        """Return the size of the weights."""
         return self.shape.parameters() * dtype.itemsize
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """What it keeps of each token beside the served model's KV."""
+        """Return what is kept of each token beside the target model's KV."""
         return self.shape.kv_bytes_per_token(dtype)
 
     def close(self) -> None:
-        """Close its files."""
+        """Close the files."""
         self.source.close()
 
     def load(
-        self, config: EngineConfig, served: ModelRunner, model: Llama, whole: TargetModel
+        self,
+        config: EngineConfig,
+        target_runner: ModelRunner,
+        target_model: Llama,
+        target: TargetCheckpoint,
     ) -> DraftModel:
-        """Read its weights, and give it KV beside that of the `served` model."""
-        dtype = served.dtype
+        """Read the weights, and place the KV beside that of the target model."""
+        dtype = target_runner.dtype
         context = min(config.context_tokens_max, self.shape.context_tokens)
-        # Drafts need not be exact but fast: packed wherever its file is, and this device can.
+        # Speed matters more than precision: the weights stay packed as in the file if possible.
         linear, _ = choose_linear(config.device, dtype, "file")
         own = build_model(self.shape, self.source, config.device, dtype, context, linear)
         own.wait_for_weights()
-        known, runner = self.tokens, ModelRunner(own, served.blocks, config.device, dtype)
+        size, runner = self.tokens, ModelRunner(own, target_runner.blocks, config.device, dtype)
         if config.graphs:
             runner.capture(config.sequences_max, context)
         return DraftModel(
             runner=runner,
-            habits=DraftModelTraits("model", pick=lambda logits: most_likely(logits[:, :known])),
+            traits=DraftModelTraits("model", pick=lambda logits: most_likely(logits[:, :size])),
             clock=time.perf_counter,
             read_tokens_max=config.batch_tokens_max,
             context_tokens=context,
-            share=self.shape.parameters() / served.shape.parameters(),
+            cost_share=self.shape.parameters() / target_runner.shape.parameters(),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Eagle3HeadFiles:
-    """An EAGLE-3 head for the served model, its weights not read yet."""
+    """An opened EAGLE-3 head for the target model; its weights are not read yet."""
 
     source: EagleFolder
     layers: tuple[int, ...]
-    """Before which of the served model's layers it listens."""
+    """The target model's layers whose inputs the head reads."""
     embeddings: int
-    """Weights of the served model's embeddings, where it needs a copy: ranks cut the model's."""
+    """Weights in the head's copy of the target's embeddings; 0 unless ranks split the table."""
 
     def weights_bytes(self, dtype: torch.dtype) -> int:
-        """What its weights take."""
+        """Return the size of the weights."""
         return (self.source.parameters() + self.embeddings) * dtype.itemsize
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """What it keeps of each token beside the served model's KV."""
+        """Return what is kept of each token beside the target model's KV."""
         shape = self.source.shape
         return shape.kv_bytes_per_token(dtype) + shape.hidden * dtype.itemsize
 
     def close(self) -> None:
-        """Close its files."""
+        """Close the files."""
         self.source.close()
 
     def load(
-        self, config: EngineConfig, served: ModelRunner, model: Llama, whole: TargetModel
+        self,
+        config: EngineConfig,
+        target_runner: ModelRunner,
+        target_model: Llama,
+        target: TargetCheckpoint,
     ) -> DraftModel:
-        """Read its weights, and have it listen to the `served` model."""
+        """Read the weights, and attach the head to the target model's layers."""
         context = min(config.context_tokens_max, self.source.shape.context_tokens)
         features = HiddenStateFeatures(self.source, self.source, self.layers)
-        features.allocate(served.blocks * BLOCK_TOKENS, config.device, served.dtype)
+        features.allocate(target_runner.blocks * BLOCK_TOKENS, config.device, target_runner.dtype)
         head = Eagle3(
-            *(self.source, self.source, features, self._embedding(config, served, model, whole)),
-            *(config.device, served.dtype, context),
+            *(
+                self.source,
+                self.source,
+                features,
+                self._embedding(config, target_runner, target_model, target),
+            ),
+            *(config.device, target_runner.dtype, context),
         )
-        model.record_states = features.record
-        served.token_states = features
-        if whole.ranks.split.ranks > 1:
-            features.has_remote_states, whole.ranks.on_layer_inputs = True, features.add_remote
-            whole.ranks.forward_layer_inputs(self.layers, whole.shape)
+        target_model.record_states = features.record
+        target_runner.token_states = features
+        if target.ranks.split.ranks > 1:
+            features.has_remote_states, target.ranks.on_layer_inputs = True, features.add_remote
+            target.ranks.forward_layer_inputs(self.layers, target.shape)
         targets = self.source.targets()
         return DraftModel(
-            runner=ModelRunner(head, served.blocks, config.device, served.dtype),
-            habits=DraftModelTraits(
+            runner=ModelRunner(head, target_runner.blocks, config.device, target_runner.dtype),
+            traits=DraftModelTraits(
                 "head", 1, lambda logits: targets[most_likely(logits).cpu()], head.use_own_states
             ),
             clock=time.perf_counter,
             read_tokens_max=config.batch_tokens_max,
             context_tokens=context,
-            share=self.source.parameters() / served.shape.parameters(),
+            cost_share=self.source.parameters() / target_runner.shape.parameters(),
         )
 
     def _embedding(
-        self, config: EngineConfig, served: ModelRunner, model: Llama, whole: TargetModel
+        self,
+        config: EngineConfig,
+        target_runner: ModelRunner,
+        target_model: Llama,
+        target: TargetCheckpoint,
     ) -> Callable[[Tensor], Tensor]:
-        """Return the served model's embeddings: a table of its own where ranks cut the model's."""
+        """Return the target model's embeddings: a copy of the table if ranks split it."""
         if not self.embeddings:
-            return model.embed
-        shape = whole.shape
-        weights = WeightLoader(whole.source, config.device, served.dtype)
+            return target_model.embed
+        shape = target.shape
+        weights = WeightLoader(target.source, config.device, target_runner.dtype)
         table = weights.read("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
         weights.start_reads()()
         return table.__getitem__
@@ -152,21 +172,21 @@ class Eagle3HeadFiles:
 def open_draft(
     config: EngineConfig, shape: DecoderShape, vocabulary: Vocabulary
 ) -> DraftModelFiles | Eagle3HeadFiles | None:
-    """Open what `draft_path` names; None where it names nothing, or nothing is to be drafted.
+    """Open the draft model at `draft_path`; None if there is none or drafts are turned off.
 
-    Raises CheckpointError where it does not go with the served model of this `shape`.
+    `shape` and `vocabulary` are the target model's. Raises CheckpointError if they do not match.
     """
     if not config.draft_path or config.draft_tokens_max == 0:
         return None
     if is_eagle_head(Path(config.draft_path)):
         return _open_head(config, shape)
-    return _open_model(config, vocabulary)
+    return _open_draft_model(config, vocabulary)
 
 
-def _open_model(config: EngineConfig, vocabulary: Vocabulary) -> DraftModelFiles:
+def _open_draft_model(config: EngineConfig, vocabulary: Vocabulary) -> DraftModelFiles:
     source = open_checkpoint(Path(config.draft_path))
     try:
-        _same_tokens(config, vocabulary, read_vocabulary(source))
+        _check_same_tokens(config, vocabulary, read_vocabulary(source))
         if source.shape.vocabulary < vocabulary.size:
             raise CheckpointError(
                 f"cannot draft with {config.draft_path}: embeddings for {source.shape.vocabulary}"
@@ -182,14 +202,14 @@ def _open_model(config: EngineConfig, vocabulary: Vocabulary) -> DraftModelFiles
 def _open_head(config: EngineConfig, shape: DecoderShape) -> Eagle3HeadFiles:
     head = EagleFolder(Path(config.draft_path))
     try:
-        for what, its_own, wanted in (
+        for name, size, target_size in (
             ("hidden states", head.target_hidden, shape.hidden),
             ("tokens", head.shape.vocabulary, shape.vocabulary),
         ):
-            if its_own != wanted:
+            if size != target_size:
                 raise CheckpointError(
-                    f"cannot draft with {config.draft_path}: a head for {what} of {its_own}, those"
-                    f" of {config.model_path} are {wanted}"
+                    f"cannot draft with {config.draft_path}: a head for {name} of {size}, those"
+                    f" of {config.model_path} are {target_size}"
                 )
         if head.shape.hidden != shape.hidden and not head.has("embed_tokens.weight"):
             raise CheckpointError(
@@ -198,11 +218,11 @@ def _open_head(config: EngineConfig, shape: DecoderShape) -> Eagle3HeadFiles:
             )
         layers = head.layers_heard(shape.layers)
         head.targets()
-        seen = HeaderOnlySource(head)
+        headers = HeaderOnlySource(head)
         Eagle3(
-            seen,
+            headers,
             head,
-            HiddenStateFeatures(seen, head, layers),
+            HiddenStateFeatures(headers, head, layers),
             lambda tokens: tokens,
             "meta",
             torch.float32,
@@ -211,18 +231,18 @@ def _open_head(config: EngineConfig, shape: DecoderShape) -> Eagle3HeadFiles:
     except BaseException:
         head.close()
         raise
-    shared = config.tensor_parallel == 1 or head.has("embed_tokens.weight")
-    return Eagle3HeadFiles(head, layers, 0 if shared else shape.vocabulary * shape.hidden)
+    is_shared = config.tensor_parallel == 1 or head.has("embed_tokens.weight")
+    return Eagle3HeadFiles(head, layers, 0 if is_shared else shape.vocabulary * shape.hidden)
 
 
-def _same_tokens(config: EngineConfig, served: Vocabulary, drafting: Vocabulary) -> None:
-    ours = served.tokenizer.get_vocab(with_added_tokens=True)
-    theirs = drafting.tokenizer.get_vocab(with_added_tokens=True)
-    if ours == theirs:
+def _check_same_tokens(config: EngineConfig, target: Vocabulary, draft: Vocabulary) -> None:
+    target_tokens = target.tokenizer.get_vocab(with_added_tokens=True)
+    draft_tokens = draft.tokenizer.get_vocab(with_added_tokens=True)
+    if target_tokens == draft_tokens:
         return
-    odd = min(piece for piece, token in (ours.items() ^ theirs.items()))
+    different = min(piece for piece, token in (target_tokens.items() ^ draft_tokens.items()))
     raise CheckpointError(
         f"cannot draft with {config.draft_path}: its tokens are not those of {config.model_path}:"
-        f" {odd!r} is token {theirs.get(odd)} of {len(theirs)} there, {ours.get(odd)} of"
-        f" {len(ours)} here"
+        f" {different!r} is token {draft_tokens.get(different)} of {len(draft_tokens)} there,"
+        f" {target_tokens.get(different)} of {len(target_tokens)} here"
     )

@@ -57,7 +57,7 @@ class LoadedEngine:
     weights_bytes: int
     load_s: float
     dtype: torch.dtype
-    adding: ActiveAdapters
+    active_adapters: ActiveAdapters
     """The modules of the whole model that adapters can change."""
 
 
@@ -109,7 +109,7 @@ def load_engine(config: EngineConfig, workers: WorkerGroup | None = None) -> Loa
         weights_bytes=weights_bytes,
         load_s=round(time.monotonic() - started_s, 3),
         dtype=dtype,
-        adding=adapters,
+        active_adapters=adapters,
     )
 
 

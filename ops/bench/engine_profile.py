@@ -1,11 +1,11 @@
-"""Where a decode step's time goes: matrix products, attention, and all the rest.
+"""Profiles a decode step: matrix products, attention, and everything else.
 
     python -m ops.bench.engine_profile MODEL.gguf [--quantisation file] [--batch 8] [--threads 1]
 
-torch's profiler gives each operator's own time, a clock around each call that of our own kernels:
-for it the layers are taken one by one, where the step measured without either takes them all in one
-call if it can; what then remains of its time is Python and dispatch. With one thread
-the step's time is the processor's, so that a busy machine does not change it.
+torch's profiler measures each operator, and a clock around each call the engine's own kernels.
+While profiled, the layers run one by one; the step measured without the profiler runs them in one
+call if it can. The rest of the step's time is Python and dispatch. With one thread the step's time
+is processor time, so other load on the machine does not change it.
 """
 
 import argparse
@@ -40,16 +40,16 @@ OWN: Final = (
 
 
 def part_of(operator: str) -> str:
-    """Sort an operator into what it is for."""
+    """Return the part of a step that an operator belongs to."""
     if any(word in operator for word in ATTENTION):
         return "attention"
     return "products" if any(word in operator for word in PRODUCTS) else "other operators"
 
 
 def clock_own() -> dict[str, float]:
-    """Put a clock around each of our own kernels; return where it keeps their seconds.
+    """Measure each call of the engine's own kernels; return their seconds by name.
 
-    Before anything is loaded: matrices hold what they multiply by.
+    Must be called before a model is loaded: matrices keep references to the functions.
     """
     spent_s: dict[str, float] = {}
     own = cpu_kernels()
@@ -72,7 +72,7 @@ def clocked(function: Callable[..., Any], name: str, spent_s: dict[str, float]) 
 
 
 def run(engine: EngineCore, steps: int) -> float:
-    """Turn the crank; return seconds a step."""
+    """Run `steps` steps and return the seconds per step."""
     started_s = time.process_time()
     for _ in range(steps):
         engine.step()
@@ -131,11 +131,11 @@ def report(
     parts: dict[str, float] = {}
     for name, own_ms in own.items():
         parts[part_of(name)] = parts.get(part_of(name), 0.0) + own_ms
-    print(f"batch {batch}: {step_s * 1e3:.2f} ms a step without the profiler")
-    print("\n| part | ms a step, profiled |\n|---|---|")
+    print(f"batch {batch}: {step_s * 1e3:.2f} ms per step without the profiler")
+    print("\n| part | ms per step, profiled |\n|---|---|")
     for name, part_ms in sorted(parts.items(), key=lambda item: -item[1]):
         print(f"| {name} | {part_ms:.2f} |")
-    print("\n| operator | ms a step, own |\n|---|---|")
+    print("\n| operator | ms per step, own |\n|---|---|")
     for name, own_ms in sorted(own.items(), key=lambda item: -item[1])[:rows]:
         print(f"| {name} | {own_ms:.2f} |")
 

@@ -1,9 +1,10 @@
-"""What one step's matrix products cost, by how the matrices are kept and by rows: `kernels`.
+"""The cost of one step's matrix products, by the format of the matrices and by rows.
 
     python -m ops.bench.linear
 
 Matrices of SmolLM2-135M's shapes, twelve layers of them (42 million weights: more than the caches
-hold in fp32; four bits fit a large one), one thread, processor time, the best of a few rounds.
+hold in fp32; in four bits they fit a large cache), one thread, processor time, best of a few
+rounds.
 """
 
 import time
@@ -26,7 +27,7 @@ ROUNDS: Final = 4
 
 
 class Int8:
-    """Tried and not taken: eight bits, a scale a row, activations quantised as one tensor."""
+    """Evaluated and rejected: 8 bits, one scale per row, activations quantised as one tensor."""
 
     def __init__(self, weight: Tensor) -> None:
         scales = weight.abs().amax(-1) / 127
@@ -57,10 +58,10 @@ def in_groups(weight: Tensor, bits: int) -> QuantisedGroups:
 
 
 def native() -> CpuKernels:
-    """Return the C kernels, or fail: without them there is nothing to compare."""
+    """Return the C kernels, or raise RuntimeError if they are not built here."""
     kernels = cpu_kernels()
     if kernels is None:
-        raise RuntimeError("cannot compare: the C kernels are not available here")
+        raise RuntimeError("cannot compare: the C kernels are not built on this machine")
     return kernels
 
 
@@ -75,12 +76,12 @@ KINDS: Final[dict[str, Callable[[Tensor], Linear]]] = {
     "Native, rounded floats": lambda weight: native().pack_floats([weight.half()], rounded=True),
     "Native, fp16": lambda weight: native().pack_floats([weight.half()], rounded=False),
     "Native, fp32": lambda weight: native().pack_floats([weight], rounded=False),
-    "int8 dynamic (not taken)": Int8,
+    "int8 dynamic (rejected)": Int8,
 }
 
 
 def seconds(products: list[tuple[int, Linear]], rows: int) -> float:
-    """Multiply by every matrix once; the best of the rounds."""
+    """Return the seconds to multiply by every matrix once, best of the rounds."""
     inputs = {columns: torch.randn(rows, columns) for columns, _ in products}
     best_s = float("inf")
     for _ in range(ROUNDS):
@@ -93,7 +94,7 @@ def seconds(products: list[tuple[int, Linear]], rows: int) -> float:
 
 @torch.inference_mode()
 def main() -> None:
-    """Print one row for each kind."""
+    """Print one row for each format."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     weights = [torch.randn(shape) * 0.02 for _ in range(LAYERS) for shape in SHAPES]

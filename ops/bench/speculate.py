@@ -1,12 +1,12 @@
-"""Tokens a second at batch 1, with drafts and without, and what verifying several tokens costs.
+"""Tokens per second at batch 1 with and without drafts, and the cost of verifying several tokens.
 
     python -m ops.bench.speculate MODEL [--rounds N] [--drafts K] [--kinds tool copy chat]
         [--draft SMALLER] [--clock wall]
 
-Both run in one process on one engine, turn by turn; every output must be the same with and without.
-Time is the wall's, or the processor's on one thread, so that neighbours on the machine count little
-(`--clock`). `--draft` names a model that drafts beside the lookup. The prompts are committed beside
-this file: calls of tools, copies of JSON, and plain chats, which should lose nothing.
+Both run in one process on one engine, in alternating rounds, and must give the same output.
+`--clock` selects wall time, or processor time on one thread, which other load on the machine hardly
+affects. `--draft` names a draft model. The prompts are beside this file: tool calls, copies of
+JSON, and plain chats, which should not become slower.
 """
 
 import argparse
@@ -26,9 +26,13 @@ from nodeagent.engine.loading import LoadedEngine, load_engine
 from nodeagent.engine.sampling.sampler import Sampler
 from nodeagent.engine.scheduler.batch import Batch, BatchChunk
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
-from nodeagent.engine.server.request_body import generation_options, read_chat, template_messages
-from nodeagent.engine.server.tool_fields import requested_tools
-from nodeagent.engine.server.tool_use import ToolUse
+from nodeagent.engine.server.openai.generation_options import generation_options
+from nodeagent.engine.server.openai.request_body import (
+    read_chat,
+    template_messages,
+)
+from nodeagent.engine.server.openai.tool_fields import requested_tools
+from nodeagent.engine.server.openai.tool_use import ToolUse
 from nodeagent.engine.structured.compiler import GrammarCompiler
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 
@@ -39,8 +43,8 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
 @dataclass(slots=True)
-class Runs:
-    """What was measured of one prompt, with drafts and without."""
+class PromptRuns:
+    """The measurements of one prompt, with and without drafts."""
 
     tokens: int = 0
     seconds: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
@@ -49,24 +53,24 @@ class Runs:
     accepted: int = 0
 
     def rate(self, drafts: bool) -> float:
-        """Tokens a second."""
+        """Return tokens per second."""
         return self.tokens / median(self.seconds[drafts])
 
 
-class Bench:
+class SpeculationBench:
     """One engine and its prompts."""
 
     def __init__(self, loaded: LoadedEngine, clock: Callable[[], float]) -> None:
         self._loaded = loaded
         self._clock = clock
         speculation = loaded.engine.speculation
-        if speculation is not None and speculation.ahead is not None:
-            speculation.ahead.clock = clock
+        if speculation is not None and speculation.model is not None:
+            speculation.model.clock = clock
         self._grammars = GrammarCompiler(loaded.vocabulary)
         self._numbers = 0
 
-    def run(self, prompt: dict[str, Any], runs: Runs, *, drafts: bool) -> str:
-        """Answer `prompt` once, timed from its first token on, and return the text."""
+    def run(self, prompt: dict[str, Any], runs: PromptRuns, *, drafts: bool) -> str:
+        """Answer `prompt` once, timed from its first token, and return the text."""
         engine, speculation = self._loaded.engine, self._loaded.engine.speculation
         assert speculation is not None
         drafted, accepted = speculation.drafted_tokens_total, speculation.accepted_tokens_total
@@ -75,13 +79,13 @@ class Bench:
         started_s = self._clock()
         while engine.has_work:
             before_s = self._clock()
-            stepped = engine.step()
+            output = engine.step()
             now_s = self._clock()
-            engine.record_timing(stepped, now_s - before_s)
-            for delta in stepped.deltas:
+            engine.record_timing(output, now_s - before_s)
+            for delta in output.deltas:
                 text += delta.text
                 tokens = delta.output_tokens
-            if stepped.prefill_tokens:
+            if output.prefill_tokens:
                 started_s = now_s
             else:
                 steps += 1
@@ -98,11 +102,11 @@ class Bench:
         body = read_chat(raw.encode(), 1 << 20)
         assert loaded.template is not None
         tools = requested_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        text = loaded.template.render(template_messages(body), tools.all if tools else ())
+        text = loaded.template.render(template_messages(body), tools.described if tools else ())
         tokens = loaded.vocabulary.encode(text, special=False)
-        ask = generation_options(body)
-        calling = ToolUse.of(tools, loaded.template, loaded.vocabulary)
-        grammar = calling.grammar(ask.grammar) if calling else ask.grammar
+        options = generation_options(body)
+        tool_use = ToolUse.of(tools, loaded.template, loaded.vocabulary)
+        grammar = tool_use.grammar(options.grammar) if tool_use else options.grammar
         constraint = self._grammars.compile_now(grammar) if grammar else None
         self._numbers += 1
         speculation = loaded.engine.speculation
@@ -111,7 +115,7 @@ class Bench:
             sequence=Sequence(
                 self._numbers, tokens, StopConditions(TOKENS_MAX, loaded.vocabulary.stop_ids)
             ),
-            sampler=Sampler(ask.params, [], constraint),
+            sampler=Sampler(options.params, [], constraint),
             text=StreamDetokenizer(loaded.vocabulary),
             stops=StopStrings(()),
             drafter=speculation.drafter(constraint) if drafts else None,
@@ -119,7 +123,7 @@ class Bench:
 
 
 def forward_ms(runner: ModelExecutor, rounds: int, clock: Callable[[], float]) -> dict[int, float]:
-    """Measure one step that computes so many tokens behind a context, for each of SIZES."""
+    """Measure a step that computes so many tokens after a context, for each of SIZES."""
     sequence = Sequence(0, list(range(CONTEXT + max(SIZES))), StopConditions(1, frozenset()))
     sequence.blocks = list(range(-(-len(sequence.tokens) // BLOCK_TOKENS)))
     runner.begin(Batch((), (BatchChunk(sequence, 0, CONTEXT),)))()
@@ -141,7 +145,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--kinds", nargs="+", default=["tool", "copy", "chat"])
-    parser.add_argument("--draft", default="", help="a model of the same tokens, or a head")
+    parser.add_argument("--draft", default="", help="draft model or EAGLE-3 head")
     parser.add_argument("--clock", default="processor", choices=("processor", "wall"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quantisation", default="none", choices=("none", "file"))
@@ -157,22 +161,22 @@ def main() -> None:
             draft_tokens_max=arguments.drafts,
         )
     )
-    print("| tokens in a step | ms | to one |\n|---|---|---|")
+    print("| tokens in a step | ms | relative to one |\n|---|---|---|")
     clock = time.process_time if arguments.clock == "processor" else time.perf_counter
     costs = forward_ms(loaded.engine._executor, 3 * arguments.rounds, clock)
     for size, cost_ms in costs.items():
         print(f"| {size} | {cost_ms:.1f} | {cost_ms / costs[1]:.2f} |")
-    print("\n| prompt | tokens | steps | drafts held | tok/s without | with | gain |")
+    print("\n| prompt | tokens | steps | drafts accepted | tok/s without | with | gain |")
     print("|---|---|---|---|---|---|---|")
-    bench = Bench(loaded, clock)
+    bench = SpeculationBench(loaded, clock)
     gains: dict[str, list[float]] = {}
     for prompt in json.loads(PROMPTS.read_text()):
         if prompt["kind"] not in arguments.kinds:
             continue
-        runs = Runs()
+        runs = PromptRuns()
         for _ in range(arguments.rounds):
-            told = {drafts: bench.run(prompt, runs, drafts=drafts) for drafts in (False, True)}
-            assert told[True] == told[False], f"{prompt['name']}: {told}"
+            texts = {drafts: bench.run(prompt, runs, drafts=drafts) for drafts in (False, True)}
+            assert texts[True] == texts[False], f"{prompt['name']}: {texts}"
         gain = runs.rate(True) / runs.rate(False)
         gains.setdefault(prompt["kind"], []).append(gain)
         print(
@@ -181,8 +185,8 @@ def main() -> None:
             f" {runs.rate(True):.1f} | {gain:.2f}x |"
         )
     assert loaded.engine.speculation is not None
-    for drafter, tally in loaded.engine.speculation.tallies.items():
-        print(f"\n{drafter}: {tally.accepted} of {tally.drafted} drafts held")
+    for kind, counts in loaded.engine.speculation.counts_by_kind.items():
+        print(f"\n{kind}: {counts.accepted} of {counts.drafted} drafts accepted")
     for kind, found in gains.items():
         print(f"\n{kind}: {median(found):.2f}x in the median")
 

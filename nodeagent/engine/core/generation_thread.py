@@ -35,7 +35,7 @@ Publish = Callable[[list[GenerationDelta]], None]
 
 
 class GenerationThread(StepThread):
-    """Owns the thread that runs an engine core."""
+    """Runs the steps of an engine core on a thread of its own."""
 
     def __init__(self, engine: EngineCore, publish: Publish, on_death: Callable[[], None]) -> None:
         super().__init__(on_death)

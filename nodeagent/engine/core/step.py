@@ -131,17 +131,16 @@ class EngineCore:
 
         `now_s` is the time that deadlines are compared with.
         """
-        late: list[GenerationDelta] = []
-        while len(self._in_flight) < self.scheduler.batches_in_flight_max:
-            if not self._begin_batch(now_s, late):
-                break
+        late = self._begin_batches(now_s)
         if not self._in_flight:
             return StepOutput(late, 0, 0)
         in_flight = self._in_flight.popleft()
+        batch = in_flight.batch
         logits = in_flight.wait_logits()
-        batch, chunks = in_flight.batch, in_flight.valid_chunks()
+        chunks = in_flight.valid_chunks()
         samples = self._sample(batch, chunks, logits)
         deltas = self._commit(chunks, samples)
+        # Without prompts every delta is a decoded token, accepted drafts included.
         decode_tokens = len(batch.decodes) if batch.prefills else len(deltas)
         return StepOutput(late + deltas, batch.prefill_tokens, decode_tokens, batch.tokens)
 
@@ -149,23 +148,27 @@ class EngineCore:
         """Tell the pipeline depth and the speculation how long the last step took."""
         self.scheduler.pipeline_depth.record_step(len(output.deltas), seconds)
         if self.speculation is not None:
-            self.speculation.timed(output.rows, seconds, decodes_only=not output.prefill_tokens)
+            self.speculation.record_step(
+                output.rows, seconds, decodes_only=not output.prefill_tokens
+            )
 
-    def _begin_batch(self, now_s: float, late: list[GenerationDelta]) -> bool:
-        """Begin the next batch; return False if there is nothing to compute now.
+    def _begin_batches(self, now_s: float) -> list[GenerationDelta]:
+        """Begin batches until enough are in flight, or nothing is left to compute now.
 
-        Appends the deltas of sequences that missed their deadlines to `late`.
+        Returns the deltas of the sequences that missed their deadlines.
         """
-        self._draft()
-        batch = self.scheduler.next_batch(now_s)
-        self._move_blocks(batch)
-        late += [self._drop_late(sequence) for sequence in batch.late]
-        if not batch.chunks:
-            return False
-        blocks = [chunk.sequence.blocks for chunk in batch.chunks]
-        self._in_flight.append(InFlightBatch(batch, blocks, self._executor.begin(batch)))
-        self.scheduler.mark_begun(batch)
-        return True
+        late: list[GenerationDelta] = []
+        while len(self._in_flight) < self.scheduler.batches_in_flight_max:
+            self._draft()
+            batch = self.scheduler.next_batch(now_s)
+            self._move_blocks(batch)
+            late += [self._drop_late(sequence) for sequence in batch.late]
+            if not batch.chunks:
+                break
+            blocks = [chunk.sequence.blocks for chunk in batch.chunks]
+            self._in_flight.append(InFlightBatch(batch, blocks, self._executor.begin(batch)))
+            self.scheduler.mark_begun(batch)
+        return late
 
     def _draft(self) -> None:
         """Have drafts made for the next step, if it may verify any."""
@@ -179,7 +182,7 @@ class EngineCore:
         ]
         if not decoding:
             return
-        # What a draft model reads for this takes no longer than a prompt may beside decodes.
+        # A draft model may read as many tokens as a prompt may compute beside decodes.
         read_tokens = scheduler.prefill_budget.prompt_tokens_allowed(
             len(decoding), scheduler.limits.batch_tokens_max
         )
@@ -250,7 +253,7 @@ class EngineCore:
             accepted = max(sequence.output_tokens - output_before - 1, 0)
             self.scheduler.mark_computed(chunk, rejected_drafts=len(chunk.drafts) - accepted)
             if self.speculation is not None and generation.drafter is not None and sampled:
-                self.speculation.settle(generation.drafter, sampled, len(chunk.drafts))
+                self.speculation.record_results(generation.drafter, sampled, len(chunk.drafts))
             # Before the first of them may end and release the blocks that the forks start from.
             forks = self.scheduler.fork(sequence) if sampled else []
             deltas += self._emit(generation, added)

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class StepThread(ABC):
-    """Owns the thread."""
+    """Runs `_run` on a thread of its own, and tracks its progress."""
 
     def __init__(self, on_death: Callable[[], None]) -> None:
         self._on_death = on_death

@@ -34,7 +34,7 @@ class TokenRate:
         self._seconds = self._seconds * _DECAY_PER_STEP + seconds
 
     def reset(self) -> None:
-        """Start to measure anew, without ignoring another step."""
+        """Discard what was measured. The next step is measured: only the first ever is cold."""
         self._tokens = self._seconds = 0.0
 
     @property

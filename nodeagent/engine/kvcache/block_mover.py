@@ -192,7 +192,7 @@ class BlockMover:
             "kv_host_blocks_total": self.host.total,
             "kv_file_blocks": len(files) if files else 0,
             "kv_file_bytes": files.used_bytes if files else 0,
-            "kv_file_spoilt_total": files.corrupt_total if files else 0,
+            "kv_file_corrupt_total": files.corrupt_total if files else 0,
             "kv_saved_total": self.saved_total,
             "kv_restored_total": self.restored_total,
             "kv_unwritten_total": self.unwritten_total,

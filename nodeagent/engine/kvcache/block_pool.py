@@ -66,7 +66,7 @@ class BlockPool:
         return [CachedBlock(block, d) for block in order if (d := self._digest[block]) is not None]
 
     def take_evicted(self) -> list[CachedBlock]:
-        """Return the cached blocks that were allocated anew since the last call."""
+        """Return the blocks allocated since the last call whose cached content is overwritten."""
         evicted, self._evicted = self._evicted, []
         return evicted
 

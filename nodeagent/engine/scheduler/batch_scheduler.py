@@ -3,7 +3,7 @@
 Rule 1: a step computes at most `batch_tokens_max` tokens. That exceeds `sequences_max`, so that
 every decoding sequence fits into every step, and some prompt tokens do too. Beside decodes, prompts
 get no more tokens than `PrefillBudget` allows, so that the next tokens are not delayed.
-Rule 2: sequences are served in the order of the fair queue (`FairQueue`, `queue_order`).
+Rule 2: sequences are served in the order of the fair queue (`VirtualClock`, `queue_order`).
 Rule 3: a sequence whose deadline passes before its first token is dropped.
 Rule 4: a step verifies drafts only if no prompt waits and enough blocks are free.
 Rule 5: a request with several answers is admitted as a whole: its first sequence computes the
@@ -12,7 +12,8 @@ Rule 6: with several batches in flight each has an even part of the decodes. The
 the order in which they began, so that KV counts as computed for every batch that begins later: the
 next chunk of a prompt need not wait for the one before.
 
-`decode.py` decides the decodes, `prefill.py` the prompt chunks and who is preempted for them.
+`decode.py` decides the decodes; `prefill.py` decides the prompt chunks, and which sequence is
+preempted for a waiting one.
 """
 
 from collections.abc import Container
@@ -21,7 +22,7 @@ from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.kvcache.swap_or_recompute import SwapOrRecompute
 from nodeagent.engine.scheduler.batch import Batch, BatchChunk, StepLimits
 from nodeagent.engine.scheduler.decode import schedule_decodes
-from nodeagent.engine.scheduler.fair_queue import FairQueue
+from nodeagent.engine.scheduler.fair_queue import VirtualClock
 from nodeagent.engine.scheduler.pipeline_depth import PipelineDepth
 from nodeagent.engine.scheduler.prefill import admit_waiting, continue_prefills
 from nodeagent.engine.scheduler.prefill_budget import PrefillBudget
@@ -50,7 +51,7 @@ class BatchScheduler:
         self.pool = pool
         self.blocks = SequenceBlocks(pool, lower_tiers, swap_or_recompute)
         self.queues = RunQueues(self.blocks, limits.sequences_max)
-        self.fair_queue = FairQueue()
+        self.virtual_clock = VirtualClock()
         self.prefill_budget = prefill_budget or PrefillBudget(float("inf"))
         self.pipeline_depth = pipeline_depth or PipelineDepth()
 
@@ -89,7 +90,7 @@ class BatchScheduler:
 
     def submit(self, sequence: Sequence) -> None:
         """Queue `sequence`. The caller enforces `sequence_tokens_max` and bounds the queue."""
-        sequence.virtual_start = self.fair_queue.assign_start(
+        sequence.virtual_start = self.virtual_clock.assign_start(
             sequence.scheduling,
             sequence.prompt_tokens,
             sequence.stop_conditions.tokens_max,
@@ -127,7 +128,7 @@ class BatchScheduler:
             restores=moves.restores,
             verifies=tuple(verifies),
         )
-        self.fair_queue.advance(batch.tokens)
+        self.virtual_clock.advance(batch.tokens)
         return batch
 
     def mark_begun(self, batch: Batch) -> None:

@@ -31,7 +31,7 @@ class SchedulingParams:
     """When the first token is of no more use, on the clock of `next_batch`'s `now_s`."""
 
 
-class FairQueue:
+class VirtualClock:
     """Assigns virtual start times, and remembers the virtual finish time of each session."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class FairQueue:
         self._session_finish: dict[bytes, int] = {}
 
     def __repr__(self) -> str:
-        return f"FairQueue(now={self._virtual_time}, sessions={len(self._session_finish)})"
+        return f"VirtualClock(now={self._virtual_time}, sessions={len(self._session_finish)})"
 
     def advance(self, tokens: int) -> None:
         """Advance virtual time by the tokens of a step."""

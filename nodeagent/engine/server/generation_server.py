@@ -1,89 +1,70 @@
-"""The engine's HTTP: OpenAI bodies in, server-sent events out.
+"""The server of a model that generates text: chats, completions and adapters.
 
-A request that ends, by whichever end, leaves no sequence behind.
+However a request ends, none of its sequences stays in the engine.
 """
 
 import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Final
 
 from aiohttp import web
 
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
-from isochrone.wire.headers import CACHE_SALT, REQUEST_ID
-from nodeagent.engine.chat.chat_template import ChatTemplateError
+from isochrone.wire.headers import REQUEST_ID
 from nodeagent.engine.core.generation import GenerationDelta
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.loading import LoadedEngine
-from nodeagent.engine.scheduler.sequence import FinishReason, StopConditions
+from nodeagent.engine.scheduler.sequence import FinishReason
 from nodeagent.engine.server.adapters import AdapterRegistry
-from nodeagent.engine.server.http_routes import LONG_TEXT_CHARS, ModelServer, json_response
-from nodeagent.engine.server.open_requests import OpenRequest, OpenRequests, PreparedRequest
-from nodeagent.engine.server.request_body import (
-    ChatBody,
-    CompletionBody,
-    GenerationOptions,
-    answer_prefix,
-    check_token_ids,
-    completion_prompts,
-    generation_options,
-    invalid_request,
-    predicted_text,
-    read_chat,
-    read_completion,
-    template_arguments,
-    template_messages,
-)
-from nodeagent.engine.server.request_headers import read_queue_fields, tokens_generated_before
-from nodeagent.engine.server.response_body import CompletionResponse, ResponseChoice
-from nodeagent.engine.server.tool_fields import requested_tools
-from nodeagent.engine.server.tool_use import ToolUse
-from nodeagent.engine.structured.compiler import GrammarCompiler
+from nodeagent.engine.server.http_routes import ModelServer, json_response
+from nodeagent.engine.server.open_requests import OpenRequest, OpenRequests
+from nodeagent.engine.server.openai.request_body import read_chat, read_completion
+from nodeagent.engine.server.openai.response_body import CompletionResponse, ResponseChoice
+from nodeagent.engine.server.prepared_request import PreparedRequest, RequestPreparer
 from nodeagent.engine.workers.worker_group import WorkerGroup
-
-_SALT_CHARS_MAX: Final = 256
 
 
 class GenerationServer(ModelServer):
-    """The handlers, with what they need."""
+    """The HTTP handlers of a text generator, with its step thread and its open requests."""
+
+    worker: GenerationThread
 
     def __init__(
         self,
         config: EngineConfig,
-        crew: WorkerGroup,
+        workers: WorkerGroup,
         loaded: LoadedEngine,
         on_death: Callable[[], None],
     ) -> None:
         super().__init__(config)
-        engine, vocabulary = loaded.engine, loaded.vocabulary
+        engine = loaded.engine
         self.loaded = loaded
         self.context_tokens = min(loaded.context_tokens, engine.scheduler.sequence_tokens_max)
-        self.clients = OpenRequests(
-            vocabulary, self.inflight, config.client_queue_max, engine.speculation
+        self.open_requests = OpenRequests(
+            loaded.vocabulary, self.inflight, config.client_queue_max, engine.speculation
         )
-        self.worker: GenerationThread = GenerationThread(engine, self.clients.publish, on_death)
-        for member in crew.workers:
-            asyncio.get_running_loop().add_reader(member.descriptor, self.worker.fail)
-        self.adapters = AdapterRegistry(config, loaded.adding, loaded.dtype)
-        self.grammars = GrammarCompiler(vocabulary)
+        self.worker = GenerationThread(engine, self.open_requests.publish, on_death)
+        for worker in workers.workers:
+            # The descriptor becomes readable when the worker process ends.
+            asyncio.get_running_loop().add_reader(worker.descriptor, self.worker.fail)
+        self.adapters = AdapterRegistry(config, loaded.active_adapters, loaded.dtype)
+        self._preparer = RequestPreparer(config, loaded, self.adapters, self.context_tokens)
 
     def fail_all(self, message: str) -> None:
         """End every open request with an error."""
-        self.clients.fail_all(message)
+        self.open_requests.fail_all(message)
 
     def close(self) -> None:
-        """Leave what the device remembers to the next process. After the last step."""
+        """Save the prefix cache for the next process. Called after the last step."""
         self.loaded.engine.close()
 
     def app(self) -> web.Application:
         """Build the aiohttp application."""
         app = super().app()
-        app.on_cleanup.append(self._close_grammars)
+        app.on_cleanup.append(self._close_preparer)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.complete)
         app.router.add_post("/v1/load_lora_adapter", self.load_adapter)
@@ -91,19 +72,19 @@ class GenerationServer(ModelServer):
         return app
 
     def counts(self) -> Mapping[str, float]:
-        """Return counts and rates by name: EngineStats, and what only this engine has."""
+        """Return the counts of EngineStats that the step thread lacks, and further ones."""
         mover, speculation = self.loaded.engine.block_mover, self.loaded.engine.speculation
         return {
             "block_tokens": BLOCK_TOKENS,
-            "open": self.inflight.open,
-            "clients_cut_total": self.clients.cut_total,
+            "open": self.inflight.in_flight,
+            "clients_cut_total": self.open_requests.cut_total,
             "load_s": self.loaded.load_s,
             "weights_bytes": self.loaded.weights_bytes,
             "context_tokens": self.context_tokens,
             **(mover.counts() if mover is not None else {}),
             **(speculation.counts() if speculation is not None else {}),
             "adapters": len(self.adapters.names),
-            "adapters_kept": self.adapters.kept,
+            "adapters_kept": self.adapters.cached,
             "adapter_reads_total": self.adapters.reads_total,
         }
 
@@ -113,180 +94,69 @@ class GenerationServer(ModelServer):
         return self.adapters.names
 
     async def load_adapter(self, request: web.Request) -> web.Response:
-        """Make an adapter known, so that requests may name it as their model."""
+        """Load an adapter, so that requests may name it as their model."""
         return json_response({"loaded": await self.adapters.load(await self.body(request))})
 
     async def unload_adapter(self, request: web.Request) -> web.Response:
-        """Forget an adapter; what runs with it goes on."""
-        return json_response(
-            {"unloaded": self.adapters.unload(await self.body(request, gives_back=True))}
-        )
+        """Forget an adapter; requests that run with it continue."""
+        body = await self.body(request, frees_memory=True)
+        return json_response({"unloaded": self.adapters.unload(body)})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat."""
-        self.inflight.admit()
+        self.inflight.check()
         body = read_chat(await self.body(request), self.config.body_bytes_max)
-        self._hold_to_seats(body, 1)
-        template = self.loaded.template
-        if template is None:
-            raise invalid_request("messages", "cannot chat: this model has no chat template")
-        tools = requested_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        try:
-            told = tools.all if tools else ()
-            text = template.render(template_messages(body), told, template_arguments(body))
-        except ChatTemplateError as error:
-            raise invalid_request("messages", str(error)) from error
-        tokens = await self._tokenise(text, "messages", special=False)
-        begun = template.as_text(answer_prefix(body))
-        tokens += await self._tokenise(begun, "messages", special=False)
-        calling = ToolUse.of(tools, template, self.loaded.vocabulary)
-        predicted = await self._tokenise(predicted_text(body), "prediction", special=False)
-        return await self._generate(request, body, [tokens], calling, predicted)
+        prepared = await self._preparer.prepare_chat(body, request.headers)
+        return await self._generate(request, prepared, is_chat=True)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer a plain completion."""
-        self.inflight.admit()
+        self.inflight.check()
         body = read_completion(await self.body(request), self.config.body_bytes_max)
-        given = completion_prompts(body)
-        self._hold_to_seats(body, len(given))
-        prompts = [
-            await self._tokenise(prompt, "prompt", special=True)
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in given
-        ]
-        return await self._generate(request, body, prompts)
+        prepared = await self._preparer.prepare_completion(body, request.headers)
+        return await self._generate(request, prepared, is_chat=False)
 
-    def _hold_to_seats(self, body: ChatBody | CompletionBody, prompts: int) -> None:
-        """Refuse more answers at once than can ever run beside each other."""
-        answers, limit = prompts * (body.n or 1), self.config.sequences_max
-        if answers > limit:
-            raise invalid_request(
-                "n" if (body.n or 1) > 1 else "prompt",
-                f"cannot give {answers} answers to one request: this engine runs {limit} at once",
-            )
-
-    async def _close_grammars(self, app: web.Application) -> None:
-        self.grammars.close()
-
-    async def _tokenise(self, text: str, param: str, *, special: bool) -> list[int]:
-        encode = self.loaded.vocabulary.encode
-        least = self.loaded.vocabulary.token_count_min(text)
-        if least > self.context_tokens:
-            # Tokenising megabytes takes seconds and gigabytes; the answer is known before.
-            raise ApiError(
-                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"cannot serve {len(text)} characters of {param}: they take {least} tokens or"
-                f" more, the limit is {self.context_tokens} tokens",
-                param=param,
-            )
-        try:
-            if len(text) > LONG_TEXT_CHARS:
-                return await asyncio.to_thread(encode, text, special=special)
-            return encode(text, special=special)
-        except UnicodeEncodeError as error:
-            raise invalid_request(
-                param, "cannot tokenise: the text holds half a surrogate"
-            ) from error
+    async def _close_preparer(self, app: web.Application) -> None:
+        self._preparer.close()
 
     async def _generate(
-        self,
-        request: web.Request,
-        body: ChatBody | CompletionBody,
-        prompts: list[list[int]],
-        calling: ToolUse | None = None,
-        predicted: Sequence[int] = (),
+        self, request: web.Request, prepared: PreparedRequest, *, is_chat: bool
     ) -> web.StreamResponse:
-        asked = await self._asked(request, body, prompts, calling, predicted)
-        ask, chat = asked.ask, isinstance(body, ChatBody)
-        answer = CompletionResponse(
-            id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-            model=asked.adapter.name if asked.adapter else self.config.served_name,
-            created_s=int(time.time()),
-            chat=chat,
-            include_usage=ask.include_usage,
-            logprobs=ask.params.logprobs is not None,
-            vocabulary=self.loaded.vocabulary,
-            new_call_id=lambda: _call_id(calling.call_format.call_id_chars if calling else 0),
-            choices=[
-                ResponseChoice(index, calling.reader() if calling else None)
-                for index in range(asked.answers)
-            ],
-        )
+        """Run a prepared request and write its response."""
+        self.check_alive()
+        response = self._response(prepared, is_chat)
         transport = request.transport
         abort = transport.abort if transport is not None else lambda: None
-        client = self.clients.open(self.worker, asked, abort)
+        opened = self.open_requests.open(self.worker, prepared, abort)
         try:
-            if ask.stream:
-                return await self._stream(request, answer, client)
-            return await self._collect(answer, client)
+            if prepared.options.stream:
+                return await self._stream(request, response, opened)
+            return await self._collect(response, opened)
         finally:
-            self.clients.close(self.worker, client)
+            self.open_requests.close(self.worker, opened)
 
-    async def _asked(
-        self,
-        request: web.Request,
-        body: ChatBody | CompletionBody,
-        prompts: list[list[int]],
-        calling: ToolUse | None,
-        predicted: Sequence[int],
-    ) -> PreparedRequest:
-        """Check the request against this model, and bring together all that it takes."""
-        adapter = await self.adapters.hold(body.model)
-        ask = generation_options(body)
-        ask = replace(
-            ask, params=replace(ask.params, drawn_before=tokens_generated_before(request.headers))
+    def _response(self, prepared: PreparedRequest, is_chat: bool) -> CompletionResponse:
+        options, tool_use = prepared.options, prepared.tool_use
+        call_id_chars = tool_use.call_format.call_id_chars if tool_use else 0
+        return CompletionResponse(
+            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            model=prepared.adapter.name if prepared.adapter else self.config.served_name,
+            created_s=int(time.time()),
+            chat=is_chat,
+            include_usage=options.include_usage,
+            logprobs=options.params.logprobs is not None,
+            vocabulary=self.loaded.vocabulary,
+            new_call_id=lambda: _new_call_id(call_id_chars),
+            choices=[
+                ResponseChoice(index, tool_use.parser() if tool_use else None)
+                for index in range(prepared.answers)
+            ],
         )
-        if calling is not None:
-            ask = replace(ask, grammar=calling.grammar(ask.grammar))
-        ended = [(tokens, self._ending(body, ask, tokens)) for tokens in prompts]
-        salt = request.headers.get(CACHE_SALT, "")
-        if len(salt) > _SALT_CHARS_MAX:
-            raise invalid_request(CACHE_SALT, f"cannot use a salt of {len(salt)} characters")
-        return PreparedRequest(
-            ask,
-            ended,
-            salt=salt.encode(errors="surrogateescape"),
-            constraint=await self.grammars.compile(ask.grammar) if ask.grammar else None,
-            shown=calling.shown if calling else None,
-            adapter=adapter,
-            standing=read_queue_fields(request.headers, salt, time.monotonic()),
-            predicted=predicted,
-            goes_on=not isinstance(body, ChatBody) or bool(body.continue_final_message),
-        )
-
-    def _ending(
-        self, body: ChatBody | CompletionBody, ask: GenerationOptions, tokens: list[int]
-    ) -> StopConditions:
-        """Check the request against this model and return what ends it."""
-        self.check_alive()
-        size = self.loaded.vocabulary.size
-        biased = [token for token, _ in ask.params.logit_bias]
-        check_token_ids("prompt", tokens, size)
-        check_token_ids("logit_bias", biased, size)
-        if not tokens:
-            raise invalid_request("prompt", "cannot complete an empty prompt")
-        limit = self.context_tokens
-        max_tokens = ask.max_tokens or max(limit - len(tokens), 1)
-        if len(tokens) + max_tokens > limit:
-            raise ApiError(
-                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"cannot serve {len(tokens)} prompt tokens and max_tokens {max_tokens}: together"
-                f" they exceed the limit of {limit} tokens",
-                param="messages" if isinstance(body, ChatBody) else "prompt",
-            )
-        least = ask.params.min_tokens - ask.params.drawn_before
-        if least > max_tokens or (least > 0 and ask.grammar is not None):
-            over = f"max_tokens {max_tokens}" if ask.grammar is None else "a form of the output"
-            raise invalid_request("min_tokens", f"cannot obey both min_tokens {least} and {over}")
-        # A grammar that is fulfilled allows nothing but the end.
-        endless = ask.ignore_eos and ask.grammar is None
-        own = frozenset() if endless else self.loaded.vocabulary.stop_ids
-        return StopConditions(max_tokens, own | ask.stop_ids)
 
     async def _stream(
-        self, request: web.Request, answer: CompletionResponse, client: OpenRequest
+        self, request: web.Request, answer: CompletionResponse, opened: OpenRequest
     ) -> web.StreamResponse:
+        """Write the answer as server-sent events."""
         response = web.StreamResponse(
             headers={
                 "content-type": "text/event-stream; charset=utf-8",
@@ -294,22 +164,22 @@ class GenerationServer(ModelServer):
                 REQUEST_ID: request[REQUEST_ID],
             }
         )
-        # The first delta is awaited before the status line: an early failure is a plain error.
-        delta = await client.deltas.get()
+        # The status line waits for the first delta, so that an early failure has its own status.
+        delta = await opened.deltas.get()
         _raise_failure(delta)
         await response.prepare(request)
-        frames = answer.opening()
+        frames = answer.opening_chunks()
         while True:
             frames.extend(answer.chunks(delta))
             if answer.ended:
                 break
             await self._write(response, frames)
             frames = []
-            delta = await client.deltas.get()
+            delta = await opened.deltas.get()
             if delta.finish in (FinishReason.ERROR, FinishReason.LATE):
-                return await self._break_off(response, delta)
-        client.ended = True
-        await self._write(response, [*frames, answer.closing(client.prompt_tokens)])
+                return await self._end_with_error(response, delta)
+        opened.ended = True
+        await self._write(response, [*frames, answer.closing_chunks(opened.prompt_tokens)])
         await response.write_eof()
         return response
 
@@ -322,27 +192,29 @@ class GenerationServer(ModelServer):
         except TimeoutError as error:
             raise ConnectionResetError("the client does not read") from error
 
-    async def _break_off(
+    async def _end_with_error(
         self, response: web.StreamResponse, delta: GenerationDelta
     ) -> web.StreamResponse:
-        """Tell an error inside a stream; without the end mark, so that no one takes it as whole."""
+        """End a stream with an error event and without `[DONE]`: the answer is incomplete."""
         error = ApiError(ErrorCode.INTERNAL, delta.error)
         await self._write(response, [openai_error_event(error)])
         await response.write_eof()
         return response
 
-    async def _collect(self, answer: CompletionResponse, client: OpenRequest) -> web.Response:
+    async def _collect(self, answer: CompletionResponse, opened: OpenRequest) -> web.Response:
+        """Wait for the complete answer."""
         while not answer.ended:
-            delta = await client.deltas.get()
+            delta = await opened.deltas.get()
             _raise_failure(delta)
             answer.collect(delta)
-        client.ended = True
+        opened.ended = True
         return web.Response(
-            body=answer.whole(client.prompt_tokens), content_type="application/json"
+            body=answer.complete_body(opened.prompt_tokens), content_type="application/json"
         )
 
 
-def _call_id(chars: int) -> str:
+def _new_call_id(chars: int) -> str:
+    """Return a tool call id of `chars` characters; in OpenAI's form if the model takes any."""
     return uuid.uuid4().hex[:chars] if chars else f"call_{uuid.uuid4().hex[:24]}"
 
 

@@ -1,4 +1,4 @@
-"""The engine's counts as Prometheus metrics, read from one snapshot at each scrape."""
+"""The engine's counts as Prometheus metrics, read once per scrape."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -7,7 +7,7 @@ from prometheus_client.registry import Collector
 
 
 class EngineStatsCollector(Collector):
-    """Collects whatever `stats` returns; names that end in `_total` are counters."""
+    """Collects every number that `stats` returns. Names that end in `_total` are counters."""
 
     def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:
         self._stats = stats

@@ -14,13 +14,14 @@ from nodeagent.engine.weights.lora_adapter import LoraAdapter
 
 
 class LoadShard(msgspec.Struct, frozen=True, tag="load"):
-    """Load your shard: rank 0 has checked the files of the model."""
+    """Load the worker's shard: rank 0 has checked the files of the model."""
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag="join"):
-    """Connect to the other ranks: all have loaded. Rank 0 needs the inputs of layers `heard`."""
+    """Connect to the other ranks: all have loaded."""
 
-    heard: tuple[int, ...] = ()
+    layer_inputs: tuple[int, ...] = msgspec.field(default=(), name="heard")
+    """The layers whose inputs are sent to rank 0."""
 
 
 class ChunkCommand(msgspec.Struct, frozen=True, array_like=True):
@@ -61,20 +62,26 @@ class CopyBlocks(msgspec.Struct, frozen=True, tag="copy"):
 
 
 class ReadBlocks(msgspec.Struct, frozen=True, tag="read"):
-    """Reply with your shard of KV blocks."""
+    """Reply with the worker's shard of KV blocks."""
 
     blocks: Sequence[int]
 
 
 class WriteBlocks(msgspec.Struct, frozen=True, tag="write"):
-    """Fill your shard of KV blocks: the bytes of [blocks, layers, tokens, heads, head_dim]."""
+    """Fill the worker's shard of KV blocks.
+
+    `contents` are the bytes of a tensor [blocks, layers, tokens, heads, head_dim].
+    """
 
     blocks: Sequence[int]
     contents: bytes
 
 
 class AddAdapter(msgspec.Struct, frozen=True, tag="adapt"):
-    """Keep your shard of an adapter: by module the bytes of `down` and `up`, and their rank."""
+    """Keep the worker's shard of an adapter.
+
+    `parts` has by module the bytes of the whole `down` and `up` matrices, and their LoRA rank.
+    """
 
     name: str
     digest: bytes
@@ -83,7 +90,7 @@ class AddAdapter(msgspec.Struct, frozen=True, tag="adapt"):
 
 
 class RemoveAdapter(msgspec.Struct, frozen=True, tag="forget"):
-    """Forget an adapter: no sequence uses it any more."""
+    """Forget an adapter that no sequence uses any more."""
 
     digest: bytes
 
@@ -110,7 +117,7 @@ class CommandDone(msgspec.Struct, frozen=True, tag="done"):
 class ShardRefused(msgspec.Struct, frozen=True, tag="refused"):
     """The shard cannot be loaded."""
 
-    why: str
+    reason: str = msgspec.field(name="why")
 
 
 WorkerReply = CommandDone | ShardRefused

@@ -5,7 +5,7 @@ sent. When that one closes, the process on the other side has ended.
 Rule 2: both sides prove that they know the group's secret, which itself is not sent. Everything
 later is sent in plaintext, as gloo and nccl do: the network between the nodes must be trusted.
 Rule 3: rank 0 waits for all workers before anything is loaded. A worker that ends meanwhile may
-connect again; one that ends later ends the group, and the agent of each node starts it anew.
+connect again; one that ends later ends the group, and the agent of each node starts it again.
 """
 
 import hmac

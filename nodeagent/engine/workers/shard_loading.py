@@ -14,11 +14,11 @@ from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.distributed.shards import ModelShard, ParallelConfig
-from nodeagent.engine.draft_loading import DraftModelFiles, Eagle3HeadFiles, TargetModel
+from nodeagent.engine.draft_loading import DraftModelFiles, Eagle3HeadFiles, TargetCheckpoint
 from nodeagent.engine.kernels.selection import choose_linear
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.kv_format import DTYPES, KV_DTYPES, KvFormat
-from nodeagent.engine.memory import available_bytes
+from nodeagent.engine.memory.memory_watch import available_bytes
 from nodeagent.engine.model.families import build_model
 from nodeagent.engine.speculative.draft_model import DraftModel
 from nodeagent.engine.weights.checkpoint import Checkpoint
@@ -96,7 +96,7 @@ def load_shard(
     log.info("kv", extra={"fields": {"blocks": blocks, "kept": str(kv.dtype)}})
     if draft is None:
         return LoadedShard(runner, None, model.wait_for_weights)
-    draft_model = draft.load(config, runner, model, TargetModel(source, shape, communicator))
+    draft_model = draft.load(config, runner, model, TargetCheckpoint(source, shape, communicator))
     return LoadedShard(runner, draft_model, model.wait_for_weights)
 
 

@@ -104,7 +104,7 @@ def run_worker(config: EngineConfig, rank: int, channel: CommandChannel) -> int:
     joining = channel.receive_command()
     if not isinstance(joining, JoinGroup):
         return 0
-    communicator.forward_layer_inputs(joining.heard, shard.whole)
+    communicator.forward_layer_inputs(joining.layer_inputs, shard.whole)
     group, ranks = config.group, communicator.split.ranks
     store = open_store(group, ranks, config.stall_s) if group is not None else None
     connect_ranks(config, communicator, store)

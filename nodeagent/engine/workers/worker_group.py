@@ -168,7 +168,7 @@ class WorkerGroup:
         for worker in self.workers:
             if worker.pid:
                 if not has_ended(worker.descriptor, _SHUTDOWN_S):
-                    log.warning("killed rank %d (process %d): did not end", worker.rank, worker.pid)
+                    log.warning("rank %d (process %d) did not end: killed", worker.rank, worker.pid)
                     self.kill(worker)
                 os.waitpid(worker.pid, 0)
             os.close(worker.descriptor)
@@ -195,7 +195,7 @@ class WorkerGroup:
             raise WorkerLost(f"cannot go on without rank {worker.rank}: it has ended")
         reply: CommandDone | ShardRefused = _reply_decoder.decode(message)
         if isinstance(reply, ShardRefused):
-            raise CheckpointError(f"rank {worker.rank}: {reply.why}")
+            raise CheckpointError(f"rank {worker.rank}: {reply.reason}")
         return reply
 
 

@@ -1,4 +1,4 @@
-"""Running a model over known tokens and keeping the logits that told each."""
+"""Runs a model over known tokens and returns the logits that predict each of them."""
 
 from collections.abc import Sequence as Ordered
 
@@ -27,9 +27,9 @@ def logits_of(
     budget: int,
     adapters: Ordered[LoraAdapter | None] = (),
 ) -> list[list[Tensor]]:
-    """Run `prompts` together, their last tokens forced as output; return what told each.
+    """Run `prompts` together with their last tokens forced as output; return the logits of those.
 
-    Where `adapters` are given, each prompt runs with its own.
+    With `adapters` each prompt runs with its own.
     """
     check_weights(shape, source)
     runner = ModelRunner(
@@ -39,27 +39,27 @@ def logits_of(
 
 
 def logits_by(
-    runner: ModelExecutor,
+    executor: ModelExecutor,
     prompts: list[list[int]],
     budget: int,
     adapters: Ordered[LoraAdapter | None] = (),
 ) -> list[list[Tensor]]:
-    """Do the same by a runner."""
-    batching = BatchScheduler(StepLimits(budget, 4), BlockPool(BLOCKS))
+    """Do the same with an executor."""
+    scheduler = BatchScheduler(StepLimits(budget, 4), BlockPool(BLOCKS))
     rows: list[list[Tensor]] = [[] for _ in prompts]
     for number, tokens in enumerate(prompts):
         prompt = tokens[: -tiny.ANSWER_TOKENS]
         adapter = adapters[number] if adapters else None
-        ending = StopConditions(tiny.ANSWER_TOKENS, frozenset())
-        batching.submit(Sequence(number, prompt, ending, prefix_cache_salt(b"", adapter), adapter))
-    while batching.has_work:
-        batch = batching.next_batch()
-        logits = runner.begin(batch)()
+        stop = StopConditions(tiny.ANSWER_TOKENS, frozenset())
+        scheduler.submit(Sequence(number, prompt, stop, prefix_cache_salt(b"", adapter), adapter))
+    while scheduler.has_work:
+        batch = scheduler.next_batch()
+        logits = executor.begin(batch)()
         for chunk in batch.chunks:
-            batching.mark_computed(chunk)
+            scheduler.mark_computed(chunk)
         due = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         for sequence, row in zip(due, logits, strict=True):
             rows[sequence.number].append(row.clone())
             if sequence.append(prompts[sequence.number][len(sequence.tokens)]):
-                batching.remove(sequence)
+                scheduler.remove(sequence)
     return rows

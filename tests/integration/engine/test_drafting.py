@@ -88,9 +88,9 @@ def answer(loaded: LoadedEngine, *, drafts: bool, answers: int = 2) -> list[int]
     engine = loaded.engine
     speculation = engine.speculation
     assert speculation is not None
-    assert speculation.ahead is not None
-    # Taken to cost nothing: what is looked at is what it drafts.
-    speculation.ahead.share, speculation.ahead.clock = 0.01, lambda: 0.0
+    assert speculation.model is not None
+    # Drafting is assumed to cost nothing, so that the model always drafts.
+    speculation.model.cost_share, speculation.model.clock = 0.01, lambda: 0.0
     # All answer one prompt, which ends inside a block that they share.
     first, *others = (
         Generation(

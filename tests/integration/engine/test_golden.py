@@ -1,8 +1,8 @@
 """Greedy output equals that of transformers on the same weights, alone and batched.
 
-The golden ids and how they came about: ops/golden/make_golden.py. Its file also tells each case's
-least margin between the two best logits: all are far above fp32 noise, so order of summation
-excuses nothing here.
+ops/golden/make_golden.py made the golden ids. Its file also has the smallest margin between the two
+best logits of each case: all are far above fp32 noise, so that the order of summation cannot change
+the output.
 """
 
 import itertools
@@ -29,7 +29,7 @@ _PART_TOKENS = 32
 
 @pytest.fixture(scope="module")
 def loaded(model_path: Path) -> LoadedEngine:
-    # Few blocks and a small budget, so that chunks, and waiting, are part of what is held.
+    # Few blocks and a small budget, so that prompts are computed in chunks and sequences wait.
     return load_engine(
         EngineConfig(
             model_path=str(model_path),
@@ -51,8 +51,8 @@ def generate(
     sequences: list[Sequence] = []
     for case in cases:
         tokens_max = _PART_TOKENS if drafts else GOLDEN["tokens"]
-        ending = StopConditions(tokens_max, loaded.vocabulary.stop_ids)
-        sequence = Sequence(next(NUMBERS), list(case["prompt_ids"]), ending)
+        stop_conditions = StopConditions(tokens_max, loaded.vocabulary.stop_ids)
+        sequence = Sequence(next(NUMBERS), list(case["prompt_ids"]), stop_conditions)
         sequences.append(sequence)
         texts[sequence.number] = ""
         sampler = Sampler(SamplingParams(temperature=0), [])
@@ -72,11 +72,11 @@ def generate(
     return [(s.tokens[s.prompt_tokens :], texts[s.number]) for s in sequences]
 
 
-def expect(loaded: LoadedEngine, case: dict[str, Any], output: list[int], text: str) -> None:
-    wanted = [token for token in case["output_ids"] if token not in loaded.vocabulary.stop_ids]
-    assert output == wanted, case["text"]
+def check_output(loaded: LoadedEngine, case: dict[str, Any], output: list[int], text: str) -> None:
+    expected = [token for token in case["output_ids"] if token not in loaded.vocabulary.stop_ids]
+    assert output == expected, case["text"]
     # A character still incomplete at the end is not emitted; elsewhere texts are equal.
-    assert text == loaded.vocabulary.tokenizer.decode(wanted).rstrip("\ufffd")
+    assert text == loaded.vocabulary.tokenizer.decode(expected).rstrip("\ufffd")
 
 
 def test_prompts_are_tokenised_as_by_transformers(loaded: LoadedEngine) -> None:
@@ -95,21 +95,22 @@ def test_the_chat_template_is_rendered_as_by_transformers(loaded: LoadedEngine) 
 def test_greedy_output_is_equal_in_a_batch(loaded: LoadedEngine) -> None:
     outputs = generate(loaded, CASES)
     for case, (output, text) in zip(CASES, outputs, strict=True):
-        expect(loaded, case, output, text)
+        check_output(loaded, case, output, text)
 
 
 def test_greedy_output_is_equal_alone(loaded: LoadedEngine) -> None:
     for case in CASES:
         ((output, text),) = generate(loaded, [case])
-        expect(loaded, case, output, text)
+        check_output(loaded, case, output, text)
 
 
 def test_greedy_output_is_equal_with_drafts(loaded: LoadedEngine) -> None:
     speculation = loaded.engine.speculation
     assert speculation is not None
-    # Alone, where drafts are long, and in company; a part of each output tells.
+    # Alone, with long drafts, and in a batch. The first tokens of each output are compared.
     for cases in ([CASES[0]], [CASES[7]], CASES[2:6]):
         for case, (output, _) in zip(cases, generate(loaded, cases, drafts=True), strict=True):
-            wanted = [one for one in case["output_ids"] if one not in loaded.vocabulary.stop_ids]
-            assert output == wanted[:_PART_TOKENS], case["text"]
+            stop_ids = loaded.vocabulary.stop_ids
+            expected = [token for token in case["output_ids"] if token not in stop_ids]
+            assert output == expected[:_PART_TOKENS], case["text"]
     assert speculation.drafted_tokens_total > 0

@@ -209,23 +209,23 @@ async def test_the_least_recently_used_is_dropped_and_read_again(tmp_path: Path)
         write_adapter(tmp_path / name, "llama", 1, MLP)
         body = {"lora_name": name, "lora_path": str(tmp_path / name)}
         assert await adapters.load(json.dumps(body).encode()) == name
-    assert (adapters.names, adapters.kept, adapters.reads_total) == (["a", "b", "c"], 2, 3)
-    held = await adapters.hold("b")
+    assert (adapters.names, adapters.cached, adapters.reads_total) == (["a", "b", "c"], 2, 3)
+    held = await adapters.get("b")
     assert held is not None
     assert adapters.reads_total == 3
     # Asked for at once by many, it is read once.
-    found = await asyncio.gather(*(adapters.hold("a") for _ in range(5)))
+    found = await asyncio.gather(*(adapters.get("a") for _ in range(5)))
     assert all(one is found[0] for one in found)
-    assert (adapters.kept, adapters.reads_total) == (2, 4)
-    assert await adapters.hold("b") is held
-    assert await adapters.hold("base") is None
+    assert (adapters.cached, adapters.reads_total) == (2, 4)
+    assert await adapters.get("b") is held
+    assert await adapters.get("base") is None
     assert adapters.unload(b'{"lora_name":"b"}') == "b"
     with pytest.raises(ApiError, match="'b'"):
-        await adapters.hold("b")
+        await adapters.get("b")
     for body, said in (
         ({"lora_name": "b"}, "lora_path"),
-        ({"lora_name": "../b", "lora_path": "x"}, "cannot read body"),
-        ({"lora_name": "base", "lora_path": "x"}, "the model has it"),
+        ({"lora_name": "../b", "lora_path": "x"}, "cannot use field 'lora_name'"),
+        ({"lora_name": "base", "lora_path": "x"}, "the model's own name"),
         ({"lora_name": "z", "lora_path": str(tmp_path / "none")}, "cannot read"),
     ):
         with pytest.raises(ApiError, match=said):
@@ -336,10 +336,10 @@ async def test_adapters_are_read_one_at_a_time_whoever_leaves_meanwhile(
 
     monkeypatch.setattr("nodeagent.engine.server.adapters.read_adapter", read_slowly)
     for reads in (1, 2):
-        leaving = asyncio.create_task(adapters.hold("a"))
+        leaving = asyncio.create_task(adapters.get("a"))
         async with asyncio.timeout(30):
             while began < reads:
                 await asyncio.sleep(0.001)
         leaving.cancel()
         await asyncio.wait({leaving})
-    assert await adapters.hold("a") is not None
+    assert await adapters.get("a") is not None

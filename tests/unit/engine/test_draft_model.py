@@ -46,7 +46,7 @@ def engine_of(
     served: ModelRunner | None = None,
     limits: StepLimits = LIMITS,
 ) -> EngineCore:
-    speculation = Speculation(4, rows_max=200, ahead=ahead)
+    speculation = Speculation(4, rows_max=200, model=ahead)
     runner = served or ModelRunner(llama(1), blocks, "cpu", torch.float32)
     return EngineCore(runner, BatchScheduler(limits, BlockPool(blocks)), speculation=speculation)
 
@@ -119,7 +119,7 @@ def test_the_output_is_the_same_with_a_model_that_drafts_and_without(
     assert drafted == plain
     assert engine.speculation is not None
     if blocks == 64 and held_to is None:
-        assert engine.speculation.tallies["model"].drafted > 0
+        assert engine.speculation.counts_by_kind["model"].drafted > 0
 
 
 @pytest.mark.parametrize("read_tokens_max", [64, 7])
@@ -132,7 +132,7 @@ def test_a_model_like_the_served_one_is_always_right(read_tokens_max: int) -> No
     submit(engine, 9, prompts(4)[3])
     steps = run(engine)
     assert engine.speculation is not None
-    tally = engine.speculation.tallies["model"]
+    tally = engine.speculation.counts_by_kind["model"]
     assert tally.drafted == tally.accepted > 40
     assert engine.speculation.counts()["accepted_by_model_tokens_total"] == tally.accepted
     assert steps < 12 or read_tokens_max == 7
@@ -173,7 +173,7 @@ def test_it_is_right_after_a_preemption_too() -> None:
     run(engine)
     assert engine.scheduler.queues.preemptions > 0
     assert engine.speculation is not None
-    tally = engine.speculation.tallies["model"]
+    tally = engine.speculation.counts_by_kind["model"]
     assert tally.drafted == tally.accepted > 0
 
 
@@ -196,7 +196,7 @@ def test_a_model_that_is_wrong_falls_silent_and_is_tried_again() -> None:
     submit(engine, 1, prompts(1)[0], tokens_max=200)
     run(engine, row_cost=0.5)
     assert engine.speculation is not None
-    assert 0 < engine.speculation.tallies["model"].drafted < 60
+    assert 0 < engine.speculation.counts_by_kind["model"].drafted < 60
     before = rows.rows
     submit(engine, 2, prompts(1)[0], SamplingParams(temperature=1.0, seed=1), tokens_max=200)
     run(engine, row_cost=0.5)
@@ -244,8 +244,8 @@ def test_what_is_sampled_through_a_models_drafts_is_distributed_as_without() -> 
         engine = engine_of(ahead, 64, served)
         assert engine.speculation is not None
         # A machine on which steps of all sizes take equally long.
-        engine.speculation.costs.note(1, 1.0)
-        engine.speculation.costs.note(256, 1.0)
+        engine.speculation.costs.record(1, 1.0)
+        engine.speculation.costs.record(256, 1.0)
         found: Counter[int] = Counter()
         for first in range(0, 400, 40):
             # Other seeds with drafts than without: the two samples are independent.
@@ -257,7 +257,7 @@ def test_what_is_sampled_through_a_models_drafts_is_distributed_as_without() -> 
             run(engine, row_cost=0.0)
             found.update(sequence.tokens[5] for sequence in sequences)
         if ahead is not None:
-            tally = engine.speculation.tallies["model"]
+            tally = engine.speculation.counts_by_kind["model"]
             assert 50 < tally.accepted < tally.drafted - 50
         counts.append(found)
     plain, drafted = (torch.tensor([float(found[token]) for token in range(8)]) for found in counts)

@@ -14,13 +14,14 @@ from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.distributed.collectives import SINGLE_RANK
-from nodeagent.engine.draft_loading import Eagle3HeadFiles, TargetModel, open_draft
+from nodeagent.engine.draft_loading import Eagle3HeadFiles, TargetCheckpoint, open_draft
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.model.llama import Llama
 from nodeagent.engine.sampling.sampler import SamplingParams
 from nodeagent.engine.scheduler.batch import Batch, BatchChunk, StepLimits
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
+from nodeagent.engine.speculative.draft_model import DraftTarget
 from nodeagent.engine.speculative.speculation import Speculation
 from nodeagent.engine.weights.eagle3_folder import EagleFolder, is_eagle_head
 from tests.unit.engine.test_draft_model import GREEDY, generated, prompts, run, submit
@@ -145,7 +146,7 @@ def test_drafts_are_those_of_a_plain_reference(tmp_path: Path, tokens: int) -> N
     weights = head_weights()
     runner, model, head = opened(write_head(tmp_path, weights))
     ahead = head.load(
-        config_of(tmp_path), runner, model, TargetModel(head.source, model.shape, SINGLE_RANK)
+        config_of(tmp_path), runner, model, TargetCheckpoint(head.source, model.shape, SINGLE_RANK)
     )
     heard: dict[int, Tensor] = {}
     keep = model.record_states
@@ -161,7 +162,7 @@ def test_drafts_are_those_of_a_plain_reference(tmp_path: Path, tokens: int) -> N
     sequence.blocks = list(range(5, 5 + -(-(tokens + 6) // BLOCK_TOKENS)))
     runner.run(Batch((), (BatchChunk(sequence, 0, tokens),)))
     sequence.computed_tokens = tokens
-    (drafts,) = ahead.draft([(sequence, ahead.shadow(sequence))], 4, 64)
+    (drafts,) = ahead.draft([DraftTarget(sequence, ahead.draft_sequence(sequence))], 4, 64)
     table = model.embed(torch.arange(VOCABULARY))
     states = torch.cat([heard[number] for number in (2, 2, 1)], -1)
     assert list(drafts) == chain_of(weights, states, table[[*ids[1:], 7]], table)
@@ -174,10 +175,10 @@ def test_the_output_is_the_same_with_a_head_and_without(
 ) -> None:
     runner, model, head = opened(write_head(tmp_path, head_weights()), blocks)
     ahead = head.load(
-        config_of(tmp_path), runner, model, TargetModel(head.source, model.shape, SINGLE_RANK)
+        config_of(tmp_path), runner, model, TargetCheckpoint(head.source, model.shape, SINGLE_RANK)
     )
     ahead.clock = lambda: 0.0
-    speculation = Speculation(4, rows_max=200, ahead=ahead)
+    speculation = Speculation(4, rows_max=200, model=ahead)
     engine = EngineCore(
         runner, BatchScheduler(StepLimits(64, 4), BlockPool(blocks)), speculation=speculation
     )
@@ -185,7 +186,7 @@ def test_the_output_is_the_same_with_a_head_and_without(
     run(engine)
     plain, _, _ = generated(None, params, blocks)
     assert [sequence.tokens for sequence in found] == plain
-    assert speculation.tallies["head"].drafted > 0
+    assert speculation.counts_by_kind["head"].drafted > 0
 
 
 @pytest.mark.parametrize(

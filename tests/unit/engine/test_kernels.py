@@ -224,8 +224,9 @@ def test_without_a_compiler_there_are_no_kernels(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(building, "_NEEDED", ())
+    monkeypatch.setattr(building, "_PACKAGED", "no_such_package")
     monkeypatch.setattr(building, "_COMPILERS", ("no-such-compiler",))
-    with pytest.raises(KernelsUnavailable, match="no-such-compiler is here"):
+    with pytest.raises(KernelsUnavailable, match="install the packages gcc and libc6-dev"):
         kernels_library()
     monkeypatch.setattr(building, "_COMPILERS", ("false",))
     with pytest.raises(KernelsUnavailable, match="it failed"):
@@ -233,7 +234,37 @@ def test_without_a_compiler_there_are_no_kernels(
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_a_processor_without_the_features_gets_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_system_compiler_fails_the_packaged_one_builds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    packaged = tmp_path / "packaged"
+    packaged.write_text('#!/bin/sh\nfor last; do :; done\necho library > "$last"\n')
+    packaged.chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "_NEEDED", ())
+    monkeypatch.setattr(building, "_compilers", lambda: [("false",), (str(packaged), "cc")])
+    path = kernels_library()
+    assert path.read_text() == "library\n"
+    assert kernels_library() == path
+
+
+def test_a_prebuilt_library_is_used_on_processors_that_have_its_features(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(building, "PREBUILT_FOLDER", tmp_path)
+    for variant in building.VARIANTS:
+        (tmp_path / building.prebuilt_name(variant)).touch()
+        monkeypatch.setattr(
+            building, "_features", lambda v=variant: f"flags : {' '.join(v.features)}"
+        )
+        assert kernels_library() == tmp_path / building.prebuilt_name(variant)
+    monkeypatch.setattr(building, "_features", lambda: "flags : avx512f avx512bw avx512_vnni")
+    monkeypatch.setattr(building, "_compilers", list)
+    with pytest.raises(KernelsUnavailable, match="there is no C compiler"):
+        kernels_library()
+
+
+def test_for_another_processor_none_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "_features", lambda: "flags : sse2 avx2 avx512f")
     with pytest.raises(KernelsUnavailable, match="this processor lacks avx512_vnni, avx512bw"):
         kernels_library()
@@ -246,7 +277,28 @@ def test_a_folder_that_others_can_write_is_refused(
     monkeypatch.setattr(building, "_NEEDED", ())
     (tmp_path / "isochrone").mkdir(mode=0o700)
     (tmp_path / "isochrone").chmod(0o777)
-    with pytest.raises(KernelsUnavailable, match="others may write there"):
+    with pytest.raises(KernelsUnavailable, match="other users may write there"):
+        kernels_library()
+
+
+def test_a_link_in_place_of_the_folder_is_not_followed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "_NEEDED", ())
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "isochrone").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(KernelsUnavailable, match="symbolic link"):
+        kernels_library()
+
+
+def test_a_folder_that_others_may_replace_is_not_trusted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "_NEEDED", ())
+    tmp_path.chmod(0o777)
+    with pytest.raises(KernelsUnavailable, match="other users may replace it"):
         kernels_library()
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.server.request_body import (
+from nodeagent.engine.server.openai.generation_options import generation_options
+from nodeagent.engine.server.openai.request_body import (
     completion_prompts,
-    generation_options,
     read_chat,
     read_completion,
     template_messages,
@@ -35,20 +35,23 @@ def read_wholly(body: bytes) -> None:
         (b"{", "cannot read body"),
         (b"[]", "Expected `object`"),
         (b"\xff", "cannot read body"),
-        (b'{"messages":' + b"[" * 100_000, "cannot read body"),
+        (b'{"messages":' + b"[" * 100_000, r"cannot use field 'messages\[0\]'"),
         (b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b',"messages":[]}', "cannot read body"),
         (b"{}", "messages"),
         (chat(messages=[]), "length >= 1"),
-        (chat(messages="hi"), "Expected `array`"),
+        (chat(messages="hi"), "cannot use field 'messages': expected `array`, got `str`"),
         (chat(messages=[{"role": "wizard", "content": "x"}]), "role"),
-        (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "text parts"),
+        (
+            chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+            "of type 'text'",
+        ),
         (chat(temperature="hot"), "temperature"),
         (chat(temperature=3), "temperature"),
         (chat(top_p=0), "top_p"),
         (chat(max_tokens=0), "max_tokens"),
         (chat(seed=2**64), "seed"),
         (chat(n=0), "n"),
-        (chat(functions=[{"name": "f"}]), "functions is not supported"),
+        (chat(functions=[{"name": "f"}]), "cannot use field 'functions'"),
         (chat(min_tokens=-1), "min_tokens"),
         (chat(length_penalty=1.5), "length_penalty"),
         (chat(truncate_prompt_tokens=100), "truncate_prompt_tokens"),
@@ -64,10 +67,10 @@ def read_wholly(body: bytes) -> None:
         (chat(tool_choice="perhaps"), "tool_choice"),
         (chat(messages=[{"role": "assistant", "tool_calls": [{"id": "x"}]}]), "tool_calls"),
         (chat(response_format={"type": "yaml"}), "response_format"),
-        (chat(top_logprobs=2), "logprobs is not true"),
+        (chat(top_logprobs=2), "it needs 'logprobs'"),
         (chat(logit_bias={"x": 1}), "logit_bias"),
         (chat(logit_bias={"1": 1000}), "logit_bias"),
-        (chat(stop=["x"] * 17), "cannot use stop"),
+        (chat(stop=["x"] * 17), "cannot use field 'stop'"),
     ],
 )
 def test_a_bad_chat_is_refused_in_words(body: bytes, said: str) -> None:
@@ -99,7 +102,7 @@ def test_prompts_come_as_text_or_tokens(prompt: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("prompt", [[1, "a"], ["a", 1], [[1, "a"]], [None], [True, 1], [1.5]])
 def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
     body = read_completion(json.dumps({"prompt": prompt}).encode(), LIMIT)
-    with pytest.raises(ApiError, match="cannot read prompt"):
+    with pytest.raises(ApiError, match="cannot use field 'prompt'"):
         completion_prompts(body)
 
 

@@ -114,13 +114,13 @@ def test_costs_are_estimated_between_and_beyond_what_was_measured() -> None:
     costs = StepCosts()
     assert costs.seconds(1) < costs.seconds(8)
     for seconds in (0.1, 0.1, 5.0):
-        costs.note(1, seconds)
-    costs.note(8, 0.3)
+        costs.record(1, seconds)
+    costs.record(8, 0.3)
     assert costs.seconds(1) == 0.1
     assert 0.1 < costs.seconds(4) < costs.seconds(8) == 0.3
     assert costs.seconds(16) > 0.3
     for _ in range(2000):
-        costs.note(1, 0.1)
+        costs.record(1, 0.1)
     assert costs.seconds(8) < 0.2  # the old measure is forgotten
 
 
@@ -128,7 +128,7 @@ def test_acceptance_is_learnt_and_lent_to_newcomers() -> None:
     everyone = AcceptanceRates()
     one = AcceptanceRates(everyone)
     for _ in range(60):
-        one.note("match 2", accepted=False)
+        one.record("match 2", accepted=False)
     assert one.chance("match 2") < 0.05
     assert AcceptanceRates(everyone).chance("match 2") < 0.05
     assert one.chance("match 3") == AcceptanceRates().chance("match 3")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from isochrone.wire.errors import ApiError
 from nodeagent.engine.sampling.sampler import InvalidLogits, SampledToken, Sampler, SamplingParams
-from nodeagent.engine.server.request_body import ChatBody, read_chat
-from nodeagent.engine.server.structured_fields import grammar_of
+from nodeagent.engine.server.openai.request_body import ChatBody, read_chat
+from nodeagent.engine.server.openai.structured_fields import requested_grammar
 from nodeagent.engine.structured import grammar
 from nodeagent.engine.structured.compiler import GrammarCompiler
 from nodeagent.engine.structured.grammar import Grammar, GrammarError
@@ -218,7 +218,7 @@ def test_keywords_that_cannot_be_enforced_pass_where_strictness_is_waived() -> N
     ids=str,
 )  # fmt: skip
 def test_every_dialect_says_the_same(fields: dict[str, Any], good: str, bad: str) -> None:
-    wanted = grammar_of(body(**fields))
+    wanted = requested_grammar(body(**fields))
     assert wanted is not None
     for text, allowed in ((good, True), (bad, False)):
         constraint = GRAMMARS.compile_now(wanted)
@@ -227,8 +227,8 @@ def test_every_dialect_says_the_same(fields: dict[str, Any], good: str, bad: str
 
 
 def test_text_asks_for_no_grammar() -> None:
-    assert grammar_of(body()) is None
-    assert grammar_of(body(response_format={"type": "text"}, structured_outputs={})) is None
+    assert requested_grammar(body()) is None
+    assert requested_grammar(body(response_format={"type": "text"}, structured_outputs={})) is None
 
 
 @pytest.mark.parametrize(
@@ -236,11 +236,14 @@ def test_text_asks_for_no_grammar() -> None:
     [
         ({"response_format": {"type": "yaml"}}, "yaml"),
         ({"response_format": {"type": "json_schema"}}, "a JSON schema must be an object"),
-        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "cannot obey both"),
-        ({"guided_choice": ["a"], "guided_json": {}}, "cannot obey both"),
+        (
+            {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+            "give one of them",
+        ),
+        ({"guided_choice": ["a"], "guided_json": {}}, "give one of them"),
         ({"guided_grammar": "start: x"}, "guided_grammar"),
         ({"structured_outputs": {"grammar": "start: x"}}, "grammar"),
-        ({"guided_json": "{"}, "no JSON"),
+        ({"guided_json": "{"}, "is not JSON"),
         ({"guided_choice": []}, "choices"),
         ({"guided_choice": [""]}, "choice must not be empty"),
         ({"guided_choice": ["x"] * 2000}, "choices"),
@@ -252,7 +255,7 @@ def test_text_asks_for_no_grammar() -> None:
 )
 def test_what_cannot_be_asked_is_refused_in_words(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ApiError, match=said):
-        grammar_of(body(**fields))
+        requested_grammar(body(**fields))
 
 
 def test_a_seed_and_the_models_own_logprobs_hold_under_a_constraint() -> None:

@@ -9,7 +9,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.chat.chat_template import ChatTemplate, ChatTemplateError
-from nodeagent.engine.server.request_body import read_chat, template_arguments, template_messages
+from nodeagent.engine.server.openai.request_body import (
+    read_chat,
+    template_arguments,
+    template_messages,
+)
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from nodeagent.engine.tokenizer.vocabulary import _BYTE_OF_LETTER, SEAM, Vocabulary
 

@@ -30,10 +30,10 @@ from nodeagent.engine.chat.chat_template import ChatTemplate
 from nodeagent.engine.core.generation import GenerationDelta
 from nodeagent.engine.sampling.sampler import SampledToken
 from nodeagent.engine.scheduler.sequence import FinishReason
-from nodeagent.engine.server.request_body import ChatBody, read_chat, template_messages
-from nodeagent.engine.server.response_body import CompletionResponse, ResponseChoice
-from nodeagent.engine.server.tool_fields import RequestTools, requested_tools
-from nodeagent.engine.server.tool_use import ToolUse
+from nodeagent.engine.server.openai.request_body import ChatBody, read_chat, template_messages
+from nodeagent.engine.server.openai.response_body import CompletionResponse, ResponseChoice
+from nodeagent.engine.server.openai.tool_fields import RequestTools, requested_tools
+from nodeagent.engine.server.openai.tool_use import ToolUse
 from nodeagent.engine.structured import grammar
 from nodeagent.engine.structured.compiler import GrammarCompiler
 from tests.unit.engine.test_structured import GRAMMARS
@@ -363,8 +363,8 @@ def test_a_choice_says_what_may_and_must_be_called(
 ) -> None:
     tools = asked(tools=TOOLS, **fields)
     assert tools is not None
-    assert (set(tools.schemas), tools.must, tools.calls_max) == (names, must, calls_max)
-    assert len(tools.all) == 2
+    assert (set(tools.schemas), tools.must_call, tools.calls_max) == (names, must, calls_max)
+    assert len(tools.described) == 2
 
 
 def test_no_tools_or_none_to_call_is_plain_chat() -> None:
@@ -376,12 +376,12 @@ def test_no_tools_or_none_to_call_is_plain_chat() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"tool_choice": "required"}, "any tool"),
+        ({"tool_choice": "required"}, "the request has no tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "'x'"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "without its field"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "needs the field 'function'"),
         ({"tools": [TIME, TIME]}, "two tools"),
         ({"tools": [{"name": 'a"b'}]}, "name"),
-        ({"tools": [{"type": "function"}]}, "without a function"),
+        ({"tools": [{"type": "function"}]}, "needs a 'function'"),
         ({"tools": [{"name": f"f{n}"} for n in range(129)]}, "129 tools"),
     ],
     ids=lambda value: str(value)[:60],
@@ -425,7 +425,7 @@ def test_a_template_that_knows_tools_is_given_them() -> None:
     template = ChatTemplate(KNOWING, "", "")
     tools = asked(tools=TOOLS)
     assert tools is not None
-    text = template.render(template_messages(body(messages=HISTORY)), tools.all)
+    text = template.render(template_messages(body(messages=HISTORY)), tools.described)
     listed, _, rest = text.partition("<tool_call>")
     assert [one["function"]["name"] for one in json.loads(listed)] == ["get_weather", "time.now"]
     assert rest == "Weather in Bonn?Bonnsunnycall_1"
@@ -436,7 +436,7 @@ def test_a_template_that_knows_none_is_told_in_words() -> None:
     template = ChatTemplate(PLAIN_TEMPLATE, "", "")
     tools = asked(tools=TOOLS)
     assert tools is not None
-    text = template.render(template_messages(body(messages=HISTORY)), tools.all)
+    text = template.render(template_messages(body(messages=HISTORY)), tools.described)
     assert text.startswith("[system]You may call functions")
     assert '"name": "get_weather"' in text
     assert (
@@ -444,11 +444,13 @@ def test_a_template_that_knows_none_is_told_in_words() -> None:
         "</tool_call>\n[user]<tool_response>\nsunny\n</tool_response>"
     ) in text
     system = [{"role": "system", "content": "Be brief."}, *HISTORY]
-    again = template.render(template_messages(body(messages=system)), tools.all)
+    again = template.render(template_messages(body(messages=system)), tools.described)
     assert again.startswith("[system]Be brief.\n\nYou may call functions")
     begun = [{"role": "assistant", "content": "It is"}]
     chat = body(messages=begun, continue_final_message=True)
-    assert template.render(template_messages(chat), tools.all).startswith("[system]You may call")
+    assert template.render(template_messages(chat), tools.described).startswith(
+        "[system]You may call"
+    )
 
 
 @pytest.mark.parametrize(
@@ -495,7 +497,7 @@ def test_a_grammar_of_calls_allows_what_its_reader_reads(how: ToolCallFormat) ->
 def test_who_wants_no_parallel_calls_is_told_one(how: ToolCallFormat, letters: int) -> None:
     tools = asked(tools=TOOLS, parallel_tool_calls=False)
     assert tools is not None
-    reader = ToolUse(tools, how, {}).reader()
+    reader = ToolUse(tools, how, {}).parser()
     one = f'{{"name": "time.now", "{how.arguments_key}": {{}}}}'
     text = how.start + one + how.separator + one + how.end + " And more."
     told: list[list[str]] = []
@@ -539,7 +541,7 @@ def test_a_mark_that_is_a_special_token_is_shown_and_required() -> None:
     calling = ToolUse.of(tools, template, VOCABULARY)
     assert calling is not None
     assert calling.call_format is MISTRAL
-    assert calling.shown == {}
+    assert calling.visible_special == {}
     wanted = tools.grammar(MISTRAL, {"[TOOL_CALLS]": 256}, None) if tools else None
     assert wanted is not None
     assert wanted.start.startswith("<[256]> ")
@@ -557,7 +559,7 @@ def test_tools_beside_a_format_allow_either_and_must_allows_no_format() -> None:
         assert GRAMMARS.compile_now(both).count_allowed(list(text.encode())) == len(text)
     must = asked(tools=TOOLS, tool_choice="required")
     assert must is not None
-    with pytest.raises(ApiError, match="cannot obey both"):
+    with pytest.raises(ApiError, match="that requires a call"):
         must.grammar(HERMES, {}, answer)
 
 
@@ -568,7 +570,7 @@ def test_a_strict_tool_is_called_in_no_way_that_is_not_held_to_its_schema() -> N
         tools = asked(tools=[{"type": "function", "function": {**WEATHER, "strict": strict}}])
         calling = ToolUse.of(tools, template, VOCABULARY)
         assert calling is not None
-        reader = calling.reader()
+        reader = calling.parser()
         assert ([*reader.feed(said), *reader.flush()] == [ContentText(said)]) is strict
 
 
@@ -582,7 +584,7 @@ def answer_of(
     answer, deltas = told_of(text, finish, how)
     for delta in deltas:
         answer.collect(delta)
-    return [msgspec.json.decode(answer.whole(1))["choices"][0]]
+    return [msgspec.json.decode(answer.complete_body(1))["choices"][0]]
 
 
 def frames_of(text: str, finish: FinishReason, how: ToolCallFormat) -> list[bytes]:
@@ -681,7 +683,7 @@ def test_log_probabilities_of_plain_text_tell_where_each_token_lies(stream: bool
     else:
         for delta in deltas:
             answer.collect(delta)
-        told = [msgspec.json.decode(answer.whole(1))["choices"][0]["logprobs"]]
+        told = [msgspec.json.decode(answer.complete_body(1))["choices"][0]["logprobs"]]
     assert [at for one in told for at in one["text_offset"]] == [0, 1, 2, 3]
     assert told[0]["top_logprobs"][0] == {"a": -0.5, "z": -0.1}
 

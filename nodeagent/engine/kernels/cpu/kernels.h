@@ -1,10 +1,11 @@
-/* Shared by all C kernels: vectors of 16 numbers, 2^x, rounding to groups, and the exported
- * functions.
+/* Shared by all C kernels: vectors of 16 numbers, 2^x, rounding to groups, the exported functions.
  *
  * Rule 1: every function takes contiguous fp32 rows, writes to the given output, and keeps no
- * state. Rule 2: the code is written for AVX-512 with VNNI; `build.py` builds it for no other
- * processor. Rule 3: `threads` are those of the OpenMP runtime that torch has loaded, so that
- * both share one pool. All work is given to them by `parallel_for`.
+ * state.
+ *
+ * Rule 2: the code is written for AVX-512 with VNNI; `build.py` builds it for no other processor.
+ *
+ * Rule 3: all work for other threads is given to them by `parallel_for`.
  */
 
 #ifndef KERNELS_H
@@ -64,14 +65,7 @@ INLINED lanes halves(lanes one, lanes other, const int apart, const int second) 
             from[at] = at & apart ? LANES + at : at + apart;
         else
             from[at] = at & apart ? LANES + at - apart : at;
-#if defined(__clang__)
-    lanes both;
-    for (int at = 0; at < LANES; at++)
-        both[at] = from[at] < LANES ? one[from[at]] : other[from[at] - LANES];
-    return both;
-#else
-    return __builtin_shuffle(one, other, from);
-#endif
+    return (lanes)_mm512_permutex2var_ps((__m512)one, (__m512i)from, (__m512)other);
 }
 
 /* Transpose 16 vectors in place. */

@@ -1,19 +1,51 @@
-/* Runs work on threads: on OpenMP's for one call, or on a team that stays awake for a whole
- * step.
+/* Runs work on threads: on those of a pool for one call, or on a team that stays awake for a step.
+ *
+ * Each thread that computes has a pool of its own, made when it first needs one. OpenMP is not
+ * used, so that the library needs only libc, is built by any C compiler and runs on any
+ * distribution.
  *
  * A thread that waits for the next part of a step would fall asleep before the part comes, and
- * waking it takes longer than the part itself. The threads of a team therefore spin during a
- * step. Each free thread takes the next portion, so that a thread that the system has suspended
- * delays only the portion it had started.
+ * waking it takes longer than the part itself. The threads of a team therefore spin during a step.
+ * Each free thread takes the next portion, so that a thread that the system has suspended delays
+ * only the portion it had started.
  */
 
 #include "kernels.h"
 
-#include <omp.h>
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
+#include <stdlib.h>
+#include <unistd.h>
 
 #define SPINS_BEFORE_YIELD 2048
+#define SPINS_BEFORE_SLEEP 20000 /* of a thread of a pool: about half a millisecond */
+
+/* Run by a pool: each of its threads calls it once, with its own index. */
+typedef void job(void *argument, int64_t index);
+
+struct pool {
+    pid_t process; /* threads do not survive a fork: a child makes a pool of its own */
+    int64_t size;  /* threads besides the caller */
+    pthread_t *threads;
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    /* The number of the job. It changes under the lock, after all threads have finished the last
+     * one. */
+    _Atomic uint64_t number;
+    _Atomic int64_t unfinished;
+    job *job;
+    void *argument;
+    int64_t wanted; /* threads that run this job, the caller among them */
+    int stopping;
+};
+
+struct member {
+    struct pool *pool;
+    int64_t index;
+    uint64_t seen;
+};
 
 struct team {
     /* Upper half: the number of the current work. Lower half: its portions that are not taken. */
@@ -48,15 +80,139 @@ static int take_portion(struct team *team) {
     return 1;
 }
 
-void share(work *work, const void *arguments, int64_t count, int64_t portions, int64_t threads) {
+static __thread struct pool *pool_here;
+static pthread_key_t pool_key;
+static pthread_once_t pool_key_once = PTHREAD_ONCE_INIT;
+
+/* Wait for a job after number `seen`; return its number. */
+static uint64_t await_job(struct pool *pool, uint64_t seen) {
+    uint64_t number;
+    for (int64_t spins = 0; spins < SPINS_BEFORE_SLEEP; spins++) {
+        number = atomic_load_explicit(&pool->number, memory_order_acquire);
+        if (number != seen) return number;
+        _mm_pause();
+    }
+    pthread_mutex_lock(&pool->lock);
+    while ((number = atomic_load_explicit(&pool->number, memory_order_acquire)) == seen)
+        pthread_cond_wait(&pool->wake, &pool->lock);
+    pthread_mutex_unlock(&pool->lock);
+    return number;
+}
+
+static void *pool_thread(void *argument) {
+    struct member member = *(struct member *)argument;
+    struct pool *pool = member.pool;
+    free(argument);
+    for (uint64_t seen = member.seen;;) {
+        seen = await_job(pool, seen);
+        if (pool->stopping) return NULL;
+        if (member.index < pool->wanted) pool->job(pool->argument, member.index);
+        atomic_fetch_sub_explicit(&pool->unfinished, 1, memory_order_release);
+    }
+}
+
+static void publish_job(struct pool *pool) {
+    pthread_mutex_lock(&pool->lock);
+    atomic_fetch_add_explicit(&pool->number, 1, memory_order_release);
+    pthread_cond_broadcast(&pool->wake);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+/* Called when the thread that owns the pool ends. */
+static void end_pool(void *argument) {
+    struct pool *pool = argument;
+    if (pool->process != getpid()) return;
+    pool->stopping = 1;
+    publish_job(pool);
+    for (int64_t i = 0; i < pool->size; i++) pthread_join(pool->threads[i], NULL);
+    pthread_mutex_destroy(&pool->lock);
+    pthread_cond_destroy(&pool->wake);
+    free(pool->threads);
+    free(pool);
+}
+
+static void make_key(void) { pthread_key_create(&pool_key, end_pool); }
+
+/* Start threads until the pool has `size`; it stays smaller if the system allows no more. */
+static void grow(struct pool *pool, int64_t size) {
+    pthread_t *threads = realloc(pool->threads, size * sizeof *threads);
+    if (threads == NULL) return;
+    pool->threads = threads;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* Python's threads handle signals */
+    while (pool->size < size) {
+        struct member *member = malloc(sizeof *member);
+        if (member == NULL) break;
+        *member = (struct member){pool, pool->size + 1, atomic_load(&pool->number)};
+        if (pthread_create(&pool->threads[pool->size], NULL, pool_thread, member) != 0) {
+            free(member);
+            break;
+        }
+        pool->size++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+static struct pool *pool_of(int64_t threads) {
+    struct pool *pool = pool_here;
+    if (pool == NULL || pool->process != getpid()) {
+        pthread_once(&pool_key_once, make_key);
+        pool = calloc(1, sizeof *pool);
+        if (pool == NULL) return NULL;
+        pool->process = getpid();
+        pthread_mutex_init(&pool->lock, NULL);
+        pthread_cond_init(&pool->wake, NULL);
+        pthread_setspecific(pool_key, pool);
+        pool_here = pool;
+    }
+    if (pool->size < threads - 1) grow(pool, threads - 1);
+    return pool;
+}
+
+/* Call `run` on `threads` threads at once, this one with index 0; return when all have returned.
+ * There may be fewer threads if the system allows no more: a job must not rely on their number. */
+static void on_threads(int64_t threads, job *run, void *argument) {
+    struct pool *pool = pool_of(threads);
+    if (pool == NULL || pool->size == 0) {
+        run(argument, 0);
+        return;
+    }
+    pool->job = run;
+    pool->argument = argument;
+    pool->wanted = threads;
+    atomic_store_explicit(&pool->unfinished, pool->size, memory_order_relaxed);
+    publish_job(pool);
+    run(argument, 0);
+    int64_t spins = 0;
+    while (atomic_load_explicit(&pool->unfinished, memory_order_acquire) > 0) spin(&spins);
+}
+
+struct loop {
+    work *work;
+    const void *arguments;
+    int64_t count, portions;
+    _Atomic int64_t next;
+};
+
+static void run_loop(void *argument, int64_t index) {
+    struct loop *loop = argument;
+    (void)index;
+    for (int64_t portion; (portion = atomic_fetch_add_explicit(
+                               &loop->next, 1, memory_order_relaxed)) < loop->portions;)
+        loop->work(loop->arguments, loop->count * portion / loop->portions,
+                   loop->count * (portion + 1) / loop->portions);
+}
+
+void parallel_for(work *work, const void *arguments, int64_t count, int64_t portions,
+                  int64_t threads) {
     struct team *team = team_here;
     if (portions > count) portions = count;
     if (portions < 2 || threads == 1) {
         work(arguments, 0, count);
     } else if (team == NULL) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-        for (int64_t portion = 0; portion < portions; portion++)
-            work(arguments, count * portion / portions, count * (portion + 1) / portions);
+        struct loop loop = {work, arguments, count, portions, 0};
+        on_threads(threads, run_loop, &loop);
     } else {
         team->work = work;
         team->arguments = arguments;
@@ -71,21 +227,31 @@ void share(work *work, const void *arguments, int64_t count, int64_t portions, i
     }
 }
 
+struct step {
+    struct team team;
+    void (*lead)(void *);
+    void *arguments;
+};
+
+static void run_step(void *argument, int64_t index) {
+    struct step *step = argument;
+    if (index == 0) {
+        team_here = &step->team;
+        step->lead(step->arguments);
+        team_here = NULL;
+        atomic_store_explicit(&step->team.over, 1, memory_order_release);
+    } else {
+        int64_t spins = 0;
+        while (!atomic_load_explicit(&step->team.over, memory_order_acquire))
+            if (!take_portion(&step->team)) spin(&spins);
+    }
+}
+
 void with_team(int64_t threads, void (*lead)(void *), void *arguments) {
     if (threads == 1) {
         lead(arguments);
         return;
     }
-    struct team team = {.open = 0};
-#pragma omp parallel num_threads(threads)
-    if (omp_get_thread_num() == 0) {
-        team_here = &team;
-        lead(arguments);
-        team_here = NULL;
-        atomic_store_explicit(&team.over, 1, memory_order_release);
-    } else {
-        int64_t spins = 0;
-        while (!atomic_load_explicit(&team.over, memory_order_acquire))
-            if (!take_portion(&team)) spin(&spins);
-    }
+    struct step step = {.lead = lead, .arguments = arguments};
+    on_threads(threads, run_step, &step);
 }

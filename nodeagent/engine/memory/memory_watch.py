@@ -14,7 +14,7 @@ import torch
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.architecture.errors import CheckpointError
-from nodeagent.engine.scheduler.memory_ceiling import MemoryUse, refusal_reason, tightest
+from nodeagent.engine.memory.memory_ceiling import MemoryUse, refusal_reason, tightest
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _OWN_CGROUP: Final = Path("/proc/self/cgroup")

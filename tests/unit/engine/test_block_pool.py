@@ -1,4 +1,4 @@
-"""KV blocks: free xor held, holders counted, the least recently used prefix forgotten first."""
+"""The block pool: references are counted, and the least recently used prefix is evicted first."""
 
 import pytest
 from hypothesis import settings
@@ -11,7 +11,7 @@ TOTAL = 6
 
 
 class BlocksMachine(RuleBasedStateMachine):
-    """Takes, shares, publishes and releases at random against a plain model of who holds what."""
+    """Allocates, shares, caches and releases at random, checked against lists of references."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class BlocksMachine(RuleBasedStateMachine):
         self.owners: list[list[int]] = []
 
     @rule(fresh=st.integers(0, TOTAL + 1))
-    def take_fresh(self, fresh: int) -> None:
+    def allocate_fresh(self, fresh: int) -> None:
         free = self.blocks.free_blocks
         taken = self.blocks.allocate((), fresh)
         assert (taken is None) == (fresh > free)
@@ -28,26 +28,28 @@ class BlocksMachine(RuleBasedStateMachine):
         else:
             self.owners.append(taken)
 
-    @rule(chain=st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=3), fresh=st.integers(0, 3))
-    def take_remembered(self, chain: list[bytes], fresh: int) -> None:
-        remembered = self.blocks.match_prefix(list(dict.fromkeys(chain)))
-        held = self.blocks.used_blocks
-        taken = self.blocks.allocate(remembered, fresh)
+    @rule(
+        digests=st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=3), fresh=st.integers(0, 3)
+    )
+    def allocate_cached(self, digests: list[bytes], fresh: int) -> None:
+        cached = self.blocks.match_prefix(list(dict.fromkeys(digests)))
+        used = self.blocks.used_blocks
+        taken = self.blocks.allocate(cached, fresh)
         if taken is None:
-            assert self.blocks.used_blocks == held
+            assert self.blocks.used_blocks == used
         else:
-            assert taken[: len(remembered)] == remembered
+            assert taken[: len(cached)] == cached
             self.owners.append(taken)
 
     @rule(data=st.data(), digest=st.sampled_from([b"a", b"b", b"c"]))
-    def publish(self, data: st.DataObject, digest: bytes) -> None:
-        held = sorted({block for owner in self.owners for block in owner})
-        if held:
-            block = data.draw(st.sampled_from(held))
-            named = {d for d in (b"a", b"b", b"c") if self.blocks.match_prefix([d]) == [block]}
+    def cache(self, data: st.DataObject, digest: bytes) -> None:
+        used = sorted({block for owner in self.owners for block in owner})
+        if used:
+            block = data.draw(st.sampled_from(used))
+            known = {d for d in (b"a", b"b", b"c") if self.blocks.match_prefix([d]) == [block]}
             self.blocks.cache(block, digest)
-            # A block keeps its first name, and a name its first block.
-            assert bool(self.blocks.match_prefix([digest])) or named
+            # A block keeps its first digest, and a digest its first block.
+            assert bool(self.blocks.match_prefix([digest])) or known
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -63,7 +65,7 @@ class BlocksMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def write(self, data: st.DataObject) -> None:
-        """Whoever writes to a block that others hold parts from it first."""
+        """An owner that writes to a shared block replaces it by a copy first."""
         owner = data.draw(st.sampled_from(self.owners)) if self.owners else []
         at = data.draw(st.integers(0, len(owner) - 1)) if owner else -1
         if at < 0 or self.blocks.reference_count(owner[at]) == 1:
@@ -78,7 +80,7 @@ class BlocksMachine(RuleBasedStateMachine):
             assert all(self.blocks.match_prefix([digest]) != [own] for digest in (b"a", b"b", b"c"))
 
     @invariant()
-    def a_block_is_free_xor_held(self) -> None:
+    def a_block_is_either_free_or_used(self) -> None:
         counts = [sum(owner.count(block) for owner in self.owners) for block in range(TOTAL)]
         assert [self.blocks.reference_count(block) for block in range(TOTAL)] == counts
         assert self.blocks.free_blocks == counts.count(0) == TOTAL - self.blocks.used_blocks
@@ -93,7 +95,7 @@ TestBlocks = BlocksMachine.TestCase
 TestBlocks.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
 
 
-def test_what_was_used_least_recently_is_forgotten_first() -> None:
+def test_the_least_recently_used_block_is_evicted_first() -> None:
     blocks = BlockPool(3)
     taken = blocks.allocate((), 3)
     assert taken is not None
@@ -107,7 +109,7 @@ def test_what_was_used_least_recently_is_forgotten_first() -> None:
     assert blocks.match_prefix([b"a"]) == [taken[0]]
 
 
-def test_a_block_that_remembers_nothing_goes_before_a_remembered_one() -> None:
+def test_a_block_that_is_not_cached_is_allocated_before_a_cached_one() -> None:
     blocks = BlockPool(2)
     taken = blocks.allocate((), 2)
     assert taken is not None
@@ -117,12 +119,12 @@ def test_a_block_that_remembers_nothing_goes_before_a_remembered_one() -> None:
     assert blocks.match_prefix([b"a"]) == [taken[0]]
 
 
-def test_releasing_what_nobody_holds_is_an_error() -> None:
+def test_releasing_a_free_block_is_an_error() -> None:
     with pytest.raises(ValueError, match="cannot release block 0"):
         BlockPool(1).release([0])
 
 
-def test_nobody_parts_from_what_is_its_own_and_shares_what_nobody_holds() -> None:
+def test_only_shared_blocks_are_unshared_and_only_used_ones_are_shared() -> None:
     blocks = BlockPool(2)
     taken = blocks.allocate((), 1)
     assert taken is not None
@@ -132,16 +134,16 @@ def test_nobody_parts_from_what_is_its_own_and_shares_what_nobody_holds() -> Non
         blocks.add_reference([1])
 
 
-def test_what_is_forgotten_is_found_no_more_unless_another_holds_it() -> None:
+def test_uncached_blocks_are_not_matched_unless_they_are_shared() -> None:
     blocks = BlockPool(4)
-    mine = blocks.allocate((), 2)
-    assert mine is not None
-    for block, digest in zip(mine, (b"a", b"b"), strict=True):
+    own = blocks.allocate((), 2)
+    assert own is not None
+    for block, digest in zip(own, (b"a", b"b"), strict=True):
         blocks.cache(block, digest)
     shared = blocks.allocate(blocks.match_prefix((b"a",)), 0)
-    assert shared == mine[:1]
-    assert blocks.uncache(mine) == mine[1:]
-    assert blocks.match_prefix((b"a", b"b")) == mine[:1]
-    blocks.release(mine)
+    assert shared == own[:1]
+    assert blocks.uncache(own) == own[1:]
+    assert blocks.match_prefix((b"a", b"b")) == own[:1]
+    blocks.release(own)
     blocks.release(shared)
     assert blocks.used_blocks == 0

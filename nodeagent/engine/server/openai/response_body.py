@@ -1,4 +1,4 @@
-"""OpenAI answer bodies: chunks of a stream, whole completions, calls of tools, usage, errors."""
+"""OpenAI response bodies: chunks of a stream, complete answers, tool calls, usage, logprobs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,12 @@ from typing import Any
 
 import msgspec
 
-from nodeagent.engine.chat.call_parser import CallStarted, ContentText, OutputEvent, ToolCallParser
+from nodeagent.engine.chat.call_parser import (
+    CallStarted,
+    ContentText,
+    OutputEvent,
+    ToolCallParser,
+)
 from nodeagent.engine.core.generation import GenerationDelta
 from nodeagent.engine.sampling.sampler import SampledToken
 from nodeagent.engine.scheduler.sequence import FinishReason
@@ -17,21 +22,21 @@ _encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
 
 
-def sse(body: dict[str, Any]) -> bytes:
-    """Frame one server-sent event."""
+def sse_event(body: dict[str, Any]) -> bytes:
+    """Frame `body` as a server-sent event."""
     return b"data: " + _encode(body) + b"\n\n"
 
 
 @dataclass(slots=True)
 class ResponseChoice:
-    """One answer of a request, as far as it has come."""
+    """One of a request's answers, as far as it was generated."""
 
     index: int
-    reader: ToolCallParser | None = None
-    """Reads calls of tools out of the text, where the request has tools."""
+    parser: ToolCallParser | None = None
+    """Finds tool calls in the text, if the request has tools."""
     text: list[str] = field(default_factory=list)
-    spelled_chars: int = 0
-    """Characters of all tokens of which log-probabilities were told."""
+    offset_chars: int = 0
+    """Characters of the tokens whose log-probabilities were already emitted."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     sampled: list[SampledToken] = field(default_factory=list)
     output_tokens: int = 0
@@ -39,24 +44,23 @@ class ResponseChoice:
     finish: str | None = None
 
     def events(self, delta: GenerationDelta) -> list[OutputEvent]:
-        """Take `delta`; return what it says."""
+        """Take `delta` and return the content and calls that it makes certain."""
         self.output_tokens, self.cached_tokens = delta.output_tokens, delta.cached_tokens
         events: list[OutputEvent] = [ContentText(delta.text)] if delta.text else []
-        if self.reader is not None:
-            events = self.reader.feed(delta.text)
+        if self.parser is not None:
+            events = self.parser.feed(delta.text)
             if delta.finish is not None:
-                events += self.reader.flush()
+                events += self.parser.flush()
         if delta.finish is not None:
-            called = self.reader is not None and self.reader.calls > 0
-            self.finish = (
-                "tool_calls" if called and delta.finish is FinishReason.STOP else delta.finish
-            )
+            has_calls = self.parser is not None and self.parser.calls > 0
+            is_call_end = has_calls and delta.finish is FinishReason.STOP
+            self.finish = "tool_calls" if is_call_end else delta.finish
         return events
 
 
 @dataclass(slots=True)
 class CompletionResponse:
-    """What is answered to a request, chat or plain."""
+    """The response to a chat or a plain completion, streamed or complete."""
 
     id: str
     model: str
@@ -70,40 +74,41 @@ class CompletionResponse:
 
     @property
     def ended(self) -> bool:
-        """Whether all has come."""
+        """Whether every choice has ended."""
         return all(choice.finish is not None for choice in self.choices)
 
-    def opening(self) -> list[bytes]:
-        """Return the first chunks of a chat stream, which tell the role."""
+    def opening_chunks(self) -> list[bytes]:
+        """Return the first chunks of a chat stream, which give the role."""
         if not self.chat:
             return []
-        said = {"role": "assistant", "content": ""}
-        return [self._chunk(choice.index, said, None, None) for choice in self.choices]
+        delta = {"role": "assistant", "content": ""}
+        return [self._chunk(choice.index, delta, None, None) for choice in self.choices]
 
     def chunks(self, delta: GenerationDelta) -> list[bytes]:
-        """Return the chunks that `delta` is told by; none while its text is held back."""
+        """Return the stream's chunks for `delta`; none while its text is held back."""
         choice = self.choices[delta.choice]
         sampled = [delta.sampled] if self.logprobs and delta.sampled else []
-        parts = [self._part(event) for event in choice.events(delta)]
+        parts = [self._chunk_delta(event) for event in choice.events(delta)]
         if sampled and not parts:
             parts = [{"content": ""}]
         logprobs = self._logprobs(choice, sampled) if self.logprobs and parts else None
         frames = [
-            self._chunk(choice.index, part, None if place else logprobs, None)
-            for place, part in enumerate(parts)
+            self._chunk(choice.index, part, None if number else logprobs, None)
+            for number, part in enumerate(parts)
         ]
         if choice.finish is not None:
             frames.append(self._chunk(choice.index, {}, None, choice.finish))
         return frames
 
-    def closing(self, prompt_tokens: int) -> bytes:
-        """Return the end of the stream: usage where asked for, then the mark."""
+    def closing_chunks(self, prompt_tokens: int) -> bytes:
+        """Return the end of the stream: the usage if the client wants it, then `[DONE]`."""
         if not self.include_usage:
             return DONE
-        return sse({**self._head(True), "choices": [], "usage": self._usage(prompt_tokens)}) + DONE
+        usage = self._usage(prompt_tokens)
+        return sse_event({**self._head(is_stream=True), "choices": [], "usage": usage}) + DONE
 
     def collect(self, delta: GenerationDelta) -> None:
-        """Keep `delta` for a whole answer."""
+        """Keep `delta` for a complete response."""
         choice = self.choices[delta.choice]
         for event in choice.events(delta):
             if isinstance(event, ContentText):
@@ -115,13 +120,13 @@ class CompletionResponse:
         if self.logprobs and delta.sampled:
             choice.sampled.append(delta.sampled)
 
-    def whole(self, prompt_tokens: int) -> bytes:
-        """Return the body of an answer that is not streamed."""
-        choices = [self._whole(choice) for choice in self.choices]
+    def complete_body(self, prompt_tokens: int) -> bytes:
+        """Return the body of a response that is not streamed."""
+        choices = [self._complete_choice(choice) for choice in self.choices]
         usage = self._usage(prompt_tokens)
-        return _encode({**self._head(False), "choices": choices, "usage": usage})
+        return _encode({**self._head(is_stream=False), "choices": choices, "usage": usage})
 
-    def _whole(self, choice: ResponseChoice) -> dict[str, Any]:
+    def _complete_choice(self, choice: ResponseChoice) -> dict[str, Any]:
         text = "".join(choice.text)
         body: dict[str, Any] = {"index": choice.index}
         if self.chat:
@@ -137,7 +142,7 @@ class CompletionResponse:
         return body
 
     def _usage(self, prompt_tokens: int) -> dict[str, Any]:
-        """Return the usage object: each prompt once, all that was put out."""
+        """Return the usage object: each prompt once, and the output of every choice."""
         output_tokens = sum(choice.output_tokens for choice in self.choices)
         cached_tokens = sum(choice.cached_tokens for choice in self.choices)
         return {
@@ -147,8 +152,8 @@ class CompletionResponse:
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
 
-    def _part(self, event: OutputEvent) -> dict[str, Any]:
-        """Return the delta that tells `event` in a stream."""
+    def _chunk_delta(self, event: OutputEvent) -> dict[str, Any]:
+        """Return the `delta` of the chunk for `event`."""
         if isinstance(event, ContentText):
             return {"content": event.text}
         if isinstance(event, CallStarted):
@@ -159,10 +164,10 @@ class CompletionResponse:
         function = {"name": event.name, "arguments": ""}
         return {"id": self.new_call_id(), "type": "function", "function": function}
 
-    def _head(self, stream: bool) -> dict[str, Any]:
+    def _head(self, *, is_stream: bool) -> dict[str, Any]:
         kind = "text_completion"
         if self.chat:
-            kind = "chat.completion.chunk" if stream else "chat.completion"
+            kind = "chat.completion.chunk" if is_stream else "chat.completion"
         return {"id": self.id, "object": kind, "created": self.created_s, "model": self.model}
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, finish: str | None) -> bytes:
@@ -173,38 +178,38 @@ class CompletionResponse:
             choice["text"] = delta.get("content", "")
         choice["logprobs"] = logprobs
         choice["finish_reason"] = finish
-        body = {**self._head(True), "choices": [choice]}
+        body = {**self._head(is_stream=True), "choices": [choice]}
         if self.include_usage:
             body["usage"] = None
-        return sse(body)
+        return sse_event(body)
 
     def _logprobs(self, choice: ResponseChoice, sampled: list[SampledToken]) -> dict[str, Any]:
         if self.chat:
-            return {"content": [self._entry(one) for one in sampled], "refusal": None}
+            return {"content": [self._chat_logprob(token) for token in sampled], "refusal": None}
         offsets: list[int] = []
-        for one in sampled:
-            offsets.append(choice.spelled_chars)
-            choice.spelled_chars += len(self._spell(one.token))
+        for token in sampled:
+            offsets.append(choice.offset_chars)
+            choice.offset_chars += len(self._token_text(token.token))
         return {
-            "tokens": [self._spell(one.token) for one in sampled],
-            "token_logprobs": [one.logprob for one in sampled],
+            "tokens": [self._token_text(token.token) for token in sampled],
+            "token_logprobs": [token.logprob for token in sampled],
             # The sampled token is always among them.
             "top_logprobs": [
-                {self._spell(t): p for t, p in ((one.token, one.logprob), *one.top)}
-                for one in sampled
+                {self._token_text(t): p for t, p in ((token.token, token.logprob), *token.top)}
+                for token in sampled
             ],
             "text_offset": offsets,
         }
 
-    def _entry(self, one: SampledToken) -> dict[str, Any]:
-        top = [self._alternative(token, logprob) for token, logprob in one.top]
-        return {**self._alternative(one.token, one.logprob), "top_logprobs": top}
+    def _chat_logprob(self, sampled: SampledToken) -> dict[str, Any]:
+        top = [self._alternative(token, logprob) for token, logprob in sampled.top]
+        return {**self._alternative(sampled.token, sampled.logprob), "top_logprobs": top}
 
     def _alternative(self, token: int, logprob: float | None) -> dict[str, Any]:
         raw = self.vocabulary.token_bytes(token)
-        return {"token": self._spell(token), "logprob": logprob, "bytes": list(raw)}
+        return {"token": self._token_text(token), "logprob": logprob, "bytes": list(raw)}
 
-    def _spell(self, token: int) -> str:
+    def _token_text(self, token: int) -> str:
         raw = self.vocabulary.token_bytes(token)
         if raw:
             return raw.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The bridge to the step thread: clients who do not read are cut, a failed step is told."""
+"""The generation thread and its open requests: slow clients are cut, failed steps reported."""
 
 import asyncio
 import threading
@@ -19,15 +19,16 @@ from nodeagent.engine.scheduler.batch import StepLimits
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import StopConditions
 from nodeagent.engine.server.inflight_limit import InflightLimit
-from nodeagent.engine.server.open_requests import OpenRequests, PreparedRequest
-from nodeagent.engine.server.request_body import GenerationOptions
+from nodeagent.engine.server.open_requests import OpenRequests
+from nodeagent.engine.server.openai.generation_options import GenerationOptions
+from nodeagent.engine.server.prepared_request import PreparedRequest, Prompt
 from tests.unit.engine.test_text import VOCABULARY
 
-ASK = GenerationOptions(SamplingParams(), 4, (), frozenset(), False, True, False)
+OPTIONS = GenerationOptions(SamplingParams(), 4, (), frozenset(), False, True, False)
 
 
 class Outbox:
-    """Notes what would go to the step thread."""
+    """Records what would go to the step thread."""
 
     def __init__(self) -> None:
         self.submitted: list[Generation] = []
@@ -41,11 +42,15 @@ class Outbox:
 
 
 def open_one(clients: OpenRequests, outbox: Any, aborted: list[int]) -> Any:
-    ending = StopConditions(4, frozenset())
-    return clients.open(outbox, PreparedRequest(ASK, [([1, 2], ending)]), lambda: aborted.append(1))
+    stop_conditions = StopConditions(4, frozenset())
+    return clients.open(
+        outbox,
+        PreparedRequest(OPTIONS, [Prompt([1, 2], stop_conditions)]),
+        lambda: aborted.append(1),
+    )
 
 
-async def test_who_does_not_read_is_cut_and_cancelled() -> None:
+async def test_a_client_that_does_not_read_is_cut_and_cancelled() -> None:
     inflight = InflightLimit(2)
     clients = OpenRequests(VOCABULARY, inflight, queue_max=3)
     outbox = Outbox()
@@ -53,27 +58,27 @@ async def test_who_does_not_read_is_cut_and_cancelled() -> None:
     client = open_one(clients, outbox, aborted)
     (number,) = client.numbers
     clients.publish([GenerationDelta(number, "x", None, 1, 0)] * 3)
-    await turn()
+    await run_event_loop()
     assert not aborted
     clients.publish([GenerationDelta(number, "x", None, 1, 0)])
-    await turn()
+    await run_event_loop()
     clients.publish([GenerationDelta(number, "x", None, 1, 0)] * 2)
-    await turn()
-    assert (aborted, clients.cut_total) == ([1], 1), "it is cut once, however much follows"
+    await run_event_loop()
+    assert (aborted, clients.cut_total) == ([1], 1), "it is cut only once"
     assert client.deltas.qsize() == 3
     clients.close(outbox, client)  # type: ignore[arg-type]
     assert outbox.cancelled == [number]
-    assert await inflight.wait_empty(1)
+    assert await inflight.wait_idle(1)
 
 
-async def turn() -> None:
-    """Let the event loop run what is due."""
+async def run_event_loop() -> None:
+    """Let the event loop run its scheduled callbacks."""
     due = asyncio.Event()
     asyncio.get_running_loop().call_soon(due.set)
     await due.wait()
 
 
-async def test_one_more_than_the_limit_is_refused_and_so_is_all_while_draining() -> None:
+async def test_requests_above_the_limit_and_while_draining_are_refused() -> None:
     inflight = InflightLimit(1)
     clients = OpenRequests(VOCABULARY, inflight, queue_max=3)
     outbox = Outbox()
@@ -83,38 +88,38 @@ async def test_one_more_than_the_limit_is_refused_and_so_is_all_while_draining()
     assert full.value.code is ErrorCode.OUT_OF_CAPACITY
     inflight.draining = True
     with pytest.raises(ApiError) as draining:
-        inflight.admit()
+        inflight.check()
     assert draining.value.code is ErrorCode.UNAVAILABLE
 
 
-async def test_several_answers_are_one_client_and_go_together() -> None:
+async def test_several_answers_belong_to_one_client_and_end_together() -> None:
     inflight = InflightLimit(4)
     clients = OpenRequests(VOCABULARY, inflight, queue_max=1)
     outbox = Outbox()
-    ask = replace(ASK, params=SamplingParams(seed=5), choices=2)
-    ending = StopConditions(4, frozenset())
+    options = replace(OPTIONS, params=SamplingParams(seed=5), answers_per_prompt=2)
+    stop_conditions = StopConditions(4, frozenset())
     client = clients.open(
         outbox,  # type: ignore[arg-type]
-        PreparedRequest(ask, [([1, 2], ending), ([3], ending)]),
+        PreparedRequest(options, [Prompt([1, 2], stop_conditions), Prompt([3], stop_conditions)]),
         lambda: None,
     )
-    everyone = [one for first in outbox.submitted for one in (first, *first.forks)]
+    answers = [answer for first in outbox.submitted for answer in (first, *first.forks)]
     assert [len(first.forks) for first in outbox.submitted] == [1, 1]
-    assert [one.sequence.tokens for one in everyone] == [[1, 2], [1, 2], [3], [3]]
-    assert [one.sampler.params.seed for one in everyone] == [5, 6, 7, 8]
-    assert [one.choice for one in everyone] == [0, 1, 2, 3]
-    assert (client.prompt_tokens, inflight.open) == (3, 4)
+    assert [answer.sequence.tokens for answer in answers] == [[1, 2], [1, 2], [3], [3]]
+    assert [answer.sampler.params.seed for answer in answers] == [5, 6, 7, 8]
+    assert [answer.choice for answer in answers] == [0, 1, 2, 3]
+    assert (client.prompt_tokens, inflight.in_flight) == (3, 4)
     with pytest.raises(ApiError, match="cannot queue 1 more: 4 are"):
-        inflight.admit()
+        inflight.check()
     clients.publish([GenerationDelta(number, "x", None, 1, 0) for number in client.numbers])
-    await turn()
+    await run_event_loop()
     assert client.deltas.qsize() == 4
     clients.close(outbox, client)  # type: ignore[arg-type]
-    assert outbox.cancelled == [one.number for one in everyone]
-    assert inflight.open == 0
+    assert outbox.cancelled == [answer.number for answer in answers]
+    assert inflight.in_flight == 0
 
 
-def test_a_failed_step_is_told_and_ends_the_thread() -> None:
+def test_a_failed_step_is_reported_and_ends_the_thread() -> None:
     class Broken:
         def begin(self, batch: object) -> None:
             raise RuntimeError("the device is gone")
@@ -123,26 +128,25 @@ def test_a_failed_step_is_told_and_ends_the_thread() -> None:
     engine = EngineCore(Broken(), BatchScheduler(StepLimits(8, 2), BlockPool(4)))  # type: ignore[arg-type]
     worker = GenerationThread(engine, lambda deltas: None, died.set)
     worker.start()
-    clients_less = Outbox()
-    asyncio.run(_submit(worker, clients_less))
+    asyncio.run(_submit(worker, Outbox()))
     assert died.wait(5)
     assert worker.died
     assert worker.stop(5)
 
 
 class Files:
-    """Files that hold of every prompt something, and are read when the test says so."""
+    """A mover whose files have a block of every prompt; the test decides when they are read."""
 
     files = True
 
     def __init__(self) -> None:
-        self.then: list[Any] = []
+        self.callbacks: list[Any] = []
 
     def only_in_files(self, digests: object, on_device: object) -> list[bytes]:
         return [b"digest"]
 
-    def read_ahead(self, digests: list[bytes], then: Any) -> bool:
-        self.then.append(then)
+    def read_ahead(self, digests: list[bytes], on_read: Any) -> bool:
+        self.callbacks.append(on_read)
         return True
 
 
@@ -159,53 +163,53 @@ async def test_an_idle_engine_is_not_stalled_once_a_prompt_is_read_from_files(
     await _submit(worker, Outbox())
     assert (worker.has_work(), worker.idle_s()) == (True, 0.0)
     now_s[0] += 10.0
-    assert worker.idle_s() == 10.0, "a file that cannot be read is an outage like any"
-    mover.then[0]([b"digest"], None)
-    assert (worker.has_work(), worker.idle_s()) == (True, 10.0), "read, and not begun"
+    assert worker.idle_s() == 10.0, "a file that is not read stalls the engine"
+    mover.callbacks[0]([b"digest"], None)
+    assert (worker.has_work(), worker.idle_s()) == (True, 10.0), "read, but not begun"
 
 
-async def test_one_that_is_given_up_as_its_blocks_have_been_read_is_not_begun_after() -> None:
+async def test_a_generation_cancelled_while_its_blocks_are_read_does_not_begin() -> None:
     mover, runner = Files(), object()
     engine = EngineCore(runner, BatchScheduler(StepLimits(8, 2), BlockPool(4)), mover)  # type: ignore[arg-type]
     worker = GenerationThread(engine, lambda deltas: None, lambda: None)
     await _submit(worker, Outbox())
-    gives_up = threading.Thread(target=worker.cancel, args=(1,))
+    canceller = threading.Thread(target=worker.cancel, args=(1,))
     send = worker._send
 
-    def meanwhile(message: Any) -> None:
-        if not gives_up.is_alive() and message != 1:
-            gives_up.start()
-            gives_up.join(0.2)
+    def cancel_then_send(message: Any) -> None:
+        if not canceller.is_alive() and message != 1:
+            canceller.start()
+            canceller.join(0.2)
         send(message)
 
-    worker._send = meanwhile  # type: ignore[method-assign]
-    mover.then[0]([b"digest"], None)
-    gives_up.join()
+    worker._send = cancel_then_send  # type: ignore[method-assign]
+    mover.callbacks[0]([b"digest"], None)
+    canceller.join()
     assert worker._inbox[-1] == 1
 
 
-async def test_nobody_waits_while_blocks_are_taken_in() -> None:
+async def test_a_cancellation_does_not_wait_while_blocks_are_imported() -> None:
     mover, runner = Files(), object()
     engine = EngineCore(runner, BatchScheduler(StepLimits(8, 2), BlockPool(4)), mover)  # type: ignore[arg-type]
     worker = GenerationThread(engine, lambda deltas: None, lambda: None)
-    takes, may_go_on = threading.Event(), threading.Event()
+    importing, may_continue = threading.Event(), threading.Event()
 
     def import_blocks(digests: list[bytes], contents: object) -> None:
-        takes.set()
-        assert may_go_on.wait(5)
+        importing.set()
+        assert may_continue.wait(5)
 
     mover.import_blocks = import_blocks  # type: ignore[attr-defined]
     engine.submit = lambda generation: None  # type: ignore[method-assign]
     worker.start()
     await _submit(worker, Outbox())
-    mover.then[0]([b"digest"], object())
-    assert takes.wait(5)
+    mover.callbacks[0]([b"digest"], object())
+    assert importing.wait(5)
     other = threading.Thread(target=worker.cancel, args=(2,))
     other.start()
     other.join(1.0)
-    waits = other.is_alive()
-    may_go_on.set()
-    assert not waits
+    is_blocked = other.is_alive()
+    may_continue.set()
+    assert not is_blocked
     assert worker.stop(5)
 
 
@@ -215,9 +219,9 @@ async def _submit(worker: GenerationThread, outbox: Outbox) -> None:
     worker.submit(outbox.submitted[0])
 
 
-def test_rates_count_only_the_steps_they_dominate() -> None:
+def test_rates_measure_only_the_steps_that_they_dominate() -> None:
     rates = StepRates()
-    # The first of each kind is cold: it would make a replica just come up seem slow for long.
+    # The first step of each kind is cold, and would make a new replica seem slow for long.
     rates.record_step(StepOutput([], 100, 0, 100), 5.0, 1.0)
     rates.record_step(StepOutput([], 0, 8, 11), 2.0, 1.0)
     assert (rates.prefill.per_s, rates.decode.per_s) == (0.0, 0.0)
@@ -229,7 +233,7 @@ def test_rates_count_only_the_steps_they_dominate() -> None:
     assert (rates.steps, rates.seconds, rates.rows) == (5, 17.5, 222)
 
 
-def test_who_is_thought_slow_is_as_fast_as_its_like_once_nobody_asks_it() -> None:
+def test_an_old_rate_is_forgotten_and_measured_anew() -> None:
     rates = StepRates()
     for _ in range(20):
         rates.record_step(StepOutput([], 100, 0, 100), 100.0, now_s=1.0)
@@ -237,8 +241,8 @@ def test_who_is_thought_slow_is_as_fast_as_its_like_once_nobody_asks_it() -> Non
     later_s = 1.0
     while rates.are_known(later_s):
         later_s += 10.0
-        # An agent asks an idle engine for a token, which measures nothing.
+        # The agent asks an idle engine for a single token, which measures nothing.
         rates.record_step(StepOutput([], 8, 0, 8), 0.1, later_s)
     rates.record_step(StepOutput([], 100, 0, 100), 0.1, later_s)
     assert rates.are_known(later_s)
-    assert rates.prefill.per_s == 1000.0, "the next step shows how fast it is"
+    assert rates.prefill.per_s == 1000.0, "the next step measures the real rate"

@@ -1,4 +1,4 @@
-"""Several steps under way at once, one in each stage: the answers are what they would have been."""
+"""Several batches in flight, one per pipeline stage: the outputs are those of one at a time."""
 
 from collections.abc import Callable
 
@@ -25,20 +25,20 @@ DRAWN = SamplingParams(temperature=1.0, seed=3)
 
 
 class Stages:
-    """A runner that is watched: which batches are under way, and that they end in their order."""
+    """A runner that records the batches in flight, and checks that they finish in order."""
 
     def __init__(self, blocks: int) -> None:
         self._runner = ModelRunner(llama(1), blocks, "cpu", torch.float32)
-        self.underway: list[Batch] = []
+        self.in_flight: list[Batch] = []
         self.seen: list[list[Batch]] = []
 
     def begin(self, batch: Batch) -> Callable[[], Tensor]:
-        self.underway.append(batch)
-        self.seen.append(list(self.underway))
+        self.in_flight.append(batch)
+        self.seen.append(list(self.in_flight))
         logits = self._runner.run(batch)
 
         def wait() -> Tensor:
-            assert self.underway.pop(0) is batch
+            assert self.in_flight.pop(0) is batch
             return logits
 
         return wait
@@ -47,10 +47,10 @@ class Stages:
         self._runner.clear(blocks)
 
 
-def staged(underway: int, blocks: int = 64, seed: int | None = None) -> tuple[EngineCore, Stages]:
+def staged(batches: int, blocks: int = 64, seed: int | None = None) -> tuple[EngineCore, Stages]:
     stages = Stages(blocks)
     engine = engine_of(drafting_with(seed, blocks), blocks, stages, StepLimits(24, 12))  # type: ignore[arg-type]
-    engine.scheduler.pipeline_depth = PipelineDepth(underway)
+    engine.scheduler.pipeline_depth = PipelineDepth(batches)
     return engine, stages
 
 
@@ -58,27 +58,27 @@ def staged(underway: int, blocks: int = 64, seed: int | None = None) -> tuple[En
     ("params", "blocks", "seed"),
     [(GREEDY, 9, None), (GREEDY, 64, 2), (DRAWN, 64, None), (DRAWN, 9, 1)],
 )
-def test_the_answers_are_those_of_one_step_at_a_time(
+def test_outputs_equal_those_of_one_batch_at_a_time(
     params: SamplingParams, blocks: int, seed: int | None
 ) -> None:
-    told = []
-    for underway in (1, 3):
-        engine, _ = staged(underway, blocks, seed)
-        held = [submit(engine, n, p, params) for n, p in enumerate(prompts(5))]
+    outputs = []
+    for batches in (1, 3):
+        engine, _ = staged(batches, blocks, seed)
+        sequences = [submit(engine, n, p, params) for n, p in enumerate(prompts(5))]
         run(engine)
-        told.append([sequence.tokens for sequence in held])
+        outputs.append([sequence.tokens for sequence in sequences])
         assert (engine.scheduler.queues.preemptions > 0) is (blocks == 9)
-    assert told[0] == told[1]
+    assert outputs[0] == outputs[1]
 
 
-def test_decodes_fall_into_even_parts_and_a_prompts_chunks_follow_one_another() -> None:
+def test_decodes_are_divided_evenly_and_prompt_chunks_follow_each_other() -> None:
     engine, stages = staged(2)
     for number, prompt in enumerate(prompts(6)):
         submit(engine, number, prompt, tokens_max=12)
     run(engine)
     pairs = [pair for pair in stages.seen if len(pair) == 2]
-    # Between the last prompt and the first end.
-    decodes = [pair for pair in pairs if [one.tokens for one in pair] == [3, 3]]
+    # After the last prompt and before the first sequence ends.
+    decodes = [pair for pair in pairs if [batch.tokens for batch in pair] == [3, 3]]
     assert len(decodes) > 10
     for first, second in decodes:
         assert len(first.decodes) == len(second.decodes) == 3
@@ -86,11 +86,11 @@ def test_decodes_fall_into_even_parts_and_a_prompts_chunks_follow_one_another() 
     stages.seen.clear()
     submit(engine, 9, list(range(90)), tokens_max=2)
     run(engine)
-    starts = [[one.chunks[0].start for one in pair] for pair in stages.seen]
+    starts = [[batch.chunks[0].start for batch in pair] for pair in stages.seen]
     assert starts[:4] == [[0], [0, 24], [24, 48], [48, 72]]
 
 
-def test_what_was_computed_for_one_that_left_is_nobodys() -> None:
+def test_results_for_a_cancelled_sequence_are_discarded() -> None:
     engine, stages = staged(2)
     alone, _ = staged(1)
     first, second, third = prompts(3)
@@ -98,35 +98,35 @@ def test_what_was_computed_for_one_that_left_is_nobodys() -> None:
     run(alone)
     left = submit(engine, 1, first)
     stays = submit(engine, 2, second)
-    while not any(chunk.sequence is left for one in stages.underway for chunk in one.chunks):
+    while not any(chunk.sequence is left for batch in stages.in_flight for chunk in batch.chunks):
         engine.step()
     engine.cancel(1)
-    # Who comes next gets its blocks while they are still written.
+    # The next sequence gets its blocks while they are still being written.
     submit(engine, 3, third)
     while engine.has_work:
         assert all(delta.number != 1 for delta in engine.step().deltas)
     assert stays.tokens == wanted.tokens
-    assert (engine.scheduler.pool.used_blocks, stages.underway) == (0, [])
+    assert (engine.scheduler.pool.used_blocks, stages.in_flight) == (0, [])
 
 
-def test_the_way_that_serves_more_is_found_for_each_size_and_the_other_tried_again() -> None:
+def test_the_faster_depth_is_found_for_each_size_and_the_other_is_retried() -> None:
     def seconds(rows: int, count: int) -> float:
-        # Up to four rows a batch cost what one does; many cost each its own.
+        # A batch of up to four rows costs as much as one row; larger batches cost per row.
         return max(rows / count, 4.0) if count > 1 else 2 * max(rows, 4.0) * 0.9
 
-    underway = PipelineDepth(2)
-    assert underway.choose(1, has_prompts=False) == underway.choose(8, has_prompts=True) == 2
+    depth = PipelineDepth(2)
+    assert depth.choose(1, has_prompts=False) == depth.choose(8, has_prompts=True) == 2
     for rows, better in ((5, 1), (64, 2)):
         chosen = []
         for _ in range(400):
-            count = underway.choose(rows, has_prompts=False)
+            count = depth.choose(rows, has_prompts=False)
             chosen.append(count)
-            underway.record_step(rows // count, seconds(rows, count))
+            depth.record_step(rows // count, seconds(rows, count))
         assert chosen[0] == 2
         assert set(chosen) == {1, 2}
         assert chosen.count(better) > 350, rows
         assert chosen[-1] == better
     for _ in range(1200):
-        count = underway.choose(64, has_prompts=False)
-        underway.record_step(64 // count, 1.0 if count == 1 else 8.0)
+        count = depth.choose(64, has_prompts=False)
+        depth.record_step(64 // count, 1.0 if count == 1 else 8.0)
     assert count == 1

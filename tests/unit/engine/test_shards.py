@@ -1,4 +1,4 @@
-"""How a model is split: every weight has its place, and what cannot be split is said."""
+"""How a model is split: every weight is on some rank, and impossible splits are refused."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,49 +32,51 @@ SHAPE = DecoderShape(
 
 
 @given(tensor=st.sampled_from([1, 2, 4, 12]), pipeline=st.integers(1, 7), data=st.data())
-def test_shares_make_up_the_whole(tensor: int, pipeline: int, data: st.DataObject) -> None:
+def test_shards_make_up_the_whole_model(tensor: int, pipeline: int, data: st.DataObject) -> None:
     expert = data.draw(st.sampled_from([n for n in (1, 2) if tensor % n == 0]))
     split = ParallelConfig(tensor, pipeline, expert)
     split.check(SHAPE)
-    shares = [ModelShard(SHAPE, split, rank) for rank in range(split.ranks)]
-    assert {layer for share in shares for layer in share.layers} == set(range(7))
+    shards = [ModelShard(SHAPE, split, rank) for rank in range(split.ranks)]
+    assert {layer for shard in shards for layer in shard.layers} == set(range(7))
     for stage in range(pipeline):
-        ranks = shares[stage * tensor : (stage + 1) * tensor]
-        assert [head for share in ranks for head in share.heads] == list(range(12))
-        assert [token for share in ranks for token in share.tokens] == list(range(101))
-        assert {head for share in ranks for head in share.kv_heads} == set(range(4))
-        # Each expert's each column is somewhere, and once.
-        held = []
-        for share in ranks:
-            cut = share.slice_of("model.layers.0.mlp.experts.0.down_proj.weight", (64, 1))
-            columns = range(cut.start, cut.end) if cut else range(96)
-            held += [(expert, column) for expert in share.experts for column in columns]
-        assert sorted(held) == [(expert, column) for expert in range(6) for column in range(96)]
-    for share in shares:
-        assert share.shape.heads // share.shape.kv_heads * share.shape.kv_heads == len(share.heads)
-        # The KV head of each query head is here.
-        assert {head // 3 for head in share.heads} == set(share.kv_heads)
+        ranks = shards[stage * tensor : (stage + 1) * tensor]
+        assert [head for shard in ranks for head in shard.heads] == list(range(12))
+        assert [token for shard in ranks for token in shard.tokens] == list(range(101))
+        assert {head for shard in ranks for head in shard.kv_heads} == set(range(4))
+        # Every column of every expert is on exactly one rank.
+        columns_held = []
+        for shard in ranks:
+            part = shard.slice_of("model.layers.0.mlp.experts.0.down_proj.weight", (64, 1))
+            columns = range(part.start, part.end) if part else range(96)
+            columns_held += [(expert, column) for expert in shard.experts for column in columns]
+        assert sorted(columns_held) == [
+            (expert, column) for expert in range(6) for column in range(96)
+        ]
+    for shard in shards:
+        assert shard.shape.heads // shard.shape.kv_heads * shard.shape.kv_heads == len(shard.heads)
+        # The rank has the KV head of each of its query heads.
+        assert {head // 3 for head in shard.heads} == set(shard.kv_heads)
 
 
-def test_a_cut_is_of_rows_or_of_columns() -> None:
-    share = ModelShard(SHAPE, ParallelConfig(tensor=2), rank=1)
-    rows = share.slice_of("model.layers.3.self_attn.k_proj.weight", (16, 64))
+def test_a_weight_is_sliced_along_rows_or_columns() -> None:
+    shard = ModelShard(SHAPE, ParallelConfig(tensor=2), rank=1)
+    rows = shard.slice_of("model.layers.3.self_attn.k_proj.weight", (16, 64))
     assert rows is not None
     assert (rows.whole, rows.axis, rows.start, rows.end) == ((32, 64), 0, 16, 32)
-    bias = share.slice_of("model.layers.3.self_attn.q_proj.bias", (48,))
+    bias = shard.slice_of("model.layers.3.self_attn.q_proj.bias", (48,))
     assert bias is not None
     assert (bias.whole, bias.shape, bias.start) == ((96,), (48,), 48)
-    columns = share.slice_of("model.layers.3.self_attn.o_proj.weight", (64, 48))
+    columns = shard.slice_of("model.layers.3.self_attn.o_proj.weight", (64, 48))
     assert columns is not None
     assert (columns.whole, columns.axis, columns.start) == ((64, 96), 1, 48)
     assert columns.shape == (64, 48)
-    assert share.slice_of("model.layers.3.input_layernorm.weight", (64,)) is None
-    assert share.slice_of("model.layers.3.mlp.gate.weight", (6, 64)) is None
+    assert shard.slice_of("model.layers.3.input_layernorm.weight", (64,)) is None
+    assert shard.slice_of("model.layers.3.mlp.gate.weight", (6, 64)) is None
     assert ModelShard(SHAPE).slice_of("lm_head.weight", (101, 64)) is None
 
 
 @pytest.mark.parametrize(
-    ("split", "change", "said"),
+    ("split", "change", "error"),
     [
         (ParallelConfig(tensor=5), {}, "tensor_parallel 5: 12 heads do not divide by it"),
         (ParallelConfig(tensor=6), {}, "4 KV heads neither divide by it nor into it"),
@@ -90,22 +92,22 @@ def test_a_cut_is_of_rows_or_of_columns() -> None:
         (ParallelConfig(tensor=2, expert=2), {"experts": 0}, "its no experts must divide"),
     ],
 )
-def test_what_cannot_be_split_is_refused(
-    split: ParallelConfig, change: dict[str, Any], said: str
+def test_an_impossible_split_is_refused(
+    split: ParallelConfig, change: dict[str, Any], error: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=error):
         split.check(replace(SHAPE, **change))
 
 
-def test_a_step_is_told_whole() -> None:
+def test_a_step_command_contains_the_whole_batch() -> None:
     decode = Sequence(1, [5, 6, 7], StopConditions(9, frozenset()), computed_tokens=2, blocks=[4])
     prompt = Sequence(2, list(range(20)), StopConditions(9, frozenset()), blocks=[2, 3])
     verified = BatchChunk(decode, 2, 3, (8, 9))
     batch = Batch((BatchChunk(decode, 2, 1),), (BatchChunk(prompt, 0, 18),), verifies=(verified,))
-    order = msgspec.msgpack.decode(msgspec.msgpack.encode(run_step_command(batch)), type=Command)
-    assert isinstance(order, RunStep)
-    assert len(order.chunks) == 3
-    for told_piece, chunk in zip(order.chunks, batch.chunks, strict=True):
-        assert told_piece.blocks == chunk.sequence.blocks
+    command = msgspec.msgpack.decode(msgspec.msgpack.encode(run_step_command(batch)), type=Command)
+    assert isinstance(command, RunStep)
+    assert len(command.chunks) == 3
+    for sent, chunk in zip(command.chunks, batch.chunks, strict=True):
+        assert sent.blocks == chunk.sequence.blocks
         for name in ("start", "tokens", "ids", "drafts", "samples"):
-            assert getattr(told_piece, name) == getattr(chunk, name)
+            assert getattr(sent, name) == getattr(chunk, name)

@@ -1,6 +1,6 @@
-"""Bodies of `/v1/embeddings` (OpenAI's) and `/v1/rerank` (Cohere's and Jina's), and their answers.
+"""Bodies of `/v1/embeddings` (OpenAI's) and of `/v1/rerank` (Cohere's and Jina's).
 
-Rule: what the model cannot do is refused in words, never silently ignored.
+A field that the model cannot honour is refused, never ignored.
 """
 
 import base64
@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from nodeagent.engine.server.request_body import invalid_request
+from nodeagent.engine.server.openai.request_errors import invalid_request
 
 INPUTS_MAX: Final = 2048
 DOCUMENTS_MAX: Final = 1024
@@ -29,7 +29,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
 
 
 class RerankDocument(msgspec.Struct):
-    """A document that comes with more than its text."""
+    """A document given as an object, which may have fields beside its text."""
 
     text: str
 
@@ -48,39 +48,42 @@ embedding_decoder: Final = msgspec.json.Decoder(EmbeddingBody)
 rerank_decoder: Final = msgspec.json.Decoder(RerankBody)
 
 
-def inputs_of(body: EmbeddingBody) -> list[str] | list[list[int]]:
-    """Return the inputs: all texts, or all lists of token ids."""
+def embedding_inputs(body: EmbeddingBody) -> list[str] | list[list[int]]:
+    """Return the inputs: all as texts, or all as lists of token ids. Raises ApiError."""
     given: Any = body.input
     if isinstance(given, str) or all(type(item) is int for item in given):
         given = [given]
     if len(given) > INPUTS_MAX:
         raise invalid_request(
-            "input", f"cannot embed {len(given)} inputs: {INPUTS_MAX} are the most"
+            "input", f"cannot use field 'input': {len(given)} inputs, the limit is {INPUTS_MAX}"
         )
-    texts = all(isinstance(item, str) for item in given)
-    if not texts and not all(isinstance(item, list) for item in given):
+    are_texts = all(isinstance(item, str) for item in given)
+    if not are_texts and not all(isinstance(item, list) for item in given):
         raise invalid_request(
-            "input", "cannot read input: it must be texts only, or lists of token ids only"
+            "input", "cannot use field 'input': expected only texts, or only lists of token ids"
         )
-    empty = next((at for at, item in enumerate(given) if not item), None)
+    empty = next((index for index, item in enumerate(given) if not item), None)
     if empty is not None:
-        raise invalid_request("input", f"cannot embed input {empty}: it is empty")
+        raise invalid_request("input", f"cannot use field 'input': input {empty} is empty")
     return list(given)
 
 
-def documents_of(body: RerankBody) -> list[str]:
+def document_texts(body: RerankBody) -> list[str]:
     """Return the documents' texts."""
-    return [one if isinstance(one, str) else one.text for one in body.documents]
+    return [document if isinstance(document, str) else document.text for document in body.documents]
 
 
-def embeddings_body(rows: np.ndarray, model: str, tokens: int, *, packed: bool) -> bytes:
-    """Return the body of an answer; `packed` vectors are little-endian fp32 in base64."""
+def embeddings_body(rows: np.ndarray, model: str, tokens: int, *, is_base64: bool) -> bytes:
+    """Return the response body with one vector per row of `rows`.
+
+    With `is_base64` a vector is base64 of little-endian fp32.
+    """
     vectors = rows.astype("<f4")
     data = [
         {
             "object": "embedding",
             "index": index,
-            "embedding": base64.b64encode(row.tobytes()).decode() if packed else row.tolist(),
+            "embedding": base64.b64encode(row.tobytes()).decode() if is_base64 else row.tolist(),
         }
         for index, row in enumerate(vectors)
     ]
@@ -89,13 +92,13 @@ def embeddings_body(rows: np.ndarray, model: str, tokens: int, *, packed: bool) 
 
 
 def rerank_body(scores: np.ndarray, body: RerankBody, model: str, tokens: int) -> bytes:
-    """Return the body of an answer: documents by falling relevance."""
-    order = sorted(range(len(scores)), key=lambda at: (-scores[at], at))
+    """Return the response body: the documents in order of falling relevance."""
+    order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
     results: list[dict[str, Any]] = []
-    for at in order[: body.top_n]:
-        result: dict[str, Any] = {"index": at, "relevance_score": float(scores[at])}
+    for index in order[: body.top_n]:
+        result: dict[str, Any] = {"index": index, "relevance_score": float(scores[index])}
         if body.return_documents:
-            document = body.documents[at]
+            document = body.documents[index]
             text = document if isinstance(document, str) else document.text
             result["document"] = {"text": text}
         results.append(result)
