@@ -1,0 +1,1 @@
+"""Samples the next token of each sequence from the model's logits."""

@@ -128,7 +128,7 @@ class OpenRequests:
             ),
             Sampler(
                 params,
-                prompt.tokens.copy() if params.penalised else [],
+                prompt.tokens.copy() if params.has_penalties else [],
                 own_constraint,
                 stop_conditions.stop_ids,
             ),

@@ -170,10 +170,7 @@ def other(parts: list[Path]) -> None:
         (lambda parts: parts[2].unlink(), "m-00003-of-00003.gguf, one of its 3 parts, is missing"),
         (lambda parts: shutil.copy(parts[0], parts[1]), "it is part 1 of 3"),
         (lambda parts: shutil.copy(parts[1], parts[0]), "it is part 0 of 3"),
-        (
-            lambda parts: say(parts[1], "no", 2),
-            "00002-of-00003.gguf: by its name it is part 1 of 3",
-        ),
+        (lambda parts: say(parts[1], "no", 2), "00003.gguf: by its name it is part 1 of 3"),
         (lambda parts: say(parts[0], "count", 2), "it is one of 2 parts"),
         (lambda parts: say(parts[0], "count", 0), "it is one of 0 parts"),
         (lambda parts: say(parts[2], "count", 4), r"metadata \[2, 4\]"),

@@ -68,7 +68,7 @@ def test_nothing_ends_an_answer_before_it_is_long_enough(
     """However many tokens a step gives, and counting those that another engine drew."""
     params = SamplingParams(temperature, min_tokens=3, drawn_before=before, seed=2)
     for drafts in ((), (2,), (2, 2), (2, 2, 2, 1)):
-        sampler = Sampler(params, [], ends=frozenset({1, 4}))
+        sampler = Sampler(params, [], end_tokens=frozenset({1, 4}))
         said: list[int] = []
         while len(said) < 6:
             rows = torch.tensor([0.0, 60.0, 30.0, 0.0, 50.0]).repeat(len(drafts) + 1, 1)

@@ -1,4 +1,4 @@
-/* Whether the processor's matrix unit may be used. */
+/* Tests whether the processor's matrix unit (AMX) can be used. */
 
 #include "amx.h"
 
@@ -30,31 +30,31 @@ void begin_tiles(int64_t lines, int64_t bytes) {
     __asm__ volatile("ldtilecfg %0" ::"m"(shape));
 }
 
-static int multiplies(void) {
+static int product_is_right(void) {
     uint16_t ones[TILE_NUMBERS];
-    float sums[TILE * LANES];
+    float sums[PANEL * LANES];
     for (int at = 0; at < TILE_NUMBERS; at++) ones[at] = 0x3f80;
-    begin_tiles(TILE, LINE);
-    TILE_NOUGHT(0);
+    begin_tiles(PANEL, LINE);
+    TILE_ZERO(0);
     TILE_LOAD(4, ones, LINE);
     TILE_LOAD(6, ones, LINE);
     TILE_MULTIPLY(0, 4, 6);
     TILE_STORE(0, sums, LINE);
     TILES_END();
-    for (int at = 0; at < TILE * LANES; at++)
+    for (int at = 0; at < PANEL * LANES; at++)
         if (sums[at] != 32) return 0;
     return 1;
 }
 
-/* A machine may be told to name the unit among its features and not have it, which ends whoever uses
- * it: a child tries it first. */
-static int tried(void) {
+/* A virtual machine may report AMX and not have it, which kills the process that uses it: a child
+ * process tries it first. */
+static int works_in_child(void) {
     if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA)) return 0;
     pid_t child = fork();
     if (child == 0) {
         signal(SIGILL, SIG_DFL);
         signal(SIGSEGV, SIG_DFL);
-        _exit(multiplies() ? 0 : 1);
+        _exit(product_is_right() ? 0 : 1);
     }
     int status = 1;
     while (child > 0 && waitpid(child, &status, 0) < 0)
@@ -64,12 +64,12 @@ static int tried(void) {
 
 #else
 
-static int tried(void) { return 0; }
+static int works_in_child(void) { return 0; }
 
 #endif
 
-/* Have tiles used from here on, where they are wanted and can be; return whether they are. */
+/* Use AMX from now on if it is `wanted` and works; return whether it is used. */
 int64_t allow_amx(int64_t wanted) {
-    allowed = wanted && tried();
+    allowed = wanted && works_in_child();
     return allowed;
 }

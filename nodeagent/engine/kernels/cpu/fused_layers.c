@@ -1,15 +1,15 @@
-/* All layers of a dense model of Llama's kind in one call: a step of few tokens would otherwise spend
- * a sixth of its time on the way in and out of a dozen calls for each layer.
+/* All layers of a dense Llama-like model in one call. A step of few tokens would otherwise spend
+ * a sixth of its time entering and leaving a dozen calls for each layer.
  *
- * What a layer adds to x, the next norm adds on its way. Of the last layer's rows those alone are
- * finished that anybody asks for: the others of a prompt leave nothing there but keys and values.
+ * The output of a layer is added to x by the next norm. The last layer computes only the rows
+ * that are wanted: of the other rows of a prompt it needs only keys and values.
  */
 
 #include "kernels.h"
 
 #include <stdlib.h>
 
-/* One matrix as `multiply` has it. */
+/* A matrix, as `multiply` takes it. */
 struct matrix {
     const uint8_t *packed;
     int64_t kind, rows, columns;
@@ -17,16 +17,17 @@ struct matrix {
 
 struct layer {
     const float *attention_norm, *mlp_norm;
-    const float *bias, *head_norms; /* of queries and keys; either may be none */
+    const float *bias, *head_norms; /* of queries and keys; either may be NULL */
     struct matrix query_key_value, output, gate_up, down;
     float *pages;
 };
 
 struct step {
-    float *x, *room; /* [rows, hidden]; a row's room is for all that lies between two of its x */
+    float *x,
+        *buffer; /* x is [rows, hidden]; the buffer holds all intermediate results of a layer */
     const float *cos, *sin;
     const int64_t *slots, *tables, *pieces;
-    const int64_t *wanted; /* the rows that anybody asks for, in order: they come first in `x` then */
+    const int64_t *wanted; /* the rows to return, in order; they are moved to the front of `x` */
     int64_t rows, hidden, heads, kv_heads, dim, block_tokens, table_width, pieces_count, window;
     int64_t wanted_count, threads;
     float epsilon;
@@ -37,21 +38,21 @@ static int64_t multiply_by(const struct matrix *by, const float *x, const struct
     return multiply(by->packed, by->kind, by->rows, by->columns, x, step->rows, step->threads, out);
 }
 
-/* Where in a step's room lies what. */
-struct places {
-    float *normed, *made, *mixed, *answers, *both, *gated;
+/* The parts of the buffer. `gate_up` and `gated` reuse the memory of `mixed` and `attended`. */
+struct buffers {
+    float *normed, *product, *mixed, *attended, *gate_up, *gated;
 };
 
-static struct places places_of(const struct layer *layer, const struct step *step) {
+static struct buffers buffers_of(const struct layer *layer, const struct step *step) {
     int64_t rows = step->rows;
-    float *normed = step->room, *made = normed + rows * step->hidden;
-    float *mixed = made + rows * step->hidden;
-    return (struct places){.normed = normed,
-                           .made = made,
-                           .mixed = mixed,
-                           .answers = mixed + rows * layer->query_key_value.rows,
-                           .both = mixed,
-                           .gated = mixed + rows * layer->gate_up.rows};
+    float *normed = step->buffer, *product = normed + rows * step->hidden;
+    float *mixed = product + rows * step->hidden;
+    return (struct buffers){.normed = normed,
+                            .product = product,
+                            .mixed = mixed,
+                            .attended = mixed + rows * layer->query_key_value.rows,
+                            .gate_up = mixed,
+                            .gated = mixed + rows * layer->gate_up.rows};
 }
 
 struct run {
@@ -62,39 +63,39 @@ struct run {
     float *mixed;
 };
 
-/* Queries and keys of some rows to their positions, keys and values to their slots. */
-static void place_rows(const void *told, int64_t row, int64_t end) {
-    const struct run *run = told;
+/* Rotate queries and keys of some rows, and store keys and values. */
+static void rotate_and_store(const void *arguments, int64_t row, int64_t end) {
+    const struct run *run = arguments;
     const struct step *step = run->step;
     const struct layer *layer = run->layers;
-    int64_t turning = step->heads + step->kv_heads, dim = step->dim;
-    int64_t stride = (turning + step->kv_heads) * dim;
+    int64_t rotated = step->heads + step->kv_heads, dim = step->dim;
+    int64_t stride = (rotated + step->kv_heads) * dim;
     for (; row < end; row++) {
         float *here = run->mixed + row * stride;
         if (layer->bias) add(here, layer->bias, stride);
-        for (int64_t head = 0; layer->head_norms && head < turning; head++)
-            rms_norm(here + head * dim, NULL, layer->head_norms + head * dim, step->epsilon, 1,
-                      dim, 1, here + head * dim);
-        rotate(here, stride, turning, dim, step->cos + row * dim, step->sin + row * dim, 1, 1);
+        for (int64_t head = 0; layer->head_norms && head < rotated; head++)
+            rms_norm(here + head * dim, NULL, layer->head_norms + head * dim, step->epsilon, 1, dim,
+                     1, here + head * dim);
+        rotate(here, stride, rotated, dim, step->cos + row * dim, step->sin + row * dim, 1, 1);
         store_kv(here, 1, step->heads, step->slots + row, layer->pages, step->kv_heads, dim);
     }
 }
 
 static void attend_to(const struct layer *layer, const struct step *step, const int64_t *pieces,
-                      int64_t count, const struct places *at) {
-    /* Products that round what they multiply make much of a last bit: by those, a text would depend
-     * on how many of its tokens are computed at once. */
-    const int rounding = layer->output.kind > FP32;
+                      int64_t count, const struct buffers *at) {
+    /* Products that round their input amplify a difference in the last bit: with AMX attention,
+     * a text would depend on how many of its tokens are computed at once. */
+    const int rounds_input = layer->output.kind > FP32;
     attend(at->mixed, step->heads, layer->pages, step->block_tokens, step->kv_heads, step->dim,
-           step->tables, step->table_width, pieces, count, step->window, !rounding, step->threads,
-           at->answers);
+           step->tables, step->table_width, pieces, count, step->window, !rounds_input,
+           step->threads, at->attended);
 }
 
-/* Attend for the rows that are wanted alone, and bring those, and their answers, to the front. */
+/* Attend only for the wanted rows, and move these and their attention to the front. */
 static int64_t attend_wanted(const struct layer *layer, const struct step *step,
-                             const struct places *at) {
+                             const struct buffers *at) {
     int64_t count = step->wanted_count, hidden = step->hidden, width = step->heads * step->dim;
-    int64_t(*pieces)[4] = malloc((count + 1) * sizeof(*pieces));
+    int64_t (*pieces)[4] = malloc((count + 1) * sizeof(*pieces));
     if (pieces == NULL) return -1;
     const int64_t *piece = step->pieces;
     for (int64_t one = 0; one < count; one++) {
@@ -110,37 +111,38 @@ static int64_t attend_wanted(const struct layer *layer, const struct step *step,
     for (int64_t one = 0; one < count; one++) {
         int64_t row = step->wanted[one];
         memmove(step->x + one * hidden, step->x + row * hidden, hidden * sizeof(float));
-        memmove(at->answers + one * width, at->answers + row * width, width * sizeof(float));
+        memmove(at->attended + one * width, at->attended + row * width, width * sizeof(float));
     }
     return 0;
 }
 
 static int64_t run_layer(const struct layer *layer, const struct step *step, int first, int last) {
-    const struct places at = places_of(layer, step);
+    const struct buffers at = buffers_of(layer, step);
     struct step left = *step;
     struct run run = {.layers = layer, .step = step, .mixed = at.mixed};
     int64_t numbers = step->rows * layer->query_key_value.rows;
-    rms_norm(step->x, first ? NULL : at.made, layer->attention_norm, step->epsilon, step->rows,
-              step->hidden, step->threads, at.normed);
+    rms_norm(step->x, first ? NULL : at.product, layer->attention_norm, step->epsilon, step->rows,
+             step->hidden, step->threads, at.normed);
     if (multiply_by(&layer->query_key_value, at.normed, step, at.mixed)) return -1;
-    share(place_rows, &run, step->rows, portions_of(numbers, step->threads), step->threads);
+    parallel_for(rotate_and_store, &run, step->rows, portions_of(numbers, step->threads),
+                 step->threads);
     if (last && step->wanted_count < step->rows) {
         if (attend_wanted(layer, step, &at)) return -1;
         left.rows = step->wanted_count;
     } else
         attend_to(layer, step, step->pieces, step->pieces_count, &at);
-    if (multiply_by(&layer->output, at.answers, &left, at.made)) return -1;
-    rms_norm(step->x, at.made, layer->mlp_norm, step->epsilon, left.rows, step->hidden,
-              step->threads, at.normed);
-    if (multiply_by(&layer->gate_up, at.normed, &left, at.both)) return -1;
-    silu_gate(at.both, left.rows, layer->down.columns, step->threads, at.gated);
-    if (multiply_by(&layer->down, at.gated, &left, at.made)) return -1;
-    if (last) add(step->x, at.made, left.rows * step->hidden);
+    if (multiply_by(&layer->output, at.attended, &left, at.product)) return -1;
+    rms_norm(step->x, at.product, layer->mlp_norm, step->epsilon, left.rows, step->hidden,
+             step->threads, at.normed);
+    if (multiply_by(&layer->gate_up, at.normed, &left, at.gate_up)) return -1;
+    silu_gate(at.gate_up, left.rows, layer->down.columns, step->threads, at.gated);
+    if (multiply_by(&layer->down, at.gated, &left, at.product)) return -1;
+    if (last) add(step->x, at.product, left.rows * step->hidden);
     return 0;
 }
 
-static void run_all(void *told) {
-    struct run *run = told;
+static void run_all(void *arguments) {
+    struct run *run = arguments;
     for (int64_t at = 0; at < run->count && !run->failed; at++)
         run->failed = run_layer(run->layers + at, run->step, at == 0, at + 1 == run->count);
 }

@@ -1,10 +1,11 @@
-/* What the files here share: sixteen numbers at once, and e^x.
+/* Shared by all C kernels: vectors of 16 numbers, 2^x, rounding to groups, the exported functions.
  *
- * Rule 1: every function takes fp32 rows that lie one behind another, writes where it is told, and
- * keeps nothing.
- * Rule 2: they are written for AVX-512 with VNNI; `build.py` builds them for no other processor.
- * Rule 3: `threads` are OpenMP's, of the runtime that torch has loaded: one pool for both. Work is
- * given to them by `share` alone.
+ * Rule 1: every function takes contiguous fp32 rows, writes to the given output, and keeps no
+ * state.
+ *
+ * Rule 2: the code is written for AVX-512 with VNNI; `build.py` builds it for no other processor.
+ *
+ * Rule 3: all work for other threads is given to them by `parallel_for`.
  */
 
 #ifndef KERNELS_H
@@ -17,45 +18,48 @@
 
 #define LANES 16
 #define LINE 64
-#define GROUP 32   /* neighbouring weights of a row with a scale in common */
-#define TILE LANES /* rows of a matrix that lie together */
-#define FINE INT16_MAX /* the largest of a rounded group, by weights of eight bits at most */
-#define COARSE 8191    /* and by weights of 16: 32 products of two such fit into 32 bits */
+#define GROUP 32    /* neighbouring weights of a row that share a scale */
+#define PANEL LANES /* rows of a matrix that are stored interleaved */
+/* The largest number of a rounded group, for products by weights of up to 8 bits, and of 16
+ * bits: the sum of 32 products of two such numbers fits into 32 bits. */
+#define ROUNDED_MAX INT16_MAX
+#define ROUNDED_MAX_BY_16_BITS 8191
 #define LOG2_E 1.44269504f
-/* So many numbers are done before another thread has begun; soon; and after long. */
+/* Work of this many numbers: done before another thread has started; short; long. */
 #define SMALL 16384
 #define MEDIUM (4 * 1024 * 1024)
 #define LARGE (64 * 1024 * 1024)
 #define INLINED static inline __attribute__((always_inline))
 
-/* Sixteen numbers at once, wherever they lie. */
+/* A vector of 16 fp32 numbers at any address. */
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-typedef int32_t places __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t indices __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-INLINED lanes where(places wanted, lanes one, lanes other) {
-    return (lanes)((wanted & (places)one) | (~wanted & (places)other));
+INLINED lanes where(indices mask, lanes x, lanes other) {
+    return (lanes)((mask & (indices)x) | (~mask & (indices)other));
 }
 
-/* Have a product rounded where it is made: else a compiler takes it and a later sum as one in one place,
- * and as two in another. */
+/* Round a product before it is used: otherwise the compiler fuses it with a later sum in one
+ * place and not in another, and results differ in the last bit. */
 #define ROUND_HERE(x) __asm__("" : "+v"(x))
 
-/* How weights that are floats are stored. */
+/* How float weights are stored. */
 enum kind { FP16, BF16, FP32 };
 
 INLINED int64_t bytes_of(const enum kind kind) { return kind == FP32 ? 4 : 2; }
 
-INLINED lanes widened(const enum kind kind, const uint8_t *at) {
+INLINED lanes load_fp32(const enum kind kind, const uint8_t *at) {
     if (kind == FP32) return (lanes)_mm512_loadu_ps(at);
     __m256i bits = _mm256_loadu_si256((const __m256i *)at);
     if (kind == BF16) return (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
     return (lanes)_mm512_cvtph_ps(bits);
 }
 
-/* Of two vectors, the halves of each run of `2 * apart` lanes: the first of both, or the second. */
+/* Combine the halves of each run of `2 * apart` lanes of two vectors: the first halves of both,
+ * or the second. One step of a transposition. */
 INLINED lanes halves(lanes one, lanes other, const int apart, const int second) {
-    places from;
+    indices from;
     for (int at = 0; at < LANES; at++)
         if (second)
             from[at] = at & apart ? LANES + at : at + apart;
@@ -64,8 +68,8 @@ INLINED lanes halves(lanes one, lanes other, const int apart, const int second) 
     return (lanes)_mm512_permutex2var_ps((__m512)one, (__m512i)from, (__m512)other);
 }
 
-/* Sixteen vectors turned about: the first gets the first lane of each, and so on. */
-INLINED void turn_about(lanes x[LANES]) {
+/* Transpose 16 vectors in place. */
+INLINED void transpose(lanes x[LANES]) {
 #define ACROSS(apart)                                                                              \
     _Pragma("GCC unroll 16") for (int at = 0; at < LANES; at++) if (!(at & apart)) {               \
         lanes one = x[at], other = x[at + apart];                                                  \
@@ -79,50 +83,52 @@ INLINED void turn_about(lanes x[LANES]) {
 #undef ACROSS
 }
 
-/* A group of numbers rounded to whole ones, `most` at most, and what those are multiplied by. */
+/* A group of 32 numbers rounded to integers of at most `max`, and their scale. */
 struct rounded {
     __m512i first, second;
     float scale;
 };
 
-INLINED struct rounded rounded(lanes first, lanes second, float most) {
+INLINED struct rounded round_to_integers(lanes first, lanes second, float max) {
     __m512 one = (__m512)first, other = (__m512)second;
     float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(one), _mm512_abs_ps(other)));
-    /* The largest passes over what is no number; the scale, and so the answer, must not. */
-    int sound = !(_mm512_cmp_ps_mask(one, one, _CMP_UNORD_Q) |
-                  _mm512_cmp_ps_mask(other, other, _CMP_UNORD_Q));
-    __m512 inverse = _mm512_set1_ps(largest > 0 ? most / largest : 0);
+    /* The maximum ignores NaN; the scale, and with it the product, must not. */
+    int is_finite = !(_mm512_cmp_ps_mask(one, one, _CMP_UNORD_Q) |
+                      _mm512_cmp_ps_mask(other, other, _CMP_UNORD_Q));
+    __m512 inverse = _mm512_set1_ps(largest > 0 ? max / largest : 0);
     return (struct rounded){.first = _mm512_cvtps_epi32(_mm512_mul_ps(one, inverse)),
                             .second = _mm512_cvtps_epi32(_mm512_mul_ps(other, inverse)),
-                            .scale = sound ? largest / most : NAN};
+                            .scale = is_finite ? largest / max : NAN};
 }
 
-/* 2^x to 2e-7 of itself where x is below 128, nought where it is below -126; what is no number stays
- * none. Written for sixteen at once: from a loop over single numbers compilers make branches, which
- * take many times as long. */
+/* 2^x with a relative error of 2e-7 where x is below 128, and 0 where it is below -126. NaN
+ * stays NaN. Written for whole vectors: compilers turn a loop over single numbers into branches,
+ * which take many times as long. */
 INLINED lanes power_of_two(lanes x) {
-    const lanes least = (lanes){0} - 126.0f, rounding = (lanes){0} + 12582912.0f;
-    x = (lanes)_mm512_max_ps((__m512)least, (__m512)x);
-    /* Adding 1.5 * 2^23 leaves no bits below one: the sum's last bits are the whole number. */
+    const lanes min = (lanes){0} - 126.0f, rounding = (lanes){0} + 12582912.0f;
+    x = (lanes)_mm512_max_ps((__m512)min, (__m512)x);
+    /* Adding 1.5 * 2^23 rounds to an integer, which is in the last bits of the sum. */
     lanes sum = x + rounding, rest = x - (sum - rounding);
-    lanes near = 1.3390863364533504e-3f * rest + 9.676031918326564e-3f;
-    near = near * rest + 5.550357114219461e-2f;
-    near = near * rest + 2.4022107485308208e-1f;
-    near = near * rest + 6.931471880262287e-1f;
-    near = near * rest + 1.0000000754548972f;
-    return (lanes)_mm512_scalef_ps((__m512)near, (__m512)(sum - rounding));
+    lanes polynomial = 1.3390863364533504e-3f * rest + 9.676031918326564e-3f;
+    polynomial = polynomial * rest + 5.550357114219461e-2f;
+    polynomial = polynomial * rest + 2.4022107485308208e-1f;
+    polynomial = polynomial * rest + 6.931471880262287e-1f;
+    polynomial = polynomial * rest + 1.0000000754548972f;
+    return (lanes)_mm512_scalef_ps((__m512)polynomial, (__m512)(sum - rounding));
 }
 
-/* Does items `from` to before `to` of what it was told. */
-typedef void work(const void *told, int64_t from, int64_t to);
+/* Processes items [from, to). */
+typedef void work(const void *arguments, int64_t from, int64_t to);
 
-/* Have `count` items done by `threads`, in so many portions at most. */
-void share(work *work, const void *told, int64_t count, int64_t portions, int64_t threads);
-void with_team(int64_t threads, void (*lead)(void *), void *told);
+/* Process `count` items on `threads`, in at most `portions` portions. */
+void parallel_for(work *work, const void *arguments, int64_t count, int64_t portions,
+                  int64_t threads);
+/* Call `lead`, whose calls of `parallel_for` run on a team of threads that stay awake. */
+void with_team(int64_t threads, void (*lead)(void *), void *arguments);
 
-/* Portions for work that is the same for each item, of so many `numbers` in all. Of long work there
- * are more, for the last to finish holds up the others by one at most; but whoever reads weights once
- * reads them faster the longer they lie in a row: a third faster in two portions than in eight. */
+/* Return the portions for uniform work on `numbers` numbers. Long work has more of them, so that
+ * the last thread delays the others by one portion at most. But weights that are read once are
+ * read faster in long runs: in two portions a third faster than in eight. */
 static inline int64_t portions_of(int64_t numbers, int64_t threads) {
     if (numbers <= SMALL) return 1;
     return (numbers <= MEDIUM ? 1 : numbers <= LARGE ? 4 : 32) * threads;
@@ -134,18 +140,19 @@ INLINED void add(float *x, const float *y, int64_t count) {
 }
 
 void rms_norm(float *x, const float *added, const float *weight, float epsilon, int64_t rows,
-               int64_t columns, int64_t threads, float *out);
+              int64_t columns, int64_t threads, float *out);
 void silu_gate(const float *x, int64_t rows, int64_t columns, int64_t threads, float *out);
-void rotate(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos, const float *sin,
-          int64_t rows, int64_t threads);
+void rotate(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos,
+            const float *sin, int64_t rows, int64_t threads);
 void store_kv(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots, float *pages,
-          int64_t kv_heads, int64_t dim);
+              int64_t kv_heads, int64_t dim);
 void attend(const float *mixed, int64_t heads, const float *slots, int64_t block_tokens,
             int64_t kv_heads, int64_t dim, const int64_t *tables, int64_t width,
-            const int64_t *pieces, int64_t count, int64_t window, int64_t by_tiles, int64_t threads,
+            const int64_t *pieces, int64_t count, int64_t window, int64_t use_amx, int64_t threads,
             float *out);
 
-INLINED int64_t group_bytes(int64_t bits) { return GROUP * TILE * bits / 8 + 4 * TILE; }
+/* The size of one group of a panel. */
+INLINED int64_t group_bytes(int64_t bits) { return GROUP * PANEL * bits / 8 + 4 * PANEL; }
 
 int64_t panel_bytes(int64_t kind, int64_t columns);
 

@@ -262,7 +262,6 @@ def cpu_kernels() -> CpuKernels | None:
     started_s = time.monotonic()
     try:
         path = kernels_library()
-        # The library needs OpenMP by its file name, and so gets the one that torch has loaded.
         kernels = CpuKernels(ctypes.CDLL(str(path)))
     except (KernelsUnavailable, OSError, AttributeError) as error:
         log.info("no C kernels", extra={"fields": {"because": str(error)}})

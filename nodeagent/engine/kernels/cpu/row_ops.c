@@ -1,4 +1,4 @@
-/* What lies between the products and attention. */
+/* Row operations between the matrix products and attention: norm, gate, rotary embedding. */
 
 #include "kernels.h"
 
@@ -9,8 +9,8 @@ struct rows {
     float epsilon;
 };
 
-static void normalise_rows(const void *told, int64_t row, int64_t end) {
-    const struct rows *rows = told;
+static void rms_norm_rows(const void *arguments, int64_t row, int64_t end) {
+    const struct rows *rows = arguments;
     for (; row < end; row++) {
         float *from = rows->x + row * rows->columns;
         const float *weight = rows->weight;
@@ -24,33 +24,34 @@ static void normalise_rows(const void *told, int64_t row, int64_t end) {
     }
 }
 
-/* Add `added`, where it is somewhere, to the rows of x in place; normalise them to `out`. */
+/* Add `added`, unless it is NULL, to the rows of x in place; write their RMS norm to `out`. */
 void rms_norm(float *x, const float *added, const float *weight, float epsilon, int64_t rows,
-               int64_t columns, int64_t threads, float *out) {
-    const struct rows told = {.x = x,
-                              .added = added,
-                              .weight = weight,
-                              .epsilon = epsilon,
-                              .columns = columns,
-                              .out = out};
-    share(normalise_rows, &told, rows, portions_of(rows * columns, threads), threads);
+              int64_t columns, int64_t threads, float *out) {
+    const struct rows arguments = {.x = x,
+                                   .added = added,
+                                   .weight = weight,
+                                   .epsilon = epsilon,
+                                   .columns = columns,
+                                   .out = out};
+    parallel_for(rms_norm_rows, &arguments, rows, portions_of(rows * columns, threads), threads);
 }
 
 /* `gate / (1 + e^-gate) * value`. */
 INLINED lanes gated(lanes gate, lanes value) {
-    const lanes most = (lanes){0} + 127.0f;
+    const lanes max = (lanes){0} + 127.0f;
     lanes power = -LOG2_E * gate;
-    return gate / (1.0f + power_of_two(where(power > most, most, power))) * value;
+    return gate / (1.0f + power_of_two(where(power > max, max, power))) * value;
 }
 
-static void gate_rows(const void *told, int64_t row, int64_t end) {
-    const struct rows *rows = told;
+static void gate_rows(const void *arguments, int64_t row, int64_t end) {
+    const struct rows *rows = arguments;
     for (; row < end; row++) {
         int64_t columns = rows->columns, at = 0, rest = columns % LANES * sizeof(float);
         const float *gates = rows->x + 2 * row * columns, *values = gates + columns;
         float *to = rows->out + row * columns;
         for (; at + LANES <= columns; at += LANES)
-            *(lanes *)(to + at) = gated(*(const lanes *)(gates + at), *(const lanes *)(values + at));
+            *(lanes *)(to + at) =
+                gated(*(const lanes *)(gates + at), *(const lanes *)(values + at));
         lanes gate = {0}, value = {0};
         memcpy(&gate, gates + at, rest);
         memcpy(&value, values + at, rest);
@@ -59,14 +60,14 @@ static void gate_rows(const void *told, int64_t row, int64_t end) {
     }
 }
 
-/* Rows of gates, each followed by its values: [rows, 2 * columns]. */
+/* Write silu(gate) * value. A row of x is its gates, then its values: [rows, 2 * columns]. */
 void silu_gate(const float *x, int64_t rows, int64_t columns, int64_t threads, float *out) {
-    const struct rows told = {.x = (float *)x, .columns = columns, .out = out};
-    share(gate_rows, &told, rows, portions_of(rows * columns, threads), threads);
+    const struct rows arguments = {.x = (float *)x, .columns = columns, .out = out};
+    parallel_for(gate_rows, &arguments, rows, portions_of(rows * columns, threads), threads);
 }
 
-static void turn_rows(const void *told, int64_t row, int64_t end) {
-    const struct rows *rows = told;
+static void rotate_rows(const void *arguments, int64_t row, int64_t end) {
+    const struct rows *rows = arguments;
     int64_t dim = rows->columns, half = dim / 2;
     for (; row < end; row++) {
         const float *c = rows->cos + row * dim, *s = rows->sin + row * dim;
@@ -82,10 +83,10 @@ static void turn_rows(const void *told, int64_t row, int64_t end) {
     }
 }
 
-/* The first `heads` of each row of x, turned by cosines and sines [rows, dim]. */
-void rotate(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos, const float *sin,
-          int64_t rows, int64_t threads) {
-    const struct rows told = {
+/* Rotate the first `heads` of each row of x in place, by cosines and sines [rows, dim]. */
+void rotate(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos,
+            const float *sin, int64_t rows, int64_t threads) {
+    const struct rows arguments = {
         .out = x, .stride = stride, .heads = heads, .columns = dim, .cos = cos, .sin = sin};
-    share(turn_rows, &told, rows, portions_of(rows * heads * dim, threads), threads);
+    parallel_for(rotate_rows, &arguments, rows, portions_of(rows * heads * dim, threads), threads);
 }

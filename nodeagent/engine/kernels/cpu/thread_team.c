@@ -1,13 +1,13 @@
-/* Work shared out among threads: to a pool's for one call, or to a team for a whole step.
+/* Runs work on threads: on those of a pool for one call, or on a team that stays awake for a step.
  *
- * Each thread that computes has a pool of its own, made when it first needs one. The pool is ours
- * and not OpenMP's, so that the library needs nothing but libc: it is then built by any C compiler
- * and runs on any distribution.
+ * Each thread that computes has a pool of its own, made when it first needs one. OpenMP is not
+ * used, so that the library needs only libc, is built by any C compiler and runs on any
+ * distribution.
  *
- * A thread that waits for the next piece of a step is asleep sooner than the piece comes, and waking
- * it takes longer than the piece does. A team's threads therefore stay awake for a step, and whoever
- * is free takes the next portion: one that the system has put aside for another process holds up
- * nothing but the portion it had begun.
+ * A thread that waits for the next part of a step would fall asleep before the part comes, and
+ * waking it takes longer than the part itself. The threads of a team therefore spin during a step.
+ * Each free thread takes the next portion, so that a thread that the system has suspended delays
+ * only the portion it had started.
  */
 
 #include "kernels.h"
@@ -19,19 +19,20 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#define PATIENCE 2048 /* looks for work before others may have the processor */
-#define AWAKE 20000   /* looks for work before a pool's thread sleeps: about half a millisecond */
+#define SPINS_BEFORE_YIELD 2048
+#define SPINS_BEFORE_SLEEP 20000 /* of a thread of a pool: about half a millisecond */
 
-/* What a pool runs: each of its threads calls it once, with its own index. */
+/* Run by a pool: each of its threads calls it once, with its own index. */
 typedef void job(void *argument, int64_t index);
 
 struct pool {
-    pid_t process; /* threads do not survive a fork: a child makes its own */
+    pid_t process; /* threads do not survive a fork: a child makes a pool of its own */
     int64_t size;  /* threads besides the caller */
     pthread_t *threads;
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    /* Which job it is. It changes under the lock, when every thread has finished the one before. */
+    /* The number of the job. It changes under the lock, after all threads have finished the last
+     * one. */
     _Atomic uint64_t number;
     _Atomic int64_t unfinished;
     job *job;
@@ -47,25 +48,25 @@ struct member {
 };
 
 struct team {
-    /* Which work it is, and in the lower half how many of its portions nobody has taken. */
+    /* Upper half: the number of the current work. Lower half: its portions that are not taken. */
     _Atomic uint64_t open;
     _Atomic int64_t done;
     _Atomic int over;
-    /* The work itself: it changes only when all its portions are done. */
+    /* The current work. It changes only when all its portions are done. */
     work *work;
-    const void *told;
+    const void *arguments;
     int64_t count, portions;
 };
 
 static __thread struct team *team_here;
 
-static void rest(int64_t *looks) {
+static void spin(int64_t *spins) {
     _mm_pause();
-    if (++*looks % PATIENCE == 0) sched_yield();
+    if (++*spins % SPINS_BEFORE_YIELD == 0) sched_yield();
 }
 
-/* Do one portion, if there is one. */
-static int take(struct team *team) {
+/* Process one portion; return 0 if none is left. */
+static int take_portion(struct team *team) {
     uint64_t open = atomic_load_explicit(&team->open, memory_order_acquire);
     uint32_t left = (uint32_t)open;
     if (left == 0) return 0;
@@ -73,7 +74,7 @@ static int take(struct team *team) {
                                                  memory_order_acquire))
         return 1;
     int64_t portion = team->portions - left;
-    team->work(team->told, team->count * portion / team->portions,
+    team->work(team->arguments, team->count * portion / team->portions,
                team->count * (portion + 1) / team->portions);
     atomic_fetch_add_explicit(&team->done, 1, memory_order_release);
     return 1;
@@ -83,10 +84,10 @@ static __thread struct pool *pool_here;
 static pthread_key_t pool_key;
 static pthread_once_t pool_key_once = PTHREAD_ONCE_INIT;
 
-/* Wait until there is a job after `seen`; return its number. */
+/* Wait for a job after number `seen`; return its number. */
 static uint64_t await_job(struct pool *pool, uint64_t seen) {
     uint64_t number;
-    for (int64_t looks = 0; looks < AWAKE; looks++) {
+    for (int64_t spins = 0; spins < SPINS_BEFORE_SLEEP; spins++) {
         number = atomic_load_explicit(&pool->number, memory_order_acquire);
         if (number != seen) return number;
         _mm_pause();
@@ -98,7 +99,7 @@ static uint64_t await_job(struct pool *pool, uint64_t seen) {
     return number;
 }
 
-static void *serve(void *argument) {
+static void *pool_thread(void *argument) {
     struct member member = *(struct member *)argument;
     struct pool *pool = member.pool;
     free(argument);
@@ -110,7 +111,7 @@ static void *serve(void *argument) {
     }
 }
 
-static void announce(struct pool *pool) {
+static void publish_job(struct pool *pool) {
     pthread_mutex_lock(&pool->lock);
     atomic_fetch_add_explicit(&pool->number, 1, memory_order_release);
     pthread_cond_broadcast(&pool->wake);
@@ -122,7 +123,7 @@ static void end_pool(void *argument) {
     struct pool *pool = argument;
     if (pool->process != getpid()) return;
     pool->stopping = 1;
-    announce(pool);
+    publish_job(pool);
     for (int64_t i = 0; i < pool->size; i++) pthread_join(pool->threads[i], NULL);
     pthread_mutex_destroy(&pool->lock);
     pthread_cond_destroy(&pool->wake);
@@ -132,19 +133,19 @@ static void end_pool(void *argument) {
 
 static void make_key(void) { pthread_key_create(&pool_key, end_pool); }
 
-/* Start threads until the pool has `size`. It stays smaller where the system allows no more. */
+/* Start threads until the pool has `size`; it stays smaller if the system allows no more. */
 static void grow(struct pool *pool, int64_t size) {
     pthread_t *threads = realloc(pool->threads, size * sizeof *threads);
     if (threads == NULL) return;
     pool->threads = threads;
     sigset_t all, before;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads of Python */
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* Python's threads handle signals */
     while (pool->size < size) {
         struct member *member = malloc(sizeof *member);
         if (member == NULL) break;
         *member = (struct member){pool, pool->size + 1, atomic_load(&pool->number)};
-        if (pthread_create(&pool->threads[pool->size], NULL, serve, member) != 0) {
+        if (pthread_create(&pool->threads[pool->size], NULL, pool_thread, member) != 0) {
             free(member);
             break;
         }
@@ -169,8 +170,8 @@ static struct pool *pool_of(int64_t threads) {
     return pool;
 }
 
-/* Call `run` on so many threads at once, this one with index 0; return when all have returned.
- * Fewer take part where the system has no more threads: a job may not rely on their number. */
+/* Call `run` on `threads` threads at once, this one with index 0; return when all have returned.
+ * There may be fewer threads if the system allows no more: a job must not rely on their number. */
 static void on_threads(int64_t threads, job *run, void *argument) {
     struct pool *pool = pool_of(threads);
     if (pool == NULL || pool->size == 0) {
@@ -181,15 +182,15 @@ static void on_threads(int64_t threads, job *run, void *argument) {
     pool->argument = argument;
     pool->wanted = threads;
     atomic_store_explicit(&pool->unfinished, pool->size, memory_order_relaxed);
-    announce(pool);
+    publish_job(pool);
     run(argument, 0);
-    int64_t looks = 0;
-    while (atomic_load_explicit(&pool->unfinished, memory_order_acquire) > 0) rest(&looks);
+    int64_t spins = 0;
+    while (atomic_load_explicit(&pool->unfinished, memory_order_acquire) > 0) spin(&spins);
 }
 
 struct loop {
     work *work;
-    const void *told;
+    const void *arguments;
     int64_t count, portions;
     _Atomic int64_t next;
 };
@@ -197,59 +198,60 @@ struct loop {
 static void run_loop(void *argument, int64_t index) {
     struct loop *loop = argument;
     (void)index;
-    for (int64_t portion; (portion = atomic_fetch_add_explicit(&loop->next, 1, memory_order_relaxed)) < loop->portions;)
-        loop->work(loop->told, loop->count * portion / loop->portions,
+    for (int64_t portion; (portion = atomic_fetch_add_explicit(
+                               &loop->next, 1, memory_order_relaxed)) < loop->portions;)
+        loop->work(loop->arguments, loop->count * portion / loop->portions,
                    loop->count * (portion + 1) / loop->portions);
 }
 
-void share(work *work, const void *told, int64_t count, int64_t portions, int64_t threads) {
+void parallel_for(work *work, const void *arguments, int64_t count, int64_t portions,
+                  int64_t threads) {
     struct team *team = team_here;
     if (portions > count) portions = count;
     if (portions < 2 || threads == 1) {
-        work(told, 0, count);
+        work(arguments, 0, count);
     } else if (team == NULL) {
-        struct loop loop = {work, told, count, portions, 0};
+        struct loop loop = {work, arguments, count, portions, 0};
         on_threads(threads, run_loop, &loop);
     } else {
         team->work = work;
-        team->told = told;
+        team->arguments = arguments;
         team->count = count;
         team->portions = portions;
         atomic_store_explicit(&team->done, 0, memory_order_relaxed);
         uint64_t number = (team->open >> 32) + 1;
         atomic_store_explicit(&team->open, number << 32 | (uint64_t)portions, memory_order_release);
-        int64_t looks = 0;
-        while (take(team)) continue;
-        while (atomic_load_explicit(&team->done, memory_order_acquire) < portions) rest(&looks);
+        int64_t spins = 0;
+        while (take_portion(team)) continue;
+        while (atomic_load_explicit(&team->done, memory_order_acquire) < portions) spin(&spins);
     }
 }
 
 struct step {
     struct team team;
     void (*lead)(void *);
-    void *told;
+    void *arguments;
 };
 
 static void run_step(void *argument, int64_t index) {
     struct step *step = argument;
     if (index == 0) {
         team_here = &step->team;
-        step->lead(step->told);
+        step->lead(step->arguments);
         team_here = NULL;
         atomic_store_explicit(&step->team.over, 1, memory_order_release);
     } else {
-        int64_t looks = 0;
+        int64_t spins = 0;
         while (!atomic_load_explicit(&step->team.over, memory_order_acquire))
-            if (!take(&step->team)) rest(&looks);
+            if (!take_portion(&step->team)) spin(&spins);
     }
 }
 
-/* Call `lead` with a team of so many threads, this one among them. */
-void with_team(int64_t threads, void (*lead)(void *), void *told) {
+void with_team(int64_t threads, void (*lead)(void *), void *arguments) {
     if (threads == 1) {
-        lead(told);
+        lead(arguments);
         return;
     }
-    struct step step = {.lead = lead, .told = told};
+    struct step step = {.lead = lead, .arguments = arguments};
     on_threads(threads, run_step, &step);
 }
