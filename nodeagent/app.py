@@ -13,13 +13,13 @@ from time import monotonic
 from aiohttp import web
 
 from isochrone.service.config import read_secret
-from isochrone.service.control import ControlLink
-from isochrone.service.door import open_door
-from isochrone.service.joining import identify
+from isochrone.service.control_link import ControlLink
+from isochrone.service.http_server import serve_http
+from isochrone.service.joining import load_or_join
 from isochrone.service.loop import Loop
-from isochrone.service.notify import feed_watchdog, notify
-from isochrone.service.revocation import refusing
-from isochrone.service.tls import client_context, node_context
+from isochrone.service.revocation import refuse_revoked
+from isochrone.service.systemd import feed_watchdog, notify
+from isochrone.service.tls import client_context, node_server_context
 from isochrone.wire.control import PeerRole, ToAgent
 from isochrone.wire.ids import BootId
 from nodeagent.api.door import Door
@@ -48,7 +48,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     sources = await asyncio.to_thread(_sources, config)
     node = await _open_node(config)
     chance = random.Random()  # noqa: S311 - jitter, not secrets
-    door_tls = node_context(node.identity) if config.door_tls else None
+    door_tls = node_server_context(node.identity) if config.door_tls else None
     peer_tls = client_context(node.identity) if config.door_tls else None
     artifacts = _artifacts(config, node, sources, chance, peer_tls)
     engines = Engines(
@@ -113,19 +113,19 @@ async def _listening(
 ) -> AsyncIterator[int]:
     """Open the door, and beside it the private page of metrics, where one is wanted."""
     async with AsyncExitStack() as stack:
-        door = open_door(app, config.door_host, config.door_port, ssl_context=context)
+        door = serve_http(app, config.door_host, config.door_port, ssl_context=context)
         port = await stack.enter_async_context(door)
         if config.private_host:
             private = web.Application()
             add_metrics(private, supervisor)
-            page = open_door(private, config.private_host, config.private_port)
+            page = serve_http(private, config.private_host, config.private_port)
             await stack.enter_async_context(page)
         yield port
 
 
 async def _open_node(config: NodeConfig) -> Node:
     """Return this node with its papers, joining the cluster where it has none, as it was left."""
-    identity = await identify(
+    identity = await load_or_join(
         urls=config.schedulers,
         token_file=config.join_token_file,
         role=PeerRole.AGENT,
@@ -181,7 +181,7 @@ def _artifacts(
 def _served(door: Door, artifacts: Artifacts, config: NodeConfig, node: Node) -> web.Application:
     """Return what the node's listener serves: routers' requests, and weights to other nodes."""
     app = door.app()
-    app.middlewares.append(refusing(node.revoked))
+    app.middlewares.append(refuse_revoked(node.revoked))
     uplink = Link(config.upload_bytes_per_s, monotonic)
     Weights(artifacts, uplink, uploads_max=config.uploads_max).attach(app)
     return app

@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from isochrone.service.config import ConfigError, load_config
-from isochrone.service.files import kept
+from isochrone.service.files import lock_state_folder
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from router.config import RouterConfig
@@ -44,7 +44,7 @@ def main(config: Path | None, processes: int | None) -> NoReturn:
         if WORKER_ENV in os.environ:
             # Its folder is in the main process's.
             return await run(settings, stopping)
-        with kept(settings.state_folder):
+        with lock_state_folder(settings.state_folder):
             return await run(settings, stopping)
 
     run_service(serve)

@@ -12,12 +12,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
 
 from isochrone.service.config import ConfigError
-from isochrone.service.control import ControlLink
+from isochrone.service.control_link import ControlLink
 from isochrone.service.identity import Identity
-from isochrone.service.joining import identify
+from isochrone.service.joining import load_or_join
 from isochrone.service.loop import Loop
-from isochrone.service.notify import feed_watchdog, notify
-from isochrone.service.tls import LOOK_S, client_context, own_certificate
+from isochrone.service.systemd import feed_watchdog, notify
+from isochrone.service.tls import CERTIFICATE_CHECK_S, client_context, load_tls_certificate
 from isochrone.wire.control import PeerRole, ToRouter, Welcome
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.routes import RouteDelta, RouteTable
@@ -63,7 +63,7 @@ FIRST_TABLE_S: Final = 5.0
 
 async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
     """Serve until `stopping`, then drain. Returns the exit code."""
-    identity = await identify(
+    identity = await load_or_join(
         urls=config.schedulers,
         token_file=config.join_token_file,
         role=PeerRole.ROUTER,
@@ -110,7 +110,7 @@ class House:
         self.port = self.private_port = 0
         self.stopping = asyncio.Event()
         self.metrics = Metrics()
-        self.tls = own_certificate(config.tls_certificate, config.tls_key)
+        self.tls = load_tls_certificate(config.tls_certificate, config.tls_key)
         self.metrics.build_info.labels(**build.facts()).set(1)
         self.gate = Gate(config.processes or 1)
         self.fleet = Fleet(identity.pop, time.monotonic, self.boot_id)
@@ -223,7 +223,11 @@ class House:
 
     def _loops(self) -> tuple[Loop, ...]:
         config, jitter = self.config, random.Random()  # noqa: S311 - jitter, not a secret
-        tls = () if self.tls is None else (Loop("certificate", self.tls.run_once, LOOK_S),)
+        tls = (
+            ()
+            if self.tls is None
+            else (Loop("certificate", self.tls.run_once, CERTIFICATE_CHECK_S),)
+        )
         demand = Loop("demand", self.shipper.ship_demand, config.demand_interval_s, jitter=jitter)
         # Who waits for a first replica is not to wait for the window's end as well.
         self.recorder.on_unserved = demand.nudge

@@ -15,13 +15,13 @@ from aiohttp import web
 
 from isochrone import __version__
 from isochrone.service.config import ConfigError, read_secret
-from isochrone.service.door import DoorLimits, errors_as, json_error, open_door
+from isochrone.service.event_loop_lag import LagMonitor, LoopStall
+from isochrone.service.http_server import HttpServerLimits, error_middleware, json_error, serve_http
 from isochrone.service.identity import Authority, IdentityError
-from isochrone.service.lag import Held, LagWatch
 from isochrone.service.loop import Loop
-from isochrone.service.metrics import exposition
-from isochrone.service.notify import notify
-from isochrone.service.tls import LOOK_S, control_context, own_certificate
+from isochrone.service.metrics import metrics_handler
+from isochrone.service.systemd import notify
+from isochrone.service.tls import CERTIFICATE_CHECK_S, control_server_context, load_tls_certificate
 from isochrone.wire.ids import ClusterId
 from scheduler import metrics
 from scheduler.acting import Acting, now
@@ -70,7 +70,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     )
     token_sha256 = sha256(token.encode()).hexdigest()
     authority = await asyncio.to_thread(_load_authority, config)
-    tls = await asyncio.to_thread(own_certificate, config.tls_certificate, config.tls_key)
+    tls = await asyncio.to_thread(load_tls_certificate, config.tls_certificate, config.tls_key)
     async with _open_acting(config, authority) as acting, AsyncExitStack() as doors:
         lease = Loop("hold_lease", HoldLease(acting).run_once, config.lease_renew_s)
         place = Loop("place", Place(acting).run_once, config.place_interval_s, share_max=0.25)
@@ -88,7 +88,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         turn_away = Loop("turn_away", TurnAway(acting).run_once, 2.0)
         losses = Loop("note_losses", NoteLosses(acting).run_once, 5.0)
         loops = (
-            *(() if tls is None else (Loop("certificate", tls.run_once, LOOK_S),)),
+            *(() if tls is None else (Loop("certificate", tls.run_once, CERTIFICATE_CHECK_S),)),
             *(lease, place, publish, flush, prune, tally),
             *(days, forecast, prefetch, roll, turn_away, losses, tidy),
         )
@@ -96,7 +96,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         acting.nudge_prefetch = prefetch.nudge
         acting.nudge_turn_away = turn_away.nudge
         await doors.enter_async_context(
-            open_door(
+            serve_http(
                 admin_app(acting, token_sha256, loops),
                 config.admin_host,
                 config.admin_port,
@@ -104,14 +104,16 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             )
         )
         await doors.enter_async_context(
-            open_door(
+            serve_http(
                 control_app(acting),
                 config.control_host,
                 config.control_port,
-                limits=DoorLimits(
+                limits=HttpServerLimits(
                     connections_per_address_max=config.control_connections_per_address_max
                 ),
-                ssl_context=control_context(authority, now()) if config.control_tls else None,
+                ssl_context=control_server_context(authority, now())
+                if config.control_tls
+                else None,
             )
         )
         keeper = KeepLease(acting)
@@ -119,7 +121,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         keeper.start()
         async with asyncio.TaskGroup() as tasks:
             duties = [tasks.create_task(loop.run(), name=loop.name) for loop in loops]
-            lag = LagWatch(metrics.LAG.observe, _note_held)
+            lag = LagMonitor(metrics.LAG.observe, _note_held)
             duties.append(tasks.create_task(lag.run(), name="lag"))
             notify("READY=1")
             log.info("serving", extra={"fields": {"admin_port": config.admin_port}})
@@ -144,7 +146,7 @@ def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web
         body = {"status": "ok", "acting": acting.is_acting, "scheduler": acting.config.name}
         return web.json_response(body)
 
-    show = exposition(metrics.REGISTRY)
+    show = metrics_handler(metrics.REGISTRY)
 
     async def show_metrics(request: web.Request) -> web.Response:
         # Trust runs out by the clock alone, with nobody there to say so.
@@ -161,7 +163,7 @@ def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web
     async def describe(request: web.Request) -> web.Response:
         return web.Response(body=described, content_type="application/json")
 
-    app = web.Application(middlewares=[errors_as(json_error), access])
+    app = web.Application(middlewares=[error_middleware(json_error), access])
     app.router.add_get("/healthz", health)
     app.router.add_get("/metrics", show_metrics)
     app.router.add_get("/openapi.json", describe)
@@ -179,7 +181,7 @@ def control_app(acting: Acting) -> web.Application:
     async def authority(request: web.Request) -> web.Response:
         return web.Response(text=acting.authority.ca_pem)
 
-    app = web.Application(middlewares=[errors_as(json_error)])
+    app = web.Application(middlewares=[error_middleware(json_error)])
     app.router.add_get("/healthz", health)
     app.router.add_get("/v1/ca", authority)
     app.router.add_get("/v1/agent", Agents(acting).handle)
@@ -188,7 +190,7 @@ def control_app(acting: Acting) -> web.Application:
     return app
 
 
-def _note_held(held: Held) -> None:
+def _note_held(held: LoopStall) -> None:
     metrics.HELD.labels(held.by).inc(held.late_s)
     if held.late_s >= HELD_LOGGED_S:
         fields = {

@@ -4,7 +4,7 @@ import hashlib
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from isochrone.service.identity import Certificate, Peer
+from isochrone.service.identity import Certificate, CertificateSubject
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.control import PeerRole
@@ -43,7 +43,7 @@ def a_pop(pop: str) -> Pop:
 
 
 def a_certificate(name: str, serial: str = "5e71a1", role: str = "agent") -> Certificate:
-    peer = Peer(PeerRole(role), name, PopId("ams"))
+    peer = CertificateSubject(PeerRole(role), name, PopId("ams"))
     return Certificate(peer, serial, NOW, NOW + timedelta(days=90))
 
 

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from isochrone.service.answers import problem_of
+from isochrone.service.http_responses import parse_error_body
 from isochrone.wire.errors import ErrorCode
 
 TIMEOUT_S: Final = 30.0
@@ -95,7 +95,7 @@ def segment(name: str) -> str:
 
 
 def _words(answer: bytes, status: int) -> str:
-    words, code = problem_of(answer, status)
+    words, code = parse_error_body(answer, status)
     if code == ErrorCode.INVALID_KEY:
         return f"{words}; {WHO_ASKS}"
     return f"{words} ({code})" if code else f"cannot ask the admin API: {words}"

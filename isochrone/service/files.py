@@ -17,7 +17,7 @@ _MAGIC: Final = b"isochrone-snapshot-1\n"
 
 
 @contextmanager
-def kept(folder: Path) -> Iterator[None]:
+def lock_state_folder(folder: Path) -> Iterator[None]:
     """Keep a state folder to this process, or raise ConfigError. Nothing is written for it."""
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)

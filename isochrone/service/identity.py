@@ -34,7 +34,7 @@ CLOCK_SKEW: Final = timedelta(minutes=5)
 
 FINGERPRINT_DIGITS: Final = 32
 
-SCHEDULER: Final = "_scheduler"
+SCHEDULER_NAME: Final = "_scheduler"
 """Whom the certificate of a scheduler's door is for: no peer can have such a name."""
 
 _USAGES: Final = {
@@ -50,7 +50,7 @@ class IdentityError(Exception):
     """A certificate, request or token that cannot be trusted, and why."""
 
 
-class Peer(NamedTuple):
+class CertificateSubject(NamedTuple):
     """Who a certificate says its holder is."""
 
     role: PeerRole
@@ -61,7 +61,7 @@ class Peer(NamedTuple):
 class Certificate(NamedTuple):
     """What a certificate says: whose it is, its serial in hex, and its time."""
 
-    peer: Peer
+    peer: CertificateSubject
     serial: str
     issued_at: datetime
     expires_at: datetime
@@ -144,7 +144,7 @@ class Authority:
         """Return what proves to any scheduler of this cluster that one of them made a claim."""
         return hmac.digest(self._seal_key, claim, "sha256").hex()
 
-    def has_sealed(self, claim: bytes, seal: str) -> bool:
+    def verify_seal(self, claim: bytes, seal: str) -> bool:
         """Say whether `seal` proves the claim. Takes the same time either way."""
         return hmac.compare_digest(self.seal(claim).encode(), seal.encode(errors="replace"))
 
@@ -154,10 +154,10 @@ class Authority:
         key = hashlib.sha256(b"isochrone-cipher-1\0" + _key_pem(self._key).encode()).digest()
         return Fernet(base64.urlsafe_b64encode(key))
 
-    def issue_own(self, now: datetime) -> tuple[str, str]:
+    def issue_scheduler_certificate(self, now: datetime) -> tuple[str, str]:
         """Return (key, certificate) for a scheduler's own control door."""
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, SCHEDULER)])
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, SCHEDULER_NAME)])
         certificate = (
             x509.CertificateBuilder()
             .subject_name(subject)
@@ -167,7 +167,9 @@ class Authority:
             .not_valid_before(now - CLOCK_SKEW)
             .not_valid_after(now + timedelta(days=AUTHORITY_LIFETIME_DAYS))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(SCHEDULER)]), critical=False)
+            .add_extension(
+                x509.SubjectAlternativeName([x509.DNSName(SCHEDULER_NAME)]), critical=False
+            )
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
             .sign(self._key, hashes.SHA256())
         )
@@ -195,7 +197,7 @@ class Authority:
             raise IdentityError("cannot accept the certificate request: not a signed P-256 key")
         certificate = (
             x509.CertificateBuilder()
-            .subject_name(_subject(Peer(role, name, pop)))
+            .subject_name(_subject(CertificateSubject(role, name, pop)))
             .issuer_name(self._certificate.subject)
             .public_key(public_key)
             .serial_number(x509.random_serial_number())
@@ -245,7 +247,7 @@ def verify_signature(certificate_pem: str, payload: bytes, signature: bytes) -> 
     return True
 
 
-def verify_peer(certificate_pem: str, ca_pem: str, now: datetime) -> Certificate:
+def verify_certificate(certificate_pem: str, ca_pem: str, now: datetime) -> Certificate:
     """Return what the certificate says, or raise IdentityError: forged, expired or not ours."""
     certificate = _load_certificate(certificate_pem)
     authority = _load_authority(ca_pem)
@@ -272,7 +274,7 @@ def read_certificate(certificate_pem: str) -> Certificate:
     return _read(_load_certificate(certificate_pem))
 
 
-def certifies(certificate_pem: str, key_pem: str) -> bool:
+def is_for_key(certificate_pem: str, key_pem: str) -> bool:
     """Say whether the certificate is for this key."""
     return _load_certificate(certificate_pem).public_key() == _load_key(key_pem).public_key()
 
@@ -315,7 +317,7 @@ def _read(certificate: x509.Certificate) -> Certificate:
     )
 
 
-def _subject(peer: Peer) -> x509.Name:
+def _subject(peer: CertificateSubject) -> x509.Name:
     return x509.Name(
         [
             x509.NameAttribute(NameOID.COMMON_NAME, peer.name),
@@ -333,7 +335,7 @@ def _proven_as(name: str) -> list[x509.GeneralName]:
     return [x509.DNSName(name)]
 
 
-def _peer(subject: x509.Name) -> Peer:
+def _peer(subject: x509.Name) -> CertificateSubject:
     def attribute(oid: x509.ObjectIdentifier) -> str:
         found = subject.get_attributes_for_oid(oid)
         return str(found[0].value) if found else ""
@@ -342,7 +344,9 @@ def _peer(subject: x509.Name) -> Peer:
         role = PeerRole(attribute(NameOID.ORGANIZATIONAL_UNIT_NAME))
     except ValueError as error:
         raise IdentityError("cannot trust the certificate: it names no role") from error
-    return Peer(role, attribute(NameOID.COMMON_NAME), PopId(attribute(NameOID.LOCALITY_NAME)))
+    return CertificateSubject(
+        role, attribute(NameOID.COMMON_NAME), PopId(attribute(NameOID.LOCALITY_NAME))
+    )
 
 
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> str:

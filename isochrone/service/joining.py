@@ -11,10 +11,10 @@ import aiohttp
 import msgspec
 
 from isochrone.service import identity as papers
-from isochrone.service.answers import problem_of, read_answer
 from isochrone.service.config import ConfigError
+from isochrone.service.http_responses import parse_error_body, read_response
 from isochrone.service.identity import Identity, IdentityError
-from isochrone.service.tls import trusting
+from isochrone.service.tls import verifying_context
 from isochrone.wire.control import JoinReply, JoinRequest, PeerRole
 
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -23,7 +23,7 @@ ANSWER_BYTES_MAX: Final = 256 * 1024
 PAPERS_BYTES: Final = 16 * 1024
 
 
-async def identify(
+async def load_or_join(
     *, urls: Sequence[str], token_file: Path | None, role: PeerRole, name: str, folder: Path
 ) -> Identity:
     """Return the papers that `folder` holds, or join for them, or raise ConfigError."""
@@ -96,13 +96,13 @@ async def _ask_to_join(urls: Sequence[str], request: JoinRequest, fingerprint: s
                     f"{url}/v1/join",
                     data=msgspec.json.encode(request),
                     headers={"content-type": "application/json"},
-                    server_hostname=papers.SCHEDULER,
+                    server_hostname=papers.SCHEDULER_NAME,
                     ssl=await _trust(http, url, fingerprint),
                 ) as response:
-                    body = await read_answer(response, ANSWER_BYTES_MAX)
+                    body = await read_response(response, ANSWER_BYTES_MAX)
                     if response.status == 200:
                         return msgspec.json.decode(body, type=JoinReply)
-                    problems.append(f"{url}: {problem_of(body, response.status).words}")
+                    problems.append(f"{url}: {parse_error_body(body, response.status).words}")
             except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
                 problems.append(f"{url}: {error or type(error).__name__}")
     raise IdentityError("cannot join: " + "; ".join(problems))
@@ -117,9 +117,9 @@ async def _trust(http: aiohttp.ClientSession, url: str, fingerprint: str) -> SSL
     if not url.startswith("https:"):
         return True
     async with http.get(f"{url}/v1/ca", ssl=False) as response:
-        ca_pem = (await read_answer(response, ANSWER_BYTES_MAX)).decode(errors="replace")
+        ca_pem = (await read_response(response, ANSWER_BYTES_MAX)).decode(errors="replace")
     _check_authority(ca_pem, fingerprint)
-    return trusting(ca_pem)
+    return verifying_context(ca_pem)
 
 
 def _check_authority(ca_pem: str, fingerprint: str) -> None:

@@ -13,7 +13,7 @@ from prometheus_client import multiprocess as shared
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 
-def exposition(
+def metrics_handler(
     registry: CollectorRegistry,
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return the handler of `GET /metrics`."""

@@ -31,7 +31,7 @@ def is_revoked(shown: Mapping[str, Any], revoked: Sequence[Revoked]) -> bool:
     )
 
 
-def refusing(revoked: Callable[[], Sequence[Revoked]]) -> Any:
+def refuse_revoked(revoked: Callable[[], Sequence[Revoked]]) -> Any:
     """Return what turns away, at an application's door, who is `revoked` by now."""
 
     @web.middleware

@@ -8,15 +8,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def to_its_end(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def run_to_completion(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run `work` in a thread. A caller that is cancelled, however often, waits, and then goes.
 
     A thread cannot be cancelled: left alone it would still write while the next writer begins.
     """
-    return await ended(asyncio.to_thread(work, *args, **kwargs))
+    return await wait_to_completion(asyncio.to_thread(work, *args, **kwargs))
 
 
-async def ended(work: Awaitable[T]) -> T:
+async def wait_to_completion(work: Awaitable[T]) -> T:
     """Wait until `work` has ended. A caller that is cancelled, however often, then goes."""
     working = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None

@@ -13,13 +13,14 @@ from isochrone.service.identity import Authority, Identity
 
 log = logging.getLogger(__name__)
 
-LOOK_S: Final = 30.0
+CERTIFICATE_CHECK_S: Final = 30.0
 
 
-class OwnCertificate:
+class ReloadingCertificate:
     """An operator's certificate and key, as `tls_certificate` and `tls_key` name them.
 
-    The files are looked at again every LOOK_S: one that was renewed is shown from the next
+    The files are looked at again every CERTIFICATE_CHECK_S:
+    one that was renewed is shown from the next
     handshake on, and open connections stay as they are.
     """
 
@@ -54,23 +55,23 @@ class OwnCertificate:
         return True
 
 
-def own_certificate(certificate: Path | None, key: Path | None) -> OwnCertificate | None:
+def load_tls_certificate(certificate: Path | None, key: Path | None) -> ReloadingCertificate | None:
     """Return what to serve TLS with; None, and so in plain, only where neither file is named."""
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
         raise ConfigError("cannot serve TLS: give both tls_certificate and tls_key, or neither")
-    return OwnCertificate(certificate, key)
+    return ReloadingCertificate(certificate, key)
 
 
-def control_context(authority: Authority, now: datetime) -> ssl.SSLContext:
+def control_server_context(authority: Authority, now: datetime) -> ssl.SSLContext:
     """Serve a scheduler's control door with a certificate of the cluster's own authority."""
     context = _serving()
-    _load_papers(context, *authority.issue_own(now))
+    _load_papers(context, *authority.issue_scheduler_certificate(now))
     return context
 
 
-def trusting(ca_pem: str) -> ssl.SSLContext:
+def verifying_context(ca_pem: str) -> ssl.SSLContext:
     """Dial who holds a certificate of this authority, having none of our own yet.
 
     Addresses prove nothing: the name it must be for, a node's or SCHEDULER, is given with each dial
@@ -82,7 +83,7 @@ def trusting(ca_pem: str) -> ssl.SSLContext:
     return context
 
 
-def node_context(identity: Identity) -> ssl.SSLContext:
+def node_server_context(identity: Identity) -> ssl.SSLContext:
     """Serve a node's door to routers of the same cluster only (mTLS)."""
     context = _serving()
     context.verify_mode = ssl.CERT_REQUIRED
@@ -92,19 +93,19 @@ def node_context(identity: Identity) -> ssl.SSLContext:
 
 
 def client_context(identity: Identity) -> ssl.SSLContext:
-    """Dial a scheduler or a node as `trusting` does, showing our own certificate."""
-    context = trusting(identity.ca_pem)
+    """Dial a scheduler or a node as `verifying_context` does, showing our own certificate."""
+    context = verifying_context(identity.ca_pem)
     _load_papers(context, identity.key_pem, identity.certificate_pem)
     return context
 
 
-def door_url(address: str, context: ssl.SSLContext | None) -> str:
+def node_url(address: str, context: ssl.SSLContext | None) -> str:
     """Return the URL of a node's door: with a `context` by TLS alone, whatever its address says."""
     scheme = "http" if context is None else "https"
     return f"{scheme}://{address.rpartition('://')[2].rstrip('/')}"
 
 
-def renew(context: ssl.SSLContext, identity: Identity) -> None:
+def reload_identity(context: ssl.SSLContext, identity: Identity) -> None:
     """Show renewed papers from the next handshake on; open connections stay as they are."""
     _load_papers(context, identity.key_pem, identity.certificate_pem)
 

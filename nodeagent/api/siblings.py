@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from isochrone.service.tls import door_url
+from isochrone.service.tls import node_url
 from isochrone.wire import headers
 from isochrone.wire.headers import Sibling
 from isochrone.wire.ids import NodeId, ReplicaId
@@ -150,7 +150,7 @@ class Siblings:
         """Ask the node itself: whoever is met at its address, or told of by it, is another."""
         return await self._http.request(
             method,
-            f"{door_url(sibling.address, self._context)}{path}",
+            f"{node_url(sibling.address, self._context)}{path}",
             server_hostname=sibling.node_id,
             ssl=self._context or True,
             allow_redirects=False,

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from isochrone.service.threads import to_its_end
+from isochrone.service.threads import run_to_completion
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError
 from nodeagent.engine.checkpoint.adapter import read_adapter
@@ -115,7 +115,7 @@ class Adapters:
         config = self.config
         split = config.tensor_parallel * config.pipeline_parallel > 1
         try:
-            return await to_its_end(
+            return await run_to_completion(
                 read_adapter,
                 name,
                 folder,

@@ -16,8 +16,8 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from isochrone.service.door import error_response, errors_as, read_body
-from isochrone.service.metrics import exposition
+from isochrone.service.http_server import error_middleware, error_response, read_body
+from isochrone.service.metrics import metrics_handler
 from isochrone.wire.engine import EngineConfig, EngineHealth
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.headers import REQUEST_ID
@@ -68,14 +68,14 @@ class Server(ABC):
     def app(self) -> web.Application:
         """Build the application."""
         app = web.Application(
-            middlewares=[name_requests, errors_as(as_openai)],
+            middlewares=[name_requests, error_middleware(as_openai)],
             client_max_size=self.config.body_bytes_max,
         )
         registry = CollectorRegistry()
         registry.register(Gauges(self._counts))
         app.router.add_get("/health", self.health)
         app.router.add_get("/stats", self.stats)
-        app.router.add_get("/metrics", exposition(registry))
+        app.router.add_get("/metrics", metrics_handler(registry))
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/drain", self.drain)
         return app

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from isochrone.service.config import ConfigError
-from isochrone.service.door import DoorLimits, open_unix_door
+from isochrone.service.http_server import HttpServerLimits, serve_http_unix
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.doors import Server, as_openai
 from nodeagent.engine.listening import clear_socket
@@ -66,7 +66,7 @@ async def serve(
     server.worker.start()
     path = Path(config.socket)
     try:
-        async with open_unix_door(server.app(), path, limits=_limits(), encode_error=as_openai):
+        async with serve_http_unix(server.app(), path, limits=_limits(), encode_error=as_openai):
             _say_ready(config, server, time.monotonic() - started_s)
             death = asyncio.create_task(died.wait())
             await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -78,10 +78,10 @@ async def serve(
     return 1 if server.worker.died else 0
 
 
-def _limits() -> DoorLimits:
+def _limits() -> HttpServerLimits:
     """Half of the descriptors are for connections: a step that finds none left is the last."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    usual = DoorLimits(head_timeout_s=_HEAD_TIMEOUT_S, shutdown_timeout_s=1.0)
+    usual = HttpServerLimits(head_timeout_s=_HEAD_TIMEOUT_S, shutdown_timeout_s=1.0)
     if most == resource.RLIM_INFINITY:
         return usual
     return replace(usual, connections_max=min(most // 2, usual.connections_max))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from isochrone.service.files import sync
-from isochrone.service.threads import to_its_end
+from isochrone.service.threads import run_to_completion
 from isochrone.wire.artifact import check_artifact, check_path
 from isochrone.wire.model import Artifact
 from nodeagent.decide.eviction import Kept, evict
@@ -119,7 +119,7 @@ class Artifacts:
                 return target
             try:
                 async with self._making_room:
-                    await to_its_end(self._make_room, artifact, pinned)
+                    await run_to_completion(self._make_room, artifact, pinned)
                     self._coming[artifact.digest] = _Coming(artifact.size_bytes)
                 await self._fetch_all(artifact, target, progress, self.link.slower(bytes_per_s))
             except OSError as error:
@@ -146,7 +146,7 @@ class Artifacts:
             await self._fetch(artifact.source, Wanted(artifact.digest, file, path, tell, link))
             tell(file.size_bytes)
             done += file.size_bytes
-        await to_its_end(_publish, partial, target)
+        await run_to_completion(_publish, partial, target)
 
     async def _fetch(self, source: str, wanted: Wanted) -> None:
         """Try this machine, then other nodes, then the origin."""

@@ -19,7 +19,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from isochrone.service.tls import door_url
+from isochrone.service.tls import node_url
 from isochrone.wire import headers
 from isochrone.wire.assignment import PeerSource
 from isochrone.wire.ids import NodeId, PopId
@@ -186,7 +186,7 @@ class _Fetch:
         sent = {"accept-encoding": "identity"}
         if offset:
             sent["range"] = f"bytes={offset}-"
-        door = door_url(peer.address, self._peers.context)
+        door = node_url(peer.address, self._peers.context)
         async with self._http.get(
             f"{door}/v1/artifacts/{wanted.digest}/{quote(wanted.file.path)}",
             headers=sent,

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from isochrone.service.threads import to_its_end
+from isochrone.service.threads import run_to_completion
 from isochrone.wire.model import ArtifactFile
 from nodeagent.decide.bandwidth import Pace, Watermark
 from nodeagent.host.link import Link
@@ -70,7 +70,7 @@ class Wanted:
         # its blocks until then, where the file system can.
         with source.open("rb") as opened, self._path.open("wb") as out:
             with suppress(OSError):
-                is_clone = await to_its_end(fcntl.ioctl, out, FICLONE, opened.fileno()) == 0
+                is_clone = await run_to_completion(fcntl.ioctl, out, FICLONE, opened.fileno()) == 0
             if not is_clone:
                 await self._see(opened, out)
         problem = await self._verdict()
@@ -98,7 +98,7 @@ class Wanted:
                     self._path.unlink()
                     most = self.file.size_bytes
                     raise TooLong(f"it sends more than the {most} bytes of its manifest")
-                await to_its_end(take, chunk, out)
+                await run_to_completion(take, chunk, out)
                 self._tell(size_bytes)
                 excused_s = await self.link.keep_pace(len(chunk))
                 if watermark.is_slow(len(chunk), clock(), excused_s):
@@ -112,10 +112,10 @@ class Wanted:
     async def _see(self, file: BinaryIO, into: BinaryIO | None = None) -> None:
         """See an open file, and with `into` write it there: in pieces, lest a stop wait for it."""
         while self._seen.size_bytes <= self.file.size_bytes:
-            chunk = await to_its_end(file.read, READ_BYTES)
+            chunk = await run_to_completion(file.read, READ_BYTES)
             if not chunk:
                 return
-            await to_its_end(self._seen.take, chunk, into)
+            await run_to_completion(self._seen.take, chunk, into)
             if into is not None:
                 self._tell(self._seen.size_bytes)
 

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from isochrone.service.control import ControlLink, Progress
+from isochrone.service.control_link import ControlLink, Progress
 from isochrone.service.identity import Identity
 from isochrone.service.run import run_service
 from isochrone.wire.assignment import Assignment, ReplicaSpec

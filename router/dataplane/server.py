@@ -14,7 +14,7 @@ from email.utils import formatdate
 from math import inf
 from typing import Final, cast
 
-from isochrone.service.handshakes import Census, address_of
+from isochrone.service.connection_count import ConnectionCount, remote_address
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.config import RouterConfig
 from router.dataplane import http1
@@ -63,7 +63,7 @@ class Server:
         self.clock = clock
         self.is_draining = False
         self.connections: set[ClientConnection] = set()
-        self._census = Census(config.connections_max, config.connections_per_address_max)
+        self._census = ConnectionCount(config.connections_max, config.connections_per_address_max)
         self._unix_clock = unix_clock
         self._gone = asyncio.Event()
         self._openings: dict[tuple[int, str], str] = {}
@@ -157,7 +157,7 @@ class ClientConnection:
         server = self._server
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
-        self._address = address_of(transport)
+        self._address = remote_address(transport)
         if not server.came(self, self._address):
             self._transport.abort()
             return

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 from isochrone.service import files
-from isochrone.service.control import Progress
-from isochrone.service.threads import to_its_end
+from isochrone.service.control_link import Progress
+from isochrone.service.threads import run_to_completion
 from isochrone.wire import codec
 from isochrone.wire.ids import ClusterId, Epoch, Generation
 from isochrone.wire.routes import Route, RouteDelta, RouteTable, SnapshotWanted, apply_delta
@@ -145,7 +145,7 @@ class Follower:
         """Keep the table served by on disk; return its generation."""
         table = self._fleet.table
         if table is not None and self._on_disk is not table:
-            await to_its_end(self._write, table)
+            await run_to_completion(self._write, table)
         return table.generation if table is not None else 0
 
     def _write(self, table: RouteTable) -> None:

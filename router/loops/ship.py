@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from isochrone.service.threads import to_its_end
+from isochrone.service.threads import run_to_completion
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from router.fleet import Fleet
@@ -140,7 +140,7 @@ class Shipper:
         for batch_id in self._spool.batch_ids:
             if now_s - self._sent_at_s.get(batch_id, _NEVER_S) < self._resend_s:
                 continue
-            batch = await to_its_end(self._spool.read, batch_id)
+            batch = await run_to_completion(self._spool.read, batch_id)
             if batch is None:
                 continue
             if not await self._send(batch):
@@ -164,7 +164,7 @@ class Shipper:
                 )
                 batch = Usage(router_id=self._router_id, batch_id=batch_id, rows=rows)
                 try:
-                    dropped = await to_its_end(self._spool.add, batch)
+                    dropped = await run_to_completion(self._spool.add, batch)
                 finally:
                     # Cancelled or not, what is on disk is not kept in memory as well.
                     if batch_id in self._spool.batch_ids:
@@ -175,7 +175,7 @@ class Shipper:
             self._recorder.put_back(left)
             self._metrics.usage_spooled.set(self._spool.bytes)
         if journal and not left:
-            await to_its_end(self._recorder.journal.saved, journal)
+            await run_to_completion(self._recorder.journal.saved, journal)
         return len(taken)
 
     async def on_ack(self, ack: UsageAck) -> None:
@@ -190,7 +190,7 @@ class Shipper:
                 self._windows.pop(ack.demand_seq, None)
             return
         self._sent_at_s.pop(ack.batch_id, None)
-        await to_its_end(self._spool.forget, ack.batch_id)
+        await run_to_completion(self._spool.forget, ack.batch_id)
         self._metrics.usage_spooled.set(self._spool.bytes)
 
     def on_welcome(self) -> None:

@@ -81,7 +81,7 @@ class Agents:
             log.warning("report not written", extra={"fields": {"reason": reason}})
 
     def _believes(self, node_id: NodeId, spec: ReplicaSpec) -> bool:
-        return self._acting.authority.has_sealed(claim(node_id, spec), spec.seal)
+        return self._acting.authority.verify_seal(claim(node_id, spec), spec.seal)
 
     def _is_known(self, peer: Connected, report: Report) -> bool:
         """Say whether the store holds all that this report says, written not long ago."""

@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 from cryptography.fernet import Fernet, InvalidToken
 
-from isochrone.service.door import read_body
+from isochrone.service.http_server import read_body
 from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.acting import Acting

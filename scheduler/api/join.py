@@ -5,7 +5,7 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from isochrone.service.door import read_body
+from isochrone.service.http_server import read_body
 from isochrone.service.identity import IdentityError, parse_join_token
 from isochrone.wire import codec
 from isochrone.wire.control import JoinReply, JoinRequest, PeerRole

@@ -191,7 +191,9 @@ def _prove(register: Register, acting: Acting, role: PeerRole, nonce: bytes) -> 
             retry_after_s=60,
         )
     try:
-        certificate = identity.verify_peer(register.certificate_pem, acting.authority.ca_pem, now())
+        certificate = identity.verify_certificate(
+            register.certificate_pem, acting.authority.ca_pem, now()
+        )
         payload = register_payload(
             cluster_id=acting.cluster_id,
             nonce=nonce,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isochrone.service.files import kept
+from isochrone.service.files import lock_state_folder
 from ops.fleet.bring_up import Fleet, kill_leftovers
 from ops.fleet.processes import StartFailed
 
@@ -36,7 +36,7 @@ async def test_what_a_killed_fleet_left_is_ended_and_who_reads_its_logs_is_not(
 
 async def test_a_second_fleet_in_one_folder_is_refused_and_ends_nothing(tmp_path: Path) -> None:
     state = tmp_path / "fleet"
-    with kept(state):
+    with lock_state_folder(state):
         waits = "import signal; signal.pause()"
         running = await asyncio.create_subprocess_exec(
             sys.executable, "-c", waits, f"{state}/node-ams"

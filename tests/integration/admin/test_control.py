@@ -15,8 +15,8 @@ import msgpack
 import pytest
 from aiohttp import web
 
-from isochrone.service.control import ControlLink, Progress
-from isochrone.service.door import open_door
+from isochrone.service.control_link import ControlLink, Progress
+from isochrone.service.http_server import serve_http
 from isochrone.service.identity import Identity, IdentityError
 from isochrone.service.joining import join
 from isochrone.wire import codec
@@ -258,7 +258,7 @@ async def test_the_only_scheduler_is_asked_again_when_it_says(admin: Admin, tmp_
 
     app = web.Application()
     app.router.add_get("/v1/agent", refuse)
-    async with open_door(app, "127.0.0.1", 0) as port:
+    async with serve_http(app, "127.0.0.1", 0) as port:
         agent = Agent(admin, identity, "b1", url=f"http://127.0.0.1:{port}")
         async with dialling(agent), asyncio.timeout(10.0):
             await asked_often.wait()

@@ -14,7 +14,7 @@ from isochrone.service import tls
 from isochrone.service.identity import (
     Identity,
     IdentityError,
-    certifies,
+    is_for_key,
     load_identity,
     read_certificate,
 )
@@ -158,9 +158,9 @@ async def test_a_certificate_renews_itself_and_its_holder_stays_who_it_is(
         first.name, first.role, first.pop, first.ca_pem,
     )  # fmt: skip
     assert kept.key_pem != first.key_pem
-    assert certifies(kept.certificate_pem, kept.key_pem)
+    assert is_for_key(kept.certificate_pem, kept.key_pem)
     # A live context takes renewed papers; those of another key would be refused here.
-    tls.renew(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), kept)
+    tls.reload_identity(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), kept)
     assert await is_let_in(admin, kept, "boot-2") == ""
 
 

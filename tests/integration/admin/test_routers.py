@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isochrone.service.control import ControlLink, Progress
+from isochrone.service.control_link import ControlLink, Progress
 from isochrone.service.joining import join
 from isochrone.wire.control import PeerRole, ToRouter, Welcome
 from isochrone.wire.ids import BootId, Epoch, Generation, KeyId, RouterId

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from isochrone.service.door import open_door
+from isochrone.service.http_server import serve_http
 from isochrone.wire import headers
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.assignment import ReplicaSpec, Tombstone
@@ -122,7 +122,7 @@ async def a_node() -> AsyncIterator[Node]:
         on_change=lambda: None,
     )
     async with (
-        open_door(Door(supervisor, Siblings(None, time.monotonic)).app(), "127.0.0.1", 0) as port,
+        serve_http(Door(supervisor, Siblings(None, time.monotonic)).app(), "127.0.0.1", 0) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
     ):
         yield Node(supervisor, http, f"127.0.0.1:{port}", artifact)
@@ -370,7 +370,7 @@ async def test_the_metrics_page_tells_of_each_warm_engine_too(node: Node) -> Non
     alone = web.Application()
     add_metrics(alone, node.supervisor)
     async with (
-        open_door(alone, "127.0.0.1", 0) as port,
+        serve_http(alone, "127.0.0.1", 0) as port,
         node.http.get(f"http://127.0.0.1:{port}/metrics") as private,
         node.http.get("/metrics") as page,
     ):
@@ -394,7 +394,7 @@ async def test_an_engine_that_reads_no_header_has_the_salt_in_the_body(node: Nod
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer)
-    async with open_door(app, "127.0.0.1", 0) as port:
+    async with serve_http(app, "127.0.0.1", 0) as port:
         await engine.http.close()
         engine.http = aiohttp.ClientSession(f"http://127.0.0.1:{port}")
         engine._driver = DRIVERS["vllm"]

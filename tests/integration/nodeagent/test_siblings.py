@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from isochrone.service.door import open_door
+from isochrone.service.http_server import serve_http
 from isochrone.wire.headers import Sibling
 from isochrone.wire.ids import NodeId, ReplicaId
 from nodeagent.api.siblings import SiblingLost, Siblings
@@ -39,7 +39,7 @@ async def a_sibling(mute: Mute) -> AsyncIterator[tuple[Siblings, Sibling]]:
     app.router.add_get("/ping", mute.ping)
     app.router.add_post("/v1/completions", mute.relay)
     siblings = Siblings(None, time.monotonic, ping_timeout_s=PING_S)
-    async with open_door(app, "127.0.0.1", 0) as port:
+    async with serve_http(app, "127.0.0.1", 0) as port:
         try:
             yield (
                 siblings,

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from aiohttp import WSMsgType, web
 
-from isochrone.service.door import open_door
+from isochrone.service.http_server import serve_http
 from isochrone.service.identity import Authority
 from isochrone.wire.control import PeerRole, Refused, Welcome
 from isochrone.wire.ids import BootId, Generation, NodeId, PopId
@@ -72,7 +72,7 @@ async def door_and_url() -> AsyncIterator[tuple[Door, str]]:
     door = Door()
     app = web.Application()
     app.router.add_get("/", door.handle)
-    async with open_door(app, "127.0.0.1", 0) as port:
+    async with serve_http(app, "127.0.0.1", 0) as port:
         yield door, f"http://127.0.0.1:{port}/"
 
 
@@ -157,7 +157,7 @@ async def test_a_peer_that_is_lost_while_its_last_conversation_is_ended_is_forgo
     async def is_forgotten() -> bool:
         return acting.ended == 1 and not acting.peers
 
-    async with open_door(control_app(acting), "127.0.0.1", 0) as port:
+    async with serve_http(control_app(acting), "127.0.0.1", 0) as port:
         link = a_link(identity, [f"http://127.0.0.1:{port}"], welcome)
         running = asyncio.create_task(link.run())
         try:

@@ -236,7 +236,7 @@ async def test_only_what_was_seated_there_by_this_cluster_is_taken_in(
     ours, theirs = (Authority.create(tmp_path / name, name, NOW) for name in ("ours", "theirs"))
 
     def believes(node_id: NodeId, spec: ReplicaSpec) -> bool:
-        return ours.has_sealed(claim(node_id, spec), spec.seal)
+        return ours.verify_seal(claim(node_id, spec), spec.seal)
 
     def sealed(authority: Authority, node: str, **fields: Any) -> ReplicaSpec:
         spec = a_spec(**{"replica_id": "r9", **NEW, **fields})

@@ -15,17 +15,17 @@ import pytest
 from aiohttp import web
 
 from isochrone.service.config import ConfigError
-from isochrone.service.door import (
-    DoorLimits,
-    errors_as,
+from isochrone.service.http_server import (
+    HttpServerLimits,
+    error_middleware,
     json_error,
-    open_door,
-    open_unix_door,
     read_body,
+    serve_http,
+    serve_http_unix,
 )
 from isochrone.wire.errors import ApiError, ErrorCode
 
-LIMITS = DoorLimits(
+LIMITS = HttpServerLimits(
     head_timeout_s=2.0,
     keepalive_s=0.5,
     body_timeout_s=0.5,
@@ -58,7 +58,7 @@ def an_app() -> web.Application:
         await response.write(b"too late")
         return response
 
-    app = web.Application(middlewares=[errors_as(json_error)])
+    app = web.Application(middlewares=[error_middleware(json_error)])
     app.router.add_post("/size", size)
     app.router.add_get("/left", left)
     app.router.add_get("/broken", broken)
@@ -68,7 +68,7 @@ def an_app() -> web.Application:
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    async with open_door(an_app(), "127.0.0.1", 0, limits=LIMITS) as bound:
+    async with serve_http(an_app(), "127.0.0.1", 0, limits=LIMITS) as bound:
         yield bound
 
 
@@ -203,10 +203,10 @@ async def test_connections_over_the_bound_are_closed_and_the_others_served(port:
 
 async def test_an_address_that_cannot_be_had_is_named(port: int) -> None:
     with pytest.raises(ConfigError, match=rf"on 127\.0\.0\.1:{port}: Address already in use"):
-        async with open_door(an_app(), "127.0.0.1", port):
+        async with serve_http(an_app(), "127.0.0.1", port):
             raise AssertionError("nobody should be let in")
     with pytest.raises(ConfigError, match=r"cannot listen on nobody\.invalid:1: "):
-        async with open_door(an_app(), "nobody.invalid", 1):
+        async with serve_http(an_app(), "nobody.invalid", 1):
             raise AssertionError("nobody should be let in")
 
 
@@ -215,7 +215,7 @@ async def test_hundreds_may_come_to_a_unix_door_at_once(tmp_path: Path) -> None:
     connector = aiohttp.UnixConnector(str(path), limit=0)
     limits = msgspec.structs.replace(LIMITS, connections_per_address_max=1_000)
     async with (
-        open_unix_door(an_app(), path, limits=limits),
+        serve_http_unix(an_app(), path, limits=limits),
         aiohttp.ClientSession("http://localhost", connector=connector) as http,
     ):
 

@@ -13,14 +13,14 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from isochrone.service.door import DoorLimits, open_door
-from isochrone.service.identity import SCHEDULER, Authority
-from isochrone.service.tls import control_context, trusting
+from isochrone.service.http_server import HttpServerLimits, serve_http
+from isochrone.service.identity import SCHEDULER_NAME, Authority
+from isochrone.service.tls import control_server_context, verifying_context
 from tests.integration.service.test_tls import NOW
 from tests.system.harness import until
 
 FEW = 10
-LIMITS = DoorLimits(head_timeout_s=3.0, connections_per_address_max=FEW)
+LIMITS = HttpServerLimits(head_timeout_s=3.0, connections_per_address_max=FEW)
 ASKED = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
@@ -34,18 +34,18 @@ async def answer(request: web.Request) -> web.Response:
 
 async def flooded(folder: Path) -> None:
     authority = Authority.create(folder / "ca", "ours", NOW)
-    trust, app = trusting(authority.ca_pem), web.Application()
+    trust, app = verifying_context(authority.ca_pem), web.Application()
     app.router.add_get("/", answer)
-    context = control_context(authority, NOW)
+    context = control_server_context(authority, NOW)
     async with (
-        open_door(app, "127.0.0.1", 0, limits=LIMITS, ssl_context=context) as port,
+        serve_http(app, "127.0.0.1", 0, limits=LIMITS, ssl_context=context) as port,
         AsyncExitStack() as held,
     ):
         before = descriptors()
 
         async def ask() -> bytes:
             reader, writer = await asyncio.open_connection(
-                "127.0.0.1", port, ssl=trust, server_hostname=SCHEDULER
+                "127.0.0.1", port, ssl=trust, server_hostname=SCHEDULER_NAME
             )
             writer.write(ASKED)
             try:

@@ -1,13 +1,13 @@
 import asyncio
 import time
 
-from isochrone.service.lag import Held, LagWatch
+from isochrone.service.event_loop_lag import LagMonitor, LoopStall
 
 
 async def test_what_holds_the_loop_up_is_named() -> None:
     beats: list[float] = []
-    helds: list[Held] = []
-    watch = asyncio.create_task(LagWatch(beats.append, helds.append).run())
+    helds: list[LoopStall] = []
+    watch = asyncio.create_task(LagMonitor(beats.append, helds.append).run())
 
     async def hold() -> None:
         time.sleep(0.5)  # noqa: ASYNC251 - the very fault that is to be seen

@@ -15,12 +15,12 @@ from aiohttp import web
 
 from isochrone.service import identity as papers
 from isochrone.service import tls
-from isochrone.service.control import ControlLink, Progress
-from isochrone.service.door import open_door
+from isochrone.service.control_link import ControlLink, Progress
 from isochrone.service.files import write_atomic
+from isochrone.service.http_server import serve_http
 from isochrone.service.identity import Authority, Identity, IdentityError
 from isochrone.service.joining import join
-from isochrone.service.revocation import refusing
+from isochrone.service.revocation import refuse_revoked
 from isochrone.wire import headers
 from isochrone.wire.assignment import Revoked
 from isochrone.wire.control import PeerRole, ToAgent, Welcome
@@ -79,7 +79,7 @@ async def test_a_node_serves_routers_of_its_cluster_and_nobody_else(tmp_path: Pa
     app = web.Application()
     app.router.add_get("/ping", ping)
     async with (
-        open_door(app, "127.0.0.1", 0, ssl_context=tls.node_context(node)) as port,
+        serve_http(app, "127.0.0.1", 0, ssl_context=tls.node_server_context(node)) as port,
         aiohttp.ClientSession() as http,
     ):
         url = f"https://127.0.0.1:{port}/ping"
@@ -88,7 +88,7 @@ async def test_a_node_serves_routers_of_its_cluster_and_nobody_else(tmp_path: Pa
             assert response.status == 204
         strangers = (
             tls.client_context(a_peer(theirs, "r1", PeerRole.ROUTER)),
-            tls.trusting(ours.ca_pem),
+            tls.verifying_context(ours.ca_pem),
         )
         for context in strangers:
             with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
@@ -108,9 +108,9 @@ async def test_a_node_refuses_who_was_revoked_since_also_on_an_open_connection(
     async def ping(request: web.Request) -> web.Response:
         return web.Response(status=204)
 
-    app = web.Application(middlewares=[refusing(lambda: revoked)])
+    app = web.Application(middlewares=[refuse_revoked(lambda: revoked)])
     app.router.add_get("/ping", ping)
-    async with open_door(app, "127.0.0.1", 0, ssl_context=tls.node_context(node)) as port:
+    async with serve_http(app, "127.0.0.1", 0, ssl_context=tls.node_server_context(node)) as port:
 
         async def asks(http: aiohttp.ClientSession, identity: Identity) -> tuple[int, str]:
             url = f"https://127.0.0.1:{port}/ping"
@@ -155,7 +155,7 @@ async def test_a_node_cannot_pass_for_a_scheduler(tmp_path: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     (tmp_path / "n1.pem").write_text(node.key_pem + node.certificate_pem)
     context.load_cert_chain(tmp_path / "n1.pem")
-    async with open_door(app, "127.0.0.1", 0, ssl_context=context) as port:
+    async with serve_http(app, "127.0.0.1", 0, ssl_context=context) as port:
         urls = [f"https://127.0.0.1:{port}"]
         token = papers.format_join_token(authority.fingerprint, "abcdefghijkl", "S" * 43)
         with pytest.raises(IdentityError, match="_scheduler"):

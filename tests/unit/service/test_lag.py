@@ -1,12 +1,12 @@
 import asyncio
 import sys
 
-from isochrone.service.lag import NO_TASK, name_of, place_of
+from isochrone.service.event_loop_lag import NO_TASK, call_location, task_name
 
 
 async def named(name: str | None) -> str:
     async def something() -> str:
-        return name_of(asyncio.current_task())
+        return task_name(asyncio.current_task())
 
     return await asyncio.create_task(something(), name=name)
 
@@ -14,12 +14,12 @@ async def named(name: str | None) -> str:
 async def test_a_task_is_named_as_its_owner_named_it_else_for_what_it_runs() -> None:
     assert await named("publish") == "publish"
     assert (await named(None)).endswith("named.<locals>.something")
-    assert name_of(None) == NO_TASK
+    assert task_name(None) == NO_TASK
 
 
 def test_a_place_is_told_from_the_innermost_outwards() -> None:
     def inner() -> str:
-        return place_of(sys._getframe())
+        return call_location(sys._getframe())
 
     first, second, *_ = inner().split(" < ")
     assert first.startswith("test_lag.py:") and first.endswith(" inner")

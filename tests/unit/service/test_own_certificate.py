@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from isochrone.service.config import ConfigError
-from isochrone.service.identity import SCHEDULER, Authority
-from isochrone.service.tls import own_certificate, trusting
+from isochrone.service.identity import SCHEDULER_NAME, Authority
+from isochrone.service.tls import load_tls_certificate, verifying_context
 from tests.builders import NOW
 
 
@@ -19,7 +19,7 @@ def write(tmp_path: Path) -> Callable[[], Authority]:
     def write() -> Authority:
         folder = tmp_path / f"authority-{len(list(tmp_path.iterdir()))}"
         authority = Authority.create(folder, "test", NOW)
-        key, certificate = authority.issue_own(NOW)
+        key, certificate = authority.issue_scheduler_certificate(NOW)
         (tmp_path / "tls.key").write_text(key)
         (tmp_path / "tls.crt").write_text(certificate)
         return authority
@@ -31,7 +31,9 @@ def is_trusted(context: ssl.SSLContext, authority: Authority) -> bool:
     """Shake hands in memory with one who trusts that authority."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = context.wrap_bio(to_server, to_client, server_side=True)
-    client = trusting(authority.ca_pem).wrap_bio(to_client, to_server, server_hostname=SCHEDULER)
+    client = verifying_context(authority.ca_pem).wrap_bio(
+        to_client, to_server, server_hostname=SCHEDULER_NAME
+    )
     for end in (client, server, client, server):
         try:
             end.do_handshake()
@@ -46,7 +48,7 @@ async def test_a_renewed_certificate_is_shown_and_half_of_one_is_not(
     tmp_path: Path, write: Callable[[], Authority]
 ) -> None:
     first = write()
-    own = own_certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
+    own = load_tls_certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
     assert own is not None
     assert is_trusted(own.context, first)
     assert not await own.run_once()
@@ -64,8 +66,8 @@ async def test_a_renewed_certificate_is_shown_and_half_of_one_is_not(
 
 
 def test_what_is_not_given_whole_is_not_served_in_plain(tmp_path: Path) -> None:
-    assert own_certificate(None, None) is None
+    assert load_tls_certificate(None, None) is None
     with pytest.raises(ConfigError, match="both tls_certificate and tls_key"):
-        own_certificate(tmp_path / "tls.crt", None)
+        load_tls_certificate(tmp_path / "tls.crt", None)
     with pytest.raises(ConfigError, match="No such file"):
-        own_certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
+        load_tls_certificate(tmp_path / "tls.crt", tmp_path / "tls.key")

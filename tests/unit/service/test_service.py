@@ -73,20 +73,20 @@ def test_an_address_that_nobody_could_dial_is_refused(settings: dict[str, str], 
 
 
 def test_a_state_folder_is_kept_to_one_process(tmp_path: Path) -> None:
-    with files.kept(tmp_path / "state"):
+    with files.lock_state_folder(tmp_path / "state"):
         with (
             pytest.raises(ConfigError, match="another process does"),
-            files.kept(tmp_path / "state"),
+            files.lock_state_folder(tmp_path / "state"),
         ):
             pass
-        with files.kept(tmp_path / "state" / "worker-1"):
+        with files.lock_state_folder(tmp_path / "state" / "worker-1"):
             pass
-    with files.kept(tmp_path / "state"):
+    with files.lock_state_folder(tmp_path / "state"):
         pass
     (tmp_path / "file").touch()
     with (
         pytest.raises(ConfigError, match="cannot use the state folder"),
-        files.kept(tmp_path / "file"),
+        files.lock_state_folder(tmp_path / "file"),
     ):
         pass
 
@@ -99,7 +99,7 @@ def test_a_file_system_that_locks_nothing_is_told_in_words(
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     words = f"cannot keep the state folder {tmp_path} to this process: No locks available"
-    with pytest.raises(ConfigError, match=words), files.kept(tmp_path):
+    with pytest.raises(ConfigError, match=words), files.lock_state_folder(tmp_path):
         pass
 
 
@@ -138,11 +138,11 @@ def test_a_snapshot_that_cannot_be_read_is_told_in_words(tmp_path: Path) -> None
 def test_a_certificate_names_its_holder_and_its_key_signs(tmp_path: Path) -> None:
     authority = Authority.create(tmp_path / "ca", "test", NOW)
     key, certificate = issued(Authority.load(tmp_path / "ca"))
-    read = identity.verify_peer(certificate, authority.ca_pem, NOW)
+    read = identity.verify_certificate(certificate, authority.ca_pem, NOW)
     assert read.peer == (PeerRole.AGENT, "gpu-1", "ams")
     assert (read.issued_at, read.expires_at) == (NOW, NOW + timedelta(days=90))
-    assert identity.certifies(certificate, key)
-    assert not identity.certifies(certificate, identity.new_key_pem())
+    assert identity.is_for_key(certificate, key)
+    assert not identity.is_for_key(certificate, identity.new_key_pem())
     assert identity.verify_signature(certificate, b"nonce", identity.sign(key, b"nonce"))
     assert not identity.verify_signature(certificate, b"other", identity.sign(key, b"nonce"))
     assert (tmp_path / "ca" / "ca.key").stat().st_mode & 0o777 == 0o600
@@ -180,12 +180,12 @@ def test_a_strange_or_expired_certificate_is_refused(tmp_path: Path) -> None:
     theirs = Authority.create(tmp_path / "b", "theirs", NOW)
     _, forged = issued(theirs)
     with pytest.raises(IdentityError, match="another authority"):
-        identity.verify_peer(forged, ours.ca_pem, NOW)
+        identity.verify_certificate(forged, ours.ca_pem, NOW)
     _, certificate = issued(ours)
     with pytest.raises(IdentityError, match="join again"):
-        identity.verify_peer(certificate, ours.ca_pem, NOW + timedelta(days=100))
+        identity.verify_certificate(certificate, ours.ca_pem, NOW + timedelta(days=100))
     with pytest.raises(IdentityError, match="check clocks"):
-        identity.verify_peer(certificate, ours.ca_pem, NOW - timedelta(days=1))
+        identity.verify_certificate(certificate, ours.ca_pem, NOW - timedelta(days=1))
 
 
 def test_a_join_token_has_one_form() -> None:

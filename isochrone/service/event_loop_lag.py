@@ -21,7 +21,7 @@ LOOK_S: Final = 0.02
 NO_TASK: Final = "no task"
 
 
-class Held(NamedTuple):
+class LoopStall(NamedTuple):
     """The loop came this much too late; `by` is the task it was in most, `at` the place.
 
     `cpu_s` is what the process computed meanwhile, `garbage_s` how long it collected garbage.
@@ -34,10 +34,12 @@ class Held(NamedTuple):
     at: str
 
 
-class LagWatch:
+class LagMonitor:
     """Tells `on_beat` how late each beat is, and `on_held` what held one up."""
 
-    def __init__(self, on_beat: Callable[[float], None], on_held: Callable[[Held], None]) -> None:
+    def __init__(
+        self, on_beat: Callable[[float], None], on_held: Callable[[LoopStall], None]
+    ) -> None:
         """Watch the loop that will run `run()`."""
         self._on_beat = on_beat
         self._on_held = on_held
@@ -69,7 +71,7 @@ class LagWatch:
                     by, at = looks.most_common(1)[0][0] if looks else (NO_TASK, "")
                     cpu_s = process_time() - cpu_before_s
                     garbage_s = self._garbage_s - garbage_before_s
-                    self._on_held(Held(late_s, cpu_s, garbage_s, by, at))
+                    self._on_held(LoopStall(late_s, cpu_s, garbage_s, by, at))
         finally:
             gc.callbacks.remove(self._collected)
             self._ended.set()
@@ -88,11 +90,11 @@ class LagWatch:
             task = asyncio.current_task(loop)
             frame = sys._current_frames().get(thread_id)
             if frame is not None:
-                self._looks[name_of(task), place_of(frame)] += 1
+                self._looks[task_name(task), call_location(frame)] += 1
             del frame
 
 
-def name_of(task: asyncio.Task[Any] | None) -> str:
+def task_name(task: asyncio.Task[Any] | None) -> str:
     """Return the name that a task was given, else that of what it runs: few, however many run."""
     if task is None:
         return NO_TASK
@@ -102,7 +104,7 @@ def name_of(task: asyncio.Task[Any] | None) -> str:
     return str(getattr(task.get_coro(), "__qualname__", "task"))
 
 
-def place_of(frame: FrameType) -> str:
+def call_location(frame: FrameType) -> str:
     """Return the innermost function, and those that called it."""
     places: list[str] = []
     walked: FrameType | None = frame

@@ -13,10 +13,10 @@ from contextlib import asynccontextmanager, suppress
 from ssl import SSLContext
 from typing import cast
 
-Factory = Callable[[], asyncio.Protocol]
+ProtocolFactory = Callable[[], asyncio.Protocol]
 
 
-class Census:
+class ConnectionCount:
     """How many are there, and how many there may be."""
 
     def __init__(self, most: int, per_address_max: int) -> None:
@@ -39,16 +39,16 @@ class Census:
             del self._by_address[address]
 
 
-def address_of(transport: asyncio.BaseTransport) -> str:
+def remote_address(transport: asyncio.BaseTransport) -> str:
     """Return whence a connection comes."""
     peer = transport.get_extra_info("peername")
     return str(peer[0]) if isinstance(peer, tuple) and peer else "unix"
 
 
 @asynccontextmanager
-async def secured(
-    factory: Factory, context: SSLContext | None, census: Census, timeout_s: float
-) -> AsyncIterator[Factory]:
+async def tls_protocol_factory(
+    factory: ProtocolFactory, context: SSLContext | None, census: ConnectionCount, timeout_s: float
+) -> AsyncIterator[ProtocolFactory]:
     """Yield what a server makes protocols with: those of `factory`, behind TLS if there is any.
 
     On exit, handshakes under way are cut.
@@ -70,9 +70,9 @@ class _Arrival(asyncio.Protocol):
 
     def __init__(
         self,
-        factory: Factory,
+        factory: ProtocolFactory,
         context: SSLContext,
-        census: Census,
+        census: ConnectionCount,
         timeout_s: float,
         under_way: set[asyncio.Task[None]],
     ) -> None:
@@ -83,7 +83,7 @@ class _Arrival(asyncio.Protocol):
         self._under_way = under_way
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        address = address_of(transport)
+        address = remote_address(transport)
         accepted = _taken_from(transport) if self._census.enter(address) else None
         cast(asyncio.Transport, transport).abort()
         if accepted is None:

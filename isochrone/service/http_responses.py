@@ -6,23 +6,23 @@ import aiohttp
 import msgspec
 
 
-class Problem(NamedTuple):
+class ErrorBody(NamedTuple):
     """What an answer that is an error says; `code` is empty where it is of nobody we know."""
 
     words: str
     code: str
 
 
-def problem_of(body: bytes, status: int) -> Problem:
+def parse_error_body(body: bytes, status: int) -> ErrorBody:
     """Read an error in the shape of any of our doors."""
     try:
         error = msgspec.json.decode(body)["error"]
-        return Problem(str(error["message"]), str(error["code"]))
+        return ErrorBody(str(error["message"]), str(error["code"]))
     except (msgspec.DecodeError, KeyError, TypeError):
-        return Problem(f"the answer was {status}, without words", "")
+        return ErrorBody(f"the answer was {status}, without words", "")
 
 
-async def read_answer(response: aiohttp.ClientResponse, bytes_max: int) -> bytes:
+async def read_response(response: aiohttp.ClientResponse, bytes_max: int) -> bytes:
     """Return the whole body, in however many pieces it comes.
 
     Raises aiohttp.ClientPayloadError past `bytes_max`. The caller sets the deadline.

@@ -19,7 +19,12 @@ from aiohttp import ClientConnectionResetError, web
 from aiohttp.http_exceptions import ContentEncodingError
 
 from isochrone.service.config import ConfigError
-from isochrone.service.handshakes import Census, Factory, address_of, secured
+from isochrone.service.connection_count import (
+    ConnectionCount,
+    ProtocolFactory,
+    remote_address,
+    tls_protocol_factory,
+)
 from isochrone.wire.errors import ApiError, ErrorCode
 
 log = logging.getLogger(__name__)
@@ -42,7 +47,7 @@ _STATUS_CODES: Final = {
 }
 
 
-class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
+class HttpServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What a door lets in. A connection past a bound is closed; a request past one is refused."""
 
     head_timeout_s: float = 10.0
@@ -74,7 +79,7 @@ def error_response(error: ApiError, body: bytes) -> web.Response:
     return response
 
 
-def errors_as(encode_error: EncodeError) -> Callable[..., Awaitable[web.StreamResponse]]:
+def error_middleware(encode_error: EncodeError) -> Callable[..., Awaitable[web.StreamResponse]]:
     """Return the middleware that turns whatever is raised below it into this door's shape.
 
     One of the two places that catch `Exception`: nothing internal leaks, nothing is lost from logs.
@@ -139,7 +144,7 @@ async def read_body(
     return bytes(body)
 
 
-def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+def listen_error(host: str, port: int, error: OSError) -> ConfigError:
     """Return the error that says which address cannot be had, and why."""
     # A name that is not found has a number below 0, and words of its own.
     why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
@@ -147,12 +152,12 @@ def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 
 
 @asynccontextmanager
-async def open_door(
+async def serve_http(
     app: web.Application,
     host: str,
     port: int,
     *,
-    limits: DoorLimits | None = None,
+    limits: HttpServerLimits | None = None,
     encode_error: EncodeError = json_error,
     ssl_context: SSLContext | None = None,
     reuse_port: bool = False,
@@ -162,13 +167,13 @@ async def open_door(
     On exit: stop accepting, give open requests `shutdown_timeout_s`, then cut them.
     """
     loop = asyncio.get_running_loop()
-    async with _guarded(app, limits or DoorLimits(), encode_error, ssl_context) as connection:
+    async with _guarded(app, limits or HttpServerLimits(), encode_error, ssl_context) as connection:
         try:
             listener = await loop.create_server(
                 connection, host, port, backlog=_BACKLOG, reuse_port=reuse_port or None
             )
         except OSError as error:
-            raise cannot_listen(host, port, error) from error
+            raise listen_error(host, port, error) from error
         try:
             yield listener.sockets[0].getsockname()[1]
         finally:
@@ -176,16 +181,16 @@ async def open_door(
 
 
 @asynccontextmanager
-async def open_unix_door(
+async def serve_http_unix(
     app: web.Application,
     path: Path,
     *,
-    limits: DoorLimits | None = None,
+    limits: HttpServerLimits | None = None,
     encode_error: EncodeError = json_error,
 ) -> AsyncIterator[None]:
-    """Serve `app` at a socket that only this process's user may open; else as `open_door`."""
+    """Serve `app` at a socket that only this process's user may open; else as `serve_http`."""
     loop = asyncio.get_running_loop()
-    async with _guarded(app, limits or DoorLimits(), encode_error, None) as connection:
+    async with _guarded(app, limits or HttpServerLimits(), encode_error, None) as connection:
         # Created closed to everyone else: between bind and chmod there is no open moment.
         mask = os.umask(0o177)
         try:
@@ -203,10 +208,10 @@ async def open_unix_door(
 @asynccontextmanager
 async def _guarded(
     app: web.Application,
-    limits: DoorLimits,
+    limits: HttpServerLimits,
     encode_error: EncodeError,
     ssl_context: SSLContext | None,
-) -> AsyncIterator[Factory]:
+) -> AsyncIterator[ProtocolFactory]:
     """Yield what a listener makes its connections with; on exit, end those that are open."""
     runner = web.AppRunner(
         app,
@@ -217,7 +222,7 @@ async def _guarded(
     await runner.setup()
     server = runner.server
     assert server is not None
-    census = Census(limits.connections_max, limits.connections_per_address_max)
+    census = ConnectionCount(limits.connections_max, limits.connections_per_address_max)
     loop = asyncio.get_running_loop()
 
     def connection() -> web.RequestHandler:
@@ -225,7 +230,7 @@ async def _guarded(
 
     async with AsyncExitStack() as stack:
         stack.push_async_callback(runner.cleanup)
-        shaking = secured(connection, ssl_context, census, limits.head_timeout_s)
+        shaking = tls_protocol_factory(connection, ssl_context, census, limits.head_timeout_s)
         yield await stack.enter_async_context(shaking)
 
 
@@ -238,8 +243,8 @@ class _GuardedHandler(web.RequestHandler):
         self,
         server: web.Server,
         loop: asyncio.AbstractEventLoop,
-        limits: DoorLimits,
-        census: Census,
+        limits: HttpServerLimits,
+        census: ConnectionCount,
         encode_error: EncodeError,
     ) -> None:
         super().__init__(
@@ -257,7 +262,7 @@ class _GuardedHandler(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._address = address_of(transport)
+        self._address = remote_address(transport)
         if not self._census.enter(self._address):
             self.force_close()
             return

@@ -33,13 +33,13 @@ LOOK_S: Final = 3600.0
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
 
-def due_at(certificate: Certificate, chance: float) -> datetime:
+def renewal_due_at(certificate: Certificate, chance: float) -> datetime:
     """Return when to renew; `chance` between 0 and 1 spreads a fleet."""
     life = certificate.expires_at - certificate.issued_at
     return certificate.issued_at + life * (DUE_SHARE + JITTER_SHARE * chance)
 
 
-class Renewal:
+class CertificateRenewal:
     """Holds a peer's papers as they are now. `run()` lives as long as a conversation."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Renewal:
         """Ask for a new certificate whenever this one is due."""
         while True:
             held = papers.read_certificate(self.identity.certificate_pem)
-            await self._wait_until(due_at(held, self._chance.random()))
+            await self._wait_until(renewal_due_at(held, self._chance.random()))
             self._answered.clear()
             self._key_pem = papers.new_key_pem()
             csr_pem = papers.make_csr(self._key_pem, self.identity.name)
@@ -84,8 +84,10 @@ class Renewal:
             return
         held = self.identity
         try:
-            given = papers.verify_peer(answer.certificate_pem, held.ca_pem, self._wall_clock())
-            if given.peer != (held.role, held.name, held.pop) or not papers.certifies(
+            given = papers.verify_certificate(
+                answer.certificate_pem, held.ca_pem, self._wall_clock()
+            )
+            if given.peer != (held.role, held.name, held.pop) or not papers.is_for_key(
                 answer.certificate_pem, key_pem
             ):
                 raise IdentityError(f"cannot use the renewed certificate: it is for {given.peer}")
@@ -104,7 +106,7 @@ class Renewal:
             return
         self.identity = renewed
         for context in self._contexts:
-            tls.renew(context, renewed)
+            tls.reload_identity(context, renewed)
         self._answered.set()
         log.info("certificate renewed", extra={"fields": {"serial": given.serial}})
 

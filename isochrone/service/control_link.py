@@ -17,8 +17,8 @@ import msgspec
 
 from isochrone import __version__
 from isochrone.service import identity as papers
+from isochrone.service.certificate_renewal import CertificateRenewal
 from isochrone.service.identity import Identity
-from isochrone.service.renewal import Renewal
 from isochrone.service.tls import client_context
 from isochrone.wire import codec
 from isochrone.wire.control import (
@@ -91,10 +91,10 @@ class ControlLink:
         self._chance = chance
         uses_tls = any(url.startswith("https:") for url in urls)
         self._ssl = client_context(identity) if uses_tls else True
-        self._renewal: Renewal | None = None
+        self._renewal: CertificateRenewal | None = None
         if folder is not None:
             shown = [*contexts, self._ssl] if isinstance(self._ssl, SSLContext) else contexts
-            self._renewal = Renewal(
+            self._renewal = CertificateRenewal(
                 identity,
                 folder=folder,
                 contexts=shown,
@@ -164,7 +164,7 @@ class ControlLink:
             path,
             max_msg_size=codec.FRAME_BYTES_MAX,
             heartbeat=SILENCE_S / 2,
-            server_hostname=papers.SCHEDULER,
+            server_hostname=papers.SCHEDULER_NAME,
             ssl=self._ssl,
         ) as socket:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
