@@ -17,7 +17,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.decide.what_if import CannotChange, Change, Picture, what_if
 from scheduler.embedded_postgres import EmbeddedPostgres, PostgresError
 from scheduler.store.migrate import MigrationError, migrate
-from scheduler.store.pool import UNUSABLE, open_pool
+from scheduler.store.pool import CONNECT_ERRORS, open_pool
 
 ENV_PREFIX = "ISOCHRONE_SCHEDULER_"
 
@@ -56,7 +56,7 @@ def migrate_command(database_url: str) -> None:
         applied = asyncio.run(run())
     except MigrationError as error:
         raise click.ClickException(str(error)) from error
-    except UNUSABLE as error:
+    except CONNECT_ERRORS as error:
         raise click.ClickException(f"cannot use the database: {error}") from error
     click.echo("\n".join(applied) or "nothing to do")
 

@@ -25,8 +25,8 @@ from scheduler.connected import Connected
 from scheduler.decide.admission import Admissions
 from scheduler.decide.liveness import Heard
 from scheduler.planner.process import Planner
-from scheduler.store.known_nodes import KnownNodes
 from scheduler.store.lease import MARGIN_S, Lease
+from scheduler.store.node_reports import NodeReportCache
 from scheduler.store.nodes import read_assignment
 from scheduler.store.pool import Pool, using
 
@@ -84,7 +84,7 @@ class Acting:
         self.fleet_size = 0
         self.turned_at = clock()
         self.next_acting_at = float("-inf")
-        self.known_nodes = KnownNodes()
+        self.known_nodes = NodeReportCache()
         self._table_frame = b""
         self._lease: Lease | None = None
         self._renewed_at = 0.0

@@ -27,31 +27,31 @@ from scheduler import metrics
 from scheduler.acting import Acting, now
 from scheduler.api.access import OPEN_PATHS, check_token
 from scheduler.api.admin import ENDPOINTS
-from scheduler.api.agents import Agents
-from scheduler.api.endpoint import handler
-from scheduler.api.join import Join
+from scheduler.api.agents import AgentEndpoint
+from scheduler.api.endpoint import endpoint_handler
+from scheduler.api.join import JoinEndpoint
 from scheduler.api.openapi import document
-from scheduler.api.routers import Routers
+from scheduler.api.routers import RouterEndpoint
 from scheduler.config import SchedulerConfig
+from scheduler.loops.advance_rollouts import AdvanceRollouts
+from scheduler.loops.collect_garbage import CollectGarbage
+from scheduler.loops.delete_expired_rows import DeleteExpiredRows
+from scheduler.loops.disconnect_revoked import DisconnectRevoked
 from scheduler.loops.flush_pulses import FlushPulses
-from scheduler.loops.forecast import Forecast
 from scheduler.loops.hold_lease import HoldLease
-from scheduler.loops.keep_days import KeepDays
-from scheduler.loops.keep_lease import KeepLease
-from scheduler.loops.note_losses import NoteLosses
-from scheduler.loops.place import Place
-from scheduler.loops.prefetch import Prefetch
-from scheduler.loops.prune import Prune
-from scheduler.loops.publish import Publish
-from scheduler.loops.roll import Roll
-from scheduler.loops.tally import Tally
-from scheduler.loops.tidy import Tidy
-from scheduler.loops.turn_away import TurnAway
+from scheduler.loops.learn_demand import LearnDemand
+from scheduler.loops.place_replicas import PlaceReplicas
+from scheduler.loops.prefetch_weights import PrefetchWeights
+from scheduler.loops.publish_routes import PublishRoutes
+from scheduler.loops.record_node_loss import RecordNodeLoss
+from scheduler.loops.renew_lease import LeaseRenewalThread
+from scheduler.loops.rotate_partitions import RotatePartitions
+from scheduler.loops.sum_quotas import SumQuotas
 from scheduler.planner.process import Planner
 from scheduler.planner.questions import Settings
-from scheduler.store.lease import ensure_cluster, give_up_lease, hold_authority
+from scheduler.store.lease import claim_authority, ensure_cluster, release_lease
 from scheduler.store.migrate import MigrationError, migrate
-from scheduler.store.pool import UNAVAILABLE, UNUSABLE, open_pool, transaction, using
+from scheduler.store.pool import CONNECT_ERRORS, UNAVAILABLE, open_pool, transaction, using
 
 log = logging.getLogger(__name__)
 
@@ -73,28 +73,28 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     tls = await asyncio.to_thread(load_tls_certificate, config.tls_certificate, config.tls_key)
     async with _open_acting(config, authority) as acting, AsyncExitStack() as doors:
         lease = Loop("hold_lease", HoldLease(acting).run_once, config.lease_renew_s)
-        place = Loop("place", Place(acting).run_once, config.place_interval_s, share_max=0.25)
-        publish = Loop(
-            "publish", Publish(acting).run_once, config.publish_interval_s, share_max=0.5
+        place = Loop(
+            "place", PlaceReplicas(acting).run_once, config.place_interval_s, share_max=0.25
         )
+        routes_s = config.publish_interval_s
+        publish = Loop("publish", PublishRoutes(acting).run_once, routes_s, share_max=0.5)
         flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
-        prune = Loop("prune", Prune(acting).run_once, 600.0)
-        tally = Loop("tally", Tally(acting).run_once, config.publish_interval_s)
-        days = Loop("keep_days", KeepDays(acting).run_once, 30.0)
-        forecast = Loop("forecast", Forecast(acting).run_once, 15.0)
-        prefetch = Loop("prefetch", Prefetch(acting).run_once, 120.0, share_max=0.1)
-        roll = Loop("roll", Roll(acting).run_once, config.roll_interval_s)
-        tidy = Loop("tidy", Tidy(acting).run_once, 5.0)
-        turn_away = Loop("turn_away", TurnAway(acting).run_once, 2.0)
-        losses = Loop("note_losses", NoteLosses(acting).run_once, 5.0)
+        prune = Loop("prune", DeleteExpiredRows(acting).run_once, 600.0)
+        tally = Loop("tally", SumQuotas(acting).run_once, config.publish_interval_s)
+        days = Loop("keep_days", RotatePartitions(acting).run_once, 30.0)
+        forecast = Loop("forecast", LearnDemand(acting).run_once, 15.0)
+        prefetch = Loop("prefetch", PrefetchWeights(acting).run_once, 120.0, share_max=0.1)
+        roll = Loop("roll", AdvanceRollouts(acting).run_once, config.roll_interval_s)
+        tidy = Loop("tidy", CollectGarbage(acting).run_once, 5.0)
+        turn_away = Loop("turn_away", DisconnectRevoked(acting).run_once, 2.0)
+        losses = Loop("note_losses", RecordNodeLoss(acting).run_once, 5.0)
         loops = (
             *(() if tls is None else (Loop("certificate", tls.run_once, CERTIFICATE_CHECK_S),)),
             *(lease, place, publish, flush, prune, tally),
             *(days, forecast, prefetch, roll, turn_away, losses, tidy),
         )
         acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge
-        acting.nudge_prefetch = prefetch.nudge
-        acting.nudge_turn_away = turn_away.nudge
+        acting.nudge_prefetch, acting.nudge_turn_away = prefetch.nudge, turn_away.nudge
         await doors.enter_async_context(
             serve_http(
                 admin_app(acting, token_sha256, loops),
@@ -116,7 +116,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
                 else None,
             )
         )
-        keeper = KeepLease(acting)
+        keeper = LeaseRenewalThread(acting)
         doors.push_async_callback(keeper.stop)
         keeper.start()
         async with asyncio.TaskGroup() as tasks:
@@ -168,7 +168,7 @@ def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web
     app.router.add_get("/metrics", show_metrics)
     app.router.add_get("/openapi.json", describe)
     for endpoint in ENDPOINTS:
-        app.router.add_route(endpoint.method, endpoint.path, handler(endpoint, acting))
+        app.router.add_route(endpoint.method, endpoint.path, endpoint_handler(endpoint, acting))
     return app
 
 
@@ -184,9 +184,9 @@ def control_app(acting: Acting) -> web.Application:
     app = web.Application(middlewares=[error_middleware(json_error)])
     app.router.add_get("/healthz", health)
     app.router.add_get("/v1/ca", authority)
-    app.router.add_get("/v1/agent", Agents(acting).handle)
-    app.router.add_get("/v1/router", Routers(acting).handle)
-    app.router.add_post("/v1/join", Join(acting).handle)
+    app.router.add_get("/v1/agent", AgentEndpoint(acting).handle)
+    app.router.add_get("/v1/router", RouterEndpoint(acting).handle)
+    app.router.add_post("/v1/join", JoinEndpoint(acting).handle)
     return app
 
 
@@ -219,7 +219,7 @@ async def _open_acting(config: SchedulerConfig, authority: Authority) -> AsyncIt
             await migrate(pool)
             async with transaction(pool) as connection:
                 cluster = await ensure_cluster(connection, ClusterId(f"c{secrets.token_hex(8)}"))
-                held = await hold_authority(connection, authority.fingerprint)
+                held = await claim_authority(connection, authority.fingerprint)
         if held != authority.fingerprint:
             raise ConfigError(
                 f"cannot start: {config.authority} holds the authority {authority.fingerprint[:16]}"
@@ -253,7 +253,7 @@ def _in_words() -> Iterator[None]:
         yield
     except MigrationError as error:
         raise ConfigError(str(error)) from error
-    except UNUSABLE as error:
+    except CONNECT_ERRORS as error:
         raise ConfigError(
             f"cannot use the database: {error or type(error).__name__}; check database_url"
         ) from error
@@ -263,7 +263,7 @@ async def _leave(acting: Acting) -> None:
     """Let a standby act at once."""
     try:
         async with using(acting.reserved) as connection:
-            await give_up_lease(connection, acting.holder)
+            await release_lease(connection, acting.holder)
     except UNAVAILABLE as error:
         log.warning("lease not given up", extra={"fields": {"reason": str(error)[:200]}})
     await acting.step_down()

@@ -24,27 +24,27 @@ from isochrone.wire.ids import POP_PATTERN, WORDS, is_pop
 from isochrone.wire.model import Model
 from scheduler.api.deployments import DEPLOYMENT_ENDPOINTS
 from scheduler.api.endpoint import (
-    Call,
+    AdminRequest,
     Endpoint,
     Page,
-    found,
-    lists,
-    missing,
-    shows,
-    whole,
-    wrong_cursor,
+    invalid_cursor,
+    list_endpoint,
+    not_found,
+    parse_digits,
+    read_endpoint,
+    require_found,
 )
 from scheduler.api.identities import create_join_token, create_revocation, list_revocations
 from scheduler.api.keys import KEY_ENDPOINTS
-from scheduler.api.pictures import PICTURE_ENDPOINTS
+from scheduler.api.planning_snapshot import PICTURE_ENDPOINTS
 from scheduler.api.rollouts import ROLLOUT_ENDPOINTS
 from scheduler.api.usage import USAGE_ENDPOINTS
 from scheduler.store import catalogue, deployments, identities
-from scheduler.store.events import Event, list_events
+from scheduler.store.events import EventView, list_events
 from scheduler.store.status import read_status
 
 
-async def status(call: Call) -> StatusView:
+async def status(call: AdminRequest) -> StatusView:
     """The fleet in one answer."""
     acting = call.acting
     limits = acting.config.liveness
@@ -60,7 +60,7 @@ async def status(call: Call) -> StatusView:
     )
 
 
-async def put_pop(call: Call) -> PopView:
+async def put_pop(call: AdminRequest) -> PopView:
     """Make or change a PoP."""
     name = call.name
     if not is_pop(name):
@@ -76,24 +76,24 @@ async def put_pop(call: Call) -> PopView:
     return after
 
 
-async def delete_pop(call: Call) -> None:
+async def delete_pop(call: AdminRequest) -> None:
     """Delete a PoP that nothing is in."""
     await _delete(call, "pop")
 
 
-async def drain_node(call: Call) -> NodeView:
+async def drain_node(call: AdminRequest) -> NodeView:
     """Move a node's replicas elsewhere, then leave it empty."""
     drained = partial(catalogue.set_draining, call.connection, call.name, True)
     return await _change_node(call, "node.drain", drained)
 
 
-async def undrain_node(call: Call) -> NodeView:
+async def undrain_node(call: AdminRequest) -> NodeView:
     """Let a node take replicas again."""
     undrained = partial(catalogue.set_draining, call.connection, call.name, False)
     return await _change_node(call, "node.undrain", undrained)
 
 
-async def revoke_node(call: Call) -> NodeView:
+async def revoke_node(call: AdminRequest) -> NodeView:
     """Turn a node away for good; its routes are withdrawn and its conversation cut."""
     reason = "by the node's name"
     revoked = partial(identities.revoke, call.connection, PeerRole.AGENT, call.name, reason=reason)
@@ -102,23 +102,23 @@ async def revoke_node(call: Call) -> NodeView:
     return after
 
 
-async def readmit_node(call: Call) -> NodeView:
+async def readmit_node(call: AdminRequest) -> NodeView:
     """Let a revoked node join again, with a new token and a new certificate."""
     readmitted = partial(identities.readmit, call.connection, PeerRole.AGENT, call.name)
     return await _change_node(call, "node.readmit", readmitted)
 
 
-async def delete_node(call: Call) -> None:
+async def delete_node(call: AdminRequest) -> None:
     """Forget a node that holds no replica; what it was issued is refused from now on."""
     await _forget(call, "node", PeerRole.AGENT)
 
 
-async def delete_router(call: Call) -> None:
+async def delete_router(call: AdminRequest) -> None:
     """Forget a router that is gone; what it was issued is refused from now on."""
     await _forget(call, "router", PeerRole.ROUTER)
 
 
-async def put_model(call: Call) -> ModelView:
+async def put_model(call: AdminRequest) -> ModelView:
     """Make or change a catalogue entry; other files are a new version of whatever serves it."""
     model: Model = call.body
     if model.model_id != call.name:
@@ -133,7 +133,7 @@ async def put_model(call: Call) -> ModelView:
     before = await catalogue.get_model(call.connection, model.model_id)
     after = await catalogue.put_model(call.connection, model, call.etag)
     if before is not None and before.model.artifact.digest != model.artifact.digest:
-        rolling = await deployments.renew_deployments(call.connection, model.model_id)
+        rolling = await deployments.bump_versions(call.connection, model.model_id)
         if rolling:
             raise ApiError(
                 ErrorCode.CONFLICT,
@@ -144,16 +144,16 @@ async def put_model(call: Call) -> ModelView:
     return after
 
 
-async def delete_model(call: Call) -> None:
+async def delete_model(call: AdminRequest) -> None:
     """Delete a model that no deployment serves."""
     await _delete(call, "model")
 
 
-async def events(call: Call) -> Page:
+async def events(call: AdminRequest) -> Page:
     """What was done, the newest first."""
-    before_id = whole(call.after) if call.after else None
+    before_id = parse_digits(call.after) if call.after else None
     if call.after and before_id is None:
-        raise wrong_cursor()
+        raise invalid_cursor()
     rows = await list_events(
         call.connection,
         before_id=before_id,
@@ -166,18 +166,20 @@ async def events(call: Call) -> Page:
 ENDPOINTS: Final = (
     Endpoint("GET", "/v1/status", status, "The fleet in one answer", StatusView),
     Endpoint(
-        "GET", "/v1/pops", lists(catalogue.list_pops, "pop"),
+        "GET", "/v1/pops", list_endpoint(catalogue.list_pops, "pop"),
         "List PoPs", PopView, is_list=True,
     ),
-    Endpoint("GET", "/v1/pops/{pop}", shows(catalogue.get_pop, "PoP"), "Read a PoP", PopView),
+    Endpoint(
+        "GET", "/v1/pops/{pop}", read_endpoint(catalogue.get_pop, "PoP"), "Read a PoP", PopView
+    ),
     Endpoint("PUT", "/v1/pops/{pop}", put_pop, "Make or change a PoP", PopView, PopBody),
     Endpoint("DELETE", "/v1/pops/{pop}", delete_pop, "Delete an empty PoP", status=204),
     Endpoint(
-        "GET", "/v1/nodes", lists(catalogue.list_nodes, "node_id"),
+        "GET", "/v1/nodes", list_endpoint(catalogue.list_nodes, "node_id"),
         "List nodes", NodeView, is_list=True,
     ),
     Endpoint(
-        "GET", "/v1/nodes/{node_id}", shows(catalogue.get_node, "node"),
+        "GET", "/v1/nodes/{node_id}", read_endpoint(catalogue.get_node, "node"),
         "Read a node", NodeView,
     ),
     Endpoint("POST", "/v1/nodes/{node_id}/drain", drain_node, "Drain a node", NodeView),
@@ -190,7 +192,7 @@ ENDPOINTS: Final = (
         JoinTokenBody, status=201,
     ),
     Endpoint(
-        "GET", "/v1/join-tokens", lists(identities.list_join_tokens, "token_id"),
+        "GET", "/v1/join-tokens", list_endpoint(identities.list_join_tokens, "token_id"),
         "List join tokens", JoinTokenView, is_list=True,
     ),
     Endpoint(
@@ -202,23 +204,23 @@ ENDPOINTS: Final = (
         RevocationBody, status=201,
     ),
     Endpoint(
-        "GET", "/v1/routers", lists(catalogue.list_routers, "router_id"),
+        "GET", "/v1/routers", list_endpoint(catalogue.list_routers, "router_id"),
         "List routers", RouterView, is_list=True,
     ),
     Endpoint("DELETE", "/v1/routers/{router_id}", delete_router, "Forget a router", status=204),
     Endpoint(
-        "GET", "/v1/models", lists(catalogue.list_models, "model.model_id"),
+        "GET", "/v1/models", list_endpoint(catalogue.list_models, "model.model_id"),
         "List models", ModelView, is_list=True,
     ),
     Endpoint(
-        "GET", "/v1/models/{model_id:.+}", shows(catalogue.get_model, "model"),
+        "GET", "/v1/models/{model_id:.+}", read_endpoint(catalogue.get_model, "model"),
         "Read a model", ModelView,
     ),
     Endpoint("PUT", "/v1/models/{model_id:.+}", put_model, "Put a model", ModelView, Model),
     Endpoint("DELETE", "/v1/models/{model_id:.+}", delete_model, "Delete a model", status=204),
     Endpoint(
         "GET", "/v1/placements",
-        lists(catalogue.list_placements, "replica_id", "deployment_id"),
+        list_endpoint(catalogue.list_placements, "replica_id", "deployment_id"),
         "List placements", PlacementView, is_list=True, query=("deployment_id",),
     ),
     *DEPLOYMENT_ENDPOINTS,
@@ -227,27 +229,29 @@ ENDPOINTS: Final = (
     *KEY_ENDPOINTS,
     *USAGE_ENDPOINTS,
     Endpoint(
-        "GET", "/v1/events", events, "What was done", Event, is_list=True, query=("subject",)
+        "GET", "/v1/events", events, "What was done", EventView, is_list=True, query=("subject",)
     ),
 )  # fmt: skip
 
 
-async def _change_node(call: Call, kind: str, deed: Callable[[], Awaitable[object]]) -> NodeView:
+async def _change_node(
+    call: AdminRequest, kind: str, deed: Callable[[], Awaitable[object]]
+) -> NodeView:
     """Do a deed to a node that is there, and record what it was before and is after."""
-    before = found(await catalogue.get_node(call.connection, call.name), "node", call.name)
+    before = require_found(await catalogue.get_node(call.connection, call.name), "node", call.name)
     await deed()
-    after = found(await catalogue.get_node(call.connection, call.name), "node", call.name)
+    after = require_found(await catalogue.get_node(call.connection, call.name), "node", call.name)
     await call.changed(kind, call.name, before=before, after=after)
     return after
 
 
-async def _forget(call: Call, table: str, role: PeerRole) -> None:
+async def _forget(call: AdminRequest, table: str, role: PeerRole) -> None:
     await _delete(call, table)
     await identities.revoke(call.connection, role, call.name, reason="forgotten")
     call.acting.nudge_turn_away()
 
 
-async def _delete(call: Call, table: str) -> None:
+async def _delete(call: AdminRequest, table: str) -> None:
     if not await catalogue.delete_row(call.connection, table, call.name, call.etag):
-        raise missing(table, call.name)
+        raise not_found(table, call.name)
     await call.changed(f"{table}.delete", call.name)

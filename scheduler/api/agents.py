@@ -11,7 +11,7 @@ from isochrone.wire.ids import NodeId
 from isochrone.wire.report import Pulse, Report
 from scheduler import metrics
 from scheduler.acting import INTAKE_TIMEOUT_S, Acting, NotActing
-from scheduler.api.peers import Turned, attend
+from scheduler.api.peers import PeerRefused, serve_peer
 from scheduler.connected import Connected
 from scheduler.decide.claims import claim
 from scheduler.decide.news import is_news
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 REFRESH_S: Final = 300.0
 
 
-class Agents:
+class AgentEndpoint:
     """`GET /v1/agent`."""
 
     def __init__(self, acting: Acting) -> None:
@@ -33,7 +33,7 @@ class Agents:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Talk with one node until either side ends it."""
-        return await attend(request, self._acting, PeerRole.AGENT, FromAgent, self._hear)
+        return await serve_peer(request, self._acting, PeerRole.AGENT, FromAgent, self._hear)
 
     async def _hear(self, peer: Connected, message: Report | Pulse | None) -> None:
         node_id = NodeId(peer.name)
@@ -55,7 +55,9 @@ class Agents:
             return
         try:
             pool = self._acting.intake
-            async with transaction(pool, timeout_s=INTAKE_TIMEOUT_S, lags=True) as connection:
+            async with transaction(
+                pool, timeout_s=INTAKE_TIMEOUT_S, async_commit=True
+            ) as connection:
                 effect = await record_report(connection, self._acting.epoch, report, self._believes)
             metrics.REPORTS.labels("stale" if effect.stale else "taken").inc()
             if effect.stale:
@@ -74,7 +76,7 @@ class Agents:
             log.warning("report not taken", extra={"fields": {"reason": str(error)}})
         except BAD_DATA as error:
             reason = f"cannot store the report: {error}"[:300]
-            raise Turned(RefusedCode.MALFORMED, reason, retry_after_s=30) from error
+            raise PeerRefused(RefusedCode.MALFORMED, reason, retry_after_s=30) from error
         except UNAVAILABLE as error:
             # The node says everything again in ten seconds.
             reason = (str(error) or type(error).__name__)[:200]
@@ -103,4 +105,4 @@ class Agents:
                 subject=claimed[:63],
                 reason=reason[:300],
             )
-        raise Turned(RefusedCode.IDENTITY, reason, retry_after_s=30)
+        raise PeerRefused(RefusedCode.IDENTITY, reason, retry_after_s=30)

@@ -10,42 +10,42 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.model import Deployment, EngineSettings, Policy
 from isochrone.wire.routes import Pop
-from scheduler.api.endpoint import Call, Endpoint, Page, found
+from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
 from scheduler.decide.explain import Explanation
 from scheduler.decide.feasible import allowed, contradiction
 from scheduler.store import catalogue, deployments
 from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
-from scheduler.store.rollouts import is_overtaken
+from scheduler.store.rollouts import conflicts_with_rollout
 
 DRIVERS: Final = frozenset({"embedded", "mock", "vllm", "sglang", "tensorrt_llm"})
 OVER_NODES: Final = frozenset({"embedded", "vllm", "sglang"})
 
 
-async def list_deployments(call: Call) -> Page:
+async def list_deployments(call: AdminRequest) -> Page:
     """Deployments."""
     rows = await deployments.list_deployments(call.connection, call.after, call.limit + 1)
     return call.page([_with_unmet(call, row) for row in rows], lambda row: row.deployment_id)
 
 
-async def get_deployment(call: Call) -> DeploymentView:
+async def get_deployment(call: AdminRequest) -> DeploymentView:
     """One deployment."""
-    return _with_unmet(call, await found_deployment(call))
+    return _with_unmet(call, await require_deployment(call))
 
 
-async def found_deployment(call: Call) -> DeploymentView:
+async def require_deployment(call: AdminRequest) -> DeploymentView:
     """Return the deployment that the path names."""
-    return found(
+    return require_found(
         await deployments.get_deployment(call.connection, call.name), "deployment", call.name
     )
 
 
-def _with_unmet(call: Call, view: DeploymentView) -> DeploymentView:
+def _with_unmet(call: AdminRequest, view: DeploymentView) -> DeploymentView:
     unmet = tuple(reason for name, reason in call.acting.unmet if name == view.deployment_id)
     return msgspec.structs.replace(view, unmet=unmet)
 
 
-async def create_deployment(call: Call) -> DeploymentView:
+async def create_deployment(call: AdminRequest) -> DeploymentView:
     """Wish that a model be served."""
     body: NewDeploymentBody = call.body
     deployment = await _checked(call, body, body.deployment_id)
@@ -56,36 +56,36 @@ async def create_deployment(call: Call) -> DeploymentView:
         )
     after = await deployments.get_deployment(call.connection, body.deployment_id)
     await call.changed("deployment.create", body.deployment_id, after=after)
-    return found(after, "deployment", body.deployment_id)
+    return require_found(after, "deployment", body.deployment_id)
 
 
-async def put_deployment(call: Call) -> DeploymentView:
+async def put_deployment(call: AdminRequest) -> DeploymentView:
     """Change a deployment; another model or engine is a new version, rolled out by and by."""
     name = call.name
-    await deployments.hold_deployment(call.connection, name)
-    before = await found_deployment(call)
+    await deployments.lock_deployment(call.connection, name)
+    before = await require_deployment(call)
     body: DeploymentBody = call.body
     deployment = await _checked(call, body, name)
-    if await is_overtaken(call.connection, deployment):
+    if await conflicts_with_rollout(call.connection, deployment):
         words = f"cannot change {name}: a rollout of it is on its way; abort it first"
         raise ApiError(ErrorCode.CONFLICT, words)
     if not await deployments.change_deployment(call.connection, deployment, call.etag):
         raise ApiError(
             ErrorCode.CONFLICT, f"cannot change {name}: the name {deployment.name} is taken"
         )
-    after = await found_deployment(call)
+    after = await require_deployment(call)
     await call.changed("deployment.put", name, before=before, after=after)
     return after
 
 
-async def delete_deployment(call: Call) -> None:
+async def delete_deployment(call: AdminRequest) -> None:
     """End a deployment: its replicas drain."""
-    before = await found_deployment(call)
+    before = await require_deployment(call)
     await deployments.delete_deployment(call.connection, call.name, call.etag)
     await call.changed("deployment.delete", call.name, before=before)
 
 
-async def explain_deployment(call: Call) -> Explanation:
+async def explain_deployment(call: AdminRequest) -> Explanation:
     """Why here, why not there, what would help."""
     acting = call.acting
     # A standby has heard nobody and decides nothing: it answers for the one that acts.
@@ -98,7 +98,7 @@ async def explain_deployment(call: Call) -> Explanation:
         )
     heard = msgspec.structs.replace(acting.heard(), acting_for_s=acting_for_s)
     explained = await acting.planner.explain(heard, DeploymentId(call.name))
-    return found(explained, "deployment", call.name)
+    return require_found(explained, "deployment", call.name)
 
 
 DEPLOYMENT_ENDPOINTS: Final = (
@@ -149,7 +149,7 @@ def engine_problem(engine: EngineSettings) -> EngineProblem | None:
     return None
 
 
-async def _checked(call: Call, body: DeploymentBody, deployment_id: str) -> Deployment:
+async def _checked(call: AdminRequest, body: DeploymentBody, deployment_id: str) -> Deployment:
     wrong = engine_problem(body.engine)
     if wrong is not None:
         raise ApiError(

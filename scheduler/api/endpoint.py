@@ -1,8 +1,8 @@
 """What every admin endpoint has in common: decoding, paging, ETags, idempotency, one transaction.
 
-An endpoint is a row of a table (`Endpoint`) and an async function of a `Call`; those that only
-read are made by `lists` and `shows`. One that changes a thing runs in a transaction with the event
-of its deed; whatever it raises, nothing of it was done.
+An endpoint is a row of a table (`Endpoint`) and an async function of an `AdminRequest`; those that
+only read are made by `list_endpoint` and `read_endpoint`. One that changes a thing runs in a
+transaction with the event of its deed; whatever it raises, nothing of it was done.
 """
 
 import base64
@@ -22,9 +22,9 @@ from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.acting import Acting
 from scheduler.planner.process import PlannerFailed
-from scheduler.store.catalogue import EtagMoved, StillUsed, touch
+from scheduler.store.catalogue import EtagMoved, StillUsed, bump_generation
 from scheduler.store.events import record_event
-from scheduler.store.idempotency import StoredAnswer, recall, remember
+from scheduler.store.idempotency import StoredResponse, load_response, store_response
 from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, transaction, using
 
 BODY_BYTES_MAX: Final = 1024 * 1024
@@ -45,7 +45,7 @@ class Page(NamedTuple):
     last: str | None
 
 
-class Call:
+class AdminRequest:
     """One request, decoded: what an endpoint's function gets."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Call:
     def limit(self) -> int:
         """Return how many rows a page may hold."""
         text = self._request.query.get("limit", str(LIMIT_DEFAULT))
-        limit = whole(text)
+        limit = parse_digits(text)
         if limit is None or not 1 <= limit <= LIMIT_MAX:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
@@ -83,7 +83,7 @@ class Call:
         try:
             return base64.b64decode(cursor, altchars=b"-_", validate=True).decode()
         except ValueError:
-            raise wrong_cursor() from None
+            raise invalid_cursor() from None
 
     def page(self, rows: Sequence[V], name: Callable[[V], str]) -> Page:
         """Return a page of at most `limit` rows, of `limit + 1` asked for."""
@@ -94,7 +94,7 @@ class Call:
 
     async def changed(self, kind: str, subject: str, **states: msgspec.Struct | None) -> None:
         """Record a deed that placement depends on: no plan made before it may be committed."""
-        await touch(self.connection)
+        await bump_generation(self.connection)
         await self.record(kind, subject, **states)
 
     async def record(
@@ -118,7 +118,7 @@ class Call:
 
 
 Answer = msgspec.Struct | msgspec.Raw | Page | None
-Function = Callable[[Call], Awaitable[Answer]]
+Function = Callable[[AdminRequest], Awaitable[Answer]]
 
 
 class Endpoint(NamedTuple):
@@ -135,10 +135,12 @@ class Endpoint(NamedTuple):
     query: tuple[str, ...] = ()
 
 
-def lists(read: Callable[..., Awaitable[Sequence[Any]]], name: str, *queries: str) -> Function:
+def list_endpoint(
+    read: Callable[..., Awaitable[Sequence[Any]]], name: str, *queries: str
+) -> Function:
     """Return what lists all that `read` reads, by pages; rows are in the order of `name`."""
 
-    async def page(call: Call) -> Page:
+    async def page(call: AdminRequest) -> Page:
         asked = [call.query(query) for query in queries]
         rows = await read(call.connection, call.after, call.limit + 1, *asked)
         return call.page(rows, attrgetter(name))
@@ -147,11 +149,11 @@ def lists(read: Callable[..., Awaitable[Sequence[Any]]], name: str, *queries: st
     return page
 
 
-def shows(read: Callable[[Connection, str], Awaitable[V | None]], what: str) -> Function:
+def read_endpoint(read: Callable[[Connection, str], Awaitable[V | None]], what: str) -> Function:
     """Return what shows the one thing that the path names, as `read` reads it."""
 
-    async def one(call: Call) -> Answer:
-        return found(await read(call.connection, call.name), what, call.name)
+    async def one(call: AdminRequest) -> Answer:
+        return require_found(await read(call.connection, call.name), what, call.name)
 
     one.__name__ = read.__name__
     return one
@@ -162,7 +164,9 @@ def new_id() -> str:
     return "".join(secrets.choice(ID_ALPHABET) for _ in range(12))
 
 
-def handler(endpoint: Endpoint, acting: Acting) -> Callable[[web.Request], Awaitable[web.Response]]:
+def endpoint_handler(
+    endpoint: Endpoint, acting: Acting
+) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return the aiohttp handler of an endpoint."""
     reader = msgspec.json.Decoder(endpoint.body) if endpoint.body is not None else None
 
@@ -210,17 +214,17 @@ async def _answer(
     lend = using if endpoint.method == "GET" else transaction
     async with lend(acting.pool) as connection:
         if key:
-            stored = await recall(connection, key, request.method, request.path)
+            stored = await load_response(connection, key, request.method, request.path)
             if stored is not None:
                 return _replay(stored, sha, acting.authority.cipher())
-        call = Call(request, acting, connection, body)
+        call = AdminRequest(request, acting, connection, body)
         answer = await endpoint.function(call)
         encoded = _encode(answer)
         if key:
             # It may show a key, of which only the digest is to be found in a database.
             hidden = acting.authority.cipher().encrypt(encoded)
-            stored = StoredAnswer(sha, endpoint.status, hidden)
-            await remember(connection, key, request.method, request.path, stored)
+            stored = StoredResponse(sha, endpoint.status, hidden)
+            await store_response(connection, key, request.method, request.path, stored)
     if endpoint.method != "GET":
         acting.nudge_place()
         acting.publish()
@@ -235,7 +239,7 @@ async def _answer(
     return response
 
 
-def _replay(stored: StoredAnswer, sha: str, cipher: Fernet) -> web.Response:
+def _replay(stored: StoredResponse, sha: str, cipher: Fernet) -> web.Response:
     if stored.body_sha256 != sha:
         raise ApiError(
             ErrorCode.CONFLICT,
@@ -271,7 +275,7 @@ def _if_match(request: web.Request) -> int | None:
     text = request.headers.get("if-match", "").strip()
     if text in ("", "*"):
         return None
-    etag = whole(text.removeprefix("W/").strip('"'))
+    etag = parse_digits(text.removeprefix("W/").strip('"'))
     if etag is None:
         raise ApiError(
             ErrorCode.PRECONDITION_FAILED, "cannot change: If-Match is not an ETag of this API"
@@ -279,12 +283,12 @@ def _if_match(request: web.Request) -> int | None:
     return etag
 
 
-def whole(text: str) -> int | None:
+def parse_digits(text: str) -> int | None:
     """Return the number that these digits are; None for what int() takes, or fails on, beside."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
-def wrong_cursor() -> ApiError:
+def invalid_cursor() -> ApiError:
     """Return the error that says where cursors come from."""
     return ApiError(
         ErrorCode.INVALID_REQUEST,
@@ -293,13 +297,13 @@ def wrong_cursor() -> ApiError:
     )
 
 
-def found(row: T | None, what: str, name: str) -> T:
+def require_found(row: T | None, what: str, name: str) -> T:
     """Return what was looked for, or raise ApiError where it is not there."""
     if row is None:
-        raise missing(what, name)
+        raise not_found(what, name)
     return row
 
 
-def missing(what: str, name: str) -> ApiError:
+def not_found(what: str, name: str) -> ApiError:
     """Return the error that says that there is no such thing."""
     return ApiError(ErrorCode.NOT_FOUND, f"cannot find the {what} {name[:128]!r}")

@@ -8,11 +8,11 @@ from isochrone.service.identity import format_join_token
 from isochrone.wire.admin import JoinTokenBody, JoinTokenView, RevocationBody, RevocationView
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.keys import base62, secret_sha256
-from scheduler.api.endpoint import Call, Page, new_id
+from scheduler.api.endpoint import AdminRequest, Page, new_id
 from scheduler.store import identities
 
 
-async def create_join_token(call: Call) -> JoinTokenView:
+async def create_join_token(call: AdminRequest) -> JoinTokenView:
     """Make a right to join, once or a few times; its text is shown once."""
     body: JoinTokenBody = call.body
     token_id = new_id()
@@ -34,7 +34,7 @@ async def create_join_token(call: Call) -> JoinTokenView:
     return msgspec.structs.replace(made, token=token)
 
 
-async def create_revocation(call: Call) -> RevocationView:
+async def create_revocation(call: AdminRequest) -> RevocationView:
     """Refuse one certificate by its serial, or, without one, a name and all it was issued."""
     body: RevocationBody = call.body
     made = await identities.revoke(
@@ -45,7 +45,7 @@ async def create_revocation(call: Call) -> RevocationView:
     return made
 
 
-async def list_revocations(call: Call) -> Page:
+async def list_revocations(call: AdminRequest) -> Page:
     """Revocations that still stand."""
     rows = await identities.list_revocations(call.connection, call.after, call.limit + 1)
     return call.page(rows, lambda row: f"{row.role.value}/{row.name}/{row.serial}")

@@ -30,7 +30,7 @@ BURST_S: Final = 15.0
 """300 servers may join in one moment. A flood without tokens slows joins, and nothing else."""
 
 
-class Join:
+class JoinEndpoint:
     """The door for those who have no certificate yet."""
 
     def __init__(self, acting: Acting) -> None:
@@ -92,7 +92,7 @@ class Join:
                 await add_peer(
                     connection, asked.role, asked.name, spent.pop, is_bound=spent.is_bound
                 )
-                certificate = await issue(
+                certificate = await issue_certificate(
                     self._acting, connection, asked.role, asked.name, spent.pop, asked.csr_pem
                 )
             except NameTaken as error:
@@ -120,7 +120,7 @@ class Join:
         return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
 
 
-async def issue(
+async def issue_certificate(
     acting: Acting, connection: Connection, role: PeerRole, name: str, pop: PopId, csr_pem: str
 ) -> str:
     """Issue a certificate that outlives the revocations of its name; raises IdentityError."""

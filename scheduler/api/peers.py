@@ -24,12 +24,16 @@ from isochrone.wire.control import (
 from isochrone.wire.ids import NodeId
 from scheduler import metrics
 from scheduler.acting import INTAKE_TIMEOUT_S, Acting, NotActing, now
-from scheduler.api.join import issue
+from scheduler.api.join import issue_certificate
 from scheduler.connected import Connected
 from scheduler.decide.pace import Pace
 from scheduler.store.events import record_event
 from scheduler.store.identities import may_renew
-from scheduler.store.lease import hold_lease, read_cluster_row, rise_above
+from scheduler.store.lease import (
+    acquire_or_renew_lease,
+    raise_epoch_and_generation,
+    read_cluster_row,
+)
 from scheduler.store.nodes import UnknownPeer, record_registration
 from scheduler.store.pool import UNAVAILABLE, transaction, using
 
@@ -48,7 +52,7 @@ LEAP_MAX: Final = 2**40
 use up the numbers that only rise."""
 
 
-class Turned(Exception):
+class PeerRefused(Exception):
     """A peer is turned away."""
 
     def __init__(self, code: RefusedCode, reason: str, retry_after_s: float = 1.0) -> None:
@@ -56,15 +60,15 @@ class Turned(Exception):
         self.refused = Refused(code=code, reason=reason, retry_after_s=retry_after_s)
 
 
-Hear = Callable[[Connected, Any], Awaitable[None]]
+MessageHandler = Callable[[Connected, Any], Awaitable[None]]
 
 
-async def attend(
-    request: web.Request, acting: Acting, role: PeerRole, incoming: Any, hear: Hear
+async def serve_peer(
+    request: web.Request, acting: Acting, role: PeerRole, incoming: Any, hear: MessageHandler
 ) -> web.StreamResponse:
     """Talk with one peer until either side ends it: `hear` gets each of its messages, None first.
 
-    It raises Turned where the peer is to be turned away.
+    It raises PeerRefused where the peer is to be turned away.
     """
     # What a stranger sends must cost no more than it did to send: nothing is inflated.
     socket = web.WebSocketResponse(
@@ -74,7 +78,7 @@ async def attend(
     reader = codec.decoder(incoming)
     try:
         peer = await _register(socket, request.transport, acting, role, reader)
-    except Turned as turned:
+    except PeerRefused as turned:
         metrics.REFUSED.labels(turned.refused.code.value).inc()
         await socket.send_bytes(codec.encode(turned.refused))
         await socket.close()
@@ -91,12 +95,12 @@ async def attend(
             await asyncio.sleep(pace.wait_s(len(frame), acting.clock()))
             message = _read(frame, reader)
             if isinstance(message, Register):
-                raise Turned(RefusedCode.MALFORMED, "cannot register twice")
+                raise PeerRefused(RefusedCode.MALFORMED, "cannot register twice")
             if isinstance(message, Renew):
                 await _renew(peer, acting, message)
             else:
                 await hear(peer, message)
-    except Turned as turned:
+    except PeerRefused as turned:
         await peer.end(turned.refused)
     finally:
         acting.remove_peer(peer)
@@ -116,7 +120,9 @@ async def _register(
     if not acting.is_acting:
         raise _not_acting(acting)
     if len(acting.peers) >= PEERS_MAX:
-        raise Turned(RefusedCode.NOT_ACTING, f"{PEERS_MAX} peers are connected", retry_after_s=10)
+        raise PeerRefused(
+            RefusedCode.NOT_ACTING, f"{PEERS_MAX} peers are connected", retry_after_s=10
+        )
     nonce = secrets.token_bytes(32)
     challenge = Challenge(protocol=codec.PROTOCOL, cluster_id=acting.cluster_id, nonce=nonce)
     await socket.send_bytes(codec.encode(challenge))
@@ -126,29 +132,31 @@ async def _register(
     except TimeoutError:
         frame = None
     if frame is None:
-        raise Turned(RefusedCode.MALFORMED, "no registration in time")
+        raise PeerRefused(RefusedCode.MALFORMED, "no registration in time")
     if len(frame) > REGISTER_BYTES_MAX:
         reason = f"cannot read frame: a registration has at most {REGISTER_BYTES_MAX} bytes"
-        raise Turned(RefusedCode.MALFORMED, reason)
+        raise PeerRefused(RefusedCode.MALFORMED, reason)
     register = _read(frame, reader)
     if not isinstance(register, Register):
-        raise Turned(RefusedCode.MALFORMED, "the first message must be a registration")
+        raise PeerRefused(RefusedCode.MALFORMED, "the first message must be a registration")
     # Before anything is kept of it: strangers would take the places of a fleet.
     certificate = _prove(register, acting, role, nonce)
     wait_s = acting.wait_outside_s(role, register.name)
     if wait_s > 0:
-        raise Turned(RefusedCode.BUSY, "many dial at once; come at your time", wait_s)
+        raise PeerRefused(RefusedCode.BUSY, "many dial at once; come at your time", wait_s)
     has_entered = False
     try:
         _refuse_twin(register, acting)
         await _enter(register, acting, certificate)
         has_entered = True
     except UnknownPeer as error:
-        raise Turned(RefusedCode.IDENTITY, str(error), retry_after_s=30) from error
+        raise PeerRefused(RefusedCode.IDENTITY, str(error), retry_after_s=30) from error
     except NotActing as error:
-        raise Turned(RefusedCode.NOT_ACTING, str(error)) from error
+        raise PeerRefused(RefusedCode.NOT_ACTING, str(error)) from error
     except UNAVAILABLE as error:
-        raise Turned(RefusedCode.NOT_ACTING, "the database is away", retry_after_s=2) from error
+        raise PeerRefused(
+            RefusedCode.NOT_ACTING, "the database is away", retry_after_s=2
+        ) from error
     finally:
         if not has_entered or role is PeerRole.ROUTER:
             acting.has_entered(role, register.name)
@@ -172,20 +180,24 @@ async def _register(
     return peer
 
 
-def _not_acting(acting: Acting) -> Turned:
+def _not_acting(acting: Acting) -> PeerRefused:
     """Send a peer to the scheduler that acts; where none does, tell it when to come back here."""
     now = acting.clock()
     if acting.next_acting_at <= now:
         # Who has no other to ask returns soon; not the whole of a large fleet each second.
         wait_s = max(1.0, acting.redial_spread_s)
-        return Turned(RefusedCode.NOT_ACTING, "this scheduler is not acting; ask the other", wait_s)
+        return PeerRefused(
+            RefusedCode.NOT_ACTING, "this scheduler is not acting; ask the other", wait_s
+        )
     wait_s = acting.line_outside.place(acting.next_acting_at) - now
-    return Turned(RefusedCode.BUSY, "no scheduler acts; come back at your time", max(0.5, wait_s))
+    return PeerRefused(
+        RefusedCode.BUSY, "no scheduler acts; come back at your time", max(0.5, wait_s)
+    )
 
 
 def _prove(register: Register, acting: Acting, role: PeerRole, nonce: bytes) -> Certificate:
     if register.protocol != codec.PROTOCOL:
-        raise Turned(
+        raise PeerRefused(
             RefusedCode.PROTOCOL,
             f"this scheduler speaks protocol {codec.PROTOCOL}, the peer {register.protocol}",
             retry_after_s=60,
@@ -202,10 +214,10 @@ def _prove(register: Register, acting: Acting, role: PeerRole, nonce: bytes) -> 
         )
         proven = identity.verify_signature(register.certificate_pem, payload, register.signature)
     except IdentityError as error:
-        raise Turned(RefusedCode.IDENTITY, str(error), retry_after_s=30) from error
+        raise PeerRefused(RefusedCode.IDENTITY, str(error), retry_after_s=30) from error
     peer = certificate.peer
     if not proven or peer != (role, register.name, register.pop) or register.role is not role:
-        raise Turned(
+        raise PeerRefused(
             RefusedCode.IDENTITY,
             f"cannot register as {register.role.value} {register.name!r}: the certificate is for "
             f"{peer.role.value} {peer.name!r} in {peer.pop}, or its key did not sign",
@@ -220,7 +232,7 @@ def _refuse_twin(register: Register, acting: Acting) -> None:
     if twin is None or twin.boot_id == register.boot_id or register.role is not PeerRole.AGENT:
         return
     if acting.silent_s(NodeId(register.name)) < ALIVE_S:
-        raise Turned(
+        raise PeerRefused(
             RefusedCode.DUPLICATE,
             f"{register.name} is already connected with boot {twin.boot_id}: is its disk cloned?",
             retry_after_s=ALIVE_S,
@@ -229,11 +241,13 @@ def _refuse_twin(register: Register, acting: Acting) -> None:
 
 async def _enter(register: Register, acting: Acting, certificate: Certificate) -> None:
     """Write the registration; lift a store that is behind what this peer has seen."""
-    async with transaction(acting.intake, timeout_s=INTAKE_TIMEOUT_S, lags=True) as connection:
+    async with transaction(
+        acting.intake, timeout_s=INTAKE_TIMEOUT_S, async_commit=True
+    ) as connection:
         cluster = await read_cluster_row(connection)
         newest = cluster.generation if register.role is PeerRole.AGENT else cluster.route_generation
         if register.generation - newest > LEAP_MAX or register.epoch - acting.epoch > LEAP_MAX:
-            raise Turned(
+            raise PeerRefused(
                 RefusedCode.MALFORMED,
                 f"cannot believe generation {register.generation} and epoch {register.epoch}: the "
                 f"store is at {newest} and {acting.epoch}",
@@ -241,7 +255,7 @@ async def _enter(register: Register, acting: Acting, certificate: Certificate) -
             )
         behind = register.generation > newest or register.epoch > acting.epoch
         if behind:
-            await rise_above(
+            await raise_epoch_and_generation(
                 connection,
                 holder=acting.holder,
                 generation=register.generation,
@@ -258,7 +272,9 @@ async def _enter(register: Register, acting: Acting, certificate: Certificate) -
     if behind:
         asked_at = acting.clock()
         async with using(acting.reserved) as connection:
-            lease = await hold_lease(connection, acting.holder, acting.config.lease_ttl_s)
+            lease = await acquire_or_renew_lease(
+                connection, acting.holder, acting.config.lease_ttl_s
+            )
         if lease is not None:
             acting.renewed(lease, asked_at)
     if not acting.is_acting:
@@ -274,12 +290,12 @@ async def _renew(peer: Connected, acting: Acting, asked: Renew) -> None:
     try:
         async with transaction(acting.intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
             if not await may_renew(connection, peer.role, peer.name, held.serial):
-                raise Turned(
+                raise PeerRefused(
                     RefusedCode.IDENTITY,
                     f"cannot renew the certificate {held.serial}: it is revoked; join again",
                     retry_after_s=30,
                 )
-            renewed_pem = await issue(
+            renewed_pem = await issue_certificate(
                 acting, connection, peer.role, peer.name, peer.pop, asked.csr_pem
             )
             renewed = identity.read_certificate(renewed_pem)
@@ -291,7 +307,7 @@ async def _renew(peer: Connected, acting: Acting, asked: Renew) -> None:
                 reason=f"certificate {renewed.serial} after {held.serial}",
             )
     except IdentityError as error:
-        raise Turned(RefusedCode.IDENTITY, str(error), retry_after_s=30) from error
+        raise PeerRefused(RefusedCode.IDENTITY, str(error), retry_after_s=30) from error
     except UNAVAILABLE:
         # Not answered: it asks again, with a third of its certificate's life left.
         return
@@ -305,7 +321,7 @@ async def _receive(socket: web.WebSocketResponse) -> bytes | None:
     if frame.type is WSMsgType.BINARY:
         return bytes(frame.data)
     if frame.type is WSMsgType.TEXT:
-        raise Turned(RefusedCode.MALFORMED, "cannot read frame: text, expected msgpack")
+        raise PeerRefused(RefusedCode.MALFORMED, "cannot read frame: text, expected msgpack")
     return None
 
 
@@ -313,4 +329,4 @@ def _read(frame: bytes, reader: Any) -> Any:
     try:
         return codec.decode(frame, reader)
     except codec.MalformedFrame as error:
-        raise Turned(RefusedCode.MALFORMED, str(error)) from error
+        raise PeerRefused(RefusedCode.MALFORMED, str(error)) from error

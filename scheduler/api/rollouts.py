@@ -8,20 +8,20 @@ import msgspec
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.rollout import RolloutBody, RolloutSpec, RolloutView
-from scheduler.api.deployments import engine_problem, found_deployment
-from scheduler.api.endpoint import Call, Endpoint, Page, found
+from scheduler.api.deployments import engine_problem, require_deployment
+from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
 from scheduler.decide.rollout import ON_ITS_WAY, Event, NotNow, Rollout, after, problem_of
 from scheduler.decide.trial import compare
 from scheduler.store import catalogue, deployments, rollouts
 from scheduler.store.cluster import read_pops
 
 
-async def create_rollout(call: Call) -> RolloutView:
+async def create_rollout(call: AdminRequest) -> RolloutView:
     """Begin to bring a new version."""
     name = call.name
     body: RolloutBody = call.body
-    await deployments.hold_deployment(call.connection, name)
-    deployment = await found_deployment(call)
+    await deployments.lock_deployment(call.connection, name)
+    deployment = await require_deployment(call)
     spec = RolloutSpec(
         model_id=ModelId(body.model_id or deployment.model_id),
         engine=body.engine or deployment.engine,
@@ -52,7 +52,7 @@ async def create_rollout(call: Call) -> RolloutView:
     return await _view(call, rollout)
 
 
-async def list_rollouts(call: Call) -> Page:
+async def list_rollouts(call: AdminRequest) -> Page:
     """Rollouts, of one deployment or of all."""
     rows = await rollouts.list_rollouts(
         call.connection, call.after, call.limit + 1, call.query("deployment_id")
@@ -61,22 +61,22 @@ async def list_rollouts(call: Call) -> Page:
     return call.page(views, lambda row: row.rollout_id)
 
 
-async def get_rollout(call: Call) -> RolloutView:
+async def get_rollout(call: AdminRequest) -> RolloutView:
     """One rollout."""
     return await _view(call, await _found(call))
 
 
-async def pause_rollout(call: Call) -> RolloutView:
+async def pause_rollout(call: AdminRequest) -> RolloutView:
     """Hold a rollout at its step; harm still reverts it."""
     return await _happened(call, Event.PAUSE_ASKED)
 
 
-async def resume_rollout(call: Call) -> RolloutView:
+async def resume_rollout(call: AdminRequest) -> RolloutView:
     """Go on; the step's time begins anew."""
     return await _happened(call, Event.RESUME_ASKED)
 
 
-async def abort_rollout(call: Call) -> RolloutView:
+async def abort_rollout(call: AdminRequest) -> RolloutView:
     """Call it off: every request goes to the old version."""
     return await _happened(call, Event.ABORT_ASKED)
 
@@ -97,7 +97,7 @@ ROLLOUT_ENDPOINTS: Final = (
 )  # fmt: skip
 
 
-async def _happened(call: Call, event: Event) -> RolloutView:
+async def _happened(call: AdminRequest, event: Event) -> RolloutView:
     rollout = await _found(call)
     try:
         new = after(rollout, event, "asked by an operator")
@@ -111,7 +111,7 @@ async def _happened(call: Call, event: Event) -> RolloutView:
     return await _view(call, new)
 
 
-async def _problem(call: Call, spec: RolloutSpec) -> str:
+async def _problem(call: AdminRequest, spec: RolloutSpec) -> str:
     wrong = engine_problem(spec.engine)
     if wrong is not None:
         return wrong.words
@@ -122,11 +122,13 @@ async def _problem(call: Call, spec: RolloutSpec) -> str:
     return problem_of(spec.steps)
 
 
-async def _found(call: Call) -> Rollout:
-    return found(await rollouts.get_rollout(call.connection, call.name), "rollout", call.name)
+async def _found(call: AdminRequest) -> Rollout:
+    return require_found(
+        await rollouts.get_rollout(call.connection, call.name), "rollout", call.name
+    )
 
 
-async def _view(call: Call, rollout: Rollout) -> RolloutView:
+async def _view(call: AdminRequest, rollout: Rollout) -> RolloutView:
     seen: tuple[str, ...] = ()
     if rollout.state in ON_ITS_WAY:
         strata = await rollouts.read_strata(call.connection, rollout)

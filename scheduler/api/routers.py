@@ -12,7 +12,7 @@ from isochrone.wire.routes import SnapshotWanted
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from scheduler import metrics
 from scheduler.acting import INTAKE_TIMEOUT_S, Acting
-from scheduler.api.peers import Turned, attend
+from scheduler.api.peers import PeerRefused, serve_peer
 from scheduler.connected import Connected
 from scheduler.decide.intake import take_demand, take_round_trips, take_trials, take_usage
 from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, transaction
@@ -22,7 +22,7 @@ from scheduler.store.usage import record_demand, record_round_trips, record_usag
 log = logging.getLogger(__name__)
 
 
-class Routers:
+class RouterEndpoint:
     """`GET /v1/router`."""
 
     def __init__(self, acting: Acting) -> None:
@@ -30,7 +30,7 @@ class Routers:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Talk with one router until either side ends it."""
-        return await attend(request, self._acting, PeerRole.ROUTER, FromRouter, self._hear)
+        return await serve_peer(request, self._acting, PeerRole.ROUTER, FromRouter, self._hear)
 
     async def _hear(
         self, peer: Connected, message: Demand | Usage | RoundTrips | SnapshotWanted | None
@@ -39,7 +39,7 @@ class Routers:
             self._send_table(peer)
         elif message.router_id != peer.name:
             reason = f"{peer.name} cannot speak for {message.router_id}"
-            raise Turned(RefusedCode.IDENTITY, reason, retry_after_s=30)
+            raise PeerRefused(RefusedCode.IDENTITY, reason, retry_after_s=30)
         else:
             await self._write(peer, message)
 
@@ -47,9 +47,11 @@ class Routers:
         """Store a message and acknowledge it; what the store can never hold is acknowledged too."""
         try:
             # What is acknowledged is forgotten by the router, and so must be on disk.
-            lags = isinstance(message, RoundTrips)
+            async_commit = isinstance(message, RoundTrips)
             pool = self._acting.intake
-            async with transaction(pool, timeout_s=INTAKE_TIMEOUT_S, lags=lags) as connection:
+            async with transaction(
+                pool, timeout_s=INTAKE_TIMEOUT_S, async_commit=async_commit
+            ) as connection:
                 refused = await _store(connection, peer.pop, message)
         except UNAVAILABLE as error:
             # Not acknowledged, so it comes again; round trips are renewed anyway.

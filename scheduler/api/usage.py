@@ -7,12 +7,12 @@ import msgspec
 
 from isochrone.wire.admin import UsageView
 from isochrone.wire.errors import ApiError, ErrorCode
-from scheduler.api.endpoint import Call, Endpoint, Page, found
+from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
 from scheduler.store import keys
 from scheduler.store.usage_sums import (
     TooMuchUsage,
-    UsageAsked,
-    UsagePlace,
+    UsageCursor,
+    UsageQuery,
     read_today,
     sum_usage,
 )
@@ -21,7 +21,7 @@ DAYS_DEFAULT: Final = 7
 DAYS_MAX: Final = 31
 
 
-async def list_usage(call: Call) -> Page:
+async def list_usage(call: AdminRequest) -> Page:
     """What keys or tenants used of each deployment, by day or in total."""
     asked = await _asked(call)
     try:
@@ -31,24 +31,24 @@ async def list_usage(call: Call) -> Page:
 
     def name(row: UsageView) -> str:
         day = date.fromisoformat(row.day) if row.day else asked.first
-        place = UsagePlace(day, row.tenant_id, row.key_id, row.deployment_id)
+        place = UsageCursor(day, row.tenant_id, row.key_id, row.deployment_id)
         return msgspec.json.encode(place).decode()
 
     return call.page(rows, name)
 
 
-async def _asked(call: Call) -> UsageAsked:
+async def _asked(call: AdminRequest) -> UsageQuery:
     last = _day(call, "to") or await read_today(call.connection)
     first = _day(call, "from") or last - timedelta(days=DAYS_DEFAULT - 1)
     if not 0 <= (last - first).days < DAYS_MAX:
         raise _wrong("from", f"{first} to {last} is not 1 to {DAYS_MAX} days")
     tenant_id, key_id = call.query("tenant_id") or "", call.query("key_id") or ""
     if key_id:
-        key = found(await keys.get_key(call.connection, key_id), "key", key_id)
+        key = require_found(await keys.get_key(call.connection, key_id), "key", key_id)
         if tenant_id not in ("", key.tenant_id):
             raise _wrong("tenant_id", f"the key {key_id} is of the tenant {key.tenant_id}")
         tenant_id = key.tenant_id
-    return UsageAsked(
+    return UsageQuery(
         first,
         last,
         tenant_id,
@@ -58,16 +58,16 @@ async def _asked(call: Call) -> UsageAsked:
     )
 
 
-def _after(call: Call, asked: UsageAsked) -> UsagePlace:
+def _after(call: AdminRequest, asked: UsageQuery) -> UsageCursor:
     if not call.after:
-        return UsagePlace(asked.first)
+        return UsageCursor(asked.first)
     try:
-        return msgspec.json.decode(call.after, type=UsagePlace)
+        return msgspec.json.decode(call.after, type=UsageCursor)
     except msgspec.DecodeError:
         raise _wrong("cursor", "the cursor is not one that this list gave") from None
 
 
-def _day(call: Call, name: str) -> date | None:
+def _day(call: AdminRequest, name: str) -> date | None:
     text = call.query(name)
     if not text:
         return None
@@ -80,7 +80,7 @@ def _day(call: Call, name: str) -> date | None:
     return day
 
 
-def _one_of(call: Call, name: str, first: str, second: str) -> str:
+def _one_of(call: AdminRequest, name: str, first: str, second: str) -> str:
     text = call.query(name) or first
     if text not in (first, second):
         raise _wrong(name, f"{name} is {text[:20]!r}, give {first} or {second}")

@@ -8,7 +8,7 @@ from scheduler.store.nodes import record_pulses, record_routers_seen
 from scheduler.store.pool import UNAVAILABLE, transaction
 
 
-class Flushed(NamedTuple):
+class PulseCounts(NamedTuple):
     """One turn's counts."""
 
     pulses: int
@@ -21,10 +21,10 @@ class FlushPulses:
     def __init__(self, acting: Acting) -> None:
         self._acting = acting
 
-    async def run_once(self) -> Flushed:
+    async def run_once(self) -> PulseCounts:
         """Write, or lose: the next pulse says the same and more."""
         if not self._acting.is_acting:
-            return Flushed(0, 0)
+            return PulseCounts(0, 0)
         pulses = self._acting.take_pulses()
         routers = [(peer.name, peer.generation) for peer in self._acting.routers()]
         try:
@@ -37,4 +37,4 @@ class FlushPulses:
             self._acting.forget_written()
             raise
         metrics.PULSES.inc(len(pulses))
-        return Flushed(len(pulses), len(routers))
+        return PulseCounts(len(pulses), len(routers))

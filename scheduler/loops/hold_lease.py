@@ -3,13 +3,18 @@
 from typing import Final, NamedTuple
 
 from scheduler.acting import Acting
-from scheduler.store.lease import count_peers, hold_lease, read_cluster_row, read_lease_left_s
+from scheduler.store.lease import (
+    acquire_or_renew_lease,
+    count_peers,
+    read_cluster_row,
+    read_lease_remaining_s,
+)
 from scheduler.store.pool import using
 
 LATE_S: Final = 1.0
 
 
-class Held(NamedTuple):
+class LeaseOutcome(NamedTuple):
     """One turn's outcome."""
 
     acting: bool
@@ -22,23 +27,25 @@ class HoldLease:
     def __init__(self, acting: Acting) -> None:
         self._acting = acting
 
-    async def run_once(self) -> Held:
+    async def run_once(self) -> LeaseOutcome:
         """Ask the database; an error leaves the trust that is left to run out by itself."""
         acting = self._acting
         asked_at = acting.turned_at = acting.clock()
         async with using(acting.reserved) as connection:
-            lease = await hold_lease(connection, acting.holder, acting.config.lease_ttl_s)
+            lease = await acquire_or_renew_lease(
+                connection, acting.holder, acting.config.lease_ttl_s
+            )
             if lease is not None:
                 cluster = await read_cluster_row(connection)
                 acting.fleet_size = await count_peers(connection)
             else:
-                left_s = await read_lease_left_s(connection)
+                left_s = await read_lease_remaining_s(connection)
         if lease is None:
             await acting.step_down()
             # A holder that lives renews long before; one that has missed it may be gone.
             is_late = left_s < acting.config.lease_ttl_s - acting.config.lease_renew_s - LATE_S
             acting.next_acting_at = asked_at + left_s if is_late else float("-inf")
-            return Held(False, 0)
+            return LeaseOutcome(False, 0)
         if cluster.cluster_id != acting.cluster_id:
             raise RuntimeError(
                 f"cannot act: the database is of cluster {cluster.cluster_id}, this process "
@@ -48,4 +55,4 @@ class HoldLease:
             # Each node is told what to run after its next report; nothing here may take long.
             acting.publish()
             acting.nudge_place()
-        return Held(True, lease.epoch)
+        return LeaseOutcome(True, lease.epoch)

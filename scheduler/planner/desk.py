@@ -13,7 +13,7 @@ from scheduler.decide.what_if import Picture
 from scheduler.planner.forecast import Forecast
 from scheduler.planner.questions import Asked, Learn, WhatIs, WhatMoves, WhatToFetch, Why
 from scheduler.store.cluster import read_cluster
-from scheduler.store.known_nodes import KnownNodes
+from scheduler.store.node_reports import NodeReportCache
 from scheduler.store.pool import Pool, transaction
 
 
@@ -24,7 +24,7 @@ class Desk:
         self.forecast = Forecast(pool)
         self._pool = pool
         self._limits = limits
-        self._known_nodes = KnownNodes()
+        self._known_nodes = NodeReportCache()
 
     async def answer(self, asked: Asked) -> object:
         """Return what the question says that it is answered with."""

@@ -26,7 +26,7 @@ class StillUsed(Exception):
     """Something depends on the row; the message names it."""
 
 
-async def touch(connection: Connection) -> None:
+async def bump_generation(connection: Connection) -> None:
     """Move the cluster's generation: a plan made before this change must not be committed."""
     await connection.execute("UPDATE cluster SET generation = generation + 1")
 

@@ -1,7 +1,7 @@
 """read_cluster(): one consistent picture of the fleet, as the planner reads it.
 
 read_fleet(): the same without what only placement asks: demand, distances, weights on their way.
-read_part(): a fleet read before, with some of its nodes as they are.
+read_fleet_nodes(): a fleet read before, with some of its nodes as they are.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ from scheduler.decide.cluster import (
     PopDistance,
 )
 from scheduler.decide.liveness import Heard
-from scheduler.store.known_nodes import KnownNodes, read_nodes
+from scheduler.store.node_reports import NodeReportCache, read_nodes
 from scheduler.store.pool import Connection, as_struct, fetch_one
 from scheduler.store.prefetch import read_prefetches
 from scheduler.store.rollouts import active_rollouts
@@ -34,7 +34,7 @@ GIVEN_UP_FOR_S: Final = 3600.0
 
 
 async def read_cluster(
-    connection: Connection, heard: Heard, known: KnownNodes | None = None
+    connection: Connection, heard: Heard, known: NodeReportCache | None = None
 ) -> ClusterState:
     """Return the picture; the connection is in a REPEATABLE READ transaction."""
     fleet = await read_fleet(connection, heard, known)
@@ -48,7 +48,7 @@ async def read_cluster(
 
 
 async def read_fleet(
-    connection: Connection, heard: Heard, known: KnownNodes | None = None
+    connection: Connection, heard: Heard, known: NodeReportCache | None = None
 ) -> ClusterState:
     """Return what there is, and nothing of what is asked of it.
 
@@ -56,7 +56,7 @@ async def read_fleet(
     `known` is kept by the caller from one reading to the next.
     """
     row = await fetch_one(connection, "SELECT cluster_id, generation FROM cluster")
-    reports, nodes = await read_nodes(connection, heard, known or KnownNodes())
+    reports, nodes = await read_nodes(connection, heard, known or NodeReportCache())
     deployments, deleted = await _read_deployments(connection)
     return ClusterState(
         cluster_id=ClusterId(row["cluster_id"]),
@@ -76,12 +76,12 @@ async def read_fleet(
     )
 
 
-async def read_part(
+async def read_fleet_nodes(
     connection: Connection,
     fleet: ClusterState,
     node_ids: Sequence[NodeId],
     heard: Heard,
-    known: KnownNodes,
+    known: NodeReportCache,
 ) -> ClusterState:
     """Return what `fleet` says beside its nodes, with these nodes and what is on them, read now."""
     reports, nodes = await read_nodes(connection, heard, known, node_ids)

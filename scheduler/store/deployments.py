@@ -8,7 +8,7 @@ import msgspec
 from isochrone.wire.admin import DeploymentView
 from isochrone.wire.model import Deployment, EngineSettings, Policy
 from scheduler.store.catalogue import EtagMoved
-from scheduler.store.pool import Connection, as_json, as_struct, rows_in
+from scheduler.store.pool import Connection, affected_rows, as_json, as_struct
 
 _DEPLOYMENTS: Final = """
 SELECT deployment_id, name, model_id, version, engine, policy, etag, (
@@ -38,7 +38,7 @@ async def get_deployment(connection: Connection, deployment_id: str) -> Deployme
     return _deployment(row) if row else None
 
 
-async def hold_deployment(connection: Connection, deployment_id: str) -> None:
+async def lock_deployment(connection: Connection, deployment_id: str) -> None:
     """Let nobody else change a deployment, or begin a rollout of it, until this transaction ends.
 
     Taken before a rollout's row by whoever needs both.
@@ -85,7 +85,7 @@ async def add_deployment(connection: Connection, deployment: Deployment) -> bool
             )
     except asyncpg.UniqueViolationError:
         return False
-    return rows_in(done) > 0
+    return affected_rows(done) > 0
 
 
 async def change_deployment(
@@ -116,12 +116,12 @@ async def change_deployment(
             )
     except asyncpg.UniqueViolationError:
         return False
-    if not rows_in(done):
+    if not affected_rows(done):
         raise EtagMoved(deployment.deployment_id)
     return True
 
 
-async def renew_deployments(connection: Connection, model_id: str) -> str:
+async def bump_versions(connection: Connection, model_id: str) -> str:
     """Have all that serves a model be of a new version; return whose rollout does not let them.
 
     Under a name that had other files, what runs is not what would be started.
@@ -163,7 +163,7 @@ async def delete_deployment(connection: Connection, deployment_id: str, etag: in
         deployment_id,
         etag,
     )
-    if not rows_in(done):
+    if not affected_rows(done):
         raise EtagMoved(deployment_id)
     await connection.execute(
         """

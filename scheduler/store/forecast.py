@@ -6,7 +6,7 @@ from typing import NamedTuple
 from isochrone.wire.ids import DeploymentId, PopId
 from scheduler.decide.forecast import SLOT_S
 from scheduler.decide.outlook import Key, SlotDemand
-from scheduler.store.pool import Connection, rows_in
+from scheduler.store.pool import Connection, affected_rows
 
 
 class StoredSeries(NamedTuple):
@@ -95,4 +95,4 @@ async def forget_series(
     done = await connection.execute(
         "DELETE FROM demand_series WHERE slot < $1 OR slot > $2", before_slot, after_slot
     )
-    return rows_in(done)
+    return affected_rows(done)

@@ -14,7 +14,7 @@ CANDIDATES_MAX: Final = 200
 FAR_MS: Final = 1_000.0
 
 
-async def record_held(connection: Connection, node_id: NodeId, digests: Sequence[str]) -> None:
+async def record_artifacts(connection: Connection, node_id: NodeId, digests: Sequence[str]) -> None:
     """Keep what a node says that it holds, writing only what changed."""
     await connection.execute(
         "DELETE FROM artifact_holder WHERE node_id = $1 AND digest <> ALL($2::text[])",

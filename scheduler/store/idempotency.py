@@ -5,7 +5,7 @@ from typing import NamedTuple
 from scheduler.store.pool import Connection
 
 
-class StoredAnswer(NamedTuple):
+class StoredResponse(NamedTuple):
     """What was answered, and the digest of the body that was answered so."""
 
     body_sha256: str
@@ -13,7 +13,9 @@ class StoredAnswer(NamedTuple):
     body: bytes
 
 
-async def recall(connection: Connection, key: str, method: str, path: str) -> StoredAnswer | None:
+async def load_response(
+    connection: Connection, key: str, method: str, path: str
+) -> StoredResponse | None:
     """Return the stored answer; holds the key until the transaction ends, so that of two requests
     at once one does the work and the other gets its answer."""
     await connection.execute(
@@ -26,11 +28,11 @@ async def recall(connection: Connection, key: str, method: str, path: str) -> St
         method,
         path,
     )
-    return StoredAnswer(row["body_sha256"], row["status"], row["body"]) if row else None
+    return StoredResponse(row["body_sha256"], row["status"], row["body"]) if row else None
 
 
-async def remember(
-    connection: Connection, key: str, method: str, path: str, answer: StoredAnswer
+async def store_response(
+    connection: Connection, key: str, method: str, path: str, answer: StoredResponse
 ) -> None:
     """Store an answer in the transaction of its deed."""
     await connection.execute(

@@ -16,7 +16,7 @@ from isochrone.wire.admin import JoinTokenView, RevocationView
 from isochrone.wire.assignment import Revoked
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import PopId
-from scheduler.store.pool import Connection, as_struct, fetch_one, rows_in
+from scheduler.store.pool import Connection, affected_rows, as_struct, fetch_one
 
 PEER_TABLES: Final = {PeerRole.AGENT: ("node", "node_id"), PeerRole.ROUTER: ("router", "router_id")}
 
@@ -91,7 +91,7 @@ async def list_join_tokens(connection: Connection, after: str, limit: int) -> li
     return [as_struct(row, JoinTokenView) for row in rows]
 
 
-class Spent(msgspec.Struct, frozen=True, kw_only=True):
+class UsedJoinToken(msgspec.Struct, frozen=True, kw_only=True):
     """What a join token gave: its PoP, and whether it was made for this very name."""
 
     pop: PopId
@@ -100,7 +100,7 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
 
 async def use_join_token(
     connection: Connection, *, token_id: str, secret_sha256: str, role: PeerRole, name: str
-) -> Spent | None:
+) -> UsedJoinToken | None:
     """Spend one use of a join token; None where it is not (or no more) good for this peer.
 
     One statement: of two that present the last use, one gets it.
@@ -118,7 +118,7 @@ async def use_join_token(
         role.value,
         name,
     )
-    return Spent(pop=PopId(row["pop"]), is_bound=row["name"] is not None) if row else None
+    return UsedJoinToken(pop=PopId(row["pop"]), is_bound=row["name"] is not None) if row else None
 
 
 async def add_peer(
@@ -212,7 +212,7 @@ async def readmit(connection: Connection, role: PeerRole, name: str) -> bool:
         f"UPDATE {table} SET revoked = false{_RISE[role]} WHERE {column} = $1 AND revoked",  # noqa: S608
         name,
     )
-    return rows_in(done) > 0
+    return affected_rows(done) > 0
 
 
 async def list_revocations(connection: Connection, after: str, limit: int) -> list[RevocationView]:
@@ -239,7 +239,7 @@ async def revoked_since(connection: Connection, since_s: float) -> list[Revocati
     return [as_struct(row, RevocationView) for row in rows]
 
 
-async def revoked_now(connection: Connection) -> tuple[Revoked, ...]:
+async def newest_revocations(connection: Connection) -> tuple[Revoked, ...]:
     """Return what nodes refuse at their doors, the newest first."""
     rows = await connection.fetch(
         f"SELECT {_REVOCATION} FROM revocation ORDER BY revocation.at DESC LIMIT $1",  # noqa: S608

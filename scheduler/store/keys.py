@@ -10,8 +10,8 @@ from isochrone.wire.ids import Epoch, Generation, KeyId
 from isochrone.wire.routes import KeyEntry, Limits
 from scheduler.store.catalogue import EtagMoved
 from scheduler.store.lease import assert_epoch
-from scheduler.store.pool import Connection, as_json, as_struct, fetch_one, rows_in
-from scheduler.store.quotas import count_today_anew
+from scheduler.store.pool import Connection, affected_rows, as_json, as_struct, fetch_one
+from scheduler.store.quotas import recount_today
 
 TOMBSTONE_DAYS: Final = 30
 TOMBSTONES_MAX: Final = 10_000
@@ -118,7 +118,7 @@ async def set_limits(
     if row is None:
         raise EtagMoved(key_id)
     if limits.tokens_per_day or limits.spend_per_day:
-        await count_today_anew(connection, key_id)
+        await recount_today(connection, key_id)
     return _view(row)
 
 
@@ -130,7 +130,7 @@ async def revoke_key(connection: Connection, key_id: str, etag: int | None) -> N
         key_id,
         etag,
     )
-    if not rows_in(done):
+    if not affected_rows(done):
         raise EtagMoved(key_id)
 
 

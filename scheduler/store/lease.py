@@ -12,11 +12,11 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.ids import ClusterId, Epoch, Generation
-from scheduler.store.pool import Connection, as_struct, fetch_one, rows_in
+from scheduler.store.pool import Connection, affected_rows, as_struct, fetch_one
 
 TTL_S: Final = 6.0
 MARGIN_S: Final = 1.0
-TOLD: Final = (
+_RETURNING: Final = (
     "RETURNING epoch, extract(epoch FROM clock_timestamp() - acting_since)::float8 AS acting_for_s"
 )
 
@@ -32,7 +32,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     acting_for_s: float
 
 
-class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterRow(msgspec.Struct, frozen=True, kw_only=True):
     """The cluster's one row."""
 
     cluster_id: ClusterId
@@ -40,7 +40,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     route_generation: Generation
 
 
-async def ensure_cluster(connection: Connection, new_id: ClusterId) -> Cluster:
+async def ensure_cluster(connection: Connection, new_id: ClusterId) -> ClusterRow:
     """Return the cluster's row, making it under `new_id` in a database that has none."""
     await connection.execute(
         "INSERT INTO cluster (cluster_id) VALUES ($1) ON CONFLICT DO NOTHING", new_id
@@ -49,22 +49,24 @@ async def ensure_cluster(connection: Connection, new_id: ClusterId) -> Cluster:
     return await read_cluster_row(connection)
 
 
-async def hold_authority(connection: Connection, fingerprint: str) -> str:
+async def claim_authority(connection: Connection, fingerprint: str) -> str:
     """Return the fingerprint of the cluster's authority; where none was told yet, it is this."""
     await connection.execute("UPDATE cluster SET authority = $1 WHERE authority = ''", fingerprint)
     held: str = await connection.fetchval("SELECT authority FROM cluster")
     return held
 
 
-async def read_cluster_row(connection: Connection) -> Cluster:
+async def read_cluster_row(connection: Connection) -> ClusterRow:
     """Return the cluster's one row."""
     row = await fetch_one(
         connection, "SELECT cluster_id, generation, route_generation FROM cluster"
     )
-    return as_struct(row, Cluster)
+    return as_struct(row, ClusterRow)
 
 
-async def hold_lease(connection: Connection, holder: str, ttl_s: float = TTL_S) -> Lease | None:
+async def acquire_or_renew_lease(
+    connection: Connection, holder: str, ttl_s: float = TTL_S
+) -> Lease | None:
     """Renew the lease if `holder` has it, take it if it has expired, else return None."""
     lease = await renew_lease(connection, holder, ttl_s)
     if lease is not None:
@@ -73,7 +75,7 @@ async def hold_lease(connection: Connection, holder: str, ttl_s: float = TTL_S) 
         f"""
         UPDATE lease SET epoch = epoch + 1, acting_since = clock_timestamp(), holder = $1,
             expires_at = clock_timestamp() + make_interval(secs => $2)
-        WHERE expires_at <= clock_timestamp() {TOLD}
+        WHERE expires_at <= clock_timestamp() {_RETURNING}
         """,  # noqa: S608
         holder,
         ttl_s,
@@ -90,7 +92,7 @@ async def renew_lease(connection: Connection, holder: str, ttl_s: float = TTL_S)
     row = await connection.fetchrow(
         f"""
         UPDATE lease SET expires_at = clock_timestamp() + make_interval(secs => $2)
-        WHERE holder = $1 AND expires_at > clock_timestamp() {TOLD}
+        WHERE holder = $1 AND expires_at > clock_timestamp() {_RETURNING}
         """,  # noqa: S608
         holder,
         ttl_s,
@@ -98,7 +100,7 @@ async def renew_lease(connection: Connection, holder: str, ttl_s: float = TTL_S)
     return as_struct(row, Lease) if row else None
 
 
-async def give_up_lease(connection: Connection, holder: str) -> None:
+async def release_lease(connection: Connection, holder: str) -> None:
     """Let a standby act at once: this scheduler is stopping."""
     await connection.execute("UPDATE lease SET expires_at = '-infinity' WHERE holder = $1", holder)
 
@@ -112,7 +114,7 @@ async def assert_epoch(connection: Connection, epoch: Epoch) -> None:
         raise EpochLost(f"cannot write with epoch {epoch}: another scheduler has a newer one")
 
 
-async def rise_above(
+async def raise_epoch_and_generation(
     connection: Connection, *, holder: str, generation: Generation, epoch: Epoch
 ) -> bool:
     """Lift a database that is behind what its fleet has seen (it was restored from a backup).
@@ -132,10 +134,10 @@ async def rise_above(
         """,
         generation,
     )
-    return rows_in(lifted) > 0 or rows_in(raised) > 0
+    return affected_rows(lifted) > 0 or affected_rows(raised) > 0
 
 
-async def read_lease_left_s(connection: Connection) -> float:
+async def read_lease_remaining_s(connection: Connection) -> float:
     """Return for how long the lease is still held; 0 where it is free."""
     left_s: float = await connection.fetchval(
         "SELECT greatest(0, extract(epoch FROM expires_at - clock_timestamp()))::float8 FROM lease"

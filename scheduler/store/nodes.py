@@ -17,13 +17,13 @@ from isochrone.wire.ids import (
     ReplicaId,
 )
 from isochrone.wire.report import Device, Pulse, ReplicaReport, ReplicaState, Report
-from scheduler.store.adopt import Believes, adopt
-from scheduler.store.holders import read_holders, record_held
-from scheduler.store.identities import PEER_TABLES, REVOKED, revoked_now
-from scheduler.store.known_nodes import read_report
+from scheduler.store.adoption import SealCheck, adopt
+from scheduler.store.holders import read_holders, record_artifacts
+from scheduler.store.identities import PEER_TABLES, REVOKED, newest_revocations
 from scheduler.store.lease import assert_epoch
-from scheduler.store.pool import Connection, columns, fetch_one, rows_in, text
-from scheduler.store.prefetch import read_prefetched
+from scheduler.store.node_reports import decode_report
+from scheduler.store.pool import Connection, affected_rows, columns, fetch_one, storable_text
+from scheduler.store.prefetch import read_node_prefetches
 
 BIGINT_MAX: Final = 2**63 - 1
 MAY_FETCH: Final = ("wanted", "fetching", "failed")
@@ -67,7 +67,7 @@ async def record_registration(
         role.value,
         certificate.issued_at,
     )
-    if not rows_in(done):
+    if not affected_rows(done):
         raise UnknownPeer(f"cannot register {name}: unknown here or revoked; join again")
 
 
@@ -120,7 +120,7 @@ async def record_routers_seen(
 
 
 async def record_report(
-    connection: Connection, epoch: Epoch, report: Report, believes: Believes
+    connection: Connection, epoch: Epoch, report: Report, believes: SealCheck
 ) -> ReportEffect:
     """Take a node's whole word for what it is: devices, replicas, what is gone, what is unknown."""
     await assert_epoch(connection, epoch)
@@ -141,7 +141,7 @@ async def record_report(
     )
     if row is None:
         return ReportEffect(stale=True)
-    before = read_report(row["report"])
+    before = decode_report(row["report"])
     changed = adopted = 0
     # What only reports write, in the same transaction as the report itself, is as it was told.
     if before is None or _columns(before.devices) != _columns(report.devices):
@@ -158,7 +158,7 @@ async def record_report(
     changed += await _record_refusals(connection, report)
     released = await _release_ended(connection, report)
     if before is None or before.artifacts != report.artifacts:
-        await record_held(connection, report.node_id, report.artifacts)
+        await record_artifacts(connection, report.node_id, report.artifacts)
     await _record_profiles(connection, report.devices, seated)
     if changed or adopted or released:
         await connection.execute("UPDATE cluster SET generation = generation + 1")
@@ -196,7 +196,7 @@ async def read_assignment(
         if row["ended_generation"] is None
     )
     # Only one that may still have to fetch needs to know from whom.
-    prefetches = await read_prefetched(connection, node_id) if row["has_prefetches"] else ()
+    prefetches = await read_node_prefetches(connection, node_id) if row["has_prefetches"] else ()
     fetching = [spec.artifact.digest for spec, state in specs if state in MAY_FETCH]
     fetching += [wished.artifact.digest for wished in prefetches]
     return Assignment(
@@ -207,7 +207,7 @@ async def read_assignment(
         replicas=tuple(spec for spec, _ in specs),
         holders=await read_holders(connection, node_id, fetching) if fetching else (),
         prefetches=prefetches,
-        revoked=await revoked_now(connection),
+        revoked=await newest_revocations(connection),
         tombstones=tuple(
             Tombstone(
                 replica_id=ReplicaId(row["replica_id"]),
@@ -247,14 +247,14 @@ async def _record_devices(
         node_id,
         [device.device_id for device in devices],
     )
-    return rows_in(changed) + rows_in(gone)
+    return affected_rows(changed) + affected_rows(gone)
 
 
 def _columns(devices: Sequence[Device]) -> list[list[Any]]:
     """Return the devices column by column; of two of one name, the last said."""
     named = {device.device_id: device for device in devices}.values()
     told = columns(named, "device_id", "device_class", "memory_bytes", "healthy")
-    return [*told, [text(device.reason) for device in named]]
+    return [*told, [storable_text(device.reason) for device in named]]
 
 
 async def _record_replica(
@@ -284,7 +284,7 @@ async def _record_replica(
         """,
         replica.spec.replica_id,
         replica.state.value,
-        text(replica.reason),
+        storable_text(replica.reason),
         replica.restarts,
         replica.fetched_bytes,
         alive,
@@ -309,9 +309,9 @@ async def _record_refusals(connection: Connection, report: Report) -> int:
         """,
         report.node_id,
         [refusal.replica_id for refusal in report.refusals],
-        [text(refusal.reason) for refusal in report.refusals],
+        [storable_text(refusal.reason) for refusal in report.refusals],
     )
-    return rows_in(done)
+    return affected_rows(done)
 
 
 async def _release_ended(connection: Connection, report: Report) -> int:
@@ -332,7 +332,7 @@ async def _release_ended(connection: Connection, report: Report) -> int:
         report.generation,
         alive,
     )
-    return rows_in(done)
+    return affected_rows(done)
 
 
 async def _record_profiles(

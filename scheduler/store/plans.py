@@ -5,8 +5,8 @@ from scheduler.decide.cluster import Ending, Plan
 from scheduler.store.events import record_event
 from scheduler.store.lease import assert_epoch
 from scheduler.store.nodes import lock_nodes
+from scheduler.store.placements import add_placement
 from scheduler.store.pool import Connection
-from scheduler.store.seats import add_seat
 
 
 async def commit_plan(connection: Connection, plan: Plan, epoch: Epoch) -> bool:
@@ -25,7 +25,7 @@ async def commit_plan(connection: Connection, plan: Plan, epoch: Epoch) -> bool:
         return False
     for start in plan.starts:
         for part in start.parts:
-            await add_seat(connection, part.node_id, part.spec, part.reason)
+            await add_placement(connection, part.node_id, part.spec, part.reason)
             await record_event(
                 connection,
                 actor="scheduler",

@@ -46,7 +46,7 @@ UNAVAILABLE: Final = (
 )
 """What a caller sees of a database that cannot be used now, whatever the reason."""
 
-UNUSABLE: Final = (*UNAVAILABLE, asyncpg.PostgresError)
+CONNECT_ERRORS: Final = (*UNAVAILABLE, asyncpg.PostgresError)
 """What is said at a start: also a name, a password or a right that is not the one."""
 
 BAD_DATA: Final = (
@@ -111,16 +111,17 @@ async def transaction(
     *,
     isolation: Any = "read_committed",
     timeout_s: float = ACQUIRE_TIMEOUT_S,
-    lags: bool = False,
+    async_commit: bool = False,
 ) -> AsyncIterator[Connection]:
     """Lend a connection inside a transaction.
 
-    With `lags`, its commit returns before it is on disk: for what is said again after a crash.
+    With `async_commit`, its commit returns before it is on disk: for what is said again after a
+    crash.
     Who reads a picture ("repeatable_read") holds nobody up, and may take its time.
     """
     # Set here and not as the connection begins: a transaction pooler refuses it there.
     settings = f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_TIMEOUT_S * 1000:.0f}ms'"
-    if lags:
+    if async_commit:
         settings += "; SET LOCAL synchronous_commit = off"
     async with using(pool, timeout_s) as connection, connection.transaction(isolation=isolation):
         if isolation == "read_committed":
@@ -128,7 +129,7 @@ async def transaction(
         yield connection
 
 
-def text(words: str) -> str:
+def storable_text(words: str) -> str:
     """Return what Postgres can hold of a peer's words: an engine's last output may hold a NUL."""
     return words.replace("\0", "")[:TEXT_MAX]
 
@@ -155,7 +156,7 @@ def as_json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def rows_in(done: str) -> int:
+def affected_rows(done: str) -> int:
     """Return how many rows a statement wrote, of what Postgres said when it was done."""
     return int(done.rpartition(" ")[2])
 

@@ -25,7 +25,7 @@ async def read_prefetches(connection: Connection) -> tuple[PrefetchWish, ...]:
     return tuple(as_struct(row, PrefetchWish) for row in rows)
 
 
-async def read_prefetched(connection: Connection, node_id: NodeId) -> tuple[Prefetch, ...]:
+async def read_node_prefetches(connection: Connection, node_id: NodeId) -> tuple[Prefetch, ...]:
     """Return what one node is told to have, what is needed first before the rest.
 
     What it has already is among it: so it knows what not to drop.
@@ -46,7 +46,7 @@ async def read_prefetched(connection: Connection, node_id: NodeId) -> tuple[Pref
     )
 
 
-async def record_foreseen(connection: Connection, epoch: Epoch, foreseen: Foreseen) -> None:
+async def record_prefetch_changes(connection: Connection, epoch: Epoch, foreseen: Foreseen) -> None:
     """Write what was foreseen, each with its event, in the caller's transaction."""
     await assert_epoch(connection, epoch)
     for wish in foreseen.new:

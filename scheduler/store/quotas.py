@@ -3,7 +3,7 @@
 from scheduler.store.pool import Connection
 
 
-async def fold_use(connection: Connection) -> int:
+async def sum_quota_usage(connection: Connection) -> int:
     """Add up what was used since the last time; return how many rows that were."""
     folded: int = await connection.fetchval(
         """
@@ -21,7 +21,7 @@ async def fold_use(connection: Connection) -> int:
     return folded
 
 
-async def count_today_anew(connection: Connection, key_id: str) -> None:
+async def recount_today(connection: Connection, key_id: str) -> None:
     """Count what a key used today from the usage itself: its quota may be younger than that.
 
     One statement, and so one picture: whatever commits later is added when it is folded.

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Final, NamedTuple
 
 from isochrone.service.identity import CERTIFICATE_LIFETIME_S
-from scheduler.store.pool import Connection, rows_in
+from scheduler.store.pool import Connection, affected_rows
 
 DAY_S: Final = 86_400.0
 
@@ -18,7 +18,7 @@ DEMAND_DAYS: Final = 15
 USAGE_DAYS: Final = 90
 
 
-class Kept(NamedTuple):
+class RetentionRule(NamedTuple):
     """Rows of a table, which go when their `since` is `keep_s` ago and `unless` says nothing else.
 
     `among` are those looked at, where it is not all of them.
@@ -31,38 +31,42 @@ class Kept(NamedTuple):
     among: str = ""
 
 
-ALWAYS_KEPT_SO: Final = (
-    Kept("demand_default", "minute", DEMAND_DAYS * DAY_S),
-    Kept("demand_seen", "seen_at", 3 * 3600.0),
-    Kept("usage", "started_at", USAGE_DAYS * DAY_S),
-    Kept("key_day", "day", USAGE_DAYS * DAY_S),
-    Kept("idempotency", "created_at", DAY_S),
-    Kept("placement", "released_at", 7 * DAY_S),
+FIXED_RULES: Final = (
+    RetentionRule("demand_default", "minute", DEMAND_DAYS * DAY_S),
+    RetentionRule("demand_seen", "seen_at", 3 * 3600.0),
+    RetentionRule("usage", "started_at", USAGE_DAYS * DAY_S),
+    RetentionRule("key_day", "day", USAGE_DAYS * DAY_S),
+    RetentionRule("idempotency", "created_at", DAY_S),
+    RetentionRule("placement", "released_at", 7 * DAY_S),
     # Usage names its deployment, by which it is priced: as long as usage itself.
-    Kept(
+    RetentionRule(
         "deployment",
         "deleted_at",
         USAGE_DAYS * DAY_S,
         "EXISTS (SELECT FROM placement p WHERE p.deployment_id = deployment.deployment_id)",
     ),
-    Kept("join_token", "expires_at", 7 * DAY_S),
+    RetentionRule("join_token", "expires_at", 7 * DAY_S),
 )
 
 
-def kept(*, event_days: float, certificate_lifetime_s: float) -> tuple[Kept, ...]:
+def retention_rules(
+    *, event_days: float, certificate_lifetime_s: float
+) -> tuple[RetentionRule, ...]:
     """Return what is kept, and how long."""
     # The id rises with the time, so that the oldest are found without an index on the time.
     oldest = "(SELECT ctid, at FROM event ORDER BY event_id LIMIT $1) AS oldest"
     # A certificate of an earlier, longer setting may still live.
     lifetime_s = max(CERTIFICATE_LIFETIME_S, certificate_lifetime_s)
     return (
-        Kept("event", "at", event_days * DAY_S, among=oldest),
-        Kept("revocation", "at", lifetime_s),
-        *ALWAYS_KEPT_SO,
+        RetentionRule("event", "at", event_days * DAY_S, among=oldest),
+        RetentionRule("revocation", "at", lifetime_s),
+        *FIXED_RULES,
     )
 
 
-async def forget(connection: Connection, what: Kept, now: datetime, batch: int) -> int:
+async def delete_expired(
+    connection: Connection, what: RetentionRule, now: datetime, batch: int
+) -> int:
     """Forget a batch of what is past its keeping, `now` and by the database; return how many."""
     # Not clock_timestamp(): what may change from row to row is looked up in no index.
     done = await connection.execute(
@@ -76,4 +80,4 @@ async def forget(connection: Connection, what: Kept, now: datetime, batch: int) 
         now,
         what.keep_s,
     )
-    return rows_in(done)
+    return affected_rows(done)

@@ -12,8 +12,8 @@ from isochrone.wire.rollout import RolloutSpec, RolloutState
 from isochrone.wire.usage import Moments, TrialRow
 from scheduler.decide.rollout import Rollout, Starts
 from scheduler.decide.trial import Arm, Stratum
-from scheduler.store.deployments import hold_deployment
-from scheduler.store.pool import Connection, as_json, as_struct, fetch_one, rows_in
+from scheduler.store.deployments import lock_deployment
+from scheduler.store.pool import Connection, affected_rows, as_json, as_struct, fetch_one
 
 _ROLLOUT = """
 SELECT rollout_id, r.deployment_id, from_version, to_version, spec, state, step, reason, r.etag,
@@ -51,7 +51,7 @@ async def list_rollouts(
     return [_rollout(row) for row in rows]
 
 
-async def is_overtaken(connection: Connection, deployment: Deployment) -> bool:
+async def conflicts_with_rollout(connection: Connection, deployment: Deployment) -> bool:
     """Say whether a change of model or engine would pass a rollout that is on its way."""
     return bool(
         await connection.fetchval(
@@ -93,7 +93,7 @@ async def write_rollout(connection: Connection, before: Rollout, after: Rollout)
 
     When it is done the deployment is what the rollout brought, in the same transaction.
     """
-    await hold_deployment(connection, before.deployment_id)
+    await lock_deployment(connection, before.deployment_id)
     done = await connection.execute(
         """
         UPDATE rollout SET state = $3, step = $4, reason = $5, etag = $6,
@@ -108,7 +108,7 @@ async def write_rollout(connection: Connection, before: Rollout, after: Rollout)
         after.etag,
         after.step_age_s == 0.0 and after.state is RolloutState.RUNNING,
     )
-    if not rows_in(done):
+    if not affected_rows(done):
         return False
     if after.state is RolloutState.DONE:
         await connection.execute(

@@ -7,7 +7,7 @@ from typing import Final
 from isochrone.wire.ids import PopId
 from isochrone.wire.usage import Demand, RoundTrip, UsageRow
 from scheduler.decide.intake import COUNTS, Taken
-from scheduler.store.pool import Connection, columns, rows_in
+from scheduler.store.pool import Connection, affected_rows, columns
 from scheduler.store.retention import DEMAND_DAYS
 
 DAYS_AHEAD: Final = 2
@@ -34,7 +34,7 @@ async def record_demand(connection: Connection, demand: Demand, taken: Taken) ->
         demand.boot_id,
         demand.seq,
     )
-    if not rows_in(seen):
+    if not affected_rows(seen):
         return None
     if not taken.rows:
         return 0
@@ -63,7 +63,7 @@ async def record_demand(connection: Connection, demand: Demand, taken: Taken) ->
         taken.age_s,
         COUNT_SUM_MAX,
     )
-    return len(taken.rows) - rows_in(done)
+    return len(taken.rows) - affected_rows(done)
 
 
 async def record_usage(connection: Connection, rows: tuple[UsageRow, ...]) -> None:
@@ -96,7 +96,7 @@ async def record_round_trips(
     )
 
 
-async def keep_demand_days(connection: Connection, now: datetime) -> int:
+async def rotate_demand_partitions(connection: Connection, now: datetime) -> int:
     """Make the days that demand is coming for, drop those past their keeping; return the changes.
 
     Past it by two clocks, as in retention.py: those that come are by the database's alone.

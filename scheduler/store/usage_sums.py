@@ -20,7 +20,7 @@ class TooMuchUsage(Exception):
     """It was not added up in time; the message says what to do."""
 
 
-class UsageAsked(NamedTuple):
+class UsageQuery(NamedTuple):
     """Which usage (`key_id` and `tenant_id` empty: all), from a day to another, and how summed."""
 
     first: date
@@ -31,7 +31,7 @@ class UsageAsked(NamedTuple):
     is_per_day: bool = False
 
 
-class UsagePlace(NamedTuple):
+class UsageCursor(NamedTuple):
     """Where a row stands among the sums; totals stand on the first day asked."""
 
     day: date
@@ -47,7 +47,7 @@ async def read_today(connection: Connection) -> date:
 
 
 async def sum_usage(
-    connection: Connection, asked: UsageAsked, after: UsagePlace, limit: int
+    connection: Connection, asked: UsageQuery, after: UsageCursor, limit: int
 ) -> list[UsageView]:
     """Return the sums in the order of day, tenant, key and deployment; raises TooMuchUsage.
 
@@ -89,6 +89,6 @@ async def sum_usage(
     return [_view(row, asked) for row in rows]
 
 
-def _view(row: asyncpg.Record, asked: UsageAsked) -> UsageView:
+def _view(row: asyncpg.Record, asked: UsageQuery) -> UsageView:
     day = row["day"].isoformat() if asked.is_per_day else None
     return msgspec.convert({**row, "day": day}, UsageView)

@@ -7,7 +7,7 @@ import msgspec
 
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.model import ArtifactFile
-from scheduler.store.catalogue import touch
+from scheduler.store.catalogue import bump_generation
 from scheduler.store.pool import Pool, transaction
 from tests.integration.admin.conftest import Admin
 from tests.locks import locked_out
@@ -116,7 +116,7 @@ async def test_a_change_and_a_rollout_at_once_are_never_of_one_version(
     await deployed(admin)
     other = {"model_id": "m", "engine": {"driver": "mock", "options": {"itl_ms": "9"}}}
     async with transaction(pool) as connection:
-        await touch(connection)  # whoever changes anything waits here
+        await bump_generation(connection)  # whoever changes anything waits here
         changing = asyncio.create_task(admin.ask("PUT", "/v1/deployments/d", other))
         await locked_out(pool)
         rolling = asyncio.create_task(begin(admin))

@@ -15,8 +15,8 @@ from scheduler.decide.intake import take_demand, take_usage
 from scheduler.store import catalogue, deployments
 from scheduler.store.lease import ensure_cluster
 from scheduler.store.pool import Pool, transaction, using
-from scheduler.store.retention import ALWAYS_KEPT_SO, forget
-from scheduler.store.usage import keep_demand_days, record_demand, record_usage
+from scheduler.store.retention import FIXED_RULES, delete_expired
+from scheduler.store.usage import record_demand, record_usage, rotate_demand_partitions
 from tests.builders import a_deployment, a_model
 from tests.unit.scheduler.test_intake import a_demand, a_row, a_usage
 
@@ -95,11 +95,13 @@ async def test_days_are_made_ahead_and_dropped_whole(pool: Pool) -> None:
         )
     async with transaction(pool) as connection:
         at_that_time = datetime(2020, 1, 5, tzinfo=UTC)
-        assert await keep_demand_days(connection, at_that_time) == 3, "one clock alone drops none"
+        assert await rotate_demand_partitions(connection, at_that_time) == 3, (
+            "one clock alone drops none"
+        )
     async with transaction(pool) as connection:
-        assert await keep_demand_days(connection, now()) == 1
+        assert await rotate_demand_partitions(connection, now()) == 1
     async with transaction(pool) as connection:
-        assert await keep_demand_days(connection, now()) == 0
+        assert await rotate_demand_partitions(connection, now()) == 0
     assert await one(pool, "SELECT to_regclass('demand_20200101') IS NULL")
     await counted(pool, a_demand(a_row(requests=1)))
     assert await one(pool, "SELECT sum(requests)::int FROM demand") == 1
@@ -124,16 +126,16 @@ async def test_a_day_that_began_before_it_was_made_stays_where_it_is(pool: Pool)
     while await one(pool, "SELECT count(*) FROM demand_seen") < 20:
         await asyncio.sleep(0)
     async with transaction(pool) as connection:
-        assert await keep_demand_days(connection, now()) == 2
+        assert await rotate_demand_partitions(connection, now()) == 2
     made.set()
     written = sum(await asyncio.gather(*writers))
     assert await one(pool, "SELECT sum(requests)::int FROM demand") == written
     async with using(pool) as connection:
         await connection.execute("UPDATE demand SET minute = minute - interval '16 days'")
-        minutes = ALWAYS_KEPT_SO[0]
-        assert await forget(connection, minutes, now(), 1) == 1
-        for what in ALWAYS_KEPT_SO:
-            await forget(connection, what, now(), 5_000)
+        minutes = FIXED_RULES[0]
+        assert await delete_expired(connection, minutes, now(), 1) == 1
+        for what in FIXED_RULES:
+            await delete_expired(connection, what, now(), 5_000)
     assert await one(pool, "SELECT count(*) FROM demand") == 0
 
 

@@ -22,13 +22,13 @@ from scheduler.decide.intake import take_demand
 from scheduler.decide.rollout import Event, after
 from scheduler.store import deployments, keys
 from scheduler.store.identities import add_join_token, add_peer, revoke, use_join_token
-from scheduler.store.lease import read_cluster_row, rise_above
+from scheduler.store.lease import raise_epoch_and_generation, read_cluster_row
 from scheduler.store.nodes import record_registration, record_report
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import UNAVAILABLE, Connection, Pool, transaction
-from scheduler.store.quotas import fold_use
+from scheduler.store.quotas import sum_quota_usage
 from scheduler.store.rollouts import add_rollout, write_rollout
-from scheduler.store.usage import keep_demand_days, record_demand
+from scheduler.store.usage import record_demand, rotate_demand_partitions
 from tests.builders import a_certificate, a_replica_report, a_report, a_spec, believed
 from tests.faults import Faults
 from tests.integration.scheduler.test_store import begun, planned, reported
@@ -42,7 +42,9 @@ Deed = Callable[[Connection], Awaitable[Any]]
 
 
 async def registers(connection: Connection) -> None:
-    await rise_above(connection, holder="s1", generation=Generation(9), epoch=Epoch(0))
+    await raise_epoch_and_generation(
+        connection, holder="s1", generation=Generation(9), epoch=Epoch(0)
+    )
     await record_registration(
         connection, PeerRole.AGENT, "n1", BootId("b2"), Generation(9), a_certificate("n1")
     )
@@ -111,8 +113,8 @@ async def forgets(connection: Connection) -> None:
 
 
 async def tidies(connection: Connection) -> None:
-    await fold_use(connection)
-    await keep_demand_days(connection, now())
+    await sum_quota_usage(connection)
+    await rotate_demand_partitions(connection, now())
 
 
 DEEDS = [registers, reports, plans, joins, asks, rolls, forgets, tidies]

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.acting import Acting
 from scheduler.loops.hold_lease import HoldLease
-from scheduler.loops.keep_lease import KeepLease
+from scheduler.loops.renew_lease import LeaseRenewalThread
 from scheduler.store.pool import Pool, using
 from tests.integration.scheduler.test_record import Settings
 from tests.integration.scheduler.test_store import begun
@@ -32,7 +32,7 @@ async def acting(pool: Pool, database_dsn: str) -> AsyncIterator[Acting]:
     made.config = Quick(database_url=database_dsn)  # type: ignore[assignment]
     made.clock = time.monotonic
     assert (await HoldLease(made).run_once()).acting
-    keeper = KeepLease(made)
+    keeper = LeaseRenewalThread(made)
     keeper.start()
     yield made
     await keeper.stop()

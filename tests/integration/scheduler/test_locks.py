@@ -12,7 +12,7 @@ from scheduler.decide.cluster import Plan, Start
 from scheduler.store import catalogue
 from scheduler.store import pool as pools
 from scheduler.store.identities import add_peer
-from scheduler.store.lease import assert_epoch, hold_lease, read_cluster_row
+from scheduler.store.lease import acquire_or_renew_lease, assert_epoch, read_cluster_row
 from scheduler.store.nodes import ReportEffect, record_report
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import UNAVAILABLE, Connection, Pool, open_pool, transaction, using
@@ -37,7 +37,7 @@ async def test_a_plan_and_a_nodes_own_change_never_wait_for_one_another(pool: Po
         await catalogue.set_draining(connection, "n1", True)
         placing = asyncio.create_task(place())
         await locked_out(pool)
-        await catalogue.touch(connection)
+        await catalogue.bump_generation(connection)
     assert not await placing, "the ground has moved"
 
 
@@ -52,7 +52,7 @@ async def test_a_writer_that_died_in_its_deed_does_not_hold_up_the_next(
             await assert_epoch(connection, epoch)
             async with using(pool) as other:
                 await other.execute("UPDATE lease SET expires_at = '-infinity'")
-                taken = await asyncio.wait_for(hold_lease(other, "s2"), 5.0)
+                taken = await asyncio.wait_for(acquire_or_renew_lease(other, "s2"), 5.0)
             assert taken is not None
             assert taken.epoch == epoch + 1
             await connection.execute("UPDATE cluster SET generation = generation + 1")

@@ -14,9 +14,9 @@ from scheduler.store.cluster import read_cluster
 from scheduler.store.identities import list_join_tokens, list_revocations
 from scheduler.store.migrate import migrate, read_migrations
 from scheduler.store.pool import Pool, open_pool, transaction
-from scheduler.store.quotas import fold_use
+from scheduler.store.quotas import sum_quota_usage
 from scheduler.store.rollouts import list_rollouts
-from scheduler.store.usage import keep_demand_days
+from scheduler.store.usage import rotate_demand_partitions
 from tests.builders import a_model, a_spec
 from tests.postgres import Server
 
@@ -110,6 +110,6 @@ async def test_what_earlier_releases_wrote_is_there_after_each_migration(empty: 
     assert {(one.role.value, one.name) for one in revoked} == {("agent", "n2"), ("router", "r1")}
     assert counted == 5
     async with transaction(empty) as connection:
-        assert await fold_use(connection) == 1
-        assert await keep_demand_days(connection, now()) > 0
+        assert await sum_quota_usage(connection) == 1
+        assert await rotate_demand_partitions(connection, now()) > 0
         await connection.execute("UPDATE rollout SET state = 'aborted'")

@@ -10,14 +10,14 @@ from scheduler.acting import Acting
 from scheduler.decide.flaps import HELD_S
 from scheduler.decide.liveness import LivenessLimits
 from scheduler.loops.hold_lease import HoldLease
-from scheduler.loops.publish import Publish
+from scheduler.loops.publish_routes import PublishRoutes
 from scheduler.store.pool import Pool
 from tests.builders import a_replica_report, a_spec
 from tests.integration.scheduler.test_store import begun, planned, reported
 from tests.integration.scheduler.test_trust import an_acting, expire
 
 
-async def a_publisher(pool: Pool) -> tuple[Acting, Publish]:
+async def a_publisher(pool: Pool) -> tuple[Acting, PublishRoutes]:
     """A process that acts, with one replica that is loading."""
     epoch = await begun(pool)
     await reported(pool, epoch)
@@ -27,7 +27,7 @@ async def a_publisher(pool: Pool) -> tuple[Acting, Publish]:
     config = cast(SimpleNamespace, acting.config)
     config.publish_interval_s, config.liveness = 2.0, LivenessLimits()
     await HoldLease(acting).run_once()
-    return acting, Publish(acting)
+    return acting, PublishRoutes(acting)
 
 
 def routed(acting: Acting) -> list[str]:
@@ -87,7 +87,7 @@ async def test_a_turn_that_failed_leaves_nothing_unpublished(
     await reported(pool, acting.epoch, seq=2, replicas=(a_replica_report(a_spec()),))
     acting.publish(NodeId("n1"))
     with monkeypatch.context() as patched:
-        patched.setattr("scheduler.loops.publish.read_part", broken)
+        patched.setattr("scheduler.loops.publish_routes.read_part", broken)
         with pytest.raises(ConnectionError):
             await publish.run_once()
     assert (await publish.run_once()).nodes == -1

@@ -20,7 +20,7 @@ from isochrone.wire.model import Price
 from isochrone.wire.usage import Outcome, UsageRow
 from scheduler.store import catalogue, deployments, keys
 from scheduler.store.pool import Pool, transaction
-from scheduler.store.quotas import fold_use
+from scheduler.store.quotas import sum_quota_usage
 from scheduler.store.usage import record_usage
 from tests.builders import a_deployment, a_model
 
@@ -52,7 +52,7 @@ async def record(pool: Pool, *rows: UsageRow) -> None:
 
 async def fold(pool: Pool) -> int:
     async with transaction(pool) as connection:
-        return await fold_use(connection)
+        return await sum_quota_usage(connection)
 
 
 async def limited(pool: Pool, **limits: float) -> None:

@@ -7,13 +7,13 @@ import msgspec
 
 from scheduler.acting import Acting, now
 from scheduler.decide.liveness import LivenessLimits
+from scheduler.loops.delete_expired_rows import DeleteExpiredRows
 from scheduler.loops.hold_lease import HoldLease
-from scheduler.loops.note_losses import Noted, NoteLosses
-from scheduler.loops.prune import Prune
+from scheduler.loops.record_node_loss import NodeLossCounts, RecordNodeLoss
 from scheduler.store.events import record_event
 from scheduler.store.lease import read_acting_for_s
 from scheduler.store.pool import Pool, transaction, using
-from scheduler.store.retention import forget, kept
+from scheduler.store.retention import delete_expired, retention_rules
 from tests.integration.scheduler.test_store import begun
 from tests.integration.scheduler.test_trust import an_acting, expire
 
@@ -54,17 +54,17 @@ async def told(pool: Pool) -> list[Any]:
 
 async def test_a_loss_and_a_return_are_told_once_each(pool: Pool) -> None:
     acting = await acting_on(pool)
-    duty = NoteLosses(acting)
-    assert await duty.run_once() == Noted(0, 0)
+    duty = RecordNodeLoss(acting)
+    assert await duty.run_once() == NodeLossCounts(0, 0)
     await silent(pool, 10.0)
-    assert await duty.run_once() == Noted(0, 0), "suspect is not lost"
+    assert await duty.run_once() == NodeLossCounts(0, 0), "suspect is not lost"
     await silent(pool, 45.0)
-    assert await duty.run_once() == Noted(1, 0)
+    assert await duty.run_once() == NodeLossCounts(1, 0)
     # Another scheduler that acts afterwards does not tell it again.
-    assert await NoteLosses(acting).run_once() == Noted(0, 0)
+    assert await RecordNodeLoss(acting).run_once() == NodeLossCounts(0, 0)
     await silent(pool, 0.0)
-    assert await duty.run_once() == Noted(0, 1)
-    assert await duty.run_once() == Noted(0, 0)
+    assert await duty.run_once() == NodeLossCounts(0, 1)
+    assert await duty.run_once() == NodeLossCounts(0, 0)
     events = await told(pool)
     assert [event[:2] for event in events] == [("node.lost", "n1"), ("node.back", "n1")]
     assert "silent for 45 s" in events[0][2]
@@ -74,7 +74,7 @@ async def test_a_scheduler_that_does_not_act_tells_nothing(pool: Pool) -> None:
     acting = await acting_on(pool)
     await silent(pool, 45.0)
     await acting.step_down()
-    assert await NoteLosses(acting).run_once() == Noted(0, 0)
+    assert await RecordNodeLoss(acting).run_once() == NodeLossCounts(0, 0)
     assert await told(pool) == []
 
 
@@ -89,11 +89,13 @@ async def test_old_events_are_forgotten_the_oldest_first(pool: Pool) -> None:
             "UPDATE event SET at = at - interval '91 days' WHERE subject < 'c'"
         )
         await connection.execute("ALTER TABLE event ENABLE TRIGGER event_append_only")
-        events, *_ = kept(event_days=90.0, certificate_lifetime_s=1.0)
+        events, *_ = retention_rules(event_days=90.0, certificate_lifetime_s=1.0)
         a_year_ago = now() - timedelta(days=365)
-        assert await forget(connection, events, a_year_ago, 1) == 0, "one clock alone says so"
-        assert await forget(connection, events, now(), 1) == 1
-    assert (await Prune(acting).run_once()).rows == 1
+        assert await delete_expired(connection, events, a_year_ago, 1) == 0, (
+            "one clock alone says so"
+        )
+        assert await delete_expired(connection, events, now(), 1) == 1
+    assert (await DeleteExpiredRows(acting).run_once()).rows == 1
     async with using(pool) as connection:
         assert [row[0] for row in await connection.fetch("SELECT subject FROM event")] == ["c"]
 

@@ -16,8 +16,8 @@ from isochrone.wire.usage import TrialRow
 from scheduler.acting import Acting
 from scheduler.decide.rollout import Event, Rollout, after
 from scheduler.decide.trial import Arm
+from scheduler.loops.advance_rollouts import AdvanceRollouts
 from scheduler.loops.hold_lease import HoldLease
-from scheduler.loops.roll import Roll
 from scheduler.store import deployments
 from scheduler.store.lease import EpochLost
 from scheduler.store.pool import Pool, transaction, using
@@ -94,14 +94,14 @@ async def one_that_acts(pool: Pool, name: str) -> Acting:
 async def test_a_bad_version_is_reverted_and_its_number_never_used_again(pool: Pool) -> None:
     await rolling(pool)
     acting = await one_that_acts(pool, "s1")
-    assert await Roll(acting).run_once() == (1, 0)
+    assert await AdvanceRollouts(acting).run_once() == (1, 0)
     await saw(pool, an_arm(10_000, 10), an_arm(100, 60))
-    assert await Roll(acting).run_once() == (1, 1)
+    assert await AdvanceRollouts(acting).run_once() == (1, 1)
     rollout = await stands(pool)
     assert rollout.state is RolloutState.REVERTED
     assert "errors" in rollout.reason
     assert await serves(pool) == (1, "m")
-    assert await Roll(acting).run_once() == (0, 0)
+    assert await AdvanceRollouts(acting).run_once() == (0, 0)
     async with transaction(pool) as connection:
         assert await deployments.next_version(connection, "d") == 3
         changed = a_deployment(engine=rollout.spec.engine)
@@ -114,15 +114,17 @@ async def test_each_step_judges_its_own_counts(pool: Pool) -> None:
     acting = await one_that_acts(pool, "s1")
     await saw(pool, an_arm(50_000, 50), an_arm(3_000, 3))
     await time_passes(pool)
-    assert (await Roll(acting).run_once()).changed == 1
+    assert (await AdvanceRollouts(acting).run_once()).changed == 1
     await time_passes(pool)
-    assert (await Roll(acting).run_once()).changed == 0, "nothing was seen in this step yet"
+    assert (await AdvanceRollouts(acting).run_once()).changed == 0, (
+        "nothing was seen in this step yet"
+    )
     assert (await stands(pool)).step == 1
 
 
 async def test_one_of_two_writers_wins_and_a_scheduler_without_its_epoch_none(pool: Pool) -> None:
     rollout = await rolling(pool)
-    stale = Roll(await one_that_acts(pool, "old"))
+    stale = AdvanceRollouts(await one_that_acts(pool, "old"))
     await one_that_acts(pool, "new")
     await saw(pool, an_arm(10_000, 10), an_arm(100, 60))
     with pytest.raises(EpochLost):

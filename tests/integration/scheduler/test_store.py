@@ -30,15 +30,21 @@ from scheduler.decide.cluster import Ending, Plan, Start
 from scheduler.decide.liveness import Heard
 from scheduler.store import catalogue, deployments, keys
 from scheduler.store.cluster import read_cluster, read_fleet
-from scheduler.store.identities import Spent, add_join_token, add_peer, revoke, use_join_token
+from scheduler.store.identities import (
+    UsedJoinToken,
+    add_join_token,
+    add_peer,
+    revoke,
+    use_join_token,
+)
 from scheduler.store.lease import (
     EpochLost,
+    acquire_or_renew_lease,
     assert_epoch,
     ensure_cluster,
-    hold_lease,
+    raise_epoch_and_generation,
     read_cluster_row,
     renew_lease,
-    rise_above,
 )
 from scheduler.store.migrate import FOLDER, Migration, MigrationError, migrate, read_migrations
 from scheduler.store.nodes import read_assignment, record_pulses, record_registration, record_report
@@ -78,7 +84,7 @@ async def begun(pool: Pool, holder: str = "s1") -> Epoch:
     """A cluster with one PoP, one node, one model and one deployment; return the epoch."""
     async with transaction(pool) as connection:
         await ensure_cluster(connection, ClusterId("c1"))
-        lease = await hold_lease(connection, holder)
+        lease = await acquire_or_renew_lease(connection, holder)
         body = PopBody(city="Amsterdam", country="NL", latitude=52.3, longitude=4.8)
         await catalogue.put_pop(connection, "ams", body, None)
         await add_peer(connection, PeerRole.AGENT, "n1", PopId("ams"))
@@ -154,13 +160,13 @@ async def test_two_at_once_migrate_once_and_an_edited_or_newer_history_is_refuse
 async def test_a_lease_has_one_holder_and_its_epoch_fences_the_one_before(pool: Pool) -> None:
     old = await begun(pool, "s1")
     async with transaction(pool) as connection:
-        assert await hold_lease(connection, "s2") is None
-        renewed = await hold_lease(connection, "s1")
+        assert await acquire_or_renew_lease(connection, "s2") is None
+        renewed = await acquire_or_renew_lease(connection, "s1")
         assert renewed is not None
         assert renewed.epoch == old
         await connection.execute("UPDATE lease SET expires_at = clock_timestamp()")
     async with transaction(pool) as connection:
-        taken = await hold_lease(connection, "s2")
+        taken = await acquire_or_renew_lease(connection, "s2")
     assert taken is not None
     assert taken.epoch == old + 1
     # The old holder was paused and goes on where it was: nothing it writes is taken.
@@ -186,11 +192,11 @@ async def test_a_takeover_waits_for_a_write_under_way_and_a_renewal_does_not(poo
             await other.execute("UPDATE lease SET expires_at = '-infinity'")
             assert await renew_lease(other, "s1") is None
             with pytest.raises(asyncpg.LockNotAvailableError):
-                await hold_lease(other, "s2")
+                await acquire_or_renew_lease(other, "s2")
             await other.execute("RESET lock_timeout")
         await writing.execute("UPDATE cluster SET generation = generation + 1")
     async with using(pool) as connection:
-        taken = await hold_lease(connection, "s2")
+        taken = await acquire_or_renew_lease(connection, "s2")
     assert taken is not None
     assert taken.epoch == old + 1
 
@@ -459,15 +465,15 @@ async def test_what_runs_and_is_unknown_is_adopted_with_its_deployment(pool: Poo
 async def test_a_store_behind_its_fleet_rises_above_it(pool: Pool) -> None:
     await begun(pool)
     async with transaction(pool) as connection:
-        assert await rise_above(
+        assert await raise_epoch_and_generation(
             connection, holder="s1", generation=Generation(900), epoch=Epoch(40)
         )
         row = await read_cluster_row(connection)
         assert row.generation == 901
-        lease = await hold_lease(connection, "s1")
+        lease = await acquire_or_renew_lease(connection, "s1")
         assert lease is not None
         assert lease.epoch == 41
-        assert not await rise_above(
+        assert not await raise_epoch_and_generation(
             connection, holder="s1", generation=Generation(3), epoch=Epoch(2)
         )
 
@@ -486,7 +492,7 @@ async def test_a_join_token_is_good_once_in_time_and_for_its_role(pool: Pool) ->
             )
             assert made is not None
 
-    async def use(token_id: str, secret: str, role: PeerRole) -> Spent | None:
+    async def use(token_id: str, secret: str, role: PeerRole) -> UsedJoinToken | None:
         async with transaction(pool) as connection:
             return await use_join_token(
                 connection, token_id=token_id, secret_sha256=secret, role=role, name="n2"
@@ -496,7 +502,7 @@ async def test_a_join_token_is_good_once_in_time_and_for_its_role(pool: Pool) ->
     assert await use("good", "s" * 64, PeerRole.ROUTER) is None
     assert await use("late", "s" * 64, PeerRole.AGENT) is None
     both = await asyncio.gather(*(use("good", "s" * 64, PeerRole.AGENT) for _ in range(2)))
-    assert sorted(both, key=str) == [None, Spent(pop=PopId("ams"), is_bound=False)]
+    assert sorted(both, key=str) == [None, UsedJoinToken(pop=PopId("ams"), is_bound=False)]
 
 
 async def test_a_key_is_kept_only_as_a_digest_and_events_cannot_be_changed(pool: Pool) -> None:
@@ -601,7 +607,7 @@ async def test_connections_to_a_server_gone_read_only_are_dropped(
     async def write() -> bool:
         try:
             async with transaction(pool) as connection:
-                await catalogue.touch(connection)
+                await catalogue.bump_generation(connection)
         except UNAVAILABLE:
             return False
         return True

@@ -28,7 +28,7 @@ from isochrone.wire.ids import (
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import Profile, Pulse, Refusal
 from scheduler.acting import PULSES_WRITTEN_MAX, Acting, now
-from scheduler.api.peers import LEAP_MAX, Turned, _enter
+from scheduler.api.peers import LEAP_MAX, PeerRefused, _enter
 from scheduler.decide.claims import claim
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.liveness import Heard, LivenessLimits
@@ -42,11 +42,11 @@ from scheduler.store.identities import (
     revoke,
     revoked_since,
 )
-from scheduler.store.known_nodes import KnownNodes
-from scheduler.store.lease import read_cluster_row, rise_above
+from scheduler.store.lease import raise_epoch_and_generation, read_cluster_row
+from scheduler.store.node_reports import NodeReportCache
 from scheduler.store.nodes import record_pulses, record_report
 from scheduler.store.pool import BAD_DATA, Pool, transaction, using
-from scheduler.store.retention import forget, kept
+from scheduler.store.retention import delete_expired, retention_rules
 from tests.builders import (
     GIB,
     NOW,
@@ -123,7 +123,7 @@ async def test_no_peer_can_use_up_the_numbers_that_only_rise(
     await expire(pool)
     acting = await an_acting(pool)
     await HoldLease(acting).run_once()
-    with pytest.raises(Turned) as turned:
+    with pytest.raises(PeerRefused) as turned:
         await _enter(
             a_register(PeerRole.AGENT, "n1", generation, epoch), acting, a_certificate("n1")
         )
@@ -138,7 +138,9 @@ async def test_route_tables_rise_above_a_router_whatever_the_generation(pool: Po
     await begun(pool)
     async with transaction(pool) as connection:
         await connection.execute("UPDATE cluster SET generation = 1000, route_generation = 50")
-        assert await rise_above(connection, holder="s1", generation=Generation(500), epoch=Epoch(0))
+        assert await raise_epoch_and_generation(
+            connection, holder="s1", generation=Generation(500), epoch=Epoch(0)
+        )
         row = await read_cluster_row(connection)
     assert (row.generation, row.route_generation) == (1000, 501)
 
@@ -309,18 +311,18 @@ async def test_the_holder_of_a_revoked_certificate_gets_no_other(pool: Pool) -> 
         assert earliest is not None
         assert earliest.timestamp() > revoked
     async with transaction(pool) as connection:
-        revocations = kept(event_days=1.0, certificate_lifetime_s=0.0)[1]
-        assert await forget(connection, revocations, now(), 100) == 0
+        revocations = retention_rules(event_days=1.0, certificate_lifetime_s=0.0)[1]
+        assert await delete_expired(connection, revocations, now(), 100) == 0
         revocations = revocations._replace(keep_s=0.0)
-        assert await forget(connection, revocations, now(), 100) == 2
+        assert await delete_expired(connection, revocations, now(), 100) == 2
 
 
 async def test_a_picture_read_from_what_is_known_is_the_picture(pool: Pool) -> None:
     """Reports and devices are read again only where they changed; nothing else may show it."""
     epoch = await begun(pool)
-    known = KnownNodes()
+    known = NodeReportCache()
 
-    async def read(kept: KnownNodes | None) -> ClusterState:
+    async def read(kept: NodeReportCache | None) -> ClusterState:
         async with transaction(pool, isolation="repeatable_read") as connection:
             silent_s = {NodeId("n1"): 0.0, NodeId("n2"): 0.0}
             heard = Heard(acting_for_s=1.0, silent_s=silent_s)
@@ -392,8 +394,8 @@ async def test_what_is_acknowledged_waits_for_the_disk_even_where_the_rest_does_
     pool: Pool,
 ) -> None:
     seen = []
-    for lags in (False, True, False):
-        async with transaction(pool, lags=lags) as connection:
+    for async_commit in (False, True, False):
+        async with transaction(pool, async_commit=async_commit) as connection:
             seen.append(await connection.fetchval("SHOW synchronous_commit"))
     assert seen == ["on", "off", "on"]
 

@@ -9,7 +9,7 @@ from weakref import ref
 import pytest
 
 from scheduler.acting import Acting
-from scheduler.loops.tidy import ENDED_MIN, Tidy
+from scheduler.loops.collect_garbage import CLOSED_MIN, CollectGarbage
 
 
 class Knot:
@@ -27,7 +27,7 @@ def in_reach_again() -> Iterator[None]:
 
 async def test_what_lives_is_not_walked_and_what_was_left_is_freed_at_last() -> None:
     acting: Any = SimpleNamespace(ended=0, peers={})
-    tidy = Tidy(cast(Acting, acting))
+    tidy = CollectGarbage(cast(Acting, acting))
     knot = Knot()
     left = ref(knot)
     assert not (await tidy.run_once()).walked
@@ -35,14 +35,14 @@ async def test_what_lives_is_not_walked_and_what_was_left_is_freed_at_last() -> 
     del knot
     assert not (await tidy.run_once()).walked
     assert left() is not None
-    acting.ended = ENDED_MIN + 1
+    acting.ended = CLOSED_MIN + 1
     assert (await tidy.run_once()).walked
     assert left() is None
 
 
 async def test_a_fleet_that_nobody_leaves_is_walked_too() -> None:
     acting: Any = SimpleNamespace(ended=0, peers={})
-    tidy = Tidy(cast(Acting, acting))
+    tidy = CollectGarbage(cast(Acting, acting))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("scheduler.loops.tidy.TURNS_MAX", 2)
+        patch.setattr("scheduler.loops.collect_garbage.TURNS_MAX", 2)
         assert [(await tidy.run_once()).walked for _ in range(4)] == [False, False, True, False]

@@ -14,8 +14,8 @@ from isochrone.wire.ids import DeploymentId, NodeId
 from isochrone.wire.model import Model
 from isochrone.wire.report import ReplicaReport, ReplicaState
 from scheduler.store.events import record_event
-from scheduler.store.pool import Connection, as_json, rows_in, text
-from scheduler.store.seats import add_seat
+from scheduler.store.placements import add_placement
+from scheduler.store.pool import Connection, affected_rows, as_json, storable_text
 
 GONE = (ReplicaState.STOPPED, ReplicaState.FAILED)
 
@@ -27,12 +27,12 @@ NO_SEAT = (
 """Its memory is promised, its name is taken, or its device is one the node has no more."""
 
 
-Believes = Callable[[NodeId, ReplicaSpec], bool]
+SealCheck = Callable[[NodeId, ReplicaSpec], bool]
 """Whether a replica was once seated on this node by a scheduler of this cluster."""
 
 
 async def adopt(
-    connection: Connection, node_id: NodeId, replica: ReplicaReport, believes: Believes
+    connection: Connection, node_id: NodeId, replica: ReplicaReport, believes: SealCheck
 ) -> int:
     """Take in one unknown replica with its deployment and model; return 1, or 0 if it cannot be.
 
@@ -53,8 +53,8 @@ async def adopt(
         async with connection.transaction():
             await _ensure_deployment(connection, replica)
             why = "adopted: the node ran it and the store did not know it"
-            said = text(replica.reason)
-            await add_seat(connection, node_id, spec, why, replica.state, said)
+            said = storable_text(replica.reason)
+            await add_placement(connection, node_id, spec, why, replica.state, said)
     except NO_SEAT as error:
         await _note_once(connection, node_id, spec.replica_id, str(error)[:500])
         return 0
@@ -105,7 +105,7 @@ async def _ensure_deployment(connection: Connection, replica: ReplicaReport) -> 
         spec.version,
         as_json(spec.engine),
     )
-    if rows_in(made):
+    if affected_rows(made):
         await record_event(
             connection,
             actor="scheduler",

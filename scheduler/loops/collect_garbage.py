@@ -12,20 +12,20 @@ from typing import Final, NamedTuple
 
 from scheduler.acting import Acting
 
-ENDED_MIN: Final = 1000
+CLOSED_MIN: Final = 1000
 """Fewer conversations leave too little to be worth a walk."""
 TURNS_MAX: Final = 5000
 """So many turns after a walk there is another, whoever has ended."""
 
 
-class Tidied(NamedTuple):
+class GarbageCounts(NamedTuple):
     """One turn: how many objects were garbage, and whether all of the fleet was walked for them."""
 
     collected: int = 0
     walked: bool = False
 
 
-class Tidy:
+class CollectGarbage:
     """Whether or not this process acts: a standby has what it had when it did."""
 
     def __init__(self, acting: Acting) -> None:
@@ -33,15 +33,15 @@ class Tidy:
         self._seen_ended = 0
         self._turns = 0
 
-    async def run_once(self) -> Tidied:
+    async def run_once(self) -> GarbageCounts:
         """Collect what has come since, and put what lives out of reach."""
         acting = self._acting
         self._turns += 1
         ended = acting.ended - self._seen_ended
-        walks = ended > max(ENDED_MIN, len(acting.peers)) or self._turns > TURNS_MAX
+        walks = ended > max(CLOSED_MIN, len(acting.peers)) or self._turns > TURNS_MAX
         if walks:
             self._seen_ended, self._turns = acting.ended, 0
             gc.unfreeze()
         collected = gc.collect()
         gc.freeze()
-        return Tidied(collected, walks)
+        return GarbageCounts(collected, walks)

@@ -13,24 +13,24 @@ from scheduler.store.rollouts import active_rollouts, read_starts, read_strata, 
 log = logging.getLogger(__name__)
 
 
-class Rolled(NamedTuple):
+class RolloutCounts(NamedTuple):
     """One turn's counts: rollouts on their way, and those that changed."""
 
     on_their_way: int = 0
     changed: int = 0
 
 
-class Roll:
+class AdvanceRollouts:
     """A turn reads, judges and writes one event a rollout; whoever acts next reads it again."""
 
     def __init__(self, acting: Acting) -> None:
         self._acting = acting
 
-    async def run_once(self) -> Rolled:
+    async def run_once(self) -> RolloutCounts:
         """Judge every rollout on its way."""
         acting = self._acting
         if not acting.is_acting:
-            return Rolled()
+            return RolloutCounts()
         changed = 0
         async with transaction(acting.pool, isolation="repeatable_read") as connection:
             judged = [
@@ -50,7 +50,7 @@ class Roll:
         if changed:
             acting.nudge_place()
             acting.publish()
-        return Rolled(len(judged), changed)
+        return RolloutCounts(len(judged), changed)
 
     async def _write(self, rollout: Rollout, verdict: Verdict) -> bool:
         new = after(rollout, verdict.event, verdict.reason)

@@ -4,24 +4,24 @@ from typing import NamedTuple
 
 from scheduler.acting import Acting
 from scheduler.store.pool import transaction
-from scheduler.store.quotas import fold_use
+from scheduler.store.quotas import sum_quota_usage
 
 
-class Tallied(NamedTuple):
+class QuotaCounts(NamedTuple):
     """One turn's count of requests."""
 
     requests: int
 
 
-class Tally:
+class SumQuotas:
     """Whatever has come since the last turn."""
 
     def __init__(self, acting: Acting) -> None:
         self._acting = acting
 
-    async def run_once(self) -> Tallied:
+    async def run_once(self) -> QuotaCounts:
         """Fold what was used into its day."""
         if not self._acting.is_acting:
-            return Tallied(0)
+            return QuotaCounts(0)
         async with transaction(self._acting.pool) as connection:
-            return Tallied(await fold_use(connection))
+            return QuotaCounts(await sum_quota_usage(connection))

@@ -6,7 +6,7 @@ from isochrone.wire.report import ReplicaState
 from scheduler.store.pool import Connection, as_json
 
 
-async def add_seat(
+async def add_placement(
     connection: Connection,
     node_id: NodeId,
     spec: ReplicaSpec,

@@ -17,14 +17,14 @@ LOOK_BACK_S = 120.0
 RETRY_AFTER_S = 30.0
 
 
-class TurnedAway(NamedTuple):
+class DisconnectCounts(NamedTuple):
     """One turn's counts."""
 
     peers: int
     nodes_told: int = 0
 
 
-class TurnAway:
+class DisconnectRevoked:
     """A certificate is checked when a conversation begins; this duty checks those that go on."""
 
     def __init__(self, acting: Acting) -> None:
@@ -32,11 +32,11 @@ class TurnAway:
         self._read_at = acting.clock()
         self._told_at = 0.0
 
-    async def run_once(self) -> TurnedAway:
+    async def run_once(self) -> DisconnectCounts:
         """Read what was revoked since the last turn that could read, and look who ran out."""
         acting = self._acting
         if not acting.is_acting:
-            return TurnedAway(0)
+            return DisconnectCounts(0)
         asked_at = acting.clock()
         since_s = asked_at - self._read_at + LOOK_BACK_S
         async with using(acting.pool) as connection:
@@ -48,7 +48,7 @@ class TurnAway:
         for peer, reason in ending:
             refused = Refused(code=RefusedCode.IDENTITY, reason=reason, retry_after_s=RETRY_AFTER_S)
             await peer.end(refused)
-        return TurnedAway(len(ending), await self._tell(revocations))
+        return DisconnectCounts(len(ending), await self._tell(revocations))
 
     async def _tell(self, revocations: list[RevocationView]) -> int:
         """Tell every node, where something was revoked since they were told."""

@@ -21,13 +21,13 @@ LOOP_SILENT_MAX_S: Final = 20.0
 STOP_TIMEOUT_S: Final = 5.0
 
 
-class Kept(NamedTuple):
+class LeaseRenewed(NamedTuple):
     """One turn's outcome."""
 
     renewed: bool
 
 
-class KeepLease:
+class LeaseRenewalThread:
     """A thread with an event loop and a connection of its own, from `start()` to `stop()`."""
 
     def __init__(self, acting: Acting) -> None:
@@ -48,19 +48,19 @@ class KeepLease:
                 self._loop.call_soon_threadsafe(self._ended.set)
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
 
-    async def run_once(self) -> Kept:
+    async def run_once(self) -> LeaseRenewed:
         """Renew, unless there is nothing to keep or nobody to keep it for."""
         acting = self._acting
         asked_at = acting.clock()
         if not acting.holds_lease or asked_at - acting.turned_at > LOOP_SILENT_MAX_S:
-            return Kept(False)
+            return LeaseRenewed(False)
         if self._pool is None:
             self._pool = await open_pool(acting.config.database_url, size_max=1)
         async with using(self._pool) as connection:
             lease = await renew_lease(connection, acting.holder, acting.config.lease_ttl_s)
         if lease is not None:
             acting.kept(lease, asked_at)
-        return Kept(lease is not None)
+        return LeaseRenewed(lease is not None)
 
     def _run(self) -> None:
         asyncio.run(self._keep())

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from scheduler.acting import Acting
 
 
-class Foretold(NamedTuple):
+class DemandCounts(NamedTuple):
     """One turn's counts: slots learned, series known, series saved."""
 
     slots: int = 0
@@ -13,20 +13,20 @@ class Foretold(NamedTuple):
     saved: int = 0
 
 
-class Forecast:
+class LearnDemand:
     """The forecast itself lives in the planner, and is its alone (`planner/forecast.py`)."""
 
     def __init__(self, acting: Acting) -> None:
         self._acting = acting
 
-    async def run_once(self) -> Foretold:
+    async def run_once(self) -> DemandCounts:
         """Have learned what has ended."""
         acting = self._acting
-        foretold = Foretold()
+        foretold = DemandCounts()
         is_behind = True
         while is_behind and acting.is_acting:
             learned = await acting.planner.learn(acting.epoch)
-            foretold = Foretold(foretold.slots + learned.slots, learned.series, learned.saved)
+            foretold = DemandCounts(foretold.slots + learned.slots, learned.series, learned.saved)
             is_behind = learned.is_behind
             if learned.is_news:
                 acting.nudge_place()

@@ -19,7 +19,7 @@ from scheduler.decide.cluster import ClusterState
 from scheduler.decide.flaps import LeftBy, damped
 from scheduler.decide.liveness import liveness
 from scheduler.decide.route_table import route_table, steady, tied, with_part
-from scheduler.store.cluster import read_fleet, read_part
+from scheduler.store.cluster import read_fleet, read_fleet_nodes
 from scheduler.store.keys import live_keys, next_route_generation, revoked_keys
 from scheduler.store.pool import transaction
 
@@ -27,7 +27,7 @@ WHOLE_SHARE: Final = 0.05
 """The part of the time that reading all of the fleet may take, unless it is asked for."""
 
 
-class Published(NamedTuple):
+class PublishCounts(NamedTuple):
     """One turn's outcome; `nodes` is of how many it was read, -1 for all."""
 
     generation: int = 0
@@ -36,7 +36,7 @@ class Published(NamedTuple):
     nodes: int = 0
 
 
-class Publish:
+class PublishRoutes:
     """Routers get the delta from the table they have, or the whole of it."""
 
     def __init__(self, acting: Acting) -> None:
@@ -46,11 +46,11 @@ class Publish:
         self._left: LeftBy = {}
         self._whole_due_at = float("-inf")
 
-    async def run_once(self) -> Published:
+    async def run_once(self) -> PublishCounts:
         """Rebuild, compare, number, tell."""
         acting = self._acting
         if not acting.is_acting:
-            return Published()
+            return PublishCounts()
         unpublished, acting.unpublished = acting.unpublished, set()
         try:
             return await self._publish(unpublished)
@@ -58,7 +58,7 @@ class Publish:
             acting.unpublished = None
             raise
 
-    async def _publish(self, unpublished: set[NodeId] | None) -> Published:
+    async def _publish(self, unpublished: set[NodeId] | None) -> PublishCounts:
         acting = self._acting
         before, fleet = acting.table, self._fleet
         if before is None or fleet is None or unpublished is None or self._wants_whole(unpublished):
@@ -67,17 +67,17 @@ class Publish:
             part = await self._read_part(fleet, unpublished)
             table, count = steady(before, with_part(before, part, unpublished)), len(unpublished)
         else:
-            return Published(before.generation, len(before.routes))
+            return PublishCounts(before.generation, len(before.routes))
         table, waiting, left = damped(before, table, self._left, acting.clock())
         if acting.unpublished is not None:
             acting.unpublished |= waiting
         if before is not None and table == before:
-            return Published(before.generation, len(before.routes), nodes=count)
+            return PublishCounts(before.generation, len(before.routes), nodes=count)
         async with transaction(acting.pool) as connection:
             generation = await next_route_generation(connection, acting.epoch)
         self._left = left
         table = msgspec.structs.replace(table, generation=generation)
-        return Published(generation, len(table.routes), self._tell(before, table), count)
+        return PublishCounts(generation, len(table.routes), self._tell(before, table), count)
 
     def _tell(self, before: RouteTable | None, table: RouteTable) -> int:
         acting = self._acting
@@ -114,7 +114,7 @@ class Publish:
     async def _read_part(self, fleet: ClusterState, node_ids: Set[NodeId]) -> RouteTable:
         acting = self._acting
         async with transaction(acting.pool, isolation="repeatable_read") as connection:
-            part = await read_part(
+            part = await read_fleet_nodes(
                 connection, fleet, sorted(node_ids), acting.heard(), acting.known_nodes
             )
         return self._table_of(part, ())

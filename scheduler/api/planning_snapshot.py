@@ -4,11 +4,11 @@ from typing import Final
 
 import msgspec
 
-from scheduler.api.endpoint import Call, Endpoint
+from scheduler.api.endpoint import AdminRequest, Endpoint
 from scheduler.decide.what_if import Picture
 
 
-async def picture(call: Call) -> msgspec.Raw:
+async def picture(call: AdminRequest) -> msgspec.Raw:
     """The whole picture, as the planner has it now. It holds no key and no prompt."""
     return await call.acting.planner.picture(call.acting.heard())
 

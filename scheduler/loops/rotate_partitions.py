@@ -4,26 +4,26 @@ from typing import NamedTuple
 
 from scheduler.acting import Acting, now
 from scheduler.store.pool import transaction
-from scheduler.store.usage import keep_demand_days
+from scheduler.store.usage import rotate_demand_partitions
 
 
-class Kept(NamedTuple):
+class PartitionCounts(NamedTuple):
     """One turn's count of partitions made or dropped."""
 
     changes: int = 0
 
 
-class KeepDays:
+class RotatePartitions:
     """Two days are made ahead, so a day of this duty failing costs nothing."""
 
     def __init__(self, acting: Acting) -> None:
         self._acting = acting
 
-    async def run_once(self) -> Kept:
+    async def run_once(self) -> PartitionCounts:
         """Make and drop."""
         if not self._acting.is_acting:
-            return Kept()
+            return PartitionCounts()
         async with transaction(self._acting.pool) as connection:
             # A reader that holds the table for long is waited for a moment only; next turn tries.
             await connection.execute("SET LOCAL lock_timeout = '2s'")
-            return Kept(await keep_demand_days(connection, now()))
+            return PartitionCounts(await rotate_demand_partitions(connection, now()))

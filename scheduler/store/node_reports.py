@@ -15,7 +15,7 @@ from scheduler.store.pool import Connection, as_struct
 _report = msgspec.msgpack.Decoder(Report)
 
 
-def read_report(frame: bytes | None) -> Report | None:
+def decode_report(frame: bytes | None) -> Report | None:
     """Return a stored report; None where there is none, or none that this release can read."""
     try:
         return _report.decode(frame) if frame else None
@@ -23,7 +23,7 @@ def read_report(frame: bytes | None) -> Report | None:
         return None
 
 
-class KnownNode(NamedTuple):
+class CachedNodeReport(NamedTuple):
     """What a node last reported, read once; `key` says which report that was."""
 
     key: tuple[str, int]
@@ -31,17 +31,17 @@ class KnownNode(NamedTuple):
     devices: tuple[Device, ...]
 
 
-class KnownNodes:
+class NodeReportCache:
     """Reports and devices as read before: a picture reads again only those that changed."""
 
     def __init__(self) -> None:
-        self.by_node: dict[NodeId, KnownNode] = {}
+        self.by_node: dict[NodeId, CachedNodeReport] = {}
 
 
 async def read_nodes(
     connection: Connection,
     heard: Heard,
-    known: KnownNodes,
+    known: NodeReportCache,
     only: Sequence[NodeId] | None = None,
 ) -> tuple[dict[NodeId, Report], tuple[Node, ...]]:
     """Return nodes and what they last reported: those named, or all there are."""
@@ -96,8 +96,8 @@ def _told_by(report: Report | None, pop: PopId) -> dict[str, Any]:
 
 
 async def _learn(
-    connection: Connection, known: KnownNodes, rows: Sequence[asyncpg.Record]
-) -> dict[NodeId, KnownNode]:
+    connection: Connection, known: NodeReportCache, rows: Sequence[asyncpg.Record]
+) -> dict[NodeId, CachedNodeReport]:
     """Return what each node reported, reading only those that have since they were read last."""
     keys = {NodeId(row["node_id"]): (row["boot_id"], row["report_seq"]) for row in rows}
     by_node = {
@@ -110,8 +110,10 @@ async def _learn(
             "SELECT node_id, report FROM node WHERE node_id = ANY($1::text[])", changed
         ):
             node_id = NodeId(row["node_id"])
-            report = read_report(row["report"])
-            by_node[node_id] = KnownNode(keys[node_id], report, tuple(devices.get(node_id, ())))
+            report = decode_report(row["report"])
+            by_node[node_id] = CachedNodeReport(
+                keys[node_id], report, tuple(devices.get(node_id, ()))
+            )
     return by_node
 
 

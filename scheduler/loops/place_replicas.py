@@ -22,7 +22,7 @@ from scheduler.store.pool import transaction, using
 log = logging.getLogger(__name__)
 
 
-class Placed(NamedTuple):
+class PlacementCounts(NamedTuple):
     """One turn's outcome."""
 
     started: int = 0
@@ -32,23 +32,23 @@ class Placed(NamedTuple):
     frozen: str = ""
 
 
-class Place:
+class PlaceReplicas:
     """The scheduler's main duty."""
 
     def __init__(self, acting: Acting) -> None:
         self._acting = acting
 
-    async def run_once(self) -> Placed:
+    async def run_once(self) -> PlacementCounts:
         """Have planned, commit, tell."""
         acting = self._acting
         if not acting.is_acting:
-            return Placed()
+            return PlacementCounts()
         if await self._must_hear_first():
-            return Placed(frozen="waiting for every node's first report")
+            return PlacementCounts(frozen="waiting for every node's first report")
         decided = await acting.planner.plan(acting.heard())
         self._note(decided)
         if not decided.starts and not decided.endings:
-            return Placed(unmet=len(decided.unmet), frozen=decided.frozen)
+            return PlacementCounts(unmet=len(decided.unmet), frozen=decided.frozen)
         named = (with_secret(start, secrets.token_hex(16)) for start in decided.starts)
         starts = tuple(_sealed(start, acting.authority) for start in named)
         decided = msgspec.structs.replace(decided, starts=starts)
@@ -59,7 +59,7 @@ class Place:
                 await self._tell(decided)
         if not committed:
             acting.nudge_place()
-        return Placed(
+        return PlacementCounts(
             len(decided.starts), len(decided.endings), len(decided.unmet), committed=committed
         )
 

@@ -9,7 +9,7 @@ from scheduler.store.nodes import lock_nodes
 from scheduler.store.pool import Connection
 
 
-async def read_lost(connection: Connection) -> dict[NodeId, float]:
+async def read_lost_nodes(connection: Connection) -> dict[NodeId, float]:
     """Return the nodes that are noted as lost, and for how long."""
     rows = await connection.fetch(
         """
@@ -20,7 +20,7 @@ async def read_lost(connection: Connection) -> dict[NodeId, float]:
     return {row["node_id"]: row["lost_for_s"] for row in rows}
 
 
-async def record_losses(
+async def record_node_losses(
     connection: Connection, epoch: Epoch, lost: Sequence[Node], back: Sequence[tuple[Node, float]]
 ) -> None:
     """Note who is lost, and who is back after how long, each with its event, in the caller's
