@@ -87,10 +87,12 @@ class CertificateRenewal:
             given = papers.verify_certificate(
                 answer.certificate_pem, held.ca_pem, self._wall_clock()
             )
-            if given.peer != (held.role, held.name, held.pop) or not papers.is_for_key(
+            if given.subject != (held.role, held.name, held.pop) or not papers.is_for_key(
                 answer.certificate_pem, key_pem
             ):
-                raise IdentityError(f"cannot use the renewed certificate: it is for {given.peer}")
+                raise IdentityError(
+                    f"cannot use the renewed certificate: it is for {given.subject}"
+                )
         except IdentityError as error:
             log.warning("certificate not renewed", extra={"fields": {"reason": str(error)}})
             return

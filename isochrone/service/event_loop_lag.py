@@ -30,8 +30,8 @@ class LoopStall(NamedTuple):
     late_s: float
     cpu_s: float
     garbage_s: float
-    by: str
-    at: str
+    task: str
+    location: str
 
 
 class LagMonitor:

@@ -61,7 +61,7 @@ class CertificateSubject(NamedTuple):
 class Certificate(NamedTuple):
     """What a certificate says: whose it is, its serial in hex, and its time."""
 
-    peer: CertificateSubject
+    subject: CertificateSubject
     serial: str
     issued_at: datetime
     expires_at: datetime
@@ -309,7 +309,7 @@ def load_identity(folder: Path) -> Identity | None:
 
 def _read(certificate: x509.Certificate) -> Certificate:
     return Certificate(
-        peer=_peer(certificate.subject),
+        subject=_peer(certificate.subject),
         serial=f"{certificate.serial_number:x}",
         # Issued a little in the past, for clocks that are behind ours.
         issued_at=certificate.not_valid_before_utc + CLOCK_SKEW,

@@ -1,4 +1,4 @@
-"""The picture that placement decides from, to be saved: a bug report, or a what-if's ground."""
+"""The snapshot of the cluster that placement decides from: for bug reports and what-if plans."""
 
 from typing import Final
 
@@ -8,11 +8,13 @@ from scheduler.api.endpoint import AdminRequest, Endpoint
 from scheduler.decide.what_if import Picture
 
 
-async def picture(call: AdminRequest) -> msgspec.Raw:
-    """The whole picture, as the planner has it now. It holds no key and no prompt."""
-    return await call.acting.planner.picture(call.acting.heard())
+async def picture(request: AdminRequest) -> msgspec.Raw:
+    """Read the planner's snapshot of the cluster. It contains no keys and no prompts."""
+    return await request.context.planner.picture(request.context.heartbeats.observed())
 
 
-PICTURE_ENDPOINTS: Final = (
-    Endpoint("GET", "/v1/picture", picture, "What placement decides from", Picture),
+SNAPSHOT_ENDPOINTS: Final = (
+    Endpoint(
+        "GET", "/v1/picture", picture, "Read the snapshot that placement decides from", Picture
+    ),
 )

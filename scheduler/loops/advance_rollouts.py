@@ -1,38 +1,49 @@
-"""Takes each rollout its next step, or back, by what routers have seen of it."""
+"""Moves each active rollout a step forward or back, by what routers have measured of it."""
 
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
-from scheduler.acting import Acting
 from scheduler.decide.rollout import Rollout, Verdict, after, judge
+from scheduler.state.lease_state import LeaseState
+from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.events import record_event
 from scheduler.store.lease import assert_epoch
-from scheduler.store.pool import transaction
+from scheduler.store.pool import Pool, transaction
 from scheduler.store.rollouts import active_rollouts, read_starts, read_strata, write_rollout
 
 log = logging.getLogger(__name__)
 
 
 class RolloutCounts(NamedTuple):
-    """One turn's counts: rollouts on their way, and those that changed."""
+    """How many rollouts are active, and how many of them one turn changed."""
 
-    on_their_way: int = 0
+    active: int = 0
     changed: int = 0
 
 
 class AdvanceRollouts:
-    """A turn reads, judges and writes one event a rollout; whoever acts next reads it again."""
+    """A rollout's whole state is its row, so any scheduler that acts later continues from it."""
 
-    def __init__(self, acting: Acting) -> None:
-        self._acting = acting
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        lease: LeaseState,
+        routes: PublishedRoutes,
+        nudge_place: Callable[[], None],
+    ) -> None:
+        self._pool = pool
+        self._lease = lease
+        self._routes = routes
+        self._nudge_place = nudge_place
 
     async def run_once(self) -> RolloutCounts:
-        """Judge every rollout on its way."""
-        acting = self._acting
-        if not acting.is_acting:
+        """Judge every active rollout; store each change with one event."""
+        if not self._lease.is_acting:
             return RolloutCounts()
         changed = 0
-        async with transaction(acting.pool, isolation="repeatable_read") as connection:
+        async with transaction(self._pool, isolation="repeatable_read") as connection:
             judged = [
                 (
                     rollout,
@@ -48,14 +59,14 @@ class AdvanceRollouts:
             if verdict is not None and await self._write(rollout, verdict):
                 changed += 1
         if changed:
-            acting.nudge_place()
-            acting.publish()
+            self._nudge_place()
+            self._routes.mark_changed()
         return RolloutCounts(len(judged), changed)
 
     async def _write(self, rollout: Rollout, verdict: Verdict) -> bool:
         new = after(rollout, verdict.event, verdict.reason)
-        async with transaction(self._acting.pool) as connection:
-            await assert_epoch(connection, self._acting.epoch)
+        async with transaction(self._pool) as connection:
+            await assert_epoch(connection, self._lease.epoch)
             if not await write_rollout(connection, rollout, new):
                 return False
             await record_event(

@@ -1,46 +1,46 @@
-"""Collects garbage, without walking the whole fleet in memory: nothing else does in this process.
+"""Runs Python's garbage collector without walking every connected peer's objects each time.
 
-A conversation is over a hundred objects that live as long as it does. A full collection walks all
-of them, a second with thousands of peers, and nobody is served meanwhile; it finds next to nothing,
-for what a fleet leaves behind is freed without it. So what lives is put out of its reach, every few
-seconds, and what is left to walk is what has come since. What conversations leave when they end is
-looked for once as many have ended as there are; what else was left, once in hours.
+A connection is over a hundred objects that live as long as it does. A full collection walks all of
+them, which takes a second with thousands of peers, stops the event loop meanwhile, and finds almost
+nothing: reference counting frees nearly everything. So after each collection the survivors are
+frozen (`gc.freeze`), and the next one walks only newer objects. The whole heap is walked once as
+many connections have closed as are open, and otherwise every few hours. Automatic collection is off
+(`app.py`).
 """
 
 import gc
 from typing import Final, NamedTuple
 
-from scheduler.acting import Acting
+from scheduler.state.peer_registry import PeerRegistry
 
 CLOSED_MIN: Final = 1000
-"""Fewer conversations leave too little to be worth a walk."""
+"""Fewer closed connections leave too little behind to be worth walking the heap."""
 TURNS_MAX: Final = 5000
-"""So many turns after a walk there is another, whoever has ended."""
+"""After this many turns the whole heap is walked whatever has closed."""
 
 
 class GarbageCounts(NamedTuple):
-    """One turn: how many objects were garbage, and whether all of the fleet was walked for them."""
+    """How many objects one turn freed, and whether it walked the whole heap for them."""
 
     collected: int = 0
     walked: bool = False
 
 
 class CollectGarbage:
-    """Whether or not this process acts: a standby has what it had when it did."""
+    """Runs on a standby too: it may still hold what it had while it acted."""
 
-    def __init__(self, acting: Acting) -> None:
-        self._acting = acting
-        self._seen_ended = 0
+    def __init__(self, peers: PeerRegistry) -> None:
+        self._peers = peers
+        self._closed_at_walk = 0
         self._turns = 0
 
     async def run_once(self) -> GarbageCounts:
-        """Collect what has come since, and put what lives out of reach."""
-        acting = self._acting
+        """Collect the objects made since the last turn, then freeze what is left."""
         self._turns += 1
-        ended = acting.ended - self._seen_ended
-        walks = ended > max(CLOSED_MIN, len(acting.peers)) or self._turns > TURNS_MAX
+        closed = self._peers.closed_count - self._closed_at_walk
+        walks = closed > max(CLOSED_MIN, len(self._peers)) or self._turns > TURNS_MAX
         if walks:
-            self._seen_ended, self._turns = acting.ended, 0
+            self._closed_at_walk, self._turns = self._peers.closed_count, 0
             gc.unfreeze()
         collected = gc.collect()
         gc.freeze()

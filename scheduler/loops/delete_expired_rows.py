@@ -1,44 +1,43 @@
-"""Forgets what is past its keeping, in batches."""
+"""Deletes rows past their retention, in batches."""
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from scheduler.acting import Acting, now
-from scheduler.store.pool import transaction
-from scheduler.store.retention import RetentionRule, delete_expired, retention_rules
+from isochrone.service.clock import utc_now
+from scheduler.state.lease_state import LeaseState
+from scheduler.store.pool import Pool, transaction
+from scheduler.store.retention import RetentionRule, delete_expired
 
-BATCH: Final = 5_000
+BATCH_ROWS: Final = 5_000
 BATCHES_MAX: Final = 40
 
 
 class ExpiredRowCounts(NamedTuple):
-    """One turn's count of rows."""
+    """How many rows one turn deleted."""
 
     rows: int
 
 
 class DeleteExpiredRows:
-    """Each batch is a transaction of its own: no table is locked for long."""
+    """Each batch is its own transaction, so no table is locked for long."""
 
-    def __init__(self, acting: Acting) -> None:
-        self._acting = acting
+    def __init__(self, *, pool: Pool, lease: LeaseState, rules: Sequence[RetentionRule]) -> None:
+        self._pool = pool
+        self._lease = lease
+        self._rules = rules
 
     async def run_once(self) -> ExpiredRowCounts:
-        """Delete batches of each kind until one is not full; what is left waits for the next."""
-        config = self._acting.config
-        everything = retention_rules(
-            event_days=config.event_retention_days,
-            certificate_lifetime_s=config.certificate_lifetime_s,
-        )
-        return ExpiredRowCounts(sum([await self._forget(what) for what in everything]))
+        """Apply each rule until a batch is not full, at most BATCHES_MAX times."""
+        return ExpiredRowCounts(sum([await self._apply(rule) for rule in self._rules]))
 
-    async def _forget(self, what: RetentionRule) -> int:
+    async def _apply(self, rule: RetentionRule) -> int:
         rows = 0
         for _ in range(BATCHES_MAX):
-            if not self._acting.is_acting:
+            if not self._lease.is_acting:
                 break
-            async with transaction(self._acting.pool) as connection:
-                forgotten = await delete_expired(connection, what, now(), BATCH)
-            rows += forgotten
-            if forgotten < BATCH:
+            async with transaction(self._pool) as connection:
+                deleted = await delete_expired(connection, rule, utc_now(), BATCH_ROWS)
+            rows += deleted
+            if deleted < BATCH_ROWS:
                 break
         return rows

@@ -1,12 +1,14 @@
-"""Has the planner learn each slot of demand once it is over, and asks it again for what follows."""
+"""Has the planner learn each ten minutes of demand once they have ended, and forecast from them."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-from scheduler.acting import Acting
+from scheduler.planner.process import Planner
+from scheduler.state.lease_state import LeaseState
 
 
 class DemandCounts(NamedTuple):
-    """One turn's counts: slots learned, series known, series saved."""
+    """What one turn learned: time slots, series known, series saved."""
 
     slots: int = 0
     series: int = 0
@@ -14,21 +16,30 @@ class DemandCounts(NamedTuple):
 
 
 class LearnDemand:
-    """The forecast itself lives in the planner, and is its alone (`planner/forecast.py`)."""
+    """The forecast itself lives in the planner's process (`planner/forecast.py`)."""
 
-    def __init__(self, acting: Acting) -> None:
-        self._acting = acting
+    def __init__(
+        self,
+        *,
+        planner: Planner,
+        lease: LeaseState,
+        nudge_place: Callable[[], None],
+        nudge_prefetch: Callable[[], None],
+    ) -> None:
+        self._planner = planner
+        self._lease = lease
+        self._nudge_place = nudge_place
+        self._nudge_prefetch = nudge_prefetch
 
     async def run_once(self) -> DemandCounts:
-        """Have learned what has ended."""
-        acting = self._acting
-        foretold = DemandCounts()
+        """Learn until no ended slot is left; nudge the jobs that use a new forecast."""
+        counts = DemandCounts()
         is_behind = True
-        while is_behind and acting.is_acting:
-            learned = await acting.planner.learn(acting.epoch)
-            foretold = DemandCounts(foretold.slots + learned.slots, learned.series, learned.saved)
+        while is_behind and self._lease.is_acting:
+            learned = await self._planner.learn(self._lease.epoch)
+            counts = DemandCounts(counts.slots + learned.slots, learned.series, learned.saved)
             is_behind = learned.is_behind
             if learned.is_news:
-                acting.nudge_place()
-                acting.nudge_prefetch()
-        return foretold
+                self._nudge_place()
+                self._nudge_prefetch()
+        return counts

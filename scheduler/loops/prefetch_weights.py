@@ -1,38 +1,52 @@
-"""Has weights fetched before the peak that needs them, by what is foretold some hours ahead."""
+"""Has nodes fetch weights before a forecast peak, some hours ahead."""
 
 from typing import NamedTuple
 
-from scheduler.acting import Acting
 from scheduler.decide.prefetch import Foreseen
-from scheduler.store.pool import transaction
+from scheduler.planner.process import Planner
+from scheduler.state.assignment_outbox import AssignmentOutbox
+from scheduler.state.heartbeats import Heartbeats
+from scheduler.state.lease_state import LeaseState
+from scheduler.store.pool import Pool, transaction
 from scheduler.store.prefetch import record_prefetch_changes
 
 
 class WeightPrefetchCounts(NamedTuple):
-    """One turn's counts."""
+    """How many prefetches one turn added, saw arrive and ended."""
 
-    wished: int = 0
+    added: int = 0
     arrived: int = 0
     ended: int = 0
 
 
 class PrefetchWeights:
-    """Nothing is started by it: a start finds its weights on the disk, and the planner knows."""
+    """Starts no replica: a later start finds its weights on disk, which the planner knows."""
 
-    def __init__(self, acting: Acting) -> None:
-        self._acting = acting
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        planner: Planner,
+        lease: LeaseState,
+        heartbeats: Heartbeats,
+        assignments: AssignmentOutbox,
+    ) -> None:
+        self._pool = pool
+        self._planner = planner
+        self._lease = lease
+        self._heartbeats = heartbeats
+        self._assignments = assignments
 
     async def run_once(self) -> WeightPrefetchCounts:
-        """Have foreseen, write, tell."""
-        acting = self._acting
-        if not acting.is_acting:
+        """Ask the planner, store the changes, and send the nodes concerned their assignments."""
+        if not self._lease.is_acting:
             return WeightPrefetchCounts()
-        foreseen = await acting.planner.foresee(acting.heard())
+        foreseen = await self._planner.foresee(self._heartbeats.observed())
         if foreseen != Foreseen():
-            concerned = {wish.node_id for wish in foreseen.new}
-            concerned |= {over.wish.node_id for over in foreseen.ended}
-            with acting.owing(concerned):
-                async with transaction(acting.pool) as connection:
-                    await record_prefetch_changes(connection, acting.epoch, foreseen)
-                await acting.tell_assignments(sorted(concerned))
+            node_ids = {prefetch.node_id for prefetch in foreseen.new}
+            node_ids |= {ended.wish.node_id for ended in foreseen.ended}
+            with self._assignments.resend_on_error(node_ids):
+                async with transaction(self._pool) as connection:
+                    await record_prefetch_changes(connection, self._lease.epoch, foreseen)
+                await self._assignments.send_to(sorted(node_ids))
         return WeightPrefetchCounts(len(foreseen.new), len(foreseen.arrived), len(foreseen.ended))

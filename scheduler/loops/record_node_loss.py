@@ -1,53 +1,65 @@
-"""Tells the record when a node is lost and when it is back, once each, whoever acts."""
+"""Records an event when a node is lost and when it is back, once each, whichever scheduler acts."""
 
 from typing import NamedTuple
 
-from scheduler.acting import Acting
 from scheduler.decide.cluster import Liveness
-from scheduler.decide.liveness import liveness
+from scheduler.decide.liveness import LivenessLimits, liveness
+from scheduler.state.heartbeats import Heartbeats
+from scheduler.state.lease_state import LeaseState
 from scheduler.store.node_losses import read_lost_nodes, record_node_losses
-from scheduler.store.node_reports import read_nodes
-from scheduler.store.pool import transaction
+from scheduler.store.node_reports import NodeReportCache, read_nodes
+from scheduler.store.pool import Pool, transaction
 
 
 class NodeLossCounts(NamedTuple):
-    """One turn's counts."""
+    """How many nodes one turn recorded as lost and as back."""
 
     lost: int = 0
     back: int = 0
 
 
 class RecordNodeLoss:
-    """Judged as placement judges it: what a freeze or a new term forbids to lose is not lost."""
+    """Judges as placement does: during a freeze or a new term's grace period no node is lost."""
 
-    def __init__(self, acting: Acting) -> None:
-        self._acting = acting
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        lease: LeaseState,
+        heartbeats: Heartbeats,
+        reports: NodeReportCache,
+        limits: LivenessLimits,
+    ) -> None:
+        self._pool = pool
+        self._lease = lease
+        self._heartbeats = heartbeats
+        self._reports = reports
+        self._limits = limits
 
     async def run_once(self) -> NodeLossCounts:
-        """Read the nodes, judge, and record what changed."""
-        acting = self._acting
-        if not acting.is_acting:
+        """Compare the recorded losses with the nodes' liveness now; record the differences."""
+        if not self._lease.is_acting:
             return NodeLossCounts()
-        heard = acting.heard()
-        async with transaction(acting.pool, isolation="repeatable_read") as connection:
-            noted = await read_lost_nodes(connection)
-            _, nodes = await read_nodes(connection, heard, acting.known_nodes)
-        verdicts = liveness(nodes, heard.acting_for_s, acting.config.liveness).by_node
+        heard = self._heartbeats.observed()
+        async with transaction(self._pool, isolation="repeatable_read") as connection:
+            recorded = await read_lost_nodes(connection)
+            _, nodes = await read_nodes(connection, heard, self._reports)
+        verdicts = liveness(nodes, heard.acting_for_s, self._limits).by_node
         lost = [
             node
             for node in nodes
-            if node.node_id not in noted
+            if node.node_id not in recorded
             and not node.revoked
             and verdicts[node.node_id] is Liveness.LOST
         ]
         back = [
-            (node, noted[node.node_id])
+            (node, recorded[node.node_id])
             for node in nodes
-            if node.node_id in noted
+            if node.node_id in recorded
             and not node.revoked
             and verdicts[node.node_id] is Liveness.READY
         ]
         if lost or back:
-            async with transaction(acting.pool) as connection:
-                await record_node_losses(connection, acting.epoch, lost, back)
+            async with transaction(self._pool) as connection:
+                await record_node_losses(connection, self._lease.epoch, lost, back)
         return NodeLossCounts(len(lost), len(back))

@@ -1,8 +1,8 @@
-"""Renews a lease that is held, from a thread of its own: a busy event loop must not lose it.
+"""Renews a held lease from its own thread, so that a busy event loop does not lose it.
 
-A scheduler under a stampede is slow, and one that loses its lease for it sends the whole fleet to
-the other, which then is the slow one. Taking and losing the lease stay with `hold_lease` in the
-event loop; this only keeps what is held, and only while that loop still turns.
+A scheduler is slow while a whole fleet connects. If it lost its lease for that, the whole fleet
+would connect to the other scheduler, which would then be the slow one. Taking and giving up the
+lease stay with `hold_lease` in the event loop; this thread renews only while that loop still turns.
 """
 
 import asyncio
@@ -11,65 +11,67 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from isochrone.service.loop import Loop
-from scheduler.acting import Acting
+from scheduler.state.lease_state import LeaseState
 from scheduler.store.lease import renew_lease
 from scheduler.store.pool import Pool, open_pool, using
 
-LOOP_SILENT_MAX_S: Final = 20.0
-"""An event loop that has not turned for so long is not busy but stuck, and must not lead."""
+EVENT_LOOP_SILENT_MAX_S: Final = 20.0
+"""An event loop that has not turned for this long is stuck, not busy, and must not lead."""
 
 STOP_TIMEOUT_S: Final = 5.0
 
 
 class LeaseRenewed(NamedTuple):
-    """One turn's outcome."""
+    """Whether one turn renewed the lease."""
 
     renewed: bool
 
 
 class LeaseRenewalThread:
-    """A thread with an event loop and a connection of its own, from `start()` to `stop()`."""
+    """A thread with its own event loop and database connection, from `start()` to `stop()`."""
 
-    def __init__(self, acting: Acting) -> None:
-        self._acting = acting
+    def __init__(self, *, database_url: str, interval_s: float, lease: LeaseState) -> None:
+        self._database_url = database_url
+        self._interval_s = interval_s
+        self._lease = lease
         self._pool: Pool | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ended = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="keep_lease", daemon=True)
+        self._stopping = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="renew_lease", daemon=True)
 
     def start(self) -> None:
-        """Begin to keep."""
+        """Start renewing."""
         self._thread.start()
 
     async def stop(self) -> None:
-        """Keep no longer: what is given up must stay so."""
+        """Stop renewing, before the lease is given up."""
         if self._loop is not None:
-            with suppress(RuntimeError):  # the thread's loop has ended by itself
-                self._loop.call_soon_threadsafe(self._ended.set)
+            with suppress(RuntimeError):  # the thread's event loop is closed already
+                self._loop.call_soon_threadsafe(self._stopping.set)
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
 
     async def run_once(self) -> LeaseRenewed:
-        """Renew, unless there is nothing to keep or nobody to keep it for."""
-        acting = self._acting
-        asked_at = acting.clock()
-        if not acting.holds_lease or asked_at - acting.turned_at > LOOP_SILENT_MAX_S:
+        """Renew the lease if the process holds it and its event loop is not stuck."""
+        lease = self._lease
+        requested_at = lease.clock()
+        if not lease.is_held or requested_at - lease.last_attempt_at > EVENT_LOOP_SILENT_MAX_S:
             return LeaseRenewed(False)
         if self._pool is None:
-            self._pool = await open_pool(acting.config.database_url, size_max=1)
+            self._pool = await open_pool(self._database_url, size_max=1)
         async with using(self._pool) as connection:
-            lease = await renew_lease(connection, acting.holder, acting.config.lease_ttl_s)
-        if lease is not None:
-            acting.kept(lease, asked_at)
-        return LeaseRenewed(lease is not None)
+            renewed = await renew_lease(connection, lease.holder, lease.ttl_s)
+        if renewed is not None:
+            lease.extend(renewed, requested_at)
+        return LeaseRenewed(renewed is not None)
 
     def _run(self) -> None:
-        asyncio.run(self._keep())
+        asyncio.run(self._renew_until_stopped())
 
-    async def _keep(self) -> None:
+    async def _renew_until_stopped(self) -> None:
         self._loop = asyncio.get_running_loop()
-        duty = Loop("keep_lease", self.run_once, self._acting.config.lease_renew_s)
-        running = asyncio.create_task(duty.run())
-        await self._ended.wait()
+        job = Loop("renew_lease", self.run_once, self._interval_s)
+        running = asyncio.create_task(job.run())
+        await self._stopping.wait()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         if self._pool is not None:

@@ -1,29 +1,31 @@
-"""Keeps demand's partitions: days to come are there, days past their keeping are gone."""
+"""Creates the demand table's partitions for the coming days and drops those past retention."""
 
 from typing import NamedTuple
 
-from scheduler.acting import Acting, now
-from scheduler.store.pool import transaction
+from isochrone.service.clock import utc_now
+from scheduler.state.lease_state import LeaseState
+from scheduler.store.pool import Pool, transaction
 from scheduler.store.usage import rotate_demand_partitions
 
 
 class PartitionCounts(NamedTuple):
-    """One turn's count of partitions made or dropped."""
+    """How many partitions one turn created or dropped."""
 
-    changes: int = 0
+    changed: int = 0
 
 
 class RotatePartitions:
-    """Two days are made ahead, so a day of this duty failing costs nothing."""
+    """Partitions exist two days ahead, so this job may fail for a day without harm."""
 
-    def __init__(self, acting: Acting) -> None:
-        self._acting = acting
+    def __init__(self, *, pool: Pool, lease: LeaseState) -> None:
+        self._pool = pool
+        self._lease = lease
 
     async def run_once(self) -> PartitionCounts:
-        """Make and drop."""
-        if not self._acting.is_acting:
+        """Create and drop partitions."""
+        if not self._lease.is_acting:
             return PartitionCounts()
-        async with transaction(self._acting.pool) as connection:
-            # A reader that holds the table for long is waited for a moment only; next turn tries.
+        async with transaction(self._pool) as connection:
+            # Do not queue for long behind a reader that holds the table; the next turn tries again.
             await connection.execute("SET LOCAL lock_timeout = '2s'")
-            return PartitionCounts(await rotate_demand_partitions(connection, now()))
+            return PartitionCounts(await rotate_demand_partitions(connection, utc_now()))

@@ -1,27 +1,28 @@
-"""Adds up what keys with a quota used, so that the next route table says who has used his up."""
+"""Adds new usage to each key's daily total, so that the next route table marks spent quotas."""
 
 from typing import NamedTuple
 
-from scheduler.acting import Acting
-from scheduler.store.pool import transaction
+from scheduler.state.lease_state import LeaseState
+from scheduler.store.pool import Pool, transaction
 from scheduler.store.quotas import sum_quota_usage
 
 
 class QuotaCounts(NamedTuple):
-    """One turn's count of requests."""
+    """How many requests one turn added."""
 
-    requests: int
+    requests: int = 0
 
 
 class SumQuotas:
-    """Whatever has come since the last turn."""
+    """Counts only keys that have a daily quota."""
 
-    def __init__(self, acting: Acting) -> None:
-        self._acting = acting
+    def __init__(self, *, pool: Pool, lease: LeaseState) -> None:
+        self._pool = pool
+        self._lease = lease
 
     async def run_once(self) -> QuotaCounts:
-        """Fold what was used into its day."""
-        if not self._acting.is_acting:
-            return QuotaCounts(0)
-        async with transaction(self._acting.pool) as connection:
+        """Add what was used since the last turn to its day."""
+        if not self._lease.is_acting:
+            return QuotaCounts()
+        async with transaction(self._pool) as connection:
             return QuotaCounts(await sum_quota_usage(connection))

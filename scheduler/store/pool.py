@@ -27,6 +27,9 @@ IDLE_TIMEOUT_S: Final = 5.0
 that hangs, or a host that is gone, holds in its deed (the epoch above all) is free after that."""
 
 ACQUIRE_TIMEOUT_S: Final = 1.0
+INTAKE_TIMEOUT_S: Final = 10.0
+"""How long what a fleet reports may wait for a connection, while all of it connects at once."""
+
 SIZE_MAX: Final = 20
 TEXT_MAX: Final = 500
 

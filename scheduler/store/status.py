@@ -5,6 +5,7 @@ from typing import Final
 
 from isochrone.wire.admin import StatusView
 from isochrone.wire.ids import NodeId
+from scheduler.decide.cluster import Unmet
 from scheduler.store.pool import Connection, as_struct, fetch_one
 
 TROUBLES_MAX: Final = 50
@@ -19,7 +20,7 @@ async def read_status(
     silent_s: Mapping[NodeId, float],
     silent_after_s: float,
     frozen: str,
-    unmet: Sequence[tuple[str, str]],
+    unmet: Sequence[Unmet],
 ) -> StatusView:
     """Count everything once; what is not in the store is the answering process's own.
 
@@ -76,7 +77,7 @@ async def read_status(
         frozen=frozen,
         replicas={state["state"]: state["n"] for state in states},
         unmet=(
-            *(f"{name}: {reason}" for name, reason in unmet),
+            *(f"{need.deployment_id}: {need.reason}" for need in unmet),
             *silent[:TROUBLES_MAX],
             *(row["words"] for row in troubles),
         ),

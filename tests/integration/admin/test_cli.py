@@ -113,7 +113,7 @@ async def test_what_is_refused_is_said_on_standard_error_with_its_exit_code(admi
     async with asyncio.timeout(30):
         told, wrong = await process.communicate()
     assert (process.returncode, told) == (1, b"")
-    assert b"cannot tell who asks" in wrong
+    assert b"cannot authenticate" in wrong
     assert b"ISOCHRONE_ADMIN_TOKEN" in wrong
     nobody, there = "http://127.0.0.1:1", admin.url
     assert (await typed(admin, "--url", f"{nobody}, {there}", "status"))[0] == 0

@@ -10,7 +10,7 @@ import pytest
 
 from isochrone.wire.assignment import Assignment
 from isochrone.wire.ids import BootId
-from scheduler import acting
+from scheduler.state import assignment_outbox
 from scheduler.store.nodes import read_assignment
 from tests.builders import a_model, a_report
 from tests.faults import Faults
@@ -60,7 +60,7 @@ async def test_a_node_whose_assignment_could_not_be_read_is_told_after_its_next_
             raise asyncpg.ConnectionDoesNotExistError("gone")
         return await read_assignment(*args, **given)
 
-    monkeypatch.setattr(acting, "read_assignment", breaks_once)
+    monkeypatch.setattr(assignment_outbox, "read_assignment", breaks_once)
     async with dialling(Agent(admin, identity, "b1")) as agent:
         await until("it is welcome", agent.is_welcome)
         for seq in (1, 2):

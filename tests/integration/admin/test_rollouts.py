@@ -70,7 +70,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"steps": [{"share": 0.5}, {"share": 0.2}]}, "smaller share"),
     ({"steps": [{"share": 0.5, "pops": ["xyz"]}]}, "no PoP xyz"),
     ({"model_id": "other"}, "no model other"),
-    ({"engine": {"driver": "mock"}}, "already serve"),
+    ({"engine": {"driver": "mock"}}, "already deployed"),
     ({"steps": [{"share": 7}]}, "cannot read body"),
     ({"bounds": {"error_ratio": 0}}, "cannot read body"),
 ]
@@ -104,7 +104,7 @@ async def test_other_files_under_a_models_name_are_a_new_version_of_what_serves_
     made = (await begin(admin)).body
     refused = await admin.ask("PUT", "/v1/models/m", {**MODEL, "artifact": artifact})
     assert refused.status == 409
-    assert "a rollout of d is on its way; abort it first" in refused.body["error"]["message"]
+    assert "a rollout of d is active; abort it first" in refused.body["error"]["message"]
     assert (await admin.ask("POST", f"/v1/rollouts/{made['rollout_id']}/abort")).status == 200
     assert (await admin.ask("PUT", "/v1/models/m", {**MODEL, "artifact": artifact})).status == 200
     assert await version() == 3, "a number is never used twice"

@@ -105,7 +105,7 @@ async def test_who_waits_for_a_first_replica_has_it_looked_for_at_once(
 ) -> None:
     async def plans() -> float:
         text = (await admin.ask("GET", "/metrics")).body
-        name = 'isochrone_scheduler_duty_turns{duty="place",outcome="ended"} '
+        name = 'isochrone_scheduler_job_turns{job="place_replicas",outcome="ended"} '
         return sum(float(line.removeprefix(name)) for line in text.splitlines() if name in line)
 
     async with dialling(admin, tmp_path) as router:

@@ -121,13 +121,13 @@ async def test_what_is_asked_wrongly_is_refused_in_words(
         ("from=yesterday", "'yesterday' is not a day; write it as 2026-01-31"),
         ("from=2026-01-01&to=2026-02-01", "is not 1 to 31 days"),
         ("from=2026-01-02&to=2026-01-01", "is not 1 to 31 days"),
-        ("to=0001-01-01", "is not a day of this time"),
+        ("to=0001-01-01", "is not between 2000 and 2999"),
         ("by=city", "by is 'city', give key or tenant"),
         ("per=hour", "per is 'hour', give total or day"),
-        ("cursor=W10x", "the cursor is not one that this list gave"),
+        ("cursor=W10x", "the cursor was not returned by this list"),
         ("limit=0", "limit is '0'"),
         ("key_id=nobody", "cannot find the key 'nobody'"),
-        (f"tenant_id=zeta&key_id={ledger['acme']}", "is of the tenant acme"),
+        (f"tenant_id=zeta&key_id={ledger['acme']}", "belongs to the tenant acme"),
     ):
         answer = await admin.ask("GET", f"/v1/usage?{query}")
         assert answer.status in (400, 404), answer

@@ -100,7 +100,7 @@ async def test_where_all_are_silent_it_is_the_router_and_everybody_waits(tmp_pat
         other.hold()
         asked = asyncio.create_task(answer(bench, stream=True))
         await bench.house.loops["probe"].wait_turns(3)
-        assert bench.house.loops["probe"].last == (0, 2)
+        assert bench.house.loops["probe"].last_result == (0, 2)
         one.let_go()
         other.let_go()
         assert (await asked)[0] == 200

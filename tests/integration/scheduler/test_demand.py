@@ -7,10 +7,10 @@ from typing import Any
 import asyncpg
 import msgspec
 
+from isochrone.service.clock import utc_now
 from isochrone.wire.admin import PopBody
 from isochrone.wire.ids import BootId, ClusterId, RouterId
 from isochrone.wire.usage import Demand, Usage
-from scheduler.acting import now
 from scheduler.decide.intake import take_demand, take_usage
 from scheduler.store import catalogue, deployments
 from scheduler.store.lease import ensure_cluster
@@ -99,9 +99,9 @@ async def test_days_are_made_ahead_and_dropped_whole(pool: Pool) -> None:
             "one clock alone drops none"
         )
     async with transaction(pool) as connection:
-        assert await rotate_demand_partitions(connection, now()) == 1
+        assert await rotate_demand_partitions(connection, utc_now()) == 1
     async with transaction(pool) as connection:
-        assert await rotate_demand_partitions(connection, now()) == 0
+        assert await rotate_demand_partitions(connection, utc_now()) == 0
     assert await one(pool, "SELECT to_regclass('demand_20200101') IS NULL")
     await counted(pool, a_demand(a_row(requests=1)))
     assert await one(pool, "SELECT sum(requests)::int FROM demand") == 1
@@ -126,16 +126,16 @@ async def test_a_day_that_began_before_it_was_made_stays_where_it_is(pool: Pool)
     while await one(pool, "SELECT count(*) FROM demand_seen") < 20:
         await asyncio.sleep(0)
     async with transaction(pool) as connection:
-        assert await rotate_demand_partitions(connection, now()) == 2
+        assert await rotate_demand_partitions(connection, utc_now()) == 2
     made.set()
     written = sum(await asyncio.gather(*writers))
     assert await one(pool, "SELECT sum(requests)::int FROM demand") == written
     async with using(pool) as connection:
         await connection.execute("UPDATE demand SET minute = minute - interval '16 days'")
         minutes = FIXED_RULES[0]
-        assert await delete_expired(connection, minutes, now(), 1) == 1
+        assert await delete_expired(connection, minutes, utc_now(), 1) == 1
         for what in FIXED_RULES:
-            await delete_expired(connection, what, now(), 5_000)
+            await delete_expired(connection, what, utc_now(), 5_000)
     assert await one(pool, "SELECT count(*) FROM demand") == 0
 
 

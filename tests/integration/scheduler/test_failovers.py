@@ -11,12 +11,12 @@ import asyncpg
 import msgspec
 import pytest
 
+from isochrone.service.clock import utc_now
 from isochrone.wire.admin import KeyBody
 from isochrone.wire.assignment import Group
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import BootId, DeploymentId, Epoch, Generation, KeyId, NodeId, PopId
 from isochrone.wire.report import Profile, Refusal
-from scheduler.acting import now
 from scheduler.decide.cluster import Ending, Plan, Start
 from scheduler.decide.intake import take_demand
 from scheduler.decide.rollout import Event, after
@@ -114,7 +114,7 @@ async def forgets(connection: Connection) -> None:
 
 async def tidies(connection: Connection) -> None:
     await sum_quota_usage(connection)
-    await rotate_demand_partitions(connection, now())
+    await rotate_demand_partitions(connection, utc_now())
 
 
 DEEDS = [registers, reports, plans, joins, asks, rolls, forgets, tidies]

@@ -6,8 +6,8 @@ import asyncpg
 import msgspec
 import pytest
 
+from isochrone.service.clock import utc_now
 from isochrone.wire.rollout import RolloutState
-from scheduler.acting import now
 from scheduler.decide.liveness import Heard
 from scheduler.store import keys
 from scheduler.store.cluster import read_cluster
@@ -111,5 +111,5 @@ async def test_what_earlier_releases_wrote_is_there_after_each_migration(empty: 
     assert counted == 5
     async with transaction(empty) as connection:
         assert await sum_quota_usage(connection) == 1
-        assert await rotate_demand_partitions(connection, now()) > 0
+        assert await rotate_demand_partitions(connection, utc_now()) > 0
         await connection.execute("UPDATE rollout SET state = 'aborted'")

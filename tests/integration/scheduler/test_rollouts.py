@@ -13,11 +13,8 @@ from isochrone.service.files import write_atomic
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.rollout import RolloutState
 from isochrone.wire.usage import TrialRow
-from scheduler.acting import Acting
 from scheduler.decide.rollout import Event, Rollout, after
 from scheduler.decide.trial import Arm
-from scheduler.loops.advance_rollouts import AdvanceRollouts
-from scheduler.loops.hold_lease import HoldLease
 from scheduler.store import deployments
 from scheduler.store.lease import EpochLost
 from scheduler.store.pool import Pool, transaction, using
@@ -29,8 +26,12 @@ from scheduler.store.rollouts import (
     write_rollout,
 )
 from tests.builders import a_deployment
+from tests.integration.scheduler.scheduler_parts import (
+    SchedulerParts,
+    expire_lease,
+    scheduler_parts,
+)
 from tests.integration.scheduler.test_demand import begun
-from tests.integration.scheduler.test_trust import an_acting, expire
 from tests.ports import free_port
 from tests.system.harness import ROOT, until
 from tests.unit.scheduler.test_rollout import a_rollout, an_arm
@@ -84,24 +85,24 @@ async def serves(pool: Pool) -> tuple[int, str]:
     return row.version, row.model_id
 
 
-async def one_that_acts(pool: Pool, name: str) -> Acting:
-    await expire(pool)
-    acting = await an_acting(pool, name)
-    assert (await HoldLease(acting).run_once()).acting
-    return acting
+async def acting_scheduler(pool: Pool, name: str) -> SchedulerParts:
+    await expire_lease(pool)
+    scheduler = await scheduler_parts(pool, name)
+    assert (await scheduler.hold_lease.run_once()).acting
+    return scheduler
 
 
 async def test_a_bad_version_is_reverted_and_its_number_never_used_again(pool: Pool) -> None:
     await rolling(pool)
-    acting = await one_that_acts(pool, "s1")
-    assert await AdvanceRollouts(acting).run_once() == (1, 0)
+    job = (await acting_scheduler(pool, "s1")).advance_rollouts()
+    assert await job.run_once() == (1, 0)
     await saw(pool, an_arm(10_000, 10), an_arm(100, 60))
-    assert await AdvanceRollouts(acting).run_once() == (1, 1)
+    assert await job.run_once() == (1, 1)
     rollout = await stands(pool)
     assert rollout.state is RolloutState.REVERTED
     assert "errors" in rollout.reason
     assert await serves(pool) == (1, "m")
-    assert await AdvanceRollouts(acting).run_once() == (0, 0)
+    assert await job.run_once() == (0, 0)
     async with transaction(pool) as connection:
         assert await deployments.next_version(connection, "d") == 3
         changed = a_deployment(engine=rollout.spec.engine)
@@ -111,21 +112,19 @@ async def test_a_bad_version_is_reverted_and_its_number_never_used_again(pool: P
 
 async def test_each_step_judges_its_own_counts(pool: Pool) -> None:
     await rolling(pool)
-    acting = await one_that_acts(pool, "s1")
+    job = (await acting_scheduler(pool, "s1")).advance_rollouts()
     await saw(pool, an_arm(50_000, 50), an_arm(3_000, 3))
     await time_passes(pool)
-    assert (await AdvanceRollouts(acting).run_once()).changed == 1
+    assert (await job.run_once()).changed == 1
     await time_passes(pool)
-    assert (await AdvanceRollouts(acting).run_once()).changed == 0, (
-        "nothing was seen in this step yet"
-    )
+    assert (await job.run_once()).changed == 0, "nothing was seen in this step yet"
     assert (await stands(pool)).step == 1
 
 
 async def test_one_of_two_writers_wins_and_a_scheduler_without_its_epoch_none(pool: Pool) -> None:
     rollout = await rolling(pool)
-    stale = AdvanceRollouts(await one_that_acts(pool, "old"))
-    await one_that_acts(pool, "new")
+    stale = (await acting_scheduler(pool, "old")).advance_rollouts()
+    await acting_scheduler(pool, "new")
     await saw(pool, an_arm(10_000, 10), an_arm(100, 60))
     with pytest.raises(EpochLost):
         await stale.run_once()
@@ -191,7 +190,7 @@ async def test_a_rollout_outlives_a_kill_between_all_of_its_steps(
         path = f"/v1/rollouts/{made['rollout_id']}"
         for step in range(3):
             await scheduler.kill()
-            await expire(pool)  # so that the next need not wait for it
+            await expire_lease(pool)  # so that the next need not wait for it
             # Routers' counts wait while nobody acts, and are counted by whoever acts next.
             await saw(pool, an_arm(50_000, 50), an_arm(3_000, 3))
             await scheduler.start()
@@ -206,7 +205,7 @@ async def test_a_rollout_outlives_a_kill_between_all_of_its_steps(
         assert (row["state"], row["step"]) == ("done", 2)
         assert (await serves(pool))[0] == 2
         await scheduler.kill()
-        await expire(pool)
+        await expire_lease(pool)
         await scheduler.start()
         assert (await scheduler.ask("GET", path))["state"] == "done"
         kinds = {

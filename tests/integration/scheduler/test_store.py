@@ -26,7 +26,7 @@ from isochrone.wire.ids import (
 from isochrone.wire.report import Profile, Pulse, Refusal
 from migrations.dump import dump
 from scheduler import embedded_postgres
-from scheduler.decide.cluster import Ending, Plan, Start
+from scheduler.decide.cluster import Ending, Plan, Start, Unmet
 from scheduler.decide.liveness import Heard
 from scheduler.store import catalogue, deployments, keys
 from scheduler.store.cluster import read_cluster, read_fleet
@@ -374,7 +374,7 @@ async def test_status_names_who_is_silent_and_what_does_not_get_warm(pool: Pool)
                 silent_s=silent_s,
                 silent_after_s=after_s,
                 frozen="",
-                unmet=(("d", "no room"),),
+                unmet=(Unmet(deployment_id=DeploymentId("d"), reason="no room"),),
             )
 
     assert (await told()).unmet == ("d: no room",)

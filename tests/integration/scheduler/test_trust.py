@@ -3,12 +3,12 @@
 from contextlib import suppress
 from math import inf, nan
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 import pytest
 
+from isochrone.service.clock import utc_now
 from isochrone.service.identity import Authority
 from isochrone.wire import codec
 from isochrone.wire.assignment import ReplicaSpec
@@ -27,13 +27,12 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import Profile, Pulse, Refusal
-from scheduler.acting import PULSES_WRITTEN_MAX, Acting, now
-from scheduler.api.peers import LEAP_MAX, PeerRefused, _enter
+from scheduler.api.peers import LEAP_MAX, PeerRefused, PeerServer
 from scheduler.decide.claims import claim
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.liveness import Heard, LivenessLimits
+from scheduler.decide.liveness import Heard
 from scheduler.decide.plan import plan
-from scheduler.loops.hold_lease import HoldLease
+from scheduler.state.heartbeats import PULSES_WRITTEN_MAX, PulseBuffer
 from scheduler.store.cluster import read_cluster
 from scheduler.store.identities import (
     add_peer,
@@ -57,46 +56,24 @@ from tests.builders import (
     a_spec,
     believed,
 )
+from tests.integration.scheduler.scheduler_parts import (
+    SchedulerParts,
+    expire_lease,
+    scheduler_parts,
+)
 from tests.integration.scheduler.test_store import begun, planned, reported
-
-
-async def an_acting(pool: Pool, name: str = "s1") -> Acting:
-    async with using(pool) as connection:
-        cluster = await read_cluster_row(connection)
-    config: Any = SimpleNamespace(
-        name=name,
-        lease_ttl_s=6.0,
-        lease_renew_s=2.0,
-        admissions_per_s=100.0,
-        liveness=LivenessLimits(),
-    )
-    return Acting(
-        config=config,
-        pool=pool,
-        reserved=pool,
-        intake=pool,
-        planner=cast(Any, None),
-        authority=cast(Any, None),
-        cluster_id=cluster.cluster_id,
-        clock=lambda: 0.0,
-    )
-
-
-async def expire(pool: Pool) -> None:
-    async with using(pool) as connection:
-        await connection.execute("UPDATE lease SET expires_at = '-infinity'")
 
 
 async def test_two_processes_of_one_name_do_not_both_act(pool: Pool) -> None:
     await begun(pool)
-    await expire(pool)
-    first, second = await an_acting(pool), await an_acting(pool)
-    assert (await HoldLease(first).run_once()).acting
-    assert not (await HoldLease(second).run_once()).acting
-    await expire(pool)
-    before = first.epoch
-    assert (await HoldLease(second).run_once()).acting
-    assert second.epoch == before + 1
+    await expire_lease(pool)
+    first, second = await scheduler_parts(pool), await scheduler_parts(pool)
+    assert (await first.hold_lease.run_once()).acting
+    assert not (await second.hold_lease.run_once()).acting
+    await expire_lease(pool)
+    before = first.state.lease.epoch
+    assert (await second.hold_lease.run_once()).acting
+    assert second.state.lease.epoch == before + 1
 
 
 def a_register(role: PeerRole, name: str, generation: int, epoch: int) -> Register:
@@ -115,23 +92,39 @@ def a_register(role: PeerRole, name: str, generation: int, epoch: int) -> Regist
     )
 
 
+def a_peer_server(scheduler: SchedulerParts) -> PeerServer:
+    state = scheduler.state
+    return PeerServer(
+        intake=scheduler.database.intake,
+        reserved=scheduler.database.reserved,
+        cluster_id=scheduler.database.cluster_id,
+        issuer=cast(Any, None),
+        lease=state.lease,
+        leadership=state.leadership,
+        peers=state.peers,
+        heartbeats=state.heartbeats,
+        admission=state.admission,
+    )
+
+
 @pytest.mark.parametrize(("generation", "epoch"), [(2**63 - 2, 0), (0, 2**63 - 2), (2**64 - 1, 0)])
 async def test_no_peer_can_use_up_the_numbers_that_only_rise(
     pool: Pool, generation: int, epoch: int
 ) -> None:
     await begun(pool)
-    await expire(pool)
-    acting = await an_acting(pool)
-    await HoldLease(acting).run_once()
-    with pytest.raises(PeerRefused) as turned:
-        await _enter(
-            a_register(PeerRole.AGENT, "n1", generation, epoch), acting, a_certificate("n1")
+    await expire_lease(pool)
+    scheduler = await scheduler_parts(pool)
+    await scheduler.hold_lease.run_once()
+    server = a_peer_server(scheduler)
+    with pytest.raises(PeerRefused) as refusal:
+        await server._record(
+            a_register(PeerRole.AGENT, "n1", generation, epoch), a_certificate("n1")
         )
-    assert turned.value.refused.code is RefusedCode.MALFORMED
-    await _enter(a_register(PeerRole.AGENT, "n1", LEAP_MAX, 40), acting, a_certificate("n1"))
+    assert refusal.value.refused.code is RefusedCode.MALFORMED
+    await server._record(a_register(PeerRole.AGENT, "n1", LEAP_MAX, 40), a_certificate("n1"))
     async with using(pool) as connection:
         assert (await read_cluster_row(connection)).generation == LEAP_MAX + 1
-    assert acting.epoch == 41
+    assert scheduler.state.lease.epoch == 41
 
 
 async def test_route_tables_rise_above_a_router_whatever_the_generation(pool: Pool) -> None:
@@ -312,9 +305,9 @@ async def test_the_holder_of_a_revoked_certificate_gets_no_other(pool: Pool) -> 
         assert earliest.timestamp() > revoked
     async with transaction(pool) as connection:
         revocations = retention_rules(event_days=1.0, certificate_lifetime_s=0.0)[1]
-        assert await delete_expired(connection, revocations, now(), 100) == 0
+        assert await delete_expired(connection, revocations, utc_now(), 100) == 0
         revocations = revocations._replace(keep_s=0.0)
-        assert await delete_expired(connection, revocations, now(), 100) == 2
+        assert await delete_expired(connection, revocations, utc_now(), 100) == 2
 
 
 async def test_a_picture_read_from_what_is_known_is_the_picture(pool: Pool) -> None:
@@ -359,18 +352,16 @@ async def test_a_picture_read_from_what_is_known_is_the_picture(pool: Pool) -> N
         assert await read(known) == await read(None)
 
 
-async def test_of_a_large_fleet_each_pulse_is_written_in_turn(pool: Pool) -> None:
-    await begun(pool)
-    acting = await an_acting(pool)
+def test_of_a_large_fleet_each_pulse_is_written_in_turn() -> None:
+    buffer = PulseBuffer()
     names = [NodeId(f"n{index:05}") for index in range(2_500)]
     written: list[NodeId] = []
     for turn in range(4):
         for name in names:
-            acting.heard_from(
-                name,
-                Pulse(node_id=name, boot_id=BootId("b"), seq=turn, generation=Generation(turn)),
+            buffer.add(
+                Pulse(node_id=name, boot_id=BootId("b"), seq=turn, generation=Generation(turn))
             )
-        taken = acting.take_pulses()
+        taken = buffer.take()
         assert len(taken) <= PULSES_WRITTEN_MAX
         assert {pulse.seq for pulse in taken} == {turn}, "the newest of each is what is written"
         written += [pulse.node_id for pulse in taken]
@@ -379,15 +370,15 @@ async def test_of_a_large_fleet_each_pulse_is_written_in_turn(pool: Pool) -> Non
 
 async def test_a_standby_knows_when_it_may_act(pool: Pool) -> None:
     await begun(pool, "s1")
-    standby = await an_acting(pool, "s2")
-    assert not (await HoldLease(standby).run_once()).acting
-    assert standby.next_acting_at == float("-inf"), "the other renews: ask it"
+    standby = await scheduler_parts(pool, "s2")
+    assert not (await standby.hold_lease.run_once()).acting
+    assert standby.state.lease.free_at == float("-inf"), "the other renews: ask it"
     async with using(pool) as connection:
         await connection.execute(
             "UPDATE lease SET expires_at = clock_timestamp() + interval '2 seconds'"
         )
-    assert not (await HoldLease(standby).run_once()).acting
-    assert 0.5 < standby.next_acting_at <= 2.0, "it has missed a renewal: come back here then"
+    assert not (await standby.hold_lease.run_once()).acting
+    assert 0.5 < standby.state.lease.free_at <= 2.0, "it has missed a renewal: come back here then"
 
 
 async def test_what_is_acknowledged_waits_for_the_disk_even_where_the_rest_does_not(
@@ -402,14 +393,15 @@ async def test_what_is_acknowledged_waits_for_the_disk_even_where_the_rest_does_
 
 async def test_who_was_long_silent_and_speaks_again_is_back(pool: Pool) -> None:
     await begun(pool)
-    acting, node_id = await an_acting(pool), NodeId("n1")
-    lost_after_s = acting.config.liveness.lost_after_s
-    for at in (100.0, 100.0 + lost_after_s - 1):
-        acting.clock = lambda at=at: at  # type: ignore[misc]
-        acting.heard_from(node_id)
-    assert acting.heard().back_s == {}
-    acting.clock = lambda: 101.0 + 2 * lost_after_s
-    acting.heard_from(node_id)
-    acting.clock = lambda: 105.0 + 2 * lost_after_s
-    assert acting.heard().back_s == acting.heard().silent_s == {node_id: 4.0}
-    assert acting.silent_s(NodeId("n2")) == inf
+    scheduler, node_id = await scheduler_parts(pool), NodeId("n1")
+    clock, heartbeats = scheduler.clock, scheduler.state.heartbeats
+    lost_after_s = scheduler.limits.lost_after_s
+    for now_s in (100.0, 100.0 + lost_after_s - 1):
+        clock.now_s = now_s
+        heartbeats.record(node_id)
+    assert heartbeats.observed().back_s == {}
+    clock.now_s = 101.0 + 2 * lost_after_s
+    heartbeats.record(node_id)
+    clock.now_s = 105.0 + 2 * lost_after_s
+    assert heartbeats.observed().back_s == heartbeats.observed().silent_s == {node_id: 4.0}
+    assert heartbeats.silent_s(NodeId("n2")) == inf

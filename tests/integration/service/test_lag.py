@@ -15,12 +15,12 @@ async def test_what_holds_the_loop_up_is_named() -> None:
     async with asyncio.timeout(30):
         while not beats:
             await asyncio.sleep(0.01)
-        while not any(held.by == "heavy duty" for held in helds):
+        while not any(held.task == "heavy duty" for held in helds):
             await asyncio.create_task(hold(), name="heavy duty")
             await asyncio.sleep(0.2)
-    held = next(held for held in helds if held.by == "heavy duty")
+    held = next(held for held in helds if held.task == "heavy duty")
     assert held.late_s > 0.3
-    assert "hold" in held.at
+    assert "hold" in held.location
     assert max(beats) >= held.late_s
     watch.cancel()
     await asyncio.gather(watch, return_exceptions=True)

@@ -29,7 +29,7 @@ async def test_a_nudge_during_a_turn_counts() -> None:
     loop = Loop("test", once, NEVER_S)
     await run_briefly(loop, 2)
     assert counts == [0, 1]
-    assert loop.last == 2
+    assert loop.last_result == 2
 
 
 async def test_a_failed_turn_is_counted_and_the_next_one_runs() -> None:

@@ -139,7 +139,7 @@ def test_a_certificate_names_its_holder_and_its_key_signs(tmp_path: Path) -> Non
     authority = Authority.create(tmp_path / "ca", "test", NOW)
     key, certificate = issued(Authority.load(tmp_path / "ca"))
     read = identity.verify_certificate(certificate, authority.ca_pem, NOW)
-    assert read.peer == (PeerRole.AGENT, "gpu-1", "ams")
+    assert read.subject == (PeerRole.AGENT, "gpu-1", "ams")
     assert (read.issued_at, read.expires_at) == (NOW, NOW + timedelta(days=90))
     assert identity.is_for_key(certificate, key)
     assert not identity.is_for_key(certificate, identity.new_key_pem())

@@ -1,0 +1,14 @@
+"""What the last plan said: why placement is frozen, and which deployments are short of replicas."""
+
+from collections.abc import Sequence
+
+from scheduler.decide.cluster import Unmet
+
+
+class PlacementStatus:
+    """Written by the placement job, read by the admin API."""
+
+    def __init__(self) -> None:
+        self.frozen = ""
+        """Why nothing may be moved now; empty if it may."""
+        self.unmet: Sequence[Unmet] = ()
