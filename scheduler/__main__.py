@@ -14,7 +14,7 @@ from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from scheduler.app import serve
 from scheduler.config import SchedulerConfig
-from scheduler.decide.what_if import CannotChange, Change, Picture, what_if
+from scheduler.decide.whatif.what_if import Change, ClusterSnapshot, InvalidChange, what_if
 from scheduler.embedded_postgres import EmbeddedPostgres, PostgresError
 from scheduler.store.migrate import MigrationError, migrate
 from scheduler.store.pool import CONNECT_ERRORS, open_pool
@@ -68,7 +68,7 @@ def migrate_command(database_url: str) -> None:
 def what_if_command(picture: Path, changes: str, prices: str) -> None:
     """Plan a saved picture after some changes and print what would follow, as JSON."""
     try:
-        saved = msgspec.json.decode(picture.read_bytes(), type=Picture)
+        saved = msgspec.json.decode(picture.read_bytes(), type=ClusterSnapshot)
     except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
         raise click.ClickException(f"cannot read the picture {picture}: {error}") from error
     try:
@@ -76,7 +76,7 @@ def what_if_command(picture: Path, changes: str, prices: str) -> None:
         answer = what_if(saved, asked, msgspec.json.decode(prices, type=dict[str, float]))
     except msgspec.DecodeError as error:
         raise click.ClickException(f"cannot read the changes: {error}") from error
-    except CannotChange as error:
+    except InvalidChange as error:
         raise click.ClickException(str(error)) from error
     click.echo(msgspec.json.encode(answer))
 

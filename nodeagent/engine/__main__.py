@@ -14,18 +14,18 @@ from isochrone.service.config import ConfigError
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine import serving
-from nodeagent.engine.checkpoint.encoder import is_encoder
 from nodeagent.engine.config import read_config
+from nodeagent.engine.distributed.worker import follow, follow_from_afar
+from nodeagent.engine.distributed.worker_group import Crew, muster
 from nodeagent.engine.encoder.loading import load_encoder
 from nodeagent.engine.encoder.server import EncoderServer
+from nodeagent.engine.kernels.cpu.kernels import kernels
 from nodeagent.engine.loading import load, meeting, ranks_here, split_of
-from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.native.kernels import kernels
-from nodeagent.engine.parallel.crew import Crew, muster
-from nodeagent.engine.parallel.follower import follow, follow_from_afar
-from nodeagent.engine.server import EngineServer
-from nodeagent.engine.standby import wait_for_order
+from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.server import lifecycle as serving
+from nodeagent.engine.server.chat_app import EngineServer
+from nodeagent.engine.server.standby import wait_for_order
+from nodeagent.engine.weights.encoder import is_encoder
 
 log = logging.getLogger(__name__)
 

@@ -11,33 +11,33 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.checkpoint.opening import Checkpoint, open_checkpoint
-from nodeagent.engine.decide.batching import Batching, Limits
-from nodeagent.engine.decide.blocks import Blocks
-from nodeagent.engine.decide.pace import Pace
-from nodeagent.engine.decide.sequence import BLOCK_TOKENS
-from nodeagent.engine.decide.underway import Underway
-from nodeagent.engine.kv_tiers.opening import open_tiers
-from nodeagent.engine.layers.kv_format import DTYPES, KV_DTYPES, KvFormat
-from nodeagent.engine.layers.linear import bytes_kept, choose
-from nodeagent.engine.layers.lora import Adding
+from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.core.step import Engine
+from nodeagent.engine.distributed.collectives import Ranks
+from nodeagent.engine.distributed.commands import Load
+from nodeagent.engine.distributed.rank0 import Front
+from nodeagent.engine.distributed.rendezvous import Gathering
+from nodeagent.engine.distributed.shards import Share, Split
+from nodeagent.engine.distributed.worker_group import Crew
+from nodeagent.engine.kernels.cpu.huge_pages import give_back
+from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.kvcache.tier_setup import open_tiers
 from nodeagent.engine.memory import uses
-from nodeagent.engine.models.families import adding_of, build, survey
-from nodeagent.engine.models.shape import CheckpointError, ModelShape
-from nodeagent.engine.native.memory import give_back
-from nodeagent.engine.parallel.crew import Crew
-from nodeagent.engine.parallel.front import Front
-from nodeagent.engine.parallel.group import Gathering
-from nodeagent.engine.parallel.plan import Load
-from nodeagent.engine.parallel.ranks import Ranks
-from nodeagent.engine.parallel.share import Share, Split
-from nodeagent.engine.runner import Runner
-from nodeagent.engine.speculate.ahead import Ahead
-from nodeagent.engine.speculate.opening import DraftModel, Head, Served, open_draft
-from nodeagent.engine.speculate.speculation import Speculation
-from nodeagent.engine.step import Engine
-from nodeagent.engine.template import ChatTemplate
-from nodeagent.engine.vocabulary import Vocabulary
+from nodeagent.engine.model.families import adding_of, build, survey
+from nodeagent.engine.model.layers.kv_format import DTYPES, KV_DTYPES, KvFormat
+from nodeagent.engine.model.layers.linear import bytes_kept, choose
+from nodeagent.engine.model.layers.lora import Adding
+from nodeagent.engine.model.shape import CheckpointError, ModelShape
+from nodeagent.engine.scheduler.batching import Batching, Limits
+from nodeagent.engine.scheduler.pipeline_depth import Underway
+from nodeagent.engine.scheduler.prefill_budget import Pace
+from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
+from nodeagent.engine.speculative.draft_loading import DraftModel, Head, Served, open_draft
+from nodeagent.engine.speculative.draft_model import Ahead
+from nodeagent.engine.speculative.speculation import Speculation
+from nodeagent.engine.tokenizer.chat_template import ChatTemplate
+from nodeagent.engine.tokenizer.vocabulary import Vocabulary
+from nodeagent.engine.weights.checkpoint import Checkpoint, open_checkpoint
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Final
 import psutil
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.decide.ceiling import Use, refusal, tightest
+from nodeagent.engine.scheduler.memory_ceiling import Use, refusal, tightest
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _OWN_CGROUP: Final = Path("/proc/self/cgroup")

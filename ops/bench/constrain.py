@@ -18,11 +18,11 @@ from typing import Any, Protocol
 
 import torch
 
-from nodeagent.engine.checkpoint.opening import open_checkpoint
-from nodeagent.engine.constrain.compiling import Grammars
-from nodeagent.engine.constrain.constraint import Constraint
-from nodeagent.engine.decide import grammar
-from nodeagent.engine.vocabulary import Vocabulary
+from nodeagent.engine.structured import grammar
+from nodeagent.engine.structured.compiler import Grammars
+from nodeagent.engine.structured.constraint import Constraint
+from nodeagent.engine.tokenizer.vocabulary import Vocabulary
+from nodeagent.engine.weights.checkpoint import open_checkpoint
 
 ROUNDS = 5
 

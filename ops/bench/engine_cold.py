@@ -30,7 +30,7 @@ import msgspec
 import psutil
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.native.memory import lasting
+from nodeagent.engine.kernels.cpu.huge_pages import lasting
 from ops.bench.engine_made_up import write_made_up
 
 _DEADLINE_S: Final = 120.0
@@ -95,8 +95,9 @@ def load_weights(model: Path, quantisation: str, threads: int, *, granted: bool)
         drop(path)
     code = (
         "import gc, sys, time, msgspec; from isochrone.wire.engine import EngineConfig;"
-        "from nodeagent.engine.loading import load; from nodeagent.engine.native.kernels import"
-        " kernels; from ops.bench.engine_cold import have_granted; kernels(); gc.freeze();"
+        "from nodeagent.engine.loading import load; "
+        "from nodeagent.engine.kernels.cpu.kernels import kernels; "
+        "from ops.bench.engine_cold import have_granted; kernels(); gc.freeze();"
         "config = msgspec.json.decode(sys.argv[1], type=EngineConfig);"
         "have_granted(int(sys.argv[2])) if int(sys.argv[2]) else None;"
         "w, p = time.perf_counter(), time.process_time(); load(config);"

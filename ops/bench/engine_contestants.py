@@ -54,8 +54,8 @@ class Ours:
 
     def __init__(self, model: Path, threads: int, dtype: str) -> None:
         from isochrone.wire.engine import EngineConfig
-        from nodeagent.engine.checkpoint.opening import open_checkpoint
         from nodeagent.engine.loading import load
+        from nodeagent.engine.weights.checkpoint import open_checkpoint
 
         values = {
             "model_path": str(model),
@@ -91,7 +91,7 @@ class Ours:
         return self._run([prompt], 1, self._salt)
 
     def weights_bytes(self) -> int:
-        from nodeagent.engine.native.kernels import kernels
+        from nodeagent.engine.kernels.cpu.kernels import kernels
 
         shape = self._shape
         if self._kept.endswith("f16") and kernels():
@@ -105,10 +105,10 @@ class Ours:
         return int((shape.parameters() - head) * (0.5 + 4 / 32) + head_bytes)
 
     def _run(self, prompts: Prompts, tokens: int, salt: bytes) -> float:
-        from nodeagent.engine.decide.sequence import Ending, Sequence
-        from nodeagent.engine.sampling import Sampler, SamplingParams
-        from nodeagent.engine.step import Generation
-        from nodeagent.engine.text import StopStrings, TokenText
+        from nodeagent.engine.core.step import Generation
+        from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
+        from nodeagent.engine.scheduler.sequence import Ending, Sequence
+        from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
 
         engine = self._loaded.engine
         started_s = clock_s()

@@ -16,9 +16,9 @@ import msgspec
 import torch
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.checkpoint.opening import open_checkpoint
-from nodeagent.engine.cuda import kernels
+from nodeagent.engine.kernels.cuda import kernels
 from nodeagent.engine.loading import load
+from nodeagent.engine.weights.checkpoint import open_checkpoint
 from ops.bench.engine_contestants import Contestant, Ours, Prompts, Transformers, serve
 
 _TOKENS_AT_ONCE: Final = 8192

@@ -11,8 +11,8 @@ import torch
 from gguf import GGUFWriter
 from gguf.constants import GGMLQuantizationType
 
-from nodeagent.engine.checkpoint.gguf import GgufFile
-from nodeagent.engine.checkpoint.gguf_header import Strings
+from nodeagent.engine.weights.gguf import GgufFile
+from nodeagent.engine.weights.gguf_header import Strings
 from ops.bench.engine_gpu_model import Plan, write_model
 
 _HIDDEN: Final = 2048

@@ -17,12 +17,12 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.decide.sequence import Ending, Sequence
+from nodeagent.engine.core.step import Engine, Generation
+from nodeagent.engine.kernels.cpu.kernels import kernels
 from nodeagent.engine.loading import load
-from nodeagent.engine.native.kernels import kernels
-from nodeagent.engine.sampling import Sampler, SamplingParams
-from nodeagent.engine.step import Engine, Generation
-from nodeagent.engine.text import StopStrings, TokenText
+from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
+from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
 
 STEPS: Final = 12
 PROMPT_TOKENS: Final = 64

@@ -26,15 +26,15 @@ import statsmodels
 from statsmodels.tsa.holtwinters import ExponentialSmoothing
 
 from ops.sim.data import folder_argument
-from scheduler.decide.forecast import (
+from scheduler.decide.demand.series_forecast import (
     DAY_SLOTS,
     HORIZONS,
     SLOT_S,
     WEEK_SLOTS,
     Series,
-    foretell,
+    forecast,
     observe,
-    saved,
+    serialize,
 )
 
 MODELS: Final = ("m-small", "m-mid", "m-large")
@@ -93,12 +93,13 @@ def cost(series: int = 200, slots: int = 50) -> str:
     learned = process_time()
     for one in many:
         for horizon in range(len(HORIZONS)):
-            foretell(one, horizon)
+            forecast(one, horizon)
     told = process_time()
     each_us = 1e6 * (learned - began) / series / slots
     return (
         f"A series learns a slot in {each_us:.0f} us and tells its three horizons in "
-        f"{1e6 * (told - learned) / series:.0f} us; saved it takes {len(saved(many[0]))} bytes. "
+        f"{1e6 * (told - learned) / series:.0f} us; serialized it takes "
+        f"{len(serialize(many[0]))} bytes. "
         f"So twenty thousand series take {each_us * 20_000 / 1e6:.1f} s of a core in ten minutes."
     )
 
@@ -157,7 +158,7 @@ def told_by_us(values: Values) -> list[list[Values]]:
         for number, ahead in enumerate(HORIZONS):
             for at in range(len(QUANTILES)):
                 if window + ahead < len(values):
-                    told[number][at][window + ahead] = foretell(series, number, at)
+                    told[number][at][window + ahead] = forecast(series, number, at)
     return told
 
 

@@ -19,12 +19,12 @@ from statistics import median
 import torch
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Sequence
+from nodeagent.engine.core.generation_thread import Worker
+from nodeagent.engine.core.step import Delta, Generation
 from nodeagent.engine.loading import Loaded, load
-from nodeagent.engine.sampling import Sampler, SamplingParams
-from nodeagent.engine.step import Delta, Generation
-from nodeagent.engine.text import StopStrings, TokenText
-from nodeagent.engine.worker import Worker
+from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
+from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Sequence
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
 
 PROMPT_TOKENS = (512, 1536)
 DEVICE_TOKENS = 1792

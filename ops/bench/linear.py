@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from nodeagent.engine.layers.linear import (
+from nodeagent.engine.model.layers.linear import (
     Blocked,
     FourBit,
     Groups,

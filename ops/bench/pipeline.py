@@ -27,14 +27,14 @@ from typing import Final
 import psutil
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.decide.sequence import Ending, Sequence
-from nodeagent.engine.decide.underway import Underway
+from nodeagent.engine.core.step import Generation
+from nodeagent.engine.distributed.worker import follow
+from nodeagent.engine.distributed.worker_group import Crew, muster
 from nodeagent.engine.loading import Loaded, load
-from nodeagent.engine.parallel.crew import Crew, muster
-from nodeagent.engine.parallel.follower import follow
-from nodeagent.engine.sampling import Sampler, SamplingParams
-from nodeagent.engine.step import Generation
-from nodeagent.engine.text import StopStrings, TokenText
+from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
+from nodeagent.engine.scheduler.pipeline_depth import Underway
+from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
 
 PROMPT_TOKENS: Final = 24
 

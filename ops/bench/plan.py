@@ -19,12 +19,12 @@ import msgspec
 import numpy as np
 
 from isochrone.wire.ids import ClusterId, Generation, NodeId
-from ops.sim.planet_world import World, demand_rows, draw, world_parser
+from ops.sim.planet_world import PlanetWorld, demand_rows, draw, world_parser
 from scheduler.decide.cluster import ClusterState, PopDistance
-from scheduler.decide.plan import PlanLimits, plan
-from scheduler.decide.prefetch import prefetch
-from scheduler.decide.score import Distances
-from scheduler.decide.what_if import Picture, carried_out
+from scheduler.decide.placement.planner import PlanLimits, plan_deployments
+from scheduler.decide.placement.prefetch import plan_prefetch
+from scheduler.decide.placement.score import Distances
+from scheduler.decide.whatif.what_if import ClusterSnapshot, apply_plan
 from scheduler.planner.__main__ import COLLECTED_AFTER
 
 SIZES: Final = ((20, 15, 20), (80, 50, 50), (335, 190, 100))
@@ -43,7 +43,7 @@ class Turn(NamedTuple):
     moves: int
 
 
-def cut(world: World, cities: int, gpu_cities: int, deployments: int) -> ClusterState:
+def cut(world: PlanetWorld, cities: int, gpu_cities: int, deployments: int) -> ClusterState:
     """Return a picture of a part of the planet that nobody asks anything of yet.
 
     Each city has measured its round trip to each that has GPUs, and found what geography says.
@@ -67,7 +67,7 @@ def cut(world: World, cities: int, gpu_cities: int, deployments: int) -> Cluster
     )
 
 
-def asked_at(world: World, cluster: ClusterState, *minutes: int) -> ClusterState:
+def asked_at(world: PlanetWorld, cluster: ClusterState, *minutes: int) -> ClusterState:
     """Return the picture with the highest demand of these minutes."""
     asked = np.maximum.reduce([world.requests(minute) for minute in minutes])
     asked[len(cluster.pops) :, :] = 0.0
@@ -78,10 +78,10 @@ def asked_at(world: World, cluster: ClusterState, *minutes: int) -> ClusterState
 def planned(cluster: ClusterState, limits: PlanLimits | None = None) -> tuple[Turn, ClusterState]:
     """Plan, timed, and carry it out."""
     began = process_time()
-    decided = plan(cluster, limits)
+    decided = plan_deployments(cluster, limits)
     took_s = process_time() - began
     moves = len(decided.starts) + len(decided.endings)
-    return Turn(took_s, moves), carried_out(cluster, decided)
+    return Turn(took_s, moves), apply_plan(cluster, decided)
 
 
 def with_weights(cluster: ClusterState) -> ClusterState:
@@ -98,14 +98,14 @@ def with_weights(cluster: ClusterState) -> ClusterState:
     return msgspec.structs.replace(cluster, nodes=nodes)
 
 
-def minute_by_minute(world: World, cluster: ClusterState, minutes: int) -> Iterator[Turn]:
+def minute_by_minute(world: PlanetWorld, cluster: ClusterState, minutes: int) -> Iterator[Turn]:
     """Plan each minute of a morning, on what the minute before left."""
     for minute in range(BEGINS_MIN, BEGINS_MIN + minutes):
         turn, cluster = planned(asked_at(world, cluster, minute, minute + HOUR_MIN))
         yield turn
 
 
-def row_of(world: World, cluster: ClusterState, minutes: int) -> str:
+def row_of(world: PlanetWorld, cluster: ClusterState, minutes: int) -> str:
     """Return one size's row of the table."""
     peak = asked_at(world, cluster, BEGINS_MIN, BEGINS_MIN + HOUR_MIN)
     # Once for nothing: what Python and numpy learn the first time is not the plan's.
@@ -114,7 +114,7 @@ def row_of(world: World, cluster: ClusterState, minutes: int) -> str:
     seated = with_weights(seated)
     turns = list(minute_by_minute(world, seated, minutes))
     began = process_time()
-    prefetch(asked_at(world, seated, BEGINS_MIN, BEGINS_MIN + LATER_MIN), 60.0 * LATER_MIN)
+    plan_prefetch(asked_at(world, seated, BEGINS_MIN, BEGINS_MIN + LATER_MIN), 60.0 * LATER_MIN)
     prefetch_s = process_time() - began
     took = [turn.took_s for turn in turns]
     devices = sum(len(node.devices) for node in cluster.nodes)
@@ -128,7 +128,7 @@ def row_of(world: World, cluster: ClusterState, minutes: int) -> str:
 
 def timed(path: Path, times: int = 5) -> str:
     """Return a line of what a saved picture's plan costs."""
-    cluster = msgspec.json.decode(path.read_bytes(), type=Picture).cluster
+    cluster = msgspec.json.decode(path.read_bytes(), type=ClusterSnapshot).cluster
     turns = [planned(cluster)[0] for _ in range(times)]
     return (
         f"{path.name}: {len(cluster.nodes)} nodes, {len(cluster.demand)} demand rows, "

@@ -19,16 +19,16 @@ from statistics import median
 from typing import Any
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.calling import Calling
-from nodeagent.engine.constrain.compiling import Grammars
-from nodeagent.engine.decide.batching import Batch, Chunk
-from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Sequence
+from nodeagent.engine.core.step import Computes, Generation
 from nodeagent.engine.loading import Loaded, load
-from nodeagent.engine.openai import ask_of, messages_of, read_chat
-from nodeagent.engine.sampling import Sampler
-from nodeagent.engine.step import Computes, Generation
-from nodeagent.engine.text import StopStrings, TokenText
-from nodeagent.engine.tools import tools_of
+from nodeagent.engine.sampling.sampler import Sampler
+from nodeagent.engine.scheduler.batching import Batch, Chunk
+from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Sequence
+from nodeagent.engine.server.request_body import ask_of, messages_of, read_chat
+from nodeagent.engine.server.tool_calling import Calling
+from nodeagent.engine.structured.compiler import Grammars
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.tools.chat_tools import tools_of
 
 PROMPTS = Path(__file__).with_name("speculate_prompts.json")
 TOKENS_MAX = 120

@@ -24,12 +24,12 @@ from types import FrameType
 from typing import Any, Final
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.decide.sequence import Ending, Sequence
+from nodeagent.engine.core.step import Generation
 from nodeagent.engine.loading import load
-from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.sampling import Sampler, SamplingParams
-from nodeagent.engine.step import Generation
-from nodeagent.engine.text import StopStrings, TokenText
+from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
+from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
 from ops.golden import tiny
 from ops.golden.tiny_gguf import write_gguf
 

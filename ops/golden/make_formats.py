@@ -35,7 +35,7 @@ from isochrone.wire.rollout import RolloutSpec
 from isochrone.wire.routes import Limits, RouteDelta, RouteTable, SnapshotWanted
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck, UsageRow
 from nodeagent.host.engines import Started
-from scheduler.decide.what_if import FORMAT, Picture
+from scheduler.decide.whatif.what_if import FORMAT, ClusterSnapshot
 from scheduler.store.migrate import read_migrations
 
 FILE: Final = Path(__file__).parent / "formats.json"
@@ -51,7 +51,7 @@ TO_ALL: Final = (
     *(Assignment, RouteTable, RouteDelta),  # on disks, too
     *(UsageRow, Identity, Started, EngineStats),
     *(Model, EngineSettings, Policy, Limits, RolloutSpec),  # in the database
-    Picture,
+    ClusterSnapshot,
 )
 
 _TEXTS: Final = ("a1", "ams", "NL", "file:/a", "a" * 64)

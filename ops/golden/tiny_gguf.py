@@ -8,7 +8,7 @@ from gguf import GGUFWriter, get_tensor_name_map
 from gguf.constants import MODEL_ARCH
 from torch import Tensor
 
-from nodeagent.engine.layers.rope import Llama3Scaling, inverse_frequencies
+from nodeagent.engine.model.layers.rope import Llama3Scaling, inverse_frequencies
 from ops.golden import tiny
 
 ARCHITECTURES: Final = {

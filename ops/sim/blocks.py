@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import xxhash
 
-from nodeagent.engine.checkpoint.gguf import GgufFile
-from nodeagent.engine.template import ChatTemplate
-from nodeagent.engine.vocabulary import Vocabulary
+from nodeagent.engine.tokenizer.chat_template import ChatTemplate
+from nodeagent.engine.tokenizer.vocabulary import Vocabulary
+from nodeagent.engine.weights.gguf import GgufFile
 from ops.sim.measure import percentile
 from router.decide import prefixes
 from router.decide.prefixes import PrefixKeys

@@ -16,15 +16,15 @@ from typing import Final
 import numpy as np
 
 from isochrone.wire.ids import ClusterId, Generation, NodeId
-from ops.sim.judge import sought
+from ops.sim.optimality_gap import run_search
 from ops.sim.planet import DAY, FIRST, HOUR
-from ops.sim.planet_world import World, demand_rows, draw, world_parser
+from ops.sim.planet_world import PlanetWorld, demand_rows, draw, world_parser
 from ops.sim.served import Users
+from scheduler.decide.capacity.device_classes import GIB
 from scheduler.decide.cluster import ClusterState, PopDistance
-from scheduler.decide.device_classes import GIB
-from scheduler.decide.feasible import allowed, replica_memory_bytes
-from scheduler.decide.flow import Floats
-from scheduler.decide.search import Search
+from scheduler.decide.placement.fleet.slots import replica_memory_bytes, residency_allows
+from scheduler.decide.placement.search.greedy_search import GreedySearch
+from scheduler.decide.placement.search.load_assignment import Floats
 
 Held = dict[int, list[NodeId]]
 SAMPLED: Final = tuple(range(DAY, 2 * DAY, 3 * HOUR))
@@ -39,7 +39,7 @@ SIZE_NAMES: Final = ("small", "middle", "large")
 class Devices:
     """Memory left on each device, for placing without a planner."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: PlanetWorld) -> None:
         self.world = world
         self._free = {n.node_id: [d.memory_bytes for d in n.devices] for n in world.nodes}
         self._nodes: dict[str, list[NodeId]] = defaultdict(list)
@@ -65,7 +65,7 @@ class Devices:
         return best[1]
 
 
-def everything_everywhere(world: World, peak: Floats) -> tuple[Held, int]:
+def everything_everywhere(world: PlanetWorld, peak: Floats) -> tuple[Held, int]:
     """Fill every PoP with one of each model, then with more of what is asked."""
     seats: Held = defaultdict(list)
     devices = Devices(world)
@@ -76,14 +76,14 @@ def everything_everywhere(world: World, peak: Floats) -> tuple[Held, int]:
             place, pop = pops[name]
             order = np.argsort(-peak[place]) if again else np.arange(len(world.deployments))
             for number in order:
-                if allowed(world.deployments[number].policy, pop):
+                if residency_allows(world.deployments[number].policy, pop):
                     node_id = devices.seat(int(number), name)
                     if node_id:
                         seats[int(number)].append(node_id)
     return seats, devices.used
 
 
-def by_popularity(world: World, peak: Floats) -> tuple[Held, int]:
+def by_popularity(world: PlanetWorld, peak: Floats) -> tuple[Held, int]:
     """Give the most popular model seats where most is asked, until its peak is carried."""
     seats: Held = defaultdict(list)
     devices = Devices(world)
@@ -100,7 +100,7 @@ def by_popularity(world: World, peak: Floats) -> tuple[Held, int]:
                     break
                 if pop in refused:
                     continue
-                may = allowed(policy, world.pops[pops[pop]])
+                may = residency_allows(policy, world.pops[pops[pop]])
                 node_id = devices.seat(int(number), pop) if may else None
                 if node_id is None:
                     refused.add(pop)
@@ -112,7 +112,7 @@ def by_popularity(world: World, peak: Floats) -> tuple[Held, int]:
 
 
 def nothing_held(
-    world: World, demand: Floats, distances: tuple[PopDistance, ...] = ()
+    world: PlanetWorld, demand: Floats, distances: tuple[PopDistance, ...] = ()
 ) -> ClusterState:
     """Return the picture of a fleet that is still empty; `distances` replace the true ones."""
     return ClusterState(
@@ -130,10 +130,10 @@ def nothing_held(
 
 
 def planned(
-    world: World, demand: Floats, distances: tuple[PopDistance, ...] = ()
-) -> tuple[Held, int, Search]:
+    world: PlanetWorld, demand: Floats, distances: tuple[PopDistance, ...] = ()
+) -> tuple[Held, int, GreedySearch]:
     """Place by the production search, from an empty fleet."""
-    search, _ = sought(nothing_held(world, demand, distances), FIRST)
+    search, _ = run_search(nothing_held(world, demand, distances), FIRST)
     seats: Held = defaultdict(list)
     used = 0
     for wish in search.wishes:
@@ -144,7 +144,7 @@ def planned(
     return seats, used, search
 
 
-def fared(world: World, held: Held, memory_bytes: int) -> dict[str, float]:
+def fared(world: PlanetWorld, held: Held, memory_bytes: int) -> dict[str, float]:
     """Return what a way of placing holds, and how eight hours of a day are served by it."""
     users = Users(world)
     rows = [users.serve(world.requests(minute), held, set()) for minute in SAMPLED]
@@ -168,13 +168,13 @@ def fared(world: World, held: Held, memory_bytes: int) -> dict[str, float]:
     }
 
 
-def peak_of_the_day(world: World) -> Floats:
+def peak_of_the_day(world: PlanetWorld) -> Floats:
     """Return the most of each hour of the day that is sampled, by city and deployment."""
     hours = [world.requests(DAY + hour * HOUR) for hour in range(24)]
     return np.asarray(np.maximum.reduce(hours), dtype=np.float64)
 
 
-def compared(world: World) -> Iterator[tuple[str, dict[str, float]]]:
+def compared(world: PlanetWorld) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield each way of placing with its memory and how it serves."""
     peak = peak_of_the_day(world)
     mean = np.mean([world.requests(hour * HOUR) for hour in range(0, 168, 3)], axis=0)

@@ -13,31 +13,37 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
-from ops.sim.recount import Column
+from ops.sim.recost import SlotColumn
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.ground import Ground
-from scheduler.decide.liveness import liveness
-from scheduler.decide.plan import Draft, PlanLimits
-from scheduler.decide.score import ABSENT, MISSING, MISSING_SPREAD, ONE_POP_MS, UNSERVED_MS
-from scheduler.decide.wish import Wish
+from scheduler.decide.membership.liveness import judge_liveness
+from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
+from scheduler.decide.placement.planner import DraftPlan, PlanLimits
+from scheduler.decide.placement.score import (
+    ABSENT,
+    MISSING,
+    MISSING_SPREAD,
+    ONE_POP_MS,
+    UNSERVED_MS,
+)
+from scheduler.decide.placement.search.deployment_state import DeploymentState
 
 
-class Solved(NamedTuple):
+class MilpSolution(NamedTuple):
     """The best sum found, the bound that no plan can be below, and the seats of the best."""
 
     cost: float
     bound: float
-    seats: list[Column]
+    seats: list[SlotColumn]
 
 
-class Program:
+class MilpProgram:
     """Rows and columns of a program, gathered one at a time."""
 
     def __init__(self) -> None:
         self.cost: list[float] = []
         self.integer: list[int] = []
         self.upper: list[float] = []
-        self.seats: dict[int, Column] = {}
+        self.seats: dict[int, SlotColumn] = {}
         self._rows: list[tuple[dict[int, float], float, float]] = []
 
     def column(self, cost: float, upper: float = np.inf, integer: bool = False) -> int:
@@ -51,7 +57,7 @@ class Program:
         """Add low <= sum of terms <= high."""
         self._rows.append((terms, low, high))
 
-    def solve(self, limit_s: float) -> Solved:
+    def solve(self, limit_s: float) -> MilpSolution:
         """Return the optimum by HiGHS."""
         data, rows, columns = [], [], []
         for number, (terms, _, _) in enumerate(self._rows):
@@ -77,13 +83,13 @@ class Program:
         seats = [
             seat for column, seat in self.seats.items() for _ in range(round(answer.x[column]))
         ]
-        return Solved(cost=float(answer.fun), bound=float(bound), seats=seats)
+        return MilpSolution(cost=float(answer.fun), bound=float(bound), seats=seats)
 
 
-def solve(cluster: ClusterState, limit_s: float = 60.0) -> Solved:
+def solve(cluster: ClusterState, limit_s: float = 60.0) -> MilpSolution:
     """Return the least sum that any placement of an empty fleet can have."""
-    program = Program()
-    draft = Draft(cluster, liveness(cluster.nodes, cluster.acting_for_s), PlanLimits())
+    program = MilpProgram()
+    draft = DraftPlan(cluster, judge_liveness(cluster.nodes, cluster.acting_for_s), PlanLimits())
     models = {model.model_id: model for model in cluster.models}
     memory: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for deployment in cluster.deployments:
@@ -95,9 +101,9 @@ def solve(cluster: ClusterState, limit_s: float = 60.0) -> Solved:
 
 
 def _add(
-    program: Program,
-    ground: Ground,
-    wish: Wish,
+    program: MilpProgram,
+    ground: FleetCapacity,
+    wish: DeploymentState,
     memory: dict[tuple[str, str], dict[int, float]],
 ) -> None:
     """Add one deployment: its seats by device set, what serves its cities, what it lacks."""
@@ -117,14 +123,14 @@ def _add(
             for chosen in combinations(fitting, count):
                 column = program.column(wish.hold + offered.cost, wish.most, integer=True)
                 seats[site].append(column)
-                program.seats[column] = Column(wish.name, site, node.node_id, chosen)
+                program.seats[column] = SlotColumn(wish.name, site, node.node_id, chosen)
                 for device_id in chosen:
                     memory[node.node_id, device_id][column] = each_gib
     _add_flow(program, wish, seats)
     _add_shortfall(program, ground, wish, seats)
 
 
-def _add_flow(program: Program, wish: Wish, seats: dict[int, list[int]]) -> None:
+def _add_flow(program: MilpProgram, wish: DeploymentState, seats: dict[int, list[int]]) -> None:
     load, unit = wish.flow.load, wish.flow.unit
     carried: dict[int, dict[int, float]] = defaultdict(dict)
     for city in range(len(load)):
@@ -143,7 +149,7 @@ def _add_flow(program: Program, wish: Wish, seats: dict[int, list[int]]) -> None
 
 
 def _add_shortfall(
-    program: Program, ground: Ground, wish: Wish, seats: dict[int, list[int]]
+    program: MilpProgram, ground: FleetCapacity, wish: DeploymentState, seats: dict[int, list[int]]
 ) -> None:
     everywhere = dict.fromkeys((c for columns in seats.values() for c in columns), 1.0)
     program.row(everywhere, 0, wish.most)

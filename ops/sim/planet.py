@@ -26,22 +26,22 @@ import numpy as np
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import ClusterId, Generation, NodeId, PopId, ReplicaId
 from isochrone.wire.report import ReplicaState
-from ops.sim.foretold import Foretold
-from ops.sim.planet_world import World, demand_rows, draw, world_parser
-from ops.sim.rolling import Rolling
+from ops.sim.planet_forecast import PlanetForecast
+from ops.sim.planet_rollout import PlanetRollout
+from ops.sim.planet_world import PlanetWorld, demand_rows, draw, world_parser
 from ops.sim.served import Seats, Users
-from scheduler.decide.cluster import ClusterState, Node, Placement, Plan
-from scheduler.decide.feasible import allowed
-from scheduler.decide.flow import Floats
-from scheduler.decide.plan import PlanLimits
-from scheduler.decide.rollout import Starts
-from scheduler.decide.start_time import (
+from scheduler.decide.capacity.start_times import (
     DISK_BYTES_PER_S,
     ENGINE_START_S,
     POP_BYTES_PER_S,
     WAN_FAR_BYTES_PER_S,
 )
-from scheduler.decide.versions import decide
+from scheduler.decide.cluster import ClusterState, FleetNode, Placement, PlacementPlan
+from scheduler.decide.placement.fleet.slots import residency_allows
+from scheduler.decide.placement.planner import PlanLimits
+from scheduler.decide.placement.rollout_split import plan_fleet
+from scheduler.decide.placement.search.load_assignment import Floats
+from scheduler.decide.rollout.lifecycle import StartCounts
 
 HOUR: Final = 60
 DAY: Final = 24 * HOUR
@@ -60,7 +60,9 @@ FIRST: Final = PlanLimits(starts_max=10**6, endings_max=10**6, effort=1_500)
 class Planet:
     """The fleet's state between steps, as nodes and the store would hold it."""
 
-    def __init__(self, world: World, seed: int, foretold: Foretold | None = None) -> None:
+    def __init__(
+        self, world: PlanetWorld, seed: int, foretold: PlanetForecast | None = None
+    ) -> None:
         self.world = world
         self._foretold = foretold
         self.minute = 0
@@ -75,7 +77,7 @@ class Planet:
             for d, model in zip(world.deployments, world.models, strict=True)
         }
         self._pop_of = {node.node_id: node.pop for node in world.nodes}
-        self.rolling: Rolling | None = None
+        self.rolling: PlanetRollout | None = None
         self._generation = 1
         self._recent: list[Floats] = []
         # The day before is known: Sunday, as the week is drawn.
@@ -154,7 +156,7 @@ class Planet:
             rollouts=(self.rolling.rollout,) if self.rolling else (),
         )
 
-    def carry_out(self, decided: Plan) -> None:
+    def carry_out(self, decided: PlacementPlan) -> None:
         """Begin what starts, end what ends."""
         self._generation += 1
         for start in decided.starts:
@@ -207,7 +209,7 @@ class Planet:
     def roll(self, asked: Floats, seed: int) -> str:
         """Take the rollout on, once it is due; return what happened to it."""
         if self.minute == ROLLOUT_AT:
-            self.rolling = Rolling(self.deployments[ROLLOUT_DEPLOYMENT], seed)
+            self.rolling = PlanetRollout(self.deployments[ROLLOUT_DEPLOYMENT], seed)
             return "begun: the new version is planned beside the old one"
         if self.rolling is None or self.rolling.is_done():
             return ""
@@ -218,7 +220,7 @@ class Planet:
             and p.version == self.rolling.rollout.to_version
         ]
         told = self.rolling.minute(
-            asked[:, ROLLOUT_DEPLOYMENT], self.world.pops, Starts(warm=sum(new))
+            asked[:, ROLLOUT_DEPLOYMENT], self.world.pops, StartCounts(warm=sum(new))
         )
         if self.rolling.is_done():
             self.deployments[ROLLOUT_DEPLOYMENT] = msgspec.structs.replace(
@@ -226,7 +228,7 @@ class Planet:
             )
         return told
 
-    def _start_s(self, node: Node, spec: ReplicaSpec) -> float:
+    def _start_s(self, node: FleetNode, spec: ReplicaSpec) -> float:
         size = spec.artifact.size_bytes
         digest = spec.artifact.digest
         load_s = ENGINE_START_S + size / DISK_BYTES_PER_S
@@ -244,13 +246,13 @@ def breaches(planet: Planet) -> int:
     where: dict[NodeId, PopId] = {node.node_id: node.pop for node in planet.world.nodes}
     policies = {d.deployment_id: d.policy for d in planet.deployments}
     return sum(
-        not allowed(policies[p.deployment_id], pops[where[p.node_id]])
+        not residency_allows(policies[p.deployment_id], pops[where[p.node_id]])
         for p in planet.placements.values()
     )
 
 
 def run(
-    world: World, days: int, plan_min: int, seed: int, foretold: Foretold | None = None
+    world: PlanetWorld, days: int, plan_min: int, seed: int, foretold: PlanetForecast | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield one row a minute."""
     planet, users = Planet(world, seed, foretold), Users(world)
@@ -275,7 +277,7 @@ def planned(planet: Planet) -> dict[str, Any]:
     """Plan, carry it out, and return what it did and what it took."""
     picture = planet.picture()
     began = process_time()
-    decided = decide(picture, limits=LIMITS if planet.placements else FIRST)
+    decided = plan_fleet(picture, limits=LIMITS if planet.placements else FIRST)
     took_s = process_time() - began
     is_first = not planet.placements
     planet.carry_out(decided)
@@ -302,7 +304,7 @@ def main() -> None:
     parser.add_argument("--learned-days", type=int, default=7, help="what the forecast has seen")
     given = parser.parse_args()
     world = draw(given.data, given.seed)
-    foretold = None if given.peaks else Foretold(world, (FLASH_DEPLOYMENT, NEW_DEPLOYMENT))
+    foretold = None if given.peaks else PlanetForecast(world, (FLASH_DEPLOYMENT, NEW_DEPLOYMENT))
     if foretold:
         foretold.learn_before(given.learned_days, NEW_DEPLOYMENT)
     with given.out.open("w") as file:

@@ -26,10 +26,10 @@ from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
 from isochrone.wire.report import Device, Profile
 from isochrone.wire.routes import Pop
 from ops.sim.data import folder_argument, rows
-from ops.sim.small import a_model, devices_for, speed_profile
-from scheduler.decide.cluster import DemandRate, MeasuredProfile, Node
-from scheduler.decide.device_classes import CLASSES, GIB
-from scheduler.decide.flow import Floats
+from ops.sim.small_worlds import a_model, devices_for, speed_profile
+from scheduler.decide.capacity.device_classes import CLASSES, GIB
+from scheduler.decide.cluster import DemandRate, FleetNode, MeasuredProfile
+from scheduler.decide.placement.search.load_assignment import Floats
 
 CITIES: Final = 335
 GPU_CITIES: Final = 190
@@ -53,14 +53,14 @@ SPEED: Final = {
 START: Final = datetime(2026, 6, 1, tzinfo=UTC)
 
 
-class World(NamedTuple):
+class PlanetWorld(NamedTuple):
     """What does not change by itself; demand follows from the minute."""
 
     pops: tuple[Pop, ...]
     people: Floats
     offset_h: Floats
     regions: list[str]
-    nodes: tuple[Node, ...]
+    nodes: tuple[FleetNode, ...]
     models: tuple[Model, ...]
     deployments: tuple[Deployment, ...]
     profiles: tuple[MeasuredProfile, ...]
@@ -89,7 +89,7 @@ def world_parser(told: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def draw(data: Path, seed: int = 1) -> World:
+def draw(data: Path, seed: int = 1) -> PlanetWorld:
     """Return the planet of a seed."""
     rng = np.random.default_rng(seed)
     pops, people, zones, regions = _cities(data)
@@ -100,7 +100,7 @@ def draw(data: Path, seed: int = 1) -> World:
     share = _share(rng, regions, len(deployments))
     shape = json.loads((data / "servegen" / "stats.json").read_text())["m-small"]["hour_profile"]
     hours = np.array(shape, dtype=np.float64)
-    return World(
+    return PlanetWorld(
         pops=pops,
         people=people / people.sum(),
         offset_h=np.array([_offset_h(zone) for zone in zones]),
@@ -121,7 +121,7 @@ def draw(data: Path, seed: int = 1) -> World:
     )
 
 
-def demand_rows(world: World, requests: Floats) -> tuple[DemandRate, ...]:
+def demand_rows(world: PlanetWorld, requests: Floats) -> tuple[DemandRate, ...]:
     """Return the rows that a picture holds of requests/s by city and deployment."""
     cities, deployments = np.nonzero(requests >= LEAST_REQUESTS_PER_S)
     names = [deployment.deployment_id for deployment in world.deployments]
@@ -186,7 +186,7 @@ def _offset_h(zone: str) -> float:
     return offset.total_seconds() / 3600 if offset else 0.0
 
 
-def _nodes(rng: np.random.Generator, rank: int, pop: Pop) -> list[Node]:
+def _nodes(rng: np.random.Generator, rank: int, pop: Pop) -> list[FleetNode]:
     if rank < 40:
         kind = str(rng.choice(["h100-80g", "h200-141g"], p=[0.5, 0.5]))
         count, devices = int(rng.integers(4, 8)), 8
@@ -198,7 +198,7 @@ def _nodes(rng: np.random.Generator, rank: int, pop: Pop) -> list[Node]:
         count, devices = int(rng.integers(1, 4)), 4
     memory = int(CLASSES[kind].memory_bytes * 0.95)
     return [
-        Node(
+        FleetNode(
             node_id=NodeId(f"{pop.pop}-{number}"),
             pop=pop.pop,
             address=f"http://{pop.pop}-{number}",

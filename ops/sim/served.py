@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from isochrone.wire.ids import NodeId
-from ops.sim.planet_world import OUTPUT_TOKENS, PROMPT_TOKENS, World
-from scheduler.decide.flow import Floats, Flow, Ints
-from scheduler.decide.score import UNSERVED_MS, Distances
+from ops.sim.planet_world import OUTPUT_TOKENS, PROMPT_TOKENS, PlanetWorld
+from scheduler.decide.placement.score import UNSERVED_MS, Distances
+from scheduler.decide.placement.search.load_assignment import Floats, Ints, LoadAssignment
 
 Seats = Mapping[int, Iterable[NodeId]]
 """By the number of a deployment, the node of each warm replica."""
@@ -43,7 +43,7 @@ class Near(NamedTuple):
 class Users:
     """Everybody who asks, in every city."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: PlanetWorld) -> None:
         self._world = world
         self._far: Floats = Distances(world.pops, ()).ms
         pops = {pop.pop: number for number, pop in enumerate(world.pops)}
@@ -98,7 +98,7 @@ class Users:
             return near.ms, asked
         cities = np.flatnonzero(asked > 0)
         requests = asked[cities]
-        flow = Flow(requests, requests, near.far[cities], near.rooms, UNSERVED_MS)
+        flow = LoadAssignment(requests, requests, near.far[cities], near.rooms, UNSERVED_MS)
         return flow.latencies()
 
     def _look(self, number: int, held: Counter[NodeId]) -> Near:

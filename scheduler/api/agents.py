@@ -13,8 +13,8 @@ from isochrone.wire.ids import NodeId
 from isochrone.wire.report import Pulse, Report
 from scheduler import metrics
 from scheduler.api.peers import RETRY_REFUSED_S, PeerRefused, PeerServer
-from scheduler.decide.claims import claim
-from scheduler.decide.news import is_news
+from scheduler.decide.membership.placement_seal import sealed_fields
+from scheduler.decide.membership.report_diff import has_changed
 from scheduler.state.assignment_outbox import AssignmentOutbox
 from scheduler.state.heartbeats import Heartbeats, PulseBuffer
 from scheduler.state.lease_state import LeaseState, NotActing
@@ -113,7 +113,7 @@ class AgentEndpoint:
             log.warning("report not written", extra={"fields": {"reason": reason}})
 
     def _has_valid_seal(self, node_id: NodeId, spec: ReplicaSpec) -> bool:
-        return self._authority.verify_seal(claim(node_id, spec), spec.seal)
+        return self._authority.verify_seal(sealed_fields(node_id, spec), spec.seal)
 
     def _is_stored(self, peer: PeerConnection, report: Report) -> bool:
         """Say whether the store already holds what this report says, recently enough."""
@@ -121,7 +121,7 @@ class AgentEndpoint:
             peer.has_reported
             and peer.stored_report is not None
             and self._lease.clock() - peer.stored_report_at < REFRESH_S
-            and not is_news(peer.stored_report, report)
+            and not has_changed(peer.stored_report, report)
         )
 
     async def _refuse_impostor(self, peer: PeerConnection, claimed: str) -> NoReturn:

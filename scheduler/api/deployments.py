@@ -11,8 +11,8 @@ from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.model import Deployment, EngineSettings, Policy
 from isochrone.wire.routes import Pop
 from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
-from scheduler.decide.explain import Explanation
-from scheduler.decide.feasible import allowed, contradiction
+from scheduler.decide.placement.fleet.slots import policy_contradiction, residency_allows
+from scheduler.decide.whatif.explain import Explanation
 from scheduler.store import catalogue, deployments
 from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
@@ -191,5 +191,5 @@ def _policy_problem(policy: Policy, pops: Sequence[Pop]) -> str:
         if name not in known:
             field = "allow" if name in policy.allow else "deny"
             return f"{field} names {name!r}, which is neither a PoP nor a PoP's country"
-    residents = [pop.pop for pop in pops if allowed(policy, pop)]
-    return contradiction(policy, [pop.pop for pop in pops], residents)
+    residents = [pop.pop for pop in pops if residency_allows(policy, pop)]
+    return policy_contradiction(policy, [pop.pop for pop in pops], residents)

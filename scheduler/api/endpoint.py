@@ -21,8 +21,8 @@ from isochrone.service.http_server import read_body
 from isochrone.service.identity import Authority
 from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
-from scheduler.decide.liveness import LivenessLimits
-from scheduler.planner.process import Planner, PlannerFailed
+from scheduler.decide.membership.liveness import LivenessLimits
+from scheduler.planner.client import PlannerClient, PlannerFailed
 from scheduler.state.heartbeats import Heartbeats
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.placement_status import PlacementStatus
@@ -51,7 +51,7 @@ class AdminContext(NamedTuple):
     liveness: LivenessLimits
     pool: Pool
     authority: Authority
-    planner: Planner
+    planner: PlannerClient
     lease: LeaseState
     heartbeats: Heartbeats
     placement: PlacementStatus

@@ -28,7 +28,7 @@ from isochrone.wire.control import (
 from isochrone.wire.ids import ClusterId, NodeId
 from scheduler import metrics
 from scheduler.api.certificates import CertificateIssuer
-from scheduler.decide.pace import Pace
+from scheduler.decide.membership.message_rate_limit import MessageRateLimit
 from scheduler.state.heartbeats import Heartbeats
 from scheduler.state.leadership import Leadership
 from scheduler.state.lease_state import LeaseState, NotActing
@@ -145,7 +145,7 @@ class PeerServer:
     ) -> None:
         """Handle messages until the peer leaves, no faster than its role may send them."""
         is_agent = peer.role is PeerRole.AGENT
-        pace = Pace(AGENT_MESSAGES_PER_S if is_agent else ROUTER_MESSAGES_PER_S)
+        pace = MessageRateLimit(AGENT_MESSAGES_PER_S if is_agent else ROUTER_MESSAGES_PER_S)
         while (frame := await _receive(socket)) is not None:
             await asyncio.sleep(pace.wait_s(len(frame), self._lease.clock()))
             message = _decode(frame, decoder)

@@ -5,7 +5,7 @@ from typing import Final
 import msgspec
 
 from scheduler.api.endpoint import AdminRequest, Endpoint
-from scheduler.decide.what_if import Picture
+from scheduler.decide.whatif.what_if import ClusterSnapshot
 
 
 async def picture(request: AdminRequest) -> msgspec.Raw:
@@ -15,6 +15,10 @@ async def picture(request: AdminRequest) -> msgspec.Raw:
 
 SNAPSHOT_ENDPOINTS: Final = (
     Endpoint(
-        "GET", "/v1/picture", picture, "Read the snapshot that placement decides from", Picture
+        "GET",
+        "/v1/picture",
+        picture,
+        "Read the snapshot that placement decides from",
+        ClusterSnapshot,
     ),
 )

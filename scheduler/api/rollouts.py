@@ -10,8 +10,15 @@ from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.rollout import RolloutBody, RolloutSpec, RolloutView
 from scheduler.api.deployments import engine_problem, require_deployment
 from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
-from scheduler.decide.rollout import ON_ITS_WAY, Event, NotNow, Rollout, after, problem_of
-from scheduler.decide.trial import compare
+from scheduler.decide.rollout.lifecycle import (
+    IN_PROGRESS,
+    InvalidRolloutEvent,
+    Rollout,
+    RolloutEvent,
+    apply_event,
+    steps_problem,
+)
+from scheduler.decide.rollout.sequential_test import compare_arms
 from scheduler.store import catalogue, deployments, rollouts
 from scheduler.store.cluster import read_pops
 
@@ -68,17 +75,17 @@ async def get_rollout(request: AdminRequest) -> RolloutView:
 
 async def pause_rollout(request: AdminRequest) -> RolloutView:
     """Pause a rollout at its step. A regression still reverts it."""
-    return await _apply(request, Event.PAUSE_ASKED)
+    return await _apply(request, RolloutEvent.PAUSE_ASKED)
 
 
 async def resume_rollout(request: AdminRequest) -> RolloutView:
     """Resume a rollout. The minimum time of its step starts again."""
-    return await _apply(request, Event.RESUME_ASKED)
+    return await _apply(request, RolloutEvent.RESUME_ASKED)
 
 
 async def abort_rollout(request: AdminRequest) -> RolloutView:
     """Abort a rollout: all requests go to the old version."""
-    return await _apply(request, Event.ABORT_ASKED)
+    return await _apply(request, RolloutEvent.ABORT_ASKED)
 
 
 ROLLOUT_ENDPOINTS: Final = (
@@ -103,11 +110,11 @@ ROLLOUT_ENDPOINTS: Final = (
 )  # fmt: skip
 
 
-async def _apply(request: AdminRequest, event: Event) -> RolloutView:
+async def _apply(request: AdminRequest, event: RolloutEvent) -> RolloutView:
     rollout = await _require_rollout(request)
     try:
-        new = after(rollout, event, "asked by an operator")
-    except NotNow as error:
+        new = apply_event(rollout, event, "asked by an operator")
+    except InvalidRolloutEvent as error:
         raise ApiError(ErrorCode.CONFLICT, str(error)) from error
     if not await rollouts.write_rollout(request.connection, rollout, new):
         raise ApiError(
@@ -125,7 +132,7 @@ async def _problem(request: AdminRequest, spec: RolloutSpec) -> str:
     unknown = {pop for step in spec.steps for pop in step.pops} - known
     if unknown:
         return f"there is no PoP {', '.join(sorted(unknown))}"
-    return problem_of(spec.steps)
+    return steps_problem(spec.steps)
 
 
 async def _require_rollout(request: AdminRequest) -> Rollout:
@@ -136,10 +143,10 @@ async def _require_rollout(request: AdminRequest) -> Rollout:
 
 async def _view(request: AdminRequest, rollout: Rollout) -> RolloutView:
     seen: tuple[str, ...] = ()
-    if rollout.state in ON_ITS_WAY:
+    if rollout.state in IN_PROGRESS:
         strata = await rollouts.read_strata(request.connection, rollout)
         attempts = sum(stratum.new.attempts for stratum in strata)
-        shown = compare(strata, rollout.spec.bounds)
+        shown = compare_arms(strata, rollout.spec.bounds)
         seen = (f"attempts: {attempts}", *(difference.words() for difference in shown))
     return msgspec.convert(
         {**msgspec.structs.asdict(rollout), "seen": seen}, RolloutView, from_attributes=True

@@ -12,7 +12,12 @@ from isochrone.wire.routes import SnapshotWanted
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from scheduler import metrics
 from scheduler.api.peers import RETRY_REFUSED_S, PeerRefused, PeerServer
-from scheduler.decide.intake import take_demand, take_round_trips, take_trials, take_usage
+from scheduler.decide.demand.intake import (
+    accept_demand,
+    accept_round_trips,
+    accept_trials,
+    accept_usage,
+)
 from scheduler.state.peer_connection import PeerConnection
 from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.pool import (
@@ -99,20 +104,20 @@ async def _store(
     """Write a batch; return the rows that no retry can store: reason -> number of rows."""
     match batch:
         case Demand():
-            taken = take_demand(pop, batch)
+            taken = accept_demand(pop, batch)
             unknown = await record_demand(connection, batch, taken)
             metrics.DEMAND_BATCHES.labels("repeated" if unknown is None else "counted").inc()
             if unknown is None:
                 return {}
-            await record_trials(connection, take_trials(pop, batch))
+            await record_trials(connection, accept_trials(pop, batch))
             reason = "cannot count a row: there is no such deployment or PoP"
             return {**taken.refused, **({reason: unknown} if unknown else {})}
         case Usage():
-            usage = take_usage(batch)
+            usage = accept_usage(batch)
             await record_usage(connection, usage.rows)
             return usage.refused
         case RoundTrips():
-            await record_round_trips(connection, pop, take_round_trips(batch.rows))
+            await record_round_trips(connection, pop, accept_round_trips(batch.rows))
             return {}
         case _:
             assert_never(batch)

@@ -22,7 +22,7 @@ from isochrone.wire.ids import (
 from isochrone.wire.model import Deployment, Model
 from isochrone.wire.report import Device, Profile, ReplicaState
 from isochrone.wire.routes import Pop
-from scheduler.decide.rollout import Rollout
+from scheduler.decide.rollout.lifecycle import Rollout
 
 RATES: Final = (
     *("requests_per_s", "refused_per_s"),
@@ -39,7 +39,7 @@ class Liveness(StrEnum):
     LOST = "lost"
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True):
+class FleetNode(msgspec.Struct, frozen=True, kw_only=True):
     """One server as last reported. `silent_s` is how long nothing was heard of it.
 
     `back_s` is how long ago it came back from a silence that others are lost for; None: it did not.
@@ -148,7 +148,7 @@ class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True):
     profile: Profile
 
 
-class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
+class StartFailures(msgspec.Struct, frozen=True, kw_only=True):
     """How often of late nodes gave up on replicas of a version, engines that broke again and again.
 
     `node_ids` are where, the last first; `ago_s` and `reason` are the last one's.
@@ -162,7 +162,7 @@ class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class PrefetchWish(msgspec.Struct, frozen=True, kw_only=True):
+class PrefetchTarget(msgspec.Struct, frozen=True, kw_only=True):
     """Weights that a node should have on its disk before it is asked to run them.
 
     `due_s` from now is when demand is foretold to need a replica there; below 0 it is past.
@@ -189,7 +189,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     generation: Generation
     acting_for_s: float
     pops: tuple[Pop, ...] = ()
-    nodes: tuple[Node, ...] = ()
+    nodes: tuple[FleetNode, ...] = ()
     models: tuple[Model, ...] = ()
     deployments: tuple[Deployment, ...] = ()
     deleted: tuple[DeploymentId, ...] = ()
@@ -198,15 +198,15 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     distances: tuple[PopDistance, ...] = ()
     profiles: tuple[MeasuredProfile, ...] = ()
     rollouts: tuple[Rollout, ...] = ()
-    prefetches: tuple[PrefetchWish, ...] = ()
-    given_up: tuple[GivenUp, ...] = ()
+    prefetches: tuple[PrefetchTarget, ...] = ()
+    given_up: tuple[StartFailures, ...] = ()
 
     def measured(self) -> dict[tuple[str, str], Profile]:
         """Return what agents measured, by model and class of device."""
         return {(row.model_id, row.device_class): row.profile for row in self.profiles}
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaStart(msgspec.Struct, frozen=True, kw_only=True):
     """Seat a replica. The id in `spec` is the planner's, made from the picture alone.
 
     `followers` are the parts on other nodes of one that is spread over several.
@@ -215,18 +215,18 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     node_id: NodeId
     spec: ReplicaSpec
     reason: str
-    followers: "tuple[Start, ...]" = ()
+    followers: "tuple[ReplicaStart, ...]" = ()
 
     @property
-    def parts(self) -> "tuple[Start, ...]":
+    def parts(self) -> "tuple[ReplicaStart, ...]":
         """What is started on each node, the leader's first."""
         return (self, *self.followers)
 
-    def with_spec(self, **fields: Any) -> "Start":
+    def with_spec(self, **fields: Any) -> "ReplicaStart":
         """Return it with fields of its spec changed."""
         return msgspec.structs.replace(self, spec=msgspec.structs.replace(self.spec, **fields))
 
-    def each(self, change: "Callable[[Start], Start]") -> "Start":
+    def each(self, change: "Callable[[ReplicaStart], ReplicaStart]") -> "ReplicaStart":
         """Return it with each of its parts changed."""
         followers = tuple(part.each(change) for part in self.followers)
         return msgspec.structs.replace(change(self), followers=followers)
@@ -250,7 +250,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Ending(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaEnding(msgspec.Struct, frozen=True, kw_only=True):
     """End a replica after draining it: on its node, and on those of its followers."""
 
     replica_id: ReplicaId
@@ -260,20 +260,20 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: float = 30.0
 
 
-class Unmet(msgspec.Struct, frozen=True, kw_only=True):
+class UnmetRequirement(msgspec.Struct, frozen=True, kw_only=True):
     """A wish that cannot be met now, and the reason with its numbers."""
 
     deployment_id: DeploymentId
     reason: str
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A small list of moves, each with its reason. `frozen` says why nothing moves, if so."""
 
     based_on: Generation
-    starts: tuple[Start, ...] = ()
-    endings: tuple[Ending, ...] = ()
-    unmet: tuple[Unmet, ...] = ()
+    starts: tuple[ReplicaStart, ...] = ()
+    endings: tuple[ReplicaEnding, ...] = ()
+    unmet: tuple[UnmetRequirement, ...] = ()
     frozen: str = ""
 
     @property

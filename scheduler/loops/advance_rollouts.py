@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from scheduler.decide.rollout import Rollout, Verdict, after, judge
+from scheduler.decide.rollout.lifecycle import Rollout, RolloutVerdict, apply_event, judge_rollout
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.events import record_event
@@ -47,7 +47,7 @@ class AdvanceRollouts:
             judged = [
                 (
                     rollout,
-                    judge(
+                    judge_rollout(
                         rollout,
                         await read_strata(connection, rollout),
                         await read_starts(connection, rollout),
@@ -63,8 +63,8 @@ class AdvanceRollouts:
             self._routes.mark_changed()
         return RolloutCounts(len(judged), changed)
 
-    async def _write(self, rollout: Rollout, verdict: Verdict) -> bool:
-        new = after(rollout, verdict.event, verdict.reason)
+    async def _write(self, rollout: Rollout, verdict: RolloutVerdict) -> bool:
+        new = apply_event(rollout, verdict.event, verdict.reason)
         async with transaction(self._pool) as connection:
             await assert_epoch(connection, self._lease.epoch)
             if not await write_rollout(connection, rollout, new):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from scheduler.planner.process import Planner
+from scheduler.planner.client import PlannerClient
 from scheduler.state.lease_state import LeaseState
 
 
@@ -21,7 +21,7 @@ class LearnDemand:
     def __init__(
         self,
         *,
-        planner: Planner,
+        planner: PlannerClient,
         lease: LeaseState,
         nudge_place: Callable[[], None],
         nudge_prefetch: Callable[[], None],

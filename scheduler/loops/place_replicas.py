@@ -12,10 +12,10 @@ import msgspec
 
 from isochrone.service.identity import Authority
 from scheduler import metrics
-from scheduler.decide.claims import claim
-from scheduler.decide.cluster import Plan, Start
-from scheduler.decide.group import with_secret
-from scheduler.planner.process import Planner
+from scheduler.decide.cluster import PlacementPlan, ReplicaStart
+from scheduler.decide.membership.placement_seal import sealed_fields
+from scheduler.decide.placement.multi_node import with_secret
+from scheduler.planner.client import PlannerClient
 from scheduler.state.assignment_outbox import AssignmentOutbox
 from scheduler.state.heartbeats import Heartbeats
 from scheduler.state.lease_state import LeaseState
@@ -46,7 +46,7 @@ class PlaceReplicas:
         self,
         *,
         pool: Pool,
-        planner: Planner,
+        planner: PlannerClient,
         authority: Authority,
         hear_first_s: float,
         lease: LeaseState,
@@ -103,7 +103,7 @@ class PlaceReplicas:
         reported = {peer.name for peer in self._peers.agents() if peer.has_reported}
         return not reported.issuperset(node_ids)
 
-    def _show(self, plan: Plan) -> None:
+    def _show(self, plan: PlacementPlan) -> None:
         if plan.frozen != self._status.frozen:
             log.warning("placement freeze", extra={"fields": {"reason": plan.frozen or "over"}})
         self._status.frozen = plan.frozen
@@ -112,7 +112,7 @@ class PlaceReplicas:
         metrics.FROZEN.set(bool(plan.frozen))
         metrics.UNMET.set(len(plan.unmet))
 
-    async def _announce(self, plan: Plan) -> None:
+    async def _announce(self, plan: PlacementPlan) -> None:
         metrics.MOVES.labels("start").inc(len(plan.starts))
         metrics.MOVES.labels("end").inc(len(plan.endings))
         for start in plan.starts:
@@ -123,8 +123,8 @@ class PlaceReplicas:
         self._routes.mark_changed()
 
 
-def _sealed(start: Start, authority: Authority) -> Start:
+def _sealed(start: ReplicaStart, authority: Authority) -> ReplicaStart:
     """Return `start` with a seal on each part, by which any scheduler can later adopt it."""
     return start.each(
-        lambda part: part.with_spec(seal=authority.seal(claim(part.node_id, part.spec)))
+        lambda part: part.with_spec(seal=authority.seal(sealed_fields(part.node_id, part.spec)))
     )

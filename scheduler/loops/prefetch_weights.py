@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from scheduler.decide.prefetch import Foreseen
-from scheduler.planner.process import Planner
+from scheduler.decide.placement.prefetch import PrefetchDecision
+from scheduler.planner.client import PlannerClient
 from scheduler.state.assignment_outbox import AssignmentOutbox
 from scheduler.state.heartbeats import Heartbeats
 from scheduler.state.lease_state import LeaseState
@@ -26,7 +26,7 @@ class PrefetchWeights:
         self,
         *,
         pool: Pool,
-        planner: Planner,
+        planner: PlannerClient,
         lease: LeaseState,
         heartbeats: Heartbeats,
         assignments: AssignmentOutbox,
@@ -42,7 +42,7 @@ class PrefetchWeights:
         if not self._lease.is_acting:
             return WeightPrefetchCounts()
         foreseen = await self._planner.foresee(self._heartbeats.observed())
-        if foreseen != Foreseen():
+        if foreseen != PrefetchDecision():
             node_ids = {prefetch.node_id for prefetch in foreseen.new}
             node_ids |= {ended.wish.node_id for ended in foreseen.ended}
             with self._assignments.resend_on_error(node_ids):

@@ -1,7 +1,7 @@
 """Publishes the route table to routers whenever its contents have changed.
 
 A node's report is followed by reading that node alone, and published at once, except that a replica
-which keeps coming and going is published a little later each time (`decide/flaps.py`). The whole
+which keeps coming and going is published a little later each time (`flap_damping.py`). The whole
 fleet is read now and then, for changes without a report: nodes that fell silent, rates that drift.
 """
 
@@ -15,9 +15,14 @@ from isochrone.wire.ids import Generation, NodeId
 from isochrone.wire.routes import KeyEntry, RouteTable, diff
 from scheduler import metrics
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.flaps import LeftBy, damped
-from scheduler.decide.liveness import LivenessLimits, liveness
-from scheduler.decide.route_table import route_table, steady, tied, with_part
+from scheduler.decide.membership.liveness import LivenessLimits, judge_liveness
+from scheduler.decide.routing.flap_damping import DeparturesByReplica, damp_flaps
+from scheduler.decide.routing.route_table import (
+    build_route_table,
+    keep_unchanged_rates,
+    multi_node_hosts,
+    replace_node_routes,
+)
 from scheduler.state.heartbeats import Heartbeats
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peer_registry import PeerRegistry
@@ -65,7 +70,7 @@ class PublishRoutes:
         self._reports = reports
         self._fleet: ClusterState | None = None
         self._group_nodes: Set[NodeId] = frozenset()
-        self._departures: LeftBy = {}
+        self._departures: DeparturesByReplica = {}
         self._whole_due_at = float("-inf")
 
     async def run_once(self) -> PublishCounts:
@@ -82,13 +87,16 @@ class PublishRoutes:
     async def _publish(self, changed: set[NodeId] | None) -> PublishCounts:
         before, fleet = self._routes.table, self._fleet
         if before is None or fleet is None or changed is None or self._needs_whole_read(changed):
-            table, nodes_read = steady(before, await self._read_whole()), -1
+            table = keep_unchanged_rates(before, await self._read_whole())
+            nodes_read = -1
         elif changed:
             part = await self._read_nodes(fleet, changed)
-            table, nodes_read = steady(before, with_part(before, part, changed)), len(changed)
+            table = keep_unchanged_rates(before, replace_node_routes(before, part, changed))
+            nodes_read = len(changed)
         else:
             return PublishCounts(before.generation, len(before.routes))
-        table, waiting, departures = damped(before, table, self._departures, self._lease.clock())
+        now = self._lease.clock()
+        table, waiting, departures = damp_flaps(before, table, self._departures, now)
         self._routes.postpone(set(waiting))
         if before is not None and table == before:
             return PublishCounts(before.generation, len(before.routes), nodes=nodes_read)
@@ -123,7 +131,7 @@ class PublishRoutes:
             revoked = await revoked_keys(connection)
         table = self._table_of(fleet, keys)
         self._fleet = msgspec.structs.replace(fleet, nodes=(), placements=())
-        self._group_nodes = tied(fleet.placements)
+        self._group_nodes = multi_node_hosts(fleet.placements)
         now = self._lease.clock()
         rest_s = max(self._interval_s, (now - began) / WHOLE_READ_SHARE)
         # A little early: it must be due when the timer's next turn comes.
@@ -138,5 +146,7 @@ class PublishRoutes:
         return self._table_of(part, ())
 
     def _table_of(self, fleet: ClusterState, keys: Sequence[KeyEntry]) -> RouteTable:
-        view = liveness(fleet.nodes, fleet.acting_for_s, self._limits)
-        return route_table(fleet, view, keys, generation=Generation(0), epoch=self._lease.epoch)
+        view = judge_liveness(fleet.nodes, fleet.acting_for_s, self._limits)
+        return build_route_table(
+            fleet, view, keys, generation=Generation(0), epoch=self._lease.epoch
+        )

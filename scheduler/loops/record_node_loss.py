@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from scheduler.decide.cluster import Liveness
-from scheduler.decide.liveness import LivenessLimits, liveness
+from scheduler.decide.membership.liveness import LivenessLimits, judge_liveness
 from scheduler.state.heartbeats import Heartbeats
 from scheduler.state.lease_state import LeaseState
 from scheduler.store.node_losses import read_lost_nodes, record_node_losses
@@ -44,7 +44,7 @@ class RecordNodeLoss:
         async with transaction(self._pool, isolation="repeatable_read") as connection:
             recorded = await read_lost_nodes(connection)
             _, nodes = await read_nodes(connection, heard, self._reports)
-        verdicts = liveness(nodes, heard.acting_for_s, self._limits).by_node
+        verdicts = judge_liveness(nodes, heard.acting_for_s, self._limits).by_node
         lost = [
             node
             for node in nodes

@@ -15,8 +15,14 @@ from typing import Final
 import msgspec
 
 from isochrone.service.logs import setup_logs
-from scheduler.planner.desk import Desk
-from scheduler.planner.questions import Asked, Settings, Told, framed, read_frame
+from scheduler.planner.messages import (
+    PlannerReply,
+    PlannerRequest,
+    PlannerSettings,
+    frame,
+    read_frame,
+)
+from scheduler.planner.server import PlannerServer
 from scheduler.store.pool import UNAVAILABLE, open_pool
 
 log = logging.getLogger(__name__)
@@ -34,22 +40,22 @@ async def answer_all() -> int:
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     told, _ = await loop.connect_write_pipe(asyncio.Protocol, sys.stdout)
-    settings = msgspec.msgpack.decode(await read_frame(reader), type=Settings)
+    settings = msgspec.msgpack.decode(await read_frame(reader), type=PlannerSettings)
     setup_logs("planner", settings.log_level)
     try:
         pool = await open_pool(settings.database_url, size_max=CONNECTIONS)
     except UNAVAILABLE as error:
         log.warning("cannot reach the database", extra={"fields": {"reason": str(error)[:200]}})
         return 1
-    desk = Desk(pool, settings.liveness)
+    desk = PlannerServer(pool, settings.liveness)
 
-    async def answer(asked: Asked) -> None:
-        told.write(framed(await _told(desk, asked)))
+    async def answer(asked: PlannerRequest) -> None:
+        told.write(frame(await _told(desk, asked)))
 
     answering: set[asyncio.Task[None]] = set()
     with suppress(asyncio.IncompleteReadError):
         while True:
-            asked = msgspec.msgpack.decode(await read_frame(reader), type=Asked)
+            asked = msgspec.msgpack.decode(await read_frame(reader), type=PlannerRequest)
             task = asyncio.create_task(answer(asked))
             answering.add(task)
             task.add_done_callback(answering.discard)
@@ -60,15 +66,17 @@ async def answer_all() -> int:
     return 0
 
 
-async def _told(desk: Desk, asked: Asked) -> Told:
+async def _told(desk: PlannerServer, asked: PlannerRequest) -> PlannerReply:
     try:
         answer = await desk.answer(asked)
     except UNAVAILABLE as error:
-        return Told(asked.number, failure=f"the database is away: {error or type(error).__name__}")
+        return PlannerReply(
+            asked.number, failure=f"the database is away: {error or type(error).__name__}"
+        )
     except Exception as error:
         log.exception("no answer", extra={"fields": {"asked": type(asked.question).__name__}})
-        return Told(asked.number, failure=f"{type(error).__name__}: {error}"[:300])
-    return Told(asked.number, msgspec.Raw(msgspec.msgpack.encode(answer)))
+        return PlannerReply(asked.number, failure=f"{type(error).__name__}: {error}"[:300])
+    return PlannerReply(asked.number, msgspec.Raw(msgspec.msgpack.encode(answer)))
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from typing import Final
 
 from isochrone.wire.ids import NodeId
 from isochrone.wire.report import Pulse
-from scheduler.decide.liveness import Heard
+from scheduler.decide.membership.liveness import NodeContact
 from scheduler.state.lease_state import LeaseState
 
 PULSES_BUFFERED_MAX: Final = 50_000
@@ -34,10 +34,10 @@ class Heartbeats:
         """Return for how long a node has been silent; inf if this process never heard it."""
         return self._lease.clock() - self._heard_at.get(node_id, -inf)
 
-    def observed(self) -> Heard:
+    def observed(self) -> NodeContact:
         """Return what only this process knows, for the functions that decide."""
         now = self._lease.clock()
-        return Heard(
+        return NodeContact(
             acting_for_s=self._lease.acting_for_s,
             silent_s={node_id: now - at for node_id, at in self._heard_at.items()},
             back_s={node_id: now - at for node_id, at in self._back_at.items()},

@@ -4,7 +4,7 @@ The rate is decided in `scheduler/decide`; here is what it is applied to.
 """
 
 from isochrone.wire.control import PeerRole
-from scheduler.decide.admission import Admissions
+from scheduler.decide.membership.connection_admission import ConnectionAdmission
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peer_registry import PeerRegistry
 
@@ -19,8 +19,8 @@ class PeerAdmission:
         self._per_s = per_s
         self._lease = lease
         self._peers = peers
-        self._registrations = Admissions(per_s)
-        self._appointments = Admissions(per_s)
+        self._registrations = ConnectionAdmission(per_s)
+        self._appointments = ConnectionAdmission(per_s)
 
     @property
     def redial_spread_s(self) -> float:
@@ -41,4 +41,4 @@ class PeerAdmission:
 
     def reset(self) -> None:
         """Begin with no registrations: peers that waited have their appointments."""
-        self._registrations = Admissions(self._per_s)
+        self._registrations = ConnectionAdmission(self._per_s)

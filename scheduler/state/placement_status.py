@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from scheduler.decide.cluster import Unmet
+from scheduler.decide.cluster import UnmetRequirement
 
 
 class PlacementStatus:
@@ -11,4 +11,4 @@ class PlacementStatus:
     def __init__(self) -> None:
         self.frozen = ""
         """Why nothing may be moved now; empty if it may."""
-        self.unmet: Sequence[Unmet] = ()
+        self.unmet: Sequence[UnmetRequirement] = ()

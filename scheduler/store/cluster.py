@@ -18,12 +18,12 @@ from isochrone.wire.routes import Pop
 from scheduler.decide.cluster import (
     ClusterState,
     DemandRate,
-    GivenUp,
     MeasuredProfile,
     Placement,
     PopDistance,
+    StartFailures,
 )
-from scheduler.decide.liveness import Heard
+from scheduler.decide.membership.liveness import NodeContact
 from scheduler.store.node_reports import NodeReportCache, read_nodes
 from scheduler.store.pool import Connection, as_struct, fetch_one
 from scheduler.store.prefetch import read_prefetches
@@ -34,7 +34,7 @@ GIVEN_UP_FOR_S: Final = 3600.0
 
 
 async def read_cluster(
-    connection: Connection, heard: Heard, known: NodeReportCache | None = None
+    connection: Connection, heard: NodeContact, known: NodeReportCache | None = None
 ) -> ClusterState:
     """Return the picture; the connection is in a REPEATABLE READ transaction."""
     fleet = await read_fleet(connection, heard, known)
@@ -48,7 +48,7 @@ async def read_cluster(
 
 
 async def read_fleet(
-    connection: Connection, heard: Heard, known: NodeReportCache | None = None
+    connection: Connection, heard: NodeContact, known: NodeReportCache | None = None
 ) -> ClusterState:
     """Return what there is, and nothing of what is asked of it.
 
@@ -80,7 +80,7 @@ async def read_fleet_nodes(
     connection: Connection,
     fleet: ClusterState,
     node_ids: Sequence[NodeId],
-    heard: Heard,
+    heard: NodeContact,
     known: NodeReportCache,
 ) -> ClusterState:
     """Return what `fleet` says beside its nodes, with these nodes and what is on them, read now."""
@@ -203,7 +203,7 @@ async def _read_demand(connection: Connection) -> tuple[DemandRate, ...]:
     return tuple(as_struct(row, DemandRate) for row in rows)
 
 
-async def _read_given_up(connection: Connection) -> tuple[GivenUp, ...]:
+async def _read_given_up(connection: Connection) -> tuple[StartFailures, ...]:
     """Return what broke again and again. What was refused never ran, and is none of it."""
     rows = await connection.fetch(
         """
@@ -219,7 +219,7 @@ async def _read_given_up(connection: Connection) -> tuple[GivenUp, ...]:
         """,
         GIVEN_UP_FOR_S,
     )
-    return tuple(as_struct(row, GivenUp) for row in rows)
+    return tuple(as_struct(row, StartFailures) for row in rows)
 
 
 async def _read_distances(connection: Connection) -> tuple[PopDistance, ...]:

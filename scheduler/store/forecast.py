@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from isochrone.wire.ids import DeploymentId, PopId
-from scheduler.decide.forecast import SLOT_S
-from scheduler.decide.outlook import Key, SlotDemand
+from scheduler.decide.demand.fleet_forecast import SeriesKey, SlotDemand
+from scheduler.decide.demand.series_forecast import SLOT_S
 from scheduler.store.pool import Connection, affected_rows
 
 
 class StoredSeries(NamedTuple):
     """A series as it was saved."""
 
-    key: Key
+    key: SeriesKey
     slot: int
     state: bytes
 
@@ -22,7 +22,7 @@ async def read_clock(connection: Connection) -> float:
     return float(await connection.fetchval("SELECT extract(epoch FROM clock_timestamp())::float8"))
 
 
-async def read_slot(connection: Connection, slot: int) -> dict[Key, SlotDemand] | None:
+async def read_slot(connection: Connection, slot: int) -> dict[SeriesKey, SlotDemand] | None:
     """Return what a slot asked; None where no router was heard in it, so that nothing is known."""
     rows = await connection.fetch(
         """
@@ -59,7 +59,9 @@ async def read_slot(connection: Connection, slot: int) -> dict[Key, SlotDemand] 
     }
 
 
-async def read_series(connection: Connection, after: Key | None, limit: int) -> list[StoredSeries]:
+async def read_series(
+    connection: Connection, after: SeriesKey | None, limit: int
+) -> list[StoredSeries]:
     """Return the next series that are saved, in the order of their keys."""
     rows = await connection.fetch(
         """

@@ -6,7 +6,7 @@ from typing import Final
 from isochrone.wire.assignment import Holders
 from isochrone.wire.geo import round_trip_ms
 from isochrone.wire.ids import NodeId, PopId
-from scheduler.decide.sources import Candidate, sources_for
+from scheduler.decide.routing.artifact_sources import ArtifactHolder, artifact_sources
 from scheduler.store.pool import Connection, as_struct
 
 SILENT_MAX_S: Final = 30.0
@@ -43,7 +43,7 @@ async def read_holders(
     holders = []
     for digest in wanted:
         candidates = await _candidates(connection, node_id, pop, digest)
-        peers = sources_for(node_id, pop, candidates, lambda p: far_ms.get(p, FAR_MS))
+        peers = artifact_sources(node_id, pop, candidates, lambda p: far_ms.get(p, FAR_MS))
         if peers:
             holders.append(Holders(digest=digest, peers=peers))
     return tuple(holders)
@@ -56,7 +56,7 @@ async def _held_by(connection: Connection, node_id: NodeId) -> set[str]:
 
 async def _candidates(
     connection: Connection, node_id: NodeId, pop: PopId, digest: str
-) -> list[Candidate]:
+) -> list[ArtifactHolder]:
     """Return the nodes in touch that hold the artifact, and those of this PoP that will fetch it.
 
     Bounded: a model may be everywhere. Nodes of the own PoP are always among them, then one or two
@@ -90,7 +90,7 @@ async def _candidates(
         SILENT_MAX_S,
         CANDIDATES_MAX,
     )
-    return [as_struct(row, Candidate) for row in rows]
+    return [as_struct(row, ArtifactHolder) for row in rows]
 
 
 async def _round_trips(connection: Connection, pop: PopId) -> dict[PopId, float]:

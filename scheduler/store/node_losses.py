@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from isochrone.wire.ids import Epoch, NodeId
-from scheduler.decide.cluster import Node
+from scheduler.decide.cluster import FleetNode
 from scheduler.store.lease import assert_epoch
 from scheduler.store.nodes import lock_nodes
 from scheduler.store.pool import Connection
@@ -21,7 +21,10 @@ async def read_lost_nodes(connection: Connection) -> dict[NodeId, float]:
 
 
 async def record_node_losses(
-    connection: Connection, epoch: Epoch, lost: Sequence[Node], back: Sequence[tuple[Node, float]]
+    connection: Connection,
+    epoch: Epoch,
+    lost: Sequence[FleetNode],
+    back: Sequence[tuple[FleetNode, float]],
 ) -> None:
     """Note who is lost, and who is back after how long, each with its event, in the caller's
     transaction."""

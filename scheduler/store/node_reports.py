@@ -8,8 +8,8 @@ import msgspec
 
 from isochrone.wire.ids import NodeId, PopId
 from isochrone.wire.report import Device, Report
-from scheduler.decide.cluster import Node
-from scheduler.decide.liveness import Heard
+from scheduler.decide.cluster import FleetNode
+from scheduler.decide.membership.liveness import NodeContact
 from scheduler.store.pool import Connection, as_struct
 
 _report = msgspec.msgpack.Decoder(Report)
@@ -40,10 +40,10 @@ class NodeReportCache:
 
 async def read_nodes(
     connection: Connection,
-    heard: Heard,
+    heard: NodeContact,
     known: NodeReportCache,
     only: Sequence[NodeId] | None = None,
-) -> tuple[dict[NodeId, Report], tuple[Node, ...]]:
+) -> tuple[dict[NodeId, Report], tuple[FleetNode, ...]]:
     """Return nodes and what they last reported: those named, or all there are."""
     rows = await connection.fetch(
         """
@@ -59,7 +59,7 @@ async def read_nodes(
     # Replaced whole: another reading may be under way.
     known.by_node = by_node if only is None else {**known.by_node, **by_node}
     nodes = tuple(
-        Node(
+        FleetNode(
             node_id=row["node_id"],
             pop=row["pop"],
             address=row["address"],

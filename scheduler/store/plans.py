@@ -1,7 +1,7 @@
 """commit_plan(): the plan becomes placements, if nothing moved since its picture was read."""
 
 from isochrone.wire.ids import Epoch
-from scheduler.decide.cluster import Ending, Plan
+from scheduler.decide.cluster import PlacementPlan, ReplicaEnding
 from scheduler.store.events import record_event
 from scheduler.store.lease import assert_epoch
 from scheduler.store.nodes import lock_nodes
@@ -9,7 +9,7 @@ from scheduler.store.placements import add_placement
 from scheduler.store.pool import Connection
 
 
-async def commit_plan(connection: Connection, plan: Plan, epoch: Epoch) -> bool:
+async def commit_plan(connection: Connection, plan: PlacementPlan, epoch: Epoch) -> bool:
     """Write the moves in the caller's transaction; False where the ground has moved.
 
     Nothing is merged by hand: the next turn reads again.
@@ -41,7 +41,7 @@ async def commit_plan(connection: Connection, plan: Plan, epoch: Epoch) -> bool:
     return True
 
 
-async def _entomb(connection: Connection, ending: Ending, generation: int) -> None:
+async def _entomb(connection: Connection, ending: ReplicaEnding, generation: int) -> None:
     await connection.execute(
         """
         UPDATE placement SET ended_at = clock_timestamp(), ended_generation = $2,

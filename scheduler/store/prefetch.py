@@ -5,14 +5,14 @@ import msgspec
 from isochrone.wire.assignment import Prefetch
 from isochrone.wire.ids import Epoch, NodeId
 from isochrone.wire.model import Model
-from scheduler.decide.cluster import PrefetchWish
-from scheduler.decide.prefetch import Foreseen
+from scheduler.decide.cluster import PrefetchTarget
+from scheduler.decide.placement.prefetch import PrefetchDecision
 from scheduler.store.events import record_event
 from scheduler.store.lease import assert_epoch
 from scheduler.store.pool import Connection, as_struct
 
 
-async def read_prefetches(connection: Connection) -> tuple[PrefetchWish, ...]:
+async def read_prefetches(connection: Connection) -> tuple[PrefetchTarget, ...]:
     """Return every wish that stands."""
     rows = await connection.fetch(
         """
@@ -22,7 +22,7 @@ async def read_prefetches(connection: Connection) -> tuple[PrefetchWish, ...]:
         FROM prefetch ORDER BY node_id, model_id
         """
     )
-    return tuple(as_struct(row, PrefetchWish) for row in rows)
+    return tuple(as_struct(row, PrefetchTarget) for row in rows)
 
 
 async def read_node_prefetches(connection: Connection, node_id: NodeId) -> tuple[Prefetch, ...]:
@@ -46,7 +46,9 @@ async def read_node_prefetches(connection: Connection, node_id: NodeId) -> tuple
     )
 
 
-async def record_prefetch_changes(connection: Connection, epoch: Epoch, foreseen: Foreseen) -> None:
+async def record_prefetch_changes(
+    connection: Connection, epoch: Epoch, foreseen: PrefetchDecision
+) -> None:
     """Write what was foreseen, each with its event, in the caller's transaction."""
     await assert_epoch(connection, epoch)
     for wish in foreseen.new:
@@ -83,7 +85,7 @@ async def record_prefetch_changes(connection: Connection, epoch: Epoch, foreseen
         await _note(connection, over.wish, "weights.over", over.reason)
 
 
-async def _note(connection: Connection, wish: PrefetchWish, kind: str, reason: str) -> None:
+async def _note(connection: Connection, wish: PrefetchTarget, kind: str, reason: str) -> None:
     await record_event(
         connection,
         actor="scheduler",

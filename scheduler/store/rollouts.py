@@ -10,8 +10,8 @@ from isochrone.wire.ids import PopId
 from isochrone.wire.model import Deployment
 from isochrone.wire.rollout import RolloutSpec, RolloutState
 from isochrone.wire.usage import Moments, TrialRow
-from scheduler.decide.rollout import Rollout, Starts
-from scheduler.decide.trial import Arm, Stratum
+from scheduler.decide.rollout.lifecycle import Rollout, StartCounts
+from scheduler.decide.rollout.sequential_test import Arm, Stratum
 from scheduler.store.deployments import lock_deployment
 from scheduler.store.pool import Connection, affected_rows, as_json, as_struct, fetch_one
 
@@ -176,7 +176,7 @@ async def read_strata(connection: Connection, rollout: Rollout) -> tuple[Stratum
     )
 
 
-async def read_starts(connection: Connection, rollout: Rollout) -> Starts:
+async def read_starts(connection: Connection, rollout: Rollout) -> StartCounts:
     """Return how the new version's replicas come up."""
     row = await fetch_one(
         connection,
@@ -189,7 +189,7 @@ async def read_starts(connection: Connection, rollout: Rollout) -> Starts:
         rollout.deployment_id,
         rollout.to_version,
     )
-    return Starts(*row)
+    return StartCounts(*row)
 
 
 def _arm(row: asyncpg.Record) -> Arm:

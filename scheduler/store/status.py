@@ -5,7 +5,7 @@ from typing import Final
 
 from isochrone.wire.admin import StatusView
 from isochrone.wire.ids import NodeId
-from scheduler.decide.cluster import Unmet
+from scheduler.decide.cluster import UnmetRequirement
 from scheduler.store.pool import Connection, as_struct, fetch_one
 
 TROUBLES_MAX: Final = 50
@@ -20,7 +20,7 @@ async def read_status(
     silent_s: Mapping[NodeId, float],
     silent_after_s: float,
     frozen: str,
-    unmet: Sequence[Unmet],
+    unmet: Sequence[UnmetRequirement],
 ) -> StatusView:
     """Count everything once; what is not in the store is the answering process's own.
 

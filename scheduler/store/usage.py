@@ -6,7 +6,7 @@ from typing import Final
 
 from isochrone.wire.ids import PopId
 from isochrone.wire.usage import Demand, RoundTrip, UsageRow
-from scheduler.decide.intake import COUNTS, Taken
+from scheduler.decide.demand.intake import COUNTS, AcceptedDemand
 from scheduler.store.pool import Connection, affected_rows, columns
 from scheduler.store.retention import DEMAND_DAYS
 
@@ -19,7 +19,9 @@ _USAGE: Final = (
 )  # fmt: skip
 
 
-async def record_demand(connection: Connection, demand: Demand, taken: Taken) -> int | None:
+async def record_demand(
+    connection: Connection, demand: Demand, taken: AcceptedDemand
+) -> int | None:
     """Add a batch to its minute; None where it was already counted, else the rows of no use.
 
     Those are rows of a deployment or a PoP that is not there. The minute is reckoned from the

@@ -21,7 +21,7 @@ from isochrone.wire.control import Register
 from isochrone.wire.ids import BootId
 from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.usage import Usage
-from nodeagent.engine.kv_tiers.files import FileTier
+from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.host import engines
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.devices import Devices

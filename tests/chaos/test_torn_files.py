@@ -26,7 +26,7 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.usage import Outcome, Usage, UsageRow
 from nodeagent.drivers.driver import Command
-from nodeagent.engine.kv_tiers.files import FileTier
+from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.host.engines import Engines, Started
 from nodeagent.host.ledger import Ledger
 from router.journal import Journal

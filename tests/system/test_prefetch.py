@@ -15,8 +15,8 @@ from aiohttp import web
 from isochrone.cli.manifest import artifact_of
 from isochrone.service.http_server import serve_http
 from isochrone.wire.ids import DeploymentId, PopId
-from scheduler.decide.forecast import DAY_SLOTS, HORIZONS
-from scheduler.decide.outlook import Outlook, SlotDemand, slot_of
+from scheduler.decide.demand.fleet_forecast import FleetForecast, SlotDemand, slot_of
+from scheduler.decide.demand.series_forecast import DAY_SLOTS, HORIZONS
 from tests.system.harness import Fleet, a_fleet, until
 
 BODY = b"GGUF" + bytes(range(256)) * 4096
@@ -46,7 +46,7 @@ async def remembered(fleet: Fleet) -> None:
     """Leave the memory of four days on which Singapore asked some hours after now, and not now."""
     now = slot_of(time())
     peak = now + HORIZONS[-1]
-    outlook, key = Outlook({}), (DeploymentId("d"), PopId("sin"))
+    outlook, key = FleetForecast({}), (DeploymentId("d"), PopId("sin"))
     for slot in range(now - 4 * DAY_SLOTS, now):
         wave = max(0.0, sin(2 * pi * (slot - peak) / DAY_SLOTS + pi / 2)) ** 64
         outlook.learn(slot, key, SlotDemand(*(wave * part for part in (9.0, 180.0, 180.0, 360.0))))

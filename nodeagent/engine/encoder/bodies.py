@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from nodeagent.engine.openai import refused
+from nodeagent.engine.server.request_body import refused
 
 INPUTS_MAX: Final = 2048
 DOCUMENTS_MAX: Final = 1024

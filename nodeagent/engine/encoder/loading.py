@@ -9,12 +9,12 @@ import torch
 from tokenizers import Tokenizer
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.checkpoint.encoder import EncoderFolder
 from nodeagent.engine.encoder.worker import Text
-from nodeagent.engine.layers.kv_format import DTYPES
 from nodeagent.engine.loading import available_bytes
-from nodeagent.engine.models.bert import Bert, survey_bert
-from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.model.bert import Bert, survey_bert
+from nodeagent.engine.model.layers.kv_format import DTYPES
+from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.weights.encoder import EncoderFolder
 
 
 @dataclass(frozen=True, slots=True)

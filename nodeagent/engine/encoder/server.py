@@ -12,7 +12,6 @@ from aiohttp import web
 
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.doors import LONG_TEXT_CHARS, Server
 from nodeagent.engine.encoder.bodies import (
     documents_of,
     embedding_decoder,
@@ -23,7 +22,8 @@ from nodeagent.engine.encoder.bodies import (
 )
 from nodeagent.engine.encoder.loading import LoadedEncoder
 from nodeagent.engine.encoder.worker import EncoderWorker, Text
-from nodeagent.engine.openai import decoded, hold_to_vocabulary, refused, unknown_model
+from nodeagent.engine.server.http_routes import LONG_TEXT_CHARS, Server
+from nodeagent.engine.server.request_body import decoded, hold_to_vocabulary, refused, unknown_model
 
 REQUEST_TOKENS_MAX: Final = 300_000
 """Tokens in all the texts of one request, as OpenAI has it."""

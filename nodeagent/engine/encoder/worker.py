@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.decide.texts import Texts
-from nodeagent.engine.models.bert import Bert
-from nodeagent.engine.rates import StepRates
-from nodeagent.engine.step import Stepped
-from nodeagent.engine.step_thread import StepThread
+from nodeagent.engine.core.step import Stepped
+from nodeagent.engine.core.step_thread import StepThread
+from nodeagent.engine.core.token_rates import StepRates
+from nodeagent.engine.encoder.batching import Texts
+from nodeagent.engine.model.bert import Bert
 
 
 @dataclass(frozen=True, slots=True)

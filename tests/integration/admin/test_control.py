@@ -25,7 +25,7 @@ from isochrone.wire.control import PeerRole, Refused, RefusedCode, ToAgent, Welc
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId
 from isochrone.wire.report import Pulse
 from scheduler.api.peers import AGENT_MESSAGES_PER_S
-from scheduler.decide.pace import BURST_S
+from scheduler.decide.membership.message_rate_limit import BURST_S
 from tests.builders import a_report
 from tests.integration.admin.conftest import Admin
 from tests.system.harness import until

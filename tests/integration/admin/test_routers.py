@@ -15,7 +15,7 @@ from isochrone.wire.control import PeerRole, ToRouter, Welcome
 from isochrone.wire.ids import BootId, Epoch, Generation, KeyId, RouterId
 from isochrone.wire.usage import Usage, UsageAck
 from scheduler.api import routers
-from scheduler.decide.intake import TakenUsage
+from scheduler.decide.demand.intake import AcceptedUsage
 from tests.integration.admin.conftest import Admin
 from tests.system.harness import until
 from tests.unit.scheduler.test_intake import a_demand, a_row, a_usage
@@ -90,7 +90,7 @@ async def test_rows_that_cannot_be_stored_are_refused_once_and_counted(
         assert (ack.batch_id, ack.refused) == ("1", 1)
         assert "NUL" in ack.reason
         # What no check foresees is refused by Postgres itself: the batch, once.
-        monkeypatch.setattr(routers, "take_usage", lambda usage: TakenUsage(usage.rows, {}))
+        monkeypatch.setattr(routers, "accept_usage", lambda usage: AcceptedUsage(usage.rows, {}))
         ack = await router.say(Usage(router_id=RouterId("r"), batch_id="2", rows=rows[1:]))
         assert (ack.batch_id, ack.refused) == ("2", 1)
         assert ack.reason.startswith("cannot store the batch")

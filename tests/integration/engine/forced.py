@@ -5,15 +5,15 @@ from collections.abc import Sequence as Ordered
 import torch
 from torch import Tensor
 
-from nodeagent.engine.decide.batching import Batching, Limits
-from nodeagent.engine.decide.blocks import Blocks
-from nodeagent.engine.decide.sequence import Ending, Sequence
-from nodeagent.engine.layers.lora import Adapter, salted
-from nodeagent.engine.models.families import build, survey
-from nodeagent.engine.models.shape import ModelShape
-from nodeagent.engine.models.weights import WeightSource
-from nodeagent.engine.runner import Runner
-from nodeagent.engine.step import Computes
+from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.core.step import Computes
+from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.model.families import build, survey
+from nodeagent.engine.model.layers.lora import Adapter, salted
+from nodeagent.engine.model.shape import ModelShape
+from nodeagent.engine.scheduler.batching import Batching, Limits
+from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.weights.weight_loading import WeightSource
 from ops.golden import tiny
 
 BLOCKS = 24

@@ -15,18 +15,18 @@ from typing import Any
 import msgspec
 import torch
 
-from nodeagent.engine.checkpoint.adapter import read_adapter
-from nodeagent.engine.checkpoint.opening import open_checkpoint
-from nodeagent.engine.layers.lora import Adapter
+from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.distributed.collectives import Ranks
+from nodeagent.engine.distributed.commands import Done
+from nodeagent.engine.distributed.rank0 import Front
+from nodeagent.engine.distributed.shards import Share, Split
+from nodeagent.engine.distributed.worker import follow, obey
+from nodeagent.engine.distributed.worker_group import Channel, muster
 from nodeagent.engine.loading import load
-from nodeagent.engine.models.families import adding_of, build, survey
-from nodeagent.engine.parallel.crew import Channel, muster
-from nodeagent.engine.parallel.follower import follow, obey
-from nodeagent.engine.parallel.front import Front
-from nodeagent.engine.parallel.plan import Done
-from nodeagent.engine.parallel.ranks import Ranks
-from nodeagent.engine.parallel.share import Share, Split
-from nodeagent.engine.runner import Runner
+from nodeagent.engine.model.families import adding_of, build, survey
+from nodeagent.engine.model.layers.lora import Adapter
+from nodeagent.engine.weights.adapter import read_adapter
+from nodeagent.engine.weights.checkpoint import open_checkpoint
 from ops.golden import tiny
 from ops.golden.tiny_gguf import write_gguf
 from tests.integration.engine.forced import BLOCKS, logits_by, logits_of

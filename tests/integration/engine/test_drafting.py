@@ -9,12 +9,12 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.decide.sequence import Ending, Sequence
+from nodeagent.engine.core.step import Generation
 from nodeagent.engine.loading import Loaded, load
-from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.sampling import Sampler, SamplingParams
-from nodeagent.engine.step import Generation
-from nodeagent.engine.text import StopStrings, TokenText
+from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
+from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
 from ops.golden.tiny import write_tokenizer
 from tests.integration.engine.test_llama_folder import (
     HEAD_DIM,

@@ -23,7 +23,7 @@ import pytest
 
 from isochrone.wire.engine import EngineConfig, EngineStats
 from nodeagent.engine.encoder.loading import load_encoder
-from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.model.shape import CheckpointError
 from ops.golden import tiny
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nodeagent.engine.checkpoint.gguf import GgufFile
-from nodeagent.engine.checkpoint.opening import open_checkpoint
-from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
-from nodeagent.engine.models.families import survey
-from nodeagent.engine.models.shape import CheckpointError, ModelShape
-from nodeagent.engine.models.weights import WeightSource
+from nodeagent.engine.model.families import survey
+from nodeagent.engine.model.shape import CheckpointError, ModelShape
+from nodeagent.engine.weights.checkpoint import open_checkpoint
+from nodeagent.engine.weights.gguf import GgufFile
+from nodeagent.engine.weights.safetensors import SafetensorsFolder
+from nodeagent.engine.weights.weight_loading import WeightSource
 from ops.golden import tiny
 from ops.golden.tiny_gguf import write_gguf
 from tests.integration.engine.forced import logits_of

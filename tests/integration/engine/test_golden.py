@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.decide.sequence import Ending, Sequence
+from nodeagent.engine.core.step import Generation
 from nodeagent.engine.loading import Loaded, load
-from nodeagent.engine.sampling import Sampler, SamplingParams
-from nodeagent.engine.step import Generation
-from nodeagent.engine.text import StopStrings, TokenText
+from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
+from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
 
 pytestmark = pytest.mark.model
 

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.decide.sequence import Ending, Finish, Sequence
+from nodeagent.engine.core.step import Delta, Engine, Generation
 from nodeagent.engine.loading import load
-from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.sampling import Sampler, SamplingParams
-from nodeagent.engine.step import Delta, Engine, Generation
-from nodeagent.engine.text import StopStrings, TokenText
-from nodeagent.engine.vocabulary import Vocabulary
+from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
+from nodeagent.engine.scheduler.sequence import Ending, Finish, Sequence
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from ops.fuzz import checkpoints
 from ops.golden import tiny
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Sequence
-from nodeagent.engine.kv_tiers.opening import identity
+from nodeagent.engine.core.step import Generation
+from nodeagent.engine.kvcache.tier_setup import identity
 from nodeagent.engine.loading import Loaded, load
-from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.sampling import Sampler, SamplingParams
-from nodeagent.engine.step import Generation
-from nodeagent.engine.text import StopStrings, TokenText
+from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
+from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Sequence
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
 from ops.golden import tiny
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
 

@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
-from nodeagent.engine.decide.batching import Batching, Limits
-from nodeagent.engine.decide.blocks import Blocks
-from nodeagent.engine.decide.sequence import Ending, Sequence
+from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.kvcache.blocks import Blocks
 from nodeagent.engine.loading import load
-from nodeagent.engine.models.llama import Llama
-from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.runner import Runner
+from nodeagent.engine.model.llama import Llama
+from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.scheduler.batching import Batching, Limits
+from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.weights.safetensors import SafetensorsFolder
 from ops.golden.tiny import write_tokenizer
 
 HIDDEN, MLP, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 48, 2, 4, 2, 8, 64

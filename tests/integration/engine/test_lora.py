@@ -18,13 +18,13 @@ from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError
-from nodeagent.engine.adapters import Adapters
-from nodeagent.engine.checkpoint.adapter import read_adapter
-from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
-from nodeagent.engine.layers.lora import Adapter, Adding
-from nodeagent.engine.models.families import build
-from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.parallel.share import Cut
+from nodeagent.engine.distributed.shards import Cut
+from nodeagent.engine.model.families import build
+from nodeagent.engine.model.layers.lora import Adapter, Adding
+from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.server.adapters import Adapters
+from nodeagent.engine.weights.adapter import read_adapter
+from nodeagent.engine.weights.safetensors import SafetensorsFolder
 from ops.golden import tiny
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
 from tests.integration.engine.forced import logits_of
@@ -333,7 +333,7 @@ async def test_adapters_are_read_one_at_a_time_whoever_leaves_meanwhile(
         ended += 1
         return read_adapter(*given)
 
-    monkeypatch.setattr("nodeagent.engine.adapters.read_adapter", read_slowly)
+    monkeypatch.setattr("nodeagent.engine.server.adapters.read_adapter", read_slowly)
     for reads in (1, 2):
         leaving = asyncio.create_task(adapters.hold("a"))
         async with asyncio.timeout(30):

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from nodeagent.engine.checkpoint.gguf import GgufFile
-from nodeagent.engine.decide.batching import Batching, Limits
-from nodeagent.engine.decide.blocks import Blocks
-from nodeagent.engine.decide.sequence import Ending, Sequence
-from nodeagent.engine.layers.kv_format import KV_DTYPES, KvFormat
-from nodeagent.engine.layers.linear import Keeping
-from nodeagent.engine.models.families import build
-from nodeagent.engine.native.kernels import kernels
-from nodeagent.engine.parallel.share import Cut
-from nodeagent.engine.runner import Runner
+from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.distributed.shards import Cut
+from nodeagent.engine.kernels.cpu.kernels import kernels
+from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.model.families import build
+from nodeagent.engine.model.layers.kv_format import KV_DTYPES, KvFormat
+from nodeagent.engine.model.layers.linear import Keeping
+from nodeagent.engine.scheduler.batching import Batching, Limits
+from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.weights.gguf import GgufFile
 
 pytestmark = pytest.mark.model
 

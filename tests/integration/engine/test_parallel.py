@@ -15,7 +15,7 @@ import torch
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.loading import load
-from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.model.shape import CheckpointError
 from ops.golden import tiny
 from tests.integration.engine.conftest import ROOT, EngineProcess, end, launch, wait_ready
 

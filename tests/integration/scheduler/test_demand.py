@@ -11,7 +11,7 @@ from isochrone.service.clock import utc_now
 from isochrone.wire.admin import PopBody
 from isochrone.wire.ids import BootId, ClusterId, RouterId
 from isochrone.wire.usage import Demand, Usage
-from scheduler.decide.intake import take_demand, take_usage
+from scheduler.decide.demand.intake import accept_demand, accept_usage
 from scheduler.store import catalogue, deployments
 from scheduler.store.lease import ensure_cluster
 from scheduler.store.pool import Pool, transaction, using
@@ -34,7 +34,7 @@ async def begun(pool: Pool) -> None:
 
 async def counted(pool: Pool, demand: Demand) -> int | None:
     async with transaction(pool) as connection:
-        return await record_demand(connection, demand, take_demand(demand.rows[0].pop, demand))
+        return await record_demand(connection, demand, accept_demand(demand.rows[0].pop, demand))
 
 
 async def one(pool: Pool, query: str) -> Any:
@@ -81,7 +81,7 @@ async def test_usage_sent_again_is_written_once(pool: Pool) -> None:
     again = msgspec.structs.replace(batch, batch_id="2", rows=(a_usage("q2"), a_usage("q3")))
     for usage in (batch, again, batch):
         async with transaction(pool) as connection:
-            await record_usage(connection, take_usage(usage).rows)
+            await record_usage(connection, accept_usage(usage).rows)
     assert await one(pool, "SELECT count(*) FROM usage") == 3
     assert await one(pool, "SELECT sum(output_tokens)::int FROM usage") == 15
 

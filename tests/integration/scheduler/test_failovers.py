@@ -17,9 +17,9 @@ from isochrone.wire.assignment import Group
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import BootId, DeploymentId, Epoch, Generation, KeyId, NodeId, PopId
 from isochrone.wire.report import Profile, Refusal
-from scheduler.decide.cluster import Ending, Plan, Start
-from scheduler.decide.intake import take_demand
-from scheduler.decide.rollout import Event, after
+from scheduler.decide.cluster import PlacementPlan, ReplicaEnding, ReplicaStart
+from scheduler.decide.demand.intake import accept_demand
+from scheduler.decide.rollout.lifecycle import RolloutEvent, apply_event
 from scheduler.store import deployments, keys
 from scheduler.store.identities import add_join_token, add_peer, revoke, use_join_token
 from scheduler.store.lease import raise_epoch_and_generation, read_cluster_row
@@ -78,10 +78,10 @@ async def plans(connection: Connection) -> None:
         )
         for place in (8, 9)
     ]
-    follower = Start(node_id=NodeId("n2"), spec=parts[1], reason="test")
-    start = Start(node_id=NodeId("n1"), spec=parts[0], reason="test", followers=(follower,))
-    ending = Ending(replica_id=a_spec("r1").replica_id, node_id=NodeId("n1"), reason="test")
-    plan = Plan(based_on=generation, starts=(start,), endings=(ending,))
+    follower = ReplicaStart(node_id=NodeId("n2"), spec=parts[1], reason="test")
+    start = ReplicaStart(node_id=NodeId("n1"), spec=parts[0], reason="test", followers=(follower,))
+    ending = ReplicaEnding(replica_id=a_spec("r1").replica_id, node_id=NodeId("n1"), reason="test")
+    plan = PlacementPlan(based_on=generation, starts=(start,), endings=(ending,))
     assert await commit_plan(connection, plan, EPOCH)
 
 
@@ -95,13 +95,13 @@ async def joins(connection: Connection) -> None:
 
 async def asks(connection: Connection) -> None:
     demand = a_demand(a_row(requests=3), seq=1)
-    await record_demand(connection, demand, take_demand(PopId("ams"), demand))
+    await record_demand(connection, demand, accept_demand(PopId("ams"), demand))
 
 
 async def rolls(connection: Connection) -> None:
     if await add_rollout(connection, a_rollout()):
         assert await write_rollout(
-            connection, a_rollout(), after(a_rollout(), Event.PAUSE_ASKED, "test")
+            connection, a_rollout(), apply_event(a_rollout(), RolloutEvent.PAUSE_ASKED, "test")
         )
 
 

@@ -4,10 +4,10 @@ import pytest
 from msgspec.structs import replace
 
 from isochrone.wire.ids import Epoch, PopId
-from scheduler.decide.liveness import Heard, LivenessLimits
-from scheduler.decide.outlook import slot_of
-from scheduler.planner.desk import Desk
-from scheduler.planner.forecast import Forecast
+from scheduler.decide.demand.fleet_forecast import slot_of
+from scheduler.decide.membership.liveness import LivenessLimits, NodeContact
+from scheduler.planner.demand_forecaster import DemandForecaster
+from scheduler.planner.server import PlannerServer
 from scheduler.store.forecast import read_clock
 from scheduler.store.pool import Pool, using
 from tests.integration.scheduler.test_demand import begun, counted
@@ -23,20 +23,22 @@ FROM generate_series(1, $1) n
 """
 
 
-HEARD = Heard(acting_for_s=99.0)
+HEARD = NodeContact(acting_for_s=99.0)
 
 
 @pytest.fixture(autouse=True)
 def not_far_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two weeks of slots are asked for one by one, most of them empty here."""
-    monkeypatch.setattr("scheduler.planner.forecast.CATCH_UP_FROM_NOTHING_SLOTS", SLOTS_BACK + 5)
+    monkeypatch.setattr(
+        "scheduler.planner.demand_forecaster.CATCH_UP_FROM_NOTHING_SLOTS", SLOTS_BACK + 5
+    )
 
 
 async def test_what_ended_is_learned_and_the_next_term_goes_on_from_it(pool: Pool) -> None:
     await begun(pool)
     async with using(pool) as connection:
         await connection.execute(ASKED, SLOTS_BACK * 10)
-    desk = Desk(pool, LivenessLimits())
+    desk = PlannerServer(pool, LivenessLimits())
     forecast = desk.forecast
     first = await forecast.learn(Epoch(1))
     assert (first.series, first.is_news, first.is_behind) == (1, True, False)
@@ -52,7 +54,7 @@ async def test_what_ended_is_learned_and_the_next_term_goes_on_from_it(pool: Poo
         await forecast._save(turn)
     async with using(pool) as connection:
         await connection.execute("TRUNCATE demand")
-    later = Forecast(pool)
+    later = DemandForecaster(pool)
     again = await later.learn(Epoch(2))
     assert (again.slots, again.series, again.is_news) == (0, 1, True)
     assert later.soon == [row]
@@ -71,10 +73,10 @@ async def test_a_clock_that_was_years_ahead_leaves_nothing_behind(
     async def years_ahead(_: object) -> float:
         return now_s + 3650 * 86_400.0
 
-    desk = Desk(pool, LivenessLimits())
+    desk = PlannerServer(pool, LivenessLimits())
     await desk.forecast.learn(Epoch(1))
     with monkeypatch.context() as patched:
-        patched.setattr("scheduler.planner.forecast.read_clock", years_ahead)
+        patched.setattr("scheduler.planner.demand_forecaster.read_clock", years_ahead)
         desk.forecast._next_slot = slot_of(await years_ahead(None)) - 3
         assert (await desk.forecast.learn(Epoch(1))).slots
         for turn in range(6):
@@ -93,11 +95,11 @@ async def test_what_takes_long_to_learn_is_learned_a_part_at_a_time(
     await begun(pool)
     async with using(pool) as connection:
         await connection.execute(ASKED, 50)
-    monkeypatch.setattr("scheduler.planner.forecast.LEARN_S", 0.0)
-    forecast = Forecast(pool)
+    monkeypatch.setattr("scheduler.planner.demand_forecaster.LEARN_S", 0.0)
+    forecast = DemandForecaster(pool)
     behind = await forecast.learn(Epoch(1))
     assert (behind.is_behind, behind.is_news, forecast.soon) == (True, False, ())
-    monkeypatch.setattr("scheduler.planner.forecast.LEARN_S", 10.0)
+    monkeypatch.setattr("scheduler.planner.demand_forecaster.LEARN_S", 10.0)
     level = await forecast.learn(Epoch(1))
     assert (level.is_behind, level.is_news, len(forecast.soon)) == (False, True, 1)
 
@@ -106,7 +108,7 @@ async def test_a_flash_crowd_is_in_the_picture_as_soon_as_it_is_counted(pool: Po
     await begun(pool)
     async with using(pool) as connection:
         await connection.execute(ASKED, SLOTS_BACK * 10)
-    desk = Desk(pool, LivenessLimits())
+    desk = PlannerServer(pool, LivenessLimits())
     await desk.forecast.learn(Epoch(1))
     crowd = a_demand(a_row(requests=60_000, prompt_tokens=600_000, output_tokens=60_000))
     assert await counted(pool, crowd) == 0

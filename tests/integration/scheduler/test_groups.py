@@ -7,10 +7,10 @@ from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId, PopId, ReplicaId
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import Refusal, Report
-from scheduler.decide.cluster import ClusterState, Plan
-from scheduler.decide.feasible import free_memory
-from scheduler.decide.liveness import Heard
-from scheduler.decide.plan import plan
+from scheduler.decide.cluster import ClusterState, PlacementPlan
+from scheduler.decide.membership.liveness import NodeContact
+from scheduler.decide.placement.fleet.slots import free_memory
+from scheduler.decide.placement.planner import plan_deployments
 from scheduler.store import catalogue, deployments
 from scheduler.store.cluster import read_cluster
 from scheduler.store.identities import add_peer
@@ -65,10 +65,10 @@ async def told(pool: Pool, epoch: Epoch, report: Report) -> ReportEffect:
 
 async def picture(pool: Pool) -> ClusterState:
     async with transaction(pool, isolation="repeatable_read") as connection:
-        return await read_cluster(connection, Heard(acting_for_s=1000.0))
+        return await read_cluster(connection, NodeContact(acting_for_s=1000.0))
 
 
-async def committed(pool: Pool, epoch: Epoch, decided: Plan) -> None:
+async def committed(pool: Pool, epoch: Epoch, decided: PlacementPlan) -> None:
     async with transaction(pool) as connection:
         assert await commit_plan(connection, decided, epoch)
 
@@ -85,7 +85,7 @@ async def assigned(pool: Pool, epoch: Epoch) -> dict[str, Assignment]:
 
 async def test_each_node_has_its_part_and_the_picture_has_one_replica(pool: Pool) -> None:
     epoch = await two_nodes(pool)
-    await committed(pool, epoch, plan(await picture(pool)))
+    await committed(pool, epoch, plan_deployments(await picture(pool)))
     orders = await assigned(pool, epoch)
     groups = {name: order.replicas[0].group for name, order in orders.items()}
     assert {name: group.place for name, group in groups.items() if group} == {"n1": 0, "n2": 1}
@@ -114,10 +114,10 @@ async def test_each_node_has_its_part_and_the_picture_has_one_replica(pool: Pool
 
 async def test_all_parts_are_ended_together_and_given_back_one_by_one(pool: Pool) -> None:
     epoch = await two_nodes(pool)
-    await committed(pool, epoch, plan(await picture(pool)))
+    await committed(pool, epoch, plan_deployments(await picture(pool)))
     async with transaction(pool) as connection:
         await connection.execute("UPDATE deployment SET deleted_at = clock_timestamp()")
-    decided = plan(await picture(pool))
+    decided = plan_deployments(await picture(pool))
     assert [ending.follower_ids for ending in decided.endings] == [("n2",)]
     await committed(pool, epoch, decided)
     orders = await assigned(pool, epoch)
@@ -133,7 +133,7 @@ async def test_all_parts_are_ended_together_and_given_back_one_by_one(pool: Pool
 
 async def test_a_part_that_comes_back_without_its_leader_is_ended(pool: Pool) -> None:
     epoch = await two_nodes(pool)
-    await committed(pool, epoch, plan(await picture(pool)))
+    await committed(pool, epoch, plan_deployments(await picture(pool)))
     known = (await assigned(pool, epoch))["n2"].replicas[0]
     assert known.group is not None
     async with transaction(pool) as connection:
@@ -142,7 +142,7 @@ async def test_a_part_that_comes_back_without_its_leader_is_ended(pool: Pool) ->
     assert (await told(pool, epoch, report)).adopted == 1
     cluster = await picture(pool)
     assert [p.leader_id for p in cluster.placements] == [known.group.leader_id]
-    assert [e.replica_id for e in plan(cluster).endings] == [
+    assert [e.replica_id for e in plan_deployments(cluster).endings] == [
         ReplicaId(f"{known.group.leader_id}.1")
     ]
 
@@ -151,7 +151,7 @@ async def test_a_part_that_is_refused_ends_the_seat_and_is_not_asked_for_again_a
     pool: Pool,
 ) -> None:
     epoch = await two_nodes(pool)
-    await committed(pool, epoch, plan(await picture(pool)))
+    await committed(pool, epoch, plan_deployments(await picture(pool)))
     orders = await assigned(pool, epoch)
     leader, part = (orders[name].replicas[0] for name in NODES)
     why = f"cannot run {part.replica_id}: no driver 'mock' here"
@@ -164,7 +164,7 @@ async def test_a_part_that_is_refused_ends_the_seat_and_is_not_asked_for_again_a
     assert (await told(pool, epoch, waits)).adopted == 0
     assert (await told(pool, epoch, says("n2", 2, refusals=refusals))).changed == 1
     assert (await told(pool, epoch, says("n2", 3, refusals=refusals))).changed == 0
-    decided = plan(await picture(pool))
+    decided = plan_deployments(await picture(pool))
     ((leader_id, reason),) = [(e.replica_id, e.reason) for e in decided.endings]
     assert (leader_id, reason) == (leader.replica_id, f"it failed on n2: {why}")
     await committed(pool, epoch, decided)
@@ -173,8 +173,8 @@ async def test_a_part_that_is_refused_ends_the_seat_and_is_not_asked_for_again_a
         told_again = refusals if name == "n2" else ()
         gone = says(name, 4, generation=generation, refusals=told_again)
         assert (await told(pool, epoch, gone)).released == 1
-    again = plan(await picture(pool))
+    again = plan_deployments(await picture(pool))
     assert not again.starts
     assert f"n2: it refused one of this deployment: {why}" in again.unmet[0].reason
     assert (await told(pool, epoch, says("n2", 5, generation=generation))).released == 0
-    assert len(plan(await picture(pool)).starts) == 1
+    assert len(plan_deployments(await picture(pool)).starts) == 1

@@ -8,7 +8,7 @@ import pytest
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import DeploymentId, ModelId, NodeId, PopId
 from isochrone.wire.report import Profile
-from scheduler.decide.cluster import Plan, Start
+from scheduler.decide.cluster import PlacementPlan, ReplicaStart
 from scheduler.store import catalogue
 from scheduler.store import pool as pools
 from scheduler.store.identities import add_peer
@@ -26,11 +26,13 @@ async def test_a_plan_and_a_nodes_own_change_never_wait_for_one_another(pool: Po
     await reported(pool, epoch)
     async with using(pool) as connection:
         based_on = (await read_cluster_row(connection)).generation
-    start = Start(node_id=NodeId("n1"), spec=a_spec(), reason="test")
+    start = ReplicaStart(node_id=NodeId("n1"), spec=a_spec(), reason="test")
 
     async def place() -> bool:
         async with transaction(pool) as connection:
-            return await commit_plan(connection, Plan(based_on=based_on, starts=(start,)), epoch)
+            return await commit_plan(
+                connection, PlacementPlan(based_on=based_on, starts=(start,)), epoch
+            )
 
     async with transaction(pool) as connection:
         # A report, or an operator who drains: the node first, then the cluster's generation.

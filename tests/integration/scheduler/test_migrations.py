@@ -8,7 +8,7 @@ import pytest
 
 from isochrone.service.clock import utc_now
 from isochrone.wire.rollout import RolloutState
-from scheduler.decide.liveness import Heard
+from scheduler.decide.membership.liveness import NodeContact
 from scheduler.store import keys
 from scheduler.store.cluster import read_cluster
 from scheduler.store.identities import list_join_tokens, list_revocations
@@ -94,7 +94,7 @@ async def test_what_earlier_releases_wrote_is_there_after_each_migration(empty: 
         async with transaction(empty) as connection:
             await connection.execute(WRITTEN_AT.get(number, "SELECT 1"))
     async with transaction(empty, isolation="repeatable_read") as connection:
-        cluster = await read_cluster(connection, Heard(acting_for_s=1000.0))
+        cluster = await read_cluster(connection, NodeContact(acting_for_s=1000.0))
         (rollout,) = await list_rollouts(connection, "", 9)
         (key,) = await keys.live_keys(connection)
         tokens = await list_join_tokens(connection, "", 9)

@@ -10,36 +10,36 @@ import msgspec
 import pytest
 
 from isochrone.wire.ids import DeploymentId, Epoch
-from scheduler.decide.liveness import Heard, LivenessLimits
-from scheduler.decide.versions import decide
-from scheduler.decide.what_if import Picture
-from scheduler.planner.process import Planner, PlannerFailed
-from scheduler.planner.questions import Settings, framed
+from scheduler.decide.membership.liveness import LivenessLimits, NodeContact
+from scheduler.decide.placement.rollout_split import plan_fleet
+from scheduler.decide.whatif.what_if import ClusterSnapshot
+from scheduler.planner.client import PlannerClient, PlannerFailed
+from scheduler.planner.messages import PlannerSettings, frame
 from scheduler.store.pool import Pool
 from tests.builders import a_spec
 from tests.integration.scheduler.test_store import begun, planned, reported
 
-HEARD = Heard(acting_for_s=99.0)
+HEARD = NodeContact(acting_for_s=99.0)
 
 
-def settings(dsn: str) -> Settings:
-    return Settings(database_url=dsn, liveness=LivenessLimits(), log_level="INFO")
+def settings(dsn: str) -> PlannerSettings:
+    return PlannerSettings(database_url=dsn, liveness=LivenessLimits(), log_level="INFO")
 
 
 @pytest.fixture
-async def planner(pool: Pool, database_dsn: str) -> AsyncIterator[Planner]:
+async def planner(pool: Pool, database_dsn: str) -> AsyncIterator[PlannerClient]:
     epoch = await begun(pool)
     await reported(pool, epoch)
     assert await planned(pool, epoch, a_spec())
-    planner = Planner(settings(database_dsn))
+    planner = PlannerClient(settings(database_dsn))
     yield planner
     await planner.stop()
 
 
-async def test_it_reads_decides_and_answers(planner: Planner) -> None:
-    saved = msgspec.json.decode(await planner.picture(HEARD), type=Picture)
+async def test_it_reads_decides_and_answers(planner: PlannerClient) -> None:
+    saved = msgspec.json.decode(await planner.picture(HEARD), type=ClusterSnapshot)
     assert [node.node_id for node in saved.cluster.nodes] == ["n1"]
-    assert await planner.plan(HEARD) == decide(saved.cluster, LivenessLimits())
+    assert await planner.plan(HEARD) == plan_fleet(saved.cluster, LivenessLimits())
     explained = await planner.explain(HEARD, DeploymentId("d"))
     assert explained is not None
     assert [here.replica_id for here in explained.here] == ["r1"]
@@ -48,7 +48,7 @@ async def test_it_reads_decides_and_answers(planner: Planner) -> None:
     assert await planner.foresee(HEARD) == await planner.foresee(HEARD)
 
 
-async def test_one_that_was_killed_or_is_stuck_is_replaced(planner: Planner) -> None:
+async def test_one_that_was_killed_or_is_stuck_is_replaced(planner: PlannerClient) -> None:
     first = await planner.plan(HEARD)
     for number in (signal.SIGKILL, signal.SIGSTOP):
         assert planner._process is not None
@@ -61,7 +61,7 @@ async def test_one_that_was_killed_or_is_stuck_is_replaced(planner: Planner) -> 
 
 
 async def test_a_question_that_fails_is_answered_in_words_and_the_next_one_too(
-    planner: Planner, pool: Pool
+    planner: PlannerClient, pool: Pool
 ) -> None:
     first = await planner.plan(HEARD)
     asked = planner._process
@@ -74,7 +74,7 @@ async def test_a_question_that_fails_is_answered_in_words_and_the_next_one_too(
 
 
 async def test_without_a_database_it_says_so(database_dsn: str) -> None:
-    planner = Planner(settings(database_dsn.replace("host=/", "host=/nowhere/")))
+    planner = PlannerClient(settings(database_dsn.replace("host=/", "host=/nowhere/")))
     with pytest.raises(PlannerFailed, match="cannot decide: the planner ended"):
         await planner.plan(HEARD)
     await planner.stop()
@@ -87,6 +87,6 @@ def test_it_ends_when_nobody_can_ask(database_dsn: str) -> None:
     )
     assert process.stdin is not None
     with process, process.stdin as stdin:
-        stdin.write(framed(settings(database_dsn)))
+        stdin.write(frame(settings(database_dsn)))
         stdin.close()
         assert process.wait(30.0) == 0

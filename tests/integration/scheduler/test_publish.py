@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from isochrone.wire.ids import NodeId
-from scheduler.decide.flaps import HELD_S
+from scheduler.decide.routing.flap_damping import HELD_S
 from scheduler.loops.publish_routes import PublishRoutes
 from scheduler.store.pool import Pool
 from tests.builders import a_replica_report, a_spec

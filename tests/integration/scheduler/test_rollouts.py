@@ -13,8 +13,8 @@ from isochrone.service.files import write_atomic
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.rollout import RolloutState
 from isochrone.wire.usage import TrialRow
-from scheduler.decide.rollout import Event, Rollout, after
-from scheduler.decide.trial import Arm
+from scheduler.decide.rollout.lifecycle import Rollout, RolloutEvent, apply_event
+from scheduler.decide.rollout.sequential_test import Arm
 from scheduler.store import deployments
 from scheduler.store.lease import EpochLost
 from scheduler.store.pool import Pool, transaction, using
@@ -129,10 +129,12 @@ async def test_one_of_two_writers_wins_and_a_scheduler_without_its_epoch_none(po
     with pytest.raises(EpochLost):
         await stale.run_once()
     assert (await stands(pool)).state is RolloutState.RUNNING
-    paused = after(rollout, Event.PAUSE_ASKED)
+    paused = apply_event(rollout, RolloutEvent.PAUSE_ASKED)
     async with transaction(pool) as connection:
         assert await write_rollout(connection, rollout, paused)
-        assert not await write_rollout(connection, rollout, after(rollout, Event.ABORT_ASKED))
+        assert not await write_rollout(
+            connection, rollout, apply_event(rollout, RolloutEvent.ABORT_ASKED)
+        )
         assert [one.state for one in await active_rollouts(connection)] == [RolloutState.PAUSED]
         assert not await add_rollout(connection, a_rollout())
 

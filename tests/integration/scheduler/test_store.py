@@ -26,8 +26,8 @@ from isochrone.wire.ids import (
 from isochrone.wire.report import Profile, Pulse, Refusal
 from migrations.dump import dump
 from scheduler import embedded_postgres
-from scheduler.decide.cluster import Ending, Plan, Start, Unmet
-from scheduler.decide.liveness import Heard
+from scheduler.decide.cluster import PlacementPlan, ReplicaEnding, ReplicaStart, UnmetRequirement
+from scheduler.decide.membership.liveness import NodeContact
 from scheduler.store import catalogue, deployments, keys
 from scheduler.store.cluster import read_cluster, read_fleet
 from scheduler.store.identities import (
@@ -110,8 +110,8 @@ async def reported(pool: Pool, epoch: Epoch, seq: int = 1, **fields):  # type: i
 async def planned(pool: Pool, epoch: Epoch, *specs, endings=()) -> bool:  # type: ignore[no-untyped-def]
     async with transaction(pool) as connection:
         row = await read_cluster_row(connection)
-        starts = tuple(Start(node_id=NodeId("n1"), spec=s, reason="test") for s in specs)
-        decided = Plan(based_on=row.generation, starts=starts, endings=endings)
+        starts = tuple(ReplicaStart(node_id=NodeId("n1"), spec=s, reason="test") for s in specs)
+        decided = PlacementPlan(based_on=row.generation, starts=starts, endings=endings)
         return await commit_plan(connection, decided, epoch)
 
 
@@ -230,8 +230,8 @@ async def test_a_plan_is_committed_only_on_the_ground_it_was_made_on(pool: Pool)
     await reported(pool, epoch)
     async with transaction(pool) as connection:
         row = await read_cluster_row(connection)
-        start = Start(node_id=NodeId("n1"), spec=a_spec(), reason="test")
-        stale = Plan(based_on=Generation(row.generation - 1), starts=(start,))
+        start = ReplicaStart(node_id=NodeId("n1"), spec=a_spec(), reason="test")
+        stale = PlacementPlan(based_on=Generation(row.generation - 1), starts=(start,))
         assert not await commit_plan(connection, stale, epoch)
     assert await planned(pool, epoch, a_spec())
     async with using(pool) as connection:
@@ -284,7 +284,7 @@ async def test_a_replica_ended_is_released_when_its_node_has_seen_the_tombstone(
     spec = a_spec()
     await planned(pool, epoch, spec)
     await reported(pool, epoch, seq=2, replicas=(a_replica_report(spec),))
-    ending = Ending(replica_id=spec.replica_id, node_id=NodeId("n1"), reason="test")
+    ending = ReplicaEnding(replica_id=spec.replica_id, node_id=NodeId("n1"), reason="test")
     await planned(pool, epoch, endings=(ending,))
     async with using(pool) as connection:
         assignment = await read_assignment(
@@ -318,7 +318,7 @@ async def test_what_broke_is_held_against_its_version_and_what_was_refused_is_no
     for seq, state in enumerate(("failed", "draining", "stopped"), 2):
         if state == "draining":
             endings = (
-                Ending(
+                ReplicaEnding(
                     replica_id=a_spec("r1").replica_id, node_id=NodeId("n1"), reason="it failed"
                 ),
             )
@@ -335,7 +335,7 @@ async def test_what_broke_is_held_against_its_version_and_what_was_refused_is_no
         )
         assert effect.released == (state == "stopped")
         async with transaction(pool, isolation="repeatable_read") as connection:
-            cluster = await read_cluster(connection, Heard(acting_for_s=1000.0))
+            cluster = await read_cluster(connection, NodeContact(acting_for_s=1000.0))
             starts = await read_starts(
                 connection, msgspec.structs.replace(a_rollout(), to_version=1)
             )
@@ -374,7 +374,7 @@ async def test_status_names_who_is_silent_and_what_does_not_get_warm(pool: Pool)
                 silent_s=silent_s,
                 silent_after_s=after_s,
                 frozen="",
-                unmet=(Unmet(deployment_id=DeploymentId("d"), reason="no room"),),
+                unmet=(UnmetRequirement(deployment_id=DeploymentId("d"), reason="no room"),),
             )
 
     assert (await told()).unmet == ("d: no room",)
@@ -408,7 +408,7 @@ async def test_what_held_replicas_can_be_forgotten_once_they_are_gone(pool: Pool
         for table, name in (("node", "n1"), ("model", "m")):
             with pytest.raises(catalogue.StillUsed):
                 await catalogue.delete_row(connection, table, name, None)
-    ending = Ending(replica_id=a_spec("r1").replica_id, node_id=NodeId("n1"), reason="test")
+    ending = ReplicaEnding(replica_id=a_spec("r1").replica_id, node_id=NodeId("n1"), reason="test")
     assert await planned(pool, epoch, endings=(ending,))
     async with using(pool) as connection:
         generation = (await read_cluster_row(connection)).generation
@@ -437,7 +437,7 @@ async def test_a_report_that_this_release_cannot_read_keeps_no_fleet_from_being_
     await reported(pool, epoch)
     async with transaction(pool) as connection:
         await connection.execute("UPDATE node SET report = $1", b"\x81\xa4node\x01")
-        (node,) = (await read_cluster(connection, Heard(acting_for_s=1000.0))).nodes
+        (node,) = (await read_cluster(connection, NodeContact(acting_for_s=1000.0))).nodes
     assert node.devices, "what a report has said in tables stands"
     assert not (await reported(pool, epoch, seq=2)).stale
 
@@ -448,7 +448,7 @@ async def test_what_runs_and_is_unknown_is_adopted_with_its_deployment(pool: Poo
     effect = await reported(pool, epoch, replicas=(a_replica_report(unknown),))
     assert effect.adopted == 1
     async with transaction(pool, isolation="repeatable_read") as connection:
-        cluster = await read_cluster(connection, Heard(acting_for_s=1000.0))
+        cluster = await read_cluster(connection, NodeContact(acting_for_s=1000.0))
     assert {d.name for d in cluster.deployments} == {"d", "lost-model"}
     assert cluster.placements[0].replica_id == "lost-1"
     # What cannot be adopted (its device is promised to another) goes on, and is noted.
@@ -586,7 +586,7 @@ async def test_a_device_no_longer_reported_is_unhealthy_not_gone(pool: Pool) -> 
     await planned(pool, epoch, a_spec("r1", device_ids=(DeviceId("gpu1"),)))
     await reported(pool, epoch, seq=2, devices=two[:1])
     async with transaction(pool, isolation="repeatable_read") as connection:
-        cluster = await read_cluster(connection, Heard(acting_for_s=1000.0))
+        cluster = await read_cluster(connection, NodeContact(acting_for_s=1000.0))
     health = {d.device_id: d.healthy for d in cluster.nodes[0].devices}
     assert health == {"gpu0": True, "gpu1": False}
     assert cluster.placements[0].device_ids == ("gpu1",)
@@ -680,6 +680,6 @@ async def test_a_node_seen_in_a_time_to_come_is_no_less_silent_for_it(pool: Pool
         ahead = "UPDATE node SET last_seen_at = clock_timestamp() + interval '1 hour'"
         await connection.execute(ahead)
         for silent_s, least_s in (({NodeId("n1"): 50.0}, 50.0), ({}, 3590.0)):
-            heard = Heard(acting_for_s=99.0, silent_s=silent_s)
+            heard = NodeContact(acting_for_s=99.0, silent_s=silent_s)
             (node,) = (await read_fleet(connection, heard)).nodes
             assert least_s <= node.silent_s < least_s + 15.0

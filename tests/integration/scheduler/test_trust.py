@@ -28,10 +28,10 @@ from isochrone.wire.ids import (
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import Profile, Pulse, Refusal
 from scheduler.api.peers import LEAP_MAX, PeerRefused, PeerServer
-from scheduler.decide.claims import claim
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.liveness import Heard
-from scheduler.decide.plan import plan
+from scheduler.decide.membership.liveness import NodeContact
+from scheduler.decide.membership.placement_seal import sealed_fields
+from scheduler.decide.placement.planner import plan_deployments
 from scheduler.state.heartbeats import PULSES_WRITTEN_MAX, PulseBuffer
 from scheduler.store.cluster import read_cluster
 from scheduler.store.identities import (
@@ -186,9 +186,9 @@ async def test_a_report_that_contradicts_itself_is_clamped_or_refused_alone(
         await reported(pool, epoch, **fields)
     await reported(pool, epoch, seq=2)
     async with transaction(pool, isolation="repeatable_read") as connection:
-        picture = await read_cluster(connection, Heard(acting_for_s=99.0))
+        picture = await read_cluster(connection, NodeContact(acting_for_s=99.0))
     assert [node.node_id for node in picture.nodes] == ["n1"]
-    plan(picture)
+    plan_deployments(picture)
 
 
 NEW = {"deployment_id": DeploymentId("new"), "name": "new", "model_id": ModelId("new")}
@@ -219,8 +219,8 @@ async def test_no_node_can_have_taken_in_what_the_centre_cannot_read(
         async with transaction(pool) as connection:
             await record_report(connection, epoch, report, believed)
     async with transaction(pool, isolation="repeatable_read") as connection:
-        picture = await read_cluster(connection, Heard(acting_for_s=99.0))
-    plan(picture)
+        picture = await read_cluster(connection, NodeContact(acting_for_s=99.0))
+    plan_deployments(picture)
 
 
 async def test_only_what_was_seated_there_by_this_cluster_is_taken_in(
@@ -231,11 +231,11 @@ async def test_only_what_was_seated_there_by_this_cluster_is_taken_in(
     ours, theirs = (Authority.create(tmp_path / name, name, NOW) for name in ("ours", "theirs"))
 
     def believes(node_id: NodeId, spec: ReplicaSpec) -> bool:
-        return ours.verify_seal(claim(node_id, spec), spec.seal)
+        return ours.verify_seal(sealed_fields(node_id, spec), spec.seal)
 
     def sealed(authority: Authority, node: str, **fields: Any) -> ReplicaSpec:
         spec = a_spec(**{"replica_id": "r9", **NEW, **fields})
-        seal = authority.seal(claim(NodeId(node), spec))
+        seal = authority.seal(sealed_fields(NodeId(node), spec))
         return msgspec.structs.replace(spec, seal=seal)
 
     async def said(seq: int, spec: ReplicaSpec) -> int:
@@ -318,7 +318,7 @@ async def test_a_picture_read_from_what_is_known_is_the_picture(pool: Pool) -> N
     async def read(kept: NodeReportCache | None) -> ClusterState:
         async with transaction(pool, isolation="repeatable_read") as connection:
             silent_s = {NodeId("n1"): 0.0, NodeId("n2"): 0.0}
-            heard = Heard(acting_for_s=1.0, silent_s=silent_s)
+            heard = NodeContact(acting_for_s=1.0, silent_s=silent_s)
             picture = await read_cluster(connection, heard, kept)
         placements = tuple(
             msgspec.structs.replace(p, age_s=0.0, state_age_s=0.0) for p in picture.placements

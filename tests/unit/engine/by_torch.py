@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nodeagent.engine.cuda.layout import Paged
-from nodeagent.engine.decide.sequence import BLOCK_TOKENS
-from nodeagent.engine.layers.kv_format import KvFormat
+from nodeagent.engine.kernels.cuda.batch_layout import Paged
+from nodeagent.engine.model.layers.kv_format import KvFormat
+from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
 
 
 class ByTorch:

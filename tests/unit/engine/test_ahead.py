@@ -7,17 +7,17 @@ from random import Random
 import pytest
 import torch
 
-from nodeagent.engine.decide import grammar
-from nodeagent.engine.decide.batching import Batching, Limits
-from nodeagent.engine.decide.blocks import Blocks
-from nodeagent.engine.decide.depth import choose_ahead
-from nodeagent.engine.decide.sequence import Ending, Sequence
-from nodeagent.engine.runner import Runner
-from nodeagent.engine.sampling import Sampler, SamplingParams
-from nodeagent.engine.speculate.ahead import Ahead, Habits
-from nodeagent.engine.speculate.speculation import Speculation
-from nodeagent.engine.step import Engine, Generation
-from nodeagent.engine.text import StopStrings, TokenText
+from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.core.step import Engine, Generation
+from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
+from nodeagent.engine.scheduler.batching import Batching, Limits
+from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.speculative.draft_length import choose_ahead
+from nodeagent.engine.speculative.draft_model import Ahead, Habits
+from nodeagent.engine.speculative.speculation import Speculation
+from nodeagent.engine.structured import grammar
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
 from tests.unit.engine.test_constrain import GRAMMARS
 from tests.unit.engine.test_speculate import statistic
 from tests.unit.engine.test_text import VOCABULARY

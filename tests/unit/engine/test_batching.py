@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.decide.batching import Batch, Batching, Chunk, Limits
-from nodeagent.engine.decide.blocks import Blocks
-from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Finish, Sequence
-from nodeagent.engine.decide.trade import Trade
+from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.scheduler.batching import Batch, Batching, Chunk, Limits
+from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Finish, Sequence
+from nodeagent.engine.scheduler.swap_or_recompute import Trade
 
 BLOCKS = 8
 STEPS_MAX = 3000

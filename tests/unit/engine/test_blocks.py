@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from nodeagent.engine.decide.blocks import Blocks
+from nodeagent.engine.kvcache.blocks import Blocks
 
 TOTAL = 6
 

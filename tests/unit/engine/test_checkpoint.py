@@ -13,11 +13,11 @@ from gguf import GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.checkpoint.encoder import _pooling
-from nodeagent.engine.checkpoint.gguf_header import read_header
-from nodeagent.engine.checkpoint.opening import open_checkpoint
-from nodeagent.engine.checkpoint.safetensors import SafetensorsFiles, SafetensorsFolder
-from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.weights.checkpoint import open_checkpoint
+from nodeagent.engine.weights.encoder import _pooling
+from nodeagent.engine.weights.gguf_header import read_header
+from nodeagent.engine.weights.safetensors import SafetensorsFiles, SafetensorsFolder
 from ops.golden import tiny_gguf
 
 CONFIG = (

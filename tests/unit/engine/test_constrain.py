@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.errors import ApiError
-from nodeagent.engine.constrain.asking import grammar_of
-from nodeagent.engine.constrain.compiling import Grammars
-from nodeagent.engine.decide import grammar
-from nodeagent.engine.decide.grammar import Grammar, UnusableGrammar
-from nodeagent.engine.openai import ChatBody, read_chat
-from nodeagent.engine.sampling import Sampled, Sampler, SamplingParams, UnsoundLogits
+from nodeagent.engine.sampling.sampler import Sampled, Sampler, SamplingParams, UnsoundLogits
+from nodeagent.engine.server.request_body import ChatBody, read_chat
+from nodeagent.engine.structured import grammar
+from nodeagent.engine.structured.compiler import Grammars
+from nodeagent.engine.structured.grammar import Grammar, UnusableGrammar
+from nodeagent.engine.structured.request_grammar import grammar_of
 from tests.unit.engine.test_sampling import sample_rows
 from tests.unit.engine.test_text import VOCABULARY
 

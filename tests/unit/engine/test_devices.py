@@ -15,17 +15,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from nodeagent.engine import runner
-from nodeagent.engine.cuda import kernels
-from nodeagent.engine.cuda.layout import Paged, Sizes
-from nodeagent.engine.layers import attention
-from nodeagent.engine.layers.kv_format import KvFormat
-from nodeagent.engine.layers.lora import Adapter
-from nodeagent.engine.models.llama import Llama
-from nodeagent.engine.models.qwen2 import Qwen2
-from nodeagent.engine.models.qwen3 import Qwen3
-from nodeagent.engine.parallel.plan import Run, Told
-from nodeagent.engine.runner import Runner
+from nodeagent.engine.core import model_runner as runner
+from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.distributed.commands import Run, Told
+from nodeagent.engine.kernels.cuda import kernels
+from nodeagent.engine.kernels.cuda.batch_layout import Paged, Sizes
+from nodeagent.engine.model.layers import attention
+from nodeagent.engine.model.layers.kv_format import KvFormat
+from nodeagent.engine.model.layers.lora import Adapter
+from nodeagent.engine.model.llama import Llama
+from nodeagent.engine.model.qwen2 import Qwen2
+from nodeagent.engine.model.qwen3 import Qwen3
 from tests.unit.engine.tiny import SHAPE, RandomWeights
 
 DEVICE = "pretended:0"

@@ -10,18 +10,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.checkpoint.eagle3 import HeadFolder, is_head
-from nodeagent.engine.decide.batching import Batch, Batching, Chunk, Limits
-from nodeagent.engine.decide.blocks import Blocks
-from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Sequence
-from nodeagent.engine.models.llama import Llama
-from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.parallel.ranks import ALONE
-from nodeagent.engine.runner import Runner
-from nodeagent.engine.sampling import SamplingParams
-from nodeagent.engine.speculate.opening import Head, Served, open_draft
-from nodeagent.engine.speculate.speculation import Speculation
-from nodeagent.engine.step import Engine
+from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.core.step import Engine
+from nodeagent.engine.distributed.collectives import ALONE
+from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.model.llama import Llama
+from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.sampling.sampler import SamplingParams
+from nodeagent.engine.scheduler.batching import Batch, Batching, Chunk, Limits
+from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Sequence
+from nodeagent.engine.speculative.draft_loading import Head, Served, open_draft
+from nodeagent.engine.speculative.speculation import Speculation
+from nodeagent.engine.weights.eagle3 import HeadFolder, is_head
 from tests.unit.engine.test_ahead import GREEDY, generated, prompts, run, submit
 from tests.unit.engine.test_text import VOCABULARY as TEXT
 from tests.unit.engine.tiny import SHAPE, VOCABULARY, llama

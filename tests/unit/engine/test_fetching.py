@@ -13,14 +13,14 @@ from gguf.constants import GGMLQuantizationType
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nodeagent.engine.checkpoint.gguf import GgufFile
-from nodeagent.engine.checkpoint.safetensors import SafetensorsFiles
-from nodeagent.engine.layers.linear import Keeping
-from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.models.weights import Weights, WeightSource
-from nodeagent.engine.native import fetching
-from nodeagent.engine.native.kernels import kernels
-from nodeagent.engine.native.matrices import Native
+from nodeagent.engine.kernels.cpu import file_reads as fetching
+from nodeagent.engine.kernels.cpu.kernels import kernels
+from nodeagent.engine.kernels.cpu.matrix_layouts import Native
+from nodeagent.engine.model.layers.linear import Keeping
+from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.weights.gguf import GgufFile
+from nodeagent.engine.weights.safetensors import SafetensorsFiles
+from nodeagent.engine.weights.weight_loading import Weights, WeightSource
 
 pytestmark = pytest.mark.skipif(
     kernels() is None, reason="our own kernels need a compiler and AVX-512 VNNI"

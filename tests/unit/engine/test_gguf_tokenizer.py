@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from nodeagent.engine.checkpoint.gguf_header import Strings
-from nodeagent.engine.decide.tool_format import Tool
-from nodeagent.engine.gguf_tokenizer import vocabulary_of_gguf
-from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.template import ChatTemplate
-from nodeagent.engine.vocabulary import _BYTE_OF_LETTER, Vocabulary
+from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.tokenizer.chat_template import ChatTemplate
+from nodeagent.engine.tokenizer.gguf_tokenizer import vocabulary_of_gguf
+from nodeagent.engine.tokenizer.vocabulary import _BYTE_OF_LETTER, Vocabulary
+from nodeagent.engine.tools.call_format import Tool
+from nodeagent.engine.weights.gguf_header import Strings
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_sentencepiece.json").read_text())
 PATH = Path("m.gguf")

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nodeagent.engine.cuda.graphs import Graphs
-from nodeagent.engine.cuda.layout import host_numbers, sizes_of
-from nodeagent.engine.decide.capture import bucket_of, buckets, splits_of, why_not
-from nodeagent.engine.decide.sequence import BLOCK_TOKENS
-from nodeagent.engine.layers import attention
-from nodeagent.engine.layers.lora import Adapter
-from nodeagent.engine.parallel.plan import Run, Told
-from nodeagent.engine.runner import Runner
+from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.distributed.commands import Run, Told
+from nodeagent.engine.kernels.cuda.batch_layout import host_numbers, sizes_of
+from nodeagent.engine.kernels.cuda.capture import bucket_of, buckets, splits_of, why_not
+from nodeagent.engine.kernels.cuda.graphs import Graphs
+from nodeagent.engine.model.layers import attention
+from nodeagent.engine.model.layers.lora import Adapter
+from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
 from tests.unit.engine.by_torch import ByTorch
 from tests.unit.engine.tiny import SHAPE, llama
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from nodeagent.engine.layers.rope import Rope, inverse_frequencies
-from nodeagent.engine.native import building
-from nodeagent.engine.native.building import NoKernels, built
-from nodeagent.engine.native.kernels import PIECE_TOKENS, Kernels, kernels
+from nodeagent.engine.kernels.cpu import build as building
+from nodeagent.engine.kernels.cpu.build import NoKernels, built
+from nodeagent.engine.kernels.cpu.kernels import PIECE_TOKENS, Kernels, kernels
+from nodeagent.engine.model.layers.rope import Rope, inverse_frequencies
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 4
 
@@ -222,13 +222,28 @@ def test_keys_and_values_go_to_their_slots(own: Kernels) -> None:
 def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(building, "_NEEDED", ())
+    monkeypatch.setattr(building, "_PACKAGED", "no_such_package")
     monkeypatch.setattr(building, "_COMPILERS", ("no-such-compiler",))
-    with pytest.raises(NoKernels, match="no-such-compiler is here"):
+    with pytest.raises(NoKernels, match="install the packages gcc and libc6-dev"):
         built()
     monkeypatch.setattr(building, "_COMPILERS", ("false",))
     with pytest.raises(NoKernels, match="it failed"):
         built()
     assert not list(tmp_path.rglob("*.so"))
+
+
+def test_where_the_system_compiler_fails_the_packaged_one_builds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    packaged = tmp_path / "packaged"
+    packaged.write_text('#!/bin/sh\nfor last; do :; done\necho library > "$last"\n')
+    packaged.chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "_NEEDED", ())
+    monkeypatch.setattr(building, "_compilers", lambda: [("false",), (str(packaged), "cc")])
+    path = built()
+    assert path.read_text() == "library\n"
+    assert built() == path
 
 
 def test_for_another_processor_none_are_built(monkeypatch: pytest.MonkeyPatch) -> None:

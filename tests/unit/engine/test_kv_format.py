@@ -5,14 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.decide.batching import Batching, Limits
-from nodeagent.engine.decide.blocks import Blocks
-from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Sequence
-from nodeagent.engine.kv_tiers.host import HostTier
-from nodeagent.engine.kv_tiers.mover import Mover
-from nodeagent.engine.layers.kv_format import KV_DTYPES, KvFormat
-from nodeagent.engine.models.llama import Llama
-from nodeagent.engine.runner import Runner
+from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.kvcache.block_mover import Mover
+from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.kvcache.host_tier import HostTier
+from nodeagent.engine.model.layers.kv_format import KV_DTYPES, KvFormat
+from nodeagent.engine.model.llama import Llama
+from nodeagent.engine.scheduler.batching import Batching, Limits
+from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Sequence
 from tests.unit.engine.tiny import SHAPE, VOCABULARY, RandomWeights
 
 FP8 = KvFormat(KV_DTYPES["fp8"])

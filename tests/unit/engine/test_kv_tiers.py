@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nodeagent.engine.decide.batching import Batching, Limits
-from nodeagent.engine.decide.blocks import Blocks
-from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Finish, Sequence
-from nodeagent.engine.decide.turns import Standing
-from nodeagent.engine.kv_tiers.files import FileTier
-from nodeagent.engine.kv_tiers.host import HostTier
-from nodeagent.engine.kv_tiers.mover import Mover
+from nodeagent.engine.kvcache.block_mover import Mover
+from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.kvcache.file_tier import FileTier
+from nodeagent.engine.kvcache.host_tier import HostTier
+from nodeagent.engine.scheduler.batching import Batching, Limits
+from nodeagent.engine.scheduler.fair_queue import Standing
+from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Finish, Sequence
 
 MODEL = bytes(16)
 

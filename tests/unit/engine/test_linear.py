@@ -12,9 +12,10 @@ from gguf.quants import quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.checkpoint.gguf import GgufFile
-from nodeagent.engine.checkpoint.unpacking import BITS
-from nodeagent.engine.layers.linear import (
+from nodeagent.engine.kernels.cpu.file_reads import Fetch, fetch
+from nodeagent.engine.kernels.cpu.kernels import kernels
+from nodeagent.engine.kernels.cpu.matrix_layouts import Native
+from nodeagent.engine.model.layers.linear import (
     Blocked,
     FourBit,
     Groups,
@@ -30,10 +31,9 @@ from nodeagent.engine.layers.linear import (
     native,
     tiled,
 )
-from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.native.fetching import Fetch, fetch
-from nodeagent.engine.native.kernels import kernels
-from nodeagent.engine.native.matrices import Native
+from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.weights.gguf import GgufFile
+from nodeagent.engine.weights.gguf_unpacking import BITS
 
 ROWS, COLUMNS = 192, 256
 HEADS = 4
@@ -212,7 +212,7 @@ def test_what_no_kernel_serves_is_kept_otherwise() -> None:
 def test_without_our_own_kernels_weights_are_packed_only_where_asked_and_able(
     monkeypatch: pytest.MonkeyPatch, halves: bool
 ) -> None:
-    monkeypatch.setattr("nodeagent.engine.layers.linear.kernels", lambda: None)
+    monkeypatch.setattr("nodeagent.engine.model.layers.linear.kernels", lambda: None)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: halves)
     assert choose("cpu", torch.float32, "auto")[0] is Keeping.BLOCKED
     packed, blocked = (
@@ -275,7 +275,7 @@ def test_a_gguf_files_groups_are_read_as_they_are(
             os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     elif disk != "cached":
         monkeypatch.setattr(
-            "nodeagent.engine.native.fetching._open",
+            "nodeagent.engine.kernels.cpu.file_reads._open",
             lambda path, opened: os.open(os.devnull, os.O_RDONLY),
         )
     file = GgufFile(path)

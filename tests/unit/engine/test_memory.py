@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.decide.ceiling import Use, refusal
 from nodeagent.engine.memory import MemoryWatch, uses
+from nodeagent.engine.scheduler.memory_ceiling import Use, refusal
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.openai import (
+from nodeagent.engine.server.request_body import (
     ask_of,
     messages_of,
     prompts_of,

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.decide.pace import Pace
-from nodeagent.engine.decide.sequence import BLOCK_TOKENS
+from nodeagent.engine.scheduler.prefill_budget import Pace
+from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
 
 
 @settings(deadline=None, max_examples=100)

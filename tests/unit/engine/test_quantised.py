@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nodeagent.engine.checkpoint.opening import open_checkpoint
-from nodeagent.engine.checkpoint.quantised import QuantisedFolder
-from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.parallel.share import Cut
+from nodeagent.engine.distributed.shards import Cut
+from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.weights.checkpoint import open_checkpoint
+from nodeagent.engine.weights.quantised_folder import QuantisedFolder
 from ops.golden import tiny
 
 NAME = "model.layers.0.self_attn.q_proj"

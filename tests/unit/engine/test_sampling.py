@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from nodeagent.engine import sampling
-from nodeagent.engine.sampling import (
+from nodeagent.engine.sampling import sampler as sampling
+from nodeagent.engine.sampling.sampler import (
     Due,
     Sampled,
     Sampler,

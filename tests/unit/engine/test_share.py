@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodeagent.engine.decide.batching import Batch, Chunk
-from nodeagent.engine.decide.sequence import Ending, Sequence
-from nodeagent.engine.models.shape import CheckpointError, ModelShape
-from nodeagent.engine.parallel.plan import Order, Run, told
-from nodeagent.engine.parallel.share import Share, Split
+from nodeagent.engine.distributed.commands import Order, Run, told
+from nodeagent.engine.distributed.shards import Share, Split
+from nodeagent.engine.model.shape import CheckpointError, ModelShape
+from nodeagent.engine.scheduler.batching import Batch, Chunk
+from nodeagent.engine.scheduler.sequence import Ending, Sequence
 
 SHAPE = ModelShape(
     layers=7,

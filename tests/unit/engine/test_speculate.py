@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nodeagent.engine.decide import grammar
-from nodeagent.engine.decide.batching import Batch, Batching, Limits
-from nodeagent.engine.decide.blocks import Blocks
-from nodeagent.engine.decide.depth import Acceptance, Offer, StepCosts, choose_depths
-from nodeagent.engine.decide.lookup import MATCH_MIN, Lookup
-from nodeagent.engine.decide.sequence import Ending, Sequence
-from nodeagent.engine.sampling import Due, Sampled, Sampler, SamplingParams, sample_runs
-from nodeagent.engine.speculate.speculation import Speculation
-from nodeagent.engine.step import Engine, Generation
-from nodeagent.engine.text import StopStrings, TokenText
+from nodeagent.engine.core.step import Engine, Generation
+from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.sampling.sampler import Due, Sampled, Sampler, SamplingParams, sample_runs
+from nodeagent.engine.scheduler.batching import Batch, Batching, Limits
+from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.speculative.draft_length import Acceptance, Offer, StepCosts, choose_depths
+from nodeagent.engine.speculative.ngram import MATCH_MIN, Lookup
+from nodeagent.engine.speculative.speculation import Speculation
+from nodeagent.engine.structured import grammar
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
 from tests.unit.engine.test_constrain import GRAMMARS
 from tests.unit.engine.test_text import VOCABULARY
 

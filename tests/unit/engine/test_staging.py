@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
-from nodeagent.engine.cuda.staging import Staging
-from nodeagent.engine.models import weights
-from nodeagent.engine.models.families import build
-from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.parallel.share import Cut
-from nodeagent.engine.runner import Runner
+from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.distributed.shards import Cut
+from nodeagent.engine.kernels.cuda.weight_staging import Staging
+from nodeagent.engine.model.families import build
+from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.weights import weight_loading as weights
+from nodeagent.engine.weights.safetensors import SafetensorsFolder
 from ops.golden import tiny
 from tests.unit.engine.test_graphs import prompts
 

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nodeagent.engine.decide.batching import Batch, Batching, Limits
-from nodeagent.engine.decide.blocks import Blocks
-from nodeagent.engine.decide.sequence import Ending, Finish, Sequence
-from nodeagent.engine.sampling import Sampler, SamplingParams
-from nodeagent.engine.step import Delta, Engine, Generation
-from nodeagent.engine.text import StopStrings, TokenText
+from nodeagent.engine.core.step import Delta, Engine, Generation
+from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
+from nodeagent.engine.scheduler.batching import Batch, Batching, Limits
+from nodeagent.engine.scheduler.sequence import Ending, Finish, Sequence
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
 from tests.unit.engine.test_text import VOCABULARY
 
 END = 256

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.openai import messages_of, read_chat, wishes_of
-from nodeagent.engine.template import ChatTemplate, UnusableChat
-from nodeagent.engine.text import StopStrings, TokenText
-from nodeagent.engine.vocabulary import _BYTE_OF_LETTER, SEAM, Vocabulary
+from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.server.request_body import messages_of, read_chat, wishes_of
+from nodeagent.engine.tokenizer.chat_template import ChatTemplate, UnusableChat
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.tokenizer.vocabulary import _BYTE_OF_LETTER, SEAM, Vocabulary
 
 LETTERS = {byte: letter for letter, byte in _BYTE_OF_LETTER.items()}
 

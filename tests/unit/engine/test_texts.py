@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.decide.texts import Texts
+from nodeagent.engine.encoder.batching import Texts
 
 REQUESTS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=9), min_size=1, max_size=6)
 

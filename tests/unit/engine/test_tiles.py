@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nodeagent.engine.native import building
-from nodeagent.engine.native.kernels import Kernels, kernels
-from nodeagent.engine.native.matrices import Native
+from nodeagent.engine.kernels.cpu import build as building
+from nodeagent.engine.kernels.cpu.kernels import Kernels, kernels
+from nodeagent.engine.kernels.cpu.matrix_layouts import Native
 
 KINDS = ("4 bits", "8 bits", torch.float16, torch.bfloat16, torch.float32)
 Kind = str | torch.dtype

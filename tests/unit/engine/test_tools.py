@@ -11,12 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.errors import ApiError
-from nodeagent.engine.answers import Answer, Choice
-from nodeagent.engine.calling import Calling
-from nodeagent.engine.constrain.compiling import Grammars
-from nodeagent.engine.decide import grammar
-from nodeagent.engine.decide.sequence import Finish
-from nodeagent.engine.decide.tool_format import (
+from nodeagent.engine.core.step import Delta
+from nodeagent.engine.sampling.sampler import Sampled
+from nodeagent.engine.scheduler.sequence import Finish
+from nodeagent.engine.server.request_body import ChatBody, messages_of, read_chat
+from nodeagent.engine.server.response_body import Answer, Choice
+from nodeagent.engine.server.tool_calling import Calling
+from nodeagent.engine.structured import grammar
+from nodeagent.engine.structured.compiler import Grammars
+from nodeagent.engine.tokenizer.chat_template import ChatTemplate
+from nodeagent.engine.tools.call_format import (
     HERMES,
     LLAMA3,
     MISTRAL,
@@ -24,12 +28,8 @@ from nodeagent.engine.decide.tool_format import (
     ToolFormat,
     format_of_template,
 )
-from nodeagent.engine.decide.tool_reading import CallBegan, CallPiece, CallReader, Event, Said
-from nodeagent.engine.openai import ChatBody, messages_of, read_chat
-from nodeagent.engine.sampling import Sampled
-from nodeagent.engine.step import Delta
-from nodeagent.engine.template import ChatTemplate
-from nodeagent.engine.tools import Tools, tools_of
+from nodeagent.engine.tools.call_parser import CallBegan, CallPiece, CallReader, Event, Said
+from nodeagent.engine.tools.chat_tools import Tools, tools_of
 from tests.unit.engine.test_constrain import GRAMMARS
 from tests.unit.engine.test_text import VOCABULARY, byte_vocabulary
 

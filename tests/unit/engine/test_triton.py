@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from nodeagent.engine.cuda import kernels as device
-from nodeagent.engine.cuda.kernels import DeviceKernels
-from nodeagent.engine.cuda.layout import host_numbers, sizes_of
-from nodeagent.engine.layers.attention import LayerKV, Layout, attend
-from nodeagent.engine.layers.kv_format import KvFormat
-from nodeagent.engine.layers.rope import Rope, inverse_frequencies, rotate_
-from nodeagent.engine.parallel.plan import Run, Told
-from nodeagent.engine.runner import Runner
+from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.distributed.commands import Run, Told
+from nodeagent.engine.kernels.cuda import kernels as device
+from nodeagent.engine.kernels.cuda.batch_layout import host_numbers, sizes_of
+from nodeagent.engine.kernels.cuda.kernels import DeviceKernels
+from nodeagent.engine.model.layers.attention import LayerKV, Layout, attend
+from nodeagent.engine.model.layers.kv_format import KvFormat
+from nodeagent.engine.model.layers.rope import Rope, inverse_frequencies, rotate_
 from tests.unit.engine.by_torch import ByTorch
 from tests.unit.engine.tiny import SHAPE, llama
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nodeagent.engine.cuda import kernels as device
-from nodeagent.engine.cuda.kernels import DeviceKernels
-from nodeagent.engine.cuda.layout import host_numbers, sizes_of
-from nodeagent.engine.layers.kv_format import KvFormat
-from nodeagent.engine.parallel.plan import Run, Told
+from nodeagent.engine.distributed.commands import Run, Told
+from nodeagent.engine.kernels.cuda import kernels as device
+from nodeagent.engine.kernels.cuda.batch_layout import host_numbers, sizes_of
+from nodeagent.engine.kernels.cuda.kernels import DeviceKernels
+from nodeagent.engine.model.layers.kv_format import KvFormat
 
 pytest.importorskip("triton", reason="Triton comes with torch's builds for CUDA")
 pytestmark = pytest.mark.skipif(

@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.decide.batching import Batching, Limits
-from nodeagent.engine.decide.blocks import Blocks
-from nodeagent.engine.decide.sequence import Ending, Sequence
-from nodeagent.engine.decide.turns import Standing, Turns
+from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.scheduler.batching import Batching, Limits
+from nodeagent.engine.scheduler.fair_queue import Standing, Turns
+from nodeagent.engine.scheduler.sequence import Ending, Sequence
 from tests.unit.engine.test_batching import make, play
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nodeagent.engine.decide.batching import Batch, Limits
-from nodeagent.engine.decide.underway import Underway
-from nodeagent.engine.runner import Runner
-from nodeagent.engine.sampling import SamplingParams
-from nodeagent.engine.step import Engine
+from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.core.step import Engine
+from nodeagent.engine.sampling.sampler import SamplingParams
+from nodeagent.engine.scheduler.batching import Batch, Limits
+from nodeagent.engine.scheduler.pipeline_depth import Underway
 from tests.unit.engine.test_ahead import GREEDY, drafting_with, engine_of, prompts, run, submit
 from tests.unit.engine.tiny import llama
 

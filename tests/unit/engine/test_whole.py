@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from nodeagent.engine.decide.batching import Batch, Chunk
-from nodeagent.engine.decide.sequence import Ending, Sequence
-from nodeagent.engine.layers.linear import Keeping
-from nodeagent.engine.models.families import FAMILIES
-from nodeagent.engine.models.llama import Llama
-from nodeagent.engine.models.shape import ModelShape
-from nodeagent.engine.native.kernels import Kernels, kernels
-from nodeagent.engine.runner import Runner
+from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.kernels.cpu.kernels import Kernels, kernels
+from nodeagent.engine.model.families import FAMILIES
+from nodeagent.engine.model.layers.linear import Keeping
+from nodeagent.engine.model.llama import Llama
+from nodeagent.engine.model.shape import ModelShape
+from nodeagent.engine.scheduler.batching import Batch, Chunk
+from nodeagent.engine.scheduler.sequence import Ending, Sequence
 from tests.unit.engine.tiny import SHAPE, RandomWeights
 
 WIDE = replace(SHAPE, hidden=64, intermediate=96, heads=6, head_dim=32, vocabulary=272)
@@ -65,9 +65,9 @@ def test_whole_one_by_one_and_by_torch_it_is_the_same(
     def none_here(x: Tensor) -> Kernels | None:
         return None
 
-    monkeypatch.setattr("nodeagent.engine.layers.attention.host_kernels", none_here)
-    for module in ("gate", "norm", "rope"):
-        monkeypatch.setattr(f"nodeagent.engine.layers.{module}.kernels_for", none_here)
+    monkeypatch.setattr("nodeagent.engine.model.layers.attention.host_kernels", none_here)
+    for module in ("gated_mlp", "norm", "rope"):
+        monkeypatch.setattr(f"nodeagent.engine.model.layers.{module}.kernels_for", none_here)
     by_torch = logits(build(shape, Keeping.PLAIN))
     for one, other, wanted in zip(whole, one_by_one, by_torch, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.clients import Asked, Clients
-from nodeagent.engine.decide.batching import Batching, Limits
-from nodeagent.engine.decide.blocks import Blocks
-from nodeagent.engine.decide.sequence import Ending
-from nodeagent.engine.entrance import Entrance
-from nodeagent.engine.openai import Ask
-from nodeagent.engine.rates import StepRates
-from nodeagent.engine.sampling import SamplingParams
-from nodeagent.engine.step import Delta, Engine, Generation, Stepped
-from nodeagent.engine.worker import Worker
+from nodeagent.engine.core.generation_thread import Worker
+from nodeagent.engine.core.step import Delta, Engine, Generation, Stepped
+from nodeagent.engine.core.token_rates import StepRates
+from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.sampling.sampler import SamplingParams
+from nodeagent.engine.scheduler.batching import Batching, Limits
+from nodeagent.engine.scheduler.sequence import Ending
+from nodeagent.engine.server.generations import Asked, Clients
+from nodeagent.engine.server.inflight_limit import Entrance
+from nodeagent.engine.server.request_body import Ask
 from tests.unit.engine.test_text import VOCABULARY
 
 ASK = Ask(SamplingParams(), 4, (), frozenset(), False, True, False)
@@ -149,7 +149,7 @@ async def test_an_idle_engine_is_not_stalled_once_a_prompt_is_read_from_files(
 ) -> None:
     now_s = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now_s[0])
-    monkeypatch.setattr("nodeagent.engine.step_thread.time", clock)
+    monkeypatch.setattr("nodeagent.engine.core.step_thread.time", clock)
     mover, runner = Files(), object()
     engine = Engine(runner, Batching(Limits(8, 2), Blocks(4)), mover)  # type: ignore[arg-type]
     worker = Worker(engine, lambda deltas: None, lambda: None)

@@ -5,9 +5,9 @@ import zlib
 import torch
 from torch import Tensor
 
-from nodeagent.engine.models.llama import Llama
-from nodeagent.engine.models.shape import ModelShape
-from nodeagent.engine.parallel.share import Cut
+from nodeagent.engine.distributed.shards import Cut
+from nodeagent.engine.model.llama import Llama
+from nodeagent.engine.model.shape import ModelShape
 
 VOCABULARY = 257
 SHAPE = ModelShape(

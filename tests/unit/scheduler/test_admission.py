@@ -6,7 +6,12 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.decide.admission import AT_ONCE_MAX, BURST_S, WITHIN_S, Admissions
+from scheduler.decide.membership.connection_admission import (
+    AT_ONCE_MAX,
+    BURST_S,
+    WITHIN_S,
+    ConnectionAdmission,
+)
 
 
 @settings(deadline=None, max_examples=30)
@@ -19,7 +24,7 @@ def test_all_come_in_once_and_never_faster_than_the_pace(
     count: int, per_s: float, seed: int
 ) -> None:
     chance = random.Random(seed)
-    line = Admissions(per_s)
+    line = ConnectionAdmission(per_s)
     dials = sorted((chance.uniform(0.0, 0.1), f"n{index}") for index in range(count))
     admitted: list[float] = []
     tries = 0
@@ -42,7 +47,7 @@ def test_all_come_in_once_and_never_faster_than_the_pace(
 
 
 def test_who_comes_too_early_keeps_its_place() -> None:
-    line = Admissions(1.0)
+    line = ConnectionAdmission(1.0)
     assert line.wait_s("a", 0.0) == 0.0
     line.served("a", 0.0)
     waits = {name: line.wait_s(name, 0.0) for name in "bcd"}
@@ -53,19 +58,19 @@ def test_who_comes_too_early_keeps_its_place() -> None:
 
 
 def test_a_line_outside_begins_when_somebody_may_act() -> None:
-    line = Admissions(10.0)
+    line = ConnectionAdmission(10.0)
     assert [round(line.place(5.0), 3) for _ in range(3)] == [5.0, 5.1, 5.2]
 
 
 def test_those_who_never_return_do_not_hold_the_line_for_ever() -> None:
-    line = Admissions(100.0)
+    line = ConnectionAdmission(100.0)
     for index in range(50_000):
         line.wait_s(f"ghost-{index}", 0.0)
     assert len(line._places) <= 20_000
 
 
 def test_only_so_many_are_within_and_those_who_vanish_leave_it() -> None:
-    line = Admissions(1000.0)
+    line = ConnectionAdmission(1000.0)
     for index in range(AT_ONCE_MAX):
         assert line.wait_s(f"n{index}", 0.0) == 0.0
     assert line.wait_s("next", 0.2) >= 0.9
@@ -82,7 +87,7 @@ def test_a_line_that_is_served_slowly_slows_down_rather_than_turn_many_away(
     served_per_s: float, seed: int
 ) -> None:
     chance = random.Random(seed)
-    line = Admissions(250.0)
+    line = ConnectionAdmission(250.0)
     count, tries, free_at = 600, 0, 0.0
     dials = [(chance.uniform(0.0, 0.5), index, "dial") for index in range(count)]
     heapq.heapify(dials)

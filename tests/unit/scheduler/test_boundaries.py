@@ -8,9 +8,9 @@ import pytest
 
 from isochrone.wire.ids import DeploymentId
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.explain import explain
-from scheduler.decide.flow import NOTHING, Flow
-from scheduler.decide.plan import plan
+from scheduler.decide.placement.planner import plan_deployments
+from scheduler.decide.placement.search.load_assignment import NO_FLOATS, LoadAssignment
+from scheduler.decide.whatif.explain import explain_placement
 from tests.builders import a_cluster, a_deployment, a_device, a_model, a_node, a_placement
 from tests.unit.scheduler.test_plan import a_demand, carried_out, starts
 
@@ -18,7 +18,7 @@ from tests.unit.scheduler.test_plan import a_demand, carried_out, starts
 def at_rest(cluster: ClusterState, plans_max: int = 12) -> ClusterState:
     """Return the picture once nothing moves any more."""
     for _ in range(plans_max):
-        decided = plan(cluster)
+        decided = plan_deployments(cluster)
         if not decided.starts and not decided.endings:
             return cluster
         cluster = carried_out(cluster, decided)
@@ -49,7 +49,7 @@ def test_what_may_have_no_replica_is_not_replaced() -> None:
         placements=(a_placement("r1", "ams-1"),),
         demand=(a_demand("ams", 3.0),),
     )
-    decided = plan(cluster)
+    decided = plan_deployments(cluster)
     assert not decided.starts
     assert [ending.replica_id for ending in decided.endings] == ["r1"]
 
@@ -60,7 +60,7 @@ def test_a_node_that_refused_a_deployment_is_asked_for_others_only() -> None:
         nodes=(a_node("ams-1", "ams", refused=why),),
         deployments=(a_deployment("d"), a_deployment("e")),
     )
-    decided = plan(cluster)
+    decided = plan_deployments(cluster)
     assert starts(decided) == [("e", "ams-1")]
     assert "ams-1: it refused one of this deployment: it knows no option x" in (
         decided.unmet[0].reason
@@ -74,11 +74,11 @@ def test_a_model_without_weights_ends_no_plan() -> None:
         models=(a_model("m", 0.0), a_model("other", 1.0)),
         deployments=(a_deployment("d"), a_deployment("e", "other")),
     )
-    assert starts(plan(cluster)) == [("d", "ams-1"), ("e", "ams-1")]
+    assert starts(plan_deployments(cluster)) == [("d", "ams-1"), ("e", "ams-1")]
 
 
 def test_where_nobody_asks_what_rounding_leaves_of_a_room_ends_no_plan() -> None:
-    flow = Flow(NOTHING, NOTHING, np.zeros((0, 1)), np.zeros(1), 5000.0)
+    flow = LoadAssignment(NO_FLOATS, NO_FLOATS, np.zeros((0, 1)), np.zeros(1), 5000.0)
     room = 0.7 * 2.020276102957687
     for _ in range(3):
         flow.add(0, room)
@@ -96,7 +96,7 @@ def test_a_rate_that_a_node_cannot_have_draws_nothing_there(rate: float) -> None
         placements=(a_placement("r1", "ams-1"), a_placement("r2", "sin-2")),
         demand=(a_demand("ams", 0.5), a_demand("sin", 0.03)),
     )
-    assert not plan(cluster).starts
-    told = explain(cluster, DeploymentId("d"))
+    assert not plan_deployments(cluster).starts
+    told = explain_placement(cluster, DeploymentId("d"))
     assert told is not None
     assert "warm in 6 s" in told.elsewhere[0].reason

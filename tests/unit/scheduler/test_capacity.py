@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from isochrone.wire.model import EngineSettings, Model
 from isochrone.wire.model_shape import BadConfig, shape_of
 from isochrone.wire.report import Profile
-from scheduler.decide.capacity import (
+from scheduler.decide.capacity.device_classes import CLASSES, GIB, DeviceClass, class_of
+from scheduler.decide.capacity.replica_capacity import (
     CannotFit,
-    Capacity,
-    capacity,
-    fits_on,
+    ReplicaCapacity,
+    devices_needed,
     kv_bytes_per_token,
-    rates_on,
+    replica_capacity,
+    replica_rates,
     splits,
 )
-from scheduler.decide.device_classes import CLASSES, GIB, DeviceClass, class_of
 from tests.builders import a_deployment, a_model
 
 LLAMA_8B: dict[str, Any] = {
@@ -59,24 +59,24 @@ def of(config: dict[str, Any], weights_bytes: float) -> Model:
     )
 
 
-def carried(model: Model, kind: str, devices: int = 1, **fields: Any) -> Capacity:
-    answer = capacity(model, ALL_OF_IT, CLASSES[kind], devices=devices, **fields)
-    assert isinstance(answer, Capacity), answer
+def carried(model: Model, kind: str, devices: int = 1, **fields: Any) -> ReplicaCapacity:
+    answer = replica_capacity(model, ALL_OF_IT, CLASSES[kind], devices=devices, **fields)
+    assert isinstance(answer, ReplicaCapacity), answer
     return answer
 
 
 @pytest.mark.parametrize("kind", [EIGHTY_GB, CLASSES["h100-80g"]], ids=["nominal", "as told"])
 def test_560_gb_fit_eight_devices_of_80_gb_and_leave_room_for_kv(kind: DeviceClass) -> None:
     dense = msgspec.structs.replace(a_model("dense"), weights_bytes=560 * 10**9)
-    got = capacity(dense, ALL_OF_IT, kind, devices=8)
-    assert isinstance(got, Capacity)
+    got = replica_capacity(dense, ALL_OF_IT, kind, devices=8)
+    assert isinstance(got, ReplicaCapacity)
     assert 8 * got.kv_bytes > 30 * GIB
     experts = carried(of(KIMI, 560e9), "h100-80g", devices=8)
     assert 8 * experts.kv_bytes > 30 * GIB
 
 
 def test_560_gb_do_not_fit_four_and_the_sum_is_shown() -> None:
-    refused = capacity(of(KIMI, 560e9), ALL_OF_IT, EIGHTY_GB, devices=4)
+    refused = replica_capacity(of(KIMI, 560e9), ALL_OF_IT, EIGHTY_GB, devices=4)
     assert isinstance(refused, CannotFit)
     assert "521.54 GiB / 4 = 130.39 GiB" in refused.reason
     assert "on 4 x 74.51 GiB" in refused.reason
@@ -85,7 +85,7 @@ def test_560_gb_do_not_fit_four_and_the_sum_is_shown() -> None:
 
 def test_where_a_device_has_no_room_for_weights_no_number_of_them_is_named() -> None:
     engine = EngineSettings(driver="vllm", kv_memory_bytes=100 * GIB)
-    refused = capacity(of(LLAMA_8B, 16e9), engine, CLASSES["h100-80g"])
+    refused = replica_capacity(of(LLAMA_8B, 16e9), engine, CLASSES["h100-80g"])
     assert isinstance(refused, CannotFit)
     assert "too much" in refused.reason
     assert "would hold it" not in refused.reason
@@ -185,8 +185,8 @@ def test_prompts_are_read_at_the_arithmetic_of_their_bits(
 @pytest.mark.parametrize("option", [{"kv_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e5m2"}])
 def test_kv_kept_at_eight_bits_by_an_option_is_half_as_large(option: dict[str, str]) -> None:
     model, halved = of(LLAMA_8B, 16e9), msgspec.structs.replace(ALL_OF_IT, options=option)
-    got = capacity(model, halved, CLASSES["h100-80g"])
-    assert isinstance(got, Capacity)
+    got = replica_capacity(model, halved, CLASSES["h100-80g"])
+    assert isinstance(got, ReplicaCapacity)
     assert got.kv_tokens == pytest.approx(2 * carried(model, "h100-80g").kv_tokens, abs=1)
 
 
@@ -218,7 +218,7 @@ def test_a_latent_is_held_whole_by_each_tensor_part_but_not_by_each_expert_part(
 
 def test_the_largest_spread_over_nodes_of_one_pop() -> None:
     model = of(KIMI, 1000e9)
-    assert isinstance(capacity(model, ALL_OF_IT, CLASSES["h100-80g"], devices=8), CannotFit)
+    assert isinstance(replica_capacity(model, ALL_OF_IT, CLASSES["h100-80g"], devices=8), CannotFit)
     over = carried(model, "h100-80g", devices=16, nodes=2)
     assert over.split.tensor <= 8
     assert over.split.pipeline >= 2
@@ -229,9 +229,9 @@ def test_what_was_measured_beats_the_estimate() -> None:
     measured = Profile(prefill_tokens_per_s=1234.0, decode_tokens_per_s=56.0)
     deployment = a_deployment(model=model.model_id)
     profiles = {(model.model_id, "h100-80g"): measured}
-    assert rates_on("h100-80g", deployment, model, profiles) == measured
+    assert replica_rates("h100-80g", deployment, model, profiles) == measured
     unmeasured = {(model.model_id, "h100-80g"): Profile()}
-    assert rates_on("h100-80g", deployment, model, unmeasured).decode_tokens_per_s > 56.0
+    assert replica_rates("h100-80g", deployment, model, unmeasured).decode_tokens_per_s > 56.0
 
 
 @pytest.mark.parametrize("rate", [5e-324, 1e-9, 1e12, float("inf"), float("nan"), -1.0])
@@ -241,15 +241,15 @@ def test_a_rate_that_no_replica_has_is_not_believed(rate: float) -> None:
     profiles = {
         (model.model_id, "h100-80g"): Profile(prefill_tokens_per_s=rate, decode_tokens_per_s=50.0)
     }
-    believed = rates_on("h100-80g", deployment, model, profiles)
-    assert believed == rates_on("h100-80g", deployment, model, {})
+    believed = replica_rates("h100-80g", deployment, model, profiles)
+    assert believed == replica_rates("h100-80g", deployment, model, {})
 
 
 def test_a_class_is_known_by_its_chip_whatever_the_driver_rounds_its_memory_to() -> None:
     assert class_of("h100-86g") == CLASSES["h100-80g"]
     assert class_of("a100-42g") == CLASSES["a100-40g"]
     assert class_of("abacus-1g") is None
-    assert fits_on(of(LLAMA_8B, 16e9), ALL_OF_IT, CLASSES["t4-16g"]) == 2
+    assert devices_needed(of(LLAMA_8B, 16e9), ALL_OF_IT, CLASSES["t4-16g"]) == 2
 
 
 @settings(deadline=None, max_examples=60)
@@ -262,7 +262,7 @@ def test_what_is_said_to_fit_does_and_what_does_not_shows_its_sum(
     weights_gb: int, devices: int, kind: str
 ) -> None:
     model = of(LLAMA_8B, weights_gb * 1e9)
-    got = capacity(model, ALL_OF_IT, CLASSES[kind], devices=devices)
+    got = replica_capacity(model, ALL_OF_IT, CLASSES[kind], devices=devices)
     if isinstance(got, CannotFit):
         assert f"on {devices} x" in got.reason
         assert weights_gb * 1e9 / devices > CLASSES[kind].memory_bytes - 2 * GIB

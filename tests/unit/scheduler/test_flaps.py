@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 
 from isochrone.wire.ids import DeploymentId
 from isochrone.wire.routes import Route
-from scheduler.decide.flaps import HELD_MAX_S, HELD_S, STEADY_S, LeftBy, damped
+from scheduler.decide.routing.flap_damping import (
+    HELD_MAX_S,
+    HELD_S,
+    STEADY_S,
+    DeparturesByReplica,
+    damp_flaps,
+)
 from tests.unit.scheduler.test_steady import a_route, a_table
 
 OTHER = a_route("r2")
@@ -16,11 +22,11 @@ OTHER = a_route("r2")
 def changes(every_s: float, for_s: float, *beside: Route) -> tuple[int, float]:
     """Let r1 come and go; return how often routers are told, and how long r1 serves."""
     told = a_table(a_route(), *beside)
-    left: LeftBy = {}
+    left: DeparturesByReplica = {}
     count, served_s = 0, 0.0
     for turn in range(int(for_s / every_s)):
         new = a_table(*((a_route(),) if turn % 2 else ()), *beside)
-        table, _, left = damped(told, new, left, turn * every_s)
+        table, _, left = damp_flaps(told, new, left, turn * every_s)
         count += table != told
         served_s += every_s * (len(table.routes) > len(beside))
         # One that left is never told as there.
@@ -31,9 +37,9 @@ def changes(every_s: float, for_s: float, *beside: Route) -> tuple[int, float]:
 
 
 def test_who_leaves_once_is_back_at_once() -> None:
-    gone, _, left = damped(a_table(a_route(), OTHER), a_table(OTHER), {}, 0.0)
+    gone, _, left = damp_flaps(a_table(a_route(), OTHER), a_table(OTHER), {}, 0.0)
     assert gone == a_table(OTHER)
-    back, _, left = damped(gone, a_table(a_route(), OTHER), left, 0.1)
+    back, _, left = damp_flaps(gone, a_table(a_route(), OTHER), left, 0.1)
     assert back == a_table(a_route(), OTHER)
 
 
@@ -52,13 +58,13 @@ def test_who_has_stayed_for_long_is_back_at_once(beside: tuple[Route, ...]) -> N
 
 def test_who_is_back_for_good_waits_no_longer_than_the_most() -> None:
     told, now = a_table(OTHER, a_route()), 0.0
-    left: LeftBy = {}
+    left: DeparturesByReplica = {}
     for turn in range(200):
-        told, _, left = damped(told, a_table(OTHER, *(a_route(),) * (turn % 2)), left, now)
+        told, _, left = damp_flaps(told, a_table(OTHER, *(a_route(),) * (turn % 2)), left, now)
         now += 0.1
-    told, _, left = damped(told, a_table(OTHER), left, now)
+    told, _, left = damp_flaps(told, a_table(OTHER), left, now)
     back = a_table(OTHER, a_route())
-    assert damped(told, back, left, now + HELD_MAX_S)[0] == back
+    assert damp_flaps(told, back, left, now + HELD_MAX_S)[0] == back
 
 
 @given(st.lists(st.tuples(st.sets(st.sampled_from(["a", "b", "c"])), st.floats(0.0, 50.0))))
@@ -67,11 +73,11 @@ def test_no_route_is_told_that_is_not_there_and_others_are_left_alone(
 ) -> None:
     steady = a_route("s", deployment_id=DeploymentId("other"))
     told, now = a_table(steady), 0.0
-    left: LeftBy = {}
+    left: DeparturesByReplica = {}
     for names, after_s in turns:
         now += after_s
         new = a_table(steady, *(a_route(name) for name in sorted(names)))
-        table, waiting, left = damped(told, new, left, now)
+        table, waiting, left = damp_flaps(told, new, left, now)
         assert bool(waiting) == (table != new)
         assert set(table.routes) <= set(new.routes)
         assert steady in table.routes

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.decide.forecast import (
+from scheduler.decide.demand.series_forecast import (
     DAY_SLOTS,
     HORIZONS,
     VALUE_MAX,
     Series,
-    borrow,
-    foretell,
+    borrow_shape,
+    deserialize,
+    forecast,
     observe,
-    restored,
-    saved,
+    serialize,
 )
 
 HOUR = HORIZONS.index(6)
@@ -40,7 +40,7 @@ def test_a_daily_wave_is_foreseen_where_the_level_alone_would_lag() -> None:
     missed = lagged = 0.0
     for slot in range(series.slot + 1, series.slot + 1 + DAY_SLOTS):
         observe(series, slot, daily(slot))
-        missed += abs(foretell(series, HOUR) - daily(slot + HORIZONS[HOUR]))
+        missed += abs(forecast(series, HOUR) - daily(slot + HORIZONS[HOUR]))
         lagged += abs(daily(slot) - daily(slot + HORIZONS[HOUR]))
     assert missed < 0.6 * lagged
 
@@ -50,7 +50,7 @@ def test_a_quantile_lies_above_about_its_part_of_what_comes() -> None:
     series = Series(0, 1000.0)
     above = 0
     for slot in range(1, 1500):
-        told = foretell(series, 0)
+        told = forecast(series, 0)
         value = 1000 * chance.lognormvariate(0, 0.3)
         above += slot >= 500 and value <= told
         observe(series, slot, value)
@@ -66,7 +66,7 @@ def test_traffic_without_a_season_is_foretold_near_its_level() -> None:
     misses = []
     for slot in range(1, len(walk) - 1):
         observe(series, slot, walk[slot])
-        misses.append(foretell(series, 0) / walk[slot])
+        misses.append(forecast(series, 0) / walk[slot])
     # The 0.9 quantile of one step of this walk is 1.066 times the level.
     assert sum(misses[DAY_SLOTS:]) / len(misses[DAY_SLOTS:]) == pytest.approx(1.07, abs=0.05)
 
@@ -75,11 +75,11 @@ def test_the_day_after_a_flash_crowd_is_not_foretold_as_one() -> None:
     series = learned(6.0, lambda slot: 1000.0)
     for slot in range(series.slot + 1, series.slot + 4):
         observe(series, slot, 20_000.0)
-    assert foretell(series, 0) > 5_000, "while it lasts it is the level"
+    assert forecast(series, 0) > 5_000, "while it lasts it is the level"
     crowd = series.slot
     for slot in range(crowd + 1, crowd + DAY_SLOTS):
         observe(series, slot, 1000.0)
-    assert foretell(series, 0) < 2_000
+    assert forecast(series, 0) < 2_000
 
 
 def test_a_newcomer_borrows_the_shape_of_its_like_in_their_time_zone() -> None:
@@ -89,42 +89,44 @@ def test_a_newcomer_borrows_the_shape_of_its_like_in_their_time_zone() -> None:
     for borrows in missed:
         series = Series(donor.slot, daily(donor.slot, shift) / 10)
         if borrows:
-            borrow(series, [(donor, shift)])
+            borrow_shape(series, [(donor, shift)])
         for slot in range(donor.slot + 1, donor.slot + DAY_SLOTS):
             value = daily(slot, shift) / 10
-            missed[borrows] += abs(foretell(series, HOUR) - daily(slot + 5, shift) / 10)
+            missed[borrows] += abs(forecast(series, HOUR) - daily(slot + 5, shift) / 10)
             observe(series, slot, value)
     assert missed[True] < 0.7 * missed[False]
 
 
 def test_borrowing_from_nobody_or_from_a_newcomer_changes_nothing() -> None:
     series = Series(10, 5.0)
-    before = saved(series)
-    borrow(series, [])
-    borrow(series, [(Series(10, 7.0), 0)])
-    assert saved(series) == before
+    before = serialize(series)
+    borrow_shape(series, [])
+    borrow_shape(series, [(Series(10, 7.0), 0)])
+    assert serialize(series) == before
 
 
 def test_what_is_saved_replays_bit_for_bit() -> None:
     series = learned(1.5)
-    again = restored(saved(series))
+    again = deserialize(serialize(series))
     assert again is not None
     for slot in range(series.slot + 1, series.slot + 50):
         observe(series, slot, daily(slot))
         observe(again, slot, daily(slot))
-        assert [foretell(series, h) for h in range(3)] == [foretell(again, h) for h in range(3)]
+        assert [forecast(series, h) for h in range(3)] == [forecast(again, h) for h in range(3)]
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01\x02\x03", saved(Series(1, 1.0))[:-9]])
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", b"\x93\x01\x02\x03", serialize(Series(1, 1.0))[:-9]]
+)
 def test_a_state_that_is_none_is_not_believed(data: bytes) -> None:
-    assert restored(data) is None
+    assert deserialize(data) is None
 
 
 def test_a_gap_is_unknown_and_not_zero() -> None:
     series = learned(3.0, lambda slot: 1000.0)
-    level = foretell(series, HOUR)
+    level = forecast(series, HOUR)
     observe(series, series.slot + 100, 1000.0)
-    assert foretell(series, HOUR) == pytest.approx(level, rel=0.02)
+    assert forecast(series, HOUR) == pytest.approx(level, rel=0.02)
 
 
 @settings(max_examples=25, deadline=None)
@@ -147,7 +149,7 @@ def test_whatever_comes_what_is_told_is_a_demand(
         taken = observe(series, slot, value)
         assert taken == (step > 0 and value >= 0 and isfinite(value))
         assert series.slot == (slot if taken else before)
-    told = [foretell(series, h, q) for h in range(len(HORIZONS)) for q in range(2)]
+    told = [forecast(series, h, q) for h in range(len(HORIZONS)) for q in range(2)]
     assert all(0 <= one <= VALUE_MAX for one in told)
 
 
@@ -155,4 +157,4 @@ def test_a_series_that_went_to_zero_comes_to_be_foretold_near_zero() -> None:
     series = learned(3.0, lambda slot: 1000.0)
     for slot in range(series.slot + 1, series.slot + 2 * DAY_SLOTS):
         observe(series, slot, 0.0)
-    assert foretell(series, HOUR) < 20
+    assert forecast(series, HOUR) < 20

@@ -8,15 +8,15 @@ import pytest
 from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import Device, ReplicaState
-from scheduler.decide.cluster import ClusterState, Node, Plan
-from scheduler.decide.explain import explain
-from scheduler.decide.feasible import free_memory
-from scheduler.decide.group import RankPorts, with_secret
-from scheduler.decide.liveness import liveness
-from scheduler.decide.plan import plan
-from scheduler.decide.route_table import route_table
-from scheduler.decide.versions import joined
-from scheduler.decide.what_if import carried_out
+from scheduler.decide.cluster import ClusterState, FleetNode, PlacementPlan
+from scheduler.decide.membership.liveness import judge_liveness
+from scheduler.decide.placement.fleet.slots import free_memory
+from scheduler.decide.placement.multi_node import RankPorts, with_secret
+from scheduler.decide.placement.planner import plan_deployments
+from scheduler.decide.placement.rollout_split import join_rollouts
+from scheduler.decide.routing.route_table import build_route_table
+from scheduler.decide.whatif.explain import explain_placement
+from scheduler.decide.whatif.what_if import apply_plan
 from tests.builders import (
     GIB,
     a_cluster,
@@ -31,11 +31,11 @@ OVER_TWO = EngineSettings(driver="mock", kv_memory_bytes=0, devices=2, nodes=2)
 PORTS = (9400, 9403)
 
 
-def willing(name: str, pop: str = "ams", gib: float = 2.0, **fields: Any) -> Node:
+def willing(name: str, pop: str = "ams", gib: float = 2.0, **fields: Any) -> FleetNode:
     return a_node(name, pop, gib, rank_ports=PORTS, **fields)
 
 
-def cluster_of(*nodes: Node, gib: float = 3.0, **fields: Any) -> ClusterState:
+def cluster_of(*nodes: FleetNode, gib: float = 3.0, **fields: Any) -> ClusterState:
     """Return a fleet that is to hold one replica of `gib`, over two nodes."""
     engine = fields.pop("engine", OVER_TWO)
     return a_cluster(
@@ -63,7 +63,7 @@ def lost(cluster: ClusterState, *names: str) -> ClusterState:
 
 
 def test_two_nodes_of_a_pop_hold_what_neither_would() -> None:
-    decided = plan(cluster_of(*THREE, willing("sin-1", "sin")))
+    decided = plan_deployments(cluster_of(*THREE, willing("sin-1", "sin")))
     (start,) = decided.starts
     assert [part.node_id for part in start.parts] == ["ams-1", "ams-2"]
     assert [part.spec.replica_id for part in start.parts] == ["d-7-1", "d-7-1.1"]
@@ -78,33 +78,33 @@ def test_two_nodes_of_a_pop_hold_what_neither_would() -> None:
 
 
 def test_what_is_seated_is_counted_on_each_node_and_the_plan_is_at_rest() -> None:
-    cluster = carried_out(cluster_of(*THREE), plan(cluster_of(*THREE)))
+    cluster = apply_plan(cluster_of(*THREE), plan_deployments(cluster_of(*THREE)))
     left = free_memory(cluster.nodes, cluster.placements)
     assert [left[NodeId(f"ams-{n}"), a_device().device_id] for n in (1, 2, 3)] == [
         GIB // 4,
         GIB // 4,
         2 * GIB,
     ]
-    again = plan(cluster)
+    again = plan_deployments(cluster)
     assert not again.starts
     assert not again.endings
 
 
 @pytest.mark.parametrize("gone", ["ams-1", "ams-2"])
 def test_the_loss_of_any_node_is_the_loss_of_the_seat(gone: str) -> None:
-    cluster = carried_out(cluster_of(*THREE), plan(cluster_of(*THREE)))
-    after = plan(lost(cluster, gone))
+    cluster = apply_plan(cluster_of(*THREE), plan_deployments(cluster_of(*THREE)))
+    after = plan_deployments(lost(cluster, gone))
     (ending,) = after.endings
     assert ending.reason == f"it needs all of its nodes: {gone} is lost or revoked"
     assert (ending.node_id, *ending.follower_ids) == ("ams-1", "ams-2")
     # What is left of its memory comes free with it, and another seat is found then.
-    (start,) = plan(carried_out(lost(cluster, gone), after)).starts
+    (start,) = plan_deployments(apply_plan(lost(cluster, gone), after)).starts
     assert {part.node_id for part in start.parts} == {"ams-1", "ams-2", "ams-3"} - {gone}
 
 
 def test_a_draining_node_is_left_once_another_seat_is_warm() -> None:
     nodes = (*THREE, willing("ams-4"))
-    cluster = carried_out(cluster_of(*nodes), plan(cluster_of(*nodes)))
+    cluster = apply_plan(cluster_of(*nodes), plan_deployments(cluster_of(*nodes)))
     draining = msgspec.structs.replace(
         cluster,
         nodes=tuple(
@@ -112,30 +112,32 @@ def test_a_draining_node_is_left_once_another_seat_is_warm() -> None:
             for node in cluster.nodes
         ),
     )
-    first = plan(draining)
+    first = plan_deployments(draining)
     assert [part.node_id for part in first.starts[0].parts] == ["ams-3", "ams-4"]
     assert not first.endings
-    second = plan(carried_out(draining, first))
+    second = plan_deployments(apply_plan(draining, first))
     assert [ending.reason for ending in second.endings] == [
         "node ams-2 is draining, others are warm"
     ]
 
 
 def test_a_part_that_failed_ends_the_whole_and_the_next_seat_is_elsewhere() -> None:
-    cluster = carried_out(cluster_of(*THREE), plan(cluster_of(*THREE)))
+    cluster = apply_plan(cluster_of(*THREE), plan_deployments(cluster_of(*THREE)))
     (placement,) = cluster.placements
     (follower,) = placement.followers
     failed = msgspec.structs.replace(follower, state=ReplicaState.FAILED, state_reason="no memory")
     cluster = msgspec.structs.replace(
         cluster, placements=(msgspec.structs.replace(placement, followers=(failed,)),)
     )
-    assert [e.reason for e in plan(cluster).endings] == ["it failed on ams-2: no memory"]
+    assert [e.reason for e in plan_deployments(cluster).endings] == [
+        "it failed on ams-2: no memory"
+    ]
 
 
 def test_a_part_without_its_leader_or_a_leader_without_its_parts_is_ended() -> None:
     alone = a_placement("r.1", "ams-2", leader_id=ReplicaId("r"))
     headless = a_placement("s", "ams-1", rank_port=9400)
-    decided = plan(cluster_of(*THREE, placements=(alone, headless)))
+    decided = plan_deployments(cluster_of(*THREE, placements=(alone, headless)))
     assert {(e.replica_id, e.reason) for e in decided.endings} == {
         ("r.1", "its leader r is gone"),
         ("s", "the store knows 1 of 2 parts of it"),
@@ -143,7 +145,7 @@ def test_a_part_without_its_leader_or_a_leader_without_its_parts_is_ended() -> N
 
 
 def test_nodes_that_do_not_allow_it_are_not_used_and_say_so() -> None:
-    decided = plan(cluster_of(willing("ams-1"), a_node("ams-2", "ams", 2.0)))
+    decided = plan_deployments(cluster_of(willing("ams-1"), a_node("ams-2", "ams", 2.0)))
     assert not decided.starts
     assert "ams-2: it has part in no replica over several nodes" in decided.unmet[0].reason
     assert "ams-1: it has room for one of 2 parts" in decided.unmet[0].reason
@@ -152,7 +154,7 @@ def test_nodes_that_do_not_allow_it_are_not_used_and_say_so() -> None:
 def test_parts_of_other_pops_or_classes_do_not_meet() -> None:
     other = msgspec.structs.replace(a_device(2.0), device_class="l4-24g")
     nodes = (willing("ams-1"), willing("sin-1", "sin"), willing("ams-2", devices=(other,)))
-    decided = plan(cluster_of(*nodes))
+    decided = plan_deployments(cluster_of(*nodes))
     assert not decided.starts
     assert "with its like in ams there is room for 1" in decided.unmet[0].reason
 
@@ -166,18 +168,18 @@ def test_a_replica_too_large_for_a_node_is_told_what_would_hold_it() -> None:
 
     nodes = tuple(willing(f"ams-{n}", devices=gpus()) for n in (1, 2))
     on_one = EngineSettings(driver="vllm", kv_memory_bytes=0, devices=8)
-    reason = plan(cluster_of(*nodes, gib=1100.0, engine=on_one)).unmet[0].reason
+    reason = plan_deployments(cluster_of(*nodes, gib=1100.0, engine=on_one)).unmet[0].reason
     assert "2 x (8 x 79.65 GiB) would hold it: set devices to 16 and nodes to 2" in reason
     over_two = EngineSettings(driver="vllm", kv_memory_bytes=0, devices=16, nodes=2)
-    (start,) = plan(cluster_of(*nodes, gib=1100.0, engine=over_two)).starts
+    (start,) = plan_deployments(cluster_of(*nodes, gib=1100.0, engine=over_two)).starts
     assert [len(part.spec.device_ids) for part in start.parts] == [8, 8]
-    over_much = plan(cluster_of(*nodes, gib=1400.0, engine=over_two)).unmet[0].reason
+    over_much = plan_deployments(cluster_of(*nodes, gib=1400.0, engine=over_two)).unmet[0].reason
     assert "on 2 x (8 x 79.65 GiB): weights 1400.00 GiB / 16 = 87.50 GiB" in over_much
 
 
 def test_devices_that_do_not_divide_by_nodes_are_a_contradiction() -> None:
     uneven = EngineSettings(driver="vllm", kv_memory_bytes=0, devices=3, nodes=2)
-    reasons = [row.reason for row in plan(cluster_of(*THREE, engine=uneven)).unmet]
+    reasons = [row.reason for row in plan_deployments(cluster_of(*THREE, engine=uneven)).unmet]
     assert any("cannot spread 3 devices over 2 nodes" in reason for reason in reasons)
 
 
@@ -186,12 +188,12 @@ def test_each_replica_led_by_a_node_has_a_port_of_its_own() -> None:
     cluster = cluster_of(*nodes)
     deployment = a_deployment(engine=OVER_TWO, replicas_min=6, replicas_max=6)
     cluster = msgspec.structs.replace(cluster, deployments=(deployment,))
-    decided = plan(cluster)
+    decided = plan_deployments(cluster)
     met = [(start.node_id, start.spec.group.port) for start in decided.starts if start.spec.group]
     assert len(met) == len(set(met)) == 6
     assert all(PORTS[0] <= port <= PORTS[1] for _, port in met)
     few = tuple(msgspec.structs.replace(node, rank_ports=(9400, 9400)) for node in nodes)
-    assert len(plan(msgspec.structs.replace(cluster, nodes=few)).starts) == 2
+    assert len(plan_deployments(msgspec.structs.replace(cluster, nodes=few)).starts) == 2
 
 
 def test_no_port_is_given_twice() -> None:
@@ -202,12 +204,12 @@ def test_no_port_is_given_twice() -> None:
 
 
 def test_routers_are_told_of_the_leader_alone_and_only_while_all_nodes_count() -> None:
-    cluster = carried_out(cluster_of(*THREE), plan(cluster_of(*THREE)))
+    cluster = apply_plan(cluster_of(*THREE), plan_deployments(cluster_of(*THREE)))
 
     def routed(cluster: ClusterState) -> list[str]:
-        view = liveness(cluster.nodes, cluster.acting_for_s)
+        view = judge_liveness(cluster.nodes, cluster.acting_for_s)
         generation = cluster.generation
-        table = route_table(cluster, view, (), generation=generation, epoch=1)  # type: ignore[arg-type]
+        table = build_route_table(cluster, view, (), generation=generation, epoch=1)  # type: ignore[arg-type]
         return [route.replica_id for route in table.routes]
 
     assert routed(cluster) == ["d-7-1"]
@@ -215,14 +217,14 @@ def test_routers_are_told_of_the_leader_alone_and_only_while_all_nodes_count() -
 
 
 def test_a_new_versions_parts_bear_its_name_and_one_secret() -> None:
-    (start,) = plan(cluster_of(*THREE)).starts
+    (start,) = plan_deployments(cluster_of(*THREE)).starts
     marked = msgspec.structs.replace(
         start, spec=msgspec.structs.replace(start.spec, deployment_id=DeploymentId("d~2"))
     )
     marked = msgspec.structs.replace(
         marked, spec=msgspec.structs.replace(marked.spec, replica_id=ReplicaId("d~2-7-1"))
     )
-    (named,) = joined(Plan(based_on=start.spec.version, starts=(marked,))).starts  # type: ignore[arg-type]
+    (named,) = join_rollouts(PlacementPlan(based_on=start.spec.version, starts=(marked,))).starts  # type: ignore[arg-type]
     told = with_secret(named, "known to all").parts
     assert [part.spec.replica_id for part in told] == ["d-v2-7-1", "d-v2-7-1.1"]
     assert {part.spec.deployment_id for part in told} == {"d"}
@@ -232,8 +234,8 @@ def test_a_new_versions_parts_bear_its_name_and_one_secret() -> None:
 
 
 def test_explain_names_every_node_of_it() -> None:
-    cluster = carried_out(cluster_of(*THREE), plan(cluster_of(*THREE)))
-    explained = explain(cluster, DeploymentId("d"))
+    cluster = apply_plan(cluster_of(*THREE), plan_deployments(cluster_of(*THREE)))
+    explained = explain_placement(cluster, DeploymentId("d"))
     assert explained is not None
     assert [(row.node_id, row.reason) for row in explained.here] == [
         ("ams-1", "at least 1 replica is asked for; over ams-1, ams-2"),

@@ -19,13 +19,13 @@ from isochrone.wire.ids import (
     TenantId,
 )
 from isochrone.wire.usage import Demand, DemandRow, Outcome, RoundTrip, Usage, UsageRow
-from scheduler.decide.intake import (
+from scheduler.decide.demand.intake import (
     COUNT_MAX,
     DEMAND_ROWS_MAX,
     LATE_MAX_S,
-    take_demand,
-    take_round_trips,
-    take_usage,
+    accept_demand,
+    accept_round_trips,
+    accept_usage,
 )
 
 AMS = PopId("ams")
@@ -59,7 +59,7 @@ def a_usage(request: str = "q", **fields: Any) -> UsageRow:
 
 
 def test_rows_of_one_city_are_one_and_zeros_are_none() -> None:
-    taken = take_demand(AMS, a_demand(a_row(requests=2), a_row("e"), a_row(requests=3)))
+    taken = accept_demand(AMS, a_demand(a_row(requests=2), a_row("e"), a_row(requests=3)))
     assert taken.rows == (a_row(requests=5),)
     assert taken.refused == {}
     assert taken.age_s == 2.5
@@ -75,7 +75,7 @@ def test_rows_of_one_city_are_one_and_zeros_are_none() -> None:
     ],
 )
 def test_a_bad_row_is_refused_alone(row: DemandRow, words: str) -> None:
-    taken = take_demand(AMS, a_demand(row, a_row(requests=1)))
+    taken = accept_demand(AMS, a_demand(row, a_row(requests=1)))
     assert taken.rows == (a_row(requests=1),)
     ((reason, rows),) = taken.refused.items()
     assert reason.startswith("cannot count")
@@ -84,7 +84,7 @@ def test_a_bad_row_is_refused_alone(row: DemandRow, words: str) -> None:
 
 
 def test_a_million_rows_are_refused_in_words() -> None:
-    taken = take_demand(AMS, a_demand(*[a_row(requests=1)] * 1_000_000))
+    taken = accept_demand(AMS, a_demand(*[a_row(requests=1)] * 1_000_000))
     assert taken.rows == ()
     ((reason, rows),) = taken.refused.items()
     assert f"at most {DEMAND_ROWS_MAX}" in reason
@@ -96,20 +96,20 @@ def test_a_million_rows_are_refused_in_words() -> None:
     [(nan, nan, 0), (-5, -90, 0), (inf, 10, 10), (10, 100, 105), (1e9, 0, 300)],
 )
 def test_a_clock_that_is_none_is_clamped(window_s: float, age_s: float, taken_at_s: float) -> None:
-    taken = take_demand(AMS, a_demand(a_row(requests=1), window_s=window_s, age_s=age_s))
+    taken = accept_demand(AMS, a_demand(a_row(requests=1), window_s=window_s, age_s=age_s))
     assert taken.age_s == taken_at_s
     assert len(taken.rows) == 1
 
 
 def test_what_comes_too_late_is_refused() -> None:
-    taken = take_demand(AMS, a_demand(a_row(requests=1), age_s=LATE_MAX_S))
+    taken = accept_demand(AMS, a_demand(a_row(requests=1), age_s=LATE_MAX_S))
     assert taken.rows == ()
     assert list(taken.refused.values()) == [1]
 
 
 def test_a_row_that_contradicts_itself_is_clamped() -> None:
     odd = a_row(requests=2, refused=9, no_replica=5, prompt_tokens=10, uncached_tokens=70)
-    (row,) = take_demand(AMS, a_demand(odd)).rows
+    (row,) = accept_demand(AMS, a_demand(odd)).rows
     assert row == a_row(requests=2, refused=2, no_replica=2, prompt_tokens=10, uncached_tokens=10)
 
 
@@ -127,7 +127,7 @@ def test_a_row_that_contradicts_itself_is_clamped() -> None:
 )
 def test_usage_that_no_retry_can_mend_is_refused_alone(fields: dict[str, Any]) -> None:
     rows = (a_usage("b", **fields), a_usage("a"))
-    taken = take_usage(Usage(router_id=RouterId("r"), batch_id="1", rows=rows))
+    taken = accept_usage(Usage(router_id=RouterId("r"), batch_id="1", rows=rows))
     assert [row.request_id for row in taken.rows] == ["a"]
     assert list(taken.refused.values()) == [1]
     assert all(reason.startswith("cannot write") for reason in taken.refused)
@@ -135,15 +135,15 @@ def test_usage_that_no_retry_can_mend_is_refused_alone(fields: dict[str, Any]) -
 
 def test_times_that_are_none_are_clamped() -> None:
     row = a_usage(ttft_ms=nan, duration_ms=-inf)
-    (taken,) = take_usage(Usage(router_id=RouterId("r"), batch_id="1", rows=(row,))).rows
+    (taken,) = accept_usage(Usage(router_id=RouterId("r"), batch_id="1", rows=(row,))).rows
     assert (taken.ttft_ms, taken.duration_ms) == (0.0, 0.0)
 
 
 def test_round_trips_that_are_none_are_left_out() -> None:
     rows = [RoundTrip(node_id=NodeId(f"n{n}"), rtt_ms=ms) for n, ms in enumerate([nan, inf, -1, 7])]
-    assert [row.rtt_ms for row in take_round_trips(rows)] == [0.0, 7.0]
+    assert [row.rtt_ms for row in accept_round_trips(rows)] == [0.0, 7.0]
     twice = [RoundTrip(node_id=NodeId("n"), rtt_ms=ms) for ms in (5.0, 6.0)]
-    assert [row.rtt_ms for row in take_round_trips(twice)] == [6.0]
+    assert [row.rtt_ms for row in accept_round_trips(twice)] == [6.0]
 
 
 counts = st.integers(-(2**63), 2**64 - 1) | st.integers(0, 100)
@@ -171,7 +171,7 @@ counts = st.integers(-(2**63), 2**64 - 1) | st.integers(0, 100)
 def test_what_passes_the_store_can_hold(
     rows: list[DemandRow], window_s: float, age_s: float
 ) -> None:
-    taken = take_demand(AMS, a_demand(*rows, window_s=window_s, age_s=age_s))
+    taken = accept_demand(AMS, a_demand(*rows, window_s=window_s, age_s=age_s))
     assert taken.age_s >= 0
     keys = [(row.deployment_id, row.pop) for row in taken.rows]
     assert keys == sorted(set(keys))

@@ -3,7 +3,7 @@
 import pytest
 
 from scheduler.decide.cluster import Liveness
-from scheduler.decide.liveness import LivenessLimits, liveness
+from scheduler.decide.membership.liveness import LivenessLimits, judge_liveness
 from tests.builders import a_node
 
 LIMITS = LivenessLimits()
@@ -30,7 +30,7 @@ def test_silence_is_judged(
     silences: list[float], acting_for_s: float, lost: int, is_frozen: bool
 ) -> None:
     nodes = [a_node(f"n{i}", "ams", silent_s=silent) for i, silent in enumerate(silences)]
-    view = liveness(nodes, acting_for_s, LIMITS)
+    view = judge_liveness(nodes, acting_for_s, LIMITS)
     assert bool(view.frozen) is is_frozen
     assert sum(v is Liveness.LOST for v in view.by_node.values()) == lost
 
@@ -53,7 +53,7 @@ def test_a_cut_is_over_when_all_had_time_to_come_back(
         nodes = [a_node(f"b{i}", "ams", silent_s=ALIVE, back_s=back_s) for i in range(back)]
         nodes += [a_node(f"a{i}", "ams", silent_s=ALIVE) for i in range(alive)]
         nodes += [a_node(f"s{i}", "ams", silent_s=silent) for i, silent in enumerate(silences)]
-        view = liveness(nodes, 1000.0, LIMITS)
+        view = judge_liveness(nodes, 1000.0, LIMITS)
         return sum(verdict is Liveness.LOST for verdict in view.by_node.values())
 
     assert lost_at(LIMITS.grace_s - 1) == lost
@@ -63,4 +63,4 @@ def test_a_cut_is_over_when_all_had_time_to_come_back(
 def test_revoked_nodes_are_no_sign_of_a_cut() -> None:
     live = [a_node(f"n{i}", "ams", silent_s=ALIVE) for i in range(2)]
     revoked = [a_node(f"r{i}", "ams", silent_s=LONG, revoked=True) for i in range(3)]
-    assert liveness([*live, *revoked], 1000, LIMITS).frozen == ""
+    assert judge_liveness([*live, *revoked], 1000, LIMITS).frozen == ""

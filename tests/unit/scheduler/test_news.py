@@ -7,7 +7,7 @@ import pytest
 
 from isochrone.wire.ids import BootId, Generation, ReplicaId
 from isochrone.wire.report import Profile, Refusal, ReplicaReport, ReplicaState
-from scheduler.decide.news import is_news
+from scheduler.decide.membership.report_diff import has_changed
 from tests.builders import GIB, a_device, a_replica_report, a_report, a_spec
 
 WARM = msgspec.structs.replace(
@@ -60,10 +60,10 @@ def test_news_is_what_somebody_reads(fields: dict[str, Any], news: bool) -> None
     if fields.get("devices"):
         device = fields["devices"][0]
         fields["devices"] = (device,)
-    assert is_news(WRITTEN, a_report(seq=seq, **{**defaults, **fields})) is news
+    assert has_changed(WRITTEN, a_report(seq=seq, **{**defaults, **fields})) is news
 
 
 def test_a_fetch_under_way_is_always_news() -> None:
     fetching = changed(state=ReplicaState.FETCHING, fetched_bytes=1)
     written = a_report(replicas=(fetching,))
-    assert is_news(written, a_report(seq=2, replicas=(fetching,)))
+    assert has_changed(written, a_report(seq=2, replicas=(fetching,)))

@@ -6,14 +6,20 @@ import pytest
 
 from isochrone.wire.ids import DeploymentId, PopId
 from scheduler.decide.cluster import DemandRate
-from scheduler.decide.demand import raised
-from scheduler.decide.forecast import DAY_SLOTS
-from scheduler.decide.outlook import FORGET_SLOTS, Key, Outlook, SlotDemand, slot_of
+from scheduler.decide.demand.demand_rates import raise_to_forecast
+from scheduler.decide.demand.fleet_forecast import (
+    FORGET_SLOTS,
+    FleetForecast,
+    SeriesKey,
+    SlotDemand,
+    slot_of,
+)
+from scheduler.decide.demand.series_forecast import DAY_SLOTS
 
 LONGITUDES = {PopId("ams"): 5.0, PopId("iad"): -77.0, PopId("sin"): 104.0, PopId("akl"): 175.0}
 
 
-def key(pop: str, deployment: str = "d") -> Key:
+def key(pop: str, deployment: str = "d") -> SeriesKey:
     return DeploymentId(deployment), PopId(pop)
 
 
@@ -37,8 +43,8 @@ def a_rate(pop: str, requests: float, **fields: float) -> DemandRate:
     )
 
 
-def taught(days: float, *pops: str) -> Outlook:
-    outlook = Outlook(LONGITUDES)
+def taught(days: float, *pops: str) -> FleetForecast:
+    outlook = FleetForecast(LONGITUDES)
     for slot in range(int(days * DAY_SLOTS)):
         for pop in pops:
             outlook.learn(slot, key(pop), a_slot(wave(slot, LONGITUDES[PopId(pop)])))
@@ -46,7 +52,7 @@ def taught(days: float, *pops: str) -> Outlook:
 
 
 def test_what_is_foretold_is_made_of_what_was_asked() -> None:
-    outlook = Outlook(LONGITUDES)
+    outlook = FleetForecast(LONGITUDES)
     for slot in range(DAY_SLOTS):
         outlook.learn(slot, key("ams"), a_slot(8.0))
     row = outlook.foretell(key("ams"))
@@ -59,7 +65,7 @@ def test_what_is_foretold_is_made_of_what_was_asked() -> None:
 
 def test_a_newcomer_rises_with_its_morning_as_its_neighbour_did() -> None:
     morning = 5 * DAY_SLOTS + 40  # early in Washington, afternoon in Amsterdam
-    alone, beside = Outlook(LONGITUDES), taught(5.0, "ams")
+    alone, beside = FleetForecast(LONGITUDES), taught(5.0, "ams")
     for slot in range(5 * DAY_SLOTS, morning):
         beside.learn(slot, key("ams"), a_slot(wave(slot, 5.0)))
     risen = []
@@ -75,7 +81,7 @@ def test_a_newcomer_rises_with_its_morning_as_its_neighbour_did() -> None:
 
 def test_what_is_saved_goes_on_elsewhere_as_here() -> None:
     here = taught(2.0, "ams")
-    there = Outlook(LONGITUDES)
+    there = FleetForecast(LONGITUDES)
     slot, state = here.saved(key("ams"))
     assert slot == 2 * DAY_SLOTS - 1
     assert there.restore(key("ams"), state)
@@ -86,7 +92,7 @@ def test_what_is_saved_goes_on_elsewhere_as_here() -> None:
 
 
 def test_nothing_is_begun_by_zero_and_what_asks_nothing_for_long_is_forgotten() -> None:
-    outlook = Outlook(LONGITUDES)
+    outlook = FleetForecast(LONGITUDES)
     outlook.learn(1, key("ams"), SlotDemand())
     assert len(outlook) == 0
     outlook.learn(2, key("ams"), a_slot(1.0))
@@ -101,13 +107,13 @@ def test_nothing_is_begun_by_zero_and_what_asks_nothing_for_long_is_forgotten() 
 def test_demand_is_raised_to_what_is_foretold_and_never_lowered() -> None:
     now = (a_rate("ams", 2.0), a_rate("iad", 9.0), a_rate("akl", 2.0, refused_per_s=2.0))
     told = [a_rate("ams", 5.0), a_rate("iad", 3.0), a_rate("sin", 1.0)]
-    rows = {row.pop: row for row in raised(now, told)}
+    rows = {row.pop: row for row in raise_to_forecast(now, told)}
     assert rows[PopId("ams")] == a_rate("ams", 5.0)
     assert rows[PopId("iad")] == a_rate("iad", 9.0), "a flash crowd is answered by its level"
     assert rows[PopId("sin")] == a_rate("sin", 1.0)
     assert rows[PopId("akl")] == a_rate("akl", 4.0), "the refused asked too"
     refused = DemandRate(deployment_id=DeploymentId("d"), pop=PopId("sin"), refused_per_s=0.5)
-    assert raised((refused,), []) == (refused,)
+    assert raise_to_forecast((refused,), []) == (refused,)
 
 
 def test_a_slot_is_ten_minutes() -> None:

@@ -1,10 +1,10 @@
 """One peer is read at its pace: a burst at once, the rest as time passes."""
 
-from scheduler.decide.pace import BURST_S, MESSAGE_BYTES, Pace
+from scheduler.decide.membership.message_rate_limit import BURST_S, MESSAGE_BYTES, MessageRateLimit
 
 
 def test_a_burst_is_read_at_once_and_what_follows_at_the_pace() -> None:
-    pace = Pace(4.0)
+    pace = MessageRateLimit(4.0)
     burst = int(4.0 * BURST_S)
     assert [pace.wait_s(100, 0.0) for _ in range(burst)] == [0.0] * burst
     assert [pace.wait_s(100, 0.0) for _ in range(3)] == [0.25, 0.5, 0.75]
@@ -14,6 +14,6 @@ def test_a_burst_is_read_at_once_and_what_follows_at_the_pace() -> None:
 
 
 def test_a_large_message_counts_as_several() -> None:
-    pace = Pace(1.0)
+    pace = MessageRateLimit(1.0)
     assert pace.wait_s(9 * MESSAGE_BYTES, 0.0) == 0.0
     assert pace.wait_s(0, 0.0) == 1.0

@@ -10,10 +10,15 @@ from hypothesis import strategies as st
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
 from isochrone.wire.model import Artifact, ArtifactFile, Model
-from scheduler.decide.cluster import ClusterState, DemandRate, PrefetchWish
-from scheduler.decide.explain import explain
-from scheduler.decide.plan import plan
-from scheduler.decide.prefetch import KEPT_FOR_S, LINK_SHARE, Foreseen, prefetch
+from scheduler.decide.cluster import ClusterState, DemandRate, PrefetchTarget
+from scheduler.decide.placement.planner import plan_deployments
+from scheduler.decide.placement.prefetch import (
+    KEPT_FOR_S,
+    LINK_SHARE,
+    PrefetchDecision,
+    plan_prefetch,
+)
+from scheduler.decide.whatif.explain import explain_placement
 from tests.builders import GIB, a_cluster, a_deployment, a_model, a_node, a_placement
 
 DUE_S = 10_000.0
@@ -59,9 +64,9 @@ def a_picture(*nodes: Any, **fields: Any) -> ClusterState:
     return a_cluster(**{**defaults, **fields})
 
 
-def a_wish(node: str = "sin-1", **fields: Any) -> PrefetchWish:
+def a_wish(node: str = "sin-1", **fields: Any) -> PrefetchTarget:
     defaults: dict[str, Any] = {"due_s": 5000.0, "bytes_per_s": 5e6, "reason": "foretold"}
-    return PrefetchWish(
+    return PrefetchTarget(
         node_id=NodeId(node),
         model_id="m",
         deployment_id=DeploymentId("d"),
@@ -70,7 +75,7 @@ def a_wish(node: str = "sin-1", **fields: Any) -> PrefetchWish:
 
 
 def test_a_city_foretold_to_ask_has_the_weights_fetched_in_half_of_the_time() -> None:
-    foreseen = prefetch(a_picture(server("sin-1", "sin")), DUE_S)
+    foreseen = plan_prefetch(a_picture(server("sin-1", "sin")), DUE_S)
     (wish,) = foreseen.new
     assert (wish.node_id, wish.model_id, wish.due_s) == ("sin-1", "m", DUE_S)
     assert wish.bytes_per_s == pytest.approx(MODEL.artifact.size_bytes / (DUE_S / 2))
@@ -79,18 +84,18 @@ def test_a_city_foretold_to_ask_has_the_weights_fetched_in_half_of_the_time() ->
 
 def test_what_is_wished_is_not_wished_again_and_what_came_is_noted_once() -> None:
     picture = a_picture(server("sin-1", "sin"), prefetches=(a_wish(),))
-    assert prefetch(picture, DUE_S) == Foreseen()
+    assert plan_prefetch(picture, DUE_S) == PrefetchDecision()
     came = server("sin-1", "sin", artifacts=(DIGEST,))
-    (arrived,) = prefetch(a_picture(came, prefetches=(a_wish(),)), DUE_S).arrived
+    (arrived,) = plan_prefetch(a_picture(came, prefetches=(a_wish(),)), DUE_S).arrived
     assert arrived == a_wish()
     noted = a_picture(came, prefetches=(a_wish(is_held=True),))
-    assert prefetch(noted, DUE_S) == Foreseen()
+    assert plan_prefetch(noted, DUE_S) == PrefetchDecision()
 
 
 def test_one_node_of_a_city_fetches_from_afar_and_the_next_has_it_from_that_one() -> None:
     pair = {"demand": (asked("ams"), asked("sin", 9.0))}
     picture = a_picture(server("sin-1", "sin"), server("sin-2", "sin"), **pair)
-    (first,) = prefetch(picture, DUE_S).new
+    (first,) = plan_prefetch(picture, DUE_S).new
     assert first.bytes_per_s > 0
     there = msgspec.structs.replace(
         picture,
@@ -102,16 +107,16 @@ def test_one_node_of_a_city_fetches_from_afar_and_the_next_has_it_from_that_one(
         ),
         prefetches=(first,),
     )
-    (second,) = prefetch(there, DUE_S).new
+    (second,) = plan_prefetch(there, DUE_S).new
     assert second.node_id != first.node_id
     assert second.bytes_per_s == 0, "within a city nothing holds it back"
 
 
 def test_a_start_where_the_weights_came_is_from_disk_and_is_where_the_planner_goes() -> None:
     nodes = (server("sin-1", "sin"), server("sin-2", "sin", artifacts=(DIGEST,)))
-    (start,) = plan(a_picture(*nodes)).starts
+    (start,) = plan_deployments(a_picture(*nodes)).starts
     assert start.node_id == "sin-2"
-    answer = explain(a_picture(*nodes, prefetches=(a_wish("sin-2"),)), DeploymentId("d"))
+    answer = explain_placement(a_picture(*nodes, prefetches=(a_wish("sin-2"),)), DeploymentId("d"))
     assert answer is not None
     assert answer.prefetches == ("sin-2 has its weights on disk, for 1.4 h from now: foretold",)
 
@@ -137,17 +142,17 @@ def test_a_wish_is_over_when_it_makes_no_sense(
     node: dict[str, Any], fields: dict[str, Any], reason: str
 ) -> None:
     picture = a_picture(server("sin-1", "sin", **node), **{"prefetches": (a_wish(),), **fields})
-    (over,) = prefetch(picture, -1.0).ended
+    (over,) = plan_prefetch(picture, -1.0).ended
     assert reason in over.reason
 
 
 def test_a_wavering_forecast_takes_nothing_back() -> None:
     quiet = a_picture(server("sin-1", "sin"), demand=(asked("ams"),), prefetches=(a_wish(),))
-    assert prefetch(quiet, DUE_S) == Foreseen()
+    assert plan_prefetch(quiet, DUE_S) == PrefetchDecision()
 
 
 def test_what_is_too_large_for_the_time_left_is_begun_with_all_that_prefetching_may_take() -> None:
-    (wish,) = prefetch(a_picture(server("sin-1", "sin")), 60.0).new
+    (wish,) = plan_prefetch(a_picture(server("sin-1", "sin")), 60.0).new
     assert wish.bytes_per_s == pytest.approx(LINK_SHARE * LINK)
 
 
@@ -170,9 +175,9 @@ def test_two_models_of_one_city_share_its_link() -> None:
         ),
         demand=(asked("sin"), asked("sin", deployment="e")),
     )
-    assert len(prefetch(picture, DUE_S).new) == 2
+    assert len(plan_prefetch(picture, DUE_S).new) == 2
     # Hardly time for one of them: the second waits until the link is free.
-    (alone,) = prefetch(picture, 500.0).new
+    (alone,) = plan_prefetch(picture, 500.0).new
     assert alone.bytes_per_s == pytest.approx(LINK_SHARE * LINK)
 
 
@@ -215,7 +220,7 @@ def test_wishes_keep_residency_disks_and_links_and_come_to_rest(
     nodes = {node.node_id: node for node in picture.nodes}
     models = {model.model_id: model for model in picture.models}
     for _ in range(len(nodes) * len(models) + 1):
-        foreseen = prefetch(picture, due_s)
+        foreseen = plan_prefetch(picture, due_s)
         assert not foreseen.ended, "nothing has changed but what was wished"
         if not foreseen.new:
             break

@@ -21,21 +21,21 @@ from isochrone.wire.rollout import (
     RolloutStep,
 )
 from isochrone.wire.usage import Moments
-from scheduler.decide.rollout import (
-    ON_ITS_WAY,
+from scheduler.decide.rollout.lifecycle import (
+    IN_PROGRESS,
     TRANSITIONS,
-    Event,
-    NotNow,
+    InvalidRolloutEvent,
     Rollout,
-    Starts,
-    after,
-    judge,
-    judged_steps,
-    problem_of,
+    RolloutEvent,
+    StartCounts,
+    apply_event,
+    compared_steps,
+    judge_rollout,
+    steps_problem,
 )
-from scheduler.decide.trial import Arm, Stratum, compare
+from scheduler.decide.rollout.sequential_test import Arm, Stratum, compare_arms
 
-WARM = Starts(warm=1)
+WARM = StartCounts(warm=1)
 
 
 def a_rollout(**fields: Any) -> Rollout:
@@ -88,11 +88,11 @@ def test_a_rollout_goes_step_by_step_to_everybody() -> None:
     for step in range(3):
         assert rollout.step == step
         assert rollout.current.share == STEPS[step].share
-        verdict = judge(msgspec.structs.replace(rollout, step_age_s=600.0), ALIKE, WARM)
+        verdict = judge_rollout(msgspec.structs.replace(rollout, step_age_s=600.0), ALIKE, WARM)
         assert verdict is not None
-        rollout = after(rollout, verdict.event, verdict.reason)
+        rollout = apply_event(rollout, verdict.event, verdict.reason)
     assert rollout.state is RolloutState.DONE
-    assert judge(rollout, ALIKE, WARM) is None
+    assert judge_rollout(rollout, ALIKE, WARM) is None
 
 
 @pytest.mark.parametrize(
@@ -104,32 +104,32 @@ def test_a_rollout_goes_step_by_step_to_everybody() -> None:
         (an_arm(25, 25), "errors"),
     ],
 )
-@pytest.mark.parametrize("state", ON_ITS_WAY)
+@pytest.mark.parametrize("state", IN_PROGRESS)
 def test_harm_reverts_whether_it_runs_or_is_held(new: Arm, words: str, state: RolloutState) -> None:
-    verdict = judge(a_rollout(state=state), seen(an_arm(50_000, 50), new), WARM)
+    verdict = judge_rollout(a_rollout(state=state), seen(an_arm(50_000, 50), new), WARM)
     assert verdict is not None
-    assert verdict.event is Event.HARM_SHOWN
+    assert verdict.event is RolloutEvent.HARM_SHOWN
     assert words in verdict.reason
-    assert after(a_rollout(state=state), verdict.event).state is RolloutState.REVERTED
+    assert apply_event(a_rollout(state=state), verdict.event).state is RolloutState.REVERTED
 
 
 def test_too_few_attempts_and_too_short_a_time_show_nothing() -> None:
     few = seen(an_arm(50_000, 50), an_arm(150, 0))
-    assert judge(a_rollout(step_age_s=600.0), few, WARM) is None
-    assert judge(a_rollout(step_age_s=10.0), ALIKE, WARM) is None
+    assert judge_rollout(a_rollout(step_age_s=600.0), few, WARM) is None
+    assert judge_rollout(a_rollout(step_age_s=10.0), ALIKE, WARM) is None
     three_failures = seen(an_arm(50_000, 0), an_arm(3, 3))
-    assert judge(a_rollout(step_age_s=600.0), three_failures, WARM) is None
+    assert judge_rollout(a_rollout(step_age_s=600.0), three_failures, WARM) is None
 
 
 def test_the_new_version_alone_is_held_against_nothing() -> None:
     alone = seen(Arm(), an_arm(10_000, 0))
-    assert judge(a_rollout(step_age_s=600.0), alone, WARM) is None
+    assert judge_rollout(a_rollout(step_age_s=600.0), alone, WARM) is None
     elsewhere = (*alone, *seen(an_arm(10_000, 0), Arm(), "sin"))
-    assert judge(a_rollout(step_age_s=600.0), elsewhere, WARM) is None
-    waited = judge(a_rollout(step_age_s=7 * 3600.0), elsewhere, WARM)
+    assert judge_rollout(a_rollout(step_age_s=600.0), elsewhere, WARM) is None
+    waited = judge_rollout(a_rollout(step_age_s=7 * 3600.0), elsewhere, WARM)
     assert waited is not None
-    assert waited.event is Event.NOTHING_SHOWN
-    assert after(a_rollout(), waited.event, waited.reason).state is RolloutState.PAUSED
+    assert waited.event is RolloutEvent.NOTHING_SHOWN
+    assert apply_event(a_rollout(), waited.event, waited.reason).state is RolloutState.PAUSED
 
 
 def test_a_far_city_does_not_make_a_version_look_slow() -> None:
@@ -144,15 +144,15 @@ def test_a_far_city_does_not_make_a_version_look_slow() -> None:
             old=an_arm(1_000, ttft_ms=500), new=an_arm(4_000, ttft_ms=500),
         ),
     )  # fmt: skip
-    verdict = judge(a_rollout(step_age_s=600.0), strata, WARM)
+    verdict = judge_rollout(a_rollout(step_age_s=600.0), strata, WARM)
     assert verdict is not None
-    assert verdict.event is Event.STEP_PASSED
+    assert verdict.event is RolloutEvent.STEP_PASSED
 
 
 def test_a_version_that_found_no_seat_is_told_from_one_that_does_not_come_up() -> None:
     late = a_rollout(step_age_s=1801.0)
-    for starts, words in ((Starts(), "none found a free seat"), (Starts(seated=1), "")):
-        verdict = judge(late, (), starts)
+    for starts, words in ((StartCounts(), "none found a free seat"), (StartCounts(seated=1), "")):
+        verdict = judge_rollout(late, (), starts)
         assert verdict is not None
         assert verdict.reason.removeprefix("no replica is warm after 1801 s").strip(": ") == words
 
@@ -160,17 +160,17 @@ def test_a_version_that_found_no_seat_is_told_from_one_that_does_not_come_up() -
 @pytest.mark.parametrize(
     ("starts", "age_s", "event"),
     [
-        (Starts(failed=2), 10.0, Event.COULD_NOT_START),
-        (Starts(failed=1), 10.0, None),
-        (Starts(warm=1, failed=5), 10.0, None),
-        (Starts(), 1801.0, Event.COULD_NOT_START),
-        (Starts(), 1700.0, None),
+        (StartCounts(failed=2), 10.0, RolloutEvent.COULD_NOT_START),
+        (StartCounts(failed=1), 10.0, None),
+        (StartCounts(warm=1, failed=5), 10.0, None),
+        (StartCounts(), 1801.0, RolloutEvent.COULD_NOT_START),
+        (StartCounts(), 1700.0, None),
     ],
 )
 def test_a_version_that_cannot_start_is_reverted(
-    starts: Starts, age_s: float, event: Event | None
+    starts: StartCounts, age_s: float, event: RolloutEvent | None
 ) -> None:
-    verdict = judge(a_rollout(step_age_s=age_s), (), starts)
+    verdict = judge_rollout(a_rollout(step_age_s=age_s), (), starts)
     assert (verdict.event if verdict else None) is event
 
 
@@ -185,11 +185,11 @@ def test_looking_often_at_a_version_that_is_no_worse_seldom_reverts_it() -> None
             failures[0] += sum(chance.random() < 0.02 for _ in range(20))
             failures[1] += chance.random() < 0.02 if look % 2 else 0
             old, new = an_arm(20 * look, failures[0]), an_arm(look, min(look, failures[1]))
-            shown = compare(seen(old, new), bounds)
+            shown = compare_arms(seen(old, new), bounds)
             if any(difference.is_harm for difference in shown):
                 alarms += 1
                 break
-        passes += all(d.is_fine for d in compare(ALIKE, bounds))
+        passes += all(d.is_fine for d in compare_arms(ALIKE, bounds))
     assert alarms <= 3
     assert passes == 300
 
@@ -208,11 +208,11 @@ def test_whatever_is_seen_what_follows_is_in_the_table(
 ) -> None:
     rollout = a_rollout(state=state, step_age_s=age_s)
     strata = seen(an_arm(old), an_arm(attempts, int(attempts * failed), ttft_ms=ms))
-    verdict = judge(rollout, strata, WARM)
+    verdict = judge_rollout(rollout, strata, WARM)
     if verdict is not None:
         assert (state, verdict.event) in TRANSITIONS
         assert verdict.reason
-    assert all(difference.words() for difference in compare(strata, rollout.spec.bounds))
+    assert all(difference.words() for difference in compare_arms(strata, rollout.spec.bounds))
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_whatever_is_seen_what_follows_is_in_the_table(
     ],
 )
 def test_steps_that_cannot_be_gone_are_told(steps: tuple[RolloutStep, ...], words: str) -> None:
-    assert words in problem_of(steps)
-    assert bool(words) == bool(problem_of(steps))
+    assert words in steps_problem(steps)
+    assert bool(words) == bool(steps_problem(steps))
 
 
 class Life(RuleBasedStateMachine):
@@ -240,26 +240,26 @@ class Life(RuleBasedStateMachine):
         spec = RolloutSpec(model_id=ModelId("m"), engine=EngineSettings(), steps=shares)
         self.rollout = a_rollout(spec=spec)
 
-    @rule(event=st.sampled_from(list(Event)), age_s=st.floats(0, 1e6))
-    def happens(self, event: Event, age_s: float) -> None:
+    @rule(event=st.sampled_from(list(RolloutEvent)), age_s=st.floats(0, 1e6))
+    def happens(self, event: RolloutEvent, age_s: float) -> None:
         before = msgspec.structs.replace(self.rollout, step_age_s=age_s)
-        is_last = before.step + 1 >= judged_steps(before.spec.steps)
-        if event in (Event.STEP_PASSED, Event.LAST_STEP_PASSED):
-            event = Event.LAST_STEP_PASSED if is_last else Event.STEP_PASSED
+        is_last = before.step + 1 >= compared_steps(before.spec.steps)
+        if event in (RolloutEvent.STEP_PASSED, RolloutEvent.LAST_STEP_PASSED):
+            event = RolloutEvent.LAST_STEP_PASSED if is_last else RolloutEvent.STEP_PASSED
         if (before.state, event) not in TRANSITIONS:
-            with pytest.raises(NotNow, match="cannot"):
-                after(before, event)
+            with pytest.raises(InvalidRolloutEvent, match="cannot"):
+                apply_event(before, event)
             return
-        self.rollout = after(before, event, "because")
+        self.rollout = apply_event(before, event, "because")
         assert self.rollout.etag == before.etag + 1
-        assert self.rollout.step - before.step == (event is Event.STEP_PASSED)
-        restarts = event in (Event.STEP_PASSED, Event.RESUME_ASKED)
+        assert self.rollout.step - before.step == (event is RolloutEvent.STEP_PASSED)
+        restarts = event in (RolloutEvent.STEP_PASSED, RolloutEvent.RESUME_ASKED)
         assert self.rollout.step_age_s == (0.0 if restarts else age_s)
 
     @invariant()
     def what_serves_is_a_step(self) -> None:
         assert 0 <= self.rollout.step < len(self.rollout.spec.steps)
-        ends = self.rollout.state not in ON_ITS_WAY
+        ends = self.rollout.state not in IN_PROGRESS
         assert ends == (not any(state is self.rollout.state for state, _ in TRANSITIONS))
 
 
@@ -268,5 +268,5 @@ TestLife.settings = settings(max_examples=20, stateful_step_count=15, deadline=N
 
 
 def test_what_was_not_seen_is_not_shown_as_a_number() -> None:
-    said = [difference.words() for difference in compare((), RolloutBounds())]
+    said = [difference.words() for difference in compare_arms((), RolloutBounds())]
     assert said == [f"{name}: too little was seen to tell" for name in ("errors", "TTFT", "ITL")]

@@ -8,8 +8,12 @@ from isochrone.wire.ids import Epoch, Generation, NodeId
 from isochrone.wire.report import ReplicaState
 from isochrone.wire.routes import RouteTable
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.liveness import liveness
-from scheduler.decide.route_table import route_table, tied, with_part
+from scheduler.decide.membership.liveness import judge_liveness
+from scheduler.decide.routing.route_table import (
+    build_route_table,
+    multi_node_hosts,
+    replace_node_routes,
+)
 from tests.builders import a_cluster, a_node, a_placement
 
 NAMES = tuple(f"ams-{number}" for number in range(1, 6))
@@ -32,8 +36,8 @@ def a_fleet(states: list[ReplicaState | None]) -> ClusterState:
 
 
 def a_table(cluster: ClusterState) -> RouteTable:
-    view = liveness(cluster.nodes, cluster.acting_for_s)
-    return route_table(cluster, view, (), generation=Generation(1), epoch=Epoch(1))
+    view = judge_liveness(cluster.nodes, cluster.acting_for_s)
+    return build_route_table(cluster, view, (), generation=Generation(1), epoch=Epoch(1))
 
 
 def part_of(cluster: ClusterState, names: set[NodeId]) -> ClusterState:
@@ -52,10 +56,10 @@ def test_a_table_mended_where_it_changed_is_the_table(
     told, fleet = a_table(a_fleet(before)), a_fleet(after)
     pairs = zip(NAMES, before, after, strict=True)
     changed = {NodeId(name) for name, old, new in pairs if old is not new}
-    assert with_part(told, a_table(part_of(fleet, changed)), changed) == a_table(fleet)
+    assert replace_node_routes(told, a_table(part_of(fleet, changed)), changed) == a_table(fleet)
 
 
 def test_nodes_are_tied_by_what_they_hold_together() -> None:
     follower = a_placement("r.1", "ams-2")
     leader = a_placement("r", "ams-1", followers=(follower,))
-    assert tied((leader, a_placement("alone", "ams-3"))) == {"ams-1", "ams-2"}
+    assert multi_node_hosts((leader, a_placement("alone", "ams-3"))) == {"ams-1", "ams-2"}

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, Generation, PopId
 from isochrone.wire.model import EngineSettings, Policy
-from ops.sim import small
-from ops.sim.judge import TABLE, cost, sought
-from ops.sim.small import small_world
+from ops.sim import small_worlds
+from ops.sim.optimality_gap import TABLE, run_search, total_cost
+from ops.sim.small_worlds import small_world
 from scheduler.decide.cluster import ClusterState, DemandRate
-from scheduler.decide.demand import raised
-from scheduler.decide.explain import explain
-from scheduler.decide.feasible import allowed, free_memory
-from scheduler.decide.flow import Flow
-from scheduler.decide.plan import PlanLimits, plan
+from scheduler.decide.demand.demand_rates import raise_to_forecast
+from scheduler.decide.placement.fleet.slots import free_memory, residency_allows
+from scheduler.decide.placement.planner import PlanLimits, plan_deployments
+from scheduler.decide.placement.search.load_assignment import LoadAssignment
+from scheduler.decide.whatif.explain import explain_placement
 from tests.builders import a_cluster, a_deployment, a_device, a_model, a_node, a_placement
 from tests.unit.scheduler.test_plan import a_demand, carried_out, starts
 
@@ -30,7 +30,7 @@ MANY = PlanLimits(starts_max=10**6, endings_max=10**6)
 def test_a_flow_is_the_cheapest_assignment_and_says_what_room_is_worth() -> None:
     far = np.array([[1.0, 50.0], [2.0, 100.0], [3.0, 9.0]])
     ones = np.ones(3)
-    flow = Flow(ones, ones, far, np.array([2.0, 1.0]), 5000.0)
+    flow = LoadAssignment(ones, ones, far, np.array([2.0, 1.0]), 5000.0)
     # The third gives way: it loses least by going to the other site.
     assert flow.cost() == pytest.approx(1 + 2 + 9)
     assert flow.gain_exactly(0, 1.0) == pytest.approx(6.0)
@@ -44,7 +44,9 @@ def test_flows_keep_every_load_and_never_more_than_the_room(seed: int) -> None:
     rng = np.random.default_rng(seed)
     cities, sites = int(rng.integers(1, 9)), int(rng.integers(1, 6))
     load = rng.exponential(1.0, cities) + 0.01
-    flow = Flow(load * 2, load, rng.uniform(1, 300, (cities, sites)), np.zeros(sites), 5000.0)
+    flow = LoadAssignment(
+        load * 2, load, rng.uniform(1, 300, (cities, sites)), np.zeros(sites), 5000.0
+    )
     held: list[tuple[int, float]] = []
     for _ in range(12):
         before = flow.cost()
@@ -73,20 +75,20 @@ def judged() -> list[tuple[int, float]]:
 def test_small_worlds_are_planned_within_one_percent_of_the_optimum(
     seed: int, optimum: float
 ) -> None:
-    search, greedy = sought(small_world(seed))
-    assert cost(search) <= greedy + 1e-6
-    assert cost(search) <= 1.01 * optimum
+    search, greedy = run_search(small_world(seed))
+    assert total_cost(search) <= greedy + 1e-6
+    assert total_cost(search) <= 1.01 * optimum
 
 
 def test_a_crumb_at_a_site_without_room_does_not_end_the_search() -> None:
     limits = PlanLimits(starts_max=10**6, endings_max=10**6, effort=1_500)
-    search, greedy = sought(small_world(223), limits)
-    assert cost(search) <= 0.5 * greedy
+    search, greedy = run_search(small_world(223), limits)
+    assert total_cost(search) <= 0.5 * greedy
 
 
 def seated(cluster: ClusterState) -> ClusterState:
     """Return the picture after all that a first plan starts is warm."""
-    return carried_out(cluster, plan(cluster, MANY))
+    return carried_out(cluster, plan_deployments(cluster, MANY))
 
 
 @settings(deadline=None, max_examples=5)
@@ -100,10 +102,10 @@ def test_a_first_plan_breaks_no_rule(seed: int) -> None:
     assert all(left >= 0 for left in free_memory(after.nodes, after.placements).values())
     for placement in after.placements:
         policy = policies[placement.deployment_id]
-        assert allowed(policy, countries[pops[placement.node_id]])
+        assert residency_allows(policy, countries[pops[placement.node_id]])
     for deployment in cluster.deployments:
         mine = [p for p in after.placements if p.deployment_id == deployment.deployment_id]
-        unmet = {row.deployment_id for row in plan(after, MANY).unmet}
+        unmet = {row.deployment_id for row in plan_deployments(after, MANY).unmet}
         assert len(mine) <= deployment.policy.replicas_max
         if deployment.deployment_id not in unmet:
             assert len(mine) >= deployment.policy.replicas_min
@@ -114,7 +116,7 @@ def test_a_first_plan_breaks_no_rule(seed: int) -> None:
 def test_a_small_change_makes_few_moves(seed: int, times: float) -> None:
     cluster = small_world(seed)
     for _ in range(12):
-        decided = plan(cluster, MANY)
+        decided = plan_deployments(cluster, MANY)
         if not decided.starts and not decided.endings:
             break
         cluster = carried_out(cluster, decided)
@@ -125,8 +127,8 @@ def test_a_small_change_makes_few_moves(seed: int, times: float) -> None:
     changed = msgspec.structs.replace(
         cluster, demand=demand, generation=Generation(cluster.generation + 1)
     )
-    decided = plan(changed, MANY)
-    assert plan(changed, MANY) == decided
+    decided = plan_deployments(changed, MANY)
+    assert plan_deployments(changed, MANY) == decided
     assert len(decided.starts) + len(decided.endings) <= 2 + len(cluster.placements) // 10
 
 
@@ -135,9 +137,9 @@ def test_the_spread_leaves_a_replica_when_a_pop_is_lost() -> None:
     busy = a_cluster(
         nodes=nodes, placements=(a_placement("r1", "ams-1"),), demand=(a_demand("ams", 3.0),)
     )
-    assert starts(plan(busy)) == [("d", "fra-1")]
+    assert starts(plan_deployments(busy)) == [("d", "fra-1")]
     quiet = msgspec.structs.replace(busy, demand=(a_demand("ams", 0.05),))
-    assert not plan(quiet).starts
+    assert not plan_deployments(quiet).starts
 
 
 def test_replicas_of_one_pop_keep_out_of_one_failure_domain() -> None:
@@ -151,7 +153,7 @@ def test_replicas_of_one_pop_keep_out_of_one_failure_domain() -> None:
         deployments=(a_deployment(replicas_min=2),),
         placements=(a_placement("r1", "ams-1"),),
     )
-    assert starts(plan(cluster)) == [("d", "ams-3")]
+    assert starts(plan_deployments(cluster)) == [("d", "ams-3")]
 
 
 def test_under_scarcity_priority_goes_first_and_a_first_replica_before_a_second() -> None:
@@ -163,10 +165,10 @@ def test_under_scarcity_priority_goes_first_and_a_first_replica_before_a_second(
     two = a_cluster(
         nodes=(a_node("ams-1", "ams", gib=2.6),), deployments=deployments, demand=demand
     )
-    assert {name for name, _ in starts(plan(two))} == {"low", "high"}
+    assert {name for name, _ in starts(plan_deployments(two))} == {"low", "high"}
     one = msgspec.structs.replace(two, nodes=(a_node("ams-1", "ams", gib=1.3),))
-    assert starts(plan(one)) == [("high", "ams-1")]
-    assert "100 % of what is asked finds no room" in plan(one).unmet[0].reason
+    assert starts(plan_deployments(one)) == [("high", "ams-1")]
+    assert "100 % of what is asked finds no room" in plan_deployments(one).unmet[0].reason
 
 
 def test_what_is_idle_yields_its_place_and_is_not_started_there_again() -> None:
@@ -177,23 +179,25 @@ def test_what_is_idle_yields_its_place_and_is_not_started_there_again() -> None:
         placements=(idle, a_placement("r2", "sin-1", deployment="idle")),
         demand=(a_demand("ams", 0.05, "idle"), a_demand("ams", 4.0, "busy")),
     )
-    first = plan(cluster)
+    first = plan_deployments(cluster)
     assert [ending.replica_id for ending in first.endings] == ["r1"]
     assert "its place in ams is worth" in first.endings[0].reason
     ending = msgspec.structs.replace(
         cluster,
         placements=(msgspec.structs.replace(idle, is_ending=True), *cluster.placements[1:]),
     )
-    assert plan(ending) == msgspec.structs.replace(plan(ending), starts=(), endings=())
+    assert plan_deployments(ending) == msgspec.structs.replace(
+        plan_deployments(ending), starts=(), endings=()
+    )
     freed = msgspec.structs.replace(cluster, placements=cluster.placements[1:])
-    assert ("busy", "ams-1") in starts(plan(freed))
+    assert ("busy", "ams-1") in starts(plan_deployments(freed))
 
 
 def test_of_two_nodes_that_which_holds_the_weights_is_ready_sooner() -> None:
-    model = small.a_model("m", 4.0)
+    model = small_worlds.a_model("m", 4.0)
     nodes = (a_node("ams-1", "ams"), a_node("ams-2", "ams", artifacts=(model.artifact.digest,)))
     cluster = a_cluster(nodes=nodes, models=(model,))
-    assert starts(plan(cluster)) == [("d", "ams-2")]
+    assert starts(plan_deployments(cluster)) == [("d", "ams-2")]
 
 
 def test_a_pop_of_several_replicas_reads_and_writes_apart_where_asked() -> None:
@@ -201,9 +205,9 @@ def test_a_pop_of_several_replicas_reads_and_writes_apart_where_asked() -> None:
     deployment = msgspec.structs.replace(a_deployment(), policy=policy)
     held = (a_placement("r1", "ams-1"), a_placement("r2", "ams-1", role=Role.PREFILL))
     cluster = a_cluster(nodes=(a_node("ams-1", "ams"),), deployments=(deployment,), placements=held)
-    assert plan(cluster).starts[0].spec.role is Role.DECODE
+    assert plan_deployments(cluster).starts[0].spec.role is Role.DECODE
     one = msgspec.structs.replace(cluster, placements=held[:1])
-    assert plan(one).starts[0].spec.role in (Role.PREFILL, Role.UNIFIED)
+    assert plan_deployments(one).starts[0].spec.role in (Role.PREFILL, Role.UNIFIED)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +222,7 @@ def test_a_pop_of_several_replicas_reads_and_writes_apart_where_asked() -> None:
 )
 def test_contradictions_are_said_and_break_nothing(deployment: object, words: str) -> None:
     cluster = a_cluster(nodes=(a_node("ams-1", "ams"),), deployments=(deployment,))
-    assert any(words in row.reason for row in plan(cluster).unmet)
+    assert any(words in row.reason for row in plan_deployments(cluster).unmet)
 
 
 def test_what_can_never_fit_is_refused_with_the_sum() -> None:
@@ -229,7 +233,7 @@ def test_what_can_never_fit_is_refused_with_the_sum() -> None:
         models=(a_model("m", 500.0),),
         deployments=(a_deployment(engine=engine),),
     )
-    reason = plan(cluster).unmet[0].reason
+    reason = plan_deployments(cluster).unmet[0].reason
     assert "weights 500.00 GiB / 1 = 500.00 GiB" in reason
     assert "8 such devices would hold it" in reason
 
@@ -247,12 +251,12 @@ def test_demand_next_to_nothing_divides_nothing(least: float) -> None:
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams"), a_node("sin-1", "sin")),
         placements=(a_placement("r1", "ams-1"),),
-        demand=raised((row,), []),
+        demand=raise_to_forecast((row,), []),
     )
     # What was refused was asked, whatever the rest amounts to.
-    assert starts(plan(cluster)) == [("d", "sin-1")]
+    assert starts(plan_deployments(cluster)) == [("d", "sin-1")]
     whisper = msgspec.structs.replace(row, refused_per_s=0.0)
-    assert not plan(msgspec.structs.replace(cluster, demand=(whisper,))).starts
+    assert not plan_deployments(msgspec.structs.replace(cluster, demand=(whisper,))).starts
 
 
 def test_more_devices_than_a_node_has_are_refused_with_what_would_hold_it() -> None:
@@ -268,7 +272,7 @@ def test_more_devices_than_a_node_has_are_refused_with_what_would_hold_it() -> N
             models=(a_model("m", gib),),
             deployments=(a_deployment(engine=engine),),
         )
-        return plan(cluster).unmet[0].reason
+        return plan_deployments(cluster).unmet[0].reason
 
     assert "ams-1: needs 4 devices of one class, it has 2 x h100-80g" in reason(200.0)
     would = "2 x (2 x 79.65 GiB) would hold it: set devices to 4 and nodes to 2, in a PoP with"
@@ -284,7 +288,7 @@ def test_a_rate_that_is_no_rate_moves_nothing(rate: float) -> None:
         placements=(a_placement("r1", "ams-1"),),
         demand=(row,),
     )
-    assert not plan(cluster).starts
+    assert not plan_deployments(cluster).starts
 
 
 def test_explain_says_what_would_help() -> None:
@@ -293,6 +297,6 @@ def test_explain_says_what_would_help() -> None:
         placements=(a_placement("r1", "ams-1"),),
         demand=(a_demand("sin", 0.02),),
     )
-    explained = explain(cluster, DeploymentId("d"))
+    explained = explain_placement(cluster, DeploymentId("d"))
     assert explained is not None
     assert "It would pay if more were asked for near sin" in explained.elsewhere[0].reason

@@ -4,20 +4,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import NodeId, PopId
-from scheduler.decide.sources import SOURCES_MAX, Candidate, sources_for
+from scheduler.decide.routing.artifact_sources import SOURCES_MAX, ArtifactHolder, artifact_sources
 
 FAR = {"ams": 0.0, "fra": 8.0, "iad": 85.0, "sin": 161.0}
 
 
-def named(name: str, *, holds: bool = True) -> Candidate:
+def named(name: str, *, holds: bool = True) -> ArtifactHolder:
     """A node named for its PoP: `fra-2` is in fra."""
-    return Candidate(
+    return ArtifactHolder(
         node_id=NodeId(name), pop=PopId(name[:3]), address=f"http://{name}", holds=holds
     )
 
 
-def asked(name: str, *candidates: Candidate) -> list[str]:
-    found = sources_for(NodeId(name), PopId(name[:3]), candidates, lambda pop: FAR[pop])
+def asked(name: str, *candidates: ArtifactHolder) -> list[str]:
+    found = artifact_sources(NodeId(name), PopId(name[:3]), candidates, lambda pop: FAR[pop])
     return [peer.node_id for peer in found]
 
 

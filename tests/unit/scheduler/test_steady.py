@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from isochrone.wire.ids import ClusterId, DeploymentId, Epoch, Generation, NodeId, PopId, ReplicaId
 from isochrone.wire.routes import Route, RouteTable, apply_delta, diff
-from scheduler.decide.route_table import steady
+from scheduler.decide.routing.route_table import keep_unchanged_rates
 
 
 def a_route(name: str = "r1", **fields: Any) -> Route:
@@ -48,27 +48,29 @@ def a_table(*routes: Route, generation: int = 0, epoch: int = 1) -> RouteTable:
 )
 def test_a_tenth_is_no_news(now: dict[str, Any], is_news: bool) -> None:
     told = a_table(a_route(), generation=7)
-    settled = steady(told, a_table(a_route(**now)))
+    settled = keep_unchanged_rates(told, a_table(a_route(**now)))
     assert (settled != told) is is_news
     assert settled.generation == 7
 
 
 def test_the_first_rate_measured_is_news() -> None:
     told = a_table(a_route(prefill_tokens_per_s=0.0))
-    assert steady(told, a_table(a_route())) != told
+    assert keep_unchanged_rates(told, a_table(a_route())) != told
 
 
 def test_a_drift_adds_up_until_it_is_told() -> None:
     told = a_table(a_route())
     for step in range(1, 9):
-        told_again = steady(told, a_table(a_route(prefill_tokens_per_s=1000.0 + 15.0 * step)))
+        told_again = keep_unchanged_rates(
+            told, a_table(a_route(prefill_tokens_per_s=1000.0 + 15.0 * step))
+        )
         assert (told_again != told) is (step >= 7)
 
 
 def test_a_new_term_tells_everything_anew() -> None:
     told = a_table(a_route(), generation=7)
     new = a_table(a_route(prefill_tokens_per_s=1001.0), epoch=2)
-    assert steady(told, new) == new
+    assert keep_unchanged_rates(told, new) == new
 
 
 RATES = st.floats(0, 1e6)
@@ -88,7 +90,7 @@ def test_what_routers_hold_is_never_far_from_what_is(
         )
 
     told, new = table(before), table(after)
-    settled = steady(told, new)
+    settled = keep_unchanged_rates(told, new)
     assert [route.replica_id for route in settled.routes] == sorted(after)
     for route, real in zip(settled.routes, new.routes, strict=True):
         assert abs(route.prefill_tokens_per_s - real.prefill_tokens_per_s) <= max(

@@ -8,11 +8,11 @@ from isochrone.wire.ids import DeploymentId, Epoch, Generation, ModelId, NodeId,
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.rollout import RolloutSpec, RolloutState, RolloutStep
 from isochrone.wire.routes import RolloutEntry
-from scheduler.decide.cluster import ClusterState, DemandRate, GivenUp
-from scheduler.decide.explain import explain
-from scheduler.decide.liveness import liveness
-from scheduler.decide.route_table import route_table
-from scheduler.decide.versions import decide, split
+from scheduler.decide.cluster import ClusterState, DemandRate, StartFailures
+from scheduler.decide.membership.liveness import judge_liveness
+from scheduler.decide.placement.rollout_split import plan_fleet, split_rollouts
+from scheduler.decide.routing.route_table import build_route_table
+from scheduler.decide.whatif.explain import explain_placement
 from tests.builders import a_cluster, a_deployment, a_model, a_node, a_placement
 from tests.unit.scheduler.test_rollout import a_rollout
 
@@ -46,7 +46,7 @@ def demand(pop: str, requests: float) -> DemandRate:
 
 
 def test_the_new_version_is_seated_where_the_old_one_stands_and_the_old_one_stays() -> None:
-    decided = decide(rolling())
+    decided = plan_fleet(rolling())
     assert decided.starts
     assert not decided.endings
     for start in decided.starts:
@@ -62,14 +62,14 @@ def test_with_both_versions_warm_the_plan_is_at_rest() -> None:
     new = (a_placement("n1", "ams-3", version=2), a_placement("n2", "sin-3", version=2))
     cluster = rolling(RolloutStep(share=0.75))
     cluster = msgspec.structs.replace(cluster, placements=(*cluster.placements, *new))
-    decided = decide(cluster)
+    decided = plan_fleet(cluster)
     assert not decided.starts
     assert not decided.endings
 
 
 def test_demand_is_split_by_the_share_in_the_cities_of_the_step() -> None:
     step = RolloutStep(share=0.25, pops=(AMS,))
-    cluster = split(rolling(step, demand=(demand("ams", 8.0), demand("sin", 4.0))))
+    cluster = split_rollouts(rolling(step, demand=(demand("ams", 8.0), demand("sin", 4.0))))
     asked = {(row.deployment_id, row.pop): row.requests_per_s for row in cluster.demand}
     assert asked == {("d", "ams"): 6.0, ("d~2", "ams"): 2.0, ("d", "sin"): 4.0}
 
@@ -77,19 +77,19 @@ def test_demand_is_split_by_the_share_in_the_cities_of_the_step() -> None:
 def test_a_rollout_that_has_ended_leaves_the_picture_as_it_is() -> None:
     for state in (RolloutState.REVERTED, RolloutState.ABORTED, RolloutState.DONE):
         cluster = rolling(state=state)
-        assert split(cluster) is cluster
+        assert split_rollouts(cluster) is cluster
 
 
 def test_a_reverted_version_is_ended_by_the_planner() -> None:
     new = a_placement("n1", "ams-3", version=2)
     cluster = rolling(rollouts=())
     cluster = msgspec.structs.replace(cluster, placements=(*cluster.placements, new))
-    assert [ending.replica_id for ending in decide(cluster).endings] == ["n1"]
+    assert [ending.replica_id for ending in plan_fleet(cluster).endings] == ["n1"]
 
 
 def test_what_cannot_be_seated_is_told_in_the_deployments_name() -> None:
     cluster = rolling(models=(a_model(), a_model("m2", gib=500)))
-    unmet = decide(cluster).unmet
+    unmet = plan_fleet(cluster).unmet
     assert {one.deployment_id for one in unmet} == {"d"}
     assert all(one.reason.startswith("version 2: cannot place") for one in unmet)
 
@@ -97,7 +97,7 @@ def test_what_cannot_be_seated_is_told_in_the_deployments_name() -> None:
 def test_residency_holds_for_the_new_version() -> None:
     allowed = a_deployment(replicas_min=2, replicas_max=8, allow=("SG",))
     cluster = rolling(deployments=(allowed,), placements=(a_placement("o2", "sin-1"),))
-    decided = decide(cluster)
+    decided = plan_fleet(cluster)
     new = [start for start in decided.starts if start.spec.version == 2]
     assert new
     assert all(start.node_id.startswith("sin") for start in new)
@@ -107,8 +107,8 @@ def test_routers_are_told_the_share_and_each_versions_own_limits() -> None:
     new = a_placement("n1", "ams-3", version=2)
     cluster = rolling(RolloutStep(share=0.25, pops=(AMS,)))
     cluster = msgspec.structs.replace(cluster, placements=(*cluster.placements, new))
-    view = liveness(cluster.nodes, cluster.acting_for_s, None)
-    table = route_table(cluster, view, (), generation=Generation(1), epoch=Epoch(1))
+    view = judge_liveness(cluster.nodes, cluster.acting_for_s, None)
+    table = build_route_table(cluster, view, (), generation=Generation(1), epoch=Epoch(1))
     (entry,) = table.deployments
     assert entry.rollout == RolloutEntry(version=2, share=0.25, pops=(AMS,))
     limits = {route.replica_id: route.tokens_in_flight_max for route in table.routes}
@@ -116,7 +116,7 @@ def test_routers_are_told_the_share_and_each_versions_own_limits() -> None:
 
 
 def test_what_the_new_version_broke_holds_back_the_new_version_alone() -> None:
-    given_up = GivenUp(
+    given_up = StartFailures(
         deployment_id=DeploymentId("d"),
         version=2,
         times=9,
@@ -125,13 +125,13 @@ def test_what_the_new_version_broke_holds_back_the_new_version_alone() -> None:
         reason="broke 6 times",
     )
     one_left = (a_placement("o1", "ams-1"),)
-    decided = decide(rolling(given_up=(given_up,), placements=one_left))
+    decided = plan_fleet(rolling(given_up=(given_up,), placements=one_left))
     assert [start.spec.version for start in decided.starts] == [1]
     assert ["version 2: cannot place" in unmet.reason for unmet in decided.unmet] == [True]
 
 
 def test_explain_tells_all_that_a_city_asks_whichever_version_answers() -> None:
-    explained = explain(rolling(demand=(demand("ams", 8.0),)), DeploymentId("d"))
+    explained = explain_placement(rolling(demand=(demand("ams", 8.0),)), DeploymentId("d"))
     assert explained is not None
     assert [row.requests_per_s for row in explained.cities] == [8.0]
 
@@ -145,10 +145,10 @@ def test_explain_tells_of_both_versions_and_of_no_other_deployment() -> None:
             *(a_placement(f"d-x-{n}", f"sin-{n}", "d-x") for n in (1, 2)),
         ),
     )
-    explained = explain(cluster, DeploymentId("d"))
+    explained = explain_placement(cluster, DeploymentId("d"))
     assert explained is not None
     assert [(row.replica_id, row.reason) for row in explained.here] == [("o1", ""), ("n1", "new")]
     assert all("d-x" not in line for line in explained.next_moves)
-    other = explain(cluster, DeploymentId("d-x"))
+    other = explain_placement(cluster, DeploymentId("d-x"))
     assert other is not None
     assert [line.partition(" on ")[0] for line in other.next_moves] == ["end d-x-1"]

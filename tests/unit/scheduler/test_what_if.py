@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
 from isochrone.wire.report import Profile
 from scheduler.decide.cluster import ClusterState, DemandRate, MeasuredProfile
-from scheduler.decide.liveness import LivenessLimits
-from scheduler.decide.predict import Prediction, predict
-from scheduler.decide.versions import decide
-from scheduler.decide.what_if import (
+from scheduler.decide.membership.liveness import LivenessLimits
+from scheduler.decide.placement.rollout_split import plan_fleet
+from scheduler.decide.whatif.predict import FleetPrediction, predict_service
+from scheduler.decide.whatif.what_if import (
     AddDeployment,
     AddNodes,
-    CannotChange,
     Change,
+    ClusterSnapshot,
+    InvalidChange,
     LoseNode,
     LosePop,
-    Picture,
     ScaleDemand,
-    changed,
-    digest_of,
+    apply_change,
+    plan_digest,
     what_if,
 )
 from tests.builders import (
@@ -51,28 +51,28 @@ def asks(pop: str, requests: float, deployment: str = "d") -> DemandRate:
     )
 
 
-def a_picture(**fields: Any) -> Picture:
+def a_picture(**fields: Any) -> ClusterSnapshot:
     defaults: dict[str, Any] = {
         "nodes": NODES,
         "deployments": (a_deployment(replicas_max=6),),
         "placements": (a_placement("r1", "ams-1"),),
         "demand": (asks("ams", 2.0), asks("sin", 1.0)),
     }
-    return Picture(cluster=a_cluster(**{**defaults, **fields}))
+    return ClusterSnapshot(cluster=a_cluster(**{**defaults, **fields}))
 
 
-def kept(picture: Picture) -> Picture:
+def kept(picture: ClusterSnapshot) -> ClusterSnapshot:
     """Return the picture as it comes back from a file."""
-    return msgspec.json.decode(msgspec.json.encode(picture), type=Picture)
+    return msgspec.json.decode(msgspec.json.encode(picture), type=ClusterSnapshot)
 
 
 def test_a_saved_picture_replays_bit_for_bit() -> None:
     odd = (asks("ams", 0.1 + 0.2), asks("sin", 1 / 3))
     picture = a_picture(demand=odd)
     assert kept(picture) == picture
-    here, there = (decide(one.cluster, one.liveness) for one in (picture, kept(picture)))
+    here, there = (plan_fleet(one.cluster, one.liveness) for one in (picture, kept(picture)))
     assert msgspec.json.encode(here) == msgspec.json.encode(there)
-    assert digest_of(here) == digest_of(there)
+    assert plan_digest(here) == plan_digest(there)
     assert what_if(picture, []) == what_if(kept(picture), [])
 
 
@@ -93,7 +93,7 @@ def test_a_picture_that_is_not_understood_whole_is_refused_in_words() -> None:
         file = msgspec.json.decode(msgspec.json.encode(picture))
         file |= spoilt | {"cluster": file["cluster"] | spoilt.get("cluster", {})}
         with pytest.raises(msgspec.ValidationError, match=words):
-            msgspec.json.decode(msgspec.json.encode(file), type=Picture)
+            msgspec.json.decode(msgspec.json.encode(file), type=ClusterSnapshot)
 
 
 def test_a_deployment_of_a_model_that_the_picture_lacks_is_said_and_serves_nobody() -> None:
@@ -103,13 +103,13 @@ def test_a_deployment_of_a_model_that_the_picture_lacks_is_said_and_serves_nobod
 
 
 def test_a_price_of_what_is_not_there_is_refused() -> None:
-    with pytest.raises(CannotChange, match="cannot price h100: the devices there are cpu"):
+    with pytest.raises(InvalidChange, match="cannot price h100: the devices there are cpu"):
         what_if(a_picture(), [], {"cpu": 1.0, "h100": 2.5})
 
 
 def test_without_a_change_the_answer_is_what_placement_is_about_to_do() -> None:
     answer = what_if(a_picture(), [])
-    assert answer.digest == digest_of(decide(a_picture().cluster, LivenessLimits()))
+    assert answer.digest == plan_digest(plan_fleet(a_picture().cluster, LivenessLimits()))
     assert answer.is_at_rest
     assert {move.kind for move in answer.moves} <= {"start", "end"}
     assert answer.then.replicas >= answer.now.replicas
@@ -156,7 +156,7 @@ def test_a_new_model_is_seated_and_priced() -> None:
 
 
 def test_a_lost_node_takes_its_replicas_with_it() -> None:
-    cluster = changed(a_picture().cluster, LoseNode(node_id=NodeId("ams-1")))
+    cluster = apply_change(a_picture().cluster, LoseNode(node_id=NodeId("ams-1")))
     assert cluster.placements == ()
     assert NodeId("ams-1") not in {node.node_id for node in cluster.nodes}
 
@@ -185,14 +185,14 @@ def test_a_lost_node_takes_its_replicas_with_it() -> None:
     ],
 )
 def test_what_the_picture_does_not_hold_is_refused_in_words(change: Change, words: str) -> None:
-    with pytest.raises(CannotChange, match=f"cannot .*{words}"):
+    with pytest.raises(InvalidChange, match=f"cannot .*{words}"):
         what_if(a_picture(), [change])
 
 
 def test_users_near_and_with_room_are_answered_sooner() -> None:
     def ttft(*placements: Any, requests: float = 1.0) -> float:
         cluster = a_cluster(nodes=NODES, placements=placements, demand=(asks("ams", requests),))
-        (city,) = predict(cluster).cities
+        (city,) = predict_service(cluster).cities
         assert city.ttft_p90_ms is not None
         return city.ttft_p90_ms
 
@@ -204,7 +204,7 @@ def test_users_near_and_with_room_are_answered_sooner() -> None:
 
 
 def test_what_follows_is_predicted_by_the_rates_that_the_planner_reads() -> None:
-    def outcome(device_class: str, *profiles: MeasuredProfile) -> Prediction:
+    def outcome(device_class: str, *profiles: MeasuredProfile) -> FleetPrediction:
         device = msgspec.structs.replace(a_device(80), device_class=device_class)
         cluster = a_cluster(
             nodes=(a_node("ams-1", "ams", devices=(device,)),),
@@ -212,9 +212,9 @@ def test_what_follows_is_predicted_by_the_rates_that_the_planner_reads() -> None
             demand=(asks("ams", 1.0),),
             profiles=profiles,
         )
-        return predict(cluster)
+        return predict_service(cluster)
 
-    def ttft_ms(prediction: Prediction) -> float:
+    def ttft_ms(prediction: FleetPrediction) -> float:
         (city,) = prediction.cities
         assert city.ttft_p90_ms is not None
         return city.ttft_p90_ms
@@ -262,7 +262,7 @@ def test_whatever_is_changed_the_same_follows_twice_and_demand_is_neither_lost_n
 
     cluster = picture.cluster
     for change in changes:
-        before, cluster = asked(cluster), changed(cluster, change)
+        before, cluster = asked(cluster), apply_change(cluster, change)
         if not isinstance(change, ScaleDemand):
             assert asked(cluster) == pytest.approx(before)
     once, twice = what_if(picture, changes), what_if(kept(picture), changes)

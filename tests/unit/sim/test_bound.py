@@ -7,14 +7,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from ops.sim.bound import raise_all, shared_by, terms_of, total
-from ops.sim.dual import Side, Terms
-from ops.sim.judge import TABLE, THOROUGH, cost, sought
-from ops.sim.recount import columns_of, recounted
-from ops.sim.small import small_world
-from scheduler.decide.flow import Flow
-from scheduler.decide.liveness import liveness
-from scheduler.decide.plan import Draft
+from ops.sim.lagrangian_bound import DeploymentBound, DeploymentTerms
+from ops.sim.optimality_gap import TABLE, THOROUGH, run_search, total_cost
+from ops.sim.planet_bound import raise_all, shared_by, terms_of, total
+from ops.sim.recost import recost, slots_of
+from ops.sim.small_worlds import small_world
+from scheduler.decide.membership.liveness import judge_liveness
+from scheduler.decide.placement.planner import DraftPlan
+from scheduler.decide.placement.search.load_assignment import LoadAssignment
 
 with TABLE.open(newline="") as file:
     OPTIMUM = {int(row["seed"]): float(row["optimum"]) for row in csv.DictReader(file)}
@@ -25,10 +25,10 @@ with TABLE.open(newline="") as file:
 )
 def test_no_optimum_of_a_small_world_is_below_the_bound(seed: int, reached: float) -> None:
     cluster = small_world(seed)
-    draft = Draft(cluster, liveness(cluster.nodes, cluster.acting_for_s), THOROUGH)
+    draft = DraftPlan(cluster, judge_liveness(cluster.nodes, cluster.acting_for_s), THOROUGH)
     search = draft.sought()
-    sides = [Side(terms_of(wish, search.ground)) for wish in search.wishes]
-    greedy, _ = sought(cluster, msgspec.structs.replace(THOROUGH, effort=0))
+    sides = [DeploymentBound(terms_of(wish, search.ground)) for wish in search.wishes]
+    greedy, _ = run_search(cluster, msgspec.structs.replace(THOROUGH, effort=0))
     has = shared_by(search.ground)
     prices = raise_all(sides, [wish.cost() for wish in greedy.wishes], has)
     # Under scarcity it is far below: on which device a replica fits is what it does not see.
@@ -44,11 +44,11 @@ def test_of_a_tiny_deployment_the_bound_is_just_below_the_best_of_all_plans(seed
 
     def cost(counts: tuple[int, ...]) -> float:
         rooms = np.array(counts) * room
-        return Flow(load, load, far, rooms, unserved).cost() + seat * sum(counts)
+        return LoadAssignment(load, load, far, rooms, unserved).cost() + seat * sum(counts)
 
     best = min(cost(counts) for counts in product(range(4), repeat=sites) if sum(counts))
-    side = Side(
-        Terms(
+    side = DeploymentBound(
+        DeploymentTerms(
             load=load,
             paid=load[:, None] * far,
             lost=load * unserved,
@@ -70,8 +70,8 @@ def test_of_a_tiny_deployment_the_bound_is_just_below_the_best_of_all_plans(seed
 def test_the_bound_counts_the_empty_part_of_the_last_seat() -> None:
     load = np.full(7, 0.3)
     far = np.add.outer(np.arange(7.0), np.arange(3.0))
-    side = Side(
-        Terms(
+    side = DeploymentBound(
+        DeploymentTerms(
             load=load,
             paid=load[:, None] * far,
             lost=load * 1e4,
@@ -88,7 +88,8 @@ def test_the_bound_counts_the_empty_part_of_the_last_seat() -> None:
     )
     # 2.1 loads need three seats; the linear program is content with 2.1 of them.
     best = min(
-        Flow(load, load, far, np.array(counts, dtype=float), 1e4).cost() + 100.0 * sum(counts)
+        LoadAssignment(load, load, far, np.array(counts, dtype=float), 1e4).cost()
+        + 100.0 * sum(counts)
         for counts in product(range(4), repeat=3)
     )
     assert best > 300
@@ -98,10 +99,10 @@ def test_the_bound_counts_the_empty_part_of_the_last_seat() -> None:
 
 def test_seats_counted_anew_are_the_same_seats_and_wait_no_longer() -> None:
     cluster = small_world(6)
-    search, _ = sought(cluster, msgspec.structs.replace(THOROUGH, effort=0))
-    seats = columns_of(search)
-    anew = recounted(cluster, seats)
-    assert sorted(columns_of(anew)) == sorted(seats)
-    assert cost(anew) <= cost(search) + 1e-6
+    search, _ = run_search(cluster, msgspec.structs.replace(THOROUGH, effort=0))
+    seats = slots_of(search)
+    anew = recost(cluster, seats)
+    assert sorted(slots_of(anew)) == sorted(seats)
+    assert total_cost(anew) <= total_cost(search) + 1e-6
     flows = [wish.flow.cost() for wish in search.wishes]
     assert [wish.flow.cost() for wish in anew.wishes] == pytest.approx(flows, rel=1e-3)

@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# Runs the README's two commands on a minimal Debian, so that a missing install step is noticed.
+#
+#     ops/bare/try.sh [--all] [--keep FOLDER]
+#
+# Bootstraps Debian 12 with only the packages that the README names, clones the committed files into it, and runs
+# `make up ONESHOT=1` and `make test` there in each combination below. Nothing of this machine is mounted but the
+# package index settings (pip's configuration, the folders it names, and the certificate authorities).
+#
+# Without options every combination runs `make up`, and the strictest one also `make test`. `--all` runs both everywhere.
+# `--keep FOLDER` keeps the bootstrapped systems there for the next time; otherwise everything is removed at the end.
+# Needs root and debootstrap. The last lines are a table of what ran, how long it took, and tokens per second.
+set -euo pipefail
+usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+ALL='' KEEP=''
+while [ $# -gt 0 ]; do
+    case $1 in
+        --all) ALL=1 ;;
+        --keep) [ $# -ge 2 ] || usage; KEEP=$(realpath -m "$2"); shift ;;
+        *) usage ;;
+    esac
+    shift
+done
+[ "$(id -u)" = 0 ] || { echo "cannot bootstrap a system: run $0 as root" >&2; exit 1; }
+command -v debootstrap >/dev/null || { echo "cannot bootstrap a system: install the package debootstrap" >&2; exit 1; }
+HERE=$(realpath "$(dirname "$0")/../..")
+SYSTEMS=${KEEP:-$(mktemp -d /var/tmp/isochrone-bare.XXXXXX)}
+WORK=$(mktemp -d /var/tmp/isochrone-try.XXXXXX)
+mkdir -p "$SYSTEMS"
+
+clean_up() {
+    status=$?
+    if mountpoint -q "$WORK/root"; then umount -l "$WORK/root"; fi
+    rm -rf --one-file-system "$WORK"
+    [ -n "$KEEP" ] || rm -rf --one-file-system "$SYSTEMS"
+    exit $status
+}
+trap clean_up EXIT
+
+# What the README asks for, and what a system may have besides.
+README_PACKAGES=git,make,python3,python3-venv,ca-certificates
+declare -A PACKAGES=(
+    [bare]=$README_PACKAGES
+    [gcc]=$README_PACKAGES,gcc,libc6-dev
+    [postgres]=$README_PACKAGES,postgresql
+    [full]=$README_PACKAGES,gcc,libc6-dev,postgresql,iproute2
+)
+# system user root-file-system folder commands
+COMBINATIONS=(
+    "bare user read-only /home/user/my checkout|up test"
+    "bare root writable /root/isochrone|up"
+    "full user writable /home/user/isochrone|up"
+    "full root read-only /root/my checkout|up"
+)
+if [ -n "$ALL" ]; then
+    COMBINATIONS=()
+    for system in bare gcc postgres full; do
+        COMBINATIONS+=(
+            "$system user read-only /home/user/my checkout|up test"
+            "$system root writable /root/isochrone|up test"
+        )
+    done
+fi
+
+bootstrap() {  # SYSTEM: Debian with its packages, made once in $SYSTEMS
+    local root=$SYSTEMS/$1
+    [ -e "$root/.complete" ] && return
+    rm -rf --one-file-system "$root"
+    echo "bootstrapping Debian 12 with ${PACKAGES[$1]}"
+    debootstrap --variant=minbase --include="${PACKAGES[$1]}" bookworm "$root" >"$SYSTEMS/$1.log" 2>&1 ||
+        { tail -n 20 "$SYSTEMS/$1.log" >&2; exit 1; }
+    chroot "$root" useradd --create-home --shell /bin/bash user
+    touch "$root/.complete"
+}
+
+run_in() {  # USER read-only|writable FOLDER COMMAND: run COMMAND in FOLDER of the prepared root
+    local home=/root
+    [ "$1" = root ] || home=/home/$1
+    ROOT=$WORK/root USER_NAME=$1 USER_HOME=$home MODE=$2 FOLDER=$3 COMMAND=$4 MOUNTS=$(cat "$WORK/mounts") \
+        unshare --mount --pid --fork --kill-child bash "$HERE/ops/bare/enter.sh"
+}
+
+prepare() {  # SYSTEM USER FOLDER: an empty layer over SYSTEM, with a clone in FOLDER
+    local layer=$WORK/layer
+    if mountpoint -q "$WORK/root"; then umount -l "$WORK/root"; fi
+    rm -rf --one-file-system "$layer"
+    mkdir -p "$WORK/root" "$layer/upper" "$layer/work"
+    mount -t overlay overlay -o "lowerdir=$SYSTEMS/$1,upperdir=$layer/upper,workdir=$layer/work" "$WORK/root"
+    git clone --quiet "$HERE" "$WORK/root$3"
+    chroot "$WORK/root" chown -R "$2:" "$3"
+    cp "$WORK/pip.conf" "$WORK/root/etc/pip.conf"
+}
+
+python3 "$HERE/ops/bare/index_settings.py" "$WORK/pip.conf" >"$WORK/mounts"
+table=() failed=0
+for combination in "${COMBINATIONS[@]}"; do
+    IFS='|' read -r what commands <<<"$combination"
+    read -r system user mode folder <<<"$what"
+    bootstrap "$system"
+    prepare "$system" "$user" "$folder"
+    for command in $commands; do
+        make="make $command"
+        [ "$command" = test ] || make="make up ONESHOT=1"
+        echo "--- $make: system $system, as $user, $mode, in '$folder'"
+        began=$SECONDS result=passed
+        run_in "$user" "$mode" "$folder" "$make" 2>&1 | tee "$WORK/output" || result=FAILED failed=1
+        speed=$(grep -oE '^(ams|iad|sin) .* ms +[0-9.]+ ' "$WORK/output" | awk '{if ($NF > best) best = $NF} END {print best}')
+        table+=("$(printf '%-9s %-5s %-10s %-24s %-18s %-7s %6d s  %s' "$system" "$user" "$mode" "$folder" "$make" \
+            "$result" $((SECONDS - began)) "${speed:-}")")
+    done
+done
+umount -l "$WORK/root"
+printf '\n%-9s %-5s %-10s %-24s %-18s %-7s %8s  %s\n' SYSTEM USER FILES FOLDER COMMAND RESULT TIME TOKENS/S
+printf '%s\n' "${table[@]}"
+exit $failed

@@ -1,0 +1,341 @@
+"""What one replica can carry on given devices: whether it fits, its KV cache, its rates.
+
+Rule 1: what an agent has measured beats every estimate; an estimate says that it is one.
+Rule 2: what cannot fit is refused with the arithmetic, so that an operator can check it by hand.
+
+The estimate is a roofline. A decode step of a batch takes the longer of reading (weights touched
+and the batch's KV, over memory bandwidth) and computing (2 operations per active parameter and
+token); prefill is computing alone. Weights and KV are split over devices by tensor, pipeline and
+expert: tensor within a node, pipeline over nodes of one PoP.
+"""
+
+from collections.abc import Iterator, Mapping
+from math import ceil, log2
+from typing import Final
+
+import msgspec
+
+from isochrone.wire import model_shape
+from isochrone.wire.model import Deployment, EngineSettings, Model, ModelShape
+from isochrone.wire.report import Profile
+from scheduler.decide.capacity.device_classes import GIB, DeviceClass, class_of
+
+ENGINE_OVERHEAD_BYTES: Final = 256 * 1024 * 1024
+"""What a small engine takes beside weights and KV cache: code, a CUDA context."""
+
+ACTIVATION_TOKENS: Final = 8192
+"""The most tokens whose activations are held at once: a chunk of prefill."""
+
+BANDWIDTH_REACHED: Final = 0.70
+FLOPS_REACHED: Final = 0.45
+"""The shares of published peaks that serving engines reach."""
+
+TENSOR_REACHED_PER_DOUBLING: Final = 0.90
+"""What each doubling of tensor parallelism leaves of the sum, for the exchange between devices."""
+
+STEP_OVERHEAD_S: Final = 0.0025
+"""What a step takes beside reading and computing: launches, sampling, the exchange's latency."""
+
+NODE_HOP_S: Final = 0.002
+"""What a token's way from one node to the next of a pipeline adds, on the PoP's own network."""
+
+BATCH_MAX: Final = 512
+DEVICES_MAX: Final = 64
+
+KV_OPTIONS: Final = ("kv_dtype", "kv_cache_dtype")
+"""What engines call the option that says how KV is kept."""
+
+CONTEXT_TOKENS: Final = 2048
+ITL_TARGET_S: Final = 0.050
+"""What a request is like on average, and how soon each next token should follow."""
+
+RATE_MIN: Final = 1e-3
+RATE_MAX: Final = 1e9
+"""Tokens/s: a rate below or beyond is an error in measuring, and what divides by it overflows."""
+
+UNMEASURED: Final = Profile(prefill_tokens_per_s=400.0, decode_tokens_per_s=40.0)
+"""Rates assumed where nothing is measured and the class is not known: those of a small model on a
+few CPU cores. A guess too low adds a replica too many, one too high leaves users waiting."""
+
+Profiles = Mapping[tuple[str, str], Profile]
+"""What agents measured, by model and class of device."""
+
+
+class ParallelSplit(msgspec.Struct, frozen=True, kw_only=True):
+    """How a replica is spread over devices: tensor x pipeline, experts over the tensor group."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    def __str__(self) -> str:
+        return f"TP{self.tensor} x PP{self.pipeline}" + (f", EP{self.expert}" * (self.expert > 1))
+
+
+class ReplicaCapacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica is reckoned to carry. Bytes are per device."""
+
+    split: ParallelSplit
+    weights_bytes: int
+    overhead_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    itl_s: float
+
+
+class CannotFit(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a replica cannot live on these devices, with the sum."""
+
+    reason: str
+
+
+def replica_capacity(
+    model: Model,
+    engine: EngineSettings,
+    kind: DeviceClass,
+    *,
+    devices: int = 0,
+    nodes: int = 0,
+) -> ReplicaCapacity | CannotFit:
+    """Return what a replica carries on `devices` of `kind` over `nodes`, by its best split."""
+    devices, nodes = devices or engine.devices, nodes or engine.nodes
+
+    def worth(carried: ReplicaCapacity) -> tuple[bool, float, float]:
+        in_time = carried.itl_s <= ITL_TARGET_S
+        return (in_time, carried.decode_tokens_per_s, carried.prefill_tokens_per_s)
+
+    tried = (_carried(model, engine, kind, s, nodes) for s in splits(model.shape, devices, nodes))
+    best = max((carried for carried in tried if carried), key=worth, default=None)
+    return best or CannotFit(reason=_arithmetic(model, engine, kind, devices, nodes))
+
+
+def replica_rates(
+    device_class: str, deployment: Deployment, model: Model, profiles: Profiles
+) -> Profile:
+    """Return what a replica carries on a class of device: measured, else reckoned, else assumed."""
+    measured = profiles.get((model.model_id, device_class))
+    if measured and is_measured(measured):
+        return measured
+    kind = class_of(device_class)
+    reckoned = replica_capacity(model, deployment.engine, kind) if kind else None
+    if isinstance(reckoned, ReplicaCapacity):
+        return Profile(
+            prefill_tokens_per_s=reckoned.prefill_tokens_per_s,
+            decode_tokens_per_s=reckoned.decode_tokens_per_s,
+        )
+    known = [
+        profile
+        for (model_id, _), profile in profiles.items()
+        if model_id == model.model_id and is_measured(profile)
+    ]
+    return min(known, key=lambda p: p.decode_tokens_per_s, default=UNMEASURED)
+
+
+def is_measured(profile: Profile) -> bool:
+    """Say whether a profile holds both rates, and such as a replica can have."""
+    rates = profile.prefill_tokens_per_s, profile.decode_tokens_per_s
+    return all(RATE_MIN <= rate <= RATE_MAX for rate in rates)
+
+
+def splits(shape: ModelShape | None, devices: int, nodes: int = 1) -> Iterator[ParallelSplit]:
+    """Return every split over `devices` that the model's heads, layers and experts allow."""
+    per_node = devices // nodes
+    if per_node * nodes != devices:
+        return
+    for tensor in range(1, per_node + 1):
+        if per_node % tensor or (shape and not _divides(shape, tensor)):
+            continue
+        pipeline = devices // tensor
+        if shape and pipeline > shape.layers:
+            continue
+        yield ParallelSplit(tensor=tensor, pipeline=pipeline)
+        if shape and shape.experts and tensor > 1 and shape.experts % tensor == 0:
+            yield ParallelSplit(tensor=tensor, pipeline=pipeline, expert=tensor)
+
+
+def _divides(shape: ModelShape, tensor: int) -> bool:
+    """Say whether heads can be dealt out to so many; a KV head goes to one, or copies to some."""
+    kv_heads = 1 if shape.latent_size else shape.kv_heads
+    return shape.heads % tensor == 0 and max(kv_heads, tensor) % min(kv_heads, tensor) == 0
+
+
+def kv_bytes_per_token(model: Model, engine: EngineSettings) -> float:
+    """Return what a token of context takes over all layers, averaged over a whole context."""
+    if model.shape is None:
+        return float(model.kv_bytes_per_token)
+    shape = model.shape
+    if any(engine.options.get(name, "").startswith("fp8") for name in KV_OPTIONS):
+        shape = msgspec.structs.replace(shape, kv_bits=8.0)
+    return model_shape.kv_bytes_per_token(shape, CONTEXT_TOKENS)
+
+
+def overhead_bytes(model: Model) -> int:
+    """Return what an engine takes of each device beside weights and KV: context, activations."""
+    if model.shape is None:
+        return ENGINE_OVERHEAD_BYTES
+    # A chunk's hidden states, their residual and the widest inner layer, at 16 bits.
+    activations = ACTIVATION_TOKENS * model.shape.hidden_size * 6 * 2
+    return ENGINE_OVERHEAD_BYTES + activations
+
+
+def _weights_per_device(model: Model, split: ParallelSplit) -> int:
+    """Return the weights on the fullest device; with experts apart, attention is held by each."""
+    shape = model.shape
+    if shape is None or split.expert == 1 or not shape.parameters:
+        return -(-model.weights_bytes // (split.tensor * split.pipeline))
+    sparse = model.weights_bytes * min(1.0, shape.expert_parameters / shape.parameters)
+    dense = model.weights_bytes - sparse
+    return int((dense + sparse / split.expert) / split.pipeline) + 1
+
+
+def _kv_spread(shape: ModelShape | None, split: ParallelSplit) -> float:
+    """Return over how many devices one token's KV of a layer is spread."""
+    if split.expert > 1:  # each device attends for sequences of its own
+        return split.expert
+    if shape is None:
+        return split.tensor
+    return 1.0 if shape.latent_size else min(split.tensor, shape.kv_heads)
+
+
+def _carried(
+    model: Model, engine: EngineSettings, kind: DeviceClass, split: ParallelSplit, nodes: int
+) -> ReplicaCapacity | None:
+    weights = _weights_per_device(model, split)
+    overhead = overhead_bytes(model)
+    left = kind.memory_bytes - weights - overhead
+    if left < engine.kv_memory_bytes:
+        return None
+    kv = engine.kv_memory_bytes or left
+    kv_of_token = kv_bytes_per_token(model, engine)
+    per_device = kv_of_token / split.pipeline / _kv_spread(model.shape, split)
+    kv_tokens = int(kv / per_device) if per_device else engine.tokens_in_flight_max
+    if kv_tokens < 1:
+        return None
+    step = _StepTime(model, kind, split, nodes, kv_of_token)
+    batch = step.largest_batch(kv_tokens)
+    itl_s = step.itl_s(batch)
+    return ReplicaCapacity(
+        split=split,
+        weights_bytes=weights,
+        overhead_bytes=overhead,
+        kv_bytes=kv,
+        kv_tokens=kv_tokens,
+        prefill_tokens_per_s=step.prefill_tokens_per_s(),
+        # A full pipeline has one batch in each stage.
+        decode_tokens_per_s=batch * split.pipeline / itl_s,
+        itl_s=itl_s,
+    )
+
+
+class _StepTime:
+    """The time of one engine step on given devices."""
+
+    def __init__(
+        self, model: Model, kind: DeviceClass, split: ParallelSplit, nodes: int, kv_of_token: float
+    ) -> None:
+        shape = model.shape
+        bits = shape.weight_bits if shape else 16.0
+        self._parameters = (shape.parameters if shape else 0) or model.weights_bytes * 8 / bits
+        sparse = shape.expert_parameters if shape else 0
+        self._sparse_share = min(1.0, sparse / max(1.0, self._parameters))
+        self._awake_share = shape.experts_active / shape.experts if shape and shape.experts else 1.0
+        self._weights_bytes = model.weights_bytes
+        # What several devices hold a copy of, each of them reads.
+        copies = split.tensor / _kv_spread(shape, split)
+        self._kv_bytes = kv_of_token * CONTEXT_TOKENS * copies
+        self._split = split
+        self._hops_s = (nodes - 1) * NODE_HOP_S
+        group = split.tensor * float(TENSOR_REACHED_PER_DOUBLING ** log2(split.tensor))
+        # Weights packed into less than 8 bits are unpacked to 16 before they are multiplied.
+        arithmetic = kind.eight_bit_flops if bits == 8 and kind.eight_bit_flops else kind.flops
+        self._read_per_s = group * kind.bandwidth_bytes_per_s * BANDWIDTH_REACHED
+        self._compute_per_s = group * arithmetic * FLOPS_REACHED
+
+    @property
+    def _active_parameters(self) -> float:
+        asleep = self._sparse_share * (1 - self._awake_share)
+        return self._parameters * (1 - asleep)
+
+    def itl_s(self, batch: int) -> float:
+        """Return the time from one token to the next: all stages, one after another."""
+        # The share of experts that a batch wakes when each token picks its own.
+        awake = 1 - (1 - self._awake_share) ** batch if self._awake_share < 1 else 1.0
+        touched = self._weights_bytes * (1 - self._sparse_share * (1 - awake))
+        read = (touched + batch * self._kv_bytes) / self._read_per_s
+        compute = 2 * self._active_parameters * batch / self._compute_per_s
+        return max(read, compute) + STEP_OVERHEAD_S + self._hops_s
+
+    def largest_batch(self, kv_tokens: int) -> int:
+        """Return the largest batch that KV has room for and that keeps the ITL asked for."""
+        each_stage = kv_tokens // self._split.pipeline
+        most = max(1, min(BATCH_MAX, each_stage // CONTEXT_TOKENS))
+        # Where one sequence alone is already late, as much again buys all the throughput there is.
+        target_s = max(ITL_TARGET_S, 2 * self.itl_s(1))
+        low, high = 1, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.itl_s(middle) <= target_s else (low, middle - 1)
+        return low
+
+    def prefill_tokens_per_s(self) -> float:
+        """Return how fast prompts are read: every stage computes at once on its own chunk."""
+        rate = self._compute_per_s * self._split.pipeline / (2 * max(1.0, self._active_parameters))
+        return min(
+            rate,
+            self._read_per_s
+            * self._split.pipeline
+            * ACTIVATION_TOKENS
+            / max(1.0, self._weights_bytes),
+        )
+
+
+def devices_needed(
+    model: Model, engine: EngineSettings, kind: DeviceClass, per_node: int = 64
+) -> int:
+    """Return the fewest devices of a class that hold a replica; 0 where DEVICES_MAX do not.
+
+    Where they are more than `per_node`, they are of several nodes.
+    """
+    devices = 1
+    while devices <= DEVICES_MAX:
+        nodes = max(1, devices // per_node)
+        if not isinstance(
+            replica_capacity(model, engine, kind, devices=devices, nodes=nodes), CannotFit
+        ):
+            return devices
+        devices *= 2
+    return 0
+
+
+def _arithmetic(
+    model: Model, engine: EngineSettings, kind: DeviceClass, devices: int, nodes: int
+) -> str:
+    tried = list(splits(model.shape, devices, nodes))
+    if not tried:
+        heads = f"{model.shape.heads} heads and {model.shape.layers} layers" if model.shape else ""
+        return (
+            f"cannot split {model.model_id} over {devices} devices on {nodes} nodes: "
+            f"{heads or 'devices'} do not divide by them; use another number of devices"
+        )
+    weights = min(_weights_per_device(model, split) for split in tried)
+    overhead, memory = overhead_bytes(model), kind.memory_bytes
+    wanted = engine.kv_memory_bytes
+    short = weights + overhead + wanted - memory
+    lacking = "nothing is left for a token of KV cache" if short <= 0 else f"{gib(short)} too much"
+    there = f"{nodes} x ({devices // nodes} x {gib(memory)})" if nodes > 1 else ""
+    room = memory - overhead - wanted
+    least = 2 ** max(0, ceil(log2(max(1, model.weights_bytes) / room))) if room > 0 else 0
+    total = gib(weights + overhead + wanted)
+    return (
+        f"cannot fit {model.model_id} on {there or f'{devices} x {gib(memory)}'}: weights "
+        f"{gib(model.weights_bytes)} / {devices} = {gib(weights)} + engine {gib(overhead)}"
+        f" + KV cache {gib(wanted)} = {total} on each device, {lacking}"
+        + (f"; {least} such devices would hold it" if least > devices else "")
+    )
+
+
+def gib(size_bytes: float) -> str:
+    """Say a size."""
+    return f"{size_bytes / GIB:.2f} GiB"

@@ -1,0 +1,172 @@
+"""The life of a rollout: step by step to everybody, or back.
+
+Rule 1: every change of state is in TRANSITIONS; nothing else assigns `state`.
+Rule 2: an event names what happened; what the table lacks cannot happen.
+Rule 3: harm reverts a paused rollout too: its share goes on being served.
+"""
+
+from enum import StrEnum
+from itertools import pairwise
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+
+from isochrone.wire.ids import DeploymentId
+from isochrone.wire.rollout import RolloutSpec, RolloutState, RolloutStep
+from scheduler.decide.rollout.sequential_test import Stratum, compare_arms
+
+HARM_ATTEMPTS_MIN: Final = 20
+"""Harm is believed from here on; fewer attempts are chance, whatever the test says."""
+
+FAILED_STARTS_MAX: Final = 2
+
+
+class RolloutEvent(StrEnum):
+    """What happened to a rollout."""
+
+    STEP_PASSED = "step_passed"
+    LAST_STEP_PASSED = "last_step_passed"
+    HARM_SHOWN = "harm_shown"
+    COULD_NOT_START = "could_not_start"
+    NOTHING_SHOWN = "nothing_shown"
+    PAUSE_ASKED = "pause_asked"
+    RESUME_ASKED = "resume_asked"
+    ABORT_ASKED = "abort_asked"
+
+
+RUNNING, PAUSED = RolloutState.RUNNING, RolloutState.PAUSED
+IN_PROGRESS: Final = (RUNNING, PAUSED)
+
+TRANSITIONS: Final = {
+    (RUNNING, RolloutEvent.STEP_PASSED): RUNNING,
+    (RUNNING, RolloutEvent.LAST_STEP_PASSED): RolloutState.DONE,
+    (RUNNING, RolloutEvent.HARM_SHOWN): RolloutState.REVERTED,
+    (RUNNING, RolloutEvent.COULD_NOT_START): RolloutState.REVERTED,
+    (RUNNING, RolloutEvent.NOTHING_SHOWN): PAUSED,
+    (RUNNING, RolloutEvent.PAUSE_ASKED): PAUSED,
+    (RUNNING, RolloutEvent.ABORT_ASKED): RolloutState.ABORTED,
+    (PAUSED, RolloutEvent.HARM_SHOWN): RolloutState.REVERTED,
+    (PAUSED, RolloutEvent.COULD_NOT_START): RolloutState.REVERTED,
+    (PAUSED, RolloutEvent.RESUME_ASKED): RUNNING,
+    (PAUSED, RolloutEvent.ABORT_ASKED): RolloutState.ABORTED,
+}
+
+
+class InvalidRolloutEvent(Exception):
+    """What was asked of a rollout is not possible in its state."""
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout as it stands; `etag` guards its row."""
+
+    rollout_id: str
+    deployment_id: DeploymentId
+    from_version: int
+    to_version: int
+    spec: RolloutSpec
+    state: RolloutState = RUNNING
+    step: Annotated[int, msgspec.Meta(ge=0)] = 0
+    step_age_s: float = 0.0
+    reason: str = ""
+    etag: int = 1
+
+    @property
+    def current(self) -> RolloutStep:
+        """Return the step that serves now."""
+        return self.spec.steps[min(self.step, len(self.spec.steps) - 1)]
+
+
+class StartCounts(NamedTuple):
+    """How the new version's replicas come up."""
+
+    warm: int = 0
+    failed: int = 0
+    seated: int = 0
+
+
+class RolloutVerdict(NamedTuple):
+    """What happened, and why, in words."""
+
+    event: RolloutEvent
+    reason: str
+
+
+def apply_event(rollout: Rollout, event: RolloutEvent, reason: str = "") -> Rollout:
+    """Return the rollout after what happened; raises NotNow where that cannot be."""
+    state = TRANSITIONS.get((rollout.state, event))
+    if state is None:
+        what = event.value.removesuffix("_asked").replace("_", " ")
+        raise InvalidRolloutEvent(
+            f"cannot {what} rollout {rollout.rollout_id}: it is {rollout.state.value}"
+        )
+    moves = event is RolloutEvent.STEP_PASSED
+    restarts = moves or event is RolloutEvent.RESUME_ASKED
+    return msgspec.structs.replace(
+        rollout,
+        state=state,
+        step=rollout.step + moves,
+        step_age_s=0.0 if restarts else rollout.step_age_s,
+        reason=reason,
+        etag=rollout.etag + 1,
+    )
+
+
+def compared_steps(steps: tuple[RolloutStep, ...]) -> int:
+    """Count the steps that are judged: at everybody's share nothing is left to compare with."""
+    is_all = steps[-1].share >= 1 and not steps[-1].pops
+    return len(steps) - is_all
+
+
+def steps_problem(steps: tuple[RolloutStep, ...]) -> str:
+    """Say why these steps cannot be gone; "" where they can."""
+    judged = steps[: compared_steps(steps)]
+    if not judged:
+        return "the first step takes every request, so that nothing is left to compare with"
+    if any(step.share >= 1 for step in judged):
+        return "only the last step may have share 1, and it for all PoPs"
+    pairs = [(step, later) for step, later in pairwise(steps) if step.pops == later.pops]
+    if any(later.share < step.share for step, later in pairs):
+        return "a step has a smaller share than the one before it in the same PoPs"
+    return ""
+
+
+def judge_rollout(
+    rollout: Rollout, strata: tuple[Stratum, ...], starts: StartCounts
+) -> RolloutVerdict | None:
+    """Return what has happened to a rollout by now; None where it goes on as it is."""
+    if rollout.state not in IN_PROGRESS:
+        return None
+    bounds = rollout.spec.bounds
+    attempts = sum(stratum.new.attempts for stratum in strata)
+    shown = compare_arms(strata, bounds)
+    harms = [difference.words() for difference in shown if difference.is_harm]
+    if harms and attempts >= HARM_ATTEMPTS_MIN:
+        return RolloutVerdict(
+            RolloutEvent.HARM_SHOWN, f"{attempts} attempts show: " + "; ".join(harms)
+        )
+    if not starts.warm and starts.failed >= FAILED_STARTS_MAX:
+        return RolloutVerdict(
+            RolloutEvent.COULD_NOT_START, f"{starts.failed} replicas failed, none is warm"
+        )
+    if not starts.warm and not attempts and rollout.step_age_s > bounds.start_max_s:
+        why = "" if starts.seated else ": none found a free seat"
+        waited = f"no replica is warm after {rollout.step_age_s:.0f} s{why}"
+        return RolloutVerdict(RolloutEvent.COULD_NOT_START, waited)
+    if rollout.state is PAUSED:
+        return None
+    # Without the old version beside it there are attempts, but nothing to hold them against.
+    measured = [difference for difference in shown if difference.low > float("-inf")]
+    seen = attempts >= bounds.attempts_min and rollout.step_age_s >= bounds.step_min_s
+    if seen and shown[0] in measured and all(difference.is_fine for difference in measured):
+        words = "; ".join(difference.words() for difference in shown)
+        return RolloutVerdict(_passed(rollout), f"{attempts} attempts show: {words}")
+    if rollout.step_age_s > bounds.step_max_s:
+        words = "; ".join(difference.words() for difference in shown)
+        told = f"cannot tell after {rollout.step_age_s:.0f} s and {attempts} attempts: {words}"
+        return RolloutVerdict(RolloutEvent.NOTHING_SHOWN, told)
+    return None
+
+
+def _passed(rollout: Rollout) -> RolloutEvent:
+    is_last = rollout.step + 1 >= compared_steps(rollout.spec.steps)
+    return RolloutEvent.LAST_STEP_PASSED if is_last else RolloutEvent.STEP_PASSED

@@ -1,0 +1,137 @@
+"""Is the new version worse than the old? Judged while the counts come in, as often as one likes.
+
+Both versions are compared within strata (the city that asked, the PoP that answered), for routers
+draw the version by chance within each; strata are weighed as Mantel and Haenszel do. The interval
+about the difference is the confidence sequence of the normal mixture (the mixture sequential
+probability ratio test): it holds at every look at once, so that looking often proves nothing false.
+"""
+
+from collections.abc import Callable, Sequence
+from math import exp, inf, isfinite, log, sqrt
+from typing import Final, NamedTuple
+
+import msgspec
+
+from isochrone.wire.ids import PopId
+from isochrone.wire.rollout import RolloutBounds
+from isochrone.wire.usage import Moments
+
+FALSE_ALARM: Final = 0.01
+"""The chance that a version no worse than its bound is ever found worse, for each test."""
+
+ERROR_SCALE: Final = 5.0
+TIME_SCALE: Final = 2.0
+"""Where the tests are sharpest, in bounds: failures come in floods, slowness by degrees."""
+
+
+class Arm(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen of one version in one stratum."""
+
+    attempts: int = 0
+    failures: int = 0
+    ttft: Moments = Moments()
+    itl: Moments = Moments()
+
+
+class Stratum(msgspec.Struct, frozen=True, kw_only=True):
+    """Both versions in one PoP, asked from one city."""
+
+    pop: PopId
+    asked_pop: PopId
+    old: Arm = Arm()
+    new: Arm = Arm()
+
+
+class Difference(NamedTuple):
+    """New less old, and between what bounds it lies for certain enough."""
+
+    name: str
+    low: float
+    high: float
+    worst: float
+
+    @property
+    def is_harm(self) -> bool:
+        """Say whether the new version is shown to be worse than allowed."""
+        return self.low > self.worst
+
+    @property
+    def is_fine(self) -> bool:
+        """Say whether it is shown to be no worse than allowed."""
+        return self.high <= self.worst
+
+    def words(self) -> str:
+        """Say it for an operator."""
+        if not (isfinite(self.low) and isfinite(self.high)):
+            return f"{self.name}: too little was seen to tell"
+        shown = "worse than" if self.is_harm else "within" if self.is_fine else "not yet told from"
+        if self.name == "errors":
+            between = f"{self.low:+.2%} to {self.high:+.2%}, {shown} +{self.worst:.2%}"
+        else:
+            between = (
+                f"x{exp(self.low):.3g} to x{exp(self.high):.3g}, {shown} x{exp(self.worst):.3g}"
+            )
+        return f"{self.name}: {between}"
+
+
+class _Sample(NamedTuple):
+    size: int
+    mean: float
+    variance: float
+
+
+def compare_arms(strata: Sequence[Stratum], bounds: RolloutBounds) -> tuple[Difference, ...]:
+    """Return what is shown of failures, TTFT and ITL; nothing seen shows nothing."""
+    return (
+        _difference("errors", strata, _errors, bounds.error_ratio, ERROR_SCALE),
+        _difference("TTFT", strata, lambda arm: _times(arm.ttft), log(bounds.ttft_ratio)),
+        _difference("ITL", strata, lambda arm: _times(arm.itl), log(bounds.itl_ratio)),
+    )
+
+
+def _difference(
+    name: str,
+    strata: Sequence[Stratum],
+    sample: Callable[[Arm], _Sample],
+    worst: float,
+    scale: float = TIME_SCALE,
+) -> Difference:
+    weights = difference = variance = 0.0
+    for stratum in strata:
+        old, new = sample(stratum.old), sample(stratum.new)
+        if old.size < 2 or new.size < 2:
+            continue
+        weight = old.size * new.size / (old.size + new.size)
+        weights += weight
+        difference += weight * (new.mean - old.mean)
+        variance += weight**2 * (old.variance / old.size + new.variance / new.size)
+    if weights <= 0:
+        return Difference(name, -inf, inf, worst)
+    middle, spread = difference / weights, variance / weights**2
+    radius = _radius(spread, scale * worst)
+    return Difference(name, middle - radius, middle + radius, worst)
+
+
+def _radius(variance: float, scale: float) -> float:
+    """Return the half width at which the mixture's likelihood ratio reaches 1 / FALSE_ALARM."""
+    variance = max(variance, 1e-12)
+    mixed = variance + scale**2
+    evidence = log(1 / FALSE_ALARM) + 0.5 * log(mixed / variance)
+    return sqrt(2 * variance * mixed / scale**2 * evidence)
+
+
+def _errors(arm: Arm) -> _Sample:
+    if arm.attempts <= 0:
+        return _Sample(0, 0.0, 0.0)
+    # Half a failure more for the variance: none seen is not none possible.
+    smoothed = (arm.failures + 0.5) / (arm.attempts + 1)
+    return _Sample(arm.attempts, arm.failures / arm.attempts, smoothed * (1 - smoothed))
+
+
+def _times(moments: Moments) -> _Sample:
+    if moments.count < 2:
+        return _Sample(moments.count, 0.0, 0.0)
+    mean = moments.total / moments.count
+    spread = moments.squares - moments.count * mean**2
+    # Never less than a thousandth: equal times are a coarse clock, not certainty.
+    return _Sample(moments.count, mean, max(spread / (moments.count - 1), 1e-6))

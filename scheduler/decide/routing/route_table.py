@@ -1,0 +1,173 @@
+"""The route table follows from what is reported warm, never from what is wished.
+
+It says no more than it must: measured rates move with every report, and a tenth more or less
+changes no choice worth a new table for every router of the planet.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+import msgspec
+
+from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId
+from isochrone.wire.model import Deployment, Model
+from isochrone.wire.report import Profile, ReplicaState
+from isochrone.wire.routes import DeploymentEntry, KeyEntry, RolloutEntry, Route, RouteTable
+from scheduler.decide.cluster import ClusterState, FleetNode, Placement
+from scheduler.decide.membership.liveness import LivenessView
+from scheduler.decide.membership.report_diff import rate_moved
+from scheduler.decide.rollout.lifecycle import Rollout
+
+
+def build_route_table(
+    cluster: ClusterState,
+    view: LivenessView,
+    keys: Sequence[KeyEntry],
+    *,
+    generation: Generation,
+    epoch: Epoch,
+) -> RouteTable:
+    """Return the table that routers should hold.
+
+    A suspect node keeps its routes: routers see a dead one themselves within a request, while the
+    centre may merely have lost touch with a live one. Only loss, drain and ending withdraw.
+    """
+    nodes = {node.node_id: node for node in cluster.nodes}
+    deployments = {entry.deployment_id: entry for entry in cluster.deployments}
+    models = {model.model_id: model for model in cluster.models}
+    measured = cluster.measured()
+    rollouts = {rollout.deployment_id: rollout for rollout in cluster.rollouts}
+    routes = [
+        _route(
+            placement,
+            nodes[placement.node_id],
+            _version_of(placement, deployments, rollouts),
+            measured,
+        )
+        for placement in cluster.placements
+        if placement.deployment_id in deployments and _is_served(placement, nodes, view)
+    ]
+    return RouteTable(
+        cluster_id=cluster.cluster_id,
+        generation=generation,
+        epoch=epoch,
+        pops=tuple(sorted(cluster.pops, key=lambda pop: pop.pop)),
+        deployments=tuple(
+            _entry(deployment, models, rollouts.get(deployment.deployment_id))
+            for deployment in sorted(cluster.deployments, key=lambda d: d.deployment_id)
+        ),
+        routes=tuple(sorted(routes, key=lambda route: route.replica_id)),
+        keys=tuple(sorted(keys, key=lambda key: key.key_id)),
+    )
+
+
+def replace_node_routes(told: RouteTable, part: RouteTable, node_ids: Set[NodeId]) -> RouteTable:
+    """Return the table told, with the routes to these nodes as `part` has them."""
+    routes = [route for route in told.routes if route.node_id not in node_ids]
+    routes += part.routes
+    return msgspec.structs.replace(
+        told, routes=tuple(sorted(routes, key=lambda route: route.replica_id))
+    )
+
+
+def multi_node_hosts(placements: Iterable[Placement]) -> frozenset[NodeId]:
+    """Return the nodes that hold parts of replicas over several: each is served by them all."""
+    spread = (placement.node_ids for placement in placements if placement.followers)
+    return frozenset(node_id for node_ids in spread for node_id in node_ids)
+
+
+def keep_unchanged_rates(told: RouteTable | None, new: RouteTable) -> RouteTable:
+    """Return `new` under the generation of `told`, each route with the rates told of it before
+    unless one moved by more than a tenth of it. Where nothing is news, the answer equals `told`."""
+    if told is None or told.epoch != new.epoch:
+        return new
+    before = {route.replica_id: route for route in told.routes}
+    routes = tuple(_as_told(before.get(route.replica_id), route) for route in new.routes)
+    return msgspec.structs.replace(
+        new, generation=Generation(told.generation), epoch=told.epoch, routes=routes
+    )
+
+
+def _is_served(placement: Placement, nodes: Mapping[NodeId, FleetNode], view: LivenessView) -> bool:
+    return (
+        placement.state is ReplicaState.WARM
+        and not placement.is_ending
+        and not placement.leader_id
+        and all(id_ in nodes and view.counts(nodes[id_]) for id_ in placement.node_ids)
+        and nodes[placement.node_id].address != ""
+    )
+
+
+def _route(
+    placement: Placement,
+    node: FleetNode,
+    deployment: Deployment,
+    measured: Mapping[tuple[str, str], Profile],
+) -> Route:
+    rates = placement.profile
+    if rates.prefill_tokens_per_s <= 0:
+        # A replica just come up is as fast as its like until it has shown otherwise.
+        classes = {device.device_id: device.device_class for device in node.devices}
+        device_class = classes.get(placement.device_ids[0], "") if placement.device_ids else ""
+        rates = measured.get((deployment.model_id, device_class), rates)
+    return Route(
+        replica_id=placement.replica_id,
+        deployment_id=placement.deployment_id,
+        version=placement.version,
+        node_id=node.node_id,
+        pop=node.pop,
+        address=node.address,
+        role=placement.role,
+        tokens_in_flight_max=deployment.engine.tokens_in_flight_max,
+        prefill_tokens_per_s=rates.prefill_tokens_per_s,
+        decode_tokens_per_s=rates.decode_tokens_per_s,
+    )
+
+
+def _version_of(
+    placement: Placement,
+    deployments: Mapping[DeploymentId, Deployment],
+    rollouts: Mapping[DeploymentId, Rollout],
+) -> Deployment:
+    """Return the deployment as the placement's version has it."""
+    deployment = deployments[placement.deployment_id]
+    rollout = rollouts.get(placement.deployment_id)
+    if rollout is None or placement.version != rollout.to_version:
+        return deployment
+    spec = rollout.spec
+    return msgspec.structs.replace(deployment, model_id=spec.model_id, engine=spec.engine)
+
+
+def _entry(
+    deployment: Deployment, models: Mapping[str, Model], rollout: Rollout | None
+) -> DeploymentEntry:
+    model = models.get(deployment.model_id)
+    context = deployment.engine.context_tokens_max
+    return DeploymentEntry(
+        deployment_id=deployment.deployment_id,
+        name=deployment.name,
+        model_id=deployment.model_id,
+        context_tokens=min(context, model.context_tokens) if model else context,
+        kind=model.kind if model else "chat",
+        created_at=deployment.created_at,
+        price=model.price if model else None,
+        rollout=RolloutEntry(
+            version=rollout.to_version, share=rollout.current.share, pops=rollout.current.pops
+        )
+        if rollout is not None
+        else None,
+    )
+
+
+def _as_told(told: Route | None, route: Route) -> Route:
+    if told is None or told == route:
+        return told or route
+    if rate_moved(told.prefill_tokens_per_s, route.prefill_tokens_per_s) or rate_moved(
+        told.decode_tokens_per_s, route.decode_tokens_per_s
+    ):
+        return route
+    kept = msgspec.structs.replace(
+        route,
+        prefill_tokens_per_s=told.prefill_tokens_per_s,
+        decode_tokens_per_s=told.decode_tokens_per_s,
+    )
+    return told if kept == told else kept

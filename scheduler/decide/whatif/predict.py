@@ -1,0 +1,278 @@
+"""What a fleet would give its users: TTFT by city, how full each PoP is, and what it costs.
+
+A city's load goes to its nearest warm replicas with room, as routers send it. A request's time to
+first token is the round trip, its uncached prompt at the replica's rate, and a wait: that of a
+queue with as many servers as the PoP has replicas, by Sakasegawa's formula, whose tenth-longest
+part is taken as that of an exponential with this mean.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from math import inf, log, sqrt
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from isochrone.wire.ids import DeploymentId, NodeId, PopId
+from isochrone.wire.model import Deployment
+from isochrone.wire.report import Profile, ReplicaState
+from scheduler.decide.capacity.replica_capacity import is_measured, replica_rates
+from scheduler.decide.cluster import ClusterState, Placement
+from scheduler.decide.demand.demand_rates import DeploymentDemand, demand_by_deployment, demand_load
+from scheduler.decide.placement.score import Distances
+
+FULL: Final = 0.95
+"""A replica fuller than this makes its queue grow without end."""
+
+TENTH: Final = log(10.0)
+
+LOAD_MIN: Final = 1e-9
+
+_Site = tuple[PopId, str]
+"""What one PoP has of one class of device."""
+
+
+class CityOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What one city's users get; `ttft_p90_ms` is None where some find no room at all."""
+
+    pop: PopId
+    requests_per_s: float
+    ttft_p90_ms: float | None
+    unserved_per_s: float
+
+
+class PopOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How full one PoP is: its replicas by load, its devices by memory."""
+
+    pop: PopId
+    nodes: int
+    replicas: int
+    load: float
+    memory: float
+
+
+class DevicesUsed(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices of one class: there, holding a replica, and what these cost an hour (0: no price)."""
+
+    device_class: str
+    devices: int
+    used: int
+    cost_per_hour: float
+
+
+class FleetPrediction(msgspec.Struct, frozen=True, kw_only=True):
+    """A fleet's outcome."""
+
+    cities: tuple[CityOutcome, ...]
+    pops: tuple[PopOutcome, ...]
+    devices: tuple[DevicesUsed, ...]
+    replicas: int
+    assumed_rates: tuple[DeploymentId, ...]
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """A part of a city's requests, and the 90th percentile of its TTFT."""
+
+    requests_per_s: float
+    ttft_ms: float
+
+
+def predict_service(
+    cluster: ClusterState, prices: Mapping[str, float] | None = None
+) -> FleetPrediction:
+    """Return what the warm replicas of a picture give the demand in it."""
+    fleet = _Fleet(cluster)
+    parts: dict[PopId, list[_Part]] = defaultdict(list)
+    used: dict[PopId, float] = defaultdict(float)
+    asked_of = demand_by_deployment(cluster.demand, fleet.far.index)
+    assumed = []
+    for deployment in cluster.deployments:
+        asked = asked_of[deployment.deployment_id]
+        for city, city_parts in _served(fleet, deployment, asked, used).items():
+            parts[city] += city_parts
+        if len(asked.cities) and not fleet.is_measured(deployment):
+            assumed.append(deployment.deployment_id)
+    return FleetPrediction(
+        cities=tuple(_city(pop, parts[pop]) for pop in sorted(parts)),
+        pops=_pops(cluster, fleet.pop_of, used),
+        devices=_devices(cluster, prices or {}),
+        replicas=sum(p.state is ReplicaState.WARM for p in cluster.placements),
+        assumed_rates=tuple(assumed),
+    )
+
+
+class _Fleet:
+    """A picture, indexed: who is warm where on what, and how fast that is."""
+
+    def __init__(self, cluster: ClusterState) -> None:
+        self.far = Distances(cluster.pops, cluster.distances)
+        self.pop_of = {node.node_id: node.pop for node in cluster.nodes}
+        self._models = {model.model_id: model for model in cluster.models}
+        self._profiles = cluster.measured()
+        self._classes = {
+            (node.node_id, device.device_id): device.device_class
+            for node in cluster.nodes
+            for device in node.devices
+        }
+        self._warm: dict[DeploymentId, dict[_Site, int]] = defaultdict(lambda: defaultdict(int))
+        for placement in cluster.placements:
+            if placement.state is ReplicaState.WARM and not placement.is_ending:
+                site = self._site_of(placement)
+                if site is not None:
+                    self._warm[placement.deployment_id][site] += 1
+
+    def replicas(self, deployment: Deployment) -> Mapping[_Site, int]:
+        """Return how many warm replicas a deployment has at each site."""
+        return self._warm.get(deployment.deployment_id, {})
+
+    def rates(self, deployment: Deployment) -> Mapping[str, Profile]:
+        """Return what a replica carries on each class, as the planner reads it."""
+        model = self._models.get(deployment.model_id)
+        if model is None:
+            return {}
+        return {
+            name: replica_rates(name, deployment, model, self._profiles)
+            for name in sorted(set(self._classes.values()))
+        }
+
+    def is_measured(self, deployment: Deployment) -> bool:
+        """Say whether rates were measured on every class that a deployment stands on, or on one."""
+        measured = {
+            name
+            for (model_id, name), profile in self._profiles.items()
+            if model_id == deployment.model_id and is_measured(profile)
+        }
+        return bool(measured) and {name for _, name in self.replicas(deployment)} <= measured
+
+    def _site_of(self, placement: Placement) -> _Site | None:
+        pop = self.pop_of.get(placement.node_id)
+        keys = ((placement.node_id, device_id) for device_id in placement.device_ids)
+        name = next((self._classes[key] for key in keys if key in self._classes), None)
+        return None if pop is None or name is None else (pop, name)
+
+
+def _served(
+    fleet: _Fleet, deployment: Deployment, asked: DeploymentDemand, used: dict[PopId, float]
+) -> Mapping[PopId, list[_Part]]:
+    """Send one deployment's demand to its replicas; add to `used` the load of each PoP."""
+    rates = fleet.rates(deployment)
+    # Of a model that the picture does not hold, nothing is known to serve.
+    replicas = fleet.replicas(deployment) if rates else {}
+    replicas_asked, speed = demand_load(asked, rates)
+    room = {site: FULL * count * speed[site[1]] for site, count in replicas.items()}
+    taken: dict[_Site, float] = defaultdict(float)
+    routed: list[tuple[int, _Site | None, float]] = []
+    names = list(fleet.far.index)
+    # The busiest city first, as it finds the nearest replicas empty more often than any other.
+    for number in np.argsort(-replicas_asked, kind="stable"):
+        load = max(float(replicas_asked[number]), LOAD_MIN)
+        requests = float(asked.requests_per_s[number])
+        city, left = names[int(asked.cities[number])], load
+        for site in _nearest(fleet.far, city, room, speed):
+            share = min(left, room[site])
+            if share > 0:
+                room[site] -= share
+                taken[site] += share
+                left -= share
+                routed.append((int(number), site, requests * share / load))
+        if left > LOAD_MIN / 2:
+            routed.append((int(number), None, requests * left / load))
+    parts: dict[PopId, list[_Part]] = defaultdict(list)
+    for number, answered, requests in routed:
+        city = names[int(asked.cities[number])]
+        if answered is None:
+            parts[city].append(_Part(requests, inf))
+            continue
+        pop, device_class = answered
+        prompt_tokens = asked.prompt_tokens_per_s[number] / asked.requests_per_s[number]
+        prompt_s = float(prompt_tokens) / rates[device_class].prefill_tokens_per_s
+        load = taken[answered] / speed[device_class]
+        wait_s = _wait_s(prompt_s, load, replicas[answered])
+        ttft_ms = fleet.far.between(city, pop) + 1000 * (prompt_s + TENTH * wait_s)
+        parts[city].append(_Part(requests, ttft_ms))
+    for (pop, device_class), load in taken.items():
+        used[pop] += load / speed[device_class]
+    return parts
+
+
+def _nearest(
+    far: Distances, city: PopId, sites: Iterable[_Site], speed: Mapping[str, float]
+) -> list[_Site]:
+    """Return sites as a router would ask them: the nearest first, and there the fastest."""
+    return sorted(sites, key=lambda site: (far.between(city, site[0]), -speed[site[1]], site))
+
+
+def _wait_s(service_s: float, load: float, servers: int) -> float:
+    busy = min(load / servers, FULL)
+    return float(service_s * busy ** (sqrt(2 * (servers + 1)) - 1) / (servers * (1 - busy)))
+
+
+def _city(pop: PopId, parts: Iterable[_Part]) -> CityOutcome:
+    ranked = sorted(parts, key=lambda part: part.ttft_ms)
+    total = sum(part.requests_per_s for part in ranked)
+    unserved = sum(part.requests_per_s for part in ranked if part.ttft_ms == inf)
+    passed, ttft_ms = 0.0, inf
+    for part in ranked:
+        passed += part.requests_per_s
+        if passed >= 0.9 * total:
+            ttft_ms = part.ttft_ms
+            break
+    return CityOutcome(
+        pop=pop,
+        requests_per_s=round(total, 6),
+        ttft_p90_ms=None if ttft_ms == inf else round(ttft_ms, 3),
+        unserved_per_s=round(unserved, 6),
+    )
+
+
+def _pops(
+    cluster: ClusterState, pop_of: Mapping[NodeId, PopId], used: Mapping[PopId, float]
+) -> tuple[PopOutcome, ...]:
+    replicas: dict[PopId, int] = defaultdict(int)
+    taken: dict[PopId, int] = defaultdict(int)
+    holds: dict[PopId, int] = defaultdict(int)
+    nodes: dict[PopId, int] = defaultdict(int)
+    for node in cluster.nodes:
+        nodes[node.pop] += 1
+        holds[node.pop] += sum(device.memory_bytes for device in node.devices)
+    for placement in cluster.placements:
+        pop = pop_of.get(placement.node_id)
+        if pop is not None:
+            replicas[pop] += placement.state is ReplicaState.WARM
+            devices = sum(len(part.device_ids) for part in placement.parts)
+            taken[pop] += placement.memory_bytes * devices
+    return tuple(
+        PopOutcome(
+            pop=pop,
+            nodes=nodes[pop],
+            replicas=replicas[pop],
+            load=round(used.get(pop, 0.0) / max(1, replicas[pop]), 4),
+            memory=round(taken[pop] / max(1, holds[pop]), 4),
+        )
+        for pop in sorted(nodes)
+    )
+
+
+def _devices(cluster: ClusterState, prices: Mapping[str, float]) -> tuple[DevicesUsed, ...]:
+    there: dict[str, int] = defaultdict(int)
+    used: dict[str, int] = defaultdict(int)
+    seated = {
+        (part.node_id, device_id)
+        for placement in cluster.placements
+        for part in placement.parts
+        for device_id in part.device_ids
+    }
+    for node in cluster.nodes:
+        for device in node.devices:
+            there[device.device_class] += 1
+            used[device.device_class] += (node.node_id, device.device_id) in seated
+    return tuple(
+        DevicesUsed(
+            device_class=name,
+            devices=there[name],
+            used=used[name],
+            cost_per_hour=round(used[name] * prices.get(name, 0.0), 4),
+        )
+        for name in sorted(there)
+    )

@@ -1,0 +1,369 @@
+"""What would follow from a change: a saved picture, changed, planned until it is at rest.
+
+Rule: the saved picture and the changes are all that is known, so a bug report is a file, and the
+same file gives the same answer bit for bit.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Final
+
+import msgspec
+
+from isochrone.wire.ids import DeploymentId, DeviceId, Generation, NodeId, PopId, ReplicaId
+from isochrone.wire.model import Deployment, Model, Positive
+from isochrone.wire.report import Device, ReplicaState
+from scheduler.decide.capacity.device_classes import CLASSES, CPU, GIB, class_of
+from scheduler.decide.cluster import ClusterState, FleetNode, PlacementPlan
+from scheduler.decide.membership.liveness import LivenessLimits
+from scheduler.decide.placement.rollout_split import plan_fleet
+from scheduler.decide.placement.score import Distances
+from scheduler.decide.whatif.predict import FleetPrediction, predict_service
+
+FORMAT: Final = 1
+ROUNDS_MAX: Final = 300
+ROUND_S: Final = 60.0
+"""How much older the fleet is taken to be after each round of moves."""
+
+MEMORY_SLACK: Final = 1.1
+"""Sizes are rounded up when they are named: an 80 GB device may be said to have 80 GiB."""
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+
+
+class InvalidChange(ValueError):
+    """The change names what the picture does not hold."""
+
+
+class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """What placement decided from, to be kept in a file."""
+
+    cluster: ClusterState
+    liveness: LivenessLimits = LivenessLimits()
+    format: int = FORMAT
+    release: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a file of which only a part would be understood."""
+        if self.format != FORMAT:
+            raise ValueError(
+                f"its format is {self.format}, this release reads {FORMAT}: plan it with "
+                f"release {self.release or 'that saved it'}"
+            )
+        for what, names in (
+            ("PoP", [pop.pop for pop in self.cluster.pops]),
+            ("node", [node.node_id for node in self.cluster.nodes]),
+        ):
+            if len(set(names)) < len(names):
+                raise ValueError(f"it holds a {what} twice: {Counter(names).most_common(1)[0][0]}")
+        known = {pop.pop for pop in self.cluster.pops}
+        astray = next((node for node in self.cluster.nodes if node.pop not in known), None)
+        if astray is not None:
+            raise ValueError(f"node {astray.node_id} is in {astray.pop}, which it does not hold")
+
+
+class AddNodes(msgspec.Struct, frozen=True, kw_only=True, tag="add_nodes"):
+    """So many servers more in a PoP, with so many devices of a class each."""
+
+    pop: PopId
+    device_class: str
+    memory_bytes: Positive
+    nodes: Count = 1
+    devices: Count = 1
+
+    def words(self) -> str:
+        """Say it."""
+        return f"add {self.nodes} x {self.devices} {self.device_class} in {self.pop}"
+
+
+class LosePop(msgspec.Struct, frozen=True, kw_only=True, tag="lose_pop"):
+    """A PoP is gone; its users come in by the nearest other."""
+
+    pop: PopId
+
+    def words(self) -> str:
+        """Say it."""
+        return f"lose {self.pop}"
+
+
+class LoseNode(msgspec.Struct, frozen=True, kw_only=True, tag="lose_node"):
+    """A server is gone."""
+
+    node_id: NodeId
+
+    def words(self) -> str:
+        """Say it."""
+        return f"lose {self.node_id}"
+
+
+class ScaleDemand(msgspec.Struct, frozen=True, kw_only=True, tag="scale_demand"):
+    """Demand times a factor, of one city or deployment or of all."""
+
+    factor: Annotated[float, msgspec.Meta(ge=0, le=1000)]
+    pop: PopId | None = None
+    deployment_id: DeploymentId | None = None
+
+    def words(self) -> str:
+        """Say it."""
+        return (
+            f"demand x {self.factor:g} of {self.deployment_id or 'everything'} "
+            f"in {self.pop or 'every city'}"
+        )
+
+
+class AddDeployment(msgspec.Struct, frozen=True, kw_only=True, tag="add_deployment"):
+    """A new model, or one of the picture's, asked for as another deployment is, times a factor."""
+
+    deployment: Deployment
+    model: Model | None = None
+    demand_like: DeploymentId | None = None
+    demand_factor: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 1.0
+
+    def words(self) -> str:
+        """Say it."""
+        return f"add {self.deployment.deployment_id} ({self.deployment.model_id})"
+
+
+Change = AddNodes | LosePop | LoseNode | ScaleDemand | AddDeployment
+
+
+class WhatIfMove(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica that would start or end."""
+
+    kind: str
+    replica_id: ReplicaId
+    deployment_id: str
+    node_id: NodeId
+    pop: PopId
+    reason: str
+
+
+class WhatIfResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What would follow. `digest` names the first plan: equal digests are equal plans."""
+
+    changes: tuple[str, ...]
+    digest: str
+    moves: tuple[WhatIfMove, ...]
+    unmet: tuple[str, ...]
+    frozen: str
+    rounds: int
+    is_at_rest: bool
+    now: FleetPrediction
+    then: FleetPrediction
+
+
+def what_if(
+    picture: ClusterSnapshot, changes: Sequence[Change], prices: Mapping[str, float] | None = None
+) -> WhatIfResult:
+    """Return what would follow from `changes`, made in their order."""
+    cluster = picture.cluster
+    for change in changes:
+        cluster = apply_change(cluster, change)
+    kinds = _classes(picture.cluster) | _classes(cluster)
+    unknown = sorted(set(prices or {}) - kinds)
+    if unknown:
+        there = ", ".join(sorted(kinds))
+        raise InvalidChange(f"cannot price {unknown[0]}: the devices there are {there or 'none'}")
+    first = plan_fleet(cluster, picture.liveness)
+    moves: list[WhatIfMove] = []
+    decided, rounds = first, 0
+    while (decided.starts or decided.endings) and rounds < ROUNDS_MAX:
+        moves += _moves(cluster, decided)
+        cluster = apply_plan(cluster, decided)
+        decided = plan_fleet(cluster, picture.liveness)
+        rounds += 1
+    return WhatIfResult(
+        changes=tuple(change.words() for change in changes),
+        digest=plan_digest(first),
+        moves=tuple(moves),
+        unmet=tuple(f"{unmet.deployment_id}: {unmet.reason}" for unmet in decided.unmet),
+        frozen=first.frozen,
+        rounds=rounds,
+        is_at_rest=not (decided.starts or decided.endings),
+        now=predict_service(picture.cluster, prices),
+        then=predict_service(cluster, prices),
+    )
+
+
+def plan_digest(decided: PlacementPlan) -> str:
+    """Return a name for a plan that only an equal one has."""
+    return hashlib.sha256(msgspec.json.encode(decided)).hexdigest()[:16]
+
+
+def apply_change(cluster: ClusterState, change: Change) -> ClusterState:
+    """Return the picture after one change; raises CannotChange."""
+    match change:
+        case AddNodes():
+            _must_hold(cluster, change.pop)
+            _must_be_made(cluster, change)
+            taken = {node.node_id for node in cluster.nodes}
+            added = tuple(_node(change, number, taken) for number in range(1, change.nodes + 1))
+            nodes = sorted((*cluster.nodes, *added), key=lambda node: node.node_id)
+            return msgspec.structs.replace(cluster, nodes=tuple(nodes))
+        case LosePop():
+            _must_hold(cluster, change.pop)
+            return _without_pop(cluster, change.pop)
+        case LoseNode():
+            if all(node.node_id != change.node_id for node in cluster.nodes):
+                raise InvalidChange(f"cannot lose {change.node_id}: the picture has no such node")
+            return _without_nodes(cluster, {change.node_id})
+        case ScaleDemand():
+            return _scaled(cluster, change)
+        case AddDeployment():
+            return _with_deployment(cluster, change)
+
+
+def apply_plan(cluster: ClusterState, decided: PlacementPlan) -> ClusterState:
+    """Return the picture once a plan has been made true: what starts is warm, what ends is gone."""
+    ended = {ending.replica_id for ending in decided.endings}
+    stay = [
+        msgspec.structs.replace(placement, age_s=placement.age_s + ROUND_S)
+        for placement in cluster.placements
+        if placement.replica_id not in ended
+    ]
+    new = [start.placement(ReplicaState.WARM) for start in decided.starts]
+    return msgspec.structs.replace(
+        cluster,
+        generation=Generation(cluster.generation + 1),
+        placements=tuple(sorted((*stay, *new), key=lambda one: one.replica_id)),
+    )
+
+
+def _classes(cluster: ClusterState) -> set[str]:
+    return {device.device_class for node in cluster.nodes for device in node.devices}
+
+
+def _moves(cluster: ClusterState, decided: PlacementPlan) -> Iterable[WhatIfMove]:
+    pops = {node.node_id: node.pop for node in cluster.nodes}
+    deployments = {p.replica_id: p.deployment_id for p in cluster.placements}
+    for start in decided.starts:
+        yield WhatIfMove(
+            kind="start",
+            replica_id=start.spec.replica_id,
+            deployment_id=start.spec.deployment_id,
+            node_id=start.node_id,
+            pop=pops[start.node_id],
+            reason=start.reason,
+        )
+    for ending in decided.endings:
+        yield WhatIfMove(
+            kind="end",
+            replica_id=ending.replica_id,
+            deployment_id=deployments.get(ending.replica_id, DeploymentId("")),
+            node_id=ending.node_id,
+            pop=pops.get(ending.node_id, PopId("")),
+            reason=ending.reason,
+        )
+
+
+def _node(change: AddNodes, number: int, taken: set[NodeId]) -> FleetNode:
+    name = NodeId(f"new-{change.pop}-{number}")
+    while name in taken:
+        name = NodeId(f"{name}x")
+    devices = tuple(
+        Device(
+            device_id=DeviceId(f"{change.device_class}-{index}"),
+            device_class=change.device_class,
+            memory_bytes=change.memory_bytes,
+        )
+        for index in range(change.devices)
+    )
+    return FleetNode(node_id=name, pop=change.pop, address=f"http://{name}", devices=devices)
+
+
+def _without_pop(cluster: ClusterState, pop: PopId) -> ClusterState:
+    gone = {node.node_id for node in cluster.nodes if node.pop == pop}
+    cluster = _without_nodes(cluster, gone)
+    far = Distances(cluster.pops, cluster.distances)
+    others = sorted(
+        (far.between(pop, other.pop), other.pop) for other in cluster.pops if other.pop != pop
+    )
+    if not others:
+        raise InvalidChange(f"cannot lose {pop}: it is the only PoP")
+    asked = {(row.deployment_id, row.pop): row for row in cluster.demand}
+    for row in cluster.demand:
+        if row.pop == pop:
+            del asked[row.deployment_id, pop]
+            moved = msgspec.structs.replace(row, pop=others[0][1])
+            there = asked.get((moved.deployment_id, moved.pop))
+            asked[moved.deployment_id, moved.pop] = there.plus(moved) if there else moved
+    return msgspec.structs.replace(cluster, demand=tuple(row for _, row in sorted(asked.items())))
+
+
+def _without_nodes(cluster: ClusterState, gone: set[NodeId]) -> ClusterState:
+    return msgspec.structs.replace(
+        cluster,
+        nodes=tuple(node for node in cluster.nodes if node.node_id not in gone),
+        placements=tuple(p for p in cluster.placements if not gone & set(p.node_ids)),
+    )
+
+
+def _scaled(cluster: ClusterState, change: ScaleDemand) -> ClusterState:
+    if change.pop is not None:
+        _must_hold(cluster, change.pop)
+    known = {deployment.deployment_id for deployment in cluster.deployments}
+    if change.deployment_id is not None and change.deployment_id not in known:
+        raise InvalidChange(f"cannot scale {change.deployment_id}: there is no such deployment")
+    demand = tuple(
+        row.times(change.factor)
+        if change.pop in (None, row.pop) and change.deployment_id in (None, row.deployment_id)
+        else row
+        for row in cluster.demand
+    )
+    return msgspec.structs.replace(cluster, demand=demand)
+
+
+def _with_deployment(cluster: ClusterState, change: AddDeployment) -> ClusterState:
+    name = change.deployment.deployment_id
+    if any(deployment.deployment_id == name for deployment in cluster.deployments):
+        raise InvalidChange(f"cannot add {name}: the picture has a deployment of that name")
+    models = {model.model_id: model for model in cluster.models}
+    wanted = change.deployment.model_id
+    if change.model is not None and change.model.model_id != wanted:
+        given = change.model.model_id
+        raise InvalidChange(f"cannot add {name}: it serves {wanted}, the model given is {given}")
+    if change.model is not None:
+        models[wanted] = change.model
+    elif wanted not in models:
+        raise InvalidChange(f"cannot add {name}: the picture has no model {wanted}; give `model`")
+    like = change.demand_like
+    asked = [
+        msgspec.structs.replace(row, deployment_id=name)
+        for row in cluster.demand
+        if row.deployment_id == like
+    ]
+    if like is not None and not asked:
+        raise InvalidChange(f"cannot ask for {name} as for {like}: nobody asks for that")
+    cluster = msgspec.structs.replace(
+        cluster,
+        models=tuple(model for _, model in sorted(models.items())),
+        deployments=tuple(
+            sorted((*cluster.deployments, change.deployment), key=lambda one: one.deployment_id)
+        ),
+        demand=tuple(
+            sorted((*cluster.demand, *asked), key=lambda row: (row.deployment_id, row.pop))
+        ),
+    )
+    return _scaled(cluster, ScaleDemand(factor=change.demand_factor, deployment_id=name))
+
+
+def _must_be_made(cluster: ClusterState, change: AddNodes) -> None:
+    """Refuse a class of device that nobody knows, and more memory than one of it has."""
+    kind = class_of(change.device_class)
+    known = {*CLASSES, *_classes(cluster), CPU}
+    if kind is None and change.device_class not in known:
+        raise InvalidChange(
+            f"cannot add {change.device_class}: known are {', '.join(sorted(known))}"
+        )
+    if kind is not None and change.memory_bytes > MEMORY_SLACK * kind.memory_bytes:
+        raise InvalidChange(
+            f"cannot add {change.device_class} of {change.memory_bytes / GIB:.0f} GiB: one has "
+            f"{kind.memory_bytes / GIB:.1f} GiB"
+        )
+
+
+def _must_hold(cluster: ClusterState, pop: PopId) -> None:
+    if all(one.pop != pop for one in cluster.pops):
+        known = ", ".join(one.pop for one in cluster.pops[:20])
+        raise InvalidChange(f"cannot change {pop}: the picture has no such PoP, but {known}")
