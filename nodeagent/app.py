@@ -72,7 +72,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         progress=node.progress,
         on_welcome=node.welcomed,
         on_message=node.told,
-        chance=chance,
+        rng=chance,
         folder=config.state,
         contexts=[context for context in (door_tls, peer_tls) if context is not None],
     )

@@ -144,7 +144,7 @@ class House:
             progress=self.follower.progress,
             on_welcome=self.on_welcome,
             on_message=self.on_message,
-            chance=random.Random(),  # noqa: S311 - jitter, not a secret
+            rng=random.Random(),  # noqa: S311 - jitter, not a secret
             folder=self.config.state_folder,
             contexts=() if self.node_tls is None else (self.node_tls,),
         )

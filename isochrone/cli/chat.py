@@ -48,7 +48,7 @@ async def chat(
             ) as response,
         ):
             if response.status != 200:
-                raise ChatFailed(parse_error_body(await response.read(), response.status).words)
+                raise ChatFailed(parse_error_body(await response.read(), response.status).message)
             return await _read(response, began, on_text)
     except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
         raise ChatFailed(f"cannot use {endpoint!r} as the endpoint: write https://host") from error

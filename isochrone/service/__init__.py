@@ -1,1 +1,1 @@
-"""What each service is made of: config, duties, logs, metrics, identity, the guarded HTTP door."""
+"""What all services are built from: configuration, periodic jobs, logs, identity, HTTP servers."""

@@ -1,7 +1,7 @@
-"""Who is at a door: connections counted, in all and by address, TLS handshakes under way included.
+"""Counts a listener's connections, in all and by address, TLS handshakes in progress included.
 
-asyncio makes a connection known only once its handshake is done: those that never end one would be
-counted by nobody, and hold descriptors without a bound.
+asyncio reports a TLS connection to its protocol only once the handshake is done. Clients that never
+finish one would otherwise be uncounted and could hold file descriptors without a limit.
 """
 
 import asyncio
@@ -17,22 +17,25 @@ ProtocolFactory = Callable[[], asyncio.Protocol]
 
 
 class ConnectionCount:
-    """How many are there, and how many there may be."""
+    """How many connections are open, against a limit in all and one for each address."""
 
-    def __init__(self, most: int, per_address_max: int) -> None:
-        self._most = most
+    def __init__(self, connections_max: int, per_address_max: int) -> None:
+        self._connections_max = connections_max
         self._per_address_max = per_address_max
         self._by_address: Counter[str] = Counter()
         self._count = 0
 
-    def enter(self, address: str) -> bool:
-        """Count one in, until it leaves; False where it is one too many."""
+    def add(self, address: str) -> bool:
+        """Count a connection until `remove`; say whether it is within both limits."""
         self._count += 1
         self._by_address[address] += 1
-        return self._count <= self._most and self._by_address[address] <= self._per_address_max
+        return (
+            self._count <= self._connections_max
+            and self._by_address[address] <= self._per_address_max
+        )
 
-    def leave(self, address: str) -> None:
-        """Count one out."""
+    def remove(self, address: str) -> None:
+        """Count a closed connection no longer."""
         self._count -= 1
         self._by_address[address] -= 1
         if not self._by_address[address]:
@@ -40,77 +43,80 @@ class ConnectionCount:
 
 
 def remote_address(transport: asyncio.BaseTransport) -> str:
-    """Return whence a connection comes."""
+    """Return the IP address of a connection's other end; "unix" for a Unix socket."""
     peer = transport.get_extra_info("peername")
     return str(peer[0]) if isinstance(peer, tuple) and peer else "unix"
 
 
 @asynccontextmanager
 async def tls_protocol_factory(
-    factory: ProtocolFactory, context: SSLContext | None, census: ConnectionCount, timeout_s: float
+    factory: ProtocolFactory,
+    context: SSLContext | None,
+    connections: ConnectionCount,
+    handshake_timeout_s: float,
 ) -> AsyncIterator[ProtocolFactory]:
-    """Yield what a server makes protocols with: those of `factory`, behind TLS if there is any.
+    """Yield the factory to give to a server: that of `factory`, behind TLS if there is a context.
 
-    On exit, handshakes under way are cut.
+    On exit, handshakes in progress are cancelled.
     """
     if context is None:
         yield factory
         return
-    under_way: set[asyncio.Task[None]] = set()
+    handshakes: set[asyncio.Task[None]] = set()
     try:
-        yield lambda: _Arrival(factory, context, census, timeout_s, under_way)
+        yield lambda: _TlsAcceptor(factory, context, connections, handshake_timeout_s, handshakes)
     finally:
-        for task in under_way:
+        for task in handshakes:
             task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
+        await asyncio.gather(*handshakes, return_exceptions=True)
 
 
-class _Arrival(asyncio.Protocol):
-    """A connection just accepted: counted, before its handshake costs anything."""
+class _TlsAcceptor(asyncio.Protocol):
+    """Counts a connection that was just accepted, then performs its handshake in a task."""
 
     def __init__(
         self,
         factory: ProtocolFactory,
         context: SSLContext,
-        census: ConnectionCount,
-        timeout_s: float,
-        under_way: set[asyncio.Task[None]],
+        connections: ConnectionCount,
+        handshake_timeout_s: float,
+        handshakes: set[asyncio.Task[None]],
     ) -> None:
         self._factory = factory
         self._context = context
-        self._census = census
-        self._timeout_s = timeout_s
-        self._under_way = under_way
+        self._connections = connections
+        self._handshake_timeout_s = handshake_timeout_s
+        self._handshakes = handshakes
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         address = remote_address(transport)
-        accepted = _taken_from(transport) if self._census.enter(address) else None
+        accepted = _duplicate_socket(transport) if self._connections.add(address) else None
         cast(asyncio.Transport, transport).abort()
         if accepted is None:
-            self._census.leave(address)
+            self._connections.remove(address)
             return
-        task = asyncio.get_running_loop().create_task(self._shake_hands(accepted, address))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+        task = asyncio.get_running_loop().create_task(self._handshake(accepted, address))
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
 
-    async def _shake_hands(self, accepted: socket.socket, address: str) -> None:
+    async def _handshake(self, accepted: socket.socket, address: str) -> None:
         try:
-            # One that speaks something else, or too slowly, or leaves: there is nobody to tell.
+            # A client that speaks another protocol, is too slow or leaves needs no answer.
             with suppress(OSError):
                 await asyncio.get_running_loop().connect_accepted_socket(
                     self._factory,
                     accepted,
                     ssl=self._context,
-                    ssl_handshake_timeout=self._timeout_s,
+                    ssl_handshake_timeout=self._handshake_timeout_s,
                 )
         finally:
-            self._census.leave(address)
+            self._connections.remove(address)
 
 
-def _taken_from(transport: asyncio.BaseTransport) -> socket.socket | None:
-    """Return the socket of a connection, for a transport to come; None where descriptors ran out.
+def _duplicate_socket(transport: asyncio.BaseTransport) -> socket.socket | None:
+    """Return the connection's socket for a new transport; None if descriptors have run out.
 
-    uvloop's transport would read what comes before another could take over.
+    The plain transport is aborted: uvloop's would go on reading what belongs to the handshake.
     """
     with suppress(OSError):
         return socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))

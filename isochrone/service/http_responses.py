@@ -1,4 +1,4 @@
-"""Reading what another server answered: whole, no more than is let in, and errors as words."""
+"""Reads HTTP responses: a whole body within a limit, and the error in a body."""
 
 from typing import NamedTuple
 
@@ -7,31 +7,31 @@ import msgspec
 
 
 class ErrorBody(NamedTuple):
-    """What an answer that is an error says; `code` is empty where it is of nobody we know."""
+    """The error that a response's body describes; `code` is empty for a body of unknown form."""
 
-    words: str
+    message: str
     code: str
 
 
 def parse_error_body(body: bytes, status: int) -> ErrorBody:
-    """Read an error in the shape of any of our doors."""
+    """Read an error in the form that every HTTP server of this project uses."""
     try:
         error = msgspec.json.decode(body)["error"]
         return ErrorBody(str(error["message"]), str(error["code"]))
     except (msgspec.DecodeError, KeyError, TypeError):
-        return ErrorBody(f"the answer was {status}, without words", "")
+        return ErrorBody(f"HTTP status {status} without an error message", "")
 
 
 async def read_response(response: aiohttp.ClientResponse, bytes_max: int) -> bytes:
-    """Return the whole body, in however many pieces it comes.
+    """Return the whole body; the caller sets the deadline.
 
-    Raises aiohttp.ClientPayloadError past `bytes_max`. The caller sets the deadline.
+    Raises aiohttp.ClientPayloadError for a body of more than `bytes_max` bytes.
     """
     body = bytearray()
     async for chunk in response.content.iter_any():
         body += chunk
         if len(body) > bytes_max:
             raise aiohttp.ClientPayloadError(
-                f"cannot read the answer of {response.url}: more than {bytes_max} bytes"
+                f"cannot read the response of {response.url}: more than {bytes_max} bytes"
             )
     return bytes(body)

@@ -1,7 +1,7 @@
-"""The guarded HTTP door: aiohttp's server with a deadline and a bound on everything that enters.
+"""An aiohttp server with a deadline and a size limit on everything that clients send.
 
-aiohttp by itself waits for ever on a slow head and has no bound on connections. What is refused
-here, malformed HTTP included, is answered in the door's own error shape.
+aiohttp itself waits for ever for a slow request head and does not limit connections. Whatever is
+refused here, malformed HTTP included, gets an error in the server's own JSON form.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ EncodeError = Callable[[ApiError], web.Response]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _BACKLOG: Final = 1024
-"""One more that comes at once is sent away from a Unix socket, and waits at any other."""
+"""Connections not yet accepted. A full backlog refuses more on a Unix socket, and delays TCP."""
 
 _STATUS_CODES: Final = {
     400: ErrorCode.INVALID_REQUEST,
@@ -48,7 +48,7 @@ _STATUS_CODES: Final = {
 
 
 class HttpServerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a door lets in. A connection past a bound is closed; a request past one is refused."""
+    """Limits of one listener. A connection over a limit is closed, a request is refused."""
 
     head_timeout_s: float = 10.0
     keepalive_s: float = 75.0
@@ -60,13 +60,13 @@ class HttpServerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def json_error(error: ApiError) -> web.Response:
-    """Encode an error in this project's own shape, that of the admin and control doors."""
+    """Encode an error in this project's JSON form, which the admin and control APIs use."""
     body = {"error": {"code": error.code.value, "message": error.message, "param": error.param}}
     return error_response(error, msgspec.json.encode(body))
 
 
 def error_response(error: ApiError, body: bytes) -> web.Response:
-    """Give an encoded error its status, its headers and `Retry-After`, in whole seconds."""
+    """Return a response with the error's status and headers, and `Retry-After` in whole seconds."""
     response = web.Response(
         status=error.meaning.status,
         body=body,
@@ -74,15 +74,15 @@ def error_response(error: ApiError, body: bytes) -> web.Response:
         content_type="application/json",
     )
     if error.retry_after_s is not None:
-        # Rounded up: who comes back a moment early is refused again.
+        # Rounded up: a client that retries a moment early is refused again.
         response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     return response
 
 
 def error_middleware(encode_error: EncodeError) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """Return the middleware that turns whatever is raised below it into this door's shape.
+    """Return a middleware that answers every exception in the form of `encode_error`.
 
-    One of the two places that catch `Exception`: nothing internal leaks, nothing is lost from logs.
+    It catches `Exception`: internal details go to the log and not to the client.
     """
 
     @web.middleware
@@ -92,12 +92,12 @@ def error_middleware(encode_error: EncodeError) -> Callable[..., Awaitable[web.S
         except ApiError as error:
             return encode_error(error)
         except web.HTTPException as error:
-            return encode_error(_of_status(error.status, error.reason, request))
+            return encode_error(_error_of_status(error.status, error.reason, request))
         except ClientConnectionResetError:
-            # The client left; whatever is answered goes nowhere.
+            # The client has left; no response reaches it.
             return web.Response(status=499)
         except ConnectionError:
-            # A client that does not read is let go: the connection ends here.
+            # The client does not read: aiohttp closes the connection.
             raise
         except Exception:
             log.exception("request failed", extra={"fields": {"path": request.path[:200]}})
@@ -113,42 +113,45 @@ async def read_body(
     *,
     bytes_max: int,
     timeout_s: float,
-    hold: Callable[[], None] | None = None,
+    check: Callable[[], None] | None = None,
 ) -> bytes:
-    """Read a whole body within its limits; bytes count after decompression.
+    """Read a whole body. Limits apply to the bytes after decompression.
 
-    Raises ApiError: 413 past `bytes_max`, 408 past `timeout_s`, 400 where the encoding is broken;
-    and what `hold` raises, which is asked first, and before each piece is kept.
+    Raises ApiError: 413 over `bytes_max`, 408 after `timeout_s`, 400 for a broken encoding.
+    `check`, if given, is called before the first byte and before each further part is kept; it may
+    raise to stop reading.
     """
-    if hold is not None:
-        hold()
+    if check is not None:
+        check()
     if (request.content_length or 0) > bytes_max:
         raise _too_large(bytes_max)
     body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.content.iter_any():
-                if hold is not None:
-                    hold()
+                if check is not None:
+                    check()
                 body += chunk
                 if len(body) > bytes_max:
                     raise _too_large(bytes_max)
     except TimeoutError:
         raise ApiError(
-            ErrorCode.REQUEST_TIMEOUT, f"cannot read the body: not whole after {timeout_s:g} s"
+            ErrorCode.REQUEST_TIMEOUT, f"cannot read the body: incomplete after {timeout_s:g} s"
         ) from None
     except (ContentEncodingError, web.RequestPayloadError):
         raise ApiError(
-            ErrorCode.INVALID_REQUEST, "cannot read the body: broken encoding or cut short"
+            ErrorCode.INVALID_REQUEST, "cannot read the body: broken encoding or truncated"
         ) from None
     return bytes(body)
 
 
 def listen_error(host: str, port: int, error: OSError) -> ConfigError:
-    """Return the error that says which address cannot be had, and why."""
-    # A name that is not found has a number below 0, and words of its own.
-    why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
-    return ConfigError(f"cannot listen on {host}:{port}: {why}")
+    """Return the error for an address that cannot be listened on."""
+    # A name that cannot be resolved has a negative errno and its own strerror.
+    reason = (
+        os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+    )
+    return ConfigError(f"cannot listen on {host}:{port}: {reason}")
 
 
 @asynccontextmanager
@@ -162,15 +165,17 @@ async def serve_http(
     ssl_context: SSLContext | None = None,
     reuse_port: bool = False,
 ) -> AsyncIterator[int]:
-    """Serve `app` on `host:port` and yield the bound port, or raise ConfigError.
+    """Serve `app` on `host:port` and yield the bound port; raises ConfigError.
 
-    On exit: stop accepting, give open requests `shutdown_timeout_s`, then cut them.
+    On exit: stop accepting, wait `shutdown_timeout_s` for open requests, then cancel them.
     """
     loop = asyncio.get_running_loop()
-    async with _guarded(app, limits or HttpServerLimits(), encode_error, ssl_context) as connection:
+    async with _protocol_factory(
+        app, limits or HttpServerLimits(), encode_error, ssl_context
+    ) as factory:
         try:
             listener = await loop.create_server(
-                connection, host, port, backlog=_BACKLOG, reuse_port=reuse_port or None
+                factory, host, port, backlog=_BACKLOG, reuse_port=reuse_port or None
             )
         except OSError as error:
             raise listen_error(host, port, error) from error
@@ -188,13 +193,13 @@ async def serve_http_unix(
     limits: HttpServerLimits | None = None,
     encode_error: EncodeError = json_error,
 ) -> AsyncIterator[None]:
-    """Serve `app` at a socket that only this process's user may open; else as `serve_http`."""
+    """Serve `app` on a Unix socket that only this process's user may open; see `serve_http`."""
     loop = asyncio.get_running_loop()
-    async with _guarded(app, limits or HttpServerLimits(), encode_error, None) as connection:
-        # Created closed to everyone else: between bind and chmod there is no open moment.
+    async with _protocol_factory(app, limits or HttpServerLimits(), encode_error, None) as factory:
+        # Created with mode 0600: a chmod after bind would leave it open to others for a moment.
         mask = os.umask(0o177)
         try:
-            listener = await loop.create_unix_server(connection, str(path), backlog=_BACKLOG)
+            listener = await loop.create_unix_server(factory, str(path), backlog=_BACKLOG)
         except OSError as error:
             raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
         finally:
@@ -206,13 +211,13 @@ async def serve_http_unix(
 
 
 @asynccontextmanager
-async def _guarded(
+async def _protocol_factory(
     app: web.Application,
     limits: HttpServerLimits,
     encode_error: EncodeError,
     ssl_context: SSLContext | None,
 ) -> AsyncIterator[ProtocolFactory]:
-    """Yield what a listener makes its connections with; on exit, end those that are open."""
+    """Yield a listener's protocol factory; on exit, close its open connections."""
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
@@ -222,29 +227,31 @@ async def _guarded(
     await runner.setup()
     server = runner.server
     assert server is not None
-    census = ConnectionCount(limits.connections_max, limits.connections_per_address_max)
+    connections = ConnectionCount(limits.connections_max, limits.connections_per_address_max)
     loop = asyncio.get_running_loop()
 
-    def connection() -> web.RequestHandler:
-        return _GuardedHandler(server, loop, limits, census, encode_error)
+    def request_handler() -> web.RequestHandler:
+        return _LimitedRequestHandler(server, loop, limits, connections, encode_error)
 
     async with AsyncExitStack() as stack:
         stack.push_async_callback(runner.cleanup)
-        shaking = tls_protocol_factory(connection, ssl_context, census, limits.head_timeout_s)
-        yield await stack.enter_async_context(shaking)
+        factory = tls_protocol_factory(
+            request_handler, ssl_context, connections, limits.head_timeout_s
+        )
+        yield await stack.enter_async_context(factory)
 
 
-class _GuardedHandler(web.RequestHandler):
-    """One connection: counted, given `head_timeout_s` for its first head, then kept alive."""
+class _LimitedRequestHandler(web.RequestHandler):
+    """One connection: counted, closed unless its first head arrives within `head_timeout_s`."""
 
-    __slots__ = ("_address", "_census", "_encode_error", "_head_timer", "_limits")
+    __slots__ = ("_address", "_connections", "_encode_error", "_head_timer", "_limits")
 
     def __init__(
         self,
         server: web.Server,
         loop: asyncio.AbstractEventLoop,
         limits: HttpServerLimits,
-        census: ConnectionCount,
+        connections: ConnectionCount,
         encode_error: EncodeError,
     ) -> None:
         super().__init__(
@@ -255,7 +262,7 @@ class _GuardedHandler(web.RequestHandler):
             lingering_time=1.0,
         )
         self._limits = limits
-        self._census = census
+        self._connections = connections
         self._encode_error = encode_error
         self._address: str | None = None
         self._head_timer: asyncio.TimerHandle | None = None
@@ -263,17 +270,17 @@ class _GuardedHandler(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._address = remote_address(transport)
-        if not self._census.enter(self._address):
+        if not self._connections.add(self._address):
             self.force_close()
             return
         loop = asyncio.get_running_loop()
-        self._head_timer = loop.call_later(self._limits.head_timeout_s, self._head_is_late)
+        self._head_timer = loop.call_later(self._limits.head_timeout_s, self._close_without_head)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
         if self._address is not None:
-            self._census.leave(self._address)
+            self._connections.remove(self._address)
             self._address = None
         super().connection_lost(exc)
 
@@ -284,33 +291,33 @@ class _GuardedHandler(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what never became a request (malformed HTTP) in this door's shape."""
+        """Answer malformed HTTP, which never became a request, in the server's own form."""
         if status >= 500:
             log.error("connection failed", exc_info=exc)
         text = "malformed HTTP" if status == 400 else (message or "refused")
-        response = self._encode_error(_of_status(status, text, None))
+        response = self._encode_error(_error_of_status(status, text, None))
         response.force_close()
         return response
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Answer in this door's shape what aiohttp refuses before any of the app's middlewares."""
+        """Answer in the server's own form what aiohttp refuses before the app's middlewares."""
         if isinstance(resp, web.HTTPExpectationFailed):
-            resp = self._encode_error(_of_status(resp.status, resp.reason, None))
+            resp = self._encode_error(_error_of_status(resp.status, resp.reason, None))
         return await super().finish_response(request, resp, start_time)
 
     def log_exception(self, *args: Any, **named: Any) -> None:
-        """Log what went wrong here; of a body that cannot be read its sender was told."""
+        """Log an exception, except for a body that could not be read: its sender got an error."""
         if not isinstance(named.get("exc_info"), web.RequestPayloadError):
             super().log_exception(*args, **named)
 
-    def _head_is_late(self) -> None:
+    def _close_without_head(self) -> None:
         if self._request_count == 0 and self._current_request is None:
             self.force_close()
 
 
-def _of_status(status: int, text: str, request: web.Request | None) -> ApiError:
+def _error_of_status(status: int, text: str, request: web.Request | None) -> ApiError:
     code = _STATUS_CODES.get(status, ErrorCode.INTERNAL if status >= 500 else None)
     if code is ErrorCode.NOT_FOUND and request is not None:
         text = f"no such path: {request.method} {request.path[:200]}"
@@ -320,6 +327,4 @@ def _of_status(status: int, text: str, request: web.Request | None) -> ApiError:
 
 
 def _too_large(bytes_max: int) -> ApiError:
-    return ApiError(
-        ErrorCode.TOO_LARGE, f"cannot read the body: more than the {bytes_max} bytes allowed"
-    )
+    return ApiError(ErrorCode.TOO_LARGE, f"cannot read the body: more than {bytes_max} bytes")

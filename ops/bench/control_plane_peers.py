@@ -118,7 +118,7 @@ class Swarm:
                 progress=partial(self.progress, index),
                 on_welcome=partial(self.welcomed, index),
                 on_message=partial(self.told, index),
-                chance=self.chance,
+                rng=self.chance,
             )
             for index, peer in enumerate(orders.peers)
         ]

@@ -100,13 +100,13 @@ class Server:
         """Count a connection in; False where it is one too many."""
         self.connections.add(connection)
         self.deadlines.add(connection)
-        return self._census.enter(address) and not self.is_draining
+        return self._census.add(address) and not self.is_draining
 
     def went(self, connection: "ClientConnection", address: str) -> None:
         """Count a connection out."""
         self.connections.discard(connection)
         self.deadlines.discard(connection)
-        self._census.leave(address)
+        self._census.remove(address)
         if not self.connections:
             self._gone.set()
 

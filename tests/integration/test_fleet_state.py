@@ -43,7 +43,9 @@ async def test_a_second_fleet_in_one_folder_is_refused_and_ends_nothing(tmp_path
         )
         try:
             fleet = Fleet(state, lambda line: None)
-            with pytest.raises(StartFailed, match="another process does; is it running already"):
+            with pytest.raises(
+                StartFailed, match="another process uses it; is the service running already"
+            ):
                 await fleet.up()
             await fleet.down()
             assert running.returncode is None

@@ -120,7 +120,7 @@ class Server(ABC):
         """Read a request's body within its limits, and memory's, unless it gives memory back."""
         hold = None if gives_back else self._memory.hold
         limit, timeout_s = self.config.body_bytes_max, self.config.client_stall_s
-        return await read_body(request, bytes_max=limit, timeout_s=timeout_s, hold=hold)
+        return await read_body(request, bytes_max=limit, timeout_s=timeout_s, check=hold)
 
     def hold_alive(self) -> None:
         """Refuse where no step will come."""

@@ -64,7 +64,7 @@ class Agent:
             ),
             on_welcome=self._welcomed,
             on_message=self._told,
-            chance=random.Random(1),
+            rng=random.Random(1),
             folder=folder,
         )
 
@@ -116,7 +116,7 @@ async def test_a_token_joins_once_and_a_replay_is_refused(admin: Admin, tmp_path
 
 async def test_no_token_is_spent_where_papers_cannot_be_kept(admin: Admin, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(IdentityError, match="cannot join: no papers can be kept in"):
+    with pytest.raises(IdentityError, match="cannot join: no identity can be stored in"):
         await joined(admin, tmp_path / "file")
     tokens = (await admin.ask("GET", "/v1/join-tokens")).body["data"]
     assert [token["uses"] for token in tokens] == [0]

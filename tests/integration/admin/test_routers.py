@@ -61,7 +61,7 @@ async def dialling(admin: Admin, folder: Path) -> AsyncIterator[Router]:
         progress=lambda: Progress(identity.cluster_id, Generation(0), Epoch(0)),
         on_welcome=router.welcomed,
         on_message=router.told,
-        chance=random.Random(1),
+        rng=random.Random(1),
     )
     task = asyncio.create_task(router.link.run())
     try:

@@ -182,4 +182,4 @@ async def test_a_second_router_on_the_same_folder_says_so_and_ends(tmp_path: Pat
             async with asyncio.timeout(START_TIMEOUT_S):
                 told = (await second.communicate())[1].decode()
     assert second.returncode == 2
-    assert "another process does; is it running already?" in told
+    assert "another process uses it; is the service running already?" in told

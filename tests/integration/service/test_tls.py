@@ -64,7 +64,7 @@ def a_link(
         progress=lambda: Progress(identity.cluster_id, Generation(0), Epoch(0)),
         on_welcome=on_welcome,
         on_message=on_message,
-        chance=random.Random(1),
+        rng=random.Random(1),
     )
 
 

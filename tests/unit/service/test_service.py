@@ -75,7 +75,7 @@ def test_an_address_that_nobody_could_dial_is_refused(settings: dict[str, str], 
 def test_a_state_folder_is_kept_to_one_process(tmp_path: Path) -> None:
     with files.lock_state_folder(tmp_path / "state"):
         with (
-            pytest.raises(ConfigError, match="another process does"),
+            pytest.raises(ConfigError, match="another process uses it"),
             files.lock_state_folder(tmp_path / "state"),
         ):
             pass
@@ -98,7 +98,7 @@ def test_a_file_system_that_locks_nothing_is_told_in_words(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    words = f"cannot keep the state folder {tmp_path} to this process: No locks available"
+    words = f"cannot lock the state folder {tmp_path}: No locks available"
     with pytest.raises(ConfigError, match=words), files.lock_state_folder(tmp_path):
         pass
 
@@ -168,10 +168,10 @@ def test_an_authority_is_made_whole_and_used_as_a_pair(
     assert made.cipher().decrypt(Authority.load(tmp_path / "a").cipher().encrypt(b"x")) == b"x"
     Authority.create(tmp_path / "b", "test", NOW)
     (tmp_path / "b" / "ca.crt").write_bytes((tmp_path / "a" / "ca.crt").read_bytes())
-    with pytest.raises(IdentityError, match=r"its ca\.crt is not of its ca\.key"):
+    with pytest.raises(IdentityError, match=r"ca\.crt does not match ca\.key"):
         Authority.load(tmp_path / "b")
     (tmp_path / "file").touch()
-    with pytest.raises(IdentityError, match="cannot keep an authority in"):
+    with pytest.raises(IdentityError, match="cannot store an authority in"):
         Authority.create(tmp_path / "file", "test", NOW)
 
 
