@@ -1,8 +1,8 @@
-"""Adoption: a replica that runs but is not in the store is taken in, never killed.
+"""Adoption: a running replica that the store does not know is added to it, and not stopped.
 
-This is what a database restored from an hour ago meets: the same cluster, but replicas, and even
-deployments, made since then are unknown to it. A report carries each replica's whole spec, so the
-store can be made to know them again. Only what bears our seal is taken in: see decide/claims.py.
+A database that was restored from a backup lacks the replicas and deployments made since. A report
+carries each replica's whole spec, so their rows can be made again. Only replicas with this
+cluster's seal are adopted (`decide/membership/placement_seal.py`).
 """
 
 from collections.abc import Callable
@@ -17,46 +17,46 @@ from scheduler.store.events import record_event
 from scheduler.store.placements import add_placement
 from scheduler.store.pool import Connection, affected_rows, as_json, storable_text
 
-GONE = (ReplicaState.STOPPED, ReplicaState.FAILED)
+NOT_RUNNING = (ReplicaState.STOPPED, ReplicaState.FAILED)
 
-NO_SEAT = (
+PLACEMENT_REFUSED = (
     asyncpg.CheckViolationError,
     asyncpg.UniqueViolationError,
     asyncpg.ForeignKeyViolationError,
 )
-"""Its memory is promised, its name is taken, or its device is one the node has no more."""
+"""The device's memory is reserved, the replica's id is taken, or the device no longer exists."""
 
 
 SealCheck = Callable[[NodeId, ReplicaSpec], bool]
-"""Whether a replica was once seated on this node by a scheduler of this cluster."""
+"""Says whether a scheduler of this cluster once placed this replica on this node."""
 
 
 async def adopt(
-    connection: Connection, node_id: NodeId, replica: ReplicaReport, believes: SealCheck
+    connection: Connection, node_id: NodeId, replica: ReplicaReport, has_valid_seal: SealCheck
 ) -> int:
-    """Take in one unknown replica with its deployment and model; return 1, or 0 if it cannot be.
+    """Add one unknown replica with its deployment and model; return 1, or 0 if it is not adopted.
 
-    What cannot be adopted (a device is promised to another, or gone) goes on running and is noted.
+    A replica that cannot be adopted goes on running, and an event records why.
     """
-    if replica.state in GONE:
+    if replica.state in NOT_RUNNING:
         return 0
     spec = replica.spec
-    if not believes(node_id, spec):
-        # Once a node: it may name as many as it likes.
-        reason = f"{spec.replica_id} bears no seal of this cluster for a seat on this node"
-        await _note_once(connection, node_id, node_id, reason)
+    if not has_valid_seal(node_id, spec):
+        # Once for each node: it may report any number of replica ids.
+        reason = f"{spec.replica_id} has no seal of this cluster for this node"
+        await _record_refusal_once(connection, node_id, node_id, reason)
         return 0
-    # What a device holds is added up for each seat. A plan kept from when it held nothing reads all
-    # placements for each of them.
+    # A trigger sums a device's placements for each new one. Its cached query plan, made while the
+    # tables were empty, would scan all placements each time.
     await connection.execute("SET LOCAL plan_cache_mode = force_custom_plan")
     try:
         async with connection.transaction():
             await _ensure_deployment(connection, replica)
-            why = "adopted: the node ran it and the store did not know it"
-            said = storable_text(replica.reason)
-            await add_placement(connection, node_id, spec, why, replica.state, said)
-    except NO_SEAT as error:
-        await _note_once(connection, node_id, spec.replica_id, str(error)[:500])
+            reason = "adopted: the node ran it and the store did not know it"
+            state_reason = storable_text(replica.reason)
+            await add_placement(connection, node_id, spec, reason, replica.state, state_reason)
+    except PLACEMENT_REFUSED as error:
+        await _record_refusal_once(connection, node_id, spec.replica_id, str(error)[:500])
         return 0
     await record_event(
         connection, actor=f"node:{node_id}", kind="replica.adopted", subject=spec.replica_id
@@ -64,13 +64,15 @@ async def adopt(
     return 1
 
 
-async def _note_once(connection: Connection, node_id: NodeId, subject: str, reason: str) -> None:
-    """Record a refusal the first time: the node reports the same replica every few seconds."""
-    noted = await connection.fetchval(
+async def _record_refusal_once(
+    connection: Connection, node_id: NodeId, subject: str, reason: str
+) -> None:
+    """Record a refusal the first time only: the node reports the same replica every few seconds."""
+    recorded = await connection.fetchval(
         "SELECT 1 FROM event WHERE subject = $1 AND kind = 'replica.not_adopted' LIMIT 1",
         subject,
     )
-    if noted is None:
+    if recorded is None:
         await record_event(
             connection,
             actor=f"node:{node_id}",
@@ -94,7 +96,7 @@ async def _ensure_deployment(connection: Connection, replica: ReplicaReport) -> 
         spec.model_id,
         as_json(model),
     )
-    made = await connection.execute(
+    status = await connection.execute(
         """
         INSERT INTO deployment (deployment_id, name, model_id, version, engine, policy)
         VALUES ($1, $2, $3, $4, $5, '{}') ON CONFLICT (deployment_id) DO NOTHING
@@ -105,7 +107,7 @@ async def _ensure_deployment(connection: Connection, replica: ReplicaReport) -> 
         spec.version,
         as_json(spec.engine),
     )
-    if affected_rows(made):
+    if affected_rows(status):
         await record_event(
             connection,
             actor="scheduler",

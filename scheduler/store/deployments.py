@@ -1,4 +1,4 @@
-"""Deployments as operators write them. A deleted one's row stays while usage tells of it."""
+"""Deployments as operators define them. A deleted row is kept while usage refers to it."""
 
 from typing import Final
 
@@ -39,9 +39,9 @@ async def get_deployment(connection: Connection, deployment_id: str) -> Deployme
 
 
 async def lock_deployment(connection: Connection, deployment_id: str) -> None:
-    """Let nobody else change a deployment, or begin a rollout of it, until this transaction ends.
+    """Lock a deployment until the transaction ends: no other may change it or begin a rollout.
 
-    Taken before a rollout's row by whoever needs both.
+    A transaction that also locks the rollout's row takes this lock first.
     """
     await connection.execute(
         "SELECT FROM deployment WHERE deployment_id = $1 FOR NO KEY UPDATE", deployment_id
@@ -49,7 +49,7 @@ async def lock_deployment(connection: Connection, deployment_id: str) -> None:
 
 
 async def next_version(connection: Connection, deployment_id: str) -> int:
-    """Return the version that nothing of this deployment was yet, not even what was reverted."""
+    """Return a version number that this deployment never had, reverted rollouts included."""
     version: int = await connection.fetchval(
         """
         SELECT 1 + coalesce(greatest(
@@ -62,9 +62,9 @@ async def next_version(connection: Connection, deployment_id: str) -> int:
 
 
 async def add_deployment(connection: Connection, deployment: Deployment) -> bool:
-    """Make a deployment; False where its id or its name is taken.
+    """Add a deployment; False if its id or its name is taken.
 
-    The id of a deleted one is free: what ends of that is an older version of this.
+    The id of a deleted deployment can be used again: its last replicas are of an older version.
     """
     try:
         async with connection.transaction():
@@ -91,9 +91,9 @@ async def add_deployment(connection: Connection, deployment: Deployment) -> bool
 async def change_deployment(
     connection: Connection, deployment: Deployment, etag: int | None
 ) -> bool:
-    """Change a deployment that is held; a new model or engine is a new version. Raises EtagMoved.
+    """Change a locked deployment; another model or engine makes a new version. Raises EtagMoved.
 
-    False where the name is another deployment's.
+    Return False if the name belongs to another deployment.
     """
     try:
         async with connection.transaction():
@@ -122,9 +122,10 @@ async def change_deployment(
 
 
 async def bump_versions(connection: Connection, model_id: str) -> str:
-    """Have all that serves a model be of a new version; return whose rollout does not let them.
+    """Give all deployments of a model a new version, because its files have changed.
 
-    Under a name that had other files, what runs is not what would be started.
+    Return the id of a deployment whose active rollout prevents this, and change nothing; empty if
+    there is none.
     """
     await connection.execute(
         """
@@ -154,7 +155,7 @@ async def bump_versions(connection: Connection, model_id: str) -> str:
 
 
 async def delete_deployment(connection: Connection, deployment_id: str, etag: int | None) -> None:
-    """Mark a deployment deleted: its replicas drain, its rollout is over. Raises EtagMoved."""
+    """Mark a deployment deleted and abort its rollout; its replicas drain. Raises EtagMoved."""
     done = await connection.execute(
         """
         UPDATE deployment SET deleted_at = clock_timestamp(), etag = etag + 1

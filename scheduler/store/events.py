@@ -1,4 +1,4 @@
-"""The record of who did what, appended in the transaction of the deed."""
+"""The event log, appended to in the transaction of the change that an event records."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from scheduler.store.pool import Connection, as_json
 
 
 class EventView(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the record. `event_id` only rises; `at` is Unix time."""
+    """One event. `event_id` increases; `at` is Unix time."""
 
     event_id: int
     at: float

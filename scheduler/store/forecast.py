@@ -1,4 +1,4 @@
-"""What the forecast learns from and what it has learned: demand by slot, and each series' state."""
+"""What the forecast learns from (demand by time slot) and what it has learned (series states)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from scheduler.store.pool import Connection, affected_rows
 
 
 class StoredSeries(NamedTuple):
-    """A series as it was saved."""
+    """A saved series: its key, the last slot learned, and the encoded state."""
 
     key: SeriesKey
     slot: int
@@ -18,12 +18,12 @@ class StoredSeries(NamedTuple):
 
 
 async def read_clock(connection: Connection) -> float:
-    """Return the database's clock, by which minutes are kept, in Unix time."""
+    """Return the database's time, by which demand minutes are counted, as Unix time."""
     return float(await connection.fetchval("SELECT extract(epoch FROM clock_timestamp())::float8"))
 
 
 async def read_slot(connection: Connection, slot: int) -> dict[SeriesKey, SlotDemand] | None:
-    """Return what a slot asked; None where no router was heard in it, so that nothing is known."""
+    """Return the demand of a slot; None if no router sent any in it, so that it is unknown."""
     rows = await connection.fetch(
         """
         SELECT deployment_id, pop, sum(requests)::float8 AS requests,
@@ -49,7 +49,7 @@ async def read_slot(connection: Connection, slot: int) -> dict[SeriesKey, SlotDe
             requests_per_s=row["requests"] / SLOT_S,
             prompt_tokens_per_s=row["prompt"] / SLOT_S,
             uncached_tokens_per_s=row["uncached"] / SLOT_S,
-            # Who was refused would have been answered as the others were.
+            # Refused requests would have been answered like the others.
             output_tokens_per_s=row["output"]
             / SLOT_S
             * row["requests"]
@@ -62,7 +62,7 @@ async def read_slot(connection: Connection, slot: int) -> dict[SeriesKey, SlotDe
 async def read_series(
     connection: Connection, after: SeriesKey | None, limit: int
 ) -> list[StoredSeries]:
-    """Return the next series that are saved, in the order of their keys."""
+    """Return up to `limit` saved series after a key, in the order of their keys."""
     rows = await connection.fetch(
         """
         SELECT deployment_id, pop, slot, state FROM demand_series
@@ -78,7 +78,7 @@ async def read_series(
 
 
 async def save_series(connection: Connection, rows: Sequence[StoredSeries]) -> None:
-    """Save series; one that another wrote later is left as it is."""
+    """Save series; a row with a later slot is left as it is."""
     await connection.executemany(
         """
         INSERT INTO demand_series AS s (deployment_id, pop, slot, state) VALUES ($1, $2, $3, $4)
@@ -93,7 +93,7 @@ async def save_series(connection: Connection, rows: Sequence[StoredSeries]) -> N
 async def forget_series(
     connection: Connection, before_slot: int, after_slot: int | None = None
 ) -> int:
-    """Forget series that nothing was learned of since a slot, or that reach beyond one."""
+    """Delete series last learned before one slot or after the other; return how many."""
     done = await connection.execute(
         "DELETE FROM demand_series WHERE slot < $1 OR slot > $2", before_slot, after_slot
     )

@@ -1,4 +1,4 @@
-"""When a node was lost and when it was back: kept beside the node, told as events once each."""
+"""When nodes were lost and came back: a column of the node, and one event for each change."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from scheduler.store.pool import Connection
 
 
 async def read_lost_nodes(connection: Connection) -> dict[NodeId, float]:
-    """Return the nodes that are noted as lost, and for how long."""
+    """Return the nodes that are recorded as lost, and for how many seconds."""
     rows = await connection.fetch(
         """
         SELECT node_id, extract(epoch FROM clock_timestamp() - lost_at)::float8 AS lost_for_s
@@ -26,8 +26,10 @@ async def record_node_losses(
     lost: Sequence[FleetNode],
     back: Sequence[tuple[FleetNode, float]],
 ) -> None:
-    """Note who is lost, and who is back after how long, each with its event, in the caller's
-    transaction."""
+    """Record nodes as lost, and as back after so many seconds, each with an event.
+
+    Runs in the caller's transaction; raises EpochLost.
+    """
     await assert_epoch(connection, epoch)
     lost_ids, back_ids = [node.node_id for node in lost], [node.node_id for node, _ in back]
     await lock_nodes(connection, [*lost_ids, *back_ids])
@@ -37,7 +39,7 @@ async def record_node_losses(
     await connection.execute(
         "UPDATE node SET lost_at = NULL WHERE node_id = ANY($1::text[])", back_ids
     )
-    told = [
+    events = [
         ("node.lost", node.node_id, f"in {node.pop}: silent for {node.silent_s:.0f} s")
         for node in lost
     ] + [
@@ -45,5 +47,5 @@ async def record_node_losses(
         for node, lost_for_s in back
     ]
     await connection.executemany(
-        "INSERT INTO event (actor, kind, subject, reason) VALUES ('scheduler', $1, $2, $3)", told
+        "INSERT INTO event (actor, kind, subject, reason) VALUES ('scheduler', $1, $2, $3)", events
     )

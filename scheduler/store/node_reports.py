@@ -1,4 +1,4 @@
-"""Nodes as they are and as they last reported, read again only where they reported anew."""
+"""Reads nodes and their last reports; unchanged reports come from a cache."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ _report = msgspec.msgpack.Decoder(Report)
 
 
 def decode_report(frame: bytes | None) -> Report | None:
-    """Return a stored report; None where there is none, or none that this release can read."""
+    """Decode a stored report; None if there is none, or if this release cannot decode it."""
     try:
         return _report.decode(frame) if frame else None
     except msgspec.DecodeError:
@@ -24,7 +24,7 @@ def decode_report(frame: bytes | None) -> Report | None:
 
 
 class CachedNodeReport(NamedTuple):
-    """What a node last reported, read once; `key` says which report that was."""
+    """A node's last report and devices; `key` is the boot id and sequence number of the report."""
 
     key: tuple[str, int]
     report: Report | None
@@ -32,7 +32,7 @@ class CachedNodeReport(NamedTuple):
 
 
 class NodeReportCache:
-    """Reports and devices as read before: a picture reads again only those that changed."""
+    """Reports and devices as read before. Only nodes that reported since are read again."""
 
     def __init__(self) -> None:
         self.by_node: dict[NodeId, CachedNodeReport] = {}
@@ -41,23 +41,23 @@ class NodeReportCache:
 async def read_nodes(
     connection: Connection,
     heard: NodeContact,
-    known: NodeReportCache,
-    only: Sequence[NodeId] | None = None,
+    cache: NodeReportCache,
+    node_ids: Sequence[NodeId] | None = None,
 ) -> tuple[dict[NodeId, Report], tuple[FleetNode, ...]]:
-    """Return nodes and what they last reported: those named, or all there are."""
+    """Return the last reports by node, and the nodes: those of `node_ids`, or all."""
     rows = await connection.fetch(
         """
         SELECT node_id, pop, address, draining, revoked, generation, boot_id, report_seq,
-               -- By a clock put back since it may have been seen in a time to come.
+               -- abs(): last_seen_at is in the future if the clock was set back since.
                abs(extract(epoch FROM clock_timestamp() - coalesce(last_seen_at, created_at)))
                    ::float8 AS silent_s
         FROM node WHERE $1::text[] IS NULL OR node_id = ANY($1) ORDER BY node_id
         """,
-        only,
+        node_ids,
     )
-    by_node = await _learn(connection, known, rows)
-    # Replaced whole: another reading may be under way.
-    known.by_node = by_node if only is None else {**known.by_node, **by_node}
+    by_node = await _read_reports(connection, cache, rows)
+    # Replaced and not changed: another read may be using the dictionary.
+    cache.by_node = by_node if node_ids is None else {**cache.by_node, **by_node}
     nodes = tuple(
         FleetNode(
             node_id=row["node_id"],
@@ -69,16 +69,16 @@ async def read_nodes(
             silent_s=heard.silent_s.get(row["node_id"], row["silent_s"]),
             back_s=heard.back_s.get(row["node_id"]),
             generation=row["generation"],
-            **_told_by(by_node[row["node_id"]].report, row["pop"]),
+            **_reported_fields(by_node[row["node_id"]].report, row["pop"]),
         )
         for row in rows
     )
-    reports = {node_id: known.report for node_id, known in by_node.items() if known.report}
+    reports = {node_id: cached.report for node_id, cached in by_node.items() if cached.report}
     return reports, nodes
 
 
-def _told_by(report: Report | None, pop: PopId) -> dict[str, Any]:
-    """Return what a node said of itself: the weights it has, how fast others come, its domain."""
+def _reported_fields(report: Report | None, pop: PopId) -> dict[str, Any]:
+    """Return the fields of FleetNode that a report tells; empty without a report."""
     if report is None:
         return {}
     return {
@@ -90,18 +90,22 @@ def _told_by(report: Report | None, pop: PopId) -> dict[str, Any]:
         "failure_domain": f"{pop}/{report.failure_domain}" if report.failure_domain else "",
         "rank_ports": report.rank_ports,
         "refused": tuple(
-            (one.deployment_id, one.reason) for one in report.refusals if one.deployment_id
+            (refusal.deployment_id, refusal.reason)
+            for refusal in report.refusals
+            if refusal.deployment_id
         ),
     }
 
 
-async def _learn(
-    connection: Connection, known: NodeReportCache, rows: Sequence[asyncpg.Record]
+async def _read_reports(
+    connection: Connection, cache: NodeReportCache, rows: Sequence[asyncpg.Record]
 ) -> dict[NodeId, CachedNodeReport]:
-    """Return what each node reported, reading only those that have since they were read last."""
+    """Return each node's report, from the cache unless the node has reported since."""
     keys = {NodeId(row["node_id"]): (row["boot_id"], row["report_seq"]) for row in rows}
     by_node = {
-        node_id: held for node_id, held in known.by_node.items() if keys.get(node_id) == held.key
+        node_id: cached
+        for node_id, cached in cache.by_node.items()
+        if keys.get(node_id) == cached.key
     }
     changed = [node_id for node_id in keys if node_id not in by_node]
     if changed:

@@ -1,4 +1,4 @@
-"""A replica's seat, whoever gave it: a plan, or a scheduler that the store has forgotten."""
+"""Adds placements: of a plan, or of an adopted replica."""
 
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import NodeId
@@ -14,7 +14,7 @@ async def add_placement(
     state: ReplicaState = ReplicaState.WANTED,
     state_reason: str = "",
 ) -> None:
-    """Enter a placement and what it takes of each device, at the cluster's generation."""
+    """Add a placement and the memory it takes of each device, at the cluster's generation."""
     await connection.execute(
         """
         INSERT INTO placement (replica_id, deployment_id, version, node_id, role, memory_bytes,

@@ -1,4 +1,4 @@
-"""Weights that nodes should have before they run them: what is wished, what came, what is over."""
+"""Prefetches: weights that a node should have before it runs them."""
 
 import msgspec
 
@@ -13,7 +13,7 @@ from scheduler.store.pool import Connection, as_struct
 
 
 async def read_prefetches(connection: Connection) -> tuple[PrefetchTarget, ...]:
-    """Return every wish that stands."""
+    """Return every current prefetch."""
     rows = await connection.fetch(
         """
         SELECT node_id, model_id, deployment_id, bytes_per_s, reason,
@@ -26,9 +26,9 @@ async def read_prefetches(connection: Connection) -> tuple[PrefetchTarget, ...]:
 
 
 async def read_node_prefetches(connection: Connection, node_id: NodeId) -> tuple[Prefetch, ...]:
-    """Return what one node is told to have, what is needed first before the rest.
+    """Return one node's prefetches, the earliest due first.
 
-    What it has already is among it: so it knows what not to drop.
+    Weights that the node already has are included, so that it does not evict them.
     """
     rows = await connection.fetch(
         """
@@ -47,11 +47,11 @@ async def read_node_prefetches(connection: Connection, node_id: NodeId) -> tuple
 
 
 async def record_prefetch_changes(
-    connection: Connection, epoch: Epoch, foreseen: PrefetchDecision
+    connection: Connection, epoch: Epoch, decision: PrefetchDecision
 ) -> None:
-    """Write what was foreseen, each with its event, in the caller's transaction."""
+    """Store added, arrived and ended prefetches, each with an event; raises EpochLost."""
     await assert_epoch(connection, epoch)
-    for wish in foreseen.new:
+    for wish in decision.new:
         await connection.execute(
             """
             INSERT INTO prefetch (node_id, model_id, deployment_id, bytes_per_s, reason, due_at)
@@ -66,7 +66,7 @@ async def record_prefetch_changes(
             wish.due_s,
         )
         await _note(connection, wish, "weights.wished", wish.reason)
-    for wish in foreseen.arrived:
+    for wish in decision.arrived:
         await connection.execute(
             """
             UPDATE prefetch SET held_at = clock_timestamp()
@@ -76,13 +76,13 @@ async def record_prefetch_changes(
             wish.model_id,
         )
         await _note(connection, wish, "weights.held", f"{wish.due_s:.0f} s before its time")
-    for over in foreseen.ended:
+    for ended in decision.ended:
         await connection.execute(
             "DELETE FROM prefetch WHERE node_id = $1 AND model_id = $2",
-            over.wish.node_id,
-            over.wish.model_id,
+            ended.wish.node_id,
+            ended.wish.model_id,
         )
-        await _note(connection, over.wish, "weights.over", over.reason)
+        await _note(connection, ended.wish, "weights.over", ended.reason)
 
 
 async def _note(connection: Connection, wish: PrefetchTarget, kind: str, reason: str) -> None:

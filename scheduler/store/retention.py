@@ -1,7 +1,7 @@
-"""What is past its keeping goes, a batch at a time: no table is locked for long.
+"""Deletes rows past their retention, in batches, so that no table is locked for long.
 
-Past is only what two clocks take for past, the database's and that of the scheduler that acts: one
-that was set a year ahead must not have this year's record forgotten.
+A row is expired only if both clocks agree, the database's and the acting scheduler's: one clock
+that is a year ahead must not delete this year's rows.
 """
 
 from datetime import datetime
@@ -13,22 +13,22 @@ from scheduler.store.pool import Connection, affected_rows
 DAY_S: Final = 86_400.0
 
 DEMAND_DAYS: Final = 15
-"""How long minutes are kept: two weeks of them can be learned from anew."""
+"""How long demand minutes are kept: the forecast can learn two weeks of them again."""
 
 USAGE_DAYS: Final = 90
 
 
 class RetentionRule(NamedTuple):
-    """Rows of a table, which go when their `since` is `keep_s` ago and `unless` says nothing else.
+    """Deletes a table's rows whose `age_column` is older than `keep_s`, except where `unless`.
 
-    `among` are those looked at, where it is not all of them.
+    `candidates` is a subquery of the rows to consider; empty for the whole table.
     """
 
     table: str
-    since: str
+    age_column: str
     keep_s: float
     unless: str = "false"
-    among: str = ""
+    candidates: str = ""
 
 
 FIXED_RULES: Final = (
@@ -38,7 +38,7 @@ FIXED_RULES: Final = (
     RetentionRule("key_day", "day", USAGE_DAYS * DAY_S),
     RetentionRule("idempotency", "created_at", DAY_S),
     RetentionRule("placement", "released_at", 7 * DAY_S),
-    # Usage names its deployment, by which it is priced: as long as usage itself.
+    # Kept as long as usage, whose price is that of its deployment.
     RetentionRule(
         "deployment",
         "deleted_at",
@@ -52,32 +52,32 @@ FIXED_RULES: Final = (
 def retention_rules(
     *, event_days: float, certificate_lifetime_s: float
 ) -> tuple[RetentionRule, ...]:
-    """Return what is kept, and how long."""
-    # The id rises with the time, so that the oldest are found without an index on the time.
+    """Return all rules, with these settings."""
+    # Ids rise with time, so the oldest events are found without an index on the time.
     oldest = "(SELECT ctid, at FROM event ORDER BY event_id LIMIT $1) AS oldest"
-    # A certificate of an earlier, longer setting may still live.
+    # Certificates issued under an earlier, longer setting may still be valid.
     lifetime_s = max(CERTIFICATE_LIFETIME_S, certificate_lifetime_s)
     return (
-        RetentionRule("event", "at", event_days * DAY_S, among=oldest),
+        RetentionRule("event", "at", event_days * DAY_S, candidates=oldest),
         RetentionRule("revocation", "at", lifetime_s),
         *FIXED_RULES,
     )
 
 
 async def delete_expired(
-    connection: Connection, what: RetentionRule, now: datetime, batch: int
+    connection: Connection, rule: RetentionRule, now: datetime, batch: int
 ) -> int:
-    """Forget a batch of what is past its keeping, `now` and by the database; return how many."""
-    # Not clock_timestamp(): what may change from row to row is looked up in no index.
+    """Delete up to `batch` rows that are expired at `now` and by the database; return how many."""
+    # now() and not clock_timestamp(), which is volatile and so prevents the use of an index.
     done = await connection.execute(
         f"""
-        DELETE FROM {what.table} WHERE ctid IN (
-            SELECT ctid FROM {what.among or what.table}
-            WHERE {what.since} < least(now(), $2) - make_interval(secs => $3)
-                AND NOT {what.unless} LIMIT $1)
+        DELETE FROM {rule.table} WHERE ctid IN (
+            SELECT ctid FROM {rule.candidates or rule.table}
+            WHERE {rule.age_column} < least(now(), $2) - make_interval(secs => $3)
+                AND NOT {rule.unless} LIMIT $1)
         """,  # noqa: S608
         batch,
         now,
-        what.keep_s,
+        rule.keep_s,
     )
     return affected_rows(done)

@@ -1,4 +1,4 @@
-"""Rollouts and what was seen of them. Every change is guarded by the row's etag."""
+"""Rollouts and their measurements. Every change of a rollout is guarded by its etag."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -23,7 +23,7 @@ FROM rollout r
 
 
 async def active_rollouts(connection: Connection) -> tuple[Rollout, ...]:
-    """Return the rollouts on their way, of deployments that are there."""
+    """Return the running and paused rollouts of deployments that are not deleted."""
     rows = await connection.fetch(
         f"{_ROLLOUT} JOIN deployment d USING (deployment_id)"
         " WHERE state IN ('running', 'paused') AND d.deleted_at IS NULL ORDER BY r.deployment_id"
@@ -52,7 +52,7 @@ async def list_rollouts(
 
 
 async def conflicts_with_rollout(connection: Connection, deployment: Deployment) -> bool:
-    """Say whether a change of model or engine would pass a rollout that is on its way."""
+    """Say whether this changes a deployment's model or engine during an active rollout."""
     return bool(
         await connection.fetchval(
             """
@@ -69,7 +69,7 @@ async def conflicts_with_rollout(connection: Connection, deployment: Deployment)
 
 
 async def add_rollout(connection: Connection, rollout: Rollout) -> bool:
-    """Begin a rollout; False where one is already on its way."""
+    """Add a rollout; False if the deployment already has an active one."""
     try:
         async with connection.transaction():
             await connection.execute(
@@ -89,9 +89,9 @@ async def add_rollout(connection: Connection, rollout: Rollout) -> bool:
 
 
 async def write_rollout(connection: Connection, before: Rollout, after: Rollout) -> bool:
-    """Write what became of a rollout; False where it has changed since it was read.
+    """Store a rollout's new state; False if it has changed since it was read.
 
-    When it is done the deployment is what the rollout brought, in the same transaction.
+    When the rollout is done, its deployment gets the new version in the same transaction.
     """
     await lock_deployment(connection, before.deployment_id)
     done = await connection.execute(
@@ -126,7 +126,7 @@ async def write_rollout(connection: Connection, before: Rollout, after: Rollout)
 
 
 async def record_trials(connection: Connection, rows: Sequence[TrialRow]) -> None:
-    """Add what a router saw to the step that serves now, of versions on their way."""
+    """Add a router's measurements to the current steps of active rollouts."""
     await connection.executemany(
         """
         INSERT INTO rollout_trial AS t
@@ -156,7 +156,7 @@ async def record_trials(connection: Connection, rows: Sequence[TrialRow]) -> Non
 
 
 async def read_strata(connection: Connection, rollout: Rollout) -> tuple[Stratum, ...]:
-    """Return what was seen of both versions in the step that serves now."""
+    """Return the measurements of both versions in the current step, by PoP."""
     rows = await connection.fetch(
         "SELECT * FROM rollout_trial WHERE rollout_id = $1 AND step = $2 ORDER BY pop, asked_pop",
         rollout.rollout_id,
@@ -169,15 +169,15 @@ async def read_strata(connection: Connection, rollout: Rollout) -> tuple[Stratum
         Stratum(
             pop=pop,
             asked_pop=asked_pop,
-            old=seen.get(rollout.from_version, Arm()),
-            new=seen.get(rollout.to_version, Arm()),
+            old=versions.get(rollout.from_version, Arm()),
+            new=versions.get(rollout.to_version, Arm()),
         )
-        for (pop, asked_pop), seen in sorted(arms.items())
+        for (pop, asked_pop), versions in sorted(arms.items())
     )
 
 
 async def read_starts(connection: Connection, rollout: Rollout) -> StartCounts:
-    """Return how the new version's replicas come up."""
+    """Return how many replicas of the new version exist, are warm and have failed."""
     row = await fetch_one(
         connection,
         """

@@ -65,5 +65,5 @@ async def test_a_pooler_is_told_though_it_is_idle(
     monkeypatch: pytest.MonkeyPatch, backends: Backends, is_pooled: bool
 ) -> None:
     monkeypatch.setattr(pool, "_connect", backends.connect)
-    assert await pool._is_pooled_by_transaction(["dsn"]) is is_pooled
+    assert await pool._has_transaction_pooler(["dsn"]) is is_pooled
     assert backends.clients == 0
