@@ -1,4 +1,4 @@
-"""Values with good defaults, a line each."""
+"""Builders of values with defaults, for tests."""
 
 import hashlib
 from datetime import UTC, datetime, timedelta
@@ -156,7 +156,7 @@ def a_report(node: str = "n1", seq: int = 1, **fields: Any) -> Report:
 
 
 def believed(node_id: NodeId, spec: ReplicaSpec) -> bool:
-    """Take every replica for one that was seated where it runs."""
+    """Accept every seal."""
     return True
 
 

@@ -1,7 +1,7 @@
-"""A database that goes away: at a statement of one's choice, or just after it was done.
+"""A database that fails before a chosen statement, or just after a COMMIT.
 
-Before it, the backend is ended as a failover ends it. After it, what was asked was done and nobody
-heard so: for a COMMIT, whoever asked cannot know.
+Before a statement, the backend is terminated as in a failover. After a COMMIT, the transaction is
+committed but its caller gets an error and cannot know.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ COMMIT: Final = "COMMIT;"
 
 
 class Faults:
-    """Notes what every connection of this process is told, and breaks where it is wanted."""
+    """Records the statements of every connection of this process, and fails chosen ones."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, dsn: str) -> None:
         self.told: list[str] = []
@@ -27,16 +27,16 @@ class Faults:
             monkeypatch.setattr(asyncpg.Connection, name, self._breaking(name))
 
     def break_before(self, number: int) -> None:
-        """End the backend before the statement of this number from here on, the first being 1."""
+        """Terminate the backend before the `number`-th statement from now; the next one is 1."""
         wanted = len(self.told) + number
         self._before = lambda: len(self.told) == wanted
 
     def lose_commit(self, doing: str = "") -> None:
-        """Break the connection right after the next COMMIT of a transaction that was `doing`."""
+        """Break the connection after the next COMMIT of a transaction that ran `doing`."""
         self._lost = lambda told: doing in told
 
     def mend(self) -> None:
-        """Break nothing more."""
+        """Fail no further statements."""
         self._before, self._lost = _never, _is_none
 
     def _breaking(self, name: str) -> Any:
@@ -44,7 +44,7 @@ class Faults:
 
         async def ask(connection: asyncpg.Connection, query: str, *rest: Any, **given: Any) -> Any:
             if name == "execute" and rest:
-                # It asks once more, by the other way.
+                # This calls `_execute`, which is patched too.
                 return await original(connection, query, *rest, **given)
             self.told.append(query)
             if self._before():

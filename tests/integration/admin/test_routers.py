@@ -1,4 +1,4 @@
-"""The control door as a router meets it: what is refused for good is said once, and forgotten."""
+"""A router's control connection: permanently refused rows are reported once and dropped."""
 
 import asyncio
 import random
@@ -22,7 +22,7 @@ from tests.unit.scheduler.test_intake import a_demand, a_row, a_usage
 
 
 class Router:
-    """A router's end of the conversation, and what it heard."""
+    """A router's end of the control connection, and the acknowledgements it received."""
 
     def __init__(self) -> None:
         self.link: ControlLink | None = None
@@ -37,7 +37,7 @@ class Router:
             self.acks.put_nowait(message)
 
     async def say(self, message: msgspec.Struct) -> UsageAck:
-        """Send a batch and return its answer."""
+        """Send a batch and return its acknowledgement."""
         assert self.link is not None
         assert await self.link.send(message)
         async with asyncio.timeout(30):
@@ -89,7 +89,7 @@ async def test_rows_that_cannot_be_stored_are_refused_once_and_counted(
         ack = await router.say(Usage(router_id=RouterId("r"), batch_id="1", rows=rows))
         assert (ack.batch_id, ack.refused) == ("1", 1)
         assert "NUL" in ack.reason
-        # What no check foresees is refused by Postgres itself: the batch, once.
+        # A batch that passes the checks and is refused by Postgres is refused once, as a whole.
         monkeypatch.setattr(routers, "accept_usage", lambda usage: AcceptedUsage(usage.rows, {}))
         ack = await router.say(Usage(router_id=RouterId("r"), batch_id="2", rows=rows[1:]))
         assert (ack.batch_id, ack.refused) == ("2", 1)
@@ -100,7 +100,7 @@ async def test_rows_that_cannot_be_stored_are_refused_once_and_counted(
 
 
 @pytest.mark.parametrize("settings", [{"place_interval_s": 3600.0}])
-async def test_who_waits_for_a_first_replica_has_it_looked_for_at_once(
+async def test_demand_without_a_replica_triggers_a_plan_at_once(
     admin: Admin, tmp_path: Path
 ) -> None:
     async def plans() -> float:
@@ -109,7 +109,7 @@ async def test_who_waits_for_a_first_replica_has_it_looked_for_at_once(
         return sum(float(line.removeprefix(name)) for line in text.splitlines() if name in line)
 
     async with dialling(admin, tmp_path) as router:
-        # A new term plans once or twice by itself.
+        # A new term plans once or twice without demand.
         for seq in range(5):
             before = await plans()
             await router.say(a_demand(a_row(requests=1, no_replica=1), seq=seq))
@@ -120,7 +120,7 @@ async def test_who_waits_for_a_first_replica_has_it_looked_for_at_once(
             await until("another plan is made", is_planned, 20.0)
 
 
-async def test_demand_is_answered_and_a_flood_is_refused_in_words(
+async def test_demand_is_acknowledged_and_a_flood_is_refused_with_the_reason(
     admin: Admin, tmp_path: Path
 ) -> None:
     async with dialling(admin, tmp_path) as router:

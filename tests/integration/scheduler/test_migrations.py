@@ -1,4 +1,4 @@
-"""Databases of earlier releases, with what they held, come up to this one."""
+"""Databases of earlier releases are migrated with their rows."""
 
 from collections.abc import AsyncIterator
 
@@ -73,7 +73,7 @@ WRITTEN_AT = {
             VALUES ('n1', 'm', 'd', 1e6, 'test', '{WHEN}')
     """,
 }
-"""What a release wrote once its schema was at this number."""
+"""Rows that a release wrote when its schema was at this number."""
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ async def empty(postgres_server: Server) -> AsyncIterator[Pool]:
     await admin.close()
 
 
-async def test_what_earlier_releases_wrote_is_there_after_each_migration(empty: Pool) -> None:
+async def test_rows_of_earlier_releases_survive_each_migration(empty: Pool) -> None:
     known = read_migrations()
     for number in range(1, len(known) + 1):
         assert len(await migrate(empty, known[:number])) == 1

@@ -1,4 +1,4 @@
-"""What routers are told, from a real store: all of it, or what one node's report changed."""
+"""Publishing route tables from a real store: the whole fleet, or one node after its report."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def routed(scheduler: SchedulerParts) -> list[str]:
     return [route.replica_id for route in scheduler.state.routes.table.routes]
 
 
-async def test_what_a_report_changed_is_read_of_its_node_alone(pool: Pool) -> None:
+async def test_after_a_report_only_its_node_is_read(pool: Pool) -> None:
     scheduler, publish = await a_publisher(pool)
     epoch = scheduler.state.lease.epoch
     assert (await publish.run_once()).nodes == -1
@@ -50,7 +50,7 @@ async def test_what_a_report_changed_is_read_of_its_node_alone(pool: Pool) -> No
         assert routed(scheduler) == expected
 
 
-async def test_who_comes_and_goes_is_withdrawn_at_once_and_back_a_little_later(pool: Pool) -> None:
+async def test_a_flapping_replica_is_withdrawn_at_once_and_returns_later(pool: Pool) -> None:
     scheduler, publish = await a_publisher(pool)
     epoch = scheduler.state.lease.epoch
     await publish.run_once()
@@ -67,19 +67,19 @@ async def test_who_comes_and_goes_is_withdrawn_at_once_and_back_a_little_later(p
         await publish.run_once()
         seen.append(len(routed(scheduler)))
         scheduler.clock.now_s += 0.1
-    # Once it is back at once, then no more: but never told as there when it is not.
+    # It returns at once the first time only, and is never routed to while it is not warm.
     assert seen == [1, 0, 1, 0, 0, 0, 0, 0, 0, 0]
     await reported(pool, epoch, seq=12, replicas=(a_replica_report(a_spec()),))
     scheduler.state.routes.mark_changed(NodeId("n1"))
     await publish.run_once()
     assert routed(scheduler) == []
     scheduler.clock.now_s += HELD_S
-    # Nobody reports anything any more.
+    # No further report arrives.
     await publish.run_once()
     assert routed(scheduler) == ["r1"]
 
 
-async def test_a_turn_that_failed_leaves_nothing_unpublished(
+async def test_after_a_failed_turn_every_change_is_published(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler, publish = await a_publisher(pool)

@@ -1,4 +1,4 @@
-"""The record: who was lost and who is back, once each, and what is past its keeping goes."""
+"""The event log: losses and returns of nodes are recorded once, and old events are deleted."""
 
 from datetime import timedelta
 from typing import Any
@@ -27,14 +27,14 @@ async def acting_scheduler(pool: Pool) -> SchedulerParts:
     return scheduler
 
 
-async def silent(pool: Pool, age_s: float) -> None:
+async def set_silence(pool: Pool, age_s: float) -> None:
     async with using(pool) as connection:
         await connection.execute(
             "UPDATE node SET last_seen_at = clock_timestamp() - make_interval(secs => $1)", age_s
         )
 
 
-async def told(pool: Pool) -> list[Any]:
+async def node_events(pool: Pool) -> list[Any]:
     async with using(pool) as connection:
         rows = await connection.fetch(
             "SELECT kind, subject, reason FROM event WHERE kind LIKE 'node.%' ORDER BY event_id"
@@ -42,33 +42,33 @@ async def told(pool: Pool) -> list[Any]:
     return [tuple(row) for row in rows]
 
 
-async def test_a_loss_and_a_return_are_told_once_each(pool: Pool) -> None:
+async def test_a_loss_and_a_return_are_recorded_once_each(pool: Pool) -> None:
     scheduler = await acting_scheduler(pool)
     job = scheduler.record_node_loss()
     assert await job.run_once() == NodeLossCounts(0, 0)
-    await silent(pool, 10.0)
+    await set_silence(pool, 10.0)
     assert await job.run_once() == NodeLossCounts(0, 0), "suspect is not lost"
-    await silent(pool, 45.0)
+    await set_silence(pool, 45.0)
     assert await job.run_once() == NodeLossCounts(1, 0)
-    # Another scheduler that acts afterwards does not tell it again.
+    # Another scheduler that acts later does not record it again.
     assert await scheduler.record_node_loss().run_once() == NodeLossCounts(0, 0)
-    await silent(pool, 0.0)
+    await set_silence(pool, 0.0)
     assert await job.run_once() == NodeLossCounts(0, 1)
     assert await job.run_once() == NodeLossCounts(0, 0)
-    events = await told(pool)
+    events = await node_events(pool)
     assert [event[:2] for event in events] == [("node.lost", "n1"), ("node.back", "n1")]
     assert "silent for 45 s" in events[0][2]
 
 
-async def test_a_scheduler_that_does_not_act_tells_nothing(pool: Pool) -> None:
+async def test_a_standby_records_nothing(pool: Pool) -> None:
     scheduler = await acting_scheduler(pool)
-    await silent(pool, 45.0)
+    await set_silence(pool, 45.0)
     await scheduler.state.leadership.step_down()
     assert await scheduler.record_node_loss().run_once() == NodeLossCounts(0, 0)
-    assert await told(pool) == []
+    assert await node_events(pool) == []
 
 
-async def test_old_events_are_forgotten_the_oldest_first(pool: Pool) -> None:
+async def test_old_events_are_deleted_the_oldest_first(pool: Pool) -> None:
     scheduler = await acting_scheduler(pool)
     async with transaction(pool) as connection:
         await connection.execute("TRUNCATE event")
@@ -83,7 +83,7 @@ async def test_old_events_are_forgotten_the_oldest_first(pool: Pool) -> None:
         events = rules[0]
         a_year_ago = utc_now() - timedelta(days=365)
         assert await delete_expired(connection, events, a_year_ago, 1) == 0, (
-            "one clock alone says so"
+            "one clock alone deletes nothing"
         )
         assert await delete_expired(connection, events, utc_now(), 1) == 1
     job = DeleteExpiredRows(pool=pool, lease=scheduler.state.lease, rules=rules)
@@ -92,7 +92,7 @@ async def test_old_events_are_forgotten_the_oldest_first(pool: Pool) -> None:
         assert [row[0] for row in await connection.fetch("SELECT subject FROM event")] == ["c"]
 
 
-async def test_a_standby_knows_how_long_the_other_acts(pool: Pool) -> None:
+async def test_a_standby_reads_for_how_long_the_other_has_acted(pool: Pool) -> None:
     await acting_scheduler(pool)
     async with using(pool) as connection:
         acting_for_s = await read_acting_for_s(connection)

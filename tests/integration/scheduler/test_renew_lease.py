@@ -39,7 +39,7 @@ async def is_free(pool: Pool) -> bool:
 
 
 def be_busy(seconds: float) -> None:
-    """Keep this thread, and so its event loop, from anything else."""
+    """Block this thread, and so its event loop."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         hashlib.sha256(b"x" * 10_000).digest()

@@ -1,4 +1,4 @@
-"""What one process or one peer says cannot break the centre for the others."""
+"""No message of one process or peer can break the scheduler for the others."""
 
 from contextlib import suppress
 from math import inf, nan
@@ -108,9 +108,7 @@ def a_peer_server(scheduler: SchedulerParts) -> PeerServer:
 
 
 @pytest.mark.parametrize(("generation", "epoch"), [(2**63 - 2, 0), (0, 2**63 - 2), (2**64 - 1, 0)])
-async def test_no_peer_can_use_up_the_numbers_that_only_rise(
-    pool: Pool, generation: int, epoch: int
-) -> None:
+async def test_no_peer_can_exhaust_the_counters(pool: Pool, generation: int, epoch: int) -> None:
     await begun(pool)
     await expire_lease(pool)
     scheduler = await scheduler_parts(pool)
@@ -127,7 +125,7 @@ async def test_no_peer_can_use_up_the_numbers_that_only_rise(
     assert scheduler.state.lease.epoch == 41
 
 
-async def test_route_tables_rise_above_a_router_whatever_the_generation(pool: Pool) -> None:
+async def test_the_route_generation_is_raised_above_a_routers(pool: Pool) -> None:
     await begun(pool)
     async with transaction(pool) as connection:
         await connection.execute("UPDATE cluster SET generation = 1000, route_generation = 50")
@@ -138,7 +136,7 @@ async def test_route_tables_rise_above_a_router_whatever_the_generation(pool: Po
     assert (row.generation, row.route_generation) == (1000, 501)
 
 
-async def test_a_replica_on_a_device_that_is_gone_spoils_no_report(pool: Pool) -> None:
+async def test_a_replica_on_a_missing_device_does_not_spoil_a_report(pool: Pool) -> None:
     epoch = await begun(pool)
     lost = a_spec("lost-1", device_ids=(DeviceId("vanished"),))
     greedy = a_spec("lost-2", memory_bytes=100 * GIB)
@@ -150,7 +148,7 @@ async def test_a_replica_on_a_device_that_is_gone_spoils_no_report(pool: Pool) -
         noted = await connection.fetch(
             "SELECT subject FROM event WHERE kind = 'replica.not_adopted' ORDER BY 1"
         )
-    # Once each, however often it is reported.
+    # Recorded once each, however often it is reported.
     assert [row["subject"] for row in noted] == ["lost-1", "lost-2"]
 
 
@@ -177,11 +175,11 @@ NONE = Profile(load_s=nan, prefill_tokens_per_s=inf, decode_tokens_per_s=-1.0, m
     ],
     ids=lambda fields: next(iter(fields)),
 )
-async def test_a_report_that_contradicts_itself_is_clamped_or_refused_alone(
+async def test_a_contradictory_report_is_clamped_or_refused_alone(
     pool: Pool, fields: dict[str, Any]
 ) -> None:
     epoch = await begun(pool)
-    # What the conversation answers in words; anything else would end it, again and again.
+    # The connection answers these errors; any other would close it again and again.
     with suppress(*BAD_DATA):
         await reported(pool, epoch, **fields)
     await reported(pool, epoch, seq=2)
@@ -207,10 +205,10 @@ NEW = {"deployment_id": DeploymentId("new"), "name": "new", "model_id": ModelId(
     ],
     ids=lambda fields: next(iter(fields)),
 )
-async def test_no_node_can_have_taken_in_what_the_centre_cannot_read(
+async def test_no_node_can_have_an_undecodable_replica_adopted(
     pool: Pool, fields: dict[str, Any]
 ) -> None:
-    """One that is taken over says that it runs a deployment which the store does not know."""
+    """A compromised node may report a deployment that the store does not know."""
     epoch = await begun(pool)
     replica = a_replica_report(a_spec("r9", **{**NEW, **fields}))
     said = a_report(devices=(a_device(2**30),), replicas=(replica,))
@@ -223,14 +221,14 @@ async def test_no_node_can_have_taken_in_what_the_centre_cannot_read(
     plan_deployments(picture)
 
 
-async def test_only_what_was_seated_there_by_this_cluster_is_taken_in(
+async def test_only_replicas_that_this_cluster_placed_on_the_node_are_adopted(
     pool: Pool, tmp_path: Path
 ) -> None:
-    """A node that is taken over could be sent others' prompts, or have the fleet run its wishes."""
+    """Otherwise a compromised node could receive prompts, or make the fleet run its deployments."""
     epoch = await begun(pool)
     ours, theirs = (Authority.create(tmp_path / name, name, NOW) for name in ("ours", "theirs"))
 
-    def believes(node_id: NodeId, spec: ReplicaSpec) -> bool:
+    def has_valid_seal(node_id: NodeId, spec: ReplicaSpec) -> bool:
         return ours.verify_seal(sealed_fields(node_id, spec), spec.seal)
 
     def sealed(authority: Authority, node: str, **fields: Any) -> ReplicaSpec:
@@ -243,7 +241,7 @@ async def test_only_what_was_seated_there_by_this_cluster_is_taken_in(
         replica = msgspec.structs.replace(a_replica_report(spec), profile=boast)
         told = a_report(seq=seq, replicas=(replica,))
         async with transaction(pool) as connection:
-            return (await record_report(connection, epoch, told, believes)).adopted
+            return (await record_report(connection, epoch, told, has_valid_seal)).adopted
 
     true = sealed(ours, "n1")
     forged = [
@@ -261,13 +259,13 @@ async def test_only_what_was_seated_there_by_this_cluster_is_taken_in(
     async with using(pool) as connection:
         assert await connection.fetchval("SELECT count(*) FROM deployment") == 1
         noted = await connection.fetch("SELECT subject FROM event WHERE kind LIKE '%not_adopted'")
-        # What others of its class can do is not for it to say.
+        # Its measurements must not count for other nodes of its device class.
         assert await connection.fetchval("SELECT count(*) FROM profile") == 0
     assert [row["subject"] for row in noted] == ["n1"]
     assert await said(100, true) == 1
 
 
-async def test_a_nul_in_an_engines_last_words_is_left_out(pool: Pool) -> None:
+async def test_a_nul_in_an_engines_output_is_removed(pool: Pool) -> None:
     epoch = await begun(pool)
     await reported(pool, epoch)
     await planned(pool, epoch, a_spec("r1"))
@@ -277,7 +275,7 @@ async def test_a_nul_in_an_engines_last_words_is_left_out(pool: Pool) -> None:
         assert await connection.fetchval("SELECT state_reason FROM placement") == "boom"
 
 
-async def test_one_nodes_number_does_not_spoil_the_pulses_of_all(pool: Pool) -> None:
+async def test_one_nodes_generation_does_not_spoil_the_other_pulses(pool: Pool) -> None:
     await begun(pool)
     pulses = [
         Pulse(node_id=NodeId(name), boot_id=BootId("b"), seq=1, generation=Generation(number))
@@ -288,7 +286,7 @@ async def test_one_nodes_number_does_not_spoil_the_pulses_of_all(pool: Pool) -> 
         assert await connection.fetchval("SELECT generation FROM node") == 7
 
 
-async def test_the_holder_of_a_revoked_certificate_gets_no_other(pool: Pool) -> None:
+async def test_a_revoked_certificate_cannot_be_renewed(pool: Pool) -> None:
     await begun(pool)
     async with transaction(pool) as connection:
         assert await may_renew(connection, PeerRole.AGENT, "n1", "aa")
@@ -298,7 +296,7 @@ async def test_the_holder_of_a_revoked_certificate_gets_no_other(pool: Pool) -> 
         assert await may_renew(connection, PeerRole.AGENT, "n1", "bb")
         await revoke(connection, PeerRole.AGENT, "n1")
         assert not await may_renew(connection, PeerRole.AGENT, "n1", "bb")
-        # What is issued to the name from now on is newer than what refused it.
+        # Certificates issued to the name from now on are newer than the revocation.
         earliest = await issue_not_before(connection, PeerRole.AGENT, "n1")
         revoked = max(row.at for row in await revoked_since(connection, 60.0))
         assert earliest is not None
@@ -310,8 +308,8 @@ async def test_the_holder_of_a_revoked_certificate_gets_no_other(pool: Pool) -> 
         assert await delete_expired(connection, revocations, utc_now(), 100) == 2
 
 
-async def test_a_picture_read_from_what_is_known_is_the_picture(pool: Pool) -> None:
-    """Reports and devices are read again only where they changed; nothing else may show it."""
+async def test_a_cluster_state_read_through_the_cache_is_the_same(pool: Pool) -> None:
+    """The cache of reports and devices must not change the result."""
     epoch = await begun(pool)
     known = NodeReportCache()
 
@@ -352,7 +350,7 @@ async def test_a_picture_read_from_what_is_known_is_the_picture(pool: Pool) -> N
         assert await read(known) == await read(None)
 
 
-def test_of_a_large_fleet_each_pulse_is_written_in_turn() -> None:
+def test_every_node_of_a_large_fleet_has_its_pulse_written_in_turn() -> None:
     buffer = PulseBuffer()
     names = [NodeId(f"n{index:05}") for index in range(2_500)]
     written: list[NodeId] = []
@@ -363,7 +361,7 @@ def test_of_a_large_fleet_each_pulse_is_written_in_turn() -> None:
             )
         taken = buffer.take()
         assert len(taken) <= PULSES_WRITTEN_MAX
-        assert {pulse.seq for pulse in taken} == {turn}, "the newest of each is what is written"
+        assert {pulse.seq for pulse in taken} == {turn}, "the newest pulse of each node is written"
         written += [pulse.node_id for pulse in taken]
     assert set(written) == set(names)
 
@@ -372,16 +370,16 @@ async def test_a_standby_knows_when_it_may_act(pool: Pool) -> None:
     await begun(pool, "s1")
     standby = await scheduler_parts(pool, "s2")
     assert not (await standby.hold_lease.run_once()).acting
-    assert standby.state.lease.free_at == float("-inf"), "the other renews: ask it"
+    assert standby.state.lease.free_at == float("-inf"), "the other scheduler renews its lease"
     async with using(pool) as connection:
         await connection.execute(
             "UPDATE lease SET expires_at = clock_timestamp() + interval '2 seconds'"
         )
     assert not (await standby.hold_lease.run_once()).acting
-    assert 0.5 < standby.state.lease.free_at <= 2.0, "it has missed a renewal: come back here then"
+    assert 0.5 < standby.state.lease.free_at <= 2.0, "the other has missed a renewal"
 
 
-async def test_what_is_acknowledged_waits_for_the_disk_even_where_the_rest_does_not(
+async def test_only_transactions_without_async_commit_wait_for_the_disk(
     pool: Pool,
 ) -> None:
     seen = []
@@ -391,7 +389,7 @@ async def test_what_is_acknowledged_waits_for_the_disk_even_where_the_rest_does_
     assert seen == ["on", "off", "on"]
 
 
-async def test_who_was_long_silent_and_speaks_again_is_back(pool: Pool) -> None:
+async def test_a_node_heard_after_a_long_silence_is_back(pool: Pool) -> None:
     await begun(pool)
     scheduler, node_id = await scheduler_parts(pool), NodeId("n1")
     clock, heartbeats = scheduler.clock, scheduler.state.heartbeats

@@ -1,6 +1,6 @@
-"""Handshakes that are never ended hold no more descriptors than there may be connections.
+"""Unfinished TLS handshakes hold no more descriptors than the connection limit.
 
-Over uvloop too, which the services run on.
+Tested with uvloop too, which the services use.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tests.system.harness import until
 
 FEW = 10
 LIMITS = HttpServerLimits(head_timeout_s=3.0, connections_per_address_max=FEW)
-ASKED = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
 def descriptors() -> int:
@@ -47,7 +47,7 @@ async def flooded(folder: Path) -> None:
             reader, writer = await asyncio.open_connection(
                 "127.0.0.1", port, ssl=trust, server_hostname=SCHEDULER_NAME
             )
-            writer.write(ASKED)
+            writer.write(REQUEST)
             try:
                 return await reader.read()
             finally:
@@ -60,21 +60,21 @@ async def flooded(folder: Path) -> None:
                 return False
 
         async def is_bounded() -> bool:
-            # Our own ends are descriptors of this process too.
+            # The clients' ends are descriptors of this process too.
             return descriptors() - before <= 5 * FEW + FEW
 
         await until("served", is_served, 5.0)
         for _ in range(5 * FEW):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             held.callback(writer.close)
-        await until("those over the bound are cut", is_bounded, 2.0)
-        assert not await is_served(), "this address has as many as it may"
-        # Each has the time of a head, and then makes room.
+        await until("those over the limit are closed", is_bounded, 2.0)
+        assert not await is_served(), "this address has reached its limit"
+        # Each is closed after the head timeout, which makes room.
         await until("served again", is_served, 10.0)
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-def test_handshakes_count_as_connections_and_end_in_time(
+def test_handshakes_count_as_connections_and_time_out(
     tmp_path: Path, run: Callable[..., None]
 ) -> None:
     run(flooded(tmp_path))

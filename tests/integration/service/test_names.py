@@ -1,4 +1,4 @@
-"""Who answers at a node's address must be that node: a node taken over answers at another's."""
+"""The server at a node's address must prove that it is that node, and not another one."""
 
 import random
 import ssl

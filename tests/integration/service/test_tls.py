@@ -1,4 +1,4 @@
-"""TLS at both doors: only peers of the cluster's own authority are talked to."""
+"""TLS between nodes, routers and schedulers: only the cluster's own certificates are accepted."""
 
 import asyncio
 import random
@@ -68,7 +68,7 @@ def a_link(
     )
 
 
-async def test_a_node_serves_routers_of_its_cluster_and_nobody_else(tmp_path: Path) -> None:
+async def test_a_node_serves_only_routers_of_its_cluster(tmp_path: Path) -> None:
     ours = Authority.create(tmp_path / "a", "ours", NOW)
     theirs = Authority.create(tmp_path / "b", "theirs", NOW)
     node = a_peer(ours, "n1", PeerRole.AGENT)
@@ -96,7 +96,7 @@ async def test_a_node_serves_routers_of_its_cluster_and_nobody_else(tmp_path: Pa
                     pytest.fail("a stranger was let in")
 
 
-async def test_a_node_refuses_who_was_revoked_since_also_on_an_open_connection(
+async def test_a_node_refuses_a_revoked_certificate_on_an_open_connection_too(
     tmp_path: Path,
 ) -> None:
     authority = Authority.create(tmp_path / "a", "ours", NOW)
@@ -125,12 +125,12 @@ async def test_a_node_refuses_who_was_revoked_since_also_on_an_open_connection(
                 assert answer.status == 204
             serial = papers.read_certificate(old.certificate_pem).serial
             revoked.append(Revoked(role="router", name="r1", serial=serial, at=NOW.timestamp()))
-            # On the connection that was let in before.
+            # On the connection that is already open.
             async with http.get(url, ssl=context, server_hostname="n1") as answer:
                 assert (answer.status, answer.headers[headers.REFUSED]) == (403, "revoked")
             assert await asks(http, old) == (403, "revoked")
             assert await asks(http, again) == (204, "")
-            # By name: all that was issued before, and nobody else's.
+            # By name: every certificate issued before, and no other name's.
             revoked.append(Revoked(role="router", name="r1", at=NOW.timestamp() + 1))
             assert await asks(http, again) == (403, "revoked")
             assert await asks(http, other) == (204, "")
@@ -171,7 +171,7 @@ async def test_a_node_cannot_pass_for_a_scheduler(tmp_path: Path) -> None:
         with suppress(asyncio.CancelledError):
             await dialling
     assert "_scheduler" in link.last_refusal
-    assert set(asked) == {"/v1/ca"}, "nothing but what is asked before anything is proven"
+    assert set(asked) == {"/v1/ca"}, "only the unauthenticated request for the authority is sent"
 
 
 async def test_join_and_control_over_tls(database_dsn: str, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ async def test_join_and_control_over_tls(database_dsn: str, tmp_path: Path) -> N
             assert response.status == 200
         async with http.post(f"{admin}/v1/join-tokens", json={"pop": "ams"}) as response:
             token = (await response.json())["token"]
-    # A token that names another authority is not shown to this server at all.
+    # A token that names another authority is not sent to this server.
     prefix, fingerprint, rest = token.split("_", 2)
     forged = f"{prefix}_{'0' * len(fingerprint)}_{rest}"
     with pytest.raises(IdentityError, match="the authority is not the one"):

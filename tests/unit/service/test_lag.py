@@ -11,16 +11,16 @@ async def named(name: str | None) -> str:
     return await asyncio.create_task(something(), name=name)
 
 
-async def test_a_task_is_named_as_its_owner_named_it_else_for_what_it_runs() -> None:
+async def test_a_task_is_identified_by_its_given_name_else_by_its_coroutine() -> None:
     assert await named("publish") == "publish"
     assert (await named(None)).endswith("named.<locals>.something")
     assert task_name(None) == NO_TASK
 
 
-def test_a_place_is_told_from_the_innermost_outwards() -> None:
+def test_a_call_location_begins_with_the_innermost_function() -> None:
     def inner() -> str:
         return call_location(sys._getframe())
 
     first, second, *_ = inner().split(" < ")
     assert first.startswith("test_lag.py:") and first.endswith(" inner")
-    assert second.endswith(" test_a_place_is_told_from_the_innermost_outwards")
+    assert second.endswith(" test_a_call_location_begins_with_the_innermost_function")

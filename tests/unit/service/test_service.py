@@ -1,4 +1,4 @@
-"""Configuration, snapshots and identity: what every service stands on."""
+"""Configuration, snapshots and identity."""
 
 import errno
 import fcntl
@@ -44,14 +44,14 @@ def test_the_environment_overrides_the_file(tmp_path: Path) -> None:
         ("port = 3", "state"),
     ],
 )
-def test_a_wrong_config_is_refused_in_words(tmp_path: Path, text: str, words: str) -> None:
+def test_a_wrong_config_is_refused_with_the_reason(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "c.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         load_config(Config, path, {}, "X_")
 
 
-def test_a_variable_that_sets_nothing_is_refused_by_its_name() -> None:
+def test_an_unknown_environment_variable_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="cannot use the variable X_PROT"):
         load_config(Config, None, {"X_STATE": "/a", "X_PROT": "3", "Y_PORT": "3"}, "X_")
 
@@ -65,14 +65,16 @@ def test_a_variable_that_sets_nothing_is_refused_by_its_name() -> None:
         ({"address": "https://10.0.0.7:9000"}, "begins with https"),
     ],
 )
-def test_an_address_that_nobody_could_dial_is_refused(settings: dict[str, str], words: str) -> None:
+def test_an_address_that_cannot_be_connected_to_is_refused(
+    settings: dict[str, str], words: str
+) -> None:
     given = {"name": "n", "state": "/a", "schedulers": '["http://s:1"]', "address": "http://n:1"}
     env = {f"X_{name.upper()}": text for name, text in (given | settings).items()}
     with pytest.raises(ConfigError, match=words):
         load_config(NodeConfig, None, env, "X_")
 
 
-def test_a_state_folder_is_kept_to_one_process(tmp_path: Path) -> None:
+def test_a_state_folder_is_locked_for_one_process(tmp_path: Path) -> None:
     with files.lock_state_folder(tmp_path / "state"):
         with (
             pytest.raises(ConfigError, match="another process uses it"),
@@ -91,7 +93,7 @@ def test_a_state_folder_is_kept_to_one_process(tmp_path: Path) -> None:
         pass
 
 
-def test_a_file_system_that_locks_nothing_is_told_in_words(
+def test_a_file_system_without_locks_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_locks(descriptor: int, operation: int) -> None:
@@ -103,7 +105,7 @@ def test_a_file_system_that_locks_nothing_is_told_in_words(
         pass
 
 
-def test_a_torn_snapshot_falls_back_to_the_one_before(tmp_path: Path) -> None:
+def test_a_torn_snapshot_falls_back_to_the_previous_one(tmp_path: Path) -> None:
     path = tmp_path / "table"
     assert files.read_snapshot(path) is None
     files.write_snapshot(path, b"one")
@@ -122,11 +124,11 @@ def issued(authority: Authority, role: PeerRole = PeerRole.AGENT) -> tuple[str, 
     return key, authority.issue(csr, role=role, name="gpu-1", pop=PopId("ams"), now=NOW)
 
 
-def test_a_snapshot_that_cannot_be_read_is_told_in_words(tmp_path: Path) -> None:
+def test_a_snapshot_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "table"
     files.write_snapshot(path, b"one")
     files.write_snapshot(path, b"two")
-    # Root may read whatever others own: a folder stands for what cannot be read.
+    # Root may read every file, so a folder stands in for an unreadable one.
     path.unlink()
     path.mkdir()
     assert files.read_snapshot(path) == b"one"
@@ -135,7 +137,7 @@ def test_a_snapshot_that_cannot_be_read_is_told_in_words(tmp_path: Path) -> None
         files.read_snapshot(path)
 
 
-def test_a_certificate_names_its_holder_and_its_key_signs(tmp_path: Path) -> None:
+def test_a_certificate_names_its_peer_and_verifies_its_signatures(tmp_path: Path) -> None:
     authority = Authority.create(tmp_path / "ca", "test", NOW)
     key, certificate = issued(Authority.load(tmp_path / "ca"))
     read = identity.verify_certificate(certificate, authority.ca_pem, NOW)
@@ -148,21 +150,21 @@ def test_a_certificate_names_its_holder_and_its_key_signs(tmp_path: Path) -> Non
     assert (tmp_path / "ca" / "ca.key").stat().st_mode & 0o777 == 0o600
 
 
-def test_an_authority_is_made_whole_and_used_as_a_pair(
+def test_an_authority_is_created_completely_and_loaded_as_a_matching_pair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = write_atomic
 
-    def cut_off(path: Path, data: bytes, mode: int = 0o600) -> None:
+    def interrupted(path: Path, data: bytes, mode: int = 0o600) -> None:
         if list(path.parent.iterdir()):
             raise KeyboardInterrupt
         real(path, data, mode)
 
-    monkeypatch.setattr(identity, "write_atomic", cut_off)
+    monkeypatch.setattr(identity, "write_atomic", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Authority.create(tmp_path / "a", "test", NOW)
     monkeypatch.undo()
-    assert not (tmp_path / "a" / "ca.key").exists(), "the next start makes it anew"
+    assert not (tmp_path / "a" / "ca.key").exists(), "the next start creates it again"
     made = Authority.create(tmp_path / "a", "test", NOW)
     assert Authority.load(tmp_path / "a").fingerprint == made.fingerprint
     assert made.cipher().decrypt(Authority.load(tmp_path / "a").cipher().encrypt(b"x")) == b"x"
@@ -175,7 +177,7 @@ def test_an_authority_is_made_whole_and_used_as_a_pair(
         Authority.create(tmp_path / "file", "test", NOW)
 
 
-def test_a_strange_or_expired_certificate_is_refused(tmp_path: Path) -> None:
+def test_a_foreign_or_expired_certificate_is_refused(tmp_path: Path) -> None:
     ours = Authority.create(tmp_path / "a", "ours", NOW)
     theirs = Authority.create(tmp_path / "b", "theirs", NOW)
     _, forged = issued(theirs)
@@ -188,7 +190,7 @@ def test_a_strange_or_expired_certificate_is_refused(tmp_path: Path) -> None:
         identity.verify_certificate(certificate, ours.ca_pem, NOW - timedelta(days=1))
 
 
-def test_a_join_token_has_one_form() -> None:
+def test_a_join_token_is_parsed_only_in_its_exact_form() -> None:
     text = identity.format_join_token("ab" * 32, "abcdefghij01", "x" * 43)
     assert identity.parse_join_token(text) == ("ab" * 16, "abcdefghij01", "x" * 43)
     assert identity.parse_join_token(text[:-1]) is None

@@ -1,4 +1,4 @@
-"""The guarded door over real sockets: what is slow, huge or malformed ends, in words, in time."""
+"""The HTTP server over real sockets: slow, huge or malformed requests get an error in time."""
 
 import asyncio
 import gzip
@@ -53,7 +53,7 @@ def an_app() -> web.Application:
             await response.prepare(request)
         assert request.transport is not None
         request.transport.abort()
-        # The transport is closing already, and this handler has not been told.
+        # The transport is closing already, and the handler is not cancelled yet.
         await response.prepare(request)
         await response.write(b"too late")
         return response
@@ -73,7 +73,7 @@ async def port() -> AsyncIterator[int]:
 
 
 async def answer(port: int, sent: bytes) -> bytes:
-    """Send raw bytes and return everything until the door closes."""
+    """Send raw bytes and return everything until the server closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
     async with asyncio.timeout(30):
@@ -83,7 +83,7 @@ async def answer(port: int, sent: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("begun", ["begun", ""])
-async def test_a_client_that_left_is_no_error_in_the_logs(
+async def test_a_client_that_leaves_is_not_logged_as_an_error(
     port: int, caplog: pytest.LogCaptureFixture, begun: str
 ) -> None:
     with suppress(ConnectionError):
@@ -100,11 +100,11 @@ HEAD = b"POST /size HTTP/1.1\r\nHost: x\r\n"
     [b"", HEAD, HEAD + b"X-slow: ", b"POST"],
     ids=["idle", "half-head", "half-field", "half-line"],
 )
-async def test_a_head_that_never_ends_is_closed(port: int, sent: bytes) -> None:
+async def test_a_connection_with_an_unfinished_head_is_closed(port: int, sent: bytes) -> None:
     assert await answer(port, sent) == b""
 
 
-async def test_a_body_that_never_ends_gets_408(port: int) -> None:
+async def test_an_unfinished_body_gets_408(port: int) -> None:
     received = await answer(port, HEAD + b"Content-Length: 10\r\n\r\n123")
     assert received.startswith(b"HTTP/1.1 408 ")
     assert b'"code":"request_timeout"' in received
@@ -135,14 +135,14 @@ async def test_a_body_that_never_ends_gets_408(port: int) -> None:
         "10^4-heads",
     ],
 )
-async def test_malformed_http_gets_400_in_our_shape(port: int, sent: bytes) -> None:
+async def test_malformed_http_gets_400_in_the_servers_own_form(port: int, sent: bytes) -> None:
     received = await answer(port, sent)
     assert received.split(b" ", 2)[1] == b"400"
     body = json.loads(received.partition(b"\r\n\r\n")[2])
     assert body["error"]["code"] == "invalid_request"
 
 
-async def test_a_body_in_a_broken_encoding_is_told_its_sender_and_no_log(
+async def test_a_broken_encoding_is_reported_to_the_client_and_not_logged(
     port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     received = await answer(port, HEAD + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}")
@@ -151,7 +151,7 @@ async def test_a_body_in_a_broken_encoding_is_told_its_sender_and_no_log(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-async def test_a_gzip_bomb_and_a_huge_body_are_refused_with_memory_flat(port: int) -> None:
+async def test_a_gzip_bomb_and_a_huge_body_are_refused_without_using_memory(port: int) -> None:
     bomb = gzip.compress(b"\0" * 300_000_000, compresslevel=1)
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     url = f"http://127.0.0.1:{port}/size"
@@ -164,7 +164,7 @@ async def test_a_gzip_bomb_and_a_huge_body_are_refused_with_memory_flat(port: in
         gzipped = {"content-encoding": "gzip"}
         async with http.post(url, data=io.BytesIO(bomb), headers=gzipped) as response:
             assert response.status == 413
-        # Closed while we still send is a refusal too.
+        # A connection closed while the client still sends counts as refused too.
         with suppress(aiohttp.ClientOSError):
             async with http.post(url, data=hundred_megabytes()) as response:
                 assert response.status == 413
@@ -172,7 +172,7 @@ async def test_a_gzip_bomb_and_a_huge_body_are_refused_with_memory_flat(port: in
     assert after_kib - before_kib < 64 * 1024
 
 
-async def test_errors_keep_the_shape_and_hide_what_is_inside(port: int) -> None:
+async def test_errors_have_one_form_and_hide_internal_details(port: int) -> None:
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
         expected = {
             ("GET", "/nowhere"): (404, "not_found"),
@@ -190,7 +190,7 @@ async def test_errors_keep_the_shape_and_hide_what_is_inside(port: int) -> None:
             assert response.headers["retry-after"] == "7"
 
 
-async def test_connections_over_the_bound_are_closed_and_the_others_served(port: int) -> None:
+async def test_connections_over_the_limit_are_closed_and_the_others_served(port: int) -> None:
     held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
     assert await answer(port, HEAD + b"Content-Length: 0\r\n\r\n") == b""
     reader, writer = held[0]
@@ -201,17 +201,17 @@ async def test_connections_over_the_bound_are_closed_and_the_others_served(port:
         each.close()
 
 
-async def test_an_address_that_cannot_be_had_is_named(port: int) -> None:
+async def test_an_address_that_cannot_be_listened_on_is_named(port: int) -> None:
     with pytest.raises(ConfigError, match=rf"on 127\.0\.0\.1:{port}: Address already in use"):
         async with serve_http(an_app(), "127.0.0.1", port):
-            raise AssertionError("nobody should be let in")
+            raise AssertionError("it should not listen")
     with pytest.raises(ConfigError, match=r"cannot listen on nobody\.invalid:1: "):
         async with serve_http(an_app(), "nobody.invalid", 1):
-            raise AssertionError("nobody should be let in")
+            raise AssertionError("it should not listen")
 
 
-async def test_hundreds_may_come_to_a_unix_door_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "door.sock"
+async def test_hundreds_may_connect_to_a_unix_socket_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "server.sock"
     connector = aiohttp.UnixConnector(str(path), limit=0)
     limits = msgspec.structs.replace(LIMITS, connections_per_address_max=1_000)
     async with (
@@ -219,8 +219,8 @@ async def test_hundreds_may_come_to_a_unix_door_at_once(tmp_path: Path) -> None:
         aiohttp.ClientSession("http://localhost", connector=connector) as http,
     ):
 
-        async def asked() -> int:
+        async def status() -> int:
             async with http.post("/size", data=b"x") as response:
                 return response.status
 
-        assert set(await asyncio.gather(*(asked() for _ in range(600)))) == {200}
+        assert set(await asyncio.gather(*(status() for _ in range(600)))) == {200}

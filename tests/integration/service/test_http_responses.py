@@ -1,4 +1,4 @@
-"""An answer is read whole, in however many pieces it comes."""
+"""A response is read completely, however many pieces it arrives in."""
 
 import aiohttp
 import pytest
@@ -16,7 +16,7 @@ async def in_pieces(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def test_an_answer_in_pieces_is_read_whole_and_bounded() -> None:
+async def test_a_response_in_pieces_is_read_completely_and_limited() -> None:
     app = web.Application()
     app.router.add_get("/", in_pieces)
     async with (

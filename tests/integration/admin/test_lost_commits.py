@@ -1,4 +1,4 @@
-"""What was committed though nobody heard so: it takes effect all the same."""
+"""A commit whose confirmation was lost takes effect all the same."""
 
 import asyncio
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.integration.admin.test_control import Agent, dialling, joined
 from tests.system.harness import until
 
 
-async def test_a_plan_whose_commit_was_not_heard_of_is_told_to_its_nodes(
+async def test_a_plan_whose_commit_was_not_confirmed_is_sent_to_its_nodes(
     admin: Admin, tmp_path: Path, database_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     identity = await joined(admin, tmp_path)
@@ -29,7 +29,7 @@ async def test_a_plan_whose_commit_was_not_heard_of_is_told_to_its_nodes(
         seq = 1
 
         async def runs_it() -> bool:
-            # As a node says it again every ten seconds.
+            # As a node repeats its report every ten seconds.
             nonlocal seq
             seq += 1
             await agent.link.send(a_report(seq=seq, boot_id=BootId("b1")))
@@ -48,7 +48,7 @@ async def test_a_plan_whose_commit_was_not_heard_of_is_told_to_its_nodes(
         assert len((await admin.ask("GET", "/v1/placements")).body["data"]) == 1
 
 
-async def test_a_node_whose_assignment_could_not_be_read_is_told_after_its_next_report(
+async def test_an_assignment_that_could_not_be_read_follows_the_next_report(
     admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     identity = await joined(admin, tmp_path)

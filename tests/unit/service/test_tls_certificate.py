@@ -1,4 +1,4 @@
-"""An operator's certificate is followed as its files are replaced, and never half of it."""
+"""An operator's certificate is reloaded when its files change, and only as a matching pair."""
 
 import ssl
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tests.builders import NOW
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[], Authority]:
-    """Write a new certificate and key, of a new authority each time; return that."""
+    """Write a certificate and key of a new authority each time; return the authority."""
 
     def write() -> Authority:
         folder = tmp_path / f"authority-{len(list(tmp_path.iterdir()))}"
@@ -28,7 +28,7 @@ def write(tmp_path: Path) -> Callable[[], Authority]:
 
 
 def is_trusted(context: ssl.SSLContext, authority: Authority) -> bool:
-    """Shake hands in memory with one who trusts that authority."""
+    """Perform a TLS handshake in memory with a client that trusts that authority."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = context.wrap_bio(to_server, to_client, server_side=True)
     client = verifying_context(authority.ca_pem).wrap_bio(
@@ -44,28 +44,28 @@ def is_trusted(context: ssl.SSLContext, authority: Authority) -> bool:
     return True
 
 
-async def test_a_renewed_certificate_is_shown_and_half_of_one_is_not(
+async def test_a_renewed_pair_is_used_and_a_mismatched_pair_is_refused(
     tmp_path: Path, write: Callable[[], Authority]
 ) -> None:
     first = write()
-    own = load_tls_certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
-    assert own is not None
-    assert is_trusted(own.context, first)
-    assert not await own.run_once()
+    loaded = load_tls_certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
+    assert loaded is not None
+    assert is_trusted(loaded.context, first)
+    assert not await loaded.run_once()
     key = (tmp_path / "tls.key").read_text()
     second = write()
-    assert not is_trusted(own.context, second)
+    assert not is_trusted(loaded.context, second)
     (tmp_path / "tls.key").write_text(key)
     with pytest.raises(ConfigError, match="cannot use tls_certificate"):
-        await own.run_once()
-    assert is_trusted(own.context, first)
+        await loaded.run_once()
+    assert is_trusted(loaded.context, first)
     third = write()
-    assert await own.run_once()
-    assert is_trusted(own.context, third)
-    assert not is_trusted(own.context, first)
+    assert await loaded.run_once()
+    assert is_trusted(loaded.context, third)
+    assert not is_trusted(loaded.context, first)
 
 
-def test_what_is_not_given_whole_is_not_served_in_plain(tmp_path: Path) -> None:
+def test_a_certificate_without_its_key_is_an_error_and_not_plain_http(tmp_path: Path) -> None:
     assert load_tls_certificate(None, None) is None
     with pytest.raises(ConfigError, match="both tls_certificate and tls_key"):
         load_tls_certificate(tmp_path / "tls.crt", None)
