@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 COMPILED := build/compiled
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test check compiled test-compiled format clean \
+.PHONY: help setup up test check compiled test-compiled dist format clean \
 	chaos-tests engine-tests service-tests system-tests
 
 help: ## List the targets
@@ -58,9 +58,13 @@ test-compiled: compiled ## Run the router's tests and a minute of fuzzing on tha
 	$(abspath $(BIN))/pytest -q tests/unit/router tests/integration/router tests/test_style.py && \
 	$(abspath $(BIN))/python -m ops.fuzz.requests 60
 
+dist: $(STAMP) ## Build the wheel: compiled request path, prebuilt kernels (PYTHONS="python3.11 python3.13")
+	$(BIN)/pip install -q -c constraints.txt ziglang
+	$(BIN)/python -m ops.packaging.build_wheel $(foreach python,$(PYTHONS),--python $(python))
+
 format: $(STAMP) ## Rewrite the code in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean: ## Remove the virtual environment and all local state
-	rm -rf $(VENV) build .state .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist .state .mypy_cache .ruff_cache .pytest_cache .hypothesis

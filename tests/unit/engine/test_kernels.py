@@ -246,6 +246,22 @@ def test_where_the_system_compiler_fails_the_packaged_one_builds(
     assert built() == path
 
 
+def test_a_prebuilt_library_is_used_on_processors_that_have_its_features(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(building, "PREBUILT_FOLDER", tmp_path)
+    for variant in building.VARIANTS:
+        (tmp_path / building.prebuilt_name(variant)).touch()
+        monkeypatch.setattr(
+            building, "_features", lambda v=variant: f"flags : {' '.join(v.features)}"
+        )
+        assert built() == tmp_path / building.prebuilt_name(variant)
+    monkeypatch.setattr(building, "_features", lambda: "flags : avx512f avx512bw avx512_vnni")
+    monkeypatch.setattr(building, "_compilers", list)
+    with pytest.raises(NoKernels, match="there is no C compiler"):
+        built()
+
+
 def test_for_another_processor_none_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "_features", lambda: "flags : sse2 avx2 avx512f")
     with pytest.raises(NoKernels, match="this processor lacks avx512_vnni, avx512bw"):
@@ -259,7 +275,28 @@ def test_a_folder_that_others_may_write_is_not_trusted(
     monkeypatch.setattr(building, "_NEEDED", ())
     (tmp_path / "isochrone").mkdir(mode=0o700)
     (tmp_path / "isochrone").chmod(0o777)
-    with pytest.raises(NoKernels, match="others may write there"):
+    with pytest.raises(NoKernels, match="other users may write there"):
+        built()
+
+
+def test_a_link_in_place_of_the_folder_is_not_followed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "_NEEDED", ())
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "isochrone").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NoKernels, match="symbolic link"):
+        built()
+
+
+def test_a_folder_that_others_may_replace_is_not_trusted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "_NEEDED", ())
+    tmp_path.chmod(0o777)
+    with pytest.raises(NoKernels, match="other users may replace it"):
         built()
 
 

@@ -120,5 +120,5 @@ def test_a_library_may_be_built_without_them(
     own: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(building, "_OPTIONS", (*building._OPTIONS, "-O1", "-mno-amx-tile"))
+    monkeypatch.setattr(building, "OPTIONS", (*building.OPTIONS, "-O1", "-mno-amx-tile"))
     assert not Kernels(ctypes.CDLL(str(building.built()))).tiles

@@ -1,10 +1,10 @@
-"""From the C files here to a library for this processor, built once and found again.
+"""Provides the library of C kernels for this processor: prebuilt in the wheel, or compiled here.
 
-A library is named by what it was built from (source, compiler's options, the processor's features),
-lies in `$XDG_CACHE_HOME/isochrone`, which only its owner may write, and appears there by a rename
-once it is on the disk: neither a start that is cut short nor a power cut leaves half of one, which
-would end every process that loads it. Where no compiler is here, or it cannot, there is no library,
-and whoever asked goes without.
+A library compiled here is named by a digest of its source, the compiler and its options, and the
+processor's features. It is kept in `$XDG_CACHE_HOME/isochrone`, which only its owner may write, and
+is renamed into place once it is on disk: an interrupted start or a power cut never leaves a partial
+library, which would crash every process that loads it. Without a prebuilt library and without a
+working compiler there are no kernels, and the caller uses torch's.
 """
 
 import hashlib
@@ -13,11 +13,12 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from isochrone.service.files import sync
 
@@ -26,9 +27,8 @@ log = logging.getLogger(__name__)
 _FOLDER: Final = Path(__file__).parent
 SOURCES: Final = tuple(sorted(_FOLDER.glob("*.c")))
 _HEADERS: Final = tuple(sorted(_FOLDER.glob("*.h")))
-_OPTIONS: Final = (
+OPTIONS: Final = (
     "-O3",
-    "-march=native",
     "-fopenmp-simd",
     "-pthread",
     "-fno-math-errno",
@@ -37,7 +37,28 @@ _OPTIONS: Final = (
     "-fPIC",
 )
 _NEEDED: Final = ("avx512f", "avx512bw", "avx512_vnni")
-"""What the sources are written for; torch's own kernels are faster on any other processor."""
+"""Processor features that the sources require; on any other processor torch's are faster."""
+
+
+class Variant(NamedTuple):
+    """A set of processor features that a wheel contains a library for."""
+
+    name: str
+    zig_cpu: str
+    features: tuple[str, ...]
+
+
+_V4: Final = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni")
+VARIANTS: Final = (
+    Variant(
+        "amx",
+        "x86_64_v4+avx512vnni+amx_tile+amx_int8+amx_bf16",
+        (*_V4, "amx_tile", "amx_int8", "amx_bf16"),
+    ),
+    Variant("avx512", "x86_64_v4+avx512vnni", _V4),
+)
+"""The preferred one first."""
+PREBUILT_FOLDER: Final = _FOLDER / "prebuilt"
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _PACKAGED: Final = "ziglang"
 """A Python package with a C compiler; `ops/setup.sh` installs it where the system has none."""
@@ -54,6 +75,10 @@ def built() -> Path:
     lacking = sorted(set(_NEEDED) - set(features.split()))
     if lacking:
         raise NoKernels(f"cannot run kernels: this processor lacks {', '.join(lacking)}")
+    for variant in VARIANTS:
+        path = PREBUILT_FOLDER / prebuilt_name(variant)
+        if set(variant.features) <= set(features.split()) and path.is_file():
+            return path
     compilers = _compilers()
     paths = [_folder() / f"kernels-{_digest(command, features)}.so" for command in compilers]
     for path in paths:
@@ -73,13 +98,18 @@ def built() -> Path:
     )
 
 
+def prebuilt_name(variant: Variant) -> str:
+    """Return the file name of a variant's library, which changes with the source."""
+    return f"kernels-{variant.name}-{_source_digest().hexdigest()[:16]}.so"
+
+
 def _build(compiler: tuple[str, ...], path: Path) -> None:
     """Compile the library to `path`, or raise NoKernels with the compiler's first words."""
     fields = {"compiler": " ".join(compiler), "library": str(path)}
     log.info("building kernels", extra={"fields": fields})
     with tempfile.TemporaryDirectory(dir=path.parent) as name:
         new = Path(name) / path.name
-        command = [*compiler, *_OPTIONS, *map(str, SOURCES), "-lm", "-o", str(new)]
+        command = [*compiler, "-march=native", *OPTIONS, *map(str, SOURCES), "-lm", "-o", str(new)]
         # The packaged compiler keeps what it builds of libc; nothing needs it afterwards.
         caches = {"ZIG_GLOBAL_CACHE_DIR": name, "ZIG_LOCAL_CACHE_DIR": name}
         try:
@@ -112,12 +142,17 @@ def _compilers() -> list[tuple[str, ...]]:
 
 
 def _digest(compiler: tuple[str, ...], features: str) -> str:
+    digest = _source_digest()
+    for part in (*OPTIONS, platform.machine(), features, *compiler):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _source_digest() -> "hashlib._Hash":
     digest = hashlib.sha256()
     for source in (*SOURCES, *_HEADERS):
         digest.update(source.read_bytes())
-    for part in (*_OPTIONS, platform.machine(), features, *compiler):
-        digest.update(part.encode() + b"\0")
-    return digest.hexdigest()[:32]
+    return digest
 
 
 def _features() -> str:
@@ -130,18 +165,28 @@ def _features() -> str:
 
 
 def _folder() -> Path:
+    """Return the folder of compiled libraries, created if missing; raise NoKernels if unsafe.
+
+    Another user who could write the folder, replace it, or point a link of that name elsewhere
+    could make the engine load a library of theirs.
+    """
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
-        raise NoKernels(f"cannot keep kernels: {error} XDG_CACHE_HOME would name one.") from error
+        raise NoKernels(f"cannot keep kernels: {error} Set XDG_CACHE_HOME to a folder.") from error
     folder = root / "isochrone"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise NoKernels(f"cannot keep kernels in {folder}: others may write there")
-        if not os.access(folder, os.W_OK):
-            raise NoKernels(f"cannot keep kernels in {folder}: it cannot be written")
+        status, parent = folder.lstat(), root.stat()
     except OSError as error:
         raise NoKernels(f"cannot keep kernels in {folder}: {error}") from error
+    if stat.S_ISLNK(status.st_mode):
+        raise NoKernels(f"cannot keep kernels in {folder}: it is a symbolic link; use a folder")
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise NoKernels(f"cannot keep kernels in {folder}: other users may write there; chmod 700")
+    shared = parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX
+    if shared or parent.st_uid not in (0, os.getuid()):
+        raise NoKernels(f"cannot keep kernels in {folder}: other users may replace it in {root}")
+    if not os.access(folder, os.W_OK):
+        raise NoKernels(f"cannot keep kernels in {folder}: it is not writable")
     return folder

@@ -1,4 +1,4 @@
-"""What README shows is what the programs take: its configurations, and each command it types."""
+"""The programs accept every configuration and command that the documents show."""
 
 import re
 import shlex
@@ -15,7 +15,10 @@ from nodeagent.config import NodeConfig
 from router.config import RouterConfig
 from scheduler.config import SchedulerConfig
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = "\n".join(
+    path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+)
 KINDS: dict[str, type[msgspec.Struct]] = {
     "scheduler": SchedulerConfig,
     "node": NodeConfig,
@@ -24,21 +27,21 @@ KINDS: dict[str, type[msgspec.Struct]] = {
 
 
 def blocks(language: str) -> list[str]:
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", DOCUMENTS, re.M | re.S)
     return [block for name, block in fenced if name == language]
 
 
 def commands() -> list[str]:
     lines = "\n".join(blocks("")).splitlines()
-    return [line for line in lines if line.startswith("isochrone ")]
+    return sorted({line for line in lines if line.startswith("isochrone ")})
 
 
-def test_every_service_has_a_configuration() -> None:
-    assert sorted(re.findall(r"/etc/isochrone/(\w+)\.toml", README)) == sorted(KINDS)
+def test_the_documents_show_a_configuration_of_every_service() -> None:
+    assert sorted(re.findall(r"/etc/isochrone/(\w+)\.toml", DOCUMENTS)) == sorted(KINDS)
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=lambda block: block.split("\n")[0])
-def test_a_configuration_is_taken_as_it_stands(block: str, tmp_path: Path) -> None:
+def test_a_configuration_in_the_documents_loads(block: str, tmp_path: Path) -> None:
     (kind,) = re.findall(r"/etc/isochrone/(\w+)\.toml", block)
     (tmp_path / "c.toml").write_text(block)
     config = load_config(KINDS[kind], tmp_path / "c.toml", {}, "NONE_")
@@ -47,7 +50,7 @@ def test_a_configuration_is_taken_as_it_stands(block: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("line", commands())
-def test_a_command_is_taken_as_it_stands(
+def test_a_command_in_the_documents_parses(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,1 @@
+"""Installs the vendors' engines that tests and benchmarks run against, each apart."""

