@@ -60,7 +60,7 @@ class JobNudges(NamedTuple):
 
 
 class Composition(NamedTuple):
-    """What the periodic jobs are made from."""
+    """The dependencies of the periodic jobs."""
 
     config: SchedulerConfig
     database: Database

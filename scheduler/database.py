@@ -25,7 +25,7 @@ class Database(NamedTuple):
     reserved: Pool
     """The lease and signs of life."""
     intake: Pool
-    """What a whole fleet may report at once."""
+    """Registrations, reports and usage, which a whole fleet may send at once."""
     cluster_id: ClusterId
 
 

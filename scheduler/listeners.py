@@ -1,4 +1,4 @@
-"""What the scheduler's two listeners serve: the admin API, and the control API of peers."""
+"""The applications of the two listeners: the admin API, and the control API of peers."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

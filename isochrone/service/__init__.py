@@ -1,1 +1,1 @@
-"""What all services are built from: configuration, periodic jobs, logs, identity, HTTP servers."""
+"""The parts that all services share: configuration, periodic jobs, logs, identity, HTTP servers."""

@@ -1,6 +1,6 @@
 """The fleet of the control plane benchmark: generated from a seed.
 
-It is written directly to the database, as a fleet in steady state: every node has devices and one
+The fleet is written directly to the database, as a fleet in steady state: every node has devices and one
 warm replica, every deployment has the replicas it requires.
 """
 

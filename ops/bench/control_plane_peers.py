@@ -67,7 +67,7 @@ class RouteUpdate(msgspec.Struct):
 
 
 class SwarmLog(msgspec.Struct):
-    """What one process recorded; times are the machine's monotonic clock."""
+    """The observations of one process; times are the machine's monotonic clock."""
 
     welcomes: list[tuple[float, str]] = []
     refusals: int = 0

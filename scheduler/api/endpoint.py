@@ -1,4 +1,4 @@
-"""What all admin endpoints share: decoding, paging, ETags, idempotency and the transaction.
+"""The shared part of all admin endpoints: decoding, paging, ETags, idempotency and the transaction.
 
 An endpoint is a row of a table (`Endpoint`) and an async function of an `AdminRequest`; those that
 only read are made by `list_endpoint` and `read_endpoint`. An endpoint that changes something runs
@@ -45,7 +45,7 @@ V = TypeVar("V", bound=msgspec.Struct)
 
 
 class AdminContext(NamedTuple):
-    """What an endpoint may use besides its request and the request's connection."""
+    """The parts of the scheduler that endpoints use, besides the connection of a request."""
 
     scheduler_name: str
     liveness: LivenessLimits

@@ -8,7 +8,7 @@ from scheduler.state.lease_state import LeaseState
 
 
 class DemandCounts(NamedTuple):
-    """What one turn learned: time slots, series known, series saved."""
+    """Counts of one turn: time slots learned, series known, series saved."""
 
     slots: int = 0
     series: int = 0

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class PlacementCounts(NamedTuple):
-    """What one turn planned, and whether it was committed."""
+    """Counts of one turn's plan, and whether it was committed."""
 
     started: int = 0
     ended: int = 0

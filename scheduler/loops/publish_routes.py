@@ -37,7 +37,7 @@ WHOLE_READ_SHARE: Final = 0.05
 
 
 class PublishCounts(NamedTuple):
-    """What one turn published. `nodes` is how many nodes were read, -1 for the whole fleet."""
+    """The result of one turn. `nodes` is how many nodes were read, -1 for the whole fleet."""
 
     generation: int = 0
     routes: int = 0

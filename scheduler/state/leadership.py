@@ -1,4 +1,4 @@
-"""What changes in memory when this process begins to act, and when it stops."""
+"""The changes in memory when this process begins to act, and when it stops."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What the last plan said: why placement is frozen, and which deployments are short of replicas."""
+"""The last plan's problems: why placement is frozen, and which deployments are short of replicas."""
 
 from collections.abc import Sequence
 

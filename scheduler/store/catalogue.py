@@ -92,7 +92,7 @@ A revoked node's placements are among them, because it will never report that th
 _STILL_USED_HINTS: Final = {
     "node": "; drain it and wait until its replicas have ended, or revoke it if it will not be back"
 }
-"""What an operator can do about dependent rows, where it is not obvious."""
+"""Advice on how to remove dependent rows, where it is not obvious."""
 
 
 async def delete_row(connection: Connection, table: str, name: str, etag: int | None) -> bool:

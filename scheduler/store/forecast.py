@@ -1,4 +1,4 @@
-"""What the forecast learns from (demand by time slot) and what it has learned (series states)."""
+"""The forecast's input (demand by time slot) and its saved state (one row for each series)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

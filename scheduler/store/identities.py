@@ -92,7 +92,7 @@ async def list_join_tokens(connection: Connection, after: str, limit: int) -> li
 
 
 class UsedJoinToken(msgspec.Struct, frozen=True, kw_only=True):
-    """What a used join token grants: its PoP, and whether it is bound to the peer's name."""
+    """The rights of a used join token: its PoP, and whether it is bound to the peer's name."""
 
     pop: PopId
     is_bound: bool

@@ -1,7 +1,7 @@
 """Connection pools that find the writable host, and drop broken connections.
 
 asyncpg tries all hosts of a DSN under one timeout, so a first host that hangs hides the second; and
-a pooled connection to a demoted server fails for ever (SQLSTATE 25006). Both are handled here.
+a pooled connection to a demoted server fails for ever (SQLSTATE 25006). This module handles both.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Sums of usage by key or tenant, by day (UTC) or over all days of a query.
 
-They are computed from the usage rows by the index on tenant and start time: a key's rows are found
-among its tenant's.
+The sums are computed from the usage rows by the index on tenant and start time: a key's rows are
+found among its tenant's.
 """
 
 from datetime import date
