@@ -3,8 +3,8 @@
     python -m ops.bench.control_plane --agents 5000 --routers 400 --for 600 --write
 
 Real sockets on loopback, a real Postgres with fsync, an acting scheduler and a standby, each its
-own process. The peers are simulated (`control_plane_peers`) and share the machine; the scheduler's CPU
-time is read from /proc.
+own process. The peers are simulated (`control_plane_peers`) and share the machine; the scheduler's
+CPU time is read from /proc.
 """
 
 import asyncio
@@ -124,7 +124,7 @@ class ControlPlaneBench:
         self.peers: list[str] = []
 
     async def start(self) -> None:
-        """Start Postgres, store the fleet, write the orders of the peers and start one scheduler."""
+        """Start Postgres, store the fleet, write the peers' orders and start one scheduler."""
         write_atomic(self.folder / "token", TOKEN.encode())
         authority = Authority.create(self.folder / "ca", "bench", datetime.now(UTC))
         await self.postgres.start()

@@ -1,7 +1,7 @@
 """The fleet of the control plane benchmark: generated from a seed.
 
-The fleet is written directly to the database, as a fleet in steady state: every node has devices and one
-warm replica, every deployment has the replicas it requires.
+The fleet is written directly to the database, in steady state: every node has devices and one warm
+replica, every deployment has the replicas it requires.
 """
 
 import hashlib

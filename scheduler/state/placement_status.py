@@ -1,4 +1,4 @@
-"""The last plan's problems: why placement is frozen, and which deployments are short of replicas."""
+"""The last plan's problems: why placement is frozen, and which requirements are unmet."""
 
 from collections.abc import Sequence
 

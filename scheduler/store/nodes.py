@@ -90,7 +90,10 @@ async def lock_nodes(connection: Connection, node_ids: Sequence[NodeId]) -> None
 
 
 async def record_pulses(connection: Connection, pulses: Sequence[Pulse]) -> None:
-    """Store many nodes' pulses. A generation over BIGINT_MAX is clamped, so that it cannot fail the batch."""
+    """Store many nodes' pulses, in the caller's transaction.
+
+    A generation over BIGINT_MAX is clamped, so that it cannot fail the batch.
+    """
     ordered = sorted(pulses, key=lambda pulse: pulse.node_id)
     await lock_nodes(connection, [pulse.node_id for pulse in ordered])
     await connection.execute(

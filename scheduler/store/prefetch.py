@@ -51,31 +51,31 @@ async def record_prefetch_changes(
 ) -> None:
     """Store added, arrived and ended prefetches, each with an event; raises EpochLost."""
     await assert_epoch(connection, epoch)
-    for wish in decision.new:
+    for target in decision.new:
         await connection.execute(
             """
             INSERT INTO prefetch (node_id, model_id, deployment_id, bytes_per_s, reason, due_at)
             VALUES ($1, $2, $3, $4, $5, clock_timestamp() + make_interval(secs => $6))
             ON CONFLICT DO NOTHING
             """,
-            wish.node_id,
-            wish.model_id,
-            wish.deployment_id,
-            wish.bytes_per_s,
-            wish.reason,
-            wish.due_s,
+            target.node_id,
+            target.model_id,
+            target.deployment_id,
+            target.bytes_per_s,
+            target.reason,
+            target.due_s,
         )
-        await _note(connection, wish, "weights.wished", wish.reason)
-    for wish in decision.arrived:
+        await _note(connection, target, "weights.wished", target.reason)
+    for target in decision.arrived:
         await connection.execute(
             """
             UPDATE prefetch SET held_at = clock_timestamp()
             WHERE node_id = $1 AND model_id = $2 AND held_at IS NULL
             """,
-            wish.node_id,
-            wish.model_id,
+            target.node_id,
+            target.model_id,
         )
-        await _note(connection, wish, "weights.held", f"{wish.due_s:.0f} s before its time")
+        await _note(connection, target, "weights.held", f"{target.due_s:.0f} s before its time")
     for ended in decision.ended:
         await connection.execute(
             "DELETE FROM prefetch WHERE node_id = $1 AND model_id = $2",
@@ -85,11 +85,11 @@ async def record_prefetch_changes(
         await _note(connection, ended.wish, "weights.over", ended.reason)
 
 
-async def _note(connection: Connection, wish: PrefetchTarget, kind: str, reason: str) -> None:
+async def _note(connection: Connection, target: PrefetchTarget, kind: str, reason: str) -> None:
     await record_event(
         connection,
         actor="scheduler",
         kind=kind,
-        subject=wish.node_id,
-        reason=f"{wish.model_id} for {wish.deployment_id}: {reason}",
+        subject=target.node_id,
+        reason=f"{target.model_id} for {target.deployment_id}: {reason}",
     )
