@@ -14,7 +14,7 @@ from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from scheduler.app import serve
 from scheduler.config import SchedulerConfig
-from scheduler.decide.whatif.what_if import Change, ClusterSnapshot, InvalidChange, what_if
+from scheduler.decide.whatif import Change, ClusterSnapshot, InvalidChange, what_if
 from scheduler.embedded_postgres import EmbeddedPostgres, PostgresError
 from scheduler.store.migrate import MigrationError, migrate
 from scheduler.store.pool import CONNECT_ERRORS, open_pool

@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 
 from isochrone.service.identity import CERTIFICATE_LIFETIME_S
-from scheduler.decide.membership.liveness import LivenessLimits
+from scheduler.decide.membership import LivenessLimits
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]

@@ -1,7 +1,7 @@
-"""`isochrone plan`: save what placement decides from, and simulate changes to it.
+"""`isochrone plan`: save a snapshot of the cluster, and simulate changes to it.
 
-A what-if is planned by `python -m scheduler what-if` in a process of its own, on this machine: it
-needs no fleet, and a large one costs the acting scheduler nothing.
+`python -m scheduler what-if` plans in a process of its own on this machine. It needs no fleet, and
+a large simulation does not load the acting scheduler.
 """
 
 import math
@@ -29,13 +29,13 @@ GIB: Final = 1024**3
 @click.option(
     "--save",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Save what placement decides from to a file.",
+    help="Save a snapshot of the cluster to a file.",
 )
 @click.option(
     "--what-if",
-    "picture",
+    "snapshot",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Plan from a saved file; without changes, replay it as it is.",
+    help="Plan from a saved snapshot; without changes, replay it.",
 )
 @click.option(
     "--add-node", multiple=True, help="Add a node: POP=CLASSxDEVICES@GIB, as ams=h100-80gx8@80."
@@ -54,60 +54,62 @@ GIB: Final = 1024**3
 @click.option("--price", multiple=True, help="Cost of a device per hour: CLASS=COST.")
 @click.option("--map", "map_to", type=click.Path(path_type=Path), help="Write a world map (PNG).")
 @click.pass_obj
-def plan(obj: Context, /, save: Path | None, picture: Path | None, **given: Any) -> None:
-    """Save the state that placement decides from, or simulate changes to it.
+def plan(obj: Context, /, save: Path | None, snapshot: Path | None, **options: Any) -> None:
+    """Save a snapshot of the cluster, or simulate changes to one.
 
-    What would follow is planned on this machine: no fleet is needed.
+    Simulations run on this machine and need no fleet.
     """
-    if save is None and picture is None:
+    if save is None and snapshot is None:
         raise click.UsageError("give --save FILE, or --what-if FILE")
     if save is not None:
-        picture_now = obj.api.ask("GET", "/v1/picture")
+        saved = obj.api.ask("GET", "/v1/picture")
         try:
-            write_atomic(save, msgspec.json.encode(picture_now))
+            write_atomic(save, msgspec.json.encode(saved))
         except OSError as error:
             raise AdminError(f"cannot write {save}: {error.strerror}") from error
         chatter.print(f"saved {save}: {save.stat().st_size >> 10} KiB")
-    if picture is None:
+    if snapshot is None:
         return
-    answer = _planned(picture, _changes(given), _prices(given["price"]))
-    _show(answer, obj.output, priced=set(_prices(given["price"])))
-    if given["map_to"] is not None:
-        pops = msgspec.json.decode(picture.read_bytes())["cluster"]["pops"]
-        draw(answer, pops, given["map_to"])
-        chatter.print(f"wrote {given['map_to']}")
+    prices = _prices(options["price"])
+    result = _simulate(snapshot, _changes(options), prices)
+    _show(result, obj.output, priced=set(prices))
+    if options["map_to"] is not None:
+        pops = msgspec.json.decode(snapshot.read_bytes())["cluster"]["pops"]
+        draw(result, pops, options["map_to"])
+        chatter.print(f"wrote {options['map_to']}")
 
 
-def _planned(picture: Path, changes: list[Any], prices: dict[str, float]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "scheduler", "what-if", str(picture)]
+def _simulate(snapshot: Path, changes: list[Any], prices: dict[str, float]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "scheduler", "what-if", str(snapshot)]
     command += ["--changes", msgspec.json.encode(changes).decode()]
     command += ["--prices", msgspec.json.encode(prices).decode()]
-    with chatter.status(f"planning {picture}"):
+    with chatter.status(f"planning {snapshot}"):
         try:
             done = subprocess.run(command, capture_output=True, timeout=PLAN_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired as error:
-            raise AdminError(f"cannot plan {picture} within {PLAN_TIMEOUT_S:.0f} s") from error
+            raise AdminError(f"cannot plan {snapshot} within {PLAN_TIMEOUT_S:.0f} s") from error
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().removeprefix("Error: ")
-        raise AdminError(said.splitlines()[-1] if said else "cannot plan: the planner gave up")
-    answer: dict[str, Any] = msgspec.json.decode(done.stdout)
-    return answer
+        message = done.stderr.decode(errors="replace").strip().removeprefix("Error: ")
+        last_line = message.splitlines()[-1] if message else ""
+        raise AdminError(last_line or f"cannot plan {snapshot}: exit code {done.returncode}")
+    result: dict[str, Any] = msgspec.json.decode(done.stdout)
+    return result
 
 
-def _changes(given: dict[str, Any]) -> list[Any]:
+def _changes(options: dict[str, Any]) -> list[Any]:
     return [
-        *(_added(text) for text in given["add_node"]),
-        *({"type": "lose_pop", "pop": pop} for pop in given["lose_pop"]),
-        *({"type": "lose_node", "node_id": node} for node in given["lose_node"]),
-        *(_scaled(text) for text in given["demand"]),
+        *(_add_nodes_change(text) for text in options["add_node"]),
+        *({"type": "lose_pop", "pop": pop} for pop in options["lose_pop"]),
+        *({"type": "lose_node", "node_id": node} for node in options["lose_node"]),
+        *(_scale_demand_change(text) for text in options["demand"]),
         *(
-            {"type": "add_deployment", **_read(path)}
-            for path in given["add_deployment"]
+            {"type": "add_deployment", **_read_json(path)}
+            for path in options["add_deployment"]
         ),
     ]  # fmt: skip
 
 
-def _added(text: str) -> dict[str, Any]:
+def _add_nodes_change(text: str) -> dict[str, Any]:
     try:
         pop, _, kind = text.partition("=")
         kind, _, gib = kind.rpartition("@")
@@ -121,11 +123,11 @@ def _added(text: str) -> dict[str, Any]:
         }
     except (ValueError, OverflowError) as error:
         raise click.UsageError(
-            f"cannot read the node {text!r}: write ams=h100-80gx8@80 for eight of 80 GiB in ams"
+            f"cannot read the node {text!r}: write ams=h100-80gx8@80 for 8 devices of 80 GiB in ams"
         ) from error
 
 
-def _scaled(text: str) -> dict[str, Any]:
+def _scale_demand_change(text: str) -> dict[str, Any]:
     where, _, factor = text.rpartition("=")
     deployment, _, city = where.rpartition("@")
     try:
@@ -141,7 +143,7 @@ def _scaled(text: str) -> dict[str, Any]:
     return change
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
     except (msgspec.DecodeError, OSError) as error:
@@ -153,35 +155,37 @@ def _prices(texts: tuple[str, ...]) -> dict[str, float]:
     try:
         return {name: _number(cost) for name, _, cost in pairs}
     except ValueError as error:
-        given = ", ".join(texts)
-        raise click.UsageError(f"cannot read the prices {given}: write h100-80g=2.5") from error
+        all_prices = ", ".join(texts)
+        raise click.UsageError(
+            f"cannot read the prices {all_prices}: write h100-80g=2.5"
+        ) from error
 
 
 def _number(text: str) -> float:
-    """Return a number that is one, and not below 0; else raise ValueError."""
+    """Return a finite number of at least 0; else raise ValueError."""
     number = float(text)
     if not 0 <= number < math.inf:
         raise ValueError(text)
     return number
 
 
-def _show(answer: dict[str, Any], output: str, *, priced: Set[str]) -> None:
+def _show(result: dict[str, Any], output: str, *, priced: Set[str]) -> None:
     if output == "json":
-        show_one(answer, output)
+        show_one(result, output)
         return
-    moves = answer["moves"]
-    click.echo("; ".join(answer["changes"]) or "as it was saved")
-    rest = "" if answer["is_at_rest"] else ", and it is not at rest"
-    click.echo(f"moves: {len(moves)}, rounds: {answer['rounds']}{rest}; plan {answer['digest']}")
+    moves = result["moves"]
+    click.echo("; ".join(result["changes"]) or "unchanged snapshot")
+    rest = "" if result["is_at_rest"] else ", more moves would follow"
+    click.echo(f"moves: {len(moves)}, rounds: {result['rounds']}{rest}; plan {result['digest']}")
     if moves:
         columns = ["kind", "deployment_id", "node_id", "pop", "reason"]
         show_rows(moves[:MOVES_SHOWN], columns, output)
     if len(moves) > MOVES_SHOWN:
         click.echo(f"and {len(moves) - MOVES_SHOWN} more (-o json shows all)")
-    for line in (*answer["unmet"], answer["frozen"]):
+    for line in (*result["unmet"], result["frozen"]):
         if line:
             click.echo(line)
-    now, then = answer["now"], answer["then"]
+    now, then = result["now"], result["then"]
     click.echo("\nusers:")
     columns = ["pop", "requests_per_s", "ttft_p90_ms", "then", "unserved_per_s"]
     show_rows(_beside(now["cities"], then["cities"], "ttft_p90_ms"), columns, output)
@@ -196,16 +200,21 @@ def _show(answer: dict[str, Any], output: str, *, priced: Set[str]) -> None:
     ]
     show_rows(rows, ["device_class", "devices", shown, "then"], output)
     if not priced:
-        click.echo("--price CLASS=COST tells what they cost")
+        click.echo("--price CLASS=COST adds the cost")
     if then["assumed_rates"]:
         names = ", ".join(then["assumed_rates"])
-        click.echo(f"\nno replica of these was measured yet, their rates are assumed: {names}")
+        click.echo(
+            f"\nthe rates of these are assumed, because no replica was measured yet: {names}"
+        )
 
 
 def _beside(
     now: list[dict[str, Any]], then: list[dict[str, Any]], field: str, by: str = "pop"
 ) -> list[dict[str, Any]]:
-    """Put what `field` comes to beside what it is; the others are of afterwards, if it is there."""
+    """Join rows before and after: `field` is the value before, `then` the one after.
+
+    Other fields are of after, where the row still exists. Rows are matched by the field `by`.
+    """
     before = {row[by]: row for row in now}
     after = {row[by]: row for row in then}
     return [

@@ -29,7 +29,7 @@ def draw(answer: dict[str, Any], pops: list[dict[str, Any]], path: Path) -> None
     _draw_moves(axes, answer["moves"], places)
     if shown is not None:
         figure.colorbar(shown, ax=axes, label="p90 TTFT, ms", shrink=0.7)
-    changes = "; ".join(answer["changes"]) or "as it was saved"
+    changes = "; ".join(answer["changes"]) or "unchanged snapshot"
     axes.set_title(f"{changes}: {len(answer['moves'])} moves, plan {answer['digest']}")
     axes.legend(loc="lower left", fontsize=8)
     try:

@@ -20,12 +20,12 @@ import numpy as np
 
 from isochrone.wire.ids import ClusterId, Generation, NodeId
 from ops.sim.planet_world import PlanetWorld, demand_rows, draw, world_parser
+from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.cluster import ClusterState, PopDistance
+from scheduler.decide.placement import plan_prefetch
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
-from scheduler.decide.placement.prefetch import plan_prefetch
-from scheduler.decide.placement.score import Distances
-from scheduler.decide.whatif.what_if import ClusterSnapshot, apply_plan
-from scheduler.planner.__main__ import COLLECTED_AFTER
+from scheduler.decide.whatif.simulation import ClusterSnapshot, apply_plan
+from scheduler.planner.__main__ import GC_THRESHOLDS
 
 SIZES: Final = ((20, 15, 20), (80, 50, 50), (335, 190, 100))
 """Cities that ask, how many of these have GPUs, and deployments."""
@@ -146,7 +146,7 @@ def main() -> None:
         print(timed(given.picture))
         return
     # As in the planner's process.
-    gc.set_threshold(*COLLECTED_AFTER)
+    gc.set_threshold(*GC_THRESHOLDS)
     world = draw(given.data, given.seed)
     print(
         "| cities | nodes | devices | deployments | demand rows | replicas | first plan s "

@@ -35,7 +35,7 @@ from isochrone.wire.rollout import RolloutSpec
 from isochrone.wire.routes import Limits, RouteDelta, RouteTable, SnapshotWanted
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck, UsageRow
 from nodeagent.host.engines import Started
-from scheduler.decide.whatif.what_if import FORMAT, ClusterSnapshot
+from scheduler.decide.whatif.simulation import FORMAT, ClusterSnapshot
 from scheduler.store.migrate import read_migrations
 
 FILE: Final = Path(__file__).parent / "formats.json"

@@ -20,11 +20,11 @@ from ops.sim.optimality_gap import run_search
 from ops.sim.planet import DAY, FIRST, HOUR
 from ops.sim.planet_world import PlanetWorld, demand_rows, draw, world_parser
 from ops.sim.served import Users
+from scheduler.decide.arrays import Floats
 from scheduler.decide.capacity.device_classes import GIB
 from scheduler.decide.cluster import ClusterState, PopDistance
 from scheduler.decide.placement.fleet.slots import replica_memory_bytes, residency_allows
-from scheduler.decide.placement.search.greedy_search import GreedySearch
-from scheduler.decide.placement.search.load_assignment import Floats
+from scheduler.decide.placement.search.draft import PlacementDraft
 
 Held = dict[int, list[NodeId]]
 SAMPLED: Final = tuple(range(DAY, 2 * DAY, 3 * HOUR))
@@ -131,17 +131,17 @@ def nothing_held(
 
 def planned(
     world: PlanetWorld, demand: Floats, distances: tuple[PopDistance, ...] = ()
-) -> tuple[Held, int, GreedySearch]:
-    """Place by the production search, from an empty fleet."""
-    search, _ = run_search(nothing_held(world, demand, distances), FIRST)
+) -> tuple[Held, int, PlacementDraft]:
+    """Place by the production planner, from an empty fleet."""
+    draft, _ = run_search(nothing_held(world, demand, distances), FIRST)
     seats: Held = defaultdict(list)
     used = 0
-    for wish in search.wishes:
-        for seated in wish.seats:
-            if seated.seat:
-                seats[int(wish.name[1:])].append(seated.seat.node.node_id)
-                used += wish.memory_bytes
-    return seats, used, search
+    for state in draft.states:
+        for replica in state.replicas:
+            if replica.slot:
+                seats[int(state.deployment_id[1:])].append(replica.slot.leader.node_id)
+                used += state.needs.memory_bytes
+    return seats, used, draft
 
 
 def fared(world: PlanetWorld, held: Held, memory_bytes: int) -> dict[str, float]:

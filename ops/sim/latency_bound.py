@@ -1,15 +1,15 @@
-"""How near the planet's users can be at all for so much memory: a bound, whatever the planner.
+"""How close to the planet's users any placement can be with a given amount of memory: a bound.
 
     python -m ops.sim.latency_bound --data ../shared/data --as-planned
 
-Who is within so many ms of a replica that has room for them counts nothing, who is farther counts
-as far. Lagrange's bound (`dual.py`) of the share that stays far, memory being priced so that the
-budget and what each site has are kept, is a share that no placement comes below: where it is over a
-tenth, no placement has its p90 within those ms. The demand is the mean of the hours sampled (the
-share is convex in demand, so the mean of the hours' shares is no less), replicas serve at their
-full capacity, and everybody is served. With `--as-planned` the replicas of a deployment must also
-have room, wherever they stand, for its day's peaks with the planner's headroom. Left out: spread
-and minima, which make the true share larger.
+A request counts 0 if a replica within a latency limit serves it, else 1. The Lagrangian bound
+(`lagrangian_bound.py`) of the share that counts 1, with memory priced so that the budget and each
+site's memory are respected, is a share that no placement is below. Where it exceeds a tenth, no
+placement has its p90 within the limit. Demand is the mean of the sampled hours (the share is convex
+in demand, so the mean of the hours' shares is no less), replicas serve at full capacity, and all
+requests are served. With `--as-planned` the replicas of a deployment must also have capacity, at
+any site, for its daily peaks with the planner's headroom. Spread and minima are left out; they only
+raise the true share.
 """
 
 from collections.abc import Sequence
@@ -20,28 +20,27 @@ import numpy as np
 from ops.sim.compare import SAMPLED, nothing_held, peak_of_the_day
 from ops.sim.lagrangian_bound import DeploymentBound, DeploymentTerms
 from ops.sim.planet import FIRST
-from ops.sim.planet_bound import needs_of, shared_by, total
+from ops.sim.planet_bound import site_resources, site_use, total_bound
 from ops.sim.planet_world import PlanetWorld, draw, world_parser
-from scheduler.decide.membership.liveness import judge_liveness
-from scheduler.decide.placement.planner import DraftPlan
+from ops.sim.recost import empty_draft
+from scheduler.decide.arrays import Floats
 from scheduler.decide.placement.score import HEADROOM
-from scheduler.decide.placement.search.load_assignment import Floats
 
 ROUNDS: Final = 30
 STEPS: Final = 12
 LAST_STEPS: Final = 150
 STEP: Final = 0.004
-"""The part of the bound by which the first step of the sites' prices aims to raise it."""
+"""The share of the bound that the first step of the sites' prices aims at."""
 
 FIRST_PRICE: Final = 8e-7
-"""The share that a GiB is worth, to begin with."""
+"""The first price of memory: the share of requests that one GiB is worth."""
 
 UNSERVED: Final = 30.0
-"""What a request that nobody serves counts, one that is served from afar being 1."""
+"""What an unserved request counts, where one served from beyond the limit counts 1."""
 
 
 class LatencyBound(NamedTuple):
-    """What is left far at least, at one distance, and the price of memory that says so."""
+    """The least share that is farther than a limit, and the price of memory that shows it."""
 
     within_ms: float
     far_share: float
@@ -51,58 +50,60 @@ class LatencyBound(NamedTuple):
 def terms_at(
     world: PlanetWorld, within_ms: float, as_planned: bool
 ) -> tuple[list[DeploymentTerms], Floats]:
-    """Return by deployment what it counts to be near or far; and what each site has."""
+    """Return the terms of each deployment for a latency limit, and the resources of each site."""
     mean = np.mean([world.requests(minute) for minute in SAMPLED], axis=0)
     peak = peak_of_the_day(world)
-    cluster = nothing_held(world, mean)
-    search = DraftPlan(cluster, judge_liveness(cluster.nodes, cluster.acting_for_s), FIRST).sought()
-    found = []
-    for number, wish in enumerate(search.wishes):
-        sites = np.flatnonzero(wish.rooms > 0)
-        share = mean[wish.cities, number] / mean.sum()
-        load, paid = wish.flow.load, share[:, None] * (wish.flow.far[:, sites] > within_ms)
-        lost = share * UNSERVED
+    draft = empty_draft(nothing_held(world, mean), FIRST)
+    terms = []
+    for number, state in enumerate(draft.states):
+        needs = state.needs
+        sites = np.flatnonzero(needs.site_capacity > 0)
+        share = mean[needs.cities, number] / mean.sum()
+        load = state.assignment.load
+        serve_cost = share[:, None] * (state.assignment.latency_ms[:, sites] > within_ms)
+        unserved_cost = share * UNSERVED
         if as_planned:
-            # What is asked at the peak besides, as of a city that is far from nowhere.
-            more = float(peak[:, number].sum() / mean[:, number].sum()) / HEADROOM - 1.0
-            load, lost = np.append(load, more * load.sum()), np.append(lost, more * lost.sum())
-            paid = np.vstack((paid, np.zeros(len(sites))))
-        found.append(
+            # The demand of the peak above the mean, as of a city that is far from no site.
+            extra = float(peak[:, number].sum() / mean[:, number].sum()) / HEADROOM - 1.0
+            load = np.append(load, extra * load.sum())
+            unserved_cost = np.append(unserved_cost, extra * unserved_cost.sum())
+            serve_cost = np.vstack((serve_cost, np.zeros(len(sites))))
+        terms.append(
             DeploymentTerms(
                 load=load,
-                paid=paid,
-                lost=lost,
-                room=wish.rooms[sites] / HEADROOM,
-                fixed=np.zeros(len(sites)),
-                needs=needs_of(wish, search.ground, sites),
+                serve_cost=serve_cost,
+                unserved_cost=unserved_cost,
+                capacity=needs.site_capacity[sites] / HEADROOM,
+                fixed_cost=np.zeros(len(sites)),
+                use=site_use(needs, draft.fleet, sites),
                 sites=sites,
                 pops=sites,
-                most=wish.most,
-                apart=0,
-                one_pop=0.0,
-                none=float(lost.sum()),
+                replicas_max=needs.replicas_max,
+                pops_min=0,
+                one_pop_cost=0.0,
+                empty_cost=float(unserved_cost.sum()),
             )
         )
-    return found, shared_by(search.ground)
+    return terms, site_resources(draft.fleet)
 
 
-def reached(
+def latency_bound(
     terms: Sequence[DeploymentTerms], has: Floats, within_ms: float, budget_gib: float
 ) -> LatencyBound:
-    """Return the best bound found over prices: of memory anywhere, and of what each site has."""
-    sides = [DeploymentBound(one) for one in terms]
-    price, at_sites = FIRST_PRICE, np.zeros_like(has)
+    """Return the best bound found over prices of memory in total and of each site's resources."""
+    bounds = [DeploymentBound(each) for each in terms]
+    price, site_prices = FIRST_PRICE, np.zeros_like(has)
     best, theta = LatencyBound(within_ms, 0.0, price), 1.0
     for turn in range(ROUNDS):
-        prices = at_sites.copy()
+        prices = site_prices.copy()
         prices[0] += price
         use = np.zeros_like(has)
-        for side in sides:
-            side.begin(prices)
-            side.climb(0.0, 1)
-            side.climb(1.03 * abs(side.best.value), LAST_STEPS if turn == ROUNDS - 1 else STEPS)
-            side.add_use(use)
-        share = total(sides, at_sites, has) - price * budget_gib
+        for bound in bounds:
+            bound.begin(prices)
+            bound.climb(0.0, 1)
+            bound.climb(1.03 * abs(bound.best.value), LAST_STEPS if turn == ROUNDS - 1 else STEPS)
+            bound.add_use(use)
+        share = total_bound(bounds, site_prices, has) - price * budget_gib
         if share > best.far_share:
             best = LatencyBound(within_ms, share, price)
         else:
@@ -110,34 +111,34 @@ def reached(
         over_budget = float(use[0].sum()) / budget_gib - 1.0
         price *= float(np.exp(np.clip(0.5 * theta * over_budget, -0.4, 0.4)))
         over = use / has - 1.0
-        over[(at_sites <= 0) & (over < 0)] = 0.0
+        over[(site_prices <= 0) & (over < 0)] = 0.0
         steep = float((over**2).sum())
         if steep > 0:
             step = theta * STEP * abs(best.far_share) / steep
-            at_sites = np.maximum(0.0, at_sites + step * over / has)
+            site_prices = np.maximum(0.0, site_prices + step * over / has)
     return best
 
 
 def main() -> None:
-    """Say for each distance what share is farther at least."""
+    """Print for each latency limit the least share that is farther."""
     parser = world_parser(__doc__)
     parser.add_argument("--budget-tib", type=float, default=307.8 / 3)
     parser.add_argument("--within-ms", type=float, nargs="*", default=[21.4, 25.0, 30.0])
     parser.add_argument("--as-planned", action="store_true")
-    given = parser.parse_args()
-    world = draw(given.data, given.seed)
-    for within_ms in given.within_ms:
-        terms, has = terms_at(world, within_ms, given.as_planned)
-        anywhere = sum(float(one.paid.min(axis=1).sum()) for one in terms)
-        loaded = sum(float(one.load.sum() / (one.room / one.needs[0]).max()) for one in terms)
+    args = parser.parse_args()
+    world = draw(args.data, args.seed)
+    for within_ms in args.within_ms:
+        terms, has = terms_at(world, within_ms, args.as_planned)
+        anywhere = sum(float(each.serve_cost.min(axis=1).sum()) for each in terms)
+        loaded = sum(float(e.load.sum() / (e.capacity / e.use[0]).max()) for e in terms)
         print(
-            f"{100 * anywhere:.2f} % are farther than {within_ms} ms whatever is held; "
-            f"{loaded / 1024:.1f} TiB carry load wherever they stand"
+            f"{100 * anywhere:.2f} % are farther than {within_ms} ms with any amount of memory; "
+            f"{loaded / 1024:.1f} TiB are needed to carry the load anywhere"
         )
-        found = reached(terms, has, within_ms, given.budget_tib * 1024)
+        found = latency_bound(terms, has, within_ms, args.budget_tib * 1024)
         print(
-            f"within {within_ms} ms with {given.budget_tib:.1f} TiB: at least "
-            f"{100 * found.far_share:.2f} % stay farther (a GiB priced {found.price:.2e})",
+            f"within {within_ms} ms with {args.budget_tib:.1f} TiB: at least "
+            f"{100 * found.far_share:.2f} % are farther (a GiB is priced {found.price:.2e})",
             flush=True,
         )
 

@@ -2,15 +2,15 @@
 
     python -m ops.sim.planet --data ../shared/data --days 7 --plan-min 5
 
-Each minute demand moves, what was loading may be warm, and users are served by what is warm, the
-nearest first, up to its full capacity. The picture is built as the store would build it and planned
-as the scheduler plans it every `--plan-min` minutes, and in the minute in which a node falls silent
-or comes back, a new model arrives or a rollout takes a step (where production is nudged). Moves are
-carried out after the time that fetching and loading take.
+Each minute demand changes, loading replicas may become warm, and requests are served by the nearest
+warm replicas up to their full capacity. The cluster state is built as the store builds it and
+planned as the scheduler plans it: every `--plan-min` minutes, and whenever a node is lost or
+returns, a new model arrives or the rollout takes a step (production is nudged then). Starts take
+the time that fetching and loading take.
 
-What is planned for is, by city and deployment, what is asked now raised to the production forecast
-(`foretold.py`, which has learned the days before), or with `--peaks` to the most of the last ten
-minutes and of each hour of the day before: all the day is then seated for its peak.
+Planned demand is, by city and deployment, the current demand raised to the production forecast
+(`planet_forecast.py`, which has learned the days before). With `--peaks` it is the maximum of the
+last ten minutes and of each hour of the day before: the whole day is then planned for its peak.
 """
 
 import json
@@ -30,6 +30,7 @@ from ops.sim.planet_forecast import PlanetForecast
 from ops.sim.planet_rollout import PlanetRollout
 from ops.sim.planet_world import PlanetWorld, demand_rows, draw, world_parser
 from ops.sim.served import Seats, Users
+from scheduler.decide.arrays import Floats
 from scheduler.decide.capacity.start_times import (
     DISK_BYTES_PER_S,
     ENGINE_START_S,
@@ -37,11 +38,8 @@ from scheduler.decide.capacity.start_times import (
     WAN_FAR_BYTES_PER_S,
 )
 from scheduler.decide.cluster import ClusterState, FleetNode, Placement, PlacementPlan
-from scheduler.decide.placement.fleet.slots import residency_allows
-from scheduler.decide.placement.planner import PlanLimits
-from scheduler.decide.placement.rollout_split import plan_fleet
-from scheduler.decide.placement.search.load_assignment import Floats
-from scheduler.decide.rollout.lifecycle import StartCounts
+from scheduler.decide.placement import PlanLimits, plan_fleet, residency_allows
+from scheduler.decide.rollout import StartCounts
 
 HOUR: Final = 60
 DAY: Final = 24 * HOUR
@@ -58,17 +56,20 @@ FIRST: Final = PlanLimits(starts_max=10**6, endings_max=10**6, effort=1_500)
 
 
 class Planet:
-    """The fleet's state between steps, as nodes and the store would hold it."""
+    """The state of the fleet between steps, as nodes and the store would hold it.
+
+    Without a `forecast` it plans for known peaks.
+    """
 
     def __init__(
-        self, world: PlanetWorld, seed: int, foretold: PlanetForecast | None = None
+        self, world: PlanetWorld, seed: int, forecast: PlanetForecast | None = None
     ) -> None:
         self.world = world
-        self._foretold = foretold
+        self._forecast = forecast
         self.minute = 0
         self.deployments = list(world.deployments)
         self._nodes = {node.node_id: node for node in world.nodes}
-        self._held: dict[NodeId, set[str]] = {node.node_id: set() for node in world.nodes}
+        self._artifacts: dict[NodeId, set[str]] = {node.node_id: set() for node in world.nodes}
         self._ready_at: dict[ReplicaId, float] = {}
         self.placements: dict[ReplicaId, Placement] = {}
         self._placed_at: dict[ReplicaId, int] = {}
@@ -77,12 +78,12 @@ class Planet:
             for d, model in zip(world.deployments, world.models, strict=True)
         }
         self._pop_of = {node.node_id: node.pop for node in world.nodes}
-        self.rolling: PlanetRollout | None = None
+        self.rollout_run: PlanetRollout | None = None
         self._generation = 1
         self._recent: list[Floats] = []
-        # The day before is known: Sunday, as the week is drawn.
-        self._day = [
-            np.maximum.reduce([self.asked(6 * DAY + hour * HOUR + m) for m in (0, 30)])
+        # Peaks of each hour of the day before, a Sunday.
+        self._hour_peaks = [
+            np.maximum.reduce([self.demand(6 * DAY + hour * HOUR + m) for m in (0, 30)])
             for hour in range(24)
         ]
         rng = np.random.default_rng(seed)
@@ -92,48 +93,50 @@ class Planet:
             for start in np.arange(3 * HOUR, 7 * DAY, 8 * HOUR)
         ]
 
-    def asked(self, minute: int) -> Floats:
-        """Return requests/s by city and deployment, with what the week has in store."""
-        asked = self.world.requests(minute % (7 * DAY))
+    def demand(self, minute: int) -> Floats:
+        """Return requests/s by city and deployment, with the events of the week."""
+        demand = self.world.requests(minute % (7 * DAY))
         if FLASH[0] <= minute < FLASH[1]:
-            near = np.array([region == "Europe" for region in self.world.regions])
-            asked[near, FLASH_DEPLOYMENT] *= FLASH_TIMES
+            in_europe = np.array([region == "Europe" for region in self.world.regions])
+            demand[in_europe, FLASH_DEPLOYMENT] *= FLASH_TIMES
         if self.minute < NEW_AT:
-            asked[:, NEW_DEPLOYMENT] = 0.0
-        return asked
+            demand[:, NEW_DEPLOYMENT] = 0.0
+        return demand
 
-    def lost(self) -> set[NodeId]:
-        """Return the nodes that do not answer now."""
-        gone = {name for start, end, name in self._losses if start <= self.minute < end}
+    def lost_nodes(self) -> set[NodeId]:
+        """Return the nodes that are silent now."""
+        lost = {name for start, end, name in self._losses if start <= self.minute < end}
         if POP_LOST[0] <= self.minute < POP_LOST[1]:
-            gone |= {n.node_id for n in self.world.nodes if n.pop == self.world.pops[0].pop}
-        return gone
+            lost |= {n.node_id for n in self.world.nodes if n.pop == self.world.pops[0].pop}
+        return lost
 
-    def ask(self) -> Floats:
-        """Return what is asked in this minute, which the forecast remembers."""
-        now = self.asked(self.minute)
+    def observe_demand(self) -> Floats:
+        """Return the demand of this minute, and let the forecast learn it."""
+        now = self.demand(self.minute)
         self._recent = [*self._recent[-9:], now]
-        if self._foretold:
-            self._foretold.hear(self.minute, now)
+        if self._forecast:
+            self._forecast.observe(self.minute, now)
         hour = (self.minute // HOUR) % 24
-        self._day[hour] = np.maximum(now, self._day[hour]) if self.minute % HOUR else now
+        self._hour_peaks[hour] = (
+            np.maximum(now, self._hour_peaks[hour]) if self.minute % HOUR else now
+        )
         return now
 
-    def picture(self) -> ClusterState:
-        """Return the picture of this minute."""
-        if self._foretold is None:
-            return self.cluster(np.maximum.reduce([*self._recent, *self._day]))
+    def cluster_state(self) -> ClusterState:
+        """Return the cluster state of this minute with the demand to plan for."""
+        if self._forecast is None:
+            return self._with_demand(np.maximum.reduce([*self._recent, *self._hour_peaks]))
         level = np.maximum(self._recent[-1], np.mean(self._recent, axis=0))
-        return self.cluster(np.maximum(level, self._foretold.rates))
+        return self._with_demand(np.maximum(level, self._forecast.rates))
 
-    def cluster(self, planned: Floats) -> ClusterState:
-        """Return a picture with given demand."""
-        lost = self.lost()
+    def _with_demand(self, planned: Floats) -> ClusterState:
+        """Return the cluster state with a given demand."""
+        lost = self.lost_nodes()
         nodes = tuple(
             msgspec.structs.replace(
                 node,
                 silent_s=3600.0 if node.node_id in lost else 0.0,
-                artifacts=tuple(sorted(self._held[node.node_id])),
+                artifacts=tuple(sorted(self._artifacts[node.node_id])),
             )
             for node in self.world.nodes
         )
@@ -153,13 +156,13 @@ class Planet:
             ),
             demand=demand_rows(self.world, planned),
             profiles=self.world.profiles,
-            rollouts=(self.rolling.rollout,) if self.rolling else (),
+            rollouts=(self.rollout_run.rollout,) if self.rollout_run else (),
         )
 
-    def carry_out(self, decided: PlacementPlan) -> None:
-        """Begin what starts, end what ends."""
+    def carry_out(self, plan: PlacementPlan) -> None:
+        """Begin the starts of a plan, and carry out its ends at once."""
         self._generation += 1
-        for start in decided.starts:
+        for start in plan.starts:
             spec = start.spec
             node = self._nodes[start.node_id]
             self._ready_at[spec.replica_id] = self.minute + self._start_s(node, spec) / 60
@@ -174,74 +177,75 @@ class Planet:
                 role=spec.role,
                 state=ReplicaState.LOADING,
             )
-        for ending in decided.endings:
+        for ending in plan.endings:
             self.placements.pop(ending.replica_id, None)
             self._ready_at.pop(ending.replica_id, None)
 
     def pass_time(self, minutes: int) -> None:
-        """Let time pass: what was loading may be warm."""
+        """Let time pass, and make replicas warm that have finished loading."""
         self.minute += minutes
         for name in [n for n, ready in self._ready_at.items() if ready <= self.minute]:
             del self._ready_at[name]
             placement = self.placements[name]
-            self._held[placement.node_id].add(self._digest_of[placement.deployment_id])
+            self._artifacts[placement.node_id].add(self._digest_of[placement.deployment_id])
             self.placements[name] = msgspec.structs.replace(placement, state=ReplicaState.WARM)
 
     def warm_at_once(self) -> None:
-        """Take all that is loading as warm: how a fleet looks that has long been running."""
+        """Make all loading replicas warm and a day old, as in a fleet that has run for long."""
         for name in self.placements:
             self._ready_at[name] = self.minute
             self._placed_at[name] = self.minute - DAY
         self.pass_time(0)
 
-    def seats(self) -> Seats:
+    def warm_nodes(self) -> Seats:
         """Return by deployment the node of each warm replica."""
-        held: dict[int, list[NodeId]] = defaultdict(list)
+        nodes: dict[int, list[NodeId]] = defaultdict(list)
         for placement in self.placements.values():
             if placement.state is ReplicaState.WARM:
-                held[int(placement.deployment_id[1:])].append(placement.node_id)
-        return held
+                nodes[int(placement.deployment_id[1:])].append(placement.node_id)
+        return nodes
 
     def memory_bytes(self) -> int:
-        """Return what all replicas hold of their devices."""
+        """Return the device memory of all replicas."""
         return sum(p.memory_bytes * len(p.device_ids) for p in self.placements.values())
 
-    def roll(self, asked: Floats, seed: int) -> str:
-        """Take the rollout on, once it is due; return what happened to it."""
+    def advance_rollout(self, demand: Floats, seed: int) -> str:
+        """Begin or advance the rollout when it is due; return what happened, or ""."""
         if self.minute == ROLLOUT_AT:
-            self.rolling = PlanetRollout(self.deployments[ROLLOUT_DEPLOYMENT], seed)
-            return "begun: the new version is planned beside the old one"
-        if self.rolling is None or self.rolling.is_done():
+            self.rollout_run = PlanetRollout(self.deployments[ROLLOUT_DEPLOYMENT], seed)
+            return "begun: both versions are planned"
+        if self.rollout_run is None or self.rollout_run.is_done():
             return ""
-        new = [
+        is_warm = [
             p.state is ReplicaState.WARM
             for p in self.placements.values()
-            if p.deployment_id == self.rolling.rollout.deployment_id
-            and p.version == self.rolling.rollout.to_version
+            if p.deployment_id == self.rollout_run.rollout.deployment_id
+            and p.version == self.rollout_run.rollout.to_version
         ]
-        told = self.rolling.minute(
-            asked[:, ROLLOUT_DEPLOYMENT], self.world.pops, StartCounts(warm=sum(new))
+        event = self.rollout_run.advance_minute(
+            demand[:, ROLLOUT_DEPLOYMENT], self.world.pops, StartCounts(warm=sum(is_warm))
         )
-        if self.rolling.is_done():
+        if self.rollout_run.is_done():
             self.deployments[ROLLOUT_DEPLOYMENT] = msgspec.structs.replace(
-                self.deployments[ROLLOUT_DEPLOYMENT], version=self.rolling.rollout.to_version
+                self.deployments[ROLLOUT_DEPLOYMENT], version=self.rollout_run.rollout.to_version
             )
-        return told
+        return event
 
     def _start_s(self, node: FleetNode, spec: ReplicaSpec) -> float:
         size = spec.artifact.size_bytes
         digest = spec.artifact.digest
         load_s = ENGINE_START_S + size / DISK_BYTES_PER_S
-        if digest in self._held[node.node_id]:
+        if digest in self._artifacts[node.node_id]:
             return load_s
-        near = any(
-            digest in held and self._pop_of[other] == node.pop for other, held in self._held.items()
+        is_in_pop = any(
+            digest in artifacts and self._pop_of[other] == node.pop
+            for other, artifacts in self._artifacts.items()
         )
-        return load_s + size / (POP_BYTES_PER_S if near else 4 * WAN_FAR_BYTES_PER_S)
+        return load_s + size / (POP_BYTES_PER_S if is_in_pop else 4 * WAN_FAR_BYTES_PER_S)
 
 
 def breaches(planet: Planet) -> int:
-    """Count replicas where residency does not allow them."""
+    """Count replicas that violate residency."""
     pops = {pop.pop: pop for pop in planet.world.pops}
     where: dict[NodeId, PopId] = {node.node_id: node.pop for node in planet.world.nodes}
     policies = {d.deployment_id: d.policy for d in planet.deployments}
@@ -252,63 +256,69 @@ def breaches(planet: Planet) -> int:
 
 
 def run(
-    world: PlanetWorld, days: int, plan_min: int, seed: int, foretold: PlanetForecast | None = None
+    world: PlanetWorld,
+    days: int,
+    plan_min: int,
+    seed: int,
+    forecast: PlanetForecast | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row a minute."""
-    planet, users = Planet(world, seed, foretold), Users(world)
-    was_lost: set[NodeId] = set()
+    """Yield one row per minute."""
+    planet, users = Planet(world, seed, forecast), Users(world)
+    lost_before: set[NodeId] = set()
     while planet.minute < days * DAY:
-        asked, lost = planet.ask(), planet.lost()
-        told = planet.roll(asked, seed)
-        nudged = lost != was_lost or told or planet.minute == NEW_AT
-        was_lost = lost
+        demand, lost = planet.observe_demand(), planet.lost_nodes()
+        rollout_event = planet.advance_rollout(demand, seed)
+        is_nudged = lost != lost_before or rollout_event or planet.minute == NEW_AT
+        lost_before = lost
         row: dict[str, Any] = {"minute": planet.minute}
-        if told:
-            row["rollout"] = told
-        if nudged or planet.minute % plan_min == 0:
-            row |= planned(planet)
-        row |= users.serve(asked, planet.seats(), lost)._asdict()
+        if rollout_event:
+            row["rollout"] = rollout_event
+        if is_nudged or planet.minute % plan_min == 0:
+            row |= plan_once(planet)
+        row |= users.serve(demand, planet.warm_nodes(), lost)._asdict()
         row |= {"replicas": len(planet.placements), "lost": len(lost)}
         yield row
         planet.pass_time(1)
 
 
-def planned(planet: Planet) -> dict[str, Any]:
-    """Plan, carry it out, and return what it did and what it took."""
-    picture = planet.picture()
-    began = process_time()
-    decided = plan_fleet(picture, limits=LIMITS if planet.placements else FIRST)
-    took_s = process_time() - began
+def plan_once(planet: Planet) -> dict[str, Any]:
+    """Plan, carry the plan out, and return what it did and its CPU time."""
+    state = planet.cluster_state()
     is_first = not planet.placements
-    planet.carry_out(decided)
+    began = process_time()
+    plan = plan_fleet(state, limits=FIRST if is_first else LIMITS)
+    plan_s = process_time() - began
+    planet.carry_out(plan)
     if is_first:
         planet.warm_at_once()
     return {
-        "plan_cpu_s": round(took_s, 4),
-        "starts": len(decided.starts),
-        "endings": len(decided.endings),
-        "unmet": len(decided.unmet),
-        "frozen": decided.frozen,
+        "plan_cpu_s": round(plan_s, 4),
+        "starts": len(plan.starts),
+        "endings": len(plan.endings),
+        "unmet": len(plan.unmet),
+        "frozen": plan.frozen,
         "breaches": breaches(planet),
         "memory_tib": round(planet.memory_bytes() / 2**40, 2),
     }
 
 
 def main() -> None:
-    """Run the week and write a row a minute as JSON lines."""
+    """Simulate the week and write one row per minute as JSON lines."""
     parser = world_parser(__doc__)
     parser.add_argument("--days", type=int, default=7)
     parser.add_argument("--plan-min", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("planet.jsonl"))
     parser.add_argument("--peaks", action="store_true", help="plan for known peaks")
-    parser.add_argument("--learned-days", type=int, default=7, help="what the forecast has seen")
-    given = parser.parse_args()
-    world = draw(given.data, given.seed)
-    foretold = None if given.peaks else PlanetForecast(world, (FLASH_DEPLOYMENT, NEW_DEPLOYMENT))
-    if foretold:
-        foretold.learn_before(given.learned_days, NEW_DEPLOYMENT)
-    with given.out.open("w") as file:
-        for row in run(world, given.days, given.plan_min, given.seed, foretold):
+    parser.add_argument(
+        "--learned-days", type=int, default=7, help="days the forecast has learned before"
+    )
+    args = parser.parse_args()
+    world = draw(args.data, args.seed)
+    forecast = None if args.peaks else PlanetForecast(world, (FLASH_DEPLOYMENT, NEW_DEPLOYMENT))
+    if forecast:
+        forecast.learn_before(args.learned_days, NEW_DEPLOYMENT)
+    with args.out.open("w") as file:
+        for row in run(world, args.days, args.plan_min, args.seed, forecast):
             print(json.dumps(row), file=file, flush=True)
 
 

@@ -19,26 +19,28 @@ TABLE: Final = Path(__file__).parent / "planet_week.csv"
 
 
 def by_hour(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Return one row an hour: what was asked and served, and what the planner did."""
+    """Return one row per hour: demand, service, and what the planner did."""
     return [_hour(rows[begin : begin + HOUR]) for begin in range(0, len(rows), HOUR)]
 
 
 def _hour(rows: list[dict[str, Any]]) -> dict[str, float]:
-    asked = np.array([row["asked_per_s"] for row in rows])
+    demand = np.array([row["asked_per_s"] for row in rows])
     plans = [row for row in rows if "plan_cpu_s" in row]
     moves = sum(row["starts"] + row["endings"] for row in plans)
     return {
         "minute": rows[0]["minute"],
-        "asked_per_s": round(float(asked.mean()), 1),
+        "asked_per_s": round(float(demand.mean()), 1),
         "served_share": round(
-            float(np.average([r["served_share"] for r in rows], weights=asked)), 5
+            float(np.average([r["served_share"] for r in rows], weights=demand)), 5
         ),
         "served_share_least": min(row["served_share"] for row in rows),
-        "rtt_mean_ms": round(float(np.average([r["rtt_mean_ms"] for r in rows], weights=asked)), 2),
-        "rtt_p90_all_ms": round(
-            float(np.average([r["rtt_p90_all_ms"] for r in rows], weights=asked)), 2
+        "rtt_mean_ms": round(
+            float(np.average([r["rtt_mean_ms"] for r in rows], weights=demand)), 2
         ),
-        "rtt_p90_ms": round(float(np.average([r["rtt_p90_ms"] for r in rows], weights=asked)), 2),
+        "rtt_p90_all_ms": round(
+            float(np.average([r["rtt_p90_all_ms"] for r in rows], weights=demand)), 2
+        ),
+        "rtt_p90_ms": round(float(np.average([r["rtt_p90_ms"] for r in rows], weights=demand)), 2),
         "replicas": rows[-1]["replicas"],
         "memory_tib": plans[-1]["memory_tib"],
         "nodes_lost_most": max(row["lost"] for row in rows),
@@ -52,20 +54,20 @@ def _hour(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Write the table and print what the goals ask for."""
+    """Write the table and print the figures that the goals name."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", type=Path)
     parser.add_argument("--out", type=Path, default=TABLE)
-    given = parser.parse_args()
-    rows = [json.loads(line) for line in given.rows.read_text().splitlines()]
+    args = parser.parse_args()
+    rows = [json.loads(line) for line in args.rows.read_text().splitlines()]
     hours = by_hour(rows)
-    with given.out.open("w", newline="") as file:
+    with args.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(hours[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(hours)
-    took = [row["plan_cpu_s"] for row in rows if "plan_cpu_s" in row]
-    p50, p99 = np.percentile(took[1:], (50, 99))
-    print(f"first plan {took[0]:.2f} s; {len(took) - 1} more: p50 {p50:.3f} s, p99 {p99:.3f} s")
+    plan_s = [row["plan_cpu_s"] for row in rows if "plan_cpu_s" in row]
+    p50, p99 = np.percentile(plan_s[1:], (50, 99))
+    print(f"first plan {plan_s[0]:.2f} s; {len(plan_s) - 1} more: p50 {p50:.3f} s, p99 {p99:.3f} s")
     steady = sorted(hour["moves_percent"] for hour in hours[24:])
     over = sum(moves > 1.0 for moves in steady)
     print(

@@ -1,14 +1,14 @@
-"""The planet that is simulated: cities, fleet, models, demand, drawn by stated rules and a seed.
+"""The simulated planet: cities, fleet, models and demand, drawn from public data and a seed.
 
-- Cities: the 335 most peopled sites of a large CDN (cloudflare-colo-list, MIT) by the people who
-  live nearest to each (GeoNames, CC-BY-4.0), with their time zones.
-- Fleet: the 190 first of these have GPUs. The first 40 have 4 to 7 nodes of 8 h100-80g (half of
+- Cities: the 335 sites of a large CDN (cloudflare-colo-list, MIT) with the largest population
+  nearest to them (GeoNames, CC-BY-4.0), with their time zones.
+- Fleet: the first 190 of these have GPUs. The first 40 have 4 to 7 nodes of 8 h100-80g (half of
   these PoPs h200-141g), the next 70 have 2 to 4 nodes of 8 (h100-80g, a100-80g or l40s-48g), the
   rest 1 to 3 nodes of 4 (l40s-48g or l4-24g).
-- Models: 100, of 1 to 1,000 GB, log-uniform; the likelier popular the smaller (rank correlation
-  about 0.75); popularity Zipf with exponent 1; each region's taste is lognormal (0.6) a model.
-- Demand: requests/s by people, by the hour-of-day profile of ServeGen's m-small (Apache-2.0) in
-  local time, five parts in six at weekends, with noise that a minute remembers of the last (5 %).
+- Models: 100, of 1 to 1,000 GB, log-uniform. Smaller ones tend to be more popular (rank correlation
+  about 0.75). Popularity is Zipf with exponent 1, times a lognormal (0.6) per region and model.
+- Demand: requests/s by population and by the hour-of-day profile of ServeGen's m-small (Apache-2.0)
+  in local time, five sixths of it at weekends, with autocorrelated noise of 5 %.
 """
 
 import argparse
@@ -27,22 +27,22 @@ from isochrone.wire.report import Device, Profile
 from isochrone.wire.routes import Pop
 from ops.sim.data import folder_argument, rows
 from ops.sim.small_worlds import a_model, devices_for, speed_profile
+from scheduler.decide.arrays import Floats
 from scheduler.decide.capacity.device_classes import CLASSES, GIB
 from scheduler.decide.cluster import DemandRate, FleetNode, MeasuredProfile
-from scheduler.decide.placement.search.load_assignment import Floats
 
 CITIES: Final = 335
 GPU_CITIES: Final = 190
 MODELS: Final = 100
 REQUESTS_PER_S: Final = 8_000.0
-"""Of the whole planet on the average minute."""
+"""Mean requests/s of the whole planet."""
 
 PROMPT_TOKENS: Final = 700.0
 OUTPUT_TOKENS: Final = 250.0
-"""Uncached prompt and output of a request on average (azure2023_conv: 1,155 of which some is
-cached, and 211; mooncake: 343)."""
+"""Mean uncached prompt tokens and output tokens of a request (azure2023_conv: 1,155 with cached
+ones, and 211; mooncake: 343 output tokens)."""
 
-LEAST_REQUESTS_PER_S: Final = 0.001
+REQUESTS_PER_S_MIN: Final = 0.001
 SPEED: Final = {
     "h200-141g": 1.3,
     "h100-80g": 1.0,
@@ -54,7 +54,7 @@ START: Final = datetime(2026, 6, 1, tzinfo=UTC)
 
 
 class PlanetWorld(NamedTuple):
-    """What does not change by itself; demand follows from the minute."""
+    """The fixed parts of the planet; `requests` gives the demand of any minute."""
 
     pops: tuple[Pop, ...]
     people: Floats
@@ -81,9 +81,9 @@ class PlanetWorld(NamedTuple):
         return np.asarray(REQUESTS_PER_S * level[:, None] * self.share, dtype=np.float64)
 
 
-def world_parser(told: str | None) -> argparse.ArgumentParser:
-    """Return a parser of what everyone who draws a planet is given: the public data and a seed."""
-    parser = argparse.ArgumentParser(description=told)
+def world_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that select a planet: public data and a seed."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--data", type=folder_argument, default="", help="folder of public data")
     parser.add_argument("--seed", type=int, default=1)
     return parser
@@ -122,8 +122,8 @@ def draw(data: Path, seed: int = 1) -> PlanetWorld:
 
 
 def demand_rows(world: PlanetWorld, requests: Floats) -> tuple[DemandRate, ...]:
-    """Return the rows that a picture holds of requests/s by city and deployment."""
-    cities, deployments = np.nonzero(requests >= LEAST_REQUESTS_PER_S)
+    """Return demand rows of a cluster state from requests/s by city and deployment."""
+    cities, deployments = np.nonzero(requests >= REQUESTS_PER_S_MIN)
     names = [deployment.deployment_id for deployment in world.deployments]
     pops = [pop.pop for pop in world.pops]
     values = requests[cities, deployments]
@@ -142,7 +142,7 @@ def demand_rows(world: PlanetWorld, requests: Floats) -> tuple[DemandRate, ...]:
 
 
 def _cities(data: Path) -> tuple[tuple[Pop, ...], Floats, list[str], list[str]]:
-    """Return the sites by the people nearest to each, the most peopled first."""
+    """Return the sites with population, time zone and region, the largest population first."""
     airports = {row["iata"]: row for row in rows(data / "cities" / "airports_iata.csv.gz")}
     sites: list[dict[str, str]] = []
     for row in rows(data / "cities" / "cloudflare_colos.csv"):
@@ -156,9 +156,9 @@ def _cities(data: Path) -> tuple[tuple[Pop, ...], Floats, list[str], list[str]]:
     largest: dict[int, tuple[float, str]] = {}
     for row in rows(data / "cities" / "geonames_cities15000.csv.gz"):
         near = _nearest(lat, lon, float(row["latitude"]), float(row["longitude"]))
-        living = float(row["population"])
-        people[near] += living
-        largest[near] = max(largest.get(near, (0.0, "UTC")), (living, row["timezone"]))
+        population = float(row["population"])
+        people[near] += population
+        largest[near] = max(largest.get(near, (0.0, "UTC")), (population, row["timezone"]))
     order = [int(i) for i in np.argsort(-people, kind="stable")[:CITIES]]
     pops = tuple(
         Pop(
@@ -254,7 +254,7 @@ def _catalogue(
 
 
 def _policy(rng: np.random.Generator, number: int, weights_gb: float) -> Policy:
-    """A tenth stay in Europe (if not large), a tenth out of two countries; some matter more."""
+    """A tenth stay in Europe (unless large), a tenth out of two countries; priorities vary."""
     europe = ("DE", "FR", "NL", "GB", "ES", "IT", "PL", "SE", "IE", "BE", "CH", "AT", "PT")
     return Policy(
         replicas_min=int(rng.choice([0, 1, 2])),
@@ -266,11 +266,11 @@ def _policy(rng: np.random.Generator, number: int, weights_gb: float) -> Policy:
 
 
 def _share(rng: np.random.Generator, regions: Sequence[str], count: int) -> Floats:
-    """Return what part of each city's requests each deployment gets."""
+    """Return the share of each city's requests that each deployment gets."""
     zipf = 1.0 / np.arange(1, count + 1)
     names = sorted(set(regions))
-    taste = {name: zipf * rng.lognormal(0.0, 0.6, count) for name in names}
-    share = np.array([taste[region] / taste[region].sum() for region in regions])
+    preference = {name: zipf * rng.lognormal(0.0, 0.6, count) for name in names}
+    share = np.array([preference[region] / preference[region].sum() for region in regions])
     return np.asarray(share, dtype=np.float64)
 
 

@@ -1,11 +1,11 @@
-"""What nearness costs: the memory held against p90, at other prices than the planner's.
+"""The price of low latency in memory: p90 against memory, at other prices than the planner's.
 
     python -m ops.sim.price_sweep --data ../shared/data
 
-Each row plans the same day anew and serves it: the first with the prices of score.py times 4, 2,
-1, 1/2 and 1/4. In the others each ms between 30 and 60, where p90 lies, counts `bend` more, a seat
-costs by its bytes alone, and who finds no room counts more too, but less in the last. `unplanned`
-is the share of requests that found none under the headroom: what is left out costs no memory.
+Each row plans the same day again and serves it. The first rows multiply the prices of score.py by
+4, 2, 1, 1/2 and 1/4. In the others each ms between 30 and 60, where p90 lies, counts `bend` more, a
+replica costs by its bytes alone, and unserved requests cost more, except in the last row.
+`unplanned_percent` is the share of requests without capacity in the plan: they cost no memory.
 """
 
 import csv
@@ -17,11 +17,12 @@ import numpy as np
 
 from ops.sim.compare import fared, peak_of_the_day, planned
 from ops.sim.planet_world import PlanetWorld, draw, world_parser
+from scheduler.decide.arrays import Floats
+from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.cluster import PopDistance
 from scheduler.decide.placement import score
 from scheduler.decide.placement.search import deployment_state
-from scheduler.decide.placement.search.greedy_search import GreedySearch
-from scheduler.decide.placement.search.load_assignment import Floats
+from scheduler.decide.placement.search.draft import PlacementDraft
 
 TABLE: Final = Path(__file__).parent / "planet_prices.csv"
 NEAR_MS: Final = 30.0
@@ -29,15 +30,15 @@ FAR_MS: Final = 60.0
 
 
 class ScorePrices(NamedTuple):
-    """What a seat costs, what a GiB of it, how far ms count, and who is not served."""
+    """The prices of a replica, of a GiB of it, of ms, and of unserved requests."""
 
     hold: float = score.HOLD
     hold_per_gib: float = score.HOLD_PER_GIB
     bend: float = 0.0
     unserved_ms: float = score.UNSERVED_MS
 
-    def felt(self, ms: Floats) -> Floats:
-        """Return what distances count."""
+    def priced_ms(self, ms: Floats) -> Floats:
+        """Return latencies as they count in the cost."""
         return ms + self.bend * np.clip(ms - NEAR_MS, 0.0, FAR_MS - NEAR_MS)
 
 
@@ -52,36 +53,38 @@ SWEEP: Final = (
 
 
 def distances(world: PlanetWorld, prices: ScorePrices) -> tuple[PopDistance, ...]:
-    """Return what the distance of every city to every city with devices counts."""
-    ms = prices.felt(score.Distances(world.pops, ()).ms)
-    held = {node.pop for node in world.nodes}
+    """Return the priced latency of every city to every city with devices."""
+    ms = prices.priced_ms(Distances(world.pops, ()).ms)
+    with_devices = {node.pop for node in world.nodes}
     return tuple(
-        PopDistance(from_pop=one.pop, to_pop=other.pop, rtt_ms=float(ms[row, column]))
-        for row, one in enumerate(world.pops)
-        for column, other in enumerate(world.pops)
-        if other.pop in held
+        PopDistance(from_pop=from_pop.pop, to_pop=to_pop.pop, rtt_ms=float(ms[row, column]))
+        for row, from_pop in enumerate(world.pops)
+        for column, to_pop in enumerate(world.pops)
+        if to_pop.pop in with_devices
     )
 
 
-def unplanned(search: GreedySearch) -> float:
-    """Return the percentage of requests that found no room."""
+def unplanned_percent(draft: PlacementDraft) -> float:
+    """Return the percentage of requests without capacity in the plan."""
     lacking = sum(
-        one.requests_per_s * one.flow.unserved() / float(one.flow.load.sum())
-        for one in search.wishes
-        if one.is_asked_for
+        state.needs.total_requests_per_s
+        * state.assignment.unserved()
+        / float(state.assignment.load.sum())
+        for state in draft.states
+        if state.needs.has_demand
     )
-    return round(100 * lacking / sum(one.requests_per_s for one in search.wishes), 2)
+    return round(100 * lacking / sum(state.needs.total_requests_per_s for state in draft.states), 2)
 
 
-def tried(world: PlanetWorld, prices: ScorePrices) -> dict[str, float]:
+def try_prices(world: PlanetWorld, prices: ScorePrices) -> dict[str, float]:
     """Plan the day's peaks with these prices, and serve the day with the true distances."""
     with (
         patch.object(score, "HOLD", prices.hold),
         patch.object(score, "HOLD_PER_GIB", prices.hold_per_gib),
         patch.object(deployment_state, "UNSERVED_MS", prices.unserved_ms),
     ):
-        held, memory, search = planned(world, peak_of_the_day(world), distances(world, prices))
-    lacking = {"unplanned_percent": unplanned(search)}
+        held, memory, draft = planned(world, peak_of_the_day(world), distances(world, prices))
+    lacking = {"unplanned_percent": unplanned_percent(draft)}
     return prices._asdict() | fared(world, held, memory) | lacking
 
 
@@ -89,13 +92,13 @@ def main() -> None:
     """Try each price and write the table."""
     parser = world_parser(__doc__)
     parser.add_argument("--out", type=Path, default=TABLE)
-    given = parser.parse_args()
-    world = draw(given.data, given.seed)
+    args = parser.parse_args()
+    world = draw(args.data, args.seed)
     rows = []
     for prices in SWEEP:
-        rows.append(tried(world, prices))
+        rows.append(try_prices(world, prices))
         print(rows[-1], flush=True)
-    with given.out.open("w", newline="") as file:
+    with args.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

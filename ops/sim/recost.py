@@ -1,8 +1,7 @@
-"""Seats counted anew by the planner's own sum, with the smallest starting first on each node.
+"""Computes the cost of given slots again, with the smallest model starting first on each node.
 
-The search counts the queue on a node in the order in which it happened to seat, a solver counts
-none. Whose order it is is nobody's merit: to compare seats, each is counted in the order that makes
-the queue cost least.
+The search counts load queues in the order in which it happened to place replicas, and a solver
+counts no queues. To compare their slots, both are counted in the order that makes queues cheapest.
 """
 
 from collections.abc import Sequence
@@ -12,16 +11,16 @@ import msgspec
 
 from isochrone.wire.ids import DeploymentId, DeviceId, NodeId
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.membership.liveness import judge_liveness
+from scheduler.decide.membership import judge_liveness
 from scheduler.decide.placement.fleet.slots import SlotPart
-from scheduler.decide.placement.planner import DraftPlan, PlanLimits
-from scheduler.decide.placement.search.greedy_search import GreedySearch
+from scheduler.decide.placement.planner import PlanBuilder, PlanLimits
+from scheduler.decide.placement.search.draft import PlacementDraft
 
 UNLIMITED = PlanLimits(starts_max=10**6, endings_max=10**6)
 
 
 class SlotColumn(NamedTuple):
-    """A seat on one node: a set of its devices, at a site."""
+    """A slot on one node: a set of its devices, at a site."""
 
     deployment_id: DeploymentId
     site: int
@@ -29,34 +28,41 @@ class SlotColumn(NamedTuple):
     device_ids: tuple[DeviceId, ...]
 
 
-def slots_of(search: GreedySearch) -> list[SlotColumn]:
-    """Return the seats that a search would start."""
+def empty_draft(cluster: ClusterState, limits: PlanLimits) -> PlacementDraft:
+    """Return the draft of a plan before anything is placed."""
+    view = judge_liveness(cluster.nodes, cluster.acting_for_s)
+    return PlanBuilder(cluster, view, limits).new_draft()
+
+
+def slots_of(draft: PlacementDraft) -> list[SlotColumn]:
+    """Return the slots of the replicas that a draft would start."""
     return [
-        SlotColumn(wish.name, seated.site, part.node.node_id, part.device_ids)
-        for wish in search.wishes
-        for seated in wish.seats
-        for part in (seated.seat.parts if seated.seat else ())
+        SlotColumn(state.deployment_id, replica.site, part.node.node_id, part.device_ids)
+        for state in draft.states
+        for replica in state.replicas
+        for part in (replica.slot.parts if replica.slot else ())
     ]
 
 
-def recost(cluster: ClusterState, seats: Sequence[SlotColumn]) -> GreedySearch:
-    """Return a search that holds these seats and no others."""
-    draft = DraftPlan(cluster, judge_liveness(cluster.nodes, cluster.acting_for_s), UNLIMITED)
-    search = draft.sought()
-    numbers = {wish.name: number for number, wish in enumerate(search.wishes)}
-    sizes = [wish.model.weights_bytes for wish in search.wishes]
-    for column in sorted(seats, key=lambda c: sizes[numbers[c.deployment_id]]):
-        wish = search.wishes[numbers[column.deployment_id]]
-        node = search.ground.nodes[column.node_id]
-        found = search.ground.offer(column.site, [node], wish.deployment, wish.model)
+def recost(cluster: ClusterState, slots: Sequence[SlotColumn]) -> PlacementDraft:
+    """Return a draft that holds replicas on these slots and no others."""
+    draft = empty_draft(cluster, UNLIMITED)
+    numbers = {state.deployment_id: number for number, state in enumerate(draft.states)}
+    sizes = [state.needs.model.weights_bytes for state in draft.states]
+    for column in sorted(slots, key=lambda slot: sizes[numbers[slot.deployment_id]]):
+        state = draft.states[numbers[column.deployment_id]]
+        node = draft.fleet.nodes[column.node_id]
+        found = draft.ledger.best_candidate(
+            column.site, [node], state.needs.deployment, state.needs.model
+        )
         if found is None:
             raise RuntimeError(
-                f"cannot seat {wish.name} on {node.node_id}: what was seated before left no room"
+                f"cannot place {state.deployment_id} on {node.node_id}: no memory is left there"
             )
-        seat = msgspec.structs.replace(
-            found.seat, parts=(SlotPart(node=node, device_ids=column.device_ids),)
+        slot = msgspec.structs.replace(
+            found.slot, parts=(SlotPart(node=node, device_ids=column.device_ids),)
         )
-        worth = search.worth_to(wish, column.site)
-        offered = msgspec.structs.replace(found, seat=seat)
-        search.take(wish, msgspec.structs.replace(worth, offered=offered))
-    return search
+        gain = draft.gain_at(state, column.site)
+        candidate = msgspec.structs.replace(found, slot=slot)
+        draft.take(state, msgspec.structs.replace(gain, candidate=candidate))
+    return draft

@@ -12,8 +12,10 @@ import numpy as np
 
 from isochrone.wire.ids import NodeId
 from ops.sim.planet_world import OUTPUT_TOKENS, PROMPT_TOKENS, PlanetWorld
-from scheduler.decide.placement.score import UNSERVED_MS, Distances
-from scheduler.decide.placement.search.load_assignment import Floats, Ints, LoadAssignment
+from scheduler.decide.arrays import Floats, Ints
+from scheduler.decide.capacity.distances import Distances
+from scheduler.decide.placement.score import UNSERVED_MS
+from scheduler.decide.placement.search.load_assignment import LoadAssignment
 
 Seats = Mapping[int, Iterable[NodeId]]
 """By the number of a deployment, the node of each warm replica."""

@@ -1,8 +1,8 @@
-"""Small worlds, drawn by seed, that a MILP can solve: what the planner is judged by, exactly.
+"""Small worlds, drawn by seed, that a MILP can solve exactly, to measure the planner against.
 
-Four to seven PoPs of 24 real cities, one to three nodes in each with one to four devices of mixed
-classes, three to six deployments of models from 1 to 150 GB with policies of all kinds, and demand
-that fills the fleet from a fifth to one and a half times.
+Each has four to seven PoPs of 24 real cities, one to three nodes per PoP with one to four devices
+of mixed classes, three to six deployments of models from 1 to 150 GB with varied policies, and
+demand of 0.2 to 1.5 times what the fleet can serve.
 """
 
 from typing import Final
@@ -49,11 +49,11 @@ SPEED: Final = {"h100-80g": 1.0, "l40s-48g": 0.35, "l4-24g": 0.12}
 
 WEIGHTS_GB: Final = (1, 4, 8, 16, 35, 70, 150)
 UNIT_TOKENS_PER_S: Final = 40_000.0
-"""Tokens/s that a model of 1 GB decodes on the fastest class here; the rest follows by size."""
+"""Tokens/s that a 1 GB model decodes on the fastest class; larger models are slower by size."""
 
 
 def small_world(seed: int) -> ClusterState:
-    """Return one small world: the same for the same seed, on every machine."""
+    """Return the small world of a seed; it is the same on every machine."""
     rng = np.random.default_rng(seed)
     chosen = rng.choice(len(CITIES), size=int(rng.integers(4, 8)), replace=False)
     pops = tuple(
@@ -76,7 +76,7 @@ def small_world(seed: int) -> ClusterState:
 
 
 def a_model(name: str, weights_gb: float) -> Model:
-    """Return a catalogue entry of a size."""
+    """Return a catalogue entry of a given size."""
     size = int(weights_gb * 1e9)
     file = ArtifactFile(path="model.safetensors", size_bytes=size, sha256=f"{hash_of(name):064x}")
     artifact = Artifact(source="file:/models", files=(file,), digest=manifest_digest([file]))
@@ -91,12 +91,12 @@ def a_model(name: str, weights_gb: float) -> Model:
 
 
 def hash_of(name: str) -> int:
-    """Return a number that is the same for a name on every run."""
+    """Return a number that depends on a name only, unlike hash()."""
     return sum((index + 1) * ord(letter) for index, letter in enumerate(name))
 
 
 def devices_for(model: Model, kv_memory_bytes: int, memory_bytes: int) -> int:
-    """Return the fewest devices (1, 2, 4, 8) of a size that hold a replica."""
+    """Return the fewest devices (1, 2, 4 or 8) of a size that hold a replica, or 16."""
     for count in (1, 2, 4, 8):
         if model.weights_bytes / count + kv_memory_bytes + overhead_bytes(model) <= memory_bytes:
             return count
@@ -104,7 +104,7 @@ def devices_for(model: Model, kv_memory_bytes: int, memory_bytes: int) -> int:
 
 
 def speed_profile(weights_gb: float, devices: int, speed: float) -> Profile:
-    """Return what a replica was measured to do: bandwidth over size, less what splitting costs."""
+    """Return the measured rates of a replica: bandwidth over size, less the cost of splitting."""
     decode = UNIT_TOKENS_PER_S * speed * devices**0.85 / (weights_gb + 4.0)
     return Profile(load_s=10.0, prefill_tokens_per_s=12.0 * decode, decode_tokens_per_s=decode)
 
@@ -138,7 +138,7 @@ def _deployments(
         kv = int(GIB * rng.choice([2, 4, 8]))
         count = devices_for(model, kv, largest)
         models.append(model)
-        least = int(rng.choice([0, 0, 1, 2]))
+        replicas_min = int(rng.choice([0, 0, 1, 2]))
         deployments.append(
             Deployment(
                 deployment_id=DeploymentId(f"d{number}"),
@@ -146,8 +146,8 @@ def _deployments(
                 model_id=ModelId(model.model_id),
                 engine=EngineSettings(driver="vllm", kv_memory_bytes=kv, devices=count),
                 policy=Policy(
-                    replicas_min=least,
-                    replicas_max=int(rng.choice([max(1, least), 3, 12])),
+                    replicas_min=replicas_min,
+                    replicas_max=int(rng.choice([max(1, replicas_min), 3, 12])),
                     keep_warm=(pops[0].pop,) if rng.random() < 0.15 else (),
                     deny=(pops[-1].country,) if rng.random() < 0.2 else (),
                     priority=int(rng.choice([40, 50, 50, 50, 60])),
@@ -172,7 +172,7 @@ def _demand(
     deployments: tuple[Deployment, ...],
     profiles: tuple[MeasuredProfile, ...],
 ) -> tuple[DemandRate, ...]:
-    """Spread demand by a popularity that falls with rank and by each city's taste."""
+    """Draw demand: popularity falls with rank, and each city has its own preferences."""
     devices = sum(len(node.devices) for node in nodes)
     fill = float(rng.uniform(0.2, 1.5))
     size = rng.lognormal(0.0, 0.7, len(pops))

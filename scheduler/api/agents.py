@@ -13,8 +13,7 @@ from isochrone.wire.ids import NodeId
 from isochrone.wire.report import Pulse, Report
 from scheduler import metrics
 from scheduler.api.peers import RETRY_REFUSED_S, PeerRefused, PeerServer
-from scheduler.decide.membership.placement_seal import sealed_fields
-from scheduler.decide.membership.report_diff import has_changed
+from scheduler.decide.membership import has_changed, sealed_fields
 from scheduler.state.assignment_outbox import AssignmentOutbox
 from scheduler.state.heartbeats import Heartbeats, PulseBuffer
 from scheduler.state.lease_state import LeaseState, NotActing

@@ -11,8 +11,8 @@ from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.model import Deployment, EngineSettings, Policy
 from isochrone.wire.routes import Pop
 from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
-from scheduler.decide.placement.fleet.slots import policy_contradiction, residency_allows
-from scheduler.decide.whatif.explain import Explanation
+from scheduler.decide.placement import policy_contradiction, residency_allows
+from scheduler.decide.whatif import Explanation
 from scheduler.store import catalogue, deployments
 from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s

@@ -21,7 +21,7 @@ from isochrone.service.http_server import read_body
 from isochrone.service.identity import Authority
 from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
-from scheduler.decide.membership.liveness import LivenessLimits
+from scheduler.decide.membership import LivenessLimits
 from scheduler.planner.client import PlannerClient, PlannerFailed
 from scheduler.state.heartbeats import Heartbeats
 from scheduler.state.lease_state import LeaseState

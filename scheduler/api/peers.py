@@ -28,7 +28,7 @@ from isochrone.wire.control import (
 from isochrone.wire.ids import ClusterId, NodeId
 from scheduler import metrics
 from scheduler.api.certificates import CertificateIssuer
-from scheduler.decide.membership.message_rate_limit import MessageRateLimit
+from scheduler.decide.membership import MessageRateLimit
 from scheduler.state.heartbeats import Heartbeats
 from scheduler.state.leadership import Leadership
 from scheduler.state.lease_state import LeaseState, NotActing

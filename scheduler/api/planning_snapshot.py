@@ -5,19 +5,19 @@ from typing import Final
 import msgspec
 
 from scheduler.api.endpoint import AdminRequest, Endpoint
-from scheduler.decide.whatif.what_if import ClusterSnapshot
+from scheduler.decide.whatif import ClusterSnapshot
 
 
-async def picture(request: AdminRequest) -> msgspec.Raw:
+async def snapshot(request: AdminRequest) -> msgspec.Raw:
     """Read the planner's snapshot of the cluster. It contains no keys and no prompts."""
-    return await request.context.planner.picture(request.context.heartbeats.observed())
+    return await request.context.planner.snapshot(request.context.heartbeats.observed())
 
 
 SNAPSHOT_ENDPOINTS: Final = (
     Endpoint(
         "GET",
         "/v1/picture",
-        picture,
+        snapshot,
         "Read the snapshot that placement decides from",
         ClusterSnapshot,
     ),

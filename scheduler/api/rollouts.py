@@ -10,15 +10,15 @@ from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.rollout import RolloutBody, RolloutSpec, RolloutView
 from scheduler.api.deployments import engine_problem, require_deployment
 from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
-from scheduler.decide.rollout.lifecycle import (
+from scheduler.decide.rollout import (
     IN_PROGRESS,
     InvalidRolloutEvent,
     Rollout,
     RolloutEvent,
     apply_event,
+    compare_arms,
     steps_problem,
 )
-from scheduler.decide.rollout.sequential_test import compare_arms
 from scheduler.store import catalogue, deployments, rollouts
 from scheduler.store.cluster import read_pops
 

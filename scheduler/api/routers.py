@@ -12,12 +12,7 @@ from isochrone.wire.routes import SnapshotWanted
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from scheduler import metrics
 from scheduler.api.peers import RETRY_REFUSED_S, PeerRefused, PeerServer
-from scheduler.decide.demand.intake import (
-    accept_demand,
-    accept_round_trips,
-    accept_trials,
-    accept_usage,
-)
+from scheduler.decide.demand import accept_demand, accept_round_trips, accept_trials, accept_usage
 from scheduler.state.peer_connection import PeerConnection
 from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.pool import (

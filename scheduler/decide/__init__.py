@@ -1,1 +1,4 @@
-"""Pure decisions over one frozen picture of the fleet. Nothing here awaits or asks a clock."""
+"""Pure decisions: plain functions of a cluster state that read neither a clock nor the network.
+
+Each package has one door, its `__init__`; the rest of the scheduler imports from there.
+"""

@@ -1,6 +1,7 @@
-"""The frozen picture that every decision reads, and the plan that is their answer.
+"""The cluster state that every decision reads, and the plan that placement returns.
 
-Rule: whatever a decision needs, time included, is in `ClusterState`. A saved picture replays.
+Rule: everything that a decision needs, times included, is in `ClusterState`. So a saved state
+replays to the same plan.
 """
 
 from collections.abc import Callable
@@ -28,11 +29,11 @@ RATES: Final = (
     *("requests_per_s", "refused_per_s"),
     *("uncached_tokens_per_s", "output_tokens_per_s"),
 )
-"""What a `DemandRate` is made of."""
+"""The rates of a `DemandRate`."""
 
 
 class Liveness(StrEnum):
-    """What the centre believes of a node: heard from, quiet for a while, or gone."""
+    """The liveness of a node as the scheduler sees it: in contact, silent for a while, or gone."""
 
     READY = "ready"
     SUSPECT = "suspect"
@@ -40,13 +41,13 @@ class Liveness(StrEnum):
 
 
 class FleetNode(msgspec.Struct, frozen=True, kw_only=True):
-    """One server as last reported. `silent_s` is how long nothing was heard of it.
+    """One server as last reported. `silent_s` is the time since it was last in contact.
 
-    `back_s` is how long ago it came back from a silence that others are lost for; None: it did not.
-    Nodes of one `failure_domain` (a rack, a power feed) fail together; "" is a domain of its own.
-    The measured rates say how fast weights come from its disk and from elsewhere; 0 is not known.
-    `rank_ports`, first and last, are for replicas over several nodes; without, it has part in none.
-    `refused` are deployments of which it would run no replica a moment ago, and why.
+    `back_s` is the time since it came back from a silence long enough to be lost; None if it did
+    not. Nodes of one `failure_domain` (a rack, a power feed) fail together; "" is a domain of its
+    own. The measured rates are how fast weights come from its disk and from other nodes; 0 is
+    unknown. `rank_ports`, first and last, are for replicas over several nodes; without them it
+    takes no part in any. `refused` are deployments of which it refused a replica recently, and why.
     """
 
     node_id: NodeId
@@ -69,11 +70,11 @@ class FleetNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica's seat, what its node last said of it, and its tombstone if it is to end.
+    """A replica on a node, its last reported state, and whether it is to end.
 
-    One over several nodes is its leader's, whose engine has the door, with `followers` for the
-    other nodes' parts and the `rank_port` on which they meet. A part whose leader is gone stands
-    alone, with its `leader_id`, until it is ended.
+    A replica over several nodes is the placement of its leader, whose engine accepts requests, with
+    `followers` for the parts on other nodes and the `rank_port` on which they meet. A part whose
+    leader is gone is a placement of its own, with its `leader_id`, until it has ended.
     """
 
     replica_id: ReplicaId
@@ -97,7 +98,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> "tuple[Placement, ...]":
-        """What it is on each of its nodes, the leader's first."""
+        """Its part on each node, the leader's first."""
         return (self, *self.followers)
 
     @property
@@ -109,9 +110,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemandRate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Tokens per second that one city asks of one deployment, over the last minutes.
+    """The demand of one city for one deployment, over the last minutes.
 
-    The collector need not walk these: they hold no other, and a planet has tens of thousands.
+    Not tracked by the garbage collector: a large fleet has tens of thousands, without references.
     """
 
     deployment_id: DeploymentId
@@ -122,18 +123,18 @@ class DemandRate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     refused_per_s: float = 0.0
 
     def times(self, factor: float) -> "DemandRate":
-        """Return so many times as much."""
-        more = {rate: getattr(self, rate) * factor for rate in RATES}
-        return msgspec.structs.replace(self, **more)
+        """Return this demand times a factor."""
+        scaled = {rate: getattr(self, rate) * factor for rate in RATES}
+        return msgspec.structs.replace(self, **scaled)
 
     def plus(self, other: "DemandRate") -> "DemandRate":
-        """Return this with what is asked by another."""
-        both = {rate: getattr(self, rate) + getattr(other, rate) for rate in RATES}
-        return msgspec.structs.replace(self, **both)
+        """Return the sum of this demand and another."""
+        summed = {rate: getattr(self, rate) + getattr(other, rate) for rate in RATES}
+        return msgspec.structs.replace(self, **summed)
 
 
 class PopDistance(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured round trip from a city's routers to the nodes of a PoP."""
+    """The measured round trip from a city's routers to the nodes of a PoP."""
 
     from_pop: PopId
     to_pop: PopId
@@ -141,7 +142,7 @@ class PopDistance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """What agents measured of a model on a class of device."""
+    """The rates that agents measured of a model on a device class."""
 
     model_id: str
     device_class: str
@@ -149,9 +150,9 @@ class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartFailures(msgspec.Struct, frozen=True, kw_only=True):
-    """How often of late nodes gave up on replicas of a version, engines that broke again and again.
+    """How often nodes recently gave up starting replicas of a version because engines kept failing.
 
-    `node_ids` are where, the last first; `ago_s` and `reason` are the last one's.
+    `node_ids` are the nodes, the latest first; `ago_s` and `reason` are of the latest.
     """
 
     deployment_id: DeploymentId
@@ -163,11 +164,11 @@ class StartFailures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefetchTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights that a node should have on its disk before it is asked to run them.
+    """Weights that a node should have on its disk before it runs them.
 
-    `due_s` from now is when demand is foretold to need a replica there; below 0 it is past.
-    `bytes_per_s` is how fast they may come, 0 where they come from within the PoP. `is_held` says
-    that the record has them arrived.
+    `due_s` is the time until the forecast needs a replica there; below 0 it is past. `bytes_per_s`
+    limits the fetch; 0 means that the weights come from within the PoP. `is_held` says that the
+    store has recorded their arrival.
     """
 
     node_id: NodeId
@@ -182,7 +183,8 @@ class PrefetchTarget(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     """The whole fleet at one generation.
 
-    `acting_for_s` is how long this scheduler has acted: a new one has not heard everybody yet.
+    `acting_for_s` is how long this scheduler has acted: a new one has not yet been in contact with
+    every node.
     """
 
     cluster_id: ClusterId
@@ -202,14 +204,14 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     given_up: tuple[StartFailures, ...] = ()
 
     def measured(self) -> dict[tuple[str, str], Profile]:
-        """Return what agents measured, by model and class of device."""
+        """Return the measured rates by model and device class."""
         return {(row.model_id, row.device_class): row.profile for row in self.profiles}
 
 
 class ReplicaStart(msgspec.Struct, frozen=True, kw_only=True):
-    """Seat a replica. The id in `spec` is the planner's, made from the picture alone.
+    """Start a replica. The id in `spec` is derived from the cluster state alone.
 
-    `followers` are the parts on other nodes of one that is spread over several.
+    `followers` are the parts on other nodes of a replica over several nodes.
     """
 
     node_id: NodeId
@@ -219,20 +221,20 @@ class ReplicaStart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> "tuple[ReplicaStart, ...]":
-        """What is started on each node, the leader's first."""
+        """The starts on each node, the leader's part first."""
         return (self, *self.followers)
 
     def with_spec(self, **fields: Any) -> "ReplicaStart":
-        """Return it with fields of its spec changed."""
+        """Return this start with fields of its spec replaced."""
         return msgspec.structs.replace(self, spec=msgspec.structs.replace(self.spec, **fields))
 
-    def each(self, change: "Callable[[ReplicaStart], ReplicaStart]") -> "ReplicaStart":
-        """Return it with each of its parts changed."""
-        followers = tuple(part.each(change) for part in self.followers)
+    def map_parts(self, change: "Callable[[ReplicaStart], ReplicaStart]") -> "ReplicaStart":
+        """Return this start with `change` applied to each of its parts."""
+        followers = tuple(part.map_parts(change) for part in self.followers)
         return msgspec.structs.replace(change(self), followers=followers)
 
     def placement(self, state: ReplicaState) -> Placement:
-        """Return the seat that this becomes."""
+        """Return the placement that this start becomes."""
         group = self.spec.group
         return Placement(
             replica_id=self.spec.replica_id,
@@ -251,7 +253,7 @@ class ReplicaStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """End a replica after draining it: on its node, and on those of its followers."""
+    """Drain and end a replica on its node and on those of its followers."""
 
     replica_id: ReplicaId
     node_id: NodeId
@@ -261,14 +263,14 @@ class ReplicaEnding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnmetRequirement(msgspec.Struct, frozen=True, kw_only=True):
-    """A wish that cannot be met now, and the reason with its numbers."""
+    """A requirement of a deployment that cannot be met now, and why, with the numbers."""
 
     deployment_id: DeploymentId
     reason: str
 
 
 class PlacementPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A small list of moves, each with its reason. `frozen` says why nothing moves, if so."""
+    """Starts and ends of replicas, with reasons. `frozen` says why nothing changes, or is ""."""
 
     based_on: Generation
     starts: tuple[ReplicaStart, ...] = ()
@@ -278,8 +280,8 @@ class PlacementPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def node_ids(self) -> list[NodeId]:
-        """The nodes of which the assignment changes, in order."""
-        concerned = {part.node_id for start in self.starts for part in start.parts}
+        """The nodes whose assignment changes, in order."""
+        changed = {part.node_id for start in self.starts for part in start.parts}
         for ending in self.endings:
-            concerned |= {ending.node_id, *ending.follower_ids}
-        return sorted(concerned)
+            changed |= {ending.node_id, *ending.follower_ids}
+        return sorted(changed)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from scheduler.decide.rollout.lifecycle import Rollout, RolloutVerdict, apply_event, judge_rollout
+from scheduler.decide.rollout import Rollout, RolloutVerdict, apply_event, judge_rollout
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.events import record_event

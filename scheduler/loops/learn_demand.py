@@ -39,7 +39,7 @@ class LearnDemand:
             learned = await self._planner.learn(self._lease.epoch)
             counts = DemandCounts(counts.slots + learned.slots, learned.series, learned.saved)
             is_behind = learned.is_behind
-            if learned.is_news:
+            if learned.is_new:
                 self._nudge_place()
                 self._nudge_prefetch()
         return counts

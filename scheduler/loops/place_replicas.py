@@ -13,8 +13,8 @@ import msgspec
 from isochrone.service.identity import Authority
 from scheduler import metrics
 from scheduler.decide.cluster import PlacementPlan, ReplicaStart
-from scheduler.decide.membership.placement_seal import sealed_fields
-from scheduler.decide.placement.multi_node import with_secret
+from scheduler.decide.membership import sealed_fields
+from scheduler.decide.placement import with_secret
 from scheduler.planner.client import PlannerClient
 from scheduler.state.assignment_outbox import AssignmentOutbox
 from scheduler.state.heartbeats import Heartbeats
@@ -125,6 +125,6 @@ class PlaceReplicas:
 
 def _sealed(start: ReplicaStart, authority: Authority) -> ReplicaStart:
     """Return `start` with a seal on each part, by which any scheduler can later adopt it."""
-    return start.each(
+    return start.map_parts(
         lambda part: part.with_spec(seal=authority.seal(sealed_fields(part.node_id, part.spec)))
     )

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from scheduler.decide.placement.prefetch import PrefetchDecision
+from scheduler.decide.placement import PrefetchDecision
 from scheduler.planner.client import PlannerClient
 from scheduler.state.assignment_outbox import AssignmentOutbox
 from scheduler.state.heartbeats import Heartbeats
@@ -41,12 +41,12 @@ class PrefetchWeights:
         """Ask the planner, store the changes, and send the nodes concerned their assignments."""
         if not self._lease.is_acting:
             return WeightPrefetchCounts()
-        foreseen = await self._planner.foresee(self._heartbeats.observed())
-        if foreseen != PrefetchDecision():
-            node_ids = {prefetch.node_id for prefetch in foreseen.new}
-            node_ids |= {ended.wish.node_id for ended in foreseen.ended}
+        decision = await self._planner.plan_prefetch(self._heartbeats.observed())
+        if decision != PrefetchDecision():
+            node_ids = {prefetch.node_id for prefetch in decision.new}
+            node_ids |= {ended.target.node_id for ended in decision.ended}
             with self._assignments.resend_on_error(node_ids):
                 async with transaction(self._pool) as connection:
-                    await record_prefetch_changes(connection, self._lease.epoch, foreseen)
+                    await record_prefetch_changes(connection, self._lease.epoch, decision)
                 await self._assignments.send_to(sorted(node_ids))
-        return WeightPrefetchCounts(len(foreseen.new), len(foreseen.arrived), len(foreseen.ended))
+        return WeightPrefetchCounts(len(decision.new), len(decision.arrived), len(decision.ended))

@@ -15,10 +15,11 @@ from isochrone.wire.ids import Generation, NodeId
 from isochrone.wire.routes import KeyEntry, RouteTable, diff
 from scheduler import metrics
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.membership.liveness import LivenessLimits, judge_liveness
-from scheduler.decide.routing.flap_damping import DeparturesByReplica, damp_flaps
-from scheduler.decide.routing.route_table import (
+from scheduler.decide.membership import LivenessLimits, judge_liveness
+from scheduler.decide.routing import (
+    DeparturesByReplica,
     build_route_table,
+    damp_flaps,
     keep_unchanged_rates,
     multi_node_hosts,
     replace_node_routes,

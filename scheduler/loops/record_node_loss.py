@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from scheduler.decide.cluster import Liveness
-from scheduler.decide.membership.liveness import LivenessLimits, judge_liveness
+from scheduler.decide.membership import LivenessLimits, judge_liveness
 from scheduler.state.heartbeats import Heartbeats
 from scheduler.state.lease_state import LeaseState
 from scheduler.store.node_losses import read_lost_nodes, record_node_losses

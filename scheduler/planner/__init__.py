@@ -1,10 +1,10 @@
-"""The process beside the scheduler: it reads the fleet, forecasts, and decides what takes long.
+"""The planner process: it reads the fleet, forecasts demand and makes the long computations.
 
-A plan for five thousand nodes is half a second of computing, a first one is seconds. In a thread
-each of them would hold up whoever the scheduler talks with; here nobody waits for it. The scheduler
-starts it, asks, and writes what was decided; the planner writes only what it learned of demand.
-All that it holds can be lost: it is read from the store again.
+A plan for five thousand nodes takes half a second of CPU, a first one seconds. In a thread of the
+scheduler it would delay every connection; in a process of its own it delays none. The scheduler
+starts the process, sends requests and writes what was decided. The planner writes only what it
+learned of demand. All state that it holds can be lost: it is read from the store again.
 
-`process` is the scheduler's side, `__main__` the other; `questions` is what is said between them,
-`desk` what answers.
+`client` is the scheduler's side, `__main__` the process, `messages` what they exchange, `server`
+what answers.
 """

@@ -1,6 +1,7 @@
-"""`python -m scheduler.planner`: the planner's process. A scheduler starts it, asks by its stdin.
+"""`python -m scheduler.planner`: the planner process, which answers requests from stdin.
 
-That ends when the scheduler does, however it ended; and so does the planner.
+The scheduler starts it. Stdin closes when the scheduler ends, for whatever reason, and then the
+planner ends too.
 """
 
 import asyncio
@@ -29,17 +30,17 @@ log = logging.getLogger(__name__)
 
 CONNECTIONS: Final = 4
 NICE: Final = 5
-COLLECTED_AFTER: Final = (50_000, 20, 50)
-"""A plan makes and drops millions of objects: by Python's own thresholds (700, 10, 10) many outlive
-several collections, and each costs more than the one before."""
+GC_THRESHOLDS: Final = (50_000, 20, 50)
+"""A plan creates millions of objects. With Python's default thresholds (700, 10, 10) many survive
+several collections, and each collection costs more than the one before."""
 
 
-async def answer_all() -> int:
-    """Answer for as long as anybody may ask; return the exit code."""
+async def serve() -> int:
+    """Answer requests until stdin closes; return the exit code."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    told, _ = await loop.connect_write_pipe(asyncio.Protocol, sys.stdout)
+    writer, _ = await loop.connect_write_pipe(asyncio.Protocol, sys.stdout)
     settings = msgspec.msgpack.decode(await read_frame(reader), type=PlannerSettings)
     setup_logs("planner", settings.log_level)
     try:
@@ -47,16 +48,16 @@ async def answer_all() -> int:
     except UNAVAILABLE as error:
         log.warning("cannot reach the database", extra={"fields": {"reason": str(error)[:200]}})
         return 1
-    desk = PlannerServer(pool, settings.liveness)
+    server = PlannerServer(pool, settings.liveness)
 
-    async def answer(asked: PlannerRequest) -> None:
-        told.write(frame(await _told(desk, asked)))
+    async def answer(request: PlannerRequest) -> None:
+        writer.write(frame(await _reply_to(server, request)))
 
     answering: set[asyncio.Task[None]] = set()
     with suppress(asyncio.IncompleteReadError):
         while True:
-            asked = msgspec.msgpack.decode(await read_frame(reader), type=PlannerRequest)
-            task = asyncio.create_task(answer(asked))
+            request = msgspec.msgpack.decode(await read_frame(reader), type=PlannerRequest)
+            task = asyncio.create_task(answer(request))
             answering.add(task)
             task.add_done_callback(answering.discard)
     for task in answering:
@@ -66,27 +67,28 @@ async def answer_all() -> int:
     return 0
 
 
-async def _told(desk: PlannerServer, asked: PlannerRequest) -> PlannerReply:
+async def _reply_to(server: PlannerServer, request: PlannerRequest) -> PlannerReply:
     try:
-        answer = await desk.answer(asked)
+        answer = await server.answer(request.question)
     except UNAVAILABLE as error:
-        return PlannerReply(
-            asked.number, failure=f"the database is away: {error or type(error).__name__}"
-        )
+        reason = f"cannot reach the database: {error or type(error).__name__}"
+        return PlannerReply(request.number, failure=reason)
     except Exception as error:
-        log.exception("no answer", extra={"fields": {"asked": type(asked.question).__name__}})
-        return PlannerReply(asked.number, failure=f"{type(error).__name__}: {error}"[:300])
-    return PlannerReply(asked.number, msgspec.Raw(msgspec.msgpack.encode(answer)))
+        # Whatever fails, the scheduler must get a reply, or it would wait for its timeout.
+        fields = {"question": type(request.question).__name__}
+        log.exception("cannot answer a request", extra={"fields": fields})
+        return PlannerReply(request.number, failure=f"{type(error).__name__}: {error}"[:300])
+    return PlannerReply(request.number, msgspec.Raw(msgspec.msgpack.encode(answer)))
 
 
 def main() -> None:
-    """Run it; those who are talked with come first for the processor."""
-    gc.set_threshold(*COLLECTED_AFTER)
+    """Run the planner at a lower CPU priority than the processes that hold connections."""
+    gc.set_threshold(*GC_THRESHOLDS)
     os.nice(NICE)
-    # It ends when its scheduler does, which may still have something to ask.
+    # It ends with its scheduler, which may still send requests while it shuts down.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    raise SystemExit(asyncio.run(answer_all()))
+    raise SystemExit(asyncio.run(serve()))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The scheduler's side of its planner: started at the first question, and anew where it was lost.
+"""The scheduler's client of the planner process, which it starts when needed.
 
-A planner that ends, or does not answer in time, costs the questions it was asked, and no more: the
-next one starts another. It ends by itself when nobody is left who could ask.
+If the planner ends or does not answer in time, only its pending requests fail: the next request
+starts another process. The planner ends by itself when the scheduler is gone.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ import msgspec
 
 from isochrone.wire.ids import DeploymentId, Epoch
 from scheduler.decide.cluster import PlacementPlan
-from scheduler.decide.membership.liveness import NodeContact
-from scheduler.decide.placement.prefetch import PrefetchDecision
-from scheduler.decide.whatif.explain import Explanation
+from scheduler.decide.membership import NodeContact
+from scheduler.decide.placement import PrefetchDecision
+from scheduler.decide.whatif import Explanation
 from scheduler.planner.messages import (
     ExplainRequest,
     LearnReply,
@@ -36,17 +36,17 @@ from scheduler.planner.messages import (
 log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S: Final = 120.0
-"""Many times what the largest fleet's first plan takes: whoever thinks for so long is stuck."""
+"""Many times the time of the largest fleet's first plan: a planner that takes longer is stuck."""
 
 ReplyT = TypeVar("ReplyT")
 
 
 class PlannerFailed(Exception):
-    """There is no answer; the message says why."""
+    """The planner gave no answer; the message says why."""
 
 
 class PlannerClient:
-    """Asks the planner's process, whichever lives. `stop()` ends it."""
+    """Sends requests to the planner process. `stop()` ends it."""
 
     def __init__(
         self, settings: PlannerSettings, *, answer_timeout_s: float = ANSWER_TIMEOUT_S
@@ -55,64 +55,67 @@ class PlannerClient:
         self._answer_timeout_s = answer_timeout_s
         self._starting = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
-        self._listening: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._numbers = count()
-        self._waiting: dict[int, asyncio.Future[PlannerReply]] = {}
+        self._pending: dict[int, asyncio.Future[PlannerReply]] = {}
 
-    async def plan(self, heard: NodeContact) -> PlacementPlan:
+    async def plan(self, contact: NodeContact) -> PlacementPlan:
         """Return what should start and end."""
-        return await self._ask(PlanRequest(heard), PlacementPlan)
+        return await self._ask(PlanRequest(contact), PlacementPlan)
 
-    async def foresee(self, heard: NodeContact) -> PrefetchDecision:
-        """Return which weights should be where before they are needed."""
-        return await self._ask(PrefetchRequest(heard), PrefetchDecision)
+    async def plan_prefetch(self, contact: NodeContact) -> PrefetchDecision:
+        """Return which weights to prefetch to which nodes."""
+        return await self._ask(PrefetchRequest(contact), PrefetchDecision)
 
-    async def explain(self, heard: NodeContact, deployment_id: DeploymentId) -> Explanation | None:
-        """Return why a deployment runs where it does; None where there is no such deployment."""
-        question = ExplainRequest(heard, deployment_id)
-        # mypy takes no union for a type.
+    async def explain(
+        self, contact: NodeContact, deployment_id: DeploymentId
+    ) -> Explanation | None:
+        """Return why a deployment runs where it does; None if there is no such deployment."""
+        question = ExplainRequest(contact, deployment_id)
+        # mypy does not accept a union as a type argument.
         return await self._ask(question, cast(type[Explanation], Explanation | None))
 
-    async def picture(self, heard: NodeContact) -> msgspec.Raw:
-        """Return the picture that would be decided from, as JSON."""
-        return msgspec.Raw(await self._ask(SnapshotRequest(heard), bytes))
+    async def snapshot(self, contact: NodeContact) -> msgspec.Raw:
+        """Return the cluster snapshot that the next plan would be made from, as JSON."""
+        return msgspec.Raw(await self._ask(SnapshotRequest(contact), bytes))
 
     async def learn(self, epoch: Epoch) -> LearnReply:
-        """Have it learn the demand of what has ended."""
+        """Let the planner learn the demand of slots that have ended."""
         return await self._ask(LearnRequest(epoch), LearnReply)
 
     async def stop(self) -> None:
-        """End it at once: it holds nothing that the store does not."""
+        """Kill the planner: all of its state is in the store."""
         if self._process is not None:
-            await self._killed(self._process)
+            await self._kill(self._process)
 
-    async def _ask(self, question: PlannerQuestion, answer: type[ReplyT]) -> ReplyT:
-        process = await self._started()
+    async def _ask(self, question: PlannerQuestion, answer_type: type[ReplyT]) -> ReplyT:
+        """Send a question and return the answer; raise PlannerFailed if there is none."""
+        process = await self._ensure_started()
         assert process.stdin is not None
         number = next(self._numbers)
-        told = self._waiting[number] = asyncio.get_running_loop().create_future()
+        future = self._pending[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(self._answer_timeout_s):
                 process.stdin.write(frame(PlannerRequest(number, question)))
                 await process.stdin.drain()
-                told_now = await told
+                reply = await future
         except TimeoutError:
-            await self._killed(process)
+            await self._kill(process)
             raise PlannerFailed(
-                f"cannot decide: no answer within {self._answer_timeout_s:g} s; another planner "
-                "is started"
+                f"cannot plan: no answer within {self._answer_timeout_s:g} s; the next request "
+                "starts another planner"
             ) from None
         except ConnectionError as error:
-            raise PlannerFailed("cannot decide: the planner has ended") from error
+            raise PlannerFailed("cannot plan: the planner has ended") from error
         finally:
-            del self._waiting[number]
-        if told_now.failure:
-            raise PlannerFailed(f"cannot decide: {told_now.failure}")
-        return msgspec.msgpack.decode(told_now.answer, type=answer)
+            del self._pending[number]
+        if reply.failure:
+            raise PlannerFailed(f"cannot plan: {reply.failure}")
+        return msgspec.msgpack.decode(reply.answer, type=answer_type)
 
-    async def _started(self) -> asyncio.subprocess.Process:
+    async def _ensure_started(self) -> asyncio.subprocess.Process:
         async with self._starting:
-            if self._process is None or self._listening is None or self._listening.done():
+            if self._process is None or self._reading is None or self._reading.done():
                 self._process = process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", "scheduler.planner"),
                     stdin=asyncio.subprocess.PIPE,
@@ -120,32 +123,32 @@ class PlannerClient:
                 )
                 assert process.stdin is not None
                 process.stdin.write(frame(self._settings))
-                self._listening = asyncio.create_task(self._listen(process))
+                self._reading = asyncio.create_task(self._read_replies(process))
             return self._process
 
-    async def _listen(self, process: asyncio.subprocess.Process) -> None:
-        """Hand out answers for as long as there are any, then see the process end."""
+    async def _read_replies(self, process: asyncio.subprocess.Process) -> None:
+        """Give each reply to its request until the process ends, then fail the pending ones."""
         assert process.stdout is not None
         try:
             while True:
-                told = msgspec.msgpack.decode(await read_frame(process.stdout), type=PlannerReply)
-                waiting = self._waiting.get(told.number)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(told)
+                reply = msgspec.msgpack.decode(await read_frame(process.stdout), type=PlannerReply)
+                future = self._pending.get(reply.number)
+                if future is not None and not future.done():
+                    future.set_result(reply)
         except asyncio.IncompleteReadError:
-            log.debug("no more answers")
+            log.debug("the planner closed its output")
         except msgspec.MsgspecError as error:
-            log.warning("cannot read an answer", extra={"fields": {"reason": str(error)}})
+            log.warning("cannot read a reply", extra={"fields": {"reason": str(error)}})
             process.kill()
         code = await process.wait()
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(PlannerFailed(f"cannot decide: the planner ended ({code})"))
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(PlannerFailed(f"cannot plan: the planner ended ({code})"))
         log.info("planner ended", extra={"fields": {"code": code}})
 
-    async def _killed(self, process: asyncio.subprocess.Process) -> None:
-        """Kill it, and see it end: whoever asks next must not ask a dead one."""
+    async def _kill(self, process: asyncio.subprocess.Process) -> None:
+        """Kill the process and wait for its end, so that the next request starts another."""
         with suppress(ProcessLookupError):
             process.kill()
-        if process is self._process and self._listening is not None:
-            await asyncio.shield(self._listening)
+        if process is self._process and self._reading is not None:
+            await asyncio.shield(self._reading)

@@ -1,8 +1,8 @@
-"""Learns each slot of demand once it is over, and keeps what is foretold from it.
+"""Learns the demand of each slot after its end, and keeps the forecast up to date.
 
-What was learned is saved in turns, each series once an hour, so that a new term, or a new planner,
-goes on from there and from the slots since. Tens of thousands of series are seconds of work: after
-each one others have their turn.
+Series are saved in turns, each once an hour, so that a new term or a new planner continues from
+there and from the slots since. Tens of thousands of series take seconds to learn: the event loop
+runs other tasks after each of them.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from zlib import crc32
 
 from isochrone.wire.ids import Epoch
 from scheduler.decide.cluster import DemandRate
-from scheduler.decide.demand.fleet_forecast import (
+from scheduler.decide.demand import (
     FORGET_SLOTS,
     LATER,
     LATER_S,
@@ -38,47 +38,48 @@ from scheduler.store.pool import Pool, transaction, using
 log = logging.getLogger(__name__)
 
 GRACE_S: Final = 75.0
-"""How long after its end a slot is still counted into: routers send every few seconds."""
+"""Time after the end of a slot in which routers may still report demand of it."""
 
 CATCH_UP_SLOTS: Final = 36
-"""How far back a new term learns what its predecessor did not: six hours, a second's work each."""
+"""How far back a new term learns what its predecessor did not: six hours, at about a second per
+slot."""
 
 CATCH_UP_FROM_NOTHING_SLOTS: Final = 2016
 PUT_BACK_SLOTS_MAX: Final = 6
-"""How far the clock may be put back for what was learned to stand: for an hour nothing is learned.
-What was learned in a time farther ahead is forgotten, or it would be believed until that came."""
+"""If the database clock is set back by up to this, nothing is learned until it catches up. If it is
+set back farther, series from the future are forgotten, because they would stay until that time."""
 
 SAVE_TURNS: Final = 6
 SAVED_AT_ONCE: Final = 500
 LEARN_S: Final = 10.0
-"""How long slots are learned before it is told that there are more."""
+"""How long one call learns slots before it returns and reports that more are left."""
 
 
 class LaterForecast(NamedTuple):
-    """What is foretold for some hours ahead, and by this process's clock when that is."""
+    """The forecast for some hours ahead, and its time by this process's monotonic clock."""
 
     rows: Sequence[DemandRate] = ()
-    at: float = float("-inf")
+    at_s: float = float("-inf")
 
     def in_s(self) -> float:
-        """Return how far ahead that is."""
-        return self.at - monotonic()
+        """Return the seconds until the time of the forecast."""
+        return self.at_s - monotonic()
 
 
 class DemandForecaster:
-    """The forecast of a term; a new term begins from what is stored."""
+    """Learns demand and forecasts it during one term; a new term begins from the stored series."""
 
     def __init__(self, pool: Pool) -> None:
         self.soon: Sequence[DemandRate] = ()
         self.later = LaterForecast()
         self._pool = pool
         self._epoch: Epoch | None = None
-        self._outlook = FleetForecast({})
+        self._forecast = FleetForecast({})
         self._next_slot = 0
-        self._is_told = True
+        self._is_current = True
 
     async def learn(self, epoch: Epoch) -> LearnReply:
-        """Learn the slots that ended since the last time, and foretell what follows from them."""
+        """Learn the slots that ended since the last call, and renew the forecast."""
         async with using(self._pool) as connection:
             last = slot_of(await read_clock(connection) - GRACE_S) - 1
         if epoch != self._epoch or self._next_slot > last + PUT_BACK_SLOTS_MAX:
@@ -87,79 +88,79 @@ class DemandForecaster:
         until = monotonic() + LEARN_S
         while self._next_slot <= last and monotonic() < until:
             async with using(self._pool) as connection:
-                asked = await read_slot(connection, self._next_slot)
-            if asked is not None:
-                await self._learn(self._next_slot, asked)
+                demand = await read_slot(connection, self._next_slot)
+            if demand is not None:
+                await self._learn_slot(self._next_slot, demand)
                 learned += 1
             self._next_slot += 1
         if learned:
             saved = await self._save(self._next_slot - 1)
         is_behind = self._next_slot <= last
-        is_news = not is_behind and not self._is_told
-        if is_news:
-            await self._foretell()
+        is_new = not is_behind and not self._is_current
+        if is_new:
+            await self._renew_forecast()
         return LearnReply(
             slots=learned,
-            series=len(self._outlook),
+            series=len(self._forecast),
             saved=saved,
-            is_news=is_news,
+            is_new=is_new,
             is_behind=is_behind,
         )
 
-    async def _foretell(self) -> None:
-        """Take the rates to come, once they are all there."""
+    async def _renew_forecast(self) -> None:
+        """Forecast all series, then replace the forecast as a whole."""
         soon, later = [], []
-        for key in self._outlook.known():
-            soon.append(self._outlook.foretell(key))
-            later.append(self._outlook.foretell(key, LATER))
+        for key in self._forecast.sorted_keys():
+            soon.append(self._forecast.forecast(key))
+            later.append(self._forecast.forecast(key, LATER))
             await asyncio.sleep(0)
         self.soon = [row for row in soon if row is not None]
-        at = monotonic() + LATER_S - GRACE_S
-        self.later = LaterForecast([row for row in later if row is not None], at)
-        self._is_told = True
+        at_s = monotonic() + LATER_S - GRACE_S
+        self.later = LaterForecast([row for row in later if row is not None], at_s)
+        self._is_current = True
 
     async def _begin(self, epoch: Epoch) -> None:
-        """Go on from what was saved; what no release of this kind saved is learned anew."""
+        """Continue from the stored series; unreadable ones are learned again."""
         self.soon, self.later = (), LaterForecast()
         async with using(self._pool) as connection:
             pops = await read_pops(connection)
             now = slot_of(await read_clock(connection))
             await forget_series(connection, now - FORGET_SLOTS, now + PUT_BACK_SLOTS_MAX)
-        self._outlook = FleetForecast({pop.pop: pop.longitude for pop in pops})
+        self._forecast = FleetForecast({pop.pop: pop.longitude for pop in pops})
         oldest = now
         after: SeriesKey | None = None
         while True:
             async with using(self._pool) as connection:
                 rows = await read_series(connection, after, SAVED_AT_ONCE)
             for row in rows:
-                if self._outlook.restore(row.key, row.state):
+                if self._forecast.restore(row.key, row.state):
                     oldest = min(oldest, row.slot + 1)
             if len(rows) < SAVED_AT_ONCE:
                 break
             after = rows[-1].key
-        known = len(self._outlook) > 0
+        known = len(self._forecast) > 0
         back = CATCH_UP_SLOTS if known else CATCH_UP_FROM_NOTHING_SLOTS
         self._next_slot = max(oldest if known else 0, now - back)
         self._epoch = epoch
-        self._is_told = False
+        self._is_current = False
         log.info(
-            "forecast begins",
-            extra={"fields": {"series": len(self._outlook), "slots": now - self._next_slot}},
+            "forecast started",
+            extra={"fields": {"series": len(self._forecast), "slots": now - self._next_slot}},
         )
 
-    async def _learn(self, slot: int, asked: dict[SeriesKey, SlotDemand]) -> None:
-        self._is_told = False
-        for key in sorted(set(self._outlook.known()) | set(asked)):
-            self._outlook.learn(slot, key, asked.get(key, SlotDemand()))
+    async def _learn_slot(self, slot: int, demand: dict[SeriesKey, SlotDemand]) -> None:
+        self._is_current = False
+        for key in sorted(set(self._forecast.sorted_keys()) | set(demand)):
+            self._forecast.learn(slot, key, demand.get(key, SlotDemand()))
             await asyncio.sleep(0)
 
     async def _save(self, slot: int) -> int:
-        """Save the series whose turn it is; all of them once an hour."""
+        """Save the series whose turn it is; each is saved once an hour."""
         turn = slot % SAVE_TURNS
-        due = [key for key in self._outlook.known() if _turn_of(key) == turn]
+        due = [key for key in self._forecast.sorted_keys() if _turn_of(key) == turn]
         for start in range(0, len(due), SAVED_AT_ONCE):
             rows = [
-                StoredSeries(key, *self._outlook.saved(key))
+                StoredSeries(key, *self._forecast.serialized(key))
                 for key in due[start : start + SAVED_AT_ONCE]
             ]
             async with transaction(self._pool) as connection:
@@ -170,5 +171,5 @@ class DemandForecaster:
 
 
 def _turn_of(key: SeriesKey) -> int:
-    # Not hash(): that differs from process to process.
+    # Not hash(), which differs between processes.
     return crc32("\0".join(key).encode()) % SAVE_TURNS

@@ -1,6 +1,6 @@
-"""What the scheduler asks of its planner and is told: msgpack, each message after its length.
+"""Messages between the scheduler and its planner: msgpack, each after its length in bytes.
 
-The planner reads the fleet itself. A question carries only what the store does not know.
+The planner reads the fleet from the store. A request carries only what the store does not know.
 """
 
 import asyncio
@@ -9,14 +9,14 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.ids import DeploymentId, Epoch
-from scheduler.decide.membership.liveness import LivenessLimits, NodeContact
+from scheduler.decide.membership import LivenessLimits, NodeContact
 
 LENGTH_BYTES: Final = 4
 NOTHING: Final = msgspec.Raw(msgspec.msgpack.encode(None))
 
 
 class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The first thing that a planner is told."""
+    """The first message to a planner."""
 
     database_url: str
     liveness: LivenessLimits
@@ -24,44 +24,44 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanRequest(msgspec.Struct, frozen=True, tag=True):
-    """What should start and end now? Answered with a Plan."""
+    """Ask what should start and end now. Answered with a PlacementPlan."""
 
-    heard: NodeContact
+    contact: NodeContact
 
 
 class PrefetchRequest(msgspec.Struct, frozen=True, tag=True):
-    """Which weights will be needed where? Answered with Foreseen."""
+    """Ask which weights to prefetch. Answered with a PrefetchDecision."""
 
-    heard: NodeContact
+    contact: NodeContact
 
 
 class ExplainRequest(msgspec.Struct, frozen=True, tag=True):
-    """Why does this deployment run where it does? Answered with an Explanation, or None."""
+    """Ask why a deployment runs where it does. Answered with an Explanation, or None."""
 
-    heard: NodeContact
+    contact: NodeContact
     deployment_id: DeploymentId
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
-    """From what would be decided now? Answered with a Picture as JSON, in bytes."""
+    """Ask for the state that plans are made from. Answered with a ClusterSnapshot as JSON bytes."""
 
-    heard: NodeContact
+    contact: NodeContact
 
 
 class LearnRequest(msgspec.Struct, frozen=True, tag=True):
-    """Learn the demand of what has ended, in this term. Answered with Learned."""
+    """Ask to learn the demand of slots that have ended. Answered with a LearnReply."""
 
     epoch: Epoch
 
 
 class LearnReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Slots learned, series known, series saved; whether what is foretold is new, and if there is
-    more to learn."""
+    """Counts of slots learned, series, and series saved; whether the forecast is new, and whether
+    more slots are left to learn."""
 
     slots: int
     series: int
     saved: int
-    is_news: bool
+    is_new: bool
     is_behind: bool
 
 
@@ -69,14 +69,14 @@ PlannerQuestion = PlanRequest | PrefetchRequest | ExplainRequest | SnapshotReque
 
 
 class PlannerRequest(msgspec.Struct, frozen=True):
-    """A question with its number."""
+    """A question, numbered to match it with its reply."""
 
     number: int
     question: PlannerQuestion
 
 
 class PlannerReply(msgspec.Struct, frozen=True):
-    """The answer to the question of this number, or why there is none."""
+    """The answer to the question with this number, or why there is none."""
 
     number: int
     answer: msgspec.Raw = NOTHING
@@ -84,12 +84,12 @@ class PlannerReply(msgspec.Struct, frozen=True):
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Return a message as it is sent."""
-    frame = msgspec.msgpack.encode(message)
-    return len(frame).to_bytes(LENGTH_BYTES, "big") + frame
+    """Return a message with its length before it."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Return the next message, or raise IncompleteReadError where there is none any more."""
+    """Return the next message; raise IncompleteReadError when the stream has ended."""
     length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
     return await reader.readexactly(length)

@@ -1,20 +1,18 @@
-"""Answers what the planner is asked: each answer from one consistent picture of the fleet."""
+"""Answers requests to the planner, each from one consistent snapshot of the fleet."""
 
 import msgspec
 
 from isochrone import __version__
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.demand.demand_rates import with_forecast
-from scheduler.decide.membership.liveness import LivenessLimits, NodeContact
-from scheduler.decide.placement.prefetch import PrefetchDecision, plan_prefetch
-from scheduler.decide.placement.rollout_split import plan_fleet
-from scheduler.decide.whatif.explain import explain_placement
-from scheduler.decide.whatif.what_if import ClusterSnapshot
+from scheduler.decide.demand import with_forecast
+from scheduler.decide.membership import LivenessLimits, NodeContact
+from scheduler.decide.placement import PrefetchDecision, plan_fleet, plan_prefetch
+from scheduler.decide.whatif import ClusterSnapshot, explain_placement
 from scheduler.planner.demand_forecaster import DemandForecaster
 from scheduler.planner.messages import (
     ExplainRequest,
     LearnRequest,
-    PlannerRequest,
+    PlannerQuestion,
     PlanRequest,
     PrefetchRequest,
     SnapshotRequest,
@@ -25,7 +23,7 @@ from scheduler.store.pool import Pool, transaction
 
 
 class PlannerServer:
-    """What is kept from one question to the next: nodes as they reported, and the forecast."""
+    """Answers requests. Keeps decoded node reports and the forecast between requests."""
 
     def __init__(self, pool: Pool, limits: LivenessLimits) -> None:
         self.forecast = DemandForecaster(pool)
@@ -33,34 +31,38 @@ class PlannerServer:
         self._limits = limits
         self._reports = NodeReportCache()
 
-    async def answer(self, asked: PlannerRequest) -> object:
-        """Return what the question says that it is answered with."""
-        match asked.question:
-            case PlanRequest(heard):
-                return plan_fleet(await self.picture(heard), self._limits)
-            case PrefetchRequest(heard):
-                return await self._foresee(heard)
-            case ExplainRequest(heard, deployment_id):
-                return explain_placement(await self.picture(heard), deployment_id, self._limits)
-            case SnapshotRequest(heard):
-                picture = ClusterSnapshot(
-                    cluster=await self.picture(heard), liveness=self._limits, release=__version__
+    async def answer(self, question: PlannerQuestion) -> object:
+        """Return the answer to a question, of the type that its class names."""
+        match question:
+            case PlanRequest(contact):
+                return plan_fleet(await self.cluster_state(contact), self._limits)
+            case PrefetchRequest(contact):
+                return await self._prefetch(contact)
+            case ExplainRequest(contact, deployment_id):
+                return explain_placement(
+                    await self.cluster_state(contact), deployment_id, self._limits
                 )
-                return msgspec.json.encode(picture)
+            case SnapshotRequest(contact):
+                snapshot = ClusterSnapshot(
+                    cluster=await self.cluster_state(contact),
+                    liveness=self._limits,
+                    release=__version__,
+                )
+                return msgspec.json.encode(snapshot)
             case LearnRequest(epoch):
                 return await self.forecast.learn(epoch)
 
-    async def picture(self, heard: NodeContact) -> ClusterState:
-        """Return what is decided from: the fleet, and demand raised to what is foretold."""
-        return with_forecast(await self._read(heard), self.forecast.soon)
+    async def cluster_state(self, contact: NodeContact) -> ClusterState:
+        """Return the state to plan from: the fleet, with demand raised to the forecast."""
+        return with_forecast(await self._read(contact), self.forecast.soon)
 
-    async def _foresee(self, heard: NodeContact) -> PrefetchDecision:
-        cluster = await self.picture(heard)
+    async def _prefetch(self, contact: NodeContact) -> PrefetchDecision:
+        cluster = await self.cluster_state(contact)
         later = self.forecast.later
         if not later.rows and not cluster.prefetches:
             return PrefetchDecision()
         return plan_prefetch(with_forecast(cluster, later.rows), later.in_s(), self._limits)
 
-    async def _read(self, heard: NodeContact) -> ClusterState:
+    async def _read(self, contact: NodeContact) -> ClusterState:
         async with transaction(self._pool, isolation="repeatable_read") as connection:
-            return await read_cluster(connection, heard, self._reports)
+            return await read_cluster(connection, contact, self._reports)

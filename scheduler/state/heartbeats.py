@@ -6,7 +6,7 @@ from typing import Final
 
 from isochrone.wire.ids import NodeId
 from isochrone.wire.report import Pulse
-from scheduler.decide.membership.liveness import NodeContact
+from scheduler.decide.membership import NodeContact
 from scheduler.state.lease_state import LeaseState
 
 PULSES_BUFFERED_MAX: Final = 50_000

@@ -4,7 +4,7 @@ The rate is decided in `scheduler/decide`; here is what it is applied to.
 """
 
 from isochrone.wire.control import PeerRole
-from scheduler.decide.membership.connection_admission import ConnectionAdmission
+from scheduler.decide.membership import ConnectionAdmission
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peer_registry import PeerRegistry
 
@@ -37,7 +37,7 @@ class PeerAdmission:
 
     def appointment_s(self) -> float:
         """Return in how many seconds a peer should come back, once this standby may act."""
-        return self._appointments.place(self._lease.free_at) - self._lease.clock()
+        return self._appointments.take_place(self._lease.free_at) - self._lease.clock()
 
     def reset(self) -> None:
         """Begin with no registrations: peers that waited have their appointments."""

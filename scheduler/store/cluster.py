@@ -23,7 +23,7 @@ from scheduler.decide.cluster import (
     PopDistance,
     StartFailures,
 )
-from scheduler.decide.membership.liveness import NodeContact
+from scheduler.decide.membership import NodeContact
 from scheduler.store.node_reports import NodeReportCache, read_nodes
 from scheduler.store.pool import Connection, as_struct, fetch_one
 from scheduler.store.prefetch import read_prefetches

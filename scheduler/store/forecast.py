@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from isochrone.wire.ids import DeploymentId, PopId
-from scheduler.decide.demand.fleet_forecast import SeriesKey, SlotDemand
-from scheduler.decide.demand.series_forecast import SLOT_S
+from scheduler.decide.demand import SLOT_S, SeriesKey, SlotDemand
 from scheduler.store.pool import Connection, affected_rows
 
 

@@ -6,7 +6,7 @@ from typing import Final
 from isochrone.wire.assignment import Holders
 from isochrone.wire.geo import round_trip_ms
 from isochrone.wire.ids import NodeId, PopId
-from scheduler.decide.routing.artifact_sources import ArtifactHolder, artifact_sources
+from scheduler.decide.routing import ArtifactHolder, rank_sources
 from scheduler.store.pool import Connection, as_struct
 
 SILENT_MAX_S: Final = 30.0
@@ -43,7 +43,7 @@ async def read_holders(
     holders = []
     for digest in missing:
         candidates = await _candidates(connection, node_id, pop, digest)
-        peers = artifact_sources(
+        peers = rank_sources(
             node_id, pop, candidates, lambda p: distance_ms.get(p, UNKNOWN_DISTANCE_MS)
         )
         if peers:

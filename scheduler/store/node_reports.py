@@ -9,7 +9,7 @@ import msgspec
 from isochrone.wire.ids import NodeId, PopId
 from isochrone.wire.report import Device, Report
 from scheduler.decide.cluster import FleetNode
-from scheduler.decide.membership.liveness import NodeContact
+from scheduler.decide.membership import NodeContact
 from scheduler.store.pool import Connection, as_struct
 
 _report = msgspec.msgpack.Decoder(Report)

@@ -6,7 +6,7 @@ from isochrone.wire.assignment import Prefetch
 from isochrone.wire.ids import Epoch, NodeId
 from isochrone.wire.model import Model
 from scheduler.decide.cluster import PrefetchTarget
-from scheduler.decide.placement.prefetch import PrefetchDecision
+from scheduler.decide.placement import PrefetchDecision
 from scheduler.store.events import record_event
 from scheduler.store.lease import assert_epoch
 from scheduler.store.pool import Connection, as_struct
@@ -79,10 +79,10 @@ async def record_prefetch_changes(
     for ended in decision.ended:
         await connection.execute(
             "DELETE FROM prefetch WHERE node_id = $1 AND model_id = $2",
-            ended.wish.node_id,
-            ended.wish.model_id,
+            ended.target.node_id,
+            ended.target.model_id,
         )
-        await _note(connection, ended.wish, "weights.over", ended.reason)
+        await _note(connection, ended.target, "weights.over", ended.reason)
 
 
 async def _note(connection: Connection, target: PrefetchTarget, kind: str, reason: str) -> None:

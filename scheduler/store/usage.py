@@ -6,7 +6,7 @@ from typing import Final
 
 from isochrone.wire.ids import PopId
 from isochrone.wire.usage import Demand, RoundTrip, UsageRow
-from scheduler.decide.demand.intake import COUNTS, AcceptedDemand
+from scheduler.decide.demand import COUNTS, AcceptedDemand
 from scheduler.store.pool import Connection, affected_rows, columns
 from scheduler.store.retention import DEMAND_DAYS
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.membership.liveness import LivenessLimits, NodeContact
+from scheduler.decide.membership import LivenessLimits, NodeContact
 from scheduler.planner.server import PlannerServer
 from scheduler.store.pool import UNAVAILABLE, Pool, open_pool
 from tests.builders import a_replica_report, a_spec
@@ -51,8 +51,8 @@ async def test_a_picture_cut_anywhere_is_no_picture(
 
 async def a_picture(pool: Pool) -> ClusterState:
     """Read what placement decides from, without what only passes."""
-    desk = PlannerServer(pool, LivenessLimits())
-    picture = await desk.picture(NodeContact(acting_for_s=99.0))
+    server = PlannerServer(pool, LivenessLimits())
+    picture = await server.cluster_state(NodeContact(acting_for_s=99.0))
     still = {"age_s": 0.0, "state_age_s": 0.0}
     return msgspec.structs.replace(
         picture,

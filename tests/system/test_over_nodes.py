@@ -195,5 +195,7 @@ async def test_a_model_over_two_nodes_lives_and_dies_as_one() -> None:
                 "the leader is ended, and both seats are given back", is_given_back, ENDED_S
             )
             told = (await fleet.ask("GET", "/v1/deployments/large"))["unmet"]
-            assert any("ams-2: it has part in no replica over several nodes" in one for one in told)
+            assert any(
+                "ams-2: it takes no part of a replica over several nodes" in one for one in told
+            )
             assert await said("mock")

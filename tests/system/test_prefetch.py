@@ -15,7 +15,7 @@ from aiohttp import web
 from isochrone.cli.manifest import artifact_of
 from isochrone.service.http_server import serve_http
 from isochrone.wire.ids import DeploymentId, PopId
-from scheduler.decide.demand.fleet_forecast import FleetForecast, SlotDemand, slot_of
+from scheduler.decide.demand import FleetForecast, SlotDemand, slot_of
 from scheduler.decide.demand.series_forecast import DAY_SLOTS, HORIZONS
 from tests.system.harness import Fleet, a_fleet, until
 
@@ -53,7 +53,7 @@ async def remembered(fleet: Fleet) -> None:
     connection = await asyncpg.connect(fleet.dsn())
     await connection.execute(
         "INSERT INTO demand_series (deployment_id, pop, slot, state) VALUES ('d', 'sin', $1, $2)",
-        *outlook.saved(key),
+        *outlook.serialized(key),
     )
     await connection.close()
 
@@ -97,7 +97,7 @@ async def test_a_city_has_the_weights_before_its_peak_and_starts_without_the_ori
         await fleet.start_scheduler("a")
         (wished,) = await until("wished", lambda: events(fleet, "weights.wished"))
         assert wished["subject"] == "sin-1"
-        assert "foretold for" in wished["reason"]
+        assert "forecast for" in wished["reason"]
         held = fleet.folder / "node-sin" / "artifacts"
 
         async def is_there() -> bool:

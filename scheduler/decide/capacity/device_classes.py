@@ -1,9 +1,9 @@
-"""What is published of each class of device: memory, bandwidth, arithmetic.
+"""Published figures of device classes: memory, bandwidth, arithmetic.
 
 Rates are dense peaks from the makers' data sheets (NVIDIA: "H100 Tensor Core GPU", "H200", "A100",
-"L40S", "L4", "A10", "T4", "B200"; AMD: "Instinct MI300X"), in decimal units; memory is what the
-driver's own tool shows as the total. What an engine reaches of the rates is in capacity.py. A CPU
-is not listed: cores and memory channels differ too much to guess, so its rates are measured.
+"L40S", "L4", "A10", "T4", "B200"; AMD: "Instinct MI300X"), in decimal units; memory is the total
+that the driver's own tool shows. The share that engines reach is in `replica_capacity.py`. CPUs are
+not listed: cores and memory channels differ too much to estimate, so their rates are measured.
 """
 
 import re
@@ -18,7 +18,7 @@ TERA: Final = 10**12
 
 
 class DeviceClass(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of device. `eight_bit_flops` is 0 where it has no arithmetic below 16 bits."""
+    """One device class. `eight_bit_flops` is 0 if it has no arithmetic below 16 bits."""
 
     name: str
     memory_bytes: int
@@ -62,19 +62,21 @@ CLASSES: Final = {
 
 
 def class_of(name: str) -> DeviceClass | None:
-    """Return what is known of a class, or of its nearest kin of the same chip; None where nothing.
+    """Return a class by name, or the nearest in size of the same chip, or None.
 
-    A driver rounds sizes its own way (`h100-79g`), so the chip's name decides, then the size.
+    Drivers round memory sizes differently (`h100-79g`), so the chip's name decides, then the size.
     """
     if name in CLASSES:
         return CLASSES[name]
-    chip, size_gb = _parts(name)
-    kin = [entry for entry in CLASSES.values() if _parts(entry.name)[0] == chip]
-    if not kin:
+    chip, size_gb = _chip_and_size(name)
+    same_chip = [entry for entry in CLASSES.values() if _chip_and_size(entry.name)[0] == chip]
+    if not same_chip:
         return None
-    return min(kin, key=lambda entry: (abs(_parts(entry.name)[1] - size_gb), entry.name))
+    return min(
+        same_chip, key=lambda entry: (abs(_chip_and_size(entry.name)[1] - size_gb), entry.name)
+    )
 
 
-def _parts(name: str) -> tuple[str, int]:
+def _chip_and_size(name: str) -> tuple[str, int]:
     matched = re.fullmatch(r"([a-z0-9]+?)(?:-[a-z0-9-]*?)?-(\d+)g", name)
     return (matched[1], int(matched[2])) if matched else (name, 0)

@@ -1,12 +1,12 @@
-"""What one replica can carry on given devices: whether it fits, its KV cache, its rates.
+"""Capacity of one replica on given devices: whether it fits, its KV cache, its rates.
 
-Rule 1: what an agent has measured beats every estimate; an estimate says that it is one.
-Rule 2: what cannot fit is refused with the arithmetic, so that an operator can check it by hand.
+Rule 1: measured rates override every estimate.
+Rule 2: a replica that cannot fit is refused with the arithmetic, so that an operator can check it.
 
-The estimate is a roofline. A decode step of a batch takes the longer of reading (weights touched
-and the batch's KV, over memory bandwidth) and computing (2 operations per active parameter and
-token); prefill is computing alone. Weights and KV are split over devices by tensor, pipeline and
-expert: tensor within a node, pipeline over nodes of one PoP.
+The estimate is a roofline. A decode step of a batch takes the longer of reading (the weights it
+touches and the batch's KV, over memory bandwidth) and computing (2 operations per active parameter
+and token); prefill is compute only. Weights and KV are split over devices by tensor, pipeline and
+expert parallelism: tensor within a node, pipeline over nodes of one PoP.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,44 +21,45 @@ from isochrone.wire.report import Profile
 from scheduler.decide.capacity.device_classes import GIB, DeviceClass, class_of
 
 ENGINE_OVERHEAD_BYTES: Final = 256 * 1024 * 1024
-"""What a small engine takes beside weights and KV cache: code, a CUDA context."""
+"""Memory of a small engine beside weights and KV cache: code, a CUDA context."""
 
 ACTIVATION_TOKENS: Final = 8192
-"""The most tokens whose activations are held at once: a chunk of prefill."""
+"""Tokens whose activations are held at once: a chunk of prefill."""
 
 BANDWIDTH_REACHED: Final = 0.70
 FLOPS_REACHED: Final = 0.45
 """The shares of published peaks that serving engines reach."""
 
 TENSOR_REACHED_PER_DOUBLING: Final = 0.90
-"""What each doubling of tensor parallelism leaves of the sum, for the exchange between devices."""
+"""The share of the summed rates that remains per doubling of tensor parallelism, because devices
+exchange activations."""
 
 STEP_OVERHEAD_S: Final = 0.0025
-"""What a step takes beside reading and computing: launches, sampling, the exchange's latency."""
+"""Time of a step beside reading and computing: launches, sampling, latency of the exchange."""
 
 NODE_HOP_S: Final = 0.002
-"""What a token's way from one node to the next of a pipeline adds, on the PoP's own network."""
+"""Added per hop from one node of a pipeline to the next, on the PoP's own network."""
 
 BATCH_MAX: Final = 512
 DEVICES_MAX: Final = 64
 
 KV_OPTIONS: Final = ("kv_dtype", "kv_cache_dtype")
-"""What engines call the option that says how KV is kept."""
+"""Names that engines give to the option for the type of the KV cache."""
 
 CONTEXT_TOKENS: Final = 2048
 ITL_TARGET_S: Final = 0.050
-"""What a request is like on average, and how soon each next token should follow."""
+"""The mean context of a request, and the target for the time between tokens."""
 
 RATE_MIN: Final = 1e-3
 RATE_MAX: Final = 1e9
-"""Tokens/s: a rate below or beyond is an error in measuring, and what divides by it overflows."""
+"""Tokens/s: a rate outside this range is a measuring error, and dividing by it may overflow."""
 
 UNMEASURED: Final = Profile(prefill_tokens_per_s=400.0, decode_tokens_per_s=40.0)
-"""Rates assumed where nothing is measured and the class is not known: those of a small model on a
-few CPU cores. A guess too low adds a replica too many, one too high leaves users waiting."""
+"""Rates assumed for an unknown class without measurements: those of a small model on a few CPU
+cores. An estimate that is too low adds a replica, one that is too high leaves requests waiting."""
 
 Profiles = Mapping[tuple[str, str], Profile]
-"""What agents measured, by model and class of device."""
+"""Measured rates by model and device class."""
 
 
 class ParallelSplit(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +74,7 @@ class ParallelSplit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaCapacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica is reckoned to carry. Bytes are per device."""
+    """The estimated capacity of a replica. Bytes are per device."""
 
     split: ParallelSplit
     weights_bytes: int
@@ -86,7 +87,7 @@ class ReplicaCapacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CannotFit(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a replica cannot live on these devices, with the sum."""
+    """Why a replica does not fit on given devices, with the arithmetic."""
 
     reason: str
 
@@ -99,31 +100,36 @@ def replica_capacity(
     devices: int = 0,
     nodes: int = 0,
 ) -> ReplicaCapacity | CannotFit:
-    """Return what a replica carries on `devices` of `kind` over `nodes`, by its best split."""
+    """Return what a replica carries on `devices` of `kind` over `nodes`, with its best split.
+
+    `devices` and `nodes` default to the engine's settings.
+    """
     devices, nodes = devices or engine.devices, nodes or engine.nodes
 
-    def worth(carried: ReplicaCapacity) -> tuple[bool, float, float]:
-        in_time = carried.itl_s <= ITL_TARGET_S
-        return (in_time, carried.decode_tokens_per_s, carried.prefill_tokens_per_s)
+    def rank(capacity: ReplicaCapacity) -> tuple[bool, float, float]:
+        in_time = capacity.itl_s <= ITL_TARGET_S
+        return (in_time, capacity.decode_tokens_per_s, capacity.prefill_tokens_per_s)
 
-    tried = (_carried(model, engine, kind, s, nodes) for s in splits(model.shape, devices, nodes))
-    best = max((carried for carried in tried if carried), key=worth, default=None)
-    return best or CannotFit(reason=_arithmetic(model, engine, kind, devices, nodes))
+    tried = (
+        _capacity_of(model, engine, kind, s, nodes) for s in splits(model.shape, devices, nodes)
+    )
+    best = max((capacity for capacity in tried if capacity), key=rank, default=None)
+    return best or CannotFit(reason=_why_too_small(model, engine, kind, devices, nodes))
 
 
 def replica_rates(
     device_class: str, deployment: Deployment, model: Model, profiles: Profiles
 ) -> Profile:
-    """Return what a replica carries on a class of device: measured, else reckoned, else assumed."""
+    """Return the rates of a replica on a device class: measured, else estimated, else assumed."""
     measured = profiles.get((model.model_id, device_class))
     if measured and is_measured(measured):
         return measured
     kind = class_of(device_class)
-    reckoned = replica_capacity(model, deployment.engine, kind) if kind else None
-    if isinstance(reckoned, ReplicaCapacity):
+    estimated = replica_capacity(model, deployment.engine, kind) if kind else None
+    if isinstance(estimated, ReplicaCapacity):
         return Profile(
-            prefill_tokens_per_s=reckoned.prefill_tokens_per_s,
-            decode_tokens_per_s=reckoned.decode_tokens_per_s,
+            prefill_tokens_per_s=estimated.prefill_tokens_per_s,
+            decode_tokens_per_s=estimated.decode_tokens_per_s,
         )
     known = [
         profile
@@ -134,13 +140,13 @@ def replica_rates(
 
 
 def is_measured(profile: Profile) -> bool:
-    """Say whether a profile holds both rates, and such as a replica can have."""
+    """Say whether a profile has both rates, within the plausible range."""
     rates = profile.prefill_tokens_per_s, profile.decode_tokens_per_s
     return all(RATE_MIN <= rate <= RATE_MAX for rate in rates)
 
 
 def splits(shape: ModelShape | None, devices: int, nodes: int = 1) -> Iterator[ParallelSplit]:
-    """Return every split over `devices` that the model's heads, layers and experts allow."""
+    """Yield every split over `devices` that the model's heads, layers and experts allow."""
     per_node = devices // nodes
     if per_node * nodes != devices:
         return
@@ -156,13 +162,14 @@ def splits(shape: ModelShape | None, devices: int, nodes: int = 1) -> Iterator[P
 
 
 def _divides(shape: ModelShape, tensor: int) -> bool:
-    """Say whether heads can be dealt out to so many; a KV head goes to one, or copies to some."""
+    """Say whether attention heads divide over `tensor` devices. KV heads are split, or copied to
+    several devices."""
     kv_heads = 1 if shape.latent_size else shape.kv_heads
     return shape.heads % tensor == 0 and max(kv_heads, tensor) % min(kv_heads, tensor) == 0
 
 
 def kv_bytes_per_token(model: Model, engine: EngineSettings) -> float:
-    """Return what a token of context takes over all layers, averaged over a whole context."""
+    """Return the KV bytes of a token of context over all layers, averaged over a whole context."""
     if model.shape is None:
         return float(model.kv_bytes_per_token)
     shape = model.shape
@@ -172,16 +179,17 @@ def kv_bytes_per_token(model: Model, engine: EngineSettings) -> float:
 
 
 def overhead_bytes(model: Model) -> int:
-    """Return what an engine takes of each device beside weights and KV: context, activations."""
+    """Return an engine's memory on each device beside weights and KV: CUDA context, activations."""
     if model.shape is None:
         return ENGINE_OVERHEAD_BYTES
-    # A chunk's hidden states, their residual and the widest inner layer, at 16 bits.
+    # Hidden states of a chunk, their residual and the widest inner layer, at 16 bits.
     activations = ACTIVATION_TOKENS * model.shape.hidden_size * 6 * 2
     return ENGINE_OVERHEAD_BYTES + activations
 
 
 def _weights_per_device(model: Model, split: ParallelSplit) -> int:
-    """Return the weights on the fullest device; with experts apart, attention is held by each."""
+    """Return the bytes of weights on the fullest device. With expert parallelism each device holds
+    the attention weights."""
     shape = model.shape
     if shape is None or split.expert == 1 or not shape.parameters:
         return -(-model.weights_bytes // (split.tensor * split.pipeline))
@@ -191,15 +199,15 @@ def _weights_per_device(model: Model, split: ParallelSplit) -> int:
 
 
 def _kv_spread(shape: ModelShape | None, split: ParallelSplit) -> float:
-    """Return over how many devices one token's KV of a layer is spread."""
-    if split.expert > 1:  # each device attends for sequences of its own
+    """Return over how many devices the KV of one token and layer is spread."""
+    if split.expert > 1:  # each device computes attention for its own sequences
         return split.expert
     if shape is None:
         return split.tensor
     return 1.0 if shape.latent_size else min(split.tensor, shape.kv_heads)
 
 
-def _carried(
+def _capacity_of(
     model: Model, engine: EngineSettings, kind: DeviceClass, split: ParallelSplit, nodes: int
 ) -> ReplicaCapacity | None:
     weights = _weights_per_device(model, split)
@@ -230,7 +238,7 @@ def _carried(
 
 
 class _StepTime:
-    """The time of one engine step on given devices."""
+    """The time of one engine step on given devices, by the roofline model."""
 
     def __init__(
         self, model: Model, kind: DeviceClass, split: ParallelSplit, nodes: int, kv_of_token: float
@@ -240,9 +248,11 @@ class _StepTime:
         self._parameters = (shape.parameters if shape else 0) or model.weights_bytes * 8 / bits
         sparse = shape.expert_parameters if shape else 0
         self._sparse_share = min(1.0, sparse / max(1.0, self._parameters))
-        self._awake_share = shape.experts_active / shape.experts if shape and shape.experts else 1.0
+        self._active_share = (
+            shape.experts_active / shape.experts if shape and shape.experts else 1.0
+        )
         self._weights_bytes = model.weights_bytes
-        # What several devices hold a copy of, each of them reads.
+        # Devices that hold copies of a KV head each read it.
         copies = split.tensor / _kv_spread(shape, split)
         self._kv_bytes = kv_of_token * CONTEXT_TOKENS * copies
         self._split = split
@@ -255,32 +265,33 @@ class _StepTime:
 
     @property
     def _active_parameters(self) -> float:
-        asleep = self._sparse_share * (1 - self._awake_share)
-        return self._parameters * (1 - asleep)
+        inactive = self._sparse_share * (1 - self._active_share)
+        return self._parameters * (1 - inactive)
 
     def itl_s(self, batch: int) -> float:
-        """Return the time from one token to the next: all stages, one after another."""
-        # The share of experts that a batch wakes when each token picks its own.
-        awake = 1 - (1 - self._awake_share) ** batch if self._awake_share < 1 else 1.0
-        touched = self._weights_bytes * (1 - self._sparse_share * (1 - awake))
+        """Return the time between tokens: all pipeline stages, one after another."""
+        # The share of experts that a batch activates when each token picks its own.
+        active = 1 - (1 - self._active_share) ** batch if self._active_share < 1 else 1.0
+        touched = self._weights_bytes * (1 - self._sparse_share * (1 - active))
         read = (touched + batch * self._kv_bytes) / self._read_per_s
         compute = 2 * self._active_parameters * batch / self._compute_per_s
         return max(read, compute) + STEP_OVERHEAD_S + self._hops_s
 
     def largest_batch(self, kv_tokens: int) -> int:
-        """Return the largest batch that KV has room for and that keeps the ITL asked for."""
-        each_stage = kv_tokens // self._split.pipeline
-        most = max(1, min(BATCH_MAX, each_stage // CONTEXT_TOKENS))
-        # Where one sequence alone is already late, as much again buys all the throughput there is.
+        """Return the largest batch that fits in the KV cache and meets the ITL target."""
+        stage_tokens = kv_tokens // self._split.pipeline
+        batch_max = max(1, min(BATCH_MAX, stage_tokens // CONTEXT_TOKENS))
+        # If a single sequence misses the target, allow twice its time: that reaches nearly all the
+        # throughput there is.
         target_s = max(ITL_TARGET_S, 2 * self.itl_s(1))
-        low, high = 1, most
+        low, high = 1, batch_max
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.itl_s(middle) <= target_s else (low, middle - 1)
         return low
 
     def prefill_tokens_per_s(self) -> float:
-        """Return how fast prompts are read: every stage computes at once on its own chunk."""
+        """Return the rate of prefill: all stages compute at once, each on its own chunk."""
         rate = self._compute_per_s * self._split.pipeline / (2 * max(1.0, self._active_parameters))
         return min(
             rate,
@@ -294,9 +305,9 @@ class _StepTime:
 def devices_needed(
     model: Model, engine: EngineSettings, kind: DeviceClass, per_node: int = 64
 ) -> int:
-    """Return the fewest devices of a class that hold a replica; 0 where DEVICES_MAX do not.
+    """Return the fewest devices of a class that hold a replica, or 0 if DEVICES_MAX do not.
 
-    Where they are more than `per_node`, they are of several nodes.
+    More than `per_node` devices are spread over several nodes.
     """
     devices = 1
     while devices <= DEVICES_MAX:
@@ -309,7 +320,7 @@ def devices_needed(
     return 0
 
 
-def _arithmetic(
+def _why_too_small(
     model: Model, engine: EngineSettings, kind: DeviceClass, devices: int, nodes: int
 ) -> str:
     tried = list(splits(model.shape, devices, nodes))
@@ -321,21 +332,21 @@ def _arithmetic(
         )
     weights = min(_weights_per_device(model, split) for split in tried)
     overhead, memory = overhead_bytes(model), kind.memory_bytes
-    wanted = engine.kv_memory_bytes
-    short = weights + overhead + wanted - memory
+    kv = engine.kv_memory_bytes
+    short = weights + overhead + kv - memory
     lacking = "nothing is left for a token of KV cache" if short <= 0 else f"{gib(short)} too much"
-    there = f"{nodes} x ({devices // nodes} x {gib(memory)})" if nodes > 1 else ""
-    room = memory - overhead - wanted
-    least = 2 ** max(0, ceil(log2(max(1, model.weights_bytes) / room))) if room > 0 else 0
-    total = gib(weights + overhead + wanted)
+    layout = f"{nodes} x ({devices // nodes} x {gib(memory)})" if nodes > 1 else ""
+    left = memory - overhead - kv
+    enough = 2 ** max(0, ceil(log2(max(1, model.weights_bytes) / left))) if left > 0 else 0
+    total = gib(weights + overhead + kv)
     return (
-        f"cannot fit {model.model_id} on {there or f'{devices} x {gib(memory)}'}: weights "
+        f"cannot fit {model.model_id} on {layout or f'{devices} x {gib(memory)}'}: weights "
         f"{gib(model.weights_bytes)} / {devices} = {gib(weights)} + engine {gib(overhead)}"
-        f" + KV cache {gib(wanted)} = {total} on each device, {lacking}"
-        + (f"; {least} such devices would hold it" if least > devices else "")
+        f" + KV cache {gib(kv)} = {total} on each device, {lacking}"
+        + (f"; {enough} such devices would hold it" if enough > devices else "")
     )
 
 
 def gib(size_bytes: float) -> str:
-    """Say a size."""
+    """Return a size as text in GiB."""
     return f"{size_bytes / GIB:.2f} GiB"

@@ -1,9 +1,9 @@
-"""What cities ask of a deployment, in units a replica can carry: the one reading of demand.
+"""Demand rows as arrays of load, in the unit that replicas are planned in.
 
-Load is counted in replicas of the reference class of device (the slowest of the fleet for this
-deployment): the share of its time that a city's tokens take, prefill and decode apart (uncached
-prompt tokens / prefill rate + output tokens / decode rate). Refused requests count: demand is what
-was asked, not what was served.
+Load is measured in replicas of the reference device class, the slowest of the fleet for this
+deployment: the share of such a replica's time that a city's tokens take (uncached prompt tokens /
+prefill rate + output tokens / decode rate). Refused requests count: demand is what was requested,
+not what was served.
 """
 
 import math
@@ -18,19 +18,19 @@ import numpy as np
 
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.report import Profile
+from scheduler.decide.arrays import NO_FLOATS, Floats, Ints
 from scheduler.decide.cluster import RATES, ClusterState, DemandRate
-from scheduler.decide.placement.search.load_assignment import NO_FLOATS, Floats, Ints
 
 RATE_MIN: Final = 1e-9
 RATE_MAX: Final = 1e9
-"""Less than anyone notices, and more than any city asks: what is beyond is an error in counting."""
+"""Requests/s or tokens/s: below RATE_MIN is noise, above RATE_MAX a counting error."""
 
 NAME: Final = attrgetter("deployment_id")
 POP: Final = attrgetter("pop")
 
 
 class DeploymentDemand(NamedTuple):
-    """What each asking city asks of one deployment, a row a city."""
+    """The demand for one deployment, one row per city. `cities` are indices of PoPs."""
 
     cities: Ints
     requests_per_s: Floats
@@ -42,44 +42,45 @@ NO_DEMAND: Final = DeploymentDemand(np.empty(0, dtype=np.int64), NO_FLOATS, NO_F
 
 
 class DemandLoad(NamedTuple):
-    """What each asking city asks, in replicas, and how a replica on each class compares.
+    """Demand by city in replicas of the reference class, and the speed of other classes.
 
-    `speed` is how many times the reference replica's a class's one carries.
+    `speed` is the capacity of a replica on a class, in replicas of the reference class.
     """
 
     replicas: Floats
     speed: Mapping[str, float]
 
 
-def demand_load(asked: DeploymentDemand, rates: Mapping[str, Profile]) -> DemandLoad:
-    """Return what is asked of replicas with these rates by class."""
-    prompt, output = asked.prompt_tokens_per_s, asked.output_tokens_per_s
-    # Where nothing is asked yet, a token of each tells the classes apart.
+def demand_load(demand: DeploymentDemand, rates: Mapping[str, Profile]) -> DemandLoad:
+    """Return the load that a demand is for replicas with these rates by device class."""
+    prompt, output = demand.prompt_tokens_per_s, demand.output_tokens_per_s
+    # Without any demand, one token of each kind is enough to compare the classes.
     mix = (float(prompt.sum()), float(output.sum()))
     if sum(mix) < RATE_MIN:
         mix = (1.0, 1.0)
-    busy = {
+    busy_share = {
         name: mix[0] / rate.prefill_tokens_per_s + mix[1] / rate.decode_tokens_per_s
         for name, rate in rates.items()
     }
-    if not busy:
+    if not busy_share:
         return DemandLoad(prompt * 0.0, {})
-    slowest = max(sorted(busy), key=lambda name: busy[name])
+    slowest = max(sorted(busy_share), key=lambda name: busy_share[name])
     reference = rates[slowest]
     load = prompt / reference.prefill_tokens_per_s + output / reference.decode_tokens_per_s
-    return DemandLoad(load, {name: busy[slowest] / took for name, took in busy.items()})
+    return DemandLoad(
+        load, {name: busy_share[slowest] / share for name, share in busy_share.items()}
+    )
 
 
 def raise_to_forecast(
-    rows: Sequence[DemandRate], foretold: Sequence[DemandRate]
+    rows: Sequence[DemandRate], forecast: Sequence[DemandRate]
 ) -> tuple[DemandRate, ...]:
-    """Return what is asked now, raised to what is foretold: never below either.
+    """Return for each city and deployment the maximum of current demand and forecast.
 
-    So a flash crowd is answered by its level as soon as that is counted, and a morning before it
-    has come.
+    So a flash crowd counts as soon as it is measured, and the morning peak before it comes.
     """
-    highest = {(row.deployment_id, row.pop): row for row in map(_answered, rows)}
-    for row in foretold:
+    highest = {(row.deployment_id, row.pop): row for row in map(_with_refused, rows)}
+    for row in forecast:
         now = highest.get((row.deployment_id, row.pop), row)
         highest[row.deployment_id, row.pop] = DemandRate(
             deployment_id=row.deployment_id,
@@ -92,20 +93,20 @@ def raise_to_forecast(
     return tuple(row for _, row in sorted(highest.items()))
 
 
-def with_forecast(cluster: ClusterState, foretold: Sequence[DemandRate]) -> ClusterState:
-    """Return the picture with its demand raised to what is foretold of deployments that it has."""
+def with_forecast(cluster: ClusterState, forecast: Sequence[DemandRate]) -> ClusterState:
+    """Return the cluster state with its demand raised to the forecast of its deployments."""
     live = {deployment.deployment_id for deployment in cluster.deployments}
-    rows = [row for row in foretold if row.deployment_id in live]
+    rows = [row for row in forecast if row.deployment_id in live]
     return msgspec.structs.replace(cluster, demand=raise_to_forecast(cluster.demand, rows))
 
 
-def _answered(row: DemandRate) -> DemandRate:
-    """Count the refused among the answered, as if they had been answered alike."""
+def _with_refused(row: DemandRate) -> DemandRate:
+    """Add refused requests to the answered ones, with tokens in proportion."""
     if row.requests_per_s <= 0 or row.refused_per_s <= 0:
         return row
     ratio = 1 + row.refused_per_s / row.requests_per_s
     if not math.isfinite(ratio):
-        # So little answered says nothing of what the refused would take.
+        # Too few answered requests to know the tokens of the refused ones.
         return row
     return msgspec.structs.replace(row.times(ratio), refused_per_s=0.0)
 
@@ -113,27 +114,29 @@ def _answered(row: DemandRate) -> DemandRate:
 def demand_by_deployment(
     rows: Sequence[DemandRate], index: Mapping[PopId, int]
 ) -> defaultdict[DeploymentId, DeploymentDemand]:
-    """Return what is asked of each deployment; `index` numbers the cities.
+    """Return the demand for each deployment; `index` numbers the cities.
 
-    What was refused counts as asked. A rate that is no number, below 0 or beyond belief, or of no
-    city of ours, is left out. All rows are read at once: a planet has tens of thousands.
+    Refused requests count. Rows of unknown cities are left out, and rates that are not a number,
+    negative or implausibly large. Reads all rows as arrays: a large fleet has tens of thousands.
     """
     names = {name: number for number, name in enumerate(dict.fromkeys(map(NAME, rows)))}
     number = np.fromiter(map(names.__getitem__, map(NAME, rows)), np.int64, len(rows))
     city = np.fromiter(map(index.get, map(POP, rows), repeat(-1)), np.int64, len(rows))
     rates = [np.fromiter(map(attrgetter(r), rows), np.float64, len(rows)) for r in RATES]
-    # What is no number compares as False.
-    is_read = np.logical_and.reduce([city >= 0, *((r >= 0) & (r < RATE_MAX) for r in rates)])
-    kept = np.flatnonzero(is_read & (np.maximum(rates[0], rates[1]) > RATE_MIN))
+    # NaN compares as False.
+    is_valid = np.logical_and.reduce([city >= 0, *((r >= 0) & (r < RATE_MAX) for r in rates)])
+    kept = np.flatnonzero(is_valid & (np.maximum(rates[0], rates[1]) > RATE_MIN))
     kept = kept[np.argsort(number[kept], kind="stable")]
     cities = city[kept]
     answered, refused, prompt, output = (rate[kept] for rate in rates)
     requests = answered + refused
-    # So little answered says nothing of what the refused would take, and must divide nothing.
-    more = requests / np.where(answered > RATE_MIN, answered, requests)
-    prompt, output = prompt * more, output * more
-    asked: defaultdict[DeploymentId, DeploymentDemand] = defaultdict(lambda: NO_DEMAND)
+    # Too few answered requests say nothing of the refused ones, and must not be divided by.
+    ratio = requests / np.where(answered > RATE_MIN, answered, requests)
+    prompt, output = prompt * ratio, output * ratio
+    by_deployment: defaultdict[DeploymentId, DeploymentDemand] = defaultdict(lambda: NO_DEMAND)
     ends = np.searchsorted(number[kept], np.arange(len(names) + 1)).tolist()
-    for name, of in zip(names, starmap(slice, pairwise(ends)), strict=True):
-        asked[name] = DeploymentDemand(cities[of], requests[of], prompt[of], output[of])
-    return asked
+    for name, part in zip(names, starmap(slice, pairwise(ends)), strict=True):
+        by_deployment[name] = DeploymentDemand(
+            cities[part], requests[part], prompt[part], output[part]
+        )
+    return by_deployment

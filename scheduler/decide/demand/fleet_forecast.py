@@ -1,8 +1,8 @@
-"""What every city will ask of every deployment: a forecast each, in rates a planner can add up.
+"""Forecasts of the demand of every city for every deployment, as rates that a planner can add up.
 
-A series is forecast as work (uncached prompt tokens, and output tokens at what they weigh); what
-the work is made of follows its usual mix. A newcomer borrows its shape from the same deployment in
-the nearest time zones, else from other deployments in its own city.
+A series is forecast as work: uncached prompt tokens plus weighted output tokens. Its usual mix
+turns work back into rates. A new series borrows its shape from the same deployment in the nearest
+time zones, else from other deployments in its own city.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,23 +25,25 @@ from scheduler.decide.demand.series_forecast import (
 )
 
 QUANTILE: Final = 0.9
-"""What capacity is planned for: demand stays under it nine times in ten."""
+"""The quantile that capacity is planned for: demand stays below it nine times in ten."""
 
 PLANNED_AHEAD: Final = tuple(range(len([slots for slots in HORIZONS if slots <= 6])))
-"""The horizons planned for: those within the hour that a large model may take to start."""
+"""The horizons that placement plans for: those within an hour, which a large model may take to
+start."""
 
 LATER: Final = (len(HORIZONS) - 1,)
-"""The horizon that weights are fetched for beforehand."""
+"""The horizon that weights are prefetched for."""
 
 LATER_S: Final = (HORIZONS[-1] - 1) * SLOT_S
-"""How soon after the end of the last slot learned the slot foretold for later begins."""
+"""The time from the end of the last learned slot to the start of the slot forecast for LATER."""
 
 OUTPUT_WEIGHT: Final = 8.0
-"""What an output token weighs in prompt tokens: decoding reads the weights for every one."""
+"""The work of an output token in prompt tokens: decoding reads the weights for each token."""
 
 MIX_RATE: Final = 0.05
 SERIES_MAX: Final = 20_000
-"""Series remembered: about 7 KiB each. The smallest go first; they are planned by level alone."""
+"""Series kept, of about 7 KiB each. The smallest are dropped first; they are planned by current
+demand alone."""
 
 FORGET_SLOTS: Final = 14 * DAY_SLOTS
 DONORS_MAX: Final = 3
@@ -52,7 +54,7 @@ SeriesKey = tuple[DeploymentId, PopId]
 
 
 class SlotDemand(NamedTuple):
-    """What one slot asked, per second."""
+    """The demand of one slot, per second."""
 
     requests_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
@@ -66,31 +68,31 @@ class SlotDemand(NamedTuple):
 
 
 class KnownSeries(msgspec.Struct):
-    """One series, what a unit of its work is made of, and the last slot that asked anything."""
+    """One series, the rates of one unit of its work, and the last slot with any demand."""
 
     series: Series
     mix: SlotDemand
-    asked_at: int
+    demand_slot: int
 
 
 class FleetForecast:
-    """Every series learned so far. `longitudes` tell who is a neighbour in time zone."""
+    """All series learned so far. `longitudes` of the PoPs say which are near in time zone."""
 
     def __init__(self, longitudes: Mapping[PopId, float]) -> None:
-        """Know nothing yet."""
+        """Begin without any series."""
         self.longitudes = longitudes
         self._known: dict[SeriesKey, KnownSeries] = {}
 
     def __len__(self) -> int:
-        """Return how many series are known."""
+        """Return the number of series."""
         return len(self._known)
 
-    def known(self) -> list[SeriesKey]:
-        """Return the series known, sorted."""
+    def sorted_keys(self) -> list[SeriesKey]:
+        """Return the keys of all series, sorted."""
         return sorted(self._known)
 
     def learn(self, slot: int, key: SeriesKey, demand: SlotDemand) -> None:
-        """Learn what a slot asked of a deployment in a city; zero is a demand like others."""
+        """Learn the demand of a slot, which may be zero."""
         known = self._known.get(key)
         if known is None:
             if demand.work > 0:
@@ -98,20 +100,20 @@ class FleetForecast:
             return
         observe(known.series, slot, demand.work)
         if demand.work > 0:
-            known.asked_at = slot
+            known.demand_slot = slot
             known.mix = SlotDemand(
                 *(
                     old + MIX_RATE * (new / demand.work - old)
                     for old, new in zip(known.mix, demand, strict=True)
                 )
             )
-        elif slot - known.asked_at > FORGET_SLOTS:
+        elif slot - known.demand_slot > FORGET_SLOTS:
             del self._known[key]
 
-    def foretell(
+    def forecast(
         self, key: SeriesKey, horizons: Sequence[int] = PLANNED_AHEAD
     ) -> DemandRate | None:
-        """Return the most that is foretold at some horizons; None where that is nothing."""
+        """Return the highest forecast at some horizons; None if it is negligible."""
         known = self._known.get(key)
         if known is None:
             return None
@@ -126,27 +128,27 @@ class FleetForecast:
             output_tokens_per_s=work * known.mix.output_tokens_per_s,
         )
 
-    def saved(self, key: SeriesKey) -> tuple[int, bytes]:
-        """Return a series as the store keeps it, and the slot that it reaches."""
+    def serialized(self, key: SeriesKey) -> tuple[int, bytes]:
+        """Return the last slot of a series and its state as the store keeps it."""
         known = self._known[key]
-        state = (known.asked_at, known.mix, serialize(known.series))
+        state = (known.demand_slot, known.mix, serialize(known.series))
         return known.series.slot, msgspec.msgpack.encode(state)
 
     def restore(self, key: SeriesKey, state: bytes) -> bool:
-        """Take a series from the store; False where it is none of this release's."""
+        """Add a series from the store; False if it is unreadable or there are too many series."""
         try:
-            asked_at, mix, data = _state.decode(state)
+            demand_slot, mix, data = _state.decode(state)
         except (msgspec.DecodeError, ValueError):
             return False
         series = deserialize(data)
         if series is None or len(self._known) >= SERIES_MAX:
             return False
-        self._known[key] = KnownSeries(series, mix, asked_at)
+        self._known[key] = KnownSeries(series, mix, demand_slot)
         return True
 
     def _begin(self, slot: int, key: SeriesKey, demand: SlotDemand) -> None:
         if len(self._known) >= SERIES_MAX:
-            smallest = min(self._known, key=lambda one: (self._known[one].series.mean, one))
+            smallest = min(self._known, key=lambda key: (self._known[key].series.mean, key))
             if self._known[smallest].series.mean >= demand.work:
                 return
             del self._known[smallest]
@@ -156,31 +158,34 @@ class FleetForecast:
         self._known[key] = KnownSeries(series, mix, slot)
 
     def _donors(self, key: SeriesKey) -> Iterator[tuple[Series, int]]:
-        """Yield the nearest in time zone of the same deployment, else others of the same city."""
+        """Yield series to borrow from, each with its time shift in slots.
+
+        They are of the same deployment in the nearest time zones, else of the same city.
+        """
         deployment_id, pop = key
-        same = [
+        donors = [
             (abs(shift), other, shift)
             for other in self._known
             if other[0] == deployment_id
             and abs(shift := self._shift(other[1], pop)) <= DONOR_SHIFT_MAX
             and self._known[other].series.observed >= DAY_SLOTS
         ]
-        if not same:
-            same = [(0, other, 0) for other in self._known if other[1] == pop]
-            same.sort(key=lambda one: (-self._known[one[1]].series.observed, one[1]))
+        if not donors:
+            donors = [(0, other, 0) for other in self._known if other[1] == pop]
+            donors.sort(key=lambda donor: (-self._known[donor[1]].series.observed, donor[1]))
         else:
-            same.sort()
-        for _, other, shift in same[:DONORS_MAX]:
+            donors.sort()
+        for _, other, shift in donors[:DONORS_MAX]:
             yield self._known[other].series, shift
 
     def _shift(self, from_pop: PopId, to_pop: PopId) -> int:
-        """Return by how many slots the sun comes later to `to_pop`, the shorter way round."""
+        """Return by how many slots the day is later in `to_pop`, the shorter way round."""
         east = self.longitudes.get(from_pop, 0.0) - self.longitudes.get(to_pop, 0.0)
         return round(((east + 180.0) % 360.0 - 180.0) / 360.0 * DAY_SLOTS)
 
 
 def slot_of(unix_s: float) -> int:
-    """Return the slot that a time is in."""
+    """Return the slot of a Unix time."""
     return int(unix_s // SLOT_S)
 
 

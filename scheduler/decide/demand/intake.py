@@ -1,7 +1,7 @@
-"""What of a router's batch is taken: every row checked, clamped or refused, in words.
+"""Checks the batches of rows that routers send: each row is accepted, clamped or refused.
 
-Rule: what passes here the store can hold. What does not is refused once, with its reason, and never
-asked for again: a row that no retry can mend must not block those behind it.
+Rule: the store can hold every accepted row. A refused row is answered with its reason and not
+requested again: a row that no retry can fix must not block the rows behind it.
 """
 
 from collections import Counter
@@ -16,21 +16,21 @@ from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.usage import Demand, DemandRow, RoundTrip, TrialRow, Usage, UsageRow
 
 DEMAND_ROWS_MAX: Final = 20_000
-"""A row a deployment: more than any router serves, less than what would hold up the store."""
+"""Rows of one batch, one per deployment: more than any router serves, few enough for the store."""
 
 USAGE_ROWS_MAX: Final = 10_000
 LATE_MAX_S: Final = 3600.0
-"""Demand older than this says nothing of now; a repeat of it could no longer be told from news."""
+"""Demand older than this is not counted: a repeated batch could no longer be recognized."""
 
 WINDOW_MAX_S: Final = 600.0
 COUNT_MAX: Final = 10**12
-"""More than a router can count in a window; sums of a year of them stay below 2**63."""
+"""More than a router can count in one window; the sum over a year stays below 2**63."""
 
 TOKENS_MAX: Final = 2**53
 ID_LETTERS_MAX: Final = 256
 TRIAL_ROWS_MAX: Final = 2_000
 TRIAL_LATE_MAX_S: Final = 120.0
-"""What was seen longer ago may be of the step before."""
+"""Attempts older than this may belong to the rollout's previous step."""
 
 TRIAL_COUNT_MAX: Final = 10**7
 RTT_MAX_MS: Final = 60_000.0
@@ -40,11 +40,11 @@ COUNTS: Final = (
 _counts: Final = attrgetter(*COUNTS)
 
 UNIX_MAX_S: Final = 4_102_444_800.0
-"""The year 2100: a start after it is a broken clock."""
+"""The year 2100: a later start comes from a wrong clock."""
 
 
 class AcceptedDemand(NamedTuple):
-    """Demand to be counted at `age_s` before now, and what was refused: reason -> rows."""
+    """Demand rows, how old they are, and the number of refused rows by reason."""
 
     rows: tuple[DemandRow, ...]
     age_s: float
@@ -52,17 +52,17 @@ class AcceptedDemand(NamedTuple):
 
 
 class AcceptedUsage(NamedTuple):
-    """Usage to be written, and what was refused: reason -> rows."""
+    """Usage rows to write, and the number of refused rows by reason."""
 
     rows: tuple[UsageRow, ...]
     refused: Mapping[str, int]
 
 
 def accept_demand(city: PopId, demand: Demand) -> AcceptedDemand:
-    """Return the rows that may be counted, one a deployment, and how old they are.
+    """Return the demand rows to count, one per deployment, and their age.
 
-    A router speaks for its own city: one that is taken over draws replicas to no other. The age is
-    measured by its monotonic clock, so a wrong wall clock shifts nothing.
+    A router may report its own city only, so that a compromised router cannot attract replicas to
+    others. The age is measured by its monotonic clock: a wrong wall clock has no effect.
     """
     if len(demand.rows) > DEMAND_ROWS_MAX:
         reason = f"cannot count {len(demand.rows)} rows in one batch: at most {DEMAND_ROWS_MAX}"
@@ -88,19 +88,19 @@ def accept_demand(city: PopId, demand: Demand) -> AcceptedDemand:
 
 
 def accept_trials(city: PopId, demand: Demand) -> tuple[TrialRow, ...]:
-    """Return what was seen of versions on their way, if it is of now and can be counted."""
+    """Return the rows about versions in a rollout that are recent and valid."""
     if len(demand.trials) > TRIAL_ROWS_MAX or _clamped(demand.age_s, 1e9) > TRIAL_LATE_MAX_S:
         return ()
     return tuple(
         sorted(
-            (row for row in demand.trials if row.asked_pop == city and not _trial_problem(row)),
+            (row for row in demand.trials if row.asked_pop == city and not _is_invalid_trial(row)),
             key=lambda row: (row.deployment_id, row.version, row.pop, row.asked_pop),
         )
     )
 
 
 def accept_usage(usage: Usage) -> AcceptedUsage:
-    """Return the rows that the ledger can hold."""
+    """Return the usage rows that the ledger can hold."""
     if len(usage.rows) > USAGE_ROWS_MAX:
         reason = f"cannot write {len(usage.rows)} rows in one batch: at most {USAGE_ROWS_MAX}"
         return AcceptedUsage((), {reason: len(usage.rows)})
@@ -122,8 +122,8 @@ def accept_usage(usage: Usage) -> AcceptedUsage:
 
 
 def accept_round_trips(rows: Iterable[RoundTrip]) -> tuple[RoundTrip, ...]:
-    """Return the round trips that are measurements, one a node; a negative one is a clock's slip,
-    and zero."""
+    """Return the valid round trips, one per node. A negative one is a clock error and counts as
+    zero."""
     by_node = {row.node_id: row for row in rows}
     return tuple(
         msgspec.structs.replace(row, rtt_ms=max(0.0, row.rtt_ms))
@@ -141,11 +141,11 @@ def _usage_problem(row: UsageRow) -> str:
     if any(count < 0 or count > TOKENS_MAX for count in counts):
         return f"a count is below 0 or over {TOKENS_MAX}"
     if not 0 <= row.started_at <= UNIX_MAX_S:
-        return "its start is no time between 1970 and 2100"
+        return "its start is not between 1970 and 2100"
     return ""
 
 
-def _trial_problem(row: TrialRow) -> bool:
+def _is_invalid_trial(row: TrialRow) -> bool:
     counts = (row.attempts, row.failures, row.ttft.count, row.itl.count, row.version)
     sums = (row.ttft.total, row.ttft.squares, row.itl.total, row.itl.squares)
     return (
@@ -159,7 +159,7 @@ def _trial_problem(row: TrialRow) -> bool:
 def _id_problem(names: Iterable[str]) -> str:
     for name in names:
         if "\0" in name:
-            return "a name holds a NUL"
+            return "a name contains a NUL"
         if len(name) > ID_LETTERS_MAX:
             return f"a name has more than {ID_LETTERS_MAX} letters"
     return ""
@@ -167,14 +167,16 @@ def _id_problem(names: Iterable[str]) -> str:
 
 def _count_problem(row: DemandRow, city: PopId) -> str:
     if row.pop != city:
-        return f"it is of {row.pop}, and the router is in {city}"
+        return f"it is of {row.pop}, but the router is in {city}"
     return "a count is below 0" if any(count < 0 for count in _counts(row)) else ""
 
 
 def _bounded(counts: tuple[int, ...]) -> tuple[int, ...]:
     requests, prompt, uncached, output, refused, no_replica = (min(n, COUNT_MAX) for n in counts)
-    part = (min(refused, requests), min(no_replica, requests))
-    return (requests, prompt, min(uncached, prompt), output, *part)
+    return (
+        *(requests, prompt, min(uncached, prompt), output),
+        *(min(refused, requests), min(no_replica, requests)),
+    )
 
 
 def _row(deployment_id: DeploymentId, pop: PopId, counts: tuple[int, ...]) -> DemandRow:
@@ -182,5 +184,5 @@ def _row(deployment_id: DeploymentId, pop: PopId, counts: tuple[int, ...]) -> De
     return DemandRow(deployment_id=deployment_id, pop=pop, **names)
 
 
-def _clamped(value: float, most: float) -> float:
-    return min(max(value, 0.0), most) if isfinite(value) else 0.0
+def _clamped(value: float, value_max: float) -> float:
+    return min(max(value, 0.0), value_max) if isfinite(value) else 0.0

@@ -1,14 +1,14 @@
-"""What one city will ask of one deployment: a quantile, some slots ahead.
+"""Forecast of one series: a quantile of its value some slots ahead.
 
-Several simple forecasts stand side by side: the level alone (persistence), the level carried along
-the day's or the week's shape, yesterday, last week. Each learns its own error's quantile and is
-weighed by how well that quantile did lately (pinball loss), so that a season is believed only
-where it beats persistence: much traffic is weakly seasonal.
+Several simple experts forecast side by side: the level alone (persistence), the level moved along
+the daily or weekly shape, yesterday, last week. Each learns the quantile of its own error, and is
+weighted by how well that quantile did recently (pinball loss). So a season is used only where it
+beats persistence; much traffic is weakly seasonal.
 
-Rule 1: values are forecast as z = log(value + FLOOR x mean): ratios where traffic is thick,
-differences where it is thin, and a zero is a number like others.
-Rule 2: a slot never observed is unknown, not zero; what was foretold for it is not judged.
-Rule 3: all state is in `Series`: saved, read back and replayed bit for bit.
+Rule 1: values are forecast as z = log(value + FLOOR x mean): ratios matter for large values,
+differences for small ones, and zero is an ordinary value.
+Rule 2: a slot that was not observed is unknown, not zero; forecasts for it are not judged.
+Rule 3: all state is in `Series`, and can be stored and replayed bit for bit.
 """
 
 from array import array
@@ -22,28 +22,28 @@ SLOT_S: Final = 600
 DAY_SLOTS: Final = 144
 WEEK_SLOTS: Final = 1008
 HORIZONS: Final = (1, 6, 18)
-"""Slots ahead that are foretold: ten minutes, an hour (a large model's start), three hours."""
+"""Slots ahead to forecast: ten minutes, an hour (the start of a large model), three hours."""
 
 FLOOR: Final = 0.3
-"""Part of the mean below which differences count and ratios do not."""
+"""The share of the mean below which differences matter more than ratios."""
 
 SMOOTHING: Final = (1.0, 0.5, 0.2)
-"""How fast each level follows: at once, in two slots, in five."""
+"""How fast each level follows the value: at once, within two slots, within five."""
 
 LEANS: Final = (0.5, 1.0)
-"""How much of a season's rise from now is believed."""
+"""The share of a season's change from now that is applied."""
 
 SEASON_RATE: Final = 0.2
-"""What a day adds to the shape of the days before."""
+"""The weight of the latest day in the daily shape."""
 
 QUANTILE_RATE: Final = 0.03
 SCALE_RATE: Final = 0.005
 SCALE_SURPRISE_MAX: Final = 4.0
-"""An error counts at most so many times the usual one: an outage does not widen the quantiles."""
+"""An error counts at most this many times the usual one: an outage must not widen quantiles."""
 
 LOSS_RATE: Final = 0.007
 TRUST: Final = 16.0
-"""How sharply the better forecast is preferred: weight = (least loss / its loss) ** TRUST."""
+"""How sharply better experts are preferred: weight = (least loss / own loss) ** TRUST."""
 
 SCALE_MIN: Final = 1e-3
 VALUE_MAX: Final = 1e15
@@ -51,7 +51,7 @@ MEAN_MIN: Final = 1e-9
 
 
 class Expert(NamedTuple):
-    """One way to foretell: which level (-1: none), along which season, how much of it."""
+    """One way to forecast: a level (index, or -1 for none) plus a share of a season's change."""
 
     level: int
     season: int
@@ -59,10 +59,10 @@ class Expert(NamedTuple):
 
 
 PART_MIN: Final = 0.1
-"""A newcomer is thought to ask no less than this part of its mean now, and no more than 1 / it."""
+"""The first value of a new series is taken to be between this share of its mean and 1 / share."""
 
 LAYOUT: Final = 1
-"""The layout of a saved state: it changes with the experts, the horizons and the slots."""
+"""The version of the stored state; it changes with the experts, the horizons and the slots."""
 
 _saved = msgspec.msgpack.Decoder(
     tuple[int, tuple[int, int, float, float, tuple[float, ...]], tuple[bytes, ...]]
@@ -85,33 +85,38 @@ EXPERTS: Final = (
 
 
 class HorizonState:
-    """What is learned of one horizon: pending forecasts, and each expert's errors.
+    """The state of one horizon: pending forecasts, and the errors of each expert.
 
-    `told` holds `slots` rows of one forecast an expert; `told_at` the slot each row was told in.
-    `offset` and `loss` hold one number an expert and quantile.
+    `forecasts` has `slots` rows with one forecast per expert, and `made_at` the slot in which each
+    row was made. `scale` has one number per expert, `offset` and `loss` one per expert and
+    quantile.
     """
 
-    __slots__ = ("loss", "offset", "scale", "slots", "told", "told_at")
+    __slots__ = ("forecasts", "loss", "made_at", "offset", "scale", "slots")
 
     def __init__(self, slots: int, taus: int) -> None:
-        """Know nothing yet."""
+        """Begin without any observation; `taus` is the number of quantiles."""
         self.slots = slots
-        self.told = _blank(slots * len(EXPERTS))
-        self.told_at = array("q", [-1] * slots)
+        self.forecasts = _blank(slots * len(EXPERTS))
+        self.made_at = array("q", [-1] * slots)
         self.scale = _blank(len(EXPERTS))
         self.offset = array("f", [0.0] * (len(EXPERTS) * taus))
         self.loss = _blank(len(EXPERTS) * taus)
 
 
 class Series:
-    """One series as learned so far. `day` and `week` hold z by slot, NaN where never seen."""
+    """One series as learned so far.
+
+    `day` and `week` hold z by slot of the day and week, NaN where never observed. `along` holds the
+    seasons smoothed at the rate of each level. `ahead` has the state of each horizon.
+    """
 
     __slots__ = (
         "ahead", "along", "day", "levels", "mean", "observed", "quantiles", "slot", "week", "z",
     )  # fmt: skip
 
     def __init__(self, slot: int, value: float, quantiles: Sequence[float] = (0.9,)) -> None:
-        """Begin with the first value, which must be over zero."""
+        """Begin with the first value, which must be above zero."""
         self.slot = slot - 1
         self.mean = min(max(value, MEAN_MIN), VALUE_MAX)
         self.quantiles = tuple(quantiles)
@@ -126,7 +131,7 @@ class Series:
 
 
 def observe(series: Series, slot: int, value: float) -> bool:
-    """Learn what a slot asked; False where the slot is past or the value is no demand."""
+    """Learn the value of a slot; False if the slot is past or the value is invalid."""
     if slot <= series.slot or not isfinite(value) or value < 0:
         return False
     value = min(value, VALUE_MAX)
@@ -135,53 +140,55 @@ def observe(series: Series, slot: int, value: float) -> bool:
     series.mean += (value - series.mean) / min(series.observed, WEEK_SLOTS)
     series.mean = max(series.mean, MEAN_MIN)
     z = log(value + FLOOR * series.mean)
-    for ahead in series.ahead:
-        _judge(series, ahead, value, z)
-    _learn(series, z)
-    for ahead in series.ahead:
-        row = slot % ahead.slots
+    for state in series.ahead:
+        _judge_forecasts(series, state, value, z)
+    _update(series, z)
+    for state in series.ahead:
+        row = slot % state.slots
         start = row * len(EXPERTS)
-        ahead.told_at[row] = slot
+        state.made_at[row] = slot
         for index, expert in enumerate(EXPERTS):
-            ahead.told[start + index] = _point(series, expert, slot + ahead.slots)
+            state.forecasts[start + index] = _expert_z(series, expert, slot + state.slots)
     return True
 
 
 def forecast(series: Series, horizon: int, quantile: int = 0) -> float:
-    """Return the quantile of the value `HORIZONS[horizon]` slots after the last one observed."""
-    ahead = series.ahead[horizon]
+    """Return a quantile of the value `HORIZONS[horizon]` slots after the last observed one."""
+    state = series.ahead[horizon]
     taus = len(series.quantiles)
-    losses = [ahead.loss[index * taus + quantile] for index in range(len(EXPERTS))]
-    least = min((loss for loss in losses if not isnan(loss)), default=nan)
-    if isnan(least):
+    losses = [state.loss[index * taus + quantile] for index in range(len(EXPERTS))]
+    loss_min = min((loss for loss in losses if not isnan(loss)), default=nan)
+    if isnan(loss_min):
         return _value(series, series.z)
-    # A hair above zero: a series that is always zero has no loss to divide by.
-    least += 1e-9 * series.mean
-    start = (series.slot % ahead.slots) * len(EXPERTS)
+    # Slightly above zero: a series that is always zero has no loss to divide by.
+    loss_min += 1e-9 * series.mean
+    start = (series.slot % state.slots) * len(EXPERTS)
     weight = total = 0.0
     for index, loss in enumerate(losses):
         if not isnan(loss):
-            trust = (least / (loss + 1e-9 * series.mean)) ** TRUST
+            trust = (loss_min / (loss + 1e-9 * series.mean)) ** TRUST
             weight += trust
-            total += trust * (ahead.told[start + index] + ahead.offset[index * taus + quantile])
+            total += trust * (
+                state.forecasts[start + index] + state.offset[index * taus + quantile]
+            )
     return _value(series, total / weight)
 
 
 def borrow_shape(series: Series, donors: Sequence[tuple[Series, int]]) -> None:
-    """Give a newcomer the shape and the errors of its like.
+    """Give a new series the shape and the errors of its donors.
 
-    Each donor comes with its shift: how many slots later than the donor's the newcomer's day runs.
+    Each donor comes with a shift: by how many slots the new series' day is later than the donor's.
     """
     known = [(donor, shift) for donor, shift in donors if donor.observed >= DAY_SLOTS]
     if not known:
         return
-    _find_mean(series, known)
+    _estimate_mean(series, known)
     for slot in range(series.slot - WEEK_SLOTS + 1, series.slot + 1):
         rises, risen = [], []
         for donor, shift in known:
             now = donor.day[(series.slot - shift) % DAY_SLOTS]
             rises.append(donor.day[(slot - shift) % DAY_SLOTS] - now)
-            # A newcomer to the west asks later than its donor has been asked: a day earlier.
+            # West of the donor, these slots are ahead of the donor's last: use the day before.
             late = max(0, -(-(slot - shift - donor.slot) // DAY_SLOTS))
             risen.append(donor.week[(slot - shift - late * DAY_SLOTS) % WEEK_SLOTS] - now)
         series.day[slot % DAY_SLOTS] = series.z + _mean(rises, nan)
@@ -190,37 +197,41 @@ def borrow_shape(series: Series, donors: Sequence[tuple[Series, int]]) -> None:
         for level in range(len(SMOOTHING)):
             now = season[series.slot % len(season)]
             series.along[number * len(SMOOTHING) + level] = now
-    for number, ahead in enumerate(series.ahead):
-        theirs = [(donor.ahead[number], series.mean / donor.mean) for donor, _ in known]
-        for index in range(len(ahead.offset)):
-            ahead.offset[index] = _mean([one.offset[index] for one, _ in theirs], 0.0)
-            ahead.loss[index] = _mean([one.loss[index] * ratio for one, ratio in theirs], nan)
-        for index in range(len(ahead.scale)):
-            ahead.scale[index] = _mean([one.scale[index] for one, _ in theirs], nan)
-        row = (series.slot % ahead.slots) * len(EXPERTS)
+    for number, state in enumerate(series.ahead):
+        donor_states = [(donor.ahead[number], series.mean / donor.mean) for donor, _ in known]
+        for index in range(len(state.offset)):
+            state.offset[index] = _mean([other.offset[index] for other, _ in donor_states], 0.0)
+            state.loss[index] = _mean(
+                [other.loss[index] * ratio for other, ratio in donor_states], nan
+            )
+        for index in range(len(state.scale)):
+            state.scale[index] = _mean([other.scale[index] for other, _ in donor_states], nan)
+        row = (series.slot % state.slots) * len(EXPERTS)
         for index, expert in enumerate(EXPERTS):
-            ahead.told[row + index] = _point(series, expert, series.slot + ahead.slots)
+            state.forecasts[row + index] = _expert_z(series, expert, series.slot + state.slots)
 
 
 def serialize(series: Series) -> bytes:
-    """Return the state as bytes, for the store."""
+    """Return the state of a series as bytes, for the store."""
     numbers = (series.slot, series.observed, series.mean, series.z, series.quantiles)
-    return msgspec.msgpack.encode((LAYOUT, numbers, [one.tobytes() for one in _arrays(series)]))
+    return msgspec.msgpack.encode(
+        (LAYOUT, numbers, [values.tobytes() for values in _arrays(series)])
+    )
 
 
 def deserialize(data: bytes) -> Series | None:
-    """Return the state that was saved; None where it is not one, or is of another layout."""
+    """Return a series from its stored state; None if it is invalid or of another layout."""
     try:
         layout, numbers, blobs = _saved.decode(data)
         if layout != LAYOUT:
             return None
         slot, observed, mean, z, quantiles = numbers
         series = Series(slot, 1.0, quantiles)
-        for one, blob in zip(_arrays(series), blobs, strict=True):
-            size = len(one)
-            del one[:]
-            one.frombytes(blob)
-            if len(one) != size:
+        for values, blob in zip(_arrays(series), blobs, strict=True):
+            size = len(values)
+            del values[:]
+            values.frombytes(blob)
+            if len(values) != size:
                 return None
     except (msgspec.DecodeError, ValueError):
         return None
@@ -228,8 +239,8 @@ def deserialize(data: bytes) -> Series | None:
     return series
 
 
-def _find_mean(series: Series, donors: Sequence[tuple[Series, int]]) -> None:
-    """Guess a newcomer's mean: what it asks now, against what its like ask at this time of day."""
+def _estimate_mean(series: Series, donors: Sequence[tuple[Series, int]]) -> None:
+    """Estimate the mean of a new series from its value now and its donors' at this time of day."""
     value = _value(series, series.z)
     parts = []
     for donor, shift in donors:
@@ -243,32 +254,32 @@ def _find_mean(series: Series, donors: Sequence[tuple[Series, int]]) -> None:
     series.levels = array("f", [series.z] * len(SMOOTHING))
 
 
-def _judge(series: Series, ahead: HorizonState, value: float, z: float) -> None:
-    """Hold what was told for this slot against what came."""
-    row = series.slot % ahead.slots
-    if ahead.told_at[row] != series.slot - ahead.slots:
+def _judge_forecasts(series: Series, state: HorizonState, value: float, z: float) -> None:
+    """Learn from the error of the forecasts made for this slot."""
+    row = series.slot % state.slots
+    if state.made_at[row] != series.slot - state.slots:
         return
     taus = series.quantiles
     start = row * len(EXPERTS)
     for index in range(len(EXPERTS)):
-        error = z - ahead.told[start + index]
-        scale = ahead.scale[index]
+        error = z - state.forecasts[start + index]
+        scale = state.scale[index]
         if isnan(scale):
             scale = abs(error) + SCALE_MIN
         surprise = min(abs(error), SCALE_SURPRISE_MAX * scale)
         scale = max(SCALE_MIN, scale + SCALE_RATE * (surprise - scale))
-        ahead.scale[index] = scale
-        for at, tau in enumerate(taus, index * len(taus)):
-            offset = ahead.offset[at]
-            told = _value(series, ahead.told[start + index] + offset)
-            loss = tau * (value - told) if value >= told else (1 - tau) * (told - value)
-            before = ahead.loss[at]
-            ahead.loss[at] = loss if isnan(before) else before + LOSS_RATE * (loss - before)
-            ahead.offset[at] = offset + QUANTILE_RATE * scale * (tau - (error < offset))
+        state.scale[index] = scale
+        for cell, tau in enumerate(taus, index * len(taus)):
+            offset = state.offset[cell]
+            quantile = _value(series, state.forecasts[start + index] + offset)
+            loss = tau * (value - quantile) if value >= quantile else (1 - tau) * (quantile - value)
+            before = state.loss[cell]
+            state.loss[cell] = loss if isnan(before) else before + LOSS_RATE * (loss - before)
+            state.offset[cell] = offset + QUANTILE_RATE * scale * (tau - (error < offset))
 
 
-def _learn(series: Series, z: float) -> None:
-    """Move the levels, the seasons smoothed as the levels are, and the seasons."""
+def _update(series: Series, z: float) -> None:
+    """Update the levels, the seasons, and the seasons smoothed like the levels."""
     series.z = z
     day, week = series.slot % DAY_SLOTS, series.slot % WEEK_SLOTS
     series.day[day] = _toward(series.day[day], z, SEASON_RATE)
@@ -277,13 +288,13 @@ def _learn(series: Series, z: float) -> None:
     for level, rate in enumerate(SMOOTHING):
         series.levels[level] = _toward(series.levels[level], z, rate)
         for number, now in enumerate(seasons):
-            at = number * len(SMOOTHING) + level
+            cell = number * len(SMOOTHING) + level
             if not isnan(now):
-                series.along[at] = _toward(series.along[at], now, rate)
+                series.along[cell] = _toward(series.along[cell], now, rate)
 
 
-def _point(series: Series, expert: Expert, target: int) -> float:
-    """Return an expert's z of a slot ahead; what it lacks, the plain level stands in for."""
+def _expert_z(series: Series, expert: Expert, target: int) -> float:
+    """Return an expert's z for a later slot; the plain level where its season is unknown."""
     if expert.level < 0:
         back = target - (DAY_SLOTS if expert.season == DAILY else WEEK_SLOTS)
         seen = series.week[back % WEEK_SLOTS]
@@ -319,5 +330,5 @@ def _mean(values: Sequence[float], default: float) -> float:
 
 def _arrays(series: Series) -> "Iterator[array[Any]]":
     yield from (series.levels, series.along, series.day, series.week)
-    for ahead in series.ahead:
-        yield from (ahead.told, ahead.told_at, ahead.scale, ahead.offset, ahead.loss)
+    for state in series.ahead:
+        yield from (state.forecasts, state.made_at, state.scale, state.offset, state.loss)

@@ -1,9 +1,10 @@
-"""Which nodes are heard, and when silence is too widespread to be believed.
+"""Which nodes are alive, and when too many are silent at once to believe that they are lost.
 
-Rule 1: one silent node is a lost node; many silent at once are a sick network or a sick centre,
-and then nothing is rescheduled (the mistake that takes whole fleets down: gpustack#5935).
-Rule 2: a scheduler that has just begun to act has heard nobody yet, and loses no one.
-Rule 3: a cut is over when everybody had time to come back, not when the first ones have.
+Rule 1: one silent node is lost. Many silent at once mean a failure of the network or of the
+scheduler, and then nothing is rescheduled (the mistake that took down whole fleets: gpustack#5935).
+Rule 2: a scheduler that has just begun to act has not been in contact with all nodes yet, and
+declares none lost.
+Rule 3: a network cut is over when all nodes have had time to come back, not when the first have.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,11 @@ from scheduler.decide.cluster import FleetNode, Liveness
 
 
 class NodeContact(msgspec.Struct, frozen=True, kw_only=True):
-    """What a scheduler alone knows: for how long it has acted, for how long each node that it heard
-    has been silent, and how long ago those came back that it had not heard for `lost_after_s`."""
+    """The acting scheduler's own knowledge of nodes, which the store does not have.
+
+    How long it has acted, how long each node has been silent, and how long ago nodes came back that
+    had been silent for `lost_after_s`.
+    """
 
     acting_for_s: float
     silent_s: Mapping[NodeId, float] = {}
@@ -24,41 +28,41 @@ class NodeContact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LivenessLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """When silence means something."""
+    """How long a silence must be to count."""
 
     suspect_after_s: float = 6.0
-    lost_after_s: float = 30.0  # its replicas are replaced elsewhere
-    grace_s: float = 60.0  # to come back: after a scheduler begins to act, and after a cut
-    storm_share: float = 0.2  # of the nodes, lost within `storm_window_s`: placement freezes
+    lost_after_s: float = 30.0  # then its replicas are replaced elsewhere
+    grace_s: float = 60.0  # for nodes to come back after a new scheduler acts, or after a cut
+    storm_share: float = 0.2  # placement freezes if more nodes are lost within `storm_window_s`
     storm_window_s: float = 600.0
 
 
 class LivenessView(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict on each node. `frozen` says in words why no node may be lost now, if so."""
+    """The liveness of each node. `frozen` says why no node may be declared lost now, or is ""."""
 
     by_node: Mapping[NodeId, Liveness]
     frozen: str = ""
 
-    def counts(self, node: FleetNode) -> bool:
-        """Say whether what is on a node counts at all."""
+    def is_in_fleet(self, node: FleetNode) -> bool:
+        """Say whether a node is neither revoked nor lost."""
         return not node.revoked and self.by_node.get(node.node_id) is not Liveness.LOST
 
 
 def judge_liveness(
     nodes: Sequence[FleetNode], acting_for_s: float, limits: LivenessLimits | None = None
 ) -> LivenessView:
-    """Judge every node by its silence, then judge the silence."""
+    """Return the liveness of every node, or that so many are silent that none may be lost."""
     limits = limits or LivenessLimits()
-    # A revoked node is silent for good, and no sign of a cut.
+    # A revoked node stays silent, which is no sign of a network cut.
     frozen = _frozen([node for node in nodes if not node.revoked], acting_for_s, limits)
     by_node = {}
     for node in nodes:
-        verdict = Liveness.READY
+        liveness = Liveness.READY
         if node.silent_s >= limits.suspect_after_s:
-            verdict = Liveness.SUSPECT
+            liveness = Liveness.SUSPECT
         if node.silent_s >= limits.lost_after_s and not frozen:
-            verdict = Liveness.LOST
-        by_node[node.node_id] = verdict
+            liveness = Liveness.LOST
+        by_node[node.node_id] = liveness
     return LivenessView(by_node=by_node, frozen=frozen)
 
 
@@ -71,21 +75,21 @@ def _frozen(nodes: Sequence[FleetNode], acting_for_s: float, limits: LivenessLim
     silent = [node for node in nodes if node.silent_s >= limits.lost_after_s]
     if not silent:
         return ""
-    back = [
+    returned = [
         node
         for node in nodes
         if node.silent_s < limits.lost_after_s
         and node.back_s is not None
         and node.back_s < limits.grace_s
     ]
-    fresh = [node for node in silent if node.silent_s < limits.storm_window_s]
-    and_back = f", {len(back)} have just come back" if back else ""
-    # A fleet mostly silent is never believed gone; a large part of it only after a long time.
-    for fallen, share, are, then in (
+    recent = [node for node in silent if node.silent_s < limits.storm_window_s]
+    also_back = f", {len(returned)} have just come back" if returned else ""
+    # A mostly silent fleet is never believed lost; a large part of it only after a long time.
+    for lost, share, what, consequence in (
         (silent, 0.5, "are silent", "more likely a cut than a loss"),
-        (fresh, limits.storm_share, "fell silent at once", "waiting before moving work"),
+        (recent, limits.storm_share, "fell silent at once", "waiting before moving work"),
     ):
-        cut = len(fallen) + len(back)
-        if cut >= 2 and cut > share * len(nodes):
-            return f"{len(fallen)} of {len(nodes)} nodes {are}{and_back}: {then}"
+        affected = len(lost) + len(returned)
+        if affected >= 2 and affected > share * len(nodes):
+            return f"{len(lost)} of {len(nodes)} nodes {what}{also_back}: {consequence}"
     return ""

@@ -1,23 +1,26 @@
-"""How fast one peer is read: so much a second, and what it says beyond that waits in its socket.
+"""Message rate limit of one peer: messages beyond it wait in the peer's socket.
 
-An agent that reports in a circle would otherwise have the event loop and the database to itself.
+Without it, an agent that reports in a loop would take the event loop and the database for itself.
 """
 
 from typing import Final
 
 BURST_S: Final = 10.0
+"""A peer may send the messages of this many seconds at once."""
+
 MESSAGE_BYTES: Final = 64 * 1024
+"""A message counts once, and once more for each full multiple of this size."""
 
 
 class MessageRateLimit:
-    """What one peer has said, as time. It knows no clock: each message tells it."""
+    """A token bucket for the messages of one peer, kept as a time. The caller passes the time."""
 
     def __init__(self, messages_per_s: float) -> None:
         self._message_s = 1.0 / messages_per_s
         self._until = float("-inf")
 
     def wait_s(self, size_bytes: int, now: float) -> float:
-        """Return how long this message should wait; a large one counts as several."""
-        said_s = self._message_s * (1 + size_bytes // MESSAGE_BYTES)
-        self._until = max(self._until, now - BURST_S) + said_s
+        """Count a message that arrives at `now`, and return how long to wait before the next."""
+        cost_s = self._message_s * (1 + size_bytes // MESSAGE_BYTES)
+        self._until = max(self._until, now - BURST_S) + cost_s
         return max(0.0, self._until - now)

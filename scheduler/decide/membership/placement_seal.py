@@ -1,8 +1,9 @@
-"""What a node must prove of a replica that the store does not know: that it was seated there.
+"""The placement seal: what a node must prove about a replica that the store does not know.
 
-A scheduler seals each seat that it gives, and the node tells the seal back with the replica. After
-a database was restored from a backup that is how what ran is known from what is invented: by a node
-that was taken over, to be sent others' requests, or to have others run what it likes.
+A scheduler seals each placement that it assigns, and the node reports the seal with the replica.
+After a restore of the database from a backup, the seal tells replicas that were really placed from
+invented ones. A compromised node could otherwise claim replicas to attract requests of other
+tenants, or to have other nodes run what it likes.
 """
 
 import msgspec
@@ -12,7 +13,8 @@ from isochrone.wire.ids import NodeId
 
 
 def sealed_fields(node_id: NodeId, spec: ReplicaSpec) -> bytes:
-    """Return what is sealed, named one by one: a later release's fields must not break it."""
+    """Return the bytes that are sealed. Fields are named one by one, so that fields of a later
+    release do not invalidate seals."""
     return msgspec.json.encode(
         (
             *("isochrone-seat-1", node_id, spec.replica_id, spec.deployment_id, spec.version),

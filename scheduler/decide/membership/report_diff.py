@@ -1,7 +1,7 @@
-"""Whether a report says anything that the store does not hold already.
+"""Whether a node report differs from the one that the store holds.
 
-Most do not: ten seconds later a node is what it was. Times and rates that merely drift are no news,
-as nothing is decided by them; whatever a plan, a route or an operator reads is.
+Most do not: ten seconds later a node is the same. Small drifts of times and rates do not count,
+because nothing is decided by them. Everything that a plan, a route or an operator reads does.
 """
 
 from operator import attrgetter
@@ -10,37 +10,28 @@ from typing import Final
 from isochrone.wire.report import Profile, ReplicaReport, ReplicaState, Report
 
 RATE_STEP: Final = 0.1
+"""A rate has changed if it moved by more than this share."""
+
 DISK_STEP_BYTES: Final = 8 * 1024**3
 
-_said: Final = attrgetter(
+_node_fields: Final = attrgetter(
     *("boot_id", "generation", "address", "version", "refusals", "devices"),
     *("artifacts", "in_host_memory", "failure_domain"),
 )
-_said_of_replica: Final = attrgetter("spec", "state", "reason", "restarts")
+_replica_fields: Final = attrgetter("spec", "state", "reason", "restarts")
 
 
 def has_changed(written: Report, new: Report) -> bool:
-    """Compare a report with the one that was written last."""
+    """Say whether a report differs from the one that was written last."""
     return (
-        _said(new) != _said(written)
+        _node_fields(new) != _node_fields(written)
         or abs(new.disk_free_bytes - written.disk_free_bytes) > DISK_STEP_BYTES
         or rate_moved(written.disk_bytes_per_s, new.disk_bytes_per_s)
         or rate_moved(written.fetch_bytes_per_s, new.fetch_bytes_per_s)
         or len(new.replicas) != len(written.replicas)
         or any(
-            _is_other(before, now)
+            _replica_has_changed(before, now)
             for before, now in zip(written.replicas, new.replicas, strict=True)
-        )
-    )
-
-
-def _is_other(before: ReplicaReport, now: ReplicaReport) -> bool:
-    return (
-        now.state is ReplicaState.FETCHING
-        or _said_of_replica(now) != _said_of_replica(before)
-        or any(
-            rate_moved(getattr(before.profile, measured), getattr(now.profile, measured))
-            for measured in Profile.__struct_fields__
         )
     )
 
@@ -48,3 +39,15 @@ def _is_other(before: ReplicaReport, now: ReplicaReport) -> bool:
 def rate_moved(old: float, new: float) -> bool:
     """Say whether a rate has moved by more than a tenth."""
     return abs(new - old) > RATE_STEP * old
+
+
+def _replica_has_changed(before: ReplicaReport, now: ReplicaReport) -> bool:
+    return (
+        # A fetch reports its progress.
+        now.state is ReplicaState.FETCHING
+        or _replica_fields(now) != _replica_fields(before)
+        or any(
+            rate_moved(getattr(before.profile, rate), getattr(now.profile, rate))
+            for rate in Profile.__struct_fields__
+        )
+    )

@@ -1,6 +1,6 @@
-"""A replica over several nodes of one PoP: what each of its nodes is told, and where they meet.
+"""Replicas over several nodes of one PoP: the spec of each part, and the port where they meet.
 
-Rule: it is one seat. All of its parts start together and end together.
+Rule: such a replica is one slot. All of its parts start together and end together.
 """
 
 from urllib.parse import urlsplit
@@ -14,18 +14,21 @@ from scheduler.decide.placement.fleet.slots import Slot
 
 
 class RankPorts:
-    """Which ports of each node are taken, in one plan."""
+    """Hands out the ports on which the parts of replicas meet, within one plan."""
 
     def __init__(self, cluster: ClusterState) -> None:
         self._taken: set[tuple[NodeId, int]] = {
             (placement.node_id, placement.rank_port) for placement in cluster.placements
         }
-        # Begun elsewhere each time: one that some other process has must not fail every attempt.
+        # The first port tried moves with the generation: a port that another process uses must not
+        # fail every attempt.
         self._generation = cluster.generation
 
     def take(self, node: FleetNode) -> int:
-        """Return a port of `node` that no other replica meets at; the ground has seen that one is
-        left."""
+        """Return a port of `node` that no other replica uses.
+
+        Raises ValueError if none is left; the slot ledger checks that before.
+        """
         first, last = node.rank_ports or (0, 0)
         count = last - first + 1
         for number in range(count):
@@ -33,33 +36,35 @@ class RankPorts:
             if (node.node_id, port) not in self._taken:
                 self._taken.add((node.node_id, port))
                 return port
-        raise ValueError(f"cannot meet on {node.node_id}: all of its {count} rank ports are taken")
-
-
-def spread_over_nodes(spec: ReplicaSpec, seat: Slot, port: int, reason: str) -> ReplicaStart:
-    """Return the start of a replica on all nodes of `seat`; `spec` is the leader's but for that."""
-    host = urlsplit(seat.node.address).hostname or ""
-    names = ", ".join(part.node.node_id for part in seat.parts)
-    starts = []
-    for place, part in enumerate(seat.parts):
-        group = Group(
-            leader_id=spec.replica_id, place=place, nodes=len(seat.parts), host=host, port=port
+        raise ValueError(
+            f"cannot start a replica led by {node.node_id}: all of its {count} rank ports are taken"
         )
-        mine = msgspec.structs.replace(
+
+
+def spread_over_nodes(spec: ReplicaSpec, slot: Slot, port: int, reason: str) -> ReplicaStart:
+    """Return the start of a replica on all nodes of `slot`, made from the `spec` of its leader."""
+    host = urlsplit(slot.leader.address).hostname or ""
+    names = ", ".join(part.node.node_id for part in slot.parts)
+    starts = []
+    for place, part in enumerate(slot.parts):
+        group = Group(
+            leader_id=spec.replica_id, place=place, nodes=len(slot.parts), host=host, port=port
+        )
+        part_spec = msgspec.structs.replace(
             spec,
             replica_id=_part_id(spec.replica_id, place),
             device_ids=part.device_ids,
             group=group,
         )
         why = f"{reason}; over {names}" if place == 0 else f"part {place} of {spec.replica_id}"
-        starts.append(ReplicaStart(node_id=part.node.node_id, spec=mine, reason=why))
+        starts.append(ReplicaStart(node_id=part.node.node_id, spec=part_spec, reason=why))
     return msgspec.structs.replace(starts[0], followers=tuple(starts[1:]))
 
 
 def rename_start(
     start: ReplicaStart, leader_id: ReplicaId, deployment_id: DeploymentId
 ) -> ReplicaStart:
-    """Return a start under other names, in all of its parts."""
+    """Return a start with other ids, in all of its parts."""
 
     def change(part: ReplicaStart) -> ReplicaStart:
         group = part.spec.group
@@ -68,17 +73,17 @@ def rename_start(
         replica_id = _part_id(leader_id, group.place if group else 0)
         return part.with_spec(replica_id=replica_id, deployment_id=deployment_id, group=group)
 
-    return start.each(change)
+    return start.map_parts(change)
 
 
 def with_secret(start: ReplicaStart, secret: str) -> ReplicaStart:
-    """Return a start whose parts know one another by `secret`; one on a single node needs none."""
+    """Return a start whose parts share `secret`. A start on a single node is unchanged."""
 
     def change(part: ReplicaStart) -> ReplicaStart:
         group = part.spec.group
         return part.with_spec(group=group and msgspec.structs.replace(group, secret=secret))
 
-    return start.each(change)
+    return start.map_parts(change)
 
 
 def _part_id(leader_id: ReplicaId, place: int) -> ReplicaId:

@@ -1,24 +1,25 @@
-"""plan(cluster) -> Plan: the one door of placement. Which replicas start, which end, and why.
+"""plan_deployments(cluster) -> PlacementPlan: which replicas start, which end, and why.
 
-How, and where each step is:
+Steps, and where each of them is:
 
- 1. End what may not be: the forbidden, the failed, the deleted (`endings.py`).
- 2. Read each deployment's wish: what its cities ask, what stands for it (`wish.py`), and which
-    load each seat serves (`flow.py`). Everything below lowers one sum (`score.py`).
- 3. Fill: seats that pay, the one worth most for its bytes first (`search.py`), each on the tightest
-    devices of its site (`ground.py`).
- 4. Improve while effort is left (`improve.py`; each change is kept or undone whole, `attempt.py`):
-    new seats that do not pay go, others move; what wants a full place takes it from what is worth
-    less there (`exchange.py`); sites are filled anew in other orders; and seats are forced
-    elsewhere to see what follows (`shift.py`). Where a policy allows no seat more, one that stands
-    is started anew where it is worth more.
- 5. End what that makes needless: who yields its place, who is drained, of an old version, or spare;
-    part those who would all fail together (`endings.py`); and say what could not be met
-    (`refusals.py`).
+ 1. End replicas that must not run: forbidden, failed, or of a deleted deployment (`retire.py`).
+ 2. Read the needs of each deployment and what it already has (`search/deployment_state.py`), and
+    which load each replica serves (`search/load_assignment.py`). All later steps lower one sum
+    (`score.py`).
+ 3. Fill: add replicas that pay, best per byte first (`search/greedy_fill.py`), each on the tightest
+    devices of its site (`search/slot_ledger.py`).
+ 4. Improve while effort is left (`search/local_search.py`), each change kept or rolled back as a
+    whole: drop new replicas that do not pay, move others, take full slots from replicas that are
+    worth less (`search/swap.py`), refill sites in other orders, and force replicas elsewhere to
+    leave local minima (`search/perturb.py`). Where a policy allows no more replicas, start one
+    where it is worth more, so that another can end.
+ 5. End what is no longer needed: preempted, drained, old versions, surplus; separate replicas that
+    would all fail together (`retire.py`); and report what could not be met (`unmet.py`).
 
-Rule 1: the same picture gives the same plan, and a plan carried out gives an empty one.
-Rule 2: endings wait for what replaces them to be warm; failing to start never ends anything.
-Rule 3: residency and memory are never traded for anything.
+Rule 1: the same cluster state gives the same plan, and a plan that was carried out gives an empty
+one.
+Rule 2: a replica ends only when its replacement is warm; a failed start never ends another replica.
+Rule 3: residency and memory are hard limits.
 """
 
 from collections import defaultdict
@@ -46,14 +47,19 @@ from scheduler.decide.placement.retire import (
     end_failed,
     end_forbidden,
     end_leaderless,
-    end_spare,
+    end_surplus,
     is_staying,
-    replace_stale,
+    replace_old_version,
     separate_failure_domains,
 )
-from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
-from scheduler.decide.placement.search.greedy_search import GreedySearch
+from scheduler.decide.placement.search.deployment_state import (
+    DeploymentNeeds,
+    DeploymentState,
+    PlannedReplica,
+)
+from scheduler.decide.placement.search.draft import PlacementDraft
 from scheduler.decide.placement.search.local_search import LocalSearch
+from scheduler.decide.placement.search.slot_ledger import SlotLedger
 from scheduler.decide.placement.unmet import (
     impossible_policy,
     no_slot_for_version,
@@ -62,10 +68,10 @@ from scheduler.decide.placement.unmet import (
 
 
 class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much may move in one plan, and how long a replica stays before it may be surplus.
+    """How much one plan may change, and how old a replica must be to end as surplus.
 
-    A large fleet may move more at once: `moves_share` of its placements. `effort` bounds the
-    exchanges tried: each costs about a millisecond.
+    A large fleet may change more at once: `moves_share` of its placements. `effort` limits the
+    attempts to improve the plan, of about a millisecond each.
     """
 
     starts_max: int = 8
@@ -81,30 +87,30 @@ def plan_deployments(
     limits: PlanLimits | None = None,
     liveness_limits: LivenessLimits | None = None,
 ) -> PlacementPlan:
-    """Return the moves that bring the fleet nearer to what is wished of it."""
+    """Return the starts and ends that bring the fleet closer to its desired state."""
     limits = limits or PlanLimits()
     view = judge_liveness(cluster.nodes, cluster.acting_for_s, liveness_limits)
     if view.frozen:
         return PlacementPlan(based_on=cluster.generation, frozen=view.frozen)
-    draft = DraftPlan(cluster, view, limits)
-    draft.end_what_may_not_be()
-    search = draft.sought()
-    improve = LocalSearch(search, limits.settle_s, limits.effort)
-    improve.fill()
-    improve.run()
-    improve.relocate()
-    for yielding in improve.yielding():
-        draft.end_seat(yielding.seated, yielding.reason)
-    for wish in search.wishes:
-        draft.settle(search, wish)
-    return draft.plan(search)
+    builder = PlanBuilder(cluster, view, limits)
+    builder.end_invalid()
+    draft = builder.new_draft()
+    search = LocalSearch(draft, limits.settle_s, limits.effort)
+    search.fill()
+    search.run()
+    search.relocate_running()
+    for preemption in search.preemptions():
+        builder.end_replica(preemption.replica, preemption.reason)
+    for state in draft.states:
+        builder.retire(draft, state)
+    return builder.build(draft)
 
 
-class DraftPlan:
-    """A plan being made: the picture, and what is already decided on top of it."""
+class PlanBuilder:
+    """Builds one plan: reads the cluster state, and collects what ends and what is unmet."""
 
     def __init__(self, cluster: ClusterState, view: LivenessView, limits: PlanLimits) -> None:
-        self.ground = FleetCapacity(cluster, view)
+        self.fleet = FleetCapacity(cluster, view)
         self._cluster = cluster
         self._limits = limits
         share = int(limits.moves_share * len(cluster.placements))
@@ -112,81 +118,93 @@ class DraftPlan:
         self._endings_max = max(limits.endings_max, share)
         self._models = {model.model_id: model for model in cluster.models}
         self._profiles: Profiles = cluster.measured()
-        self._mine: dict[DeploymentId, list[Placement]] = defaultdict(list)
+        self._running: dict[DeploymentId, list[Placement]] = defaultdict(list)
         for placement in cluster.placements:
             if not placement.is_ending and not placement.leader_id:
-                self._mine[placement.deployment_id].append(placement)
-        self._asked = demand_by_deployment(cluster.demand, self.ground.far.index)
+                self._running[placement.deployment_id].append(placement)
+        self._demand = demand_by_deployment(cluster.demand, self.fleet.distances.index)
         self._endings: dict[ReplicaId, ReplicaEnding] = {}
         self._unmet: list[UnmetRequirement] = []
 
-    def end_what_may_not_be(self) -> None:
-        """End what residency forbids, what failed, and what belongs to no deployment any more."""
+    def end_invalid(self) -> None:
+        """End replicas that residency forbids, that failed, or whose deployment was deleted."""
         end_leaderless(self._cluster.placements, self.end)
         for deployment_id in self._cluster.deleted:
-            for placement in self._mine.pop(deployment_id, []):
+            for placement in self._running.pop(deployment_id, []):
                 self.end(placement, "the deployment was deleted")
         for deployment in self._cluster.deployments:
-            mine = self._mine[deployment.deployment_id]
+            running = self._running[deployment.deployment_id]
             if deployment.model_id in self._models:
-                mine = end_forbidden(self.ground, deployment, mine, self.end)
-                end_failed(self.ground, deployment, mine, self.end)
-            self._mine[deployment.deployment_id] = mine
+                running = end_forbidden(self.fleet, deployment, running, self.end)
+                end_failed(self.fleet, deployment, running, self.end)
+            self._running[deployment.deployment_id] = running
 
-    def sought(self) -> GreedySearch:
-        """Return the search over every deployment whose wish makes sense."""
-        wishes = []
+    def new_draft(self) -> PlacementDraft:
+        """Return a draft of every deployment that has a model, with what runs of it."""
+        states = []
         for deployment in sorted(self._cluster.deployments, key=lambda d: d.deployment_id):
             model = self._models.get(deployment.model_id)
             if model is None:
                 self._refuse(deployment, f"the catalogue has no model {deployment.model_id}")
                 continue
-            wrong = impossible_policy(self.ground, deployment)
-            if wrong:
-                self._refuse(deployment, wrong)
-            wishes.append(self.wish_of(deployment, model))
-        return GreedySearch(self.ground, wishes, self._starts_max)
+            impossible = impossible_policy(self.fleet, deployment)
+            if impossible:
+                self._refuse(deployment, impossible)
+            states.append(self.state_of(deployment, model))
+        return self.draft_of(states)
 
-    def wish_of(self, deployment: Deployment, model: Model, version: int = 0) -> DeploymentState:
-        """Return a deployment's wish with all that stands for it, or what stands of one version."""
-        mine = [p for p in self._mine[deployment.deployment_id] if is_staying(self.ground, p)]
-        return DeploymentState(
-            self.ground,
+    def draft_of(self, states: list[DeploymentState]) -> PlacementDraft:
+        """Return a draft of some deployments."""
+        ledger = SlotLedger(self.fleet, self._cluster)
+        return PlacementDraft(self.fleet, ledger, states, self._starts_max)
+
+    def state_of(self, deployment: Deployment, model: Model) -> DeploymentState:
+        """Return a deployment's needs and all of its running replicas that stay."""
+        needs = DeploymentNeeds(
+            self.fleet,
             deployment,
             model,
-            self._asked[deployment.deployment_id],
+            self._demand[deployment.deployment_id],
             self._profiles,
-            [p for p in mine if version in (0, p.version)],
         )
+        running = [p for p in self._running[deployment.deployment_id] if is_staying(self.fleet, p)]
+        return DeploymentState(self.fleet, needs, running)
 
-    def settle(self, search: GreedySearch, wish: DeploymentState) -> None:
-        """Replace old versions, leave draining nodes, end what is spare, part those who would fail
-        together, say what is lacking."""
-        mine = [p for p in self._mine[wish.name] if p.replica_id not in self._endings]
-        # Of what may have no replica at all, none is replaced.
-        stale = wish.most > 0 and any(
-            s.placement and s.placement.version != wish.deployment.version for s in wish.seats
+    def retire(self, draft: PlacementDraft, state: DeploymentState) -> None:
+        """Replace old versions, leave draining nodes, end surplus, separate failure domains, and
+        note what is unmet."""
+        needs = state.needs
+        has_old = any(
+            r.placement and r.placement.version != needs.deployment.version for r in state.replicas
         )
-        if stale:
-            fresh = self.wish_of(wish.deployment, wish.model, wish.deployment.version)
-            if not replace_stale(search, wish, fresh, self._limits.surge_max, self.end_seat):
-                self._unmet.append(no_slot_for_version(self.ground, wish))
-        is_moving = any(seated.seat for seated in wish.seats)
-        if not is_moving:
-            least = min(wish.most, wish.deployment.policy.replicas_min or int(wish.is_asked_for))
-            end_drained(self.ground, mine, least, self.end)
-        is_at_rest = not is_moving and not stale and not wish.is_coming()
-        if is_at_rest and not end_spare(wish, self._limits.settle_s, self.end_seat):
-            separate_failure_domains(search, wish, self._limits.settle_s)
-        self._unmet.extend(unmet_requirements(self.ground, wish))
+        # With replicas_max = 0 nothing is replaced.
+        is_replacing = needs.replicas_max > 0 and has_old
+        running = [
+            p for p in self._running[state.deployment_id] if p.replica_id not in self._endings
+        ]
+        if is_replacing:
+            current = self._current_version_of(needs)
+            if not replace_old_version(
+                draft, state, current, self._limits.surge_max, self.end_replica
+            ):
+                self._unmet.append(no_slot_for_version(draft, state))
+        is_starting = any(replica.slot for replica in state.replicas)
+        if not is_starting:
+            minimum = needs.deployment.policy.replicas_min or int(needs.has_demand)
+            end_drained(self.fleet, running, min(needs.replicas_max, minimum), self.end)
+        is_stable = not is_starting and not is_replacing and not state.has_replica_coming()
+        settle_s = self._limits.settle_s
+        if is_stable and not end_surplus(state, settle_s, draft.ledger, self.end_replica):
+            separate_failure_domains(draft, state, settle_s)
+        self._unmet.extend(unmet_requirements(draft, state))
 
-    def end_seat(self, seated: PlannedReplica, reason: str) -> None:
-        """End the placement of a seat."""
-        if seated.placement:
-            self.end(seated.placement, reason)
+    def end_replica(self, replica: PlannedReplica, reason: str) -> None:
+        """End the placement of a planned replica."""
+        if replica.placement:
+            self.end(replica.placement, reason)
 
     def end(self, placement: Placement, reason: str) -> None:
-        """End a placement, as far as this plan may."""
+        """End a placement, unless this plan has ended as many as it may."""
         if len(self._endings) < self._endings_max:
             self._endings.setdefault(
                 placement.replica_id,
@@ -198,42 +216,48 @@ class DraftPlan:
                 ),
             )
 
-    def plan(self, search: GreedySearch) -> PlacementPlan:
-        """Return what was decided."""
-        new = [(wish, seated) for wish in search.wishes for seated in wish.new_seats()]
+    def build(self, draft: PlacementDraft) -> PlacementPlan:
+        """Return the plan."""
+        new = [replica for state in draft.states for replica in state.new_replicas()]
         ports = RankPorts(self._cluster)
         return PlacementPlan(
             based_on=self._cluster.generation,
             starts=tuple(
-                self._start(number, wish, seated, ports)
-                for number, (wish, seated) in enumerate(new, 1)
+                self._start(number, replica, ports) for number, replica in enumerate(new, 1)
             ),
             endings=tuple(self._endings.values()),
             unmet=tuple(self._unmet),
         )
 
-    def _start(
-        self, number: int, wish: DeploymentState, seated: PlannedReplica, ports: RankPorts
-    ) -> ReplicaStart:
-        assert seated.seat is not None
-        deployment, model, seat = wish.deployment, wish.model, seated.seat
-        replica_id = ReplicaId(f"{wish.name}-{self._cluster.generation}-{number}")
+    def _current_version_of(self, needs: DeploymentNeeds) -> DeploymentState:
+        """Return a deployment's state with the replicas of its current version only."""
+        running = [
+            p
+            for p in self._running[needs.deployment_id]
+            if is_staying(self.fleet, p) and p.version == needs.deployment.version
+        ]
+        return DeploymentState(self.fleet, needs, running)
+
+    def _start(self, number: int, replica: PlannedReplica, ports: RankPorts) -> ReplicaStart:
+        assert replica.slot is not None
+        needs, slot = replica.state.needs, replica.slot
+        deployment, model = needs.deployment, needs.model
         spec = ReplicaSpec(
-            replica_id=replica_id,
-            deployment_id=wish.name,
+            replica_id=ReplicaId(f"{needs.deployment_id}-{self._cluster.generation}-{number}"),
+            deployment_id=needs.deployment_id,
             version=deployment.version,
             name=deployment.name,
             model_id=ModelId(model.model_id),
             artifact=model.artifact,
             context_tokens=min(deployment.engine.context_tokens_max, model.context_tokens),
             engine=deployment.engine,
-            device_ids=seat.parts[0].device_ids,
-            memory_bytes=seat.memory_bytes,
-            role=wish.role_in(seated.pop),
+            device_ids=slot.parts[0].device_ids,
+            memory_bytes=slot.memory_bytes,
+            role=replica.state.role_in(replica.pop),
         )
-        if len(seat.parts) == 1:
-            return ReplicaStart(node_id=seat.node.node_id, spec=spec, reason=seated.reason)
-        return spread_over_nodes(spec, seat, ports.take(seat.node), seated.reason)
+        if len(slot.parts) == 1:
+            return ReplicaStart(node_id=slot.leader.node_id, spec=spec, reason=replica.reason)
+        return spread_over_nodes(spec, slot, ports.take(slot.leader), replica.reason)
 
     def _refuse(self, deployment: Deployment, reason: str) -> None:
         self._unmet.append(UnmetRequirement(deployment_id=deployment.deployment_id, reason=reason))

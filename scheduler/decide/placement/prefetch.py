@@ -1,19 +1,19 @@
-"""Which node should have which weights before it is asked to run them, and how fast they may come.
+"""Which nodes should hold which weights before they run them, and how fast these may be fetched.
 
-The planner is asked where it would seat replicas, were demand what is foretold some hours ahead:
-where such a seat would wait for its weights, they are wished there beforehand. What is wished
-counts as held when the planner is asked again, so the same seats are found.
+The planner runs with the demand that is forecast for some hours ahead. Where a replica of that plan
+would wait for its weights, they become a prefetch target. Later runs count targets as fetched, so
+the planner finds the same slots.
 
-Three hours are looked ahead, the farthest that is forecast. In that time half of a far link (100
-MB/s until it is measured) brings 510 GB, half of one of 400 MB/s 2 TB: what is larger over a slower
-link comes after the peak has begun, and is wished for an hour longer.
+The forecast looks three hours ahead at most. In that time half of a far link (100 MB/s until it is
+measured) carries 510 GB, half of a 400 MB/s link 2 TB. Larger models over slower links arrive after
+the peak has begun; they remain a target for one more hour.
 
-Rule 1: one node of a PoP fetches from afar at a time; the next ones have theirs from that one.
-Rule 2: what comes from afar leaves users the larger part of the link, and needs half of the time
-there is, so that a link slower than it was thought is found out early.
-Rule 3: only what fits beside everything that is wished already; nothing that runs is dropped.
-Rule 4: a wish stands until its time has passed or it makes no sense any more: a forecast that
-wavers neither stops a fetch half-way nor gives up what has come.
+Rule 1: only one node of a PoP fetches an artifact from another PoP; the others copy it from there.
+Rule 2: a fetch from another PoP takes at most half of the link, and should take at most half of the
+time that is left, so that a link slower than assumed is noticed early.
+Rule 3: only what fits beside all other targets is fetched; nothing that runs is dropped.
+Rule 4: a target remains until its time has passed or it makes no sense any more. A forecast that
+fluctuates neither stops a fetch halfway nor gives up what was fetched.
 """
 
 from collections import defaultdict
@@ -23,38 +23,40 @@ import msgspec
 
 from isochrone.wire.ids import DeploymentId, ModelId, NodeId, PopId
 from isochrone.wire.model import Model
+from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.capacity.start_times import MB, StartTimes
 from scheduler.decide.cluster import ClusterState, FleetNode, PrefetchTarget, ReplicaStart
 from scheduler.decide.membership.liveness import LivenessLimits, LivenessView, judge_liveness
 from scheduler.decide.placement.fleet.slots import DISK_MARGIN_BYTES
 from scheduler.decide.placement.planner import PlanLimits
 from scheduler.decide.placement.rollout_split import plan_fleet
-from scheduler.decide.placement.score import Distances
 from scheduler.decide.rollout.lifecycle import IN_PROGRESS
 
 LINK_SHARE: Final = 0.5
-"""The part of a PoP's way to others that prefetching may take."""
+"""The share of a PoP's links to other PoPs that prefetching may use."""
 
 TIME_SHARE: Final = 0.5
-"""The part of the time left in which weights should have come."""
+"""The share of the time left within which weights should arrive."""
 
 BYTES_PER_S_MIN: Final = 1.0 * MB
 KEPT_FOR_S: Final = 3600.0
-"""How long after its time a wish still keeps its place on the disk: a peak may be late."""
+"""How long after its time a target still keeps its weights on the disk: a peak may be late."""
 
 PER_NODE_MAX: Final = 8
+"""Targets of one node."""
+
 LIMITS: Final = PlanLimits(starts_max=1_000)
 
 
 class EndedPrefetch(msgspec.Struct, frozen=True, kw_only=True):
-    """A wish that is over, and why."""
+    """A prefetch target that is over, and why."""
 
-    wish: PrefetchTarget
+    target: PrefetchTarget
     reason: str
 
 
 class PrefetchDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """What to wish besides what is wished already, what has come, and what is over."""
+    """Targets to add, targets whose weights have arrived, and targets that are over."""
 
     new: tuple[PrefetchTarget, ...] = ()
     arrived: tuple[PrefetchTarget, ...] = ()
@@ -64,89 +66,89 @@ class PrefetchDecision(msgspec.Struct, frozen=True, kw_only=True):
 def plan_prefetch(
     cluster: ClusterState, due_s: float, liveness_limits: LivenessLimits | None = None
 ) -> PrefetchDecision:
-    """Return what follows from a picture whose demand is what is foretold `due_s` ahead."""
+    """Return what to prefetch for a cluster state whose demand is the forecast `due_s` ahead."""
     view = judge_liveness(cluster.nodes, cluster.acting_for_s, liveness_limits)
     if view.frozen:
         return PrefetchDecision()
-    stock = _Stock(cluster, view)
+    targets = _Targets(cluster, view)
     ended = []
-    for wish in sorted(cluster.prefetches, key=lambda one: (one.due_s, one.node_id, one.model_id)):
-        over = stock.is_over(wish)
-        if over:
-            ended.append(EndedPrefetch(wish=wish, reason=over))
+    for target in sorted(cluster.prefetches, key=lambda t: (t.due_s, t.node_id, t.model_id)):
+        reason = targets.why_over(target)
+        if reason:
+            ended.append(EndedPrefetch(target=target, reason=reason))
         else:
-            stock.keep(wish)
-    arrived = tuple(wish for wish in stock.wishes if stock.is_held(wish) and not wish.is_held)
+            targets.add(target)
+    arrived = tuple(t for t in targets.kept if targets.has_arrived(t) and not t.is_held)
     new: list[PrefetchTarget] = []
     if due_s > 0:
-        decided = plan_fleet(stock.picture(), liveness_limits, LIMITS)
-        for part in (part for start in decided.starts for part in start.parts):
-            wished = stock.wish(part, due_s)
-            if wished is not None:
-                stock.keep(wished)
-                new.append(wished)
+        plan = plan_fleet(targets.cluster_when_fetched(), liveness_limits, LIMITS)
+        for part in (part for start in plan.starts for part in start.parts):
+            added = targets.target_for(part, due_s)
+            if added is not None:
+                targets.add(added)
+                new.append(added)
     return PrefetchDecision(new=tuple(new), arrived=arrived, ended=tuple(ended))
 
 
-class _Stock:
-    """What lies on every node's disk, and what is on its way there."""
+class _Targets:
+    """The targets kept so far, the disk space they take and the links they use."""
 
     def __init__(self, cluster: ClusterState, view: LivenessView) -> None:
-        self.wishes: list[PrefetchTarget] = []
+        self.kept: list[PrefetchTarget] = []
         self._cluster = cluster
         self._view = view
         self._nodes = {node.node_id: node for node in cluster.nodes}
         self._models = {model.model_id: model for model in cluster.models}
-        served = _served(cluster)
-        self._served = set(served.values())
-        self._seated = {
-            (node_id, served[placement.deployment_id, placement.version])
+        models_served = _models_served(cluster)
+        self._models_served = set(models_served.values())
+        self._placed = {
+            (node_id, models_served[placement.deployment_id, placement.version])
             for placement in cluster.placements
             for node_id in placement.node_ids
-            if not placement.is_ending and (placement.deployment_id, placement.version) in served
+            if not placement.is_ending
+            and (placement.deployment_id, placement.version) in models_served
         }
-        far = Distances(cluster.pops, cluster.distances)
-        self._starts = StartTimes(cluster.nodes, (), {}, far)
+        self._start_times = StartTimes(cluster.nodes, Distances(cluster.pops, cluster.distances))
         self._pending_bytes: dict[NodeId, int] = defaultdict(int)
-        self._link_taken: dict[PopId, float] = defaultdict(float)
+        self._link_bytes_per_s: dict[PopId, float] = defaultdict(float)
 
-    def is_held(self, wish: PrefetchTarget) -> bool:
-        """Say whether the weights have come."""
-        digest = self._models[wish.model_id].artifact.digest
-        return digest in self._nodes[wish.node_id].artifacts
+    def has_arrived(self, target: PrefetchTarget) -> bool:
+        """Say whether the weights are on the node's disk."""
+        digest = self._models[target.model_id].artifact.digest
+        return digest in self._nodes[target.node_id].artifacts
 
-    def is_over(self, wish: PrefetchTarget) -> str:
-        """Say why a wish makes no sense any more; "" if it does."""
-        node, model = self._nodes.get(wish.node_id), self._models.get(wish.model_id)
+    def why_over(self, target: PrefetchTarget) -> str:
+        """Return why a target makes no sense any more; "" if it does."""
+        node, model = self._nodes.get(target.node_id), self._models.get(target.model_id)
         if node is None or model is None:
             return "the node or the model is gone"
-        if node.draining or not self._view.counts(node):
+        if node.draining or not self._view.is_in_fleet(node):
             return "the node is draining, revoked or lost"
-        if wish.model_id not in self._served:
+        if target.model_id not in self._models_served:
             return "no deployment serves the model any more"
-        if (wish.node_id, wish.model_id) in self._seated:
-            return "a replica has its seat there"
-        is_held = self.is_held(wish)
-        if wish.due_s < -KEPT_FOR_S:
-            return "its time has passed" if is_held else "the weights did not come in time"
-        if not is_held and not self._fits(node, model):
+        if (target.node_id, target.model_id) in self._placed:
+            return "a replica was placed there"
+        has_arrived = self.has_arrived(target)
+        if target.due_s < -KEPT_FOR_S:
+            return "its time has passed" if has_arrived else "the weights did not arrive in time"
+        if not has_arrived and not self._fits(node, model):
             return f"the disk has {node.disk_free_bytes} bytes left, too few for it"
         return ""
 
-    def keep(self, wish: PrefetchTarget) -> None:
-        """Count a wish among those that stand."""
-        self.wishes.append(wish)
-        if not self.is_held(wish):
-            size = self._models[wish.model_id].artifact.size_bytes
-            self._pending_bytes[wish.node_id] += size
-            self._link_taken[self._nodes[wish.node_id].pop] += wish.bytes_per_s
+    def add(self, target: PrefetchTarget) -> None:
+        """Keep a target, and count its disk space and its share of the link."""
+        self.kept.append(target)
+        if not self.has_arrived(target):
+            size = self._models[target.model_id].artifact.size_bytes
+            self._pending_bytes[target.node_id] += size
+            self._link_bytes_per_s[self._nodes[target.node_id].pop] += target.bytes_per_s
 
-    def picture(self) -> ClusterState:
-        """Return the picture as it will be when everything wished has come."""
+    def cluster_when_fetched(self) -> ClusterState:
+        """Return the cluster state as it will be when all targets have arrived."""
         coming: dict[NodeId, list[str]] = defaultdict(list)
-        for wish in self.wishes:
-            if not self.is_held(wish):
-                coming[wish.node_id].append(self._models[wish.model_id].artifact.digest)
+        for target in self.kept:
+            if not self.has_arrived(target):
+                coming[target.node_id].append(self._models[target.model_id].artifact.digest)
         nodes = tuple(
             msgspec.structs.replace(node, artifacts=(*node.artifacts, *coming[node.node_id]))
             if node.node_id in coming
@@ -155,41 +157,41 @@ class _Stock:
         )
         return msgspec.structs.replace(self._cluster, nodes=nodes)
 
-    def wish(self, start: ReplicaStart, due_s: float) -> PrefetchTarget | None:
-        """Return the wish that a start foreseen gives rise to; None where there is none to make."""
+    def target_for(self, start: ReplicaStart, due_s: float) -> PrefetchTarget | None:
+        """Return the target for a start that is foreseen, or None if it needs or gets none."""
         node, model = self._nodes[start.node_id], self._models[start.spec.model_id]
-        mine = [one for one in self.wishes if one.node_id == node.node_id]
+        on_node = [target for target in self.kept if target.node_id == node.node_id]
         if (
             model.artifact.digest in node.artifacts
-            or any(one.model_id == model.model_id for one in mine)
-            or len(mine) >= PER_NODE_MAX
+            or any(target.model_id == model.model_id for target in on_node)
+            or len(on_node) >= PER_NODE_MAX
             or not self._fits(node, model)
         ):
             return None
-        rate = 0.0
-        if not self._starts.is_held_in(node.pop, model.artifact.digest):
-            rate = self._rate_from_afar(node, model, due_s)
-            if rate <= 0:
+        bytes_per_s = 0.0
+        if not self._start_times.is_held_in(node.pop, model.artifact.digest):
+            bytes_per_s = self._wan_bytes_per_s(node, model, due_s)
+            if bytes_per_s <= 0:
                 return None
         return PrefetchTarget(
             node_id=node.node_id,
             model_id=model.model_id,
             deployment_id=start.spec.deployment_id,
             due_s=due_s,
-            bytes_per_s=rate,
-            reason=f"foretold for {due_s / 3600:.1f} h from now: {start.reason}",
+            bytes_per_s=bytes_per_s,
+            reason=f"forecast for {due_s / 3600:.1f} h from now: {start.reason}",
         )
 
-    def _rate_from_afar(self, node: FleetNode, model: Model, due_s: float) -> float:
-        """Return how fast weights may come to a PoP that has none of them; 0 is not now."""
-        for wish in self.wishes:
-            if wish.model_id == model.model_id and self._nodes[wish.node_id].pop == node.pop:
+    def _wan_bytes_per_s(self, node: FleetNode, model: Model, due_s: float) -> float:
+        """Return how fast weights may be fetched to a PoP that has none of them; 0 is not now."""
+        for target in self.kept:
+            if target.model_id == model.model_id and self._nodes[target.node_id].pop == node.pop:
                 return 0.0
         size = model.artifact.size_bytes
-        link = size / max(1e-6, self._starts.fetch_s(node, model))
-        left = LINK_SHARE * link - self._link_taken[node.pop]
-        # What cannot come in time is begun only where nothing else has need of the link.
-        if left < size / due_s and self._link_taken[node.pop] > 0:
+        link = size / max(1e-6, self._start_times.fetch_s(node, model))
+        left = LINK_SHARE * link - self._link_bytes_per_s[node.pop]
+        # A fetch that cannot finish in time starts only if nothing else uses the link.
+        if left < size / due_s and self._link_bytes_per_s[node.pop] > 0:
             return 0.0
         return min(left, max(size / (TIME_SHARE * due_s), BYTES_PER_S_MIN))
 
@@ -198,13 +200,13 @@ class _Stock:
         return not node.disk_free_bytes or node.disk_free_bytes >= needed
 
 
-def _served(cluster: ClusterState) -> dict[tuple[DeploymentId, int], ModelId]:
+def _models_served(cluster: ClusterState) -> dict[tuple[DeploymentId, int], ModelId]:
     """Return the model of each version that is served, or is about to be."""
-    versions = {(one.deployment_id, one.version): one.model_id for one in cluster.deployments}
+    current = {(d.deployment_id, d.version): d.model_id for d in cluster.deployments}
     live = {deployment.deployment_id for deployment in cluster.deployments}
     coming = {
         (rollout.deployment_id, rollout.to_version): rollout.spec.model_id
         for rollout in cluster.rollouts
         if rollout.state in IN_PROGRESS and rollout.deployment_id in live
     }
-    return versions | coming
+    return current | coming

@@ -1,14 +1,10 @@
-"""What ends, and when: the forbidden, the failed, the drained, old versions, and spare seats; and
-what starts so that another can end: a new version, or one that would not fail with its fellows.
+"""Which replicas end, and when; and which start so that another can end.
 
-Rule: residency is obeyed at once; everything else waits until what takes its place is warm.
+Rule: residency is obeyed at once. Every other end waits until its replacement is warm.
 """
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from math import inf
 from typing import Final
-
-import numpy as np
 
 from isochrone.wire.ids import NodeId
 from isochrone.wire.model import Deployment
@@ -19,35 +15,40 @@ from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.fleet.slots import residency_allows
 from scheduler.decide.placement.score import START
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
-from scheduler.decide.placement.search.greedy_search import Gain, GreedySearch
+from scheduler.decide.placement.search.draft import Gain, PlacementDraft
 from scheduler.decide.placement.search.load_assignment import EPSILON
+from scheduler.decide.placement.search.removal import cheapest_removal, removable_replicas
+from scheduler.decide.placement.search.slot_ledger import SlotLedger
 
-End = Callable[[Placement, str], None]
-EndSeat = Callable[[PlannedReplica, str], None]
+EndPlacement = Callable[[Placement, str], None]
+EndReplica = Callable[[PlannedReplica, str], None]
+"""Ends a placement, or a planned replica's placement, for a reason."""
 
-OVER = (ReplicaState.FAILED, ReplicaState.STOPPED)
+TERMINAL_STATES = (ReplicaState.FAILED, ReplicaState.STOPPED)
+"""The states of a replica that will not serve again."""
 
 KEPT: Final = 0.25
-"""The share of its hold that a seat must save to stay: who leaves at night is wanted by day."""
+"""A replica ends for lack of demand once it saves less than this share of its hold cost. It is well
+below 1 because demand that leaves at night comes back by day."""
 
 
-def is_staying(ground: FleetCapacity, placement: Placement) -> bool:
-    """Say whether a placement serves or will: on a node that stays, and not given up."""
+def is_staying(fleet: FleetCapacity, placement: Placement) -> bool:
+    """Say whether a placement serves or will serve, on nodes that stay in the fleet."""
     return (
         not placement.is_ending
-        and not any(part.state in OVER for part in placement.parts)
-        and ground.staying.issuperset(placement.node_ids)
+        and not any(part.state in TERMINAL_STATES for part in placement.parts)
+        and fleet.stays(placement)
     )
 
 
 def end_forbidden(
-    ground: FleetCapacity, deployment: Deployment, mine: Sequence[Placement], end: End
+    fleet: FleetCapacity, deployment: Deployment, running: Sequence[Placement], end: EndPlacement
 ) -> list[Placement]:
-    """End what residency forbids, and return the rest: data may not stay where it may not be."""
+    """End the placements that residency forbids, and return the others."""
     kept = []
-    for placement in mine:
-        node = ground.nodes.get(placement.node_id)
-        if node is not None and not residency_allows(deployment.policy, ground.pops[node.pop]):
+    for placement in running:
+        node = fleet.nodes.get(placement.node_id)
+        if node is not None and not residency_allows(deployment.policy, fleet.pops[node.pop]):
             end(placement, f"residency no longer allows {node.pop}")
         else:
             kept.append(placement)
@@ -55,189 +56,186 @@ def end_forbidden(
 
 
 def end_failed(
-    ground: FleetCapacity, deployment: Deployment, mine: Sequence[Placement], end: End
+    fleet: FleetCapacity, deployment: Deployment, running: Sequence[Placement], end: EndPlacement
 ) -> None:
-    """End what has failed for good: a node tries no more, or a part of it is gone."""
-    for placement in mine:
-        over = next((part for part in placement.parts if part.state in OVER), None)
-        whole = placement.version != deployment.version or (
+    """End placements that failed for good, and replicas over several nodes that lost a part."""
+    for placement in running:
+        ended_part = next((part for part in placement.parts if part.state in TERMINAL_STATES), None)
+        is_complete = placement.version != deployment.version or (
             len(placement.parts) == deployment.engine.nodes
         )
-        if over is not None:
-            where = f" on {over.node_id}" if over is not placement else ""
-            end(placement, f"it {over.state.value}{where}: {over.state_reason}"[:300])
-        elif placement.followers and _shaken(ground, placement):
-            # One node's loss frees nothing; a group's leaves the others' memory held for nothing.
-            end(placement, f"it needs all of its nodes: {_shaken(ground, placement)}")
-        elif not whole:
+        if ended_part is not None:
+            where = f" on {ended_part.node_id}" if ended_part is not placement else ""
+            end(placement, f"it {ended_part.state.value}{where}: {ended_part.state_reason}"[:300])
+        elif placement.followers and (lost := _lost_node(fleet, placement)):
+            # A lost node frees nothing, but the other nodes hold memory for this replica.
+            end(placement, f"it needs all of its nodes: {lost} is lost or revoked")
+        elif not is_complete:
             parts = f"{len(placement.parts)} of {deployment.engine.nodes} parts"
-            end(placement, f"the store knows {parts} of it")
+            end(placement, f"the store knows only {parts} of it")
 
 
-def end_leaderless(placements: Sequence[Placement], end: End) -> None:
-    """End parts of replicas over several nodes whose leader's part is gone."""
+def end_leaderless(placements: Sequence[Placement], end: EndPlacement) -> None:
+    """End parts of replicas over several nodes whose leader part is gone."""
     for placement in placements:
         if placement.leader_id and not placement.is_ending:
             end(placement, f"its leader {placement.leader_id} is gone")
 
 
-def _shaken(ground: FleetCapacity, placement: Placement) -> str:
-    """Say which of its nodes counts no more; "" where all do."""
-    for node_id in placement.node_ids:
-        node = ground.nodes.get(node_id)
-        if node is None or not ground.view.counts(node):
-            return f"{node_id} is lost or revoked"
-    return ""
-
-
-def end_drained(ground: FleetCapacity, mine: Sequence[Placement], least: int, end: End) -> None:
-    """End what is on a draining node, once `least` are warm on others and none is coming."""
-    if not ground.is_draining:
+def end_drained(
+    fleet: FleetCapacity, running: Sequence[Placement], replicas_min: int, end: EndPlacement
+) -> None:
+    """End what runs on draining nodes, once `replicas_min` replicas are warm on others and none is
+    coming."""
+    if not fleet.has_draining_nodes:
         return
-    standing = [p for p in mine if is_staying(ground, p)]
-    warm = [p for p in standing if p.state is ReplicaState.WARM]
-    if len(warm) < least or any(p.state in COMING for p in standing):
+    staying = [p for p in running if is_staying(fleet, p)]
+    warm = [p for p in staying if p.state is ReplicaState.WARM]
+    if len(warm) < replicas_min or any(p.state in COMING for p in staying):
         return
-    for placement in mine:
-        nodes = [ground.nodes[node_id] for node_id in placement.node_ids if node_id in ground.nodes]
+    for placement in running:
+        nodes = [fleet.nodes[node_id] for node_id in placement.node_ids if node_id in fleet.nodes]
         draining = next((node for node in nodes if node.draining), None)
-        if placement.state not in OVER and draining is not None:
+        if placement.state not in TERMINAL_STATES and draining is not None:
             end(placement, f"node {draining.node_id} is draining, others are warm")
 
 
-def replace_stale(
-    search: GreedySearch,
-    wish: DeploymentState,
-    fresh: DeploymentState,
+def replace_old_version(
+    draft: PlacementDraft,
+    state: DeploymentState,
+    current: DeploymentState,
     surge_max: int,
-    end_seat: EndSeat,
+    end_replica: EndReplica,
 ) -> bool:
-    """End old ones that new ones have made spare; if there are none, start a new one.
+    """End old replicas that new ones replace; if there is none to end, start a new one.
 
-    Where one more may not be, or would not pay even if no old one stood, old ones have better
-    places than are left: once the new ones can do without, the one missed least makes room. False
-    where there is no new one, and no seat for one.
+    `state` has the replicas of all versions, `current` only those of the current one. If one more
+    replica is not allowed, or would not pay even without the old ones, then the old ones hold
+    better slots than are free: the one missed least ends as soon as the others suffice. Return
+    False where there is neither a new replica nor a slot for one.
     """
-    version = wish.deployment.version
-    coming = sum(1 for s in fresh.seats if s.placement and s.placement.state in COMING)
-    coming += sum(1 for s in wish.seats if s.seat)
+    needs = state.needs
+    version = needs.deployment.version
+    coming = sum(1 for r in current.replicas if r.placement and r.placement.state in COMING)
+    coming += sum(1 for r in state.replicas if r.slot)
     if coming >= surge_max:
         return True
-    stale = [s for s in wish.seats if s.placement and s.placement.version != version]
+    old = [r for r in state.replicas if r.placement and r.placement.version != version]
     ended = 0
-    for seated in stale:
-        if _may_be_replaced(wish, fresh, seated) and wish.loss(seated) < wish.hold + START:
-            end_seat(seated, f"version {version} is warm in its place")
-            wish.drop(seated)
+    for replica in old:
+        if not _may_be_replaced(state, current, replica):
+            continue
+        if state.loss(replica) < needs.hold_cost + START:
+            end_replica(replica, f"version {version} is warm in its place")
+            state.remove(replica)
             ended += 1
     if ended:
         return True
-    best = _best_of(search, fresh, fresh.nodes_of)
-    is_full = len(wish.seats) > wish.most
-    if best and (not fresh.seats or (best.net > 0 and not is_full)):
-        if search.has_starts_left:
-            search.take(wish, best, reason=f"version {version} replaces the one before")
-    elif is_full or fresh.flow.unserved() <= EPSILON:
-        among = [s for s in may_go(wish, 0.0) if s in stale and _may_be_replaced(wish, fresh, s)]
-        missed = least_missed(wish, among)
-        if missed:
-            end_seat(missed[1], f"version {version} is warm, and finds no better place beside it")
-    return bool(best or fresh.seats)
+    best = _best_gain(draft, current, current.needs.eligible_nodes)
+    exceeds_max = len(state.replicas) > needs.replicas_max
+    if best and (not current.replicas or (best.net > 0 and not exceeds_max)):
+        if draft.has_starts_left:
+            draft.take(state, best, reason=f"version {version} replaces the one before")
+    elif exceeds_max or current.assignment.unserved() <= EPSILON:
+        replaceable = [
+            replica
+            for replica in removable_replicas(state, 0.0)
+            if replica in old and _may_be_replaced(state, current, replica)
+        ]
+        removal = cheapest_removal(state, replaceable, draft.ledger)
+        if removal:
+            reason = f"version {version} is warm, and finds no better place beside it"
+            end_replica(removal.replica, reason)
+    return bool(best or current.replicas)
 
 
-def _may_be_replaced(wish: DeploymentState, fresh: DeploymentState, seated: PlannedReplica) -> bool:
-    """Say whether enough stand, and enough of them warm, for an old one to go."""
-    serves = seated.placement and seated.placement.state is ReplicaState.WARM
-    if serves and len(wish.warm_pops()) <= max(1, wish.least):
-        return False
-    return bool(fresh.seats) and len(wish.seats) > wish.least
+def separate_failure_domains(
+    draft: PlacementDraft, state: DeploymentState, settle_s: float
+) -> None:
+    """If all replicas of a deployment would fail together, start one in their PoP that would not.
 
-
-def separate_failure_domains(search: GreedySearch, wish: DeploymentState, settle_s: float) -> None:
-    """Where two are asked for and all would fail together, start one in their PoP that would not.
-
-    A spare one ends then. Of what nobody asks for twice, and of other PoPs, the sum of score.py
-    decides alone.
+    A superfluous one ends later. Applies where replicas_min >= 2 and all replicas are in one PoP;
+    otherwise, and for other PoPs, the sum of score.py decides alone.
     """
-    ground, pops = search.ground, set(wish.pops())
-    asked = wish.least >= 2 and len(wish.seats) >= 2 and len(pops) == 1
-    has_settled = len(may_go(wish, settle_s)) == len(wish.seats)
-    if not (asked and has_settled and search.has_starts_left):
+    fleet, pops = draft.fleet, set(state.pops())
+    is_required = state.needs.replicas_min >= 2 and len(state.replicas) >= 2 and len(pops) == 1
+    has_settled = len(removable_replicas(state, settle_s)) == len(state.replicas)
+    if not (is_required and has_settled and draft.has_starts_left):
         return
-    domains = [_domains(ground, s.placement.node_ids) for s in wish.seats if s.placement]
+    domains = [_domains(fleet, r.placement.node_ids) for r in state.replicas if r.placement]
     shared = frozenset.intersection(*domains)
     if shared:
-        here = [site for site in wish.nodes_of if ground.sites[site].pop in pops]
-        best = _best_of(search, wish, here, shared)
+        sites = [site for site in state.needs.eligible_nodes if fleet.sites[site].pop in pops]
+        best = _best_gain(draft, state, sites, shared)
         if best:
-            search.take(wish, best, reason=f"the others would all fail with {min(shared)}")
+            draft.take(state, best, reason=f"the others would all fail with {min(shared)}")
 
 
-def _best_of(
-    search: GreedySearch, wish: DeploymentState, sites: Iterable[int], but: Set[str] = frozenset()
-) -> Gain | None:
-    """Return the best free seat at some sites, paid for or not, outside of some failure domains."""
-    best: Gain | None = None
-    for site in sites:
-        worth = search.worth_to(wish, site)
-        seat = worth.offered.seat if worth.offered else None
-        if seat is None or but & _domains(search.ground, [p.node.node_id for p in seat.parts]):
-            continue
-        if best is None or worth.net > best.net:
-            best = worth
-    return best
+def end_surplus(
+    state: DeploymentState, settle_s: float, ledger: SlotLedger, end_replica: EndReplica
+) -> bool:
+    """End the replica that is missed least, if replicas_max is exceeded or it saves too little.
 
-
-def _domains(ground: FleetCapacity, node_ids: Iterable[NodeId]) -> frozenset[str]:
-    return frozenset(ground.domain_of(node_id) for node_id in node_ids)
-
-
-def end_spare(wish: DeploymentState, settle_s: float, end_seat: EndSeat) -> bool:
-    """End the seat that is missed least, if it is over the maximum or hardly earns its hold."""
-    over = len(wish.seats) > wish.most
-    if not over and len(wish.seats) <= wish.least:
+    Return whether one was ended.
+    """
+    needs = state.needs
+    exceeds_max = len(state.replicas) > needs.replicas_max
+    if not exceeds_max and len(state.replicas) <= needs.replicas_min:
         return False
-    if over:
-        spare = least_missed(wish, [s for s in wish.seats if s.placement])
+    if exceeds_max:
+        running = [replica for replica in state.replicas if replica.placement]
+        removal = cheapest_removal(state, running, ledger)
     else:
-        spare = least_missed(wish, may_go(wish, settle_s), below=KEPT * wish.hold)
-    if spare is None:
+        removable = removable_replicas(state, settle_s)
+        removal = cheapest_removal(state, removable, ledger, below=KEPT * needs.hold_cost)
+    if removal is None:
         return False
-    lost, seated = spare
-    too_many = f"{len(wish.seats)} replicas, the policy allows {wish.most}"
-    too_little = f"demand has moved: it saves {lost / wish.weight:.0f} ms x requests/s"
-    end_seat(seated, too_many if over else too_little)
+    too_many = f"{len(state.replicas)} replicas, the policy allows {needs.replicas_max}"
+    too_little = f"demand has moved: it saves {removal.loss / needs.weight:.0f} ms x requests/s"
+    end_replica(removal.replica, too_many if exceeds_max else too_little)
     return True
 
 
-def least_missed(
-    wish: DeploymentState, among: Sequence[PlannedReplica], below: float = inf
-) -> tuple[float, PlannedReplica] | None:
-    """Return the seat that stands whose loss costs least, and what: if it is less than `below`."""
-    guesses = [wish.loss_at_least(seated) for seated in among]
-    best: tuple[float, int, float, str] | None = None
-    chosen = None
-    for number in np.argsort(guesses, kind="stable"):
-        # No later one can cost less than its guess.
-        if guesses[number] >= below or (best and guesses[number] > best[0]):
-            break
-        seated = among[number]
-        assert seated.placement is not None
-        placement, loss = seated.placement, wish.loss(seated)
-        # Of equals the one with most of its fellows beside it, then the youngest.
-        crowd = wish.ground.crowd(wish.name, placement.node_id)
-        entry = (loss, -crowd, placement.age_s, str(placement.replica_id))
-        if best is None or entry < best:
-            best, chosen = entry, seated
-    return (best[0], chosen) if best and chosen and best[0] < below else None
+def _lost_node(fleet: FleetCapacity, placement: Placement) -> str:
+    """Return the first node of a placement that is lost or revoked, or ""."""
+    for node_id in placement.node_ids:
+        node = fleet.nodes.get(node_id)
+        if node is None or not fleet.liveness.is_in_fleet(node):
+            return node_id
+    return ""
 
 
-def may_go(wish: DeploymentState, settle_s: float) -> list[PlannedReplica]:
-    """Return the standing seats that have settled and are no PoP's only one to be kept warm."""
-    pops = wish.pops()
-    kept = {pop for pop in wish.deployment.policy.keep_warm if pops.count(pop) == 1}
-    return [
-        seated
-        for seated in wish.seats
-        if seated.placement and seated.placement.age_s >= settle_s and seated.pop not in kept
-    ]
+def _may_be_replaced(
+    state: DeploymentState, current: DeploymentState, replica: PlannedReplica
+) -> bool:
+    """Say whether enough other replicas exist, and enough of them are warm, to end an old one."""
+    needs = state.needs
+    is_warm = replica.placement and replica.placement.state is ReplicaState.WARM
+    if is_warm and len(state.warm_pops()) <= max(1, needs.replicas_min):
+        return False
+    return bool(current.replicas) and len(state.replicas) > needs.replicas_min
+
+
+def _best_gain(
+    draft: PlacementDraft,
+    state: DeploymentState,
+    sites: Iterable[int],
+    excluded_domains: Set[str] = frozenset(),
+) -> Gain | None:
+    """Return the largest gain with a free slot at `sites`, even a negative one, on nodes outside of
+    some failure domains."""
+    best: Gain | None = None
+    for site in sites:
+        gain = draft.gain_at(state, site)
+        if gain.candidate is None:
+            continue
+        node_ids = [part.node.node_id for part in gain.candidate.slot.parts]
+        if excluded_domains & _domains(draft.fleet, node_ids):
+            continue
+        if best is None or gain.net > best.net:
+            best = gain
+    return best
+
+
+def _domains(fleet: FleetCapacity, node_ids: Iterable[NodeId]) -> frozenset[str]:
+    return frozenset(fleet.failure_domain(node_id) for node_id in node_ids)

@@ -1,8 +1,9 @@
-"""Two versions side by side, as the planner sees them: each a deployment of its own.
+"""Plans with rollouts: both versions of a rollout are planned side by side.
 
-A rollout's new version is planned beside the old one with its share of the demand, in the PoPs
-where the old one stands, so that both can be compared there. The planner knows nothing of rollouts:
-`split` makes the picture that it reads, `joined` gives its plan back in the deployment's own name.
+The new version of a rollout is planned as a deployment of its own, with its share of the demand, in
+the PoPs where the old version runs, so that both can be compared there. The planner itself knows
+nothing of rollouts: `split_rollouts` makes the cluster state that it reads, `join_rollouts` returns
+its plan in the deployment's own name.
 """
 
 from collections.abc import Mapping
@@ -28,10 +29,10 @@ from scheduler.decide.placement.multi_node import rename_start
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.rollout.lifecycle import IN_PROGRESS, Rollout
 
-V = TypeVar("V", Placement, StartFailures)
+Versioned = TypeVar("Versioned", Placement, StartFailures)
 
 MARK: Final = "~"
-"""Between a deployment's id and its new version's number; no id may hold it."""
+"""Separates a deployment's id from the number of its new version; no id may contain it."""
 
 
 def plan_fleet(
@@ -39,12 +40,12 @@ def plan_fleet(
     liveness_limits: LivenessLimits | None = None,
     limits: PlanLimits | None = None,
 ) -> PlacementPlan:
-    """Return the plan of a picture, as placement makes it: what is on its way planned apart."""
+    """Return the plan of a cluster state, with the new version of each rollout planned apart."""
     return join_rollouts(plan_deployments(split_rollouts(cluster), limits, liveness_limits))
 
 
 def split_rollouts(cluster: ClusterState) -> ClusterState:
-    """Return the picture with each version on its way as a deployment of its own."""
+    """Return the cluster state with the new version of each rollout as its own deployment."""
     by_id = {deployment.deployment_id: deployment for deployment in cluster.deployments}
     rollouts = {
         rollout.deployment_id: rollout
@@ -53,36 +54,37 @@ def split_rollouts(cluster: ClusterState) -> ClusterState:
     }
     if not rollouts:
         return cluster
-    beside = tuple(
-        _beside(by_id[deployment_id], rollout, cluster)
+    new_versions = tuple(
+        _new_version(by_id[deployment_id], rollout, cluster)
         for deployment_id, rollout in sorted(rollouts.items())
     )
     return msgspec.structs.replace(
         cluster,
         deployments=tuple(
-            sorted((*cluster.deployments, *beside), key=lambda one: one.deployment_id)
+            sorted((*cluster.deployments, *new_versions), key=lambda d: d.deployment_id)
         ),
-        placements=tuple(_of_version(one, rollouts) for one in cluster.placements),
-        given_up=tuple(_of_version(one, rollouts) for one in cluster.given_up),
-        demand=tuple(row for one in cluster.demand for row in _shares(one, rollouts)),
+        placements=tuple(_marked_if_new(placement, rollouts) for placement in cluster.placements),
+        given_up=tuple(_marked_if_new(failures, rollouts) for failures in cluster.given_up),
+        demand=tuple(part for row in cluster.demand for part in _split_demand(row, rollouts)),
         rollouts=(),
     )
 
 
 def join_rollouts(plan: PlacementPlan) -> PlacementPlan:
-    """Return the plan with every version in its deployment's own name."""
+    """Return the plan with every version under its deployment's own name."""
     return msgspec.structs.replace(
         plan,
-        starts=tuple(_joined_start(start) for start in plan.starts),
-        unmet=tuple(_joined_unmet(unmet) for unmet in plan.unmet),
+        starts=tuple(_join_start(start) for start in plan.starts),
+        unmet=tuple(_join_unmet(unmet) for unmet in plan.unmet),
     )
 
 
-def _beside(deployment: Deployment, rollout: Rollout, cluster: ClusterState) -> Deployment:
-    """Return the new version's wish: so much of the old one's as its share, in the same PoPs."""
+def _new_version(deployment: Deployment, rollout: Rollout, cluster: ClusterState) -> Deployment:
+    """Return the new version as a deployment: the step's share of the old one's replicas, in the
+    same PoPs."""
     policy, step = deployment.policy, rollout.current
     nodes = {node.node_id: node.pop for node in cluster.nodes}
-    standing = {
+    warm_pops = {
         nodes[placement.node_id]
         for placement in cluster.placements
         if placement.deployment_id == deployment.deployment_id
@@ -90,8 +92,8 @@ def _beside(deployment: Deployment, rollout: Rollout, cluster: ClusterState) -> 
         and placement.state is ReplicaState.WARM
         and placement.node_id in nodes
     }
-    where = standing & set(step.pops) or standing
-    least = max(1, ceil(step.share * policy.replicas_min))
+    pops = warm_pops & set(step.pops) or warm_pops
+    replicas_min = max(1, ceil(step.share * policy.replicas_min))
     return msgspec.structs.replace(
         deployment,
         deployment_id=_marked(deployment.deployment_id, rollout.to_version),
@@ -100,33 +102,35 @@ def _beside(deployment: Deployment, rollout: Rollout, cluster: ClusterState) -> 
         version=rollout.to_version,
         policy=msgspec.structs.replace(
             policy,
-            replicas_min=least,
-            replicas_max=max(least, ceil(step.share * policy.replicas_max)),
+            replicas_min=replicas_min,
+            replicas_max=max(replicas_min, ceil(step.share * policy.replicas_max)),
             keep_warm=(),
-            allow=tuple(sorted(where)) if where else policy.allow,
-            deny=_denied(policy, where, cluster),
+            allow=tuple(sorted(pops)) if pops else policy.allow,
+            deny=_denied(policy, pops, cluster),
         ),
     )
 
 
-def _denied(policy: Policy, where: set[PopId], cluster: ClusterState) -> tuple[str, ...]:
-    # Narrowing `allow` to PoPs must not let in one that only the wider list kept out.
+def _denied(policy: Policy, pops: set[PopId], cluster: ClusterState) -> tuple[str, ...]:
+    # Replacing `allow` by `pops` must not admit a PoP that the original `allow` excluded.
     if not policy.allow:
         return policy.deny
     allowed = set(policy.allow)
-    out = {pop.pop for pop in cluster.pops if not allowed & {str(pop.pop), pop.country}}
-    return (*policy.deny, *sorted(out & where))
+    excluded = {pop.pop for pop in cluster.pops if not allowed & {str(pop.pop), pop.country}}
+    return (*policy.deny, *sorted(excluded & pops))
 
 
-def _of_version(one: V, rollouts: Mapping[DeploymentId, Rollout]) -> V:
-    rollout = rollouts.get(one.deployment_id)
-    if rollout is None or one.version != rollout.to_version:
-        return one
-    marked = _marked(one.deployment_id, rollout.to_version)
-    return msgspec.structs.replace(one, deployment_id=marked)
+def _marked_if_new(row: Versioned, rollouts: Mapping[DeploymentId, Rollout]) -> Versioned:
+    rollout = rollouts.get(row.deployment_id)
+    if rollout is None or row.version != rollout.to_version:
+        return row
+    marked = _marked(row.deployment_id, rollout.to_version)
+    return msgspec.structs.replace(row, deployment_id=marked)
 
 
-def _shares(row: DemandRate, rollouts: Mapping[DeploymentId, Rollout]) -> tuple[DemandRate, ...]:
+def _split_demand(
+    row: DemandRate, rollouts: Mapping[DeploymentId, Rollout]
+) -> tuple[DemandRate, ...]:
     rollout = rollouts.get(row.deployment_id)
     if rollout is None:
         return (row,)
@@ -134,11 +138,11 @@ def _shares(row: DemandRate, rollouts: Mapping[DeploymentId, Rollout]) -> tuple[
     share = step.share if not step.pops or row.pop in step.pops else 0.0
     marked = _marked(row.deployment_id, rollout.to_version)
     new = msgspec.structs.replace(row, deployment_id=marked)
-    both = (row.times(1 - share), new.times(share))
-    return tuple(part for part in both if part.requests_per_s + part.refused_per_s > 0)
+    parts = (row.times(1 - share), new.times(share))
+    return tuple(part for part in parts if part.requests_per_s + part.refused_per_s > 0)
 
 
-def _joined_start(start: ReplicaStart) -> ReplicaStart:
+def _join_start(start: ReplicaStart) -> ReplicaStart:
     deployment_id, version = _unmarked(start.spec.deployment_id)
     if not version:
         return start
@@ -146,7 +150,7 @@ def _joined_start(start: ReplicaStart) -> ReplicaStart:
     return rename_start(start, ReplicaId(f"{deployment_id}-v{version}-{rest}"), deployment_id)
 
 
-def _joined_unmet(unmet: UnmetRequirement) -> UnmetRequirement:
+def _join_unmet(unmet: UnmetRequirement) -> UnmetRequirement:
     deployment_id, version = _unmarked(unmet.deployment_id)
     if not version:
         return unmet

@@ -1,4 +1,4 @@
-"""What cannot be met, in words an operator can act on: each no with its numbers."""
+"""Reports requirements that a plan cannot meet, in words and numbers that operators can use."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,157 +16,170 @@ from scheduler.decide.capacity.replica_capacity import (
 from scheduler.decide.cluster import FleetNode, UnmetRequirement
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.fleet.slots import (
-    classes_with_room,
+    FreeMemory,
+    classes_with_space,
     policy_contradiction,
     why_no_slot,
 )
-from scheduler.decide.placement.search.deployment_state import DeploymentState
+from scheduler.decide.placement.search.deployment_state import DeploymentNeeds, DeploymentState
+from scheduler.decide.placement.search.draft import PlacementDraft
 
-SHOWN_MAX = 6
+NODES_SHOWN_MAX = 6
+"""How many nodes' refusals one message lists."""
+
 UNSERVED_SHARE = 0.02
+"""Less unserved load than this share is not reported."""
 
 
-def impossible_policy(ground: FleetCapacity, deployment: Deployment) -> str:
-    """Say what in a deployment can never be met by this fleet, whatever is free; "" if nothing."""
+def impossible_policy(fleet: FleetCapacity, deployment: Deployment) -> str:
+    """Return what in a deployment this fleet can never satisfy, however empty, or ""."""
     policy, engine = deployment.policy, deployment.engine
     if engine.devices % engine.nodes:
         return (
-            f"cannot spread {engine.devices} devices over {engine.nodes} nodes: each must have as "
-            "many; change devices or nodes"
+            f"cannot spread {engine.devices} devices over {engine.nodes} nodes: each node must "
+            "have the same number; change devices or nodes"
         )
-    wrong = policy_contradiction(policy, ground.pops, ground.residents(policy))
-    return f"cannot do all that the policy asks: {wrong}" if wrong else ""
+    contradiction = policy_contradiction(policy, fleet.pops, fleet.allowed_pops(policy))
+    return f"cannot satisfy the policy: {contradiction}" if contradiction else ""
 
 
-def unmet_requirements(ground: FleetCapacity, wish: DeploymentState) -> Iterator[UnmetRequirement]:
-    """Return what a wish still lacks at the end of a plan, with what each node said."""
-    policy, pops = wish.deployment.policy, wish.pops()
-    room_left = len(wish.seats) < wish.most
-    for pop in sorted(set(policy.keep_warm) & set(ground.pops)):
-        if pop not in pops and room_left and pop in ground.residents(policy):
-            yield _unmet(ground, wish, f"{pop} is kept warm", pop)
-    if len(pops) < wish.least:
-        yield _unmet(ground, wish, wish.least_asked())
-    unserved = wish.flow.unserved()
-    asked = float(wish.flow.load.sum())
-    if wish.is_asked_for and unserved > UNSERVED_SHARE * asked and len(pops) >= wish.least:
-        share = f"{100 * unserved / asked:.0f} % of what is asked finds no room"
-        if room_left:
-            yield _unmet(ground, wish, share)
+def unmet_requirements(draft: PlacementDraft, state: DeploymentState) -> Iterator[UnmetRequirement]:
+    """Yield what a deployment still lacks at the end of a plan, with each node's refusal."""
+    fleet, needs, pops = draft.fleet, state.needs, state.pops()
+    policy = needs.deployment.policy
+    for pop in sorted(set(policy.keep_warm) & set(fleet.pops)):
+        if pop not in pops and not state.is_full and pop in fleet.allowed_pops(policy):
+            yield _cannot_place(draft, needs, f"{pop} is kept warm", pop)
+    if len(pops) < needs.replicas_min:
+        yield _cannot_place(draft, needs, needs.minimum_reason)
+    unserved = state.assignment.unserved()
+    demanded = float(state.assignment.load.sum())
+    is_short = needs.has_demand and unserved > UNSERVED_SHARE * demanded
+    if is_short and len(pops) >= needs.replicas_min:
+        share = f"{100 * unserved / demanded:.0f} % of the demand has no capacity"
+        if state.is_full:
+            limit = f"the policy allows {needs.replicas_max} replicas; raise replicas_max"
+            yield UnmetRequirement(deployment_id=needs.deployment_id, reason=f"{share}: {limit}")
         else:
-            reason = f"{share}: the policy allows {wish.most} replicas; raise the maximum"
-            yield UnmetRequirement(deployment_id=wish.name, reason=reason)
+            yield _cannot_place(draft, needs, share)
 
 
-def no_slot_for_version(ground: FleetCapacity, wish: DeploymentState) -> UnmetRequirement:
-    """Say what a new version waits for, which starts beside the one before or not at all."""
-    version = wish.deployment.version
-    return _unmet(
-        ground, wish, f"version {version}; until it finds a seat the one before it serves"
-    )
-
-
-def _unmet(
-    ground: FleetCapacity, wish: DeploymentState, wanted: str, only: str = ""
-) -> UnmetRequirement:
-    held = ground.held_back.get(wish.name)
-    if held:
-        return UnmetRequirement(
-            deployment_id=wish.name, reason=f"cannot place a replica ({wanted}): {held}"
-        )
-    asked = [node for node in ground.nodes.values() if only in ("", node.pop)]
-    # No further than is shown: of thousands of nodes each is asked for each such deployment.
-    refused = list(islice(_refused(ground, wish, asked), SHOWN_MAX + 1))
-    said = "; ".join(f"{name}: {reason}" for name, reason in refused[:SHOWN_MAX])
-    more = f"; and more of {len(asked)} nodes" if len(refused) > SHOWN_MAX else ""
-    nobody = f"there is no node in {only}" if only else "there is no node"
-    never = _never(ground, wish)
-    reason = f"cannot place a replica ({wanted}): {said or nobody}{more}"
-    return UnmetRequirement(
-        deployment_id=wish.name, reason=reason + (f". {never}" if never else "")
-    )
-
-
-def _refused(
-    ground: FleetCapacity, wish: DeploymentState, nodes: Sequence[FleetNode]
-) -> Iterator[tuple[NodeId, str]]:
-    if wish.deployment.engine.nodes > 1:
-        said: Iterable[tuple[NodeId, str]] = slot_refusals(ground, wish, nodes).items()
-    else:
-        said = ((node.node_id, _why_not(ground, wish, node)) for node in nodes)
-    return ((name, reason) for name, reason in said if reason)
-
-
-def _why_not(ground: FleetCapacity, wish: DeploymentState, node: FleetNode) -> str:
-    reason = why_no_slot(
-        node,
-        pop=ground.pops[node.pop],
-        verdict=ground.view.by_node[node.node_id],
-        deployment=wish.deployment,
-        model=wish.model,
-        free=ground.free,
-    )
-    return reason or ("held back for a moment" if ground.held_back.get(wish.name) else "")
+def no_slot_for_version(draft: PlacementDraft, state: DeploymentState) -> UnmetRequirement:
+    """Return why a new version has not started: it starts beside the old one or not at all."""
+    version = state.needs.deployment.version
+    wanted = f"version {version}; until it finds a slot the one before it serves"
+    return _cannot_place(draft, state.needs, wanted)
 
 
 def slot_refusals(
-    ground: FleetCapacity, wish: DeploymentState, nodes: Sequence[FleetNode]
+    fleet: FleetCapacity, needs: DeploymentNeeds, nodes: Sequence[FleetNode], free: FreeMemory
 ) -> Mapping[NodeId, str]:
-    """Return why each node can hold no replica, or no part of one now; "" where it can."""
-    engine = wish.deployment.engine
-    said = {node.node_id: _why_not(ground, wish, node) for node in nodes}
+    """Return why each node can hold no replica now, or no part of one; "" where it can."""
+    engine = needs.deployment.engine
+    refusals = {node.node_id: _refusal(fleet, needs, node, free) for node in nodes}
     if engine.nodes == 1:
-        return said
+        return refusals
     sites = {
         node.node_id: [
-            (node.pop, name) for name in classes_with_room(node, engine, wish.model, ground.free)
+            (node.pop, name) for name in classes_with_space(node, engine, needs.model, free)
         ]
         for node in nodes
-        if not said[node.node_id]
+        if not refusals[node.node_id]
     }
-    fellows = Counter(site for there in sites.values() for site in there)
-    for node_id, there in sites.items():
-        most = max(fellows[site] for site in there)
-        if most < engine.nodes:
-            said[node_id] = (
-                f"it has room for one of {engine.nodes} parts, but with its like in "
-                f"{ground.nodes[node_id].pop} there is room for {most}"
+    nodes_at = Counter(site for of_node in sites.values() for site in of_node)
+    for node_id, of_node in sites.items():
+        nodes_with_space = max(nodes_at[site] for site in of_node)
+        if nodes_with_space < engine.nodes:
+            refusals[node_id] = (
+                f"it has space for one of {engine.nodes} parts, but together with nodes like it in "
+                f"{fleet.nodes[node_id].pop} there is space for {nodes_with_space}"
             )
-    return said
+    return refusals
 
 
-def _never(ground: FleetCapacity, wish: DeploymentState) -> str:
-    """Say so with the sum if no node of this fleet could hold it, were it empty."""
-    if wish.nodes_of:
+def _cannot_place(
+    draft: PlacementDraft, needs: DeploymentNeeds, wanted: str, only_pop: str = ""
+) -> UnmetRequirement:
+    fleet = draft.fleet
+    backoff = fleet.start_history.backoff_of(needs.deployment_id)
+    if backoff:
+        return UnmetRequirement(
+            deployment_id=needs.deployment_id,
+            reason=f"cannot place a replica ({wanted}): {backoff}",
+        )
+    nodes = [node for node in fleet.nodes.values() if only_pop in ("", node.pop)]
+    # Only as many as are shown: each node of thousands would be checked for each deployment.
+    refused = list(islice(_refusals(draft, needs, nodes), NODES_SHOWN_MAX + 1))
+    listed = "; ".join(f"{name}: {reason}" for name, reason in refused[:NODES_SHOWN_MAX])
+    more = f"; and more of {len(nodes)} nodes" if len(refused) > NODES_SHOWN_MAX else ""
+    no_node = f"there is no node in {only_pop}" if only_pop else "there is no node"
+    never = _why_never(fleet, needs)
+    reason = f"cannot place a replica ({wanted}): {listed or no_node}{more}"
+    return UnmetRequirement(
+        deployment_id=needs.deployment_id, reason=reason + (f". {never}" if never else "")
+    )
+
+
+def _refusals(
+    draft: PlacementDraft, needs: DeploymentNeeds, nodes: Sequence[FleetNode]
+) -> Iterator[tuple[NodeId, str]]:
+    fleet, free = draft.fleet, draft.ledger.free
+    if needs.deployment.engine.nodes > 1:
+        pairs: Iterable[tuple[NodeId, str]] = slot_refusals(fleet, needs, nodes, free).items()
+    else:
+        pairs = ((node.node_id, _refusal(fleet, needs, node, free)) for node in nodes)
+    return ((name, reason) for name, reason in pairs if reason)
+
+
+def _refusal(
+    fleet: FleetCapacity, needs: DeploymentNeeds, node: FleetNode, free: FreeMemory
+) -> str:
+    reason = why_no_slot(
+        node,
+        pop=fleet.pops[node.pop],
+        liveness=fleet.liveness.by_node[node.node_id],
+        deployment=needs.deployment,
+        model=needs.model,
+        free=free,
+    )
+    backoff = fleet.start_history.backoff_of(needs.deployment_id)
+    return reason or ("the deployment is in start backoff" if backoff else "")
+
+
+def _why_never(fleet: FleetCapacity, needs: DeploymentNeeds) -> str:
+    """Return the arithmetic if no node of this fleet could hold a replica, even empty; else ""."""
+    if needs.eligible_nodes:
         return ""
-    model, engine = wish.model, wish.deployment.engine
-    for name in reversed(ground.device_classes):
+    model, engine = needs.model, needs.deployment.engine
+    for name in reversed(fleet.table.device_classes):
         kind = class_of(name)
         if kind is None:
             continue
-        answer = replica_capacity(model, engine, kind)
-        most = ground.devices_most(name)
-        if isinstance(answer, CannotFit):
-            return f"{answer.reason}{_what_would(model, engine, kind, most)}"
+        capacity = replica_capacity(model, engine, kind)
+        most = fleet.table.largest_node_devices(name)
+        if isinstance(capacity, CannotFit):
+            return f"{capacity.reason}{_settings_that_fit(model, engine, kind, most)}"
         if most < engine.devices_per_node:
             each = " on each node" if engine.nodes > 1 else ""
             return (
-                f"cannot seat {model.model_id} on {engine.devices_per_node} devices{each}: the "
+                f"cannot place {model.model_id} on {engine.devices_per_node} devices{each}: the "
                 f"largest node here has {most} x {kind.name}"
-                + _what_would(model, engine, kind, most)
+                + _settings_that_fit(model, engine, kind, most)
             )
     return ""
 
 
-def _what_would(model: Model, engine: EngineSettings, kind: DeviceClass, most: int) -> str:
-    """Say which settings this class would hold it with, on nodes of `most` devices."""
-    least = devices_needed(model, engine, kind, per_node=most) if most else 0
-    if not least:
+def _settings_that_fit(
+    model: Model, engine: EngineSettings, kind: DeviceClass, node_devices: int
+) -> str:
+    """Return which settings would fit on this class, on nodes with `node_devices` devices."""
+    devices = devices_needed(model, engine, kind, per_node=node_devices) if node_devices else 0
+    if not devices:
         return ""
-    nodes = -(-least // most)
+    nodes = -(-devices // node_devices)
     if nodes == 1:
-        return f"; set devices to {least}" + (" and nodes to 1" if engine.nodes > 1 else "")
+        return f"; set devices to {devices}" + (" and nodes to 1" if engine.nodes > 1 else "")
     return (
-        f"; {nodes} x ({least // nodes} x {gib(kind.memory_bytes)}) would hold it: set "
-        f"devices to {least} and nodes to {nodes}, in a PoP with as many such nodes"
+        f"; {nodes} x ({devices // nodes} x {gib(kind.memory_bytes)}) would hold it: set "
+        f"devices to {devices} and nodes to {nodes}, in a PoP with as many such nodes"
     )

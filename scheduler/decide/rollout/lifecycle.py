@@ -1,8 +1,8 @@
-"""The life of a rollout: step by step to everybody, or back.
+"""The life cycle of a rollout: step by step to all requests, or back.
 
 Rule 1: every change of state is in TRANSITIONS; nothing else assigns `state`.
-Rule 2: an event names what happened; what the table lacks cannot happen.
-Rule 3: harm reverts a paused rollout too: its share goes on being served.
+Rule 2: an event that is not in the table for a state is invalid.
+Rule 3: harm also reverts a paused rollout, because its share is still being served.
 """
 
 from enum import StrEnum
@@ -16,13 +16,13 @@ from isochrone.wire.rollout import RolloutSpec, RolloutState, RolloutStep
 from scheduler.decide.rollout.sequential_test import Stratum, compare_arms
 
 HARM_ATTEMPTS_MIN: Final = 20
-"""Harm is believed from here on; fewer attempts are chance, whatever the test says."""
+"""Attempts from which harm is believed; with fewer, the test may be wrong by chance."""
 
 FAILED_STARTS_MAX: Final = 2
 
 
 class RolloutEvent(StrEnum):
-    """What happened to a rollout."""
+    """Events in the life of a rollout."""
 
     STEP_PASSED = "step_passed"
     LAST_STEP_PASSED = "last_step_passed"
@@ -53,11 +53,11 @@ TRANSITIONS: Final = {
 
 
 class InvalidRolloutEvent(Exception):
-    """What was asked of a rollout is not possible in its state."""
+    """An event is not possible in the rollout's state."""
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout as it stands; `etag` guards its row."""
+    """One rollout. `etag` is the version of its row, for conditional updates."""
 
     rollout_id: str
     deployment_id: DeploymentId
@@ -72,39 +72,39 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def current(self) -> RolloutStep:
-        """Return the step that serves now."""
+        """The step that is served now."""
         return self.spec.steps[min(self.step, len(self.spec.steps) - 1)]
 
 
 class StartCounts(NamedTuple):
-    """How the new version's replicas come up."""
+    """How many replicas of the new version are warm, failed, and placed."""
 
     warm: int = 0
     failed: int = 0
-    seated: int = 0
+    placed: int = 0
 
 
 class RolloutVerdict(NamedTuple):
-    """What happened, and why, in words."""
+    """An event of a rollout, and its reason in words."""
 
     event: RolloutEvent
     reason: str
 
 
 def apply_event(rollout: Rollout, event: RolloutEvent, reason: str = "") -> Rollout:
-    """Return the rollout after what happened; raises NotNow where that cannot be."""
+    """Return the rollout after an event; raise InvalidRolloutEvent if its state forbids it."""
     state = TRANSITIONS.get((rollout.state, event))
     if state is None:
-        what = event.value.removesuffix("_asked").replace("_", " ")
+        action = event.value.removesuffix("_asked").replace("_", " ")
         raise InvalidRolloutEvent(
-            f"cannot {what} rollout {rollout.rollout_id}: it is {rollout.state.value}"
+            f"cannot {action} rollout {rollout.rollout_id}: it is {rollout.state.value}"
         )
-    moves = event is RolloutEvent.STEP_PASSED
-    restarts = moves or event is RolloutEvent.RESUME_ASKED
+    advances = event is RolloutEvent.STEP_PASSED
+    restarts = advances or event is RolloutEvent.RESUME_ASKED
     return msgspec.structs.replace(
         rollout,
         state=state,
-        step=rollout.step + moves,
+        step=rollout.step + advances,
         step_age_s=0.0 if restarts else rollout.step_age_s,
         reason=reason,
         etag=rollout.etag + 1,
@@ -112,17 +112,17 @@ def apply_event(rollout: Rollout, event: RolloutEvent, reason: str = "") -> Roll
 
 
 def compared_steps(steps: tuple[RolloutStep, ...]) -> int:
-    """Count the steps that are judged: at everybody's share nothing is left to compare with."""
+    """Count the steps in which both versions are compared: not one with all requests."""
     is_all = steps[-1].share >= 1 and not steps[-1].pops
     return len(steps) - is_all
 
 
 def steps_problem(steps: tuple[RolloutStep, ...]) -> str:
-    """Say why these steps cannot be gone; "" where they can."""
-    judged = steps[: compared_steps(steps)]
-    if not judged:
+    """Return why these steps are invalid, or ""."""
+    compared = steps[: compared_steps(steps)]
+    if not compared:
         return "the first step takes every request, so that nothing is left to compare with"
-    if any(step.share >= 1 for step in judged):
+    if any(step.share >= 1 for step in compared):
         return "only the last step may have share 1, and it for all PoPs"
     pairs = [(step, later) for step, later in pairwise(steps) if step.pops == later.pops]
     if any(later.share < step.share for step, later in pairs):
@@ -133,13 +133,13 @@ def steps_problem(steps: tuple[RolloutStep, ...]) -> str:
 def judge_rollout(
     rollout: Rollout, strata: tuple[Stratum, ...], starts: StartCounts
 ) -> RolloutVerdict | None:
-    """Return what has happened to a rollout by now; None where it goes on as it is."""
+    """Return what has happened to a rollout by now; None if it continues as it is."""
     if rollout.state not in IN_PROGRESS:
         return None
     bounds = rollout.spec.bounds
     attempts = sum(stratum.new.attempts for stratum in strata)
-    shown = compare_arms(strata, bounds)
-    harms = [difference.words() for difference in shown if difference.is_harm]
+    differences = compare_arms(strata, bounds)
+    harms = [difference.words() for difference in differences if difference.is_harm]
     if harms and attempts >= HARM_ATTEMPTS_MIN:
         return RolloutVerdict(
             RolloutEvent.HARM_SHOWN, f"{attempts} attempts show: " + "; ".join(harms)
@@ -149,21 +149,25 @@ def judge_rollout(
             RolloutEvent.COULD_NOT_START, f"{starts.failed} replicas failed, none is warm"
         )
     if not starts.warm and not attempts and rollout.step_age_s > bounds.start_max_s:
-        why = "" if starts.seated else ": none found a free seat"
-        waited = f"no replica is warm after {rollout.step_age_s:.0f} s{why}"
-        return RolloutVerdict(RolloutEvent.COULD_NOT_START, waited)
+        why = "" if starts.placed else ": none found a free slot"
+        reason = f"no replica is warm after {rollout.step_age_s:.0f} s{why}"
+        return RolloutVerdict(RolloutEvent.COULD_NOT_START, reason)
     if rollout.state is PAUSED:
         return None
-    # Without the old version beside it there are attempts, but nothing to hold them against.
-    measured = [difference for difference in shown if difference.low > float("-inf")]
-    seen = attempts >= bounds.attempts_min and rollout.step_age_s >= bounds.step_min_s
-    if seen and shown[0] in measured and all(difference.is_fine for difference in measured):
-        words = "; ".join(difference.words() for difference in shown)
+    # Attempts may lack measurements of the old version to compare them with.
+    measured = [difference for difference in differences if difference.low > float("-inf")]
+    has_enough = attempts >= bounds.attempts_min and rollout.step_age_s >= bounds.step_min_s
+    if (
+        has_enough
+        and differences[0] in measured
+        and all(difference.is_fine for difference in measured)
+    ):
+        words = "; ".join(difference.words() for difference in differences)
         return RolloutVerdict(_passed(rollout), f"{attempts} attempts show: {words}")
     if rollout.step_age_s > bounds.step_max_s:
-        words = "; ".join(difference.words() for difference in shown)
-        told = f"cannot tell after {rollout.step_age_s:.0f} s and {attempts} attempts: {words}"
-        return RolloutVerdict(RolloutEvent.NOTHING_SHOWN, told)
+        words = "; ".join(difference.words() for difference in differences)
+        reason = f"cannot tell after {rollout.step_age_s:.0f} s and {attempts} attempts: {words}"
+        return RolloutVerdict(RolloutEvent.NOTHING_SHOWN, reason)
     return None
 
 

@@ -1,9 +1,10 @@
-"""Is the new version worse than the old? Judged while the counts come in, as often as one likes.
+"""Sequential test of whether the new version is worse than the old one.
 
-Both versions are compared within strata (the city that asked, the PoP that answered), for routers
-draw the version by chance within each; strata are weighed as Mantel and Haenszel do. The interval
-about the difference is the confidence sequence of the normal mixture (the mixture sequential
-probability ratio test): it holds at every look at once, so that looking often proves nothing false.
+Both versions are compared within strata (the city of the requests, the PoP that answered), because
+routers choose the version at random within each. Strata are combined with Mantel-Haenszel weights.
+The interval of the difference is the confidence sequence of the normal mixture (mixture sequential
+probability ratio test). It is valid at all looks together, so the test may be repeated as counts
+come in without more false alarms.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +18,16 @@ from isochrone.wire.rollout import RolloutBounds
 from isochrone.wire.usage import Moments
 
 FALSE_ALARM: Final = 0.01
-"""The chance that a version no worse than its bound is ever found worse, for each test."""
+"""The probability, per test, that a version within its bound is ever found worse."""
 
 ERROR_SCALE: Final = 5.0
 TIME_SCALE: Final = 2.0
-"""Where the tests are sharpest, in bounds: failures come in floods, slowness by degrees."""
+"""The differences that the tests detect soonest, in multiples of the bound: failures tend to be
+many at once, slowness gradual."""
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen of one version in one stratum."""
+    """The attempts of one version in one stratum."""
 
     attempts: int = 0
     failures: int = 0
@@ -34,7 +36,7 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stratum(msgspec.Struct, frozen=True, kw_only=True):
-    """Both versions in one PoP, asked from one city."""
+    """Both versions in one PoP, for requests from one city."""
 
     pop: PopId
     asked_pop: PopId
@@ -43,7 +45,7 @@ class Stratum(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Difference(NamedTuple):
-    """New less old, and between what bounds it lies for certain enough."""
+    """The confidence interval of new minus old, and the worst difference allowed."""
 
     name: str
     low: float
@@ -61,17 +63,19 @@ class Difference(NamedTuple):
         return self.high <= self.worst
 
     def words(self) -> str:
-        """Say it for an operator."""
+        """Return the difference as text for an operator."""
         if not (isfinite(self.low) and isfinite(self.high)):
-            return f"{self.name}: too little was seen to tell"
-        shown = "worse than" if self.is_harm else "within" if self.is_fine else "not yet told from"
+            return f"{self.name}: too few attempts to tell"
+        shown = (
+            "worse than" if self.is_harm else "within" if self.is_fine else "not yet distinct from"
+        )
         if self.name == "errors":
-            between = f"{self.low:+.2%} to {self.high:+.2%}, {shown} +{self.worst:.2%}"
+            interval = f"{self.low:+.2%} to {self.high:+.2%}, {shown} +{self.worst:.2%}"
         else:
-            between = (
+            interval = (
                 f"x{exp(self.low):.3g} to x{exp(self.high):.3g}, {shown} x{exp(self.worst):.3g}"
             )
-        return f"{self.name}: {between}"
+        return f"{self.name}: {interval}"
 
 
 class _Sample(NamedTuple):
@@ -81,7 +85,7 @@ class _Sample(NamedTuple):
 
 
 def compare_arms(strata: Sequence[Stratum], bounds: RolloutBounds) -> tuple[Difference, ...]:
-    """Return what is shown of failures, TTFT and ITL; nothing seen shows nothing."""
+    """Return the differences of failures, TTFT and ITL; unbounded without attempts."""
     return (
         _difference("errors", strata, _errors, bounds.error_ratio, ERROR_SCALE),
         _difference("TTFT", strata, lambda arm: _times(arm.ttft), log(bounds.ttft_ratio)),
@@ -123,7 +127,7 @@ def _radius(variance: float, scale: float) -> float:
 def _errors(arm: Arm) -> _Sample:
     if arm.attempts <= 0:
         return _Sample(0, 0.0, 0.0)
-    # Half a failure more for the variance: none seen is not none possible.
+    # Half a failure is added for the variance: without any, a failure is still possible.
     smoothed = (arm.failures + 0.5) / (arm.attempts + 1)
     return _Sample(arm.attempts, arm.failures / arm.attempts, smoothed * (1 - smoothed))
 
@@ -133,5 +137,5 @@ def _times(moments: Moments) -> _Sample:
         return _Sample(moments.count, 0.0, 0.0)
     mean = moments.total / moments.count
     spread = moments.squares - moments.count * mean**2
-    # Never less than a thousandth: equal times are a coarse clock, not certainty.
+    # Never less than a thousandth squared: equal times show a coarse clock, not certainty.
     return _Sample(moments.count, mean, max(spread / (moments.count - 1), 1e-6))

@@ -1,9 +1,9 @@
-"""Whom a node should ask for an artifact, the nearest first.
+"""From which nodes a node should fetch an artifact, the nearest first.
 
-Rule 1: nodes of its own PoP come first, then the others by round trip; equals are shuffled by name,
-so that a thousand nodes do not all ask the same one.
-Rule 2: of the nodes of a PoP that want an artifact which none there holds, the first by name asks
-far away; the others are told to wait for those before them.
+Rule 1: nodes of its own PoP come first, then others by round trip. Equals are shuffled by a hash of
+both names, so that a thousand nodes do not all ask the same one.
+Rule 2: if several nodes of a PoP want an artifact that none there holds, the first by name fetches
+it from another PoP; the others wait for the nodes before them.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ ROUND_TRIP_STEP_MS: Final = 5.0
 
 
 class ArtifactHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that holds an artifact, or (`holds` false) is about to fetch it."""
+    """A node that holds an artifact, or is about to fetch it (`holds` is false)."""
 
     node_id: NodeId
     pop: PopId
@@ -28,14 +28,14 @@ class ArtifactHolder(msgspec.Struct, frozen=True, kw_only=True):
     holds: bool = True
 
 
-def artifact_sources(
+def rank_sources(
     node_id: NodeId,
     pop: PopId,
     candidates: Iterable[ArtifactHolder],
     round_trip_ms: Callable[[PopId], float],
 ) -> tuple[PeerSource, ...]:
-    """Return at most SOURCES_MAX nodes to ask, in order; none where the origin is the only one."""
-    asked = [
+    """Return at most SOURCES_MAX nodes to fetch from, in order; () if only the origin has it."""
+    usable = [
         candidate
         for candidate in candidates
         if candidate.node_id != node_id
@@ -45,15 +45,17 @@ def artifact_sources(
     def order(candidate: ArtifactHolder) -> tuple[bool, bool, float, int, str]:
         is_far = candidate.pop != pop
         far_ms = round_trip_ms(candidate.pop) // ROUND_TRIP_STEP_MS if is_far else 0.0
-        # Those that fetch are asked in one order by all: whoever is first has nobody to wait for.
+        # All nodes put those that still fetch in one order, so that the first waits for none.
         pair = f"{node_id} {candidate.node_id}".encode()
-        turn = xxhash.xxh64_intdigest(pair) if candidate.holds else 0
-        return (is_far, not candidate.holds, far_ms, turn, candidate.node_id)
+        shuffle = xxhash.xxh64_intdigest(pair) if candidate.holds else 0
+        return (is_far, not candidate.holds, far_ms, shuffle, candidate.node_id)
 
-    near = sorted((c for c in asked if c.pop == pop), key=order)
-    far = sorted((c for c in asked if c.pop != pop), key=order)
-    # Near ones must not crowd out every far one: the whole PoP may be new to this artifact.
-    kept = [*near[: SOURCES_MAX - min(len(far), SOURCES_MAX // 2)], *far][:SOURCES_MAX]
+    same_pop = sorted((c for c in usable if c.pop == pop), key=order)
+    other_pops = sorted((c for c in usable if c.pop != pop), key=order)
+    # Nodes of the own PoP must not take all places: none there may hold the artifact yet.
+    kept = [*same_pop[: SOURCES_MAX - min(len(other_pops), SOURCES_MAX // 2)], *other_pops][
+        :SOURCES_MAX
+    ]
     return tuple(
         PeerSource(node_id=c.node_id, pop=c.pop, address=c.address, holds=c.holds) for c in kept
     )

@@ -1,7 +1,7 @@
-"""The route table follows from what is reported warm, never from what is wished.
+"""The route table: made from what nodes report warm, never from the desired state.
 
-It says no more than it must: measured rates move with every report, and a tenth more or less
-changes no choice worth a new table for every router of the planet.
+Measured rates change with every report. A change of up to a tenth changes no routing decision
+enough to send a new table to every router, so the table keeps the rates that it had.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -28,8 +28,9 @@ def build_route_table(
 ) -> RouteTable:
     """Return the table that routers should hold.
 
-    A suspect node keeps its routes: routers see a dead one themselves within a request, while the
-    centre may merely have lost touch with a live one. Only loss, drain and ending withdraw.
+    A suspect node keeps its routes: routers notice a dead node within one request, while the
+    scheduler may merely have lost contact with a live one. Routes are withdrawn when a node is lost
+    or a replica drains or ends.
     """
     nodes = {node.node_id: node for node in cluster.nodes}
     deployments = {entry.deployment_id: entry for entry in cluster.deployments}
@@ -44,7 +45,7 @@ def build_route_table(
             measured,
         )
         for placement in cluster.placements
-        if placement.deployment_id in deployments and _is_served(placement, nodes, view)
+        if placement.deployment_id in deployments and _is_routable(placement, nodes, view)
     ]
     return RouteTable(
         cluster_id=cluster.cluster_id,
@@ -60,39 +61,41 @@ def build_route_table(
     )
 
 
-def replace_node_routes(told: RouteTable, part: RouteTable, node_ids: Set[NodeId]) -> RouteTable:
-    """Return the table told, with the routes to these nodes as `part` has them."""
-    routes = [route for route in told.routes if route.node_id not in node_ids]
+def replace_node_routes(table: RouteTable, part: RouteTable, node_ids: Set[NodeId]) -> RouteTable:
+    """Return a table with its routes to some nodes replaced by those of `part`."""
+    routes = [route for route in table.routes if route.node_id not in node_ids]
     routes += part.routes
     return msgspec.structs.replace(
-        told, routes=tuple(sorted(routes, key=lambda route: route.replica_id))
+        table, routes=tuple(sorted(routes, key=lambda route: route.replica_id))
     )
 
 
 def multi_node_hosts(placements: Iterable[Placement]) -> frozenset[NodeId]:
-    """Return the nodes that hold parts of replicas over several: each is served by them all."""
+    """Return the nodes of replicas over several nodes: such a replica needs all of its nodes."""
     spread = (placement.node_ids for placement in placements if placement.followers)
     return frozenset(node_id for node_ids in spread for node_id in node_ids)
 
 
-def keep_unchanged_rates(told: RouteTable | None, new: RouteTable) -> RouteTable:
-    """Return `new` under the generation of `told`, each route with the rates told of it before
-    unless one moved by more than a tenth of it. Where nothing is news, the answer equals `told`."""
-    if told is None or told.epoch != new.epoch:
+def keep_unchanged_rates(sent: RouteTable | None, new: RouteTable) -> RouteTable:
+    """Return `new` with the generation of `sent`, and with the rates of `sent` where they moved by
+    at most a tenth. If nothing else changed either, the result equals `sent`."""
+    if sent is None or sent.epoch != new.epoch:
         return new
-    before = {route.replica_id: route for route in told.routes}
-    routes = tuple(_as_told(before.get(route.replica_id), route) for route in new.routes)
+    before = {route.replica_id: route for route in sent.routes}
+    routes = tuple(_with_sent_rates(before.get(route.replica_id), route) for route in new.routes)
     return msgspec.structs.replace(
-        new, generation=Generation(told.generation), epoch=told.epoch, routes=routes
+        new, generation=Generation(sent.generation), epoch=sent.epoch, routes=routes
     )
 
 
-def _is_served(placement: Placement, nodes: Mapping[NodeId, FleetNode], view: LivenessView) -> bool:
+def _is_routable(
+    placement: Placement, nodes: Mapping[NodeId, FleetNode], view: LivenessView
+) -> bool:
     return (
         placement.state is ReplicaState.WARM
         and not placement.is_ending
         and not placement.leader_id
-        and all(id_ in nodes and view.counts(nodes[id_]) for id_ in placement.node_ids)
+        and all(id_ in nodes and view.is_in_fleet(nodes[id_]) for id_ in placement.node_ids)
         and nodes[placement.node_id].address != ""
     )
 
@@ -105,7 +108,7 @@ def _route(
 ) -> Route:
     rates = placement.profile
     if rates.prefill_tokens_per_s <= 0:
-        # A replica just come up is as fast as its like until it has shown otherwise.
+        # A replica without own measurements gets the measured rates of its model and class.
         classes = {device.device_id: device.device_class for device in node.devices}
         device_class = classes.get(placement.device_ids[0], "") if placement.device_ids else ""
         rates = measured.get((deployment.model_id, device_class), rates)
@@ -128,7 +131,7 @@ def _version_of(
     deployments: Mapping[DeploymentId, Deployment],
     rollouts: Mapping[DeploymentId, Rollout],
 ) -> Deployment:
-    """Return the deployment as the placement's version has it."""
+    """Return the deployment with the model and engine of the placement's version."""
     deployment = deployments[placement.deployment_id]
     rollout = rollouts.get(placement.deployment_id)
     if rollout is None or placement.version != rollout.to_version:
@@ -158,16 +161,16 @@ def _entry(
     )
 
 
-def _as_told(told: Route | None, route: Route) -> Route:
-    if told is None or told == route:
-        return told or route
-    if rate_moved(told.prefill_tokens_per_s, route.prefill_tokens_per_s) or rate_moved(
-        told.decode_tokens_per_s, route.decode_tokens_per_s
+def _with_sent_rates(sent: Route | None, route: Route) -> Route:
+    if sent is None or sent == route:
+        return sent or route
+    if rate_moved(sent.prefill_tokens_per_s, route.prefill_tokens_per_s) or rate_moved(
+        sent.decode_tokens_per_s, route.decode_tokens_per_s
     ):
         return route
     kept = msgspec.structs.replace(
         route,
-        prefill_tokens_per_s=told.prefill_tokens_per_s,
-        decode_tokens_per_s=told.decode_tokens_per_s,
+        prefill_tokens_per_s=sent.prefill_tokens_per_s,
+        decode_tokens_per_s=sent.decode_tokens_per_s,
     )
-    return told if kept == told else kept
+    return sent if kept == sent else kept

@@ -1,4 +1,4 @@
-"""Why a deployment is where it is, why it is nowhere else, and what would help."""
+"""Why a deployment runs where it does, why nowhere else, and what would change that."""
 
 from collections import Counter, defaultdict
 from collections.abc import Set
@@ -10,15 +10,16 @@ from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
 from scheduler.decide.capacity.start_times import MB
 from scheduler.decide.cluster import ClusterState, FleetNode, PlacementPlan
 from scheduler.decide.membership.liveness import LivenessLimits, judge_liveness
-from scheduler.decide.placement.planner import DraftPlan, PlanLimits
+from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
+from scheduler.decide.placement.planner import PlanBuilder, PlanLimits
 from scheduler.decide.placement.rollout_split import plan_fleet
 from scheduler.decide.placement.search.deployment_state import DeploymentState
-from scheduler.decide.placement.search.greedy_search import GreedySearch
+from scheduler.decide.placement.search.draft import PlacementDraft
 from scheduler.decide.placement.unmet import slot_refusals
 
 
 class ReplicaReason(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica's seat, why it was placed there, and what its node last said of it."""
+    """One replica, why it was placed there, and what its node reported of it."""
 
     replica_id: ReplicaId
     node_id: NodeId
@@ -38,7 +39,7 @@ class NodeReason(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CityDemand(msgspec.Struct, frozen=True, kw_only=True):
-    """What a city asks now, and its nearest replica."""
+    """The demand of one city now, and its nearest warm replica."""
 
     pop: PopId
     requests_per_s: float
@@ -48,7 +49,7 @@ class CityDemand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to "why here, why not there, what would help"."""
+    """Why a deployment runs here, why not elsewhere, and what the next plan would do."""
 
     deployment_id: DeploymentId
     frozen: str
@@ -65,20 +66,20 @@ def explain_placement(
     deployment_id: DeploymentId,
     liveness_limits: LivenessLimits | None = None,
 ) -> Explanation | None:
-    """Return the explanation of one deployment; None where there is no such deployment."""
+    """Return the explanation of one deployment; None if there is no such deployment.
+
+    The versions of a rollout are planned apart, but explained together.
+    """
     deployment = next((d for d in cluster.deployments if d.deployment_id == deployment_id), None)
     if deployment is None:
         return None
-    # A version on its way is planned beside the one before; told of are both as one.
-    decided = plan_fleet(cluster, liveness_limits)
-    draft = DraftPlan(
-        cluster, judge_liveness(cluster.nodes, cluster.acting_for_s, liveness_limits), PlanLimits()
-    )
+    plan = plan_fleet(cluster, liveness_limits)
+    view = judge_liveness(cluster.nodes, cluster.acting_for_s, liveness_limits)
+    builder = PlanBuilder(cluster, view, PlanLimits())
     model = next((m for m in cluster.models if m.model_id == deployment.model_id), None)
-    wish = draft.wish_of(deployment, model) if model else None
+    state = builder.state_of(deployment, model) if model else None
     nodes = {node.node_id: node for node in cluster.nodes}
-    mine = [p for p in cluster.placements if p.deployment_id == deployment_id]
-    my_ids = {p.replica_id for p in mine}
+    placements = [p for p in cluster.placements if p.deployment_id == deployment_id]
     here = tuple(
         ReplicaReason(
             replica_id=part.replica_id,
@@ -88,134 +89,142 @@ def explain_placement(
             state_reason=part.state_reason,
             reason=part.reason,
         )
-        for p in mine
-        for part in p.parts
+        for placement in placements
+        for part in placement.parts
         if part.node_id in nodes
     )
     return Explanation(
         deployment_id=deployment_id,
-        frozen=decided.frozen,
+        frozen=plan.frozen,
         here=here,
-        elsewhere=_elsewhere(cluster, draft, wish, here) if wish else (),
-        cities=_cities(wish, here) if wish else (),
-        next_moves=_moves(decided, deployment_id, my_ids),
+        elsewhere=_elsewhere(cluster, builder.draft_of([state]), state, here) if state else (),
+        cities=_cities(builder.fleet, state, here) if state else (),
+        next_moves=_moves(plan, deployment_id, {p.replica_id for p in placements}),
         prefetches=_prefetches(cluster, deployment_id),
-        unmet=tuple(u.reason for u in decided.unmet if u.deployment_id == deployment_id),
+        unmet=tuple(u.reason for u in plan.unmet if u.deployment_id == deployment_id),
     )
 
 
 def _elsewhere(
-    cluster: ClusterState, draft: DraftPlan, wish: DeploymentState, here: tuple[ReplicaReason, ...]
+    cluster: ClusterState,
+    draft: PlacementDraft,
+    state: DeploymentState,
+    here: tuple[ReplicaReason, ...],
 ) -> tuple[NodeReason, ...]:
-    ground = draft.ground
-    search = GreedySearch(ground, [wish], 0)
-    held, whose = {row.node_id for row in here}, _held(cluster)
-    answers = []
-    refused = slot_refusals(ground, wish, cluster.nodes)
+    occupied, contents = {row.node_id for row in here}, _node_contents(cluster)
+    refusals = slot_refusals(draft.fleet, state.needs, cluster.nodes, draft.ledger.free)
+    reasons = []
     for node in cluster.nodes:
-        if node.node_id in held:
+        if node.node_id in occupied:
             continue
-        cannot = refused[node.node_id]
-        if cannot:
-            reason = cannot + (f"; on it: {on_it}" if (on_it := whose.get(node.node_id)) else "")
-        elif len(wish.seats) >= wish.most:
-            reason = f"the policy allows {wish.most} replicas"
+        refusal = refusals[node.node_id]
+        if refusal:
+            on_node = contents.get(node.node_id)
+            reason = refusal + (f"; on it: {on_node}" if on_node else "")
+        elif state.is_full:
+            reason = f"the policy allows {state.needs.replicas_max} replicas"
         else:
-            reason = _what_it_would_save(search, wish, node)
-        answers.append(
+            reason = _what_it_would_save(draft, state, node)
+        reasons.append(
             NodeReason(
                 node_id=node.node_id,
                 pop=node.pop,
-                feasible=not cannot,
+                feasible=not refusal,
                 reason=reason,
             )
         )
-    return tuple(answers)
+    return tuple(reasons)
 
 
-def _held(cluster: ClusterState) -> dict[NodeId, str]:
-    """Say of each node whose replicas are on it: what is full, is full of these."""
+def _node_contents(cluster: ClusterState) -> dict[NodeId, str]:
+    """Return what runs on each node, in words: what fills a full node."""
     priorities = {d.deployment_id: d.policy.priority for d in cluster.deployments}
-    held: defaultdict[NodeId, Counter[DeploymentId]] = defaultdict(Counter)
+    counts: defaultdict[NodeId, Counter[DeploymentId]] = defaultdict(Counter)
     for part in (part for placement in cluster.placements for part in placement.parts):
-        held[part.node_id][part.deployment_id] += part.deployment_id in priorities
+        counts[part.node_id][part.deployment_id] += part.deployment_id in priorities
     return {
         node_id: ", ".join(
             f"{count} of {name} (priority {priorities[name]})"
-            for name, count in sorted(on_it.items())
+            for name, count in sorted(on_node.items())
             if count
         )
-        for node_id, on_it in held.items()
+        for node_id, on_node in counts.items()
     }
 
 
-def _what_it_would_save(search: GreedySearch, wish: DeploymentState, node: FleetNode) -> str:
-    sites = (search.ground.site_of[node.pop, device.device_class] for device in node.devices)
-    site = next((site for site in sites if site in wish.nodes_of), None)
+def _what_it_would_save(draft: PlacementDraft, state: DeploymentState, node: FleetNode) -> str:
+    fleet, needs = draft.fleet, state.needs
+    sites = (fleet.table.index[node.pop, device.device_class] for device in node.devices)
+    site = next((site for site in sites if site in needs.eligible_nodes), None)
     if site is None:
         return "its devices are too few or too small for this deployment"
-    worth = search.worth_to(wish, site)
-    saves = worth.saves + worth.need.worth
-    needed = wish.hold + (worth.offered.cost if worth.offered else 0.0)
-    start_s = worth.offered.start_s if worth.offered else 0.0
-    broke = search.ground.broke_on(wish.name, node.node_id)
-    if broke:
-        return f"{broke} of it broke here of late: it is tried where fewer did"
+    failures = fleet.failures_on(needs.deployment_id, node.node_id)
+    if failures:
+        return f"{failures} of its replicas failed here recently: nodes with fewer are tried first"
+    gain = draft.gain_at(state, site)
+    saves = gain.saves + gain.need.worth
+    needed = needs.hold_cost + (gain.candidate.start_cost if gain.candidate else 0.0)
+    start_s = gain.candidate.start_s if gain.candidate else 0.0
     return (
-        f"one here would save {saves / wish.weight:.0f} ms x requests/s, "
-        f"{needed / wish.weight:.0f} needed; warm in {start_s:.0f} s. "
-        f"It would pay if more were asked for near {node.pop}, or with a higher priority"
+        f"one here would save {saves / needs.weight:.0f} ms x requests/s, "
+        f"{needed / needs.weight:.0f} needed; warm in {start_s:.0f} s. "
+        f"It would pay with more demand near {node.pop}, or with a higher priority"
     )
 
 
-def _cities(wish: DeploymentState, here: tuple[ReplicaReason, ...]) -> tuple[CityDemand, ...]:
-    far = wish.ground.far
-    names = list(far.index)
-    answers = []
-    for number in np.argsort(-wish.flow.load, kind="stable"):
-        city = names[int(wish.cities[number])]
+def _cities(
+    fleet: FleetCapacity, state: DeploymentState, here: tuple[ReplicaReason, ...]
+) -> tuple[CityDemand, ...]:
+    """Return the demand of each city, the largest first."""
+    needs, load = state.needs, state.assignment.load
+    names = list(fleet.distances.index)
+    cities = []
+    for number in np.argsort(-load, kind="stable"):
+        city = names[int(needs.cities[number])]
         reachable = sorted(
-            (far.between(city, row.pop), row.pop) for row in here if row.state == "warm"
+            (fleet.distances.between(city, row.pop), row.pop) for row in here if row.state == "warm"
         )
-        answers.append(
+        cities.append(
             CityDemand(
                 pop=city,
-                requests_per_s=round(float(wish.asked[number]), 4),
-                load=round(float(wish.flow.load[number]), 4),
+                requests_per_s=round(float(needs.requests_per_s[number]), 4),
+                load=round(float(load[number]), 4),
                 nearest_pop=reachable[0][1] if reachable else None,
                 rtt_ms=round(reachable[0][0], 2) if reachable else 0.0,
             )
         )
-    return tuple(answers)
+    return tuple(cities)
 
 
 def _moves(
-    decided: PlacementPlan, deployment_id: DeploymentId, my_ids: Set[ReplicaId]
+    plan: PlacementPlan, deployment_id: DeploymentId, replica_ids: Set[ReplicaId]
 ) -> tuple[str, ...]:
     starts = [
         f"start {s.spec.replica_id} on {s.node_id}: {s.reason}"
-        for s in decided.starts
+        for s in plan.starts
         if s.spec.deployment_id == deployment_id
     ]
     ends = [
         f"end {e.replica_id} on {e.node_id}: {e.reason}"
-        for e in decided.endings
-        if e.replica_id in my_ids
+        for e in plan.endings
+        if e.replica_id in replica_ids
     ]
     return tuple(starts + ends)
 
 
 def _prefetches(cluster: ClusterState, deployment_id: DeploymentId) -> tuple[str, ...]:
-    """Say which nodes have or fetch this deployment's weights before they run them, and why."""
+    """Return which nodes hold or fetch the deployment's weights in advance, and why."""
     digests = {model.model_id: model.artifact.digest for model in cluster.models}
     nodes = {node.node_id: node for node in cluster.nodes}
     lines = []
-    for wish in cluster.prefetches:
-        if wish.deployment_id != deployment_id or wish.node_id not in nodes:
+    for target in cluster.prefetches:
+        if target.deployment_id != deployment_id or target.node_id not in nodes:
             continue
-        rate = f" at {wish.bytes_per_s / MB:.0f} MB/s at most" if wish.bytes_per_s else ""
-        is_held = digests.get(wish.model_id) in nodes[wish.node_id].artifacts
-        state = "has its weights on disk" if is_held else f"fetches its weights{rate}"
-        due = f"for {wish.due_s / 3600:.1f} h from now" if wish.due_s > 0 else "its time has come"
-        lines.append(f"{wish.node_id} {state}, {due}: {wish.reason}")
+        rate = f" at {target.bytes_per_s / MB:.0f} MB/s at most" if target.bytes_per_s else ""
+        has_weights = digests.get(target.model_id) in nodes[target.node_id].artifacts
+        state = "has its weights on disk" if has_weights else f"fetches its weights{rate}"
+        due = (
+            f"for {target.due_s / 3600:.1f} h from now" if target.due_s > 0 else "its time has come"
+        )
+        lines.append(f"{target.node_id} {state}, {due}: {target.reason}")
     return tuple(lines)

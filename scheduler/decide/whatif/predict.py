@@ -1,9 +1,9 @@
-"""What a fleet would give its users: TTFT by city, how full each PoP is, and what it costs.
+"""Predicts the service of a fleet: TTFT by city, how full each PoP is, and what it costs.
 
-A city's load goes to its nearest warm replicas with room, as routers send it. A request's time to
-first token is the round trip, its uncached prompt at the replica's rate, and a wait: that of a
-queue with as many servers as the PoP has replicas, by Sakasegawa's formula, whose tenth-longest
-part is taken as that of an exponential with this mean.
+A city's load goes to its nearest warm replicas with capacity, as routers send it. TTFT is the round
+trip, plus the uncached prompt at the replica's rate, plus a queueing time: the mean of a queue with
+as many servers as the PoP has replicas, by Sakasegawa's formula. Its 90th percentile is taken as
+that of an exponential distribution with this mean.
 """
 
 from collections import defaultdict
@@ -17,24 +17,25 @@ import numpy as np
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
 from isochrone.wire.model import Deployment
 from isochrone.wire.report import Profile, ReplicaState
+from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.capacity.replica_capacity import is_measured, replica_rates
 from scheduler.decide.cluster import ClusterState, Placement
 from scheduler.decide.demand.demand_rates import DeploymentDemand, demand_by_deployment, demand_load
-from scheduler.decide.placement.score import Distances
 
 FULL: Final = 0.95
-"""A replica fuller than this makes its queue grow without end."""
+"""The share of a replica's capacity that may be used; above it the queue grows without limit."""
 
-TENTH: Final = log(10.0)
+P90_OF_MEAN: Final = log(10.0)
+"""The 90th percentile of an exponential distribution, in multiples of its mean."""
 
 LOAD_MIN: Final = 1e-9
 
 _Site = tuple[PopId, str]
-"""What one PoP has of one class of device."""
+"""A PoP and one of its device classes."""
 
 
 class CityOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What one city's users get; `ttft_p90_ms` is None where some find no room at all."""
+    """The service of one city; `ttft_p90_ms` is None if a tenth or more is not served."""
 
     pop: PopId
     requests_per_s: float
@@ -43,7 +44,7 @@ class CityOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PopOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How full one PoP is: its replicas by load, its devices by memory."""
+    """How full one PoP is: `load` of its replicas, `memory` of its devices, as shares."""
 
     pop: PopId
     nodes: int
@@ -53,7 +54,8 @@ class PopOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DevicesUsed(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices of one class: there, holding a replica, and what these cost an hour (0: no price)."""
+    """Devices of one class: how many, how many hold a replica, and the cost of these per hour, 0
+    without a price."""
 
     device_class: str
     devices: int
@@ -62,7 +64,10 @@ class DevicesUsed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetPrediction(msgspec.Struct, frozen=True, kw_only=True):
-    """A fleet's outcome."""
+    """The predicted service and cost of a fleet.
+
+    `assumed_rates` are deployments with demand whose rates were not measured.
+    """
 
     cities: tuple[CityOutcome, ...]
     pops: tuple[PopOutcome, ...]
@@ -71,8 +76,8 @@ class FleetPrediction(msgspec.Struct, frozen=True, kw_only=True):
     assumed_rates: tuple[DeploymentId, ...]
 
 
-class _Part(msgspec.Struct, frozen=True):
-    """A part of a city's requests, and the 90th percentile of its TTFT."""
+class _Share(msgspec.Struct, frozen=True):
+    """A share of a city's requests, and the 90th percentile of its TTFT."""
 
     requests_per_s: float
     ttft_ms: float
@@ -81,17 +86,17 @@ class _Part(msgspec.Struct, frozen=True):
 def predict_service(
     cluster: ClusterState, prices: Mapping[str, float] | None = None
 ) -> FleetPrediction:
-    """Return what the warm replicas of a picture give the demand in it."""
-    fleet = _Fleet(cluster)
-    parts: dict[PopId, list[_Part]] = defaultdict(list)
+    """Return how the warm replicas of a cluster state would serve its demand."""
+    fleet = _WarmFleet(cluster)
+    parts: dict[PopId, list[_Share]] = defaultdict(list)
     used: dict[PopId, float] = defaultdict(float)
-    asked_of = demand_by_deployment(cluster.demand, fleet.far.index)
+    demands = demand_by_deployment(cluster.demand, fleet.distances.index)
     assumed = []
     for deployment in cluster.deployments:
-        asked = asked_of[deployment.deployment_id]
-        for city, city_parts in _served(fleet, deployment, asked, used).items():
-            parts[city] += city_parts
-        if len(asked.cities) and not fleet.is_measured(deployment):
+        demand = demands[deployment.deployment_id]
+        for city, shares in _serve(fleet, deployment, demand, used).items():
+            parts[city] += shares
+        if len(demand.cities) and not fleet.is_measured(deployment):
             assumed.append(deployment.deployment_id)
     return FleetPrediction(
         cities=tuple(_city(pop, parts[pop]) for pop in sorted(parts)),
@@ -102,11 +107,11 @@ def predict_service(
     )
 
 
-class _Fleet:
-    """A picture, indexed: who is warm where on what, and how fast that is."""
+class _WarmFleet:
+    """Indexes a cluster state: the warm replicas of each deployment by site, and their rates."""
 
     def __init__(self, cluster: ClusterState) -> None:
-        self.far = Distances(cluster.pops, cluster.distances)
+        self.distances = Distances(cluster.pops, cluster.distances)
         self.pop_of = {node.node_id: node.pop for node in cluster.nodes}
         self._models = {model.model_id: model for model in cluster.models}
         self._profiles = cluster.measured()
@@ -127,7 +132,7 @@ class _Fleet:
         return self._warm.get(deployment.deployment_id, {})
 
     def rates(self, deployment: Deployment) -> Mapping[str, Profile]:
-        """Return what a replica carries on each class, as the planner reads it."""
+        """Return the rates of a replica on each device class, as the planner reads them."""
         model = self._models.get(deployment.model_id)
         if model is None:
             return {}
@@ -137,7 +142,10 @@ class _Fleet:
         }
 
     def is_measured(self, deployment: Deployment) -> bool:
-        """Say whether rates were measured on every class that a deployment stands on, or on one."""
+        """Say whether rates were measured on every class that a deployment runs on.
+
+        If it does not run, measurements on any class count.
+        """
         measured = {
             name
             for (model_id, name), profile in self._profiles.items()
@@ -152,63 +160,67 @@ class _Fleet:
         return None if pop is None or name is None else (pop, name)
 
 
-def _served(
-    fleet: _Fleet, deployment: Deployment, asked: DeploymentDemand, used: dict[PopId, float]
-) -> Mapping[PopId, list[_Part]]:
-    """Send one deployment's demand to its replicas; add to `used` the load of each PoP."""
+def _serve(
+    fleet: _WarmFleet, deployment: Deployment, demand: DeploymentDemand, used: dict[PopId, float]
+) -> Mapping[PopId, list[_Share]]:
+    """Assign one deployment's demand to its replicas; return the shares of each city.
+
+    Adds the load of each PoP to `used`.
+    """
     rates = fleet.rates(deployment)
-    # Of a model that the picture does not hold, nothing is known to serve.
+    # Without the model in the catalogue, no rates are known.
     replicas = fleet.replicas(deployment) if rates else {}
-    replicas_asked, speed = demand_load(asked, rates)
-    room = {site: FULL * count * speed[site[1]] for site, count in replicas.items()}
+    city_load, speed = demand_load(demand, rates)
+    free = {site: FULL * count * speed[site[1]] for site, count in replicas.items()}
     taken: dict[_Site, float] = defaultdict(float)
     routed: list[tuple[int, _Site | None, float]] = []
-    names = list(fleet.far.index)
-    # The busiest city first, as it finds the nearest replicas empty more often than any other.
-    for number in np.argsort(-replicas_asked, kind="stable"):
-        load = max(float(replicas_asked[number]), LOAD_MIN)
-        requests = float(asked.requests_per_s[number])
-        city, left = names[int(asked.cities[number])], load
-        for site in _nearest(fleet.far, city, room, speed):
-            share = min(left, room[site])
+    names = list(fleet.distances.index)
+    # The busiest city first: its requests find free capacity at the nearest replicas most often.
+    for number in np.argsort(-city_load, kind="stable"):
+        load = max(float(city_load[number]), LOAD_MIN)
+        requests = float(demand.requests_per_s[number])
+        city, left = names[int(demand.cities[number])], load
+        for site in _nearest(fleet.distances, city, free, speed):
+            share = min(left, free[site])
             if share > 0:
-                room[site] -= share
+                free[site] -= share
                 taken[site] += share
                 left -= share
                 routed.append((int(number), site, requests * share / load))
         if left > LOAD_MIN / 2:
             routed.append((int(number), None, requests * left / load))
-    parts: dict[PopId, list[_Part]] = defaultdict(list)
-    for number, answered, requests in routed:
-        city = names[int(asked.cities[number])]
-        if answered is None:
-            parts[city].append(_Part(requests, inf))
+    parts: dict[PopId, list[_Share]] = defaultdict(list)
+    for number, served_by, requests in routed:
+        city = names[int(demand.cities[number])]
+        if served_by is None:
+            parts[city].append(_Share(requests, inf))
             continue
-        pop, device_class = answered
-        prompt_tokens = asked.prompt_tokens_per_s[number] / asked.requests_per_s[number]
+        pop, device_class = served_by
+        prompt_tokens = demand.prompt_tokens_per_s[number] / demand.requests_per_s[number]
         prompt_s = float(prompt_tokens) / rates[device_class].prefill_tokens_per_s
-        load = taken[answered] / speed[device_class]
-        wait_s = _wait_s(prompt_s, load, replicas[answered])
-        ttft_ms = fleet.far.between(city, pop) + 1000 * (prompt_s + TENTH * wait_s)
-        parts[city].append(_Part(requests, ttft_ms))
+        load = taken[served_by] / speed[device_class]
+        wait_s = _wait_s(prompt_s, load, replicas[served_by])
+        ttft_ms = fleet.distances.between(city, pop) + 1000 * (prompt_s + P90_OF_MEAN * wait_s)
+        parts[city].append(_Share(requests, ttft_ms))
     for (pop, device_class), load in taken.items():
         used[pop] += load / speed[device_class]
     return parts
 
 
 def _nearest(
-    far: Distances, city: PopId, sites: Iterable[_Site], speed: Mapping[str, float]
+    distances: Distances, city: PopId, sites: Iterable[_Site], speed: Mapping[str, float]
 ) -> list[_Site]:
-    """Return sites as a router would ask them: the nearest first, and there the fastest."""
-    return sorted(sites, key=lambda site: (far.between(city, site[0]), -speed[site[1]], site))
+    """Return sites in the order of a router: the nearest first, and there the fastest class."""
+    return sorted(sites, key=lambda site: (distances.between(city, site[0]), -speed[site[1]], site))
 
 
 def _wait_s(service_s: float, load: float, servers: int) -> float:
+    """Return the mean wait of a queue by Sakasegawa's formula (Eur. J. Oper. Res. 1977)."""
     busy = min(load / servers, FULL)
     return float(service_s * busy ** (sqrt(2 * (servers + 1)) - 1) / (servers * (1 - busy)))
 
 
-def _city(pop: PopId, parts: Iterable[_Part]) -> CityOutcome:
+def _city(pop: PopId, parts: Iterable[_Share]) -> CityOutcome:
     ranked = sorted(parts, key=lambda part: part.ttft_ms)
     total = sum(part.requests_per_s for part in ranked)
     unserved = sum(part.requests_per_s for part in ranked if part.ttft_ms == inf)
@@ -231,11 +243,11 @@ def _pops(
 ) -> tuple[PopOutcome, ...]:
     replicas: dict[PopId, int] = defaultdict(int)
     taken: dict[PopId, int] = defaultdict(int)
-    holds: dict[PopId, int] = defaultdict(int)
+    capacity: dict[PopId, int] = defaultdict(int)
     nodes: dict[PopId, int] = defaultdict(int)
     for node in cluster.nodes:
         nodes[node.pop] += 1
-        holds[node.pop] += sum(device.memory_bytes for device in node.devices)
+        capacity[node.pop] += sum(device.memory_bytes for device in node.devices)
     for placement in cluster.placements:
         pop = pop_of.get(placement.node_id)
         if pop is not None:
@@ -248,16 +260,16 @@ def _pops(
             nodes=nodes[pop],
             replicas=replicas[pop],
             load=round(used.get(pop, 0.0) / max(1, replicas[pop]), 4),
-            memory=round(taken[pop] / max(1, holds[pop]), 4),
+            memory=round(taken[pop] / max(1, capacity[pop]), 4),
         )
         for pop in sorted(nodes)
     )
 
 
 def _devices(cluster: ClusterState, prices: Mapping[str, float]) -> tuple[DevicesUsed, ...]:
-    there: dict[str, int] = defaultdict(int)
+    total: dict[str, int] = defaultdict(int)
     used: dict[str, int] = defaultdict(int)
-    seated = {
+    holding = {
         (part.node_id, device_id)
         for placement in cluster.placements
         for part in placement.parts
@@ -265,14 +277,14 @@ def _devices(cluster: ClusterState, prices: Mapping[str, float]) -> tuple[Device
     }
     for node in cluster.nodes:
         for device in node.devices:
-            there[device.device_class] += 1
-            used[device.device_class] += (node.node_id, device.device_id) in seated
+            total[device.device_class] += 1
+            used[device.device_class] += (node.node_id, device.device_id) in holding
     return tuple(
         DevicesUsed(
             device_class=name,
-            devices=there[name],
+            devices=total[name],
             used=used[name],
             cost_per_hour=round(used[name] * prices.get(name, 0.0), 4),
         )
-        for name in sorted(there)
+        for name in sorted(total)
     )

@@ -114,7 +114,7 @@ WRONG_DEPLOYMENTS: list[tuple[dict[str, Any], str]] = [
     ({"policy": {"deny": ["XX"]}}, "deny names 'XX'"),
     ({"policy": {"allow": ["NL"], "deny": ["ams"]}}, "together leave no PoP"),
     ({"policy": {"keep_warm": ["ams"], "allow": ["cdg"]}}, "allow names 'cdg'"),
-    ({"policy": {"keep_warm": ["NL"]}}, "keep_warm names 'NL', which is no PoP"),
+    ({"policy": {"keep_warm": ["NL"]}}, "keep_warm names 'NL', which is not a PoP"),
     ({"policy": {"keep_warm": ["ams", "ams", "ams", "ams"]}}, "keep_warm names more"),
     ({"model_id": "nobody"}, "no model nobody"),
     ({"deployment_id": "Not A Name"}, "deployment_id"),

@@ -4,7 +4,7 @@ from typing import Any
 
 from isochrone.wire.ids import ClusterId
 from scheduler.database import Database
-from scheduler.decide.membership.liveness import LivenessLimits
+from scheduler.decide.membership import LivenessLimits
 from scheduler.loops.advance_rollouts import AdvanceRollouts
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.publish_routes import PublishRoutes

@@ -11,7 +11,7 @@ from isochrone.service.clock import utc_now
 from isochrone.wire.admin import PopBody
 from isochrone.wire.ids import BootId, ClusterId, RouterId
 from isochrone.wire.usage import Demand, Usage
-from scheduler.decide.demand.intake import accept_demand, accept_usage
+from scheduler.decide.demand import accept_demand, accept_usage
 from scheduler.store import catalogue, deployments
 from scheduler.store.lease import ensure_cluster
 from scheduler.store.pool import Pool, transaction, using

@@ -18,8 +18,8 @@ from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import BootId, DeploymentId, Epoch, Generation, KeyId, NodeId, PopId
 from isochrone.wire.report import Profile, Refusal
 from scheduler.decide.cluster import PlacementPlan, ReplicaEnding, ReplicaStart
-from scheduler.decide.demand.intake import accept_demand
-from scheduler.decide.rollout.lifecycle import RolloutEvent, apply_event
+from scheduler.decide.demand import accept_demand
+from scheduler.decide.rollout import RolloutEvent, apply_event
 from scheduler.store import deployments, keys
 from scheduler.store.identities import add_join_token, add_peer, revoke, use_join_token
 from scheduler.store.lease import raise_epoch_and_generation, read_cluster_row

@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from isochrone.wire.ids import Epoch, PopId
-from scheduler.decide.demand.fleet_forecast import slot_of
-from scheduler.decide.membership.liveness import LivenessLimits, NodeContact
+from scheduler.decide.demand import slot_of
+from scheduler.decide.membership import LivenessLimits, NodeContact
 from scheduler.planner.demand_forecaster import DemandForecaster
 from scheduler.planner.server import PlannerServer
 from scheduler.store.forecast import read_clock
@@ -38,16 +38,16 @@ async def test_what_ended_is_learned_and_the_next_term_goes_on_from_it(pool: Poo
     await begun(pool)
     async with using(pool) as connection:
         await connection.execute(ASKED, SLOTS_BACK * 10)
-    desk = PlannerServer(pool, LivenessLimits())
-    forecast = desk.forecast
+    server = PlannerServer(pool, LivenessLimits())
+    forecast = server.forecast
     first = await forecast.learn(Epoch(1))
-    assert (first.series, first.is_news, first.is_behind) == (1, True, False)
+    assert (first.series, first.is_new, first.is_behind) == (1, True, False)
     assert SLOTS_BACK - 2 <= first.slots <= SLOTS_BACK + 1
     (row,) = forecast.soon
     assert (row.deployment_id, row.pop) == ("d", "ams")
     assert 9.0 < row.requests_per_s < 12.0
-    assert await forecast.learn(Epoch(1)) == replace(first, slots=0, saved=0, is_news=False)
-    picture = await desk.picture(HEARD)
+    assert await forecast.learn(Epoch(1)) == replace(first, slots=0, saved=0, is_new=False)
+    picture = await server.cluster_state(HEARD)
     assert [(r.pop, r.requests_per_s >= 9.0) for r in picture.demand] == [(PopId("ams"), True)]
     # Saved in turns: after every series had its turn, nothing of the minutes is needed.
     for turn in range(6):
@@ -56,7 +56,7 @@ async def test_what_ended_is_learned_and_the_next_term_goes_on_from_it(pool: Poo
         await connection.execute("TRUNCATE demand")
     later = DemandForecaster(pool)
     again = await later.learn(Epoch(2))
-    assert (again.slots, again.series, again.is_news) == (0, 1, True)
+    assert (again.slots, again.series, again.is_new) == (0, 1, True)
     assert later.soon == [row]
 
 
@@ -73,19 +73,19 @@ async def test_a_clock_that_was_years_ahead_leaves_nothing_behind(
     async def years_ahead(_: object) -> float:
         return now_s + 3650 * 86_400.0
 
-    desk = PlannerServer(pool, LivenessLimits())
-    await desk.forecast.learn(Epoch(1))
+    server = PlannerServer(pool, LivenessLimits())
+    await server.forecast.learn(Epoch(1))
     with monkeypatch.context() as patched:
         patched.setattr("scheduler.planner.demand_forecaster.read_clock", years_ahead)
-        desk.forecast._next_slot = slot_of(await years_ahead(None)) - 3
-        assert (await desk.forecast.learn(Epoch(1))).slots
+        server.forecast._next_slot = slot_of(await years_ahead(None)) - 3
+        assert (await server.forecast.learn(Epoch(1))).slots
         for turn in range(6):
-            await desk.forecast._save(desk.forecast._next_slot + turn)
-    again = await desk.forecast.learn(Epoch(1))
-    assert (again.series, again.is_news) == (1, True)
+            await server.forecast._save(server.forecast._next_slot + turn)
+    again = await server.forecast.learn(Epoch(1))
+    assert (again.series, again.is_new) == (1, True)
     assert again.slots >= SLOTS_BACK - 2
     # What was counted in minutes to come is no demand of now.
-    (row,) = (await desk.picture(HEARD)).demand
+    (row,) = (await server.cluster_state(HEARD)).demand
     assert 9.0 < row.requests_per_s < 12.0
 
 
@@ -98,19 +98,19 @@ async def test_what_takes_long_to_learn_is_learned_a_part_at_a_time(
     monkeypatch.setattr("scheduler.planner.demand_forecaster.LEARN_S", 0.0)
     forecast = DemandForecaster(pool)
     behind = await forecast.learn(Epoch(1))
-    assert (behind.is_behind, behind.is_news, forecast.soon) == (True, False, ())
+    assert (behind.is_behind, behind.is_new, forecast.soon) == (True, False, ())
     monkeypatch.setattr("scheduler.planner.demand_forecaster.LEARN_S", 10.0)
     level = await forecast.learn(Epoch(1))
-    assert (level.is_behind, level.is_news, len(forecast.soon)) == (False, True, 1)
+    assert (level.is_behind, level.is_new, len(forecast.soon)) == (False, True, 1)
 
 
 async def test_a_flash_crowd_is_in_the_picture_as_soon_as_it_is_counted(pool: Pool) -> None:
     await begun(pool)
     async with using(pool) as connection:
         await connection.execute(ASKED, SLOTS_BACK * 10)
-    desk = PlannerServer(pool, LivenessLimits())
-    await desk.forecast.learn(Epoch(1))
+    server = PlannerServer(pool, LivenessLimits())
+    await server.forecast.learn(Epoch(1))
     crowd = a_demand(a_row(requests=60_000, prompt_tokens=600_000, output_tokens=60_000))
     assert await counted(pool, crowd) == 0
-    (row,) = (await desk.picture(HEARD)).demand
+    (row,) = (await server.cluster_state(HEARD)).demand
     assert row.requests_per_s > 400, "sixty thousand in at most two minutes"

@@ -8,7 +8,7 @@ from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId, Pop
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import Refusal, Report
 from scheduler.decide.cluster import ClusterState, PlacementPlan
-from scheduler.decide.membership.liveness import NodeContact
+from scheduler.decide.membership import NodeContact
 from scheduler.decide.placement.fleet.slots import free_memory
 from scheduler.decide.placement.planner import plan_deployments
 from scheduler.store import catalogue, deployments
@@ -175,6 +175,6 @@ async def test_a_refused_part_ends_the_replica_and_is_not_placed_again_at_once(
         assert (await told(pool, epoch, gone)).released == 1
     again = plan_deployments(await cluster_state(pool))
     assert not again.starts
-    assert f"n2: it refused one of this deployment: {why}" in again.unmet[0].reason
+    assert f"n2: it refused a replica of this deployment: {why}" in again.unmet[0].reason
     assert (await told(pool, epoch, says("n2", 5, generation=generation))).released == 0
     assert len(plan_deployments(await cluster_state(pool)).starts) == 1

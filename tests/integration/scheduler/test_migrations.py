@@ -8,7 +8,7 @@ import pytest
 
 from isochrone.service.clock import utc_now
 from isochrone.wire.rollout import RolloutState
-from scheduler.decide.membership.liveness import NodeContact
+from scheduler.decide.membership import NodeContact
 from scheduler.store import keys
 from scheduler.store.cluster import read_cluster
 from scheduler.store.identities import list_join_tokens, list_revocations

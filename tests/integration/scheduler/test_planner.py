@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from isochrone.wire.ids import DeploymentId, Epoch
-from scheduler.decide.membership.liveness import LivenessLimits, NodeContact
-from scheduler.decide.placement.rollout_split import plan_fleet
-from scheduler.decide.whatif.what_if import ClusterSnapshot
+from scheduler.decide.membership import LivenessLimits, NodeContact
+from scheduler.decide.placement import plan_fleet
+from scheduler.decide.whatif import ClusterSnapshot
 from scheduler.planner.client import PlannerClient, PlannerFailed
 from scheduler.planner.messages import PlannerSettings, frame
 from scheduler.store.pool import Pool
@@ -37,15 +37,15 @@ async def planner(pool: Pool, database_dsn: str) -> AsyncIterator[PlannerClient]
 
 
 async def test_it_reads_decides_and_answers(planner: PlannerClient) -> None:
-    saved = msgspec.json.decode(await planner.picture(HEARD), type=ClusterSnapshot)
+    saved = msgspec.json.decode(await planner.snapshot(HEARD), type=ClusterSnapshot)
     assert [node.node_id for node in saved.cluster.nodes] == ["n1"]
     assert await planner.plan(HEARD) == plan_fleet(saved.cluster, LivenessLimits())
     explained = await planner.explain(HEARD, DeploymentId("d"))
     assert explained is not None
     assert [here.replica_id for here in explained.here] == ["r1"]
     assert await planner.explain(HEARD, DeploymentId("nowhere")) is None
-    assert (await planner.learn(Epoch(1))).is_news
-    assert await planner.foresee(HEARD) == await planner.foresee(HEARD)
+    assert (await planner.learn(Epoch(1))).is_new
+    assert await planner.plan_prefetch(HEARD) == await planner.plan_prefetch(HEARD)
 
 
 async def test_one_that_was_killed_or_is_stuck_is_replaced(planner: PlannerClient) -> None:
@@ -54,7 +54,7 @@ async def test_one_that_was_killed_or_is_stuck_is_replaced(planner: PlannerClien
         assert planner._process is not None
         planner._answer_timeout_s = 0.5
         os.kill(planner._process.pid, number)
-        with pytest.raises(PlannerFailed, match="cannot decide"):
+        with pytest.raises(PlannerFailed, match="cannot plan"):
             await planner.plan(HEARD)
         planner._answer_timeout_s = 60.0
         assert await planner.plan(HEARD) == first
@@ -66,7 +66,7 @@ async def test_a_question_that_fails_is_answered_in_words_and_the_next_one_too(
     first = await planner.plan(HEARD)
     asked = planner._process
     await pool.execute("ALTER TABLE node RENAME TO hidden")
-    with pytest.raises(PlannerFailed, match="cannot decide: UndefinedTableError"):
+    with pytest.raises(PlannerFailed, match="cannot plan: UndefinedTableError"):
         await planner.plan(HEARD)
     await pool.execute("ALTER TABLE hidden RENAME TO node")
     assert await planner.plan(HEARD) == first
@@ -75,7 +75,7 @@ async def test_a_question_that_fails_is_answered_in_words_and_the_next_one_too(
 
 async def test_without_a_database_it_says_so(database_dsn: str) -> None:
     planner = PlannerClient(settings(database_dsn.replace("host=/", "host=/nowhere/")))
-    with pytest.raises(PlannerFailed, match="cannot decide: the planner ended"):
+    with pytest.raises(PlannerFailed, match="cannot plan: the planner ended"):
         await planner.plan(HEARD)
     await planner.stop()
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from isochrone.wire.ids import NodeId
-from scheduler.decide.routing.flap_damping import HELD_S
+from scheduler.decide.routing.flap_damping import HOLD_S
 from scheduler.loops.publish_routes import PublishRoutes
 from scheduler.store.pool import Pool
 from tests.builders import a_replica_report, a_spec
@@ -73,7 +73,7 @@ async def test_a_flapping_replica_is_withdrawn_at_once_and_returns_later(pool: P
     scheduler.state.routes.mark_changed(NodeId("n1"))
     await publish.run_once()
     assert routed(scheduler) == []
-    scheduler.clock.now_s += HELD_S
+    scheduler.clock.now_s += HOLD_S
     # No further report arrives.
     await publish.run_once()
     assert routed(scheduler) == ["r1"]

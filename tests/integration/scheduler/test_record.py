@@ -4,7 +4,7 @@ from datetime import timedelta
 from typing import Any
 
 from isochrone.service.clock import utc_now
-from scheduler.decide.membership.liveness import LivenessLimits
+from scheduler.decide.membership import LivenessLimits
 from scheduler.loops.delete_expired_rows import DeleteExpiredRows
 from scheduler.loops.record_node_loss import NodeLossCounts
 from scheduler.store.events import record_event

@@ -13,8 +13,7 @@ from isochrone.service.files import write_atomic
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.rollout import RolloutState
 from isochrone.wire.usage import TrialRow
-from scheduler.decide.rollout.lifecycle import Rollout, RolloutEvent, apply_event
-from scheduler.decide.rollout.sequential_test import Arm
+from scheduler.decide.rollout import Arm, Rollout, RolloutEvent, apply_event
 from scheduler.store import deployments
 from scheduler.store.lease import EpochLost
 from scheduler.store.pool import Pool, transaction, using

@@ -27,7 +27,7 @@ from isochrone.wire.report import Profile, Pulse, Refusal
 from migrations.dump import dump
 from scheduler import embedded_postgres
 from scheduler.decide.cluster import PlacementPlan, ReplicaEnding, ReplicaStart, UnmetRequirement
-from scheduler.decide.membership.liveness import NodeContact
+from scheduler.decide.membership import NodeContact
 from scheduler.store import catalogue, deployments, keys
 from scheduler.store.cluster import read_cluster, read_fleet
 from scheduler.store.identities import (

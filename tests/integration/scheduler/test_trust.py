@@ -29,8 +29,7 @@ from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import Profile, Pulse, Refusal
 from scheduler.api.peers import LEAP_MAX, PeerRefused, PeerServer
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.membership.liveness import NodeContact
-from scheduler.decide.membership.placement_seal import sealed_fields
+from scheduler.decide.membership import NodeContact, sealed_fields
 from scheduler.decide.placement.planner import plan_deployments
 from scheduler.state.heartbeats import PULSES_WRITTEN_MAX, PulseBuffer
 from scheduler.store.cluster import read_cluster

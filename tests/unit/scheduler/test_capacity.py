@@ -1,4 +1,4 @@
-"""What a replica is reckoned to need and carry, by rows that can be checked by hand."""
+"""The estimated needs and capacity of replicas, with figures that can be checked by hand."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def carried(model: Model, kind: str, devices: int = 1, **fields: Any) -> Replica
 
 
 @pytest.mark.parametrize("kind", [EIGHTY_GB, CLASSES["h100-80g"]], ids=["nominal", "as told"])
-def test_560_gb_fit_eight_devices_of_80_gb_and_leave_room_for_kv(kind: DeviceClass) -> None:
+def test_560_gb_fit_eight_devices_of_80_gb_with_space_for_kv(kind: DeviceClass) -> None:
     dense = msgspec.structs.replace(a_model("dense"), weights_bytes=560 * 10**9)
     got = replica_capacity(dense, ALL_OF_IT, kind, devices=8)
     assert isinstance(got, ReplicaCapacity)
@@ -75,7 +75,7 @@ def test_560_gb_fit_eight_devices_of_80_gb_and_leave_room_for_kv(kind: DeviceCla
     assert 8 * experts.kv_bytes > 30 * GIB
 
 
-def test_560_gb_do_not_fit_four_and_the_sum_is_shown() -> None:
+def test_560_gb_do_not_fit_four_devices_and_the_refusal_shows_the_sum() -> None:
     refused = replica_capacity(of(KIMI, 560e9), ALL_OF_IT, EIGHTY_GB, devices=4)
     assert isinstance(refused, CannotFit)
     assert "521.54 GiB / 4 = 130.39 GiB" in refused.reason
@@ -83,7 +83,7 @@ def test_560_gb_do_not_fit_four_and_the_sum_is_shown() -> None:
     assert "8 such devices would hold it" in refused.reason
 
 
-def test_where_a_device_has_no_room_for_weights_no_number_of_them_is_named() -> None:
+def test_a_device_without_space_for_weights_suggests_no_device_count() -> None:
     engine = EngineSettings(driver="vllm", kv_memory_bytes=100 * GIB)
     refused = replica_capacity(of(LLAMA_8B, 16e9), engine, CLASSES["h100-80g"])
     assert isinstance(refused, CannotFit)
@@ -97,7 +97,7 @@ def test_where_a_device_has_no_room_for_weights_no_number_of_them_is_named() -> 
         ({}, 32 * 2 * 8 * 128 * 2),  # grouped heads
         ({"num_key_value_heads": 32}, 32 * 2 * 32 * 128 * 2),  # a key and a value for each head
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 32 * 576 * 2),  # one latent
-        ({"sliding_window": 512}, 32 * 2 * 8 * 128 * 2 / 4),  # a quarter of 2,048 is seen
+        ({"sliding_window": 512}, 32 * 2 * 8 * 128 * 2 / 4),  # attends to a quarter of 2,048
         ({"sliding_window": 512, "use_sliding_window": False}, 32 * 2 * 8 * 128 * 2),
         ({"sliding_window": 512, "sliding_window_pattern": 4}, (8 + 24 / 4) * 2 * 8 * 128 * 2),
         (
@@ -105,9 +105,9 @@ def test_where_a_device_has_no_room_for_weights_no_number_of_them_is_named() -> 
             (16 + 16 / 4) * 2 * 8 * 128 * 2,
         ),
         ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, 32 * 2 * 8 * 128),
-        # Layers from `max_window_layers` on look back no further.
+        # Layers from `max_window_layers` on have the window.
         ({"sliding_window": 512, "max_window_layers": 24}, (24 + 8 / 4) * 2 * 8 * 128 * 2),
-        # What a family does not write down: every sixth layer, every second one.
+        # Family defaults: every sixth layer, every second one.
         ({"sliding_window": 512, "model_type": "gemma3_text"}, (5 + 27 / 4) * 2 * 8 * 256 * 2),
         ({"sliding_window": 512, "model_type": "gemma2"}, (16 + 16 / 4) * 2 * 8 * 256 * 2),
     ],
@@ -118,7 +118,7 @@ def test_kv_of_a_token_follows_from_the_config(
     assert kv_bytes_per_token(of({**LLAMA_8B, **extra}, 16e9), ALL_OF_IT) == bytes_per_token
 
 
-def test_parameters_are_counted_as_the_makers_count_them() -> None:
+def test_parameter_counts_match_the_published_ones() -> None:
     assert shape_of(LLAMA_8B).parameters == pytest.approx(8.03e9, rel=0.01)
     assert shape_of(KIMI).parameters == pytest.approx(1.03e12, rel=0.02)
 
@@ -135,7 +135,7 @@ def test_parameters_are_counted_as_the_makers_count_them() -> None:
         ({**LLAMA_8B, "hidden_size": 16}, "hidden_size 16 over 32 heads"),
     ],
 )
-def test_a_config_of_no_model_is_refused_in_words(config: dict[str, Any], words: str) -> None:
+def test_an_invalid_config_is_refused_with_a_reason(config: dict[str, Any], words: str) -> None:
     with pytest.raises(BadConfig, match=words):
         shape_of(config)
 
@@ -153,7 +153,7 @@ def test_quantised_weights_read_faster() -> None:
     [
         ({}, False),
         ({"quant_method": "fp8"}, True),
-        # Weights alone are packed: what is multiplied has 16 bits.
+        # Only weights are packed: the multiplication has 16 bits.
         ({"quant_method": "awq", "bits": 4}, False),
         ({"quant_method": "mxfp4"}, False),
         (
@@ -172,7 +172,7 @@ def test_quantised_weights_read_faster() -> None:
         ),
     ],
 )
-def test_prompts_are_read_at_the_arithmetic_of_their_bits(
+def test_prefill_uses_the_arithmetic_rate_of_the_weight_bits(
     config: dict[str, Any], has_eight_bit: bool
 ) -> None:
     got = carried(of({**LLAMA_8B, "quantization_config": config}, 8e9), "h100-80g")
@@ -183,14 +183,14 @@ def test_prompts_are_read_at_the_arithmetic_of_their_bits(
 
 
 @pytest.mark.parametrize("option", [{"kv_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e5m2"}])
-def test_kv_kept_at_eight_bits_by_an_option_is_half_as_large(option: dict[str, str]) -> None:
+def test_an_eight_bit_kv_option_halves_the_kv_cache(option: dict[str, str]) -> None:
     model, halved = of(LLAMA_8B, 16e9), msgspec.structs.replace(ALL_OF_IT, options=option)
     got = replica_capacity(model, halved, CLASSES["h100-80g"])
     assert isinstance(got, ReplicaCapacity)
     assert got.kv_tokens == pytest.approx(2 * carried(model, "h100-80g").kv_tokens, abs=1)
 
 
-def test_a_family_says_what_its_smallest_config_leaves_out() -> None:
+def test_family_defaults_fill_in_what_a_config_omits() -> None:
     nested = {
         "model_type": "gemma3_text",
         "num_hidden_layers": 34,
@@ -209,14 +209,14 @@ def test_heads_that_do_not_divide_are_not_split() -> None:
     assert {split.tensor for split in splits(shape, 8)} == {1, 2, 4, 8}
 
 
-def test_a_latent_is_held_whole_by_each_tensor_part_but_not_by_each_expert_part() -> None:
+def test_latent_kv_is_copied_to_tensor_parts_but_split_over_expert_parts() -> None:
     model = of(KIMI, 560e9)
     found = {str(split) for split in splits(model.shape, 8)}
     assert {"TP8 x PP1", "TP8 x PP1, EP8", "TP4 x PP2", "TP1 x PP8"} <= found
     assert carried(model, "h200-141g", devices=8).split.expert == 8
 
 
-def test_the_largest_spread_over_nodes_of_one_pop() -> None:
+def test_the_largest_model_is_spread_over_nodes_of_one_pop() -> None:
     model = of(KIMI, 1000e9)
     assert isinstance(replica_capacity(model, ALL_OF_IT, CLASSES["h100-80g"], devices=8), CannotFit)
     over = carried(model, "h100-80g", devices=16, nodes=2)
@@ -224,7 +224,7 @@ def test_the_largest_spread_over_nodes_of_one_pop() -> None:
     assert over.split.pipeline >= 2
 
 
-def test_what_was_measured_beats_the_estimate() -> None:
+def test_measured_rates_override_the_estimate() -> None:
     model = of(LLAMA_8B, 16e9)
     measured = Profile(prefill_tokens_per_s=1234.0, decode_tokens_per_s=56.0)
     deployment = a_deployment(model=model.model_id)
@@ -235,7 +235,7 @@ def test_what_was_measured_beats_the_estimate() -> None:
 
 
 @pytest.mark.parametrize("rate", [5e-324, 1e-9, 1e12, float("inf"), float("nan"), -1.0])
-def test_a_rate_that_no_replica_has_is_not_believed(rate: float) -> None:
+def test_an_implausible_measured_rate_is_ignored(rate: float) -> None:
     model = of(LLAMA_8B, 16e9)
     deployment = a_deployment(model=model.model_id)
     profiles = {
@@ -245,7 +245,7 @@ def test_a_rate_that_no_replica_has_is_not_believed(rate: float) -> None:
     assert believed == replica_rates("h100-80g", deployment, model, {})
 
 
-def test_a_class_is_known_by_its_chip_whatever_the_driver_rounds_its_memory_to() -> None:
+def test_a_class_is_found_by_chip_whatever_size_the_driver_reports() -> None:
     assert class_of("h100-86g") == CLASSES["h100-80g"]
     assert class_of("a100-42g") == CLASSES["a100-40g"]
     assert class_of("abacus-1g") is None
@@ -258,7 +258,7 @@ def test_a_class_is_known_by_its_chip_whatever_the_driver_rounds_its_memory_to()
     devices=st.sampled_from([1, 2, 4, 8]),
     kind=st.sampled_from(sorted(CLASSES)),
 )
-def test_what_is_said_to_fit_does_and_what_does_not_shows_its_sum(
+def test_a_fit_stays_within_memory_and_a_misfit_shows_the_sum(
     weights_gb: int, devices: int, kind: str
 ) -> None:
     model = of(LLAMA_8B, weights_gb * 1e9)

@@ -1,4 +1,4 @@
-"""What of a router's batch is taken: whatever comes, what passes is what the store can hold."""
+"""Rows of a router's batch are accepted, clamped or refused; accepted rows fit in the store."""
 
 from math import inf, nan
 from typing import Any
@@ -58,7 +58,7 @@ def a_usage(request: str = "q", **fields: Any) -> UsageRow:
     return UsageRow(request_id=RequestId(request), **values)
 
 
-def test_rows_of_one_city_are_one_and_zeros_are_none() -> None:
+def test_rows_of_one_deployment_are_summed_and_zero_rows_dropped() -> None:
     taken = accept_demand(AMS, a_demand(a_row(requests=2), a_row("e"), a_row(requests=3)))
     assert taken.rows == (a_row(requests=5),)
     assert taken.refused == {}
@@ -71,10 +71,10 @@ def test_rows_of_one_city_are_one_and_zeros_are_none() -> None:
         (a_row(requests=-1), "below 0"),
         (a_row(deployment="d\0"), "NUL"),
         (a_row(pop="x" * 300), "256 letters"),
-        (a_row(pop="sin", requests=9), "it is of sin, and the router is in ams"),
+        (a_row(pop="sin", requests=9), "it is of sin, but the router is in ams"),
     ],
 )
-def test_a_bad_row_is_refused_alone(row: DemandRow, words: str) -> None:
+def test_only_the_invalid_row_is_refused(row: DemandRow, words: str) -> None:
     taken = accept_demand(AMS, a_demand(row, a_row(requests=1)))
     assert taken.rows == (a_row(requests=1),)
     ((reason, rows),) = taken.refused.items()
@@ -83,7 +83,7 @@ def test_a_bad_row_is_refused_alone(row: DemandRow, words: str) -> None:
     assert rows == 1
 
 
-def test_a_million_rows_are_refused_in_words() -> None:
+def test_a_batch_with_too_many_rows_is_refused() -> None:
     taken = accept_demand(AMS, a_demand(*[a_row(requests=1)] * 1_000_000))
     assert taken.rows == ()
     ((reason, rows),) = taken.refused.items()
@@ -95,19 +95,19 @@ def test_a_million_rows_are_refused_in_words() -> None:
     ("window_s", "age_s", "taken_at_s"),
     [(nan, nan, 0), (-5, -90, 0), (inf, 10, 10), (10, 100, 105), (1e9, 0, 300)],
 )
-def test_a_clock_that_is_none_is_clamped(window_s: float, age_s: float, taken_at_s: float) -> None:
+def test_implausible_ages_are_clamped(window_s: float, age_s: float, taken_at_s: float) -> None:
     taken = accept_demand(AMS, a_demand(a_row(requests=1), window_s=window_s, age_s=age_s))
     assert taken.age_s == taken_at_s
     assert len(taken.rows) == 1
 
 
-def test_what_comes_too_late_is_refused() -> None:
+def test_demand_that_is_too_late_is_refused() -> None:
     taken = accept_demand(AMS, a_demand(a_row(requests=1), age_s=LATE_MAX_S))
     assert taken.rows == ()
     assert list(taken.refused.values()) == [1]
 
 
-def test_a_row_that_contradicts_itself_is_clamped() -> None:
+def test_contradictory_counts_are_clamped() -> None:
     odd = a_row(requests=2, refused=9, no_replica=5, prompt_tokens=10, uncached_tokens=70)
     (row,) = accept_demand(AMS, a_demand(odd)).rows
     assert row == a_row(requests=2, refused=2, no_replica=2, prompt_tokens=10, uncached_tokens=10)
@@ -125,7 +125,7 @@ def test_a_row_that_contradicts_itself_is_clamped() -> None:
         {"replica_id": ReplicaId("r" * 10_000)},
     ],
 )
-def test_usage_that_no_retry_can_mend_is_refused_alone(fields: dict[str, Any]) -> None:
+def test_only_the_invalid_usage_row_is_refused(fields: dict[str, Any]) -> None:
     rows = (a_usage("b", **fields), a_usage("a"))
     taken = accept_usage(Usage(router_id=RouterId("r"), batch_id="1", rows=rows))
     assert [row.request_id for row in taken.rows] == ["a"]
@@ -133,13 +133,13 @@ def test_usage_that_no_retry_can_mend_is_refused_alone(fields: dict[str, Any]) -
     assert all(reason.startswith("cannot write") for reason in taken.refused)
 
 
-def test_times_that_are_none_are_clamped() -> None:
+def test_implausible_usage_times_are_clamped() -> None:
     row = a_usage(ttft_ms=nan, duration_ms=-inf)
     (taken,) = accept_usage(Usage(router_id=RouterId("r"), batch_id="1", rows=(row,))).rows
     assert (taken.ttft_ms, taken.duration_ms) == (0.0, 0.0)
 
 
-def test_round_trips_that_are_none_are_left_out() -> None:
+def test_invalid_round_trips_are_left_out() -> None:
     rows = [RoundTrip(node_id=NodeId(f"n{n}"), rtt_ms=ms) for n, ms in enumerate([nan, inf, -1, 7])]
     assert [row.rtt_ms for row in accept_round_trips(rows)] == [0.0, 7.0]
     twice = [RoundTrip(node_id=NodeId("n"), rtt_ms=ms) for ms in (5.0, 6.0)]
@@ -168,7 +168,7 @@ counts = st.integers(-(2**63), 2**64 - 1) | st.integers(0, 100)
     window_s=st.floats(),
     age_s=st.floats(),
 )
-def test_what_passes_the_store_can_hold(
+def test_accepted_rows_fit_into_the_store(
     rows: list[DemandRow], window_s: float, age_s: float
 ) -> None:
     taken = accept_demand(AMS, a_demand(*rows, window_s=window_s, age_s=age_s))

@@ -1,9 +1,9 @@
-"""One silent node is lost; many silent at once are a cut."""
+"""One silent node is lost; many silent at once are a network cut."""
 
 import pytest
 
 from scheduler.decide.cluster import Liveness
-from scheduler.decide.membership.liveness import LivenessLimits, judge_liveness
+from scheduler.decide.membership import LivenessLimits, judge_liveness
 from tests.builders import a_node
 
 LIMITS = LivenessLimits()
@@ -18,15 +18,15 @@ ALIVE, QUIET, SILENT, LONG = 1.0, 10.0, 40.0, 5_000.0
         ([ALIVE, ALIVE, SILENT], 1000, 1, False),  # one of three: lost, and replaced
         ([ALIVE, SILENT, SILENT], 1000, 0, True),  # two of three at once: a cut
         ([SILENT, SILENT, SILENT], 1000, 0, True),
-        ([LONG, LONG, LONG], 1000, 0, True),  # a fleet mostly silent is never believed gone
+        ([LONG, LONG, LONG], 1000, 0, True),  # a mostly silent fleet is never lost
         ([ALIVE] * 8 + [SILENT] * 2, 1000, 2, False),  # two of ten: a fifth, not more
         ([ALIVE] * 7 + [SILENT] * 3, 1000, 0, True),
-        ([ALIVE] * 7 + [LONG] * 3, 1000, 3, False),  # after ten minutes they are believed gone
-        ([ALIVE, ALIVE, SILENT], 30, 0, True),  # a new acting scheduler loses no one
+        ([ALIVE] * 7 + [LONG] * 3, 1000, 3, False),  # after ten minutes they are lost
+        ([ALIVE, ALIVE, SILENT], 30, 0, True),  # a new scheduler declares no node lost
         ([ALIVE, ALIVE, QUIET], 30, 0, False),
     ],
 )
-def test_silence_is_judged(
+def test_liveness_follows_from_silence(
     silences: list[float], acting_for_s: float, lost: int, is_frozen: bool
 ) -> None:
     nodes = [a_node(f"n{i}", "ams", silent_s=silent) for i, silent in enumerate(silences)]
@@ -38,15 +38,15 @@ def test_silence_is_judged(
 @pytest.mark.parametrize(
     ("back", "alive", "silences", "lost"),
     [
-        (1, 0, [SILENT], 0),  # of two that fell silent the first is back: the other is on its way
+        (1, 0, [SILENT], 0),  # one of two silent nodes is back: the other may follow
         (0, 1, [SILENT], 1),
-        (4_100, 0, [SILENT] * 900, 0),  # most of a fleet is back, the rest waits for its turn
+        (4_100, 0, [SILENT] * 900, 0),  # most of a fleet is back: the rest may follow
         (4_100, 0, [LONG] * 900, 0),
-        (1, 98, [SILENT], 1),  # one that comes and goes keeps no other from being lost
+        (1, 98, [SILENT], 1),  # one node that flaps does not keep another from being lost
         (20, 70, [SILENT] * 10, 0),
     ],
 )
-def test_a_cut_is_over_when_all_had_time_to_come_back(
+def test_a_network_cut_is_over_when_all_nodes_had_time_to_come_back(
     back: int, alive: int, silences: list[float], lost: int
 ) -> None:
     def lost_at(back_s: float) -> int:
@@ -60,7 +60,7 @@ def test_a_cut_is_over_when_all_had_time_to_come_back(
     assert lost_at(LIMITS.grace_s + 1) == len(silences)
 
 
-def test_revoked_nodes_are_no_sign_of_a_cut() -> None:
+def test_revoked_nodes_do_not_count_as_a_network_cut() -> None:
     live = [a_node(f"n{i}", "ams", silent_s=ALIVE) for i in range(2)]
     revoked = [a_node(f"r{i}", "ams", silent_s=LONG, revoked=True) for i in range(3)]
     assert judge_liveness([*live, *revoked], 1000, LIMITS).frozen == ""

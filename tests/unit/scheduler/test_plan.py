@@ -1,4 +1,4 @@
-"""What the planner does, by rows, and what it never does, by properties."""
+"""Plans of chosen cluster states, and properties of plans of random ones."""
 
 import math
 from collections import Counter
@@ -13,10 +13,10 @@ from isochrone.wire.ids import DeploymentId, DeviceId, Generation, NodeId, PopId
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.cluster import ClusterState, DemandRate, PlacementPlan, StartFailures
-from scheduler.decide.membership.liveness import judge_liveness
+from scheduler.decide.membership import judge_liveness
 from scheduler.decide.placement.fleet.slots import free_memory, residency_allows
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
-from scheduler.decide.whatif.explain import explain_placement
+from scheduler.decide.whatif import explain_placement
 from tests.builders import (
     GIB,
     PLACES,
@@ -41,9 +41,9 @@ def a_demand(pop: str, requests_per_s: float, deployment: str = "d") -> DemandRa
     )
 
 
-def carried_out(cluster: ClusterState, decided: PlacementPlan, state: str = "warm") -> ClusterState:
-    """Return the picture after a plan was carried out: what was loading has come up too."""
-    ended = {ending.replica_id for ending in decided.endings}
+def after_plan(cluster: ClusterState, plan: PlacementPlan, state: str = "warm") -> ClusterState:
+    """Return the cluster state after a plan, with loading replicas in `state` too."""
+    ended = {ending.replica_id for ending in plan.endings}
     kept = tuple(
         msgspec.structs.replace(p, state=ReplicaState(state))
         if p.state is ReplicaState.LOADING
@@ -51,30 +51,28 @@ def carried_out(cluster: ClusterState, decided: PlacementPlan, state: str = "war
         for p in cluster.placements
         if p.replica_id not in ended
     )
-    begun = tuple(start.placement(ReplicaState(state)) for start in decided.starts)
+    started = tuple(start.placement(ReplicaState(state)) for start in plan.starts)
     return msgspec.structs.replace(
         cluster,
-        placements=kept + begun,
+        placements=kept + started,
         generation=Generation(cluster.generation + 1),
     )
 
 
-def starts(decided: PlacementPlan) -> list[tuple[str, str]]:
-    return [(start.spec.deployment_id, start.node_id) for start in decided.starts]
+def starts(plan: PlacementPlan) -> list[tuple[str, str]]:
+    return [(start.spec.deployment_id, start.node_id) for start in plan.starts]
 
 
 def test_a_new_deployment_gets_its_minimum() -> None:
-    decided = plan_deployments(a_cluster(nodes=NODES, deployments=(a_deployment(replicas_min=2),)))
-    assert len(decided.starts) == 2
-    assert len({start.node_id for start in decided.starts}) == 2  # spread over PoPs
-    assert all("at least 2" in start.reason for start in decided.starts)
+    plan = plan_deployments(a_cluster(nodes=NODES, deployments=(a_deployment(replicas_min=2),)))
+    assert len(plan.starts) == 2
+    assert len({start.node_id for start in plan.starts}) == 2  # spread over PoPs
+    assert all("at least 2" in start.reason for start in plan.starts)
 
 
 def test_a_pop_kept_warm_gets_a_replica_there() -> None:
-    decided = plan_deployments(
-        a_cluster(nodes=NODES, deployments=(a_deployment(keep_warm=("sin",)),))
-    )
-    assert starts(decided) == [("d", "sin-1")]
+    plan = plan_deployments(a_cluster(nodes=NODES, deployments=(a_deployment(keep_warm=("sin",)),)))
+    assert starts(plan) == [("d", "sin-1")]
 
 
 def test_demand_far_away_brings_a_replica_there() -> None:
@@ -83,32 +81,32 @@ def test_demand_far_away_brings_a_replica_there() -> None:
         placements=(a_placement("r1", "ams-1"),),
         demand=(a_demand("sin", 1.0),),
     )
-    decided = plan_deployments(cluster)
-    assert starts(decided) == [("d", "sin-1")]
-    assert "demand: saves" in decided.starts[0].reason
+    plan = plan_deployments(cluster)
+    assert starts(plan) == [("d", "sin-1")]
+    assert "demand: saves" in plan.starts[0].reason
 
 
-def test_a_whisper_of_demand_moves_nothing() -> None:
+def test_negligible_demand_moves_nothing() -> None:
     cluster = a_cluster(
         nodes=NODES, placements=(a_placement("r1", "ams-1"),), demand=(a_demand("sin", 0.01),)
     )
     assert plan_deployments(cluster) == PlacementPlan(based_on=cluster.generation)
 
 
-def test_one_lost_node_is_replaced_and_nothing_of_it_is_ended() -> None:
+def test_the_replicas_of_a_lost_node_are_replaced_and_not_ended() -> None:
     nodes = (a_node("ams-1", "ams", silent_s=45.0), *NODES[1:])
-    decided = plan_deployments(a_cluster(nodes=nodes, placements=(a_placement("r1", "ams-1"),)))
-    assert len(decided.starts) == 1
-    assert decided.starts[0].node_id != "ams-1"
-    assert not decided.endings
+    plan = plan_deployments(a_cluster(nodes=nodes, placements=(a_placement("r1", "ams-1"),)))
+    assert len(plan.starts) == 1
+    assert plan.starts[0].node_id != "ams-1"
+    assert not plan.endings
 
 
 def test_mass_silence_moves_nothing_and_says_why() -> None:
     nodes = tuple(msgspec.structs.replace(node, silent_s=60.0) for node in NODES)
-    decided = plan_deployments(a_cluster(nodes=nodes, placements=(a_placement("r1", "ams-1"),)))
-    assert not decided.starts
-    assert not decided.endings
-    assert "3 of 3 nodes are silent" in decided.frozen
+    plan = plan_deployments(a_cluster(nodes=nodes, placements=(a_placement("r1", "ams-1"),)))
+    assert not plan.starts
+    assert not plan.endings
+    assert "3 of 3 nodes are silent" in plan.frozen
 
 
 def test_a_draining_node_is_left_only_when_another_is_warm() -> None:
@@ -117,15 +115,15 @@ def test_a_draining_node_is_left_only_when_another_is_warm() -> None:
     first = plan_deployments(cluster)
     assert len(first.starts) == 1
     assert not first.endings
-    coming = carried_out(cluster, first, "loading")
+    coming = after_plan(cluster, first, "loading")
     assert not plan_deployments(coming).endings
-    second = plan_deployments(carried_out(cluster, first, "warm"))
+    second = plan_deployments(after_plan(cluster, first, "warm"))
     assert [ending.replica_id for ending in second.endings] == ["r1"]
     assert "draining" in second.endings[0].reason
 
 
-def test_replicas_that_would_fail_together_part_when_there_is_a_node_again() -> None:
-    # What a drain of ams-1 leaves behind when it is taken back: both on the only other node.
+def test_replicas_of_one_failure_domain_separate_when_another_node_is_free() -> None:
+    # As after a drain of ams-1 that was reverted: both replicas on the only other node.
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams"), a_node("ams-2", "ams")),
         deployments=(a_deployment(replicas_min=2, replicas_max=2),),
@@ -135,16 +133,16 @@ def test_replicas_that_would_fail_together_part_when_there_is_a_node_again() -> 
     assert starts(first) == [("d", "ams-1")]
     assert not first.endings
     assert first.starts[0].reason == "the others would all fail with ams-2"
-    parted = carried_out(cluster, first)
-    second = plan_deployments(parted)
+    separated = after_plan(cluster, first)
+    second = plan_deployments(separated)
     assert [ending.node_id for ending in second.endings] == ["ams-2"]
     assert not second.starts
-    third = plan_deployments(carried_out(parted, second))
+    third = plan_deployments(after_plan(separated, second))
     assert not third.starts
     assert not third.endings
 
 
-def test_of_two_that_fail_together_one_goes_before_the_one_apart() -> None:
+def test_surplus_ends_in_the_shared_failure_domain_first() -> None:
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams"), a_node("ams-2", "ams")),
         placements=(
@@ -156,17 +154,20 @@ def test_of_two_that_fail_together_one_goes_before_the_one_apart() -> None:
     assert [ending.node_id for ending in plan_deployments(cluster).endings] == ["ams-2"]
 
 
-def test_in_whatever_order_cities_ask_they_are_served_from_near() -> None:
+def test_the_plan_does_not_depend_on_the_order_of_demand_rows() -> None:
     demand = tuple(a_demand(pop, 3.0 if pop == "sin" else 0.001) for pop in sorted(PLACES))
     cluster = a_cluster(
         nodes=tuple(a_node(f"{pop}-1", pop) for pop in sorted(PLACES)), demand=demand
     )
-    there = starts(plan_deployments(cluster))
-    assert ("d", "sin-1") in there
-    assert starts(plan_deployments(msgspec.structs.replace(cluster, demand=demand[::-1]))) == there
+    in_one_pop = starts(plan_deployments(cluster))
+    assert ("d", "sin-1") in in_one_pop
+    assert (
+        starts(plan_deployments(msgspec.structs.replace(cluster, demand=demand[::-1])))
+        == in_one_pop
+    )
 
 
-def test_a_new_version_takes_the_place_of_the_old_when_it_is_warm() -> None:
+def test_a_new_version_replaces_the_old_when_it_is_warm() -> None:
     cluster = a_cluster(
         nodes=NODES,
         deployments=(a_deployment(version=2),),
@@ -175,11 +176,11 @@ def test_a_new_version_takes_the_place_of_the_old_when_it_is_warm() -> None:
     first = plan_deployments(cluster)
     assert len(first.starts) == 1
     assert not first.endings
-    second = plan_deployments(carried_out(cluster, first))
+    second = plan_deployments(after_plan(cluster, first))
     assert [ending.replica_id for ending in second.endings] == ["r1"]
 
 
-def test_a_new_version_that_finds_no_room_beside_the_old_one_says_so() -> None:
+def test_a_new_version_without_a_slot_beside_the_old_one_is_reported() -> None:
     old = a_placement("r1", "n1", memory_bytes=6 * GIB, age_s=1000.0)
     full = a_cluster(
         nodes=(a_node("n1", "ams"),),
@@ -187,16 +188,16 @@ def test_a_new_version_that_finds_no_room_beside_the_old_one_says_so() -> None:
         deployments=(a_deployment(version=2),),
         placements=(old,),
     )
-    decided = plan_deployments(full)
-    assert (decided.starts, decided.endings) == ((), ())
-    (unmet,) = decided.unmet
+    plan = plan_deployments(full)
+    assert (plan.starts, plan.endings) == ((), ())
+    (unmet,) = plan.unmet
     assert "version 2" in unmet.reason
     assert "the most free on one device is 2.00 GiB" in unmet.reason
     roomy = msgspec.structs.replace(full, nodes=(a_node("n1", "ams", gib=16.0),))
     assert plan_deployments(roomy).unmet == ()
 
 
-def test_what_is_loading_anew_makes_no_old_one_spare() -> None:
+def test_a_loading_replica_does_not_end_an_old_one() -> None:
     cluster = a_cluster(
         nodes=NODES,
         deployments=(a_deployment(version=2, replicas_min=2),),
@@ -209,7 +210,7 @@ def test_what_is_loading_anew_makes_no_old_one_spare() -> None:
     assert [ending.replica_id for ending in plan_deployments(cluster).endings] == ["crashed"]
 
 
-def test_who_yields_its_place_takes_over_from_nobody_who_is_drained() -> None:
+def test_a_preempted_replica_does_not_count_for_a_draining_one() -> None:
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams", gib=4.0), a_node("ams-2", "ams", draining=True)),
         models=(a_model(), a_model("big", gib=3.0)),
@@ -227,13 +228,13 @@ def test_a_failed_replica_is_ended_and_tried_elsewhere() -> None:
     cluster = a_cluster(
         nodes=NODES, placements=(a_placement("r1", "ams-1", state="failed", state_reason="oom"),)
     )
-    decided = plan_deployments(cluster)
-    assert [ending.replica_id for ending in decided.endings] == ["r1"]
-    assert "oom" in decided.endings[0].reason
-    assert decided.starts[0].node_id != "ams-1"
+    plan = plan_deployments(cluster)
+    assert [ending.replica_id for ending in plan.endings] == ["r1"]
+    assert "oom" in plan.endings[0].reason
+    assert plan.starts[0].node_id != "ams-1"
 
 
-def a_given_up(times: int, ago_s: float, version: int = 1) -> StartFailures:
+def start_failures(times: int, ago_s: float, version: int = 1) -> StartFailures:
     return StartFailures(
         deployment_id=DeploymentId("d"),
         version=version,
@@ -245,84 +246,84 @@ def a_given_up(times: int, ago_s: float, version: int = 1) -> StartFailures:
 
 
 @pytest.mark.parametrize(
-    ("given_up", "is_held"),
+    ("given_up", "is_waiting"),
     [
-        (a_given_up(1, 1.0), True),
-        (a_given_up(1, 3.0), False),
-        (a_given_up(4, 15.0), True),  # each time it waits twice as long,
-        (a_given_up(4, 17.0), False),
-        (a_given_up(10**6, 49.0), True),
-        (a_given_up(10**6, 51.0), False),  # but what was mended is tried within a minute
-        (a_given_up(9, 0.0, version=7), False),  # and what was changed at once.
+        (start_failures(1, 1.0), True),
+        (start_failures(1, 3.0), False),
+        (start_failures(4, 15.0), True),  # the wait doubles each time
+        (start_failures(4, 17.0), False),
+        (start_failures(10**6, 49.0), True),
+        (start_failures(10**6, 51.0), False),  # but never exceeds a minute
+        (start_failures(9, 0.0, version=7), False),  # and another version is tried at once
     ],
 )
-def test_what_breaks_wherever_it_starts_is_tried_less_and_less_often(
-    given_up: StartFailures, is_held: bool
+def test_a_version_that_fails_on_every_node_backs_off(
+    given_up: StartFailures, is_waiting: bool
 ) -> None:
     cluster = a_cluster(nodes=NODES, given_up=(given_up,))
-    decided = plan_deployments(cluster)
-    assert bool(decided.starts) is not is_held
-    said = " ".join(unmet.reason for unmet in decided.unmet)
-    assert ("no such option; it is tried again" in said) is is_held
+    plan = plan_deployments(cluster)
+    assert bool(plan.starts) is not is_waiting
+    reasons = " ".join(unmet.reason for unmet in plan.unmet)
+    assert ("no such option; it is tried again" in reasons) is is_waiting
     explained = explain_placement(cluster, DeploymentId("d"))
     assert explained is not None
-    assert explained.unmet == tuple(unmet.reason for unmet in decided.unmet)
-    assert any(row.feasible for row in explained.elsewhere) is not is_held
+    assert explained.unmet == tuple(unmet.reason for unmet in plan.unmet)
+    assert any(row.feasible for row in explained.elsewhere) is not is_waiting
 
 
-def test_of_nodes_those_are_tried_first_that_gave_nothing_up() -> None:
-    plans = plan_deployments(a_cluster(nodes=NODES, given_up=(a_given_up(1, 100.0),)))
+def test_nodes_without_recent_failures_are_tried_first() -> None:
+    plans = plan_deployments(a_cluster(nodes=NODES, given_up=(start_failures(1, 100.0),)))
     assert plans.starts[0].node_id != "ams-1"
     only = plan_deployments(
-        a_cluster(nodes=(a_node("ams-1", "ams"),), given_up=(a_given_up(1, 100.0),))
+        a_cluster(nodes=(a_node("ams-1", "ams"),), given_up=(start_failures(1, 100.0),))
     )
     assert only.starts[0].node_id == "ams-1"
     explained = explain_placement(
-        a_cluster(nodes=NODES, given_up=(a_given_up(1, 100.0),)), DeploymentId("d")
+        a_cluster(nodes=NODES, given_up=(start_failures(1, 100.0),)), DeploymentId("d")
     )
     assert explained is not None
     assert [row.reason[:17] for row in explained.elsewhere if row.node_id == "ams-1"] == [
-        "1 of it broke her"
+        "1 of its replicas"
     ]
     all_of_them = tuple(NodeId(name) for name in ("ams-1", "iad-1", "sin-1", "ams-1", "iad-1"))
-    again = msgspec.structs.replace(a_given_up(5, 100.0), node_ids=all_of_them)
+    again = msgspec.structs.replace(start_failures(5, 100.0), node_ids=all_of_them)
     assert plan_deployments(a_cluster(nodes=NODES, given_up=(again,))).starts[0].node_id == "sin-1"
 
 
-def test_while_one_is_warm_another_that_broke_is_tried_elsewhere_at_once() -> None:
+def test_with_one_replica_warm_a_failed_one_is_retried_elsewhere_at_once() -> None:
     cluster = a_cluster(
         nodes=NODES,
         deployments=(a_deployment(replicas_min=2),),
         placements=(a_placement("r1", "sin-1"),),
-        given_up=(a_given_up(5, 0.0),),
+        given_up=(start_failures(5, 0.0),),
     )
     assert plan_deployments(cluster).starts
 
 
-def test_what_cannot_be_placed_is_said_with_its_numbers_and_ends_nothing() -> None:
+def test_an_impossible_placement_is_reported_with_numbers_and_ends_nothing() -> None:
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams", gib=2.0),),
         deployments=(a_deployment(replicas_min=2),),
         placements=(a_placement("r1", "ams-1"),),
     )
-    decided = plan_deployments(cluster)
-    assert not decided.starts
-    assert not decided.endings
-    assert "needs 1.25 GiB, the most free on one device is 0.75 GiB" in decided.unmet[0].reason
+    plan = plan_deployments(cluster)
+    assert not plan.starts
+    assert not plan.endings
+    assert "needs 1.25 GiB, the most free on one device is 0.75 GiB" in plan.unmet[0].reason
 
 
-def test_residency_withdrawn_ends_at_once() -> None:
+def test_a_replica_that_residency_no_longer_allows_ends_at_once() -> None:
     cluster = a_cluster(
         nodes=NODES,
         deployments=(a_deployment(deny=("NL",)),),
         placements=(a_placement("r1", "ams-1"),),
     )
-    decided = plan_deployments(cluster)
-    assert [ending.replica_id for ending in decided.endings] == ["r1"]
-    assert all(start.node_id != "ams-1" for start in decided.starts)
+    plan = plan_deployments(cluster)
+    assert [ending.replica_id for ending in plan.endings] == ["r1"]
+    assert all(start.node_id != "ams-1" for start in plan.starts)
 
 
-def test_a_deleted_deployment_ends_whole() -> None:
+def test_all_replicas_of_a_deleted_deployment_end() -> None:
     cluster = a_cluster(
         nodes=NODES,
         deployments=(),
@@ -332,37 +333,37 @@ def test_a_deleted_deployment_ends_whole() -> None:
     assert len(plan_deployments(cluster).endings) == 2
 
 
-def test_surplus_goes_after_it_has_settled_and_never_below_the_minimum() -> None:
+def test_surplus_ends_after_it_has_settled_and_never_below_the_minimum() -> None:
     both = (a_placement("r1", "ams-1"), a_placement("r2", "sin-1"))
     cluster = a_cluster(nodes=NODES, placements=both)
-    decided = plan_deployments(cluster)
-    assert len(decided.endings) == 1
-    assert not plan_deployments(carried_out(cluster, decided)).endings
+    plan = plan_deployments(cluster)
+    assert len(plan.endings) == 1
+    assert not plan_deployments(after_plan(cluster, plan)).endings
     young = tuple(msgspec.structs.replace(p, age_s=30.0) for p in both)
     assert not plan_deployments(msgspec.structs.replace(cluster, placements=young)).endings
 
 
-def test_two_replicas_that_came_up_in_one_pop_are_spread_once_they_have_settled() -> None:
-    there = (a_placement("r1", "ams-1"), a_placement("r2", "ams-1"))
+def test_two_replicas_in_one_pop_are_spread_once_they_have_settled() -> None:
+    in_one_pop = (a_placement("r1", "ams-1"), a_placement("r2", "ams-1"))
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams"), a_node("sin-1", "sin")),
         deployments=(a_deployment(replicas_min=2, replicas_max=2),),
-        placements=there,
+        placements=in_one_pop,
     )
     first = plan_deployments(cluster)
     assert starts(first) == [("d", "sin-1")]
     assert first.starts[0].reason == "worth more here than in ams"
     assert not first.endings
-    assert plan_deployments(carried_out(cluster, first, "loading")) == PlacementPlan(
+    assert plan_deployments(after_plan(cluster, first, "loading")) == PlacementPlan(
         based_on=Generation(8)
     )
-    second = plan_deployments(carried_out(cluster, first))
+    second = plan_deployments(after_plan(cluster, first))
     assert len(second.endings) == 1
     assert second.endings[0].node_id == "ams-1"
     assert not second.starts
-    spread = carried_out(carried_out(cluster, first), second)
+    spread = after_plan(after_plan(cluster, first), second)
     assert plan_deployments(spread) == PlacementPlan(based_on=spread.generation)
-    young = tuple(msgspec.structs.replace(p, age_s=30.0) for p in there)
+    young = tuple(msgspec.structs.replace(p, age_s=30.0) for p in in_one_pop)
     assert not plan_deployments(msgspec.structs.replace(cluster, placements=young)).starts
 
 
@@ -376,9 +377,9 @@ def test_the_only_replica_allowed_follows_its_demand() -> None:
     first = plan_deployments(cluster)
     assert starts(first) == [("d", "sin-1")]
     assert not first.endings
-    moved = carried_out(cluster, first)
+    moved = after_plan(cluster, first)
     assert [ending.replica_id for ending in plan_deployments(moved).endings] == ["r1"]
-    # A little is not worth a start, nor is anything where residency or a PoP kept warm holds it.
+    # Small demand is not worth a start; residency and keep_warm also hold the replica.
     little = msgspec.structs.replace(cluster, demand=(a_demand("sin", 0.05),))
     assert plan_deployments(little) == PlacementPlan(based_on=cluster.generation)
     kept = a_deployment(replicas_max=1, keep_warm=("ams",))
@@ -387,8 +388,8 @@ def test_the_only_replica_allowed_follows_its_demand() -> None:
         assert not plan_deployments(msgspec.structs.replace(cluster, deployments=(held,))).starts
 
 
-def test_a_pop_to_be_kept_warm_does_not_wait_until_others_have_settled() -> None:
-    """As after a drain: all that may be seated is elsewhere, and has just begun."""
+def test_a_keep_warm_pop_does_not_wait_until_replicas_have_settled() -> None:
+    """As after a drain: all replicas allowed are elsewhere, and have just started."""
     young = tuple(
         msgspec.structs.replace(a_placement(name, node), age_s=30.0)
         for name, node in (("r1", "ams-1"), ("r2", "iad-1"))
@@ -404,18 +405,18 @@ def test_a_pop_to_be_kept_warm_does_not_wait_until_others_have_settled() -> None
         ("sin-1", "sin is kept warm")
     ]
     assert not first.endings
-    moved = carried_out(cluster, first)
+    moved = after_plan(cluster, first)
     second = plan_deployments(moved)
     assert [ending.replica_id for ending in second.endings] == ["r2"]
-    assert plan_deployments(carried_out(moved, second)) == PlacementPlan(
+    assert plan_deployments(after_plan(moved, second)) == PlacementPlan(
         based_on=Generation(moved.generation + 1)
     )
-    # Where it has no room, what is young stays where it is.
+    # Without a free slot there, young replicas stay where they are.
     full = msgspec.structs.replace(cluster, nodes=(*NODES[:2], a_node("sin-1", "sin", devices=())))
     assert not plan_deployments(full).starts
 
 
-def test_an_idle_deployment_without_a_minimum_goes_to_zero_and_demand_wakes_it() -> None:
+def test_an_idle_deployment_without_a_minimum_scales_to_zero_and_back_with_demand() -> None:
     idle = a_cluster(
         nodes=NODES,
         deployments=(a_deployment(replicas_min=0),),
@@ -431,7 +432,7 @@ def test_an_idle_deployment_without_a_minimum_goes_to_zero_and_demand_wakes_it()
     assert not plan_deployments(msgspec.structs.replace(asked, demand=())).starts
 
 
-def test_a_draining_node_is_left_by_what_nobody_asks_for() -> None:
+def test_a_replica_without_demand_leaves_a_draining_node() -> None:
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams", draining=True),),
         deployments=(a_deployment(replicas_min=0),),
@@ -439,10 +440,10 @@ def test_a_draining_node_is_left_by_what_nobody_asks_for() -> None:
     )
     assert [ending.replica_id for ending in plan_deployments(cluster).endings] == ["r1"]
     wanted = msgspec.structs.replace(cluster, demand=(a_demand("ams", 1.0),))
-    assert not plan_deployments(wanted).endings  # nowhere else to go: it goes on serving
+    assert not plan_deployments(wanted).endings  # there is no other node, so it keeps serving
 
 
-def test_explain_names_who_holds_a_place_under_scarcity() -> None:
+def test_explain_names_the_deployments_that_fill_a_node() -> None:
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams", gib=2.6),),
         deployments=(
@@ -450,11 +451,11 @@ def test_explain_names_who_holds_a_place_under_scarcity() -> None:
             a_deployment("b", replicas_min=2, priority=10),
         ),
     )
-    decided = plan_deployments(cluster)
-    assert [start.spec.deployment_id for start in decided.starts] == ["a", "a"]
-    told = explain_placement(carried_out(cluster, decided), DeploymentId("b"))
-    assert told is not None
-    assert [row.reason for row in told.elsewhere] == [
+    plan = plan_deployments(cluster)
+    assert [start.spec.deployment_id for start in plan.starts] == ["a", "a"]
+    shuffled = explain_placement(after_plan(cluster, plan), DeploymentId("b"))
+    assert shuffled is not None
+    assert [row.reason for row in shuffled.elsewhere] == [
         "needs 1.25 GiB, the most free on one device is 0.10 GiB; on it: 2 of a (priority 90)"
     ]
 
@@ -478,8 +479,8 @@ def test_explain_says_why_here_and_why_not_there() -> None:
     assert explain_placement(cluster, DeploymentId("nobody")) is None
 
 
-@pytest.mark.parametrize("least", [0, 1])
-def test_the_only_warm_replica_yields_its_place_once_another_is_warm(least: int) -> None:
+@pytest.mark.parametrize("replicas_min", [0, 1])
+def test_the_only_warm_replica_is_preempted_once_another_is_warm(replicas_min: int) -> None:
     nodes = (
         a_node("ams-1", "ams", devices=(a_device(4.0, "gpu0"), a_device(4.0, "gpu1"))),
         a_node("fra-1", "fra", gib=2.0),
@@ -488,7 +489,7 @@ def test_the_only_warm_replica_yields_its_place_once_another_is_warm(least: int)
         nodes=nodes,
         models=(a_model(), a_model("big", gib=3.0)),
         deployments=(
-            a_deployment(replicas_min=least, replicas_max=2, priority=28),
+            a_deployment(replicas_min=replicas_min, replicas_max=2, priority=28),
             a_deployment("large", "big", replicas_min=2, replicas_max=2),
         ),
         placements=(
@@ -506,7 +507,7 @@ def test_the_only_warm_replica_yields_its_place_once_another_is_warm(least: int)
     first = plan_deployments(cluster)
     assert starts(first) == [("d", "fra-1")]
     assert not first.endings
-    second = plan_deployments(carried_out(cluster, first))
+    second = plan_deployments(after_plan(cluster, first))
     assert [ending.replica_id for ending in second.endings] == ["r1"]
 
 
@@ -543,14 +544,14 @@ def clusters(draw: st.DrawFn) -> ClusterState:
     }
     deployments = []
     for index in range(draw(st.integers(0, 3))):
-        least = draw(st.integers(0, 3))
+        replicas_min = draw(st.integers(0, 3))
         deployments.append(
             a_deployment(
                 f"d{index}",
                 draw(st.sampled_from(["m", "m", "big", "empty"])),
                 version=draw(st.integers(1, 2)),
-                replicas_min=least,
-                replicas_max=draw(st.one_of(st.integers(least, 4), st.just(0))),
+                replicas_min=replicas_min,
+                replicas_max=draw(st.one_of(st.integers(replicas_min, 4), st.just(0))),
                 keep_warm=tuple(draw(st.lists(st.sampled_from([*pops, "xyz"]), max_size=1))),
                 deny=tuple(draw(st.lists(st.sampled_from(["NL", "sin"]), max_size=1))),
                 priority=draw(st.integers(0, 100)),
@@ -567,10 +568,10 @@ def clusters(draw: st.DrawFn) -> ClusterState:
         for deployment in deployments
         for _ in range(draw(st.integers(0, 2)))
     )
-    # Placements as an earlier plan would have made them, so that the picture is a possible one.
+    # Placements that an earlier plan made, so that the cluster state is a possible one.
     earlier = plan_deployments(msgspec.structs.replace(empty, generation=Generation(1)))
     states = ["warm", "warm", "loading", "failed"]
-    placed = carried_out(empty, earlier)
+    placed = after_plan(empty, earlier)
     placements = tuple(
         msgspec.structs.replace(
             p,
@@ -588,7 +589,7 @@ def clusters(draw: st.DrawFn) -> ClusterState:
 @settings(deadline=None, max_examples=150)
 @given(cluster=clusters())
 def test_no_device_holds_more_than_its_memory(cluster: ClusterState) -> None:
-    after = carried_out(
+    after = after_plan(
         cluster, PlacementPlan(based_on=cluster.generation, starts=plan_deployments(cluster).starts)
     )
     assert all(left >= 0 for left in free_memory(after.nodes, after.placements).values())
@@ -597,15 +598,15 @@ def test_no_device_holds_more_than_its_memory(cluster: ClusterState) -> None:
 @settings(deadline=None, max_examples=150)
 @given(cluster=clusters())
 def test_residency_liveness_and_bounds_hold_for_every_start(cluster: ClusterState) -> None:
-    decided = plan_deployments(cluster)
+    plan = plan_deployments(cluster)
     limits = PlanLimits()
     nodes = {node.node_id: node for node in cluster.nodes}
     pops = {pop.pop: pop for pop in cluster.pops}
     policies = {d.deployment_id: d.policy for d in cluster.deployments}
     view = judge_liveness(cluster.nodes, cluster.acting_for_s)
-    assert len(decided.starts) <= limits.starts_max
-    assert len(decided.endings) <= limits.endings_max
-    for start in decided.starts:
+    assert len(plan.starts) <= limits.starts_max
+    assert len(plan.endings) <= limits.endings_max
+    for start in plan.starts:
         assert len({part.node_id for part in start.parts}) == start.spec.engine.nodes
         assert len({nodes[part.node_id].pop for part in start.parts}) == 1
         for part in start.parts:
@@ -615,33 +616,33 @@ def test_residency_liveness_and_bounds_hold_for_every_start(cluster: ClusterStat
             assert part.spec.deployment_id not in dict(node.refused)
             assert view.by_node[node.node_id].value == "ready"
             assert part.reason
-    ids = [start.spec.replica_id for start in decided.starts]
+    ids = [start.spec.replica_id for start in plan.starts]
     assert len(set(ids)) == len(ids)
     assert not {p.replica_id for p in cluster.placements} & set(ids)
-    if decided.frozen:
-        assert not decided.starts
-        assert not decided.endings
+    if plan.frozen:
+        assert not plan.starts
+        assert not plan.endings
 
 
 @settings(deadline=None, max_examples=100)
 @given(cluster=clusters())
-def test_the_same_picture_gives_the_same_plan(cluster: ClusterState) -> None:
+def test_the_same_cluster_state_gives_the_same_plan(cluster: ClusterState) -> None:
     assert plan_deployments(cluster) == plan_deployments(cluster)
 
 
 @settings(deadline=None, max_examples=100)
 @given(cluster=clusters(), chance=st.randoms(use_true_random=False))
-def test_in_whatever_order_a_picture_tells_it_it_is_planned_alike(
+def test_the_plan_does_not_depend_on_the_order_of_rows(
     cluster: ClusterState, chance: Random
 ) -> None:
-    told = {
+    shuffled = {
         name: tuple(chance.sample(rows, len(rows)))
         for name in ("pops", "nodes", "models", "deployments", "placements")
         for rows in [getattr(cluster, name)]
     }
     one, other = (
         plan_deployments(cluster),
-        plan_deployments(msgspec.structs.replace(cluster, **told)),
+        plan_deployments(msgspec.structs.replace(cluster, **shuffled)),
     )
     assert one.starts == other.starts
     assert {(e.replica_id, e.reason) for e in one.endings} == {
@@ -651,7 +652,7 @@ def test_in_whatever_order_a_picture_tells_it_it_is_planned_alike(
 
 @settings(deadline=None, max_examples=50)
 @given(cluster=clusters())
-def test_what_explain_says_cannot_be_the_plan_does_not_do(cluster: ClusterState) -> None:
+def test_a_plan_never_starts_what_explain_calls_infeasible(cluster: ClusterState) -> None:
     for start in plan_deployments(cluster).starts:
         explained = explain_placement(cluster, start.spec.deployment_id)
         assert explained is not None
@@ -662,27 +663,27 @@ def test_what_explain_says_cannot_be_the_plan_does_not_do(cluster: ClusterState)
 
 @settings(deadline=None, max_examples=100)
 @given(cluster=clusters())
-def test_plans_carried_out_come_to_rest(cluster: ClusterState) -> None:
+def test_repeated_plans_reach_a_stable_state(cluster: ClusterState) -> None:
     for _ in range(40):
-        decided = plan_deployments(cluster)
-        if not decided.starts and not decided.endings:
+        plan = plan_deployments(cluster)
+        if not plan.starts and not plan.endings:
             return
-        cluster = carried_out(cluster, decided)
-    pytest.fail(f"still moving after 40 plans: {decided}")
+        cluster = after_plan(cluster, plan)
+    pytest.fail(f"still moving after 40 plans: {plan}")
 
 
 @settings(deadline=None, max_examples=100)
 @given(cluster=clusters())
-def test_the_minimum_is_met_where_it_can_be(cluster: ClusterState) -> None:
+def test_the_minimum_is_met_where_possible(cluster: ClusterState) -> None:
     view = judge_liveness(cluster.nodes, cluster.acting_for_s)
     if view.frozen:
         return
-    cluster = carried_out(cluster, PlacementPlan(based_on=cluster.generation))
+    cluster = after_plan(cluster, PlacementPlan(based_on=cluster.generation))
     for _ in range(40):
-        decided = plan_deployments(cluster)
-        if not decided.starts and not decided.endings:
+        plan = plan_deployments(cluster)
+        if not plan.starts and not plan.endings:
             break
-        cluster = carried_out(cluster, decided)
+        cluster = after_plan(cluster, plan)
     nodes = {node.node_id: node for node in cluster.nodes}
     standing = Counter(
         p.deployment_id
@@ -699,9 +700,9 @@ def test_the_minimum_is_met_where_it_can_be(cluster: ClusterState) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(cluster=clusters())
-def test_the_last_warm_replica_is_not_ended_to_make_room(cluster: ClusterState) -> None:
-    decided = plan_deployments(cluster)
-    ended = {ending.replica_id for ending in decided.endings}
+def test_the_last_warm_replica_is_never_preempted(cluster: ClusterState) -> None:
+    plan = plan_deployments(cluster)
+    ended = {ending.replica_id for ending in plan.endings}
     nodes = {node.node_id: node for node in cluster.nodes}
     pops = {pop.pop: pop for pop in cluster.pops}
     for deployment in cluster.deployments:
@@ -718,5 +719,5 @@ def test_the_last_warm_replica_is_not_ended_to_make_room(cluster: ClusterState) 
             assert any(p.replica_id not in ended for p in warm)
 
 
-def test_gibibytes_are_what_they_say() -> None:
+def test_gib_is_1024_cubed() -> None:
     assert a_model(gib=2.0).weights_bytes == 2 * GIB

@@ -1,4 +1,4 @@
-"""A rollout's life: what may follow what, and what the counts are taken to show."""
+"""The life cycle of a rollout: its transitions, and the verdicts from attempts."""
 
 import random
 from math import log
@@ -21,6 +21,7 @@ from isochrone.wire.rollout import (
     RolloutStep,
 )
 from isochrone.wire.usage import Moments
+from scheduler.decide.rollout import Arm, Stratum, compare_arms
 from scheduler.decide.rollout.lifecycle import (
     IN_PROGRESS,
     TRANSITIONS,
@@ -33,7 +34,6 @@ from scheduler.decide.rollout.lifecycle import (
     judge_rollout,
     steps_problem,
 )
-from scheduler.decide.rollout.sequential_test import Arm, Stratum, compare_arms
 
 WARM = StartCounts(warm=1)
 
@@ -50,7 +50,7 @@ def a_rollout(**fields: Any) -> Rollout:
     )
 
 
-def test_a_row_of_a_newer_release_is_read_and_a_misspelt_wish_refused() -> None:
+def test_a_newer_rollout_row_is_read_and_a_misspelt_request_refused() -> None:
     newer = {"steps": [{"share": 0.5, "new": 1}], "bounds": {"attempts_min": 50, "new": 1}}
     row = msgspec.json.encode({"model_id": "m", "engine": {"new": 1}, **newer})
     spec = msgspec.json.decode(row, type=RolloutSpec)
@@ -61,7 +61,7 @@ def test_a_row_of_a_newer_release_is_read_and_a_misspelt_wish_refused() -> None:
 
 
 def moments(count: int, ms: float, spread: float = 0.5) -> Moments:
-    """`count` times about `ms`, whose logarithms spread so."""
+    """Return the moments of `count` lognormal times around `ms`."""
     mean = log(ms)
     return Moments(count=count, total=count * mean, squares=count * (mean**2 + spread**2))
 
@@ -83,7 +83,7 @@ def seen(old: Arm, new: Arm, pop: str = "ams") -> tuple[Stratum, ...]:
 ALIKE = seen(an_arm(100_000, 100), an_arm(4_000, 4))
 
 
-def test_a_rollout_goes_step_by_step_to_everybody() -> None:
+def test_a_rollout_advances_step_by_step_to_all_requests() -> None:
     rollout = a_rollout()
     for step in range(3):
         assert rollout.step == step
@@ -105,7 +105,9 @@ def test_a_rollout_goes_step_by_step_to_everybody() -> None:
     ],
 )
 @pytest.mark.parametrize("state", IN_PROGRESS)
-def test_harm_reverts_whether_it_runs_or_is_held(new: Arm, words: str, state: RolloutState) -> None:
+def test_harm_reverts_a_running_and_a_paused_rollout(
+    new: Arm, words: str, state: RolloutState
+) -> None:
     verdict = judge_rollout(a_rollout(state=state), seen(an_arm(50_000, 50), new), WARM)
     assert verdict is not None
     assert verdict.event is RolloutEvent.HARM_SHOWN
@@ -113,7 +115,7 @@ def test_harm_reverts_whether_it_runs_or_is_held(new: Arm, words: str, state: Ro
     assert apply_event(a_rollout(state=state), verdict.event).state is RolloutState.REVERTED
 
 
-def test_too_few_attempts_and_too_short_a_time_show_nothing() -> None:
+def test_too_few_attempts_or_too_little_time_decide_nothing() -> None:
     few = seen(an_arm(50_000, 50), an_arm(150, 0))
     assert judge_rollout(a_rollout(step_age_s=600.0), few, WARM) is None
     assert judge_rollout(a_rollout(step_age_s=10.0), ALIKE, WARM) is None
@@ -121,7 +123,7 @@ def test_too_few_attempts_and_too_short_a_time_show_nothing() -> None:
     assert judge_rollout(a_rollout(step_age_s=600.0), three_failures, WARM) is None
 
 
-def test_the_new_version_alone_is_held_against_nothing() -> None:
+def test_without_the_old_version_nothing_is_compared() -> None:
     alone = seen(Arm(), an_arm(10_000, 0))
     assert judge_rollout(a_rollout(step_age_s=600.0), alone, WARM) is None
     elsewhere = (*alone, *seen(an_arm(10_000, 0), Arm(), "sin"))
@@ -132,8 +134,8 @@ def test_the_new_version_alone_is_held_against_nothing() -> None:
     assert apply_event(a_rollout(), waited.event, waited.reason).state is RolloutState.PAUSED
 
 
-def test_a_far_city_does_not_make_a_version_look_slow() -> None:
-    """The new version serves mostly a far city; within each city both are alike."""
+def test_a_distant_city_does_not_make_a_version_look_slow() -> None:
+    """The new version serves mostly a distant city; within each city both are equal."""
     strata = (
         Stratum(
             pop=PopId("ams"), asked_pop=PopId("ams"),
@@ -149,9 +151,9 @@ def test_a_far_city_does_not_make_a_version_look_slow() -> None:
     assert verdict.event is RolloutEvent.STEP_PASSED
 
 
-def test_a_version_that_found_no_seat_is_told_from_one_that_does_not_come_up() -> None:
+def test_a_version_without_a_slot_is_distinguished_from_one_that_fails_to_start() -> None:
     late = a_rollout(step_age_s=1801.0)
-    for starts, words in ((StartCounts(), "none found a free seat"), (StartCounts(seated=1), "")):
+    for starts, words in ((StartCounts(), "none found a free slot"), (StartCounts(placed=1), "")):
         verdict = judge_rollout(late, (), starts)
         assert verdict is not None
         assert verdict.reason.removeprefix("no replica is warm after 1801 s").strip(": ") == words
@@ -174,8 +176,8 @@ def test_a_version_that_cannot_start_is_reverted(
     assert (verdict.event if verdict else None) is event
 
 
-def test_looking_often_at_a_version_that_is_no_worse_seldom_reverts_it() -> None:
-    """Three hundred rollouts, a hundred looks each, all of them no better nor worse."""
+def test_frequent_looks_rarely_revert_an_equal_version() -> None:
+    """Three hundred rollouts of equal versions, with a hundred looks each."""
     chance = random.Random(11)
     bounds = RolloutBounds()
     alarms = passes = 0
@@ -203,7 +205,7 @@ def test_looking_often_at_a_version_that_is_no_worse_seldom_reverts_it() -> None
     age_s=st.floats(0, 1e7),
     state=st.sampled_from(list(RolloutState)),
 )
-def test_whatever_is_seen_what_follows_is_in_the_table(
+def test_every_verdict_is_a_valid_transition(
     attempts: int, failed: float, old: int, ms: float, age_s: float, state: RolloutState
 ) -> None:
     rollout = a_rollout(state=state, step_age_s=age_s)
@@ -226,13 +228,15 @@ def test_whatever_is_seen_what_follows_is_in_the_table(
         ((RolloutStep(share=0.5, pops=(PopId("ams"),)), RolloutStep(share=0.1)), ""),
     ],
 )
-def test_steps_that_cannot_be_gone_are_told(steps: tuple[RolloutStep, ...], words: str) -> None:
+def test_invalid_steps_are_refused_with_a_reason(
+    steps: tuple[RolloutStep, ...], words: str
+) -> None:
     assert words in steps_problem(steps)
     assert bool(words) == bool(steps_problem(steps))
 
 
 class Life(RuleBasedStateMachine):
-    """Any events in any order: a rollout never leaves its table, and its ends are ends."""
+    """Any events in any order: states follow the table, and final states are final."""
 
     @initialize(steps=st.integers(1, 5))
     def begin(self, steps: int) -> None:
@@ -267,6 +271,6 @@ TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=20, stateful_step_count=15, deadline=None)
 
 
-def test_what_was_not_seen_is_not_shown_as_a_number() -> None:
+def test_a_difference_without_attempts_shows_no_number() -> None:
     said = [difference.words() for difference in compare_arms((), RolloutBounds())]
-    assert said == [f"{name}: too little was seen to tell" for name in ("errors", "TTFT", "ITL")]
+    assert said == [f"{name}: too few attempts to tell" for name in ("errors", "TTFT", "ITL")]

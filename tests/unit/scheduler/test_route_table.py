@@ -1,4 +1,4 @@
-"""A table mended for a few nodes is the one that the whole fleet would have given."""
+"""A table with replaced routes of a few nodes equals the table of the whole fleet."""
 
 import msgspec
 from hypothesis import given, settings
@@ -8,12 +8,8 @@ from isochrone.wire.ids import Epoch, Generation, NodeId
 from isochrone.wire.report import ReplicaState
 from isochrone.wire.routes import RouteTable
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.membership.liveness import judge_liveness
-from scheduler.decide.routing.route_table import (
-    build_route_table,
-    multi_node_hosts,
-    replace_node_routes,
-)
+from scheduler.decide.membership import judge_liveness
+from scheduler.decide.routing import build_route_table, multi_node_hosts, replace_node_routes
 from tests.builders import a_cluster, a_node, a_placement
 
 NAMES = tuple(f"ams-{number}" for number in range(1, 6))
@@ -25,7 +21,7 @@ STATES = st.lists(
 
 
 def a_fleet(states: list[ReplicaState | None]) -> ClusterState:
-    """A node of each name, and a replica on each that is in any state."""
+    """A node of each name, each with a replica in any state."""
     nodes = tuple(a_node(name, "ams") for name in NAMES)
     placements = tuple(
         a_placement(f"r-{name}", name, state=state.value)
@@ -50,7 +46,7 @@ def part_of(cluster: ClusterState, names: set[NodeId]) -> ClusterState:
 
 @settings(max_examples=50, deadline=None)
 @given(STATES, STATES)
-def test_a_table_mended_where_it_changed_is_the_table(
+def test_a_partially_replaced_table_equals_a_new_one(
     before: list[ReplicaState | None], after: list[ReplicaState | None]
 ) -> None:
     told, fleet = a_table(a_fleet(before)), a_fleet(after)
@@ -59,7 +55,7 @@ def test_a_table_mended_where_it_changed_is_the_table(
     assert replace_node_routes(told, a_table(part_of(fleet, changed)), changed) == a_table(fleet)
 
 
-def test_nodes_are_tied_by_what_they_hold_together() -> None:
+def test_hosts_of_multi_node_replicas_are_found() -> None:
     follower = a_placement("r.1", "ams-2")
     leader = a_placement("r", "ams-1", followers=(follower,))
     assert multi_node_hosts((leader, a_placement("alone", "ams-3"))) == {"ams-1", "ams-2"}

@@ -1,4 +1,4 @@
-"""The search behind the plan: exact flows, fair scarcity, roles, room made and room kept."""
+"""The search behind a plan: exact assignments, scarcity, roles, preemption, refusals."""
 
 import csv
 import math
@@ -20,82 +20,85 @@ from scheduler.decide.demand.demand_rates import raise_to_forecast
 from scheduler.decide.placement.fleet.slots import free_memory, residency_allows
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
-from scheduler.decide.whatif.explain import explain_placement
+from scheduler.decide.whatif import explain_placement
 from tests.builders import a_cluster, a_deployment, a_device, a_model, a_node, a_placement
-from tests.unit.scheduler.test_plan import a_demand, carried_out, starts
+from tests.unit.scheduler.test_plan import a_demand, after_plan, starts
 
 MANY = PlanLimits(starts_max=10**6, endings_max=10**6)
 
 
-def test_a_flow_is_the_cheapest_assignment_and_says_what_room_is_worth() -> None:
+def test_an_assignment_is_the_cheapest_and_gains_and_losses_are_exact() -> None:
     far = np.array([[1.0, 50.0], [2.0, 100.0], [3.0, 9.0]])
     ones = np.ones(3)
-    flow = LoadAssignment(ones, ones, far, np.array([2.0, 1.0]), 5000.0)
-    # The third gives way: it loses least by going to the other site.
-    assert flow.cost() == pytest.approx(1 + 2 + 9)
-    assert flow.gain_exactly(0, 1.0) == pytest.approx(6.0)
-    assert flow.loss(1, 1.0) == pytest.approx(5000 - 9)
-    assert flow.unserved() == 0
+    assignment = LoadAssignment(ones, ones, far, np.array([2.0, 1.0]), 5000.0)
+    # The third city moves to the other site: it loses tiny.
+    assert assignment.cost() == pytest.approx(1 + 2 + 9)
+    assert assignment.gain(0, 1.0) == pytest.approx(6.0)
+    assert assignment.loss(1, 1.0) == pytest.approx(5000 - 9)
+    assert assignment.unserved() == 0
 
 
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 10_000))
-def test_flows_keep_every_load_and_never_more_than_the_room(seed: int) -> None:
+def test_an_assignment_keeps_all_load_and_never_exceeds_capacity(seed: int) -> None:
     rng = np.random.default_rng(seed)
     cities, sites = int(rng.integers(1, 9)), int(rng.integers(1, 6))
     load = rng.exponential(1.0, cities) + 0.01
-    flow = LoadAssignment(
+    assignment = LoadAssignment(
         load * 2, load, rng.uniform(1, 300, (cities, sites)), np.zeros(sites), 5000.0
     )
     held: list[tuple[int, float]] = []
     for _ in range(12):
-        before = flow.cost()
+        before = assignment.cost()
         if held and rng.random() < 0.4:
-            site, room = held.pop(int(rng.integers(len(held))))
-            least, loss = flow.loss_at_least(site, room), flow.loss(site, room)
-            flow.remove(site, room)
-            assert flow.cost() - before == pytest.approx(loss, abs=1e-6)
-            assert -1e-6 <= least <= loss + 1e-6
+            site, capacity = held.pop(int(rng.integers(len(held))))
+            bound, loss = (
+                assignment.loss_lower_bound(site, capacity),
+                assignment.loss(site, capacity),
+            )
+            assignment.remove_capacity(site, capacity)
+            assert assignment.cost() - before == pytest.approx(loss, abs=1e-6)
+            assert -1e-6 <= bound <= loss + 1e-6
         else:
-            site, room = int(rng.integers(sites)), float(rng.uniform(0.1, 2.0))
-            guess = flow.gain_exactly(site, room)
-            flow.add(site, room)
-            held.append((site, room))
-            assert before - flow.cost() == pytest.approx(guess, abs=1e-6)
-        assert (flow.used() <= flow.room + 1e-6).all()
-        assert flow.used().sum() + flow.unserved() == pytest.approx(load.sum())
+            site, capacity = int(rng.integers(sites)), float(rng.uniform(0.1, 2.0))
+            gain = assignment.gain(site, capacity)
+            assignment.add_capacity(site, capacity)
+            held.append((site, capacity))
+            assert before - assignment.cost() == pytest.approx(gain, abs=1e-6)
+        assert (assignment.used() <= assignment.capacity + 1e-6).all()
+        assert assignment.used().sum() + assignment.unserved() == pytest.approx(load.sum())
 
 
-def judged() -> list[tuple[int, float]]:
+def optima() -> list[tuple[int, float]]:
     with TABLE.open() as file:
         return [(int(row["seed"]), float(row["optimum"])) for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize(("seed", "optimum"), judged()[10:80:25])
+@pytest.mark.parametrize(("seed", "optimum"), optima()[10:80:25])
 def test_small_worlds_are_planned_within_one_percent_of_the_optimum(
     seed: int, optimum: float
 ) -> None:
-    search, greedy = run_search(small_world(seed))
-    assert total_cost(search) <= greedy + 1e-6
-    assert total_cost(search) <= 1.01 * optimum
+    draft, greedy = run_search(small_world(seed))
+    assert total_cost(draft) <= greedy + 1e-6
+    assert total_cost(draft) <= 1.01 * optimum
 
 
-def test_a_crumb_at_a_site_without_room_does_not_end_the_search() -> None:
+def test_a_rounding_error_at_a_site_without_capacity_does_not_end_the_search() -> None:
     limits = PlanLimits(starts_max=10**6, endings_max=10**6, effort=1_500)
-    search, greedy = run_search(small_world(223), limits)
-    assert total_cost(search) <= 0.5 * greedy
+    draft, greedy = run_search(small_world(223), limits)
+    assert total_cost(draft) <= 0.5 * greedy
 
 
-def seated(cluster: ClusterState) -> ClusterState:
-    """Return the picture after all that a first plan starts is warm."""
-    return carried_out(cluster, plan_deployments(cluster, MANY))
+def after_first_plan(cluster: ClusterState) -> ClusterState:
+    """Return the cluster state after a first plan whose replicas are all warm."""
+    return after_plan(cluster, plan_deployments(cluster, MANY))
 
 
 @settings(deadline=None, max_examples=5)
 @given(seed=st.integers(0, 400))
-def test_a_first_plan_breaks_no_rule(seed: int) -> None:
+def test_a_first_plan_respects_memory_residency_and_limits(seed: int) -> None:
     cluster = small_world(seed)
-    after = seated(cluster)
+    after = after_first_plan(cluster)
     pops = {node.node_id: node.pop for node in cluster.nodes}
     countries = {pop.pop: pop for pop in cluster.pops}
     policies = {d.deployment_id: d.policy for d in cluster.deployments}
@@ -113,13 +116,13 @@ def test_a_first_plan_breaks_no_rule(seed: int) -> None:
 
 @settings(deadline=None, max_examples=5)
 @given(seed=st.integers(0, 400), times=st.floats(0.98, 1.02))
-def test_a_small_change_makes_few_moves(seed: int, times: float) -> None:
+def test_a_small_change_of_demand_makes_few_moves(seed: int, times: float) -> None:
     cluster = small_world(seed)
     for _ in range(12):
-        decided = plan_deployments(cluster, MANY)
-        if not decided.starts and not decided.endings:
+        plan = plan_deployments(cluster, MANY)
+        if not plan.starts and not plan.endings:
             break
-        cluster = carried_out(cluster, decided)
+        cluster = after_plan(cluster, plan)
     demand = tuple(
         msgspec.structs.replace(row, requests_per_s=row.requests_per_s * times)
         for row in cluster.demand
@@ -127,12 +130,12 @@ def test_a_small_change_makes_few_moves(seed: int, times: float) -> None:
     changed = msgspec.structs.replace(
         cluster, demand=demand, generation=Generation(cluster.generation + 1)
     )
-    decided = plan_deployments(changed, MANY)
-    assert plan_deployments(changed, MANY) == decided
-    assert len(decided.starts) + len(decided.endings) <= 2 + len(cluster.placements) // 10
+    plan = plan_deployments(changed, MANY)
+    assert plan_deployments(changed, MANY) == plan
+    assert len(plan.starts) + len(plan.endings) <= 2 + len(cluster.placements) // 10
 
 
-def test_the_spread_leaves_a_replica_when_a_pop_is_lost() -> None:
+def test_the_spread_keeps_a_replica_when_a_pop_is_lost() -> None:
     nodes = (a_node("ams-1", "ams"), a_node("ams-2", "ams"), a_node("fra-1", "fra"))
     busy = a_cluster(
         nodes=nodes, placements=(a_placement("r1", "ams-1"),), demand=(a_demand("ams", 3.0),)
@@ -142,7 +145,7 @@ def test_the_spread_leaves_a_replica_when_a_pop_is_lost() -> None:
     assert not plan_deployments(quiet).starts
 
 
-def test_replicas_of_one_pop_keep_out_of_one_failure_domain() -> None:
+def test_replicas_of_one_pop_avoid_a_shared_failure_domain() -> None:
     nodes = (
         a_node("ams-1", "ams", failure_domain="rack-a"),
         a_node("ams-2", "ams", failure_domain="rack-a"),
@@ -156,7 +159,7 @@ def test_replicas_of_one_pop_keep_out_of_one_failure_domain() -> None:
     assert starts(plan_deployments(cluster)) == [("d", "ams-3")]
 
 
-def test_under_scarcity_priority_goes_first_and_a_first_replica_before_a_second() -> None:
+def test_scarce_capacity_goes_by_priority_and_to_first_replicas_before_second_ones() -> None:
     deployments = (
         a_deployment("low", replicas_min=0, priority=40),
         a_deployment("high", replicas_min=0, priority=60),
@@ -168,10 +171,10 @@ def test_under_scarcity_priority_goes_first_and_a_first_replica_before_a_second(
     assert {name for name, _ in starts(plan_deployments(two))} == {"low", "high"}
     one = msgspec.structs.replace(two, nodes=(a_node("ams-1", "ams", gib=1.3),))
     assert starts(plan_deployments(one)) == [("high", "ams-1")]
-    assert "100 % of what is asked finds no room" in plan_deployments(one).unmet[0].reason
+    assert "100 % of the demand has no capacity" in plan_deployments(one).unmet[0].reason
 
 
-def test_what_is_idle_yields_its_place_and_is_not_started_there_again() -> None:
+def test_an_idle_replica_is_preempted_and_not_started_there_again() -> None:
     idle = a_placement("r1", "ams-1", deployment="idle")
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams", gib=1.3), a_node("sin-1", "sin", gib=1.3)),
@@ -181,7 +184,7 @@ def test_what_is_idle_yields_its_place_and_is_not_started_there_again() -> None:
     )
     first = plan_deployments(cluster)
     assert [ending.replica_id for ending in first.endings] == ["r1"]
-    assert "its place in ams is worth" in first.endings[0].reason
+    assert "its slot in ams is worth" in first.endings[0].reason
     ending = msgspec.structs.replace(
         cluster,
         placements=(msgspec.structs.replace(idle, is_ending=True), *cluster.placements[1:]),
@@ -193,14 +196,14 @@ def test_what_is_idle_yields_its_place_and_is_not_started_there_again() -> None:
     assert ("busy", "ams-1") in starts(plan_deployments(freed))
 
 
-def test_of_two_nodes_that_which_holds_the_weights_is_ready_sooner() -> None:
+def test_a_node_that_holds_the_weights_starts_sooner() -> None:
     model = small_worlds.a_model("m", 4.0)
     nodes = (a_node("ams-1", "ams"), a_node("ams-2", "ams", artifacts=(model.artifact.digest,)))
     cluster = a_cluster(nodes=nodes, models=(model,))
     assert starts(plan_deployments(cluster)) == [("d", "ams-2")]
 
 
-def test_a_pop_of_several_replicas_reads_and_writes_apart_where_asked() -> None:
+def test_prefill_share_splits_the_replicas_of_a_pop_by_role() -> None:
     policy = Policy(replicas_min=3, prefill_share=0.34)
     deployment = msgspec.structs.replace(a_deployment(), policy=policy)
     held = (a_placement("r1", "ams-1"), a_placement("r2", "ams-1", role=Role.PREFILL))
@@ -215,17 +218,19 @@ def test_a_pop_of_several_replicas_reads_and_writes_apart_where_asked() -> None:
     [
         (a_deployment(replicas_min=5, replicas_max=2), "replicas_min 5 is over replicas_max 2"),
         (a_deployment(allow=("NL",), deny=("NL",)), "together leave no PoP"),
-        (a_deployment(keep_warm=("xyz",)), "which is no PoP"),
-        (a_deployment(keep_warm=("ams",), deny=("NL",)), "where allow and deny let nothing live"),
+        (a_deployment(keep_warm=("xyz",)), "which is not a PoP"),
+        (a_deployment(keep_warm=("ams",), deny=("NL",)), "where allow and deny permit no replica"),
         (a_deployment(model="gone"), "no model gone"),
     ],
 )
-def test_contradictions_are_said_and_break_nothing(deployment: object, words: str) -> None:
+def test_contradictory_policies_are_reported_and_break_nothing(
+    deployment: object, words: str
+) -> None:
     cluster = a_cluster(nodes=(a_node("ams-1", "ams"),), deployments=(deployment,))
     assert any(words in row.reason for row in plan_deployments(cluster).unmet)
 
 
-def test_what_can_never_fit_is_refused_with_the_sum() -> None:
+def test_a_model_that_can_never_fit_is_refused_with_the_sum() -> None:
     gpu = msgspec.structs.replace(a_device(79.0, "gpu0"), device_class="h100-80g")
     engine = EngineSettings(driver="vllm", kv_memory_bytes=0, devices=1)
     cluster = a_cluster(
@@ -238,28 +243,28 @@ def test_what_can_never_fit_is_refused_with_the_sum() -> None:
     assert "8 such devices would hold it" in reason
 
 
-@pytest.mark.parametrize("least", [5e-324, 1e-310, 1e-12])
-def test_demand_next_to_nothing_divides_nothing(least: float) -> None:
+@pytest.mark.parametrize("tiny", [5e-324, 1e-310, 1e-12])
+def test_tiny_demand_causes_no_division_error(tiny: float) -> None:
     row = DemandRate(
         deployment_id=DeploymentId("d"),
         pop=PopId("sin"),
-        requests_per_s=least,
+        requests_per_s=tiny,
         refused_per_s=3.0,
-        uncached_tokens_per_s=least,
-        output_tokens_per_s=least,
+        uncached_tokens_per_s=tiny,
+        output_tokens_per_s=tiny,
     )
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams"), a_node("sin-1", "sin")),
         placements=(a_placement("r1", "ams-1"),),
         demand=raise_to_forecast((row,), []),
     )
-    # What was refused was asked, whatever the rest amounts to.
+    # Refused requests count as demand, however few were answered.
     assert starts(plan_deployments(cluster)) == [("d", "sin-1")]
-    whisper = msgspec.structs.replace(row, refused_per_s=0.0)
-    assert not plan_deployments(msgspec.structs.replace(cluster, demand=(whisper,))).starts
+    negligible = msgspec.structs.replace(row, refused_per_s=0.0)
+    assert not plan_deployments(msgspec.structs.replace(cluster, demand=(negligible,))).starts
 
 
-def test_more_devices_than_a_node_has_are_refused_with_what_would_hold_it() -> None:
+def test_more_devices_than_a_node_has_are_refused_with_settings_that_fit() -> None:
     gpus = tuple(
         msgspec.structs.replace(a_device(79.0, f"gpu{number}"), device_class="h100-80g")
         for number in range(2)
@@ -281,7 +286,7 @@ def test_more_devices_than_a_node_has_are_refused_with_what_would_hold_it() -> N
 
 
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -1.0, 1e300])
-def test_a_rate_that_is_no_rate_moves_nothing(rate: float) -> None:
+def test_invalid_demand_rates_move_nothing(rate: float) -> None:
     row = DemandRate(deployment_id=DeploymentId("d"), pop=PopId("sin"), requests_per_s=rate)
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams"), a_node("sin-1", "sin")),
@@ -291,7 +296,7 @@ def test_a_rate_that_is_no_rate_moves_nothing(rate: float) -> None:
     assert not plan_deployments(cluster).starts
 
 
-def test_explain_says_what_would_help() -> None:
+def test_explain_says_what_demand_would_pay() -> None:
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams"), a_node("sin-1", "sin")),
         placements=(a_placement("r1", "ams-1"),),
@@ -299,4 +304,4 @@ def test_explain_says_what_would_help() -> None:
     )
     explained = explain_placement(cluster, DeploymentId("d"))
     assert explained is not None
-    assert "It would pay if more were asked for near sin" in explained.elsewhere[0].reason
+    assert "It would pay with more demand near sin" in explained.elsewhere[0].reason

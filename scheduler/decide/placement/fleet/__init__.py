@@ -1,1 +1,1 @@
-"""PLACEHOLDER."""
+"""The fleet as a plan reads it: sites, eligible nodes, slots, recent failures."""

@@ -1,7 +1,7 @@
-"""One deployment's wish while a plan is sought: its demand, its seats, and what a change is worth.
+"""One deployment while a plan is sought: what it needs, and the replicas it has so far.
 
-Load is counted as demand.py reads it: in replicas of the slowest class. A seat on a faster class
-has more room in the same measure.
+Load is measured in replicas of the slowest device class (see `demand/demand_rates.py`); a replica
+on a faster class has more capacity in the same unit.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.model import Deployment, Model
 from isochrone.wire.report import ReplicaState
+from scheduler.decide.arrays import NO_FLOATS, Floats
 from scheduler.decide.capacity.replica_capacity import Profiles, replica_rates
 from scheduler.decide.capacity.start_times import COMING
 from scheduler.decide.cluster import Placement
@@ -30,237 +31,283 @@ from scheduler.decide.placement.score import (
     hold_cost,
     weight_of,
 )
-from scheduler.decide.placement.search.load_assignment import NO_FLOATS, Floats, LoadAssignment
+from scheduler.decide.placement.search.load_assignment import LoadAssignment
 
 
 class PlannedReplica(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A seat that counts: a standing placement, or (with `seat`) one that this plan would start.
+    """A replica that counts in the plan: a running `placement`, or one to start on `slot`.
 
-    One that `waits` has its place when what is there has ended.
+    `site` is -1 for a placement whose devices are not known. A replica that `waits` starts when
+    what now holds its slot has ended.
     """
 
-    wish: "DeploymentState"
+    state: "DeploymentState"
     pop: PopId
     site: int
-    room: float
-    hold: float
+    capacity: float
+    hold_cost: float
     placement: Placement | None = None
-    seat: Slot | None = None
-    start: float = 0.0
+    slot: Slot | None = None
+    start_cost: float = 0.0
     reason: str = ""
     waits: bool = False
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """What a seat more in a PoP is worth beside shorter waits. The higher tier goes first."""
+    """The worth of one more replica in a PoP besides lower latency. A higher tier goes first."""
 
     tier: int
     worth: float
     reason: str
 
 
-NOTHING_NEEDED: Final = Need(tier=0, worth=0.0, reason="")
+NO_NEED: Final = Need(tier=0, worth=0.0, reason="")
 
 
-class DeploymentState:
-    """A deployment, and the seats it has at this point of the search.
+class DeploymentNeeds:
+    """A deployment's demand and policy, and the cost and capacity of a replica of it. Immutable.
 
-    `number` is its place among the wishes of the search, by which equals are put in order.
+    `eligible_nodes` are the nodes of each site that could take a replica; `site_capacity` is what
+    one replica carries at each site, 0 where none can be. `cities` and `requests_per_s` are the
+    rows of its demand; `latency_ms[row, site]` is the round trip.
     """
 
     def __init__(
         self,
-        ground: FleetCapacity,
+        fleet: FleetCapacity,
         deployment: Deployment,
         model: Model,
-        asked: DeploymentDemand,
+        demand: DeploymentDemand,
         profiles: Profiles,
-        standing: Sequence[Placement],
     ) -> None:
-        self.number = 0
-        self.ground = ground
         self.deployment = deployment
         self.model = model
         self.weight = weight_of(deployment.policy)
-        self.most = deployment.policy.replicas_max
-        self.least = min(deployment.policy.replicas_min, self.most)
+        self.replicas_max = deployment.policy.replicas_max
+        self.replicas_min = min(deployment.policy.replicas_min, self.replicas_max)
         self.memory_bytes = (
             replica_memory_bytes(model, deployment.engine) * deployment.engine.devices
         )
-        self.hold = hold_cost(self.memory_bytes)
-        self.nodes_of = ground.may_hold(deployment, model)
-        self.stamp = 0
-        self.seats: list[PlannedReplica] = []
-        self._held: tuple[int, frozenset[PopId]] = (-1, frozenset())
-        self._losses: tuple[int, Floats] = (-1, NO_FLOATS)
-        self._saves: tuple[int, Floats] = (-1, NO_FLOATS)
-        rates = {
-            name: replica_rates(name, deployment, model, profiles) for name in ground.device_classes
-        }
-        load = demand_load(asked, rates)
-        self.cities, self.asked = asked.cities, asked.requests_per_s
-        self.room_of = {name: HEADROOM * speed for name, speed in load.speed.items()}
-        self.requests_per_s = float(self.asked.sum())
-        self.rooms = np.zeros(len(ground.sites))
-        held_at = list(self.nodes_of)
-        rooms = np.array([self.room_of[name] for name in ground.device_classes])
-        self.rooms[held_at] = rooms[ground.class_at[held_at]]
-        taken = np.zeros(len(ground.sites))
-        for placement in standing:
-            seated = self._seated(placement)
-            self.seats.append(seated)
-            if seated.site >= 0:
-                taken[seated.site] += seated.room
-        far = ground.far_from(self.cities)
-        self.flow = LoadAssignment(self.asked * self.weight, load.replicas, far, taken, UNSERVED_MS)
+        self.hold_cost = hold_cost(self.memory_bytes)
+        self.eligible_nodes = fleet.eligible_nodes(deployment, model)
+        classes = fleet.table.device_classes
+        rates = {name: replica_rates(name, deployment, model, profiles) for name in classes}
+        load = demand_load(demand, rates)
+        self.load = load.replicas
+        self.cities, self.requests_per_s = demand.cities, demand.requests_per_s
+        self.total_requests_per_s = float(self.requests_per_s.sum())
+        self.latency_ms = fleet.table.latency_from(self.cities)
+        self.class_capacity = {name: HEADROOM * speed for name, speed in load.speed.items()}
+        self.site_capacity = np.zeros(len(fleet.sites))
+        sites = list(self.eligible_nodes)
+        by_class = np.array([self.class_capacity[name] for name in classes])
+        self.site_capacity[sites] = by_class[fleet.table.class_numbers[sites]]
 
     @property
-    def name(self) -> DeploymentId:
-        """Return the deployment's id."""
+    def deployment_id(self) -> DeploymentId:
+        """The deployment's id."""
         return self.deployment.deployment_id
 
     @property
-    def is_asked_for(self) -> bool:
-        """Say whether any city asks for it."""
-        return self.requests_per_s > 0
+    def has_demand(self) -> bool:
+        """Say whether any city sends requests for it."""
+        return self.total_requests_per_s > 0
 
-    def new_seats(self) -> list[PlannedReplica]:
-        """Return the seats that this plan would start at once."""
-        return [seated for seated in self.seats if seated.seat and not seated.waits]
+    @property
+    def minimum_reason(self) -> str:
+        """The reason of a replica that is needed for replicas_min."""
+        count = self.replicas_min
+        return f"at least {count} replica{'s are' if count > 1 else ' is'} required"
 
-    def pops(self) -> list[PopId]:
-        """Return the PoP of each seat."""
-        return [seated.pop for seated in self.seats]
-
-    def _held_pops(self) -> frozenset[PopId]:
-        """Return the PoPs that have a seat, read once a change."""
-        if self._held[0] != self.stamp:
-            self._held = self.stamp, frozenset(seated.pop for seated in self.seats)
-        return self._held[1]
-
-    def warm_pops(self) -> list[PopId]:
-        """Return the PoP of each seat that serves."""
-        warm = ReplicaState.WARM
-        return [s.pop for s in self.seats if s.placement and s.placement.state is warm]
-
-    def is_coming(self) -> bool:
-        """Say whether a replica is on its way up, or about to be."""
-        if self.new_seats():
-            return True
-        return any(s.placement and s.placement.state in COMING for s in self.seats)
-
-    def lacks_nothing(self) -> bool:
-        """Say that a seat more could mend nothing but waits, wherever it is."""
-        enough = len(self.seats) >= max(1, self.least) and not self.deployment.policy.keep_warm
-        return enough and len(self._held_pops()) >= min(2, self.most)
-
-    def need(self, pop: PopId) -> Need:
-        """Return what a seat more in `pop` would mend: the minimum, a PoP kept warm, the spread."""
-        if self.lacks_nothing():
-            return NOTHING_NEEDED
-        policy, pops = self.deployment.policy, self.pops()
-        worth = self.shortfall(pops) - self.shortfall([*pops, pop])
-        if pop in policy.keep_warm and pop not in pops:
-            return Need(tier=3, worth=worth, reason=f"{pop} is kept warm")
-        if len(pops) < self.least:
-            return Need(tier=2, worth=worth, reason=self.least_asked())
-        tier = 1 if not pops and self.is_asked_for else 0
-        return Need(tier=tier, worth=worth, reason="a PoP less would leave none" if worth else "")
-
-    def kept_pops_without(self) -> int:
-        """Count the PoPs to be kept warm that have no seat."""
-        return len(set(self.deployment.policy.keep_warm) - self._held_pops())
-
-    def least_asked(self) -> str:
-        """Say the minimum."""
-        return f"at least {self.least} replica{'s are' if self.least > 1 else ' is'} asked for"
-
-    def needed_in(self) -> list[PopId]:
-        """Return PoPs among which is one where a seat more would mend most."""
-        held = self._held_pops()
-        other = next(([site.pop] for site in self.ground.sites if site.pop not in held), [])
-        return [*self.deployment.policy.keep_warm, *other, *self.pops()[:1]]
-
-    def shortfall(self, pops: Sequence[PopId]) -> float:
-        """Return what seats in `pops` leave wanting beside waits, in the measure of score.py."""
-        policy, held = self.deployment.policy, set(pops)
-        lacking = max(0, self.least - len(pops)) + len(set(policy.keep_warm) - held)
+    def requirement_cost(self, pops: Sequence[PopId]) -> float:
+        """Return the cost of what replicas in `pops` leave unmet besides latency (see score.py)."""
+        policy, distinct = self.deployment.policy, set(pops)
+        lacking = max(0, self.replicas_min - len(pops)) + len(set(policy.keep_warm) - distinct)
         cost = MISSING * self.weight * lacking
-        if self.is_asked_for and not pops:
+        if self.has_demand and not pops:
             cost += ABSENT * self.weight
-        if len(held) < 2 <= self.most:
-            cost += ONE_POP_MS * self.weight * self.requests_per_s
-            cost += MISSING_SPREAD * self.weight * (self.least >= 2)
+        if len(distinct) < 2 <= self.replicas_max:
+            cost += ONE_POP_MS * self.weight * self.total_requests_per_s
+            cost += MISSING_SPREAD * self.weight * (self.replicas_min >= 2)
         return cost
 
-    def saves_at_least(self) -> Floats:
-        """Return for each site at least what a seat more would save, read once a change."""
-        if self._saves[0] != self.stamp:
-            saves = np.zeros(len(self.rooms))
-            if len(self.cities):
-                sites = np.flatnonzero(self.rooms > 0)
-                saves[sites] = self.flow.bounds(sites, self.rooms[sites])
-            self._saves = self.stamp, saves
-        return self._saves[1]
+
+class DeploymentState:
+    """A deployment's needs and the replicas it has at this point of the search.
+
+    `number` is its place in the draft and breaks ties. `version` moves with every change of its
+    replicas, so that what was computed from them can be cached.
+    """
+
+    def __init__(
+        self, fleet: FleetCapacity, needs: DeploymentNeeds, running: Sequence[Placement]
+    ) -> None:
+        self.number = 0
+        self.needs = needs
+        self.version = 0
+        self._fleet = fleet
+        self._pops_cache: tuple[int, frozenset[PopId]] = (-1, frozenset())
+        self._loss_cache: tuple[int, Floats] = (-1, NO_FLOATS)
+        self._gain_cache: tuple[int, Floats] = (-1, NO_FLOATS)
+        self.replicas = [self._from_placement(placement) for placement in running]
+        capacity = np.zeros(len(fleet.sites))
+        for replica in self.replicas:
+            if replica.site >= 0:
+                capacity[replica.site] += replica.capacity
+        self.assignment = LoadAssignment(
+            needs.requests_per_s * needs.weight,
+            needs.load,
+            needs.latency_ms,
+            capacity,
+            UNSERVED_MS,
+        )
+
+    @property
+    def deployment_id(self) -> DeploymentId:
+        """The deployment's id."""
+        return self.needs.deployment_id
+
+    @property
+    def is_full(self) -> bool:
+        """Say whether it has replicas_max replicas or more."""
+        return len(self.replicas) >= self.needs.replicas_max
+
+    def new_replicas(self) -> list[PlannedReplica]:
+        """Return the replicas that this plan would start at once."""
+        return [replica for replica in self.replicas if replica.slot and not replica.waits]
+
+    def pops(self) -> list[PopId]:
+        """Return the PoP of each replica."""
+        return [replica.pop for replica in self.replicas]
+
+    def warm_pops(self) -> list[PopId]:
+        """Return the PoP of each warm replica."""
+        warm = ReplicaState.WARM
+        return [r.pop for r in self.replicas if r.placement and r.placement.state is warm]
+
+    def has_replica_coming(self) -> bool:
+        """Say whether a replica is starting, or would be started by this plan."""
+        if self.new_replicas():
+            return True
+        return any(r.placement and r.placement.state in COMING for r in self.replicas)
+
+    def requirements_met(self) -> bool:
+        """Say whether one more replica could improve nothing but latency, in any PoP."""
+        needs = self.needs
+        has_minimum = len(self.replicas) >= max(1, needs.replicas_min)
+        if not has_minimum or needs.deployment.policy.keep_warm:
+            return False
+        return len(self._distinct_pops()) >= min(2, needs.replicas_max)
+
+    def need_in(self, pop: PopId) -> Need:
+        """Return what one more replica in `pop` is worth besides latency: the minimum, a PoP to
+        keep warm, the spread over PoPs."""
+        if self.requirements_met():
+            return NO_NEED
+        needs, pops = self.needs, self.pops()
+        worth = needs.requirement_cost(pops) - needs.requirement_cost([*pops, pop])
+        if pop in needs.deployment.policy.keep_warm and pop not in pops:
+            return Need(tier=3, worth=worth, reason=f"{pop} is kept warm")
+        if len(pops) < needs.replicas_min:
+            return Need(tier=2, worth=worth, reason=needs.minimum_reason)
+        tier = 1 if not pops and needs.has_demand else 0
+        reason = "with the loss of one PoP none would be left" if worth else ""
+        return Need(tier=tier, worth=worth, reason=reason)
+
+    def cold_keep_warm_pops(self) -> int:
+        """Count the keep_warm PoPs that have no replica."""
+        return len(set(self.needs.deployment.policy.keep_warm) - self._distinct_pops())
+
+    def most_needed_pops(self) -> list[PopId]:
+        """Return PoPs that include one where another replica is worth most besides latency."""
+        present = self._distinct_pops()
+        other = next(([site.pop] for site in self._fleet.sites if site.pop not in present), [])
+        return [*self.needs.deployment.policy.keep_warm, *other, *self.pops()[:1]]
 
     def cost(self) -> float:
         """Return this deployment's part of the sum that the planner lowers."""
-        seats = sum(seated.hold + seated.start for seated in self.seats)
-        return self.flow.cost() + self.shortfall(self.pops()) + seats
+        replicas = sum(replica.hold_cost + replica.start_cost for replica in self.replicas)
+        return self.assignment.cost() + self.needs.requirement_cost(self.pops()) + replicas
 
-    def add(self, seated: PlannedReplica) -> None:
-        """Seat one replica more."""
-        self.seats.append(seated)
-        self.flow = self.flow.copy()
-        self.flow.add(seated.site, seated.room)
-        self.stamp += 1
+    def gain_upper_bounds(self) -> Floats:
+        """Return for each site an upper bound of the latency that one more replica saves."""
+        if self._gain_cache[0] != self.version:
+            capacity = self.needs.site_capacity
+            gains = np.zeros(len(capacity))
+            if len(self.needs.cities):
+                sites = np.flatnonzero(capacity > 0)
+                gains[sites] = self.assignment.gain_upper_bounds(sites, capacity[sites])
+            self._gain_cache = self.version, gains
+        return self._gain_cache[1]
 
-    def drop(self, seated: PlannedReplica) -> None:
-        """Take one seat away."""
-        self.seats.remove(seated)
-        if seated.site >= 0:
-            self.flow = self.flow.copy()
-            self.flow.remove(seated.site, seated.room)
-        self.stamp += 1
+    def loss(self, replica: PlannedReplica) -> float:
+        """Return what the removal of a replica costs in latency and unmet requirements.
 
-    def loss(self, seated: PlannedReplica) -> float:
-        """Return what the rest would pay for one seat less; what the seat itself costs is apart."""
+        The hold and start costs that it saves are not subtracted.
+        """
         pops = self.pops()
-        pops.remove(seated.pop)
-        worse = self.shortfall(pops) - self.shortfall(self.pops())
-        if seated.site < 0:
-            return worse
-        return worse + self.flow.loss(seated.site, seated.room)
+        pops.remove(replica.pop)
+        unmet = self.needs.requirement_cost(pops) - self.needs.requirement_cost(self.pops())
+        if replica.site < 0:
+            return unmet
+        return unmet + self.assignment.loss(replica.site, replica.capacity)
 
-    def loss_at_least(self, seated: PlannedReplica) -> float:
-        """Return an estimate of what a seat's loss costs that is cheap and never too high."""
-        if seated.site < 0:
+    def loss_lower_bound(self, replica: PlannedReplica) -> float:
+        """Return a lower bound of `loss` that is cheap to compute."""
+        if replica.site < 0:
             return 0.0
-        if self.flow.room[seated.site] > seated.room * 1.001:
-            return self.flow.loss_at_least(seated.site, seated.room)
-        if self._losses[0] != self.stamp:
-            self._losses = self.stamp, self.flow.losses_at_least()
-        return float(self._losses[1][seated.site])
+        if self.assignment.capacity[replica.site] > replica.capacity * 1.001:
+            return self.assignment.loss_lower_bound(replica.site, replica.capacity)
+        if self._loss_cache[0] != self.version:
+            self._loss_cache = self.version, self.assignment.loss_lower_bounds()
+        return float(self._loss_cache[1][replica.site])
+
+    def add(self, replica: PlannedReplica) -> None:
+        """Add a replica and reassign load."""
+        self.replicas.append(replica)
+        self.assignment = self.assignment.copy()
+        self.assignment.add_capacity(replica.site, replica.capacity)
+        self.version += 1
+
+    def remove(self, replica: PlannedReplica) -> None:
+        """Remove a replica and reassign its load."""
+        self.replicas.remove(replica)
+        if replica.site >= 0:
+            self.assignment = self.assignment.copy()
+            self.assignment.remove_capacity(replica.site, replica.capacity)
+        self.version += 1
+
+    def restore(self, replicas: list[PlannedReplica], assignment: LoadAssignment) -> None:
+        """Return to replicas and an assignment that it had before."""
+        self.replicas, self.assignment = replicas, assignment
+        self.version += 1
 
     def role_in(self, pop: PopId) -> Role:
-        """Return the role that a seat more in `pop` should have."""
-        share = self.deployment.policy.prefill_share
-        there = [s.placement.role for s in self.seats if s.pop == pop and s.placement]
-        there += [Role.UNIFIED for s in self.seats if s.pop == pop and not s.placement]
-        if not share or not there:
+        """Return the role that one more replica in `pop` should have."""
+        share = self.needs.deployment.policy.prefill_share
+        roles = [r.placement.role for r in self.replicas if r.pop == pop and r.placement]
+        roles += [Role.UNIFIED for r in self.replicas if r.pop == pop and not r.placement]
+        if not share or not roles:
             return Role.UNIFIED
-        prefill = sum(role is Role.PREFILL for role in there)
-        return Role.PREFILL if prefill < round(share * (len(there) + 1)) else Role.DECODE
+        prefill = sum(role is Role.PREFILL for role in roles)
+        return Role.PREFILL if prefill < round(share * (len(roles) + 1)) else Role.DECODE
 
-    def _seated(self, placement: Placement) -> PlannedReplica:
-        site = self.ground.site_of_placement(placement)
-        node = self.ground.nodes[placement.node_id]
-        room = self.room_of.get(self.ground.sites[site].device_class, 0.0) if site >= 0 else 0.0
+    def _distinct_pops(self) -> frozenset[PopId]:
+        if self._pops_cache[0] != self.version:
+            self._pops_cache = self.version, frozenset(replica.pop for replica in self.replicas)
+        return self._pops_cache[1]
+
+    def _from_placement(self, placement: Placement) -> PlannedReplica:
+        site = self._fleet.site_of_placement(placement)
+        capacity = 0.0
+        if site >= 0:
+            device_class = self._fleet.sites[site].device_class
+            capacity = self.needs.class_capacity.get(device_class, 0.0)
         return PlannedReplica(
-            wish=self,
-            pop=node.pop,
-            site=site if room else -1,
-            room=room,
-            hold=self.hold,
+            state=self,
+            pop=self._fleet.nodes[placement.node_id].pop,
+            site=site if capacity else -1,
+            capacity=capacity,
+            hold_cost=self.needs.hold_cost,
             placement=placement,
         )

@@ -1,8 +1,7 @@
-"""What makes a filled plan better: what does not pay goes, what pays more elsewhere moves, what
-wants a full place gets it where its holders are worth less, and at last sites are filled anew and
-seats are forced elsewhere to see what follows.
+"""Improves a filled draft: drops, moves, swaps, rebuilds and perturbs new replicas.
 
-Rule: each is tried, the sum over the wishes it touched compared, and it is kept or undone.
+Rule: each change is tried on the draft; if the cost of the deployments it touched is not lower, it
+is rolled back.
 """
 
 from collections.abc import Sequence
@@ -11,194 +10,204 @@ from typing import Final
 import numpy as np
 
 from isochrone.wire.report import ReplicaState
-from scheduler.decide.placement.retire import least_missed, may_go
 from scheduler.decide.placement.score import START
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
-from scheduler.decide.placement.search.greedy_search import FillOrder, Gain, GreedySearch
+from scheduler.decide.placement.search.draft import Gain, PlacementDraft
+from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN, EffortBudget
+from scheduler.decide.placement.search.greedy_fill import FillOrder, fill
 from scheduler.decide.placement.search.load_assignment import EPSILON
 from scheduler.decide.placement.search.perturb import Perturbation
-from scheduler.decide.placement.search.savepoint import ENOUGH, EffortBudget, Savepoint
+from scheduler.decide.placement.search.removal import cheapest_removal, removable_replicas
 from scheduler.decide.placement.search.swap import Preemption, SlotSwap
 
-TRIED_PER_SEAT: Final = 4
-"""How many other sites one seat is tried at, the most promising first."""
+SITES_TRIED_MAX: Final = 4
+"""How many other sites are tried for one replica, the most promising first."""
 
-PRUNED_MAX: Final = 4
-"""How often a plan is pruned and filled again before exchanges are tried."""
+PRUNES_MAX: Final = 4
+"""How many times a plan is pruned and filled again before other changes are tried."""
 
 
 class LocalSearch:
-    """Exchanges on top of one search. `settle_s` is how long a placement is left in its place."""
+    """Fills and improves one draft. `settle_s` is how old a running replica must be to move."""
 
-    def __init__(self, search: GreedySearch, settle_s: float, effort: int) -> None:
-        self._search = search
+    def __init__(self, draft: PlacementDraft, settle_s: float, effort: int) -> None:
+        self._draft = draft
         self._effort = EffortBudget(effort)
         self._settle_s = settle_s
-        self._exchange = SlotSwap(search, settle_s, self._effort)
-        self._shift = Perturbation(search, self._exchange, self._move, self._effort)
+        self._swap = SlotSwap(draft, settle_s, self._effort)
+        self._perturbation = Perturbation(draft, self._swap, self._move, self._effort)
 
-    def yielding(self) -> list[Preemption]:
-        """Return the standing placements that are to end."""
-        return self._exchange.yielding()
+    def preemptions(self) -> list[Preemption]:
+        """Return the running replicas that are to end for others."""
+        return self._swap.preemptions()
 
     def fill(self) -> None:
-        """Fill. An empty fleet seats those first that need several devices of a node at once.
+        """Fill the draft. In an empty fleet, place first what needs several devices of a node.
 
-        So they find nodes that are whole, and the rest fits in between. Only where that leaves
-        room for all: under scarcity what saves most for its bytes goes first, whatever its size.
+        So large replicas find nodes that are still empty, and small ones fit in between. If not all
+        load can be served that way, fill again by savings per byte, whatever the size.
         """
-        search = self._search
-        counts = {wish.deployment.engine.devices for wish in search.wishes} - {1}
-        if not counts or any(wish.seats for wish in search.wishes):
-            search.fill()
+        draft = self._draft
+        counts = {state.needs.deployment.engine.devices for state in draft.states} - {1}
+        if not counts or any(state.replicas for state in draft.states):
+            fill(draft)
             return
-        saved = Savepoint(search, search.wishes)
+        savepoint = draft.savepoint(draft.states)
         for count in sorted(counts, reverse=True):
-            large = [wish for wish in search.wishes if wish.deployment.engine.devices >= count]
-            search.fill(only=large)
-            self._move_new_seats()
-        search.fill()
-        is_scarce = any(wish.flow.unserved() > EPSILON for wish in search.wishes)
-        if is_scarce or not search.has_starts_left:
-            saved.undo()
-            search.blocked.clear()
-            search.fill()
+            fill(
+                draft, only=[s for s in draft.states if s.needs.deployment.engine.devices >= count]
+            )
+            self._move_new_replicas()
+        fill(draft)
+        is_scarce = any(state.assignment.unserved() > EPSILON for state in draft.states)
+        if is_scarce or not draft.has_starts_left:
+            savepoint.roll_back()
+            draft.blocked.clear()
+            fill(draft)
 
     def run(self) -> None:
-        """Exchange and fill in turn until nothing is better or the effort is spent."""
-        for _ in range(PRUNED_MAX):
-            if not self._drop_what_does_not_pay():
+        """Improve the draft until no change lowers the cost or the effort is spent."""
+        for _ in range(PRUNES_MAX):
+            if not self._drop_unprofitable():
                 break
-            self._search.fill()
-        while self._effort.left > 0:
-            moved = self._move_new_seats()
-            moved |= self._exchange.run()
-            if not (moved or self._rebuild_all() or self._shift.run()):
+            fill(self._draft)
+        while not self._effort.is_spent:
+            changed = self._move_new_replicas()
+            changed |= self._swap.run()
+            if not (changed or self._rebuild_all() or self._perturbation.run()):
                 return
-            self._search.fill()
+            fill(self._draft)
+
+    def relocate_running(self) -> None:
+        """For deployments at their maximum, start a replica elsewhere if it is worth more there.
+
+        The running one ends as surplus when the new one is warm. The new one must save its costs
+        and twice START more, as in a swap. Replicas must have settled first, except where a
+        keep_warm PoP has none.
+        """
+        draft = self._draft
+        for state in draft.states:
+            needs = state.needs
+            if not draft.has_starts_left:
+                return
+            if len(state.replicas) != needs.replicas_max:
+                continue
+            if not all(_is_warm_and_current(replica) for replica in state.replicas):
+                continue
+            cold = state.cold_keep_warm_pops()
+            removable = removable_replicas(state, 0.0 if cold else self._settle_s)
+            removal = cheapest_removal(state, removable, draft.ledger)
+            if removal is None or not self._effort.spend(1):
+                continue
+            leaving = removal.replica
+            savepoint = draft.savepoint([state])
+            before = savepoint.cost_before()
+            draft.remove(leaving)
+            self._place_elsewhere(
+                state, leaving.site, "" if cold else f"worth more here than in {leaving.pop}"
+            )
+            is_due = state.cold_keep_warm_pops() < cold or bool(
+                leaving.placement and leaving.placement.age_s >= self._settle_s
+            )
+            if is_due and savepoint.cost_now() < before - IMPROVEMENT_MIN - 2 * START:
+                draft.put_back(leaving)
+            else:
+                savepoint.roll_back()
 
     def _rebuild_all(self) -> bool:
-        """Empty each site, then each wish, of what is new, and fill again in another order."""
-        wishes = self._search.wishes
-        moved = False
-        sites = sorted({seated.site for wish in wishes for seated in wish.new_seats()})
+        """Empty each site, then each deployment, of new replicas, and fill in another order."""
+        states = self._draft.states
+        changed = False
+        sites = sorted({replica.site for state in states for replica in state.new_replicas()})
         parts: list[tuple[Sequence[DeploymentState], list[int]]] = [
-            (wishes, [site]) for site in sites
+            (states, [site]) for site in sites
         ]
-        parts += [([wish], sites) for wish in wishes]
-        for some, at in parts:
+        parts += [([state], sites) for state in states]
+        for some_states, some_sites in parts:
             for order in FillOrder:
                 if not self._effort.spend(10):
-                    return moved
-                new = [seated for wish in some for seated in wish.new_seats()]
-                moved |= self._rebuild([seated for seated in new if seated.site in at], order)
-        return moved
+                    return changed
+                new = [replica for state in some_states for replica in state.new_replicas()]
+                leaving = [replica for replica in new if replica.site in some_sites]
+                changed |= self._rebuild(leaving, order)
+        return changed
 
     def _rebuild(self, leaving: Sequence[PlannedReplica], order: FillOrder) -> bool:
-        search = self._search
-        saved = Savepoint(search, search.wishes)
-        before = saved.cost_before()
-        for seated in leaving:
-            search.untake(seated)
-        search.fill(order)
-        if saved.cost_now() < before - ENOUGH:
+        draft = self._draft
+        savepoint = draft.savepoint(draft.states)
+        before = savepoint.cost_before()
+        for replica in leaving:
+            draft.remove(replica)
+        fill(draft, order)
+        if savepoint.cost_now() < before - IMPROVEMENT_MIN:
             return True
-        saved.undo()
+        savepoint.roll_back()
         return False
 
-    def _drop_what_does_not_pay(self) -> bool:
-        """Take back new seats that later ones have made spare: greedy never looks back."""
+    def _drop_unprofitable(self) -> bool:
+        """Remove new replicas that later ones have made superfluous."""
         dropped = False
-        for wish in self._search.wishes:
-            if len(wish.seats) <= wish.least or not any(s.seat for s in wish.seats):
+        for state in self._draft.states:
+            is_minimal = len(state.replicas) <= state.needs.replicas_min
+            if is_minimal or not any(replica.slot for replica in state.replicas):
                 continue
-            for seated in wish.new_seats():
-                paid = seated.hold + seated.start
-                if wish.loss_at_least(seated) < paid and wish.loss(seated) < paid - ENOUGH:
-                    self._search.untake(seated)
+            for replica in state.new_replicas():
+                paid = replica.hold_cost + replica.start_cost
+                if state.loss_lower_bound(replica) < paid and (
+                    state.loss(replica) < paid - IMPROVEMENT_MIN
+                ):
+                    self._draft.remove(replica)
                     dropped = True
         return dropped
 
-    def _move_new_seats(self) -> bool:
-        """Try each new seat elsewhere, the largest first."""
+    def _move_new_replicas(self) -> bool:
+        """Try each new replica elsewhere, the largest first."""
         moved = False
-        for wish in self._search.largest_first():
-            for seated in wish.new_seats():
+        for state in self._draft.largest_first():
+            for replica in state.new_replicas():
                 if not self._effort.spend(1):
                     return moved
-                moved |= self._move(seated)
+                moved |= self._move(replica)
         return moved
 
-    def _move(self, seated: PlannedReplica) -> bool:
-        """Take one new seat away, and keep that or the best other place for it, if it is better."""
-        saved = Savepoint(self._search, [seated.wish])
-        before = saved.cost_before()
-        self._search.untake(seated)
-        self._refill(seated.wish, seated.site)
-        if saved.cost_now() < before - ENOUGH:
+    def _move(self, replica: PlannedReplica) -> bool:
+        """Remove one new replica, and place one at the best other site, if that is better."""
+        savepoint = self._draft.savepoint([replica.state])
+        before = savepoint.cost_before()
+        self._draft.remove(replica)
+        self._place_elsewhere(replica.state, replica.site)
+        if savepoint.cost_now() < before - IMPROVEMENT_MIN:
             return True
-        saved.undo()
+        savepoint.roll_back()
         return False
 
-    def relocate(self) -> None:
-        """Where all the seats a policy allows are taken, start one elsewhere that is worth more.
-
-        What it takes the place of ends as one too many when it is warm. The new one must save what
-        it costs and twice START more, as in an exchange. What is left must have settled first, but
-        for a PoP to be kept warm that has none.
-        """
-        search = self._search
-        for wish in search.wishes:
-            if not search.has_starts_left:
-                return
-            if len(wish.seats) != wish.most or not all(_is_settled(s) for s in wish.seats):
-                continue
-            cold = wish.kept_pops_without()
-            missed = least_missed(wish, may_go(wish, 0.0 if cold else self._settle_s))
-            if missed is None or not self._effort.spend(1):
-                continue
-            leaving = missed[1]
-            saved = Savepoint(search, [wish])
-            before = saved.cost_before()
-            search.untake(leaving)
-            reason = "" if cold else f"worth more here than in {leaving.pop}"
-            self._refill(wish, leaving.site, reason)
-            is_due = wish.kept_pops_without() < cold or bool(
-                leaving.placement and leaving.placement.age_s >= self._settle_s
-            )
-            if is_due and saved.cost_now() < before - ENOUGH - 2 * START:
-                search.occupy(leaving)
-                wish.add(leaving)
-            else:
-                saved.undo()
-
-    def _refill(self, wish: DeploymentState, but: int, reason: str = "") -> None:
-        """Take the best seat that pays for one wish, if any, at another site than `but`."""
-        search = self._search
-        sites = np.flatnonzero(wish.rooms > 0)
-        sites = sites[sites != but]
-        if not len(sites) or len(wish.seats) >= wish.most:
+    def _place_elsewhere(self, state: DeploymentState, left_site: int, reason: str = "") -> None:
+        """Take the best free slot that pays at any site but `left_site`, if there is one."""
+        draft, needs = self._draft, state.needs
+        sites = np.flatnonzero(needs.site_capacity > 0)
+        sites = sites[sites != left_site]
+        if not len(sites) or state.is_full:
             return
-        guesses = np.zeros(len(sites))
-        if len(wish.cities):
-            guesses = wish.flow.bounds(sites, wish.rooms[sites])
-        if not wish.lacks_nothing():
-            guesses += [wish.need(search.ground.sites[int(s)].pop).worth for s in sites]
-        order = np.argsort(-guesses, kind="stable")[:TRIED_PER_SEAT]
+        bounds = np.zeros(len(sites))
+        if len(needs.cities):
+            bounds = state.assignment.gain_upper_bounds(sites, needs.site_capacity[sites])
+        if not state.requirements_met():
+            bounds += [draft.need_at(state, int(site)).worth for site in sites]
+        order = np.argsort(-bounds, kind="stable")[:SITES_TRIED_MAX]
         best: Gain | None = None
         for site in sites[order]:
-            worth = search.worth(wish, int(site))
-            if worth and worth.net > ENOUGH and (best is None or worth.net > best.net):
-                best = worth
+            gain = draft.free_gain_at(state, int(site))
+            if gain and gain.net > IMPROVEMENT_MIN and (best is None or gain.net > best.net):
+                best = gain
         if best:
-            search.take(wish, best, reason=reason)
+            draft.take(state, best, reason=reason)
 
 
-def _is_settled(seated: PlannedReplica) -> bool:
-    """Say whether a seat is a warm placement of the version that is wished for."""
-    placement = seated.placement
+def _is_warm_and_current(replica: PlannedReplica) -> bool:
+    """Say whether a replica is running, warm, and of the deployment's current version."""
+    placement = replica.placement
     return (
         placement is not None
         and placement.state is ReplicaState.WARM
-        and placement.version == seated.wish.deployment.version
+        and placement.version == replica.state.needs.deployment.version
     )

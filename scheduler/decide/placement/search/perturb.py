@@ -1,8 +1,9 @@
-"""Seats forced elsewhere, to see what follows: the way out of a plan that no one exchange betters.
+"""Perturbation: forces a replica elsewhere to leave a local minimum that no single swap improves.
 
-A seat is moved to a site whether or not that pays it, whoever is in its way leaves, its fellows
-move to where they are better off, and all are filled and exchanged anew; a large model may leave a
-PoP to its neighbours only so. What comes of it is kept if the whole is better.
+A new replica is moved to another site whether or not that lowers the cost. Whatever is in its way
+leaves, the other new replicas of its deployment move to better places, and everything is filled and
+swapped again. The result is kept if the total cost is lower. Large models, for example, may only
+thus leave a PoP to its neighbours.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,103 +12,109 @@ from typing import Final
 import numpy as np
 
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
-from scheduler.decide.placement.search.greedy_search import BlockedGain, GreedySearch
-from scheduler.decide.placement.search.savepoint import ENOUGH, EffortBudget, Savepoint, in_order
-from scheduler.decide.placement.search.swap import SlotSwap
+from scheduler.decide.placement.search.draft import BlockedGain, PlacementDraft, Savepoint
+from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN, EffortBudget
+from scheduler.decide.placement.search.greedy_fill import fill
+from scheduler.decide.placement.search.swap import SlotSwap, in_order
 
-FOLLOWING: Final = 3
-"""How many exchanges may follow a seat that was forced elsewhere."""
+SWAPS_AFTER_MAX: Final = 3
+"""How many swaps may follow a forced move."""
 
-EJECTED_TRIED: Final = 6
-"""How many places are tried for those whom it ejected."""
+EVICTED_SITES_MAX: Final = 6
+"""How many sites are tried for the replicas that a forced move evicted."""
 
 
 class Perturbation:
-    """Forced moves of what this plan would start; placements that stand are left alone."""
+    """Forced moves of replicas that this plan would start. Running replicas stay.
+
+    `move` tries another place for one new replica and returns whether it moved.
+    """
 
     def __init__(
         self,
-        search: GreedySearch,
-        exchange: SlotSwap,
+        draft: PlacementDraft,
+        swap: SlotSwap,
         move: Callable[[PlannedReplica], bool],
         effort: EffortBudget,
     ) -> None:
-        self._search = search
-        self._exchange = exchange
+        self._draft = draft
+        self._swap = swap
         self._move = move
         self._effort = effort
 
     def run(self) -> bool:
-        """Try the largest first, one seat a site, at each other site; stop at what is better."""
-        for wish in self._search.largest_first():
-            new = {seated.site: seated for seated in wish.new_seats()}
-            for seated in new.values():
-                for site in np.flatnonzero(wish.rooms > 0):
-                    if site == seated.site:
+        """Force replicas to other sites, the largest first, one of each site; stop at the first
+        move that lowers the cost, and return whether there was one."""
+        for state in self._draft.largest_first():
+            one_per_site = {replica.site: replica for replica in state.new_replicas()}
+            for replica in one_per_site.values():
+                for site in np.flatnonzero(state.needs.site_capacity > 0):
+                    if site == replica.site:
                         continue
                     if not self._effort.spend(10):
                         return False
-                    if self._force(seated, int(site)):
+                    if self._force_to(replica, int(site)):
                         return True
         return False
 
-    def _force(self, seated: PlannedReplica, site: int) -> bool:
-        search, wish = self._search, seated.wish
-        saved = Savepoint(search, search.wishes)
-        before = saved.cost_before()
-        search.untake(seated)
-        ejected = self._seat(wish, site)
-        if ejected is not None:
-            for other in wish.new_seats():
+    def _force_to(self, replica: PlannedReplica, site: int) -> bool:
+        draft, state = self._draft, replica.state
+        savepoint = draft.savepoint(draft.states)
+        before = savepoint.cost_before()
+        draft.remove(replica)
+        evicted = self._place_at(state, site)
+        if evicted is not None:
+            for other in state.new_replicas():
                 if other.site != site:
                     self._move(other)
-            search.blocked.clear()
-            search.fill()
-            if self._eject_on(ejected, saved, before):
+            draft.blocked.clear()
+            fill(draft)
+            if self._place_evicted(evicted, savepoint, before):
                 return True
-            if self._exchange.run(standing=False, most=FOLLOWING):
-                search.fill()
-            if saved.cost_now() < before - ENOUGH:
+            if self._swap.run_among_new(limit=SWAPS_AFTER_MAX):
+                fill(draft)
+            if savepoint.cost_now() < before - IMPROVEMENT_MIN:
                 return True
-        saved.undo()
+        savepoint.roll_back()
         return False
 
-    def _eject_on(
-        self, ejected: Sequence[DeploymentState], saved: Savepoint, before: float
+    def _place_evicted(
+        self, evicted: Sequence[DeploymentState], savepoint: Savepoint, before: float
     ) -> bool:
-        """Let who was ejected eject others, each place apart: the first that pays may bar the best.
+        """Let evicted replicas evict others, one site at a time: an ejection chain.
 
-        An ejection chain: who is ejected now may push on in its turn (`exchange.py`).
+        The first site that lowers the cost of one deployment may bar the best for all, so each is
+        tried from the same starting point. `swap.py` continues the chain.
         """
-        search = self._search
-        for entry in self._exchange.wanted(ejected)[:EJECTED_TRIED] if ejected else []:
+        draft = self._draft
+        for blocked in self._swap.blocked_gains(evicted)[:EVICTED_SITES_MAX] if evicted else []:
             if not self._effort.spend(5):
                 return False
-            inner = Savepoint(search, search.wishes)
-            if self._exchange.give(entry, self._exchange.holders(standing=False)):
-                search.fill()
-                if saved.cost_now() < before - ENOUGH:
+            inner = draft.savepoint(draft.states)
+            if self._swap.swap_in(blocked, self._swap.new_holders()):
+                fill(draft)
+                if savepoint.cost_now() < before - IMPROVEMENT_MIN:
                     return True
-            inner.undo()
+            inner.roll_back()
         return False
 
-    def _seat(self, wish: DeploymentState, site: int) -> list[DeploymentState] | None:
-        """Seat a wish at a site, where it is full in the place of those that lose least.
+    def _place_at(self, state: DeploymentState, site: int) -> list[DeploymentState] | None:
+        """Place a replica at a site, evicting those that lose least if it is full.
 
-        Return the wishes of those; None where it cannot be seated.
+        Return the deployments of the evicted replicas; None if no replica can be placed.
         """
-        search = self._search
-        ejected: list[DeploymentState] = []
-        worth = search.worth_to(wish, site)
-        if worth.offered is None:
-            wanted = BlockedGain(wish=wish, site=site, net=np.inf)
-            ways = self._exchange.cheapest(wanted, self._exchange.holders(standing=False))
-            leaving = ways[0] if ways else []
-            for seated in leaving:
-                search.untake(seated)
-            ejected = in_order(seated.wish for seated in leaving)
-            worth = search.worth_to(wish, site)
-        if worth.offered is None:
+        draft = self._draft
+        evicted: list[DeploymentState] = []
+        gain = draft.gain_at(state, site)
+        if gain.candidate is None:
+            blocked = BlockedGain(state=state, site=site, net=np.inf)
+            evictions = self._swap.cheapest_evictions(blocked, self._swap.new_holders())
+            leaving = evictions[0] if evictions else []
+            for replica in leaving:
+                draft.remove(replica)
+            evicted = in_order(replica.state for replica in leaving)
+            gain = draft.gain_at(state, site)
+        if gain.candidate is None:
             return None
-        search.take(wish, worth)
-        return ejected
+        draft.take(state, gain)
+        return evicted

@@ -1,14 +1,13 @@
-"""Room made at full places: what wants one gets it where its holders are worth less.
+"""Takes full slots from replicas that are worth less there than the replica that wants the slot.
 
-Rule: a placement that stands yields only when it has settled, enough others of its deployment are
-warm, and what it yields to is worth more by what starting it again would cost. It ends now; its
-place is taken later.
+Rule: a running replica is preempted only when it has settled, enough other replicas of its
+deployment are warm, and the replica that takes its slot is worth more by what it costs to start the
+preempted one again. The running replica ends now; its slot is taken once it has ended.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from operator import itemgetter
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,323 +16,409 @@ from isochrone.wire.ids import DeviceId, NodeId, PopId
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.placement.score import START
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
-from scheduler.decide.placement.search.greedy_search import BlockedGain, Gain, GreedySearch
-from scheduler.decide.placement.search.savepoint import ENOUGH, EffortBudget, Savepoint, in_order
+from scheduler.decide.placement.search.draft import (
+    BlockedGain,
+    Gain,
+    PlacementDraft,
+    Savepoint,
+)
+from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN, EffortBudget
+from scheduler.decide.placement.search.greedy_fill import fill
 
-TRIED_PER_WISH: Final = 8
-"""How many full sites a wish at its maximum asks for, the most promising first."""
+SITES_TRIED_MAX: Final = 8
+"""How many full sites are tried for a deployment at its maximum, the most promising first."""
 
-CHAIN: Final = 2
-"""How often what was pushed from its seat may push another."""
+CHAIN_MAX: Final = 2
+"""How many times a displaced replica may displace another."""
 
 Holders = dict[NodeId, list[PlannedReplica]]
-"""The seats on each node that could be asked to leave it."""
+"""The replicas on each node that could leave it."""
 
 Losses = dict[PlannedReplica, float]
-"""What each costs that leaves."""
-
-Way = tuple[float, list[PlannedReplica]]
-"""What is lost, and who leaves."""
+"""The cost of removing each replica."""
 
 
 class Preemption(msgspec.Struct, frozen=True, kw_only=True):
-    """A standing placement that is to end, for what wants its place."""
+    """A running replica that is to end for another that wants its slot."""
 
-    seated: PlannedReplica
+    replica: PlannedReplica
     reason: str
 
 
-class SlotSwap:
-    """Who gives way to whom. `settle_s` is how long a placement is left in its place."""
+class _Eviction(NamedTuple):
+    """Replicas whose removal would free a slot, and what that loses."""
 
-    def __init__(self, search: GreedySearch, settle_s: float, effort: EffortBudget) -> None:
-        self._search = search
+    loss: float
+    leaving: list[PlannedReplica]
+
+
+class _SwapResult(NamedTuple):
+    """By how much a swap lowers the cost, and the gain that was taken; None if it failed."""
+
+    lowered: float
+    gain: Gain | None
+
+
+class SlotSwap:
+    """Swaps on one draft. `settle_s` is how old a running replica must be to be preempted."""
+
+    def __init__(self, draft: PlacementDraft, settle_s: float, effort: EffortBudget) -> None:
+        self._draft = draft
         self._settle_s = settle_s
         self._effort = effort
-        self._yielding: list[Preemption] = []
+        self._preemptions: list[Preemption] = []
 
-    def yielding(self) -> list[Preemption]:
-        """Return who is to end: none whose deployment would have to wait for one that is coming."""
+    def preemptions(self) -> list[Preemption]:
+        """Return the running replicas to end.
+
+        Leaves out those whose deployment has no warm replica and waits for one that is starting.
+        """
         return [
-            one
-            for one in self._yielding
-            if (wish := one.seated.wish).warm_pops() or not wish.is_coming()
+            preemption
+            for preemption in self._preemptions
+            if (state := preemption.replica.state).warm_pops() or not state.has_replica_coming()
         ]
 
-    def run(self, standing: bool = True, most: int | None = None) -> bool:
-        """Give full places to what is worth more there than those who hold them.
+    def run(self, limit: int | None = None) -> bool:
+        """Swap at full sites, the largest gain first; running replicas may be preempted.
 
-        At most `most` are tried, what is worth most first; without `standing`, placements stay.
+        At most `limit` sites are tried. Return whether anything was swapped.
         """
-        moved = False
-        holders = self.holders(standing)
-        for entry in self.wanted(self._search.wishes)[:most]:
+        return self._run(self.holders, limit)
+
+    def run_among_new(self, limit: int | None = None) -> bool:
+        """Swap at full sites as `run` does, but leave running replicas where they are."""
+        return self._run(self.new_holders, limit)
+
+    def _run(self, read_holders: Callable[[], Holders], limit: int | None) -> bool:
+        swapped = False
+        holders = read_holders()
+        for blocked in self.blocked_gains(self._draft.states)[:limit]:
             if not self._effort.spend(5):
                 break
-            if self.give(entry, holders):
-                moved = True
-                holders = self.holders(standing)
-        self._search.blocked.clear()
-        return moved
+            if self.swap_in(blocked, holders):
+                swapped = True
+                holders = read_holders()
+        self._draft.blocked.clear()
+        return swapped
 
-    def wanted(self, by: Sequence[DeploymentState]) -> list[BlockedGain]:
-        """Return the full places that some wishes want, what is worth most first."""
-        blocked = self._search.blocked
-        wanted = {key: one for key, one in blocked.items() if one.wish in by}
+    def blocked_gains(self, states: Sequence[DeploymentState]) -> list[BlockedGain]:
+        """Return the gains of some deployments that found no free slot, largest first.
+
+        Empties the draft's `blocked`.
+        """
+        blocked = self._draft.blocked
+        gains = {key: gain for key, gain in blocked.items() if gain.state in states}
         blocked.clear()
-        for wish in by:
-            wanted.update(self._wanted_by(wish))
-        return sorted(wanted.values(), key=lambda b: (-b.net, b.wish.number, b.site))
+        for state in states:
+            gains.update(self._better_sites(state))
+        return sorted(gains.values(), key=lambda b: (-b.net, b.state.number, b.site))
 
-    def _wanted_by(self, wish: DeploymentState) -> dict[tuple[int, int], BlockedGain]:
-        """Return where a wish at its maximum would rather have one of its new seats."""
-        own = self._given_up(wish)
-        if own is None:
+    def _better_sites(self, state: DeploymentState) -> dict[tuple[int, int], BlockedGain]:
+        """Return where a deployment at its maximum would rather have its least useful new replica,
+        by upper bounds of the gain."""
+        moved = self._least_useful_new(state)
+        if moved is None:
             return {}
-        search = self._search
-        flow, others = wish.flow.copy(), wish.pops()
-        flow.remove(own.site, own.room)
-        others.remove(own.pop)
-        kept = wish.cost()
-        base = kept + _loss(own)
-        sites = np.flatnonzero(wish.rooms > 0)
-        saves = flow.bounds(sites, wish.rooms[sites]) if len(wish.cities) else np.zeros(len(sites))
-        short = wish.shortfall(others)
-        mends = [short - wish.shortfall([*others, search.ground.sites[int(s)].pop]) for s in sites]
-        nets = base - saves - np.array(mends) + wish.hold + START
+        draft, needs = self._draft, state.needs
+        assignment, others = state.assignment.copy(), state.pops()
+        assignment.remove_capacity(moved.site, moved.capacity)
+        others.remove(moved.pop)
+        cost_kept = state.cost()
+        cost_without = cost_kept + _net_loss(moved)
+        sites = np.flatnonzero(needs.site_capacity > 0)
+        saves = np.zeros(len(sites))
+        if len(needs.cities):
+            saves = assignment.gain_upper_bounds(sites, needs.site_capacity[sites])
+        unmet = needs.requirement_cost(others)
+        met = [
+            unmet - needs.requirement_cost([*others, draft.fleet.sites[int(site)].pop])
+            for site in sites
+        ]
+        costs = cost_without - saves - np.array(met) + needs.hold_cost + START
         return {
-            (wish.number, int(sites[i])): BlockedGain(
-                wish=wish, site=int(sites[i]), net=kept - nets[i]
+            (state.number, int(sites[i])): BlockedGain(
+                state=state, site=int(sites[i]), net=cost_kept - costs[i]
             )
-            for i in np.argsort(nets, kind="stable")[:TRIED_PER_WISH]
-            if nets[i] < kept - ENOUGH and sites[i] != own.site
+            for i in np.argsort(costs, kind="stable")[:SITES_TRIED_MAX]
+            if costs[i] < cost_kept - IMPROVEMENT_MIN and sites[i] != moved.site
         }
 
-    def _given_up(self, wish: DeploymentState) -> PlannedReplica | None:
-        """Return what a wish at its maximum gives up for a seat elsewhere."""
-        if len(wish.seats) < wish.most:
+    def _least_useful_new(self, state: DeploymentState) -> PlannedReplica | None:
+        """Return the new replica that a deployment at its maximum gives up for one elsewhere."""
+        if not state.is_full:
             return None
-        return min(wish.new_seats(), key=_loss, default=None)
+        return min(state.new_replicas(), key=_net_loss, default=None)
 
-    def holders(self, standing: bool) -> Holders:
-        """Return the seats on each node that could be asked to leave it."""
+    def holders(self) -> Holders:
+        """Return the replicas on each node that could leave it: new ones, and running ones that may
+        be preempted."""
+        return self._holders([state.warm_pops() for state in self._draft.states])
+
+    def new_holders(self) -> Holders:
+        """Return the new replicas on each node."""
+        return self._holders([[] for _ in self._draft.states])
+
+    def _holders(self, warm_pops: Sequence[Sequence[PopId]]) -> Holders:
         holders: Holders = defaultdict(list)
-        for wish in self._search.wishes:
-            warm = wish.warm_pops() if standing else []
-            for seated in wish.seats:
-                if (seated.seat and not seated.waits) or self._may_yield(seated, warm):
-                    for node_id in _nodes(seated):
-                        holders[node_id].append(seated)
+        for state, warm in zip(self._draft.states, warm_pops, strict=True):
+            for replica in state.replicas:
+                is_new = replica.slot and not replica.waits
+                if is_new or self._may_preempt(replica, warm):
+                    for node_id in _nodes_of(replica):
+                        holders[node_id].append(replica)
         return holders
 
-    def _may_yield(self, seated: PlannedReplica, warm: Sequence[PopId]) -> bool:
-        """Say whether one may be ended where these are `warm`: what is to come counts for none."""
-        wish, placement = seated.wish, seated.placement
+    def _may_preempt(self, replica: PlannedReplica, warm: Sequence[PopId]) -> bool:
+        """Say whether a running replica may be preempted while its deployment is warm in `warm`.
+
+        Replicas that are only starting do not count.
+        """
+        needs, placement = replica.state.needs, replica.placement
+        keep_warm = needs.deployment.policy.keep_warm
         return (
             placement is not None
             and placement.state is ReplicaState.WARM
             and placement.age_s >= self._settle_s
-            and len(warm) > wish.least
-            and not (seated.pop in wish.deployment.policy.keep_warm and warm.count(seated.pop) == 1)
+            and len(warm) > needs.replicas_min
+            and not (replica.pop in keep_warm and warm.count(replica.pop) == 1)
         )
 
-    def _may_all_yield(self, leaving: Sequence[PlannedReplica]) -> bool:
-        """Say whether those who may each be ended may be together."""
-        gone: dict[DeploymentState, list[PopId]] = defaultdict(list)
-        for seated in leaving:
-            if seated.placement:
-                gone[seated.wish].append(seated.pop)
-        for wish, pops in gone.items():
-            left = Counter(wish.warm_pops()) - Counter(pops)
-            kept = set(wish.deployment.policy.keep_warm) & set(pops)
-            if left.total() < wish.least or not kept <= left.keys():
+    def _may_preempt_together(self, leaving: Sequence[PlannedReplica]) -> bool:
+        """Say whether replicas that may each be preempted may be together."""
+        pops_lost: dict[DeploymentState, list[PopId]] = defaultdict(list)
+        for replica in leaving:
+            if replica.placement:
+                pops_lost[replica.state].append(replica.pop)
+        for state, pops in pops_lost.items():
+            left = Counter(state.warm_pops()) - Counter(pops)
+            kept = set(state.needs.deployment.policy.keep_warm) & set(pops)
+            if left.total() < state.needs.replicas_min or not kept <= left.keys():
                 return False
         return True
 
-    def give(self, blocked: BlockedGain, holders: Holders) -> bool:
-        """Seat what is blocked where room is on its way, or in the place of what loses least."""
-        search, wish = self._search, blocked.wish
-        given_up = self._given_up(wish)
+    def swap_in(self, blocked: BlockedGain, holders: Holders) -> bool:
+        """Place a blocked replica where it lowers the cost most; return whether it did.
+
+        If memory at its site is being released anyway, it waits for that instead.
+        """
+        draft, state = self._draft, blocked.state
+        given_up = self._least_useful_new(state)
         own = [given_up] if given_up else []
-        if not own and len(wish.seats) >= wish.most:
+        if not own and state.is_full:
             return False
         if not own:
-            soon = search.worth(wish, blocked.site, soon=True)
+            soon = draft.free_gain_at(state, blocked.site, count_releasing=True)
             if soon:
-                if soon.net > ENOUGH:
-                    search.take(wish, soon, waits=True)
+                if soon.net > IMPROVEMENT_MIN:
+                    draft.take_when_released(state, soon)
                 return False
         best, chosen = 0.0, None
-        for leaving in self.cheapest(blocked, holders):
-            if not self._may_all_yield(leaving):
+        for leaving in self.cheapest_evictions(blocked, holders):
+            if not self._may_preempt_together(leaving):
                 continue
-            saved = Savepoint(search, [])
-            lowered = self._tried(saved, blocked, [*own, *leaving])[0]
-            saved.undo()
+            savepoint = draft.savepoint()
+            lowered = self._try_swap(savepoint, blocked, [*own, *leaving]).lowered
+            savepoint.roll_back()
             if lowered > best:
                 best, chosen = lowered, [*own, *leaving]
         if chosen is None:
             return False
-        _, worth = self._tried(Savepoint(search, []), blocked, chosen)
-        if worth:
-            self._note(blocked, worth, [seated for seated in chosen if seated.placement])
+        gain = self._try_swap(draft.savepoint(), blocked, chosen).gain
+        if gain:
+            self._preempt(blocked, gain, [replica for replica in chosen if replica.placement])
         return True
 
-    def _tried(
-        self, saved: Savepoint, blocked: BlockedGain, leaving: Sequence[PlannedReplica]
-    ) -> tuple[float, Gain | None]:
-        """Seat what is blocked in the place of those leaving; return by how much it is better."""
-        standing = sum(1 for seated in leaving if seated.placement)
-        worth = self._force([saved], blocked, leaving)
-        # What has ended must not have to be started again for a guess that was too high.
-        least = ENOUGH + 2 * START * standing
-        return (saved.cost_before() - saved.cost_now() - least, worth) if worth else (0.0, None)
+    def _try_swap(
+        self, savepoint: Savepoint, blocked: BlockedGain, leaving: Sequence[PlannedReplica]
+    ) -> _SwapResult:
+        """Place a blocked replica in the slots of `leaving`, and say by how much that is better."""
+        running = sum(1 for replica in leaving if replica.placement)
+        gain = self._place([savepoint], blocked, leaving)
+        if not gain:
+            return _SwapResult(0.0, None)
+        # A preemption on an estimate that was too high must not have to be reverted soon.
+        margin = IMPROVEMENT_MIN + 2 * START * running
+        return _SwapResult(savepoint.cost_before() - savepoint.cost_now() - margin, gain)
 
-    def _force(
-        self, saved: Sequence[Savepoint], blocked: BlockedGain, leaving: Sequence[PlannedReplica]
+    def _place(
+        self,
+        savepoints: Sequence[Savepoint],
+        blocked: BlockedGain,
+        leaving: Sequence[PlannedReplica],
     ) -> Gain | None:
-        """Seat what is blocked; those who left find other seats, or push others in their turn."""
-        search, wish = self._search, blocked.wish
-        touched = in_order([wish, *(seated.wish for seated in leaving)])
-        for each in saved:
-            for one in touched:
-                each.touch(one)
-        for seated in leaving:
-            search.untake(seated)
-        waits = any(seated.placement for seated in leaving)
-        worth = search.worth(wish, blocked.site, soon=waits)
-        if worth is None or worth.net <= ENOUGH or len(wish.seats) >= wish.most:
+        """Place a blocked replica; displaced new replicas find other slots or displace others."""
+        draft, state = self._draft, blocked.state
+        touched = in_order([state, *(replica.state for replica in leaving)])
+        for savepoint in savepoints:
+            for each in touched:
+                savepoint.include(each)
+        for replica in leaving:
+            draft.remove(replica)
+        waits = any(replica.placement for replica in leaving)
+        gain = draft.free_gain_at(state, blocked.site, count_releasing=waits)
+        if gain is None or gain.net <= IMPROVEMENT_MIN or state.is_full:
             return None
-        search.take(wish, worth, waits=waits)
-        if any(seated.seat for seated in leaving):
-            search.blocked.clear()
-            search.fill(only=touched)
-            pushed = [b for b in search.blocked.values() if b.wish is not wish]
-            for one in touched:
-                if one is not wish:
-                    pushed += self._wanted_by(one).values()
-            if pushed and len(saved) <= CHAIN:
-                second = max(pushed, key=lambda b: (b.net, -b.wish.number, -b.site))
-                self._push_on(saved, second, wish)
-        return worth
+        if waits:
+            draft.take_when_released(state, gain)
+        else:
+            draft.take(state, gain)
+        if any(replica.slot for replica in leaving):
+            draft.blocked.clear()
+            fill(draft, only=touched)
+            displaced = [b for b in draft.blocked.values() if b.state is not state]
+            for each in touched:
+                if each is not state:
+                    displaced += self._better_sites(each).values()
+            if displaced and len(savepoints) <= CHAIN_MAX:
+                largest = max(displaced, key=lambda b: (b.net, -b.state.number, -b.site))
+                self._displace_next(savepoints, largest, state)
+        return gain
 
-    def _push_on(
-        self, saved: Sequence[Savepoint], pushed: BlockedGain, but: DeploymentState
+    def _displace_next(
+        self, savepoints: Sequence[Savepoint], displaced: BlockedGain, displaced_by: DeploymentState
     ) -> None:
-        """Let what was pushed push another (not the wish that pushed it), if that is better."""
+        """Let a displaced replica displace another, of any deployment but the one that displaced
+        it, if that lowers the cost."""
         holders = {
-            node_id: [seated for seated in there if seated.wish is not but]
-            for node_id, there in self.holders(standing=False).items()
+            node_id: [replica for replica in replicas if replica.state is not displaced_by]
+            for node_id, replicas in self.new_holders().items()
         }
-        own = self._given_up(pushed.wish)
-        for leaving in self.cheapest(pushed, holders):
-            inner = Savepoint(self._search, [])
-            worth = self._force([*saved, inner], pushed, [own, *leaving] if own else leaving)
-            if worth and inner.cost_now() < inner.cost_before() - ENOUGH:
+        own = self._least_useful_new(displaced.state)
+        for leaving in self.cheapest_evictions(displaced, holders):
+            inner = self._draft.savepoint()
+            gain = self._place([*savepoints, inner], displaced, [own, *leaving] if own else leaving)
+            if gain and inner.cost_now() < inner.cost_before() - IMPROVEMENT_MIN:
                 return
-            inner.undo()
+            inner.roll_back()
 
-    def _note(self, blocked: BlockedGain, worth: Gain, standing: Sequence[PlannedReplica]) -> None:
-        pop = self._search.ground.sites[blocked.site].pop
+    def _preempt(self, blocked: BlockedGain, gain: Gain, running: Sequence[PlannedReplica]) -> None:
+        pop = self._draft.fleet.sites[blocked.site].pop
         reason = (
-            f"its place in {pop} is worth {worth.net:.0f} ms x requests/s more to "
-            f"{blocked.wish.name}, which has none free there"
+            f"its slot in {pop} is worth {gain.net:.0f} ms x requests/s more to "
+            f"{blocked.state.deployment_id}, which has no free slot there"
         )
-        self._yielding += [Preemption(seated=seated, reason=reason) for seated in standing]
+        self._preemptions += [Preemption(replica=replica, reason=reason) for replica in running]
 
-    def cheapest(self, blocked: BlockedGain, holders: Holders) -> list[list[PlannedReplica]]:
-        """Return whose leaving would make the room at a site, the least lost first."""
-        wish = blocked.wish
-        ways: list[Way] = []
-        nodes = wish.deployment.engine.nodes
-        for node in wish.nodes_of[blocked.site]:
-            there = [s for s in holders.get(node.node_id, []) if s.wish is not wish]
-            losses = {seated: _loss_for(blocked, seated) for seated in there}
-            here = self._on_node(blocked, node.node_id, there, losses)
-            for lost, leaving in here if nodes == 1 else here[:1]:
-                if lost <= blocked.net or not any(seated.placement for seated in leaving):
-                    ways.append((lost, leaving))
-        ways.sort(key=itemgetter(0))
-        if nodes == 1:
-            # Others of the same deployments are no other way.
-            apart = {tuple(sorted(s.wish.number for s in way[1])): way for way in reversed(ways)}
-            return [leaving for _, leaving in sorted(apart.values(), key=itemgetter(0))[:2]]
-        all_of_them = dict.fromkeys(seated for _, leaving in ways[:nodes] for seated in leaving)
-        return [list(all_of_them)] if len(ways) >= nodes else []
+    def cheapest_evictions(
+        self, blocked: BlockedGain, holders: Holders
+    ) -> list[list[PlannedReplica]]:
+        """Return sets of replicas whose removal would free a slot at a site, cheapest first."""
+        state = blocked.state
+        evictions: list[_Eviction] = []
+        node_count = state.needs.deployment.engine.nodes
+        for node in state.needs.eligible_nodes[blocked.site]:
+            others = [r for r in holders.get(node.node_id, []) if r.state is not state]
+            losses = {replica: _loss_for(blocked, replica) for replica in others}
+            on_node = self._evictions_on_node(blocked, node.node_id, others, losses)
+            for eviction in on_node if node_count == 1 else on_node[:1]:
+                has_running = any(replica.placement for replica in eviction.leaving)
+                if eviction.loss <= blocked.net or not has_running:
+                    evictions.append(eviction)
+        evictions.sort(key=lambda eviction: eviction.loss)
+        if node_count == 1:
+            # Two evictions from the same deployments are alike: keep the cheaper one.
+            distinct = {
+                tuple(sorted(r.state.number for r in eviction.leaving)): eviction
+                for eviction in reversed(evictions)
+            }
+            cheapest = sorted(distinct.values(), key=lambda eviction: eviction.loss)[:2]
+            return [eviction.leaving for eviction in cheapest]
+        together = dict.fromkeys(
+            replica for eviction in evictions[:node_count] for replica in eviction.leaving
+        )
+        return [list(together)] if len(evictions) >= node_count else []
 
-    def _on_node(
-        self, blocked: BlockedGain, node_id: NodeId, there: list[PlannedReplica], losses: Losses
-    ) -> list[Way]:
-        """Return who may leave a node: on each device those that lose least for what they free."""
-        search, wish = self._search, blocked.wish
-        needed = wish.memory_bytes // wish.deployment.engine.devices
-        device_class = search.ground.sites[blocked.site].device_class
-        ways: list[Way] = []
-        for device in search.ground.nodes[node_id].devices:
+    def _evictions_on_node(
+        self,
+        blocked: BlockedGain,
+        node_id: NodeId,
+        others: list[PlannedReplica],
+        losses: Losses,
+    ) -> list[_Eviction]:
+        """Return which replicas could leave a node: on each device those that lose least for the
+        memory they free."""
+        fleet, needs = self._draft.fleet, blocked.state.needs
+        needed = needs.memory_bytes // needs.deployment.engine.devices
+        device_class = fleet.sites[blocked.site].device_class
+        evictions: list[_Eviction] = []
+        for device in fleet.nodes[node_id].devices:
             if device.device_class != device_class or not device.healthy:
                 continue
             if device.memory_bytes < needed:
                 continue
-            ways.append(self._on_device(node_id, device.device_id, needed, there, losses))
-        ways = sorted((w for w in ways if w[0] < np.inf), key=itemgetter(0))
-        count = wish.deployment.engine.devices_per_node
-        if count == 1 or len(ways) < count:
-            return ways if count == 1 else []
-        leaving = dict.fromkeys(seated for _, on_one in ways[:count] for seated in on_one)
-        return [(sum(losses[seated] for seated in leaving), list(leaving))]
+            evictions.append(
+                self._eviction_on_device(node_id, device.device_id, needed, others, losses)
+            )
+        evictions = sorted(
+            (e for e in evictions if e.loss < np.inf), key=lambda eviction: eviction.loss
+        )
+        count = needs.deployment.engine.devices_per_node
+        if count == 1 or len(evictions) < count:
+            return evictions if count == 1 else []
+        leaving = dict.fromkeys(r for eviction in evictions[:count] for r in eviction.leaving)
+        return [_Eviction(sum(losses[replica] for replica in leaving), list(leaving))]
 
-    def _on_device(
+    def _eviction_on_device(
         self,
         node_id: NodeId,
         device_id: DeviceId,
         needed: int,
-        there: list[PlannedReplica],
+        others: list[PlannedReplica],
         losses: Losses,
-    ) -> Way:
-        short = needed - self._search.ground.free[node_id, device_id]
+    ) -> _Eviction:
+        short = needed - self._draft.ledger.free[node_id, device_id]
         if short <= 0:
-            return 0.0, []
-        held = [seated for seated in there if device_id in _devices(seated, node_id)]
-        alone = [seated for seated in held if _bytes(seated) >= short]
-        best: Way = (np.inf, [])
-        if alone:
-            one = min(alone, key=losses.__getitem__)
-            best = (losses[one], [one])
+            return _Eviction(0.0, [])
+        on_device = [replica for replica in others if device_id in _devices_of(replica, node_id)]
+        large_enough = [replica for replica in on_device if _memory_of(replica) >= short]
+        best = _Eviction(np.inf, [])
+        if large_enough:
+            cheapest = min(large_enough, key=losses.__getitem__)
+            best = _Eviction(losses[cheapest], [cheapest])
         leaving: list[PlannedReplica] = []
-        for seated in sorted(held, key=lambda s: losses[s] / _bytes(s)):
+        for replica in sorted(on_device, key=lambda r: losses[r] / _memory_of(r)):
             if short <= 0:
                 break
-            leaving.append(seated)
-            short -= _bytes(seated)
-        lost = sum(losses[seated] for seated in leaving)
-        return (lost, leaving) if short <= 0 and lost < best[0] else best
+            leaving.append(replica)
+            short -= _memory_of(replica)
+        loss = sum(losses[replica] for replica in leaving)
+        return _Eviction(loss, leaving) if short <= 0 and loss < best.loss else best
 
 
-def _loss_for(blocked: BlockedGain, seated: PlannedReplica) -> float:
-    """Return what one leaving costs; inf at once for what stands and is surely worth more."""
-    paid = seated.hold + seated.start
-    if seated.placement and seated.wish.loss_at_least(seated) - paid > blocked.net:
+def in_order(states: Iterable[DeploymentState]) -> list[DeploymentState]:
+    """Return states without repetition, in the order of the draft."""
+    return sorted(set(states), key=lambda state: state.number)
+
+
+def _loss_for(blocked: BlockedGain, replica: PlannedReplica) -> float:
+    """Return what removing a replica costs; inf if it runs and is surely worth more than
+    `blocked`."""
+    paid = replica.hold_cost + replica.start_cost
+    if replica.placement and replica.state.loss_lower_bound(replica) - paid > blocked.net:
         return np.inf
-    return _loss(seated)
+    return _net_loss(replica)
 
 
-def _loss(seated: PlannedReplica) -> float:
-    return seated.wish.loss(seated) - seated.hold - seated.start
+def _net_loss(replica: PlannedReplica) -> float:
+    """Return what removing a replica costs, less its own cost."""
+    return replica.state.loss(replica) - replica.hold_cost - replica.start_cost
 
 
-def _nodes(seated: PlannedReplica) -> Sequence[NodeId]:
-    if seated.seat:
-        return [part.node.node_id for part in seated.seat.parts]
-    return seated.placement.node_ids if seated.placement else ()
+def _nodes_of(replica: PlannedReplica) -> Sequence[NodeId]:
+    if replica.slot:
+        return [part.node.node_id for part in replica.slot.parts]
+    return replica.placement.node_ids if replica.placement else ()
 
 
-def _devices(seated: PlannedReplica, node_id: NodeId) -> tuple[DeviceId, ...]:
-    if seated.seat:
-        return next(p.device_ids for p in seated.seat.parts if p.node.node_id == node_id)
-    parts = seated.placement.parts if seated.placement else ()
+def _devices_of(replica: PlannedReplica, node_id: NodeId) -> tuple[DeviceId, ...]:
+    if replica.slot:
+        return next(p.device_ids for p in replica.slot.parts if p.node.node_id == node_id)
+    parts = replica.placement.parts if replica.placement else ()
     return next((part.device_ids for part in parts if part.node_id == node_id), ())
 
 
-def _bytes(seated: PlannedReplica) -> int:
-    held = seated.seat or seated.placement
-    return max(1, held.memory_bytes) if held else 1
+def _memory_of(replica: PlannedReplica) -> int:
+    """Return the bytes that a replica takes of each device, at least 1."""
+    holder = replica.slot or replica.placement
+    return max(1, holder.memory_bytes) if holder else 1

@@ -1,9 +1,9 @@
-"""One peer is read at its pace: a burst at once, the rest as time passes."""
+"""Messages of one peer pass in a burst at once, then at the configured rate."""
 
 from scheduler.decide.membership.message_rate_limit import BURST_S, MESSAGE_BYTES, MessageRateLimit
 
 
-def test_a_burst_is_read_at_once_and_what_follows_at_the_pace() -> None:
+def test_a_burst_passes_at_once_and_later_messages_at_the_rate() -> None:
     pace = MessageRateLimit(4.0)
     burst = int(4.0 * BURST_S)
     assert [pace.wait_s(100, 0.0) for _ in range(burst)] == [0.0] * burst

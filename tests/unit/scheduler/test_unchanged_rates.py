@@ -1,4 +1,4 @@
-"""Rates that drift are not news; whatever else changes is."""
+"""Small drifts of rates do not change the route table; every other change does."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from isochrone.wire.ids import ClusterId, DeploymentId, Epoch, Generation, NodeId, PopId, ReplicaId
 from isochrone.wire.routes import Route, RouteTable, apply_delta, diff
-from scheduler.decide.routing.route_table import keep_unchanged_rates
+from scheduler.decide.routing import keep_unchanged_rates
 
 
 def a_route(name: str = "r1", **fields: Any) -> Route:
@@ -35,7 +35,7 @@ def a_table(*routes: Route, generation: int = 0, epoch: int = 1) -> RouteTable:
 
 
 @pytest.mark.parametrize(
-    ("now", "is_news"),
+    ("now", "is_sent"),
     [
         ({}, False),
         ({"prefill_tokens_per_s": 1090.0, "decode_tokens_per_s": 91.0}, False),
@@ -46,31 +46,31 @@ def a_table(*routes: Route, generation: int = 0, epoch: int = 1) -> RouteTable:
         ({"version": 2, "prefill_tokens_per_s": 1001.0}, True),
     ],
 )
-def test_a_tenth_is_no_news(now: dict[str, Any], is_news: bool) -> None:
-    told = a_table(a_route(), generation=7)
-    settled = keep_unchanged_rates(told, a_table(a_route(**now)))
-    assert (settled != told) is is_news
+def test_a_rate_change_of_a_tenth_keeps_the_old_rate(now: dict[str, Any], is_sent: bool) -> None:
+    sent = a_table(a_route(), generation=7)
+    settled = keep_unchanged_rates(sent, a_table(a_route(**now)))
+    assert (settled != sent) is is_sent
     assert settled.generation == 7
 
 
-def test_the_first_rate_measured_is_news() -> None:
-    told = a_table(a_route(prefill_tokens_per_s=0.0))
-    assert keep_unchanged_rates(told, a_table(a_route())) != told
+def test_the_first_measured_rate_is_sent() -> None:
+    sent = a_table(a_route(prefill_tokens_per_s=0.0))
+    assert keep_unchanged_rates(sent, a_table(a_route())) != sent
 
 
-def test_a_drift_adds_up_until_it_is_told() -> None:
-    told = a_table(a_route())
+def test_slow_drift_is_sent_once_it_adds_up() -> None:
+    sent = a_table(a_route())
     for step in range(1, 9):
         told_again = keep_unchanged_rates(
-            told, a_table(a_route(prefill_tokens_per_s=1000.0 + 15.0 * step))
+            sent, a_table(a_route(prefill_tokens_per_s=1000.0 + 15.0 * step))
         )
-        assert (told_again != told) is (step >= 7)
+        assert (told_again != sent) is (step >= 7)
 
 
-def test_a_new_term_tells_everything_anew() -> None:
-    told = a_table(a_route(), generation=7)
+def test_a_new_term_sends_all_rates_again() -> None:
+    sent = a_table(a_route(), generation=7)
     new = a_table(a_route(prefill_tokens_per_s=1001.0), epoch=2)
-    assert keep_unchanged_rates(told, new) == new
+    assert keep_unchanged_rates(sent, new) == new
 
 
 RATES = st.floats(0, 1e6)
@@ -81,7 +81,7 @@ RATES = st.floats(0, 1e6)
     before=st.dictionaries(st.sampled_from("abcdef"), RATES),
     after=st.dictionaries(st.sampled_from("abcdef"), RATES),
 )
-def test_what_routers_hold_is_never_far_from_what_is(
+def test_rates_that_routers_hold_stay_close_to_measured_ones(
     before: dict[str, float], after: dict[str, float]
 ) -> None:
     def table(rates: dict[str, float]) -> RouteTable:
@@ -89,13 +89,13 @@ def test_what_routers_hold_is_never_far_from_what_is(
             *(a_route(n, prefill_tokens_per_s=rate) for n, rate in sorted(rates.items()))
         )
 
-    told, new = table(before), table(after)
-    settled = keep_unchanged_rates(told, new)
+    sent, new = table(before), table(after)
+    settled = keep_unchanged_rates(sent, new)
     assert [route.replica_id for route in settled.routes] == sorted(after)
     for route, real in zip(settled.routes, new.routes, strict=True):
         assert abs(route.prefill_tokens_per_s - real.prefill_tokens_per_s) <= max(
             0.1 * route.prefill_tokens_per_s, 0.0
         )
-    delta = diff(told, settled)
+    delta = diff(sent, settled)
     assert len(delta.routes_set) <= len(after)
-    assert apply_delta(told, delta) == msgspec.structs.replace(settled, generation=told.generation)
+    assert apply_delta(sent, delta) == msgspec.structs.replace(settled, generation=sent.generation)

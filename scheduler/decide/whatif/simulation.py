@@ -1,7 +1,7 @@
-"""What would follow from a change: a saved picture, changed, planned until it is at rest.
+"""Simulates changes to a saved cluster snapshot: plans again and again until nothing moves.
 
-Rule: the saved picture and the changes are all that is known, so a bug report is a file, and the
-same file gives the same answer bit for bit.
+Rule: the snapshot and the changes are the only input. So a bug report is a file, and the same file
+gives the same result bit for bit.
 """
 
 import hashlib
@@ -15,29 +15,29 @@ from isochrone.wire.ids import DeploymentId, DeviceId, Generation, NodeId, PopId
 from isochrone.wire.model import Deployment, Model, Positive
 from isochrone.wire.report import Device, ReplicaState
 from scheduler.decide.capacity.device_classes import CLASSES, CPU, GIB, class_of
+from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.cluster import ClusterState, FleetNode, PlacementPlan
 from scheduler.decide.membership.liveness import LivenessLimits
 from scheduler.decide.placement.rollout_split import plan_fleet
-from scheduler.decide.placement.score import Distances
 from scheduler.decide.whatif.predict import FleetPrediction, predict_service
 
 FORMAT: Final = 1
 ROUNDS_MAX: Final = 300
 ROUND_S: Final = 60.0
-"""How much older the fleet is taken to be after each round of moves."""
+"""How much older replicas are after each round of moves."""
 
 MEMORY_SLACK: Final = 1.1
-"""Sizes are rounded up when they are named: an 80 GB device may be said to have 80 GiB."""
+"""Memory sizes may be rounded up: an 80 GB device may be given as 80 GiB."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 
 
 class InvalidChange(ValueError):
-    """The change names what the picture does not hold."""
+    """A change names something that is not in the snapshot, or is not possible."""
 
 
 class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What placement decided from, to be kept in a file."""
+    """The cluster state that placement decides from, in the format of a file."""
 
     cluster: ClusterState
     liveness: LivenessLimits = LivenessLimits()
@@ -45,26 +45,26 @@ class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     release: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a file of which only a part would be understood."""
+        """Raise ValueError for another format, duplicate ids, or nodes in unknown PoPs."""
         if self.format != FORMAT:
             raise ValueError(
                 f"its format is {self.format}, this release reads {FORMAT}: plan it with "
                 f"release {self.release or 'that saved it'}"
             )
-        for what, names in (
+        for kind, names in (
             ("PoP", [pop.pop for pop in self.cluster.pops]),
             ("node", [node.node_id for node in self.cluster.nodes]),
         ):
             if len(set(names)) < len(names):
-                raise ValueError(f"it holds a {what} twice: {Counter(names).most_common(1)[0][0]}")
+                raise ValueError(f"it has the {kind} {Counter(names).most_common(1)[0][0]} twice")
         known = {pop.pop for pop in self.cluster.pops}
-        astray = next((node for node in self.cluster.nodes if node.pop not in known), None)
-        if astray is not None:
-            raise ValueError(f"node {astray.node_id} is in {astray.pop}, which it does not hold")
+        misplaced = next((node for node in self.cluster.nodes if node.pop not in known), None)
+        if misplaced is not None:
+            raise ValueError(f"node {misplaced.node_id} is in {misplaced.pop}, which is not in it")
 
 
 class AddNodes(msgspec.Struct, frozen=True, kw_only=True, tag="add_nodes"):
-    """So many servers more in a PoP, with so many devices of a class each."""
+    """Add nodes in a PoP, each with a number of devices of one class."""
 
     pop: PopId
     device_class: str
@@ -73,39 +73,39 @@ class AddNodes(msgspec.Struct, frozen=True, kw_only=True, tag="add_nodes"):
     devices: Count = 1
 
     def words(self) -> str:
-        """Say it."""
+        """Return the change as text."""
         return f"add {self.nodes} x {self.devices} {self.device_class} in {self.pop}"
 
 
 class LosePop(msgspec.Struct, frozen=True, kw_only=True, tag="lose_pop"):
-    """A PoP is gone; its users come in by the nearest other."""
+    """Remove the nodes of a PoP; its demand moves to the nearest other PoP."""
 
     pop: PopId
 
     def words(self) -> str:
-        """Say it."""
+        """Return the change as text."""
         return f"lose {self.pop}"
 
 
 class LoseNode(msgspec.Struct, frozen=True, kw_only=True, tag="lose_node"):
-    """A server is gone."""
+    """Remove a node."""
 
     node_id: NodeId
 
     def words(self) -> str:
-        """Say it."""
+        """Return the change as text."""
         return f"lose {self.node_id}"
 
 
 class ScaleDemand(msgspec.Struct, frozen=True, kw_only=True, tag="scale_demand"):
-    """Demand times a factor, of one city or deployment or of all."""
+    """Multiply demand by a factor, of one city or deployment or of all."""
 
     factor: Annotated[float, msgspec.Meta(ge=0, le=1000)]
     pop: PopId | None = None
     deployment_id: DeploymentId | None = None
 
     def words(self) -> str:
-        """Say it."""
+        """Return the change as text."""
         return (
             f"demand x {self.factor:g} of {self.deployment_id or 'everything'} "
             f"in {self.pop or 'every city'}"
@@ -113,7 +113,7 @@ class ScaleDemand(msgspec.Struct, frozen=True, kw_only=True, tag="scale_demand")
 
 
 class AddDeployment(msgspec.Struct, frozen=True, kw_only=True, tag="add_deployment"):
-    """A new model, or one of the picture's, asked for as another deployment is, times a factor."""
+    """Add a deployment of a new or known model, with the demand of another one times a factor."""
 
     deployment: Deployment
     model: Model | None = None
@@ -121,7 +121,7 @@ class AddDeployment(msgspec.Struct, frozen=True, kw_only=True, tag="add_deployme
     demand_factor: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 1.0
 
     def words(self) -> str:
-        """Say it."""
+        """Return the change as text."""
         return f"add {self.deployment.deployment_id} ({self.deployment.model_id})"
 
 
@@ -140,7 +140,10 @@ class WhatIfMove(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WhatIfResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What would follow. `digest` names the first plan: equal digests are equal plans."""
+    """The moves that follow, and the service before and after.
+
+    `digest` identifies the first plan: equal digests mean equal plans.
+    """
 
     changes: tuple[str, ...]
     digest: str
@@ -154,59 +157,59 @@ class WhatIfResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def what_if(
-    picture: ClusterSnapshot, changes: Sequence[Change], prices: Mapping[str, float] | None = None
+    snapshot: ClusterSnapshot, changes: Sequence[Change], prices: Mapping[str, float] | None = None
 ) -> WhatIfResult:
-    """Return what would follow from `changes`, made in their order."""
-    cluster = picture.cluster
+    """Return what follows from `changes`, applied in their order; raise InvalidChange."""
+    cluster = snapshot.cluster
     for change in changes:
         cluster = apply_change(cluster, change)
-    kinds = _classes(picture.cluster) | _classes(cluster)
-    unknown = sorted(set(prices or {}) - kinds)
+    classes = _classes(snapshot.cluster) | _classes(cluster)
+    unknown = sorted(set(prices or {}) - classes)
     if unknown:
-        there = ", ".join(sorted(kinds))
-        raise InvalidChange(f"cannot price {unknown[0]}: the devices there are {there or 'none'}")
-    first = plan_fleet(cluster, picture.liveness)
+        known = ", ".join(sorted(classes))
+        raise InvalidChange(f"cannot price {unknown[0]}: the device classes are {known or 'none'}")
+    first = plan_fleet(cluster, snapshot.liveness)
     moves: list[WhatIfMove] = []
-    decided, rounds = first, 0
-    while (decided.starts or decided.endings) and rounds < ROUNDS_MAX:
-        moves += _moves(cluster, decided)
-        cluster = apply_plan(cluster, decided)
-        decided = plan_fleet(cluster, picture.liveness)
+    plan, rounds = first, 0
+    while (plan.starts or plan.endings) and rounds < ROUNDS_MAX:
+        moves += _moves(cluster, plan)
+        cluster = apply_plan(cluster, plan)
+        plan = plan_fleet(cluster, snapshot.liveness)
         rounds += 1
     return WhatIfResult(
         changes=tuple(change.words() for change in changes),
         digest=plan_digest(first),
         moves=tuple(moves),
-        unmet=tuple(f"{unmet.deployment_id}: {unmet.reason}" for unmet in decided.unmet),
+        unmet=tuple(f"{unmet.deployment_id}: {unmet.reason}" for unmet in plan.unmet),
         frozen=first.frozen,
         rounds=rounds,
-        is_at_rest=not (decided.starts or decided.endings),
-        now=predict_service(picture.cluster, prices),
+        is_at_rest=not (plan.starts or plan.endings),
+        now=predict_service(snapshot.cluster, prices),
         then=predict_service(cluster, prices),
     )
 
 
-def plan_digest(decided: PlacementPlan) -> str:
-    """Return a name for a plan that only an equal one has."""
-    return hashlib.sha256(msgspec.json.encode(decided)).hexdigest()[:16]
+def plan_digest(plan: PlacementPlan) -> str:
+    """Return a short hash of a plan."""
+    return hashlib.sha256(msgspec.json.encode(plan)).hexdigest()[:16]
 
 
 def apply_change(cluster: ClusterState, change: Change) -> ClusterState:
-    """Return the picture after one change; raises CannotChange."""
+    """Return the cluster state after one change; raise InvalidChange."""
     match change:
         case AddNodes():
-            _must_hold(cluster, change.pop)
-            _must_be_made(cluster, change)
+            _require_pop(cluster, change.pop)
+            _require_plausible_devices(cluster, change)
             taken = {node.node_id for node in cluster.nodes}
             added = tuple(_node(change, number, taken) for number in range(1, change.nodes + 1))
             nodes = sorted((*cluster.nodes, *added), key=lambda node: node.node_id)
             return msgspec.structs.replace(cluster, nodes=tuple(nodes))
         case LosePop():
-            _must_hold(cluster, change.pop)
+            _require_pop(cluster, change.pop)
             return _without_pop(cluster, change.pop)
         case LoseNode():
             if all(node.node_id != change.node_id for node in cluster.nodes):
-                raise InvalidChange(f"cannot lose {change.node_id}: the picture has no such node")
+                raise InvalidChange(f"cannot lose {change.node_id}: the snapshot has no such node")
             return _without_nodes(cluster, {change.node_id})
         case ScaleDemand():
             return _scaled(cluster, change)
@@ -214,19 +217,19 @@ def apply_change(cluster: ClusterState, change: Change) -> ClusterState:
             return _with_deployment(cluster, change)
 
 
-def apply_plan(cluster: ClusterState, decided: PlacementPlan) -> ClusterState:
-    """Return the picture once a plan has been made true: what starts is warm, what ends is gone."""
-    ended = {ending.replica_id for ending in decided.endings}
+def apply_plan(cluster: ClusterState, plan: PlacementPlan) -> ClusterState:
+    """Return the cluster state after a plan: what it starts is warm, what it ends is gone."""
+    ended = {ending.replica_id for ending in plan.endings}
     stay = [
         msgspec.structs.replace(placement, age_s=placement.age_s + ROUND_S)
         for placement in cluster.placements
         if placement.replica_id not in ended
     ]
-    new = [start.placement(ReplicaState.WARM) for start in decided.starts]
+    new = [start.placement(ReplicaState.WARM) for start in plan.starts]
     return msgspec.structs.replace(
         cluster,
         generation=Generation(cluster.generation + 1),
-        placements=tuple(sorted((*stay, *new), key=lambda one: one.replica_id)),
+        placements=tuple(sorted((*stay, *new), key=lambda placement: placement.replica_id)),
     )
 
 
@@ -234,10 +237,10 @@ def _classes(cluster: ClusterState) -> set[str]:
     return {device.device_class for node in cluster.nodes for device in node.devices}
 
 
-def _moves(cluster: ClusterState, decided: PlacementPlan) -> Iterable[WhatIfMove]:
+def _moves(cluster: ClusterState, plan: PlacementPlan) -> Iterable[WhatIfMove]:
     pops = {node.node_id: node.pop for node in cluster.nodes}
     deployments = {p.replica_id: p.deployment_id for p in cluster.placements}
-    for start in decided.starts:
+    for start in plan.starts:
         yield WhatIfMove(
             kind="start",
             replica_id=start.spec.replica_id,
@@ -246,7 +249,7 @@ def _moves(cluster: ClusterState, decided: PlacementPlan) -> Iterable[WhatIfMove
             pop=pops[start.node_id],
             reason=start.reason,
         )
-    for ending in decided.endings:
+    for ending in plan.endings:
         yield WhatIfMove(
             kind="end",
             replica_id=ending.replica_id,
@@ -275,20 +278,20 @@ def _node(change: AddNodes, number: int, taken: set[NodeId]) -> FleetNode:
 def _without_pop(cluster: ClusterState, pop: PopId) -> ClusterState:
     gone = {node.node_id for node in cluster.nodes if node.pop == pop}
     cluster = _without_nodes(cluster, gone)
-    far = Distances(cluster.pops, cluster.distances)
+    distances = Distances(cluster.pops, cluster.distances)
     others = sorted(
-        (far.between(pop, other.pop), other.pop) for other in cluster.pops if other.pop != pop
+        (distances.between(pop, other.pop), other.pop) for other in cluster.pops if other.pop != pop
     )
     if not others:
         raise InvalidChange(f"cannot lose {pop}: it is the only PoP")
-    asked = {(row.deployment_id, row.pop): row for row in cluster.demand}
+    demand = {(row.deployment_id, row.pop): row for row in cluster.demand}
     for row in cluster.demand:
         if row.pop == pop:
-            del asked[row.deployment_id, pop]
+            del demand[row.deployment_id, pop]
             moved = msgspec.structs.replace(row, pop=others[0][1])
-            there = asked.get((moved.deployment_id, moved.pop))
-            asked[moved.deployment_id, moved.pop] = there.plus(moved) if there else moved
-    return msgspec.structs.replace(cluster, demand=tuple(row for _, row in sorted(asked.items())))
+            present = demand.get((moved.deployment_id, moved.pop))
+            demand[moved.deployment_id, moved.pop] = present.plus(moved) if present else moved
+    return msgspec.structs.replace(cluster, demand=tuple(row for _, row in sorted(demand.items())))
 
 
 def _without_nodes(cluster: ClusterState, gone: set[NodeId]) -> ClusterState:
@@ -301,7 +304,7 @@ def _without_nodes(cluster: ClusterState, gone: set[NodeId]) -> ClusterState:
 
 def _scaled(cluster: ClusterState, change: ScaleDemand) -> ClusterState:
     if change.pop is not None:
-        _must_hold(cluster, change.pop)
+        _require_pop(cluster, change.pop)
     known = {deployment.deployment_id for deployment in cluster.deployments}
     if change.deployment_id is not None and change.deployment_id not in known:
         raise InvalidChange(f"cannot scale {change.deployment_id}: there is no such deployment")
@@ -317,53 +320,56 @@ def _scaled(cluster: ClusterState, change: ScaleDemand) -> ClusterState:
 def _with_deployment(cluster: ClusterState, change: AddDeployment) -> ClusterState:
     name = change.deployment.deployment_id
     if any(deployment.deployment_id == name for deployment in cluster.deployments):
-        raise InvalidChange(f"cannot add {name}: the picture has a deployment of that name")
+        raise InvalidChange(f"cannot add {name}: the snapshot has a deployment with that id")
     models = {model.model_id: model for model in cluster.models}
     wanted = change.deployment.model_id
     if change.model is not None and change.model.model_id != wanted:
-        given = change.model.model_id
-        raise InvalidChange(f"cannot add {name}: it serves {wanted}, the model given is {given}")
+        given_id = change.model.model_id
+        raise InvalidChange(f"cannot add {name}: it serves {wanted}, the model given is {given_id}")
     if change.model is not None:
         models[wanted] = change.model
     elif wanted not in models:
-        raise InvalidChange(f"cannot add {name}: the picture has no model {wanted}; give `model`")
+        raise InvalidChange(f"cannot add {name}: the snapshot has no model {wanted}; give `model`")
     like = change.demand_like
-    asked = [
+    demand = [
         msgspec.structs.replace(row, deployment_id=name)
         for row in cluster.demand
         if row.deployment_id == like
     ]
-    if like is not None and not asked:
-        raise InvalidChange(f"cannot ask for {name} as for {like}: nobody asks for that")
+    if like is not None and not demand:
+        raise InvalidChange(f"cannot give {name} the demand of {like}: that has none")
     cluster = msgspec.structs.replace(
         cluster,
         models=tuple(model for _, model in sorted(models.items())),
         deployments=tuple(
-            sorted((*cluster.deployments, change.deployment), key=lambda one: one.deployment_id)
+            sorted(
+                (*cluster.deployments, change.deployment),
+                key=lambda deployment: deployment.deployment_id,
+            )
         ),
         demand=tuple(
-            sorted((*cluster.demand, *asked), key=lambda row: (row.deployment_id, row.pop))
+            sorted((*cluster.demand, *demand), key=lambda row: (row.deployment_id, row.pop))
         ),
     )
     return _scaled(cluster, ScaleDemand(factor=change.demand_factor, deployment_id=name))
 
 
-def _must_be_made(cluster: ClusterState, change: AddNodes) -> None:
-    """Refuse a class of device that nobody knows, and more memory than one of it has."""
+def _require_plausible_devices(cluster: ClusterState, change: AddNodes) -> None:
+    """Raise InvalidChange for an unknown device class, or for more memory than it has."""
     kind = class_of(change.device_class)
     known = {*CLASSES, *_classes(cluster), CPU}
     if kind is None and change.device_class not in known:
         raise InvalidChange(
-            f"cannot add {change.device_class}: known are {', '.join(sorted(known))}"
+            f"cannot add {change.device_class}: known classes are {', '.join(sorted(known))}"
         )
     if kind is not None and change.memory_bytes > MEMORY_SLACK * kind.memory_bytes:
         raise InvalidChange(
-            f"cannot add {change.device_class} of {change.memory_bytes / GIB:.0f} GiB: one has "
+            f"cannot add {change.device_class} of {change.memory_bytes / GIB:.0f} GiB: it has "
             f"{kind.memory_bytes / GIB:.1f} GiB"
         )
 
 
-def _must_hold(cluster: ClusterState, pop: PopId) -> None:
-    if all(one.pop != pop for one in cluster.pops):
-        known = ", ".join(one.pop for one in cluster.pops[:20])
-        raise InvalidChange(f"cannot change {pop}: the picture has no such PoP, but {known}")
+def _require_pop(cluster: ClusterState, pop: PopId) -> None:
+    if all(known.pop != pop for known in cluster.pops):
+        names = ", ".join(known.pop for known in cluster.pops[:20])
+        raise InvalidChange(f"cannot change {pop}: the snapshot has no such PoP; it has {names}")

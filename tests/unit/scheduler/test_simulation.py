@@ -1,4 +1,4 @@
-"""What would follow: changes to a picture, planned to rest, predicted, and the same each time."""
+"""Simulated changes to a snapshot: planned until stable, predicted, and repeatable."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
 from isochrone.wire.report import Profile
 from scheduler.decide.cluster import ClusterState, DemandRate, MeasuredProfile
-from scheduler.decide.membership.liveness import LivenessLimits
-from scheduler.decide.placement.rollout_split import plan_fleet
+from scheduler.decide.membership import LivenessLimits
+from scheduler.decide.placement import plan_fleet
 from scheduler.decide.whatif.predict import FleetPrediction, predict_service
-from scheduler.decide.whatif.what_if import (
+from scheduler.decide.whatif.simulation import (
     AddDeployment,
     AddNodes,
     Change,
@@ -41,7 +41,7 @@ AMS, SIN, IAD = PopId("ams"), PopId("sin"), PopId("iad")
 NODES = tuple(a_node(f"{pop}-{n}", pop) for pop in ("ams", "iad", "sin") for n in (1, 2))
 
 
-def asks(pop: str, requests: float, deployment: str = "d") -> DemandRate:
+def demand_of(pop: str, requests: float, deployment: str = "d") -> DemandRate:
     return DemandRate(
         deployment_id=DeploymentId(deployment),
         pop=PopId(pop),
@@ -51,72 +51,74 @@ def asks(pop: str, requests: float, deployment: str = "d") -> DemandRate:
     )
 
 
-def a_picture(**fields: Any) -> ClusterSnapshot:
+def a_snapshot(**fields: Any) -> ClusterSnapshot:
     defaults: dict[str, Any] = {
         "nodes": NODES,
         "deployments": (a_deployment(replicas_max=6),),
         "placements": (a_placement("r1", "ams-1"),),
-        "demand": (asks("ams", 2.0), asks("sin", 1.0)),
+        "demand": (demand_of("ams", 2.0), demand_of("sin", 1.0)),
     }
     return ClusterSnapshot(cluster=a_cluster(**{**defaults, **fields}))
 
 
-def kept(picture: ClusterSnapshot) -> ClusterSnapshot:
-    """Return the picture as it comes back from a file."""
-    return msgspec.json.decode(msgspec.json.encode(picture), type=ClusterSnapshot)
+def saved_and_read(snapshot: ClusterSnapshot) -> ClusterSnapshot:
+    """Return the snapshot after it was written to a file and read again."""
+    return msgspec.json.decode(msgspec.json.encode(snapshot), type=ClusterSnapshot)
 
 
-def test_a_saved_picture_replays_bit_for_bit() -> None:
-    odd = (asks("ams", 0.1 + 0.2), asks("sin", 1 / 3))
-    picture = a_picture(demand=odd)
-    assert kept(picture) == picture
-    here, there = (plan_fleet(one.cluster, one.liveness) for one in (picture, kept(picture)))
+def test_a_saved_snapshot_replays_bit_for_bit() -> None:
+    odd = (demand_of("ams", 0.1 + 0.2), demand_of("sin", 1 / 3))
+    snapshot = a_snapshot(demand=odd)
+    assert saved_and_read(snapshot) == snapshot
+    here, there = (
+        plan_fleet(one.cluster, one.liveness) for one in (snapshot, saved_and_read(snapshot))
+    )
     assert msgspec.json.encode(here) == msgspec.json.encode(there)
     assert plan_digest(here) == plan_digest(there)
-    assert what_if(picture, []) == what_if(kept(picture), [])
+    assert what_if(snapshot, []) == what_if(saved_and_read(snapshot), [])
 
 
-def test_a_picture_that_is_not_understood_whole_is_refused_in_words() -> None:
-    picture = a_picture()
+def test_an_inconsistent_snapshot_is_refused_with_a_reason() -> None:
+    snapshot = a_snapshot()
     for spoilt, words in (
         ({"format": 2, "release": "9.9"}, "its format is 2, this release reads 1: .* release 9.9"),
-        ({"cluster": {"pops": []}}, "node ams-1 is in ams, which it does not hold"),
+        ({"cluster": {"pops": []}}, "node ams-1 is in ams, which is not in it"),
         (
             {"cluster": {"pops": 2 * [msgspec.to_builtins(a_pop("ams"))]}},
-            "it holds a PoP twice: ams",
+            "it has the PoP ams twice",
         ),
         (
             {"cluster": {"nodes": 2 * [msgspec.to_builtins(NODES[0])]}},
-            "it holds a node twice: ams-1",
+            "it has the node ams-1 twice",
         ),
     ):
-        file = msgspec.json.decode(msgspec.json.encode(picture))
+        file = msgspec.json.decode(msgspec.json.encode(snapshot))
         file |= spoilt | {"cluster": file["cluster"] | spoilt.get("cluster", {})}
         with pytest.raises(msgspec.ValidationError, match=words):
             msgspec.json.decode(msgspec.json.encode(file), type=ClusterSnapshot)
 
 
-def test_a_deployment_of_a_model_that_the_picture_lacks_is_said_and_serves_nobody() -> None:
-    answer = what_if(a_picture(models=()), [])
+def test_a_deployment_without_its_model_is_reported_and_serves_nothing() -> None:
+    answer = what_if(a_snapshot(models=()), [])
     assert answer.unmet == ("d: the catalogue has no model m",)
     assert all(city.ttft_p90_ms is None for city in answer.now.cities)
 
 
-def test_a_price_of_what_is_not_there_is_refused() -> None:
-    with pytest.raises(InvalidChange, match="cannot price h100: the devices there are cpu"):
-        what_if(a_picture(), [], {"cpu": 1.0, "h100": 2.5})
+def test_a_price_of_an_unknown_class_is_refused() -> None:
+    with pytest.raises(InvalidChange, match="cannot price h100: the device classes are cpu"):
+        what_if(a_snapshot(), [], {"cpu": 1.0, "h100": 2.5})
 
 
-def test_without_a_change_the_answer_is_what_placement_is_about_to_do() -> None:
-    answer = what_if(a_picture(), [])
-    assert answer.digest == plan_digest(plan_fleet(a_picture().cluster, LivenessLimits()))
+def test_without_changes_the_result_is_the_next_plan() -> None:
+    answer = what_if(a_snapshot(), [])
+    assert answer.digest == plan_digest(plan_fleet(a_snapshot().cluster, LivenessLimits()))
     assert answer.is_at_rest
     assert {move.kind for move in answer.moves} <= {"start", "end"}
     assert answer.then.replicas >= answer.now.replicas
 
 
-def test_a_pop_lost_is_served_from_elsewhere_and_its_users_go_to_the_nearest() -> None:
-    answer = what_if(a_picture(), [LosePop(pop=AMS)])
+def test_the_demand_of_a_lost_pop_moves_to_the_nearest() -> None:
+    answer = what_if(a_snapshot(), [LosePop(pop=AMS)])
     assert any(move.kind == "start" and move.pop != AMS for move in answer.moves)
     before = {city.pop: city for city in answer.now.cities}
     after = {city.pop: city for city in answer.then.cities}
@@ -127,28 +129,28 @@ def test_a_pop_lost_is_served_from_elsewhere_and_its_users_go_to_the_nearest() -
     assert AMS not in {pop.pop for pop in answer.then.pops}
 
 
-def test_more_demand_than_the_fleet_holds_is_told_and_nodes_would_help() -> None:
-    picture = a_picture(nodes=NODES[:1], deployments=(a_deployment(replicas_max=50),))
+def test_unserved_demand_is_reported_and_more_nodes_help() -> None:
+    snapshot = a_snapshot(nodes=NODES[:1], deployments=(a_deployment(replicas_max=50),))
     flood = ScaleDemand(factor=100, pop=AMS)
-    alone = what_if(picture, [flood])
+    alone = what_if(snapshot, [flood])
     (ams,) = [city for city in alone.then.cities if city.pop == AMS]
     assert ams.ttft_p90_ms is None
     assert ams.unserved_per_s > 0
     more = AddNodes(pop=AMS, device_class="cpu", memory_bytes=8 * GIB, nodes=3, devices=2)
-    helped = what_if(picture, [flood, more])
+    helped = what_if(snapshot, [flood, more])
     (with_nodes,) = [city for city in helped.then.cities if city.pop == AMS]
     assert with_nodes.unserved_per_s < ams.unserved_per_s
     assert {move.node_id for move in helped.moves} & {"new-ams-1", "new-ams-2", "new-ams-3"}
 
 
-def test_a_new_model_is_seated_and_priced() -> None:
+def test_a_new_model_is_placed_and_priced() -> None:
     change = AddDeployment(
         model=a_model("m2"),
         deployment=a_deployment("e", "m2"),
         demand_like=DeploymentId("d"),
         demand_factor=0.5,
     )
-    answer = what_if(a_picture(), [change], {"cpu": 2.0})
+    answer = what_if(a_snapshot(), [change], {"cpu": 2.0})
     assert "e" in {move.deployment_id for move in answer.moves}
     (cpu,) = answer.then.devices
     assert cpu.cost_per_hour == 2.0 * cpu.used
@@ -156,7 +158,7 @@ def test_a_new_model_is_seated_and_priced() -> None:
 
 
 def test_a_lost_node_takes_its_replicas_with_it() -> None:
-    cluster = apply_change(a_picture().cluster, LoseNode(node_id=NodeId("ams-1")))
+    cluster = apply_change(a_snapshot().cluster, LoseNode(node_id=NodeId("ams-1")))
     assert cluster.placements == ()
     assert NodeId("ams-1") not in {node.node_id for node in cluster.nodes}
 
@@ -167,31 +169,33 @@ def test_a_lost_node_takes_its_replicas_with_it() -> None:
         (LosePop(pop=PopId("xyz")), "no such PoP"),
         (
             AddNodes(pop=AMS, device_class="h1000", memory_bytes=80 * GIB),
-            "add h1000: known are .*cpu, h100-80g",
+            "add h1000: known classes are .*cpu, h100-80g",
         ),
-        (AddNodes(pop=AMS, device_class="h100-80g", memory_bytes=800 * GIB), "one has 79.6 GiB"),
+        (AddNodes(pop=AMS, device_class="h100-80g", memory_bytes=800 * GIB), "it has 79.6 GiB"),
         (LoseNode(node_id=NodeId("nowhere")), "no such node"),
         (ScaleDemand(factor=2, deployment_id=DeploymentId("x")), "no such deployment"),
         (ScaleDemand(factor=2, pop=PopId("xyz")), "no such PoP"),
-        (AddDeployment(model=a_model(), deployment=a_deployment()), "of that name"),
+        (AddDeployment(model=a_model(), deployment=a_deployment()), "with that id"),
         (AddDeployment(model=a_model("m2"), deployment=a_deployment("e")), "the model given is m2"),
-        (AddDeployment(deployment=a_deployment("e", "m3")), "the picture has no model m3"),
+        (AddDeployment(deployment=a_deployment("e", "m3")), "the snapshot has no model m3"),
         (
             AddDeployment(
                 model=a_model(), deployment=a_deployment("e"), demand_like=DeploymentId("x")
             ),
-            "nobody asks",
+            "that has none",
         ),
     ],
 )
-def test_what_the_picture_does_not_hold_is_refused_in_words(change: Change, words: str) -> None:
+def test_a_change_of_something_unknown_is_refused_with_a_reason(change: Change, words: str) -> None:
     with pytest.raises(InvalidChange, match=f"cannot .*{words}"):
-        what_if(a_picture(), [change])
+        what_if(a_snapshot(), [change])
 
 
-def test_users_near_and_with_room_are_answered_sooner() -> None:
+def test_near_users_with_free_capacity_are_answered_sooner() -> None:
     def ttft(*placements: Any, requests: float = 1.0) -> float:
-        cluster = a_cluster(nodes=NODES, placements=placements, demand=(asks("ams", requests),))
+        cluster = a_cluster(
+            nodes=NODES, placements=placements, demand=(demand_of("ams", requests),)
+        )
         (city,) = predict_service(cluster).cities
         assert city.ttft_p90_ms is not None
         return city.ttft_p90_ms
@@ -203,13 +207,13 @@ def test_users_near_and_with_room_are_answered_sooner() -> None:
     assert ttft(near, far) == ttft(near)
 
 
-def test_what_follows_is_predicted_by_the_rates_that_the_planner_reads() -> None:
+def test_predictions_use_the_rates_that_the_planner_uses() -> None:
     def outcome(device_class: str, *profiles: MeasuredProfile) -> FleetPrediction:
         device = msgspec.structs.replace(a_device(80), device_class=device_class)
         cluster = a_cluster(
             nodes=(a_node("ams-1", "ams", devices=(device,)),),
             placements=(a_placement("a", "ams-1"),),
-            demand=(asks("ams", 1.0),),
+            demand=(demand_of("ams", 1.0),),
             profiles=profiles,
         )
         return predict_service(cluster)
@@ -219,7 +223,7 @@ def test_what_follows_is_predicted_by_the_rates_that_the_planner_reads() -> None
         assert city.ttft_p90_ms is not None
         return city.ttft_p90_ms
 
-    # Reckoned from the class where nothing is measured, as for a seat; assumed on a CPU.
+    # Without measurements, rates are estimated from the class as in the planner; assumed on CPUs.
     assert ttft_ms(outcome("h100-80g")) < ttft_ms(outcome("l4-24g")) < ttft_ms(outcome("cpu"))
     slow = MeasuredProfile(
         model_id="m",
@@ -229,7 +233,7 @@ def test_what_follows_is_predicted_by_the_rates_that_the_planner_reads() -> None
     measured = outcome("h100-80g", slow)
     assert ttft_ms(measured) > ttft_ms(outcome("cpu"))
     assert measured.assumed_rates == ()
-    # What was measured on one class says nothing of the class that it stands on.
+    # Measurements on one class do not count for the class that it runs on.
     assert outcome("l4-24g", slow).assumed_rates == ("d",)
 
 
@@ -252,20 +256,20 @@ CHANGES = st.one_of(
 
 @settings(max_examples=12, deadline=None)
 @given(changes=st.lists(CHANGES, max_size=3))
-def test_whatever_is_changed_the_same_follows_twice_and_demand_is_neither_lost_nor_made(
+def test_simulations_repeat_and_conserve_demand(
     changes: list[Change],
 ) -> None:
-    picture = a_picture()
+    snapshot = a_snapshot()
 
     def asked(cluster: ClusterState) -> float:
         return sum(row.requests_per_s for row in cluster.demand)
 
-    cluster = picture.cluster
+    cluster = snapshot.cluster
     for change in changes:
         before, cluster = asked(cluster), apply_change(cluster, change)
         if not isinstance(change, ScaleDemand):
             assert asked(cluster) == pytest.approx(before)
-    once, twice = what_if(picture, changes), what_if(kept(picture), changes)
+    once, twice = what_if(snapshot, changes), what_if(saved_and_read(snapshot), changes)
     assert msgspec.json.encode(once) == msgspec.json.encode(twice)
     predicted = sum(city.requests_per_s for city in once.then.cities)
     assert predicted == pytest.approx(asked(cluster), abs=1e-4)

@@ -1,10 +1,10 @@
-"""Whom a node asks for weights: near first, far by distance, and one of a PoP goes for all."""
+"""A node fetches weights from near nodes first, and only one node of a PoP fetches from afar."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import NodeId, PopId
-from scheduler.decide.routing.artifact_sources import SOURCES_MAX, ArtifactHolder, artifact_sources
+from scheduler.decide.routing.artifact_sources import SOURCES_MAX, ArtifactHolder, rank_sources
 
 FAR = {"ams": 0.0, "fra": 8.0, "iad": 85.0, "sin": 161.0}
 
@@ -17,7 +17,7 @@ def named(name: str, *, holds: bool = True) -> ArtifactHolder:
 
 
 def asked(name: str, *candidates: ArtifactHolder) -> list[str]:
-    found = artifact_sources(NodeId(name), PopId(name[:3]), candidates, lambda pop: FAR[pop])
+    found = rank_sources(NodeId(name), PopId(name[:3]), candidates, lambda pop: FAR[pop])
     return [peer.node_id for peer in found]
 
 
@@ -27,7 +27,7 @@ def test_the_nearest_holder_comes_first() -> None:
     assert asked("ams-1", named("ams-1")) == []
 
 
-def test_one_of_a_city_goes_far_and_the_others_wait_for_those_before_them() -> None:
+def test_one_node_of_a_pop_fetches_from_afar_and_the_others_wait_for_it() -> None:
     city = [named(f"ams-{i}", holds=False) for i in (1, 2, 3)]
     far = named("iad-1")
     assert asked("ams-1", *city, far) == ["iad-1"]
@@ -37,7 +37,7 @@ def test_one_of_a_city_goes_far_and_the_others_wait_for_those_before_them() -> N
     assert asked("ams-3", named("ams-9"), *city)[0] == "ams-9", "who holds it comes before"
 
 
-def test_many_do_not_all_ask_the_same_one() -> None:
+def test_many_nodes_do_not_all_ask_the_same_holder() -> None:
     holders = [named(f"fra-{i}") for i in range(6)]
     firsts = {asked(f"ams-{i}", *holders)[0] for i in range(40)}
     assert len(firsts) >= 5
@@ -51,7 +51,7 @@ NAMES = st.builds(lambda pop, n: f"{pop}-{n}", st.sampled_from(sorted(FAR)), st.
     me=NAMES,
     others=st.dictionaries(NAMES, st.booleans(), max_size=40),
 )
-def test_the_list_is_short_ordered_and_leads_somewhere(me: str, others: dict[str, bool]) -> None:
+def test_the_list_is_short_and_ordered_and_never_circular(me: str, others: dict[str, bool]) -> None:
     candidates = [named(name, holds=holds) for name, holds in sorted(others.items())]
     found = asked(me, *candidates)
     assert me not in found

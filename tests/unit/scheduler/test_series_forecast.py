@@ -1,4 +1,4 @@
-"""What a series is foretold to ask: seasons where they are, the level where they are not."""
+"""Forecasts of one series follow seasons where there are any, else the level."""
 
 import random
 from math import isfinite, nan, pi, sin
@@ -27,16 +27,16 @@ def daily(slot: int, shift: int = 0) -> float:
     return 1000 + 800 * sin(2 * pi * (slot - shift) / DAY_SLOTS)
 
 
-def learned(days: float, ask=daily, seed: int = 1) -> Series:  # type: ignore[no-untyped-def]
-    chance = random.Random(seed)
-    series = Series(0, ask(0))
+def learned_series(days: float, values_at=daily, seed: int = 1) -> Series:  # type: ignore[no-untyped-def]
+    rng = random.Random(seed)
+    series = Series(0, values_at(0))
     for slot in range(1, int(days * DAY_SLOTS)):
-        observe(series, slot, ask(slot) * chance.uniform(0.95, 1.05))
+        observe(series, slot, values_at(slot) * rng.uniform(0.95, 1.05))
     return series
 
 
-def test_a_daily_wave_is_foreseen_where_the_level_alone_would_lag() -> None:
-    series = learned(4.0)
+def test_a_daily_wave_is_forecast_where_the_level_alone_would_lag() -> None:
+    series = learned_series(4.0)
     missed = lagged = 0.0
     for slot in range(series.slot + 1, series.slot + 1 + DAY_SLOTS):
         observe(series, slot, daily(slot))
@@ -45,23 +45,23 @@ def test_a_daily_wave_is_foreseen_where_the_level_alone_would_lag() -> None:
     assert missed < 0.6 * lagged
 
 
-def test_a_quantile_lies_above_about_its_part_of_what_comes() -> None:
-    chance = random.Random(3)
+def test_a_quantile_is_above_about_its_share_of_values() -> None:
+    rng = random.Random(3)
     series = Series(0, 1000.0)
     above = 0
     for slot in range(1, 1500):
-        told = forecast(series, 0)
-        value = 1000 * chance.lognormvariate(0, 0.3)
-        above += slot >= 500 and value <= told
+        quantile = forecast(series, 0)
+        value = 1000 * rng.lognormvariate(0, 0.3)
+        above += slot >= 500 and value <= quantile
         observe(series, slot, value)
     assert above / 1000 == pytest.approx(0.9, abs=0.03)
 
 
-def test_traffic_without_a_season_is_foretold_near_its_level() -> None:
-    chance = random.Random(5)
+def test_traffic_without_a_season_is_forecast_near_its_level() -> None:
+    rng = random.Random(5)
     walk = [1000.0]
     for _ in range(5 * DAY_SLOTS):
-        walk.append(walk[-1] * chance.lognormvariate(0, 0.05))
+        walk.append(walk[-1] * rng.lognormvariate(0, 0.05))
     series = Series(0, walk[0])
     misses = []
     for slot in range(1, len(walk) - 1):
@@ -71,19 +71,19 @@ def test_traffic_without_a_season_is_foretold_near_its_level() -> None:
     assert sum(misses[DAY_SLOTS:]) / len(misses[DAY_SLOTS:]) == pytest.approx(1.07, abs=0.05)
 
 
-def test_the_day_after_a_flash_crowd_is_not_foretold_as_one() -> None:
-    series = learned(6.0, lambda slot: 1000.0)
+def test_a_flash_crowd_is_not_forecast_again_the_day_after() -> None:
+    series = learned_series(6.0, lambda slot: 1000.0)
     for slot in range(series.slot + 1, series.slot + 4):
         observe(series, slot, 20_000.0)
-    assert forecast(series, 0) > 5_000, "while it lasts it is the level"
+    assert forecast(series, 0) > 5_000, "during the crowd the level counts"
     crowd = series.slot
     for slot in range(crowd + 1, crowd + DAY_SLOTS):
         observe(series, slot, 1000.0)
     assert forecast(series, 0) < 2_000
 
 
-def test_a_newcomer_borrows_the_shape_of_its_like_in_their_time_zone() -> None:
-    donor = learned(5.0)
+def test_a_new_series_borrows_the_shape_of_donors_shifted_by_time_zone() -> None:
+    donor = learned_series(5.0)
     shift = 36  # six hours later
     missed = {True: 0.0, False: 0.0}
     for borrows in missed:
@@ -97,7 +97,7 @@ def test_a_newcomer_borrows_the_shape_of_its_like_in_their_time_zone() -> None:
     assert missed[True] < 0.7 * missed[False]
 
 
-def test_borrowing_from_nobody_or_from_a_newcomer_changes_nothing() -> None:
+def test_borrowing_without_experienced_donors_changes_nothing() -> None:
     series = Series(10, 5.0)
     before = serialize(series)
     borrow_shape(series, [])
@@ -105,8 +105,8 @@ def test_borrowing_from_nobody_or_from_a_newcomer_changes_nothing() -> None:
     assert serialize(series) == before
 
 
-def test_what_is_saved_replays_bit_for_bit() -> None:
-    series = learned(1.5)
+def test_a_serialized_series_continues_bit_for_bit() -> None:
+    series = learned_series(1.5)
     again = deserialize(serialize(series))
     assert again is not None
     for slot in range(series.slot + 1, series.slot + 50):
@@ -118,12 +118,12 @@ def test_what_is_saved_replays_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"\xc1", b"\x93\x01\x02\x03", serialize(Series(1, 1.0))[:-9]]
 )
-def test_a_state_that_is_none_is_not_believed(data: bytes) -> None:
+def test_an_invalid_state_is_rejected(data: bytes) -> None:
     assert deserialize(data) is None
 
 
 def test_a_gap_is_unknown_and_not_zero() -> None:
-    series = learned(3.0, lambda slot: 1000.0)
+    series = learned_series(3.0, lambda slot: 1000.0)
     level = forecast(series, HOUR)
     observe(series, series.slot + 100, 1000.0)
     assert forecast(series, HOUR) == pytest.approx(level, rel=0.02)
@@ -139,7 +139,7 @@ def test_a_gap_is_unknown_and_not_zero() -> None:
     steps=st.lists(st.integers(-2, 400), min_size=60, max_size=60),
     first=st.floats(min_value=1e-12, max_value=1e18),
 )
-def test_whatever_comes_what_is_told_is_a_demand(
+def test_forecasts_are_finite_and_not_negative_for_any_input(
     values: list[float], steps: list[int], first: float
 ) -> None:
     series = Series(1000, first, (0.5, 0.99))
@@ -149,12 +149,12 @@ def test_whatever_comes_what_is_told_is_a_demand(
         taken = observe(series, slot, value)
         assert taken == (step > 0 and value >= 0 and isfinite(value))
         assert series.slot == (slot if taken else before)
-    told = [forecast(series, h, q) for h in range(len(HORIZONS)) for q in range(2)]
-    assert all(0 <= one <= VALUE_MAX for one in told)
+    quantile = [forecast(series, h, q) for h in range(len(HORIZONS)) for q in range(2)]
+    assert all(0 <= one <= VALUE_MAX for one in quantile)
 
 
-def test_a_series_that_went_to_zero_comes_to_be_foretold_near_zero() -> None:
-    series = learned(3.0, lambda slot: 1000.0)
+def test_a_series_that_went_to_zero_is_forecast_near_zero() -> None:
+    series = learned_series(3.0, lambda slot: 1000.0)
     for slot in range(series.slot + 1, series.slot + 2 * DAY_SLOTS):
         observe(series, slot, 0.0)
     assert forecast(series, HOUR) < 20

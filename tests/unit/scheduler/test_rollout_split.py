@@ -1,4 +1,4 @@
-"""Two versions side by side: what the planner sees, and what it decides given back."""
+"""Both versions of a rollout are planned as two deployments and joined again."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from isochrone.wire.model import EngineSettings
 from isochrone.wire.rollout import RolloutSpec, RolloutState, RolloutStep
 from isochrone.wire.routes import RolloutEntry
 from scheduler.decide.cluster import ClusterState, DemandRate, StartFailures
-from scheduler.decide.membership.liveness import judge_liveness
+from scheduler.decide.membership import judge_liveness
 from scheduler.decide.placement.rollout_split import plan_fleet, split_rollouts
-from scheduler.decide.routing.route_table import build_route_table
-from scheduler.decide.whatif.explain import explain_placement
+from scheduler.decide.routing import build_route_table
+from scheduler.decide.whatif import explain_placement
 from tests.builders import a_cluster, a_deployment, a_model, a_node, a_placement
 from tests.unit.scheduler.test_rollout import a_rollout
 
@@ -45,11 +45,11 @@ def demand(pop: str, requests: float) -> DemandRate:
     )
 
 
-def test_the_new_version_is_seated_where_the_old_one_stands_and_the_old_one_stays() -> None:
-    decided = plan_fleet(rolling())
-    assert decided.starts
-    assert not decided.endings
-    for start in decided.starts:
+def test_the_new_version_starts_where_the_old_one_runs_and_the_old_one_stays() -> None:
+    plan = plan_fleet(rolling())
+    assert plan.starts
+    assert not plan.endings
+    for start in plan.starts:
         assert start.spec.deployment_id == "d"
         assert start.spec.version == 2
         assert start.spec.model_id == "m2"
@@ -58,13 +58,13 @@ def test_the_new_version_is_seated_where_the_old_one_stands_and_the_old_one_stay
         assert start.node_id[:3] in ("ams", "sin")
 
 
-def test_with_both_versions_warm_the_plan_is_at_rest() -> None:
+def test_with_both_versions_warm_the_plan_is_stable() -> None:
     new = (a_placement("n1", "ams-3", version=2), a_placement("n2", "sin-3", version=2))
     cluster = rolling(RolloutStep(share=0.75))
     cluster = msgspec.structs.replace(cluster, placements=(*cluster.placements, *new))
-    decided = plan_fleet(cluster)
-    assert not decided.starts
-    assert not decided.endings
+    plan = plan_fleet(cluster)
+    assert not plan.starts
+    assert not plan.endings
 
 
 def test_demand_is_split_by_the_share_in_the_cities_of_the_step() -> None:
@@ -74,7 +74,7 @@ def test_demand_is_split_by_the_share_in_the_cities_of_the_step() -> None:
     assert asked == {("d", "ams"): 6.0, ("d~2", "ams"): 2.0, ("d", "sin"): 4.0}
 
 
-def test_a_rollout_that_has_ended_leaves_the_picture_as_it_is() -> None:
+def test_an_ended_rollout_does_not_change_the_cluster_state() -> None:
     for state in (RolloutState.REVERTED, RolloutState.ABORTED, RolloutState.DONE):
         cluster = rolling(state=state)
         assert split_rollouts(cluster) is cluster
@@ -87,7 +87,7 @@ def test_a_reverted_version_is_ended_by_the_planner() -> None:
     assert [ending.replica_id for ending in plan_fleet(cluster).endings] == ["n1"]
 
 
-def test_what_cannot_be_seated_is_told_in_the_deployments_name() -> None:
+def test_unmet_requirements_use_the_deployments_own_name() -> None:
     cluster = rolling(models=(a_model(), a_model("m2", gib=500)))
     unmet = plan_fleet(cluster).unmet
     assert {one.deployment_id for one in unmet} == {"d"}
@@ -97,13 +97,13 @@ def test_what_cannot_be_seated_is_told_in_the_deployments_name() -> None:
 def test_residency_holds_for_the_new_version() -> None:
     allowed = a_deployment(replicas_min=2, replicas_max=8, allow=("SG",))
     cluster = rolling(deployments=(allowed,), placements=(a_placement("o2", "sin-1"),))
-    decided = plan_fleet(cluster)
-    new = [start for start in decided.starts if start.spec.version == 2]
+    plan = plan_fleet(cluster)
+    new = [start for start in plan.starts if start.spec.version == 2]
     assert new
     assert all(start.node_id.startswith("sin") for start in new)
 
 
-def test_routers_are_told_the_share_and_each_versions_own_limits() -> None:
+def test_routers_get_the_share_and_each_versions_limits() -> None:
     new = a_placement("n1", "ams-3", version=2)
     cluster = rolling(RolloutStep(share=0.25, pops=(AMS,)))
     cluster = msgspec.structs.replace(cluster, placements=(*cluster.placements, new))
@@ -115,7 +115,7 @@ def test_routers_are_told_the_share_and_each_versions_own_limits() -> None:
     assert limits == {"o1": 32_768, "o2": 32_768, "n1": 77}
 
 
-def test_what_the_new_version_broke_holds_back_the_new_version_alone() -> None:
+def test_failures_of_the_new_version_back_off_that_version_only() -> None:
     given_up = StartFailures(
         deployment_id=DeploymentId("d"),
         version=2,
@@ -125,18 +125,18 @@ def test_what_the_new_version_broke_holds_back_the_new_version_alone() -> None:
         reason="broke 6 times",
     )
     one_left = (a_placement("o1", "ams-1"),)
-    decided = plan_fleet(rolling(given_up=(given_up,), placements=one_left))
-    assert [start.spec.version for start in decided.starts] == [1]
-    assert ["version 2: cannot place" in unmet.reason for unmet in decided.unmet] == [True]
+    plan = plan_fleet(rolling(given_up=(given_up,), placements=one_left))
+    assert [start.spec.version for start in plan.starts] == [1]
+    assert ["version 2: cannot place" in unmet.reason for unmet in plan.unmet] == [True]
 
 
-def test_explain_tells_all_that_a_city_asks_whichever_version_answers() -> None:
+def test_explain_shows_a_citys_whole_demand_over_both_versions() -> None:
     explained = explain_placement(rolling(demand=(demand("ams", 8.0),)), DeploymentId("d"))
     assert explained is not None
     assert [row.requests_per_s for row in explained.cities] == [8.0]
 
 
-def test_explain_tells_of_both_versions_and_of_no_other_deployment() -> None:
+def test_explain_covers_both_versions_and_no_other_deployment() -> None:
     cluster = rolling(
         deployments=(a_deployment(replicas_min=2), a_deployment("d-x", replicas_max=1)),
         placements=(

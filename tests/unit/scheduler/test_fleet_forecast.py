@@ -1,4 +1,4 @@
-"""What all cities will ask: newcomers borrow from neighbours, and demand is raised to it."""
+"""Forecasts of all series: new ones borrow from neighbours, and demand is raised to them."""
 
 from math import pi, sin
 
@@ -6,14 +6,8 @@ import pytest
 
 from isochrone.wire.ids import DeploymentId, PopId
 from scheduler.decide.cluster import DemandRate
+from scheduler.decide.demand import FORGET_SLOTS, FleetForecast, SeriesKey, SlotDemand, slot_of
 from scheduler.decide.demand.demand_rates import raise_to_forecast
-from scheduler.decide.demand.fleet_forecast import (
-    FORGET_SLOTS,
-    FleetForecast,
-    SeriesKey,
-    SlotDemand,
-    slot_of,
-)
 from scheduler.decide.demand.series_forecast import DAY_SLOTS
 
 LONGITUDES = {PopId("ams"): 5.0, PopId("iad"): -77.0, PopId("sin"): 104.0, PopId("akl"): 175.0}
@@ -28,7 +22,7 @@ def a_slot(requests: float) -> SlotDemand:
 
 
 def wave(slot: int, longitude: float) -> float:
-    """Ten requests/s about noon there, one at night."""
+    """Return ten requests/s around local noon, one at night."""
     return 5.5 + 4.5 * sin(2 * pi * (slot / DAY_SLOTS + longitude / 360))
 
 
@@ -43,75 +37,75 @@ def a_rate(pop: str, requests: float, **fields: float) -> DemandRate:
     )
 
 
-def taught(days: float, *pops: str) -> FleetForecast:
-    outlook = FleetForecast(LONGITUDES)
+def learned_forecast(days: float, *pops: str) -> FleetForecast:
+    forecasts = FleetForecast(LONGITUDES)
     for slot in range(int(days * DAY_SLOTS)):
         for pop in pops:
-            outlook.learn(slot, key(pop), a_slot(wave(slot, LONGITUDES[PopId(pop)])))
-    return outlook
+            forecasts.learn(slot, key(pop), a_slot(wave(slot, LONGITUDES[PopId(pop)])))
+    return forecasts
 
 
-def test_what_is_foretold_is_made_of_what_was_asked() -> None:
-    outlook = FleetForecast(LONGITUDES)
+def test_a_forecast_has_the_mix_of_past_demand() -> None:
+    forecasts = FleetForecast(LONGITUDES)
     for slot in range(DAY_SLOTS):
-        outlook.learn(slot, key("ams"), a_slot(8.0))
-    row = outlook.foretell(key("ams"))
+        forecasts.learn(slot, key("ams"), a_slot(8.0))
+    row = forecasts.forecast(key("ams"))
     assert row is not None
     assert row.requests_per_s == pytest.approx(8.0, rel=0.02)
     assert row.uncached_tokens_per_s == pytest.approx(800.0, rel=0.02)
     assert row.output_tokens_per_s == pytest.approx(400.0, rel=0.02)
-    assert outlook.foretell(key("sin")) is None
+    assert forecasts.forecast(key("sin")) is None
 
 
-def test_a_newcomer_rises_with_its_morning_as_its_neighbour_did() -> None:
+def test_a_new_series_rises_in_its_morning_like_its_neighbour() -> None:
     morning = 5 * DAY_SLOTS + 40  # early in Washington, afternoon in Amsterdam
-    alone, beside = FleetForecast(LONGITUDES), taught(5.0, "ams")
+    alone, beside = FleetForecast(LONGITUDES), learned_forecast(5.0, "ams")
     for slot in range(5 * DAY_SLOTS, morning):
         beside.learn(slot, key("ams"), a_slot(wave(slot, 5.0)))
     risen = []
-    for outlook in (alone, beside):
+    for forecasts in (alone, beside):
         for slot in range(morning, morning + 3):
-            outlook.learn(slot, key("iad"), a_slot(wave(slot, -77.0)))
-        row = outlook.foretell(key("iad"))
+            forecasts.learn(slot, key("iad"), a_slot(wave(slot, -77.0)))
+        row = forecasts.forecast(key("iad"))
         assert row is not None
         risen.append(row.requests_per_s)
     later = wave(morning + 2 + 6, -77.0)
     assert abs(risen[1] - later) < abs(risen[0] - later)
 
 
-def test_what_is_saved_goes_on_elsewhere_as_here() -> None:
-    here = taught(2.0, "ams")
+def test_a_stored_series_continues_alike_elsewhere() -> None:
+    here = learned_forecast(2.0, "ams")
     there = FleetForecast(LONGITUDES)
-    slot, state = here.saved(key("ams"))
+    slot, state = here.serialized(key("ams"))
     assert slot == 2 * DAY_SLOTS - 1
     assert there.restore(key("ams"), state)
     assert not there.restore(key("sin"), state[:-5])
-    for outlook in (here, there):
-        outlook.learn(slot + 1, key("ams"), a_slot(3.0))
-    assert here.foretell(key("ams")) == there.foretell(key("ams"))
+    for forecasts in (here, there):
+        forecasts.learn(slot + 1, key("ams"), a_slot(3.0))
+    assert here.forecast(key("ams")) == there.forecast(key("ams"))
 
 
-def test_nothing_is_begun_by_zero_and_what_asks_nothing_for_long_is_forgotten() -> None:
-    outlook = FleetForecast(LONGITUDES)
-    outlook.learn(1, key("ams"), SlotDemand())
-    assert len(outlook) == 0
-    outlook.learn(2, key("ams"), a_slot(1.0))
+def test_zero_demand_begins_no_series_and_idle_series_are_forgotten() -> None:
+    forecasts = FleetForecast(LONGITUDES)
+    forecasts.learn(1, key("ams"), SlotDemand())
+    assert len(forecasts) == 0
+    forecasts.learn(2, key("ams"), a_slot(1.0))
     for slot in range(3, 6 * DAY_SLOTS):
-        outlook.learn(slot, key("ams"), SlotDemand())
-    row = outlook.foretell(key("ams"))
+        forecasts.learn(slot, key("ams"), SlotDemand())
+    row = forecasts.forecast(key("ams"))
     assert row is None or row.requests_per_s < 0.01
-    outlook.learn(FORGET_SLOTS + 10, key("ams"), SlotDemand())
-    assert outlook.known() == []
+    forecasts.learn(FORGET_SLOTS + 10, key("ams"), SlotDemand())
+    assert forecasts.sorted_keys() == []
 
 
-def test_demand_is_raised_to_what_is_foretold_and_never_lowered() -> None:
+def test_demand_is_raised_to_the_forecast_and_never_lowered() -> None:
     now = (a_rate("ams", 2.0), a_rate("iad", 9.0), a_rate("akl", 2.0, refused_per_s=2.0))
-    told = [a_rate("ams", 5.0), a_rate("iad", 3.0), a_rate("sin", 1.0)]
-    rows = {row.pop: row for row in raise_to_forecast(now, told)}
+    forecast_rows = [a_rate("ams", 5.0), a_rate("iad", 3.0), a_rate("sin", 1.0)]
+    rows = {row.pop: row for row in raise_to_forecast(now, forecast_rows)}
     assert rows[PopId("ams")] == a_rate("ams", 5.0)
-    assert rows[PopId("iad")] == a_rate("iad", 9.0), "a flash crowd is answered by its level"
+    assert rows[PopId("iad")] == a_rate("iad", 9.0), "a flash crowd counts by its current level"
     assert rows[PopId("sin")] == a_rate("sin", 1.0)
-    assert rows[PopId("akl")] == a_rate("akl", 4.0), "the refused asked too"
+    assert rows[PopId("akl")] == a_rate("akl", 4.0), "refused requests count"
     refused = DemandRate(deployment_id=DeploymentId("d"), pop=PopId("sin"), refused_per_s=0.5)
     assert raise_to_forecast((refused,), []) == (refused,)
 

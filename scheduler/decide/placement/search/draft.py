@@ -1,0 +1,220 @@
+"""The draft: all state that changes while a plan is sought, and savepoints to return to."""
+
+from collections.abc import Iterable, Sequence
+from math import inf
+
+import msgspec
+
+from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
+from scheduler.decide.placement.score import START
+from scheduler.decide.placement.search.deployment_state import (
+    DeploymentState,
+    Need,
+    PlannedReplica,
+)
+from scheduler.decide.placement.search.load_assignment import LoadAssignment
+from scheduler.decide.placement.search.slot_ledger import Candidate, SlotLedger
+
+
+class BlockedGain(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica that would lower the cost by `net`, at a site whose devices are full."""
+
+    state: DeploymentState
+    site: int
+    net: float
+
+
+class Gain(msgspec.Struct, frozen=True, kw_only=True):
+    """The value of one more replica at a site.
+
+    `saves` is the latency it saves, `net` all that it gains less its costs. Without a `candidate`
+    the site has no free slot, or none was looked for.
+    """
+
+    need: Need
+    saves: float
+    net: float
+    site: int
+    candidate: Candidate | None
+
+
+class PlacementDraft:
+    """Deployment states, the slots they take, and what was found blocked.
+
+    `starts_max` limits the replicas that the plan may start.
+    """
+
+    def __init__(
+        self,
+        fleet: FleetCapacity,
+        ledger: SlotLedger,
+        states: Sequence[DeploymentState],
+        starts_max: int,
+    ) -> None:
+        self.fleet = fleet
+        self.ledger = ledger
+        self.states = states
+        self.blocked: dict[tuple[int, int], BlockedGain] = {}
+        self._starts_left = starts_max
+        self._site_pops = [site.pop for site in fleet.sites]
+        for number, state in enumerate(states):
+            state.number = number
+
+    @property
+    def has_starts_left(self) -> bool:
+        """Say whether the plan may start another replica."""
+        return self._starts_left > 0
+
+    def largest_first(self) -> list[DeploymentState]:
+        """Return all states by memory, largest first: they fit in the fewest places."""
+        return sorted(self.states, key=lambda state: -state.needs.memory_bytes)
+
+    def need_at(self, state: DeploymentState, site: int) -> Need:
+        """Return what one more replica at a site is worth besides latency."""
+        return state.need_in(self._site_pops[site])
+
+    def gain_at(self, state: DeploymentState, site: int) -> Gain:
+        """Return what one more replica at a site gains, whether or not that pays its costs."""
+        return self._gain(state, site, False, -inf)
+
+    def free_gain_at(
+        self, state: DeploymentState, site: int, count_releasing: bool = False
+    ) -> Gain | None:
+        """Return what one more replica at a site gains, or None if it has no free slot.
+
+        A replica that would pay but has no slot is noted in `blocked`. With `count_releasing`,
+        memory of replicas that are ending counts as free, and nothing is noted.
+        """
+        gain = self._gain(state, site, count_releasing, START)
+        if gain.candidate is not None:
+            return gain
+        if gain.net > START and not count_releasing:
+            blocked = BlockedGain(state=state, site=site, net=gain.net - START)
+            self.blocked[state.number, site] = blocked
+        return None
+
+    def take(self, state: DeploymentState, gain: Gain, reason: str = "") -> None:
+        """Add a replica that this plan would start."""
+        self._add(self._planned(state, gain, reason, waits=False))
+
+    def take_when_released(self, state: DeploymentState, gain: Gain) -> None:
+        """Add a replica that would start once what holds its slot has ended."""
+        self._add(self._planned(state, gain, "", waits=True))
+
+    def remove(self, replica: PlannedReplica) -> None:
+        """Remove a replica that this plan would have started, or mark a running one to end."""
+        self.release_slot(replica)
+        replica.state.remove(replica)
+
+    def put_back(self, replica: PlannedReplica) -> None:
+        """Add a replica again that was removed."""
+        self._add(replica)
+
+    def take_slot(self, replica: PlannedReplica) -> None:
+        """Take the slot of a replica; of a running one, stop releasing it."""
+        if replica.slot:
+            needs = replica.state.needs
+            self.ledger.take(replica.slot, needs.deployment, needs.model)
+            self._starts_left -= 1
+        elif replica.placement:
+            self.ledger.cancel_releasing(replica.placement)
+
+    def release_slot(self, replica: PlannedReplica) -> None:
+        """Release the slot of a replica: at once, or when it has ended if it is running."""
+        if replica.slot:
+            needs = replica.state.needs
+            self.ledger.give_back(replica.slot, needs.deployment, needs.model)
+            self._starts_left += 1
+        elif replica.placement:
+            self.ledger.start_releasing(replica.placement)
+
+    def savepoint(self, states: Iterable[DeploymentState] = ()) -> "Savepoint":
+        """Return a savepoint of some states; more can be included before they are changed."""
+        return Savepoint(self, states)
+
+    def _add(self, replica: PlannedReplica) -> None:
+        self.take_slot(replica)
+        replica.state.add(replica)
+
+    def _gain(
+        self, state: DeploymentState, site: int, count_releasing: bool, net_min: float
+    ) -> Gain:
+        needs = state.needs
+        need = self.need_at(state, site)
+        saves = state.assignment.gain(site, float(needs.site_capacity[site]))
+        net = saves + need.worth - needs.hold_cost
+        # Below START it would not pay even where the weights are at hand: do not look for a slot.
+        candidate = None
+        if net > net_min:
+            candidate = self.ledger.best_candidate(
+                site, needs.eligible_nodes[site], needs.deployment, needs.model, count_releasing
+            )
+        net -= candidate.start_cost if candidate else 0.0
+        return Gain(need=need, saves=saves, net=net, site=site, candidate=candidate)
+
+    def _planned(
+        self, state: DeploymentState, gain: Gain, reason: str, *, waits: bool
+    ) -> PlannedReplica:
+        """Return the replica that a gain's candidate would become, with the reason for it."""
+        candidate = gain.candidate
+        assert candidate is not None
+        pop = self._site_pops[gain.site]
+        saves = f"saves {gain.saves / state.needs.weight:.0f} ms x requests/s in {pop}"
+        if not reason and gain.need.tier >= 2:
+            reason = gain.need.reason
+        elif not reason and gain.need.worth > gain.saves and gain.need.reason:
+            reason = f"{gain.need.reason}; {saves}"
+        return PlannedReplica(
+            state=state,
+            pop=pop,
+            site=gain.site,
+            capacity=float(state.needs.site_capacity[gain.site]),
+            hold_cost=state.needs.hold_cost,
+            slot=candidate.slot,
+            start_cost=candidate.start_cost,
+            reason=reason or f"demand: {saves}",
+            waits=waits,
+        )
+
+
+class Savepoint:
+    """Remembers states of a draft, to compare costs with and to return to.
+
+    A change that spans several deployments is kept or rolled back as a whole.
+    """
+
+    def __init__(self, draft: PlacementDraft, states: Iterable[DeploymentState]) -> None:
+        self._draft = draft
+        self._saved: dict[DeploymentState, tuple[list[PlannedReplica], LoadAssignment]] = {}
+        for state in states:
+            self.include(state)
+
+    def include(self, state: DeploymentState) -> None:
+        """Remember a state as it is now, unless it is remembered already."""
+        if state not in self._saved:
+            self._saved[state] = (list(state.replicas), state.assignment)
+
+    def cost_before(self) -> float:
+        """Return the cost of the remembered states as they were."""
+        return sum(_cost(state, *saved) for state, saved in self._saved.items())
+
+    def cost_now(self) -> float:
+        """Return the cost of the remembered states as they are."""
+        return sum(state.cost() for state in self._saved)
+
+    def roll_back(self) -> None:
+        """Return every remembered state to what it was."""
+        for state, (replicas, assignment) in self._saved.items():
+            for replica in [r for r in state.replicas if r not in replicas]:
+                self._draft.release_slot(replica)
+            for replica in [r for r in replicas if r not in state.replicas]:
+                self._draft.take_slot(replica)
+            state.restore(replicas, assignment)
+
+
+def _cost(
+    state: DeploymentState, replicas: list[PlannedReplica], assignment: LoadAssignment
+) -> float:
+    replica_costs = sum(replica.hold_cost + replica.start_cost for replica in replicas)
+    pops = [replica.pop for replica in replicas]
+    return assignment.cost() + state.needs.requirement_cost(pops) + replica_costs

@@ -1,0 +1,28 @@
+"""The budget of attempts that the local search may make.
+
+Attempts are counted, not timed, so that the same cluster state always gives the same plan.
+"""
+
+from typing import Final
+
+IMPROVEMENT_MIN: Final = 1e-6
+"""A change must lower the cost by more than this to be kept: less may be rounding."""
+
+
+class EffortBudget:
+    """Counts down the attempts that are left."""
+
+    def __init__(self, attempts: int) -> None:
+        self._left = attempts
+
+    @property
+    def is_spent(self) -> bool:
+        """Say whether no attempt is left."""
+        return self._left <= 0
+
+    def spend(self, attempts: int) -> bool:
+        """Take `attempts` from the budget; False, and nothing is taken, if it is spent."""
+        if self._left <= 0:
+            return False
+        self._left -= attempts
+        return True

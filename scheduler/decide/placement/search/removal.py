@@ -1,0 +1,56 @@
+"""Which running replica of a deployment is missed least."""
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
+from scheduler.decide.placement.search.slot_ledger import SlotLedger
+
+
+class Removal(NamedTuple):
+    """A running replica that could end, and what its loss costs."""
+
+    loss: float
+    replica: PlannedReplica
+
+
+def cheapest_removal(
+    state: DeploymentState,
+    among: Sequence[PlannedReplica],
+    ledger: SlotLedger,
+    below: float = inf,
+) -> Removal | None:
+    """Return the running replica of `among` whose loss costs least, if that is less than `below`.
+
+    Of equals, the one with most replicas in its failure domain goes first, then the youngest.
+    """
+    bounds = [state.loss_lower_bound(replica) for replica in among]
+    best: tuple[float, int, float, str] | None = None
+    chosen = None
+    for number in np.argsort(bounds, kind="stable"):
+        # The bounds ascend, so no later replica can cost less than this one's bound.
+        if bounds[number] >= below or (best and bounds[number] > best[0]):
+            break
+        replica = among[number]
+        assert replica.placement is not None
+        placement, loss = replica.placement, state.loss(replica)
+        crowd = ledger.replicas_in_domain_of(placement.node_id, state.deployment_id)
+        order = (loss, -crowd, placement.age_s, str(placement.replica_id))
+        if best is None or order < best:
+            best, chosen = order, replica
+    return Removal(best[0], chosen) if best and chosen and best[0] < below else None
+
+
+def removable_replicas(state: DeploymentState, settle_s: float) -> list[PlannedReplica]:
+    """Return the running replicas that are at least `settle_s` old and not the only one of a
+    keep_warm PoP."""
+    pops = state.pops()
+    kept = {pop for pop in state.needs.deployment.policy.keep_warm if pops.count(pop) == 1}
+    return [
+        replica
+        for replica in state.replicas
+        if replica.placement and replica.placement.age_s >= settle_s and replica.pop not in kept
+    ]

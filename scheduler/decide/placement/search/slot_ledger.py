@@ -1,0 +1,200 @@
+"""Books what a draft takes of the fleet: device memory, rank ports, load queues, failure domains.
+
+Slots are taken and given back many times while a plan is sought.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from heapq import nsmallest
+from operator import itemgetter
+from typing import Final
+
+import msgspec
+
+from isochrone.wire.ids import DeploymentId, DeviceId, NodeId
+from isochrone.wire.model import Deployment, Model
+from scheduler.decide.capacity.start_times import queued_bytes
+from scheduler.decide.cluster import ClusterState, FleetNode, Placement
+from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
+from scheduler.decide.placement.fleet.slots import (
+    Slot,
+    SlotPart,
+    free_memory,
+    replica_memory_bytes,
+)
+from scheduler.decide.placement.score import FAILED_HERE, start_cost
+
+CROWD_COST: Final = 2.0
+"""Added to a node's start cost for each replica of the deployment in its failure domain, to spread
+replicas over domains when start costs are close."""
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A free slot, how soon a replica on it would be warm, and what starting it costs."""
+
+    slot: Slot
+    site: int
+    start_s: float
+    start_cost: float
+
+
+class SlotLedger:
+    """Books the slots of a draft plan. `free` is the memory left on each device in bytes."""
+
+    def __init__(self, fleet: FleetCapacity, cluster: ClusterState) -> None:
+        self._fleet = fleet
+        self.free: dict[tuple[NodeId, DeviceId], int] = dict(
+            free_memory(cluster.nodes, cluster.placements)
+        )
+        models = {model.model_id: model for model in cluster.models}
+        self._queued_bytes = queued_bytes(
+            cluster.placements,
+            {
+                d.deployment_id: models[d.model_id].weights_bytes
+                for d in cluster.deployments
+                if d.model_id in models
+            },
+        )
+        self._releasing: dict[tuple[NodeId, DeviceId], int] = defaultdict(int)
+        self._replicas_in_domain: dict[tuple[DeploymentId, str], int] = defaultdict(int)
+        self._groups_led: dict[NodeId, int] = defaultdict(int)
+        # A cached candidate is valid while the version of its site has not moved.
+        self._site_versions = [0] * len(fleet.sites)
+        self._candidates: dict[tuple[DeploymentId, int, bool], tuple[int, Candidate | None]] = {}
+        for placement in cluster.placements:
+            if placement.is_ending:
+                self.start_releasing(placement)
+            self._groups_led[placement.node_id] += placement.rank_port > 0
+            for part in placement.parts:
+                if part.node_id in fleet.nodes:
+                    domain = fleet.failure_domain(part.node_id)
+                    self._replicas_in_domain[part.deployment_id, domain] += 1
+
+    def replicas_in_domain_of(self, node_id: NodeId, deployment_id: DeploymentId) -> int:
+        """Return how many replicas of a deployment would fail together with a node."""
+        return self._replicas_in_domain[deployment_id, self._fleet.failure_domain(node_id)]
+
+    def best_candidate(
+        self,
+        site: int,
+        nodes: Sequence[FleetNode],
+        deployment: Deployment,
+        model: Model,
+        count_releasing: bool = False,
+    ) -> Candidate | None:
+        """Return the best free slot of a site on one of `nodes`, or None.
+
+        The soonest start wins, then the failure domain with fewest replicas, then the tightest
+        devices. With `count_releasing`, memory of replicas that are ending counts as free.
+        """
+        key = (deployment.deployment_id, site, count_releasing)
+        cached = self._candidates.get(key)
+        if cached is None or cached[0] != self._site_versions[site]:
+            found = self._find_candidate(site, nodes, deployment, model, count_releasing)
+            cached = self._candidates[key] = (self._site_versions[site], found)
+        return cached[1]
+
+    def take(self, slot: Slot, deployment: Deployment, model: Model) -> None:
+        """Take a slot for a replica that would start on it."""
+        self._book(slot, deployment, 1)
+        for part in slot.parts:
+            self._queued_bytes[part.node.node_id] += model.weights_bytes
+
+    def give_back(self, slot: Slot, deployment: Deployment, model: Model) -> None:
+        """Give a slot back."""
+        self._book(slot, deployment, -1)
+        for part in slot.parts:
+            self._queued_bytes[part.node.node_id] -= model.weights_bytes
+
+    def start_releasing(self, placement: Placement) -> None:
+        """Count the memory of a running replica as about to become free."""
+        for part in placement.parts:
+            self._invalidate(part.node_id)
+            for device_id in part.device_ids:
+                self._releasing[part.node_id, device_id] += part.memory_bytes
+
+    def cancel_releasing(self, placement: Placement) -> None:
+        """Stop counting the memory of a running replica as about to become free."""
+        for part in placement.parts:
+            self._invalidate(part.node_id)
+            for device_id in part.device_ids:
+                self._releasing[part.node_id, device_id] -= part.memory_bytes
+
+    def _find_candidate(
+        self,
+        site: int,
+        nodes: Sequence[FleetNode],
+        deployment: Deployment,
+        model: Model,
+        count_releasing: bool,
+    ) -> Candidate | None:
+        fleet, engine = self._fleet, deployment.engine
+        deployment_id = deployment.deployment_id
+        needed = replica_memory_bytes(model, engine)
+        found: list[tuple[tuple[float, int, int, str], FleetNode, tuple[DeviceId, ...], float]] = []
+        for node in nodes:
+            devices = self._tightest_devices(
+                node, site, needed, engine.devices_per_node, count_releasing
+            )
+            if not devices:
+                continue
+            start_s = fleet.start_times.start_s(node, model, self._queued_bytes[node.node_id])
+            failures = fleet.failures_on(deployment_id, node.node_id)
+            cost = start_cost(start_s) + FAILED_HERE * failures
+            crowd = self.replicas_in_domain_of(node.node_id, deployment_id)
+            memory_left = self.free[node.node_id, devices[0]] - needed
+            order = (round(cost, 1) + CROWD_COST * crowd, crowd, memory_left, str(node.node_id))
+            found.append((order, node, devices, start_s))
+        chosen = nsmallest(engine.nodes, found, key=itemgetter(0))
+        leader = self._choose_leader([node for _, node, _, _ in chosen]) if engine.nodes > 1 else 0
+        if len(chosen) < engine.nodes or leader < 0:
+            return None
+        chosen.insert(0, chosen.pop(leader))
+        parts = tuple(SlotPart(node=node, device_ids=devices) for _, node, devices, _ in chosen)
+        # A replica over several nodes is warm when its slowest part is.
+        start_s = max(start_s for _, _, _, start_s in chosen)
+        failures = max(fleet.failures_on(deployment_id, part.node.node_id) for part in parts)
+        return Candidate(
+            slot=Slot(parts=parts, memory_bytes=needed),
+            site=site,
+            start_s=start_s,
+            start_cost=start_cost(start_s) + FAILED_HERE * failures,
+        )
+
+    def _choose_leader(self, nodes: Sequence[FleetNode]) -> int:
+        """Return the first node that has a rank port left, or -1."""
+        for number, node in enumerate(nodes):
+            first, last = node.rank_ports or (1, 0)
+            if self._groups_led[node.node_id] <= last - first:
+                return number
+        return -1
+
+    def _tightest_devices(
+        self, node: FleetNode, site: int, needed: int, count: int, count_releasing: bool
+    ) -> tuple[DeviceId, ...]:
+        """Return the `count` fullest devices of a node that still have `needed` bytes, or ()."""
+        fitting = []
+        for key in self._fleet.table.healthy_devices[site, node.node_id]:
+            left = self.free[key] + (self._releasing[key] if count_releasing else 0)
+            if left >= needed:
+                fitting.append((left, key[1]))
+        if len(fitting) < count:
+            return ()
+        fitting.sort()
+        return tuple(device_id for _, device_id in fitting[:count])
+
+    def _invalidate(self, node_id: NodeId) -> None:
+        """Make the cached candidates of a node's sites stale."""
+        for site in self._fleet.table.sites_of_node.get(node_id, ()):
+            self._site_versions[site] += 1
+
+    def _book(self, slot: Slot, deployment: Deployment, replicas: int) -> None:
+        """Add `replicas` (1 or -1) on a slot's devices."""
+        self._groups_led[slot.leader.node_id] += replicas * (len(slot.parts) > 1)
+        for part in slot.parts:
+            node_id = part.node.node_id
+            self._invalidate(node_id)
+            for device_id in part.device_ids:
+                self.free[node_id, device_id] -= replicas * slot.memory_bytes
+            domain = self._fleet.failure_domain(node_id)
+            self._replicas_in_domain[deployment.deployment_id, domain] += replicas
