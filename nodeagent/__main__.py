@@ -16,9 +16,9 @@ from nodeagent.config import NodeConfig
 
 
 @click.command()
-@click.option("--config", type=click.Path(path_type=Path), help="TOML file.")
+@click.option("--config", type=click.Path(path_type=Path), help="Configuration file (TOML).")
 def main(config: Path | None) -> NoReturn:
-    """Make what runs on this server become what is assigned to it."""
+    """Run on this server the replicas that the scheduler assigns to it."""
 
     async def run(stopping: asyncio.Event) -> int:
         settings = load_config(NodeConfig, config, os.environ, "ISOCHRONE_NODE_")

@@ -1,4 +1,4 @@
-"""The agent's only place of composition."""
+"""Builds the agent from its parts and runs it. No other module composes them."""
 
 import asyncio
 import logging
@@ -22,36 +22,41 @@ from isochrone.service.systemd import feed_watchdog, notify
 from isochrone.service.tls import client_context, node_server_context
 from isochrone.wire.control import PeerRole, ToAgent
 from isochrone.wire.ids import BootId
-from nodeagent.api.door import Door
+from nodeagent.api.artifact_uploads import ArtifactUploads
+from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.metrics_page import add_metrics
-from nodeagent.api.siblings import Siblings
-from nodeagent.api.weights import Weights
+from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.config import NodeConfig
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.host.devices import Devices
-from nodeagent.host.engines import Engines
-from nodeagent.host.ledger import Ledger
-from nodeagent.host.link import Link
-from nodeagent.host.peers import Peers
-from nodeagent.host.sources import Sources
-from nodeagent.loops.converge import Converge
-from nodeagent.loops.prefetch import PrefetchDuty
-from nodeagent.loops.report import PulseDuty, ReportDuty
-from nodeagent.node import Node
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.assignment_file import AssignmentFile
+from nodeagent.host.devices import DeviceReader
+from nodeagent.host.engines import EngineProcesses
+from nodeagent.host.link import TransferLink
+from nodeagent.host.peers import PeerFetcher
+from nodeagent.host.sources import ArtifactSources
+from nodeagent.loops.converge import ConvergeJob
+from nodeagent.loops.prefetch import PrefetchJob
+from nodeagent.loops.report import PulseJob, ReportJob
+from nodeagent.node import NodeState
 from nodeagent.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
+CONVERGE_INTERVAL_S = 5.0
+PREFETCH_INTERVAL_S = 15.0
+REPORT_INTERVAL_S = 10.0
+PULSE_INTERVAL_S = 2.0
+
 
 async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
-    """Run one node's agent until `stopping`; return its exit code."""
-    sources = await asyncio.to_thread(_sources, config)
+    """Run the agent of one node until `stopping` is set; return its exit code."""
+    sources = await asyncio.to_thread(_artifact_sources, config)
     node = await _open_node(config)
-    chance = random.Random()  # noqa: S311 - jitter, not secrets
-    door_tls = node_server_context(node.identity) if config.door_tls else None
-    peer_tls = client_context(node.identity) if config.door_tls else None
-    artifacts = _artifacts(config, node, sources, chance, peer_tls)
-    engines = Engines(
+    rng = random.Random()  # noqa: S311 - jitter, not secrets
+    server_tls = node_server_context(node.identity) if config.door_tls else None
+    client_tls = client_context(node.identity) if config.door_tls else None
+    artifacts = _artifact_store(config, node, sources, rng, client_tls)
+    engines = EngineProcesses(
         config.state / "engines",
         config.engine_threads or (os.cpu_count() or 1),
         standby=config.standby,
@@ -61,7 +66,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         artifacts=artifacts,
         engines=engines,
         clock=monotonic,
-        chance=chance,
+        rng=rng,
         on_change=lambda: node.nudge_report(),
     )
     link = ControlLink(
@@ -70,61 +75,58 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         boot_id=node.boot_id,
         incoming=ToAgent,
         progress=node.progress,
-        on_welcome=node.welcomed,
-        on_message=node.told,
-        rng=chance,
+        on_welcome=node.on_welcome,
+        on_message=node.on_message,
+        rng=rng,
         folder=config.state,
-        contexts=[context for context in (door_tls, peer_tls) if context is not None],
+        contexts=[context for context in (server_tls, client_tls) if context is not None],
     )
-    reports = ReportDuty(
-        config=config, node=node, supervisor=supervisor, artifacts=artifacts, link=link
-    )
-    report = Loop("report", reports.run_once, 10.0, jitter=chance)
-    pulse = Loop("pulse", PulseDuty(node, link).run_once, 2.0, jitter=chance)
-    node.nudge_report = report.nudge
-    duties = (report, pulse, *_what_makes_it_so(config, node, supervisor, artifacts))
+    loops = _loops(config, node, supervisor, artifacts, link, rng)
 
     try:
-        await _take_up_survivors(node, engines, supervisor)
-        door = Door(supervisor, Siblings(peer_tls, monotonic))
-        app = _served(door, artifacts, config, node)
-        async with _listening(config, app, supervisor, door_tls) as port:
+        await _adopt_survivors(node, engines, supervisor)
+        server = DataPlaneServer(supervisor, PeerReplicaClient(client_tls, monotonic))
+        app = _data_plane_app(server, artifacts, config, node)
+        async with _listeners(config, app, supervisor, server_tls) as port:
             log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})
             async with asyncio.TaskGroup() as tasks:
-                runs = [duty.run() for duty in duties]
-                owned = [tasks.create_task(run) for run in (*runs, link.run(), feed_watchdog())]
+                runs = [loop.run() for loop in loops]
+                started = [tasks.create_task(run) for run in (*runs, link.run(), feed_watchdog())]
                 notify("READY=1")
                 await stopping.wait()
-                door.leaving = True
+                server.is_draining = True
                 await supervisor.wait_idle(config.drain_timeout_s)
-                for task in owned:
+                for task in started:
                     task.cancel()
     finally:
-        # An agent that fails leaves its engines too: nobody ordered their end.
-        keeps = config.keep_engines_on_stop or not stopping.is_set()
-        await supervisor.leave(keep_engines=keeps)
+        # An agent that fails leaves its engines running too: their end was not ordered.
+        keep_engines = config.keep_engines_on_stop or not stopping.is_set()
+        await supervisor.shut_down(keep_engines=keep_engines)
         await engines.close()
     return 0
 
 
 @asynccontextmanager
-async def _listening(
+async def _listeners(
     config: NodeConfig, app: web.Application, supervisor: Supervisor, context: SSLContext | None
 ) -> AsyncIterator[int]:
-    """Open the door, and beside it the private page of metrics, where one is wanted."""
+    """Open the data-plane listener and, if configured, the private metrics listener.
+
+    Yields the data-plane port.
+    """
     async with AsyncExitStack() as stack:
-        door = serve_http(app, config.door_host, config.door_port, ssl_context=context)
-        port = await stack.enter_async_context(door)
+        data_plane = serve_http(app, config.door_host, config.door_port, ssl_context=context)
+        port = await stack.enter_async_context(data_plane)
         if config.private_host:
-            private = web.Application()
-            add_metrics(private, supervisor)
-            page = serve_http(private, config.private_host, config.private_port)
-            await stack.enter_async_context(page)
+            metrics_app = web.Application()
+            add_metrics(metrics_app, supervisor)
+            private = serve_http(metrics_app, config.private_host, config.private_port)
+            await stack.enter_async_context(private)
         yield port
 
 
-async def _open_node(config: NodeConfig) -> Node:
-    """Return this node with its papers, joining the cluster where it has none, as it was left."""
+async def _open_node(config: NodeConfig) -> NodeState:
+    """Load the node's identity, joining the cluster if it has none, and its last assignment."""
     identity = await load_or_join(
         urls=config.schedulers,
         token_file=config.join_token_file,
@@ -132,74 +134,94 @@ async def _open_node(config: NodeConfig) -> Node:
         name=config.name,
         folder=config.state,
     )
-    devices = await asyncio.to_thread(Devices, config.cpu_memory_bytes)
-    node = Node(identity, BootId(secrets.token_hex(8)), Ledger(config.state), devices)
+    devices = await asyncio.to_thread(DeviceReader, config.cpu_memory_bytes)
+    node = NodeState(identity, BootId(secrets.token_hex(8)), AssignmentFile(config.state), devices)
     await node.restore()
     return node
 
 
-def _what_makes_it_so(
-    config: NodeConfig, node: Node, supervisor: Supervisor, artifacts: Artifacts
-) -> tuple[Loop, Loop]:
-    """Return the duties that make true what is assigned; a new assignment nudges them."""
-    converging = Converge(node, supervisor, monotonic, config.plaintext_rank_ports)
-    converge = Loop("converge", converging.run_once, 5.0)
-    prefetch = Loop("prefetch", PrefetchDuty(node, supervisor, artifacts).run_once, 15.0)
-    node.nudge_converge, node.nudge_prefetch = converge.nudge, prefetch.nudge
-    return converge, prefetch
+def _loops(
+    config: NodeConfig,
+    node: NodeState,
+    supervisor: Supervisor,
+    artifacts: ArtifactStore,
+    link: ControlLink,
+    rng: random.Random,
+) -> tuple[Loop, ...]:
+    """Return the periodic jobs, and let the node nudge those that react to its changes."""
+    reporting = ReportJob(
+        config=config, node=node, supervisor=supervisor, artifacts=artifacts, link=link
+    )
+    report = Loop("report", reporting.run_once, REPORT_INTERVAL_S, jitter=rng)
+    pulse = Loop("pulse", PulseJob(node, link).run_once, PULSE_INTERVAL_S, jitter=rng)
+    converging = ConvergeJob(node, supervisor, monotonic, config.plaintext_rank_ports)
+    converge = Loop("converge", converging.run_once, CONVERGE_INTERVAL_S)
+    prefetching = PrefetchJob(node, supervisor, artifacts)
+    prefetch = Loop("prefetch", prefetching.run_once, PREFETCH_INTERVAL_S)
+    node.nudge_report = report.nudge
+    node.nudge_converge = converge.nudge
+    node.nudge_prefetch = prefetch.nudge
+    return report, pulse, converge, prefetch
 
 
-def _sources(config: NodeConfig) -> Sources:
+def _artifact_sources(config: NodeConfig) -> ArtifactSources:
     path = config.hf_token_file
     token = read_secret(path, "the hub's token") if path is not None else ""
-    return Sources(private=config.private_sources, hf_url=config.hf_url, hf_token=token)
+    return ArtifactSources(private=config.private_sources, hf_url=config.hf_url, hf_token=token)
 
 
-def _artifacts(
+def _artifact_store(
     config: NodeConfig,
-    node: Node,
-    sources: Sources,
-    chance: random.Random,
+    node: NodeState,
+    sources: ArtifactSources,
+    rng: random.Random,
     context: SSLContext | None,
-) -> Artifacts:
-    peers = Peers(
+) -> ArtifactStore:
+    peers = PeerFetcher(
         holders=node.holders_of,
         pop=node.identity.pop,
         context=context,
         clock=monotonic,
-        chance=chance,
+        rng=rng,
     )
-    return Artifacts(
+    return ArtifactStore(
         config.state / "artifacts",
         sources,
         config.disk_budget_bytes,
-        link=Link(config.download_bytes_per_s, monotonic),
+        link=TransferLink(config.download_bytes_per_s, monotonic),
         peers=peers,
     )
 
 
-def _served(door: Door, artifacts: Artifacts, config: NodeConfig, node: Node) -> web.Application:
-    """Return what the node's listener serves: routers' requests, and weights to other nodes."""
-    app = door.app()
-    app.middlewares.append(refuse_revoked(node.revoked))
-    uplink = Link(config.upload_bytes_per_s, monotonic)
-    Weights(artifacts, uplink, uploads_max=config.uploads_max).attach(app)
+def _data_plane_app(
+    server: DataPlaneServer, artifacts: ArtifactStore, config: NodeConfig, node: NodeState
+) -> web.Application:
+    """Return the data-plane application: inference requests, and artifact uploads to nodes."""
+    app = server.app()
+    app.middlewares.append(refuse_revoked(node.revoked_certificates))
+    uplink = TransferLink(config.upload_bytes_per_s, monotonic)
+    ArtifactUploads(artifacts, uplink, uploads_max=config.uploads_max).attach(app)
     return app
 
 
-async def _take_up_survivors(node: Node, engines: Engines, supervisor: Supervisor) -> None:
-    """Adopt the engines of an earlier life, but those with a tombstone or another spec by now."""
-    held = node.assignment
-    specs = {spec.replica_id: spec for spec in held.replicas} if held else {}
-    ending = {tombstone.replica_id for tombstone in held.tombstones} if held else set()
+async def _adopt_survivors(
+    node: NodeState, engines: EngineProcesses, supervisor: Supervisor
+) -> None:
+    """Adopt the engine processes that survived an earlier agent.
+
+    An engine with a tombstone, or whose spec in the assignment has changed, is killed instead.
+    """
+    current = node.assignment
+    specs = {spec.replica_id: spec for spec in current.replicas} if current else {}
+    ending = {tombstone.replica_id for tombstone in current.tombstones} if current else set()
     for survivor in await asyncio.to_thread(engines.survivors):
         spec = survivor.spec
-        keeps = spec.replica_id not in ending and specs.get(spec.replica_id, spec) == spec
+        is_kept = spec.replica_id not in ending and specs.get(spec.replica_id, spec) == spec
         log.info(
-            "engine adopted" if keeps else "engine ended",
+            "engine adopted" if is_kept else "engine killed",
             extra={"fields": {"replica": spec.replica_id}},
         )
-        if keeps:
-            supervisor.begin(spec, survivor)
+        if is_kept:
+            supervisor.start(spec, survivor)
         else:
             await engines.adopt(survivor).stop(kill=True)

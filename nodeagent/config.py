@@ -20,47 +20,51 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     name: str
     schedulers: tuple[Url, ...]
     state: Path
-    join_token_file: Path | None = None  # read once, at the first start
+    join_token_file: Path | None = None  # read at the first start only
     log_level: str = "INFO"
 
-    # Where routers and other nodes connect.
-    address: Url  # what they dial, as http://10.0.0.7:9000
+    # The data-plane server, to which routers and other nodes connect.
+    address: Url  # the address that they dial, such as http://10.0.0.7:9000
     door_host: str = "127.0.0.1"
     door_port: Port = 9000
     door_tls: bool = False  # mutual TLS with the fleet's certificates
-    private_host: str = ""  # serves `/metrics` too, without TLS
+    private_host: str = ""  # a second listener for `/metrics` only, without TLS
     private_port: Port = 0
 
-    failure_domain: str = ""  # a rack or power feed: what fails together within the PoP
-    # First and last port where the parts of replicas over several nodes meet, one per replica led
-    # from this node; without them it takes no such part. The parts speak in plaintext, and once
-    # they have met on other ports too: the nodes of a PoP need a private network.
+    failure_domain: str = ""  # a rack or power feed: nodes of one name fail together
+    # First and last port for the rendezvous of replicas that span nodes; each replica led from this
+    # node takes one. Without it, this node runs no part of such a replica. The parts then talk in
+    # plaintext, on other ports too: the nodes of a PoP need a private network.
     plaintext_rank_ports: tuple[report.Port, report.Port] | None = None
 
-    # What engines may use.
-    cpu_memory_bytes: Count = 0  # without a GPU; 0: four fifths of the machine's
-    engine_threads: Count = 0  # of a CPU engine; 0: one per core
-    standby: bool = False  # keep a process with its imports done: halves a cold start
-    keep_engines_on_stop: bool = False  # leave engines running, as when the agent crashes
+    # Engines.
+    cpu_memory_bytes: Count = 0  # for replicas on a machine without a GPU; 0: 80 % of its memory
+    engine_threads: Count = 0  # of an engine on a CPU; 0: one per core
+    standby: bool = False  # keep a spare engine process with imports done: halves a cold start
+    keep_engines_on_stop: bool = False  # leave engines running when the agent is stopped
     load_timeout_s: Seconds = 1800.0
     drain_timeout_s: Seconds = 30.0
-    stall_s: Seconds = 15.0  # an engine that has work and makes no token for so long is killed
-    canary_interval_s: Seconds = 10.0  # how often an idle engine is asked for a token
+    stall_s: Seconds = 15.0  # an engine with requests and no progress for this long is killed
+    canary_interval_s: Seconds = 10.0  # between test requests to an idle engine
 
-    # Weights: sources, and how much disk and network they may use.
+    # Artifacts: their sources, and limits on disk and network.
     disk_budget_bytes: Count = 200 * 1024**3
     download_bytes_per_s: Rate = 0.0  # 0: no limit
-    upload_bytes_per_s: Rate = 0.0
-    uploads_max: Count = 4  # to how many peers at once
-    private_sources: bool = False  # allow private addresses and plain http, as in a closed network
+    upload_bytes_per_s: Rate = 0.0  # to other nodes; 0: no limit
+    uploads_max: Count = 4  # simultaneous uploads to other nodes
+    private_sources: bool = False  # allow sources with private addresses or plain http
     hf_url: str = "https://huggingface.co"
-    hf_token_file: Path | None = None  # mode 0600; sent to `hf_url` only
+    hf_token_file: Path | None = None  # mode 0600; the token is sent to `hf_url` only
 
     def __post_init__(self) -> None:
         if self.door_tls != self.address.startswith("https:"):
             raise ValueError(
-                f"address is {self.address!r}: it begins with https where door_tls is set"
+                f"cannot use address {self.address!r}: it must begin with https if door_tls is "
+                "set, and with http if it is not"
             )
         ports = self.plaintext_rank_ports
         if ports is not None and ports[0] > ports[1]:
-            raise ValueError(f"plaintext_rank_ports begin at {ports[0]} and end at {ports[1]}")
+            raise ValueError(
+                f"cannot use plaintext_rank_ports {ports[0]} to {ports[1]}: the first port must "
+                "not be above the last"
+            )

@@ -1,4 +1,4 @@
-"""Every metric of the node agent: name, unit, labels."""
+"""The metrics of the node agent: name, unit, labels."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -6,27 +6,29 @@ REGISTRY = CollectorRegistry()
 
 REPLICAS = Gauge("isochrone_node_replicas", "Replicas, by state.", ["state"], registry=REGISTRY)
 GENERATION = Gauge(
-    "isochrone_node_generation", "Generation of the assignment held.", registry=REGISTRY
+    "isochrone_node_generation", "Generation of the current assignment.", registry=REGISTRY
 )
 CONNECTED = Gauge(
     "isochrone_node_connected", "1 while a scheduler is connected.", registry=REGISTRY
 )
 ASSIGNMENTS_REFUSED = Counter(
-    "isochrone_node_assignments_refused", "Assignments not taken.", registry=REGISTRY
+    "isochrone_node_assignments_refused", "Assignments refused.", registry=REGISTRY
 )
 REQUESTS = Counter(
-    "isochrone_node_requests", "Requests at the door, by outcome.", ["outcome"], registry=REGISTRY
+    "isochrone_node_requests", "Requests received, by outcome.", ["outcome"], registry=REGISTRY
 )
 IN_FLIGHT = Gauge(
     "isochrone_node_in_flight_tokens", "Tokens in flight.", ["replica", "phase"], registry=REGISTRY
 )
 PEER_FETCHES = Counter(
-    "isochrone_node_peer_fetches", "Files asked of peers, by outcome.", ["outcome"],
+    "isochrone_node_peer_fetches", "File requests to other nodes, by outcome.", ["outcome"],
     registry=REGISTRY,
 )  # fmt: skip
 UPLOADED = Counter(
-    "isochrone_node_artifact_uploaded_bytes", "Bytes of artifacts sent to peers.", registry=REGISTRY
-)
+    "isochrone_node_artifact_uploaded_bytes", "Bytes of artifacts sent to other nodes.",
+    registry=REGISTRY,
+)  # fmt: skip
 RESTARTS = Gauge(
-    "isochrone_node_replica_restarts", "Times a replica broke.", ["replica"], registry=REGISTRY
-)
+    "isochrone_node_replica_restarts", "Failures of a replica's engine.", ["replica"],
+    registry=REGISTRY,
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the agent holds in memory of its own node: who it is, its assignment, its devices."""
+"""The state of this node in the agent's memory: its identity, its assignment and its devices."""
 
 import asyncio
 import logging
@@ -6,104 +6,110 @@ from collections.abc import Callable, Sequence
 
 from isochrone.service.control_link import Progress
 from isochrone.service.identity import Identity
-from isochrone.wire.assignment import Assignment, PeerSource, Prefetch, Revoked
+from isochrone.wire.assignment import (
+    ArtifactPrefetch,
+    Assignment,
+    PeerSource,
+    RevokedCertificate,
+)
 from isochrone.wire.control import Welcome
 from isochrone.wire.ids import BootId, Epoch, Generation, NodeId
-from isochrone.wire.report import Device, Refusal
+from isochrone.wire.report import NodeDevice, Refusal
 from nodeagent import metrics
-from nodeagent.decide.reconcile import refusal_of
-from nodeagent.host.devices import Devices
-from nodeagent.host.ledger import Ledger
+from nodeagent.decide.reconcile import assignment_problem
+from nodeagent.host.assignment_file import AssignmentFile
+from nodeagent.host.devices import DeviceReader
 
 log = logging.getLogger(__name__)
 
 
-class Node:
-    """The node's own state. The ledger is its copy on disk."""
+class NodeState:
+    """Holds the current assignment, which is also stored in the assignment file."""
 
     def __init__(
-        self, identity: Identity, boot_id: BootId, ledger: Ledger, devices: Devices
+        self, identity: Identity, boot_id: BootId, file: AssignmentFile, devices: DeviceReader
     ) -> None:
         self.identity = identity
         self.node_id = NodeId(identity.name)
         self.boot_id = boot_id
         self.assignment: Assignment | None = None
         self.refusals: tuple[Refusal, ...] = ()
-        # The duties that look again, once the house is put together.
+        # Nudges of the periodic jobs; the application sets them once the jobs exist.
         self.nudge_converge: Callable[[], None] = lambda: None
         self.nudge_report: Callable[[], None] = lambda: None
         self.nudge_prefetch: Callable[[], None] = lambda: None
-        self._ledger = ledger
+        self._file = file
         self._devices = devices
-        self._unkept: Assignment | None = None
-        self._taking = asyncio.Lock()
+        self._unsaved: Assignment | None = None
+        """The newest assignment, while the disk refuses to store it."""
+        self._accept_lock = asyncio.Lock()
 
     def progress(self) -> Progress:
-        """Return the newest that this node has stored."""
+        """Return the generation and epoch of the stored assignment."""
         if self.assignment is None:
             return Progress(self.identity.cluster_id, Generation(0), Epoch(0))
-        held = self.assignment
-        return Progress(held.cluster_id, held.generation, held.epoch)
+        current = self.assignment
+        return Progress(current.cluster_id, current.generation, current.epoch)
 
     async def restore(self) -> None:
-        """Read the ledger: what ran before runs again, whoever is away."""
-        held = await asyncio.to_thread(self._ledger.read)
+        """Load the stored assignment, so that the node works without a scheduler."""
+        stored = await asyncio.to_thread(self._file.read)
         cluster_id = self.identity.cluster_id
-        if held is not None and not refusal_of(held, None, self.node_id, cluster_id):
-            self.assignment = held
-            metrics.GENERATION.set(held.generation)
+        if stored is not None and not assignment_problem(stored, None, self.node_id, cluster_id):
+            self.assignment = stored
+            metrics.GENERATION.set(stored.generation)
 
-    async def welcomed(self, welcome: Welcome) -> None:
-        """A new conversation begins with the whole truth."""
+    async def on_welcome(self, welcome: Welcome) -> None:
+        """Send a full report at the start of each connection to a scheduler."""
         self.nudge_report()
 
-    async def told(self, message: object) -> None:
-        """Take an assignment, or say why not."""
-        if isinstance(message, Assignment) and (reason := await self.take(message)):
-            log.warning("assignment not taken", extra={"fields": {"reason": reason}})
+    async def on_message(self, message: object) -> None:
+        """Accept an assignment from the scheduler, or log why it is refused."""
+        if isinstance(message, Assignment) and (reason := await self.accept(message)):
+            log.warning("assignment refused", extra={"fields": {"reason": reason}})
 
-    async def take(self, offered: Assignment) -> str:
-        """Keep a newer assignment, on disk before in effect; return why not, if not."""
-        async with self._taking:
-            newest = self._unkept or self.assignment
-            reason = refusal_of(offered, newest, self.node_id, self.identity.cluster_id)
+    async def accept(self, offered: Assignment) -> str:
+        """Store a newer assignment on disk, then make it current; return why not, or ""."""
+        async with self._accept_lock:
+            newest = self._unsaved or self.assignment
+            reason = assignment_problem(offered, newest, self.node_id, self.identity.cluster_id)
             if reason:
                 metrics.ASSIGNMENTS_REFUSED.inc()
                 return reason
             if offered != self.assignment:
                 try:
-                    await asyncio.to_thread(self._ledger.write, offered)
+                    await asyncio.to_thread(self._file.write, offered)
                 except OSError as error:
-                    self._unkept = offered
+                    self._unsaved = offered
                     return (
-                        f"cannot keep generation {offered.generation} on disk: {error.strerror}; "
-                        "going on with the one before until the disk takes it"
+                        f"cannot store generation {offered.generation} on disk: {error.strerror}; "
+                        "the previous generation stays in effect until the disk accepts it"
                     )
                 self.assignment = offered
-                self._unkept = None
+                self._unsaved = None
                 metrics.GENERATION.set(offered.generation)
         self.nudge_converge()
         self.nudge_prefetch()
         return ""
 
-    async def take_unkept(self) -> None:
-        """Take an assignment that the disk did not; nobody would send it again."""
-        if self._unkept is not None:
-            await self.take(self._unkept)
+    async def retry_unsaved(self) -> None:
+        """Try again to store an assignment that the disk refused; it is not sent a second time."""
+        if self._unsaved is not None:
+            await self.accept(self._unsaved)
 
     def holders_of(self, digest: str) -> Sequence[PeerSource]:
-        """Return the nodes that the scheduler names for an artifact, the nearest first."""
-        held = self.assignment.holders if self.assignment is not None else ()
-        return next((named.peers for named in held if named.digest == digest), ())
+        """Return the nodes that hold an artifact, as the scheduler names them, nearest first."""
+        holders = self.assignment.holders if self.assignment is not None else ()
+        return next((entry.peers for entry in holders if entry.digest == digest), ())
 
-    def prefetches(self) -> Sequence[Prefetch]:
-        """Return the weights that this node should have before it runs them, in their order."""
+    def prefetches(self) -> Sequence[ArtifactPrefetch]:
+        """Return the artifacts to fetch ahead of use, in the order of their need."""
         return self.assignment.prefetches if self.assignment is not None else ()
 
-    def revoked(self) -> Sequence[Revoked]:
-        """Return whose certificates this node's door refuses."""
+    def revoked_certificates(self) -> Sequence[RevokedCertificate]:
+        """Return the client certificates that this node's data-plane server refuses."""
         return self.assignment.revoked if self.assignment is not None else ()
 
-    async def read_devices(self) -> Sequence[Device]:
-        """Return the devices as they are now."""
+    async def read_devices(self) -> Sequence[NodeDevice]:
+        """Return the current devices of this machine."""
         return await asyncio.to_thread(self._devices.read)

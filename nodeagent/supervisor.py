@@ -1,6 +1,7 @@
-"""The replicas of this node, each a task that lives it from wanted to stopped.
+"""Runs the replicas of this node, each in a task of its own from WANTED to STOPPED.
 
-What the table in decide/replica.py allows is what happens; this file makes it happen.
+The table in decide/replica.py says which state follows an event; this module performs the work
+between the events: fetch the artifact, start the engine, watch it, restart it, drain it.
 """
 
 import asyncio
@@ -16,57 +17,69 @@ import msgspec
 from isochrone.wire.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.report import Profile, ReplicaReport, ReplicaState
+from isochrone.wire.report import ReplicaProfile, ReplicaReport, ReplicaState
 from nodeagent.config import NodeConfig
 from nodeagent.decide import health
-from nodeagent.decide.admission import TokensInFlight
-from nodeagent.decide.backoff import next_try_s
-from nodeagent.decide.health import LOOK_INTERVAL_S
-from nodeagent.decide.replica import Event, after
+from nodeagent.decide.admission import ReplicaAdmission
+from nodeagent.decide.backoff import retry_delay_s
+from nodeagent.decide.health import OBSERVE_INTERVAL_S
+from nodeagent.decide.replica import ReplicaEvent, next_state
 from nodeagent.drivers.driver import UnknownOption
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.host.engines import Engine, Engines, Started, last_line, trim_log
-from nodeagent.host.wanted import ArtifactError
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.download import ArtifactError
+from nodeagent.host.engines import (
+    EngineProcess,
+    EngineProcesses,
+    EngineRecord,
+    last_line,
+    trim_log,
+)
 
 log = logging.getLogger(__name__)
 
-READY_INTERVAL_S: Final = 0.1
+POLL_INTERVAL_S: Final = 0.1
 
 
-class Replica:
-    """One replica's life and what the door and the report need of it."""
+class ManagedReplica:
+    """One replica of this node: its state, its engine and the task that runs it."""
 
     def __init__(self, spec: ReplicaSpec, clock: Callable[[], float]) -> None:
         self.spec = spec
         self.state = ReplicaState.WANTED
+        self.state_since_s = clock()
         self.reason = ""
-        self.since = clock()
-        self.breaks: list[float] = []
-        self.is_hopeless = False
-        """Whether what broke it would break it again, however often it is tried."""
+        self.failure_times: list[float] = []
+        self.is_failure_permanent = False
+        """True if every restart would fail the same way."""
         self.fetched_bytes = 0
-        self.profile = Profile()
-        self.in_flight = TokensInFlight(spec.engine.tokens_in_flight_max)
+        self.profile = ReplicaProfile()
+        self.admission = ReplicaAdmission(spec.engine.tokens_in_flight_max)
         self.bytes_out = 0
-        self.engine: Engine | None = None
+        self.engine: EngineProcess | None = None
         self.tombstone: Tombstone | None = None
-        self.ending = asyncio.Event()
+        self.end_ordered = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
-        self.run: asyncio.Task[str] | None = None
-        """Brings the engine up and watches it: over at once when its end is ordered."""
+        self.attempt: asyncio.Task[str] | None = None
+        """Starts and watches one engine process. Cancelled as soon as the replica's end is
+        ordered."""
         self._clock = clock
 
     def __repr__(self) -> str:
-        return f"<Replica {self.spec.replica_id} {self.state.value} {self.reason!r}>"
+        return f"<ManagedReplica {self.spec.replica_id} {self.state.value} {self.reason!r}>"
 
-    def happened(self, event: Event, reason: str = "") -> None:
-        """Move to the state that the table gives."""
-        before, self.state = self.state, after(self.state, event)
+    @property
+    def is_serving(self) -> bool:
+        """True while requests can be sent to the engine."""
+        return self.state is ReplicaState.WARM and self.engine is not None
+
+    def apply(self, event: ReplicaEvent, reason: str = "") -> None:
+        """Move to the next state of the transition table. Raises ImpossibleReplicaEvent."""
+        before, self.state = self.state, next_state(self.state, event)
         self.reason = reason
         if self.state is not before:
-            self.since = self._clock()
+            self.state_since_s = self._clock()
         log.info(
-            "replica",
+            "replica event",
             extra={
                 "fields": {
                     "replica": self.spec.replica_id,
@@ -78,91 +91,97 @@ class Replica:
         )
 
     def report(self) -> ReplicaReport:
-        """Return the replica as it is."""
+        """Return the replica's part of the node's report."""
         return ReplicaReport(
             spec=self.spec,
             state=self.state,
             reason=self.reason[:500],
-            since_s=self._clock() - self.since,
-            restarts=len(self.breaks),
+            since_s=self._clock() - self.state_since_s,
+            restarts=len(self.failure_times),
             fetched_bytes=self.fetched_bytes,
             profile=self.profile,
         )
 
+    async def stop_engine(self, *, kill: bool = False) -> None:
+        """Stop the engine process, if there is one."""
+        if self.engine is not None:
+            await self.engine.stop(kill=kill)
+            self.engine = None
+
 
 class Supervisor:
-    """Holds every replica. `on_change` is called whenever one changes."""
+    """Holds all replicas of the node and runs them. Calls `on_change` after every change."""
 
     def __init__(
         self,
         *,
         config: NodeConfig,
-        artifacts: Artifacts,
-        engines: Engines,
+        artifacts: ArtifactStore,
+        engines: EngineProcesses,
         clock: Callable[[], float],
-        chance: random.Random,
+        rng: random.Random,
         on_change: Callable[[], None],
     ) -> None:
-        self.replicas: dict[ReplicaId, Replica] = {}
-        self.relaying = 0
-        """Requests that siblings on other nodes answer through this one's door."""
+        self.replicas: dict[ReplicaId, ManagedReplica] = {}
+        self.handoffs_in_progress = 0
+        """Requests that this node relays to peer replicas on other nodes."""
         self._config = config
         self._artifacts = artifacts
         self._engines = engines
         self._clock = clock
-        self._chance = chance
+        self._rng = rng
         self._on_change = on_change
-        self._leaving = False
+        self._is_shutting_down = False
 
     def states(self) -> dict[ReplicaId, ReplicaState]:
-        """Return the state of every replica, as reconcile reads it."""
+        """Return the state of every replica."""
         return {replica_id: replica.state for replica_id, replica in self.replicas.items()}
 
     def pinned(self) -> Collection[str]:
-        """Return the digests of artifacts in use."""
+        """Return the digests of the artifacts that replicas use."""
         return {replica.spec.artifact.digest for replica in self.replicas.values()}
 
     def is_fetching(self) -> bool:
-        """Say whether a replica is waiting for its weights to come."""
+        """Return True if a replica waits for its artifact."""
         return any(r.state is ReplicaState.FETCHING for r in self.replicas.values())
 
-    def begin(self, spec: ReplicaSpec, survivor: Started | None = None) -> None:
-        """Bring a replica up, or take up its engine of an earlier life."""
-        replica = Replica(spec, self._clock)
+    def start(self, spec: ReplicaSpec, survivor: EngineRecord | None = None) -> None:
+        """Start a replica, adopting its engine process if one survived an earlier agent."""
+        replica = ManagedReplica(spec, self._clock)
         if survivor is not None:
-            # Held from now on: whatever comes before its task turns, it is ended or left in order.
+            # Adopted before the task runs, so that a shutdown in between stops or releases it.
             replica.engine = self._engines.adopt(survivor)
         self.replicas[spec.replica_id] = replica
-        replica.task = asyncio.create_task(self._live(replica), name=spec.replica_id)
-        replica.task.add_done_callback(self._ended)
+        replica.task = asyncio.create_task(self._run_replica(replica), name=spec.replica_id)
+        replica.task.add_done_callback(self._log_task_failure)
         self._on_change()
 
     def end(self, tombstone: Tombstone) -> None:
-        """Drain a replica and stop it; its task does the rest."""
+        """Order the end of a replica: its task drains and stops it."""
         replica = self.replicas[tombstone.replica_id]
         replica.tombstone = tombstone
-        replica.happened(Event.END_ORDERED, tombstone.reason)
-        replica.ending.set()
-        if replica.run is not None:
-            replica.run.cancel()
+        replica.apply(ReplicaEvent.END_ORDERED, tombstone.reason)
+        replica.end_ordered.set()
+        if replica.attempt is not None:
+            replica.attempt.cancel()
         self._on_change()
 
     def forget(self, replica_ids: Collection[ReplicaId]) -> None:
-        """Drop stopped replicas that were reported as such."""
+        """Drop stopped replicas after the scheduler was told that they stopped."""
         for replica_id in replica_ids:
             replica = self.replicas.get(replica_id)
             if replica is not None and replica.state is ReplicaState.STOPPED:
                 del self.replicas[replica_id]
 
-    async def leave(self, *, keep_engines: bool) -> None:
-        """End every task: with their engines, or leaving those to be adopted by the next life."""
-        self._leaving = True
+    async def shut_down(self, *, keep_engines: bool) -> None:
+        """Cancel every replica's task; stop the engines or leave them to the next agent."""
+        self._is_shutting_down = True
         replicas = self.replicas.values()
         kept = [r.engine for r in replicas if keep_engines and r.engine is not None]
         for replica in replicas:
             if keep_engines:
                 replica.engine = None
-            for task in (replica.run, replica.task):
+            for task in (replica.attempt, replica.task):
                 if task is not None:
                     task.cancel()
         tasks = [r.task for r in replicas if r.task is not None]
@@ -171,124 +190,114 @@ class Supervisor:
             await engine.release()
         for replica in replicas:
             if replica.engine is not None:
-                # Its task was cancelled before its first turn.
+                # Its task was cancelled before it ran and could not stop the engine.
                 await replica.engine.stop()
 
     async def wait_idle(self, timeout_s: float) -> None:
-        """Wait until no request is in flight, for `timeout_s` at most."""
+        """Wait until no request is in flight, for at most `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.relaying or any(  # noqa: ASYNC110
-                    replica.in_flight.running for replica in self.replicas.values()
+                while self.handoffs_in_progress or any(  # noqa: ASYNC110
+                    replica.admission.running for replica in self.replicas.values()
                 ):
-                    await asyncio.sleep(READY_INTERVAL_S)
+                    await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def _live(self, replica: Replica) -> None:
-        """Live one replica: up, watched, up again when it breaks, until its end is ordered."""
+    async def _run_replica(self, replica: ManagedReplica) -> None:
+        """Main path of a replica: run its engine, restart it after failures, drain it, stop it."""
         try:
-            while not replica.ending.is_set():
-                problem = await self._live_once(replica)
+            while not replica.end_ordered.is_set():
+                problem = await self._run_engine(replica)
                 self._on_change()
-                if not replica.ending.is_set():
+                if not replica.end_ordered.is_set():
                     await self._wait_to_retry(replica, problem)
             await self._drain(replica)
         finally:
             if replica.engine is not None:
-                await asyncio.shield(replica.engine.stop())
-                replica.engine = None
+                await asyncio.shield(replica.stop_engine())
 
-    async def _live_once(self, replica: Replica) -> str:
-        """Bring the engine up and watch it; return what broke it, "" where its end is ordered."""
-        replica.run = asyncio.create_task(self._run(replica))
+    async def _run_engine(self, replica: ManagedReplica) -> str:
+        """Run one engine process; return why it failed, or "" if the replica's end was ordered."""
+        replica.attempt = asyncio.create_task(self._bring_up_and_watch(replica))
         try:
-            await asyncio.wait((replica.run,))
+            await asyncio.wait((replica.attempt,))
         finally:
-            replica.run.cancel()
-            await asyncio.gather(replica.run, return_exceptions=True)
-        if replica.ending.is_set():
+            replica.attempt.cancel()
+            await asyncio.gather(replica.attempt, return_exceptions=True)
+        if replica.end_ordered.is_set():
             return ""
-        try:
-            problem = replica.run.result()
-        except (ArtifactError, OSError, UnknownOption) as error:
-            problem = str(error)
-            replica.is_hopeless = isinstance(error, UnknownOption)
-        # This replica's own edge: what nobody foresaw breaks it alone, and it is tried again.
-        except Exception as error:
-            log.exception("replica failed", extra={"fields": {"replica": replica.spec.replica_id}})
-            problem = f"a fault of the agent: {error!r}"
-        if replica.engine is not None:
-            said = last_line(replica.engine.log)
-            problem = f"{problem}: {said}" if said else problem
-        replica.happened(Event.BROKE, problem)
-        if replica.engine is not None:
-            await replica.engine.stop(kill=True)
-            replica.engine = None
+        problem = _failure_of(replica, replica.attempt)
+        replica.apply(ReplicaEvent.BROKE, problem)
+        await replica.stop_engine(kill=True)
         return problem
 
-    async def _run(self, replica: Replica) -> str:
-        """Bring the engine up and watch it; return what is wrong."""
-        began = self._clock()
+    async def _bring_up_and_watch(self, replica: ManagedReplica) -> str:
+        """Fetch the artifact, start the engine, warm it up, watch it; return why it failed.
+
+        An adopted engine skips the fetch, the start and the warm-up.
+        """
+        start_s = self._clock()
         engine, is_adopted = replica.engine, replica.engine is not None
         if engine is not None:
-            replica.happened(Event.ENGINE_ADOPTED)
+            replica.apply(ReplicaEvent.ENGINE_ADOPTED)
         else:
-            path = await self._fetch(replica)
-            engine = replica.engine = await self._engines.start(replica.spec, path)
+            artifact_path = await self._fetch_artifact(replica)
+            engine = replica.engine = await self._engines.start(replica.spec, artifact_path)
         problem = await self._wait_ready(engine)
         if problem:
             return problem
         if not is_adopted and replica.spec.leads:
-            await _have_first_token(engine)
-        replica.happened(Event.ENGINE_READY)
+            await _warm_up(engine)
+        replica.apply(ReplicaEvent.ENGINE_READY)
         if not is_adopted:
-            load_s = self._clock() - began
+            load_s = self._clock() - start_s
             replica.profile = msgspec.structs.replace(replica.profile, load_s=load_s)
         self._on_change()
-        return await self._watch(replica, engine)
+        return await self._watch_engine(replica, engine)
 
-    async def _fetch(self, replica: Replica) -> Path:
-        """Return where the weights are, once they have come."""
+    async def _fetch_artifact(self, replica: ManagedReplica) -> Path:
+        """Fetch the replica's artifact and return its folder. Raises ArtifactError."""
 
-        def progress(size: int) -> None:
-            replica.fetched_bytes = size
+        def on_progress(size_bytes: int) -> None:
+            replica.fetched_bytes = size_bytes
 
-        replica.happened(Event.FETCH_BEGAN)
+        replica.apply(ReplicaEvent.FETCH_BEGAN)
         self._on_change()
-        path = await self._artifacts.ensure(replica.spec.artifact, self.pinned(), progress)
-        replica.happened(Event.ARTIFACT_READY)
+        path = await self._artifacts.ensure(replica.spec.artifact, self.pinned(), on_progress)
+        replica.apply(ReplicaEvent.ARTIFACT_READY)
         self._on_change()
         return path
 
-    async def _wait_ready(self, engine: Engine) -> str:
-        deadline = self._clock() + self._config.load_timeout_s
+    async def _wait_ready(self, engine: EngineProcess) -> str:
+        """Wait until the engine has loaded its model; return why it did not, or ""."""
+        deadline_s = self._clock() + self._config.load_timeout_s
         while not await engine.is_ready():
             if engine.exited.is_set():
-                return "the engine ended while loading"
-            if self._clock() > deadline:
+                return "the engine exited while loading"
+            if self._clock() > deadline_s:
                 return f"the engine was not ready after {self._config.load_timeout_s:g} s"
-            await asyncio.sleep(READY_INTERVAL_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
         return ""
 
-    async def _watch(self, replica: Replica, engine: Engine) -> str:
-        """Look at an engine every second until it ends or stalls."""
-        watch = health.Watch()
-        next_s = self._clock() + self._config.canary_interval_s
+    async def _watch_engine(self, replica: ManagedReplica, engine: EngineProcess) -> str:
+        """Observe the engine every second until it exits or must be killed; return the reason."""
+        watch = health.EngineWatch()
+        next_canary_s = self._clock() + self._config.canary_interval_s
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_INTERVAL_S):
+                async with asyncio.timeout(OBSERVE_INTERVAL_S):
                     await engine.exited.wait()
             if engine.exited.is_set():
-                return "the engine ended"
-            is_due = self._clock() >= next_s
-            if is_due:
-                next_s = self._clock() + self._config.canary_interval_s
+                return "the engine exited"
+            is_canary_due = self._clock() >= next_canary_s
+            if is_canary_due:
+                next_canary_s = self._clock() + self._config.canary_interval_s
                 await asyncio.to_thread(trim_log, engine.log)
             if not replica.spec.leads:
-                # Whether it makes progress, its leader sees, and ends it with its own.
+                # The leader sees whether this part makes progress, and ends it with its own.
                 continue
             stats = await engine.stats()
-            running = replica.in_flight.running
-            watch = health.look(
+            running = replica.admission.running
+            watch = health.observe(
                 watch,
                 answered=stats is not None,
                 steps=stats.steps_total if stats else 0,
@@ -296,60 +305,77 @@ class Supervisor:
                 in_flight=running,
             )
             if stats is not None:
-                replica.in_flight.is_shut = stats.memory_full
-                _note_profile(replica, stats)
-            if is_due and running == 0 and stats is not None:
-                failed = 0 if await engine.canary(stats.kind) else watch.canaries_failed + 1
-                watch = msgspec.structs.replace(watch, canaries_failed=failed)
-            problem = health.verdict(watch, stall_s=self._config.stall_s, in_flight=running)
+                replica.admission.is_closed = stats.memory_full
+                _update_profile(replica, stats)
+            if is_canary_due and running == 0 and stats is not None:
+                failures = 0 if await engine.canary(stats.kind) else watch.canary_failures + 1
+                watch = msgspec.structs.replace(watch, canary_failures=failures)
+            problem = health.kill_reason(watch, stall_s=self._config.stall_s, in_flight=running)
             if problem:
                 return problem
 
-    async def _wait_to_retry(self, replica: Replica, problem: str) -> None:
-        """Wait out the backoff; one that is given up waits for its end to be ordered."""
-        replica.breaks.append(self._clock())
-        wait_s = next_try_s(replica.breaks, self._clock(), self._chance.random())
-        if wait_s is None or replica.is_hopeless:
-            often = "" if replica.is_hopeless else f"broke {len(replica.breaks)} times: "
-            replica.happened(Event.GAVE_UP, f"{often}{problem}")
+    async def _wait_to_retry(self, replica: ManagedReplica, problem: str) -> None:
+        """Wait out the backoff; a replica that is given up waits for its end to be ordered."""
+        replica.failure_times.append(self._clock())
+        delay_s = retry_delay_s(replica.failure_times, self._clock(), self._rng.random())
+        if delay_s is None or replica.is_failure_permanent:
+            failures = len(replica.failure_times)
+            prefix = "" if replica.is_failure_permanent else f"failed {failures} times: "
+            replica.apply(ReplicaEvent.GAVE_UP, f"{prefix}{problem}")
             self._on_change()
-            await replica.ending.wait()
+            await replica.end_ordered.wait()
             return
         with suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await replica.ending.wait()
+            async with asyncio.timeout(delay_s):
+                await replica.end_ordered.wait()
 
-    async def _drain(self, replica: Replica) -> None:
+    async def _drain(self, replica: ManagedReplica) -> None:
+        """Wait for the requests in flight, up to the tombstone's timeout, and stop the engine."""
         timeout_s = replica.tombstone.drain_timeout_s if replica.tombstone else 0.0
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 if replica.engine and not replica.spec.leads and await replica.engine.is_ready():
-                    # Its leader answers what it has begun, and lets it go.
+                    # The leader finishes its requests first and then ends this part.
                     await replica.engine.exited.wait()
-                while replica.in_flight.running:  # noqa: ASYNC110
-                    await asyncio.sleep(READY_INTERVAL_S)
-        if replica.engine is not None:
-            await replica.engine.stop()
-            replica.engine = None
-        replica.happened(Event.DRAINED, replica.reason)
+                while replica.admission.running:  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_INTERVAL_S)
+        await replica.stop_engine()
+        replica.apply(ReplicaEvent.DRAINED, replica.reason)
         self._on_change()
 
-    def _ended(self, task: "asyncio.Task[None]") -> None:
-        if not task.cancelled() and task.exception() is not None and not self._leaving:
+    def _log_task_failure(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and task.exception() is not None and not self._is_shutting_down:
             log.error("replica task failed", exc_info=task.exception())
 
 
-async def _have_first_token(engine: Engine) -> None:
-    """Have an engine give a token before anybody is sent to it: its first takes longer than others.
+def _failure_of(replica: ManagedReplica, attempt: "asyncio.Task[str]") -> str:
+    """Return why an attempt failed, with the last line of the engine's log."""
+    try:
+        problem = attempt.result()
+    except (ArtifactError, OSError, UnknownOption) as error:
+        problem = str(error)
+        replica.is_failure_permanent = isinstance(error, UnknownOption)
+    # A bug in the agent must fail this replica alone; it is retried like any other failure.
+    except Exception as error:
+        log.exception("replica failed", extra={"fields": {"replica": replica.spec.replica_id}})
+        problem = f"internal error of the agent: {error!r}"
+    if replica.engine is not None:
+        log_line = last_line(replica.engine.log)
+        problem = f"{problem}: {log_line}" if log_line else problem
+    return problem
 
-    Whether it came is for the watch to judge, which asks again.
+
+async def _warm_up(engine: EngineProcess) -> None:
+    """Request one token before the engine gets traffic, because its first takes longest.
+
+    The result is ignored here: the watch sends canaries of its own and judges them.
     """
     stats = await engine.stats()
     if stats is not None:
         await engine.canary(stats.kind)
 
 
-def _note_profile(replica: Replica, stats: EngineStats) -> None:
+def _update_profile(replica: ManagedReplica, stats: EngineStats) -> None:
     replica.profile = msgspec.structs.replace(
         replica.profile,
         memory_bytes=stats.weights_bytes,

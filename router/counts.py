@@ -5,13 +5,13 @@ from typing import Final
 
 from prometheus_client import Counter, Histogram
 
-from isochrone.wire.usage import Outcome
+from isochrone.wire.usage import RequestOutcome
 
 KINDS: Final = ("prompt", "cached", "output")
 """Of tokens."""
 DECLINED: Final = "declined"
 """How a request ended for what its client wrote; every other word is an `Outcome`."""
-WORDS: Final = (*(str(outcome) for outcome in Outcome), DECLINED)
+WORDS: Final = (*(str(outcome) for outcome in RequestOutcome), DECLINED)
 """Of how a request ended."""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from types import MappingProxyType
 from typing import Final
 
-from isochrone.wire.headers import Load
+from isochrone.wire.headers import ReportedLoad
 from isochrone.wire.ids import DeploymentId, KeyId, NodeId, PopId, ReplicaId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Pop, Route, RouteTable
 from isochrone.wire.usage import RoundTrip
@@ -270,7 +270,7 @@ class Fleet:
     def heard(
         self,
         route: Route,
-        load: Load | None,
+        load: ReportedLoad | None,
         refused: str = "",
         reservation: Reservation | None = None,
     ) -> None:
@@ -297,7 +297,9 @@ class Fleet:
         if load is not None:
             self.told(route, load, at_s)
 
-    def pinged(self, node_id: NodeId, rtt_ms: float, loads: Mapping[ReplicaId, Load]) -> None:
+    def pinged(
+        self, node_id: NodeId, rtt_ms: float, loads: Mapping[ReplicaId, ReportedLoad]
+    ) -> None:
         """A node answered a ping, and told the loads of its replicas, asked of late or not."""
         self.measured(node_id, rtt_ms)
         at_s = self._clock() - rtt_ms / 2000
@@ -306,13 +308,13 @@ class Fleet:
             if load is not None:
                 self.told(self._route_by_id[replica_id], load, at_s)
 
-    def told(self, route: Route, load: Load, at_s: float) -> None:
+    def told(self, route: Route, load: ReportedLoad, at_s: float) -> None:
         """A replica's load as it was at `at_s` became known."""
-        if load.others_unread >= 0:
-            others = (load.others_unread, load.others_decode)
+        if load.others_pending_prefill_tokens >= 0:
+            others = (load.others_pending_prefill_tokens, load.others_decode_tokens)
             self.in_flight.hear_others(route.replica_id, *others, at_s)
             return
-        unread = load.unread
+        unread = load.pending_prefill_tokens
         if unread < 0:
             board = self._deployment(route.deployment_id).board
             unread = round(load.prefill_tokens * board.uncached_share)

@@ -6,7 +6,7 @@ from typing import Final
 from isochrone.wire import headers
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.routes import Route
-from isochrone.wire.usage import Outcome
+from isochrone.wire.usage import RequestOutcome
 from router.asked import Asked
 from router.dataplane.exchange import Exchange, Head
 from router.dataplane.sse import DONE_FRAME, Frames, Said, usage_frame
@@ -19,9 +19,9 @@ from router.waiting import Place
 NOBODY: Final[Set[ReplicaId]] = frozenset()
 NOTHING_SAID: Final = Said(0, "", True, None)
 # Looked up once: a member of an enum is found by code of Python's.
-FAILED: Final = Outcome.FAILED
-COMPLETE: Final = Outcome.COMPLETE
-REFUSED: Final = Outcome.REFUSED
+FAILED: Final = RequestOutcome.FAILED
+COMPLETE: Final = RequestOutcome.COMPLETE
+REFUSED: Final = RequestOutcome.REFUSED
 TURNED_AWAY_MAX: Final = 12
 
 LIVES: Final = 8
@@ -31,7 +31,7 @@ LIVES: Final = 8
 class Journey:
     """What is known of one request so far. The corridor fills it in, `Recorder` reads it."""
 
-    outcome: Outcome
+    outcome: RequestOutcome
     ranked: Ranked | None = None
     via: Ranked | None = None
     """Whom the attempt under way was sent to; a sibling may answer in its place."""

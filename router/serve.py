@@ -14,7 +14,7 @@ from typing import Final
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import NodeId
-from isochrone.wire.usage import Outcome
+from isochrone.wire.usage import RequestOutcome
 from router.asked import Asked
 from router.config import RouterConfig
 from router.dataplane.errand import pause
@@ -85,7 +85,7 @@ class Corridor:
                 journey.outcome = REFUSED
             raise
         except asyncio.CancelledError:
-            journey.outcome = Outcome.CANCELLED
+            journey.outcome = RequestOutcome.CANCELLED
             raise
         finally:
             journey.leave()

@@ -15,7 +15,7 @@ _REPLICA: Final = f"content-type: application/json\r\n{headers.REPLICA}: "
 _REQUEST_ID: Final = f"\r\n{headers.REQUEST_ID}: "
 _CACHE_SALT: Final = f"\r\n{headers.CACHE_SALT}: "
 _PROMPT_TOKENS: Final = f"\r\n{headers.TOKENS}: p="
-_UNREAD_TOKENS: Final = f"\r\n{headers.UNREAD_TOKENS}: "
+_UNREAD_TOKENS: Final = f"\r\n{headers.PENDING_PREFILL_TOKENS}: "
 _PREFILL_MS: Final = f"\r\n{headers.PREFILL_MS}: "
 _ROUTER: Final = f"\r\n{headers.ROUTER}: "
 _DEADLINE_MS: Final = f"\r\n{headers.DEADLINE_MS}: "
@@ -41,9 +41,9 @@ def to_node(
     if ranked.queue_tokens_max and journey.may_be_turned_away:
         lines += f"{headers.QUEUE_TOKENS_MAX}: {ranked.queue_tokens_max}\r\n"
     if journey.said.tokens:
-        lines += f"{headers.SAID}: {journey.said.tokens}\r\n"
+        lines += f"{headers.GENERATED_TOKENS}: {journey.said.tokens}\r\n"
     elif siblings := routes.siblings(ranked):
-        lines += f"{headers.SIBLINGS}: {headers.format_siblings(siblings)}\r\n"
+        lines += f"{headers.PEER_REPLICAS}: {headers.format_peer_replicas(siblings)}\r\n"
     return lines
 
 

@@ -20,8 +20,15 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.model import Artifact, ArtifactFile, Deployment, EngineSettings, Model, Policy
-from isochrone.wire.report import Device, ReplicaReport, ReplicaState, Report
+from isochrone.wire.model import (
+    Artifact,
+    ArtifactFile,
+    CatalogModel,
+    Deployment,
+    EngineSettings,
+    PlacementPolicy,
+)
+from isochrone.wire.report import NodeDevice, ReplicaReport, ReplicaState, Report
 from isochrone.wire.routes import Pop
 from scheduler.decide.cluster import ClusterState, FleetNode, Placement
 
@@ -54,8 +61,8 @@ def an_artifact(content: bytes = b"weights", source: str = "file:/nowhere") -> A
     return Artifact(source=source, files=(file,), digest=manifest_digest([file]))
 
 
-def a_model(name: str = "m", gib: float = 1.0) -> Model:
-    return Model(
+def a_model(name: str = "m", gib: float = 1.0) -> CatalogModel:
+    return CatalogModel(
         model_id=name,
         architecture="LlamaForCausalLM",
         artifact=an_artifact(name.encode()),
@@ -73,13 +80,13 @@ def a_deployment(name: str = "d", model: str = "m", **fields: Any) -> Deployment
         model_id=ModelId(model),
         version=version,
         engine=engine,
-        policy=Policy(**fields),
+        policy=PlacementPolicy(**fields),
     )
 
 
-def a_device(gib: float = 8.0, name: str = "cpu", **fields: Any) -> Device:
+def a_device(gib: float = 8.0, name: str = "cpu", **fields: Any) -> NodeDevice:
     size = int(gib * GIB)
-    return Device(
+    return NodeDevice(
         device_id=DeviceId(name),
         device_class="cpu",
         memory_bytes=size,

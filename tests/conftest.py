@@ -1,4 +1,4 @@
-"""What every test may ask for: a real Postgres, and a fresh database in it."""
+"""Fixtures for all tests: a real Postgres, and a fresh database in it."""
 
 import secrets
 from collections.abc import AsyncIterator, Generator, Iterator
@@ -13,7 +13,7 @@ from scheduler.store.pool import Pool, open_pool
 from tests.postgres import Server, start_server, stop_server
 from tests.system.harness import STANDING
 
-# How long an example takes says nothing of it where the machine may stand still meanwhile.
+# No deadline per example: a shared machine may stall.
 settings.register_profile(
     "in its time", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -22,10 +22,10 @@ settings.load_profile("in its time")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show with a test that failed what the parts of the fleet it was given had to say."""
+    """Add the logs of the running fleets to the report of a failed test."""
     report = yield
     if report.failed:
-        report.sections += [("Fleet's last words", fleet.last_words()) for fleet in STANDING]
+        report.sections += [("Fleet logs", fleet.last_words()) for fleet in STANDING]
     return report
 
 
@@ -39,7 +39,7 @@ def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
 
 @pytest.fixture(scope="session")
 def template_database(postgres_server: Server) -> str:
-    """A database with every migration applied, to copy from."""
+    """A database with every migration applied, used as a template."""
     import asyncio
 
     async def make() -> str:
@@ -57,7 +57,7 @@ def template_database(postgres_server: Server) -> str:
 
 @pytest.fixture
 async def database_dsn(postgres_server: Server, template_database: str) -> AsyncIterator[str]:
-    """A fresh database at head, dropped after the test."""
+    """A fresh database with all migrations, dropped after the test."""
     name = f"test_{secrets.token_hex(6)}"
     connection = await asyncpg.connect(postgres_server.dsn("isochrone"))
     await connection.execute(f"CREATE DATABASE {name} TEMPLATE {template_database}")

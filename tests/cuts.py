@@ -1,9 +1,8 @@
-"""Work cut short at each of its waits in turn, and what it must not leave behind.
+"""Cancels a coroutine at each of its awaits in turn, and checks that nothing is left behind.
 
-A cut cancels the work's task at its k-th wait: while it waits, or just as what it waits for comes,
-when a result is on its way to somebody who will not take it. The waits of tasks that the work makes
-count too. After each cut there must be no task, descriptor or child process that was not there
-before; what else must hold, the test says by `check`.
+A cut cancels the task at its k-th await: either while it waits, or when the awaited result has just
+arrived and is not delivered yet. Awaits of tasks that it creates count too. After each cut there
+must be no new task, file descriptor or child process. Further conditions are tested by `check`.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ _at: "ContextVar[_Cut | None]" = ContextVar("cut", default=None)
 
 
 class _Cut:
-    """Cancels a task at the `wait`-th wait of it and of the tasks it makes."""
+    """Cancels a task at the `wait`-th await, counting those of the tasks it creates."""
 
     def __init__(self, wait: int, *, as_it_comes: bool) -> None:
         self.left, self.as_it_comes = wait, as_it_comes
@@ -33,14 +32,14 @@ class _Cut:
         self.left -= 1
         if self.left == 0 and self.task is not None:
             if self.as_it_comes and isinstance(awaited, asyncio.Future):
-                # Called before the one that the waiting task will add.
+                # Runs before the callback that the waiting task adds.
                 awaited.add_done_callback(lambda _: self.task and self.task.cancel())
             else:
                 asyncio.get_running_loop().call_soon(self.task.cancel)
 
 
 class _Waits:
-    """A coroutine's own steps, each wait told to the cut."""
+    """Runs a coroutine step by step and reports each await to the cut."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], cut: _Cut) -> None:
         self._work, self._cut = work, cut
@@ -71,19 +70,19 @@ def _factory(loop: asyncio.AbstractEventLoop, work: Any, **named: Any) -> asynci
 
 
 def held() -> Counter[str]:
-    """Return the descriptors of this process, by what they are, and its children."""
+    """Return the file descriptors of this process, by target, and its child processes."""
     found: Counter[str] = Counter()
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             found[str(descriptor.readlink())] += 1
-    # pytest opens it at the first line logged.
+    # pytest opens it when the first line is logged.
     del found["/dev/null"]
     found.update(f"process {child.pid}" for child in psutil.Process().children())
     return found
 
 
 async def until_as_before(before: Counter[str], tasks: set[asyncio.Task[Any]], when: str) -> None:
-    """Wait until nothing is held, and no task runs, that was not before."""
+    """Wait until there is no descriptor, child process or task that was not there `before`."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + SETTLE_S
     while (left := held() - before) or (asyncio.all_tasks() - tasks):
@@ -103,10 +102,10 @@ async def cut_everywhere(
     at_once: Callable[[], object] = lambda: None,
     check: Callable[[], object] = lambda: None,
 ) -> int:
-    """Run `work` anew for each cut; return how many there were.
+    """Run `work` once for each cut; return the number of cuts.
 
-    `at_once` is called the moment its task has ended, `check` when all is as before; either may be
-    a coroutine function.
+    `at_once` is called as soon as the task has ended, and `check` once nothing is left over. Either
+    may be a coroutine function.
     """
     loop = asyncio.get_running_loop()
     loop.set_task_factory(_factory)

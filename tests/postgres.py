@@ -1,4 +1,4 @@
-"""The server that tests share: the embedded launcher, in a folder that its user can reach."""
+"""The Postgres server that all tests share, in a folder that Postgres's user can access."""
 
 import asyncio
 import shutil
@@ -18,14 +18,14 @@ class Server(NamedTuple):
     folder: Path
 
     def dsn(self, database: str) -> str:
-        """Return how to reach one of its databases."""
+        """Return the connection string of one of its databases."""
         return f"postgresql://isochrone@/{database}?host={self.folder / 'pg'}"
 
 
 def a_folder(prefix: str) -> Path:
-    """Make a folder with a short path that Postgres's user can reach; in memory if there is room.
+    """Create a folder with a short path that Postgres's user can access, in memory if possible.
 
-    A database is copied for each test, and a disk that others use takes a second for it.
+    Each test copies a database, which takes a second on a busy disk.
     """
     memory = Path("/dev/shm")
     has_room = memory.is_dir() and shutil.disk_usage(memory).free > MEMORY_BYTES_MIN
@@ -43,6 +43,6 @@ def start_server() -> Server:
 
 
 def stop_server(server: Server) -> None:
-    """Stop it and remove its folder."""
+    """Stop the server and remove its folder."""
     asyncio.run(server.postgres.stop())
     shutil.rmtree(server.folder, ignore_errors=True)

@@ -30,8 +30,8 @@ CATCH_ALL_ALLOWED = {
     "scheduler/planner/__main__.py": "the edge of a request to the planner: answered as a failure",
     "nodeagent/supervisor.py": "the edge of one replica's task: it fails alone and restarts",
     "nodeagent/engine/core/step_thread.py": "the edge of a thread: logged, then the engine ends",
-    "nodeagent/engine/distributed/worker_group.py": "the edge of a process: logged, it exits",
-    "nodeagent/engine/tokenizer/vocabulary.py": "the tokenizers package raises bare Exception",
+    "nodeagent/engine/workers/worker_group.py": "the edge of a process: logged, it exits",
+    "nodeagent/engine/tokenizer/hf_tokenizer.py": "the tokenizers package raises bare Exception",
     "nodeagent/engine/tokenizer/gguf_tokenizer.py": "the tokenizers package raises bare Exception",
     "ops/fuzz/checkpoints.py": "the fuzzer: any exception is a finding, which it records",
 }

@@ -1,4 +1,4 @@
-"""Commands for keys, usage and events; and `chat`."""
+"""Commands for API keys, usage and events, and the command `chat`."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,31 +7,31 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from isochrone.cli import chat as one_chat
+from isochrone.cli import chat as chat_client
 from isochrone.cli.client import segment
-from isochrone.cli.context import Context
-from isochrone.cli.output import chatter, show_one, show_rows
-from isochrone.cli.plain import asks
+from isochrone.cli.context import CliContext
+from isochrone.cli.output import show_one, show_rows, stderr
+from isochrone.cli.simple_commands import add_command
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @click.group()
 def keys() -> None:
-    """Manage clients' API keys."""
+    """Manage the API keys of clients."""
 
 
 LIMIT_HELP: Final = {
-    "requests_per_min": "Requests a minute at each router.",
-    "tokens_per_min": "Prompt and output tokens a minute at each router.",
-    "concurrency": "Requests at once at each router; at least one in each of its processes.",
-    "tokens_per_day": "Tokens a day (UTC) over the whole fleet.",
-    "spend_per_day": "Spend a day (UTC) over the whole fleet, by the models' prices.",
+    "requests_per_min": "Requests per minute at each router.",
+    "tokens_per_min": "Prompt and output tokens per minute at each router.",
+    "concurrency": "Requests at once at each router; each of its processes allows at least one.",
+    "tokens_per_day": "Tokens per day (UTC) over the whole fleet.",
+    "spend_per_day": "Spend per day (UTC) over the whole fleet, by the models' prices.",
 }
 
 
 def limit_options(command: F) -> F:
-    """Give a command an option for each limit; 0 lifts it."""
+    """Add an option for each limit to a command."""
     for name, text in reversed(LIMIT_HELP.items()):
         kind = click.FLOAT if name == "spend_per_day" else click.INT
         flag = f"--{name.replace('_', '-')}"
@@ -41,18 +41,18 @@ def limit_options(command: F) -> F:
 
 @keys.command("create")
 @click.argument("tenant")
-@click.option("--note", default="")
+@click.option("--note", default="", help="A comment that `keys list` shows.")
 @click.option(
     "--deployment",
     "deployments",
     multiple=True,
-    help="A deployment it may use; repeat it (default: all).",
+    help="A deployment that the key may use; repeatable (default: all).",
 )
-@click.option("--ttl", "ttl_s", type=float, default=None, help="Seconds until it expires.")
+@click.option("--ttl", "ttl_s", type=float, default=None, help="Seconds until the key expires.")
 @limit_options
 @click.pass_obj
 def keys_create(
-    obj: Context,
+    obj: CliContext,
     /,
     tenant: str,
     note: str,
@@ -60,7 +60,7 @@ def keys_create(
     ttl_s: float | None,
     **limits: float | None,
 ) -> None:
-    """Create a key. It is shown once."""
+    """Create a key and print it. It cannot be shown again."""
     body = {
         "tenant_id": tenant,
         "note": note,
@@ -79,8 +79,11 @@ def keys_create(
 @click.argument("key_id")
 @limit_options
 @click.pass_obj
-def keys_limit(obj: Context, /, key_id: str, **limits: float | None) -> None:
-    """Change the limits of a key. A limit that is not given stays; 0 removes it."""
+def keys_limit(obj: CliContext, /, key_id: str, **limits: float | None) -> None:
+    """Change the limits of a key.
+
+    Limits that are not given stay the same; 0 removes a limit.
+    """
     if not _given(limits):
         raise click.UsageError("give at least one limit")
     path = f"/v1/keys/{segment(key_id)}"
@@ -95,11 +98,11 @@ def _given(limits: dict[str, float | None]) -> dict[str, float]:
 
 @keys.command("list")
 @click.pass_obj
-def keys_list(obj: Context) -> None:
-    """List keys, without their secrets."""
+def keys_list(obj: CliContext) -> None:
+    """List keys without their secrets."""
     rows = obj.api.list("/v1/keys")
     if obj.output == "table":
-        rows = [_as_limited(row) for row in rows]
+        rows = [_only_set_limits(row) for row in rows]
     columns = [
         "key_id", "tenant_id", "note", "deployments", "limits", "tokens_today",
         "expires_at", "revoked",
@@ -107,41 +110,57 @@ def keys_list(obj: Context) -> None:
     show_rows(rows, columns, obj.output)
 
 
-def _as_limited(row: dict[str, Any]) -> dict[str, Any]:
-    """Leave out limits that do not hold, and a count that is kept for keys with a quota alone."""
+def _only_set_limits(row: dict[str, Any]) -> dict[str, Any]:
+    """Remove limits of 0, and today's count if the key has no daily quota that it belongs to."""
     limits = {name: value for name, value in row["limits"].items() if value}
-    is_counted = "tokens_per_day" in limits or "spend_per_day" in limits
-    return {**row, "limits": limits, "tokens_today": row["tokens_today"] if is_counted else None}
+    has_quota = "tokens_per_day" in limits or "spend_per_day" in limits
+    return {**row, "limits": limits, "tokens_today": row["tokens_today"] if has_quota else None}
 
 
-asks(keys, "revoke", "DELETE", "/v1/keys/{key_id}", "Revoke a key for good.", "revoked {}")
+add_command(
+    keys, "revoke", "DELETE", "/v1/keys/{key_id}", "Revoke a key permanently.", "revoked {}"
+)
 
 
 @click.command()
 @click.option("--tenant", "tenant_id", help="Only this tenant.")
 @click.option("--key", "key_id", metavar="KEY_ID", help="Only this key.")
-@click.option("--from", metavar="DAY", help="First day (UTC), as 2026-01-31 (default: a week ago).")
-@click.option("--to", metavar="DAY", help="Last day (UTC; default: today); at most 31 days.")
-@click.option("--by", type=click.Choice(["key", "tenant"]), default="key")
-@click.option("--per", type=click.Choice(["total", "day"]), default="total")
+@click.option(
+    "--from", metavar="DAY", help="First day (UTC), such as 2026-01-31 (default: a week ago)."
+)
+@click.option("--to", metavar="DAY", help="Last day (UTC), at most 31 days later (default: today).")
+@click.option(
+    "--by", type=click.Choice(["key", "tenant"]), default="key", help="One row per key or tenant."
+)
+@click.option(
+    "--per",
+    type=click.Choice(["total", "day"]),
+    default="total",
+    help="Totals, or one row per day.",
+)
 @click.pass_obj
-def usage(obj: Context, /, **asked: str | None) -> None:
-    """Show usage by key or tenant.
+def usage(obj: CliContext, /, **filters: str | None) -> None:
+    """Show usage of each deployment by key or tenant.
 
-    Of each deployment; spend by the prices of today.
+    Spend is computed with current prices.
     """
-    rows = obj.api.list("/v1/usage", {name: text for name, text in asked.items() if text})
+    rows = obj.api.list("/v1/usage", {name: text for name, text in filters.items() if text})
     columns = ["requests", "prompt_tokens", "cached_tokens", "output_tokens", "spend"]
-    shown = ["tenant_id", *(["key_id"] if asked["by"] == "key" else []), "deployment_id", *columns]
-    show_rows(rows, ["day", *shown] if asked["per"] == "day" else shown, obj.output)
+    shown = [
+        "tenant_id",
+        *(["key_id"] if filters["by"] == "key" else []),
+        "deployment_id",
+        *columns,
+    ]
+    show_rows(rows, ["day", *shown] if filters["per"] == "day" else shown, obj.output)
 
 
 @click.command()
-@click.option("--limit", type=click.IntRange(1, 500), default=50)
-@click.option("--subject")
+@click.option("--limit", type=click.IntRange(1, 500), default=50, help="Number of events.")
+@click.option("--subject", help="Only events of this node, deployment, key or other object.")
 @click.pass_obj
-def events(obj: Context, limit: int, subject: str | None) -> None:
-    """List what happened, newest first."""
+def events(obj: CliContext, limit: int, subject: str | None) -> None:
+    """List events, newest first."""
     query = {"limit": str(limit)} | ({"subject": subject} if subject else {})
     rows = obj.api.ask("GET", "/v1/events", query=query)["data"]
     show_rows(rows, ["at", "actor", "kind", "subject", "reason"], obj.output)
@@ -150,21 +169,21 @@ def events(obj: Context, limit: int, subject: str | None) -> None:
 @click.command()
 @click.argument("model")
 @click.argument("prompt")
-@click.option("--endpoint", envvar="ISOCHRONE_ENDPOINT", required=True, help="http://host:8080.")
-@click.option("--key", envvar="ISOCHRONE_API_KEY", required=True)
-@click.option("--max-tokens", type=int, default=256)
+@click.option("--endpoint", envvar="ISOCHRONE_ENDPOINT", required=True, help="Router URL.")
+@click.option("--key", envvar="ISOCHRONE_API_KEY", required=True, help="API key.")
+@click.option("--max-tokens", type=int, default=256, help="Maximum length of the answer.")
 def chat(model: str, prompt: str, endpoint: str, key: str, max_tokens: int) -> None:
-    """Ask a model through a router.
+    """Send a prompt to a model through a router.
 
-    The answer streams to standard output; where it was made, and how soon, goes to standard error.
+    The answer streams to standard output. PoP, node and timing go to standard error.
     """
     messages = [{"role": "user", "content": prompt}]
     body = {"model": model, "messages": messages, "max_tokens": max_tokens}
     write = partial(click.echo, nl=False)
-    served = asyncio.run(one_chat.chat(endpoint=endpoint, key=key, body=body, on_text=write))
+    result = asyncio.run(chat_client.chat(endpoint=endpoint, key=key, body=body, on_text=write))
     click.echo()
-    chatter.print(
-        f"{served.pop} {served.node} ({served.why}) TTFT {served.ttft_ms:.0f} ms, "
-        f"{served.output_tokens} tokens, {served.tokens_per_s:.1f} tokens/s, "
-        f"{served.cached_tokens} cached"
+    stderr.print(
+        f"{result.pop} {result.node} ({result.why}) TTFT {result.ttft_ms:.0f} ms, "
+        f"{result.output_tokens} tokens, {result.tokens_per_s:.1f} tokens/s, "
+        f"{result.cached_tokens} cached"
     )

@@ -1,4 +1,4 @@
-"""One streamed chat through a router's public endpoint, and what it showed."""
+"""Sends one streamed chat through a router's public endpoint and measures it."""
 
 import time
 from collections.abc import Callable
@@ -14,11 +14,11 @@ TIMEOUT_S: Final = 300.0
 
 
 class ChatFailed(Exception):
-    """The endpoint refused or broke off; the message is its own."""
+    """The endpoint refused the chat or broke off; the message says why."""
 
 
-class Served(NamedTuple):
-    """Where a chat was answered, why there, and how fast."""
+class ChatResult(NamedTuple):
+    """Where a chat was answered, why there, and how fast. Times are measured by the client."""
 
     pop: str
     node: str
@@ -34,31 +34,31 @@ class Served(NamedTuple):
 
 async def chat(
     *, endpoint: str, key: str, body: dict[str, Any], on_text: Callable[[str], None]
-) -> Served:
-    """Stream one chat; raises ChatFailed."""
-    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    began = time.monotonic()
+) -> ChatResult:
+    """Stream one chat, passing each piece of text to `on_text`. Raises ChatFailed."""
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    start_s = time.monotonic()
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as http,
             http.post(
                 f"{endpoint.rstrip('/').removesuffix('/v1')}/v1/chat/completions",
-                data=msgspec.json.encode(asked),
+                data=msgspec.json.encode(streamed),
                 headers={"authorization": f"Bearer {key}", "content-type": "application/json"},
             ) as response,
         ):
             if response.status != 200:
                 raise ChatFailed(parse_error_body(await response.read(), response.status).message)
-            return await _read(response, began, on_text)
+            return await _read(response, start_s, on_text)
     except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
-        raise ChatFailed(f"cannot use {endpoint!r} as the endpoint: write https://host") from error
+        raise ChatFailed(f"cannot use endpoint {endpoint!r}: write it as https://host") from error
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise ChatFailed(f"cannot reach {endpoint}: {error or type(error).__name__}") from error
 
 
 async def _read(
-    response: aiohttp.ClientResponse, began: float, on_text: Callable[[str], None]
-) -> Served:
+    response: aiohttp.ClientResponse, start_s: float, on_text: Callable[[str], None]
+) -> ChatResult:
     texts: list[str] = []
     usage: dict[str, Any] = {}
     first_at = last_at = 0.0
@@ -78,14 +78,14 @@ async def _read(
                 texts.append(text)
                 on_text(text)
     output = usage.get("completion_tokens", len(texts))
-    spent_s = last_at - first_at
-    return Served(
+    decode_s = last_at - first_at
+    return ChatResult(
         pop=response.headers.get(headers.POP, "?"),
         node=response.headers.get(headers.NODE, "?"),
         why=response.headers.get(headers.WHY, ""),
         request_id=response.headers.get(headers.REQUEST_ID, ""),
-        ttft_ms=(first_at - began) * 1000,
-        tokens_per_s=(output - 1) / spent_s if spent_s > 0 else 0.0,
+        ttft_ms=(first_at - start_s) * 1000,
+        tokens_per_s=(output - 1) / decode_s if decode_s > 0 else 0.0,
         prompt_tokens=usage.get("prompt_tokens", 0),
         output_tokens=output,
         cached_tokens=usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),

@@ -1,6 +1,6 @@
-"""The admin API as the CLI sees it: one request at a time, errors as words.
+"""The CLI's client of the admin API: one request at a time.
 
-Several schedulers serve it alike: the next is asked where one cannot be reached.
+Every scheduler serves the admin API. If one cannot be reached, the client tries the next.
 """
 
 import asyncio
@@ -15,18 +15,18 @@ from isochrone.wire.errors import ErrorCode
 
 TIMEOUT_S: Final = 30.0
 CONNECT_TIMEOUT_S: Final = 5.0
-PAGE: Final = 200
-WHO_ASKS: Final = (
-    "give it by --token, ISOCHRONE_ADMIN_TOKEN or `token` in ~/.config/isochrone/config.toml"
+PAGE_ROWS: Final = 200
+WHERE_TO_SET_IT: Final = (
+    "set it with --token, ISOCHRONE_ADMIN_TOKEN or `token` in ~/.config/isochrone/config.toml"
 )
 
 
 class AdminError(Exception):
-    """The admin API refused, or cannot be reached; the message is for the operator."""
+    """The admin API refused a request or cannot be reached; the message is for the operator."""
 
 
 class AdminClient:
-    """Asks the admin API at the first of `urls` that is there, with `token`."""
+    """Uses the first of the comma-separated `urls` that can be reached, with `token`."""
 
     def __init__(self, urls: str, token: str) -> None:
         self._urls = [url.strip().rstrip("/") for url in urls.split(",")]
@@ -41,22 +41,25 @@ class AdminClient:
         etag: int | None = None,
         query: dict[str, str] | None = None,
     ) -> Any:
-        """Send one request and return the decoded answer, None where there is no body."""
-        return asyncio.run(self._ask(method, path, body, etag, query))
+        """Send one request and return the decoded answer, or None if it has no body.
+
+        Raises AdminError.
+        """
+        return asyncio.run(self._send(method, path, body, etag, query))
 
     def list(self, path: str, query: dict[str, str] | None = None) -> list[dict[str, Any]]:
-        """Return every row of a list, page by page."""
+        """Return all rows of a list, fetched page by page. Raises AdminError."""
         rows: list[dict[str, Any]] = []
         cursor: str | None = ""
         while cursor is not None:
             page = self.ask(
-                "GET", path, query={**(query or {}), "limit": str(PAGE), "cursor": cursor}
+                "GET", path, query={**(query or {}), "limit": str(PAGE_ROWS), "cursor": cursor}
             )
             rows += page["data"]
             cursor = page["next_cursor"]
         return rows
 
-    async def _ask(
+    async def _send(
         self, method: str, path: str, body: Any, etag: int | None, query: dict[str, str] | None
     ) -> Any:
         headers = {"authorization": f"Bearer {self._token}", "content-type": "application/json"}
@@ -73,29 +76,29 @@ class AdminClient:
                     ) as response:
                         answer = await response.read()
                 except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                    # Nothing was asked yet, so that the next may be.
+                    # The request was not sent, so it is safe to send it to the next URL.
                     problems.append(f"at {url}: {error or type(error).__name__}")
                     continue
                 except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
                     raise AdminError(
-                        f"cannot use {url!r} as the admin API: write it as https://host:7000"
+                        f"cannot use admin API URL {url!r}: write it as https://host:7000"
                     ) from error
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     problems.append(f"at {url}: {error or type(error).__name__}")
                     break
                 if response.status >= 400:
-                    raise AdminError(_words(answer, response.status))
+                    raise AdminError(_error_message(answer, response.status))
                 return msgspec.json.decode(answer) if answer else None
         raise AdminError(f"cannot reach the admin API {'; '.join(problems)}")
 
 
 def segment(name: str) -> str:
-    """Quote a name for a path; models may have slashes."""
+    """Quote a name for a URL path. Names of models may contain slashes."""
     return quote(name, safe="/@")
 
 
-def _words(answer: bytes, status: int) -> str:
-    words, code = parse_error_body(answer, status)
+def _error_message(answer: bytes, status: int) -> str:
+    message, code = parse_error_body(answer, status)
     if code == ErrorCode.INVALID_KEY:
-        return f"{words}; {WHO_ASKS}"
-    return f"{words} ({code})" if code else f"cannot ask the admin API: {words}"
+        return f"{message}; {WHERE_TO_SET_IT}"
+    return f"{message} ({code})" if code else f"cannot use the admin API: {message}"

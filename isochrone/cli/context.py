@@ -1,12 +1,12 @@
-"""What every command is given: the API client, and how to print."""
+"""The context that click passes to every command."""
 
 from typing import NamedTuple
 
 from isochrone.cli.client import AdminClient
 
 
-class Context(NamedTuple):
-    """Handed to each command by click."""
+class CliContext(NamedTuple):
+    """The admin API client, and the output format: `table` or `json`."""
 
     api: AdminClient
     output: str

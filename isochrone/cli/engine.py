@@ -1,4 +1,4 @@
-"""The engine options that `deploy` and `rollouts start` share."""
+"""The engine options of `deploy` and `rollouts start`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
@@ -8,18 +8,18 @@ import click
 F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS: Final = (
-    click.option("--driver", help="embedded, mock, vllm, sglang or tensorrt_llm."),
+    click.option("--driver", help="Engine: embedded, mock, vllm, sglang or tensorrt_llm."),
     click.option(
         "--option",
         "options",
         multiple=True,
-        help="Engine option, as name=value; repeat it. name= removes one.",
+        help="Engine option as name=value; repeatable. name= removes an option.",
     ),
     click.option(
         "--context-tokens",
         "context_tokens_max",
         type=int,
-        help="Most tokens of a prompt and its answer together.",
+        help="Maximum tokens of a prompt and its answer together.",
     ),
     click.option(
         "--kv-bytes", "kv_memory_bytes", type=int, help="Memory for KV cache on each device."
@@ -28,10 +28,14 @@ _OPTIONS: Final = (
         "--tokens-in-flight",
         "tokens_in_flight_max",
         type=int,
-        help="Most tokens that a replica admits at once.",
+        help="Maximum tokens in flight on one replica.",
     ),
-    click.option("--devices", type=int, help="GPUs per replica; the engine is split over them."),
-    click.option("--nodes", type=int, help="Nodes of one PoP to spread these GPUs over evenly."),
+    click.option("--devices", type=int, help="GPUs per replica."),
+    click.option(
+        "--nodes",
+        type=int,
+        help="Nodes per replica, in one PoP, each with the same number of GPUs.",
+    ),
 )
 _FIELDS: Final = (
     *("driver", "context_tokens_max", "kv_memory_bytes", "tokens_in_flight_max"),
@@ -40,22 +44,25 @@ _FIELDS: Final = (
 
 
 def engine_options(command: F) -> F:
-    """Give a command the options of an engine."""
+    """Add the engine options to a command."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
 def engine_of(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's settings: what is given, else what they were."""
-    named = {name: given[name] for name in _FIELDS if given[name] is not None}
-    options = {**before.get("options", {}), **dict(_pair(option) for option in given["options"])}
-    kept = {name: value for name, value in options.items() if value}
-    return {**before, **named, "options": kept}
+    """Return the engine settings `before`, updated with the options that are given."""
+    settings = {name: given[name] for name in _FIELDS if given[name] is not None}
+    options = {
+        **before.get("options", {}),
+        **dict(_parse_option(option) for option in given["options"]),
+    }
+    kept_options = {name: value for name, value in options.items() if value}
+    return {**before, **settings, "options": kept_options}
 
 
-def _pair(option: str) -> tuple[str, str]:
+def _parse_option(option: str) -> tuple[str, str]:
     name, equals, value = option.partition("=")
     if not equals:
-        raise click.UsageError(f"cannot read the option {option!r}: write name=value")
+        raise click.UsageError(f"cannot read option {option!r}: write it as name=value")
     return name, value

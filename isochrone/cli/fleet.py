@@ -6,15 +6,15 @@ from typing import Any, Final
 import click
 
 from isochrone.cli.client import segment
-from isochrone.cli.context import Context
+from isochrone.cli.context import CliContext
 from isochrone.cli.output import show_one, show_rows
-from isochrone.cli.plain import asks, lists
+from isochrone.cli.simple_commands import add_command, list_command
 
 
 @click.command()
 @click.pass_obj
-def status(obj: Context) -> None:
-    """Show the state of the fleet, and what is not as wished."""
+def status(obj: CliContext) -> None:
+    """Show the fleet and what differs from the desired state."""
     show_one(obj.api.ask("GET", "/v1/status"), obj.output)
 
 
@@ -25,15 +25,15 @@ def pops() -> None:
 
 @pops.command("add")
 @click.argument("pop")
-@click.option("--city", required=True)
-@click.option("--country", required=True, help="Two letters, as NL.")
-@click.option("--latitude", type=float, required=True)
-@click.option("--longitude", type=float, required=True)
+@click.option("--city", required=True, help="Name of the city.")
+@click.option("--country", required=True, help="Two-letter country code, such as NL.")
+@click.option("--latitude", type=float, required=True, help="Degrees north.")
+@click.option("--longitude", type=float, required=True, help="Degrees east.")
 @click.pass_obj
 def pops_add(
-    obj: Context, pop: str, city: str, country: str, latitude: float, longitude: float
+    obj: CliContext, pop: str, city: str, country: str, latitude: float, longitude: float
 ) -> None:
-    """Create or change a PoP, named by IATA code in lower case."""
+    """Create or change a PoP. POP is an IATA code in lower case, such as ams."""
     body = {"city": city, "country": country, "latitude": latitude, "longitude": longitude}
     show_one(obj.api.ask("PUT", f"/v1/pops/{segment(pop)}", body), obj.output)
 
@@ -50,47 +50,60 @@ NODE_COLUMNS: Final = [
 
 @nodes.command("list")
 @click.pass_obj
-def nodes_list(obj: Context) -> None:
+def nodes_list(obj: CliContext) -> None:
     """List nodes."""
     rows = obj.api.list("/v1/nodes")
     if obj.output == "table":
-        rows = [{**row, "devices": _devices(row["devices"])} for row in rows]
+        rows = [{**row, "devices": _count_by_class(row["devices"])} for row in rows]
     show_rows(rows, NODE_COLUMNS, obj.output)
 
 
-def _devices(rows: list[dict[str, Any]]) -> dict[str, int]:
-    return dict(Counter(row["device_class"] for row in rows))
+def _count_by_class(devices: list[dict[str, Any]]) -> dict[str, int]:
+    return dict(Counter(device["device_class"] for device in devices))
 
 
 @nodes.command("join-token")
 @click.argument("pop")
-@click.option("--role", type=click.Choice(["agent", "router"]), default="agent")
-@click.option("--ttl", "ttl_s", type=float, default=900.0, help="Seconds until it expires.")
 @click.option(
-    "--name", help="Valid for this name only; required for a name that was in use before."
+    "--role", type=click.Choice(["agent", "router"]), default="agent", help="What may join."
 )
-@click.option("--uses", "uses_max", type=click.IntRange(1, 10_000), default=1)
+@click.option("--ttl", "ttl_s", type=float, default=900.0, help="Seconds until the token expires.")
+@click.option(
+    "--name", help="Allow only this name; required to join again under a name that was used before."
+)
+@click.option(
+    "--uses",
+    "uses_max",
+    type=click.IntRange(1, 10_000),
+    default=1,
+    help="How many may join with it.",
+)
 @click.pass_obj
 def nodes_join_token(
-    obj: Context, pop: str, role: str, ttl_s: float, name: str | None, uses_max: int
+    obj: CliContext, pop: str, role: str, ttl_s: float, name: str | None, uses_max: int
 ) -> None:
-    """Create a token for nodes or routers to join a PoP. It is shown once."""
+    """Create a token for nodes or routers to join a PoP. It cannot be shown again."""
     body = {"pop": pop, "role": role, "ttl_s": ttl_s, "name": name, "uses_max": uses_max}
-    made = obj.api.ask("POST", "/v1/join-tokens", body)
+    created = obj.api.ask("POST", "/v1/join-tokens", body)
     if obj.output == "json":
-        show_one(made, obj.output)
+        show_one(created, obj.output)
     else:
-        click.echo(made["token"])
+        click.echo(created["token"])
 
 
 @click.command()
 @click.argument("name")
-@click.option("--role", type=click.Choice(["agent", "router"]), required=True)
-@click.option("--serial", default="", help="One certificate, in hex (default: all of this name).")
-@click.option("--reason", default="")
+@click.option("--role", type=click.Choice(["agent", "router"]), required=True, help="Kind of peer.")
+@click.option(
+    "--serial", default="", help="Serial of one certificate, in hex (default: all of this name)."
+)
+@click.option("--reason", default="", help="A comment that `revocations` shows.")
 @click.pass_obj
-def revoke(obj: Context, name: str, role: str, serial: str, reason: str) -> None:
-    """Revoke a peer's certificates. Its connection to the scheduler is cut at once."""
+def revoke(obj: CliContext, name: str, role: str, serial: str, reason: str) -> None:
+    """Revoke the certificates of a node or router.
+
+    Its connection to the scheduler is closed at once.
+    """
     body = {"role": role, "name": name, "serial": serial, "reason": reason}
     show_one(obj.api.ask("POST", "/v1/revocations", body), obj.output)
 
@@ -98,39 +111,60 @@ def revoke(obj: Context, name: str, role: str, serial: str, reason: str) -> None
 @click.group(invoke_without_command=True)
 @click.pass_context
 def routers(ctx: click.Context) -> None:
-    """List routers, or delete one."""
+    """List routers. `routers delete` deletes one."""
     if ctx.invoked_subcommand is None:
         columns = ["router_id", "pop", "silent_s", "generation", "revoked"]
         show_rows(ctx.obj.api.list("/v1/routers"), columns, ctx.obj.output)
 
 
-asks(
+add_command(
     routers, "delete", "DELETE", "/v1/routers/{router}",
-    "Delete a router that is gone. Its certificates are revoked.", "deleted {}",
+    "Delete a router that no longer runs. Its certificates are revoked.", "deleted {}",
 )  # fmt: skip
 
 
-revocations = lists(
+revocations = list_command(
     "revocations",
     "/v1/revocations",
     ["role", "name", "serial", "at", "reason"],
     "List revoked certificates and names.",
 )
 pops.add_command(
-    lists("list", "/v1/pops", ["pop", "city", "country", "latitude", "longitude"], "List PoPs.")
+    list_command(
+        "list", "/v1/pops", ["pop", "city", "country", "latitude", "longitude"], "List PoPs."
+    )
 )
-asks(pops, "delete", "DELETE", "/v1/pops/{pop}", "Delete an empty PoP.", "deleted {}")
+add_command(
+    pops,
+    "delete",
+    "DELETE",
+    "/v1/pops/{pop}",
+    "Delete a PoP without nodes and routers.",
+    "deleted {}",
+)
 
 NODE: Final = "/v1/nodes/{node}"
-asks(nodes, "show", "GET", NODE, "Show a node with its devices.")
-asks(nodes, "drain", "POST", f"{NODE}/drain", "Move a node's replicas elsewhere.")
-asks(nodes, "undrain", "POST", f"{NODE}/undrain", "Let a drained node take replicas again.")
-asks(nodes, "revoke", "POST", f"{NODE}/revoke", "Shut a node out for good.")
-asks(
+add_command(nodes, "show", "GET", NODE, "Show a node and its devices.")
+add_command(
+    nodes,
+    "drain",
+    "POST",
+    f"{NODE}/drain",
+    "Drain a node: its replicas move elsewhere.",
+)
+add_command(nodes, "undrain", "POST", f"{NODE}/undrain", "Allow replicas on a drained node again.")
+add_command(
+    nodes,
+    "revoke",
+    "POST",
+    f"{NODE}/revoke",
+    "Revoke a node permanently. It can no longer connect.",
+)
+add_command(
     nodes, "readmit", "POST", f"{NODE}/readmit",
-    "Let a revoked node join again; its old certificates stay refused.",
+    "Let a revoked node join again. Its old certificates stay revoked.",
 )  # fmt: skip
-asks(
+add_command(
     nodes, "delete", "DELETE", NODE,
-    "Delete a node that holds no replica, or was revoked. Its certificates are too.", "deleted {}",
+    "Delete a node without replicas, or a revoked one. Its certificates are revoked.", "deleted {}",
 )  # fmt: skip

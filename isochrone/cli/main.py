@@ -1,4 +1,4 @@
-"""`isochrone`: what an operator types. Exit codes: 0 done, 1 refused or failed, 2 wrong usage."""
+"""The operator's command `isochrone`. Exit codes: 0 success, 1 refused or failed, 2 wrong usage."""
 
 import tomllib
 from pathlib import Path
@@ -10,26 +10,26 @@ from isochrone import __version__
 from isochrone.cli import access, fleet, planning, rollouts, serving
 from isochrone.cli.chat import ChatFailed
 from isochrone.cli.client import AdminClient, AdminError
-from isochrone.cli.context import Context
+from isochrone.cli.context import CliContext
 from isochrone.cli.manifest import ManifestError
 
-CONFIG: Final = Path("~/.config/isochrone/config.toml")
-OUTPUT: Final = click.Choice(["table", "json"])
+CONFIG_FILE: Final = Path("~/.config/isochrone/config.toml")
+OUTPUT_FORMAT: Final = click.Choice(["table", "json"])
 
 
-class Group(click.Group):
-    """Turns what the API or a file refuses into words and exit code 1."""
+class CommandGroup(click.Group):
+    """A command group that prints expected errors as messages and exits with code 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
+        """Run the command. Raises click.ClickException."""
         try:
             return super().invoke(ctx)
         except (AdminError, ManifestError, ChatFailed) as error:
             raise click.ClickException(str(error)) from error
 
 
-def _configured(name: str) -> str:
-    path = CONFIG.expanduser()
+def _from_config_file(name: str) -> str:
+    path = CONFIG_FILE.expanduser()
     if not path.exists():
         return ""
     try:
@@ -38,20 +38,24 @@ def _configured(name: str) -> str:
         raise click.ClickException(f"cannot read {path}: {error}") from error
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 @click.option(
     "--url",
     envvar="ISOCHRONE_ADMIN_URL",
-    help="Admin API, as https://host:7000; several, separated by commas.",
+    help="Admin API URLs, such as https://host:7000, separated by commas.",
 )
-@click.option("--token", envvar="ISOCHRONE_ADMIN_TOKEN", help="Admin token.")
-@click.option("-o", "--output", type=OUTPUT, default="table")
+@click.option("--token", envvar="ISOCHRONE_ADMIN_TOKEN", help="Admin API token.")
+@click.option("-o", "--output", type=OUTPUT_FORMAT, default="table", help="Output format.")
 @click.version_option(__version__)
 @click.pass_context
 def main(ctx: click.Context, url: str | None, token: str | None, output: str) -> None:
-    """Operate an Isochrone fleet: LLM inference in many cities."""
-    url = url or _configured("url") or "http://127.0.0.1:7000"
-    ctx.obj = Context(AdminClient(url, token or _configured("token")), output)
+    """Operate an Isochrone fleet: LLM inference in many cities.
+
+    --url and --token can be set in ISOCHRONE_ADMIN_URL and ISOCHRONE_ADMIN_TOKEN, or as `url` and
+    `token` in ~/.config/isochrone/config.toml.
+    """
+    url = url or _from_config_file("url") or "http://127.0.0.1:7000"
+    ctx.obj = CliContext(AdminClient(url, token or _from_config_file("token")), output)
 
 
 def _set_output(ctx: click.Context, _: click.Parameter, output: str | None) -> None:
@@ -60,13 +64,17 @@ def _set_output(ctx: click.Context, _: click.Parameter, output: str | None) -> N
 
 
 def _with_output(command: click.Command) -> click.Command:
-    """Let `-o` follow a command too: it is typed there as often as before it."""
+    """Accept `-o` after a command, too, because many users type it there."""
     if isinstance(command, click.Group):
         for inner in command.commands.values():
             _with_output(inner)
     else:
         option = click.Option(
-            ["-o", "--output"], type=OUTPUT, expose_value=False, callback=_set_output
+            ["-o", "--output"],
+            type=OUTPUT_FORMAT,
+            expose_value=False,
+            callback=_set_output,
+            help="Output format.",
         )
         command.params.append(option)
     return command

@@ -1,4 +1,4 @@
-"""Making a model's catalogue entry from its files: sizes, digests, and what its config says."""
+"""Builds a catalogue entry from a model's files: sizes, digests and the values of its config."""
 
 import hashlib
 from pathlib import Path
@@ -12,33 +12,38 @@ from isochrone.wire.model_shape import BadConfig, kv_bytes_per_token, shape_of
 
 READ_BYTES: Final = 4 * 1024 * 1024
 HIDDEN: Final = (".", "__pycache__")
-"""Also of folders: what a download or git keeps beside the files is no part of the model."""
+"""Prefixes of files and folders that downloads and git create; they are not part of the model."""
 KINDS: Final = {"BertModel": "embedding", "BertForSequenceClassification": "rerank"}
-"""What architectures that read and write nothing are for; all others chat."""
+"""Kinds of models by architecture; all other architectures are chat models."""
 
 
-class _Named(msgspec.Struct):
+class _ConfigFields(msgspec.Struct):
+    """The fields of config.json that are read directly."""
+
     architectures: tuple[str, ...] | None = None
     max_position_embeddings: int = 4096
 
 
 class ManifestError(Exception):
-    """The folder cannot be made a catalogue entry; the message says why."""
+    """No catalogue entry can be made from the folder; the message says why."""
 
 
 def artifact_of(folder: Path, source: str, only: tuple[str, ...] = ()) -> Artifact:
-    """Read every file below `folder` (or `only` those named) and return the artifact."""
+    """Hash every file below `folder`, or `only` those named, and return the artifact.
+
+    Raises ManifestError.
+    """
     if not folder.is_dir():
-        raise ManifestError(f"cannot read {folder}: no such folder")
+        raise ManifestError(f"cannot read {folder}: there is no such folder")
     paths = [folder / name for name in only] or [
         path
         for path in sorted(folder.rglob("*"))
         if path.is_file()
         and not any(part.startswith(HIDDEN) for part in path.relative_to(folder).parts)
     ]
-    files = tuple(_file(folder, path) for path in paths)
+    files = tuple(_hashed_file(folder, path) for path in paths)
     if not files:
-        raise ManifestError(f"cannot use {folder}: there is no file in it")
+        raise ManifestError(f"cannot use {folder}: it contains no files")
     for file in files:
         problem = check_path(file.path)
         if problem:
@@ -46,36 +51,39 @@ def artifact_of(folder: Path, source: str, only: tuple[str, ...] = ()) -> Artifa
     return Artifact(source=source, files=files, digest=manifest_digest(files))
 
 
-def facts_of(folder: Path) -> dict[str, Any]:
-    """Return what a Hugging Face config.json says of the model; {} where there is none."""
+def config_values(folder: Path) -> dict[str, Any]:
+    """Return the entry's values from a Hugging Face config.json, {} if there is none.
+
+    Raises ManifestError.
+    """
     path = folder / "config.json"
     if not path.exists():
         return {}
     try:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        named = msgspec.convert(config, _Named)
+        fields = msgspec.convert(config, _ConfigFields)
     except msgspec.DecodeError as error:
         raise ManifestError(f"cannot read {path}: {error}") from error
-    architecture = (named.architectures or ("unknown",))[0]
-    facts = {
+    architecture = (fields.architectures or ("unknown",))[0]
+    values = {
         "architecture": architecture,
         "kind": KINDS.get(architecture, "chat"),
-        "context_tokens": named.max_position_embeddings,
+        "context_tokens": fields.max_position_embeddings,
     }
-    if facts["kind"] != "chat":
-        return facts
+    if values["kind"] != "chat":
+        return values
     try:
         shape = shape_of(config)
     except BadConfig as error:
-        raise ManifestError(f"{error}, in {path}") from error
+        raise ManifestError(f"{error} in {path}") from error
     return {
-        **facts,
+        **values,
         "kv_bytes_per_token": int(kv_bytes_per_token(shape)),
         "shape": msgspec.to_builtins(shape),
     }
 
 
-def _file(folder: Path, path: Path) -> ArtifactFile:
+def _hashed_file(folder: Path, path: Path) -> ArtifactFile:
     digest = hashlib.sha256()
     try:
         with path.open("rb") as opened:

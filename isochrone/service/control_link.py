@@ -23,9 +23,9 @@ from isochrone.service.tls import client_context
 from isochrone.wire import codec
 from isochrone.wire.control import (
     Challenge,
-    Refused,
     RefusedCode,
     Register,
+    RegistrationRefused,
     Renewed,
     Welcome,
     register_payload,
@@ -188,7 +188,7 @@ class ControlLink:
                     await asyncio.gather(renewal_task, return_exceptions=True)
 
     async def _handle(self, message: Any) -> None:
-        if isinstance(message, Refused):
+        if isinstance(message, RegistrationRefused):
             raise self._refusal(message)
         if isinstance(message, Renewed):
             if self._renewal is not None:
@@ -198,7 +198,7 @@ class ControlLink:
 
     async def _register(self, socket: aiohttp.ClientWebSocketResponse) -> Welcome:
         challenge = await self._receive(socket)
-        if isinstance(challenge, Refused):
+        if isinstance(challenge, RegistrationRefused):
             raise self._refusal(challenge)
         if not isinstance(challenge, Challenge):
             raise LinkRefused(f"cannot register: expected a challenge, got {type(challenge)}")
@@ -233,7 +233,7 @@ class ControlLink:
         )
         await socket.send_bytes(codec.encode(register))
         reply = await self._receive(socket)
-        if isinstance(reply, Refused):
+        if isinstance(reply, RegistrationRefused):
             raise self._refusal(reply)
         if not isinstance(reply, Welcome):
             raise LinkRefused(f"cannot register: expected a welcome, got {type(reply)}")
@@ -247,7 +247,7 @@ class ControlLink:
             raise LinkRefused(f"the connection broke: {socket.exception()}")
         raise LinkRefused(f"the scheduler closed the connection (code {socket.close_code})")
 
-    def _refusal(self, refused: Refused) -> LinkRefused:
+    def _refusal(self, refused: RegistrationRefused) -> LinkRefused:
         # A standby refers to the other scheduler; if there is only one, wait as long as it says.
         tries_other = refused.code is RefusedCode.NOT_ACTING and len(self._urls) > 1
         wait_s = 0.0 if tries_other else min(WAIT_MAX_S, refused.retry_after_s)

@@ -12,12 +12,12 @@ from aiohttp import web
 
 from isochrone.service.identity import CLOCK_SKEW
 from isochrone.wire import headers
-from isochrone.wire.assignment import Revoked
+from isochrone.wire.assignment import RevokedCertificate
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def is_revoked(peercert: Mapping[str, Any], revocations: Sequence[Revoked]) -> bool:
+def is_revoked(peercert: Mapping[str, Any], revocations: Sequence[RevokedCertificate]) -> bool:
     """Say whether a certificate, as `ssl.SSLSocket.getpeercert` returns it, was revoked."""
     names = dict(pair for part in peercert.get("subject", ()) for pair in part)
     subject = (names.get("organizationalUnitName"), names.get("commonName"))
@@ -31,7 +31,7 @@ def is_revoked(peercert: Mapping[str, Any], revocations: Sequence[Revoked]) -> b
     )
 
 
-def refuse_revoked(revocations: Callable[[], Sequence[Revoked]]) -> Any:
+def refuse_revoked(revocations: Callable[[], Sequence[RevokedCertificate]]) -> Any:
     """Return a middleware that answers 403 to clients whose certificate is revoked by now."""
 
     @web.middleware

@@ -1,1 +1,1 @@
-"""What is said between the services: frozen structs, codec, error codes, ids. Pure."""
+"""The protocol between the services: frozen structs, codec, error codes, ids. Pure."""

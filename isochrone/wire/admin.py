@@ -1,4 +1,4 @@
-"""What the admin API says: requests and answers, as its OpenAPI document describes them."""
+"""Request and response bodies of the admin API. Its OpenAPI document is generated from them."""
 
 from typing import Annotated
 
@@ -18,22 +18,22 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.model import (
     Amount,
+    CatalogModel,
     EngineSettings,
-    Model,
     ModelName,
     Name,
     NonNegative,
-    Policy,
+    PlacementPolicy,
 )
-from isochrone.wire.report import Device
-from isochrone.wire.routes import Limits
+from isochrone.wire.report import NodeDevice
+from isochrone.wire.routes import KeyLimits
 
 PopName = Annotated[str, msgspec.Meta(pattern=POP_PATTERN)]
 Ttl = Annotated[float, msgspec.Meta(gt=0, le=30 * 24 * 3600)]
 
 
 class PopBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A PoP as an operator writes it."""
+    """The request body for a PoP."""
 
     city: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
     country: Annotated[str, msgspec.Meta(pattern=COUNTRY_PATTERN)]
@@ -42,7 +42,7 @@ class PopBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class PopView(msgspec.Struct, frozen=True, kw_only=True):
-    """A PoP as it stands."""
+    """The current state of a PoP."""
 
     pop: PopId
     city: str
@@ -53,7 +53,7 @@ class PopView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as it stands. `silent_s` is how long ago it was heard; None if never."""
+    """The current state of a node. `silent_s` is the time since its last message; None if never."""
 
     node_id: NodeId
     pop: PopId
@@ -63,7 +63,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float | None
     generation: int
     assigned: int
-    devices: tuple[Device, ...]
+    devices: tuple[NodeDevice, ...]
     replicas: int
     etag: int
     certificate_serial: str = ""
@@ -71,7 +71,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterView(msgspec.Struct, frozen=True, kw_only=True):
-    """A router as it stands and the route table generation that it has."""
+    """The current state of a router. `generation` is that of its route table."""
 
     router_id: str
     pop: PopId
@@ -83,7 +83,7 @@ class RouterView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JoinTokenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A wish for a right to join: for one peer or `uses_max`, for any new name or for `name`."""
+    """The request body for a join token: for `uses_max` peers with new names, or for `name`."""
 
     pop: PopName
     role: PeerRole = PeerRole.AGENT
@@ -93,7 +93,7 @@ class JoinTokenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class JoinTokenView(msgspec.Struct, frozen=True, kw_only=True):
-    """A join token; `token` is there once, in the answer that made it."""
+    """A join token. `token` is present only in the response that created it."""
 
     token_id: str
     pop: PopId
@@ -107,7 +107,7 @@ class JoinTokenView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RevocationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A certificate to refuse, by its serial in hex; without one, all that `name` was issued."""
+    """A certificate to revoke, by its serial in hex; without a serial, all those of `name`."""
 
     role: PeerRole
     name: Name
@@ -116,7 +116,7 @@ class RevocationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class RevocationView(msgspec.Struct, frozen=True, kw_only=True):
-    """What is refused, since when, and why."""
+    """A revocation: which certificates, since when (Unix time), and why."""
 
     role: PeerRole
     name: str
@@ -126,45 +126,45 @@ class RevocationView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelView(msgspec.Struct, frozen=True, kw_only=True):
-    """A catalogue entry as it stands."""
+    """The current state of a catalogue entry."""
 
-    model: Model
+    model: CatalogModel
     etag: int
 
 
 class DeploymentBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A deployment as an operator writes it. `name` is what clients write as `model`."""
+    """The request body for a deployment. `name` is what clients send as `model`."""
 
     model_id: ModelName
     name: ModelName | None = None
     engine: EngineSettings = EngineSettings()
-    policy: Policy = Policy()
+    policy: PlacementPolicy = PlacementPolicy()
 
 
 class NewDeploymentBody(DeploymentBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A new deployment, with its id."""
+    """The request body for a new deployment, with its id."""
 
     deployment_id: Name
 
 
 class DeploymentView(msgspec.Struct, frozen=True, kw_only=True):
-    """A deployment as it stands, with how many of its replicas are in each state."""
+    """The current state of a deployment. `replicas` counts its replicas by state."""
 
     deployment_id: DeploymentId
     name: str
     model_id: ModelId
     version: int
     engine: EngineSettings
-    policy: Policy
+    policy: PlacementPolicy
     replicas: dict[str, int]
     unmet: tuple[str, ...]
     etag: int
 
 
 class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica's seat, its state, and why it is there.
+    """The placement of a replica: node, devices, state and reasons.
 
-    One over several nodes has a seat on each; all but the leader's name it.
+    A replica over several nodes has a placement on each; all but the leader's have `leader_id`.
     """
 
     replica_id: str
@@ -185,8 +185,8 @@ class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
     leader_id: str = ""
 
 
-class LimitsBody(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A key's limits as an operator writes them: a misspelt one is refused, not ignored."""
+class LimitsBody(KeyLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The request body for a key's limits. A misspelt limit is refused, not ignored."""
 
     requests_per_min: NonNegative = 0
     tokens_per_min: NonNegative = 0
@@ -196,7 +196,7 @@ class LimitsBody(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class KeyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A new key: whose it is, what it may ask for, and how much."""
+    """The request body for a new key: its tenant, the deployments it may use, and its limits."""
 
     tenant_id: Name
     note: Annotated[str, msgspec.Meta(max_length=200)] = ""
@@ -206,16 +206,16 @@ class KeyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class KeyView(msgspec.Struct, frozen=True, kw_only=True):
-    """A key without its secret; `key` is there once, in the answer that made it.
+    """A key without its secret. `key` is present only in the response that created it.
 
-    Today (UTC) is counted for keys that have a quota.
+    The counts of today (UTC) are kept only for keys with a daily quota.
     """
 
     key_id: KeyId
     tenant_id: TenantId
     note: str
     deployments: tuple[str, ...]
-    limits: Limits
+    limits: KeyLimits
     expires_at: float | None
     revoked: bool
     etag: int
@@ -225,9 +225,9 @@ class KeyView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageView(msgspec.Struct, frozen=True, kw_only=True):
-    """What was used of a deployment, on a day (UTC), or over all days asked where `day` is null.
+    """The usage of a deployment on one day (UTC), or over all requested days if `day` is null.
 
-    Without a `key_id` it is all of the tenant's. Spend is by the prices of today.
+    An empty `key_id` means all keys of the tenant. Spend is computed with current prices.
     """
 
     day: str | None
@@ -242,7 +242,7 @@ class UsageView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusView(msgspec.Struct, frozen=True, kw_only=True):
-    """The fleet in one answer."""
+    """The state of the whole fleet. `unmet` says what differs from the desired state."""
 
     cluster_id: str
     scheduler: str

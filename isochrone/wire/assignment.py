@@ -1,4 +1,4 @@
-"""Scheduler to node: everything one node should run, whole and numbered."""
+"""Scheduler to node: the assignment, the complete numbered desired state of one node."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -36,11 +36,12 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica over several nodes of one PoP, as each of them is told; `place` says which it is.
+class ReplicaGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A node's part of a replica that spans `nodes` nodes of one PoP; `place` numbers the parts.
 
-    Place 0 leads: its engine has the door, and the others, which have none, dial it at `host` and
-    `port` and prove that they know `secret`. Each has a replica id of its own.
+    Place 0 is the leader: its engine serves HTTP. The other parts have no HTTP server; they connect
+    to the leader at `host` and `port` and prove that they know `secret`. Each part has a replica id
+    of its own.
     """
 
     leader_id: ReplicaId
@@ -52,12 +53,12 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica this node should run: which weights, on which devices, with which engine.
+    """One replica that a node should run: its weights, devices and engine.
 
-    A node tells it back, and what the store does not know is taken in from there: so each field is
-    held to what its place in the catalogue holds it to. `memory_bytes` is what it may take of each
-    of its devices. With `group`, it is one node's part of a replica: `device_ids` are those here.
-    By its `seal` a scheduler knows that it was once seated on this node.
+    Nodes report the spec back, and a scheduler whose database lost it adopts it from there.
+    Therefore each field has the constraints of the catalogue. `memory_bytes` is the limit on each
+    device. With `group`, this is one node's part of a replica, and `device_ids` are the devices of
+    this node. `seal` proves to a scheduler that the replica was placed on this node.
     """
 
     replica_id: Annotated[ReplicaId, msgspec.Meta(pattern=ID_PATTERN)]
@@ -71,20 +72,20 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     device_ids: tuple[DeviceId, ...]
     memory_bytes: NonNegative
     role: Role = Role.UNIFIED
-    group: Group | None = None
+    group: ReplicaGroup | None = None
     seal: str = ""
 
     @property
     def leads(self) -> bool:
-        """True where requests are answered: everywhere but in a group's other parts."""
+        """True if this replica serves requests: always, except in the other parts of a group."""
         return self.group is None or self.group.place == 0
 
 
 class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
-    """The order to end a replica, and the only thing that does.
+    """The order to end a replica. Nothing else ends one.
 
-    A replica merely absent from an assignment goes on: an empty or restored database then cannot
-    stop a healthy fleet. `generation` is the one in which the ending was decided.
+    A replica that is only absent from an assignment keeps running, so that an empty or restored
+    database cannot stop a healthy fleet. `generation` is that in which the end was decided.
     """
 
     replica_id: ReplicaId
@@ -94,7 +95,7 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A node to ask for an artifact. One that does not hold it yet is fetching it for its PoP."""
+    """A node from which to fetch an artifact. With `holds` false it is still fetching it itself."""
 
     node_id: NodeId
     pop: PopId
@@ -102,25 +103,26 @@ class PeerSource(msgspec.Struct, frozen=True, kw_only=True):
     holds: bool = True
 
 
-class Holders(msgspec.Struct, frozen=True, kw_only=True):
-    """Who else has an artifact, the nearest first. A hint: its bytes are verified wherever from."""
+class ArtifactHolders(msgspec.Struct, frozen=True, kw_only=True):
+    """The nodes that have an artifact, nearest first. Only a hint: all bytes are verified."""
 
     digest: Sha256
     peers: tuple[PeerSource, ...]
 
 
-class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights to have on disk before anything is started with them, so fast at most (0: no bound).
+class ArtifactPrefetch(msgspec.Struct, frozen=True, kw_only=True):
+    """An artifact to fetch ahead of use, at `bytes_per_s` at most (0: no limit).
 
-    A start goes before it; it drops nothing that runs here or that is wished before it.
+    A replica's start has priority. A prefetch evicts no artifact that is in use or that an earlier
+    prefetch lists.
     """
 
     artifact: Artifact
     bytes_per_s: float = 0.0
 
 
-class Revoked(msgspec.Struct, frozen=True, kw_only=True):
-    """A certificate that is refused: by its serial in hex, or all of a name issued before `at`."""
+class RevokedCertificate(msgspec.Struct, frozen=True, kw_only=True):
+    """A revoked certificate, by its serial in hex, or all those of `name` issued before `at`."""
 
     role: str
     name: str
@@ -129,9 +131,10 @@ class Revoked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
-    """One node's part of the plan; of an older generation or epoch or another cluster: refused.
+    """One node's part of the plan.
 
-    `prefetches` come in the order in which they are needed.
+    The node refuses an older generation or epoch, and another cluster's assignment. `prefetches`
+    are in the order of their need.
     """
 
     cluster_id: ClusterId
@@ -140,6 +143,6 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
     epoch: Epoch
     replicas: tuple[ReplicaSpec, ...] = ()
     tombstones: tuple[Tombstone, ...] = ()
-    holders: tuple[Holders, ...] = ()
-    prefetches: tuple[Prefetch, ...] = ()
-    revoked: tuple[Revoked, ...] = ()
+    holders: tuple[ArtifactHolders, ...] = ()
+    prefetches: tuple[ArtifactPrefetch, ...] = ()
+    revoked: tuple[RevokedCertificate, ...] = ()

@@ -1,18 +1,18 @@
-"""Bytes to structs and back, with a limit on every size.
+"""Encodes and decodes structs, with a limit on every size.
 
-msgspec's typed decoder refuses wrong types and unknown tags; unknown fields are ignored, so an
-older peer can read a newer one. Deep nesting surfaces as RecursionError in msgspec 0.22 and is an
-ordinary refusal here.
+msgspec's typed decoder refuses wrong types and unknown tags. It ignores unknown fields, so that an
+older peer can read a newer one's messages. Deep nesting raises RecursionError in msgspec 0.22; here
+it is a MalformedFrame like any other.
 """
 
 from typing import Any, Final, TypeVar
 
 import msgspec
 
-from isochrone.wire.ids import WORDS
+from isochrone.wire.ids import PATTERN_DESCRIPTIONS
 
 PROTOCOL: Final = 1
-"""Version of the control protocol. A peer that speaks another is refused in words."""
+"""Version of the control protocol. A peer with another version is refused with a message."""
 
 FRAME_BYTES_MAX: Final = 16 * 1024 * 1024
 """Largest control frame: a route table of 20,000 routes takes about 6 MiB."""
@@ -23,7 +23,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class MalformedFrame(ValueError):
-    """What arrived is not a message of this protocol."""
+    """The received bytes are not a valid message."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -32,14 +32,14 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """Make the decoder for `kind`, a struct or a union of tagged structs."""
+    """Return a decoder for `kind`, a struct or a union of tagged structs."""
     return msgspec.msgpack.Decoder(kind)
 
 
 def decode(
     frame: bytes, reader: "msgspec.msgpack.Decoder[T]", *, bytes_max: int = FRAME_BYTES_MAX
 ) -> T:
-    """Decode one frame or raise MalformedFrame saying what is wrong with it."""
+    """Decode one msgpack frame. Raises MalformedFrame."""
     if len(frame) > bytes_max:
         raise MalformedFrame(f"cannot read frame: {len(frame)} bytes, the limit is {bytes_max}")
     try:
@@ -51,7 +51,7 @@ def decode(
 def decode_json(
     body: bytes, reader: "msgspec.json.Decoder[T]", *, bytes_max: int = FRAME_BYTES_MAX
 ) -> T:
-    """Decode one JSON body or raise MalformedFrame saying what is wrong with it."""
+    """Decode one JSON body. Raises MalformedFrame."""
     if len(body) > bytes_max:
         raise MalformedFrame(f"cannot read body: {len(body)} bytes, the limit is {bytes_max}")
     try:
@@ -61,12 +61,12 @@ def decode_json(
 
 
 def describe(error: Exception) -> str:
-    """Say what a decoder refused, without echoing the input."""
+    """Describe a decoding error without repeating the input."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     if isinstance(error, UnicodeDecodeError):
         return "not valid UTF-8"
     text = str(error)
-    for pattern, words in WORDS.items():
-        text = text.replace(f"`str` matching regex {pattern!r}", words)
+    for pattern, description in PATTERN_DESCRIPTIONS.items():
+        text = text.replace(f"`str` matching regex {pattern!r}", description)
     return text

@@ -1,8 +1,9 @@
-"""The control conversation: one WebSocket per agent and per router, dialled outward.
+"""The control protocol: one WebSocket connection from each agent and each router to a scheduler.
 
-Scheduler: `Challenge`. Peer: `Register`, signed with the key of its certificate. Scheduler:
-`Welcome` or `Refused`. Then reports and pulses (or demand and usage) go up, assignments (or route
-tables) come down. A standby answers `Refused` with code `not_acting`; the peer tries its next URL.
+The scheduler sends `Challenge`. The peer sends `Register`, signed with the key of its certificate.
+The scheduler answers `Welcome` or `RegistrationRefused`. Then an agent sends reports and pulses and
+receives assignments; a router sends demand and usage and receives route tables. A standby scheduler
+refuses with code `not_acting`, and the peer tries its next URL.
 """
 
 from enum import StrEnum
@@ -17,14 +18,14 @@ from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 
 
 class PeerRole(StrEnum):
-    """Who dials the scheduler."""
+    """The kind of peer that connects to a scheduler."""
 
     AGENT = "agent"
     ROUTER = "router"
 
 
 class RefusedCode(StrEnum):
-    """Why a peer is turned away at the control door."""
+    """Why a scheduler refuses a peer."""
 
     NOT_ACTING = "not_acting"
     PROTOCOL = "protocol"
@@ -35,7 +36,7 @@ class RefusedCode(StrEnum):
 
 
 class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag="challenge"):
-    """The scheduler's first words: sign this nonce."""
+    """The scheduler's first message: a nonce for the peer to sign."""
 
     protocol: int
     cluster_id: ClusterId
@@ -43,10 +44,10 @@ class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag="challenge"):
 
 
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
-    """Who dials, proven by a signature over `register_payload`.
+    """The peer's identity, proven by a signature over `register_payload`.
 
-    `name` is the node id or router id in the certificate. `cluster_id` is empty until first known;
-    `generation` and `epoch` are the newest the peer has stored.
+    `name` is the node id or router id in the certificate. `cluster_id` is empty until the
+    peer knows it. `generation` and `epoch` are the newest that the peer has stored.
     """
 
     protocol: int
@@ -63,10 +64,10 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """Registered.
+    """The peer is registered.
 
-    A peer that loses this conversation dials again after a time of its own between 0 and
-    `redial_spread_s`, lest all do so in the same moment.
+    A peer that loses this connection reconnects after a random time between 0 and
+    `redial_spread_s`, so that not all peers reconnect at once.
     """
 
     cluster_id: ClusterId
@@ -74,8 +75,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     redial_spread_s: float = 0.0
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """Turned away, in words. The connection closes after it."""
+class RegistrationRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """The peer is refused, for `reason`. The scheduler then closes the connection."""
 
     code: RefusedCode
     reason: str
@@ -83,19 +84,19 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
-    """A peer's certificate nears its end: sign one for this key, for whom this conversation is."""
+    """A request for a new certificate, with the key in the CSR and this connection's identity."""
 
     csr_pem: str
 
 
 class Renewed(msgspec.Struct, frozen=True, kw_only=True, tag="renewed"):
-    """The new certificate, of the same name, role and PoP."""
+    """The new certificate, with the same name, role and PoP."""
 
     certificate_pem: str
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /v1/join`, JSON: a one-time token for a certificate. The key never leaves the peer."""
+    """`POST /v1/join` (JSON): a join token for a certificate. The private key stays on the peer."""
 
     token: str
     role: PeerRole
@@ -104,7 +105,7 @@ class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JoinReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The peer's certificate, the cluster's authority, and the PoP its token was bound to."""
+    """The peer's certificate, the cluster's CA certificate, and the PoP of the join token."""
 
     cluster_id: ClusterId
     name: str
@@ -114,11 +115,11 @@ class JoinReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FromAgent = Register | Report | Pulse | Renew
-ToAgent = Challenge | Welcome | Refused | Assignment | Renewed
+ToAgent = Challenge | Welcome | RegistrationRefused | Assignment | Renewed
 FromRouter = Register | Demand | Usage | RoundTrips | SnapshotWanted | Renew
-ToRouter = Challenge | Welcome | Refused | RouteTable | RouteDelta | UsageAck | Renewed
+ToRouter = Challenge | Welcome | RegistrationRefused | RouteTable | RouteDelta | UsageAck | Renewed
 
 
 def register_payload(*, cluster_id: ClusterId, nonce: bytes, name: str, boot_id: BootId) -> bytes:
-    """Return the bytes a peer signs to prove that it holds the key of its certificate."""
+    """Return the bytes that a peer signs to prove that it has the key of its certificate."""
     return b"isochrone-register-1\0" + msgspec.msgpack.encode((cluster_id, nonce, name, boot_id))

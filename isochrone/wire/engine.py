@@ -1,6 +1,6 @@
-"""Agent to engine: the file an engine is started with, and what it says of itself over HTTP.
+"""Agent and engine: the configuration file of an engine, and the bodies of its HTTP endpoints.
 
-An engine is a process that serves the OpenAI API on a Unix socket, and beside it `GET /health`
+An engine is a process that serves the OpenAI API on a Unix socket, and also `GET /health`
 (EngineHealth), `GET /stats` (EngineStats), `GET /metrics` and `POST /drain`.
 """
 
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from isochrone.wire.assignment import Group
+from isochrone.wire.assignment import ReplicaGroup
 
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -17,30 +17,33 @@ Quantisation = Literal["auto", "file", "none"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one engine process serves, where it listens, and its limits.
+    """The configuration of one engine process: its model, its socket and its limits.
 
-    `batch_tokens_max` bounds one step. While answers are being written, prompts get only so much of
-    it that the next tokens come within `interval_ms`.
-    `quantisation` "file" keeps weights as their file packs them, where this device multiplies by
-    them so, and rounds others: to 14 bits, or where our own kernels are not here to bf16 and fp16.
-    "none" computes with each weight in full, and "auto" where our own kernels are not here.
-    `kv_dtype` is what keys and values are kept in, `dtype` where it is empty; fp8 has a scale for
-    each head of each token.
-    KV that the device gives up is kept in `kv_host_bytes` of memory and `kv_file_bytes` of files
-    below `kv_folder`; 0 is no such tier.
-    `draft_tokens_max` is how many tokens of a sequence a step may verify ahead; 0 turns that off.
-    `draft_path` names a model of the same tokens, or an EAGLE-3 head for this one, that drafts.
-    The model is split over `tensor_parallel` times `pipeline_parallel` processes, each with its own
-    device, counted up from `device`, and `threads`, `kv_memory_bytes` of its own: into stages of
-    layers, and within a stage by heads and rows; a mixture's experts into `expert_parallel` groups.
-    With `graphs` a GPU runs decodes as captured CUDA graphs, where the model allows it.
-    With `group` they are on several nodes, as many on each. The one at place 0 listens and waits
-    `join_s` for the others, which have no door: where their socket would be they leave an empty
-    file once all have met.
-    New requests are refused while the process's resident memory comes near `memory_max_bytes` (0 is
-    no such ceiling), or its cgroup's near that one's limit.
-    `client_queue_max` is how many tokens a client may be behind before it is cut. `options` are
-    the mock's faults.
+    Batching: `batch_tokens_max` limits the tokens of one step. While answers are being decoded, a
+    step prefills only as much as keeps the time between tokens within `interval_ms`.
+
+    Weights: with `quantisation` "file", weights stay packed as in their file if this device can
+    multiply packed weights; otherwise they are rounded to 14 bits, or without our own kernels to
+    bf16 or fp16. "none" computes with full weights. "auto" is "file" if our own kernels are
+    available, else "none".
+
+    KV cache: `kv_dtype` is its data type (default: `dtype`); fp8 has one scale per head and token.
+    Evicted blocks go to `kv_host_bytes` of host memory and `kv_file_bytes` of files below
+    `kv_folder`; 0 disables a tier.
+
+    Speculative decoding: a step verifies at most `draft_tokens_max` drafted tokens per sequence; 0
+    disables it. `draft_path` is a draft model with the same vocabulary, or an EAGLE-3 head.
+
+    Parallelism: the model runs in `tensor_parallel` times `pipeline_parallel` processes, each with
+    a device of its own, numbered from `device` on, and its own `threads` and `kv_memory_bytes`.
+    Experts are divided into `expert_parallel` groups. With `group`, the processes are on several
+    nodes, equally many on each. The part at place 0 listens and waits `join_s` for the others. The
+    others have no HTTP server; each creates an empty file at `socket` once all have met.
+
+    Limits: new requests are refused while the resident memory is close to `memory_max_bytes` (0: no
+    limit) or the cgroup's memory close to its limit. A client that is `client_queue_max` tokens
+    behind is disconnected. `graphs` lets a GPU run decode steps as captured CUDA graphs. `options`
+    are the faults of the mock engine.
     """
 
     model_path: str
@@ -75,12 +78,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drain_s: Seconds = 30.0
     join_s: Seconds = 1800.0
     stall_s: Seconds = 60.0
-    group: Group | None = None
+    group: ReplicaGroup | None = None
     options: dict[str, str] = {}
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the engine makes progress, not merely whether it answers."""
+    """The answer of `GET /health`, which shows whether the engine makes progress."""
 
     status: Literal["ok", "stalled", "draining"]
     model: str
@@ -90,10 +93,10 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy the engine is and how fast it has been measured to be.
+    """The answer of `GET /stats`: the engine's load and its measured speed.
 
-    `kind` is what its model is for: `chat`, `embedding` or `rerank`. `memory_full` says that new
-    requests are refused until memory is given back.
+    `kind` is the kind of model: `chat`, `embedding` or `rerank`. While `memory_full` is true, new
+    requests are refused.
     """
 
     kind: str = "chat"

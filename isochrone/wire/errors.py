@@ -1,9 +1,8 @@
-"""Every error a caller can meet: its code, its HTTP status, and its number.
+"""Every error that a caller can get: its code, its HTTP status and its number.
 
-The meaning of each is fixed here once, and so is OpenAI's shape, which routers and engines share.
-Numbers are those of Workers AI where it documents one for the same meaning. Three refusals share
-status 429 and nothing else: a rate limit (come back in seconds), a spent quota (come back
-tomorrow), and a fleet that is full (nothing of the caller's doing).
+Routers and engines share these codes and the encoding as an OpenAI error object. The numbers are
+those of Workers AI where it documents one for the same error. Three errors share status 429: a rate
+limit (retry in seconds), a used-up quota (retry tomorrow), and a fleet without free capacity.
 """
 
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ import msgspec
 
 
 class ErrorCode(StrEnum):
-    """What went wrong, for the program that reads the answer."""
+    """The kind of error, for programs."""
 
     INVALID_REQUEST = "invalid_request"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
@@ -36,7 +35,7 @@ class ErrorCode(StrEnum):
 
 
 class Meaning(NamedTuple):
-    """What a code means on the wire: HTTP status, and Workers AI number."""
+    """The HTTP status and the Workers AI number of a code."""
 
     status: int
     number: int
@@ -64,9 +63,9 @@ MEANINGS: Final[dict[ErrorCode, Meaning]] = {
 
 
 class ApiError(Exception):
-    """An answer that is an error. Raised anywhere below a door, encoded only at the door.
+    """An error answer. Any code below an HTTP server may raise it; only the server encodes it.
 
-    `headers` go with it whatever its shape.
+    `headers` are sent with every encoding of the error.
     """
 
     def __init__(
@@ -87,12 +86,12 @@ class ApiError(Exception):
 
     @property
     def meaning(self) -> Meaning:
-        """The status and number of this error's code."""
+        """The HTTP status and number of this error's code."""
         return MEANINGS[self.code]
 
 
 def openai_error(error: ApiError) -> dict[str, Any]:
-    """Return OpenAI's error object; `code` is what a program should look at."""
+    """Return OpenAI's error object. Programs should look at its `code`."""
     kind = "invalid_request_error"
     if error.code is ErrorCode.RATE_LIMITED:
         kind = "rate_limit_error"
@@ -111,5 +110,5 @@ def openai_error(error: ApiError) -> dict[str, Any]:
 
 
 def openai_error_event(error: ApiError) -> bytes:
-    """Return an error within a stream. No `[DONE]` follows: the answer is not whole."""
+    """Return an error as an event of a stream. No `[DONE]` follows: the answer is incomplete."""
     return b"data: " + msgspec.json.encode(openai_error(error)) + b"\n\n"

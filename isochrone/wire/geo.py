@@ -1,4 +1,4 @@
-"""Distance between cities, for as long as no round trip has been measured."""
+"""Estimates round trips from distances, until they are measured."""
 
 from math import asin, cos, radians, sin, sqrt
 from typing import Final
@@ -11,7 +11,7 @@ RTT_FLOOR_MS: Final = 1.0
 
 
 def distance_km(from_lat: float, from_lon: float, to_lat: float, to_lon: float) -> float:
-    """Return the great-circle distance by the haversine formula. Degrees in, kilometres out."""
+    """Return the great-circle distance in km of two points in degrees (haversine formula)."""
     half_lat = radians(to_lat - from_lat) / 2
     half_lon = radians(to_lon - from_lon) / 2
     a = sin(half_lat) ** 2 + cos(radians(from_lat)) * cos(radians(to_lat)) * sin(half_lon) ** 2
@@ -19,6 +19,6 @@ def distance_km(from_lat: float, from_lon: float, to_lat: float, to_lon: float) 
 
 
 def round_trip_ms(from_lat: float, from_lon: float, to_lat: float, to_lon: float) -> float:
-    """Return the round trip to expect between two places on the public internet."""
+    """Return the expected round trip in ms between two points over the public internet."""
     km = distance_km(from_lat, from_lon, to_lat, to_lon)
     return RTT_FLOOR_MS + RTT_MS_PER_100_KM * km / 100

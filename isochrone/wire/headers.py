@@ -1,8 +1,8 @@
-"""The HTTP headers between client, router and node, and the load that each answer carries back."""
+"""The HTTP headers between client, router and node, and the load that each answer carries."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -22,97 +22,113 @@ REPLICA: Final = "x-isochrone-replica"
 CACHE_SALT: Final = "x-isochrone-cache-salt"
 TOKENS: Final = "x-isochrone-tokens"
 DEADLINE_MS: Final = "x-isochrone-deadline-ms"
-UNREAD_TOKENS: Final = "x-isochrone-unread-tokens"
+PENDING_PREFILL_TOKENS: Final = "x-isochrone-unread-tokens"
+"""The prompt's tokens that the replica's prefix cache does not hold, as the router estimates."""
+
 PREFILL_MS: Final = "x-isochrone-prefill-ms"
-"""How long the replica is thought to read what is not cached of the prompt."""
+"""The time that the replica needs to prefill them, as the router estimates."""
 
 ROUTER: Final = "x-isochrone-router"
-"""A name of this life of the router: a load tells it what is there of others."""
+"""A name of this run of the router. The load in the answer then separates the requests of other
+routers from its own."""
 
 QUEUE_TOKENS_MAX: Final = "x-isochrone-queue-tokens-max"
-SIBLINGS: Final = "x-isochrone-siblings"
-"""Who in the PoP might take the request, first of all whom it is sent to: where, and how soon."""
+"""The longest queue, in pending prefill tokens, that the router accepts at the replica."""
+
+PEER_REPLICAS: Final = "x-isochrone-siblings"
+"""The replicas of the PoP that could serve the request, beginning with the addressed one."""
+
+PEER_REPLICAS_MAX: Final = 4
 
 PRIORITY: Final = "x-isochrone-priority"
-SAID: Final = "x-isochrone-said"
-"""How many tokens of this answer the client has already: the request asks for the rest."""
+GENERATED_TOKENS: Final = "x-isochrone-said"
+"""How many tokens of this answer the client already has: the request resumes the answer."""
 
 # Node to router.
 RESUMED: Final = "x-isochrone-resumed"
-"""The answer goes on from what was said; without it, it would begin anew. Its value says which
-draws the engine takes up again where they were: GREEDY ones, or SEEDED ones too."""
-
-CANNOT_RESUME: Final = "cannot_resume"
-"""The refusal by which a node says that its engine cannot go on from a text."""
-
-QUEUED: Final = "queued"
-"""The refusal by which a node says that more waits there than the router chose it by."""
+"""The answer resumes after the generated tokens; without this header it starts over. The value says
+which sampling continues exactly: GREEDY, or SEEDED (greedy and seeded)."""
 
 GREEDY: Final = "greedy"
 SEEDED: Final = "seeded"
 
 LOAD: Final = "x-isochrone-load"
 LOADS: Final = "x-isochrone-loads"
-"""Of every warm replica of a node, in the answer to a ping: its id and its load."""
+"""The load of every warm replica of a node, in the answer to a ping."""
 
 LOADS_MAX: Final = 64
 
-PASSED: Final = "x-isochrone-passed"
-"""Which sibling answers in place of the replica asked."""
-
-SIBLINGS_MAX: Final = 4
+HANDOFF_REPLICA: Final = "x-isochrone-passed"
+"""The peer replica that answers instead of the addressed one."""
 
 REFUSED: Final = "x-isochrone-refused"
+"""The word for why a node refuses a request."""
 
-# Node to node: how much of an artifact is here, while it is still being fetched.
+CANNOT_RESUME: Final = "cannot_resume"
+"""Refusal: the replica's engine cannot resume an answer."""
+
+QUEUED: Final = "queued"
+"""Refusal: the replica's queue is longer than QUEUE_TOKENS_MAX."""
+
+# Node to node.
 FETCHED_BYTES: Final = "x-isochrone-fetched-bytes"
+"""How much of an artifact the node has, while it is still fetching it."""
 
 
-class Sibling(msgspec.Struct, frozen=True):
-    """A replica of a PoP that might take a request, as the router sees it.
+class PeerReplica(msgspec.Struct, frozen=True):
+    """A replica of a PoP that could serve a request, as the router estimates it.
 
-    The node at `address` must prove that it is `node_id`. Of this prompt there are `unread_tokens`
-    to be read there, in `prefill_ms`; of those before it each takes `token_us`.
+    The node at `address` must prove to be `node_id`. The replica would prefill
+    `pending_prefill_tokens` of this prompt in `prefill_ms`, after `token_us` for each token that is
+    queued before it.
     """
 
     replica_id: ReplicaId
     node_id: NodeId
     address: str
-    unread_tokens: int
+    pending_prefill_tokens: int
     prefill_ms: int
     token_us: int
 
 
-class Load(msgspec.Struct, frozen=True):
-    """A replica's load as told with each answer: tokens in flight and requests, by phase.
+class ReportedLoad(msgspec.Struct, frozen=True):
+    """A replica's load as each answer carries it: tokens in flight and requests, by phase.
 
-    `unread` is what is still to be read of the prompts, by the routers' word on what is cached, in
-    tokens at a prompt's beginning: deeper ones count for more, as they take longer; -1 where a node
-    does not tell. `others_unread` and `others_decode` are what there is of others than
-    the router told, of the prompt being read only what is left; -1 likewise.
+    `pending_prefill_tokens` are the prompt tokens still to be prefilled, less what routers expect
+    in the prefix cache. The unit is the cost of a token at the start of a prompt: later tokens take
+    longer and count for more. `others_pending_prefill_tokens` and `others_decode_tokens` leave out
+    the requests of the router that asked, and the estimated progress on the current prompt.
+    -1 means that the node does not report the value.
     """
 
     prefill_tokens: int
     decode_tokens: int
     running: int
     waiting: int
-    unread: int = -1
-    others_unread: int = -1
-    others_decode: int = -1
+    pending_prefill_tokens: int = -1
+    others_pending_prefill_tokens: int = -1
+    others_decode_tokens: int = -1
 
 
-def format_load(load: Load) -> str:
-    """Write `load` as a header value: `p=120;d=64;r=2;w=0;u=40`."""
-    told = f"p={load.prefill_tokens};d={load.decode_tokens};r={load.running};w={load.waiting}"
-    if load.unread >= 0:
-        told += f";u={load.unread}"
-    return (
-        told if load.others_unread < 0 else f"{told};o={load.others_unread};e={load.others_decode}"
-    )
+class TokenEstimate(NamedTuple):
+    """A router's estimate of a request's prompt and output tokens."""
+
+    prompt: int
+    output: int
 
 
-def parse_load(value: str) -> Load | None:
-    """Read a header value; None where it is not one of ours, for the answer matters more."""
+def format_load(load: ReportedLoad) -> str:
+    """Format a load as a header value: `p=120;d=64;r=2;w=0;u=40;o=30;e=50`."""
+    value = f"p={load.prefill_tokens};d={load.decode_tokens};r={load.running};w={load.waiting}"
+    if load.pending_prefill_tokens >= 0:
+        value += f";u={load.pending_prefill_tokens}"
+    if load.others_pending_prefill_tokens >= 0:
+        value += f";o={load.others_pending_prefill_tokens};e={load.others_decode_tokens}"
+    return value
+
+
+def parse_load(value: str) -> ReportedLoad | None:
+    """Parse a header value; return None if it is malformed: the answer is still usable."""
     fields: dict[str, int] = {}
     for part in value.split(";", 8)[:8]:
         name, equals, number = part.partition("=")
@@ -120,57 +136,64 @@ def parse_load(value: str) -> Load | None:
             return None
         fields[name] = int(number)
     try:
-        told = Load(fields["p"], fields["d"], fields["r"], fields["w"], fields.get("u", -1))
+        load = ReportedLoad(fields["p"], fields["d"], fields["r"], fields["w"], fields.get("u", -1))
     except KeyError:
         return None
     if "o" not in fields or "e" not in fields:
-        return told
-    return msgspec.structs.replace(told, others_unread=fields["o"], others_decode=fields["e"])
+        return load
+    return msgspec.structs.replace(
+        load, others_pending_prefill_tokens=fields["o"], others_decode_tokens=fields["e"]
+    )
 
 
-def format_loads(loads: Mapping[ReplicaId, Load]) -> str:
-    """Write loads by replica as a header value: `r1 p=120;d=64;r=2;w=0;u=40,r2 ...`."""
-    some = islice(loads.items(), LOADS_MAX)
-    return ",".join(f"{replica_id} {format_load(load)}" for replica_id, load in some)
+def format_loads(loads: Mapping[ReplicaId, ReportedLoad]) -> str:
+    """Format loads by replica as a header value: `r1 p=120;d=64;r=2;w=0;u=40,r2 ...`."""
+    first_loads = islice(loads.items(), LOADS_MAX)
+    return ",".join(f"{replica_id} {format_load(load)}" for replica_id, load in first_loads)
 
 
-def parse_loads(value: str) -> dict[ReplicaId, Load]:
-    """Read a header value; what in it is not one of ours is left out."""
+def parse_loads(value: str) -> dict[ReplicaId, ReportedLoad]:
+    """Parse a header value; skip malformed entries."""
     loads = {}
     for part in value.split(",", LOADS_MAX)[:LOADS_MAX]:
-        replica_id, _, told = part.partition(" ")
-        load = parse_load(told)
+        replica_id, _, text = part.partition(" ")
+        load = parse_load(text)
         if load is not None:
             loads[ReplicaId(replica_id)] = load
     return loads
 
 
-def format_siblings(siblings: Sequence[Sibling]) -> str:
-    """Write siblings as a header value: `r1 n1 10.0.0.1:7000 400 120 62,r2 ...`."""
+def format_peer_replicas(replicas: Sequence[PeerReplica]) -> str:
+    """Format peer replicas as a header value: `r1 n1 10.0.0.1:7000 400 120 62,r2 ...`."""
     return ",".join(
-        f"{one.replica_id} {one.node_id} {one.address}"
-        f" {one.unread_tokens} {one.prefill_ms} {one.token_us}"
-        for one in siblings[:SIBLINGS_MAX]
+        f"{peer.replica_id} {peer.node_id} {peer.address}"
+        f" {peer.pending_prefill_tokens} {peer.prefill_ms} {peer.token_us}"
+        for peer in replicas[:PEER_REPLICAS_MAX]
     )
 
 
-def parse_siblings(value: str) -> list[Sibling]:
-    """Read a header value; what in it is not one of ours is left out."""
-    siblings = []
-    for part in value.split(",", SIBLINGS_MAX)[:SIBLINGS_MAX]:
-        name, *told = part.split(" ")
-        if name and len(told) == 5 and all(_is_count(number) for number in told[2:]):
-            counts = (int(number) for number in told[2:])
-            siblings.append(Sibling(ReplicaId(name), NodeId(told[0]), told[1], *counts))
-    return siblings
+def parse_peer_replicas(value: str) -> list[PeerReplica]:
+    """Parse a header value; skip malformed entries."""
+    replicas = []
+    for part in value.split(",", PEER_REPLICAS_MAX)[:PEER_REPLICAS_MAX]:
+        fields = part.split(" ")
+        if len(fields) != 6 or not fields[0] or not all(map(_is_count, fields[3:])):
+            continue
+        replica_id, node_id, address, *counts = fields
+        replicas.append(
+            PeerReplica(ReplicaId(replica_id), NodeId(node_id), address, *map(int, counts))
+        )
+    return replicas
+
+
+def parse_tokens(value: str) -> TokenEstimate | None:
+    """Parse a header value `p=120;o=64`; return None if it is malformed."""
+    prompt, _, output = value.partition(";o=")
+    prompt = prompt.removeprefix("p=")
+    if not _is_count(prompt) or not _is_count(output):
+        return None
+    return TokenEstimate(int(prompt), int(output))
 
 
 def _is_count(value: str) -> bool:
     return value.isascii() and value.isdigit() and len(value) <= 12
-
-
-def parse_tokens(value: str) -> tuple[int, int] | None:
-    """Read (prompt tokens, output tokens) as the router estimates them: `p=120;o=64`."""
-    prompt, _, output = value.partition(";o=")
-    prompt = prompt.removeprefix("p=")
-    return (int(prompt), int(output)) if _is_count(prompt) and _is_count(output) else None

@@ -1,4 +1,4 @@
-"""The names of things. A type per noun, so that one id is never taken for another."""
+"""Id types, one per kind of object, so that the type checker finds mixed-up ids; their patterns."""
 
 import re
 from typing import Final, NewType
@@ -19,7 +19,8 @@ Generation = NewType("Generation", int)
 Epoch = NewType("Epoch", int)
 
 END: Final = r"$(?!\n)"
-"""Where a text ends: to Python `$` is also before a last newline, and names go into headers."""
+"""The end of the text. In Python `$` also matches before a final newline, and names go into HTTP
+headers."""
 
 NAME_PATTERN: Final = rf"^[a-z0-9]([a-z0-9._-]{{0,61}}[a-z0-9])?{END}"
 MODEL_NAME_PATTERN: Final = rf"^@?[A-Za-z0-9]([A-Za-z0-9._/-]{{0,126}}[A-Za-z0-9])?{END}"
@@ -30,16 +31,16 @@ ADDRESS_PATTERN: Final = rf"^((https?://)?[A-Za-z0-9._:\[\]-]{{1,255}}/?)?{END}"
 DATA_URL_PATTERN: Final = "^data:"
 REQUEST_ID_PATTERN: Final = rf"^[A-Za-z0-9._-]{{1,64}}{END}"
 
-WORDS: Final = {
+PATTERN_DESCRIPTIONS: Final = {
     NAME_PATTERN: "lower-case letters, digits, dots, dashes and underscores, at most 63",
     MODEL_NAME_PATTERN: "letters, digits, dots, dashes, underscores and slashes, at most 128",
     ID_PATTERN: "letters, digits, dots, dashes, underscores and tildes, at most 128",
-    ADDRESS_PATTERN: "an address, as `https://10.0.0.7:9000`",
-    DATA_URL_PATTERN: "a `data:` URL, as nothing is fetched for a client",
-    POP_PATTERN: "three lower-case letters, as `ams`",
-    COUNTRY_PATTERN: "two capital letters, as `NL`",
+    ADDRESS_PATTERN: "an address such as `https://10.0.0.7:9000`",
+    DATA_URL_PATTERN: "a `data:` URL (other URLs are not fetched)",
+    POP_PATTERN: "three lower-case letters, such as `ams`",
+    COUNTRY_PATTERN: "two capital letters, such as `NL`",
 }
-"""What each asks for, in words."""
+"""What each pattern accepts, for error messages."""
 
 _NAME = re.compile(NAME_PATTERN)
 _POP = re.compile(POP_PATTERN)
@@ -47,15 +48,15 @@ _REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
 
 
 def is_name(text: str) -> bool:
-    """Say whether `text` may name a node, router, deployment or tenant (RFC 1123 style)."""
+    """Return True if `text` is a valid name of a node, router, deployment or tenant (RFC 1123)."""
     return _NAME.match(text) is not None
 
 
 def is_pop(text: str) -> bool:
-    """Say whether `text` has the form of a PoP id: an IATA code in lower case."""
+    """Return True if `text` has the form of a PoP id: an IATA code in lower case."""
     return _POP.match(text) is not None
 
 
 def is_request_id(text: str) -> bool:
-    """Say whether a client's `x-request-id` may be kept; any other is replaced at the door."""
+    """Return True if a client's `x-request-id` can be kept; the router replaces any other."""
     return _REQUEST_ID.match(text) is not None

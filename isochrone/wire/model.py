@@ -1,4 +1,4 @@
-"""What is served: artifacts, models, engine settings, and the wish that a model be served."""
+"""Artifacts, models, engine settings, and deployments: the desired state of serving a model."""
 
 from typing import Annotated
 
@@ -30,11 +30,11 @@ class ArtifactFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's files, content-addressed.
+    """A model's files, addressed by their content.
 
-    `source` says where they come from: `pypi:package==version/path/in/wheel/`, `hf:owner/name@rev`,
-    `https://host/folder/`, or `file:/folder/`. `digest` is the SHA-256 over the sorted manifest and
-    names the folder on every node.
+    `source` is one of `pypi:package==version/path/in/wheel/`, `hf:owner/name@rev`,
+    `https://host/folder/` and `file:/folder/`. `digest` is the SHA-256 of the sorted manifest, and
+    the name of the folder on every node.
     """
 
     source: Annotated[str, msgspec.Meta(min_length=6, max_length=1024)]
@@ -43,14 +43,14 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on disk of all files together."""
+        """The total size of all files."""
         return sum(file.size_bytes for file in self.files)
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """What a million tokens cost, in the operator's own currency.
+    """The price of a million tokens, in the operator's currency.
 
-    Without `cached_per_million`, a cached prompt token costs as much as any other.
+    Without `cached_per_million`, cached prompt tokens cost as much as other prompt tokens.
     """
 
     prompt_per_million: Amount = 0.0
@@ -58,7 +58,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     cached_per_million: Amount | None = None
 
     def spend(self, prompt: int, cached: int, output: int) -> float:
-        """Return what these tokens cost; `cached` are among the `prompt`."""
+        """Return the cost of these tokens; the `cached` tokens are part of the `prompt` tokens."""
         cached_price = self.cached_per_million
         if cached_price is None:
             cached_price = self.prompt_per_million
@@ -69,12 +69,12 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
         ) / 1e6
 
 
-class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes in a model's config that its memory and speed follow from.
+class ModelDimensions(msgspec.Struct, frozen=True, kw_only=True):
+    """The dimensions of a model, from which its memory and speed are computed.
 
-    `latent_size` is what attention over a latent (MLA) keeps per token and layer, 0 for heads of
-    their own; `sliding_layers` look back no further than `sliding_window` tokens. Bits are those of
-    the weights as stored and of the KV cache as kept.
+    `latent_size` is the number of values that multi-head latent attention (MLA) caches per token
+    and layer; 0 for other attention. `sliding_layers` layers attend to the last `sliding_window`
+    tokens only. `weight_bits` and `kv_bits` are bits per stored value.
     """
 
     layers: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
@@ -93,11 +93,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     kv_bits: Annotated[float, msgspec.Meta(ge=1, le=32)] = 16
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A catalogue entry: what the model is, where its files are, what it needs and costs.
+class CatalogModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A catalogue entry: the model, its files, its memory and its price.
 
-    `kv_bytes_per_token` is what one token of context takes in the KV cache; 0 where not yet known.
-    With `shape`, what it needs on any devices is reckoned from its config.
+    `kv_bytes_per_token` is the KV cache of one token of context; 0 if unknown. With `shape`, the
+    memory on any devices is computed from the model's dimensions.
     """
 
     model_id: ModelName
@@ -109,15 +109,15 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     licence: str = ""
     kind: str = "chat"
     price: Price | None = None
-    shape: ModelShape | None = None
+    shape: ModelDimensions | None = None
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a replica's engine is started.
 
-    `driver` names a file of nodeagent/drivers. `options` are the driver's own settings, checked by
-    the driver on the node, which refuses what it does not know. `devices` are counted over all
-    `nodes`, which are of one PoP and have as many each.
+    `driver` names a module of nodeagent/drivers. `options` are the driver's own settings; the
+    driver on the node refuses unknown ones. `devices` is the total over all `nodes`, which are in
+    one PoP and have equally many each.
     """
 
     driver: str = "embedded"
@@ -131,18 +131,18 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def devices_per_node(self) -> int:
-        """Devices on each node."""
+        """The number of devices on each node."""
         return self.devices // self.nodes
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """What a deployment asks of its placement.
+class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """The constraints of a deployment on its placement.
 
-    `keep_warm` lists PoPs that always hold a replica. `allow` and `deny` name PoPs (`ams`) or
-    countries (`NL`); with `allow` empty, everywhere not denied is allowed. `prefill_share` is the
-    share of a PoP's replicas that only read prompts, once it has two or more; 0 keeps all unified.
-    While one of `replicas_max` is replaced or moved there is one more: nothing ends before what
-    takes its place is warm.
+    `keep_warm` lists the PoPs that always have a replica. `allow` and `deny` name PoPs (`ams`) or
+    countries (`NL`); an empty `allow` allows every place that is not denied. `prefill_share` is the
+    share of a PoP's replicas that only prefill, if the PoP has two or more; 0 makes all unified.
+    While a replica is replaced or moved there may be one more than `replicas_max`, because the old
+    one ends only when the new one is warm.
     """
 
     replicas_min: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 1
@@ -155,10 +155,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """The wish that a model be served, at one version.
+    """The desired state of serving a model, at one version.
 
-    `name` is what clients write as `model`. A change of model or engine settings is a new version.
-    `created_at` is Unix time.
+    `name` is what clients send as `model`. A change of model or engine settings makes a new
+    version. `created_at` is Unix time.
     """
 
     deployment_id: DeploymentId
@@ -166,5 +166,5 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     model_id: ModelId
     version: Positive = 1
     engine: EngineSettings = EngineSettings()
-    policy: Policy = Policy()
+    policy: PlacementPolicy = PlacementPolicy()
     created_at: int = 0

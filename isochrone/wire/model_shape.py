@@ -1,13 +1,13 @@
-"""Read a model's config (`config.json` of Hugging Face) into the sizes that all else follows from.
+"""Reads a model's dimensions from its Hugging Face `config.json`.
 
-Rule: what a config does not say is taken as its family's default; what makes no sense is refused in
-words, for a model placed by wrong sizes fails on every node it is sent to.
+A missing value gets the default of its model family. An impossible value is refused, because a
+model placed with wrong dimensions fails on every node.
 """
 
 from collections.abc import Mapping
 from typing import Final
 
-from isochrone.wire.model import ModelShape
+from isochrone.wire.model import ModelDimensions
 
 QUANTISED_BITS: Final = {
     "fp8": 8.0,
@@ -29,17 +29,17 @@ FAMILIES: Final[Mapping[str, Mapping[str, object]]] = {
         "tie_word_embeddings": True,
     },
 }
-"""What configs of a family leave out, where it is not what others mean by that."""
+"""Per family, the values that its configs omit and whose defaults differ from other families'."""
 
 Config = Mapping[str, object]
 
 
 class BadConfig(ValueError):
-    """A config that no model can have."""
+    """The config is invalid; the message says why."""
 
 
-def shape_of(config: Config) -> ModelShape:
-    """Return the shape that a config describes; raises BadConfig with what is wrong."""
+def shape_of(config: Config) -> ModelDimensions:
+    """Return the dimensions in a config. Raises BadConfig."""
     nested = config.get("text_config")
     quantised = config.get("quantization_config")
     if isinstance(nested, Mapping):
@@ -58,7 +58,7 @@ def shape_of(config: Config) -> ModelShape:
     if latent:
         latent += _size(config, "qk_rope_head_dim", 0)
     experts, expert_parameters = _experts(config, layers, hidden)
-    return ModelShape(
+    return ModelDimensions(
         layers=layers,
         hidden_size=hidden,
         heads=heads,
@@ -79,12 +79,12 @@ def shape_of(config: Config) -> ModelShape:
     )
 
 
-def kv_bytes_per_token(shape: ModelShape, context_tokens: int = 1) -> float:
-    """Return what a token of context takes over all layers, averaged over a whole context."""
-    # A latent is kept once; heads keep a key and a value each.
+def kv_bytes_per_token(shape: ModelDimensions, context_tokens: int = 1) -> float:
+    """Return the KV cache bytes of a token over all layers, averaged over a full context."""
+    # A latent is cached once; a head caches a key and a value.
     values = shape.latent_size or 2 * shape.kv_heads * shape.head_size
-    seen = min(1.0, shape.sliding_window / context_tokens) if shape.sliding_window else 1.0
-    layers = shape.layers - shape.sliding_layers + shape.sliding_layers * seen
+    window = min(1.0, shape.sliding_window / context_tokens) if shape.sliding_window else 1.0
+    layers = shape.layers - shape.sliding_layers + shape.sliding_layers * window
     return layers * values * shape.kv_bits / 8
 
 
@@ -93,27 +93,27 @@ def _size(config: Config, name: str, default: int | None = None) -> int:
     if value is None and default is not None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise BadConfig(f"cannot read the config: {name} is {value!r}, give a whole number")
+        raise BadConfig(f"cannot read the config: {name} is {value!r}, expected a whole number")
     if value == 0 and default != 0:
         raise BadConfig(f"cannot read the config: {name} is 0")
     return value
 
 
 def _sliding_layers(config: Config, layers: int) -> int:
-    """Count the layers that look back no further than the window, as each family says it."""
+    """Count the layers with a sliding window; each family writes this in its own way."""
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return 0
     kinds = config.get("layer_types")
     if isinstance(kinds, list | tuple):
         return sum(kind == "sliding_attention" for kind in kinds)
     pattern = _size(config, "sliding_window_pattern", 0)
-    if pattern > 1:  # each so-many-th layer looks back over everything
+    if pattern > 1:  # every pattern-th layer attends to all tokens
         return layers - layers // pattern
     return max(0, layers - _size(config, "max_window_layers", 0))
 
 
 def _experts(config: Config, layers: int, hidden: int) -> tuple[int, int]:
-    """Return how many experts a layer has, and the parameters of all of them together."""
+    """Return (experts per layer, parameters of all experts)."""
     names = ("n_routed_experts", "num_local_experts", "num_experts")
     experts = next((_size(config, name) for name in names if config.get(name)), 0)
     if not experts:
@@ -124,7 +124,9 @@ def _experts(config: Config, layers: int, hidden: int) -> tuple[int, int]:
 
 
 def _dense_parameters(config: Config, layers: int, hidden: int, q: int, kv: int) -> int:
-    """Return the parameters each token passes: attention, dense layers, shared experts, words."""
+    """Return the parameters outside the routed experts: attention, dense layers, shared experts
+    and embeddings. `q` and `kv` are the sizes of queries and of keys per token.
+    """
     latent = _size(config, "kv_lora_rank", 0)
     if latent:
         heads = _size(config, "num_attention_heads")
@@ -132,22 +134,22 @@ def _dense_parameters(config: Config, layers: int, hidden: int, q: int, kv: int)
         nope = _size(config, "qk_nope_head_dim", 128)
         rope = _size(config, "qk_rope_head_dim", 64)
         rank = _size(config, "q_lora_rank", 0)
-        asked = (
+        query = (
             hidden * rank + rank * heads * (nope + rope) if rank else hidden * heads * (nope + rope)
         )
-        kept = hidden * (latent + rope) + latent * heads * (nope + value)
-        attention = asked + kept + heads * value * hidden
+        key_value = hidden * (latent + rope) + latent * heads * (nope + value)
+        attention = query + key_value + heads * value * hidden
     else:
         attention = 2 * hidden * q + 2 * hidden * kv
     inner = _size(config, "intermediate_size", 4 * hidden)
     experts = any(config.get(n) for n in ("n_routed_experts", "num_local_experts", "num_experts"))
     dense = _size(config, "first_k_dense_replace", 0) if experts else layers
     shared = _size(config, "n_shared_experts", 0) * _size(config, "moe_intermediate_size", 0)
-    words = (
+    embeddings = (
         _size(config, "vocab_size", 0) * hidden * (1 if config.get("tie_word_embeddings") else 2)
     )
     feed_forward = 3 * hidden * (dense * inner + (layers - dense) * shared)
-    return layers * attention + feed_forward + words
+    return layers * attention + feed_forward + embeddings
 
 
 def _weight_bits(quantised: Config) -> float:
@@ -156,8 +158,8 @@ def _weight_bits(quantised: Config) -> float:
     groups = quantised.get("config_groups")
     if isinstance(groups, Mapping):
         weights = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
-        packed = [one.get("num_bits") for one in weights if isinstance(one, Mapping)]
-        bits = max((one for one in packed if isinstance(one, int)), default=bits)
+        group_bits = [w.get("num_bits") for w in weights if isinstance(w, Mapping)]
+        bits = max((b for b in group_bits if isinstance(b, int)), default=bits)
     if isinstance(bits, int) and 1 <= bits <= 16:
         return bits + (0.5 if bits < 8 else 0.0)
     return QUANTISED_BITS.get(method, 16.0)

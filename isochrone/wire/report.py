@@ -1,4 +1,4 @@
-"""Node to scheduler: everything one node is, whole (`Report`), and that it lives (`Pulse`)."""
+"""Node to scheduler: the complete state of one node (`Report`) and its heartbeat (`Pulse`)."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -22,7 +22,7 @@ Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 
 
 class ReplicaState(StrEnum):
-    """Where a replica is in its life. Only `warm` is routed to."""
+    """The state of a replica. Only `warm` replicas get requests."""
 
     WANTED = "wanted"
     FETCHING = "fetching"
@@ -33,8 +33,8 @@ class ReplicaState(StrEnum):
     FAILED = "failed"
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU, or the CPU where there is none. `memory_bytes` is what replicas may use of it."""
+class NodeDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU, or the CPU of a node without one. `memory_bytes` is the part that replicas may use."""
 
     device_id: DeviceId
     device_class: str
@@ -43,8 +43,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured of a replica on these devices; 0 where not measured yet."""
+class ReplicaProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """Measurements of a replica on its devices; 0 if not measured yet."""
 
     load_s: Amount = 0.0
     memory_bytes: NonNegative = 0
@@ -53,7 +53,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica as it is, with the spec it runs, so that a scheduler can adopt it."""
+    """The state of one replica. It includes the spec, so that a scheduler can adopt the replica."""
 
     spec: ReplicaSpec
     state: ReplicaState
@@ -61,11 +61,14 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float = 0.0
     restarts: int = 0
     fetched_bytes: int = 0
-    profile: Profile = Profile()
+    profile: ReplicaProfile = ReplicaProfile()
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the assignment this node will not do, and why; told for a while after its end."""
+    """A replica of the assignment that the node refuses to run, and why.
+
+    It is reported for a while after the assignment dropped the replica.
+    """
 
     replica_id: ReplicaId
     reason: str
@@ -73,12 +76,12 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
-    """Everything this node is. Sent on change and every 10 s; `seq` orders those of one boot.
+    """The complete state of a node, sent on every change and every 10 s.
 
-    `disk_free_bytes` is what artifacts may take, those that nothing here needs being dropped. Rates
-    are those seen, 0 where none was; `in_host_memory` are artifacts that the page cache holds.
-    `rank_ports`, first and last, are where it lets other nodes' parts of a replica meet its own;
-    without them it takes no part in a replica over several nodes.
+    `seq` orders the reports of one `boot_id`. `disk_free_bytes` is the space for new artifacts,
+    after evicting those that nothing on the node needs. Rates are measured, 0 if not yet.
+    `in_host_memory` lists the artifacts in the page cache. `rank_ports` is the range of rendezvous
+    ports (first, last) of replicas over several nodes; without it the node runs no part of one.
     """
 
     node_id: NodeId
@@ -87,7 +90,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     generation: Generation
     epoch: Epoch
     address: Annotated[str, msgspec.Meta(pattern=ADDRESS_PATTERN)]
-    devices: tuple[Device, ...]
+    devices: tuple[NodeDevice, ...]
     replicas: tuple[ReplicaReport, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     artifacts: tuple[Sha256, ...] = ()
@@ -101,7 +104,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag="pulse"):
-    """A sign of life every 2 s; `generation` is the one this node has reached."""
+    """The node's heartbeat, every 2 s. `generation` is that of its current assignment."""
 
     node_id: NodeId
     boot_id: BootId

@@ -1,4 +1,4 @@
-"""A new version's way to everybody: the wish an operator writes, and how it stands."""
+"""Rollouts of a new version: the request body, the stored spec and the current state."""
 
 from enum import StrEnum
 from typing import Annotated, Final
@@ -12,7 +12,7 @@ Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class RolloutState(StrEnum):
-    """Where a rollout is. The last three are ends."""
+    """The state of a rollout. The last three are final."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -22,7 +22,7 @@ class RolloutState(StrEnum):
 
 
 class RolloutStep(msgspec.Struct, frozen=True, kw_only=True):
-    """The share of requests that the new version answers, in these cities; none named means all."""
+    """The share of requests that the new version gets, in these PoPs (none named: in all)."""
 
     share: Share
     pops: tuple[PopId, ...] = ()
@@ -37,11 +37,11 @@ STEPS: Final = (
 
 
 class RolloutBounds(msgspec.Struct, frozen=True, kw_only=True):
-    """How much worse is too much, and how much must be seen to tell.
+    """How much worse the new version may be, and how much evidence each step needs.
 
-    `error_ratio` is added failures per attempt, the others ratios of medians. A step lasts at least
-    `step_min_s` and `attempts_min` of the new version; what tells nothing in `step_max_s` waits for
-    an operator.
+    `error_ratio` is the added failures per attempt; the other ratios are of medians. A step lasts
+    at least `step_min_s` and `attempts_min` attempts of the new version. A step without a decision
+    after `step_max_s` waits for an operator.
     """
 
     error_ratio: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.01
@@ -54,15 +54,15 @@ class RolloutBounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepBody(RolloutStep, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A step as an operator writes it: a misspelt field is refused, not ignored."""
+    """The request body for a step. A misspelt field is refused, not ignored."""
 
 
 class BoundsBody(RolloutBounds, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bounds as an operator writes them."""
+    """The request body for bounds."""
 
 
 class RolloutBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A wish to bring a new version: what is not given stays as the deployment has it."""
+    """The request body for a rollout. Omitted fields keep the deployment's values."""
 
     model_id: ModelName | None = None
     engine: EngineSettings | None = None
@@ -73,7 +73,7 @@ class RolloutBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The wish made whole, as it is kept."""
+    """A rollout with all values filled in, as it is stored."""
 
     model_id: ModelId
     engine: EngineSettings
@@ -82,7 +82,7 @@ class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout as it stands. `seen` says in words what each test shows in this step."""
+    """The current state of a rollout. `seen` describes the result of each test in this step."""
 
     rollout_id: str
     deployment_id: DeploymentId

@@ -1,7 +1,7 @@
-"""Scheduler to router: which replicas serve which deployment and who may ask.
+"""Scheduler to router: which replicas serve which deployment, and which keys may use it.
 
-A router holds one `RouteTable`. It arrives as a snapshot, then as deltas from one generation to
-the next; a gap is answered by asking for a snapshot. `apply_delta(old, diff(old, new)) == new`.
+A router holds one `RouteTable`. It receives a snapshot, then deltas from one generation to the
+next. After a gap it requests a new snapshot. `apply_delta(old, diff(old, new)) == new`.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ from isochrone.wire.model import Price
 
 
 class Pop(msgspec.Struct, frozen=True, kw_only=True):
-    """A site in a city. Coordinates give distances until round trips are measured."""
+    """A site in a city. Round trips are estimated from the coordinates until they are measured."""
 
     pop: PopId
     city: str
@@ -36,7 +36,7 @@ class Pop(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """A way to one warm replica. Rates are per replica, 0 where not measured yet."""
+    """The route to one warm replica. Rates are per replica; 0 if not measured yet."""
 
     replica_id: ReplicaId
     deployment_id: DeploymentId
@@ -51,9 +51,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A new version on its way: which share of requests goes to it, and from which cities.
+    """A rollout in progress: the share of requests that goes to the new version.
 
-    `pops` are the routers' PoPs; empty means all of them.
+    It applies to the routers in `pops`; empty means all routers.
     """
 
     version: int
@@ -62,7 +62,7 @@ class RolloutEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router must know of a deployment: the name clients use and what it can take."""
+    """What a router needs of a deployment: the name that clients use, its limits and its price."""
 
     deployment_id: DeploymentId
     name: str
@@ -74,12 +74,12 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     rollout: RolloutEntry | None = None
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one key may ask; 0 means no limit.
+class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of one key; 0 means no limit.
 
-    The rates and the concurrency hold at each router: a key that uses three PoPs has them three
-    times. The quotas of a day (UTC) hold over the whole fleet, by the ledger, a few seconds late.
-    `spend_per_day` counts models that have a price, in their currency; `tokens_per_day` counts all.
+    Rates and concurrency are limited at each router: a key that uses three PoPs has them three
+    times. Daily quotas (UTC) hold over the whole fleet and take effect a few seconds late.
+    `spend_per_day` counts models that have a price; `tokens_per_day` counts all.
     """
 
     requests_per_min: int = 0
@@ -90,25 +90,25 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A client's key as routers hold it: never the secret, only its SHA-256.
+    """A client's key as routers hold it: with the SHA-256 of the secret, without the secret.
 
-    `deployments` names what it may ask for; empty means everything. `expires_at` is Unix time, 0
-    for never. `spent_until` is Unix time too: until then the ledger says a quota is used up.
+    `deployments` lists those that the key may use; empty means all. `expires_at` is Unix time, 0
+    for never. A quota of the key is used up until `spent_until` (Unix time).
     """
 
     key_id: KeyId
     secret_sha256: str
     tenant_id: TenantId
     deployments: tuple[str, ...] = ()
-    limits: Limits = Limits()
+    limits: KeyLimits = KeyLimits()
     expires_at: float = 0.0
     spent_until: float = 0.0
 
 
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):
-    """Everything a router needs to serve without asking anyone. Each tuple is sorted by its id.
+    """Everything that a router needs to serve on its own. Each tuple is sorted by id.
 
-    `keys_revoked` are tombstones: a key named there was revoked, while one merely absent may have
+    `keys_revoked` are tombstones: a listed key was revoked, while one that is only absent may have
     been lost with a database.
     """
 
@@ -123,7 +123,7 @@ class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):
 
 
 class RouteDelta(msgspec.Struct, frozen=True, kw_only=True, tag="route_delta"):
-    """What turns the table of generation `base` into that of `generation`."""
+    """The changes from the table of generation `base` to that of `generation`."""
 
     cluster_id: ClusterId
     base: Generation
@@ -142,7 +142,7 @@ class RouteDelta(msgspec.Struct, frozen=True, kw_only=True, tag="route_delta"):
 
 
 class SnapshotWanted(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot_wanted"):
-    """A router missed a generation and asks for the whole table."""
+    """A router's request for the whole table, after it missed a generation."""
 
     have: Generation
 
@@ -157,15 +157,15 @@ _PARTS: Final[dict[str, tuple[str, Callable[[Any], str]]]] = {
     "keys": ("keys", lambda key: key.key_id),
     "keys_revoked": ("revoked", lambda key_id: key_id),
 }
-"""The parts of a table: what a delta calls each, and what names a value of it."""
+"""By field of the table: its prefix in a delta's fields, and the id of an entry."""
 
 
 def diff(old: RouteTable, new: RouteTable) -> RouteDelta:
-    """Return what changed from `old` to `new`."""
+    """Return the changes from `old` to `new`."""
     changes: dict[str, Any] = {}
-    for part, (word, name) in _PARTS.items():
-        changed, gone = _changes(getattr(old, part), getattr(new, part), name)
-        changes |= {f"{word}_set": changed, f"{word}_gone": gone}
+    for part, (prefix, id_of) in _PARTS.items():
+        changed, gone = _changes(getattr(old, part), getattr(new, part), id_of)
+        changes |= {f"{prefix}_set": changed, f"{prefix}_gone": gone}
     return RouteDelta(
         cluster_id=new.cluster_id,
         base=old.generation,
@@ -176,27 +176,28 @@ def diff(old: RouteTable, new: RouteTable) -> RouteDelta:
 
 
 def apply_delta(table: RouteTable, delta: RouteDelta) -> RouteTable:
-    """Return the table after `delta`, whose `base` the caller has held against its generation."""
+    """Return the table after `delta`. The caller checks that `base` is the table's generation."""
     parts: dict[str, Any] = {}
-    for part, (word, name) in _PARTS.items():
-        after = {name(value): value for value in getattr(table, part)}
-        for gone in getattr(delta, f"{word}_gone"):
+    for part, (prefix, id_of) in _PARTS.items():
+        after = {id_of(entry): entry for entry in getattr(table, part)}
+        for gone in getattr(delta, f"{prefix}_gone"):
             after.pop(gone, None)
-        after.update((name(value), value) for value in getattr(delta, f"{word}_set"))
-        parts[part] = tuple(value for _, value in sorted(after.items()))
+        after.update((id_of(entry), entry) for entry in getattr(delta, f"{prefix}_set"))
+        parts[part] = tuple(entry for _, entry in sorted(after.items()))
     return RouteTable(
         cluster_id=table.cluster_id, generation=delta.generation, epoch=delta.epoch, **parts
     )
 
 
 def _changes(
-    old: Iterable[V], new: Iterable[V], name: Callable[[V], str]
+    old: Iterable[V], new: Iterable[V], id_of: Callable[[V], str]
 ) -> tuple[tuple[V, ...], tuple[str, ...]]:
+    """Return (entries that are new or changed, ids that are gone)."""
     if old is new:
         return (), ()
-    before = {name(value): value for value in old}
-    after = {name(value): value for value in new}
-    # Of thousands nearly all are the very same, and asked no further.
+    before = {id_of(entry): entry for entry in old}
+    after = {id_of(entry): entry for entry in new}
+    # Most entries are the same object in both tables; identity is faster than equality.
     changed = tuple(
         value
         for key, value in after.items()

@@ -1,4 +1,4 @@
-"""Router to scheduler: what was asked for (`Demand`), used (`Usage`), and how far nodes are."""
+"""Router to scheduler: demand, usage for accounting, and round trips to nodes."""
 
 from enum import StrEnum
 
@@ -17,21 +17,21 @@ from isochrone.wire.ids import (
 )
 
 
-class Outcome(StrEnum):
-    """How a request ended; each has exactly one."""
+class RequestOutcome(StrEnum):
+    """How a request ended. Each request has exactly one outcome."""
 
     COMPLETE = "complete"
     CANCELLED = "cancelled"
     FAILED = "failed"
     REFUSED = "refused"
-    """For want of room, or by the replica for what the client wrote."""
+    """Refused for lack of capacity, or by the replica because the request is invalid."""
 
 
 class DemandRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens asked of one deployment in one city over a window. The city is the router's PoP.
+    """The requests for one deployment at one router's PoP over a window, in tokens.
 
-    `uncached_tokens` are prompt tokens no prefix cache held; `refused` counts requests turned away
-    for want of capacity, `no_replica` those for which nothing warm existed anywhere.
+    `uncached_tokens` are prompt tokens that no prefix cache held. `refused` counts the requests
+    refused for lack of capacity, and `no_replica` those without any warm replica in the fleet.
     """
 
     deployment_id: DeploymentId
@@ -45,7 +45,7 @@ class DemandRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Moments(msgspec.Struct, frozen=True, kw_only=True):
-    """Logarithms of times in ms, added up: enough for a mean and its error."""
+    """Count, sum and sum of squares of the logarithms of times in ms, for mean and error."""
 
     count: int = 0
     total: float = 0.0
@@ -53,10 +53,11 @@ class Moments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrialRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How one version of a deployment did in one PoP (`pop`) for one city (`asked_pop`).
+    """The results of one version of a deployment, by the PoPs of replica (`pop`) and router.
 
-    Routers count this while a rollout is on its way. An attempt is one replica asked; TTFT is from
-    that moment on, so that neither queues here nor earlier failures count against a version.
+    `asked_pop` is the router's PoP. Routers count this during a rollout. An attempt is one request
+    sent to one replica. TTFT is measured from that moment, so that neither the router's queue nor
+    earlier failures count against a version.
     """
 
     deployment_id: DeploymentId
@@ -70,10 +71,10 @@ class TrialRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True, tag="demand"):
-    """One router's demand over one window; (router, boot, seq) makes a repeat harmless.
+    """One router's demand over one window. (router, boot, seq) identifies it, so repeats are safe.
 
-    `age_s` is how long ago the window ended when this was sent, by the router's monotonic clock:
-    what comes late is counted where it belongs, whatever the router's wall clock says.
+    `age_s` is the time from the window's end to the sending, by the router's monotonic clock. With
+    it, late demand is counted in its own window, whatever the router's wall clock says.
     """
 
     router_id: RouterId
@@ -86,9 +87,9 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, tag="demand"):
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one request used. `started_at` is Unix time; a request id is counted once.
+    """The usage of one request. `started_at` is Unix time. A request id is counted once.
 
-    It can be in no cycle, so the collector is spared the thousands that wait for their batch.
+    gc=False: rows form no reference cycles, and thousands of them wait for their batch.
     """
 
     request_id: RequestId
@@ -102,13 +103,13 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    outcome: Outcome
+    outcome: RequestOutcome
     ttft_ms: float = 0.0
     duration_ms: float = 0.0
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, tag="usage"):
-    """A batch of usage, sent until acknowledged: at least once on the wire, once in the store."""
+    """A batch of usage, sent until acknowledged. The store counts a repeated batch once."""
 
     router_id: RouterId
     batch_id: str
@@ -116,10 +117,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, tag="usage"):
 
 
 class UsageAck(msgspec.Struct, frozen=True, kw_only=True, tag="usage_ack"):
-    """The batch is in the store, or refused for good; the router may forget it.
+    """The batch is stored, or permanently refused; the router may delete it.
 
-    `refused` counts the rows that no retry can mend, `reason` says why. An answer to demand has an
-    empty `batch_id`, and the boot and number of the window: one router may be several processes.
+    `refused` counts the rows that a retry would not help, and `reason` says why. An acknowledgement
+    of demand has an empty `batch_id`, and the boot id and number of the window, because a router
+    may be several processes.
     """
 
     batch_id: str
@@ -130,14 +132,14 @@ class UsageAck(msgspec.Struct, frozen=True, kw_only=True, tag="usage_ack"):
 
 
 class RoundTrip(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured round trip from a router's PoP to a node, a low percentile over the window."""
+    """A measured round trip from a router's PoP to a node: a low percentile over the window."""
 
     node_id: NodeId
     rtt_ms: float
 
 
 class RoundTrips(msgspec.Struct, frozen=True, kw_only=True, tag="round_trips"):
-    """What one router measured to the nodes of the route table."""
+    """The round trips that one router measured to the nodes of its route table."""
 
     router_id: RouterId
     rows: tuple[RoundTrip, ...]

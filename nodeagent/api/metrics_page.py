@@ -1,4 +1,4 @@
-"""`GET /metrics` of a node: its own, and what each warm engine tells, with its replica."""
+"""`GET /metrics` of a node: its own metrics, and those of each warm engine by replica."""
 
 import asyncio
 from collections.abc import Iterable
@@ -12,60 +12,66 @@ from nodeagent.supervisor import Supervisor
 
 
 def add_metrics(app: web.Application, supervisor: Supervisor) -> None:
-    """Add the page to an application."""
+    """Add the `/metrics` route to an application."""
 
     async def page(request: web.Request) -> web.Response:
-        _count(supervisor)
+        _update_gauges(supervisor)
         engines = {
             replica_id: replica.engine
             for replica_id, replica in sorted(supervisor.replicas.items())
             if replica.state is ReplicaState.WARM and replica.engine is not None
         }
-        told = await asyncio.gather(*(engine.metrics() for engine in engines.values()))
-        body = generate_latest(metrics.REGISTRY) + joined(zip(engines, told, strict=True)).encode()
+        pages = await asyncio.gather(*(engine.metrics() for engine in engines.values()))
+        merged = merge_pages(zip(engines, pages, strict=True))
+        body = generate_latest(metrics.REGISTRY) + merged.encode()
         return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
 
     app.router.add_get("/metrics", page)
 
 
-def _count(supervisor: Supervisor) -> None:
+def _update_gauges(supervisor: Supervisor) -> None:
     metrics.REPLICAS.clear()
     metrics.IN_FLIGHT.clear()
     metrics.RESTARTS.clear()
     for replica_id, replica in supervisor.replicas.items():
-        load = replica.in_flight.load()
+        load = replica.admission.load()
         metrics.REPLICAS.labels(replica.state.value).inc()
         metrics.IN_FLIGHT.labels(replica_id, "prefill").set(load.prefill_tokens)
         metrics.IN_FLIGHT.labels(replica_id, "decode").set(load.decode_tokens)
-        metrics.RESTARTS.labels(replica_id).set(len(replica.breaks))
+        metrics.RESTARTS.labels(replica_id).set(len(replica.failure_times))
 
 
-def joined(pages: Iterable[tuple[str, str]]) -> str:
-    """Return engines' pages as one: each sample with its replica, each family in one piece.
+def merge_pages(pages: Iterable[tuple[str, str]]) -> str:
+    """Merge the metrics pages of several replicas, given as (replica id, page), into one.
 
-    What describes a family is told once, in the words of the first that has it.
+    Each sample gets a `replica` label. The samples of a family are kept together, under the help
+    text and type of the first page that has them.
     """
-    heads: dict[tuple[str, str], str] = {}
+    comments: dict[tuple[str, str], str] = {}
     samples: dict[str, list[str]] = {}
     for replica_id, page in pages:
         family = ""
         for line in page.splitlines():
             if line.startswith(("# HELP ", "# TYPE ")):
                 _, kind, family, *_ = line.split(" ", 3)
-                heads.setdefault((family, kind), line)
+                comments.setdefault((family, kind), line)
                 samples.setdefault(family, [])
             elif line and not line.startswith("#"):
-                samples.setdefault(family, []).append(_labelled(line, replica_id))
+                samples.setdefault(family, []).append(_with_replica(line, replica_id))
     lines = [
         line
-        for family, told in samples.items()
-        for line in (*(heads.get((family, kind), "") for kind in ("HELP", "TYPE")), *told)
+        for family, family_samples in samples.items()
+        for line in (
+            *(comments.get((family, kind), "") for kind in ("HELP", "TYPE")),
+            *family_samples,
+        )
         if line
     ]
     return "".join(f"{line}\n" for line in lines)
 
 
-def _labelled(sample: str, replica_id: str) -> str:
+def _with_replica(sample: str, replica_id: str) -> str:
+    """Add the `replica` label to a sample line."""
     name, brace, labels = sample.partition("{")
     if brace:
         comma = "" if labels.startswith("}") else ","

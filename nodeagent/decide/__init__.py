@@ -1,1 +1,1 @@
-"""Pure decisions of one node: of its replicas, its requests, its weights."""
+"""Pure decisions of one node about its replicas, requests and artifacts."""

@@ -1,147 +1,182 @@
-"""Tokens in flight on one replica, prefill and decode apart. Each is given back exactly once.
+"""Admits requests to one replica by tokens in flight, counted apart for prefill and decode.
 
-A router knows best what it sent itself; so each is told what is there of others, and of the prompt
-being read only what is left: prompts are taken to be read in the order they came.
+Each reservation is released exactly once. A router knows its own requests better than the node
+does, so the load reported to a router also gives the tokens of all other routers. Prompts are
+assumed to be prefilled in arrival order: of the first one, the part already prefilled is estimated
+from the elapsed time.
 """
 
 from typing import Final
 
-from isochrone.wire.headers import Load
+from isochrone.wire.headers import ReportedLoad
 
-READ_MAX: Final = 0.95
-"""A prompt that takes longer than thought is not read before its first token."""
+PREFILL_SHARE_MAX: Final = 0.95
+"""Largest share of a prompt assumed prefilled before its first token. A prompt that takes longer
+than the router predicted still counts for a little."""
 
 
-class TokensInFlight:
-    """Counts what a replica has taken on, against its bound."""
+class ReplicaAdmission:
+    """Counts the tokens in flight on one replica against a limit."""
 
     def __init__(self, tokens_max: int) -> None:
         self.tokens_max = tokens_max
-        self.is_shut = False
-        """Its engine refuses whatever is new: for want of memory, of which tokens say nothing."""
-        self._prefill = 0
-        self._unread = 0
-        self._decode = 0
+        self.is_closed = False
+        """True while the engine refuses new requests for lack of memory, whatever the tokens."""
         self.running = 0
-        """How many requests are in flight."""
-        self._reading: dict[Held, None] = {}
-        self._read_at_s = 0.0
-        self._decode_of: dict[str, int] = {}
+        """Number of requests in flight."""
+        self._prefill_tokens = 0
+        self._pending_prefill_tokens = 0
+        self._decode_tokens = 0
+        self._decode_tokens_by_router: dict[str, int] = {}
+        # Reservations without a first token, in arrival order (a dict used as an ordered set).
+        self._in_prefill: dict[TokenReservation, None] = {}
+        self._last_prefill_end_s = 0.0
 
     def __repr__(self) -> str:
         return (
-            f"<TokensInFlight {self._prefill}+{self._decode}/{self.tokens_max}, "
+            f"<ReplicaAdmission {self._prefill_tokens}+{self._decode_tokens}/{self.tokens_max}, "
             f"{self.running} running>"
         )
 
-    def take(
+    def admit(
         self,
         prompt_tokens: int,
         output_tokens: int,
-        unread_tokens: int | None = None,
+        pending_prefill_tokens: int | None = None,
         *,
         router: str = "",
         prefill_ms: float = 0.0,
         now_s: float = 0.0,
-    ) -> "Held | None":
-        """Take a request on, or return None where it does not fit. An idle replica takes any
-        that its engine does not refuse.
+    ) -> "TokenReservation | None":
+        """Reserve the tokens of a request, or return None if they do not fit.
 
-        `unread_tokens` of its prompt, counted as at its beginning, are not cached here and take
-        `prefill_ms`, as far as its router knows.
+        An idle replica admits a request of any size, unless its engine refuses new requests.
+        `pending_prefill_tokens` is the router's estimate of the prefill work that the prefix cache
+        does not save (default: the whole prompt), and `prefill_ms` of the time that it takes.
         """
-        wanted = prompt_tokens + output_tokens
-        is_full = self.running and self._prefill + self._decode + wanted > self.tokens_max
-        if self.is_shut or is_full:
+        needed = prompt_tokens + output_tokens
+        in_flight = self._prefill_tokens + self._decode_tokens
+        is_full = self.running > 0 and in_flight + needed > self.tokens_max
+        if self.is_closed or is_full:
             return None
-        unread = prompt_tokens if unread_tokens is None else unread_tokens
-        self._prefill += prompt_tokens
-        self._unread += unread
-        self._decode += output_tokens
-        self._decode_of[router] = self._decode_of.get(router, 0) + output_tokens
+        if pending_prefill_tokens is None:
+            pending_prefill_tokens = prompt_tokens
+        self._prefill_tokens += prompt_tokens
+        self._pending_prefill_tokens += pending_prefill_tokens
+        self._decode_tokens += output_tokens
+        self._decode_tokens_by_router[router] = (
+            self._decode_tokens_by_router.get(router, 0) + output_tokens
+        )
         self.running += 1
-        held = Held(self, (prompt_tokens, output_tokens, unread), router, prefill_ms, now_s)
-        self._reading[held] = None
-        return held
+        reservation = TokenReservation(
+            self,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            pending_prefill_tokens=pending_prefill_tokens,
+            router=router,
+            prefill_ms=prefill_ms,
+            admitted_s=now_s,
+        )
+        self._in_prefill[reservation] = None
+        return reservation
 
-    def load(self, router: str = "", now_s: float = 0.0) -> Load:
-        """Return the load as answers carry it; with `router`, also what of it is of others.
+    def load(self, router: str = "", now_s: float = 0.0) -> ReportedLoad:
+        """Return the load that answers carry; with `router`, also the load of all other routers.
 
-        Where nothing new is taken, all that is allowed is told: no router sees room.
+        A closed replica reports its whole token limit as taken, so that no router sees capacity.
         """
-        decode = self._decode + (self.tokens_max if self.is_shut else 0)
-        told = (self._prefill, decode, self.running, 0, self._unread)
-        if not router:
-            return Load(*told)
-        others = self.left(now_s, but=router)
-        return Load(*told, others, decode - self._decode_of.get(router, 0))
+        decode_tokens = self._decode_tokens + (self.tokens_max if self.is_closed else 0)
+        others_pending, others_decode = -1, -1
+        if router:
+            others_pending = self.pending_prefill_tokens(now_s, excluding_router=router)
+            others_decode = decode_tokens - self._decode_tokens_by_router.get(router, 0)
+        return ReportedLoad(
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=decode_tokens,
+            running=self.running,
+            waiting=0,
+            pending_prefill_tokens=self._pending_prefill_tokens,
+            others_pending_prefill_tokens=others_pending,
+            others_decode_tokens=others_decode,
+        )
 
-    def left(self, now_s: float, but: str | None = None) -> int:
-        """Return what is still to be read, `but` what one router sent."""
-        left = sum(held.unread for held in self._reading if held.router != but)
-        first = next(iter(self._reading), None)
-        if first is None or first.router == but or first.prefill_ms <= 0:
-            return left
-        took_ms = 1000 * (now_s - max(first.came_s, self._read_at_s))
-        share = max(0.0, min(READ_MAX, took_ms / first.prefill_ms))
-        return left - round(first.unread * share)
+    def pending_prefill_tokens(self, now_s: float, excluding_router: str | None = None) -> int:
+        """Return the tokens still to be prefilled, less the estimated progress on the first prompt.
 
-    def _was_read(self, held: "Held", prefill: int, now_s: float) -> None:
-        """Count a prompt out: read, or given up. For Held."""
-        del self._reading[held]
-        self._read_at_s = max(self._read_at_s, now_s)
-        self._prefill -= prefill
-        self._unread -= held.unread
+        Requests that `excluding_router` sent are not counted.
+        """
+        pending = sum(
+            r.pending_prefill_tokens for r in self._in_prefill if r.router != excluding_router
+        )
+        first = next(iter(self._in_prefill), None)
+        if first is None or first.router == excluding_router or first.prefill_ms <= 0:
+            return pending
+        elapsed_ms = 1000 * (now_s - max(first.admitted_s, self._last_prefill_end_s))
+        done_share = max(0.0, min(PREFILL_SHARE_MAX, elapsed_ms / first.prefill_ms))
+        return pending - round(first.pending_prefill_tokens * done_share)
 
-    def _ended(self, held: "Held", decode: int) -> None:
-        """Count a request out. For Held."""
+    def _end_prefill(self, reservation: "TokenReservation", now_s: float) -> None:
+        """Release the prefill tokens of a reservation. Called by TokenReservation only."""
+        del self._in_prefill[reservation]
+        self._last_prefill_end_s = max(self._last_prefill_end_s, now_s)
+        self._prefill_tokens -= reservation.prompt_tokens
+        self._pending_prefill_tokens -= reservation.pending_prefill_tokens
+
+    def _end_request(self, reservation: "TokenReservation") -> None:
+        """Release the decode tokens of a reservation. Called by TokenReservation only."""
         self.running -= 1
-        self._decode -= decode
-        left = self._decode_of.get(held.router, 0) - decode
+        self._decode_tokens -= reservation.output_tokens
+        router = reservation.router
+        left = self._decode_tokens_by_router.get(router, 0) - reservation.output_tokens
         if left:
-            self._decode_of[held.router] = left
+            self._decode_tokens_by_router[router] = left
         else:
-            self._decode_of.pop(held.router, None)
+            self._decode_tokens_by_router.pop(router, None)
 
 
-class Held:
-    """What one request holds; idempotent to release."""
+class TokenReservation:
+    """The tokens that one request holds. Releasing it twice has no effect."""
 
     __slots__ = (
-        "_decode",
-        "_is_read",
-        "_of",
-        "_prefill",
-        "came_s",
+        "_admission",
+        "_is_prefilled",
+        "admitted_s",
+        "output_tokens",
+        "pending_prefill_tokens",
         "prefill_ms",
+        "prompt_tokens",
         "router",
-        "unread",
     )
 
     def __init__(
         self,
-        of: TokensInFlight,
-        tokens: tuple[int, int, int],
+        admission: ReplicaAdmission,
+        *,
+        prompt_tokens: int,
+        output_tokens: int,
+        pending_prefill_tokens: int,
         router: str,
         prefill_ms: float,
-        came_s: float,
+        admitted_s: float,
     ) -> None:
-        self._of: TokensInFlight | None = of
-        self._is_read = False
-        self._prefill, self._decode, self.unread = tokens
+        self._admission: ReplicaAdmission | None = admission
+        self._is_prefilled = False
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.pending_prefill_tokens = pending_prefill_tokens
         self.router = router
         self.prefill_ms = prefill_ms
-        self.came_s = came_s
+        self.admitted_s = admitted_s
 
     def first_token(self, now_s: float = 0.0) -> None:
-        """The prompt is done: only its output is still ahead."""
-        if not self._is_read and self._of is not None:
-            self._is_read = True
-            self._of._was_read(self, self._prefill, now_s)
+        """Release the prompt's tokens: the engine has prefilled it."""
+        if not self._is_prefilled and self._admission is not None:
+            self._is_prefilled = True
+            self._admission._end_prefill(self, now_s)
 
     def release(self, now_s: float = 0.0) -> None:
-        """Give back what is left: finished, cancelled or broken, it is all the same."""
+        """Release all tokens, whether the request finished, was cancelled or failed."""
         self.first_token(now_s)
-        of, self._of = self._of, None
-        if of is not None:
-            of._ended(self, self._decode)
+        admission, self._admission = self._admission, None
+        if admission is not None:
+            admission._end_request(self)

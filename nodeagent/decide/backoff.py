@@ -1,22 +1,25 @@
-"""When a replica that broke is tried again, and when it is given up."""
+"""When a broken replica is restarted, and when it is given up."""
 
 from collections.abc import Sequence
 from typing import Final
 
-FIRST_S: Final = 0.5
-MOST_S: Final = 60.0
+DELAY_FIRST_S: Final = 0.5
+DELAY_MAX_S: Final = 60.0
 WINDOW_S: Final = 600.0
-BREAKS_MAX: Final = 6
+"""Only failures within this time count."""
+
+FAILURES_MAX: Final = 6
+"""A replica with this many failures in the window is given up."""
 
 
-def next_try_s(breaks: Sequence[float], now: float, chance: float) -> float | None:
-    """Return how long to wait, or None where it broke too often lately and is given up.
+def retry_delay_s(failure_times: Sequence[float], now: float, jitter: float) -> float | None:
+    """Return the delay before the next restart, or None if the replica is given up.
 
-    `breaks` are the times it broke, `chance` a number in [0, 1): engines that broke together are
-    not all started together.
+    The delay doubles with each failure in the window. `jitter`, in [0, 1), spreads the restarts of
+    engines that failed together.
     """
-    recent = sum(now - at < WINDOW_S for at in breaks)
-    if recent >= BREAKS_MAX:
+    failures = sum(now - failed_at < WINDOW_S for failed_at in failure_times)
+    if failures >= FAILURES_MAX:
         return None
-    longest = min(MOST_S, FIRST_S * 2.0 ** max(0, recent - 1))
-    return longest * (0.5 + chance / 2)
+    delay_s = min(DELAY_MAX_S, DELAY_FIRST_S * 2.0 ** max(0, failures - 1))
+    return delay_s * (0.5 + jitter / 2)

@@ -1,54 +1,55 @@
-"""How fast bytes may go: a bound on the rate, with a second's worth let through at once.
+"""Limits on transfer rates: a ceiling for our own traffic and a floor for what a sender gives us.
 
-Rule: this file knows no clock. It is told the time and answers how long to wait.
+No function here reads a clock: each takes the time and returns how long to wait.
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-BURST_S = 1.0
+BURST_S: Final = 1.0
+"""Seconds of unused rate that may be sent at once."""
 
 
-class Bandwidth:
-    """One direction's bandwidth, shared by all who go that way. A rate of 0 is no bound."""
+class BandwidthLimit:
+    """A ceiling on bytes per second shared by all transfers of one direction. 0 is no limit."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
-        self._paid_until = float("-inf")
+        self._booked_until_s = float("-inf")
 
     def wait_s(self, size_bytes: int, now: float) -> float:
-        """Book `size_bytes` and return how long to wait before the next are sent or read."""
+        """Book `size_bytes` and return how long to wait before the next transfer."""
         if self.bytes_per_s <= 0:
             return 0.0
-        begin = max(self._paid_until, now - BURST_S)
-        self._paid_until = begin + size_bytes / self.bytes_per_s
-        return max(0.0, self._paid_until - now)
+        start_s = max(self._booked_until_s, now - BURST_S)
+        self._booked_until_s = start_s + size_bytes / self.bytes_per_s
+        return max(0.0, self._booked_until_s - now)
 
 
-class Pace(NamedTuple):
-    """The least that a sender must send, looked at a window at a time."""
+class MinimumRate(NamedTuple):
+    """The lowest rate accepted from a sender, measured over consecutive windows."""
 
-    least_bytes_per_s: float
+    bytes_per_s: float
     window_s: float
 
 
-class Watermark:
-    """Whether a sender keeps up its pace.
+class SlowSenderDetector:
+    """Detects a sender that falls below a minimum rate.
 
-    Time spent waiting for our own pace is not the sender's fault and is given with `excused_s`.
+    Time that the receiver itself waited is subtracted (`excused_s`).
     """
 
-    def __init__(self, pace: Pace, now: float) -> None:
-        self._pace = pace
-        self._began = now
-        self._bytes = 0
+    def __init__(self, minimum: MinimumRate, now: float) -> None:
+        self._minimum = minimum
+        self._window_start_s = now
+        self._window_bytes = 0
 
     def is_slow(self, size_bytes: int, now: float, excused_s: float = 0.0) -> bool:
-        """Count what came, and say whether a window ended with less than the least."""
-        self._bytes += size_bytes
-        self._began += excused_s
-        elapsed = now - self._began
-        if elapsed < self._pace.window_s:
+        """Count received bytes; return True when a window ends below the minimum rate."""
+        self._window_bytes += size_bytes
+        self._window_start_s += excused_s
+        elapsed_s = now - self._window_start_s
+        if elapsed_s < self._minimum.window_s:
             return False
-        is_slow = self._bytes < self._pace.least_bytes_per_s * elapsed
-        self._began, self._bytes = now, 0
+        is_slow = self._window_bytes < self._minimum.bytes_per_s * elapsed_s
+        self._window_start_s, self._window_bytes = now, 0
         return is_slow

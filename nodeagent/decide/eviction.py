@@ -1,12 +1,12 @@
-"""Which artifacts to drop when the disk fills: the least lately used that nothing needs."""
+"""Chooses which artifacts to delete for a new one: the least recently used without a pin."""
 
 from collections.abc import Collection, Sequence
 
 import msgspec
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """An artifact on disk."""
+class CachedArtifact(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete artifact on this node's disk. `used_at` is Unix time."""
 
     digest: str
     size_bytes: int
@@ -14,15 +14,22 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def evict(
-    kept: Sequence[Kept], pinned: Collection[str], *, budget_bytes: int, needed_bytes: int
+    cached: Sequence[CachedArtifact],
+    pinned: Collection[str],
+    *,
+    budget_bytes: int,
+    needed_bytes: int,
 ) -> tuple[str, ...] | None:
-    """Return the digests to drop so that `needed_bytes` more fit, or None where they cannot."""
-    held = sum(artifact.size_bytes for artifact in kept)
-    dropped = []
-    for artifact in sorted(kept, key=lambda artifact: (artifact.used_at, artifact.digest)):
-        if held + needed_bytes <= budget_bytes:
+    """Return the digests to delete so that `needed_bytes` more fit the budget.
+
+    Return None if deleting everything that is not `pinned` would not be enough.
+    """
+    used_bytes = sum(artifact.size_bytes for artifact in cached)
+    evicted = []
+    for artifact in sorted(cached, key=lambda artifact: (artifact.used_at, artifact.digest)):
+        if used_bytes + needed_bytes <= budget_bytes:
             break
         if artifact.digest not in pinned:
-            dropped.append(artifact.digest)
-            held -= artifact.size_bytes
-    return tuple(dropped) if held + needed_bytes <= budget_bytes else None
+            evicted.append(artifact.digest)
+            used_bytes -= artifact.size_bytes
+    return tuple(evicted) if used_bytes + needed_bytes <= budget_bytes else None

@@ -1,56 +1,63 @@
-"""Whether an engine makes progress. That it answers is not enough (zombies answer 200).
+"""Decides whether an engine makes progress. An engine that only answers its health check may hang.
 
-Two watermarks: while requests run, steps or bytes must move within `stall_s`; while idle, a canary
-generation must succeed. `/health` failing several times in a row is the third sign.
+An engine is killed for one of three reasons: with requests in flight, neither its step counter nor
+the bytes it sends change for `stall_s`; when idle, several canary requests in a row fail; or it
+leaves several health checks in a row unanswered.
 
-Time is counted in looks: an agent that was held up, with all of its machine perhaps, saw nothing of
-the engine meanwhile and blames it for nothing.
+Time is counted in observations, one each OBSERVE_INTERVAL_S. An agent that was suspended observed
+nothing in that time and does not hold it against the engine.
 """
 
 from typing import Final
 
 import msgspec
 
-LOOK_INTERVAL_S: Final = 1.0
+OBSERVE_INTERVAL_S: Final = 1.0
 UNANSWERED_MAX: Final = 3
-CANARIES_MAX: Final = 3
+CANARY_FAILURES_MAX: Final = 3
 
 
-class Watch(msgspec.Struct, frozen=True, kw_only=True):
-    """What is remembered between two looks at an engine."""
+class EngineWatch(msgspec.Struct, frozen=True, kw_only=True):
+    """What the watch of one engine remembers between two observations.
 
-    progress: tuple[int, int] = (0, 0)
-    still: int = 0
+    `stalled`, `unanswered` and `canary_failures` count consecutive observations or canaries.
+    """
+
+    steps: int = 0
+    bytes_out: int = 0
+    stalled: int = 0
     unanswered: int = 0
-    canaries_failed: int = 0
+    canary_failures: int = 0
 
 
-def look(
-    watch: Watch,
+def observe(
+    watch: EngineWatch,
     *,
     answered: bool,
     steps: int,
     bytes_out: int,
     in_flight: int,
-) -> Watch:
-    """Return what to remember after one look."""
-    progress = (steps if answered else watch.progress[0], bytes_out)
-    moved = progress != watch.progress or in_flight == 0
+) -> EngineWatch:
+    """Return the watch after one observation. `steps` counts only if the engine `answered`."""
+    if not answered:
+        steps = watch.steps
+    is_progress = (steps, bytes_out) != (watch.steps, watch.bytes_out) or in_flight == 0
     return msgspec.structs.replace(
         watch,
-        progress=progress,
-        still=0 if moved else watch.still + 1,
+        steps=steps,
+        bytes_out=bytes_out,
+        stalled=0 if is_progress else watch.stalled + 1,
         unanswered=0 if answered else watch.unanswered + 1,
     )
 
 
-def verdict(watch: Watch, *, stall_s: float, in_flight: int) -> str:
-    """Say in words why the engine must be killed; "" if it must not."""
+def kill_reason(watch: EngineWatch, *, stall_s: float, in_flight: int) -> str:
+    """Return why the engine must be killed, or "" if it is healthy."""
     if watch.unanswered >= UNANSWERED_MAX:
-        return f"it did not answer {watch.unanswered} health checks in a row"
-    still_s = watch.still * LOOK_INTERVAL_S
-    if in_flight and still_s > stall_s:
-        return f"{in_flight} requests run and no token came for {still_s:.0f} s"
-    if watch.canaries_failed >= CANARIES_MAX:
-        return f"{watch.canaries_failed} canary generations failed in a row"
+        return f"the engine left {watch.unanswered} health checks in a row unanswered"
+    stalled_s = watch.stalled * OBSERVE_INTERVAL_S
+    if in_flight and stalled_s > stall_s:
+        return f"{in_flight} requests in flight and no token for {stalled_s:.0f} s"
+    if watch.canary_failures >= CANARY_FAILURES_MAX:
+        return f"{watch.canary_failures} canary requests in a row failed"
     return ""

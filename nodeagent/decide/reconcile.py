@@ -1,7 +1,7 @@
-"""What must change so that what runs becomes what is assigned.
+"""Compares the assignment with the running replicas; returns the replicas to start and stop.
 
-Rule 1: only a tombstone ends a replica. One that the assignment does not name goes on.
-Rule 2: an assignment of another cluster, or older than the one held, changes nothing.
+Rule 1: only a tombstone ends a replica. A replica that the assignment does not name keeps running.
+Rule 2: an assignment of another cluster, or older than the current one, is refused.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,28 +13,37 @@ from isochrone.wire.ids import ClusterId, DeviceId, NodeId, ReplicaId
 from isochrone.wire.report import Refusal, ReplicaState
 
 
-class Steps(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do now: endings first, then beginnings; and what will not be done, with reasons."""
+class ReconcileSteps(msgspec.Struct, frozen=True, kw_only=True):
+    """The steps of one turn: replicas to stop, then to start, and those refused with a reason."""
 
-    endings: tuple[Tombstone, ...] = ()
-    beginnings: tuple[ReplicaSpec, ...] = ()
+    stops: tuple[Tombstone, ...] = ()
+    starts: tuple[ReplicaSpec, ...] = ()
     refusals: tuple[Refusal, ...] = ()
 
 
-def refusal_of(
-    offered: Assignment, held: Assignment | None, node_id: NodeId, cluster_id: ClusterId
+def assignment_problem(
+    offered: Assignment, current: Assignment | None, node_id: NodeId, cluster_id: ClusterId
 ) -> str:
-    """Say in words why an assignment is not taken; "" if it is."""
+    """Return why an assignment is refused, or "" if it is accepted."""
     if offered.cluster_id != cluster_id:
-        return f"cannot take an assignment of cluster {offered.cluster_id}: this is {cluster_id}'s"
+        return (
+            f"cannot accept an assignment of cluster {offered.cluster_id}: this node belongs to "
+            f"cluster {cluster_id}"
+        )
     if offered.node_id != node_id:
-        return f"cannot take the assignment of node {offered.node_id}"
-    if held is None:
+        return f"cannot accept the assignment of node {offered.node_id}: this node is {node_id}"
+    if current is None:
         return ""
-    if offered.epoch < held.epoch:
-        return f"cannot take epoch {offered.epoch}: {held.epoch} was seen, an old scheduler speaks"
-    if offered.generation < held.generation:
-        return f"cannot take generation {offered.generation}: {held.generation} is held"
+    if offered.epoch < current.epoch:
+        return (
+            f"cannot accept epoch {offered.epoch}: it is older than epoch {current.epoch}, so a "
+            "scheduler that lost its lease sent it"
+        )
+    if offered.generation < current.generation:
+        return (
+            f"cannot accept generation {offered.generation}: it is older than the current "
+            f"generation {current.generation}"
+        )
     return ""
 
 
@@ -42,56 +51,62 @@ def reconcile(
     assignment: Assignment,
     replicas: Mapping[ReplicaId, ReplicaState],
     devices: Collection[DeviceId],
-    lacks: Mapping[str, str],
+    missing_by_driver: Mapping[str, str],
     rank_ports: tuple[int, int] | None = None,
-) -> Steps:
-    """Return the steps of this turn. Taken, they leave none for the next.
+) -> ReconcileSteps:
+    """Return the steps of this turn. Once they are applied, the next turn has none.
 
-    `lacks` says of each driver without what its engine cannot start here; "" where it can.
+    `devices` are the healthy ones. `missing_by_driver` gives, for each driver, what its engine
+    lacks on this node, or "" if it can start.
     """
     ending = {tombstone.replica_id for tombstone in assignment.tombstones}
-    endings = tuple(
+    stops = tuple(
         tombstone
         for tombstone in assignment.tombstones
         if replicas.get(tombstone.replica_id, ReplicaState.STOPPED)
         not in (ReplicaState.DRAINING, ReplicaState.STOPPED)
     )
-    beginnings = []
+    starts = []
     refusals = []
     for spec in assignment.replicas:
         if spec.replica_id in replicas or spec.replica_id in ending:
             continue
-        reason = _unable(spec, devices, lacks, rank_ports)
+        reason = _refusal_reason(spec, devices, missing_by_driver, rank_ports)
         if reason:
             refusals.append(
                 Refusal(replica_id=spec.replica_id, reason=reason, deployment_id=spec.deployment_id)
             )
         else:
-            beginnings.append(spec)
-    return Steps(endings=endings, beginnings=tuple(beginnings), refusals=tuple(refusals))
+            starts.append(spec)
+    return ReconcileSteps(stops=stops, starts=tuple(starts), refusals=tuple(refusals))
 
 
-def _unable(
+def _refusal_reason(
     spec: ReplicaSpec,
     devices: Collection[DeviceId],
-    lacks: Mapping[str, str],
+    missing_by_driver: Mapping[str, str],
     rank_ports: tuple[int, int] | None,
 ) -> str:
-    """Say why this node does not take a replica, or its part of one; "" if it does."""
-    missing = [device for device in spec.device_ids if device not in devices]
+    """Return why this node cannot run a replica or its part of one, or "" if it can."""
+    missing_devices = [device for device in spec.device_ids if device not in devices]
+    if missing_devices:
+        names = ", ".join(missing_devices)
+        return f"cannot run {spec.replica_id}: no healthy device {names} on this node"
+    driver = spec.engine.driver
+    missing = missing_by_driver.get(driver, f"this node has no driver {driver!r}")
     if missing:
-        return f"cannot seat {spec.replica_id}: no device {', '.join(missing)} here"
-    without = lacks.get(spec.engine.driver, f"no driver {spec.engine.driver!r} here")
-    if without:
-        return f"cannot run {spec.replica_id}: {without}"
+        return f"cannot run {spec.replica_id}: {missing}"
     if spec.group is None:
         return ""
     if rank_ports is None:
-        return f"cannot hold a part of {spec.group.leader_id}: plaintext_rank_ports is not set here"
+        return (
+            f"cannot run a part of {spec.group.leader_id}: plaintext_rank_ports is not set on this "
+            "node"
+        )
     first, last = rank_ports
     if spec.group.place == 0 and not first <= spec.group.port <= last:
         return (
-            f"cannot lead {spec.replica_id} at port {spec.group.port}: plaintext_rank_ports are "
-            f"{first} to {last} here"
+            f"cannot lead {spec.replica_id} at port {spec.group.port}: plaintext_rank_ports is "
+            f"{first} to {last} on this node"
         )
     return ""

@@ -1,7 +1,7 @@
-"""The life of one replica on this node.
+"""The life cycle of one replica on this node, as a transition table.
 
-Rule 1: every change of state is in TRANSITIONS; nothing else assigns one.
-Rule 2: this file knows no process, device or clock. It is told what happened.
+Rule 1: every change of state is in TRANSITIONS; no other code assigns a state.
+Rule 2: this module knows no process, device or clock. It is given events.
 """
 
 from enum import StrEnum
@@ -12,8 +12,8 @@ from isochrone.wire.report import ReplicaState
 State = ReplicaState
 
 
-class Event(StrEnum):
-    """What happened to a replica."""
+class ReplicaEvent(StrEnum):
+    """An event in the life of a replica."""
 
     FETCH_BEGAN = "fetch_began"
     ARTIFACT_READY = "artifact_ready"
@@ -25,28 +25,33 @@ class Event(StrEnum):
     DRAINED = "drained"
 
 
-TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
-    (State.WANTED, Event.FETCH_BEGAN): State.FETCHING,
-    (State.WANTED, Event.ENGINE_ADOPTED): State.LOADING,
-    (State.WANTED, Event.GAVE_UP): State.FAILED,
-    (State.FETCHING, Event.ARTIFACT_READY): State.LOADING,
-    (State.LOADING, Event.ENGINE_READY): State.WARM,
-    **{(state, Event.BROKE): State.WANTED for state in (State.FETCHING, State.LOADING, State.WARM)},
+TRANSITIONS: Final[dict[tuple[State, ReplicaEvent], State]] = {
+    (State.WANTED, ReplicaEvent.FETCH_BEGAN): State.FETCHING,
+    (State.WANTED, ReplicaEvent.ENGINE_ADOPTED): State.LOADING,
+    (State.WANTED, ReplicaEvent.GAVE_UP): State.FAILED,
+    (State.FETCHING, ReplicaEvent.ARTIFACT_READY): State.LOADING,
+    (State.LOADING, ReplicaEvent.ENGINE_READY): State.WARM,
     **{
-        (state, Event.END_ORDERED): State.DRAINING
+        (state, ReplicaEvent.BROKE): State.WANTED
+        for state in (State.FETCHING, State.LOADING, State.WARM)
+    },
+    **{
+        (state, ReplicaEvent.END_ORDERED): State.DRAINING
         for state in (State.WANTED, State.FETCHING, State.LOADING, State.WARM, State.FAILED)
     },
-    (State.DRAINING, Event.DRAINED): State.STOPPED,
+    (State.DRAINING, ReplicaEvent.DRAINED): State.STOPPED,
 }
 
 
-class ImpossibleEvent(Exception):
-    """Something happened that cannot happen in this state: a fault of ours."""
+class ImpossibleReplicaEvent(Exception):
+    """An event that cannot happen in the current state: a bug in the agent."""
 
 
-def after(state: State, event: Event) -> State:
-    """Return the state after `event`, or raise ImpossibleEvent."""
+def next_state(state: State, event: ReplicaEvent) -> State:
+    """Return the state after `event`. Raises ImpossibleReplicaEvent."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:
-        raise ImpossibleEvent(f"cannot take {event.value} while {state.value}") from None
+        raise ImpossibleReplicaEvent(
+            f"cannot apply event {event.value} to a {state.value} replica"
+        ) from None

@@ -1,4 +1,4 @@
-"""What a driver knows of its engine: how it is started, where it is asked, what its words mean."""
+"""The interface of an engine driver, and helpers that the drivers share."""
 
 import shutil
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 
 
-class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is started for, and with what."""
+class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is started with: the replica's spec, and resources of this machine."""
 
     spec: ReplicaSpec
     model_path: Path
@@ -24,12 +24,13 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """A process to start: its arguments, environment and files, and where it will answer.
+class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """A process to start: its arguments, environment and files, and the URL of its HTTP server.
 
-    `base_url` is `http://localhost` with `socket`, or `http://127.0.0.1:port`. It is empty for a
-    part that another node leads: that leaves a file at `socket`, if one is given, once all have
-    met. `standby` starts a process that waits to become such an engine; it is `arguments` up to
+    `base_url` is `http://localhost` with a Unix `socket`, else `http://127.0.0.1:port`. It is empty
+    for a part of a replica that another node leads, which has no HTTP server; such a part creates
+    an empty file at `socket`, if one is given, once all parts have met.
+    `standby` is the command of a spare process that can become this engine: `arguments` up to
     their first option, and `--standby`.
     """
 
@@ -41,105 +42,108 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     standby: tuple[str, ...] = ()
 
 
-CHAT: Final = "/v1/chat/completions"
-COMPLETIONS: Final = "/v1/completions"
+CHAT_PATH: Final = "/v1/chat/completions"
+COMPLETIONS_PATH: Final = "/v1/completions"
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class UnknownOption(Exception):
-    """The deployment gives an option that this driver does not have."""
+    """A deployment has an option, or a value of one, that its driver cannot use."""
 
 
-class Driver(Protocol):
-    """One engine's driver."""
+class EngineDriver(Protocol):
+    """How to start one kind of engine and read its statistics."""
 
     health_path: str
     stats_path: str
     metrics_path: str
     resumes: str
-    """What of a broken answer it goes on from: greedy draws, seeded ones too, or nothing ("")."""
-    salted: frozenset[str]
-    """The paths whose bodies take a `cache_salt`; an engine of ours reads its header."""
+    """Which interrupted answers it can resume: `headers.GREEDY`, `headers.SEEDED` (greedy and
+    seeded), or "" for none."""
+    salted_paths: frozenset[str]
+    """The paths whose request bodies have a `cache_salt` field. The embedded engine reads the salt
+    from a header instead."""
 
-    def lacks(self) -> str:
-        """Say without what here no such engine can start; "" if it can. Blocking."""
+    def missing(self) -> str:
+        """Return what the engine lacks on this node, or "" if it can start. Blocks."""
         ...
 
-    def command(self, launch: Launch) -> Command:
-        """Return the process to start, or raise UnknownOption."""
+    def command(self, launch: EngineLaunch) -> EngineCommand:
+        """Return the process to start. Raises UnknownOption."""
         ...
 
     def read_stats(self, body: bytes) -> EngineStats:
-        """Read the engine's own account of its load."""
+        """Parse the engine's statistics. Raises msgspec.DecodeError."""
         ...
 
 
-def no_program(name: str) -> str:
-    """Say that a program is not here; "" if it is."""
+def missing_program(name: str) -> str:
+    """Return an error message if a program is not on the PATH, else ""."""
     return "" if shutil.which(name) else f"{name} is not on the PATH of the agent"
 
 
-def no_package(name: str) -> str:
-    """Say that a package is not here; "" if it is."""
-    return "" if find_spec(name) else f"{name} is not installed beside the agent"
+def missing_package(name: str) -> str:
+    """Return an error message if a Python package is not installed, else ""."""
+    return "" if find_spec(name) else f"{name} is not installed in the agent's environment"
 
 
-def on_one_node(spec: ReplicaSpec, why: str) -> None:
-    """Raise UnknownOption where a replica is to be over several nodes."""
+def require_one_node(spec: ReplicaSpec, reason: str) -> None:
+    """Raise UnknownOption if a replica spans several nodes."""
     if spec.group is not None:
         driver, nodes = spec.engine.driver, spec.group.nodes
-        raise UnknownOption(f"cannot start {driver} over {nodes} nodes: {why}")
+        raise UnknownOption(f"cannot start {driver} over {nodes} nodes: {reason}")
 
 
 def check_options(spec: ReplicaSpec, known: frozenset[str]) -> None:
-    """Raise UnknownOption where a deployment gives what the driver does not have."""
+    """Raise UnknownOption if a deployment has options that the driver does not know."""
     unknown = sorted(set(spec.engine.options) - known)
     if unknown:
         raise UnknownOption(
-            f"cannot start {spec.engine.driver}: unknown options {', '.join(unknown)}; it has "
-            f"{', '.join(sorted(known)) or 'none'}"
+            f"cannot start {spec.engine.driver}: unknown options {', '.join(unknown)}; known "
+            f"options: {', '.join(sorted(known)) or 'none'}"
         )
 
 
 def with_salt(body: bytes, salt: str) -> bytes:
-    """Return a request with its tenant's salt, whatever the client wrote there.
+    """Return a request body with `cache_salt` set to `salt`, replacing what the client wrote.
 
-    What one tenant's prompts left in an engine's cache must serve, and show, in no other's.
+    The salt separates the prefix caches of tenants: a cache hit would reveal another tenant's
+    prompt.
     """
     try:
         fields: dict[str, Any] = _FIELDS.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        # The engine says so in better words.
+        # The engine answers an invalid body with a better error message.
         return body
     return msgspec.json.encode({**fields, "cache_salt": salt})
 
 
 def visible_devices(spec: ReplicaSpec) -> dict[str, str]:
-    """Return the environment that shows an engine its own GPUs and no others."""
+    """Return the environment that limits an engine to the replica's GPUs."""
     gpus = [device.removeprefix("gpu") for device in spec.device_ids if device != "cpu"]
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
 def flags(options: Mapping[str, str]) -> tuple[str, ...]:
-    """Write options as `--name value`; an empty value is a flag alone."""
-    written: list[str] = []
+    """Return options as command-line arguments `--name value`; an empty value gives `--name`."""
+    arguments: list[str] = []
     for name, value in sorted(options.items()):
-        written.append(f"--{name.replace('_', '-')}")
+        arguments.append(f"--{name.replace('_', '-')}")
         if value:
-            written.append(value)
-    return tuple(written)
+            arguments.append(value)
+    return tuple(arguments)
 
 
 def read_prometheus(body: bytes) -> dict[str, float]:
-    """Return the sum of each metric's samples, labels aside; those that are no number left out."""
+    """Return the sum of each metric over all labels, from a Prometheus page; skip NaN and inf."""
     sums: dict[str, float] = {}
     for line in body.decode(errors="replace").splitlines():
         if not line or line.startswith("#"):
             continue
-        name, _, told = line.rpartition(" ")
+        name, _, text = line.rpartition(" ")
         name = name.partition("{")[0]
         with suppress(ValueError):
-            value = float(told)
+            value = float(text)
             if isfinite(value):
                 sums[name] = sums.get(name, 0.0) + value
     return sums

@@ -1,4 +1,4 @@
-"""The embedded PyTorch engine: our own, on any device."""
+"""The driver of the embedded PyTorch engine (nodeagent/engine), which runs on any device."""
 
 import sys
 from typing import Final
@@ -8,11 +8,11 @@ import msgspec
 from isochrone.wire import headers
 from isochrone.wire.engine import EngineConfig, EngineStats
 from nodeagent.drivers.driver import (
-    Command,
-    Launch,
+    EngineCommand,
+    EngineLaunch,
     UnknownOption,
     check_options,
-    no_package,
+    missing_package,
     visible_devices,
 )
 
@@ -41,49 +41,49 @@ OPTIONS: Final = frozenset(
 )
 
 
-class Embedded:
+class EmbeddedDriver:
     """Starts `python -m nodeagent.engine`."""
 
     health_path = "/health"
     stats_path = "/stats"
     metrics_path = "/metrics"
     resumes = headers.SEEDED
-    salted: frozenset[str] = frozenset()
+    salted_paths: frozenset[str] = frozenset()
     module = "nodeagent.engine"
     options = OPTIONS
-    can_wait = True
-    """Whether a process of it can wait on standby."""
+    has_standby = True
+    """Whether a spare process of this engine can wait for its configuration."""
 
-    def lacks(self) -> str:
-        """Say where it is not installed."""
-        return no_package("torch")
+    def missing(self) -> str:
+        """Return an error message if torch is not installed, else ""."""
+        return missing_package("torch")
 
-    def command(self, launch: Launch) -> Command:
-        """Write the engine's config and point it at a socket in its folder."""
+    def command(self, launch: EngineLaunch) -> EngineCommand:
+        """Return the engine's command and its config file; it listens on a socket in its folder."""
         spec = launch.spec
         check_options(spec, self.options)
         socket = str(launch.folder / "engine.sock")
         path = str(launch.folder / "config.json")
-        return Command(
+        return EngineCommand(
             arguments=(sys.executable, "-m", self.module, "--config", path),
             base_url="http://localhost" if spec.leads else "",
             socket=socket,
             environment=visible_devices(spec),
-            standby=(sys.executable, "-m", self.module, "--standby") if self.can_wait else (),
+            standby=(sys.executable, "-m", self.module, "--standby") if self.has_standby else (),
             files={"config.json": msgspec.json.encode(self._config(launch, socket))},
         )
 
     def read_stats(self, body: bytes) -> EngineStats:
-        """The engine speaks our own words."""
+        """Decode the statistics, which the engine reports as EngineStats."""
         return msgspec.json.decode(body, type=EngineStats)
 
-    def _config(self, launch: Launch, socket: str) -> EngineConfig:
+    def _config(self, launch: EngineLaunch, socket: str) -> EngineConfig:
         device = launch.spec.device_ids[0] if launch.spec.device_ids else "cpu"
         values: dict[str, object] = {
             "model_path": str(launch.model_path),
             "served_name": launch.spec.name,
             "socket": socket,
-            # The process sees its own devices alone, numbered from 0.
+            # The process sees only its own devices, numbered from 0.
             "device": "cpu" if device == "cpu" else "cuda:0",
             "dtype": "fp32" if device == "cpu" else "bf16",
             "threads": launch.threads,
@@ -98,16 +98,17 @@ class Embedded:
             config = msgspec.convert(values, EngineConfig, strict=False)
         except msgspec.ValidationError as error:
             raise UnknownOption(f"cannot start {launch.spec.engine.driver}: {error}") from error
-        return _split(config, launch) if device != "cpu" or launch.spec.group else config
+        return _with_parallelism(config, launch) if device != "cpu" or launch.spec.group else config
 
-    def _engine_options(self, launch: Launch) -> dict[str, str]:
+    def _engine_options(self, launch: EngineLaunch) -> dict[str, str]:
         return {}
 
 
-def _split(config: EngineConfig, launch: Launch) -> EngineConfig:
-    """Have each of the replica's devices hold a part of the model.
+def _with_parallelism(config: EngineConfig, launch: EngineLaunch) -> EngineConfig:
+    """Return the config with a parallelism that uses all of the replica's devices.
 
-    Unless told: a stage a node, and within it by tensors.
+    The default is one pipeline stage per node, and tensor parallelism within each node.
+    Raises UnknownOption if the given parallelism does not match the devices.
     """
     spec = launch.spec
     nodes = spec.group.nodes if spec.group else 1
@@ -119,9 +120,10 @@ def _split(config: EngineConfig, launch: Launch) -> EngineConfig:
         config = msgspec.structs.replace(config, tensor_parallel=max(1, devices // pipeline))
     ranks = config.tensor_parallel * pipeline
     if pipeline % nodes or (ranks != devices and config.device != "cpu"):
-        over = f" of {nodes} nodes, each with whole stages" if nodes > 1 else ""
+        where = f" of {nodes} nodes, with whole stages on each" if nodes > 1 else ""
         raise UnknownOption(
-            f"cannot start {spec.engine.driver} on {devices} devices{over}: tensor_parallel"
-            f" {config.tensor_parallel} times pipeline_parallel {pipeline} must be as many"
+            f"cannot start {spec.engine.driver} on {devices} devices{where}: tensor_parallel"
+            f" {config.tensor_parallel} times pipeline_parallel {pipeline} must equal the number"
+            " of devices"
         )
     return msgspec.structs.replace(config, group=spec.group)

@@ -1,14 +1,14 @@
-"""The mock engine: numbered tokens and faults, for tests and drills."""
+"""The driver of the mock engine: numbered tokens and faults on request, for tests."""
 
-from nodeagent.drivers.driver import Command, Launch, on_one_node
-from nodeagent.drivers.embedded import Embedded
+from nodeagent.drivers.driver import EngineCommand, EngineLaunch, require_one_node
+from nodeagent.drivers.embedded import EmbeddedDriver
 
 
-class Mock(Embedded):
-    """Starts `python -m nodeagent.mock`, handing every option on."""
+class MockDriver(EmbeddedDriver):
+    """Starts `python -m nodeagent.mock` and passes every option to it."""
 
     module = "nodeagent.mock"
-    can_wait = False
+    has_standby = False
     options = frozenset(
         {
             "ttft_ms",
@@ -25,14 +25,14 @@ class Mock(Embedded):
         }
     )
 
-    def lacks(self) -> str:
-        """It is of the agent's own package."""
+    def missing(self) -> str:
+        """Return "": the mock engine is part of the agent's package."""
         return ""
 
-    def command(self, launch: Launch) -> Command:
-        """As the embedded engine, on one node."""
-        on_one_node(launch.spec, "it has no parts; use the embedded engine")
+    def command(self, launch: EngineLaunch) -> EngineCommand:
+        """Return the embedded engine's command with this module. Raises UnknownOption."""
+        require_one_node(launch.spec, "the mock runs on one node; use the embedded engine")
         return super().command(launch)
 
-    def _engine_options(self, launch: Launch) -> dict[str, str]:
+    def _engine_options(self, launch: EngineLaunch) -> dict[str, str]:
         return dict(launch.spec.engine.options)

@@ -7,13 +7,13 @@ from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers.driver import (
-    CHAT,
-    COMPLETIONS,
-    Command,
-    Launch,
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    EngineCommand,
+    EngineLaunch,
     check_options,
     flags,
-    no_package,
+    missing_package,
     read_prometheus,
     visible_devices,
 )
@@ -35,24 +35,24 @@ OPTIONS: Final = frozenset(
 )
 
 
-class Sglang:
+class SglangDriver:
     """Starts SGLang's OpenAI server on a loopback port."""
 
     health_path = "/health"
     stats_path = metrics_path = "/metrics"
     resumes = headers.GREEDY
-    salted = frozenset({CHAT, COMPLETIONS})
+    salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
 
-    def lacks(self) -> str:
-        """Say where it is not installed."""
-        return no_package("sglang")
+    def missing(self) -> str:
+        """Return an error message if SGLang is not installed, else ""."""
+        return missing_package("sglang")
 
-    def command(self, launch: Launch) -> Command:
-        """Split the model over the replica's devices by tensor parallelism."""
+    def command(self, launch: EngineLaunch) -> EngineCommand:
+        """Return the server's command, with tensor parallelism over the replica's devices."""
         spec = launch.spec
         check_options(spec, OPTIONS)
         nodes = spec.group.nodes if spec.group else 1
-        return Command(
+        return EngineCommand(
             arguments=(
                 *(sys.executable, "-m", "sglang.launch_server"),
                 *("--model-path", str(launch.model_path)),
@@ -60,7 +60,7 @@ class Sglang:
                 *("--served-model-name", spec.name),
                 *("--context-length", str(spec.context_tokens)),
                 *("--tp-size", str(len(spec.device_ids) * nodes)),
-                *_over_nodes(spec),
+                *_multi_node_flags(spec),
                 *("--enable-metrics", "--enable-cache-report"),
                 *flags(spec.engine.options),
             ),
@@ -69,7 +69,7 @@ class Sglang:
         )
 
     def read_stats(self, body: bytes) -> EngineStats:
-        """Read requests running and queued, token use, and token counters."""
+        """Read the requests running and queued, the KV cache use, and the token counters."""
         found = read_prometheus(body)
         used = found.get("sglang:token_usage", 0.0)
         tokens_out = int(found.get("sglang:generation_tokens_total", 0))
@@ -82,13 +82,13 @@ class Sglang:
             tokens_out_total=tokens_out,
             prompt_tokens_total=int(found.get("sglang:prompt_tokens_total", 0)),
             prefix_hit_tokens_total=int(found.get("sglang:cached_tokens_total", 0)),
-            # Tokens are counted as a request ends; what it holds until then moves as it goes on.
+            # The token counter moves only when a request ends. Tokens in use move at every step.
             steps_total=tokens_out + int(found.get("sglang:num_used_tokens", 0)),
         )
 
 
-def _over_nodes(spec: ReplicaSpec) -> tuple[str, ...]:
-    """Return what each of several nodes' servers is told of the others."""
+def _multi_node_flags(spec: ReplicaSpec) -> tuple[str, ...]:
+    """Return the flags with which the servers of several nodes find each other."""
     group = spec.group
     if group is None:
         return ()

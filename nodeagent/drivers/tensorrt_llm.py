@@ -4,13 +4,13 @@ from typing import Final
 
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers.driver import (
-    CHAT,
-    Command,
-    Launch,
+    CHAT_PATH,
+    EngineCommand,
+    EngineLaunch,
     check_options,
-    no_program,
-    on_one_node,
+    missing_program,
     read_prometheus,
+    require_one_node,
     visible_devices,
 )
 
@@ -27,32 +27,32 @@ OPTIONS: Final = frozenset(
     }
 )
 
-# Metrics are off unless asked for, and asked for only by file.
-EXTRA: Final = b"return_perf_metrics: true\nenable_iter_perf_stats: true\n"
+EXTRA_CONFIG: Final = b"return_perf_metrics: true\nenable_iter_perf_stats: true\n"
+"""Enables the metrics, which have no command-line flag."""
 
 
-class TensorRtLlm:
+class TensorRtLlmDriver:
     """Starts TensorRT-LLM's OpenAI server on a loopback port."""
 
     health_path = "/health"
     stats_path = metrics_path = "/prometheus/metrics"
     resumes = ""
-    salted = frozenset({CHAT})
+    salted_paths = frozenset({CHAT_PATH})
 
-    def lacks(self) -> str:
-        """Say where it is not installed."""
-        return no_program("trtllm-serve")
+    def missing(self) -> str:
+        """Return an error message if trtllm-serve is not installed, else ""."""
+        return missing_program("trtllm-serve")
 
-    def command(self, launch: Launch) -> Command:
-        """Split the model over the replica's devices by tensor parallelism."""
+    def command(self, launch: EngineLaunch) -> EngineCommand:
+        """Return the server's command, with tensor parallelism over the replica's devices."""
         spec = launch.spec
         check_options(spec, OPTIONS)
-        on_one_node(
+        require_one_node(
             spec,
-            "its ranks are started together by mpirun or srun, which is not for one node's agent; "
+            "mpirun or srun must start its ranks on all nodes, which a node's agent cannot do; "
             "use vllm or sglang, or devices of one node",
         )
-        return Command(
+        return EngineCommand(
             arguments=(
                 *("trtllm-serve", "serve", str(launch.model_path)),
                 *("--host", "127.0.0.1", "--port", str(launch.port)),
@@ -60,26 +60,26 @@ class TensorRtLlm:
                 *("--tp_size", str(len(spec.device_ids))),
                 *("--extra_llm_api_options", str(launch.folder / "extra.yaml")),
                 *(
-                    word
+                    argument
                     for name, value in sorted(spec.engine.options.items())
-                    for word in (f"--{name}", value)
+                    for argument in (f"--{name}", value)
                 ),
             ),
             base_url=f"http://127.0.0.1:{launch.port}",
             environment={**visible_devices(spec), "HF_HUB_OFFLINE": "1"},
-            files={"extra.yaml": EXTRA},
+            files={"extra.yaml": EXTRA_CONFIG},
         )
 
     def read_stats(self, body: bytes) -> EngineStats:
-        """Read KV use and request counters."""
+        """Read the KV cache use and the request counters."""
         found = read_prometheus(body)
         used = found.get("trtllm_kv_cache_utilization", 0.0)
-        done = int(found.get("trtllm_request_success_total", 0))
+        finished = int(found.get("trtllm_request_success_total", 0))
         return EngineStats(
             running=int(found.get("trtllm_num_requests_running", 0)),
             waiting=int(found.get("trtllm_num_requests_waiting", 0)),
             kv_blocks_used=int(used * 1000),
             kv_blocks_total=1000,
-            # No counter moves before a request ends; what it holds of the KV does, block by block.
-            steps_total=done + int(used * 1_000_000),
+            # No counter moves before a request ends. The KV cache use moves block by block.
+            steps_total=finished + int(used * 1_000_000),
         )

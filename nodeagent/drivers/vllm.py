@@ -6,26 +6,26 @@ from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers.driver import (
-    CHAT,
-    COMPLETIONS,
-    Command,
-    Launch,
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    EngineCommand,
+    EngineLaunch,
     UnknownOption,
     check_options,
     flags,
-    no_program,
+    missing_program,
     read_prometheus,
     visible_devices,
 )
 
-STAGES: Final = "pipeline_parallel_size"
+STAGES_OPTION: Final = "pipeline_parallel_size"
 OPTIONS: Final = frozenset(
     {
         "dtype",
         "quantization",
         "kv_cache_dtype",
         "gpu_memory_utilization",
-        STAGES,
+        STAGES_OPTION,
         "max_num_seqs",
         "max_num_batched_tokens",
         "enforce_eager",
@@ -37,27 +37,27 @@ OPTIONS: Final = frozenset(
 )
 
 
-class Vllm:
+class VllmDriver:
     """Starts vLLM's OpenAI server on a loopback port."""
 
     health_path = "/health"
     stats_path = metrics_path = "/metrics"
     resumes = headers.GREEDY
-    salted = frozenset({CHAT, COMPLETIONS})
+    salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
 
-    def lacks(self) -> str:
-        """Say where it is not installed."""
-        return no_program("vllm")
+    def missing(self) -> str:
+        """Return an error message if vLLM is not installed, else ""."""
+        return missing_program("vllm")
 
-    def command(self, launch: Launch) -> Command:
-        """Split the model over the replica's devices by tensor parallelism."""
+    def command(self, launch: EngineLaunch) -> EngineCommand:
+        """Return the server's command, split by tensor and pipeline parallelism."""
         spec = launch.spec
         check_options(spec, OPTIONS)
         options = {**spec.engine.options}
-        pipeline = _stages(spec)
-        options.pop(STAGES, None)
+        pipeline = _pipeline_stages(spec)
+        options.pop(STAGES_OPTION, None)
         devices = len(spec.device_ids) * (spec.group.nodes if spec.group else 1)
-        return Command(
+        return EngineCommand(
             arguments=(
                 *("vllm", "serve", str(launch.model_path)),
                 *(("--host", "127.0.0.1", "--port", str(launch.port)) if spec.leads else ()),
@@ -65,8 +65,8 @@ class Vllm:
                 *("--max-model-len", str(spec.context_tokens)),
                 *("--tensor-parallel-size", str(devices // pipeline)),
                 *("--pipeline-parallel-size", str(pipeline)),
-                *_over_nodes(spec),
-                # cached_tokens in every usage, without which no router knows what was cached.
+                *_multi_node_flags(spec),
+                # Adds cached_tokens to every usage, from which routers learn cache hits.
                 "--enable-prompt-tokens-details",
                 *flags(options),
             ),
@@ -79,9 +79,9 @@ class Vllm:
         )
 
     def read_stats(self, body: bytes) -> EngineStats:
-        """Read requests running and waiting, KV use, and token counters."""
+        """Read the requests running and waiting, the KV cache use, and the token counters."""
         found = read_prometheus(body)
-        # The older name is of before 0.9; both are ratios of 0 to 1.
+        # The second name is that of releases before 0.9. Both are ratios from 0 to 1.
         used = found.get("vllm:kv_cache_usage_perc", found.get("vllm:gpu_cache_usage_perc", 0.0))
         return EngineStats(
             running=int(found.get("vllm:num_requests_running", 0)),
@@ -95,24 +95,27 @@ class Vllm:
         )
 
 
-def _stages(spec: ReplicaSpec) -> int:
-    """Return into how many stages a model is split: as its option says, else one a node."""
+def _pipeline_stages(spec: ReplicaSpec) -> int:
+    """Return the number of pipeline stages: the deployment's option, else one per node.
+
+    Raises UnknownOption if the devices or nodes cannot be divided by it.
+    """
     nodes = spec.group.nodes if spec.group else 1
-    given = spec.engine.options.get(STAGES, "")
+    given = spec.engine.options.get(STAGES_OPTION, "")
     devices = len(spec.device_ids) * nodes
     if given and not (given.isascii() and given.isdigit() and int(given) > 0):
-        raise UnknownOption(f"cannot use {STAGES} {given!r}: a number of stages is expected")
+        raise UnknownOption(f"cannot use {STAGES_OPTION} {given!r}: expected a positive number")
     count = int(given) if given else nodes
     if devices % count or count % nodes:
         raise UnknownOption(
-            f"cannot split over {devices} devices of {nodes} nodes with {STAGES} {count}: it must "
-            "divide the devices, and each node must have whole stages"
+            f"cannot use {STAGES_OPTION} {count} with {devices} devices on {nodes} nodes: it must "
+            "divide the number of devices and be a multiple of the number of nodes"
         )
     return count
 
 
-def _over_nodes(spec: ReplicaSpec) -> tuple[str, ...]:
-    """Return what each of several nodes' servers is told of the others."""
+def _multi_node_flags(spec: ReplicaSpec) -> tuple[str, ...]:
+    """Return the flags with which the servers of several nodes find each other."""
     group = spec.group
     if group is None:
         return ()

@@ -1,13 +1,18 @@
-"""The embedded PyTorch engine: one model, one process, one Unix socket; knows nothing of the agent.
+"""The embedded PyTorch engine: one model on one Unix socket, independent of the agent.
 
-`step` is the corridor (batch, run, sample, commit, emit); `decide/` holds its decisions and is
-pure; `runner`, `models/` and `layers/` hold the tensors; `server` and `openai` hold the HTTP.
+Entry point: `python -m nodeagent.engine`. The main path of a token is `core/step.py`: schedule
+(`scheduler`), run (`core.model_runner`, `model`, `kernels`), sample (`sampling`).
+
+Packages, each of which imports only those below it:
+`encoder`, `server`: HTTP; `loading`: from configuration to engine; `workers`: ranks 1 and up;
+`core`: the step; `speculative`, `sampling`, `structured`, `chat`, `tokenizer`: tokens and text;
+`model`, `weights`, `kernels`, `distributed`: tensors; `scheduler`, `kvcache`: what runs, and where.
 """
 
 import os
 
-# torch's threads wait for one another some 100 microseconds by spinning, then they sleep: longer
-# than a step's gaps between products, each of which would cost a wake-up. By itself their library
-# spins for milliseconds: on a processor shared with others that was nine tenths of the engine's
-# time. It reads this once, when torch is first imported: below.
+# OpenMP threads wait for each other by spinning, then they sleep. Spinning for some 100
+# microseconds is longer than the gaps between the matrix products of a step, each of which would
+# otherwise cost a wake-up. By default the library spins for milliseconds: on a shared processor
+# that took nine tenths of the engine's time. It reads this once, when torch is first imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")

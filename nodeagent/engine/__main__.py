@@ -14,34 +14,35 @@ from isochrone.service.config import ConfigError
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.config import read_config
-from nodeagent.engine.distributed.worker import follow, follow_from_afar
-from nodeagent.engine.distributed.worker_group import Crew, muster
+from nodeagent.engine.encoder.bert_folder import is_encoder
 from nodeagent.engine.encoder.loading import load_encoder
 from nodeagent.engine.encoder.server import EncoderServer
-from nodeagent.engine.kernels.cpu.kernels import kernels
-from nodeagent.engine.loading import load, meeting, ranks_here, split_of
-from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.server import lifecycle as serving
-from nodeagent.engine.server.chat_app import EngineServer
+from nodeagent.engine.kernels.cpu.library import cpu_kernels
+from nodeagent.engine.loading import load_engine
+from nodeagent.engine.server import lifecycle
+from nodeagent.engine.server.generation_server import GenerationServer
 from nodeagent.engine.server.standby import wait_for_order
-from nodeagent.engine.weights.encoder import is_encoder
+from nodeagent.engine.workers.shard_loading import local_ranks, parallel_config, rendezvous_file
+from nodeagent.engine.workers.worker import run_remote_workers, run_worker
+from nodeagent.engine.workers.worker_group import WorkerGroup, fork_workers
 
 log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Read the arguments, load the model, serve until told to stop."""
+    """Read the arguments, load the model, and serve until a signal stops it."""
     parser = argparse.ArgumentParser(prog="python -m nodeagent.engine", description=__doc__)
-    kinds = parser.add_mutually_exclusive_group(required=True)
-    kinds.add_argument("--config", type=Path, help="JSON file: EngineConfig")
-    kinds.add_argument("--standby", action="store_true", help="wait on standard input for --config")
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--config", type=Path, help="JSON file: EngineConfig")
+    mode.add_argument("--standby", action="store_true", help="wait on standard input for --config")
     arguments = parser.parse_args()
     if arguments.standby:
-        # Built, loaded and tried before anybody waits; by one thread, for ranks are forked from
-        # here, and would wait for OpenMP's other threads, which no fork takes along.
+        # Compile, load and test the kernels before a model is needed. On one thread, because the
+        # workers are forked from here, and a fork would lack OpenMP's other threads and hang.
         torch.set_num_threads(1)
-        kernels()
+        cpu_kernels()
         order = wait_for_order()
         if order is None:
             return
@@ -53,41 +54,45 @@ def main() -> None:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from error
     if config.group is not None and config.group.place:
-        follow_from_afar(config, config.group)
-    crew = muster(len(ranks_here(config)), lambda rank, channel: follow(config, rank, channel))
+        run_remote_workers(config, config.group)
+    workers = fork_workers(len(local_ranks(config)), partial(run_worker, config))
     setup_logs("engine")
-    run_service(lambda stopping: _serve_with(crew, config, stopping))
+    run_service(lambda stopping: _serve_with_workers(workers, config, stopping))
 
 
-async def _serve_with(crew: Crew, config: EngineConfig, stopping: asyncio.Event) -> int:
-    split, lost = split_of(config).ranks > 1, ""
+async def _serve_with_workers(
+    workers: WorkerGroup, config: EngineConfig, stopping: asyncio.Event
+) -> int:
+    """Serve, then shut the workers down; return the exit code."""
+    is_split, lost = parallel_config(config).ranks > 1, ""
     try:
-        code = await serve(config, crew, stopping)
+        code = await serve(config, workers, stopping)
     finally:
-        lost = crew.lost()
-        await asyncio.to_thread(crew.end)
-        meeting(config).unlink(missing_ok=True)
+        lost = workers.describe_lost()
+        await asyncio.to_thread(workers.shut_down)
+        rendezvous_file(config).unlink(missing_ok=True)
     if lost:
         log.error("cannot go on: %s", lost)
-    if split and code:
-        # The step may wait for the lost rank still, and with it whatever ends a process in order.
+    if is_split and code:
+        # The step thread may still wait for the lost rank, which would block an orderly exit.
         os._exit(code)
     return code
 
 
-async def serve(config: EngineConfig, crew: Crew, stopping: asyncio.Event) -> int:
-    """Serve the model of `config`; 0 after a drain, 1 where the engine or a rank failed."""
+async def serve(config: EngineConfig, workers: WorkerGroup, stopping: asyncio.Event) -> int:
+    """Serve the model of `config`; return 0 after a drain, 1 if the engine or a worker failed."""
     try:
-        reads = is_encoder(Path(config.model_path))
+        is_encoder_model = is_encoder(Path(config.model_path))
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    if not reads:
-        begin = partial(EngineServer, config, crew)
-        return await serving.serve(config, stopping, partial(load, config, crew), begin, crew.kill)
-    if split_of(config).ranks > 1:
+    if not is_encoder_model:
+        load = partial(load_engine, config, workers)
+        make_server = partial(GenerationServer, config, workers)
+        return await lifecycle.serve(config, stopping, load, make_server, workers.kill)
+    if parallel_config(config).ranks > 1:
         raise ConfigError(f"cannot split {config.model_path}: only decoders are split")
-    begin_to_read = partial(EncoderServer, config)
-    return await serving.serve(config, stopping, partial(load_encoder, config), begin_to_read)
+    load_texts = partial(load_encoder, config)
+    return await lifecycle.serve(config, stopping, load_texts, partial(EncoderServer, config))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reading the engine's configuration: one JSON file, checked once."""
+"""Reads the configuration of an engine: one JSON file, checked when it is read."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from isochrone.wire.engine import EngineConfig
 
 
 def read_config(path: Path) -> EngineConfig:
-    """Read `path`, or raise ConfigError saying what is wrong with it."""
+    """Read `path`; raises ConfigError if the file or a value in it is invalid."""
     try:
         config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
     except OSError as error:
@@ -24,7 +24,7 @@ def read_config(path: Path) -> EngineConfig:
     group = config.group
     if group is not None and config.pipeline_parallel % group.nodes:
         raise ConfigError(
-            f"cannot use config {path}: pipeline_parallel {config.pipeline_parallel} must give each"
-            f" of {group.nodes} nodes as many stages"
+            f"cannot use config {path}: pipeline_parallel {config.pipeline_parallel} must be a"
+            f" multiple of the group's {group.nodes} nodes"
         )
     return config

@@ -1,1 +1,1 @@
-"""The machine itself: devices, weights, engine processes, the ledger on disk."""
+"""The agent's contact with its machine and network: devices, files, processes and transfers."""

@@ -1,8 +1,9 @@
-"""Artifacts on this node's disk: fetched, verified, kept under a budget. Nothing else is seen.
+"""The artifacts on this node's disk: fetched, verified, and kept within a budget.
 
-A folder per artifact, named by its digest, appears by one rename when every file in it has the size
-and SHA-256 of its manifest. Half-fetched files wait in `.partial` and are resumed, from whoever has
-them: the source where it is a folder or package of this machine, other nodes, the origin.
+Each artifact is a folder named by its digest. The folder appears by one rename, once every file in
+it has the size and SHA-256 of the manifest. Incomplete files stay in `DIGEST.partial` and are
+resumed later. Files come from this machine if the source is local, else from other nodes, else from
+the origin.
 """
 
 import asyncio
@@ -20,220 +21,233 @@ from isochrone.service.files import sync
 from isochrone.service.threads import run_to_completion
 from isochrone.wire.artifact import check_artifact, check_path
 from isochrone.wire.model import Artifact
-from nodeagent.decide.eviction import Kept, evict
-from nodeagent.host.link import Link
-from nodeagent.host.peers import Peers
-from nodeagent.host.sources import LOCAL, Sources
-from nodeagent.host.wanted import ArtifactError, Cut, Wanted
+from nodeagent.decide.eviction import CachedArtifact, evict
+from nodeagent.host.download import ArtifactError, FileDownload, TransferCut
+from nodeagent.host.link import TransferLink
+from nodeagent.host.peers import PeerFetcher
+from nodeagent.host.sources import LOCAL_SCHEMES, ArtifactSources
 
 log = logging.getLogger(__name__)
 
 ATTEMPTS_MAX: Final = 5
-"""How often an origin that breaks off is asked for a file."""
+"""Attempts at a file whose origin breaks off."""
 
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
 
-Progress = Callable[[int], None]
+OnProgress = Callable[[int], None]
 
 
 @dataclass(slots=True)
-class _Coming:
-    """An artifact on its way here."""
+class _FetchInProgress:
+    """The size of an artifact that is being fetched, and how much of it is here."""
 
     size_bytes: int
     fetched_bytes: int = 0
 
+    @property
+    def missing_bytes(self) -> int:
+        return self.size_bytes - self.fetched_bytes
 
-class Artifacts:
-    """The artifacts below `folder`. One fetch of an artifact at a time; others wait for it."""
+
+class ArtifactStore:
+    """The artifacts below `folder`. An artifact is fetched once at a time; later callers wait."""
 
     def __init__(
         self,
         folder: Path,
-        sources: Sources,
+        sources: ArtifactSources,
         budget_bytes: int,
         *,
-        link: Link,
-        peers: Peers | None = None,
+        link: TransferLink,
+        peers: PeerFetcher | None = None,
     ) -> None:
-        """`peers` are asked before the origin; what comes from either comes over `link`."""
+        """Fetch over `link`, from `peers` before the origin."""
         self._folder = folder
         self._sources = sources
         self._budget_bytes = budget_bytes
         self._peers = peers
         self.link = link
-        self._fetching: dict[str, asyncio.Lock] = {}
-        self._making_room = asyncio.Lock()
-        self._coming: dict[str, _Coming] = {}
+        self._fetch_locks: dict[str, asyncio.Lock] = {}
+        self._space_lock = asyncio.Lock()
+        self._fetches: dict[str, _FetchInProgress] = {}
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    def held(self) -> tuple[str, ...]:
-        """Return the digests of the artifacts that are whole on this disk."""
+    def digests(self) -> tuple[str, ...]:
+        """Return the digests of the complete artifacts."""
         return tuple(sorted(p.name for p in self._folder.iterdir() if _is_digest(p.name)))
 
-    def held_file(self, digest: str, path: str) -> Path | None:
-        """Return a file of an artifact that is whole on this disk; None where there is none."""
+    def file_of(self, digest: str, path: str) -> Path | None:
+        """Return a file of a complete artifact, or None if this node does not have it."""
         if not _is_digest(digest) or check_path(path):
             return None
         file = self._folder / digest / path
         return file if file.is_file() and not file.is_symlink() else None
 
     def fetched_bytes(self, digest: str) -> int | None:
-        """Return how much of an artifact is here while it is being fetched; None otherwise."""
-        coming = self._coming.get(digest)
-        return coming.fetched_bytes if coming else None
+        """Return how much of an artifact has been fetched, or None if no fetch is in progress."""
+        fetch = self._fetches.get(digest)
+        return fetch.fetched_bytes if fetch else None
 
     def files_of(self, digest: str) -> list[Path]:
-        """Return the files of an artifact that is whole on this disk."""
+        """Return all files of a complete artifact."""
         return sorted(p for p in (self._folder / digest).rglob("*") if p.is_file())
 
     def disk_free_bytes(self, pinned: Collection[str]) -> int:
-        """Return the bytes that another artifact may take, were all but the `pinned` dropped."""
-        kept = self._kept()
-        held = sum(artifact.size_bytes for artifact in kept)
-        spare = sum(artifact.size_bytes for artifact in kept if artifact.digest not in pinned)
-        on_disk = self._free_bytes() + spare
-        return max(0, min(on_disk, self._budget_left_bytes() - held + spare))
+        """Return the bytes that a new artifact could take if all but the `pinned` were deleted."""
+        cached = self._cached()
+        used_bytes = sum(artifact.size_bytes for artifact in cached)
+        evictable_bytes = sum(a.size_bytes for a in cached if a.digest not in pinned)
+        on_disk = self._free_bytes() + evictable_bytes
+        in_budget = self._budget_left_bytes() - used_bytes + evictable_bytes
+        return max(0, min(on_disk, in_budget))
 
     async def ensure(
         self,
         artifact: Artifact,
         pinned: Collection[str],
-        progress: Progress,
+        on_progress: OnProgress,
         *,
         bytes_per_s: float = 0.0,
     ) -> Path:
-        """Return the artifact's folder, fetching it if need be; raises ArtifactError.
+        """Return the folder of an artifact, fetching it if it is missing. Raises ArtifactError.
 
-        `pinned` digests are in use and are not dropped to make room. `progress` gets bytes so far.
-        It comes so fast at most; 0 is as fast as the link may go.
+        `pinned` digests are not deleted to make space. `on_progress` gets the bytes so far.
+        `bytes_per_s` limits this fetch below the link's own rate; 0 is no further limit.
         """
         problem = check_artifact(artifact)
         if problem:
             raise ArtifactError(problem)
         target = self._folder / artifact.digest
-        async with self._fetching.setdefault(artifact.digest, asyncio.Lock()):
+        async with self._fetch_locks.setdefault(artifact.digest, asyncio.Lock()):
             if target.exists():
                 await asyncio.to_thread(os.utime, target)
-                progress(artifact.size_bytes)
+                on_progress(artifact.size_bytes)
                 return target
             try:
-                async with self._making_room:
-                    await run_to_completion(self._make_room, artifact, pinned)
-                    self._coming[artifact.digest] = _Coming(artifact.size_bytes)
-                await self._fetch_all(artifact, target, progress, self.link.slower(bytes_per_s))
+                async with self._space_lock:
+                    await run_to_completion(self._make_space, artifact, pinned)
+                    self._fetches[artifact.digest] = _FetchInProgress(artifact.size_bytes)
+                link = self.link.limited_to(bytes_per_s)
+                await self._fetch_files(artifact, target, on_progress, link)
             except OSError as error:
                 raise ArtifactError(
-                    f"cannot keep {artifact.source}: {error.strerror or error}"
+                    f"cannot store {artifact.source}: {error.strerror or error}"
                 ) from error
             finally:
-                self._coming.pop(artifact.digest, None)
+                self._fetches.pop(artifact.digest, None)
         return target
 
-    async def _fetch_all(
-        self, artifact: Artifact, target: Path, progress: Progress, link: Link
+    async def _fetch_files(
+        self, artifact: Artifact, target: Path, on_progress: OnProgress, link: TransferLink
     ) -> None:
+        """Fetch every file of an artifact, then publish its folder."""
         partial = self._folder / f"{artifact.digest}.partial"
-        done = 0
+        done_bytes = 0
 
-        def tell(size: int) -> None:
-            self._coming[artifact.digest].fetched_bytes = done + size
-            progress(done + size)
+        def on_file_progress(size_bytes: int) -> None:
+            self._fetches[artifact.digest].fetched_bytes = done_bytes + size_bytes
+            on_progress(done_bytes + size_bytes)
 
         for file in artifact.files:
             path = partial / file.path
             path.parent.mkdir(parents=True, exist_ok=True)
-            await self._fetch(artifact.source, Wanted(artifact.digest, file, path, tell, link))
-            tell(file.size_bytes)
-            done += file.size_bytes
+            download = FileDownload(artifact.digest, file, path, on_file_progress, link)
+            await self._fetch_file(artifact.source, download)
+            on_file_progress(file.size_bytes)
+            done_bytes += file.size_bytes
         await run_to_completion(_publish, partial, target)
 
-    async def _fetch(self, source: str, wanted: Wanted) -> None:
-        """Try this machine, then other nodes, then the origin."""
-        if await wanted.is_here():
+    async def _fetch_file(self, source: str, download: FileDownload) -> None:
+        """Fetch one file: from this machine, else from other nodes, else from the origin."""
+        if await download.is_complete():
             return
-        if not source.startswith(LOCAL):
-            await self._fetch_from_afar(source, wanted)
+        if not source.startswith(LOCAL_SCHEMES):
+            await self._fetch_remote_file(source, download)
             return
         try:
-            await wanted.copy(self._sources.local_file(source, wanted.file.path))
+            await download.copy(self._sources.local_file(source, download.file.path))
         except ArtifactError:
-            # Other nodes may have found what this machine lacks.
-            if not await self._peers_give(wanted):
+            # Another node may have a file that is missing on this machine.
+            if not await self._fetch_from_peers(download):
                 raise
 
-    async def _fetch_from_afar(self, source: str, wanted: Wanted) -> None:
-        """Ask other nodes, then the origin; where that breaks off, begin with the nodes anew."""
-        cut = ""
+    async def _fetch_remote_file(self, source: str, download: FileDownload) -> None:
+        """Fetch one file from other nodes, else from the origin; start over when it breaks off."""
+        last_cut = ""
         for _ in range(ATTEMPTS_MAX):
-            if await self._peers_give(wanted):
+            if await self._fetch_from_peers(download):
                 return
-            is_resumed = wanted.held_bytes() > 0
+            is_resumed = download.partial_bytes() > 0
             try:
-                problem = await self._sources.fetch(source, wanted)
-            except Cut as error:
-                cut = str(error)
-                log.info("fetch cut", extra={"fields": {"file": wanted.file.path, "reason": cut}})
+                problem = await self._sources.fetch(source, download)
+            except TransferCut as error:
+                last_cut = str(error)
+                fields = {"file": download.file.path, "reason": last_cut}
+                log.info("transfer cut", extra={"fields": fields})
                 continue
             if not problem:
                 return
-            # What an earlier life or a peer left may be spoilt: then once more, from nothing.
+            # Bytes from an earlier run or another node may be corrupt: try once more from byte 0.
             if not is_resumed:
                 raise ArtifactError(problem)
         raise ArtifactError(
-            f"cannot fetch {wanted.file.path} from {source}: {cut} ({ATTEMPTS_MAX} attempts)"
+            f"cannot fetch {download.file.path} from {source}: {last_cut} ({ATTEMPTS_MAX} attempts)"
         )
 
-    async def _peers_give(self, wanted: Wanted) -> bool:
-        return self._peers is not None and await self._peers.fetch(wanted)
+    async def _fetch_from_peers(self, download: FileDownload) -> bool:
+        return self._peers is not None and await self._peers.fetch(download)
 
-    def _make_room(self, artifact: Artifact, pinned: Collection[str]) -> None:
-        drop = evict(
-            self._kept(),
+    def _make_space(self, artifact: Artifact, pinned: Collection[str]) -> None:
+        """Delete artifacts until this one fits budget and disk. Raises ArtifactError."""
+        evicted = evict(
+            self._cached(),
             {*pinned, artifact.digest},
             budget_bytes=self._budget_left_bytes(),
             needed_bytes=artifact.size_bytes,
         )
-        if drop is None:
+        if evicted is None:
             raise ArtifactError(
-                f"cannot fetch {artifact.source}: {artifact.size_bytes} bytes do not fit in the "
-                f"disk budget of {self._budget_bytes} beside the artifacts in use and on their way"
+                f"cannot fetch {artifact.source}: {artifact.size_bytes} bytes do not fit the disk "
+                f"budget of {self._budget_bytes} beside the artifacts in use or being fetched"
             )
-        for digest in drop:
-            log.info("artifact dropped", extra={"fields": {"digest": digest}})
-            # Dropped by one rename, as it came: half of it must never be taken for the whole.
+        for digest in evicted:
+            log.info("artifact deleted", extra={"fields": {"digest": digest}})
+            # Renamed first: a half-deleted folder must never count as a complete artifact.
             partial = (self._folder / digest).rename(self._folder / f"{digest}.partial")
             shutil.rmtree(partial)
-        free = self._free_bytes()
-        # What an earlier fetch left is gone on from.
+        free_bytes = self._free_bytes()
+        # The fetch resumes from what an earlier one left.
         needed = artifact.size_bytes - _size_of(self._folder / f"{artifact.digest}.partial")
-        if free < needed:
-            self._drop_left_partials(artifact.digest)
-            free = self._free_bytes()
-        if free < needed:
+        if free_bytes < needed:
+            self._delete_partials(artifact.digest)
+            free_bytes = self._free_bytes()
+        if free_bytes < needed:
             raise ArtifactError(
-                f"cannot fetch {artifact.source}: {needed} bytes needed, the disk has {free} free"
+                f"cannot fetch {artifact.source}: it needs {needed} more bytes and the disk has "
+                f"{free_bytes} free"
             )
 
     def _free_bytes(self) -> int:
-        """Return what is free on the disk and stays so once all that is on its way has come."""
-        coming = sum(one.size_bytes - one.fetched_bytes for one in tuple(self._coming.values()))
-        return shutil.disk_usage(self._folder).free - coming
+        """Return the free disk space that remains when all current fetches are complete."""
+        missing = sum(fetch.missing_bytes for fetch in tuple(self._fetches.values()))
+        return shutil.disk_usage(self._folder).free - missing
 
     def _budget_left_bytes(self) -> int:
-        """Return the budget of what is whole, beside what is on its way."""
-        return self._budget_bytes - sum(one.size_bytes for one in tuple(self._coming.values()))
+        """Return the budget for complete artifacts: the total less all current fetches."""
+        return self._budget_bytes - sum(f.size_bytes for f in tuple(self._fetches.values()))
 
-    def _drop_left_partials(self, wanted: str) -> None:
-        """Remove what earlier fetches left that nobody goes on with now."""
+    def _delete_partials(self, kept_digest: str) -> None:
+        """Delete the remains of earlier fetches that no current fetch resumes."""
         for folder in self._folder.glob("*.partial"):
-            if folder.stem != wanted and folder.stem not in self._coming:
-                log.info("partial artifact dropped", extra={"fields": {"digest": folder.stem}})
+            if folder.stem != kept_digest and folder.stem not in self._fetches:
+                log.info("partial artifact deleted", extra={"fields": {"digest": folder.stem}})
                 shutil.rmtree(folder)
 
-    def _kept(self) -> list[Kept]:
+    def _cached(self) -> list[CachedArtifact]:
         return [
-            Kept(digest=folder.name, size_bytes=_size_of(folder), used_at=folder.stat().st_mtime)
+            CachedArtifact(
+                digest=folder.name, size_bytes=_size_of(folder), used_at=folder.stat().st_mtime
+            )
             for folder in self._folder.iterdir()
             if _is_digest(folder.name)
         ]
@@ -248,7 +262,10 @@ def _is_digest(name: str) -> bool:
 
 
 def _publish(partial: Path, target: Path) -> None:
-    """Show an artifact once all of it would outlive a power cut: nobody verifies it again."""
+    """Rename a complete artifact to its digest, after syncing it to disk.
+
+    A published artifact is not verified again, so it must survive a power failure whole.
+    """
     for path in (*partial.rglob("*"), partial):
         sync(path)
     partial.rename(target)

@@ -1,8 +1,9 @@
-"""Engine processes: each in a group of its own, known again after our crash, never doubled.
+"""Starts engine processes, finds them again after a restart of the agent, and stops them.
 
-Each has a folder below the state: its config, socket, log, and `process.json` with its pid and that
-process's start time, by which a pid used again is told from ours. That is written before there is a
-process, too: one whose pid was not noted any more is known by the log that it writes.
+Each engine has a folder in the agent's state with its config, socket, log and `process.json`: the
+process id and start time, which together tell it from a later process with the same id. The file is
+written before the process starts, too. If the agent crashes in between, the engine is found by the
+log that it writes.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from isochrone.service.threads import wait_to_completion
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers import DRIVERS
-from nodeagent.drivers.driver import Command, Launch, UnknownOption, with_salt
+from nodeagent.drivers.driver import EngineCommand, EngineLaunch, UnknownOption, with_salt
 from nodeagent.host.processes import (
     Child,
     boot_id,
@@ -34,13 +35,13 @@ from nodeagent.host.processes import (
     spawn,
     start_time,
 )
-from nodeagent.host.standby import Standby
+from nodeagent.host.standby import StandbyProcess
 
 log = logging.getLogger(__name__)
 
 LOG: Final = "engine.log"
 LOG_BYTES_MAX: Final = 16 * 1024 * 1024
-TAIL_BYTES: Final = 4000
+LOG_TAIL_BYTES: Final = 4000
 TERM_TIMEOUT_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 4.0
 CANARY_TIMEOUT_S: Final = 20.0
@@ -53,90 +54,100 @@ CANARIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "embedding": ("/v1/embeddings", {"input": "1"}),
     "rerank": ("/v1/rerank", {"query": "1", "documents": ["1"]}),
 }
-"""The least that a model of each kind can be asked for."""
+"""By kind of model: path and body of the smallest possible request."""
 
 
-class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept on disk of an engine that runs, or is about to start: then its pid is 0."""
+class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `process.json`. `pid` is 0 until the process has started.
+
+    `started` is the process's start time in clock ticks since boot, and `boot` the id of that boot:
+    after a reboot the process id belongs to another process.
+    """
 
     pid: int = 0
     started: int = 0
     boot: str = ""
-    """Which of the machine's lives it is of: in another, its pid is somebody else's."""
-    command: Command
+    command: EngineCommand
     spec: ReplicaSpec
 
 
-class Engine:
-    """One running engine process, ours or adopted."""
+class EngineProcess:
+    """A running engine process, started or adopted by this agent."""
 
-    def __init__(self, started: Started, folder: Path, child: Child | None) -> None:
-        self.started = started
+    def __init__(self, record: EngineRecord, folder: Path, child: Child | None) -> None:
+        """`child` is None for an adopted process."""
+        self.record = record
         self.exited = asyncio.Event()
         self.log = folder / LOG
         self._folder = folder
         self._child = child
-        self._driver = DRIVERS[started.spec.engine.driver]
+        self._driver = DRIVERS[record.spec.engine.driver]
         connector = (
-            aiohttp.UnixConnector(started.command.socket, limit=0)
-            if started.command.socket
+            aiohttp.UnixConnector(record.command.socket, limit=0)
+            if record.command.socket
             else aiohttp.TCPConnector(limit=0)
         )
         self.http = aiohttp.ClientSession(
-            started.command.base_url or None,
+            record.command.base_url or None,
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
             auto_decompress=False,
         )
-        self._watcher = asyncio.create_task(self._watch_exit())
+        self._exit_watcher = asyncio.create_task(self._watch_exit())
 
     @property
     def pid(self) -> int:
-        """Return the process id, which is also its group's."""
-        return self.started.pid
+        """The process id, which is also the id of the process group."""
+        return self.record.pid
 
     @property
     def resumes(self) -> str:
-        """Return what of a broken answer this engine goes on from; empty for nothing."""
+        """Which answers the engine can resume: greedy, seeded too, or "" for none."""
         return self._driver.resumes
 
     def salted(self, path: str, body: bytes, salt: str) -> bytes:
-        """Return a request as this engine takes it that keeps tenants' caches apart."""
-        return with_salt(body, salt) if salt and path in self._driver.salted else body
+        """Return the request body with the tenant's cache salt, if this engine reads it there."""
+        return with_salt(body, salt) if salt and path in self._driver.salted_paths else body
 
     async def is_ready(self) -> bool:
-        """Say whether the engine answers that it is well; a part without a door, that it met."""
-        command = self.started.command
+        """Return True if the engine reports to be healthy.
+
+        A part of a replica without an HTTP server is ready once all parts have met.
+        """
+        command = self.record.command
         if not command.base_url:
             return not command.socket or await asyncio.to_thread(Path(command.socket).exists)
-        status, _ = await self._ask("GET", self._driver.health_path, PROBE_TIMEOUT_S)
+        status, _ = await self._request("GET", self._driver.health_path, PROBE_TIMEOUT_S)
         return status == 200
 
     async def stats(self) -> EngineStats | None:
-        """Return the engine's account of itself, or None where it gives none that can be read."""
-        status, body = await self._ask("GET", self._driver.stats_path, PROBE_TIMEOUT_S)
+        """Return the engine's statistics, or None if it returns none that can be read."""
+        status, body = await self._request("GET", self._driver.stats_path, PROBE_TIMEOUT_S)
         try:
             return self._driver.read_stats(body) if status == 200 else None
         except msgspec.DecodeError:
             return None
 
     async def metrics(self) -> str:
-        """Return the engine's page of metrics; "" where it has none."""
-        status, body = await self._ask("GET", self._driver.metrics_path, PROBE_TIMEOUT_S)
+        """Return the engine's Prometheus metrics page, or "" if it has none."""
+        status, body = await self._request("GET", self._driver.metrics_path, PROBE_TIMEOUT_S)
         return body.decode(errors="replace") if status == 200 else ""
 
     async def canary(self, kind: str) -> bool:
-        """Ask a model of this kind for the least, by the same queue as all; say whether it came."""
+        """Send the smallest request for this kind of model; return True if it is answered.
+
+        It waits in the engine's queue like any other request.
+        """
         path, fields = CANARIES.get(kind, CANARIES["chat"])
-        body = {"model": self.started.spec.name, **fields}
-        status, _ = await self._ask("POST", path, CANARY_TIMEOUT_S, body)
-        # Refused for want of room is no sickness.
+        body = {"model": self.record.spec.name, **fields}
+        status, _ = await self._request("POST", path, CANARY_TIMEOUT_S, body)
+        # A full engine refuses with 429 and is healthy.
         return status in (200, 429)
 
-    async def _ask(
+    async def _request(
         self, method: str, path: str, timeout_s: float, body: Any = None
     ) -> tuple[int, bytes]:
-        """Return the status and body of an answer that comes whole and in time; else status 0."""
+        """Return status and body of an answer, or (0, b"") if it is not complete in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 async with self.http.request(method, path, json=body) as response:
@@ -145,13 +156,16 @@ class Engine:
             return 0, b""
 
     async def stop(self, *, kill: bool = False) -> None:
-        """End the whole process group: SIGTERM, then SIGKILL after TERM_TIMEOUT_S."""
+        """End the process group: by SIGTERM, and by SIGKILL after TERM_TIMEOUT_S.
+
+        With `kill`, by SIGKILL at once.
+        """
         if not kill:
-            signal_group(self.pid, self.started.started, signal.SIGTERM)
+            signal_group(self.pid, self.record.started, signal.SIGTERM)
             with suppress(TimeoutError):
                 async with asyncio.timeout(TERM_TIMEOUT_S):
                     await self.exited.wait()
-        signal_group(self.pid, self.started.started, signal.SIGKILL)
+        signal_group(self.pid, self.record.started, signal.SIGKILL)
         with suppress(TimeoutError):
             async with asyncio.timeout(TERM_TIMEOUT_S):
                 await self.exited.wait()
@@ -159,21 +173,21 @@ class Engine:
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def release(self) -> None:
-        """Let go of the process without ending it."""
-        self._watcher.cancel()
+        """Stop watching the process and leave it running."""
+        self._exit_watcher.cancel()
         await self.http.close()
 
     async def _watch_exit(self) -> None:
         loop = asyncio.get_running_loop()
-        gone = asyncio.Event()
+        exited = asyncio.Event()
         try:
-            descriptor = os.pidfd_open(self.started.pid)
+            descriptor = os.pidfd_open(self.record.pid)
         except ProcessLookupError:
             self.exited.set()
             return
-        loop.add_reader(descriptor, gone.set)
+        loop.add_reader(descriptor, exited.set)
         try:
-            await gone.wait()
+            await exited.wait()
         finally:
             loop.remove_reader(descriptor)
             os.close(descriptor)
@@ -182,20 +196,23 @@ class Engine:
         self.exited.set()
 
 
-class Engines:
-    """Starts, finds again and ends engine processes. Folders lie below `state`."""
+class EngineProcesses:
+    """Starts, adopts and finds engine processes. Their folders are below `folder`."""
 
-    def __init__(self, state: Path, threads: int, *, standby: bool = False) -> None:
-        self._folder = state
+    def __init__(self, folder: Path, threads: int, *, standby: bool = False) -> None:
+        self._folder = folder
         self._threads = threads
-        self._standby = Standby(state / "standby.log") if standby else None
-        self._starting = asyncio.Lock()
-        """One spare cannot become two engines."""
-        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._standby = StandbyProcess(folder / "standby.log") if standby else None
+        # Held while a process starts: the spare can become only one engine.
+        self._spawn_lock = asyncio.Lock()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    async def start(self, spec: ReplicaSpec, artifact: Path) -> Engine:
-        """Start an engine for `spec`, or none where cancelled; raises OSError or UnknownOption."""
-        starting = asyncio.create_task(self._start(spec, artifact))
+    async def start(self, spec: ReplicaSpec, artifact_path: Path) -> EngineProcess:
+        """Start an engine for `spec`. Raises OSError or UnknownOption.
+
+        If the caller is cancelled meanwhile, the new engine is killed.
+        """
+        starting = asyncio.create_task(self._start(spec, artifact_path))
         try:
             return await wait_to_completion(starting)
         except asyncio.CancelledError:
@@ -203,13 +220,13 @@ class Engines:
                 await wait_to_completion(starting.result().stop(kill=True))
             raise
 
-    async def _start(self, spec: ReplicaSpec, artifact: Path) -> Engine:
+    async def _start(self, spec: ReplicaSpec, artifact_path: Path) -> EngineProcess:
         folder = self._folder / spec.replica_id
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
-        launch = Launch(
+        launch = EngineLaunch(
             spec=spec,
-            model_path=artifact,
+            model_path=artifact_path,
             folder=folder,
             port=_free_port(),
             threads=self._threads,
@@ -217,66 +234,67 @@ class Engines:
         command = DRIVERS[spec.engine.driver].command(launch)
         for name, data in command.files.items():
             await asyncio.to_thread(write_atomic, folder / name, data)
-        about_to = Started(command=command, spec=spec, boot=boot_id())
-        await asyncio.to_thread(_note, folder, about_to)
-        async with self._starting:
-            child = await asyncio.to_thread(self._run, command, folder / LOG)
-        started = msgspec.structs.replace(about_to, pid=child.pid, started=start_time(child.pid))
+        unstarted = EngineRecord(command=command, spec=spec, boot=boot_id())
+        await asyncio.to_thread(_write_record, folder, unstarted)
+        async with self._spawn_lock:
+            child = await asyncio.to_thread(self._spawn, command, folder / LOG)
+        record = msgspec.structs.replace(unstarted, pid=child.pid, started=start_time(child.pid))
         try:
-            await asyncio.to_thread(_note, folder, started)
+            await asyncio.to_thread(_write_record, folder, record)
         except BaseException:
-            # A full disk: what a later life might not find again must not run.
-            signal_group(started.pid, started.started, signal.SIGKILL)
+            # An engine without a record, for example on a full disk, might not be found again.
+            signal_group(record.pid, record.started, signal.SIGKILL)
             await asyncio.to_thread(child.wait)
             raise
-        return Engine(started, folder, child)
+        return EngineProcess(record, folder, child)
 
-    def _run(self, command: Command, log: Path) -> Child:
-        spare = self._standby.hand_over(command, log) if self._standby else None
+    def _spawn(self, command: EngineCommand, log: Path) -> Child:
+        spare = self._standby.take_for(command, log) if self._standby else None
         child = spare or spawn(command.arguments, log, command.environment)
         if self._standby:
-            self._standby.keep_for(command)
+            self._standby.prepare_for(command)
         return child
 
     async def close(self) -> None:
-        """Let the spare go; engines run on."""
+        """End the standby process. Engines keep running."""
         if self._standby is not None:
-            await asyncio.to_thread(self._standby.end)
+            await asyncio.to_thread(self._standby.stop)
 
-    def survivors(self) -> list[Started]:
-        """Return the engines of an earlier life of this agent that still run."""
-        found = []
+    def survivors(self) -> list[EngineRecord]:
+        """Return the engines of an earlier agent that still run; clean up after all others."""
+        survivors = []
         for path in sorted(self._folder.glob("*/process.json")):
             try:
-                started = msgspec.json.decode(path.read_bytes(), type=Started)
+                record = msgspec.json.decode(path.read_bytes(), type=EngineRecord)
             except (OSError, msgspec.DecodeError) as error:
-                log.warning("unreadable", extra={"fields": {"path": str(path), "why": str(error)}})
-                # Whose it is nobody can say: it would hold its devices for ever.
+                fields = {"path": str(path), "reason": str(error)}
+                log.warning("cannot read an engine's record", extra={"fields": fields})
+                # Its replica is unknown, and it would occupy its devices for ever.
                 pid = group_that_writes(path.parent / LOG)
                 signal_group(pid, start_time(pid), signal.SIGKILL)
                 shutil.rmtree(path.parent, ignore_errors=True)
                 continue
-            if started.boot not in ("", boot_id()):
+            if record.boot not in ("", boot_id()):
                 shutil.rmtree(path.parent, ignore_errors=True)
                 continue
-            if not started.pid:
+            if not record.pid:
                 pid = group_that_writes(path.parent / LOG)
-                started = msgspec.structs.replace(started, pid=pid, started=start_time(pid))
-            if started.pid and is_alive(started.pid, started.started):
-                found.append(started)
+                record = msgspec.structs.replace(record, pid=pid, started=start_time(pid))
+            if record.pid and is_alive(record.pid, record.started):
+                survivors.append(record)
             else:
-                # The leader is gone, but what it started may not be.
-                signal_group(started.pid, started.started, signal.SIGKILL)
+                # The group's leader is gone, but its children may still run.
+                signal_group(record.pid, record.started, signal.SIGKILL)
                 shutil.rmtree(path.parent, ignore_errors=True)
-        return found
+        return survivors
 
-    def adopt(self, started: Started) -> Engine:
-        """Take up a running engine of an earlier life."""
-        return Engine(started, self._folder / started.spec.replica_id, None)
+    def adopt(self, record: EngineRecord) -> EngineProcess:
+        """Take over a running engine of an earlier agent."""
+        return EngineProcess(record, self._folder / record.spec.replica_id, None)
 
 
-def _note(folder: Path, started: Started) -> None:
-    write_atomic(folder / "process.json", msgspec.json.encode(started))
+def _write_record(folder: Path, record: EngineRecord) -> None:
+    write_atomic(folder / "process.json", msgspec.json.encode(record))
 
 
 def _free_port() -> int:
@@ -286,22 +304,22 @@ def _free_port() -> int:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line that an engine wrote, to say why it ended."""
+    """Return the last line of an engine's log, which usually says why the engine exited."""
     with suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        for line in reversed(file.read(TAIL_BYTES).splitlines()):
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+        for line in reversed(file.read(LOG_TAIL_BYTES).splitlines()):
             if line.strip():
                 return line.decode(errors="replace")[:300]
     return ""
 
 
 def trim_log(path: Path) -> None:
-    """Keep the last half of a log that has grown past LOG_BYTES_MAX."""
+    """Keep the last LOG_BYTES_MAX / 2 bytes of a log that is longer than LOG_BYTES_MAX."""
     with suppress(OSError):
         if path.stat().st_size > LOG_BYTES_MAX:
             with path.open("r+b") as file:
                 file.seek(-LOG_BYTES_MAX // 2, os.SEEK_END)
-                kept = file.read()
+                tail = file.read()
                 file.seek(0)
-                file.write(kept)
+                file.write(tail)
                 file.truncate()

@@ -1,50 +1,53 @@
-"""This node's way to weights elsewhere: how fast it may go, and how fast it was seen to go.
+"""The node's network link for artifacts: limits its rate and measures the rate of fetches.
 
-A slower link is a part of a faster one: its bytes count against both bounds, and what it is held
-back to says nothing of how fast the way is.
+A link may be part of another one, with a lower limit: its bytes count against both limits, and its
+own rate is not measured.
 """
 
 import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from nodeagent.decide.bandwidth import Bandwidth
+from nodeagent.decide.bandwidth import BandwidthLimit
 
-SEEN_BYTES_MIN: Final = 8 * 1024 * 1024
-"""What is smaller is over before its connection has found its speed."""
+MEASURED_BYTES_MIN: Final = 8 * 1024 * 1024
+"""Smaller transfers end before TCP reaches its full speed, and are not measured."""
 
-SEEN_RATE: Final = 0.3
-"""How much of what was seen last goes into what is believed."""
+NEW_RATE_WEIGHT: Final = 0.3
+"""Weight of the newest transfer in the moving average."""
 
 
-class Link:
-    """A bound on bytes per second, and the rate seen; 0 where nothing large has come yet."""
+class TransferLink:
+    """A limit on bytes per second, and a moving average of the measured rate (0: none yet)."""
 
     def __init__(
-        self, bytes_per_s: float, clock: Callable[[], float], within: "Link | None" = None
+        self,
+        bytes_per_s: float,
+        clock: Callable[[], float],
+        parent: "TransferLink | None" = None,
     ) -> None:
-        """Go so fast at most, 0 for no bound; with `within`, as a part of another link."""
-        self.seen_bytes_per_s = 0.0
-        self._bandwidth = Bandwidth(bytes_per_s)
+        """Limit the link to `bytes_per_s` (0: no limit), as a part of `parent` if there is one."""
+        self.measured_bytes_per_s = 0.0
+        self._limit = BandwidthLimit(bytes_per_s)
         self.clock = clock
-        self._within = within
+        self._parent = parent
 
-    def slower(self, bytes_per_s: float) -> "Link":
-        """Return a part of this link that goes so fast at most; 0 is no bound of its own."""
-        return Link(bytes_per_s, self.clock, self) if bytes_per_s > 0 else self
+    def limited_to(self, bytes_per_s: float) -> "TransferLink":
+        """Return a part of this link with a lower limit; 0 adds no limit."""
+        return TransferLink(bytes_per_s, self.clock, self) if bytes_per_s > 0 else self
 
-    async def keep_pace(self, size_bytes: int) -> float:
-        """Wait until as many bytes more may come; return how long that was."""
-        waited_s = await self._within.keep_pace(size_bytes) if self._within else 0.0
-        wait_s = self._bandwidth.wait_s(size_bytes, self.clock())
+    async def throttle(self, size_bytes: int) -> float:
+        """Wait until `size_bytes` more may be transferred; return the seconds waited."""
+        waited_s = await self._parent.throttle(size_bytes) if self._parent else 0.0
+        wait_s = self._limit.wait_s(size_bytes, self.clock())
         if wait_s > 0:
             await asyncio.sleep(wait_s)
         return waited_s + max(0.0, wait_s)
 
-    def saw(self, size_bytes: int, took_s: float) -> None:
-        """Learn from what came from another city or the origin."""
-        if self._within is not None or size_bytes < SEEN_BYTES_MIN or took_s <= 0:
+    def record(self, size_bytes: int, duration_s: float) -> None:
+        """Add a transfer from another PoP or an origin to the moving average."""
+        if self._parent is not None or size_bytes < MEASURED_BYTES_MIN or duration_s <= 0:
             return
-        rate = size_bytes / took_s
-        before = self.seen_bytes_per_s
-        self.seen_bytes_per_s = before + SEEN_RATE * (rate - before) if before else rate
+        rate = size_bytes / duration_s
+        before = self.measured_bytes_per_s
+        self.measured_bytes_per_s = before + NEW_RATE_WEIGHT * (rate - before) if before else rate

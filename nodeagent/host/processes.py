@@ -1,4 +1,4 @@
-"""Processes as an agent has them: started to outlive it, and known again by what /proc tells."""
+"""Child processes that outlive the agent: started in groups of their own, found again in /proc."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ PASSED_ENVIRONMENT: Final = (
     "TMPDIR",
     "XDG_CACHE_HOME",
 )
-"""What an engine may see of the agent's environment; keys and tokens are not among it."""
+"""The variables of the agent's environment that an engine gets. None of them holds a secret."""
 
 Child = subprocess.Popen[bytes]
 
@@ -28,9 +28,12 @@ def spawn(
     environment: Mapping[str, str] = {},
     stdin: int = subprocess.DEVNULL,
 ) -> Child:
-    """Start a process in a group of its own that writes to `log`. Blocking."""
+    """Start a process in a group of its own, with its output appended to `log`. Blocks.
+
+    Raises FileNotFoundError if the program is not on the PATH.
+    """
     passed = {name: os.environ[name] for name in PASSED_ENVIRONMENT if name in os.environ}
-    # A file, not a pipe: an engine must survive the agent that reads it.
+    # A file, not a pipe: the engine must survive the agent that would read the pipe.
     with log.open("ab") as out:
         try:
             return subprocess.Popen(
@@ -42,47 +45,49 @@ def spawn(
                 start_new_session=True,
             )
         except FileNotFoundError as error:
-            words = f"cannot start {arguments[0]}: it is not on the PATH of the agent"
-            raise FileNotFoundError(words) from error
+            raise FileNotFoundError(
+                f"cannot start {arguments[0]}: it is not on the PATH of the agent"
+            ) from error
 
 
 def boot_id() -> str:
-    """Return which of the machine's lives this is."""
+    """Return the kernel's id of the current boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def start_time(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot; 0 if it is gone."""
+    """Return when a process started, in clock ticks since boot, or 0 if it is gone."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """Say whether a process that began at `started` is there, and no zombie."""
+    """Return True if the process that started at `started` exists and is not a zombie."""
     fields = _stat(pid)
     return fields is not None and fields[0] != "Z" and int(fields[19]) == started
 
 
 def group_that_writes(log: Path) -> int:
-    """Return the process group whose standard output is `log`; 0 where there is none.
+    """Return the process group whose standard output is `log`, or 0 if there is none.
 
-    A file of the same name that was removed is another.
+    A deleted log of the same name does not match: /proc marks its path as deleted.
     """
-    written = log.resolve()
+    target = log.resolve()
     for folder in Path("/proc").glob("[0-9]*"):
-        # One that ends meanwhile is not it.
+        # A process may end while it is examined.
         with suppress(OSError):
             fields = _stat(int(folder.name))
-            if fields is not None and (folder / "fd/1").readlink() == written:
+            if fields is not None and (folder / "fd/1").readlink() == target:
                 return int(fields[2])
     return 0
 
 
 def signal_group(leader: int, started: int, number: signal.Signals) -> None:
-    """Signal what `leader`, a process that began at `started`, and its like have started.
+    """Signal the process group of `leader`, a process that started at `started`.
 
-    It may be gone while its children hold the device. A pid is not used again while a group bears
-    it: if another process has it now, the group is empty, and what bears the number is not ours.
+    The group is signalled even if the leader is gone, because its children may still use the
+    device. The kernel does not reuse a pid while a group has its number. So if another process has
+    the leader's pid now, the group is empty, and nothing is signalled.
     """
     if leader and start_time(leader) in (0, started):
         with suppress(ProcessLookupError, PermissionError):
@@ -90,7 +95,7 @@ def signal_group(leader: int, started: int, number: signal.Signals) -> None:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of a process after its name (proc(5)); None if it is gone."""
+    """Return the fields of /proc/PID/stat after the name (proc(5)), or None if it is gone."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return None

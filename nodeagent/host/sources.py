@@ -1,10 +1,10 @@
-"""Where artifacts come from: an installed package, a folder, an HTTP origin, a model hub.
+"""Reads artifact files from their sources: an installed package, a folder, an HTTP origin, a hub.
 
-An origin is held to a pace as peers are: one that sends next to nothing is let go, and the next
-attempt goes on from the byte where this one stopped.
+An origin must keep a minimum rate, as peers must. A slower transfer is cut, and the next attempt
+resumes from the byte where it ended.
 
-The hub's token goes with requests to the hub's own host and port, of sources that name the hub.
-Wherever it redirects to has what it needs in the URL, so that words about one leave its query out.
+The hub's token is sent only with requests to the hub's own scheme, host and port, for sources that
+name the hub. The URLs it redirects to carry a signature in their query, so messages omit the query.
 """
 
 import asyncio
@@ -19,28 +19,27 @@ import aiohttp
 from aiohttp import abc
 from yarl import URL
 
-from nodeagent.decide.bandwidth import Pace
-from nodeagent.host.wanted import ArtifactError, Cut, TooLong, Wanted
+from nodeagent.decide.bandwidth import MinimumRate
+from nodeagent.host.download import ArtifactError, FileDownload, TransferCut, TransferTooLong
 
 CHUNK_BYTES: Final = 1024 * 1024
 REDIRECTS_MAX: Final = 5
 ANSWER_TIMEOUT_S: Final = 60.0
 
+LOCAL_SCHEMES: Final = ("file:", "pypi:")
+"""Prefixes of the sources that name files of this machine."""
 
-LOCAL: Final = ("file:", "pypi:")
-"""What begins so names files of this machine."""
-
-PATIENCE: Final = Pace(least_bytes_per_s=64 * 1024, window_s=30.0)
-"""An origin may be slower than a peer: there is no other."""
+ORIGIN_MINIMUM_RATE: Final = MinimumRate(bytes_per_s=64 * 1024, window_s=30.0)
+"""Lower than for peers: there is only one origin."""
 
 
 class PublicResolver(abc.AbstractResolver):
-    """Resolves names to public addresses only, so that no origin can send us inside (SSRF)."""
+    """Resolves names to public addresses only, to prevent server-side request forgery."""
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[abc.ResolveResult]:
-        """Return the addresses of `host`, or raise OSError where one is not public."""
+        """Return the addresses of `host`. Raises OSError if one of them is not public."""
         infos = await asyncio.get_running_loop().getaddrinfo(
             host, port, type=socket.SOCK_STREAM, family=family
         )
@@ -60,41 +59,48 @@ class PublicResolver(abc.AbstractResolver):
         return results
 
     async def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: the resolver holds no resources."""
 
 
 def refuse_private(host: str) -> None:
-    """Raise OSError where `host` is an address that is not of the public internet."""
+    """Raise OSError if `host` is an IP address outside the public internet."""
     try:
         address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return
     if not address.is_global:
-        raise OSError(f"refused: {host} is not a public address, and private_sources is not set")
+        raise OSError(
+            f"cannot use {host}: it is not a public address; set private_sources to allow it"
+        )
 
 
-class Sources:
-    """Opens files of artifacts. Private addresses and plain http are for closed networks alone."""
+class ArtifactSources:
+    """Reads artifact files. `private` allows private addresses and plain http."""
 
     def __init__(
-        self, *, private: bool, hf_url: str, hf_token: str = "", pace: Pace = PATIENCE
+        self,
+        *,
+        private: bool,
+        hf_url: str,
+        hf_token: str = "",
+        minimum_rate: MinimumRate = ORIGIN_MINIMUM_RATE,
     ) -> None:
         self._private = private
         self._hf_url = hf_url.rstrip("/")
         self._hf_token = hf_token
-        self._pace = pace
+        self._minimum_rate = minimum_rate
 
     def local_file(self, source: str, path: str) -> Path:
-        """Return the file that a LOCAL source names, or raise ArtifactError."""
+        """Return the path of a file of a local source. Raises ArtifactError."""
         scheme, _, rest = source.partition(":")
         return Path(rest) / path if scheme == "file" else _package_file(rest, path)
 
-    async def fetch(self, source: str, wanted: Wanted) -> str:
-        """Read what is missing of a file from its origin; say what is wrong with the whole.
+    async def fetch(self, source: str, download: FileDownload) -> str:
+        """Fetch the rest of a file from its origin; return what is wrong with it, or "".
 
-        Raises Cut, or ArtifactError for good.
+        Raises TransferCut if it can be resumed, and ArtifactError if a retry would not help.
         """
-        path, offset = wanted.file.path, wanted.held_bytes()
+        path, offset = download.file.path, download.partial_bytes()
         url, is_hub = self._url(source, path), source.startswith("hf:")
         connector = aiohttp.TCPConnector(resolver=None if self._private else PublicResolver())
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=60.0)
@@ -103,32 +109,35 @@ class Sources:
             async with session as http, await self._follow(http, url, offset, is_hub) as response:
                 offset = offset if response.status == 206 else 0
                 chunks = response.content.iter_chunked(CHUNK_BYTES)
-                return await wanted.append(chunks, offset, self._pace, is_far=True)
+                return await download.append(chunks, offset, self._minimum_rate, is_far=True)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise Cut(str(error) or type(error).__name__) from error
-        except TooLong as error:
-            raise ArtifactError(f"cannot take {path} from {source}: {error}") from error
+            raise TransferCut(str(error) or type(error).__name__) from error
+        except TransferTooLong as error:
+            raise ArtifactError(f"cannot fetch {path} from {source}: {error}") from error
 
     async def _follow(
         self, http: aiohttp.ClientSession, address: str, offset: int, names_hub: bool
     ) -> aiohttp.ClientResponse:
+        """Follow redirects to the file; return an answer with status 200 or 206."""
         url = URL()
         for _ in range(REDIRECTS_MAX):
-            # Read once, by what dials: who is meant must not be a matter of opinion.
-            url = self._checked(url, address)
-            is_hub = names_hub and _place(url) == _place(URL(self._hf_url))
+            # Parsed once, by the library that connects, so that check and connection agree.
+            url = self._allowed_url(url, address)
+            is_hub = names_hub and _origin(url) == _origin(URL(self._hf_url))
             response = await self._ask(http, url, offset, self._hf_token if is_hub else "")
             if response.status in (200, 206):
                 return response
             target = response.headers.get("location")
             response.release()
             if response.status not in (301, 302, 303, 307, 308) or target is None:
-                why = f": {self._refused()}" if is_hub and response.status in (401, 403) else ""
+                why = (
+                    f": {self._access_advice()}" if is_hub and response.status in (401, 403) else ""
+                )
                 raise ArtifactError(
-                    f"cannot fetch {_shown(url)}: it answered {response.status}{why}"
+                    f"cannot fetch {_printable(url)}: it answered {response.status}{why}"
                 )
             address = target
-        raise ArtifactError(f"cannot fetch {_shown(url)}: more than {REDIRECTS_MAX} redirects")
+        raise ArtifactError(f"cannot fetch {_printable(url)}: more than {REDIRECTS_MAX} redirects")
 
     async def _ask(
         self, http: aiohttp.ClientSession, url: URL, offset: int, token: str
@@ -143,18 +152,18 @@ class Sources:
                 return await http.get(url, headers=headers, allow_redirects=False)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             reason = error or type(error).__name__
-            raise ArtifactError(f"cannot reach {_shown(url)}: {reason}") from error
+            raise ArtifactError(f"cannot reach {_printable(url)}: {reason}") from error
 
-    def _refused(self) -> str:
-        """Say what a hub means that refuses, and who can do what about it."""
+    def _access_advice(self) -> str:
+        """Return what a hub's refusal means, and what the operator can do about it."""
         if self._hf_token:
             return (
-                "the model is gated or private, and the token of hf_token_file is not good, or "
-                "its account may not read it: ask for access on the model's page of the hub"
+                "the model is gated or private, and the token in hf_token_file is invalid or its "
+                "account has no access; request access on the model's page of the hub"
             )
         return (
-            "the model is gated or private, or there is none of this name; to be let in, name in "
-            "this node's hf_token_file a file with the token of an account that may read it"
+            "the model is gated or private, or does not exist; for a gated model set this node's "
+            "hf_token_file to a file with the token of an account that has access"
         )
 
     def _url(self, source: str, path: str) -> str:
@@ -165,41 +174,46 @@ class Sources:
             return f"{self._hf_url}/{tree}/{quote(path)}"
         if scheme in ("https", "http"):
             return f"{source.rstrip('/')}/{quote(path)}"
-        raise ArtifactError(f"cannot fetch from {source!r}: an unknown kind of source")
+        raise ArtifactError(f"cannot fetch from {source!r}: unknown kind of source")
 
-    def _checked(self, asked: URL, address: str) -> URL:
-        """Return the URL that `address` is, seen from the one `asked` before."""
+    def _allowed_url(self, base: URL, address: str) -> URL:
+        """Return `address` as an absolute URL, relative to `base`.
+
+        Raises ArtifactError if it is not a URL that may be fetched from.
+        """
         try:
-            url = asked.join(URL(address))
+            url = base.join(URL(address))
             url.origin()
         except ValueError as error:
-            raise ArtifactError(f"cannot fetch: the origin names no URL ({error})") from error
+            raise ArtifactError(
+                f"cannot fetch: the origin redirects to an invalid URL ({error})"
+            ) from error
         if self._private:
             return url
         if url.scheme != "https":
             raise ArtifactError(
-                f"cannot fetch {_shown(url)}: only https is taken, unless private_sources is set"
+                f"cannot fetch {_printable(url)}: it is not https; set private_sources to allow it"
             )
         try:
-            # A literal address never meets the resolver.
+            # A literal address is not passed to the resolver.
             refuse_private(url.host or "")
         except OSError as error:
-            raise ArtifactError(f"cannot fetch {_shown(url)}: {error}") from error
+            raise ArtifactError(f"cannot fetch {_printable(url)}: {error}") from error
         return url
 
 
-def _place(url: URL) -> tuple[str, str | None, int | None]:
-    """Return who is asked by a URL: another scheme or port is somebody else."""
+def _origin(url: URL) -> tuple[str, str | None, int | None]:
+    """Return scheme, host and port."""
     return url.scheme, url.host, url.port
 
 
-def _shown(url: URL) -> URL:
-    """Return what may be said of a URL: the query of a signed one lets anybody in."""
+def _printable(url: URL) -> URL:
+    """Return a URL without its query, which may hold a signature that grants access."""
     return url.with_query(None)
 
 
 def _package_file(rest: str, path: str) -> Path:
-    """Return a file of an installed package: `name==version/folder/in/the/wheel/`."""
+    """Return a file of an installed package, named as `name==version/folder/in/the/wheel/`."""
     requirement, _, folder = rest.partition("/")
     name, _, version = requirement.partition("==")
     try:
@@ -209,5 +223,7 @@ def _package_file(rest: str, path: str) -> Path:
             f"cannot fetch from pypi:{rest}: {name} is not installed here; `pip install {name}`"
         ) from error
     if version and package.version != version:
-        raise ArtifactError(f"cannot fetch from pypi:{rest}: {name} {package.version} is installed")
+        raise ArtifactError(
+            f"cannot fetch from pypi:{rest}: version {package.version} of {name} is installed"
+        )
     return Path(str(package.locate_file(f"{folder.rstrip('/')}/{path}".lstrip("/"))))

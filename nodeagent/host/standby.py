@@ -1,9 +1,9 @@
-"""A spare engine process with its imports behind it: half of a cold start is over before it begins.
+"""A spare engine process that has done its imports, which halves a cold start.
 
-Rule 1: at most one spare waits, and only where an engine of its kind has been started before.
-Rule 2: a spare that does not answer for itself (it is gone, its pipe is closed), or cannot be had,
-is no loss: the engine is then started as usual.
-Rule 3: a spare ends with its pipe, so that none outlives the agent.
+Rule 1: at most one spare waits, and only after an engine of its kind has been started.
+Rule 2: without a usable spare (none could start, it exited, its pipe closed) an engine starts as
+usual.
+Rule 3: a spare exits when its pipe closes, so that none outlives the agent.
 """
 
 import logging
@@ -15,70 +15,70 @@ from typing import Final
 
 import msgspec
 
-from nodeagent.drivers.driver import Command
+from nodeagent.drivers.driver import EngineCommand
 from nodeagent.host.processes import Child, spawn
 
 log = logging.getLogger(__name__)
 
-_END_S: Final = 5.0
+EXIT_TIMEOUT_S: Final = 5.0
 
 
-class Standby:
-    """The spare, if there is one. Every call may block for a moment: call from a thread."""
+class StandbyProcess:
+    """Holds the spare, if there is one. Its methods may block: call them from a thread."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
         self._spare: Child | None = None
         self._kind: tuple[str, ...] = ()
 
-    def keep_for(self, command: Command) -> None:
-        """Have a spare for the next engine like this one."""
-        if not command.standby or (self._kind == command.standby and self._alive()):
+    def prepare_for(self, command: EngineCommand) -> None:
+        """Start a spare for the next engine with the same standby command."""
+        if not command.standby or (self._kind == command.standby and self._is_alive()):
             return
-        self.end()
+        self.stop()
         self._kind = command.standby
         try:
             self._log.unlink(missing_ok=True)
             self._spare = spawn(command.standby, self._log, stdin=subprocess.PIPE)
         except OSError as error:
-            log.warning("no spare", extra={"fields": {"reason": str(error)}})
+            log.warning("cannot start a standby process", extra={"fields": {"reason": str(error)}})
 
-    def hand_over(self, command: Command, engine_log: Path) -> Child | None:
-        """Make the spare the engine of `command`; None where there is none that can be."""
-        if not command.standby or self._kind != command.standby or not self._alive():
+    def take_for(self, command: EngineCommand, engine_log: Path) -> Child | None:
+        """Turn the spare into the engine of `command`; return None if there is no usable spare."""
+        if not command.standby or self._kind != command.standby or not self._is_alive():
             return None
         spare, self._spare = self._spare, None
         assert spare is not None
         assert spare.stdin is not None
-        order = {
+        instructions = {
             "arguments": command.arguments[len(command.standby) - 1 :],
             "environment": command.environment,
             "log": str(engine_log),
             "agent": os.getpid(),
         }
         with suppress(BrokenPipeError):
-            spare.stdin.write(msgspec.json.encode(order) + b"\n")
+            spare.stdin.write(msgspec.json.encode(instructions) + b"\n")
             spare.stdin.close()
             return spare
-        _reap(spare)
+        _wait_or_kill(spare)
         return None
 
-    def end(self) -> None:
-        """Let the spare go."""
+    def stop(self) -> None:
+        """End the spare, if there is one."""
         spare, self._spare = self._spare, None
         if spare is not None:
             assert spare.stdin is not None
             with suppress(BrokenPipeError):
                 spare.stdin.close()
-            _reap(spare)
+            _wait_or_kill(spare)
 
-    def _alive(self) -> bool:
+    def _is_alive(self) -> bool:
         return self._spare is not None and self._spare.poll() is None
 
 
-def _reap(spare: Child) -> None:
+def _wait_or_kill(spare: Child) -> None:
     try:
-        spare.wait(_END_S)
+        spare.wait(EXIT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         spare.kill()
         spare.wait()

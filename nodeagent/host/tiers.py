@@ -1,6 +1,6 @@
-"""Where weights lie on this node, and how fast they come from there: the page cache, the disk.
+"""Where an artifact's bytes are, in the page cache or on disk, and how fast the disk reads.
 
-Blocking: called from threads.
+These functions block: call them from a thread.
 """
 
 import ctypes
@@ -13,69 +13,76 @@ from pathlib import Path
 from typing import Final
 
 PROBES: Final = 64
-"""Pages looked at to say whether an artifact is in the page cache."""
+"""Number of pages that are checked to decide whether an artifact is in the page cache."""
 
 CACHED_SHARE: Final = 0.95
 STILL_CACHED_SHARE: Final = 0.5
-"""What was in the page cache counts as there until half of it is gone: it must not come and go."""
+"""An artifact counts as cached from CACHED_SHARE on, and until it falls below this share. The gap
+keeps the report from flapping."""
 
 READ_BYTES: Final = 4 * 1024 * 1024
 MEASURED_BYTES: Final = 64 * 1024 * 1024
-"""What is read to see how fast the disk is; files smaller than it say nothing."""
+"""Bytes read to measure the disk; smaller files are not measured."""
 
 _libc: Final = ctypes.CDLL(None)
 
 
 def is_in_host_memory(files: Sequence[Path], was: bool = False) -> bool:
-    """Say whether these files can be read almost without the disk; `was` is the last answer."""
+    """Return True if nearly all pages of the files are in the page cache.
+
+    `was` is the previous result.
+    """
     sizes = [file.stat().st_size for file in files]
-    total = sum(sizes)
-    if not total:
+    total_bytes = sum(sizes)
+    if not total_bytes:
         return False
-    step = max(1, total // PROBES)
-    probed = cached = begins = 0
+    step = max(1, total_bytes // PROBES)
+    probed = cached = file_start = 0
     for file, size in zip(files, sizes, strict=True):
-        # The probes lie `step` apart in all the files laid end to end.
-        offsets = range(-begins % step, size, step)
-        begins += size
+        # Probes lie `step` bytes apart in the concatenation of all files.
+        offsets = range(-file_start % step, size, step)
+        file_start += size
         if not offsets:
             continue
         probed += len(offsets)
-        cached += _cached_at(file, size, offsets)
+        cached += _count_cached(file, size, offsets)
     return cached >= (STILL_CACHED_SHARE if was else CACHED_SHARE) * probed
 
 
 def disk_bytes_per_s(file: Path) -> float:
-    """Return how fast a file comes from the disk itself; 0 where that cannot be said.
+    """Measure how fast the disk reads a file; 0 if the file is too small or cannot be read.
 
-    Read past the page cache, which is left as it is: neither measured nor emptied.
+    Direct I/O bypasses the page cache and leaves its content as it is.
     """
     if file.stat().st_size < MEASURED_BYTES:
         return 0.0
     with suppress(OSError), mmap.mmap(-1, READ_BYTES) as aligned:
         descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         try:
-            began = time.monotonic()
+            start_s = time.monotonic()
             for offset in range(0, MEASURED_BYTES, READ_BYTES):
                 os.preadv(descriptor, [aligned], offset)
-            return MEASURED_BYTES / max(time.monotonic() - began, 1e-6)
+            return MEASURED_BYTES / max(time.monotonic() - start_s, 1e-6)
         finally:
             os.close(descriptor)
     return 0.0
 
 
-def _cached_at(file: Path, size: int, offsets: Iterable[int]) -> int:
-    """Count the offsets whose page is in the page cache; reading them would put them there."""
-    seen = ctypes.c_ubyte()
+def _count_cached(file: Path, size: int, offsets: Iterable[int]) -> int:
+    """Count the offsets whose page is in the page cache, by mincore(2), without reading them."""
+    residency = ctypes.c_ubyte()
     cached = 0
-    # Private and never written to: a mapping whose address ctypes will tell.
+    # A private mapping that is never written to: ctypes gives its address only if it is writable.
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_COPY) as m:
-        first = ctypes.c_char.from_buffer(m)
-        begins = ctypes.addressof(first)
+        first_byte = ctypes.c_char.from_buffer(m)
+        address = ctypes.addressof(first_byte)
         for offset in offsets:
-            page = begins + offset - offset % mmap.PAGESIZE
-            if _libc.mincore(ctypes.c_void_p(page), ctypes.c_size_t(1), ctypes.byref(seen)) == 0:
-                cached += seen.value & 1
-        # The mapping cannot be closed while something points into it.
-        del first
+            page = address + offset - offset % mmap.PAGESIZE
+            result = _libc.mincore(
+                ctypes.c_void_p(page), ctypes.c_size_t(1), ctypes.byref(residency)
+            )
+            if result == 0:
+                cached += residency.value & 1
+        # A mapping cannot be closed while a ctypes object points into it.
+        del first_byte
     return cached

@@ -1,1 +1,1 @@
-"""Duties: converge, prefetch, report."""
+"""The agent's periodic jobs: converge, prefetch, report."""

@@ -1,4 +1,4 @@
-"""CORRIDOR: what is assigned, what runs, what to do about the difference."""
+"""Main path of an assignment: compares it with what runs, then starts and stops replicas."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,26 +8,35 @@ from isochrone.wire.ids import ReplicaId
 from isochrone.wire.report import Refusal
 from nodeagent.decide.reconcile import reconcile
 from nodeagent.drivers import DRIVERS
-from nodeagent.node import Node
+from nodeagent.node import NodeState
 from nodeagent.supervisor import Supervisor
 
-REFUSED_S: Final = 60.0
+REFUSAL_REPORT_S: Final = 60.0
+"""How long a refusal is reported after the assignment dropped it, so that the scheduler does not
+place the replica here again at once."""
 
 
-class Converged(NamedTuple):
-    """One turn's counts."""
+class ConvergeCounts(NamedTuple):
+    """The counts of one turn."""
 
-    began: int = 0
+    started: int = 0
     ended: int = 0
     refused: int = 0
 
 
-class Converge:
-    """Makes what runs become what is assigned."""
+class _TimedRefusal(NamedTuple):
+    """A refusal and when it was last made."""
+
+    at_s: float
+    refusal: Refusal
+
+
+class ConvergeJob:
+    """Makes the running replicas match the assignment."""
 
     def __init__(
         self,
-        node: Node,
+        node: NodeState,
         supervisor: Supervisor,
         clock: Callable[[], float],
         rank_ports: tuple[int, int] | None = None,
@@ -36,45 +45,45 @@ class Converge:
         self._supervisor = supervisor
         self._clock = clock
         self._rank_ports = rank_ports
-        self._refused: dict[ReplicaId, tuple[float, Refusal]] = {}
+        self._refusals: dict[ReplicaId, _TimedRefusal] = {}
 
-    async def run_once(self) -> Converged:
-        """Reconcile and take the steps; a turn without a difference takes none."""
-        await self._node.take_unkept()
+    async def run_once(self) -> ConvergeCounts:
+        """Reconcile once and apply the steps."""
+        await self._node.retry_unsaved()
         assignment = self._node.assignment
         if assignment is None:
-            return Converged()
+            return ConvergeCounts()
         devices = await self._node.read_devices()
         steps = reconcile(
             assignment,
             self._supervisor.states(),
             [device.device_id for device in devices if device.healthy],
-            await asyncio.to_thread(_lacks),
+            await asyncio.to_thread(_missing_by_driver),
             self._rank_ports,
         )
-        for tombstone in steps.endings:
+        for tombstone in steps.stops:
             self._supervisor.end(tombstone)
-        for spec in steps.beginnings:
-            self._supervisor.begin(spec)
-        self._note(steps.refusals)
-        return Converged(len(steps.beginnings), len(steps.endings), len(steps.refusals))
+        for spec in steps.starts:
+            self._supervisor.start(spec)
+        self._update_refusals(steps.refusals)
+        return ConvergeCounts(len(steps.starts), len(steps.stops), len(steps.refusals))
 
-    def _note(self, refusals: tuple[Refusal, ...]) -> None:
-        """Tell what is refused, and for REFUSED_S what was: its like would come at once."""
+    def _update_refusals(self, refusals: tuple[Refusal, ...]) -> None:
+        """Report these refusals, and those of the last REFUSAL_REPORT_S."""
         now = self._clock()
-        self._refused |= {one.replica_id: (now, one) for one in refusals}
+        self._refusals |= {r.replica_id: _TimedRefusal(now, r) for r in refusals}
         running = self._supervisor.replicas
-        self._refused = {
-            replica_id: (at, one)
-            for replica_id, (at, one) in self._refused.items()
-            if now - at < REFUSED_S and replica_id not in running
+        self._refusals = {
+            replica_id: timed
+            for replica_id, timed in self._refusals.items()
+            if now - timed.at_s < REFUSAL_REPORT_S and replica_id not in running
         }
-        told = tuple(one for _, one in self._refused.values())
-        if told != self._node.refusals:
-            self._node.refusals = told
+        reported = tuple(timed.refusal for timed in self._refusals.values())
+        if reported != self._node.refusals:
+            self._node.refusals = reported
             self._node.nudge_report()
 
 
-def _lacks() -> dict[str, str]:
-    """Say of each driver what it lacks here; each turn, for it may be installed meanwhile."""
-    return {name: driver.lacks() for name, driver in DRIVERS.items()}
+def _missing_by_driver() -> dict[str, str]:
+    """Return what each driver's engine lacks on this node. It may be installed at any time."""
+    return {name: driver.missing() for name, driver in DRIVERS.items()}

@@ -1,73 +1,73 @@
-"""Fetches weights that this node is to have before it runs them, one artifact at a time.
+"""Fetches artifacts ahead of their use, one at a time, in the order of the assignment.
 
-A start goes first: as soon as a replica waits for its weights, what is fetched here waits for it,
-and goes on later from the bytes that came.
+A starting replica goes first: while one waits for its artifact, the prefetch is suspended. Later it
+resumes from the bytes that were fetched.
 """
 
 import asyncio
 import logging
 from typing import Final, NamedTuple
 
-from isochrone.wire.assignment import Prefetch
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.host.wanted import ArtifactError
-from nodeagent.node import Node
+from isochrone.wire.assignment import ArtifactPrefetch
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.download import ArtifactError
+from nodeagent.node import NodeState
 from nodeagent.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-LOOK_INTERVAL_S: Final = 0.5
+CHECK_INTERVAL_S: Final = 0.5
 
 
-class Prefetched(NamedTuple):
-    """One turn's counts; `waits` where a start went first or the wish was taken back."""
+class PrefetchCounts(NamedTuple):
+    """The counts of one turn; `is_suspended` if a start went first or a prefetch was withdrawn."""
 
     fetched: int = 0
     failed: int = 0
-    waits: bool = False
+    is_suspended: bool = False
 
 
-class PrefetchDuty:
-    """What is wished is in the assignment, in its order; one that fails keeps no other waiting."""
+class PrefetchJob:
+    """Fetches the artifacts that the assignment lists. A failed one does not stop the others."""
 
-    def __init__(self, node: Node, supervisor: Supervisor, artifacts: Artifacts) -> None:
+    def __init__(self, node: NodeState, supervisor: Supervisor, artifacts: ArtifactStore) -> None:
         self._node = node
         self._supervisor = supervisor
         self._artifacts = artifacts
 
-    async def run_once(self) -> Prefetched:
-        """Fetch what is wished and not here; a turn may take as long as the weights do."""
+    async def run_once(self) -> PrefetchCounts:
+        """Fetch every listed artifact that is missing. A turn takes as long as the transfers do."""
         fetched = failed = 0
-        for wished in self._node.prefetches():
-            if wished.artifact.digest in await asyncio.to_thread(self._artifacts.held):
+        for prefetch in self._node.prefetches():
+            if prefetch.artifact.digest in await asyncio.to_thread(self._artifacts.digests):
                 continue
-            if not self._may_go_on(wished):
-                return Prefetched(fetched, failed, waits=True)
+            if not self._may_continue(prefetch):
+                return PrefetchCounts(fetched, failed, is_suspended=True)
             try:
-                if not await self._fetch(wished):
-                    return Prefetched(fetched, failed, waits=True)
+                if not await self._fetch(prefetch):
+                    return PrefetchCounts(fetched, failed, is_suspended=True)
             except ArtifactError as error:
                 failed += 1
-                log.warning("not prefetched", extra={"fields": {"reason": str(error)}})
+                log.warning("prefetch failed", extra={"fields": {"reason": str(error)}})
             else:
                 fetched += 1
                 self._node.nudge_report()
-        return Prefetched(fetched, failed)
+        return PrefetchCounts(fetched, failed)
 
-    async def _fetch(self, wished: Prefetch) -> bool:
-        """Fetch one artifact; False where it had to stop for something else."""
-        pinned = {one.artifact.digest for one in self._node.prefetches()}
+    async def _fetch(self, prefetch: ArtifactPrefetch) -> bool:
+        """Fetch one artifact; return False if it was suspended. Raises ArtifactError."""
+        pinned = {listed.artifact.digest for listed in self._node.prefetches()}
         fetch = asyncio.create_task(
             self._artifacts.ensure(
-                wished.artifact,
+                prefetch.artifact,
                 pinned | set(self._supervisor.pinned()),
                 lambda _: None,
-                bytes_per_s=wished.bytes_per_s,
+                bytes_per_s=prefetch.bytes_per_s,
             )
         )
         try:
-            while not fetch.done() and self._may_go_on(wished):
-                await asyncio.wait((fetch,), timeout=LOOK_INTERVAL_S)
+            while not fetch.done() and self._may_continue(prefetch):
+                await asyncio.wait((fetch,), timeout=CHECK_INTERVAL_S)
             if not fetch.done():
                 return False
             fetch.result()
@@ -76,5 +76,5 @@ class PrefetchDuty:
             fetch.cancel()
             await asyncio.gather(fetch, return_exceptions=True)
 
-    def _may_go_on(self, wished: Prefetch) -> bool:
-        return not self._supervisor.is_fetching() and wished in self._node.prefetches()
+    def _may_continue(self, prefetch: ArtifactPrefetch) -> bool:
+        return not self._supervisor.is_fetching() and prefetch in self._node.prefetches()

@@ -9,7 +9,7 @@ import uvloop
 from isochrone.service.logs import setup_logs
 from isochrone.wire.engine import EngineConfig
 from nodeagent.mock.engine import MockEngine
-from nodeagent.mock.server import Server
+from nodeagent.mock.server import MockServer
 
 
 def main() -> None:
@@ -18,11 +18,11 @@ def main() -> None:
     path = Path(sys.argv[sys.argv.index("--config") + 1])
     config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
     if "fail_load" in config.options:
-        sys.stderr.write("cannot load the model: told to fail\n")
+        sys.stderr.write("cannot load the model: option fail_load is set\n")
         raise SystemExit(1)
 
     async def serve() -> None:
-        await Server(MockEngine(config), config).serve()
+        await MockServer(MockEngine(config), config).serve()
 
     uvloop.run(serve())
 

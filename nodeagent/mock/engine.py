@@ -1,8 +1,8 @@
-"""Numbered tokens ("t0 t1 t2 ...") at a set pace, with faults on request. A prompt's are its words.
+"""Generates numbered tokens ("t0 t1 t2 ...") at a set pace, with faults on request.
 
-Options (`EngineConfig.options`): ttft_ms, itl_ms, kv_tokens, sequences, fail_load, crash_at_token,
-hang_at_token, garbage_at_token, error_status, zombie, memory_full. The same faults may come with a
-request, in its field `mock`.
+A prompt's tokens are its words. Options (`EngineConfig.options`): ttft_ms, itl_ms, kv_tokens,
+sequences, fail_load, crash_at_token, hang_at_token, garbage_at_token, error_status, zombie,
+memory_full. A request can set the same faults for itself in its field `mock`.
 """
 
 import asyncio
@@ -21,18 +21,18 @@ CACHED_PREFIXES_MAX: Final = 10_000
 GARBAGE: Final = "\ufffd\x00\ufffd"
 
 
-class Asked(NamedTuple):
-    """What the engine is asked for: so many tokens from `first` on, after these words."""
+class MockRequest(NamedTuple):
+    """A request for `max_tokens` numbered tokens from `first_token` on, after a prompt."""
 
-    words: Sequence[str]
-    first: int
+    prompt_words: Sequence[str]
+    first_token: int
     max_tokens: int
     salt: str
     faults: dict[str, float]
 
 
-class Piece(NamedTuple):
-    """One token of an answer, how many of its prompt were cached, and whether it is the last."""
+class MockToken(NamedTuple):
+    """One generated token. `cached` counts the prompt tokens found in the prefix cache."""
 
     text: str
     cached: int
@@ -40,14 +40,14 @@ class Piece(NamedTuple):
 
 
 class MockEngine:
-    """An engine whose every token is known beforehand."""
+    """An engine with a predictable output."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._options = config.options
         self._kv_tokens = int(self._options.get("kv_tokens", "100000"))
         self._slots = asyncio.Semaphore(int(self._options.get("sequences", "64")))
-        self._prefixes: OrderedDict[int, None] = OrderedDict()
+        self._cached_prefixes: OrderedDict[int, None] = OrderedDict()
         self._running = 0
         self._waiting = 0
         self._kv_used = 0
@@ -56,19 +56,26 @@ class MockEngine:
         self.tokens_out = 0
         self.last_token_at = time.monotonic()
 
-    async def generate(self, asked: Asked) -> AsyncGenerator[Piece, None]:
-        """Yield numbered tokens."""
-        needed = len(asked.words) + asked.max_tokens
+    async def generate(self, request: MockRequest) -> AsyncGenerator[MockToken, None]:
+        """Yield numbered tokens. Raises ApiError if the request is too long or the engine full."""
+        prompt_tokens = len(request.prompt_words)
+        needed = prompt_tokens + request.max_tokens
         if needed > self._config.context_tokens_max:
             raise ApiError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"cannot serve: {len(asked.words)} prompt tokens and {asked.max_tokens} more are "
-                f"over the context of {self._config.context_tokens_max}",
+                f"cannot serve the request: {prompt_tokens} prompt tokens and {request.max_tokens} "
+                f"output tokens exceed the context of {self._config.context_tokens_max} tokens",
             )
         if self._kv_used + needed > self._kv_tokens or self._waiting >= self._config.waiting_max:
-            raise ApiError(ErrorCode.OUT_OF_CAPACITY, "cannot serve: full", retry_after_s=1)
-        if self._fault(asked, "error_status"):
-            raise ApiError(ErrorCode.INTERNAL, "cannot serve: told to fail")
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY,
+                "cannot serve the request: the engine is full",
+                retry_after_s=1,
+            )
+        if self._fault(request, "error_status"):
+            raise ApiError(
+                ErrorCode.INTERNAL, "cannot serve the request: option error_status is set"
+            )
         self._waiting += 1
         try:
             await self._slots.acquire()
@@ -77,15 +84,15 @@ class MockEngine:
         self._kv_used += needed
         self._running += 1
         try:
-            async for piece in self._tokens(asked):
-                yield piece
+            async for token in self._tokens(request):
+                yield token
         finally:
             self._running -= 1
             self._kv_used -= needed
             self._slots.release()
 
     def stats(self) -> EngineStats:
-        """Say how busy it is."""
+        """Return the engine's statistics."""
         return EngineStats(
             running=self._running,
             waiting=self._waiting,
@@ -100,38 +107,40 @@ class MockEngine:
             memory_full="memory_full" in self._options,
         )
 
-    async def _tokens(self, asked: Asked) -> AsyncGenerator[Piece, None]:
-        cached = self._cached(asked)
-        self._prompt_total += len(asked.words)
+    async def _tokens(self, request: MockRequest) -> AsyncGenerator[MockToken, None]:
+        cached = self._look_up_prefix(request)
+        self._prompt_total += len(request.prompt_words)
         self._cached_total += cached
-        await asyncio.sleep(self._fault(asked, "ttft_ms") / 1000)
-        end = asked.first + asked.max_tokens
-        for number in range(asked.first, end):
-            if number > asked.first:
-                await asyncio.sleep(self._fault(asked, "itl_ms") / 1000)
-            if self._fault(asked, "crash_at_token", -1) == number:
+        await asyncio.sleep(self._fault(request, "ttft_ms") / 1000)
+        end = request.first_token + request.max_tokens
+        for number in range(request.first_token, end):
+            if number > request.first_token:
+                await asyncio.sleep(self._fault(request, "itl_ms") / 1000)
+            if self._fault(request, "crash_at_token", -1) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if self._fault(asked, "hang_at_token", -1) == number or "zombie" in self._options:
+            if self._fault(request, "hang_at_token", -1) == number or "zombie" in self._options:
                 await asyncio.Event().wait()
             self.tokens_out += 1
             self.last_token_at = time.monotonic()
-            is_garbage = self._fault(asked, "garbage_at_token", -1) == number
-            yield Piece(GARBAGE if is_garbage else f"t{number} ", cached, number == end - 1)
+            is_garbage = self._fault(request, "garbage_at_token", -1) == number
+            yield MockToken(GARBAGE if is_garbage else f"t{number} ", cached, number == end - 1)
 
-    def _fault(self, asked: Asked, name: str, none: float = 0.0) -> float:
-        return float(asked.faults.get(name, self._options.get(name, none)))
+    def _fault(self, request: MockRequest, name: str, default: float = 0.0) -> float:
+        """Return a fault's value: the request's, else the engine's, else the default."""
+        return float(request.faults.get(name, self._options.get(name, default)))
 
-    def _cached(self, asked: Asked) -> int:
-        """Return the words whose blocks were seen with this salt before, and remember them all."""
+    def _look_up_prefix(self, request: MockRequest) -> int:
+        """Count the prompt words in the prefix cache of this salt, then add the prompt to it."""
         cached = 0
-        chain = hash(asked.salt)
-        hit = True
-        for start in range(0, len(asked.words) - len(asked.words) % BLOCK_WORDS, BLOCK_WORDS):
-            chain = hash((chain, *asked.words[start : start + BLOCK_WORDS]))
-            hit = hit and chain in self._prefixes
-            cached += BLOCK_WORDS if hit else 0
-            self._prefixes[chain] = None
-            self._prefixes.move_to_end(chain)
-        while len(self._prefixes) > CACHED_PREFIXES_MAX:
-            self._prefixes.popitem(last=False)
+        chain = hash(request.salt)
+        is_hit = True
+        words = request.prompt_words
+        for start in range(0, len(words) - len(words) % BLOCK_WORDS, BLOCK_WORDS):
+            chain = hash((chain, *words[start : start + BLOCK_WORDS]))
+            is_hit = is_hit and chain in self._cached_prefixes
+            cached += BLOCK_WORDS if is_hit else 0
+            self._cached_prefixes[chain] = None
+            self._cached_prefixes.move_to_end(chain)
+        while len(self._cached_prefixes) > CACHED_PREFIXES_MAX:
+            self._cached_prefixes.popitem(last=False)
         return cached

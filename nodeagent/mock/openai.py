@@ -1,35 +1,36 @@
-"""The OpenAI bodies that the mock takes and gives: as much of them as numbered tokens need."""
+"""The part of OpenAI's request and response bodies that the mock engine needs."""
 
 from typing import Annotated, Any, Final
 
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.mock.engine import Asked
+from nodeagent.mock.engine import MockRequest
 
-MAX_TOKENS_DEFAULT: Final = 256
+CHAT_TOKENS_DEFAULT: Final = 256
+COMPLETION_TOKENS_DEFAULT: Final = 16
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 
 
-class TextPart(msgspec.Struct, frozen=True):
-    """One part of a message's content; only text is understood."""
+class MockTextPart(msgspec.Struct, frozen=True):
+    """One part of a message's content; only text parts are accepted."""
 
     type: str
     text: str = ""
 
 
-class Message(msgspec.Struct, frozen=True):
+class MockMessage(msgspec.Struct, frozen=True):
     """One message of a conversation."""
 
     role: str
-    content: str | tuple[TextPart, ...] | None = None
+    content: str | tuple[MockTextPart, ...] | None = None
 
 
-class Body(msgspec.Struct, frozen=True):
+class MockRequestBody(msgspec.Struct, frozen=True):
     """`POST /v1/chat/completions` with messages, or `POST /v1/completions` with a prompt."""
 
-    messages: Annotated[tuple[Message, ...], msgspec.Meta(min_length=1)] | None = None
+    messages: Annotated[tuple[MockMessage, ...], msgspec.Meta(min_length=1)] | None = None
     prompt: str | tuple[str | int, ...] | None = None
     model: str = ""
     max_tokens: Count | None = None
@@ -40,44 +41,44 @@ class Body(msgspec.Struct, frozen=True):
     mock: dict[str, float] | None = None
 
 
-_decoder = msgspec.json.Decoder(Body)
+_decoder = msgspec.json.Decoder(MockRequestBody)
 
 
-def read(data: bytes) -> Body:
-    """Decode a body, or raise ApiError saying what is wrong with it."""
+def decode(data: bytes) -> MockRequestBody:
+    """Decode a request body. Raises ApiError."""
     try:
         body = _decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise _refused(str(error)) from error
+        raise _invalid(str(error)) from error
     if body.n not in (None, 1):
-        raise _refused("one answer a request: n must be 1", "n")
+        raise _invalid("n must be 1", "n")
     return body
 
 
-def asked_of(body: Body, *, is_chat: bool, salt: str) -> Asked:
-    """Return what a body asks for.
+def mock_request(body: MockRequestBody, *, is_chat: bool, salt: str) -> MockRequest:
+    """Translate a body into a request. Raises ApiError if it has no prompt.
 
-    The token after a text that ends in "t41" is t42 where the last message is the assistant's, or
-    the text a prompt: a continued answer then shows whether a token was lost or repeated.
+    If the prompt, or the assistant's last message, ends in "t41", the answer begins with t42. In
+    this way a resumed answer shows whether a token was lost or repeated.
     """
     if is_chat:
-        told = [(message.role, _text(message)) for message in body.messages or ()]
-        words = [word for role, text in told for word in (role, *text.split())]
-        goes_on = told[-1][1] if told and told[-1][0] == "assistant" else ""
-        tokens = body.max_completion_tokens or body.max_tokens or MAX_TOKENS_DEFAULT
+        texts = [(message.role, _text(message)) for message in body.messages or ()]
+        words = [word for role, text in texts for word in (role, *text.split())]
+        resumed_text = texts[-1][1] if texts and texts[-1][0] == "assistant" else ""
+        max_tokens = body.max_completion_tokens or body.max_tokens or CHAT_TOKENS_DEFAULT
     else:
-        goes_on, words = _prompt(body.prompt)
-        tokens = body.max_tokens or 16
+        resumed_text, words = _prompt(body.prompt)
+        max_tokens = body.max_tokens or COMPLETION_TOKENS_DEFAULT
     if not words:
-        raise _refused("nothing is asked", "messages" if is_chat else "prompt")
-    last = goes_on.split()[-1:]
+        raise _invalid("the prompt is empty", "messages" if is_chat else "prompt")
+    last = resumed_text.split()[-1:]
     number = last[0].removeprefix("t") if last and last[0].startswith("t") else ""
-    first = int(number) + 1 if number.isdigit() else 0
-    return Asked(words, first, tokens, salt, body.mock or {})
+    first_token = int(number) + 1 if number.isdigit() else 0
+    return MockRequest(words, first_token, max_tokens, salt, body.mock or {})
 
 
-class Encoder:
-    """Encodes the answer to one request as chunks, or as one object."""
+class MockAnswerEncoder:
+    """Encodes the answer to one request, as the chunks of a stream or as one object."""
 
     def __init__(self, *, is_chat: bool, request_id: str, model: str, created: int) -> None:
         self._is_chat = is_chat
@@ -85,66 +86,66 @@ class Encoder:
         answer_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}"
         self._head = {"id": answer_id, "created": created, "model": model}
 
-    def first(self) -> bytes:
-        """Return the frame that names the role; completions have none."""
-        return (
-            self._frame({"delta": {"role": "assistant", "content": ""}}) if self._is_chat else b""
-        )
+    def first_chunk(self) -> bytes:
+        """Return a chat's first chunk, which names the role; "" for a completion."""
+        if not self._is_chat:
+            return b""
+        return self._choice_chunk({"delta": {"role": "assistant", "content": ""}})
 
-    def piece(self, text: str, *, is_last: bool) -> bytes:
-        """Return the frame of one piece of text."""
-        said: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
-        return self._frame(said, "length" if is_last else None)
+    def token_chunk(self, text: str, *, is_last: bool) -> bytes:
+        """Return the chunk of one token."""
+        content: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
+        return self._choice_chunk(content, "length" if is_last else None)
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        """Return the frame that tells what was used."""
-        return self._event({"choices": [], "usage": usage})
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        """Return the chunk with the usage."""
+        return self._chunk({"choices": [], "usage": usage})
 
-    def whole(self, text: str, usage: dict[str, Any]) -> bytes:
+    def complete(self, text: str, usage: dict[str, Any]) -> bytes:
         """Return the answer as one object."""
-        said: dict[str, Any] = {"text": text}
+        content: dict[str, Any] = {"text": text}
         if self._is_chat:
-            said = {"message": {"role": "assistant", "content": text}}
-        choice = {"index": 0, "finish_reason": "length", **said}
+            content = {"message": {"role": "assistant", "content": text}}
+        choice = {"index": 0, "finish_reason": "length", **content}
         body = {"object": self._kind, "choices": [choice], "usage": usage}
         return msgspec.json.encode({**self._head, **body})
 
-    def _frame(self, said: dict[str, Any], finish_reason: str | None = None) -> bytes:
-        return self._event({"choices": [{"index": 0, "finish_reason": finish_reason, **said}]})
+    def _choice_chunk(self, content: dict[str, Any], finish_reason: str | None = None) -> bytes:
+        return self._chunk({"choices": [{"index": 0, "finish_reason": finish_reason, **content}]})
 
-    def _event(self, body: dict[str, Any]) -> bytes:
+    def _chunk(self, body: dict[str, Any]) -> bytes:
         kind = f"{self._kind}.chunk" if self._is_chat else self._kind
         return b"data: " + msgspec.json.encode({**self._head, "object": kind, **body}) + b"\n\n"
 
 
-def used(prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    """Return OpenAI's form of what a request used, in tokens."""
+def usage_of(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Return OpenAI's usage object."""
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 
-def _text(message: Message) -> str:
+def _text(message: MockMessage) -> str:
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
     if any(part.type != "text" for part in message.content):
-        raise _refused("only text content is understood by this model", "messages")
+        raise _invalid("this model accepts only text content", "messages")
     return "".join(part.text for part in message.content)
 
 
 def _prompt(prompt: str | tuple[str | int, ...] | None) -> tuple[str, list[str]]:
-    """Return the text that may be gone on from, and the words."""
+    """Return a completion's prompt as the text that may be resumed, and as words."""
     if isinstance(prompt, tuple) and len(prompt) == 1 and isinstance(prompt[0], str):
         prompt = prompt[0]
     if isinstance(prompt, str):
         return prompt, prompt.split() or [""]
     if not prompt or any(isinstance(token, str) for token in prompt):
-        raise _refused("give one text, or one list of token ids", "prompt")
+        raise _invalid("expected one string or one list of token ids", "prompt")
     return "", [str(token) for token in prompt]
 
 
-def _refused(what: str, param: str | None = None) -> ApiError:
-    return ApiError(ErrorCode.INVALID_REQUEST, f"cannot serve the request: {what}", param=param)
+def _invalid(reason: str, param: str | None = None) -> ApiError:
+    return ApiError(ErrorCode.INVALID_REQUEST, f"cannot serve the request: {reason}", param=param)

@@ -1,4 +1,4 @@
-"""The mock's socket: OpenAI bodies in, frames out, with the doors that an agent asks at."""
+"""The mock engine's HTTP server: OpenAI's routes, and those that the agent uses."""
 
 import asyncio
 import secrets
@@ -23,25 +23,25 @@ from isochrone.wire.engine import EngineConfig, EngineHealth
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.ids import is_request_id
 from nodeagent.mock import openai
-from nodeagent.mock.engine import Asked, MockEngine, Piece
+from nodeagent.mock.engine import MockEngine, MockRequest, MockToken
 
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024
 BODY_TIMEOUT_S: Final = 30.0
 
 
-class Server:
-    """Serves one engine on one Unix socket until it is told to stop."""
+class MockServer:
+    """Serves one mock engine on one Unix socket."""
 
     def __init__(self, engine: MockEngine, config: EngineConfig) -> None:
         self._engine = engine
         self._config = config
-        self._open = 0
-        self._draining = False
+        self._in_flight = 0
+        self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     def app(self) -> web.Application:
-        """Return the routes."""
+        """Return the application with its routes."""
         app = web.Application(
             client_max_size=BODY_BYTES_MAX, middlewares=[error_middleware(_as_openai)]
         )
@@ -55,50 +55,52 @@ class Server:
         return app
 
     async def serve(self) -> None:
-        """Serve until SIGTERM, then finish what is open, for `drain_s` at most."""
+        """Serve until SIGTERM, then wait for the requests in flight, for at most `drain_s`."""
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopping.set)
         path = Path(self._config.socket)
-        # What an earlier life left goes.
+        # An earlier process may have left its socket.
         path.unlink(missing_ok=True)
         async with serve_http_unix(self.app(), path, encode_error=_as_openai):
             await stopping.wait()
-            self._draining = True
+            self._is_draining = True
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.drain_s):
                     await self._idle.wait()
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        if self._draining:
+    async def _answer(self, http_request: web.Request) -> web.StreamResponse:
+        if self._is_draining:
             raise ApiError(
-                ErrorCode.UNAVAILABLE, "cannot serve: this engine is draining", retry_after_s=1
+                ErrorCode.UNAVAILABLE,
+                "cannot serve the request: this engine is draining",
+                retry_after_s=1,
             )
-        body = openai.read(
-            await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
+        body = openai.decode(
+            await read_body(http_request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
         )
-        is_chat = request.path == "/v1/chat/completions"
-        salt = request.headers.get(headers.CACHE_SALT, "")[:128]
-        asked = openai.asked_of(body, is_chat=is_chat, salt=salt)
-        request_id = request.headers.get(headers.REQUEST_ID, "")
-        encoder = openai.Encoder(
+        is_chat = http_request.path == "/v1/chat/completions"
+        salt = http_request.headers.get(headers.CACHE_SALT, "")[:128]
+        request = openai.mock_request(body, is_chat=is_chat, salt=salt)
+        request_id = http_request.headers.get(headers.REQUEST_ID, "")
+        encoder = openai.MockAnswerEncoder(
             is_chat=is_chat,
             request_id=request_id if is_request_id(request_id) else secrets.token_hex(12),
             model=body.model or self._config.served_name,
             created=int(time.time()),
         )
-        self._open += 1
+        self._in_flight += 1
         self._idle.clear()
         try:
-            async with aclosing(self._engine.generate(asked)) as pieces:
+            async with aclosing(self._engine.generate(request)) as tokens:
                 if not body.stream:
-                    return await _whole(asked, pieces, encoder)
+                    return await _complete(request, tokens, encoder)
                 wants_usage = bool((body.stream_options or {}).get("include_usage"))
-                return await _stream(request, asked, pieces, encoder, wants_usage)
+                return await _stream(http_request, request, tokens, encoder, wants_usage)
         finally:
-            self._open -= 1
-            if self._open == 0:
+            self._in_flight -= 1
+            if self._in_flight == 0:
                 self._idle.set()
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -106,10 +108,10 @@ class Server:
         return _json({"object": "list", "data": [entry]})
 
     async def _health(self, request: web.Request) -> web.Response:
-        """Say that all is well; a zombie says so too."""
+        """Report that the engine is healthy, even if option `zombie` makes it hang."""
         tokens_out = self._engine.tokens_out
         health = EngineHealth(
-            status="draining" if self._draining else "ok",
+            status="draining" if self._is_draining else "ok",
             model=self._config.served_name,
             steps=tokens_out,
             tokens_out=tokens_out,
@@ -121,48 +123,53 @@ class Server:
         return _json(self._engine.stats())
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        told = msgspec.structs.asdict(self._engine.stats())
-        del told["kind"]
+        stats = msgspec.structs.asdict(self._engine.stats())
+        del stats["kind"]
         lines = [
             f"# TYPE isochrone_engine_{name} {'counter' if name.endswith('_total') else 'gauge'}\n"
             f"isochrone_engine_{name} {float(value)}\n"
-            for name, value in told.items()
+            for name, value in stats.items()
         ]
         return web.Response(text="".join(lines), content_type="text/plain")
 
     async def _drain(self, request: web.Request) -> web.Response:
-        self._draining = True
-        return _json({"open": self._open})
+        self._is_draining = True
+        return _json({"open": self._in_flight})
 
 
 async def _stream(
-    request: web.Request,
-    asked: Asked,
-    pieces: AsyncGenerator[Piece, None],
-    encoder: openai.Encoder,
+    http_request: web.Request,
+    request: MockRequest,
+    tokens: AsyncGenerator[MockToken, None],
+    encoder: openai.MockAnswerEncoder,
     wants_usage: bool,
 ) -> web.StreamResponse:
-    # Asked before the head is sent: what cannot be served gets a status, not a broken stream.
-    piece = await anext(pieces)
+    # The first token is awaited before the head is sent, so that an error still gets its status.
+    token = await anext(tokens)
     response = web.StreamResponse(
         headers={"content-type": "text/event-stream", "cache-control": "no-cache"}
     )
-    await response.prepare(request)
-    await response.write(encoder.first() + encoder.piece(piece.text, is_last=piece.is_last))
-    async for piece in pieces:
-        await response.write(encoder.piece(piece.text, is_last=piece.is_last))
-    usage = openai.used(len(asked.words), asked.max_tokens, piece.cached)
-    await response.write((encoder.usage(usage) if wants_usage else b"") + b"data: [DONE]\n\n")
+    await response.prepare(http_request)
+    await response.write(
+        encoder.first_chunk() + encoder.token_chunk(token.text, is_last=token.is_last)
+    )
+    async for token in tokens:
+        await response.write(encoder.token_chunk(token.text, is_last=token.is_last))
+    usage = openai.usage_of(len(request.prompt_words), request.max_tokens, token.cached)
+    usage_chunk = encoder.usage_chunk(usage) if wants_usage else b""
+    await response.write(usage_chunk + b"data: [DONE]\n\n")
     await response.write_eof()
     return response
 
 
-async def _whole(
-    asked: Asked, pieces: AsyncGenerator[Piece, None], encoder: openai.Encoder
+async def _complete(
+    request: MockRequest,
+    tokens: AsyncGenerator[MockToken, None],
+    encoder: openai.MockAnswerEncoder,
 ) -> web.Response:
-    said = [piece async for piece in pieces]
-    usage = openai.used(len(asked.words), len(said), said[-1].cached)
-    body = encoder.whole("".join(piece.text for piece in said), usage)
+    generated = [token async for token in tokens]
+    usage = openai.usage_of(len(request.prompt_words), len(generated), generated[-1].cached)
+    body = encoder.complete("".join(token.text for token in generated), usage)
     return web.Response(body=body, content_type="application/json")
 
 

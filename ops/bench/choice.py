@@ -14,7 +14,7 @@ from collections.abc import Callable
 from time import thread_time_ns
 from typing import Final
 
-from isochrone.wire.headers import Load
+from isochrone.wire.headers import ReportedLoad
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -116,7 +116,7 @@ def busy(
         open_requests.append((ranked, held))
         if len(open_requests) > at_once:
             ranked, held = open_requests.pop(chance.randrange(at_once // 2))
-            fleet.heard(ranked.route, Load(chance.randrange(20_000), 4000, 9, 0))
+            fleet.heard(ranked.route, ReportedLoad(chance.randrange(20_000), 4000, 9, 0))
             fleet.first_token(ranked, ranked.ttft_ms * chance.uniform(0.9, 1.4), held)
             held.release()
 

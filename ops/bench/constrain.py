@@ -1,9 +1,9 @@
-"""llguidance beside xgrammar: time to compile a schema, and to mask and accept each token.
+"""Compares llguidance with xgrammar: the time to compile a schema, and to mask and accept a token.
 
     python -m ops.bench.constrain MODEL
 
-xgrammar is no dependency; it is measured where it is installed. Each schema has a document, and
-both walk through the document's own tokens, turn by turn, so that they answer the same questions.
+xgrammar is not a dependency of this project; it is measured if it is installed. Each schema has a
+document. Both libraries follow the tokens of the document, in alternating rounds.
 """
 
 import importlib.util
@@ -19,8 +19,9 @@ from typing import Any, Protocol
 import torch
 
 from nodeagent.engine.structured import grammar
-from nodeagent.engine.structured.compiler import Grammars
+from nodeagent.engine.structured.compiler import GrammarCompiler
 from nodeagent.engine.structured.constraint import Constraint
+from nodeagent.engine.tokenizer.loading import read_vocabulary
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.checkpoint import open_checkpoint
 
@@ -28,7 +29,7 @@ ROUNDS = 5
 
 
 def closed(properties: dict[str, Any]) -> dict[str, Any]:
-    """Return an object schema that allows these properties, all of them and no other."""
+    """Return the schema of an object with exactly these properties."""
     return {
         "type": "object",
         "properties": properties,
@@ -59,18 +60,18 @@ DOCUMENTS: dict[str, tuple[Any, Any]] = {
 }
 
 
-class Matcher(Protocol):
-    """One grammar in motion."""
+class GrammarMatcher(Protocol):
+    """The state of one output in a compiled grammar."""
 
     def mask(self) -> None:
-        """Compute which tokens may come."""
+        """Compute the mask of allowed tokens and apply it."""
 
     def accept(self, token: int) -> None:
         """Take a token."""
 
 
-class Ours:
-    """llguidance as the engine drives it, the mask applied to logits included."""
+class LlguidanceMatcher:
+    """llguidance as the engine uses it; a mask is applied to logits."""
 
     def __init__(self, constraint: Constraint, logits: torch.Tensor) -> None:
         self._constraint, self._logits = constraint, logits
@@ -81,8 +82,8 @@ class Ours:
         self._constraint.apply(self._logits)
 
 
-class Theirs:
-    """xgrammar, its mask applied by its own kernel."""
+class XgrammarMatcher:
+    """xgrammar; a mask is applied by its own kernel."""
 
     def __init__(self, xgrammar: Any, compiled: Any, logits: torch.Tensor) -> None:
         self._xgrammar, self._logits = xgrammar, logits[None]
@@ -101,8 +102,8 @@ class Theirs:
 
 
 @dataclass(slots=True)
-class Times:
-    """Seconds of each kind of work."""
+class MatcherTimes:
+    """The seconds that each operation took."""
 
     compile: list[float] = field(default_factory=list)
     mask: list[float] = field(default_factory=list)
@@ -117,8 +118,8 @@ class Times:
         )
 
 
-def walk(build: Callable[[], Matcher], tokens: list[int], times: Times) -> None:
-    """Compile once and follow one document."""
+def walk(build: Callable[[], GrammarMatcher], tokens: list[int], times: MatcherTimes) -> None:
+    """Compile once, and follow one document."""
     started_s = time.perf_counter()
     matcher = build()
     times.compile.append(time.perf_counter() - started_s)
@@ -131,12 +132,15 @@ def walk(build: Callable[[], Matcher], tokens: list[int], times: Times) -> None:
         times.mask.append(masked_s - started_s)
 
 
-def contestants(vocabulary: Vocabulary, schema: Any) -> Iterator[tuple[str, Callable[[], Matcher]]]:
-    """Yield each library's name with what compiles `schema`."""
-    grammars = Grammars(vocabulary)
-    grammars.build(grammar.of_any_object("warm"))
+def contestants(
+    vocabulary: Vocabulary, schema: Any
+) -> Iterator[tuple[str, Callable[[], GrammarMatcher]]]:
+    """Yield the name of each library with a function that compiles `schema`."""
+    compiler = GrammarCompiler(vocabulary)
+    compiler.compile_now(grammar.json_object_grammar("warm"))
     logits = torch.zeros(vocabulary.size)
-    yield "llguidance", lambda: Ours(grammars.build(grammar.of_schema(schema, "x")), logits)
+    wanted = grammar.json_schema_grammar(schema, "x")
+    yield "llguidance", lambda: LlguidanceMatcher(compiler.compile_now(wanted), logits)
     if importlib.util.find_spec("xgrammar") is None:
         return
     xgrammar = importlib.import_module("xgrammar")
@@ -145,22 +149,27 @@ def contestants(vocabulary: Vocabulary, schema: Any) -> Iterator[tuple[str, Call
         vocab_type=xgrammar.VocabType.BYTE_LEVEL,
         stop_token_ids=sorted(vocabulary.stop_ids),
     )
-    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    xgrammar_compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     text = json.dumps(schema)
-    yield "xgrammar", lambda: Theirs(xgrammar, compiler.compile_json_schema(text), logits)
+    yield (
+        "xgrammar",
+        lambda: XgrammarMatcher(xgrammar, xgrammar_compiler.compile_json_schema(text), logits),
+    )
 
 
 def main() -> None:
     """Print the table for the model at the path given."""
     torch.set_num_threads(2)
     source = open_checkpoint(Path(sys.argv[1]))
-    vocabulary = source.vocabulary()
+    vocabulary = read_vocabulary(source)
     source.close()
     print("| schema | library | compile ms | mask us | mask p99 us | accept us |")
     print("|---|---|---|---|---|---|")
     for name, (schema, document) in DOCUMENTS.items():
         tokens = vocabulary.encode(json.dumps(document), special=False)
-        runs = [(library, build, Times()) for library, build in contestants(vocabulary, schema)]
+        runs = [
+            (library, build, MatcherTimes()) for library, build in contestants(vocabulary, schema)
+        ]
         for _ in range(ROUNDS):
             for _, build, times in runs:
                 walk(build, tokens, times)

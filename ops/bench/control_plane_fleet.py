@@ -28,8 +28,14 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings, Model, Policy
-from isochrone.wire.report import Device
+from isochrone.wire.model import (
+    Artifact,
+    ArtifactFile,
+    CatalogModel,
+    EngineSettings,
+    PlacementPolicy,
+)
+from isochrone.wire.report import NodeDevice
 from ops.bench.control_plane_peers import SimulatedPeer
 
 GIB: Final = 1024**3
@@ -68,7 +74,7 @@ def make_fleet(
         )
 
     gpus = tuple(
-        Device(
+        NodeDevice(
             device_id=DeviceId(f"gpu{index}"),
             device_class="h100-80g",
             memory_bytes=80 * GIB,
@@ -110,7 +116,9 @@ async def seed_store(dsn: str, fleet: SimulatedFleet) -> None:
         ],
     )
     replicas = -(-len(fleet.agents) // MODELS)
-    policy = msgspec.json.encode(Policy(replicas_min=replicas, replicas_max=replicas)).decode()
+    policy = msgspec.json.encode(
+        PlacementPolicy(replicas_min=replicas, replicas_max=replicas)
+    ).decode()
     for index in range(MODELS):
         spec = _spec(index)
         await connection.execute(
@@ -179,7 +187,7 @@ def deal(peers: Sequence[SimulatedPeer], count: int) -> list[tuple[SimulatedPeer
     return [tuple(peers[index::count]) for index in range(count)]
 
 
-def _model(index: int) -> Model:
+def _model(index: int) -> CatalogModel:
     files = tuple(
         ArtifactFile(
             path=f"model-{part}.safetensors",
@@ -188,7 +196,7 @@ def _model(index: int) -> Model:
         )
         for part in range(4)
     )
-    return Model(
+    return CatalogModel(
         model_id=f"m{index:03}",
         architecture="LlamaForCausalLM",
         artifact=Artifact(

@@ -19,9 +19,16 @@ from isochrone.service.control_link import ControlLink, Progress
 from isochrone.service.identity import Identity
 from isochrone.service.run import run_service
 from isochrone.wire.assignment import Assignment, ReplicaSpec
-from isochrone.wire.control import Challenge, Refused, ToAgent, Welcome
+from isochrone.wire.control import Challenge, RegistrationRefused, ToAgent, Welcome
 from isochrone.wire.ids import BootId, DeploymentId, Epoch, Generation, NodeId, RouterId
-from isochrone.wire.report import Device, Profile, Pulse, ReplicaReport, ReplicaState, Report
+from isochrone.wire.report import (
+    NodeDevice,
+    Pulse,
+    ReplicaProfile,
+    ReplicaReport,
+    ReplicaState,
+    Report,
+)
 from isochrone.wire.routes import SnapshotWanted
 from isochrone.wire.usage import Demand, DemandRow
 
@@ -36,7 +43,7 @@ class SimulatedPeer(msgspec.Struct, frozen=True, kw_only=True):
 
     identity: Identity
     spec: ReplicaSpec | None = None
-    devices: tuple[Device, ...] = ()
+    devices: tuple[NodeDevice, ...] = ()
 
 
 class SwarmOrders(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,7 +204,7 @@ class AgentSwarm(PeerSwarm):
             spec=peer.spec,
             state=ReplicaState.WARM if self.is_warm[index] else ReplicaState.LOADING,
             since_s=monotonic() % 10_000,
-            profile=Profile(
+            profile=ReplicaProfile(
                 load_s=30.0,
                 memory_bytes=peer.spec.memory_bytes,
                 prefill_tokens_per_s=20_000.0 * rate,
@@ -238,7 +245,9 @@ class RouterSwarm(PeerSwarm):
     """Routers that record when they receive each route change."""
 
     def __init__(self, orders: SwarmOrders) -> None:
-        super().__init__(orders, Challenge | Welcome | Refused | LightTable | LightDelta | LightAck)
+        super().__init__(
+            orders, Challenge | Welcome | RegistrationRefused | LightTable | LightDelta | LightAck
+        )
         self.have = [0] * len(orders.peers)
         self.seq = [0] * len(orders.peers)
         self._updates: dict[int, RouteUpdate] = {}

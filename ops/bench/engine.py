@@ -1,11 +1,11 @@
-"""The embedded engine beside transformers and llama.cpp, in alternating runs on one machine.
+"""Compares the embedded engine with transformers and llama.cpp, alternating on one machine.
 
     python -m ops.bench.engine MODEL.gguf [--f16 MODEL-F16.gguf] [--only ours-fp32,transformers]
 
-Run where the peers are installed beside this project (`pip install transformers llama-cpp-python`).
-Every round asks each contestant in turn for each measure; the table shows the best of the rounds,
-because what else runs on the machine only ever makes a run slower. With `--threads 1` seconds are
-the contestant's own processor time, which a busy machine leaves alone.
+Needs the other engines beside this project (`pip install transformers llama-cpp-python`). Every
+round runs each measurement with each engine in turn. The table shows the best of the rounds,
+because other load on the machine only makes a run slower. With `--threads 1` the seconds are the
+engine's own processor time, which other load does not affect.
 """
 
 import argparse
@@ -28,13 +28,13 @@ CACHED_TOKENS: Final = 1843
 LONG_TOKENS: Final = 2048
 BATCHES: Final = (1, 8, 32)
 ALONE: Final = 4
-"""Times that one stream is measured in a round: it is as fast as others let memory be read."""
+"""Runs with one stream per round: they vary most, with the memory bandwidth that is left."""
 VOCABULARY: Final = 49_152
 
 
 @dataclass(slots=True)
-class Runner:
-    """One contestant's process and the best seconds it has shown."""
+class ContestantProcess:
+    """The process of one engine, and the best seconds of each measurement."""
 
     name: str
     process: subprocess.Popen[str]
@@ -43,14 +43,14 @@ class Runner:
     best: dict[str, float] = field(default_factory=dict)
 
     def ask(self, *call: Any) -> Any:
-        """Ask for one call and wait for its answer."""
+        """Make one call and wait for its answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(call) + "\n")
         self.process.stdin.flush()
         return self.answer()
 
     def answer(self) -> Any:
-        """Read lines until the answer; libraries may print others."""
+        """Read lines up to the answer; libraries may print others before it."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("ANSWER "):
@@ -58,13 +58,13 @@ class Runner:
         raise RuntimeError(f"cannot measure {self.name}: its process ended")
 
     def note(self, measure: str, seconds: float) -> None:
-        """Keep the best."""
+        """Keep the best time."""
         self.best[measure] = min(seconds, self.best.get(measure, seconds))
         print(f"{self.name} {measure}: {seconds:.3f} s", file=sys.stderr, flush=True)
 
 
-def start(name: str, model: Path, threads: int) -> Runner:
-    """Start the contestant `name` and wait until it has loaded."""
+def start(name: str, model: Path, threads: int) -> ContestantProcess:
+    """Start the process of engine `name` and wait until it has loaded."""
     process = subprocess.Popen(
         [sys.executable, "-m", "ops.bench.engine_contestants", name, str(model), str(threads)],
         stdin=subprocess.PIPE,
@@ -72,29 +72,29 @@ def start(name: str, model: Path, threads: int) -> Runner:
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    runner = Runner(name, process)
+    runner = ContestantProcess(name, process)
     loaded = runner.answer()
     runner.load_s, runner.weights_bytes = loaded["load_s"], loaded["bytes"]
     return runner
 
 
-def measure(runner: Runner, chance: Random, tokens: int) -> None:
-    """One round of every measure."""
+def measure(runner: ContestantProcess, random: Random, tokens: int) -> None:
+    """Run one round of every measurement."""
 
     def prompts(count: int, length: int) -> list[list[int]]:
-        return [[chance.randrange(100, VOCABULARY) for _ in range(length)] for _ in range(count)]
+        return [[random.randrange(100, VOCABULARY) for _ in range(length)] for _ in range(count)]
 
     runner.note("prefill", runner.ask("generate", prompts(1, PREFILL_TOKENS), 1))
     for batch in (1,) * (ALONE - 1) + BATCHES:
-        asked = prompts(batch, PROMPT_TOKENS)
-        runner.note(f"short{batch}", runner.ask("generate", asked, 1))
-        runner.note(f"long{batch}", runner.ask("generate", asked, 1 + tokens))
+        batch_prompts = prompts(batch, PROMPT_TOKENS)
+        runner.note(f"short{batch}", runner.ask("generate", batch_prompts, 1))
+        runner.note(f"long{batch}", runner.ask("generate", batch_prompts, 1 + tokens))
     long = prompts(1, LONG_TOKENS)[0]
     runner.ask("prime", long[:CACHED_TOKENS])
     runner.note("ttft", runner.ask("first_token", long))
 
 
-def table(runners: list[Runner], tokens: int, copy_bytes_per_s: float) -> str:
+def table(runners: list[ContestantProcess], tokens: int, copy_bytes_per_s: float) -> str:
     """Return the results as a Markdown table."""
     lines = [
         "| engine | prefill tok/s | decode tok/s at 1 | at 8 | at 32 | TTFT ms, 2k 90 % cached"
@@ -103,7 +103,7 @@ def table(runners: list[Runner], tokens: int, copy_bytes_per_s: float) -> str:
     ]
     for runner in runners:
         best = runner.best
-        # The best of each, not of their differences: a slow short answer would flatter.
+        # The best of each, not the best difference: a slow short answer would improve the rate.
         decode = {
             batch: batch * tokens / (best[f"long{batch}"] - best[f"short{batch}"])
             for batch in BATCHES
@@ -119,7 +119,7 @@ def table(runners: list[Runner], tokens: int, copy_bytes_per_s: float) -> str:
 
 
 def main() -> None:
-    """Start the contestants, alternate them, print the table."""
+    """Start the engines, alternate between them, print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--f16", type=Path, help="the same weights as a GGUF file in F16")
@@ -137,7 +137,7 @@ def main() -> None:
         if arguments.f16 is not None or not name.endswith("f16")
     ]
     copy_bytes_per_s = 0.0
-    runners: list[Runner] = []
+    runners: list[ContestantProcess] = []
     try:
         for name in names:
             model = arguments.f16 if name.endswith("f16") else arguments.model

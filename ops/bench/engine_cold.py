@@ -1,16 +1,16 @@
-"""From nothing to a first token: a cold process, and a standby with its imports done.
+"""The time to a first token of a cold process, and of a warm standby.
 
     python -m ops.bench.engine_cold MODEL [--quantisation file] [--rounds 2]
     python -m ops.bench.engine_cold MODEL.gguf --made-up-mb 700 [--as-folder]
 
-MODEL is a GGUF file or a Hugging Face folder. With --made-up-mb it is one of random weights, of
-about that size, with MODEL.gguf's vocabulary: another GGUF file, or a folder in bf16.
+MODEL is a GGUF file or a Hugging Face folder. With --made-up-mb a model of about that size is made
+with random weights and the vocabulary of MODEL.gguf: another GGUF file, or a folder in bf16.
 
-The model's pages are dropped from the page cache (posix_fadvise) before each reading. Seconds are
-the wall's; beside them stand the process's own of the processor, which a busy machine leaves alone.
-A virtual machine's memory is given to it by its host as it is first touched, and taken back when it
-was free for a while. "granted" is the same right after as much memory as is needed was touched and
-freed: what a machine would do that has its memory to itself.
+The model's pages are dropped from the page cache (posix_fadvise) before each run. The table has
+wall time, and the process's processor time, which other load on the machine does not affect. The
+host of a virtual machine gives it memory at the first touch, and takes free memory back after a
+while. The rows "granted" run right after enough memory was touched and freed, as on a machine of
+its own.
 """
 
 import argparse
@@ -30,19 +30,19 @@ import msgspec
 import psutil
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.kernels.cpu.huge_pages import lasting
+from nodeagent.engine.kernels.huge_pages import huge_page_bytes
 from ops.bench.engine_made_up import write_made_up
 
 _DEADLINE_S: Final = 120.0
 _BESIDES_BYTES: Final = 512 * 1024 * 1024
-"""What is granted besides the size of the file."""
+"""Memory that is touched in addition to the size of the files."""
 _TOUCHES: Final = 3
-"""The first brings pages from the host; the next ones, most of the same again."""
+"""The first touch gets pages from the host; the next ones mostly get the same pages again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """One measure."""
+    """The wall time and the processor time of one run."""
 
     wall: float
     processor: float
@@ -52,12 +52,12 @@ class Seconds:
 
 
 def files_of(model: Path) -> list[Path]:
-    """Return the files that hold its weights."""
+    """Return the files with the model's weights."""
     return sorted(model.glob("*.safetensors")) if model.is_dir() else [model]
 
 
 def size_of(model: Path) -> int:
-    """Return how many bytes those are."""
+    """Return the size of the model's weights in bytes."""
     return sum(file.stat().st_size for file in files_of(model))
 
 
@@ -69,13 +69,13 @@ def drop(path: Path) -> None:
 
 
 def have_granted(size_bytes: int) -> None:
-    """Have the host grant so much memory: touch it, and free it."""
+    """Make the host give this machine so much memory: touch it, and free it."""
     for _ in range(_TOUCHES):
-        lasting(size_bytes)[:: mmap.PAGESIZE] = 1
+        huge_page_bytes(size_bytes)[:: mmap.PAGESIZE] = 1
 
 
 def raw_read(model: Path, *, granted: bool) -> Seconds:
-    """Read the model's files from the disk, once through."""
+    """Read the model's files from the disk once."""
     for path in files_of(model):
         drop(path)
     if granted:
@@ -90,17 +90,17 @@ def raw_read(model: Path, *, granted: bool) -> Seconds:
 
 
 def load_weights(model: Path, quantisation: str, threads: int, *, granted: bool) -> Seconds:
-    """Return what `load` takes in a process that has behind it what a standby has."""
+    """Measure the load in a process that is as far as a standby: imports and kernels are done."""
     for path in files_of(model):
         drop(path)
     code = (
         "import gc, sys, time, msgspec; from isochrone.wire.engine import EngineConfig;"
-        "from nodeagent.engine.loading import load; "
-        "from nodeagent.engine.kernels.cpu.kernels import kernels; "
+        "from nodeagent.engine.loading import load_engine; "
+        "from nodeagent.engine.kernels.cpu.library import kernels; "
         "from ops.bench.engine_cold import have_granted; kernels(); gc.freeze();"
         "config = msgspec.json.decode(sys.argv[1], type=EngineConfig);"
         "have_granted(int(sys.argv[2])) if int(sys.argv[2]) else None;"
-        "w, p = time.perf_counter(), time.process_time(); load(config);"
+        "w, p = time.perf_counter(), time.process_time(); load_engine(config);"
         "print(time.perf_counter() - w, time.process_time() - p)"
     )
     config = msgspec.json.encode(config_of(model, Path("unused"), quantisation, threads)).decode()
@@ -128,7 +128,7 @@ def config_of(model: Path, folder: Path, quantisation: str, threads: int) -> Eng
 
 
 async def first_token(model: Path, quantisation: str, threads: int, *, standby: bool) -> Seconds:
-    """Start an engine, or turn a standby into one, and wait for the first token of a prompt."""
+    """Start an engine, or give a standby its order, and wait for the first token of a prompt."""
     with tempfile.TemporaryDirectory(prefix="cold") as name:
         folder = Path(name)
         config = config_of(model, folder, quantisation, threads)
@@ -188,7 +188,7 @@ def _processor_s(pid: int) -> float:
 
 
 def _wait_idle(pid: int) -> None:
-    """Wait until the standby has its imports done: it uses no more of the processor."""
+    """Wait until the standby has done its imports and uses no more processor time."""
     deadline_s = time.monotonic() + _DEADLINE_S
     before = -1.0
     while time.monotonic() < deadline_s and (before < 1.0 or _processor_s(pid) > before):
@@ -197,7 +197,7 @@ def _wait_idle(pid: int) -> None:
 
 
 def main() -> None:
-    """Read the arguments; make a model up where one is asked for."""
+    """Read the arguments, write a made-up model if requested, and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--quantisation", default="file")
@@ -205,13 +205,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--made-up-mb", type=int)
     parser.add_argument("--as-folder", action="store_true")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="cold", dir="/var/tmp") as folder:
-        if asked.made_up_mb:
-            made_up = Path(folder) / ("made-up" if asked.as_folder else "made-up.gguf")
-            write_made_up(made_up, asked.model, asked.made_up_mb * 1_000_000)
-            asked.model = made_up
-        measure(asked.model, asked.quantisation, asked.threads, asked.rounds)
+        if arguments.made_up_mb:
+            made_up = Path(folder) / ("made-up" if arguments.as_folder else "made-up.gguf")
+            write_made_up(made_up, arguments.model, arguments.made_up_mb * 1_000_000)
+            arguments.model = made_up
+        measure(arguments.model, arguments.quantisation, arguments.threads, arguments.rounds)
 
 
 def measure(model: Path, quantisation: str, threads: int, rounds: int) -> None:
@@ -229,7 +229,7 @@ def measure(model: Path, quantisation: str, threads: int, rounds: int) -> None:
             best[name] = Seconds(min(known.wall, one.wall), min(known.processor, one.processor))
             print(f"{name}: {one}", file=sys.stderr, flush=True)
     print(f"{model.name}, {size_of(model) / 1e6:.0f} MB")
-    print("| what | seconds (of the processor) |\n|---|---|")
+    print("| what | wall seconds (processor seconds) |\n|---|---|")
     for name, one in best.items():
         print(f"| {name} | {one} |")
 

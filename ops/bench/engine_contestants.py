@@ -1,9 +1,9 @@
-"""The engines that `engine.py` compares, each in a process of its own behind the same four calls.
+"""The engines that `engine.py` compares, each in its own process and behind the same four calls.
 
-Rule 1: same weights, same prompts (token ids), same threads, greedy, no end token.
-Rule 2: a call answers with seconds; the parent makes rates of them, so no contestant does sums.
-Rule 3: peers (transformers, llama.cpp) are imported only in their own process: neither is a
-dependency of this project.
+Rule 1: same weights, same prompts (token ids), same threads, greedy sampling, no stop token.
+Rule 2: a call returns seconds. The parent computes the rates.
+Rule 3: transformers and llama.cpp are imported only in their own processes: they are not
+dependencies of this project.
 """
 
 import copy
@@ -21,40 +21,40 @@ Prompts = list[list[int]]
 
 
 def clock_s() -> float:
-    """The wall's clock; with one thread, this process's own processor time.
+    """Return wall time, or this process's processor time if it has one thread.
 
-    One thread's processor time is the same however busy the machine is with others, which the
-    wall's is not; with more threads it would count their waiting for one another.
+    Other load on the machine does not affect the processor time of one thread. With several
+    threads, processor time would include their waiting for each other.
     """
     return time.process_time() if sys.argv[3] == "1" else time.perf_counter()
 
 
-class Contestant(Protocol):
-    """What every engine can be asked."""
+class BenchEngine(Protocol):
+    """The calls that every engine answers."""
 
     def generate(self, prompts: Prompts, tokens: int) -> float:
-        """Seconds to answer all `prompts` at once with `tokens` each; nothing is cached before."""
+        """Return the seconds to answer `prompts` at once with `tokens` each, without cached KV."""
         ...
 
     def prime(self, prefix: list[int]) -> None:
-        """Have `prefix` in the KV cache."""
+        """Compute the KV of `prefix`."""
         ...
 
     def first_token(self, prompt: list[int]) -> float:
-        """Seconds to the first token of `prompt`, whose beginning was primed."""
+        """Return the seconds to the first token of `prompt`, whose beginning was primed."""
         ...
 
     def weights_bytes(self) -> int:
-        """Bytes that one step reads of the weights."""
+        """Return the bytes of weights that one step reads."""
         ...
 
 
-class Ours:
-    """The embedded engine, its step turned by hand."""
+class EmbeddedEngine:
+    """The embedded engine, stepped in the calling thread."""
 
     def __init__(self, model: Path, threads: int, dtype: str) -> None:
         from isochrone.wire.engine import EngineConfig
-        from nodeagent.engine.loading import load
+        from nodeagent.engine.loading import load_engine
         from nodeagent.engine.weights.checkpoint import open_checkpoint
 
         values = {
@@ -68,13 +68,13 @@ class Ours:
             "context_tokens_max": 4096,
             "sequences_max": 32,
             "batch_tokens_max": 512,
-            # The others draft nothing, and what follows random prompts repeats itself.
+            # The other engines do not speculate, and answers to random prompts repeat themselves.
             "draft_tokens_max": 0,
         }
         source = open_checkpoint(model)
         self._shape = source.shape
         source.close()
-        self._loaded = load(msgspec.convert(values, EngineConfig))
+        self._loaded = load_engine(msgspec.convert(values, EngineConfig))
         self._numbers = itertools.count(1)
         self._salt = b""
         self._kept = dtype
@@ -91,42 +91,44 @@ class Ours:
         return self._run([prompt], 1, self._salt)
 
     def weights_bytes(self) -> int:
-        from nodeagent.engine.kernels.cpu.kernels import kernels
+        from nodeagent.engine.kernels.cpu.library import cpu_kernels
 
         shape = self._shape
-        if self._kept.endswith("f16") and kernels():
-            # 16 bits, and where they are rounded a scale of four bytes for 32 weights.
+        if self._kept.endswith("f16") and cpu_kernels():
+            # 16 bits per weight; rounded weights have a scale of 4 bytes per 32 weights.
             return int(shape.parameters() * (2 + 4 / 32 * (self._kept == "f16")))
         if self._kept != "packed":
             return self._loaded.weights_bytes
-        # Four bits and two numbers of two bytes for 32 weights; the head in eight bits or in fp16.
+        # 4 bits per weight and 4 bytes per 32 weights; the head has 8 bits or is fp16.
         head = shape.vocabulary * shape.hidden
-        head_bytes = head * (1 + 4 / 32) if kernels() else 2 * head
+        head_bytes = head * (1 + 4 / 32) if cpu_kernels() else 2 * head
         return int((shape.parameters() - head) * (0.5 + 4 / 32) + head_bytes)
 
     def _run(self, prompts: Prompts, tokens: int, salt: bytes) -> float:
-        from nodeagent.engine.core.step import Generation
+        from nodeagent.engine.core.generation import Generation
         from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-        from nodeagent.engine.scheduler.sequence import Ending, Sequence
-        from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+        from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
+        from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 
         engine = self._loaded.engine
         started_s = clock_s()
         for prompt in prompts:
             engine.submit(
                 Generation(
-                    Sequence(next(self._numbers), list(prompt), Ending(tokens, frozenset()), salt),
+                    Sequence(
+                        next(self._numbers), list(prompt), StopConditions(tokens, frozenset()), salt
+                    ),
                     Sampler(SamplingParams(temperature=0), []),
-                    TokenText(self._loaded.vocabulary),
+                    StreamDetokenizer(self._loaded.vocabulary),
                     StopStrings(()),
                 )
             )
-        while engine.busy:
+        while engine.has_work:
             engine.step()
         return clock_s() - started_s
 
 
-class Transformers:
+class TransformersEngine:
     """transformers' `generate` in fp32: the whole batch at once, its own KV cache."""
 
     def __init__(self, model: Path, threads: int) -> None:
@@ -138,7 +140,7 @@ class Transformers:
         self._torch = torch
         torch.set_num_threads(threads)
         loader: Any = AutoModelForCausalLM
-        # From a GGUF file it takes a minute of a processor; from its own folder a second.
+        # Loading a GGUF file takes a minute of processor time, loading a folder one second.
         source = (
             {"pretrained_model_name_or_path": model}
             if model.is_dir()
@@ -178,8 +180,8 @@ class Transformers:
             return clock_s() - started_s
 
 
-class LlamaCpp:
-    """llama.cpp through its C API: one llama_batch a step, as its own server builds it."""
+class LlamaCppEngine:
+    """llama.cpp through its C API: one llama_batch per step, as its own server builds it."""
 
     def __init__(self, model: Path, threads: int) -> None:
         import llama_cpp  # type: ignore[import-not-found,unused-ignore]
@@ -256,30 +258,30 @@ class LlamaCpp:
         return int(self._np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
 
 
-def build(name: str, model: Path, threads: int) -> Contestant:
-    """Return the contestant called `name`: `ours-DTYPE`, `transformers` or `llama.cpp...`."""
+def build(name: str, model: Path, threads: int) -> BenchEngine:
+    """Return the engine called `name`: `ours-DTYPE`, `transformers` or `llama.cpp...`."""
     if name == "transformers":
-        return Transformers(model, threads)
+        return TransformersEngine(model, threads)
     if name.startswith("llama.cpp"):
-        return LlamaCpp(model, threads)
-    return Ours(model, threads, name.removeprefix("ours-"))
+        return LlamaCppEngine(model, threads)
+    return EmbeddedEngine(model, threads, name.removeprefix("ours-"))
 
 
 def peak_bytes() -> int:
-    """The most memory that this process held; getrusage would count its parent's before it too."""
+    """Return the peak memory of this process. getrusage would include that of its parent."""
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
-def serve(build: Callable[[], Contestant], peak: Callable[[], int]) -> None:
-    """Build the contestant, then serve calls, a JSON line each, until standard input ends."""
+def serve(build: Callable[[], BenchEngine], peak: Callable[[], int]) -> None:
+    """Build the engine, then serve calls, one JSON line each, until standard input ends."""
     started_s = clock_s()
-    contestant = build()
-    _say({"load_s": clock_s() - started_s, "bytes": contestant.weights_bytes()})
+    engine = build()
+    _say({"load_s": clock_s() - started_s, "bytes": engine.weights_bytes()})
     for line in sys.stdin:
         call, *arguments = json.loads(line)
-        _say(peak() if call == "peak" else getattr(contestant, call)(*arguments))
+        _say(peak() if call == "peak" else getattr(engine, call)(*arguments))
 
 
 def _say(answer: object) -> None:
@@ -288,7 +290,7 @@ def _say(answer: object) -> None:
 
 
 def main() -> None:
-    """Serve the contestant that the command line names."""
+    """Serve the engine that the command line names."""
     name, model, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     serve(lambda: build(name, model, threads), peak_bytes)
 

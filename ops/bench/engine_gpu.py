@@ -1,13 +1,13 @@
-"""The embedded engine on a GPU beside transformers, in alternating runs on one machine.
+"""Compares the embedded engine on a GPU with transformers, alternating on one machine.
 
     python -m ops.bench.engine_gpu FOLDER [--quick] [--only ours,transformers] [--out RAW.json]
     python -m ops.bench.engine_gpu FOLDER --tiny
 
-FOLDER gets a Llama of 8B's shape with random bf16 weights (16 GB) unless it is there already. First
-a cold start is measured against reading the same files, none of them in memory before; then every
-contestant is asked for each measure in turn, round by round. Tables hold the best of the rounds and
-are printed as they grow; RAW.json holds every second that was measured. `--tiny` runs the same code
-with a toy on the CPU: it shows that this works, and no figure of it means anything.
+A Llama of 8B's shape with random bf16 weights (16 GB) is written to FOLDER unless it exists. First
+a cold start is measured and compared with reading the same, uncached files; then every engine runs
+each measurement in turn, round by round. Tables show the best of the rounds and are printed after
+each; RAW.json has every measured time. `--tiny` runs the same code with a tiny model on the CPU, to
+test this program; its figures mean nothing.
 """
 
 import argparse
@@ -26,24 +26,24 @@ from typing import Any, Final
 
 import torch
 
-from ops.bench.engine import Runner
+from ops.bench.engine import ContestantProcess
 from ops.bench.engine_cold import drop
-from ops.bench.engine_gpu_model import LLAMA_8B, TOY, Plan, write_model
+from ops.bench.engine_gpu_model import LLAMA_8B, TOY, LlamaSizes, write_model
 
 GROUPS: Final = (("ours", "transformers"), ("ours-eager", "ours-sdpa"))
-"""Who alternates with whom: all at once would not find room on one device."""
+"""The engines that alternate. All of them at once would not fit into the device memory."""
 ASKED_FOR: Final = ("transformers-static",)
-"""Takes part in the first group where it is named."""
+"""Added to the first group if `--only` names it."""
 _READERS: Final = 8
 _READ_BYTES: Final = 8 * 1024 * 1024
 _CACHED_SHARE: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
-    """What is measured, and how much of it."""
+class GpuBenchScale:
+    """The model, the device and the sizes of the measurements."""
 
-    plan: Plan
+    plan: LlamaSizes
     device: str
     dtype: torch.dtype
     batches: tuple[int, ...]
@@ -55,20 +55,20 @@ class Scale:
     rounds: int
 
 
-def scale_of(*, tiny: bool, quick: bool) -> Scale:
-    """Return the 8B's scale on a GPU, or the toy's on the CPU."""
+def scale_of(*, tiny: bool, quick: bool) -> GpuBenchScale:
+    """Return the scale for the 8B model on a GPU, or for the tiny model on the CPU."""
     if tiny:
-        return Scale(TOY, "cpu", torch.float32, (1, 2), 8, 2, 32, 64, 1 << 20, 1)
+        return GpuBenchScale(TOY, "cpu", torch.float32, (1, 2), 8, 2, 32, 64, 1 << 20, 1)
     rounds = 1 if quick else 3
     batches, tokens = (1, 8, 64, 256), 32 if quick else 128
-    return Scale(
+    return GpuBenchScale(
         LLAMA_8B, "cuda:0", torch.bfloat16, batches, 128, tokens, 4096, 2048, 4 << 30, rounds
     )
 
 
 @dataclass(slots=True)
-class Results:
-    """All that was measured, for whoever looks closer than the tables do."""
+class GpuBenchResults:
+    """Every measured time, for RAW.json and the tables."""
 
     machine: dict[str, Any]
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -78,28 +78,30 @@ class Results:
     failed: dict[str, str] = field(default_factory=dict)
 
     def note(self, name: str, measure: str, seconds: float) -> None:
-        """Keep one measure of one round."""
+        """Store one measurement of one round."""
         self.seconds.setdefault(name, {}).setdefault(measure, []).append(seconds)
         print(f"{name} {measure}: {seconds:.4f} s", file=sys.stderr, flush=True)
 
     def best(self, name: str, measure: str) -> float | None:
-        """Return the least seconds of all rounds."""
+        """Return the best time of all rounds."""
         return min(self.seconds.get(name, {}).get(measure, []), default=None)
 
     def decode_s(self, name: str, batch: int) -> float | None:
-        """Return what long answers take over short ones: of each the least, for a slow short one
-        would flatter."""
+        """Return the best time of long answers minus the best of short ones.
+
+        The best difference would be too low: it would come from a slow short answer.
+        """
         long, short = (self.best(name, f"{length}{batch}") for length in ("long", "short"))
         return None if long is None or short is None else long - short
 
     def save(self, path: Path | None) -> None:
-        """Write what there is so far."""
+        """Write the results so far."""
         if path is not None:
             path.write_text(json.dumps(asdict(self), indent=1))
 
 
-def machine_of(scale: Scale) -> dict[str, Any]:
-    """Return what the figures depend on, and the bandwidth that decoding is held against."""
+def machine_of(scale: GpuBenchScale) -> dict[str, Any]:
+    """Return the device, the versions, and the bandwidth to compare decode rates with."""
     names = ("torch", "triton", "transformers")
     versions = {name: metadata.version(name) for name in names if util.find_spec(name)}
     device = platform.processor() or "CPU"
@@ -113,8 +115,8 @@ def machine_of(scale: Scale) -> dict[str, Any]:
     }
 
 
-def copy_bytes_per_s(scale: Scale) -> float:
-    """Copy between two buffers on the device; bytes read and written, best of a few."""
+def copy_bytes_per_s(scale: GpuBenchScale) -> float:
+    """Return bytes read and written per second by a copy on the device, best of a few runs."""
     source = torch.ones(scale.copied_bytes // 8, dtype=torch.int64, device=scale.device)
     target = torch.zeros_like(source)
     best_s = float("inf")
@@ -125,24 +127,24 @@ def copy_bytes_per_s(scale: Scale) -> float:
         settle(scale.device)
         best_s = min(best_s, time.perf_counter() - started_s)
     del source, target
-    make_room(scale.device)
+    free_device_cache(scale.device)
     return 2 * scale.copied_bytes / best_s
 
 
 def settle(device: str) -> None:
-    """Wait until the device has done what it was told."""
+    """Wait until the device has finished its queued work."""
     if device != "cpu":
         torch.cuda.synchronize(device)
 
 
-def make_room(device: str) -> None:
-    """Give back what this process no longer holds of the device."""
+def free_device_cache(device: str) -> None:
+    """Return unused device memory of this process."""
     if device != "cpu":
         torch.cuda.empty_cache()
 
 
 def read_files(folder: Path, readers: int) -> float:
-    """Return the seconds that reading all weights takes, none of them in memory before."""
+    """Return the seconds to read all weights, uncached, with `readers` threads."""
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
         drop(file)
@@ -168,8 +170,8 @@ def _read_part(part: tuple[Path, int, int]) -> None:
         os.close(descriptor)
 
 
-def start(name: str, folder: Path, scale: Scale) -> Runner:
-    """Start a contestant's process and wait until it has loaded."""
+def start(name: str, folder: Path, scale: GpuBenchScale) -> ContestantProcess:
+    """Start an engine's process and wait until it has loaded."""
     command = [sys.executable, "-m", "ops.bench.engine_gpu_contestants", name, str(folder)]
     process = subprocess.Popen(
         [*command, scale.device, str(max(scale.batches))],
@@ -177,14 +179,14 @@ def start(name: str, folder: Path, scale: Scale) -> Runner:
         stdout=subprocess.PIPE,
         text=True,
     )
-    runner = Runner(name, process)
+    runner = ContestantProcess(name, process)
     loaded = runner.answer()
     runner.load_s, runner.weights_bytes = loaded["load_s"], scale.plan.read_bytes(scale.dtype)
     return runner
 
 
-def measure_cold(folder: Path, scale: Scale, results: Results) -> None:
-    """From a new process to its first token, and what of that is loading."""
+def measure_cold(folder: Path, scale: GpuBenchScale, results: GpuBenchResults) -> None:
+    """Measure the time from a new process to its first token, and the load within it."""
     results.cold["read_s"] = read_files(folder, 1)
     results.cold[f"read_by_{_READERS}_s"] = read_files(folder, _READERS)
     for file in folder.glob("*.safetensors"):
@@ -201,8 +203,8 @@ def measure_cold(folder: Path, scale: Scale, results: Results) -> None:
         print(f"cold {name}: {seconds:.2f} s", file=sys.stderr, flush=True)
 
 
-def end(runner: Runner) -> None:
-    """Let a contestant's process end."""
+def end(runner: ContestantProcess) -> None:
+    """End an engine's process."""
     assert runner.process.stdin is not None
     runner.process.stdin.close()
     try:
@@ -212,27 +214,29 @@ def end(runner: Runner) -> None:
         runner.process.wait()
 
 
-def measure(runner: Runner, chance: Random, scale: Scale, results: Results) -> None:
-    """One round of every measure."""
+def measure(
+    runner: ContestantProcess, random: Random, scale: GpuBenchScale, results: GpuBenchResults
+) -> None:
+    """Run one round of every measurement."""
     most = scale.plan.vocabulary
 
     def prompts(count: int, length: int) -> list[list[int]]:
-        return [[chance.randrange(300, most) for _ in range(length)] for _ in range(count)]
+        return [[random.randrange(300, most) for _ in range(length)] for _ in range(count)]
 
     name, tokens = runner.name, scale.output_tokens
     results.note(name, "prefill", runner.ask("generate", prompts(1, scale.prefill_tokens), 1))
     for batch in scale.batches:
-        asked = prompts(batch, scale.prompt_tokens)
-        results.note(name, f"short{batch}", runner.ask("generate", asked, 1))
-        results.note(name, f"long{batch}", runner.ask("generate", asked, 1 + tokens))
+        batch_prompts = prompts(batch, scale.prompt_tokens)
+        results.note(name, f"short{batch}", runner.ask("generate", batch_prompts, 1))
+        results.note(name, f"long{batch}", runner.ask("generate", batch_prompts, 1 + tokens))
     whole = prompts(1, scale.long_tokens)[0]
     runner.ask("prime", whole[: int(len(whole) * _CACHED_SHARE)])
     results.note(name, "ttft", runner.ask("first_token", whole))
     results.peak_bytes[name] = runner.ask("peak")
 
 
-def table(scale: Scale, results: Results) -> str:
-    """Return what there is so far as a Markdown table."""
+def table(scale: GpuBenchScale, results: GpuBenchResults) -> str:
+    """Return the results so far as a Markdown table."""
     heads = "".join(f" decode tok/s at {batch} |" for batch in scale.batches)
     lines = [
         f"| engine | prefill tok/s |{heads} share of copy bandwidth at 1"
@@ -258,11 +262,11 @@ def table(scale: Scale, results: Results) -> str:
 
 
 def rate(tokens: int, seconds: float | None) -> str:
-    """Return tokens a second in words."""
+    """Return tokens per second as a table cell."""
     return "–" if seconds is None or seconds <= 0 else f"{tokens / seconds:.0f}"
 
 
-def cold_table(folder: Path, results: Results) -> str:
+def cold_table(folder: Path, results: GpuBenchResults) -> str:
     """Return the cold start as a Markdown table."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     cells = " | ".join(f"{seconds:.2f}" for seconds in results.cold.values())
@@ -274,25 +278,25 @@ def cold_table(folder: Path, results: Results) -> str:
 
 
 def compare(
-    names: list[str], folder: Path, scale: Scale, results: Results, out: Path | None
+    names: list[str], folder: Path, scale: GpuBenchScale, results: GpuBenchResults, out: Path | None
 ) -> None:
-    """Alternate the contestants round by round; who fails is named and left out from there on."""
-    runners: list[Runner] = []
-    chance = Random(7)
+    """Alternate the engines round by round. An engine that fails is left out after that."""
+    runners: list[ContestantProcess] = []
+    random = Random(7)
     try:
         for name in names:
             try:
                 runners.append(start(name, folder, scale))
                 results.weights_bytes[name] = runners[-1].weights_bytes
-                # What is built at first use is no part of any figure.
-                measure(runners[-1], chance, scale, Results(results.machine))
+                # The first round is not counted: kernels are built at their first use.
+                measure(runners[-1], random, scale, GpuBenchResults(results.machine))
             except (RuntimeError, OSError) as error:
                 results.failed[name] = str(error)
                 runners = [runner for runner in runners if runner.name != name]
         for number in range(scale.rounds if runners else 0):
             for runner in list(runners):
                 try:
-                    measure(runner, chance, scale, results)
+                    measure(runner, random, scale, results)
                 except (RuntimeError, OSError) as error:
                     results.failed[runner.name] = str(error)
                     runners.remove(runner)
@@ -309,20 +313,20 @@ def main() -> None:
     """Write the model, measure, print tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tiny", action="store_true", help="a toy on the CPU")
+    parser.add_argument("--tiny", action="store_true", help="run a tiny model on the CPU")
     parser.add_argument("--quick", action="store_true", help="one round of short answers")
-    parser.add_argument("--only", default="", help="who takes part, by comma")
-    parser.add_argument("--out", type=Path, help="where raw figures go")
+    parser.add_argument("--only", default="", help="engines to run, separated by commas")
+    parser.add_argument("--out", type=Path, help="file for the raw times")
     arguments = parser.parse_args()
     scale = scale_of(tiny=arguments.tiny, quick=arguments.quick)
     names = [name for name in arguments.only.split(",") if name]
     names = names or [name for group in GROUPS for name in group]
     if util.find_spec("transformers") is None:
         names = [name for name in names if not name.startswith("transformers")]
-        print("transformers is not installed here: it takes no part", file=sys.stderr)
+        print("transformers is not installed: it is left out", file=sys.stderr)
     write_model(arguments.folder, scale.plan, scale.device, scale.dtype)
-    make_room(scale.device)
-    results = Results(machine_of(scale))
+    free_device_cache(scale.device)
+    results = GpuBenchResults(machine_of(scale))
     print(json.dumps(results.machine), flush=True)
     try:
         measure_cold(arguments.folder, scale, results)

@@ -1,9 +1,9 @@
-"""The engines that `engine_gpu.py` compares, each in a process of its own.
+"""The engines that `engine_gpu.py` compares, each in its own process.
 
-`ours` has graphs and Triton's kernels, `ours-eager` Triton's kernels alone, `ours-sdpa` neither:
-pages are gathered for torch's scaled_dot_product_attention, and layers run by torch's own kernels.
-`transformers` is its `generate` over the cache it takes by itself, `transformers-static` over one
-of fixed size, which it compiles the model for.
+`ours` uses CUDA graphs and Triton kernels, `ours-eager` Triton kernels alone, `ours-sdpa` neither:
+it gathers KV pages for torch's scaled_dot_product_attention and runs layers with torch's kernels.
+`transformers` is `generate` with its default cache, `transformers-static` with a cache of fixed
+size, for which it compiles the model.
 """
 
 import itertools
@@ -16,15 +16,21 @@ import msgspec
 import torch
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.kernels.cuda import kernels
-from nodeagent.engine.loading import load
+from nodeagent.engine.kernels.cuda import triton_kernels as kernels
+from nodeagent.engine.loading import load_engine
 from nodeagent.engine.weights.checkpoint import open_checkpoint
-from ops.bench.engine_contestants import Contestant, Ours, Prompts, Transformers, serve
+from ops.bench.engine_contestants import (
+    BenchEngine,
+    EmbeddedEngine,
+    Prompts,
+    TransformersEngine,
+    serve,
+)
 
 _TOKENS_AT_ONCE: Final = 8192
 
 
-class OursOnDevice(Ours):
+class EmbeddedGpuEngine(EmbeddedEngine):
     """The embedded engine on a device."""
 
     def __init__(self, name: str, model: Path, device: str, sequences_max: int) -> None:
@@ -45,11 +51,11 @@ class OursOnDevice(Ours):
             "sequences_max": sequences_max,
             "batch_tokens_max": _TOKENS_AT_ONCE,
             "interval_ms": 60_000,
-            # Random weights repeat themselves: what is drafted from them would flatter us.
+            # Outputs of random weights repeat themselves, which would favour speculation.
             "draft_tokens_max": 0,
             "graphs": name == "ours",
         }
-        self._loaded = load(msgspec.convert(values, EngineConfig))
+        self._loaded = load_engine(msgspec.convert(values, EngineConfig))
         self._numbers = itertools.count(1)
         self._salt = b""
 
@@ -57,7 +63,7 @@ class OursOnDevice(Ours):
         return self._loaded.weights_bytes
 
 
-class TransformersOnDevice(Transformers):
+class TransformersGpuEngine(TransformersEngine):
     """transformers on a device."""
 
     def __init__(self, model: Path, device: str, *, static: bool) -> None:
@@ -95,15 +101,15 @@ def _settle(device: str) -> None:
 
 
 def peak_bytes(device: str) -> int:
-    """The most memory of the device that this process's tensors took."""
+    """Return the peak device memory of this process's tensors."""
     return 0 if device == "cpu" else int(torch.cuda.max_memory_allocated())
 
 
-def build(name: str, model: Path, device: str, sequences_max: int) -> Contestant:
-    """Return the contestant called `name`."""
+def build(name: str, model: Path, device: str, sequences_max: int) -> BenchEngine:
+    """Return the engine called `name`."""
     if name.startswith("transformers"):
-        return TransformersOnDevice(model, device, static=name.endswith("static"))
-    return OursOnDevice(name, model, device, sequences_max)
+        return TransformersGpuEngine(model, device, static=name.endswith("static"))
+    return EmbeddedGpuEngine(name, model, device, sequences_max)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""A Llama of random weights as a Hugging Face folder: of 8B's shape, or a toy for the CPU.
+"""Writes a Llama with random weights as a Hugging Face folder: of 8B's shape, or tiny for the CPU.
 
-Random weights cost what trained ones do; only what they answer means nothing.
+Random weights cost as much to run as trained ones; only their answers mean nothing.
 """
 
 import json
@@ -18,8 +18,8 @@ _DEVIATION: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A model's numbers."""
+class LlamaSizes:
+    """The sizes of a Llama."""
 
     layers: int
     hidden: int
@@ -31,7 +31,7 @@ class Plan:
     context_tokens: int
 
     def config(self, dtype: str) -> dict[str, Any]:
-        """Return what config.json says."""
+        """Return the contents of config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -51,7 +51,7 @@ class Plan:
         }
 
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each weight under its published name, in the order they are used."""
+        """Return the shape of each weight by its Hugging Face name, in order of use."""
         wide, queries, kept = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocabulary, wide)}
         for layer in range(self.layers):
@@ -73,24 +73,24 @@ class Plan:
         }
 
     def read_bytes(self, dtype: torch.dtype) -> int:
-        """Return what one step of decodes reads of the weights: of embeddings only a row each."""
+        """Return the bytes of weights that a decode step reads: everything but the embeddings."""
         sizes = {name: math.prod(shape) for name, shape in self.weights().items()}
         return (sum(sizes.values()) - sizes["model.embed_tokens.weight"]) * dtype.itemsize
 
 
-LLAMA_8B: Final = Plan(32, 4096, 14_336, 32, 8, 128, 128_256, 8192)
-TOY: Final = Plan(2, 64, 96, 4, 2, 16, 512, 1024)
+LLAMA_8B: Final = LlamaSizes(32, 4096, 14_336, 32, 8, 128, 128_256, 8192)
+TOY: Final = LlamaSizes(2, 64, 96, 4, 2, 16, 512, 1024)
 
 
 def write_model(
     folder: Path,
-    plan: Plan,
+    plan: LlamaSizes,
     device: str,
     dtype: torch.dtype,
     tokenizer: Tokenizer | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the model unless it is there; weights are drawn on the device, which is fast."""
+    """Write the model unless it exists. The weights are drawn on the device, which is fast."""
     done = folder / "config.json"
     config = plan.config(str(dtype).removeprefix("torch."))
     if done.exists() and json.loads(done.read_text()) == config:
@@ -126,7 +126,7 @@ def _write_shard(folder: Path, shard: dict[str, torch.Tensor], placed: dict[str,
 
 
 def _words(vocabulary: int) -> Tokenizer:
-    """Return a tokenizer that knows each byte, and a word of no meaning for every other id."""
+    """Return a tokenizer with a token for each byte, and meaningless words as the other tokens."""
     words = sorted(pre_tokenizers.ByteLevel.alphabet())
     words += [f"w{number}" for number in range(len(words), vocabulary)]
     known = {word: number for number, word in enumerate(words)}

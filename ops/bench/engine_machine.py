@@ -1,4 +1,4 @@
-"""What the machine itself can do: the memory bandwidth that decoding is held against."""
+"""The machine's memory bandwidth, to which decode rates are compared."""
 
 import time
 from typing import Final
@@ -9,7 +9,7 @@ _BYTES: Final = 256 * 1024 * 1024
 
 
 def bandwidth_bytes_per_s(threads: int) -> float:
-    """Copy between two buffers larger than any cache; bytes read and written, best of a few."""
+    """Return bytes read and written per second by copying large buffers, best of a few runs."""
     torch.set_num_threads(threads)
     source = torch.ones(_BYTES // 8, dtype=torch.int64)
     target = torch.zeros_like(source)

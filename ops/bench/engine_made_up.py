@@ -1,6 +1,6 @@
-"""A GGUF file or a folder of a stated size: a real model's vocabulary, and random weights.
+"""Writes a model of a given size with random weights and the vocabulary of a real model.
 
-It has the shape of a Llama of one billion, and as many layers as fit.
+It has the layers of a Llama 1B, as many as fit into the size.
 """
 
 from pathlib import Path
@@ -11,9 +11,10 @@ import torch
 from gguf import GGUFWriter
 from gguf.constants import GGMLQuantizationType
 
-from nodeagent.engine.weights.gguf import GgufFile
-from nodeagent.engine.weights.gguf_header import Strings
-from ops.bench.engine_gpu_model import Plan, write_model
+from nodeagent.engine.tokenizer.loading import read_vocabulary
+from nodeagent.engine.weights.gguf_file import GgufFile
+from nodeagent.engine.weights.gguf_header import PackedStrings
+from ops.bench.engine_gpu_model import LlamaSizes, write_model
 
 _HIDDEN: Final = 2048
 _WIDE: Final = 8192
@@ -35,16 +36,21 @@ _SHARD_BYTES: Final = 400_000_000
 
 
 def write_made_up(path: Path, like: Path, size_bytes: int) -> None:
-    """Write about `size_bytes` with the vocabulary of the file `like`: a GGUF file, or a folder."""
+    """Write a model of about `size_bytes` with the vocabulary of the GGUF file `like`.
+
+    `path` ends in .gguf for a GGUF file; anything else becomes a Hugging Face folder in bf16.
+    """
     source = GgufFile(like)
     try:
-        metadata, vocabulary = source.metadata, source.vocabulary()
+        metadata, vocabulary = source.metadata, read_vocabulary(source)
     finally:
         source.close()
     if path.suffix != ".gguf":
-        # In bf16, with a matrix for the head beside the embeddings.
+        # The output head and the embeddings are separate matrices.
         layers = _layers(size_bytes / 2 - 2 * vocabulary.size * _HIDDEN)
-        plan = Plan(layers, _HIDDEN, _WIDE, _HEADS, _KV_HEADS, _HEAD_DIM, vocabulary.size, 8192)
+        plan = LlamaSizes(
+            layers, _HIDDEN, _WIDE, _HEADS, _KV_HEADS, _HEAD_DIM, vocabulary.size, 8192
+        )
         write_model(path, plan, "cpu", torch.bfloat16, vocabulary.tokenizer, _SHARD_BYTES)
         return
     table = (vocabulary.size, _HIDDEN)
@@ -82,7 +88,7 @@ def _layers(weights: float) -> int:
 
 
 def _add(writer: GGUFWriter, key: str, value: object) -> None:
-    if isinstance(value, Strings):
+    if isinstance(value, PackedStrings):
         writer.add_array(key, value.read())
     elif isinstance(value, list):
         writer.add_array(key, value)
@@ -99,7 +105,7 @@ def _add_matrix(
 ) -> None:
     rows, columns = shape
     blocks = chance.integers(0, 256, (rows, columns // 32, 20), np.uint8)
-    # A scale and an offset, by which numbers of four bits lie about nought.
+    # A scale and an offset that centre the four-bit numbers around zero.
     blocks[..., :4] = np.array([0.002, -0.015], np.float16).view(np.uint8)
     kind = GGMLQuantizationType.Q4_1
     writer.add_tensor(f"{name}.weight", blocks.reshape(rows, -1), raw_dtype=kind)

@@ -1,11 +1,11 @@
-"""Where a decode step's time goes: matrix products, attention, and all the rest.
+"""Profiles a decode step: matrix products, attention, and everything else.
 
     python -m ops.bench.engine_profile MODEL.gguf [--quantisation file] [--batch 8] [--threads 1]
 
-torch's profiler gives each operator's own time, a clock around each call that of our own kernels:
-for it the layers are taken one by one, where the step measured without either takes them all in one
-call if it can; what then remains of its time is Python and dispatch. With one thread
-the step's time is the processor's, so that a busy machine does not change it.
+torch's profiler measures each operator, and a clock around each call the engine's own kernels.
+While profiled, the layers run one by one; the step measured without the profiler runs them in one
+call if it can. The rest of the step's time is Python and dispatch. With one thread the step's time
+is processor time, so other load on the machine does not change it.
 """
 
 import argparse
@@ -17,41 +17,42 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.step import Engine, Generation
-from nodeagent.engine.kernels.cpu.kernels import kernels
-from nodeagent.engine.loading import load
+from nodeagent.engine.core.generation import Generation
+from nodeagent.engine.core.step import EngineCore
+from nodeagent.engine.kernels.cpu.library import cpu_kernels
+from nodeagent.engine.loading import load_engine
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-from nodeagent.engine.scheduler.sequence import Ending, Sequence
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 
 STEPS: Final = 12
 PROMPT_TOKENS: Final = 64
 PRODUCTS: Final = ("linear", "pack_mm", "::mm", "::addmm", "::bmm", "own multiply")
-ATTENTION: Final = ("scaled_dot_product", "index_select", "own attend", "own keep")
+ATTENTION: Final = ("scaled_dot_product", "index_select", "own attend", "own store_kv")
 OWN: Final = (
     "multiply",
-    "normalise",
-    "gate",
-    "turn",
-    "keep",
+    "rms_norm",
+    "silu_gate",
+    "rotate",
+    "store_kv",
     "attend",
 )
 
 
 def part_of(operator: str) -> str:
-    """Sort an operator into what it is for."""
+    """Return the part of a step that an operator belongs to."""
     if any(word in operator for word in ATTENTION):
         return "attention"
     return "products" if any(word in operator for word in PRODUCTS) else "other operators"
 
 
 def clock_own() -> dict[str, float]:
-    """Put a clock around each of our own kernels; return where it keeps their seconds.
+    """Measure each call of the engine's own kernels; return their seconds by name.
 
-    Before anything is loaded: matrices hold what they multiply by.
+    Must be called before a model is loaded: matrices keep references to the functions.
     """
     spent_s: dict[str, float] = {}
-    own = kernels()
+    own = cpu_kernels()
     if own is not None:
         for name in OWN:
             setattr(own.library, name, clocked(getattr(own.library, name), name, spent_s))
@@ -70,8 +71,8 @@ def clocked(function: Callable[..., Any], name: str, spent_s: dict[str, float]) 
     return call
 
 
-def run(engine: Engine, steps: int) -> float:
-    """Turn the crank; return seconds a step."""
+def run(engine: EngineCore, steps: int) -> float:
+    """Run `steps` steps and return the seconds per step."""
     started_s = time.process_time()
     for _ in range(steps):
         engine.step()
@@ -96,15 +97,15 @@ def main() -> None:
         "sequences_max": max(arguments.batch, 2),
     }
     spent_s = clock_own()
-    loaded = load(msgspec.convert(values, EngineConfig))
+    loaded = load_engine(msgspec.convert(values, EngineConfig))
     engine = loaded.engine
     for number in range(arguments.batch):
         tokens = [100 + number * 7 + index for index in range(PROMPT_TOKENS)]
         engine.submit(
             Generation(
-                Sequence(number, tokens, Ending(1000, frozenset())),
+                Sequence(number, tokens, StopConditions(1000, frozenset())),
                 Sampler(SamplingParams(temperature=0), []),
-                TokenText(loaded.vocabulary),
+                StreamDetokenizer(loaded.vocabulary),
                 StopStrings(()),
             )
         )
@@ -113,13 +114,15 @@ def main() -> None:
     report(engine, spent_s, step_s, arguments.batch, arguments.rows)
 
 
-def report(engine: Engine, spent_s: dict[str, float], step_s: float, batch: int, rows: int) -> None:
+def report(
+    engine: EngineCore, spent_s: dict[str, float], step_s: float, batch: int, rows: int
+) -> None:
     """Profile more steps and print the shares."""
     import torch.profiler
 
     spent_s.clear()
-    runner: Any = engine._runner
-    runner._model.heard = lambda layer, x: None
+    runner: Any = engine._executor
+    runner._model.record_states = lambda layer, x: None
     with torch.profiler.profile() as profile:
         run(engine, STEPS)
     averages: Any = profile.key_averages()
@@ -128,11 +131,11 @@ def report(engine: Engine, spent_s: dict[str, float], step_s: float, batch: int,
     parts: dict[str, float] = {}
     for name, own_ms in own.items():
         parts[part_of(name)] = parts.get(part_of(name), 0.0) + own_ms
-    print(f"batch {batch}: {step_s * 1e3:.2f} ms a step without the profiler")
-    print("\n| part | ms a step, profiled |\n|---|---|")
+    print(f"batch {batch}: {step_s * 1e3:.2f} ms per step without the profiler")
+    print("\n| part | ms per step, profiled |\n|---|---|")
     for name, part_ms in sorted(parts.items(), key=lambda item: -item[1]):
         print(f"| {name} | {part_ms:.2f} |")
-    print("\n| operator | ms a step, own |\n|---|---|")
+    print("\n| operator | ms per step, own |\n|---|---|")
     for name, own_ms in sorted(own.items(), key=lambda item: -item[1])[:rows]:
         print(f"| {name} | {own_ms:.2f} |")
 

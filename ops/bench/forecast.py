@@ -1,15 +1,15 @@
-"""Forecasts judged on days of real traffic that they have not seen: pinball loss, lower is better.
+"""Pinball loss of demand forecasts on held-out days of real traffic. Lower is better.
 
 Run where numpy and statsmodels are installed (the service needs neither):
 
     python -m ops.bench.forecast --data ../shared/data > ops/bench/forecast.md
 
 The traces are ServeGen's request rates of three models over two weeks in windows of ten minutes
-(alibaba/ServeGen, Apache-2.0). Every method sees the past alone and tells a quantile one window,
-one hour and three hours ahead; days 9 to 14 are judged. The peers tell a point (the last value,
-yesterday's, last week's, Holt-Winters fitted on week one with a daily season) in logarithms, and
-add to it the quantile of their own errors over the seven days before. Windows in which the trace
-holds no client at all are gaps: nothing is learned from them and nothing judged.
+(alibaba/ServeGen, Apache-2.0). Every method sees only the past and predicts a quantile one window,
+one hour and three hours ahead; days 9 to 14 are evaluated. The peers predict a point in logarithms
+(the last value, yesterday's, last week's, or Holt-Winters fitted on the first week with a daily
+season), and add the quantile of their own errors over the previous seven days. Windows without any
+client in the trace are gaps: they are neither learned from nor evaluated.
 """
 
 import argparse
@@ -49,7 +49,7 @@ Values = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def main() -> None:
-    """Judge, and print the table as Markdown."""
+    """Evaluate all methods, and print the tables as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=folder_argument, default="", help="folder of public data")
     folder = parser.parse_args().data / "servegen"
@@ -57,8 +57,8 @@ def main() -> None:
     print("## Whole models\n")
     whole = [row for model in MODELS for row in judge(model, read(folder, model)[0])]
     show(whole)
-    print("\n## A model's clients dealt out to four cities\n")
-    print("Harder: a single client's batch jobs weigh more. No constant was chosen by these.\n")
+    print("\n## A model's clients divided among four cities\n")
+    print("Harder: single clients' batch jobs have more weight. No constant was tuned on these.\n")
     cities = [
         row
         for model in MODELS
@@ -81,7 +81,7 @@ table flatters them; the second one is the judge.
 
 
 def cost(series: int = 200, slots: int = 50) -> str:
-    """Say what a series costs, with the one quantile that production asks for."""
+    """Measure the cost of a series with the one quantile that production uses."""
     many = [Series(0, float(number + 1)) for number in range(series)]
     for slot in range(1, 20):
         for one in many:
@@ -94,18 +94,18 @@ def cost(series: int = 200, slots: int = 50) -> str:
     for one in many:
         for horizon in range(len(HORIZONS)):
             forecast(one, horizon)
-    told = process_time()
+    predicted = process_time()
     each_us = 1e6 * (learned - began) / series / slots
     return (
         f"A series learns a slot in {each_us:.0f} us and tells its three horizons in "
-        f"{1e6 * (told - learned) / series:.0f} us; serialized it takes "
-        f"{len(serialize(many[0]))} bytes. "
-        f"So twenty thousand series take {each_us * 20_000 / 1e6:.1f} s of a core in ten minutes."
+        f"{1e6 * (predicted - learned) / series:.0f} us; saved it has "
+        f"{len(serialize(many[0]))} bytes. So twenty thousand series take "
+        f"{each_us * 20_000 / 1e6:.1f} s of a core in ten minutes."
     )
 
 
 def read(folder: Path, model: str) -> tuple[Values, list[Values]]:
-    """Return a model's tokens/s by window (NaN in gaps), whole and dealt out to cities."""
+    """Return a model's tokens/s by window (NaN in gaps), in total and divided among cities."""
     clients: dict[int, Values] = defaultdict(lambda: np.zeros(SPAN_S // SLOT_S))
     with gzip.open(folder / f"{model}_client_rates.csv.gz", "rt") as opened:
         for row in csv.DictReader(opened):
@@ -122,31 +122,34 @@ def read(folder: Path, model: str) -> tuple[Values, list[Values]]:
 
 
 def judge(name: str, values: Values) -> list[dict[str, Any]]:
-    """Return a row a horizon and quantile: every method's pinball loss on the same windows."""
-    ours = told_by_us(values)
+    """Return one row per horizon and quantile: each method's pinball loss on the same windows."""
+    ours = our_predictions(values)
     rows = []
     for number, ahead in enumerate(HORIZONS):
-        peers = told_by_peers(values, ahead)
+        peers = peer_predictions(values, ahead)
         for at, quantile in enumerate(QUANTILES):
-            told = {peer: peers[peer][at] for peer in PEERS} | {"ours": ours[number][at]}
+            predicted = {peer: peers[peer][at] for peer in PEERS} | {"ours": ours[number][at]}
             fair = (np.arange(len(values)) >= JUDGED_FROM) & ~np.isnan(values)
-            fair &= ~np.any([np.isnan(one) for one in told.values()], axis=0)
-            loss = {who: pinball(values[fair], one[fair], quantile) for who, one in told.items()}
+            fair &= ~np.any([np.isnan(one) for one in predicted.values()], axis=0)
+            loss = {
+                method: pinball(values[fair], one[fair], quantile)
+                for method, one in predicted.items()
+            }
             rows.append(
                 {
                     "name": name,
                     "ahead_min": ahead * SLOT_S // 60,
                     "quantile": quantile,
-                    "cover": float(np.mean(values[fair] <= told["ours"][fair])),
+                    "cover": float(np.mean(values[fair] <= predicted["ours"][fair])),
                     "loss": loss,
                 }
             )
     return rows
 
 
-def told_by_us(values: Values) -> list[list[Values]]:
-    """Replay the production code: by horizon and quantile, what was told for each window."""
-    told = [[np.full(len(values), np.nan) for _ in QUANTILES] for _ in HORIZONS]
+def our_predictions(values: Values) -> list[list[Values]]:
+    """Return the production code's predictions for each window, by horizon and quantile."""
+    predicted = [[np.full(len(values), np.nan) for _ in QUANTILES] for _ in HORIZONS]
     series: Series | None = None
     for window, value in enumerate(values):
         if np.isnan(value):
@@ -158,12 +161,12 @@ def told_by_us(values: Values) -> list[list[Values]]:
         for number, ahead in enumerate(HORIZONS):
             for at in range(len(QUANTILES)):
                 if window + ahead < len(values):
-                    told[number][at][window + ahead] = forecast(series, number, at)
-    return told
+                    predicted[number][at][window + ahead] = forecast(series, number, at)
+    return predicted
 
 
-def told_by_peers(values: Values, ahead: int) -> dict[str, list[Values]]:
-    """Return what each peer tells, with the quantile of its own errors of the week before."""
+def peer_predictions(values: Values, ahead: int) -> dict[str, list[Values]]:
+    """Return each peer's predictions, with the quantile of its errors over the previous week."""
     logs = np.log(np.maximum(values, 1.0))
     filled = logs.copy()
     for window in range(1, len(filled)):
@@ -179,7 +182,7 @@ def told_by_peers(values: Values, ahead: int) -> dict[str, list[Values]]:
 
 
 def holt_winters(filled: Values, ahead: int) -> Values:
-    """Fit on the first week, then run on with the fitted rates."""
+    """Fit the smoothing rates on the first week, then predict with them."""
     kind: dict[str, Any] = {
         "trend": None,
         "seasonal": "add",
@@ -193,20 +196,20 @@ def holt_winters(filled: Values, ahead: int) -> Values:
         optimized=False,
     )
     level, season = np.asarray(run.level), np.asarray(run.season)
-    told = np.full(len(filled), np.nan)
+    predicted = np.full(len(filled), np.nan)
     for window in range(DAY_SLOTS, len(filled) - ahead):
-        told[window + ahead] = level[window] + season[window + ahead - DAY_SLOTS]
-    return told
+        predicted[window + ahead] = level[window] + season[window + ahead - DAY_SLOTS]
+    return predicted
 
 
-def pinball(values: Values, told: Values, quantile: float) -> float:
+def pinball(values: Values, predicted: Values, quantile: float) -> float:
     """Return the mean pinball loss."""
-    error = values - told
+    error = values - predicted
     return float(np.mean(np.where(error >= 0, quantile * error, (quantile - 1) * error)))
 
 
 def show(rows: list[dict[str, Any]], worst: int = 0) -> None:
-    """Print a table and what it comes to; with `worst`, the worst rows alone."""
+    """Print a table and its summary; with `worst`, only so many of the worst rows."""
     ratios = {id(row): _ratio(row) for row in rows}
     shown = sorted(rows, key=lambda row: -ratios[id(row)])[:worst] if worst else rows
     if worst:
@@ -214,43 +217,43 @@ def show(rows: list[dict[str, Any]], worst: int = 0) -> None:
     print("| traffic | ahead, min | quantile | " + " | ".join(PEERS) + " | ours | cover |")
     print("|---|---|---|" + "---|" * (len(PEERS) + 2))
     for row in shown:
-        least = min(row["loss"][peer] for peer in PEERS)
-        cells = " | ".join(f"{row['loss'][who] / least:.3f}" for who in (*PEERS, "ours"))
+        best = min(row["loss"][peer] for peer in PEERS)
+        cells = " | ".join(f"{row['loss'][method] / best:.3f}" for method in (*PEERS, "ours"))
         print(
             f"| {row['name']} | {row['ahead_min']} | {row['quantile']} | {cells} "
             f"| {row['cover']:.3f} |"
         )
     all_ratios = np.array(list(ratios.values()))
-    means = {who: np.exp(np.mean([np.log(_ratio(r, who)) for r in rows])) for who in PEERS}
+    means = {method: np.exp(np.mean([np.log(_ratio(r, method)) for r in rows])) for method in PEERS}
     print(
         f"\nAhead of the best peer on {np.mean(all_ratios < 1):.0%} of {len(rows)}, within 2 % of "
         f"it on {np.mean(all_ratios <= 1.02):.0%}, at worst {np.max(all_ratios):.3f}; geometric "
         f"mean {np.exp(np.mean(np.log(all_ratios))):.3f} of the best peer's loss, chosen "
         "afterwards for each row. One peer kept throughout: "
-        + ", ".join(f"{who} {mean:.2f}" for who, mean in means.items())
+        + ", ".join(f"{method} {mean:.2f}" for method, mean in means.items())
         + "."
     )
 
 
-def _ratio(row: dict[str, Any], who: str = "ours") -> float:
-    return float(row["loss"][who] / min(row["loss"][peer] for peer in PEERS))
+def _ratio(row: dict[str, Any], method: str = "ours") -> float:
+    return float(row["loss"][method] / min(row["loss"][peer] for peer in PEERS))
 
 
 def _back(filled: Values, slots: int) -> Values:
-    told = np.full(len(filled), np.nan)
-    told[slots:] = filled[:-slots]
-    return told
+    predicted = np.full(len(filled), np.nan)
+    predicted[slots:] = filled[:-slots]
+    return predicted
 
 
 def _with_quantiles(point: Values, logs: Values, ahead: int) -> list[Values]:
     errors = logs - point
-    told = [np.full(len(logs), np.nan) for _ in QUANTILES]
+    predicted = [np.full(len(logs), np.nan) for _ in QUANTILES]
     for window in range(JUDGED_FROM, len(logs)):
         known = errors[window - ahead - WEEK_SLOTS + 1 : window - ahead + 1]
         known = known[~np.isnan(known)]
         for at, offset in enumerate(np.quantile(known, QUANTILES)):
-            told[at][window] = np.exp(point[window] + offset)
-    return told
+            predicted[at][window] = np.exp(point[window] + offset)
+    return predicted
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import DeploymentId, KeyId, ReplicaId, TenantId
 from isochrone.wire.keys import format_key, parse_key
 from isochrone.wire.model import Price
-from isochrone.wire.routes import KeyEntry, Limits
+from isochrone.wire.routes import KeyEntry, KeyLimits
 from router.decide.admit import authenticate
 from router.decide.fair import FairQueue, Ticket
 from router.decide.health import Health
@@ -31,7 +31,7 @@ KEYS: Final = 5_000
 GUESSES: Final = 1_000_000
 UNIX_S: Final = 1.7e9
 D: Final = DeploymentId("d")
-ALL: Final = Limits(
+ALL: Final = KeyLimits(
     requests_per_min=10**9,
     tokens_per_min=10**12,
     concurrency=10**6,
@@ -40,7 +40,7 @@ ALL: Final = Limits(
 )
 
 
-def a_key(number: int, limits: Limits) -> tuple[str, KeyEntry]:
+def a_key(number: int, limits: KeyLimits) -> tuple[str, KeyEntry]:
     """Return a key's text and its entry in the table."""
     text = format_key(KeyId(f"{number:012d}"), hashlib.sha256(b"%d" % number).digest())
     parsed = parse_key(text)
@@ -57,7 +57,7 @@ def cases() -> dict[str, Callable[[int], None]]:
     keys = {entry.key_id: entry for _, entry in made}
     gate, health, budget = Gate(), Health(), RetryBudget()
     price = Price(prompt_per_million=1.0, output_per_million=2.0)
-    free = a_key(KEYS, Limits())[1]
+    free = a_key(KEYS, KeyLimits())[1]
     queue: FairQueue[Ticket] = FairQueue(100_000, 2**40)
     tenants = [TenantId(f"t{number}") for number in range(1000)]
     for number in range(10_000):

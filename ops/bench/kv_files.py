@@ -1,10 +1,10 @@
-"""Block files of the KV's file tier read in several ways, from a cold disk and a warm page cache.
+"""Compares ways to read the block files of the KV file tier, uncached and from the page cache.
 
     python -m ops.bench.kv_files FOLDER [--blocks N] [--block-kib K] [--rounds R]
 
-Each round writes nothing and reads every file once in each way, in turn; before a cold round the
-files are dropped from the page cache. A read ends when all bytes lie in a tensor's memory and their
-seal was computed, as the tier does it. FOLDER must lie on the disk in question.
+Each round reads every file once in each way; before an uncached read the files are dropped from the
+page cache. A read ends when all bytes are in memory and their checksum is computed, as in the tier.
+FOLDER must be on the disk to measure.
 """
 
 import argparse
@@ -23,7 +23,7 @@ Read = Callable[[list[Path]], list[int]]
 
 
 def buffered(paths: list[Path]) -> list[int]:
-    """Read each file whole, in one call."""
+    """Read each file in one call."""
     return [_whole(path) for path in paths]
 
 
@@ -35,7 +35,7 @@ def _whole(path: Path) -> int:
 
 
 def advised(paths: list[Path]) -> list[int]:
-    """The same, and meanwhile the kernel is asked for the next few files."""
+    """Read each file in one call, after asking the kernel to read the next few ahead."""
     seals = []
     for at, path in enumerate(paths):
         for later in paths[1:AHEAD] if at == 0 else paths[at + AHEAD - 1 : at + AHEAD]:
@@ -45,7 +45,7 @@ def advised(paths: list[Path]) -> list[int]:
 
 
 def mapped(paths: list[Path]) -> list[int]:
-    """Map each file and let the seal fault it in."""
+    """Map each file; the checksum faults its pages in."""
     seals = []
     for path in paths:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
@@ -55,7 +55,7 @@ def mapped(paths: list[Path]) -> list[int]:
 
 
 class Direct:
-    """Read past the page cache, into memory that is aligned and used again."""
+    """Read around the page cache (O_DIRECT), into aligned memory that is reused."""
 
     def __init__(self, block_bytes: int) -> None:
         self._memory = mmap.mmap(-1, -(-block_bytes // SECTOR) * SECTOR)
@@ -77,7 +77,7 @@ class Direct:
 
 
 def advise(path: Path, how: int) -> None:
-    """Tell the kernel what is wanted of the whole file."""
+    """Give the kernel advice `how` for the whole file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, how)
@@ -92,9 +92,9 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=96)
     parser.add_argument("--block-kib", type=int, default=720)
     parser.add_argument("--rounds", type=int, default=7)
-    asked = parser.parse_args()
-    block_bytes = asked.block_kib * 1024 + 63
-    paths = [asked.folder / f"kv-{number}" for number in range(asked.blocks)]
+    arguments = parser.parse_args()
+    block_bytes = arguments.block_kib * 1024 + 63
+    paths = [arguments.folder / f"kv-{number}" for number in range(arguments.blocks)]
     for path in paths:
         path.write_bytes(os.urandom(block_bytes))
     os.sync()
@@ -105,7 +105,7 @@ def main() -> None:
         "O_DIRECT": Direct(block_bytes),
     }
     try:
-        measure(paths, ways, asked.rounds, block_bytes)
+        measure(paths, ways, arguments.rounds, block_bytes)
     finally:
         for path in paths:
             path.unlink()
@@ -126,7 +126,7 @@ def measure(paths: list[Path], ways: dict[str, Read], rounds: int, block_bytes: 
                 began_s = time.perf_counter()
                 seals.add(tuple(read(paths)))
                 taken.setdefault((name, cold), []).append(time.perf_counter() - began_s)
-    assert len(seals) == 1, "all ways read the same"
+    assert len(seals) == 1, "not all ways read the same bytes"
     print(f"{len(paths)} blocks of {block_bytes} bytes, {rounds} rounds")
     print(
         "| way | cold, ms a block | MB/s | cached, ms a block | MB/s |\n|---|---:|---:|---:|---:|"

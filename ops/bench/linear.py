@@ -1,9 +1,10 @@
-"""What one step's matrix products cost, by how the matrices are kept and by rows: `layers/linear`.
+"""The cost of one step's matrix products, by the format of the matrices and by rows.
 
     python -m ops.bench.linear
 
 Matrices of SmolLM2-135M's shapes, twelve layers of them (42 million weights: more than the caches
-hold in fp32; four bits fit a large one), one thread, processor time, the best of a few rounds.
+hold in fp32; in four bits they fit a large cache), one thread, processor time, best of a few
+rounds.
 """
 
 import time
@@ -14,17 +15,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from nodeagent.engine.model.layers.linear import (
-    Blocked,
-    FourBit,
-    Groups,
-    Half,
-    Keeping,
-    Linear,
-    Plain,
-    native,
-    tiled,
-)
+from nodeagent.engine.kernels.cpu.library import CpuKernels, cpu_kernels
+from nodeagent.engine.kernels.linear_backend import Linear
+from nodeagent.engine.kernels.matrix_formats import QuantisedGroups
+from nodeagent.engine.kernels.torch.linear import Fp16Linear, Int4Linear, OneDnnLinear, PlainLinear
 
 SHAPES: Final = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 LAYERS: Final = 12
@@ -33,7 +27,7 @@ ROUNDS: Final = 4
 
 
 class Int8:
-    """Tried and not taken: eight bits, a scale a row, activations quantised as one tensor."""
+    """Evaluated and rejected: 8 bits, one scale per row, activations quantised as one tensor."""
 
     def __init__(self, weight: Tensor) -> None:
         scales = weight.abs().amax(-1) / 127
@@ -54,40 +48,40 @@ class Int8:
         return answer
 
 
-def in_groups(weight: Tensor, bits: int) -> Groups:
+def in_groups(weight: Tensor, bits: int) -> QuantisedGroups:
     """Quantise in groups of 32."""
     grouped = weight.view(len(weight), -1, 32)
     offsets = grouped.amin(-1)
     scales = (grouped.amax(-1) - offsets) / (2**bits - 1)
     numbers = ((grouped - offsets[..., None]) / scales[..., None]).round().to(torch.uint8)
-    return Groups(numbers.view(weight.shape), scales, offsets, bits)
+    return QuantisedGroups(numbers.view(weight.shape), scales, offsets, bits)
 
 
-def own(weight: Tensor, bits: int) -> Linear:
-    """Keep for our own kernel, which is built where a compiler is."""
-    found = native(in_groups(weight, bits), Keeping.NATIVE)
-    if found is None:
-        raise RuntimeError("cannot compare: our own kernels are not built here")
-    return found
+def native() -> CpuKernels:
+    """Return the C kernels, or raise RuntimeError if they are not built here."""
+    kernels = cpu_kernels()
+    if kernels is None:
+        raise RuntimeError("cannot compare: the C kernels are not built on this machine")
+    return kernels
 
 
 KINDS: Final[dict[str, Callable[[Tensor], Linear]]] = {
-    "Plain fp32": Plain,
-    "Blocked fp32": Blocked,
-    "Half (fp16, FBGEMM)": Half,
-    "Blocked bf16": lambda weight: Blocked(weight.bfloat16()),
-    "FourBit (bf16 above 4 rows)": lambda weight: FourBit(in_groups(weight, 4)),
-    "Native, four bits": lambda weight: own(weight, 4),
-    "Native, eight bits": lambda weight: own(weight, 8),
-    "Native, rounded floats": lambda weight: tiled([weight.half()], Keeping.NATIVE),
-    "Native, fp16": lambda weight: tiled([weight.half()], Keeping.TILED),
-    "Native, fp32": lambda weight: tiled([weight], Keeping.TILED),
-    "int8 dynamic (not taken)": Int8,
+    "PlainLinear fp32": PlainLinear,
+    "OneDnnLinear fp32": OneDnnLinear,
+    "Fp16Linear (fp16, FBGEMM)": Fp16Linear,
+    "OneDnnLinear bf16": lambda weight: OneDnnLinear(weight.bfloat16()),
+    "Int4Linear (bf16 above 4 rows)": lambda weight: Int4Linear(in_groups(weight, 4)),
+    "Native, four bits": lambda weight: native().pack_groups(in_groups(weight, 4)),
+    "Native, eight bits": lambda weight: native().pack_groups(in_groups(weight, 8)),
+    "Native, rounded floats": lambda weight: native().pack_floats([weight.half()], rounded=True),
+    "Native, fp16": lambda weight: native().pack_floats([weight.half()], rounded=False),
+    "Native, fp32": lambda weight: native().pack_floats([weight], rounded=False),
+    "int8 dynamic (rejected)": Int8,
 }
 
 
 def seconds(products: list[tuple[int, Linear]], rows: int) -> float:
-    """Multiply by every matrix once; the best of the rounds."""
+    """Return the seconds to multiply by every matrix once, best of the rounds."""
     inputs = {columns: torch.randn(rows, columns) for columns, _ in products}
     best_s = float("inf")
     for _ in range(ROUNDS):
@@ -100,7 +94,7 @@ def seconds(products: list[tuple[int, Linear]], rows: int) -> float:
 
 @torch.inference_mode()
 def main() -> None:
-    """Print one row for each kind."""
+    """Print one row for each format."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     weights = [torch.randn(shape) * 0.02 for _ in range(LAYERS) for shape in SHAPES]

@@ -1,17 +1,16 @@
-"""Tokens a second of a model in two stages: a batch under way in each, and taking turns.
+"""Tokens per second of a model in pipeline stages: one batch in all, or one in flight per stage.
 
     python -m ops.bench.pipeline MODEL [--streams 1 8 32] [--chunks 2 4 7] [--rounds N]
 
-Each stage is a process of one thread. All ways run on the same processes, round by round in turn,
-and every output must be the same: "turns" is one batch at a time through all stages, "together" one
-in each stage, and "as measured" what the engine chooses of both. On a machine without a whole core
-for each stage the clock of the wall says little: the last column is what the processor's own time
-allows, all stages' seconds in turns to the busiest stage's seconds together.
+Each stage is a process with one thread. All depths run on the same processes in alternating rounds,
+and must give the same output: "turns" runs one batch at a time through all stages, "together" one
+in each stage, and "as measured" what the engine chooses. On a machine without a core for each stage
+wall time says little, so the last column has the limit by processor time: the seconds of all stages
+in turns, divided by the seconds of the busiest stage together.
 
-A long prompt flows whatever is chosen: nobody waits for a chunk that ends in no token. Its table
-compares the wall's clock with all stages' processor seconds, which is what they take one after the
-other, and with what so many chunks allow: the last stage has nothing to do while the first chunk is
-in the first.
+The chunks of a long prompt always overlap, because no chunk waits for a token of the one before.
+Its table compares wall time with the processor seconds of all stages one after the other, and with
+the limit for so many chunks: the last stage is idle while the first chunk is in the first stage.
 """
 
 import argparse
@@ -27,106 +26,110 @@ from typing import Final
 import psutil
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.step import Generation
-from nodeagent.engine.distributed.worker import follow
-from nodeagent.engine.distributed.worker_group import Crew, muster
-from nodeagent.engine.loading import Loaded, load
+from nodeagent.engine.core.generation import Generation
+from nodeagent.engine.loading import LoadedEngine, load_engine
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-from nodeagent.engine.scheduler.pipeline_depth import Underway
-from nodeagent.engine.scheduler.sequence import Ending, Sequence
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.scheduler.pipeline_depth import PipelineDepth
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
+from nodeagent.engine.workers.worker import run_worker
+from nodeagent.engine.workers.worker_group import WorkerGroup, fork_workers
 
 PROMPT_TOKENS: Final = 24
 
 
-class Bench:
-    """One split engine."""
+class PipelineBench:
+    """An engine whose model is split into stages."""
 
-    def __init__(self, loaded: Loaded, pids: Ordered[int]) -> None:
+    def __init__(self, loaded: LoadedEngine, pids: Ordered[int]) -> None:
         self._loaded = loaded
         self._stages = [psutil.Process(pid) for pid in pids]
         self._numbers = 0
 
     def busy_s(self) -> list[float]:
-        """Return the processor seconds that each stage has taken."""
+        """Return the processor seconds of each stage so far."""
         return [sum(stage.cpu_times()[:2]) for stage in self._stages]
 
     def answers(
-        self, prompts: Ordered[list[int]], tokens: int, underway: Underway
+        self, prompts: Ordered[list[int]], tokens: int, pipeline_depth: PipelineDepth
     ) -> tuple[list[list[int]], float]:
-        """Answer all prompts at once; return the outputs, and the seconds that they took.
+        """Answer all prompts at once; return the outputs and the seconds.
 
-        Where tokens are drawn, those of the prompts are not counted: from the first that all have.
+        For more than one token, time starts when every answer has its first token.
         """
         engine = self._loaded.engine
-        engine.batching.underway = underway
-        held = [self._generation(prompt, tokens) for prompt in prompts]
-        for generation in held:
+        engine.scheduler.pipeline_depth = pipeline_depth
+        generations = [self._generation(prompt, tokens) for prompt in prompts]
+        for generation in generations:
             engine.submit(generation)
         started_s = time.perf_counter()
-        while engine.busy:
+        while engine.has_work:
             before_s = time.perf_counter()
             stepped = engine.step()
-            engine.timed(stepped, time.perf_counter() - before_s)
-            if tokens > 1 and not all(one.sequence.output_tokens for one in held):
+            engine.record_timing(stepped, time.perf_counter() - before_s)
+            if tokens > 1 and not all(one.sequence.output_tokens for one in generations):
                 started_s = time.perf_counter()
         seconds = time.perf_counter() - started_s
-        return [one.sequence.tokens[one.sequence.prompt_tokens :] for one in held], seconds
+        return [one.sequence.tokens[one.sequence.prompt_tokens :] for one in generations], seconds
 
     def _generation(self, prompt: list[int], tokens: int) -> Generation:
         self._numbers += 1
-        # A salt of its own: what an earlier round read is no help.
+        # A new salt, so that the prefix cache of an earlier round is not used.
         salt = str(self._numbers).encode()
         return Generation(
-            Sequence(self._numbers, list(prompt), Ending(tokens, frozenset()), salt),
+            Sequence(self._numbers, list(prompt), StopConditions(tokens, frozenset()), salt),
             Sampler(SamplingParams(temperature=0), []),
-            TokenText(self._loaded.vocabulary),
+            StreamDetokenizer(self._loaded.vocabulary),
             StopStrings(()),
         )
 
 
-class Always(Underway):
-    """A batch in each stage, whatever that costs."""
+class FullDepth(PipelineDepth):
+    """Always keeps one batch in flight per stage."""
 
-    def choose(self, rows: int, *, prompts: bool) -> int:
-        """Choose as many as there are stages."""
-        return self.most
+    def choose(self, rows: int, *, has_prompts: bool) -> int:
+        """Return the number of stages."""
+        return self.stages
 
 
 @dataclass(slots=True)
-class Measured:
-    """What one way has cost."""
+class DepthTimings:
+    """The times of one pipeline depth."""
 
-    underway: Underway
+    pipeline_depth: PipelineDepth
     seconds: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
-    """Processor seconds of each stage, prompts included."""
+    """The processor seconds of each stage, prefill included."""
 
 
 def compare(
-    bench: Bench, prompts: Ordered[list[int]], tokens: int, rounds: int, ways: Ordered[Underway]
-) -> list[Measured]:
-    """Return what each way has cost; all outputs must be the same."""
-    found = [Measured(way) for way in ways]
+    bench: PipelineBench,
+    prompts: Ordered[list[int]],
+    tokens: int,
+    rounds: int,
+    depths: Ordered[PipelineDepth],
+) -> list[DepthTimings]:
+    """Measure each depth in alternating rounds; all outputs must be the same."""
+    timings = [DepthTimings(way) for way in depths]
     outputs: list[list[list[int]]] = []
     for number in range(rounds + 1):
-        for one in found if number % 2 else found[::-1]:
+        for one in timings if number % 2 else timings[::-1]:
             before = bench.busy_s()
-            said, took_s = bench.answers(prompts, tokens, one.underway)
-            outputs.append(said)
+            outputs_now, seconds = bench.answers(prompts, tokens, one.pipeline_depth)
+            outputs.append(outputs_now)
             if number:
                 spent = [after - at for after, at in zip(bench.busy_s(), before, strict=True)]
                 known = one.busy_s or [0.0] * len(spent)
-                one.seconds.append(took_s)
+                one.seconds.append(seconds)
                 one.busy_s = [a + b for a, b in zip(known, spent, strict=True)]
-    assert all(said == outputs[0] for said in outputs)
-    return found
+    assert all(outputs_now == outputs[0] for outputs_now in outputs)
+    return timings
 
 
-def measure(crew: Crew, config: EngineConfig, args: argparse.Namespace) -> None:
-    """Load the front, and print the tables."""
-    loaded = load(config, crew)
-    bench = Bench(loaded, [os.getpid(), *(member.pid for member in crew.members)])
+def measure(workers: WorkerGroup, config: EngineConfig, args: argparse.Namespace) -> None:
+    """Load the model in this process and its workers, and print the tables."""
+    loaded = load_engine(config, workers)
+    bench = PipelineBench(loaded, [os.getpid(), *(worker.pid for worker in workers.workers)])
     words = loaded.vocabulary.encode(Path(__file__).read_text(), special=False)
     words *= max(args.chunks, default=0) * config.batch_tokens_max // len(words) + 1
     print("| a prompt of | chunks | tokens/s | one stage at a time | gain | at most |")
@@ -135,23 +138,23 @@ def measure(crew: Crew, config: EngineConfig, args: argparse.Namespace) -> None:
         flow(bench, words[: chunks * config.batch_tokens_max], chunks, args)
     print("| tokens/s | turns | together | as measured | together to turns | by processor time |")
     print("|---|---|---|---|---|---|")
-    # The last learns from all that it runs.
-    ways = [Underway(1), Always(args.stages), Underway(args.stages)]
+    # The last one learns over all rounds.
+    depths = [PipelineDepth(1), FullDepth(args.stages), PipelineDepth(args.stages)]
     for count in args.streams:
         prompts = [words[7 * n : 7 * n + PROMPT_TOKENS] for n in range(count)]
-        found = compare(bench, prompts, args.tokens, args.rounds, ways)
-        seconds = [median(one.seconds) for one in found]
+        timings = compare(bench, prompts, args.tokens, args.rounds, depths)
+        seconds = [median(one.seconds) for one in timings]
         rates = " | ".join(f"{count * (args.tokens - 1) / one:.1f}" for one in seconds)
-        gain, allowed = seconds[0] / seconds[1], sum(found[0].busy_s) / max(found[1].busy_s)
+        gain, allowed = seconds[0] / seconds[1], sum(timings[0].busy_s) / max(timings[1].busy_s)
         print(f"| {count} streams | {rates} | {gain:.2f} | {allowed:.2f} |", flush=True)
 
 
-def flow(bench: Bench, prompt: list[int], chunks: int, args: argparse.Namespace) -> None:
-    """Print how a prompt of so many chunks flows through the stages."""
-    (found,) = compare(bench, [prompt], 1, args.rounds, [Always(args.stages)])
-    took_s, alone_s = median(found.seconds), sum(found.busy_s) / args.rounds
-    gain, most = alone_s / took_s, args.stages * chunks / (args.stages + chunks - 1)
-    rates = f"{len(prompt) / took_s:.0f} | {len(prompt) / alone_s:.0f}"
+def flow(bench: PipelineBench, prompt: list[int], chunks: int, args: argparse.Namespace) -> None:
+    """Print the row of a prompt with so many chunks."""
+    (timings,) = compare(bench, [prompt], 1, args.rounds, [FullDepth(args.stages)])
+    seconds, alone_s = median(timings.seconds), sum(timings.busy_s) / args.rounds
+    gain, most = alone_s / seconds, args.stages * chunks / (args.stages + chunks - 1)
+    rates = f"{len(prompt) / seconds:.0f} | {len(prompt) / alone_s:.0f}"
     print(f"| {len(prompt)} | {chunks} | {rates} | {gain:.2f} | {most:.2f} |", flush=True)
 
 
@@ -178,11 +181,11 @@ def main() -> None:
             batch_tokens_max=256,
             draft_tokens_max=0,
         )
-        crew = muster(args.stages, lambda rank, channel: follow(config, rank, channel))
+        workers = fork_workers(args.stages, lambda rank, channel: run_worker(config, rank, channel))
         try:
-            measure(crew, config, args)
+            measure(workers, config, args)
         finally:
-            crew.end()
+            workers.shut_down()
 
 
 if __name__ == "__main__":

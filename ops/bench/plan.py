@@ -1,11 +1,11 @@
-"""What a plan costs in CPU time: the first one, and those that follow minute by minute.
+"""The CPU time of placement plans: the first plan of a fleet, and the plans of each minute.
 
     python -m ops.bench.plan [--data ../shared/data] [--minutes 60] [--picture FILE]
 
-The planet of `ops/sim/planet_world.py` is cut to its first cities and models. The first plan seats
-everything on an empty fleet; then each minute's demand is planned for as placement does it, for the
-higher of what is asked and what will be asked within the hour, and the moves are carried out. A
-picture that `isochrone plan --save` wrote is timed as it is.
+The world of `ops/sim/planet_world.py` is reduced to its first cities and models. The first plan
+places everything on an empty fleet. Then each minute is planned as placement does it, for the
+higher of the current demand and that within the hour, and the moves are carried out. With
+--picture, the plan of a cluster state saved by `isochrone plan --save` is timed.
 """
 
 import gc
@@ -28,7 +28,7 @@ from scheduler.decide.whatif.simulation import ClusterSnapshot, apply_plan
 from scheduler.planner.__main__ import GC_THRESHOLDS
 
 SIZES: Final = ((20, 15, 20), (80, 50, 50), (335, 190, 100))
-"""Cities that ask, how many of these have GPUs, and deployments."""
+"""Cities with demand, how many of them have GPUs, and deployments."""
 
 BEGINS_MIN: Final = 8 * 60
 HOUR_MIN: Final = 60
@@ -36,17 +36,17 @@ LATER_MIN: Final = 180
 FIRST: Final = PlanLimits(starts_max=10**6, endings_max=10**6, effort=0)
 
 
-class Turn(NamedTuple):
-    """One plan: its CPU time and its moves."""
+class PlanTiming(NamedTuple):
+    """The CPU time and the moves of one plan."""
 
     took_s: float
     moves: int
 
 
 def cut(world: PlanetWorld, cities: int, gpu_cities: int, deployments: int) -> ClusterState:
-    """Return a picture of a part of the planet that nobody asks anything of yet.
+    """Return a part of the world without demand.
 
-    Each city has measured its round trip to each that has GPUs, and found what geography says.
+    The round trips that each city has measured to the cities with GPUs follow from geography.
     """
     held = {pop.pop for pop in world.pops[:gpu_cities]}
     far = Distances(world.pops, ())
@@ -68,24 +68,26 @@ def cut(world: PlanetWorld, cities: int, gpu_cities: int, deployments: int) -> C
 
 
 def asked_at(world: PlanetWorld, cluster: ClusterState, *minutes: int) -> ClusterState:
-    """Return the picture with the highest demand of these minutes."""
+    """Return the cluster with the highest demand of these minutes."""
     asked = np.maximum.reduce([world.requests(minute) for minute in minutes])
     asked[len(cluster.pops) :, :] = 0.0
     asked[:, len(cluster.deployments) :] = 0.0
     return msgspec.structs.replace(cluster, demand=demand_rows(world, asked))
 
 
-def planned(cluster: ClusterState, limits: PlanLimits | None = None) -> tuple[Turn, ClusterState]:
-    """Plan, timed, and carry it out."""
+def planned(
+    cluster: ClusterState, limits: PlanLimits | None = None
+) -> tuple[PlanTiming, ClusterState]:
+    """Make a plan, measure its CPU time, and carry it out."""
     began = process_time()
     decided = plan_deployments(cluster, limits)
     took_s = process_time() - began
     moves = len(decided.starts) + len(decided.endings)
-    return Turn(took_s, moves), apply_plan(cluster, decided)
+    return PlanTiming(took_s, moves), apply_plan(cluster, decided)
 
 
 def with_weights(cluster: ClusterState) -> ClusterState:
-    """Return the picture with the weights of what is seated on the disks of its nodes."""
+    """Return the cluster with the weights of all placements on the disks of their nodes."""
     digests = {model.model_id: model.artifact.digest for model in cluster.models}
     served = {one.deployment_id: digests[one.model_id] for one in cluster.deployments}
     held: dict[NodeId, set[str]] = defaultdict(set)
@@ -98,8 +100,10 @@ def with_weights(cluster: ClusterState) -> ClusterState:
     return msgspec.structs.replace(cluster, nodes=nodes)
 
 
-def minute_by_minute(world: PlanetWorld, cluster: ClusterState, minutes: int) -> Iterator[Turn]:
-    """Plan each minute of a morning, on what the minute before left."""
+def minute_by_minute(
+    world: PlanetWorld, cluster: ClusterState, minutes: int
+) -> Iterator[PlanTiming]:
+    """Plan each minute of a morning, from the result of the minute before."""
     for minute in range(BEGINS_MIN, BEGINS_MIN + minutes):
         turn, cluster = planned(asked_at(world, cluster, minute, minute + HOUR_MIN))
         yield turn
@@ -108,7 +112,7 @@ def minute_by_minute(world: PlanetWorld, cluster: ClusterState, minutes: int) ->
 def row_of(world: PlanetWorld, cluster: ClusterState, minutes: int) -> str:
     """Return one size's row of the table."""
     peak = asked_at(world, cluster, BEGINS_MIN, BEGINS_MIN + HOUR_MIN)
-    # Once for nothing: what Python and numpy learn the first time is not the plan's.
+    # A warm-up: the first call includes one-time costs of Python and numpy.
     planned(peak, FIRST)
     first, seated = planned(peak, FIRST)
     seated = with_weights(seated)
@@ -127,7 +131,7 @@ def row_of(world: PlanetWorld, cluster: ClusterState, minutes: int) -> str:
 
 
 def timed(path: Path, times: int = 5) -> str:
-    """Return a line of what a saved picture's plan costs."""
+    """Return a line with the CPU time of the plan of a saved cluster."""
     cluster = msgspec.json.decode(path.read_bytes(), type=ClusterSnapshot).cluster
     turns = [planned(cluster)[0] for _ in range(times)]
     return (
@@ -137,7 +141,7 @@ def timed(path: Path, times: int = 5) -> str:
 
 
 def main() -> None:
-    """Print the table, or the line of a saved picture."""
+    """Print the table, or the line of a saved cluster."""
     parser = world_parser(__doc__)
     parser.add_argument("--minutes", type=int, default=60)
     parser.add_argument("--picture", type=Path)

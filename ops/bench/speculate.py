@@ -1,12 +1,12 @@
-"""Tokens a second at batch 1, with drafts and without, and what verifying several tokens costs.
+"""Tokens per second at batch 1 with and without drafts, and the cost of verifying several tokens.
 
     python -m ops.bench.speculate MODEL [--rounds N] [--drafts K] [--kinds tool copy chat]
         [--draft SMALLER] [--clock wall]
 
-Both run in one process on one engine, turn by turn; every output must be the same with and without.
-Time is the wall's, or the processor's on one thread, so that neighbours on the machine count little
-(`--clock`). `--draft` names a model that drafts beside the lookup. The prompts are committed beside
-this file: calls of tools, copies of JSON, and plain chats, which should lose nothing.
+Both run in one process on one engine, in alternating rounds, and must give the same output.
+`--clock` selects wall time, or processor time on one thread, which other load on the machine hardly
+affects. `--draft` names a draft model. The prompts are beside this file: tool calls, copies of
+JSON, and plain chats, which should not become slower.
 """
 
 import argparse
@@ -19,16 +19,22 @@ from statistics import median
 from typing import Any
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.step import Computes, Generation
-from nodeagent.engine.loading import Loaded, load
+from nodeagent.engine.core.generation import Generation
+from nodeagent.engine.core.step import ModelExecutor
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.loading import LoadedEngine, load_engine
 from nodeagent.engine.sampling.sampler import Sampler
-from nodeagent.engine.scheduler.batching import Batch, Chunk
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Sequence
-from nodeagent.engine.server.request_body import ask_of, messages_of, read_chat
-from nodeagent.engine.server.tool_calling import Calling
-from nodeagent.engine.structured.compiler import Grammars
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
-from nodeagent.engine.tools.chat_tools import tools_of
+from nodeagent.engine.scheduler.batch import Batch, BatchChunk
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
+from nodeagent.engine.server.openai.generation_options import generation_options
+from nodeagent.engine.server.openai.request_body import (
+    read_chat,
+    template_messages,
+)
+from nodeagent.engine.server.openai.tool_fields import requested_tools
+from nodeagent.engine.server.openai.tool_use import ToolUse
+from nodeagent.engine.structured.compiler import GrammarCompiler
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 
 PROMPTS = Path(__file__).with_name("speculate_prompts.json")
 TOKENS_MAX = 120
@@ -37,8 +43,8 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
 @dataclass(slots=True)
-class Runs:
-    """What was measured of one prompt, with drafts and without."""
+class PromptRuns:
+    """The measurements of one prompt, with and without drafts."""
 
     tokens: int = 0
     seconds: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
@@ -47,39 +53,39 @@ class Runs:
     accepted: int = 0
 
     def rate(self, drafts: bool) -> float:
-        """Tokens a second."""
+        """Return tokens per second."""
         return self.tokens / median(self.seconds[drafts])
 
 
-class Bench:
+class SpeculationBench:
     """One engine and its prompts."""
 
-    def __init__(self, loaded: Loaded, clock: Callable[[], float]) -> None:
+    def __init__(self, loaded: LoadedEngine, clock: Callable[[], float]) -> None:
         self._loaded = loaded
         self._clock = clock
         speculation = loaded.engine.speculation
-        if speculation is not None and speculation.ahead is not None:
-            speculation.ahead.clock = clock
-        self._grammars = Grammars(loaded.vocabulary)
+        if speculation is not None and speculation.model is not None:
+            speculation.model.clock = clock
+        self._grammars = GrammarCompiler(loaded.vocabulary)
         self._numbers = 0
 
-    def run(self, prompt: dict[str, Any], runs: Runs, *, drafts: bool) -> str:
-        """Answer `prompt` once, timed from its first token on, and return the text."""
+    def run(self, prompt: dict[str, Any], runs: PromptRuns, *, drafts: bool) -> str:
+        """Answer `prompt` once, timed from its first token, and return the text."""
         engine, speculation = self._loaded.engine, self._loaded.engine.speculation
         assert speculation is not None
         drafted, accepted = speculation.drafted_tokens_total, speculation.accepted_tokens_total
         engine.submit(self._generation(prompt, drafts=drafts))
         text, tokens, steps = "", 0, 0
         started_s = self._clock()
-        while engine.busy:
+        while engine.has_work:
             before_s = self._clock()
-            stepped = engine.step()
+            output = engine.step()
             now_s = self._clock()
-            engine.timed(stepped, now_s - before_s)
-            for delta in stepped.deltas:
+            engine.record_timing(output, now_s - before_s)
+            for delta in output.deltas:
                 text += delta.text
                 tokens = delta.output_tokens
-            if stepped.prefill_tokens:
+            if output.prefill_tokens:
                 started_s = now_s
             else:
                 steps += 1
@@ -95,36 +101,36 @@ class Bench:
         raw = json.dumps({**fields, "temperature": 0, "parallel_tool_calls": False})
         body = read_chat(raw.encode(), 1 << 20)
         assert loaded.template is not None
-        tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
-        text = loaded.template.render(messages_of(body), tools.told if tools else ())
+        tools = requested_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+        text = loaded.template.render(template_messages(body), tools.described if tools else ())
         tokens = loaded.vocabulary.encode(text, special=False)
-        ask = ask_of(body)
-        calling = Calling.of(tools, loaded.template, loaded.vocabulary)
-        grammar = calling.grammar(ask.grammar) if calling else ask.grammar
-        constraint = self._grammars.build(grammar) if grammar else None
+        options = generation_options(body)
+        tool_use = ToolUse.of(tools, loaded.template, loaded.vocabulary)
+        grammar = tool_use.grammar(options.grammar) if tool_use else options.grammar
+        constraint = self._grammars.compile_now(grammar) if grammar else None
         self._numbers += 1
         speculation = loaded.engine.speculation
         assert speculation is not None
         return Generation(
             sequence=Sequence(
-                self._numbers, tokens, Ending(TOKENS_MAX, loaded.vocabulary.stop_ids)
+                self._numbers, tokens, StopConditions(TOKENS_MAX, loaded.vocabulary.stop_ids)
             ),
-            sampler=Sampler(ask.params, [], constraint),
-            text=TokenText(loaded.vocabulary),
+            sampler=Sampler(options.params, [], constraint),
+            text=StreamDetokenizer(loaded.vocabulary),
             stops=StopStrings(()),
             drafter=speculation.drafter(constraint) if drafts else None,
         )
 
 
-def forward_ms(runner: Computes, rounds: int, clock: Callable[[], float]) -> dict[int, float]:
-    """Measure one step that computes so many tokens behind a context, for each of SIZES."""
-    sequence = Sequence(0, list(range(CONTEXT + max(SIZES))), Ending(1, frozenset()))
+def forward_ms(runner: ModelExecutor, rounds: int, clock: Callable[[], float]) -> dict[int, float]:
+    """Measure a step that computes so many tokens after a context, for each of SIZES."""
+    sequence = Sequence(0, list(range(CONTEXT + max(SIZES))), StopConditions(1, frozenset()))
     sequence.blocks = list(range(-(-len(sequence.tokens) // BLOCK_TOKENS)))
-    runner.begin(Batch((), (Chunk(sequence, 0, CONTEXT),)))()
+    runner.begin(Batch((), (BatchChunk(sequence, 0, CONTEXT),)))()
     times: dict[int, list[float]] = {size: [] for size in SIZES}
     for _ in range(rounds):
         for size in SIZES:
-            chunk = Chunk(sequence, CONTEXT, size)
+            chunk = BatchChunk(sequence, CONTEXT, size)
             batch = Batch((chunk,), ()) if size == 1 else Batch((), (chunk,))
             started_s = clock()
             runner.begin(batch)()
@@ -139,12 +145,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--kinds", nargs="+", default=["tool", "copy", "chat"])
-    parser.add_argument("--draft", default="", help="a model of the same tokens, or a head")
+    parser.add_argument("--draft", default="", help="draft model or EAGLE-3 head")
     parser.add_argument("--clock", default="processor", choices=("processor", "wall"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quantisation", default="none", choices=("none", "file"))
     arguments = parser.parse_args()
-    loaded = load(
+    loaded = load_engine(
         EngineConfig(
             model_path=str(arguments.model),
             served_name="bench",
@@ -155,22 +161,22 @@ def main() -> None:
             draft_tokens_max=arguments.drafts,
         )
     )
-    print("| tokens in a step | ms | to one |\n|---|---|---|")
+    print("| tokens in a step | ms | relative to one |\n|---|---|---|")
     clock = time.process_time if arguments.clock == "processor" else time.perf_counter
-    costs = forward_ms(loaded.engine._runner, 3 * arguments.rounds, clock)
+    costs = forward_ms(loaded.engine._executor, 3 * arguments.rounds, clock)
     for size, cost_ms in costs.items():
         print(f"| {size} | {cost_ms:.1f} | {cost_ms / costs[1]:.2f} |")
-    print("\n| prompt | tokens | steps | drafts held | tok/s without | with | gain |")
+    print("\n| prompt | tokens | steps | drafts accepted | tok/s without | with | gain |")
     print("|---|---|---|---|---|---|---|")
-    bench = Bench(loaded, clock)
+    bench = SpeculationBench(loaded, clock)
     gains: dict[str, list[float]] = {}
     for prompt in json.loads(PROMPTS.read_text()):
         if prompt["kind"] not in arguments.kinds:
             continue
-        runs = Runs()
+        runs = PromptRuns()
         for _ in range(arguments.rounds):
-            told = {drafts: bench.run(prompt, runs, drafts=drafts) for drafts in (False, True)}
-            assert told[True] == told[False], f"{prompt['name']}: {told}"
+            texts = {drafts: bench.run(prompt, runs, drafts=drafts) for drafts in (False, True)}
+            assert texts[True] == texts[False], f"{prompt['name']}: {texts}"
         gain = runs.rate(True) / runs.rate(False)
         gains.setdefault(prompt["kind"], []).append(gain)
         print(
@@ -179,8 +185,8 @@ def main() -> None:
             f" {runs.rate(True):.1f} | {gain:.2f}x |"
         )
     assert loaded.engine.speculation is not None
-    for drafter, tally in loaded.engine.speculation.tallies.items():
-        print(f"\n{drafter}: {tally.accepted} of {tally.drafted} drafts held")
+    for kind, counts in loaded.engine.speculation.counts_by_kind.items():
+        print(f"\n{kind}: {counts.accepted} of {counts.drafted} drafts accepted")
     for kind, found in gains.items():
         print(f"\n{kind}: {median(found):.2f}x in the median")
 

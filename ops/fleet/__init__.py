@@ -1,1 +1,1 @@
-"""The demo fleet: three PoPs on one machine, with the distance between them emulated."""
+"""The demo fleet: three PoPs on one machine, with emulated network latency between them."""

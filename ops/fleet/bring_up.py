@@ -1,4 +1,4 @@
-"""Bringing the fleet up, part by part, each waited for and each said."""
+"""Starts and stops the demo fleet, and reports each step."""
 
 import asyncio
 import os
@@ -28,8 +28,8 @@ TENANT = "demo"
 Say = Callable[[str], None]
 
 
-class Fleet:
-    """The demo's processes and how to ask them."""
+class LocalFleet:
+    """The demo's processes and a client of their admin API."""
 
     def __init__(self, state: Path, say: Say) -> None:
         self.state = state
@@ -39,30 +39,30 @@ class Fleet:
         self.processes = Processes(state / "logs", layout.ROOT)
         self._say = say
         self._database = layout.database_folder(state)
-        self._state_kept = ExitStack()
-        self._is_ours = False
+        self._state_lock = ExitStack()
+        self._owns_state = False
 
     async def up(self) -> None:
-        """Bring everything up but the model; raises StartFailed or AdminError."""
-        await asyncio.to_thread(self._clear)
+        """Start all processes and create a key. Raises StartFailed or AdminError."""
+        await asyncio.to_thread(self._claim_state)
         await self._start_database()
         await self._start_scheduler()
-        await self._describe_cities()
+        await self._create_pops()
         await self._start_nodes_and_routers()
-        made = await self.ask("POST", "/v1/keys", {"tenant_id": TENANT, "note": "make up"})
-        self.key = made["key"]
+        created = await self.ask("POST", "/v1/keys", {"tenant_id": TENANT, "note": "make up"})
+        self.key = created["key"]
 
     async def deploy(self) -> None:
-        """Add the model to the catalogue, wish it served from the first city, wait until warm."""
-        self._say(f"catalogue: {model.NAME}, reading its manifest")
+        """Add the model to the catalogue, deploy it in the first city and wait until it is warm."""
+        self._say(f"catalogue: adding {model.NAME}, hashing its files")
         entry = await asyncio.to_thread(model.catalogue_entry)
         await self.ask("PUT", f"/v1/models/{model.NAME}", entry)
         await self.ask("POST", "/v1/deployments", model.deployment_body(CITIES[0].pop))
         await self.wait_warm(CITIES[0])
 
     async def wait_warm(self, city: City) -> None:
-        """Wait until a replica in `city` is warm, saying each state it passes."""
-        said = ""
+        """Wait until a replica in `city` is warm, and report each of its states."""
+        last_line = ""
         async with asyncio.timeout(WARM_TIMEOUT_S):
             while True:
                 rows = await self.placements()
@@ -71,15 +71,15 @@ class Fleet:
                     f"{r['replica_id']} on {r['node_id']}: {r['state']} ({r['reason']})"
                     for r in here
                 )
-                if line and line != said:
+                if line and line != last_line:
                     self._say(line)
-                    said = line
+                    last_line = line
                 if any(row["state"] == "warm" for row in here):
                     return
                 await asyncio.sleep(0.2)
 
     async def wait_routed(self) -> None:
-        """Wait until every router holds the table that the scheduler published last."""
+        """Wait until every router has the route table that the scheduler published last."""
         async with asyncio.timeout(START_TIMEOUT_S):
             while True:
                 status = await self.ask("GET", "/v1/status")
@@ -98,22 +98,22 @@ class Fleet:
     async def ask(
         self, method: str, path: str, body: Any = None, query: dict[str, str] | None = None
     ) -> Any:
-        """Ask the admin API."""
+        """Send a request to the admin API."""
         return await asyncio.to_thread(self.api.ask, method, path, body, query=query)
 
     async def down(self) -> None:
-        """End every process, and whatever an agent left."""
+        """Stop all processes, including engines that an agent left running."""
         await self.processes.stop_all(lambda names: self._say(f"stopping {names}"))
-        if self._is_ours:
+        if self._owns_state:
             await asyncio.to_thread(kill_leftovers, self.state)
-        self._state_kept.close()
+        self._state_lock.close()
 
-    def _clear(self) -> None:
+    def _claim_state(self) -> None:
         try:
-            self._state_kept.enter_context(lock_state_folder(self.state))
+            self._state_lock.enter_context(lock_state_folder(self.state))
         except ConfigError as error:
             raise StartFailed(str(error)) from error
-        self._is_ours = True
+        self._owns_state = True
         kill_leftovers(self.state)
         for host, port in layout.addresses():
             with socket.socket() as probe:
@@ -122,13 +122,13 @@ class Fleet:
                     probe.bind((host, port))
                 except OSError as error:
                     raise StartFailed(
-                        f"cannot use {host}:{port}: {error.strerror}; is another fleet running?"
+                        f"cannot use {host}:{port}: {error.strerror}; stop the other fleet first"
                     ) from error
-        for left in (*self.state.iterdir(), self._database):
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
+        for path in (*self.state.iterdir(), self._database):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
             else:
-                left.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
         (self.state / "logs").mkdir(parents=True)
 
     async def _start_database(self) -> None:
@@ -162,7 +162,7 @@ class Fleet:
 
         await self.processes.wait("scheduler", is_acting, START_TIMEOUT_S)
 
-    async def _describe_cities(self) -> None:
+    async def _create_pops(self) -> None:
         for city in CITIES:
             body = {
                 "city": city.name,
@@ -191,8 +191,8 @@ class Fleet:
             await self._wait_healthy(f"router-{city.pop}", f"{layout.endpoint(city)}/healthz")
 
     async def _join_token(self, city: City, role: str, file: Path) -> None:
-        made = await self.ask("POST", "/v1/join-tokens", {"pop": city.pop, "role": role})
-        write_atomic(file, made["token"].encode())
+        created = await self.ask("POST", "/v1/join-tokens", {"pop": city.pop, "role": role})
+        write_atomic(file, created["token"].encode())
 
     async def _wait_healthy(self, name: str, url: str) -> None:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as http:
@@ -208,14 +208,14 @@ class Fleet:
 
 
 def kill_leftovers(state: Path) -> None:
-    """End what an earlier run that was killed has left: our programs that name our state folder."""
+    """Kill the processes of an earlier run: Python and Postgres with `state` in their arguments."""
     mark = f"{state}/".encode()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         pid = int(path.parent.name)
         with suppress(OSError):
-            said = path.read_bytes()
-            program = Path(os.fsdecode(said.partition(b"\0")[0])).name
-            # Whoever reads a log there names the folder too.
-            is_ours = mark in said and program.startswith(("python", "postgres"))
+            command_line = path.read_bytes()
+            program = Path(os.fsdecode(command_line.partition(b"\0")[0])).name
+            # Other programs, such as a pager on a log, may name the folder too.
+            is_ours = mark in command_line and program.startswith(("python", "postgres"))
             if is_ours and pid != os.getpid():
                 os.kill(pid, signal.SIGKILL)

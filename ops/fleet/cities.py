@@ -1,4 +1,4 @@
-"""The demo's three cities: where they are, which loopback addresses stand for them, how far apart.
+"""The demo's three cities: their location, loopback addresses and round trips.
 
 Coordinates: cloudflare-colo-list (MIT). Round trips: medians between the Azure regions of these
 cities (West Europe, East US, Southeast Asia) from Microsoft's network latency page (CC-BY-4.0).
@@ -10,7 +10,7 @@ from isochrone.wire.ids import PopId
 
 
 class City(NamedTuple):
-    """One PoP of the demo. Each is a /24 of the loopback range, which needs no set-up on Linux."""
+    """One PoP of the demo, with a /24 of the loopback range, which needs no set-up on Linux."""
 
     pop: PopId
     name: str
@@ -21,17 +21,17 @@ class City(NamedTuple):
 
     @property
     def router_host(self) -> str:
-        """Where the city's users ask, and whence its router dials."""
+        """The address of the city's router, and the source of its connections."""
         return f"{self.prefix}.1"
 
     @property
     def node_host(self) -> str:
-        """Where the city's node is reached from other cities: the far end of the emulated WAN."""
+        """The address of the city's node behind the emulated WAN, which routers use."""
         return f"{self.prefix}.2"
 
     @property
     def door_host(self) -> str:
-        """Where the node really listens, behind the emulated WAN."""
+        """The address on which the node listens."""
         return f"{self.prefix}.3"
 
 
@@ -50,11 +50,11 @@ ROUND_TRIPS_MS: Final[dict[frozenset[str], float]] = {
 LOCAL_ROUND_TRIP_MS: Final = 0.6
 
 
-def round_trip_ms(one: str, other: str) -> float:
-    """Return the round trip between two cities of the demo."""
-    return ROUND_TRIPS_MS.get(frozenset({one, other}), LOCAL_ROUND_TRIP_MS)
+def round_trip_ms(from_pop: str, to_pop: str) -> float:
+    """Return the emulated round trip between two PoPs of the demo."""
+    return ROUND_TRIPS_MS.get(frozenset({from_pop, to_pop}), LOCAL_ROUND_TRIP_MS)
 
 
 def city_of_address(host: str) -> City | None:
-    """Return the city whose address range holds `host`, if any."""
+    """Return the city whose address range contains `host`, or None."""
     return next((city for city in CITIES if host.startswith(f"{city.prefix}.")), None)

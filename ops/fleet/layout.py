@@ -1,4 +1,4 @@
-"""Where everything of the demo is: ports, folders, configuration files."""
+"""The demo's addresses, folders and configuration files."""
 
 import hashlib
 import os
@@ -21,22 +21,22 @@ NODE_MEMORY_BYTES: Final = 3 * 1024**3
 
 
 def admin_url() -> str:
-    """Return where the admin API is."""
+    """Return the URL of the admin API."""
     return f"http://{SCHEDULER_HOST}:{ADMIN_PORT}"
 
 
 def control_url() -> str:
-    """Return where agents and routers dial."""
+    """Return the URL of the control port, to which agents and routers connect."""
     return f"http://{SCHEDULER_HOST}:{CONTROL_PORT}"
 
 
 def endpoint(city: City) -> str:
-    """Return a city's public endpoint."""
+    """Return the URL of a city's router."""
     return f"http://{city.router_host}:{ROUTER_PORT}"
 
 
 def addresses() -> list[tuple[str, int]]:
-    """Return every address that the demo listens on."""
+    """Return all (host, port) pairs on which the demo listens."""
     listens = [(SCHEDULER_HOST, ADMIN_PORT), (SCHEDULER_HOST, CONTROL_PORT)]
     for city in CITIES:
         listens += [
@@ -48,22 +48,24 @@ def addresses() -> list[tuple[str, int]]:
 
 
 def database_folder(state: Path) -> Path:
-    """Return a folder for Postgres: below `state`, or elsewhere if its user cannot get there.
+    """Return a folder for Postgres: below `state` if possible, else below /var/tmp.
 
-    As root, Postgres runs as another user, who must pass every folder above; and the path of a Unix
-    socket is short.
+    As root, Postgres runs as another user, which needs access to every parent folder. The path of
+    its Unix socket must be short.
     """
     folder = state / "postgres"
     state.mkdir(parents=True, exist_ok=True)
-    passable = os.geteuid() != 0 or all(p.stat().st_mode & 0o001 for p in (state, *state.parents))
-    if passable and len(str(folder)) <= SOCKET_PATH_MAX:
+    is_accessible = os.geteuid() != 0 or all(
+        p.stat().st_mode & 0o001 for p in (state, *state.parents)
+    )
+    if is_accessible and len(str(folder)) <= SOCKET_PATH_MAX:
         return folder
     name = hashlib.sha256(str(state).encode()).hexdigest()[:12]
     return Path("/var/tmp") / f"isochrone-{os.geteuid()}-{name}"  # noqa: S108 - made 0700
 
 
 def scheduler_config(state: Path, database_url: str) -> str:
-    """Return the scheduler's TOML."""
+    """Return the scheduler's configuration (TOML)."""
     return f"""\
 name = "scheduler-1"
 database_url = "{database_url}"
@@ -78,7 +80,7 @@ place_interval_s = 2.0
 
 
 def node_config(state: Path, city: City) -> str:
-    """Return a node agent's TOML."""
+    """Return a node agent's configuration (TOML)."""
     return f"""\
 name = "{city.pop}-1"
 schedulers = ["{control_url()}"]
@@ -93,7 +95,7 @@ drain_timeout_s = 5.0
 
 
 def router_config(state: Path, city: City) -> str:
-    """Return a router's TOML."""
+    """Return a router's configuration (TOML)."""
     return f"""\
 name = "router-{city.pop}"
 schedulers = ["{control_url()}"]

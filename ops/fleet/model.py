@@ -20,7 +20,7 @@ FP32_BYTES: Final = 4
 
 
 def catalogue_entry() -> dict[str, Any]:
-    """Return the model as the admin API takes it; the engine keeps it in fp32 on a CPU."""
+    """Return the catalogue entry. On a CPU, the engine holds the weights in fp32."""
     package = metadata.distribution(PACKAGE)
     folder = Path(str(package.locate_file(FOLDER)))
     files = tuple(path.name for path in folder.glob("*.gguf"))
@@ -37,7 +37,7 @@ def catalogue_entry() -> dict[str, Any]:
 
 
 def deployment_body(keep_warm: str) -> dict[str, Any]:
-    """Return the wish: always warm in one city, in up to three as demand asks."""
+    """Return the deployment: always warm in one city, and in up to three as demand grows."""
     return {
         "deployment_id": DEPLOYMENT,
         "model_id": NAME,

@@ -1,4 +1,4 @@
-"""The demo's processes: started, waited for, shown when they fail, and ended to the last one."""
+"""Starts, watches and stops the demo's processes."""
 
 import asyncio
 import os
@@ -13,11 +13,11 @@ LOG_TAIL_LINES: Final = 15
 
 
 class StartFailed(Exception):
-    """A process of the demo did not come up; the message holds the end of its log."""
+    """The demo could not start or had an unexpected result; the message says why."""
 
 
 class Processes:
-    """Every process of the demo, ended in the reverse order of their start."""
+    """All processes of the demo. They are stopped in the reverse order of their start."""
 
     def __init__(self, logs: Path, root: Path) -> None:
         self._logs = logs
@@ -33,13 +33,13 @@ class Processes:
         return list(self._running)
 
     def ended(self) -> list[str]:
-        """Return the names of processes that ended by themselves."""
+        """Return the names of the processes that exited on their own."""
         return [name for name, process in self._running.items() if process.returncode is not None]
 
     async def start(
         self, name: str, arguments: Sequence[str], env: Mapping[str, str] | None = None
     ) -> None:
-        """Start `python -m arguments...` with its output in `<logs>/<name>.log`."""
+        """Start `python -m ARGUMENTS` with its output in `LOGS/NAME.log`."""
         with (self._logs / f"{name}.log").open("ab") as log:
             self._running[name] = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -50,20 +50,20 @@ class Processes:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # Ctrl-C reaches this process alone, which then ends the others in order.
+                # Ctrl-C must reach only this process, which then stops the others in order.
                 start_new_session=True,
             )
 
     async def wait(
         self, name: str, is_ready: Callable[[], Awaitable[bool]], timeout_s: float
     ) -> None:
-        """Wait until `is_ready`, or raise StartFailed with the log of `name`."""
+        """Wait until `is_ready`. Raises StartFailed with the end of the log of `name`."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not await is_ready():
             process = self._running[name]
             if process.returncode is not None:
                 raise StartFailed(
-                    f"cannot start {name}: it ended with {process.returncode}\n{self.tail(name)}"
+                    f"cannot start {name}: it exited with {process.returncode}\n{self.tail(name)}"
                 )
             if asyncio.get_running_loop().time() > deadline:
                 raise StartFailed(
@@ -72,7 +72,7 @@ class Processes:
             await asyncio.sleep(0.05)
 
     def tail(self, name: str) -> str:
-        """Return the last lines of a process's log."""
+        """Return the last lines of a process's log, indented."""
         try:
             lines = (self._logs / f"{name}.log").read_text(errors="replace").splitlines()
         except FileNotFoundError:
@@ -80,7 +80,7 @@ class Processes:
         return "\n".join(f"    {line[:400]}" for line in lines[-LOG_TAIL_LINES:])
 
     async def stop(self, name: str) -> None:
-        """Ask one process to end; kill its whole group if it has not after STOP_TIMEOUT_S."""
+        """Stop one process by SIGTERM; kill its group by SIGKILL after STOP_TIMEOUT_S."""
         process = self._running.pop(name)
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
@@ -92,7 +92,7 @@ class Processes:
                 await process.wait()
 
     async def stop_all(self, on_stop: Callable[[str], None]) -> None:
-        """End every process, the youngest first; those of one kind at the same time."""
+        """Stop all processes, the last started first; those of one kind at the same time."""
         while self._running:
             kind = next(reversed(self._running)).partition("-")[0]
             names = [name for name in self._running if name.partition("-")[0] == kind]

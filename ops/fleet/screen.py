@@ -1,4 +1,4 @@
-"""The live picture of the fleet that stays until Ctrl-C, and how to use what runs."""
+"""The live table of the fleet, and the instructions for using it."""
 
 import asyncio
 from typing import Any
@@ -10,12 +10,12 @@ from rich.text import Text
 
 from isochrone.cli.client import AdminError
 from ops.fleet import layout, model
-from ops.fleet.bring_up import Fleet
+from ops.fleet.bring_up import LocalFleet
 from ops.fleet.cities import CITIES
 
 
-def how_to_use(fleet: Fleet) -> str:
-    """Return the addresses, the key, and two snippets that work as printed."""
+def how_to_use(fleet: LocalFleet) -> str:
+    """Return the addresses, the key, and commands that can be copied."""
     endpoints = "\n".join(f"  {city.pop}  {layout.endpoint(city)}/v1" for city in CITIES)
     url = layout.endpoint(CITIES[-1])
     return f"""\
@@ -42,15 +42,15 @@ export ISOCHRONE_ADMIN_TOKEN=$(cat {fleet.state}/admin.token)
 """
 
 
-async def watch(fleet: Fleet, console: Console, stopping: asyncio.Event) -> str:
-    """Show the fleet until `stopping` or until a process ends by itself; return its name if so."""
+async def watch(fleet: LocalFleet, console: Console, stopping: asyncio.Event) -> str:
+    """Show the fleet until `stopping` is set or a process exits; return that process, or ""."""
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while not stopping.is_set():
             ended = fleet.processes.ended()
             if ended:
                 return ended[0]
             try:
-                live.update(await _picture(fleet))
+                live.update(await _fleet_table(fleet))
             except AdminError as error:
                 live.update(Text(str(error), style="yellow"))
             try:
@@ -61,15 +61,17 @@ async def watch(fleet: Fleet, console: Console, stopping: asyncio.Event) -> str:
     return ""
 
 
-async def _picture(fleet: Fleet) -> Group:
+async def _fleet_table(fleet: LocalFleet) -> Group:
     status = await fleet.ask("GET", "/v1/status")
     nodes = (await fleet.ask("GET", "/v1/nodes"))["data"]
     placements = await fleet.placements()
-    asks: dict[str, Any] = await fleet.ask("GET", f"/v1/deployments/{model.DEPLOYMENT}/explain")
+    explanation: dict[str, Any] = await fleet.ask(
+        "GET", f"/v1/deployments/{model.DEPLOYMENT}/explain"
+    )
     table = Table(box=None, pad_edge=False)
-    for column in ("POP", "NODE", "HEARD", "REPLICA", "STATE", "ASKED HERE", "WHY HERE"):
+    for column in ("POP", "NODE", "LAST SEEN", "REPLICA", "STATE", "REQUESTS", "REASON"):
         table.add_column(column)
-    demand = {city["pop"]: city["requests_per_s"] for city in asks["cities"]}
+    demand = {city["pop"]: city["requests_per_s"] for city in explanation["cities"]}
     for node in nodes:
         here = [row for row in placements if row["node_id"] == node["node_id"]]
         silent = node["silent_s"]
@@ -82,8 +84,8 @@ async def _picture(fleet: Fleet) -> Group:
             f"{demand.get(node['pop'], 0.0):.2f}/s",
             "\n".join(row["reason"] for row in here) or "-",
         )
-    head = (
+    summary = (
         f"generation {status['generation']}  epoch {status['epoch']}  "
         f"routes {status['route_generation']}  {status['frozen']}  Ctrl-C stops everything"
     )
-    return Group(table, Text(head, style="dim"))
+    return Group(table, Text(summary, style="dim"))

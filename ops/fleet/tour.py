@@ -1,4 +1,4 @@
-"""What the demo shows: one chat through each city, then demand that moves the model."""
+"""The demo's steps: one chat through each city, then demand that adds a replica."""
 
 import asyncio
 import time
@@ -7,21 +7,21 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from isochrone.cli.chat import Served, chat
+from isochrone.cli.chat import ChatResult, chat
 from isochrone.wire.ids import PopId
 from ops.fleet import layout, model
-from ops.fleet.bring_up import Fleet
+from ops.fleet.bring_up import LocalFleet
 from ops.fleet.cities import CITIES, City, round_trip_ms
 
 QUESTION: Final = "In one sentence: why is the sky blue?"
-CROWD: Final = 30
-CROWD_AT_ONCE: Final = 3
+DEMAND_CHATS: Final = 30
+DEMAND_CONCURRENCY: Final = 3
 SETTLE_TIMEOUT_S: Final = 60.0
 
 Say = Callable[[str], None]
 
 
-async def ask_in(fleet: Fleet, city: City, max_tokens: int = 32) -> Served:
+async def chat_in(fleet: LocalFleet, city: City, max_tokens: int = 32) -> ChatResult:
     """Send one streamed chat through a city's router."""
     body: dict[str, Any] = {
         "model": model.NAME,
@@ -34,74 +34,77 @@ async def ask_in(fleet: Fleet, city: City, max_tokens: int = 32) -> Served:
     )
 
 
-async def ask_everywhere(fleet: Fleet) -> list[tuple[City, Served]]:
+async def chat_everywhere(fleet: LocalFleet) -> list[tuple[City, ChatResult]]:
     """Send one chat through each city's router, one after another."""
-    return [(city, await ask_in(fleet, city)) for city in CITIES]
+    return [(city, await chat_in(fleet, city)) for city in CITIES]
 
 
-def table_of(title: str, answers: list[tuple[City, Served]]) -> Table:
-    """Show where each city's chat was answered, why there, and how fast."""
+def table_of(title: str, answers: list[tuple[City, ChatResult]]) -> Table:
+    """Return a table of where each city's chat was answered, why there, and how fast."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in ("USER IN", "POP", "NODE", "TTFT", "TOKENS/S", "CACHED", "WHY"):
         table.add_column(column, justify="right" if column in ("TTFT", "TOKENS/S") else "left")
-    for city, served in answers:
+    for city, result in answers:
         table.add_row(
             city.pop,
-            served.pop,
-            served.node,
-            f"{served.ttft_ms:.0f} ms",
-            f"{served.tokens_per_s:.1f}",
-            f"{served.cached_tokens}/{served.prompt_tokens}",
-            served.why,
+            result.pop,
+            result.node,
+            f"{result.ttft_ms:.0f} ms",
+            f"{result.tokens_per_s:.1f}",
+            f"{result.cached_tokens}/{result.prompt_tokens}",
+            result.why,
         )
     return table
 
 
-async def grow_demand(fleet: Fleet, city: City, say: Say) -> None:
-    """Ask in one city until the scheduler brings a replica up there."""
-    say(f"demand grows in {city.name}: {CROWD} short chats, {CROWD_AT_ONCE} at a time")
-    for _ in range(CROWD // CROWD_AT_ONCE):
-        await ask_at_once(fleet, city)
+async def grow_demand(fleet: LocalFleet, city: City, say: Say) -> None:
+    """Send chats in one city until the scheduler has started a replica there."""
+    say(f"demand grows in {city.name}: {DEMAND_CHATS} short chats, {DEMAND_CONCURRENCY} at a time")
+    for _ in range(DEMAND_CHATS // DEMAND_CONCURRENCY):
+        await chat_concurrently(fleet, city)
     await fleet.wait_warm(city)
     await fleet.wait_routed()
 
 
-async def ask_at_once(fleet: Fleet, city: City) -> None:
-    """Send several short chats through a city's router together."""
+async def chat_concurrently(fleet: LocalFleet, city: City) -> None:
+    """Send DEMAND_CONCURRENCY short chats through a city's router at once."""
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(CROWD_AT_ONCE):
-            tasks.create_task(ask_in(fleet, city, max_tokens=4))
+        for _ in range(DEMAND_CONCURRENCY):
+            tasks.create_task(chat_in(fleet, city, max_tokens=4))
 
 
-async def ask_until(
-    fleet: Fleet, expected: Mapping[PopId, PopId]
-) -> tuple[list[tuple[City, Served]], str]:
-    """Ask in every city until each is served from where it should be; return what is wrong else.
+async def chat_until(
+    fleet: LocalFleet, expected: Mapping[PopId, PopId]
+) -> tuple[list[tuple[City, ChatResult]], str]:
+    """Chat in every city until each is served from the expected PoP; return what is wrong, or "".
 
-    A router asks far away for as long as that is sooner: until its next probe has found a new node,
-    and where a busy machine made the near one look slow, until more is asked than one can answer.
+    A router prefers a far replica while it expects a lower TTFT there: until its next probe of a
+    new node, or after a busy machine made the near replica slow. More concurrent chats change that.
     """
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     while True:
-        answers = await ask_everywhere(fleet)
+        answers = await chat_everywhere(fleet)
         problem = problem_of(answers, expected)
         if not problem or time.monotonic() > deadline:
             return answers, problem
-        for city, served in answers:
-            if expected.get(city.pop, served.pop) != served.pop:
-                await ask_at_once(fleet, city)
+        for city, result in answers:
+            if expected.get(city.pop, result.pop) != result.pop:
+                await chat_concurrently(fleet, city)
         await asyncio.sleep(1.0)
 
 
-def problem_of(answers: list[tuple[City, Served]], expected: Mapping[PopId, PopId]) -> str:
-    """Say in words what is not as it should be; "" if all is."""
-    for city, served in answers:
-        if served.output_tokens < 2 or not served.text.strip():
+def problem_of(answers: list[tuple[City, ChatResult]], expected: Mapping[PopId, PopId]) -> str:
+    """Return what differs from the expected PoPs, or ""."""
+    for city, result in answers:
+        if result.output_tokens < 2 or not result.text.strip():
             return f"the user in {city.pop} got no text"
-        wanted = expected.get(city.pop)
-        if wanted is not None and served.pop != wanted:
-            return f"the user in {city.pop} was served from {served.pop}, expected {wanted}"
-        floor = round_trip_ms(city.pop, served.pop)
-        if served.ttft_ms < floor:
-            return f"the user in {city.pop} saw {served.ttft_ms:.0f} ms, under the {floor:.0f} ms"
+        expected_pop = expected.get(city.pop)
+        if expected_pop is not None and result.pop != expected_pop:
+            return f"the user in {city.pop} was served from {result.pop}, expected {expected_pop}"
+        round_trip = round_trip_ms(city.pop, result.pop)
+        if result.ttft_ms < round_trip:
+            return (
+                f"the user in {city.pop} saw a TTFT of {result.ttft_ms:.0f} ms, less than the "
+                f"round trip of {round_trip:.0f} ms"
+            )
     return ""

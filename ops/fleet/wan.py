@@ -1,9 +1,9 @@
-"""The distance between the cities: a TCP relay in front of each node that holds bytes back.
+"""Emulates the latency between cities: a TCP relay in front of each node that delays all bytes.
 
-The caller's city is told by its source address; each direction is delayed by half the round trip
-between the two cities, and the first bytes of a connection by one more round trip, the handshake
-that a relay on loopback would otherwise hide. Order and bytes are kept; a side that does not read
-stops the other from being read.
+The source address gives the caller's city. Each direction is delayed by half the round trip between
+the two cities. The first bytes of a connection are delayed by one more round trip, for the TCP
+handshake, which takes no time on loopback. If one side does not read, the relay stops reading from
+the other.
 """
 
 import asyncio
@@ -21,24 +21,24 @@ CHUNKS_IN_FLIGHT_MAX: Final = 64
 CONNECT_TIMEOUT_S: Final = 5.0
 
 
-async def carry(
+async def relay_direction(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     delay_s: float,
     not_before: float,
 ) -> None:
-    """Carry one direction: what arrived at `t` leaves at `t + delay_s`, and never out of order."""
+    """Relay one direction with a delay of `delay_s`, in order, and not before `not_before`."""
     clock = asyncio.get_running_loop().time
-    flying: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(CHUNKS_IN_FLIGHT_MAX)
+    in_flight: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(CHUNKS_IN_FLIGHT_MAX)
 
-    async def take_off() -> None:
+    async def receive() -> None:
         while chunk := await reader.read(CHUNK_BYTES):
-            await flying.put((max(clock(), not_before) + delay_s, chunk))
-        await flying.put((clock() + delay_s, b""))
+            await in_flight.put((max(clock(), not_before) + delay_s, chunk))
+        await in_flight.put((clock() + delay_s, b""))
 
-    async def land() -> None:
+    async def deliver() -> None:
         while True:
-            due, chunk = await flying.get()
+            due, chunk = await in_flight.get()
             await asyncio.sleep(max(0.0, due - clock()))
             if not chunk:
                 if writer.can_write_eof():
@@ -48,13 +48,13 @@ async def carry(
             await writer.drain()
 
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(take_off())
-        tasks.create_task(land())
+        tasks.create_task(receive())
+        tasks.create_task(deliver())
 
 
-async def relay(
+async def relay_connection(
     city: City,
-    door_port: int,
+    node_port: int,
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
 ) -> None:
@@ -64,19 +64,19 @@ async def relay(
     accepted = asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            far_reader, far_writer = await asyncio.open_connection(city.door_host, door_port)
+            far_reader, far_writer = await asyncio.open_connection(city.door_host, node_port)
     except (OSError, TimeoutError):
-        # What a caller sees of a node that is down: a reset, one round trip after dialling.
+        # A caller sees that a node is down by a reset, one round trip after connecting.
         await asyncio.sleep(rtt_s)
         writer.transport.abort()
         return
     try:
         async with asyncio.TaskGroup() as tasks:
-            up = carry(reader, far_writer, rtt_s / 2, accepted + rtt_s)
+            up = relay_direction(reader, far_writer, rtt_s / 2, accepted + rtt_s)
             tasks.create_task(up)
-            tasks.create_task(carry(far_reader, writer, rtt_s / 2, 0.0))
+            tasks.create_task(relay_direction(far_reader, writer, rtt_s / 2, 0.0))
     except* (ConnectionError, OSError):
-        # One side broke: the other must see it too, and break is what it sees.
+        # One side was reset, so the other is reset too.
         writer.transport.abort()
         far_writer.transport.abort()
     finally:
@@ -87,17 +87,17 @@ async def relay(
 
 
 async def serve(ports: Sequence[tuple[int, int]]) -> None:
-    """Stand in front of the node of every city: (WAN port, door port) in the order of CITIES."""
+    """Relay to the node of every city. `ports` are (WAN port, node port) in the order of CITIES."""
     servers = []
-    for city, (wan_port, door_port) in zip(CITIES, ports, strict=True):
+    for city, (wan_port, node_port) in zip(CITIES, ports, strict=True):
 
         async def on_connection(
             reader: asyncio.StreamReader,
             writer: asyncio.StreamWriter,
             city: City = city,
-            door_port: int = door_port,
+            node_port: int = node_port,
         ) -> None:
-            await relay(city, door_port, reader, writer)
+            await relay_connection(city, node_port, reader, writer)
 
         servers.append(await asyncio.start_server(on_connection, city.node_host, wan_port))
     sys.stdout.write('{"ready":true}\n')
@@ -106,6 +106,6 @@ async def serve(ports: Sequence[tuple[int, int]]) -> None:
 
 
 if __name__ == "__main__":
-    pairs = [(int(wan), int(door)) for wan, _, door in (a.partition(":") for a in sys.argv[1:])]
+    pairs = [(int(wan), int(node)) for wan, _, node in (a.partition(":") for a in sys.argv[1:])]
     with suppress(KeyboardInterrupt):
         uvloop.run(serve(pairs))

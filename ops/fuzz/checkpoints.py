@@ -24,12 +24,12 @@ from types import FrameType
 from typing import Any, Final
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.step import Generation
-from nodeagent.engine.loading import load
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.core.generation import Generation
+from nodeagent.engine.loading import load_engine
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-from nodeagent.engine.scheduler.sequence import Ending, Sequence
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from ops.golden import tiny
 from ops.golden.tiny_gguf import write_gguf
 
@@ -164,24 +164,24 @@ def run(folder: Path, name: str) -> str:
         kv_memory_bytes=4 * 1024 * 1024,
     )
     try:
-        loaded = load(config)
+        loaded = load_engine(config)
     except CheckpointError as error:
         if not str(error).startswith("cannot"):
             raise
         return "refused"
-    if min(loaded.context_tokens, loaded.engine.batching.tokens_max) < 4:
+    if min(loaded.context_tokens, loaded.engine.scheduler.sequence_tokens_max) < 4:
         return "loaded"
     loaded.vocabulary.encode("a!!b", special=True)
-    sequence = Sequence(1, [1, 2], Ending(2, frozenset()))
+    sequence = Sequence(1, [1, 2], StopConditions(2, frozenset()))
     loaded.engine.submit(
         Generation(
             sequence,
             Sampler(SamplingParams(temperature=0), []),
-            TokenText(loaded.vocabulary),
+            StreamDetokenizer(loaded.vocabulary),
             StopStrings(()),
         )
     )
-    while loaded.engine.busy:
+    while loaded.engine.has_work:
         loaded.engine.step()
     return "generated"
 

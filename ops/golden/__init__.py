@@ -1,1 +1,1 @@
-"""Golden values: what other implementations compute, made once and committed for the tests."""
+"""Golden values for the tests: outputs of other implementations, generated once and committed."""

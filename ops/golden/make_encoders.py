@@ -1,9 +1,9 @@
-"""Make golden vectors and scores of encoders, with transformers (no dependency of ours):
+"""Generates golden vectors and scores of encoders with transformers, which must be installed:
 
     python -m ops.golden.make_encoders FOLDER_OF_ALL_MINILM_L6_V2 TARGET.json
 
-Vectors are pooled here as the model's card says: the mean over its tokens, then length one. Scores
-are the logits of a small classifier with made-up weights (`tiny.write_reranker`).
+The vectors are pooled here as the model card says: the mean over the tokens, normalised. The scores
+are the logits of a small classifier with synthetic weights (`tiny.write_reranker`).
 """
 
 import json
@@ -31,7 +31,7 @@ QUERY = "how long does an egg boil"
 
 
 def main() -> None:
-    """Run both models over the texts and write what came out."""
+    """Run both models over the texts and write their outputs."""
     folder, target = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -61,10 +61,10 @@ def rerank(folder: Path, tokenizer: object) -> list[float]:
     with tempfile.TemporaryDirectory() as small:
         tiny.write_reranker(Path(small))
         shutil.copy(folder / "tokenizer.json", small)
-        model, told = AutoModelForSequenceClassification.from_pretrained(
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
             small, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
-    assert not any(told.values()), told
+    assert not any(loading.values()), loading
     logits = []
     for text in TEXTS[:5]:
         tokens = tokenizer(QUERY, text, return_tensors="pt", padding=False, truncation=False)  # type: ignore[operator]

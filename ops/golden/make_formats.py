@@ -22,19 +22,19 @@ from isochrone.wire.control import (
     Challenge,
     JoinReply,
     JoinRequest,
-    Refused,
     Register,
+    RegistrationRefused,
     Renew,
     Renewed,
     Welcome,
 )
 from isochrone.wire.engine import EngineStats
-from isochrone.wire.model import EngineSettings, Model, Policy
+from isochrone.wire.model import CatalogModel, EngineSettings, PlacementPolicy
 from isochrone.wire.report import Pulse, Report
 from isochrone.wire.rollout import RolloutSpec
-from isochrone.wire.routes import Limits, RouteDelta, RouteTable, SnapshotWanted
+from isochrone.wire.routes import KeyLimits, RouteDelta, RouteTable, SnapshotWanted
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck, UsageRow
-from nodeagent.host.engines import Started
+from nodeagent.host.engines import EngineRecord
 from scheduler.decide.whatif.simulation import FORMAT, ClusterSnapshot
 from scheduler.store.migrate import read_migrations
 
@@ -47,10 +47,10 @@ TO_SCHEDULERS: Final = (
 """Read by schedulers, which are upgraded first: no older one meets a newer peer's."""
 
 TO_ALL: Final = (
-    *(JoinReply, Challenge, Welcome, Refused, Renewed, UsageAck),
+    *(JoinReply, Challenge, Welcome, RegistrationRefused, Renewed, UsageAck),
     *(Assignment, RouteTable, RouteDelta),  # on disks, too
-    *(UsageRow, Identity, Started, EngineStats),
-    *(Model, EngineSettings, Policy, Limits, RolloutSpec),  # in the database
+    *(UsageRow, Identity, EngineRecord, EngineStats),
+    *(CatalogModel, EngineSettings, PlacementPolicy, KeyLimits, RolloutSpec),  # in the database
     ClusterSnapshot,
 )
 

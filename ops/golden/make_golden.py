@@ -1,12 +1,10 @@
-"""Make the golden token ids that the engine's greedy output is held to, with transformers.
-
-Run where transformers is installed (it is no dependency of ours):
+"""Generates the golden token ids of greedy decoding with transformers, which must be installed:
 
     python ops/golden/make_golden.py MODEL.gguf tests/integration/engine/golden_smollm2.json
 
-transformers reads the GGUF file by its own code, tokenizer included, so the file also holds our
-reader to an independent one. Beside each id stands the margin between the two best logits: where
-a margin is within the noise of fp32 sums, another order of summation may rightly differ.
+transformers reads the GGUF file and its tokenizer with its own code, so the file also tests our
+reader. Each case has the smallest margin between the two best logits: within the rounding error of
+fp32 sums, another order of summation may choose another token.
 """
 
 import json
@@ -47,7 +45,7 @@ PLAIN = [
 
 
 def main() -> None:
-    """Generate greedily for each prompt alone and write what came out."""
+    """Generate greedily for each prompt and write the token ids."""
     model_path, target = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(2)
     source = {"pretrained_model_name_or_path": str(model_path.parent), "gguf_file": model_path.name}

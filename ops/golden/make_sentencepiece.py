@@ -1,8 +1,8 @@
-"""Make a small SentencePiece vocabulary and the ids it gives some texts, with sentencepiece itself.
+"""Generates a small SentencePiece vocabulary and the token ids of some texts with sentencepiece.
 
     python -m ops.golden.make_sentencepiece tests/unit/engine/golden_sentencepiece.json
 
-The engine reads such vocabularies from GGUF files and rebuilds their merges from the scores.
+The engine reads such vocabularies from GGUF files and rebuilds the merges from their scores.
 """
 
 import io
@@ -25,7 +25,7 @@ CONTROL, USER_DEFINED, UNKNOWN, NORMAL, BYTE = 3, 4, 2, 1, 6
 
 
 def main() -> None:
-    """Train on this repository's own prose and write what came of it."""
+    """Train on this repository's documents and write the vocabulary and the token ids."""
     prose = [
         line for name in ("README.md", "STYLE.md") for line in Path(name).read_text().split("\n")
     ]

@@ -1,7 +1,7 @@
-"""Tiny models of each family, with weights that are the same on every machine and in every year.
+"""Tiny models of each family with reproducible weights.
 
-Each weight is drawn from a generator seeded by its name (numpy's RandomState, whose streams never
-change), so golden values can be committed without the weights that they come from.
+Each weight is drawn from a generator seeded with its name. The streams of numpy's RandomState never
+change, so golden values can be committed without the weights.
 """
 
 import json
@@ -53,8 +53,7 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
     },
     "mixtral": {**_EXPERTS, "num_local_experts": EXPERTS, "sliding_window": None},
 }
-"""What each family's config.json says beside what all say."""
-
+"""The values of each family's config.json in addition to the common ones."""
 
 STRETCHED: Final[dict[str, dict[str, Any]]] = {
     "plain": {"factor": 4.0, "original_max_position_embeddings": 16},
@@ -74,17 +73,17 @@ STRETCHED: Final[dict[str, dict[str, Any]]] = {
     },
     "linear": {"rope_type": "linear", "factor": 4.0},
 }
-"""Ways to stretch a context, YaRN where no other is said, put to a Qwen3: the prompts are longer
-than what it would have been taught."""
+"""RoPE scalings (YaRN unless named otherwise) for a Qwen3. The prompts are longer than the original
+context."""
 
 
 def config_of(family: str) -> dict[str, Any]:
-    """Return the whole config.json."""
+    """Return the content of config.json."""
     return {"model_type": family, **_COMMON, **CONFIGS[family]}
 
 
 def weight(name: str, shape: tuple[int, ...], scale: float = 0.2) -> Tensor:
-    """Return the weight of that name; norms lie around one, the rest around nought."""
+    """Return the weight of this name: norms are around one, all others around zero."""
     generator = np.random.RandomState(zlib.crc32(name.encode()))
     values = generator.standard_normal(shape) * scale
     return torch.from_numpy((values + name.lower().endswith("norm.weight")).astype(np.float32))
@@ -101,33 +100,33 @@ def shapes_of(family: str) -> dict[str, tuple[int, ...]]:
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (VOCABULARY, HIDDEN)
     for layer in range(LAYERS):
-        at = f"model.layers.{layer}."
-        shapes[f"{at}input_layernorm.weight"] = (HIDDEN,)
-        shapes[f"{at}post_attention_layernorm.weight"] = (HIDDEN,)
+        prefix = f"model.layers.{layer}."
+        shapes[f"{prefix}input_layernorm.weight"] = (HIDDEN,)
+        shapes[f"{prefix}post_attention_layernorm.weight"] = (HIDDEN,)
         for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            shapes[f"{at}self_attn.{name}_proj.weight"] = (heads * head_dim, HIDDEN)
+            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (heads * head_dim, HIDDEN)
             if family == "qwen2":
-                shapes[f"{at}self_attn.{name}_proj.bias"] = (heads * head_dim,)
+                shapes[f"{prefix}self_attn.{name}_proj.bias"] = (heads * head_dim,)
             if family.startswith("qwen3") and name != "v":
-                shapes[f"{at}self_attn.{name}_norm.weight"] = (head_dim,)
-        shapes[f"{at}self_attn.o_proj.weight"] = (HIDDEN, HEADS * head_dim)
-        shapes |= {f"{at}{name}": shape for name, shape in _mlp_shapes(family).items()}
+                shapes[f"{prefix}self_attn.{name}_norm.weight"] = (head_dim,)
+        shapes[f"{prefix}self_attn.o_proj.weight"] = (HIDDEN, HEADS * head_dim)
+        shapes |= {f"{prefix}{name}": shape for name, shape in _mlp_shapes(family).items()}
     return shapes
 
 
 def _mlp_shapes(family: str) -> dict[str, tuple[int, ...]]:
     gate, up, down = "gate_proj", "up_proj", "down_proj"
-    room, rooms, wide = "mlp", ["mlp"], WIDE
+    block, modules, wide = "mlp", ["mlp"], WIDE
     shapes: dict[str, tuple[int, ...]] = {}
     if family == "mixtral":
-        room, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
+        block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
     if family in ("mixtral", "qwen3_moe"):
         wide = EXPERT_WIDE if family == "qwen3_moe" else WIDE
-        shapes[f"{room}.gate.weight"] = (EXPERTS, HIDDEN)
-        rooms = [f"{room}.experts.{number}" for number in range(EXPERTS)]
-    for one in rooms:
-        shapes[f"{one}.{gate}.weight"] = shapes[f"{one}.{up}.weight"] = (wide, HIDDEN)
-        shapes[f"{one}.{down}.weight"] = (HIDDEN, wide)
+        shapes[f"{block}.gate.weight"] = (EXPERTS, HIDDEN)
+        modules = [f"{block}.experts.{number}" for number in range(EXPERTS)]
+    for module in modules:
+        shapes[f"{module}.{gate}.weight"] = shapes[f"{module}.{up}.weight"] = (wide, HIDDEN)
+        shapes[f"{module}.{down}.weight"] = (HIDDEN, wide)
     return shapes
 
 
@@ -136,27 +135,30 @@ def weights_of(family: str) -> dict[str, Tensor]:
     return {name: weight(name, shape) for name, shape in shapes_of(family).items()}
 
 
-def write_folder(folder: Path, family: str, stretched: str = "") -> None:
-    """Write the tiny model as a Hugging Face folder without a tokenizer."""
+def write_folder(folder: Path, family: str, scaling: str = "") -> None:
+    """Write the tiny model as a Hugging Face folder without a tokenizer.
+
+    `scaling` is a key of STRETCHED.
+    """
     config = config_of(family)
-    if stretched:
-        config["rope_scaling"] = {"rope_type": "yarn", **STRETCHED[stretched]}
+    if scaling:
+        config["rope_scaling"] = {"rope_type": "yarn", **STRETCHED[scaling]}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights_of(family), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def prompts() -> list[list[int]]:
-    """Return token ids: three sequences, short, long, and across a block's end."""
+    """Return the token ids of three sequences: short, long, and across a KV block boundary."""
     generator = np.random.RandomState(7)
     lengths = (9, 45, 24)
     return [[int(t) for t in generator.randint(0, VOCABULARY, length)] for length in lengths]
 
 
 ANSWER_TOKENS: Final = 6
-"""Of each sequence the last so many are taken as its output; the rest is the prompt."""
+"""The last tokens of each sequence are its output; the rest is the prompt."""
 
 RERANK_WORDS: Final = 30_522
-"""As many tokens as BERT's own vocabulary has, so that its tokenizer can be put beside it."""
+"""The size of BERT's vocabulary, so that BERT's tokenizer can be used."""
 RERANK_CONFIG: Final[dict[str, Any]] = {
     "model_type": "bert",
     "architectures": ["BertForSequenceClassification"],
@@ -185,12 +187,14 @@ def reranker_shapes() -> dict[str, tuple[int, ...]]:
     dense = {"bert.pooler.dense": (hidden, hidden), "classifier": (1, hidden)}
     norms = ["bert.embeddings.LayerNorm"]
     for layer in range(RERANK_CONFIG["num_hidden_layers"]):
-        at = f"bert.encoder.layer.{layer}."
-        dense |= {f"{at}attention.self.{n}": (hidden, hidden) for n in ("query", "key", "value")}
-        dense[f"{at}attention.output.dense"] = (hidden, hidden)
-        dense[f"{at}intermediate.dense"] = (wide, hidden)
-        dense[f"{at}output.dense"] = (hidden, wide)
-        norms += [f"{at}attention.output.LayerNorm", f"{at}output.LayerNorm"]
+        prefix = f"bert.encoder.layer.{layer}."
+        dense |= {
+            f"{prefix}attention.self.{n}": (hidden, hidden) for n in ("query", "key", "value")
+        }
+        dense[f"{prefix}attention.output.dense"] = (hidden, hidden)
+        dense[f"{prefix}intermediate.dense"] = (wide, hidden)
+        dense[f"{prefix}output.dense"] = (hidden, wide)
+        norms += [f"{prefix}attention.output.LayerNorm", f"{prefix}output.LayerNorm"]
     for name, shape in dense.items():
         shapes[f"{name}.weight"] = shape
         shapes[f"{name}.bias"] = shape[:1]
@@ -207,7 +211,7 @@ def write_reranker(folder: Path) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a byte-level tokenizer of as many tokens as the tiny models have."""
+    """Write a byte-level tokenizer with the tiny models' number of tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCABULARY - 1]
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

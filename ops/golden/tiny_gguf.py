@@ -1,4 +1,4 @@
-"""The tiny models as GGUF files, written with the `gguf` package under that package's own names."""
+"""Writes the tiny models as GGUF files with the `gguf` package and its tensor names."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -8,7 +8,8 @@ from gguf import GGUFWriter, get_tensor_name_map
 from gguf.constants import MODEL_ARCH
 from torch import Tensor
 
-from nodeagent.engine.model.layers.rope import Llama3Scaling, inverse_frequencies
+from nodeagent.engine.architecture.rope_scaling import Llama3Scaling
+from nodeagent.engine.model.rotary import inverse_frequencies
 from ops.golden import tiny
 
 ARCHITECTURES: Final = {
@@ -22,8 +23,8 @@ ARCHITECTURES: Final = {
 NAMES: Final = {MODEL_ARCH.LLAMA: "llama", MODEL_ARCH.QWEN2: "qwen2", MODEL_ARCH.QWEN3: "qwen3"}
 
 
-def _neighbours(weight: Tensor, heads: int) -> Tensor:
-    """Put the rows as files of the Llama architecture keep them."""
+def _interleaved_rows(weight: Tensor, heads: int) -> Tensor:
+    """Order the rows of queries or keys as GGUF files of the Llama architecture do."""
     rows, columns = weight.shape
     return weight.view(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
@@ -35,10 +36,10 @@ def write_gguf(
     vectors: dict[str, int] | None = None,
     part_tensors_max: int = 0,
 ) -> None:
-    """Write the tiny model, with more `metadata` (of its tokenizer) where it is given.
+    """Write the tiny model, with additional `metadata` (for example of a tokenizer).
 
-    Vectors by these names, so long, are in it too. With `part_tensors_max` it is split into parts,
-    whose names are made from that of `path`.
+    `vectors` adds tensors of ones by name and length. With `part_tensors_max` the file is split
+    into parts, whose names derive from `path`.
     """
     config = tiny.config_of(family)
     kind = ARCHITECTURES[family]
@@ -67,24 +68,24 @@ def write_gguf(
     for name, length in (vectors or {}).items():
         writer.add_tensor(name, torch.ones(length).numpy())
     for key, value in (metadata or {}).items():
-        _add(writer, key, value)
+        _add_metadata(writer, key, value)
     names = get_tensor_name_map(kind, tiny.LAYERS)
     experts: dict[str, list[Tensor]] = {}
     for name, weight in tiny.weights_of(family).items():
         if NAMES.get(kind) == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = tiny.HEADS if "q_proj" in name else tiny.KV_HEADS
-            weight = _neighbours(weight, heads)
+            weight = _interleaved_rows(weight, heads)
         if ".experts." in name:
-            room, _, part = name.partition(".experts.")
-            experts.setdefault(f"{room}.experts.{part.partition('.')[2]}", []).append(weight)
+            block, _, part = name.partition(".experts.")
+            experts.setdefault(f"{block}.experts.{part.partition('.')[2]}", []).append(weight)
             continue
-        known = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert known is not None, name
-        writer.add_tensor(known, weight.numpy())
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert gguf_name is not None, name
+        writer.add_tensor(gguf_name, weight.numpy())
     for name, parts in experts.items():
-        known = names.get_name(name, try_suffixes=(".weight",))
-        assert known is not None, name
-        writer.add_tensor(known, torch.stack(parts).numpy())
+        gguf_name = names.get_name(name, try_suffixes=(".weight",))
+        assert gguf_name is not None, name
+        writer.add_tensor(gguf_name, torch.stack(parts).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -92,13 +93,13 @@ def write_gguf(
 
 
 def _rope_factors() -> Tensor:
-    """What a GGUF file holds in place of Llama 3's rule: by how much each angle is divided."""
+    """Return Llama 3's RoPE scaling as GGUF stores it: the divisor of each frequency."""
     scaling = Llama3Scaling(8.0, 1.0, 4.0, 16)
     plain = inverse_frequencies(tiny.HEAD_DIM, 10_000.0, None, None)
     return plain / inverse_frequencies(tiny.HEAD_DIM, 10_000.0, scaling, None)
 
 
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+def _add_metadata(writer: GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, list):
         writer.add_array(key, value)
     elif isinstance(value, str):

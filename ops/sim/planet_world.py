@@ -22,8 +22,8 @@ from zoneinfo import ZoneInfo
 import numpy as np
 
 from isochrone.wire.ids import DeploymentId, DeviceId, ModelId, NodeId, PopId
-from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
-from isochrone.wire.report import Device, Profile
+from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, PlacementPolicy
+from isochrone.wire.report import NodeDevice, ReplicaProfile
 from isochrone.wire.routes import Pop
 from ops.sim.data import folder_argument, rows
 from ops.sim.small_worlds import a_model, devices_for, speed_profile
@@ -61,13 +61,13 @@ class PlanetWorld(NamedTuple):
     offset_h: Floats
     regions: list[str]
     nodes: tuple[FleetNode, ...]
-    models: tuple[Model, ...]
+    models: tuple[CatalogModel, ...]
     deployments: tuple[Deployment, ...]
     profiles: tuple[MeasuredProfile, ...]
     share: Floats
     profile: Floats
     noise: Floats
-    rates: dict[tuple[int, str], Profile]
+    rates: dict[tuple[int, str], ReplicaProfile]
 
     def requests(self, minute: int) -> Floats:
         """Return requests/s by city and deployment in a minute since Monday 00:00 UTC."""
@@ -203,7 +203,7 @@ def _nodes(rng: np.random.Generator, rank: int, pop: Pop) -> list[FleetNode]:
             pop=pop.pop,
             address=f"http://{pop.pop}-{number}",
             devices=tuple(
-                Device(
+                NodeDevice(
                     device_id=DeviceId(f"gpu{index}"),
                     device_class=kind,
                     memory_bytes=memory,
@@ -218,7 +218,7 @@ def _nodes(rng: np.random.Generator, rank: int, pop: Pop) -> list[FleetNode]:
 
 def _catalogue(
     rng: np.random.Generator,
-) -> tuple[tuple[Model, ...], tuple[Deployment, ...], tuple[MeasuredProfile, ...]]:
+) -> tuple[tuple[CatalogModel, ...], tuple[Deployment, ...], tuple[MeasuredProfile, ...]]:
     """Draw models; the first is the most popular."""
     sizes = np.exp(rng.uniform(0.0, np.log(1000.0), MODELS))
     sizes[:2] = 1.0, 1000.0
@@ -253,10 +253,10 @@ def _catalogue(
     return tuple(models), tuple(deployments), tuple(profiles)
 
 
-def _policy(rng: np.random.Generator, number: int, weights_gb: float) -> Policy:
+def _policy(rng: np.random.Generator, number: int, weights_gb: float) -> PlacementPolicy:
     """A tenth stay in Europe (unless large), a tenth out of two countries; priorities vary."""
     europe = ("DE", "FR", "NL", "GB", "ES", "IT", "PL", "SE", "IE", "BE", "CH", "AT", "PT")
-    return Policy(
+    return PlacementPolicy(
         replicas_min=int(rng.choice([0, 1, 2])),
         replicas_max=2000,
         allow=europe if number % 10 == 7 and weights_gb < 200 else (),

@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 
 from msgspec import structs
 
-from isochrone.wire.headers import Load
-from nodeagent.decide.admission import READ_MAX
+from isochrone.wire.headers import ReportedLoad
+from nodeagent.decide.admission import PREFILL_SHARE_MAX
 from ops.sim.traces import Request
 from ops.sim.world import Site
 
@@ -56,20 +56,22 @@ class Job:
 class Told(NamedTuple):
     """What a node could tell of a replica at some time: each router hears what is of others."""
 
-    load: Load
+    load: ReportedLoad
     unread: Mapping[int, int]
     decode: Mapping[int, int]
     reading: Job | None
 
-    def to(self, pop: int, at_s: float) -> Load:
+    def to(self, pop: int, at_s: float) -> ReportedLoad:
         """Return the load as one router is told it at `at_s`; see nodeagent/decide/admission.py."""
-        unread = self.load.unread - self.unread.get(pop, 0)
+        unread = self.load.pending_prefill_tokens - self.unread.get(pop, 0)
         job = self.reading
         if job is not None and job.pop != pop and job.prefill_ms > 0:
             share = 1000 * (at_s - job.began_s) / job.prefill_ms
-            unread -= round(job.unread * max(0.0, min(READ_MAX, share)))
+            unread -= round(job.unread * max(0.0, min(PREFILL_SHARE_MAX, share)))
         decode = self.load.decode_tokens - self.decode.get(pop, 0)
-        return structs.replace(self.load, others_unread=unread, others_decode=decode)
+        return structs.replace(
+            self.load, others_pending_prefill_tokens=unread, others_decode_tokens=decode
+        )
 
 
 class Replica:
@@ -94,7 +96,7 @@ class Replica:
         self._unread_of: Counter[int] = Counter()
         self._decode_of: Counter[int] = Counter()
         self._log_at_s = [-1.0]
-        self._log = [Told(Load(0, 0, 0, 0, 0), {}, {}, None)]
+        self._log = [Told(ReportedLoad(0, 0, 0, 0, 0), {}, {}, None)]
 
     def __repr__(self) -> str:
         return f"Replica({self.site.replica}, {len(self.queue)} queued, {self.running} running)"
@@ -121,7 +123,7 @@ class Replica:
 
     def left(self, now_s: float) -> int:
         """Return what is still to be read, as the door reckons it."""
-        return self._log[-1].to(-1, now_s).others_unread
+        return self._log[-1].to(-1, now_s).others_pending_prefill_tokens
 
     def settle(self, now_s: float) -> tuple[list[Job], list[Job]]:
         """Let time pass until now; return who got a first token and who ended."""
@@ -188,7 +190,7 @@ class Replica:
         work, took_s = self._step()
         return work / took_s
 
-    def load_at(self, at_s: float, pop: int) -> Load:
+    def load_at(self, at_s: float, pop: int) -> ReportedLoad:
         """Return the load as it was, as a node told it to a PoP's router."""
         return self._log[max(0, bisect_right(self._log_at_s, at_s) - 1)].to(pop, at_s)
 
@@ -244,7 +246,7 @@ class Replica:
             self._cached_tokens -= request.block_tokens
 
     def _note(self, now_s: float) -> None:
-        load = Load(
+        load = ReportedLoad(
             self.prefill_tokens, self.decode_tokens, self.running, len(self.queue), self.unread
         )
         self._log_at_s.append(now_s)

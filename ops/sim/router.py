@@ -8,7 +8,7 @@ router itself has sent and not seen the end of. Ours keeps its own beliefs: the 
 from bisect import bisect_right
 from typing import NamedTuple
 
-from isochrone.wire.headers import Load
+from isochrone.wire.headers import ReportedLoad
 from ops.sim.replica import Replica
 from ops.sim.traces import Request
 from ops.sim.world import World
@@ -51,12 +51,12 @@ class Router:
         """Return when the newest word that is here by now was true."""
         return max(0.0, int(now_s / self._tick_s) - 1) * self._tick_s
 
-    def word(self, replica: int, now_s: float) -> tuple[float, Load]:
+    def word(self, replica: int, now_s: float) -> tuple[float, ReportedLoad]:
         """Return when and what a replica's newest word was."""
         at_s = max(self.told_at_s(now_s), self._answered_at_s[replica])
         return at_s, self.replicas[replica].load_at(at_s, self.pop)
 
-    def answered(self, replica: int, at_s: float) -> Load:
+    def answered(self, replica: int, at_s: float) -> ReportedLoad:
         """An answer came whose head was written at `at_s`: it carries the load."""
         self._answered_at_s[replica] = max(self._answered_at_s[replica], at_s)
         return self.replicas[replica].load_at(at_s, self.pop)

@@ -11,8 +11,8 @@ from itertools import accumulate
 from math import inf
 from typing import Any, Final, NamedTuple
 
-from isochrone.wire.headers import Sibling
-from nodeagent.decide.passing import Verdict, is_worth_asking, judge
+from isochrone.wire.headers import PeerReplica
+from nodeagent.decide.handoff import Handoff, choose_handoff, is_worth_probing
 from ops.sim.oracle import Oracle
 from ops.sim.ours import Ours, table_of
 from ops.sim.policies import (
@@ -211,17 +211,17 @@ class Simulation:
                 return
         self._take(job, pop, replica, began_s, refused, most)
 
-    def _judge(self, siblings: Sequence[Sibling], most: int) -> Verdict | None:
+    def _judge(self, siblings: Sequence[PeerReplica], most: int) -> Handoff | None:
         """Say, as a node's door does, which sibling a request had better go on to."""
         unread = {one.replica_id: self._replicas[_number(one)].left(self.now_s) for one in siblings}
-        if not siblings or not is_worth_asking(siblings[0], unread[siblings[0].replica_id]):
+        if not siblings or not is_worth_probing(siblings[0], unread[siblings[0].replica_id]):
             return None
-        return judge(siblings, unread, most or None)
+        return choose_handoff(siblings, unread, most or None)
 
     def _pass_on(
         self,
         job: Job,
-        verdict: Verdict,
+        verdict: Handoff,
         pop: int,
         replica: int,
         began_s: float,
@@ -229,8 +229,8 @@ class Simulation:
         most: int,
     ) -> None:
         """Come to a sibling's door; where it is busier by now, the first takes it after all."""
-        sibling, request = verdict.sibling, job.request
-        told = (sibling.unread_tokens, pop, sibling.prefill_ms)
+        sibling, request = verdict.target, job.request
+        told = (sibling.pending_prefill_tokens, pop, sibling.prefill_ms)
         other = Job(request, job.wanted_tokens, *told)
         number = _number(sibling)
         if self._replicas[number].take(other, self.now_s, verdict.queue_tokens_max):
@@ -338,7 +338,7 @@ class Simulation:
         return self._world.sites[router.by_distance[0]].pop
 
 
-def _number(sibling: Sibling) -> int:
+def _number(sibling: PeerReplica) -> int:
     return int(sibling.replica_id[1:])
 
 

@@ -11,8 +11,15 @@ import numpy as np
 
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.ids import ClusterId, DeploymentId, DeviceId, Generation, ModelId, NodeId, PopId
-from isochrone.wire.model import Artifact, ArtifactFile, Deployment, EngineSettings, Model, Policy
-from isochrone.wire.report import Device, Profile
+from isochrone.wire.model import (
+    Artifact,
+    ArtifactFile,
+    CatalogModel,
+    Deployment,
+    EngineSettings,
+    PlacementPolicy,
+)
+from isochrone.wire.report import NodeDevice, ReplicaProfile
 from isochrone.wire.routes import Pop
 from scheduler.decide.capacity.device_classes import CLASSES, GIB
 from scheduler.decide.capacity.replica_capacity import overhead_bytes
@@ -75,12 +82,12 @@ def small_world(seed: int) -> ClusterState:
     )
 
 
-def a_model(name: str, weights_gb: float) -> Model:
+def a_model(name: str, weights_gb: float) -> CatalogModel:
     """Return a catalogue entry of a given size."""
     size = int(weights_gb * 1e9)
     file = ArtifactFile(path="model.safetensors", size_bytes=size, sha256=f"{hash_of(name):064x}")
     artifact = Artifact(source="file:/models", files=(file,), digest=manifest_digest([file]))
-    return Model(
+    return CatalogModel(
         model_id=name,
         architecture="LlamaForCausalLM",
         artifact=artifact,
@@ -95,7 +102,7 @@ def hash_of(name: str) -> int:
     return sum((index + 1) * ord(letter) for index, letter in enumerate(name))
 
 
-def devices_for(model: Model, kv_memory_bytes: int, memory_bytes: int) -> int:
+def devices_for(model: CatalogModel, kv_memory_bytes: int, memory_bytes: int) -> int:
     """Return the fewest devices (1, 2, 4 or 8) of a size that hold a replica, or 16."""
     for count in (1, 2, 4, 8):
         if model.weights_bytes / count + kv_memory_bytes + overhead_bytes(model) <= memory_bytes:
@@ -103,10 +110,12 @@ def devices_for(model: Model, kv_memory_bytes: int, memory_bytes: int) -> int:
     return 16
 
 
-def speed_profile(weights_gb: float, devices: int, speed: float) -> Profile:
+def speed_profile(weights_gb: float, devices: int, speed: float) -> ReplicaProfile:
     """Return the measured rates of a replica: bandwidth over size, less the cost of splitting."""
     decode = UNIT_TOKENS_PER_S * speed * devices**0.85 / (weights_gb + 4.0)
-    return Profile(load_s=10.0, prefill_tokens_per_s=12.0 * decode, decode_tokens_per_s=decode)
+    return ReplicaProfile(
+        load_s=10.0, prefill_tokens_per_s=12.0 * decode, decode_tokens_per_s=decode
+    )
 
 
 def _node(rng: np.random.Generator, pop: Pop, number: int) -> FleetNode:
@@ -117,7 +126,7 @@ def _node(rng: np.random.Generator, pop: Pop, number: int) -> FleetNode:
         pop=pop.pop,
         address=f"http://{pop.pop}-{number}",
         devices=tuple(
-            Device(
+            NodeDevice(
                 device_id=DeviceId(f"gpu{index}"),
                 device_class=kind,
                 memory_bytes=memory,
@@ -129,7 +138,7 @@ def _node(rng: np.random.Generator, pop: Pop, number: int) -> FleetNode:
 
 def _deployments(
     rng: np.random.Generator, pops: tuple[Pop, ...]
-) -> tuple[tuple[Model, ...], tuple[Deployment, ...], tuple[MeasuredProfile, ...]]:
+) -> tuple[tuple[CatalogModel, ...], tuple[Deployment, ...], tuple[MeasuredProfile, ...]]:
     models, deployments, profiles = [], [], []
     largest = int(CLASSES["h100-80g"].memory_bytes * 0.95)
     for number in range(int(rng.integers(3, 7))):
@@ -145,7 +154,7 @@ def _deployments(
                 name=f"d{number}",
                 model_id=ModelId(model.model_id),
                 engine=EngineSettings(driver="vllm", kv_memory_bytes=kv, devices=count),
-                policy=Policy(
+                policy=PlacementPolicy(
                     replicas_min=replicas_min,
                     replicas_max=int(rng.choice([max(1, replicas_min), 3, 12])),
                     keep_warm=(pops[0].pop,) if rng.random() < 0.15 else (),

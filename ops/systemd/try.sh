@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Tries the units where they will run: boots Debian in a container, installs what is committed here as the README
-# says, behind PgBouncer and with TLS, has a chat, and ends each service in turn. What a unit forbids is found nowhere
-# else. Needs root, debootstrap and systemd-container.
+# Tests the units in a container with systemd: boots Debian, installs the committed code as the README says, with
+# PgBouncer and TLS, sends a chat, and kills each service in turn. Only this test finds what a unit forbids by mistake.
+# Needs root, debootstrap and systemd-container.
 #
 #     ops/systemd/try.sh FOLDER MODEL.gguf
 #
-# FOLDER keeps Debian for the next time. PIP_FIND_LINKS may name a folder with torch's build for the CPU, which is a
-# tenth of the one for GPUs.
+# FOLDER keeps Debian for the next run. PIP_FIND_LINKS may name a folder with torch's CPU build, which is a tenth of
+# the size of the GPU build.
 set -euo pipefail
 [ $# = 2 ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 HERE=$(realpath "$(dirname "$0")") ROOT=$(realpath -m "$1")/debian MODEL=$(realpath "$2")
@@ -24,7 +24,7 @@ outside=(--bind-ro=/etc/ssl/certs/ca-certificates.crt --bind-ro=/etc/resolv.conf
 [ -z "${PIP_FIND_LINKS:-}" ] || outside+=(--bind-ro="$PIP_FIND_LINKS:/links" --setenv=PIP_FIND_LINKS=/links)
 "${contain[@]}" "${outside[@]}" bash /root/checkout/ops/systemd/walk.sh install
 
-# From here on it has a network of its own: nothing is reached, and no port of this machine taken.
+# From here on the container has a private network: it reaches nothing outside and uses no port of this machine.
 "${contain[@]}" --private-network --boot </dev/null >"$1/boot.log" 2>&1 &
 container=$!
 trap 'kill $container; wait $container || true' EXIT

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What try.sh does in its container: `install` while there is a network, `walk` once systemd has booted.
+# The steps of try.sh inside its container: `install` while there is a network, `walk` once systemd has booted.
 set -Eeuo pipefail
 ADDRESS=127.30.0.5
 export PATH=/opt/isochrone/bin:$PATH
@@ -82,22 +82,22 @@ SQL
     systemctl restart pgbouncer
 }
 
-# says WORDS COMMAND...: try for a minute.
-says() {
+# expect DESCRIPTION COMMAND...: retry for a minute.
+expect() {
     for _ in $(seq 60); do
-        if "${@:2}" >/tmp/said 2>&1; then
+        if "${@:2}" >/tmp/output 2>&1; then
             echo "ok: $1"
             return
         fi
         sleep 1
     done
-    cat /tmp/said >&2
-    echo "cannot go on: not so: $1" >&2
+    cat /tmp/output >&2
+    echo "failed: $1" >&2
     false
 }
 chat() { isochrone chat model 'Say hello.' --endpoint "https://$ADDRESS" --key "$KEY" | grep -q .; }
 main_pid() { systemctl show --property MainPID --value "isochrone-$1"; }
-is_another() { systemctl is-active --quiet "isochrone-$1" && [ "$(main_pid "$1")" != "$2" ]; }
+has_new_pid() { systemctl is-active --quiet "isochrone-$1" && [ "$(main_pid "$1")" != "$2" ]; }
 engine() { pgrep --full nodeagent.engine; }
 
 walk() {
@@ -110,7 +110,7 @@ walk() {
     systemctl enable --now isochrone-scheduler
     ISOCHRONE_ADMIN_TOKEN=$(cat /etc/isochrone/admin.token)
     export ISOCHRONE_ADMIN_TOKEN ISOCHRONE_ADMIN_URL=https://$ADDRESS:7000 SSL_CERT_FILE=/etc/isochrone/tls.crt
-    says "a scheduler acts, behind PgBouncer" isochrone pops add ams --city Amsterdam --country NL \
+    expect "a scheduler is active, behind PgBouncer" isochrone pops add ams --city Amsterdam --country NL \
         --latitude 52.31 --longitude 4.76
     isochrone nodes join-token ams >/etc/isochrone/join.token
     isochrone nodes join-token ams --role router >/etc/isochrone/join-router.token
@@ -119,27 +119,27 @@ walk() {
     isochrone models add model --source file:/srv/model 2>/dev/null
     isochrone deploy chat --model model --driver embedded --min 1 --keep-warm ams --wait >/dev/null
     KEY=$(isochrone keys create acme | grep -o 'iso_[A-Za-z0-9_]*' | head -1)
-    says "it chats" chat
+    expect "a chat is answered" chat
 
     local before running signal service
     running=$(engine)
     before=$(main_pid nodeagent)
     systemctl restart isochrone-nodeagent
-    says "an agent that was restarted adopts its engine" test "$(engine)" = "$running"
-    says "and serves" chat
+    expect "the restarted agent adopts its engine" test "$(engine)" = "$running"
+    expect "a chat is answered after the restart" chat
     for signal in KILL STOP; do
         for service in scheduler nodeagent router; do
-            [ "$signal $service" != "STOP scheduler" ] || continue # the lease ends; another acts
+            [ "$signal $service" != "STOP scheduler" ] || continue # its lease expires and another scheduler takes over
             before=$(main_pid "$service")
             kill -"$signal" "$before"
-            says "after SIG$signal systemd started the $service again" is_another "$service" "$before"
-            says "and it chats" chat
+            expect "after SIG$signal systemd restarted the $service" has_new_pid "$service" "$before"
+            expect "a chat is answered after SIG$signal of the $service" chat
         done
     done
-    says "the engine is the one that was there" test "$(engine)" = "$running"
+    expect "the engine is still the same process" test "$(engine)" = "$running"
     systemctl stop isochrone-router isochrone-nodeagent isochrone-scheduler
-    says "a stop leaves warm engines" test "$(engine)" = "$running"
-    echo "exposed, by systemd's own measure, of 10:"
+    expect "a stop leaves the engine running" test "$(engine)" = "$running"
+    echo "exposure by systemd-analyze, out of 10:"
     systemd-analyze security --no-pager | grep isochrone
 }
 

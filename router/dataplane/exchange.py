@@ -69,7 +69,7 @@ class Head:
 _LOAD: Final = headers.LOAD.encode()
 _RESUMED: Final = headers.RESUMED.encode()
 _REFUSED: Final = headers.REFUSED.encode()
-_PASSED: Final = headers.PASSED.encode()
+_PASSED: Final = headers.HANDOFF_REPLICA.encode()
 
 
 class Connection(Protocol):

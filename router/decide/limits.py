@@ -20,7 +20,7 @@ from typing import Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId
-from isochrone.wire.routes import KeyEntry, Limits
+from isochrone.wire.routes import KeyEntry, KeyLimits
 
 BURST_S: Final = 60.0
 """A meter holds a minute's worth: what was not asked for in a minute is gone."""
@@ -101,7 +101,7 @@ class _Use:
     """What one key has drawn in this process, and what it may."""
 
     def __init__(self) -> None:
-        self.limits: Limits | None = None
+        self.limits: KeyLimits | None = None
         self.requests: Rate | None = None
         self.tokens: Rate | None = None
         self.concurrent = 0
@@ -112,7 +112,7 @@ class _Use:
         self.day_spend = 0.0
         self.day_spend_max = math.inf
 
-    def adopt(self, limits: Limits, processes: int, now_s: float) -> None:
+    def adopt(self, limits: KeyLimits, processes: int, now_s: float) -> None:
         """Hold to `limits` from now on. A new table decodes all anew: equal ones keep their meters.
 
         What was drawn under others is no debt under these; what was used today still was.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence, Set
 from math import inf
 from typing import Final
 
-from isochrone.wire.headers import SIBLINGS_MAX, Sibling
+from isochrone.wire.headers import PEER_REPLICAS_MAX, PeerReplica
 from isochrone.wire.ids import ReplicaId
 from router.decide.affinity import Seat, draw, seed_of, within_bound
 from router.decide.board import Picture, Ranked
@@ -116,7 +116,7 @@ class Routes(Sequence[Ranked]):
         slot = self._picture.slots.get(replica_id, -1)
         return self._ranked(slot, "passed-on") if slot >= 0 else None
 
-    def siblings(self, first: Ranked) -> list[Sibling]:
+    def siblings(self, first: Ranked) -> list[PeerReplica]:
         """Return who in the first's PoP might take the request, itself first; nobody if alone."""
         picture, costs = self._picture, self._costs
         mates = picture.mates.get(first.route.pop, ())
@@ -124,12 +124,12 @@ class Routes(Sequence[Ranked]):
             return []
         slots = [slot for slot in mates if costs[slot] < inf and slot != self._first]
         slots.sort(key=costs.__getitem__)
-        named = [self._first, *slots[: SIBLINGS_MAX - 1]]
+        named = [self._first, *slots[: PEER_REPLICAS_MAX - 1]]
         return [self._sibling(slot) for slot in named] if slots else []
 
-    def _sibling(self, slot: int) -> Sibling:
+    def _sibling(self, slot: int) -> PeerReplica:
         ranked, ms_per_token = self._ranked(slot, ""), self._picture.times[slot][2]
-        return Sibling(
+        return PeerReplica(
             ranked.route.replica_id,
             ranked.route.node_id,
             ranked.route.address,

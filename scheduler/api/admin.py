@@ -20,8 +20,8 @@ from isochrone.wire.admin import (
 from isochrone.wire.artifact import check_artifact
 from isochrone.wire.control import PeerRole
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import POP_PATTERN, WORDS, is_pop
-from isochrone.wire.model import Model
+from isochrone.wire.ids import PATTERN_DESCRIPTIONS, POP_PATTERN, is_pop
+from isochrone.wire.model import CatalogModel
 from scheduler.api.deployments import DEPLOYMENT_ENDPOINTS
 from scheduler.api.endpoint import (
     AdminRequest,
@@ -67,7 +67,7 @@ async def put_pop(request: AdminRequest) -> PopView:
     if not is_pop(name):
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
-            f"cannot name a PoP {name[:20]!r}: give {WORDS[POP_PATTERN]}",
+            f"cannot name a PoP {name[:20]!r}: give {PATTERN_DESCRIPTIONS[POP_PATTERN]}",
             param="pop",
         )
     before = await catalogue.get_pop(request.connection, name)
@@ -123,7 +123,7 @@ async def delete_router(request: AdminRequest) -> None:
 
 async def put_model(request: AdminRequest) -> ModelView:
     """Create or change a model. Other files make a new version of its deployments."""
-    model: Model = request.body
+    model: CatalogModel = request.body
     if model.model_id != request.name:
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
@@ -220,7 +220,8 @@ ENDPOINTS: Final = (
         "Read a model", ModelView,
     ),
     Endpoint(
-        "PUT", "/v1/models/{model_id:.+}", put_model, "Create or change a model", ModelView, Model
+        "PUT", "/v1/models/{model_id:.+}", put_model, "Create or change a model", ModelView,
+        CatalogModel,
     ),
     Endpoint("DELETE", "/v1/models/{model_id:.+}", delete_model, "Delete a model", status=204),
     Endpoint(

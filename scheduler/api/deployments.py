@@ -8,7 +8,7 @@ import msgspec
 from isochrone.wire.admin import DeploymentBody, DeploymentView, NewDeploymentBody
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
-from isochrone.wire.model import Deployment, EngineSettings, Policy
+from isochrone.wire.model import Deployment, EngineSettings, PlacementPolicy
 from isochrone.wire.routes import Pop
 from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
 from scheduler.decide.placement import policy_contradiction, residency_allows
@@ -182,7 +182,7 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
     )
 
 
-def _policy_problem(policy: Policy, pops: Sequence[Pop]) -> str:
+def _policy_problem(policy: PlacementPolicy, pops: Sequence[Pop]) -> str:
     """Return why no fleet with these PoPs can satisfy a policy; empty if one can."""
     if len(policy.keep_warm) > policy.replicas_max:
         return f"keep_warm names more PoPs than replicas_max {policy.replicas_max}"

@@ -11,7 +11,7 @@ from isochrone.service.identity import IdentityError, JoinToken, parse_join_toke
 from isochrone.wire import codec
 from isochrone.wire.control import JoinReply, JoinRequest
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import NAME_PATTERN, WORDS, ClusterId, is_name
+from isochrone.wire.ids import NAME_PATTERN, PATTERN_DESCRIPTIONS, ClusterId, is_name
 from isochrone.wire.keys import secret_sha256
 from scheduler.api.certificates import CertificateIssuer
 from scheduler.store.events import record_event
@@ -58,7 +58,7 @@ class JoinEndpoint:
         if not is_name(join.name) or ".." in join.name:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
-                f"cannot join: a name has {WORDS[NAME_PATTERN]}",
+                f"cannot join: a name has {PATTERN_DESCRIPTIONS[NAME_PATTERN]}",
                 param="name",
             )
         self._limit_rate()

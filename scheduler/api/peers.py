@@ -17,9 +17,9 @@ from isochrone.wire import codec
 from isochrone.wire.control import (
     Challenge,
     PeerRole,
-    Refused,
     RefusedCode,
     Register,
+    RegistrationRefused,
     Renew,
     Renewed,
     Welcome,
@@ -69,7 +69,7 @@ class PeerRefused(Exception):
 
     def __init__(self, code: RefusedCode, reason: str, retry_after_s: float = 1.0) -> None:
         super().__init__(reason)
-        self.refused = Refused(code=code, reason=reason, retry_after_s=retry_after_s)
+        self.refused = RegistrationRefused(code=code, reason=reason, retry_after_s=retry_after_s)
 
 
 MessageHandler = Callable[[PeerConnection, Any], Awaitable[None]]
@@ -124,7 +124,9 @@ class PeerServer:
         try:
             if previous is not None:
                 reason = "the same peer connected again"
-                await previous.refuse(Refused(code=RefusedCode.DUPLICATE, reason=reason))
+                await previous.refuse(
+                    RegistrationRefused(code=RefusedCode.DUPLICATE, reason=reason)
+                )
             await handle(peer, None)
             await self._pass_on(socket, peer, decoder, handle)
         except PeerRefused as refusal:

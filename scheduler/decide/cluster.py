@@ -20,8 +20,8 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.model import Deployment, Model
-from isochrone.wire.report import Device, Profile, ReplicaState
+from isochrone.wire.model import CatalogModel, Deployment
+from isochrone.wire.report import NodeDevice, ReplicaProfile, ReplicaState
 from isochrone.wire.routes import Pop
 from scheduler.decide.rollout.lifecycle import Rollout
 
@@ -53,7 +53,7 @@ class FleetNode(msgspec.Struct, frozen=True, kw_only=True):
     node_id: NodeId
     pop: PopId
     address: str
-    devices: tuple[Device, ...]
+    devices: tuple[NodeDevice, ...]
     draining: bool = False
     revoked: bool = False
     silent_s: float = 0.0
@@ -91,7 +91,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     is_ending: bool = False
     reason: str = ""
-    profile: Profile = Profile()
+    profile: ReplicaProfile = ReplicaProfile()
     leader_id: ReplicaId = ReplicaId("")
     rank_port: int = 0
     followers: "tuple[Placement, ...]" = ()
@@ -146,7 +146,7 @@ class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     model_id: str
     device_class: str
-    profile: Profile
+    profile: ReplicaProfile
 
 
 class StartFailures(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,7 +192,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     acting_for_s: float
     pops: tuple[Pop, ...] = ()
     nodes: tuple[FleetNode, ...] = ()
-    models: tuple[Model, ...] = ()
+    models: tuple[CatalogModel, ...] = ()
     deployments: tuple[Deployment, ...] = ()
     deleted: tuple[DeploymentId, ...] = ()
     placements: tuple[Placement, ...] = ()
@@ -203,7 +203,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     prefetches: tuple[PrefetchTarget, ...] = ()
     given_up: tuple[StartFailures, ...] = ()
 
-    def measured(self) -> dict[tuple[str, str], Profile]:
+    def measured(self) -> dict[tuple[str, str], ReplicaProfile]:
         """Return the measured rates by model and device class."""
         return {(row.model_id, row.device_class): row.profile for row in self.profiles}
 

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from isochrone.service.clock import utc_now
 from isochrone.service.identity import CLOCK_SKEW
 from isochrone.wire.admin import RevocationView
-from isochrone.wire.control import Refused, RefusedCode
+from isochrone.wire.control import RefusedCode, RegistrationRefused
 from scheduler.state.assignment_outbox import AssignmentOutbox
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peer_connection import PeerConnection
@@ -60,7 +60,9 @@ class DisconnectRevoked:
         ]
         for peer, reason in invalid:
             await peer.refuse(
-                Refused(code=RefusedCode.IDENTITY, reason=reason, retry_after_s=RETRY_AFTER_S)
+                RegistrationRefused(
+                    code=RefusedCode.IDENTITY, reason=reason, retry_after_s=RETRY_AFTER_S
+                )
             )
         return DisconnectCounts(len(invalid), await self._send_to_nodes(revocations))
 

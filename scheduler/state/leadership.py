@@ -2,7 +2,7 @@
 
 import logging
 
-from isochrone.wire.control import Refused, RefusedCode
+from isochrone.wire.control import RefusedCode, RegistrationRefused
 from scheduler.state.heartbeats import Heartbeats, PulseBuffer
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peer_admission import PeerAdmission
@@ -52,5 +52,5 @@ class Leadership:
         self._heartbeats.clear()
         self._pulses.clear()
         await self._peers.refuse_all(
-            Refused(code=RefusedCode.NOT_ACTING, reason="another scheduler acts now")
+            RegistrationRefused(code=RefusedCode.NOT_ACTING, reason="another scheduler acts now")
         )

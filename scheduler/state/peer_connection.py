@@ -10,7 +10,7 @@ from aiohttp import web
 
 from isochrone.service.identity import Certificate
 from isochrone.wire import codec
-from isochrone.wire.control import PeerRole, Refused
+from isochrone.wire.control import PeerRole, RegistrationRefused
 from isochrone.wire.ids import BootId, Generation, PopId
 from isochrone.wire.report import Report
 
@@ -76,7 +76,7 @@ class PeerConnection:
             async with self._large_frame_slots:
                 await self._socket.send_bytes(frame)
 
-    async def refuse(self, refused: Refused) -> None:
+    async def refuse(self, refused: RegistrationRefused) -> None:
         """Send the reason and close the connection."""
         with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):

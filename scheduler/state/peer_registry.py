@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from isochrone.wire.control import PeerRole, Refused
+from isochrone.wire.control import PeerRole, RegistrationRefused
 from isochrone.wire.ids import NodeId
 from scheduler import metrics
 from scheduler.state.peer_connection import PeerConnection
@@ -67,7 +67,7 @@ class PeerRegistry:
             if peer is not None:
                 peer.has_reported = False
 
-    async def refuse_all(self, refused: Refused) -> None:
+    async def refuse_all(self, refused: RegistrationRefused) -> None:
         """Remove every connection, send each the reason and close it."""
         peers, self.by_name = list(self.by_name.values()), {}
         for role in PeerRole:

@@ -11,7 +11,7 @@ import asyncpg
 
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import DeploymentId, NodeId
-from isochrone.wire.model import Model
+from isochrone.wire.model import CatalogModel
 from isochrone.wire.report import ReplicaReport, ReplicaState
 from scheduler.store.events import record_event
 from scheduler.store.placements import add_placement
@@ -84,7 +84,7 @@ async def _record_refusal_once(
 
 async def _ensure_deployment(connection: Connection, replica: ReplicaReport) -> None:
     spec = replica.spec
-    model = Model(
+    model = CatalogModel(
         model_id=spec.model_id,
         architecture="unknown",
         artifact=spec.artifact,

@@ -13,8 +13,8 @@ from isochrone.wire.admin import (
     PopView,
     RouterView,
 )
-from isochrone.wire.model import Model
-from isochrone.wire.report import Device
+from isochrone.wire.model import CatalogModel
+from isochrone.wire.report import NodeDevice
 from scheduler.store.pool import Connection, as_json, as_struct
 
 
@@ -135,7 +135,7 @@ async def get_model(connection: Connection, model_id: str) -> ModelView | None:
     return _model(row) if row else None
 
 
-async def put_model(connection: Connection, model: Model, etag: int | None) -> ModelView:
+async def put_model(connection: Connection, model: CatalogModel, etag: int | None) -> ModelView:
     """Create or change a model; raises EtagMoved."""
     row = await connection.fetchrow(
         """
@@ -229,9 +229,9 @@ async def list_placements(
 
 
 def _model(row: asyncpg.Record) -> ModelView:
-    return ModelView(model=msgspec.json.decode(row["spec"], type=Model), etag=row["etag"])
+    return ModelView(model=msgspec.json.decode(row["spec"], type=CatalogModel), etag=row["etag"])
 
 
 def _node(row: asyncpg.Record) -> NodeView:
-    devices = msgspec.json.decode(row["devices"], type=tuple[Device, ...])
+    devices = msgspec.json.decode(row["devices"], type=tuple[NodeDevice, ...])
     return as_struct(row, NodeView, devices=devices)

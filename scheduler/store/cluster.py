@@ -12,8 +12,8 @@ import asyncpg
 import msgspec
 
 from isochrone.wire.ids import ClusterId, DeploymentId, Generation, NodeId, ReplicaId
-from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
-from isochrone.wire.report import Profile, Report
+from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, PlacementPolicy
+from isochrone.wire.report import ReplicaProfile, Report
 from isochrone.wire.routes import Pop
 from scheduler.decide.cluster import (
     ClusterState,
@@ -65,7 +65,7 @@ async def read_fleet(
         pops=await read_pops(connection),
         nodes=nodes,
         models=tuple(
-            msgspec.json.decode(row["spec"], type=Model)
+            msgspec.json.decode(row["spec"], type=CatalogModel)
             for row in await connection.fetch("SELECT spec FROM model ORDER BY model_id")
         ),
         deployments=deployments,
@@ -119,7 +119,7 @@ def _deployment(row: asyncpg.Record) -> Deployment:
         row,
         Deployment,
         engine=msgspec.json.decode(row["engine"], type=EngineSettings),
-        policy=msgspec.json.decode(row["policy"], type=Policy),
+        policy=msgspec.json.decode(row["policy"], type=PlacementPolicy),
     )
 
 
@@ -149,7 +149,7 @@ async def _read_placements(
         for replica in report.replicas
     }
     return _with_followers(
-        as_struct(row, Placement, profile=profiles.get(row["replica_id"], Profile()))
+        as_struct(row, Placement, profile=profiles.get(row["replica_id"], ReplicaProfile()))
         for row in rows
     )
 
@@ -240,7 +240,9 @@ async def _read_profiles(connection: Connection) -> tuple[MeasuredProfile, ...]:
             model_id=row["model_id"],
             device_class=row["device_class"],
             # Zeros included: the planner knows which values were measured (`capacity.is_measured`).
-            profile=Profile(**{field: row[field] for field in Profile.__struct_fields__}),
+            profile=ReplicaProfile(
+                **{field: row[field] for field in ReplicaProfile.__struct_fields__}
+            ),
         )
         for row in rows
     )

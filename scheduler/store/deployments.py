@@ -6,7 +6,7 @@ import asyncpg
 import msgspec
 
 from isochrone.wire.admin import DeploymentView
-from isochrone.wire.model import Deployment, EngineSettings, Policy
+from isochrone.wire.model import Deployment, EngineSettings, PlacementPolicy
 from scheduler.store.catalogue import EtagMoved
 from scheduler.store.pool import Connection, affected_rows, as_json, as_struct
 
@@ -180,7 +180,7 @@ def _deployment(row: asyncpg.Record) -> DeploymentView:
         row,
         DeploymentView,
         engine=msgspec.json.decode(row["engine"], type=EngineSettings),
-        policy=msgspec.json.decode(row["policy"], type=Policy),
+        policy=msgspec.json.decode(row["policy"], type=PlacementPolicy),
         replicas=msgspec.json.decode(row["replicas"]),
         unmet=(),
     )

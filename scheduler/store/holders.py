@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from isochrone.wire.assignment import Holders
+from isochrone.wire.assignment import ArtifactHolders
 from isochrone.wire.geo import round_trip_ms
 from isochrone.wire.ids import NodeId, PopId
 from scheduler.decide.routing import ArtifactHolder, rank_sources
@@ -33,7 +33,7 @@ async def record_artifacts(connection: Connection, node_id: NodeId, digests: Seq
 
 async def read_holders(
     connection: Connection, node_id: NodeId, digests: Sequence[str]
-) -> tuple[Holders, ...]:
+) -> tuple[ArtifactHolders, ...]:
     """Return the nodes to fetch each artifact from that this node does not hold itself."""
     missing = sorted(set(digests) - await _artifacts_of(connection, node_id))
     if not missing:
@@ -47,7 +47,7 @@ async def read_holders(
             node_id, pop, candidates, lambda p: distance_ms.get(p, UNKNOWN_DISTANCE_MS)
         )
         if peers:
-            holders.append(Holders(digest=digest, peers=peers))
+            holders.append(ArtifactHolders(digest=digest, peers=peers))
     return tuple(holders)
 
 

@@ -13,7 +13,7 @@ import asyncpg
 import msgspec
 
 from isochrone.wire.admin import JoinTokenView, RevocationView
-from isochrone.wire.assignment import Revoked
+from isochrone.wire.assignment import RevokedCertificate
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import PopId
 from scheduler.store.pool import Connection, affected_rows, as_struct, fetch_one
@@ -240,10 +240,10 @@ async def revoked_since(connection: Connection, since_s: float) -> list[Revocati
     return [as_struct(row, RevocationView) for row in rows]
 
 
-async def newest_revocations(connection: Connection) -> tuple[Revoked, ...]:
+async def newest_revocations(connection: Connection) -> tuple[RevokedCertificate, ...]:
     """Return the revocations that nodes enforce, the newest first."""
     rows = await connection.fetch(
         f"SELECT {_REVOCATION_COLUMNS} FROM revocation ORDER BY revocation.at DESC LIMIT $1",  # noqa: S608
         REVOKED_MAX,
     )
-    return tuple(as_struct(row, Revoked) for row in rows)
+    return tuple(as_struct(row, RevokedCertificate) for row in rows)

@@ -7,7 +7,7 @@ import msgspec
 
 from isochrone.wire.admin import KeyBody, KeyView
 from isochrone.wire.ids import Epoch, Generation, KeyId
-from isochrone.wire.routes import KeyEntry, Limits
+from isochrone.wire.routes import KeyEntry, KeyLimits
 from scheduler.store.catalogue import EtagMoved
 from scheduler.store.lease import assert_epoch
 from scheduler.store.pool import Connection, affected_rows, as_json, as_struct, fetch_one
@@ -102,7 +102,7 @@ async def get_key(connection: Connection, key_id: str) -> KeyView | None:
 
 
 async def set_limits(
-    connection: Connection, key_id: str, limits: Limits, etag: int | None
+    connection: Connection, key_id: str, limits: KeyLimits, etag: int | None
 ) -> KeyView:
     """Replace a key's limits; raises EtagMoved."""
     row = await connection.fetchrow(
@@ -135,7 +135,7 @@ async def revoke_key(connection: Connection, key_id: str, etag: int | None) -> N
 
 
 def _entry(row: asyncpg.Record) -> KeyEntry:
-    limits = msgspec.json.decode(row["limits"], type=Limits)
+    limits = msgspec.json.decode(row["limits"], type=KeyLimits)
     is_spent = (0 < limits.tokens_per_day <= row["tokens"]) or (
         0 < limits.spend_per_day <= row["spend"]
     )
@@ -152,5 +152,5 @@ _KEY_COLUMNS: Final = (
 
 def _view(row: asyncpg.Record) -> KeyView:
     tokens, spend = row["today"] or (0, 0.0)
-    limits = msgspec.json.decode(row["limits"], type=Limits)
+    limits = msgspec.json.decode(row["limits"], type=KeyLimits)
     return as_struct(row, KeyView, limits=limits, tokens_today=tokens, spend_today=spend)

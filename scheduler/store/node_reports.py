@@ -7,7 +7,7 @@ import asyncpg
 import msgspec
 
 from isochrone.wire.ids import NodeId, PopId
-from isochrone.wire.report import Device, Report
+from isochrone.wire.report import NodeDevice, Report
 from scheduler.decide.cluster import FleetNode
 from scheduler.decide.membership import NodeContact
 from scheduler.store.pool import Connection, as_struct
@@ -28,7 +28,7 @@ class CachedNodeReport(NamedTuple):
 
     key: tuple[str, int]
     report: Report | None
-    devices: tuple[Device, ...]
+    devices: tuple[NodeDevice, ...]
 
 
 class NodeReportCache:
@@ -123,10 +123,10 @@ async def _read_reports(
 
 async def _read_devices(
     connection: Connection, node_ids: Sequence[NodeId]
-) -> dict[str, list[Device]]:
-    devices: dict[str, list[Device]] = {}
+) -> dict[str, list[NodeDevice]]:
+    devices: dict[str, list[NodeDevice]] = {}
     for row in await connection.fetch(
         "SELECT * FROM device WHERE node_id = ANY($1::text[]) ORDER BY node_id, device_id", node_ids
     ):
-        devices.setdefault(row["node_id"], []).append(as_struct(row, Device))
+        devices.setdefault(row["node_id"], []).append(as_struct(row, NodeDevice))
     return devices

@@ -16,7 +16,7 @@ from isochrone.wire.ids import (
     NodeId,
     ReplicaId,
 )
-from isochrone.wire.report import Device, Pulse, ReplicaReport, ReplicaState, Report
+from isochrone.wire.report import NodeDevice, Pulse, ReplicaReport, ReplicaState, Report
 from scheduler.store.adoption import SealCheck, adopt
 from scheduler.store.holders import read_holders, record_artifacts
 from scheduler.store.identities import PEER_TABLES, REVOKED_QUERY, newest_revocations
@@ -229,7 +229,7 @@ async def read_assignment(
 
 
 async def _record_devices(
-    connection: Connection, node_id: NodeId, devices: Sequence[Device]
+    connection: Connection, node_id: NodeId, devices: Sequence[NodeDevice]
 ) -> int:
     changed = await connection.execute(
         """
@@ -257,7 +257,7 @@ async def _record_devices(
     return affected_rows(changed) + affected_rows(gone)
 
 
-def _columns(devices: Sequence[Device]) -> list[list[Any]]:
+def _columns(devices: Sequence[NodeDevice]) -> list[list[Any]]:
     """Return the devices as columns for unnest(); of two with one id, the later one."""
     unique = {device.device_id: device for device in devices}.values()
     values = columns(unique, "device_id", "device_class", "memory_bytes", "healthy")
@@ -343,7 +343,7 @@ async def _release_ended(connection: Connection, report: Report) -> int:
 
 
 async def _record_profiles(
-    connection: Connection, devices: Sequence[Device], replicas: Sequence[ReplicaReport]
+    connection: Connection, devices: Sequence[NodeDevice], replicas: Sequence[ReplicaReport]
 ) -> None:
     classes = {device.device_id: device.device_class for device in devices}
     for replica in replicas:

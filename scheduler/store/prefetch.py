@@ -2,9 +2,9 @@
 
 import msgspec
 
-from isochrone.wire.assignment import Prefetch
+from isochrone.wire.assignment import ArtifactPrefetch
 from isochrone.wire.ids import Epoch, NodeId
-from isochrone.wire.model import Model
+from isochrone.wire.model import CatalogModel
 from scheduler.decide.cluster import PrefetchTarget
 from scheduler.decide.placement import PrefetchDecision
 from scheduler.store.events import record_event
@@ -25,7 +25,9 @@ async def read_prefetches(connection: Connection) -> tuple[PrefetchTarget, ...]:
     return tuple(as_struct(row, PrefetchTarget) for row in rows)
 
 
-async def read_node_prefetches(connection: Connection, node_id: NodeId) -> tuple[Prefetch, ...]:
+async def read_node_prefetches(
+    connection: Connection, node_id: NodeId
+) -> tuple[ArtifactPrefetch, ...]:
     """Return one node's prefetches, the earliest due first.
 
     Weights that the node already has are included, so that it does not evict them.
@@ -38,8 +40,8 @@ async def read_node_prefetches(connection: Connection, node_id: NodeId) -> tuple
         node_id,
     )
     return tuple(
-        Prefetch(
-            artifact=msgspec.json.decode(row["spec"], type=Model).artifact,
+        ArtifactPrefetch(
+            artifact=msgspec.json.decode(row["spec"], type=CatalogModel).artifact,
             bytes_per_s=row["bytes_per_s"],
         )
         for row in rows

@@ -1,8 +1,7 @@
-"""A cable between two parts of a fleet, which a test cuts, holds, slows or shortens.
+"""A TCP or Unix-socket proxy between two parts of a fleet, for injecting network faults.
 
-It stands before a port or a Unix socket and is dialled in its place. What is held is delivered when
-it is let go, as a network does that was parted for a while: nothing of a stream is ever lost but
-by a reset.
+A test can hold, cut, slow or shorten the connections. Held bytes are delivered on release, as after
+a network partition: bytes of a stream are lost only by a reset.
 """
 
 import asyncio
@@ -15,88 +14,88 @@ from typing import Final
 
 CHUNK_BYTES: Final = 64 * 1024
 SLOW_STEP_S: Final = 0.05
-"""A slow cable lets something pass this often."""
+"""A slow cable delivers bytes at this interval."""
 
 
-class Way:
-    """One direction of a cable, as it is now; every connection follows at once."""
+class CableDirection:
+    """The current faults of one direction of a cable. They apply to all its connections at once."""
 
     delay_s: float
     bytes_per_s: float
     bytes_max: int | None
-    """A connection is reset after so many."""
+    """A connection is reset after this many bytes."""
 
     def __init__(self) -> None:
-        self._passable = asyncio.Event()
+        self._released = asyncio.Event()
         self.mend()
 
     def mend(self) -> None:
-        """Carry as a new cable does."""
+        """Remove all faults."""
         self.delay_s = 0.0
         self.bytes_per_s = 0.0
         self.bytes_max = None
-        self._passable.set()
+        self._released.set()
 
     def hold(self) -> None:
-        """Take everything and deliver nothing."""
-        self._passable.clear()
+        """Accept bytes and deliver none."""
+        self._released.clear()
 
     def let_go(self) -> None:
-        """Deliver what was held, and what comes."""
-        self._passable.set()
+        """Deliver the held bytes, and those that follow."""
+        self._released.set()
 
-    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry one connection's bytes to their end; ConnectionResetError where it is cut short."""
-        carried = 0
-        while data := await reader.read(self._piece_bytes()):
-            await self._passable.wait()
+    async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Relay one connection until it ends. Raises ConnectionResetError after `bytes_max`."""
+        relayed = 0
+        while data := await reader.read(self._chunk_bytes()):
+            await self._released.wait()
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
-            is_last = self.bytes_max is not None and carried + len(data) >= self.bytes_max
+            is_last = self.bytes_max is not None and relayed + len(data) >= self.bytes_max
             if is_last:
-                data = data[: (self.bytes_max or 0) - carried]
+                data = data[: (self.bytes_max or 0) - relayed]
             writer.write(data)
             await writer.drain()
-            carried += len(data)
+            relayed += len(data)
             if is_last:
                 raise ConnectionResetError
             if self.bytes_per_s:
                 await asyncio.sleep(len(data) / self.bytes_per_s)
-        await self._passable.wait()
+        await self._released.wait()
         if writer.can_write_eof():
             writer.write_eof()
 
-    def _piece_bytes(self) -> int:
+    def _chunk_bytes(self) -> int:
         return max(1, int(self.bytes_per_s * SLOW_STEP_S)) if self.bytes_per_s else CHUNK_BYTES
 
 
 class Cable:
-    """A cable to `target`: a port of this machine, or the path of a socket."""
+    """A proxy to `target`: a port of this machine, or the path of a Unix socket."""
 
     def __init__(self, target: int | Path) -> None:
         self.port = 0
         self.dialled = 0
         self.refuses = False
-        """Resets whoever dials."""
-        self.up = Way()
-        """From who dials to who is dialled."""
-        self.down = Way()
+        """If true, new connections are reset."""
+        self.up = CableDirection()
+        """From the client to the target."""
+        self.down = CableDirection()
         self._target = target
         self._open: set[asyncio.StreamWriter] = set()
-        self._carried: set[asyncio.Task[None]] = set()
+        self._relays: set[asyncio.Task[None]] = set()
 
     def hold(self) -> None:
-        """Carry nothing either way, and tell nobody."""
+        """Hold both directions: no bytes pass and no connection is closed."""
         self.up.hold()
         self.down.hold()
 
     def let_go(self) -> None:
-        """Carry again."""
+        """Release both directions."""
         self.up.let_go()
         self.down.let_go()
 
     def mend(self) -> None:
-        """Be as new."""
+        """Remove all faults."""
         self.refuses = False
         self.up.mend()
         self.down.mend()
@@ -107,55 +106,57 @@ class Cable:
             _reset(writer)
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry one connection."""
+        """Relay one connection."""
         self.dialled += 1
         task = asyncio.current_task()
         assert task is not None
-        self._carried.add(task)
+        self._relays.add(task)
         self._open.add(writer)
         try:
-            await self._carry(reader, writer)
+            await self._relay(reader, writer)
         finally:
             self._open.discard(writer)
-            self._carried.discard(task)
+            self._relays.discard(task)
 
     async def close(self) -> None:
-        """End everything that is carried."""
+        """Reset all connections and stop relaying."""
         self.cut()
-        carried = list(self._carried)
-        for task in carried:
+        relays = list(self._relays)
+        for task in relays:
             task.cancel()
-        await asyncio.gather(*carried, return_exceptions=True)
+        await asyncio.gather(*relays, return_exceptions=True)
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.refuses:
             _reset(writer)
             return
         try:
             if isinstance(self._target, int):
-                there = await asyncio.open_connection("127.0.0.1", self._target)
+                target_reader, target_writer = await asyncio.open_connection(
+                    "127.0.0.1", self._target
+                )
             else:
-                there = await asyncio.open_unix_connection(self._target)
+                target_reader, target_writer = await asyncio.open_unix_connection(self._target)
         except OSError:
             _reset(writer)
             return
-        self._open.add(there[1])
-        ways = [
-            asyncio.ensure_future(self.up.carry(reader, there[1])),
-            asyncio.ensure_future(self.down.carry(there[0], writer)),
+        self._open.add(target_writer)
+        directions = [
+            asyncio.ensure_future(self.up.relay(reader, target_writer)),
+            asyncio.ensure_future(self.down.relay(target_reader, writer)),
         ]
         try:
-            # Either way may end by itself (a half-close); a reset ends both.
-            ended, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_EXCEPTION)
-            if any(way.exception() for way in ended):
+            # One direction may end alone (a half-close); a reset ends both.
+            ended, _ = await asyncio.wait(directions, return_when=asyncio.FIRST_EXCEPTION)
+            if any(direction.exception() for direction in ended):
                 _reset(writer)
-                _reset(there[1])
+                _reset(target_writer)
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-            self._open.discard(there[1])
-            for end in (writer, there[1]):
+            for direction in directions:
+                direction.cancel()
+            await asyncio.gather(*directions, return_exceptions=True)
+            self._open.discard(target_writer)
+            for end in (writer, target_writer):
                 end.close()
                 with suppress(OSError):
                     await end.wait_closed()
@@ -170,7 +171,7 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 @asynccontextmanager
 async def a_cable(target: int | Path, *, at: Path | None = None) -> AsyncIterator[Cable]:
-    """Lay a cable to `target`, dialled at its `port`, or at the path `at` of a socket."""
+    """Start a cable to `target`. Clients connect to its `port`, or to a Unix socket at `at`."""
     cable = Cable(target)
     if at is None:
         server = await asyncio.start_server(cable.accept, "127.0.0.1", 0)

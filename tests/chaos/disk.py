@@ -1,4 +1,4 @@
-"""A small disk of its own, which a test fills, frees and makes read-only."""
+"""A small disk (tmpfs) that a test can fill, free and make read-only."""
 
 import errno
 import subprocess
@@ -17,7 +17,7 @@ class Disk:
         self._filler = folder / "filler"
 
     def fill(self) -> None:
-        """Take the last page that is free."""
+        """Fill the disk to its last page."""
         with self._filler.open("ab", buffering=0) as filler:
             for piece in (bytes(1 << 16), bytes(1 << 12)):
                 try:
@@ -28,28 +28,28 @@ class Disk:
                         raise
 
     def free(self) -> None:
-        """Give everything back that `fill` took."""
+        """Free the space that `fill` took."""
         self._filler.unlink(missing_ok=True)
 
-    def is_read_only(self, yes: bool) -> None:
-        """Let nothing be written, or again anything."""
-        how = "remount,ro" if yes else "remount,rw"
-        subprocess.run(["mount", "-o", how, self.folder], check=True)
+    def set_read_only(self, read_only: bool) -> None:
+        """Make the disk read-only or writable."""
+        options = "remount,ro" if read_only else "remount,rw"
+        subprocess.run(["mount", "-o", options, self.folder], check=True)
 
 
 @contextmanager
 def a_disk(folder: Path, size_bytes: int) -> Iterator[Disk]:
-    """Mount a disk of so many bytes at `folder`; skips the test where that is not allowed."""
+    """Mount a disk of `size_bytes` at `folder`; skip the test if mounting is not allowed."""
     folder.mkdir()
     options = f"size={size_bytes},mode=755"
     try:
-        made = subprocess.run(
+        mounted = subprocess.run(
             ["mount", "-t", "tmpfs", "-o", options, "none", folder], capture_output=True, text=True
         )
     except FileNotFoundError as error:
         pytest.skip(f"needs to mount a tmpfs: {error}")
-    if made.returncode:
-        pytest.skip(f"needs to mount a tmpfs: {made.stderr.strip()}")
+    if mounted.returncode:
+        pytest.skip(f"needs to mount a tmpfs: {mounted.stderr.strip()}")
     try:
         yield Disk(folder)
     finally:

@@ -1,8 +1,8 @@
-"""What holds after any fault, once the load has ended.
+"""The invariants that must hold after any fault, once the load has ended.
 
-Every request has one end (I3), tokens are contiguous (I4, checked by the load itself), usage is
-what was delivered, once per request (I5), nothing stays in flight (I6), memory is where it was
-(I7), no one had to help (I8), and no prompt or key is in a log (I10).
+Every request has one end (I3). Tokens are contiguous (I4, checked by the load). Usage equals the
+delivered tokens, once per request (I5). Nothing stays in flight (I6). Memory returns to its level
+(I7). No operator action was needed (I8). No prompt or key is in a log (I10).
 """
 
 import aiohttp
@@ -15,7 +15,7 @@ MEMORY_GROWTH_MAX_KIB = 64 * 1024
 
 
 async def invariants(fleet: Fleet, load: Load) -> None:
-    """Check what must hold after any fault, once the load has ended."""
+    """Check all invariants of the fleet after `load` has ended."""
     assert load.count("broken") == 0, [e for e in load.ended if e.how == "broken"]
     complete = {e.request_id: e.tokens for e in load.ended if e.how == "complete"}
 
@@ -34,9 +34,11 @@ async def invariants(fleet: Fleet, load: Load) -> None:
         return not wrong
 
     try:
-        await until("usage = tokens delivered, once a request", usage_is_whole)
+        await until("usage equals the delivered tokens of each request", usage_is_whole)
     except AssertionError as error:
-        raise AssertionError(f"{error}; delivered and booked: {list(wrong.items())[:5]}") from error
+        raise AssertionError(
+            f"{error}; delivered and recorded tokens: {list(wrong.items())[:5]}"
+        ) from error
     await until("nothing in flight", lambda: nothing_in_flight(fleet))
     now_kib = fleet.memory_kib()
     for process, before_kib in fleet.baseline_kib.items():
@@ -57,7 +59,7 @@ async def nothing_in_flight(fleet: Fleet) -> bool:
                     lines = (await response.text()).splitlines()
             except (aiohttp.ClientError, OSError):
                 return False
-            held = [x for x in lines if x.startswith("isochrone_node_in_flight_tokens{")]
-            if any(float(line.rpartition(" ")[2]) != 0 for line in held):
+            gauges = [x for x in lines if x.startswith("isochrone_node_in_flight_tokens{")]
+            if any(float(line.rpartition(" ")[2]) != 0 for line in gauges):
                 return False
     return True

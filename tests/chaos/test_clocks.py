@@ -1,4 +1,4 @@
-"""Wall clocks that jump, under a running load: what is measured by another clock does not notice.
+"""Wall clocks that jump under load: whatever is measured by a monotonic clock is not affected.
 
 Leases are the database's time, limits and deadlines the monotonic clock's, and the age of demand is
 its sender's own measure. Only certificates and the expiry of keys go by the wall clock.
@@ -26,7 +26,7 @@ PARTS = ("scheduler-a", "node-ams", "node-sin", "router-ams", "router-sin")
 
 
 class Clocks:
-    """The wall clock of each part of a fleet, set apart."""
+    """Sets the wall clock of each process of a fleet separately."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._folder = fleet.folder
@@ -71,7 +71,7 @@ async def status(fleet: Fleet) -> tuple[bool, int, str, int, int]:
     return told["acting"], told["epoch"], told["frozen"], *heard
 
 
-async def test_clocks_that_jump_change_no_lease_no_limit_and_no_demand(
+async def test_clock_jumps_affect_no_lease_limit_or_demand(
     fleet_and_clocks: tuple[Fleet, Clocks],
 ) -> None:
     fleet, clocks = fleet_and_clocks
@@ -121,10 +121,10 @@ async def test_clocks_that_jump_change_no_lease_no_limit_and_no_demand(
     assert (newest - now).total_seconds() < 60
 
 
-async def test_a_scheduler_in_the_wrong_year_turns_all_away_and_stops_nobody(
+async def test_a_scheduler_in_the_wrong_year_refuses_peers_and_stops_no_replica(
     fleet_and_clocks: tuple[Fleet, Clocks],
 ) -> None:
-    """To it every certificate is over. It says so, all serve on, and who dials later is let in."""
+    """All certificates look expired to it. Peers keep serving, and reconnect to a correct clock."""
     fleet, clocks = fleet_and_clocks
     engines = fleet.engine_pids()
     async with under_load(fleet, ["sin"], streams=4) as load:

@@ -1,4 +1,4 @@
-"""A process out of descriptors refuses, does not spin, and serves again when some are free (R4)."""
+"""A process without free file descriptors refuses, does not spin, and recovers (R4)."""
 
 import asyncio
 import resource

@@ -1,4 +1,4 @@
-"""Disks that are full or read-only: what runs goes on, nothing acknowledged is lost, words say why.
+"""Full or read-only disks: serving continues, nothing acknowledged is lost, and errors say why.
 
 And when the disk takes things again, everything is as if it always had, with nobody's help.
 """
@@ -23,13 +23,13 @@ from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.usage import Usage
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.host import engines
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.host.devices import Devices
-from nodeagent.host.ledger import Ledger
-from nodeagent.host.link import Link
-from nodeagent.host.sources import Sources
-from nodeagent.host.wanted import ArtifactError
-from nodeagent.node import Node
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.assignment_file import AssignmentFile
+from nodeagent.host.devices import DeviceReader
+from nodeagent.host.download import ArtifactError
+from nodeagent.host.link import TransferLink
+from nodeagent.host.sources import ArtifactSources
+from nodeagent.node import NodeState
 from router.app import open_house
 from scheduler.embedded_postgres import EmbeddedPostgres
 from scheduler.store.pool import UNAVAILABLE, open_pool, transaction
@@ -55,7 +55,7 @@ def requests_in(batches: Iterable[Usage]) -> set[str]:
     return {row.request_id for batch in batches for row in batch.rows}
 
 
-async def test_a_router_whose_disk_fills_serves_on_and_loses_no_usage(
+async def test_a_router_with_a_full_disk_keeps_serving_and_loses_no_usage(
     disk: Disk, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with a_scheduler() as scheduler, open_node(FakeNode()) as node:
@@ -89,9 +89,7 @@ async def test_a_router_whose_disk_fills_serves_on_and_loses_no_usage(
 
 
 @pytest.mark.parametrize("fault", ["full", "read-only"])
-async def test_a_router_starts_and_serves_from_a_disk_that_takes_nothing(
-    disk: Disk, fault: str
-) -> None:
+async def test_a_router_starts_and_serves_from_a_read_only_disk(disk: Disk, fault: str) -> None:
     node = FakeNode()
     async with open_node(node), aiohttp.ClientSession() as http:
         http.headers["authorization"] = f"Bearer {KEY}"
@@ -108,7 +106,7 @@ async def test_a_router_starts_and_serves_from_a_disk_that_takes_nothing(
         if fault == "full":
             disk.fill()
         else:
-            disk.is_read_only(True)
+            disk.set_read_only(True)
         async with a_process(config, port) as process:
             for _ in range(20):
                 url = f"http://127.0.0.1:{port}/v1/chat/completions"
@@ -119,37 +117,39 @@ async def test_a_router_starts_and_serves_from_a_disk_that_takes_nothing(
             assert process.returncode is None
 
 
-async def test_a_node_takes_its_assignment_when_the_disk_does(disk: Disk, tmp_path: Path) -> None:
-    ledger = Ledger(disk.folder)
+async def test_a_node_accepts_its_assignment_once_the_disk_stores_it(
+    disk: Disk, tmp_path: Path
+) -> None:
+    file = AssignmentFile(disk.folder)
     identity = an_identity(tmp_path)
-    node = Node(identity, BootId("b"), ledger, Devices(1 << 30))
+    node = NodeState(identity, BootId("b"), file, DeviceReader(1 << 30))
     first, second = (
         an_assignment(generation=n, node=identity.name, cluster=identity.cluster_id) for n in (1, 2)
     )
-    assert not await node.take(first)
+    assert not await node.accept(first)
     disk.fill()
-    assert "cannot keep generation 2 on disk: No space left" in await node.take(second)
-    assert node.assignment == ledger.read() == first
-    await node.take_unkept()
+    assert "cannot store generation 2 on disk: No space left" in await node.accept(second)
+    assert node.assignment == file.read() == first
+    await node.retry_unsaved()
     assert node.assignment == first
     disk.free()
-    await node.take_unkept()
-    assert node.assignment == ledger.read() == second
+    await node.retry_unsaved()
+    assert node.assignment == file.read() == second
 
 
-async def test_an_engine_that_could_not_be_found_again_does_not_run(
+async def test_an_engine_without_a_record_on_disk_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk fills while it starts: what no later life of the agent knows of must not run."""
-    real = write_atomic
+    """If the disk fills while an engine starts, no later agent could find it, so it is killed."""
+    original = write_atomic
 
-    def full_by_then(path: Path, data: bytes) -> None:
+    def fail_for_record(path: Path, data: bytes) -> None:
         if path.name == "process.json":
             raise OSError(28, "No space left on device")
-        real(path, data)
+        original(path, data)
 
-    monkeypatch.setattr(engines, "write_atomic", full_by_then)
-    started = engines.Engines(tmp_path / "engines", 1)
+    monkeypatch.setattr(engines, "write_atomic", fail_for_record)
+    started = engines.EngineProcesses(tmp_path / "engines", 1)
     engine = EngineSettings(driver="mock", kv_memory_bytes=1)
     with pytest.raises(OSError, match="No space left"):
         await started.start(a_spec("r-orphan", engine=engine), tmp_path)
@@ -166,7 +166,7 @@ def running() -> list[bytes]:
     return found
 
 
-async def test_weights_that_do_not_fit_say_so_and_come_when_there_is_room(
+async def test_an_artifact_that_does_not_fit_is_fetched_once_there_is_space(
     disk: Disk, tmp_path: Path
 ) -> None:
     body = os.urandom(DISK_BYTES // 2)
@@ -175,18 +175,18 @@ async def test_weights_that_do_not_fit_say_so_and_come_when_there_is_room(
     (source / "w").write_bytes(body)
     file = ArtifactFile(path="w", size_bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
     artifact = Artifact(source=f"file:{source}", files=(file,), digest=manifest_digest((file,)))
-    store = Artifacts(
+    store = ArtifactStore(
         disk.folder / "artifacts",
-        Sources(private=True, hf_url=""),
+        ArtifactSources(private=True, hf_url=""),
         1 << 30,
-        link=Link(0, time.monotonic),
+        link=TransferLink(0, time.monotonic),
     )
     disk.fill()
-    with pytest.raises(ArtifactError, match=r"1048576 bytes needed, the disk has 0 free"):
+    with pytest.raises(ArtifactError, match=r"1048576 more bytes and the disk has 0 free"):
         await store.ensure(artifact, (), lambda size: None)
-    assert store.held() == ()
+    assert store.digests() == ()
     disk.free()
-    # What a fetch left that nobody goes on with makes way.
+    # The remains of an abandoned fetch are deleted for a new artifact.
     left = disk.folder / "artifacts" / f"{'0' * 64}.partial"
     left.mkdir()
     (left / "w").write_bytes(bytes(DISK_BYTES * 3 // 4))
@@ -194,7 +194,7 @@ async def test_weights_that_do_not_fit_say_so_and_come_when_there_is_room(
     assert (folder / "w").read_bytes() == body
     assert not left.exists()
     shutil.rmtree(folder)
-    # As much room as the rest takes is enough for the rest.
+    # A resumed fetch needs only the space of its missing bytes.
     partial = disk.folder / "artifacts" / f"{artifact.digest}.partial"
     partial.mkdir()
     (partial / "w").write_bytes(body[: len(body) // 2])
@@ -205,7 +205,7 @@ async def test_weights_that_do_not_fit_say_so_and_come_when_there_is_room(
     assert (folder / "w").read_bytes() == body
 
 
-def test_kv_that_the_disk_does_not_take_is_computed_again(disk: Disk) -> None:
+def test_kv_blocks_that_the_disk_refuses_are_recomputed(disk: Disk) -> None:
     tier = FileTier(disk.folder / "kv", b"m", 100_000, 1 << 20)
     digests = [bytes([n]) * 32 for n in range(3)]
     assert tier.write(digests[0], b"a" * 100_000)
@@ -213,17 +213,17 @@ def test_kv_that_the_disk_does_not_take_is_computed_again(disk: Disk) -> None:
     assert not tier.write(digests[1], b"b" * 100_000)
     assert tier.read(digests[0]) == b"a" * 100_000
     assert tier.read(digests[1]) is None
-    disk.is_read_only(True)
+    disk.set_read_only(True)
     assert not tier.write(digests[2], b"c" * 100_000)
     again = FileTier(disk.folder / "kv", b"m", 100_000, 1 << 20)
     assert again.read(digests[0]) == b"a" * 100_000
-    disk.is_read_only(False)
+    disk.set_read_only(False)
     disk.free()
     assert tier.write(digests[1], b"b" * 100_000)
     assert tier.read(digests[1]) == b"b" * 100_000
 
 
-async def test_a_database_whose_disk_is_full_is_away_and_comes_back() -> None:
+async def test_a_database_with_a_full_disk_is_unavailable_and_recovers() -> None:
     folder = a_folder("iso-full-")
     folder.rmdir()
     with a_disk(folder, 128 << 20) as disk:

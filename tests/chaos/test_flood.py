@@ -1,4 +1,4 @@
-"""One tenant floods a full fleet, before a real router process: the others notice little (C7)."""
+"""One tenant floods a full fleet through a real router; others are little affected (C7)."""
 
 import asyncio
 import random
@@ -29,14 +29,14 @@ TTFT_S = 0.6
 PROBES = 25
 PROBE_INTERVAL_S = 0.1
 RATIO_MAX = 3.0
-"""Fair order shows 1.1 to 1.5 here, order of arrival 4.9 and most of them refused."""
+"""Fair queueing measures 1.1 to 1.5 here; first come first served 4.9, with most refused."""
 
 ROUNDS_MAX = 2
-"""The flood, the nodes and the router share this machine: one hiccup of it is forgiven."""
+"""Flood, nodes and router share this machine, so one slow round is tolerated."""
 
 
 class Flood:
-    """A tenant that keeps many requests open, and comes again at once when it is refused."""
+    """A tenant that keeps many requests open, and retries at once when it is refused."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, chance: random.Random) -> None:
         self.ended: Counter[int] = Counter()
@@ -80,7 +80,7 @@ async def first_token_s(http: aiohttp.ClientSession, url: str, key: str) -> floa
 
 
 async def probe(http: aiohttp.ClientSession, url: str, key: str) -> list[float]:
-    """Ask at a steady pace, and return each time to first token, sorted."""
+    """Send requests at a constant rate, and return their times to first token, sorted."""
     async with asyncio.TaskGroup() as tasks:
         asked = []
         for _ in range(PROBES):
@@ -94,7 +94,7 @@ def p99(sorted_s: Sequence[float]) -> float:
 
 
 def prepare(folder: Path, nodes: Sequence[FakeNode]) -> tuple[Path, int]:
-    """Write what a router has on disk that knows two tenants; return its config and port."""
+    """Write the state of a router that knows two tenants; return its config and port."""
     port = free_port()
     state = folder / "state"
     save_identity(state, an_identity(folder))

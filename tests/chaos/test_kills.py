@@ -1,4 +1,4 @@
-"""kill -9 of each part in turn, under a running load of numbered streams: the invariants hold.
+"""kill -9 of each part in turn under a load of numbered streams: the invariants hold.
 
 One fleet suffers it all: after each test it must be whole again for the next. The last leaves it
 without its centre.
@@ -20,7 +20,7 @@ from tests.system.load import one_stream, under_load, wait_ended
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TAKEN_OVER_S = LEASE_S + 3.0
-"""The standby looks twice a second whether the lease is over."""
+"""The standby checks twice a second whether the lease has expired."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -91,7 +91,7 @@ async def test_postgres_killed_costs_no_request_and_usage_is_kept(fleet: Fleet) 
     await invariants(fleet, load)
 
 
-async def test_a_router_killed_cuts_its_own_streams_alone(fleet: Fleet) -> None:
+async def test_a_router_killed_cuts_only_its_own_streams(fleet: Fleet) -> None:
     async with under_load(fleet, ["ams"], streams=4) as others:
         async with under_load(fleet, ["sin"], streams=4) as load:
             await wait_ended(load, 4)
@@ -108,7 +108,7 @@ async def test_a_router_killed_cuts_its_own_streams_alone(fleet: Fleet) -> None:
     await invariants(fleet, load)
 
 
-async def test_the_acting_scheduler_killed_costs_no_request_and_the_other_acts(
+async def test_the_active_scheduler_killed_costs_no_request_and_the_standby_takes_over(
     fleet: Fleet,
 ) -> None:
     await fleet.start_scheduler("b")
@@ -135,8 +135,8 @@ async def test_the_acting_scheduler_killed_costs_no_request_and_the_other_acts(
     await fleet.start_scheduler("a")
 
 
-async def test_a_scheduler_that_slept_wakes_to_find_itself_replaced(fleet: Fleet) -> None:
-    """SIGSTOP of the one that acts: it may not go on where it left off (K8)."""
+async def test_a_suspended_scheduler_is_fenced_after_a_takeover(fleet: Fleet) -> None:
+    """SIGSTOP of the active scheduler: once resumed it must not continue to act (K8)."""
     acting, standby = ("b", "a") if "scheduler-b" in fleet.processes.names() else ("a", "b")
     if standby == "b":
         await fleet.start_scheduler("b")
@@ -165,7 +165,7 @@ async def test_a_scheduler_that_slept_wakes_to_find_itself_replaced(fleet: Fleet
     await invariants(fleet, load)
 
 
-async def test_all_control_dead_and_a_router_and_an_agent_restarted_cold_serve_from_disk(
+async def test_without_schedulers_a_restarted_router_and_agent_serve_from_disk(
     fleet: Fleet,
 ) -> None:
     for name in ("scheduler-a", "scheduler-b", "postgres"):

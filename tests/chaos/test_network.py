@@ -1,4 +1,4 @@
-"""Cables between the parts of a fleet held, cut, slowed and shortened, under a running load.
+"""Network faults between the parts of a fleet under load: held, cut, slow and short connections.
 
 Whatever is parted from whom: what is warm goes on serving, no request is lost while another way is
 left, no node is stopped for its silence, nobody redials like a storm, and when the cable carries
@@ -25,7 +25,7 @@ WHOLE_AGAIN_S = 20.0
 
 
 class Cabled:
-    """A fleet, and the cables that all of its words go through."""
+    """A fleet whose connections all go through cables."""
 
     def __init__(self, fleet: Fleet, postgres: Cable, by_name: dict[str, Cable]) -> None:
         self.fleet = fleet
@@ -103,8 +103,8 @@ async def cabled(laid: Cabled) -> AsyncIterator[Cabled]:
     laid.mend()
 
 
-async def test_a_replica_parted_from_its_routers_is_gone_on_from_elsewhere(cabled: Cabled) -> None:
-    """Each fault of a node's cable in turn, in the middle of streams (N2, N6)."""
+async def test_streams_of_an_unreachable_replica_are_resumed_elsewhere(cabled: Cabled) -> None:
+    """Each fault of a node's cable in turn, during streams (N2, N6)."""
     sin = cabled.of_nodes["sin"]
     async with under_load(cabled.fleet, ["sin"], streams=4, tokens=60) as load:
         await wait_ended(load, 4)
@@ -135,10 +135,10 @@ async def test_a_replica_parted_from_its_routers_is_gone_on_from_elsewhere(cable
     await cabled.whole_again(load)
 
 
-async def test_with_the_centre_cut_off_all_serve_and_none_dials_like_a_storm(
+async def test_without_the_control_plane_all_keep_serving_without_a_reconnect_storm(
     cabled: Cabled,
 ) -> None:
-    """Schedulers and Postgres are gone for everybody; a node's cable breaks meanwhile (N1, P1)."""
+    """Schedulers and Postgres are unreachable, and a node's cable breaks meanwhile (N1, P1)."""
     fleet = cabled.fleet
     async with under_load(fleet, ["ams", "sin"]) as load:
         await wait_ended(load, 8)
@@ -160,8 +160,8 @@ async def test_with_the_centre_cut_off_all_serve_and_none_dials_like_a_storm(
     await cabled.whole_again(load)
 
 
-async def test_control_cables_that_flap_and_break_midway_cost_nothing(cabled: Cabled) -> None:
-    """Conversations reset again and again, after ever more bytes of the scheduler's words."""
+async def test_flapping_control_connections_cost_no_request(cabled: Cabled) -> None:
+    """Control connections are reset again and again, each after more bytes from the scheduler."""
     control = list(cabled.to_control.values())
     async with under_load(cabled.fleet, ["ams", "sin"], streams=4) as load:
         for size in (1, 200, 700, 3000):
@@ -182,7 +182,7 @@ async def test_control_cables_that_flap_and_break_midway_cost_nothing(cabled: Ca
     await cabled.whole_again(load)
 
 
-async def test_slow_cables_to_the_centre_and_its_database_change_nothing(cabled: Cabled) -> None:
+async def test_slow_connections_to_scheduler_and_database_change_nothing(cabled: Cabled) -> None:
     """A round trip of 300 ms to the scheduler, and of 60 ms between it and Postgres (N4)."""
     for cable in cabled.to_control.values():
         cable.up.delay_s = cable.down.delay_s = 0.15
@@ -210,10 +210,10 @@ async def test_slow_cables_to_the_centre_and_its_database_change_nothing(cabled:
     await cabled.whole_again(load)
 
 
-async def test_a_database_that_takes_and_does_not_answer_is_away_and_comes_back(
+async def test_a_database_that_stops_answering_is_unavailable_and_recovers(
     cabled: Cabled,
 ) -> None:
-    """Queries arrive and answers do not: what was written meanwhile is there once."""
+    """Queries arrive and answers do not: each write is stored once."""
     fleet = cabled.fleet
     async with under_load(fleet, ["ams", "sin"], streams=4) as load:
         await wait_ended(load, 4)
@@ -234,8 +234,8 @@ async def test_a_database_that_takes_and_does_not_answer_is_away_and_comes_back(
     await cabled.whole_again(load)
 
 
-async def test_a_node_that_is_not_heard_goes_on_serving_and_is_not_stopped(cabled: Cabled) -> None:
-    """It hears the scheduler and is not heard: lost there, replaced, and alive (N1, N3)."""
+async def test_a_node_whose_messages_are_lost_keeps_serving(cabled: Cabled) -> None:
+    """The scheduler receives nothing from the node: it is replaced and stays up (N1, N3)."""
     fleet, control = cabled.fleet, cabled.control_of("node-sin")
     control.up.hold()
     async with under_load(fleet, ["ams", "sin"], streams=6) as load:

@@ -1,4 +1,4 @@
-"""Engines that live and do not work: hung, stopped, failing to load; and parts told to leave.
+"""Engines that run and do not work: hung, stopped, failing to load; and graceful shutdowns.
 
 One fleet suffers it all; the last test leaves it with a node drained.
 """
@@ -49,8 +49,8 @@ def replaced(fleet: Fleet, before: dict[str, int], node: str):  # type: ignore[n
     return is_replaced
 
 
-async def test_a_zombie_is_found_by_its_lack_of_tokens_and_killed(fleet: Fleet) -> None:
-    """Health says 200, requests run, no token comes (E2)."""
+async def test_an_engine_without_progress_is_killed(fleet: Fleet) -> None:
+    """Its health check answers 200, requests are in flight, and no token comes (E2)."""
     before = fleet.engine_pids()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http:
         ended = await one_stream(fleet, http, "ams", 20, mock={"hang_at_token": 5})
@@ -67,7 +67,7 @@ async def test_a_zombie_is_found_by_its_lack_of_tokens_and_killed(fleet: Fleet) 
 
 
 async def test_a_stopped_engine_is_killed_and_the_other_serves(fleet: Fleet) -> None:
-    """SIGSTOP: the process is there and answers nothing (K7)."""
+    """SIGSTOP: the process exists and answers nothing (K7)."""
     before = fleet.engine_pids()
     os.kill(before["node-ams"], signal.SIGSTOP)
     await until("replaced", replaced(fleet, before, "node-ams"), 25.0)
@@ -78,8 +78,8 @@ async def test_a_stopped_engine_is_killed_and_the_other_serves(fleet: Fleet) -> 
             assert (await one_stream(fleet, http, pop, 5)).how == "complete"
 
 
-async def test_a_stopped_agent_costs_those_who_wait_for_it_seconds(fleet: Fleet) -> None:
-    """SIGSTOP: its node takes connections and answers none, nor any ping."""
+async def test_a_stopped_agent_delays_its_requests_by_seconds_only(fleet: Fleet) -> None:
+    """SIGSTOP: the node accepts connections and answers neither requests nor pings."""
     agent = fleet.processes.pid("node-sin")
     os.kill(agent, signal.SIGSTOP)
     try:
@@ -98,7 +98,7 @@ async def test_a_stopped_agent_costs_those_who_wait_for_it_seconds(fleet: Fleet)
     await until("both warm", lambda: fleet.is_warm(2))
 
 
-async def test_an_engine_that_never_loads_fails_in_words_and_harms_no_other(fleet: Fleet) -> None:
+async def test_an_engine_that_cannot_load_is_reported_and_harms_no_other(fleet: Fleet) -> None:
     before = fleet.engine_pids()
     engine = {"driver": "mock", "kv_memory_bytes": 1000, "options": {"fail_load": "1"}}
     policy = {"replicas_min": 1, "replicas_max": 1}
@@ -111,7 +111,9 @@ async def test_an_engine_that_never_loads_fails_in_words_and_harms_no_other(flee
 
     async def is_ended() -> bool:
         events = (await fleet.ask("GET", "/v1/events"))["data"]
-        return any(e["kind"] == "replica.ended" and "told to fail" in e["reason"] for e in events)
+        return any(
+            e["kind"] == "replica.ended" and "fail_load is set" in e["reason"] for e in events
+        )
 
     await until("given up, with the engine's own last words", is_ended, 60.0)
     assert {n: p for n, p in fleet.engine_pids().items() if p in before.values()} == before
@@ -119,8 +121,8 @@ async def test_an_engine_that_never_loads_fails_in_words_and_harms_no_other(flee
     await fleet.ask("DELETE", "/v1/deployments/broken")
 
 
-async def test_a_node_told_to_leave_costs_no_request(fleet: Fleet) -> None:
-    """SIGTERM of an agent under load: what runs ends, what comes goes elsewhere (K9)."""
+async def test_a_graceful_shutdown_of_a_node_costs_no_request(fleet: Fleet) -> None:
+    """SIGTERM of an agent under load: running requests finish, new ones go elsewhere (K9)."""
     async with under_load(fleet, ["sin"], streams=6, tokens=20) as load:
         await wait_ended(load, 6)
         await fleet.processes.stop("node-sin")

@@ -1,4 +1,4 @@
-"""Every file that a part keeps, cut at every byte or spoilt: it is read whole, or not at all.
+"""Every file of a service, truncated or corrupted at every byte, is read wholly or not at all.
 
 What a power cut leaves is the beginning of a file. No part may die of it at each start, take it for
 something else, or lose what lies whole beside it.
@@ -24,11 +24,11 @@ from isochrone.wire.ids import (
     RouterId,
     TenantId,
 )
-from isochrone.wire.usage import Outcome, Usage, UsageRow
-from nodeagent.drivers.driver import Command
+from isochrone.wire.usage import RequestOutcome, Usage, UsageRow
+from nodeagent.drivers.driver import EngineCommand
 from nodeagent.engine.kvcache.file_tier import FileTier
-from nodeagent.host.engines import Engines, Started
-from nodeagent.host.ledger import Ledger
+from nodeagent.host.assignment_file import AssignmentFile
+from nodeagent.host.engines import EngineProcesses, EngineRecord
 from router.journal import Journal
 from router.loops.spool import UsageSpool
 from tests.builders import a_spec
@@ -38,14 +38,14 @@ from tests.unit.nodeagent.test_decide import an_assignment
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """In memory: a disk may sync each file that is written anew."""
+    """A folder in memory, because a disk would sync each rewritten file."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         yield Path(name)
 
 
 def torn(path: Path) -> Iterator[int]:
-    """Have each beginning of a file in its place, then the file with each of some bytes changed."""
+    """Write every prefix of a file, then the file with single bytes changed."""
     whole = path.read_bytes()
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
@@ -61,12 +61,12 @@ def a_row(number: int) -> UsageRow:
         request_id=RequestId(f"req-{number}"), key_id=KeyId("k"), tenant_id=TenantId("t"),
         deployment_id=DeploymentId("d"), pop=PopId("ams"), node_id=NodeId("n"),
         replica_id=ReplicaId("r"), started_at=1.0, prompt_tokens=number, cached_tokens=0,
-        output_tokens=3, outcome=Outcome.COMPLETE, ttft_ms=1.0, duration_ms=2.0,
+        output_tokens=3, outcome=RequestOutcome.COMPLETE, ttft_ms=1.0, duration_ms=2.0,
     )  # fmt: skip
 
 
-def test_a_torn_snapshot_is_the_one_before_it(folder: Path) -> None:
-    ledger = Ledger(folder)
+def test_a_torn_snapshot_is_replaced_by_the_previous_one(folder: Path) -> None:
+    ledger = AssignmentFile(folder)
     before, last = an_assignment(("a",), generation=5), an_assignment(("a", "b"), generation=6)
     ledger.write(before)
     ledger.write(last)
@@ -84,7 +84,7 @@ def test_a_torn_snapshot_is_the_one_before_it(folder: Path) -> None:
     assert ledger.read() is None
 
 
-def test_of_a_torn_journal_every_whole_row_is_read_and_others_follow(folder: Path) -> None:
+def test_all_complete_rows_of_a_torn_journal_are_read(folder: Path) -> None:
     journal = Journal(folder)
     assert journal.open() == ()
     sizes = [0]
@@ -115,7 +115,7 @@ def test_of_a_torn_journal_every_whole_row_is_read_and_others_follow(folder: Pat
         assert Journal(life).open() == ()
 
 
-def test_a_torn_batch_of_usage_keeps_no_other_waiting(folder: Path) -> None:
+def test_a_torn_usage_batch_does_not_block_others(folder: Path) -> None:
     spool = UsageSpool(folder, 1 << 20)
     spool.open()
     good, bad = (
@@ -141,11 +141,11 @@ def test_a_torn_identity_is_refused_with_its_path(folder: Path) -> None:
             load_identity(folder)
 
 
-def test_a_torn_note_of_an_engine_is_passed_over(folder: Path) -> None:
-    engines = Engines(folder, 1)
+def test_a_torn_engine_record_is_skipped(folder: Path) -> None:
+    engines = EngineProcesses(folder, 1)
     (folder / "r1").mkdir()
-    command = Command(arguments=("x",), base_url="http://localhost")
-    started = Started(
+    command = EngineCommand(arguments=("x",), base_url="http://localhost")
+    started = EngineRecord(
         pid=1,
         started=-1,
         command=command,
@@ -160,7 +160,7 @@ def test_a_torn_note_of_an_engine_is_passed_over(folder: Path) -> None:
         assert engines.survivors() == []
 
 
-def test_a_torn_block_of_kv_is_computed_again(folder: Path) -> None:
+def test_a_torn_kv_block_is_recomputed(folder: Path) -> None:
     tier = FileTier(folder, b"m", 5, 1 << 20)
     torn_one, other = b"\x01" * 32, b"\x02" * 32
     tier.write(other, b"other")

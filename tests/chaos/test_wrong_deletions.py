@@ -1,4 +1,4 @@
-"""Whatever the centre says by mistake, nothing warm is lost."""
+"""Mistakes of the control plane never stop warm replicas."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ async def serves(fleet: Fleet, times: int = 4) -> None:
 
 
 async def quiet_turns(fleet: Fleet, turns: int = 4) -> None:
-    """Let a scheduler's main duty turn some times while it acts: time enough to do harm."""
+    """Wait for some placement turns of the active scheduler, in which it could do harm."""
     await until("it acts", fleet.acts)
 
     async def turned() -> float:
@@ -65,7 +65,9 @@ async def test_a_scheduler_pointed_at_an_empty_database_stops_nothing(fleet: Fle
     await serves(fleet)
 
 
-async def test_an_hour_old_database_stops_nothing_and_learns_what_runs(fleet: Fleet) -> None:
+async def test_a_database_backup_an_hour_old_stops_nothing_and_adopts_replicas(
+    fleet: Fleet,
+) -> None:
     # "An hour ago" knows the nodes and routers, and no deployment.
     await fleet.processes.stop("postgres")
     shutil.copytree(fleet.folder / "pg", fleet.folder / "pg-old", symlinks=True)
@@ -98,7 +100,7 @@ async def test_an_hour_old_database_stops_nothing_and_learns_what_runs(fleet: Fl
     await serves(fleet)
 
 
-async def test_all_agents_silent_freezes_and_loses_nothing(fleet: Fleet) -> None:
+async def test_placement_freezes_while_all_agents_are_silent(fleet: Fleet) -> None:
     await fleet.deploy(replicas=2)
     # Silence as the store sees it: no agent connected, last heard a minute ago.
     for pop in ("ams", "sin"):

@@ -1,5 +1,5 @@
-/* A wall clock that a test sets while the process runs: LD_PRELOAD this, and name in WALL_CLOCK a
-   file of eight bytes, the nanoseconds to add. What measures durations (CLOCK_MONOTONIC) stays. */
+/* Shifts a process's wall clock while it runs. LD_PRELOAD this library, and set WALL_CLOCK to a file of
+   eight bytes: the nanoseconds to add. CLOCK_MONOTONIC, which measures durations, is not changed. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

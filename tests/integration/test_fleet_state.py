@@ -1,4 +1,4 @@
-"""The demo's folder: one fleet at a time, and only its own processes are ended."""
+"""The demo's state folder: one fleet at a time, and only its own processes are killed."""
 
 import asyncio
 import signal
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from isochrone.service.files import lock_state_folder
-from ops.fleet.bring_up import Fleet, kill_leftovers
+from ops.fleet.bring_up import LocalFleet, kill_leftovers
 from ops.fleet.processes import StartFailed
 
 
-async def test_what_a_killed_fleet_left_is_ended_and_who_reads_its_logs_is_not(
+async def test_leftovers_of_a_killed_fleet_are_killed_and_readers_of_its_logs_are_not(
     tmp_path: Path,
 ) -> None:
     log = tmp_path / "router.log"
@@ -34,7 +34,7 @@ async def test_what_a_killed_fleet_left_is_ended_and_who_reads_its_logs_is_not(
             await process.wait()
 
 
-async def test_a_second_fleet_in_one_folder_is_refused_and_ends_nothing(tmp_path: Path) -> None:
+async def test_a_second_fleet_in_one_folder_is_refused_and_kills_nothing(tmp_path: Path) -> None:
     state = tmp_path / "fleet"
     with lock_state_folder(state):
         waits = "import signal; signal.pause()"
@@ -42,10 +42,8 @@ async def test_a_second_fleet_in_one_folder_is_refused_and_ends_nothing(tmp_path
             sys.executable, "-c", waits, f"{state}/node-ams"
         )
         try:
-            fleet = Fleet(state, lambda line: None)
-            with pytest.raises(
-                StartFailed, match="another process uses it; is the service running already"
-            ):
+            fleet = LocalFleet(state, lambda line: None)
+            with pytest.raises(StartFailed, match="another process does; is it running already"):
                 await fleet.up()
             await fleet.down()
             assert running.returncode is None

@@ -1,4 +1,4 @@
-"""The units: systemd takes them, and finds little exposed."""
+"""The systemd units are valid and have a low exposure level."""
 
 import re
 import shutil
@@ -28,7 +28,7 @@ def test_every_service_has_a_unit() -> None:
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_systemd_accepts_the_unit(unit: Path, tmp_path: Path) -> None:
-    # Verified as it would be where the programs are installed.
+    # Verified with a program that exists on this machine.
     text = re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", unit.read_text(), flags=re.M)
     copy = tmp_path / unit.name
     copy.write_text(text)
@@ -42,26 +42,28 @@ def test_systemd_accepts_the_unit(unit: Path, tmp_path: Path) -> None:
     assert unit.name not in run.stderr, run.stderr
 
 
-def test_what_engines_use_outlives_their_agent_and_can_be_written() -> None:
-    """`systemctl restart` removes what is private to the unit, or its user's alone."""
+def test_files_of_engines_outlive_the_agent_and_are_writable() -> None:
+    """`systemctl restart` removes the unit's private folders and its user's shared memory."""
     unit = UNITS[0].read_text()
     settings = dict(line.split("=", 1) for line in unit.splitlines() if re.match("[A-Z]", line))
     assert settings["KillMode"] == "process"
     assert settings.get("RemoveIPC", "no") == "no"
-    told = dict(
+    environment = dict(
         word.split("=")
         for line in re.findall("^Environment=(.*)", unit, re.M)
         for word in line.split()
     )
-    assert set(told) == {"HOME", "TMPDIR", "XDG_CACHE_HOME"} <= set(PASSED_ENVIRONMENT)
+    assert set(environment) == {"HOME", "TMPDIR", "XDG_CACHE_HOME"} <= set(PASSED_ENVIRONMENT)
     assert settings["RuntimeDirectoryPreserve"] == "yes"
-    assert told["TMPDIR"] == f"%t/{settings['RuntimeDirectory']}"
-    assert told["HOME"] == told["XDG_CACHE_HOME"] == f"%C/{settings['CacheDirectory']}"
+    assert environment["TMPDIR"] == f"%t/{settings['RuntimeDirectory']}"
+    assert (
+        environment["HOME"] == environment["XDG_CACHE_HOME"] == f"%C/{settings['CacheDirectory']}"
+    )
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
-def test_what_libraries_only_try_ends_no_service(unit: Path) -> None:
-    """numpy's BLAS places its memory as it is imported; asyncpg looks for certificates at home."""
+def test_a_forbidden_system_call_does_not_kill_a_service(unit: Path) -> None:
+    """numpy's BLAS sets a memory policy on import; asyncpg reads certificates in $HOME."""
     settings = dict(re.findall(r"^(\w+)=(.*)$", unit.read_text(), re.M))
     assert settings["SystemCallErrorNumber"] == "EPERM"
     assert settings["ProtectHome"] == "yes"
@@ -69,15 +71,15 @@ def test_what_libraries_only_try_ends_no_service(unit: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
-def test_a_unit_is_never_given_up(unit: Path) -> None:
-    """A scheduler ends within a second where there is no database: after five times, by default,
-    systemd would leave it so."""
+def test_a_unit_restarts_without_limit(unit: Path) -> None:
+    """Without a database a scheduler exits within a second; by default, systemd would give up after
+    five restarts."""
     settings = dict(re.findall(r"^(\w+)=(.*)$", unit.read_text(), re.M))
     assert (settings["Restart"], settings["StartLimitIntervalSec"]) == ("always", "0")
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
-def test_the_unit_exposes_little(unit: Path) -> None:
+def test_the_unit_has_a_low_exposure_level(unit: Path) -> None:
     run = subprocess.run(
         ["systemd-analyze", "security", "--offline=true", str(unit)],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""A whole fleet of real processes on loopback, with mock engines, to be hurt on purpose."""
+"""A whole fleet of real processes on loopback, with mock engines, for fault injection."""
 
 import asyncio
 import json
@@ -28,20 +28,20 @@ CITIES = {"ams": ("NL", 52.3, 4.8), "sin": ("SG", 1.35, 104.0)}
 READY_TIMEOUT_S = 60.0
 STEP_S = 0.05
 LEASE_S = 8.0
-"""Longer than a machine that is shared stands still: then nobody else begins to act."""
+"""Longer than a shared machine may stall, so that a stall causes no takeover."""
 
 LAST_LINES = 60
 STANDING: list["Fleet"] = []
-"""The fleets that are up now, for whoever tells why a test failed."""
+"""The fleets that are running now, whose logs are shown when a test fails."""
 
 
 async def until(
     what: str, condition: Callable[[], Awaitable[Any]], timeout_s: float = READY_TIMEOUT_S
 ) -> Any:
-    """Wait until `condition` gives something true and return it, or fail in words.
+    """Wait until `condition` returns a true value, and return it. Raises AssertionError.
 
-    The time is counted in steps: where the machine stands still for seconds, what is waited for
-    stands still too, and has as many steps left as before.
+    The time is counted in steps, not by a clock: while the machine stalls, the awaited processes
+    stall too and lose no time.
     """
     steps = asyncio.create_task(_steps(timeout_s))
     try:
@@ -60,11 +60,11 @@ async def _steps(timeout_s: float) -> None:
 
 
 def last_words(folder: Path) -> str:
-    """Return the end of the log of each part of the fleet in a folder, and the time."""
+    """Return the last lines of each log of the fleet in a folder, and the time."""
     words = [f"at {datetime.now():%H:%M:%S}"]
     for pattern in ("logs/*.log", "node-*/engines/*/engine.log"):
         for path in sorted(folder.glob(pattern)):
-            with suppress(FileNotFoundError):  # an engine's, which was ended
+            with suppress(FileNotFoundError):  # the log of an engine that was stopped
                 lines = path.read_text(errors="replace").splitlines()[-LAST_LINES:]
                 words += [f"--- {path.relative_to(folder)}", *(line[:600] for line in lines)]
     return "\n".join(words)
@@ -79,7 +79,7 @@ class Fleet:
         self.key = ""
         self.baseline_kib: dict[tuple[str, int], int] = {}
         self.settings: dict[str, dict[str, Any]] = {}
-        """What a part is told beside or in place of what stands in its file, by its name."""
+        """By process: settings that override its configuration file."""
         self.environment: dict[str, dict[str, str]] = {}
         self.processes = Processes(folder / "logs", ROOT)
         self.ports = {
@@ -114,12 +114,12 @@ class Fleet:
         await self.processes.wait("postgres", is_ready, READY_TIMEOUT_S)
 
     def env(self, name: str) -> dict[str, str]:
-        """Return the settings of a part as its environment."""
+        """Return the overridden settings of a process as environment variables."""
         kind = {"scheduler": "SCHEDULER", "node": "NODE", "router": "ROUTER"}[name.split("-")[0]]
-        told = self.settings.get(name, {}).items()
+        overrides = self.settings.get(name, {}).items()
         return self.environment.get(name, {}) | {
             f"ISOCHRONE_{kind}_{field.upper()}": text if isinstance(text, str) else json.dumps(text)
-            for field, text in told
+            for field, text in overrides
         }
 
     async def start_scheduler(self, name: str) -> None:
@@ -189,7 +189,7 @@ class Fleet:
             f'join_token_file = "{self.folder}/{name}.token"\n'
             f"port = {self.ports[name]}\nprobe_interval_s = 0.5\ndemand_interval_s = 1.0\n"
             "usage_interval_s = 0.5\nusage_resend_s = 2.0\n"
-            # One, for seats and what is cached where are each process's own to know.
+            # One process, because session affinity and cache knowledge are per process.
             "drain_timeout_s = 5.0\nprocesses = 1\n"
         )
         write_atomic(self.folder / f"{name}.toml", text.encode())
@@ -210,7 +210,7 @@ class Fleet:
     async def up(self) -> None:
         await self.start_postgres()
         await self.start_scheduler("a")
-        await until("a acts", self.acts)
+        await until("scheduler a is active", self.acts)
         for pop, (country, latitude, longitude) in CITIES.items():
             body = {
                 "city": pop, "country": country, "latitude": latitude, "longitude": longitude,
@@ -220,26 +220,26 @@ class Fleet:
             for pop in CITIES:
                 tasks.create_task(self.start_node(pop))
                 tasks.create_task(self.start_router(pop))
-        await until("a has heard all", self.has_heard_all)
+        await until("scheduler a has all reports", self.has_heard_all)
         made = await self.ask("POST", "/v1/keys", {"tenant_id": "test"})
         self.key = made["key"]
 
     async def has_heard_all(self) -> bool:
-        """Say whether each city's router is ready, and its node has reported what it has."""
+        """Return True if every router is ready and every node has reported its devices."""
         status = await self.ask("GET", "/v1/status")
         nodes = (await self.ask("GET", "/v1/nodes"))["data"]
         reported = sum(bool(node["devices"]) for node in nodes)
         return bool(status["routers_ready"] == reported == len(CITIES))
 
     async def acts(self, name: str = "a") -> bool:
-        """Say whether a scheduler is there, has its database, and acts."""
+        """Return True if a scheduler is running and active."""
         status = await self._status(name)
         return status is not None and bool(status["acting"])
 
     async def deploy(
         self, replicas: int = 2, options: dict[str, str] | None = None, **policy: Any
     ) -> None:
-        """Serve numbered tokens from `replicas` replicas, and wait until routers know them."""
+        """Deploy the mock model with `replicas` replicas, and wait until the routers have them."""
         folder = self.folder / "model"
         folder.mkdir(exist_ok=True)
         (folder / "m.gguf").write_bytes(b"GGUF")
@@ -258,8 +258,8 @@ class Fleet:
             "context_tokens_max": 100_000,
             "options": options or {"itl_ms": "10"},
         }
-        # One in each city, where there are as many: a node not heard for a moment gets none, and
-        # would have none for minutes, since what stands is left to settle.
+        # At least one per city if there are enough: a node that is silent for a moment gets none,
+        # and the planner would not correct that for minutes.
         cities = list(CITIES) if replicas >= len(CITIES) else []
         counts = {"replicas_min": replicas, "replicas_max": replicas}
         policy = {**counts, "keep_warm": cities, **policy}
@@ -276,20 +276,20 @@ class Fleet:
         await self.routers_know()
 
     async def is_warm(self, replicas: int, cities: Collection[str] = (), *, of: str = "a") -> bool:
-        """Say whether so many replicas are warm, one of them at least in each of `cities`."""
+        """Return True if `replicas` are warm, with at least one in each of `cities`."""
         rows = (await self.ask("GET", "/v1/placements", of=of))["data"]
         warm = [row["pop"] for row in rows if row["state"] == "warm" and not row["ending"]]
         return len(warm) >= replicas and set(warm).issuperset(cities)
 
     async def routers_know(self) -> None:
-        """Wait until every router was told all that is published at this moment."""
+        """Wait until every router has the route table that is published now."""
         published = (await self.ask("GET", "/v1/status"))["route_generation"]
 
         async def were_told() -> bool:
             rows = (await self.ask("GET", "/v1/routers"))["data"]
             return all(row["generation"] >= published for row in rows)
 
-        await until("routers know them", were_told)
+        await until("routers have the route table", were_told)
 
     def engine_pids(self) -> dict[str, int]:
         """Return the pid of each engine by node name."""
@@ -300,7 +300,7 @@ class Fleet:
         return found
 
     def engine_processes(self) -> int:
-        """Count the mock engines of this fleet that really run."""
+        """Count the running mock engine processes of this fleet."""
         mark = str(self.folder).encode()
         count = 0
         for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -310,7 +310,7 @@ class Fleet:
         return count
 
     def memory_kib(self) -> dict[tuple[str, int], int]:
-        """Return the resident memory of each process that runs, by name and pid."""
+        """Return the resident memory of each running process in KiB, by name and pid."""
         found = {}
         for name in self.processes.names():
             pid = self.processes.pid(name)
@@ -321,7 +321,7 @@ class Fleet:
         return found
 
     async def kill(self, name: str) -> None:
-        """kill -9, and forget the process; Postgres with everything below it."""
+        """Kill a process by SIGKILL; for Postgres also the server below its launcher."""
         pid = self.processes.pid(name)
         if name == "postgres":
             lock = self.folder / "pg" / "data" / "postmaster.pid"
@@ -331,8 +331,8 @@ class Fleet:
         await self.processes.stop(name)
 
     def last_words(self) -> str:
-        """Return what explains a test that failed: the folder goes."""
-        ended = [f"{name} ended by itself\n" for name in self.processes.ended()]
+        """Return the exited processes and the logs, before the folder is deleted."""
+        ended = [f"{name} exited unexpectedly\n" for name in self.processes.ended()]
         return "".join(ended) + last_words(self.folder)
 
     async def down(self) -> None:
@@ -346,7 +346,7 @@ class Fleet:
 
 @asynccontextmanager
 async def a_fleet(*, comes_up: bool = True) -> AsyncIterator[Fleet]:
-    """Bring a fleet up in a folder of its own, and take it down."""
+    """Start a fleet in a temporary folder, and stop it."""
     folder = a_folder("iso-")
     fleet = Fleet(folder)
     STANDING.append(fleet)

@@ -12,12 +12,12 @@ import msgspec
 from tests.system.harness import Fleet, until
 
 PROMPT = "say-all-numbers-in-order"
-"""Words that no line of code has: where a log shows them, it shows a prompt."""
+"""A text that is nowhere in the code: a log that contains it contains a prompt."""
 
 
 @dataclass
 class Ended:
-    """One request's end: `complete`, `error-event`, `refused`, `reset` or `broken`."""
+    """How one request ended: `complete`, `error-event`, `refused`, `reset` or `broken`."""
 
     how: str
     tokens: int = 0
@@ -27,15 +27,15 @@ class Ended:
 
 @dataclass
 class Load:
-    """What became of every request of a load."""
+    """The ends of all requests of a load."""
 
     ended: list[Ended] = field(default_factory=list)
 
     def count(self, how: str) -> int:
-        return sum(one.how == how for one in self.ended)
+        return sum(ended.how == how for ended in self.ended)
 
     def failures(self) -> list[Ended]:
-        return [one for one in self.ended if one.how != "complete"]
+        return [ended for ended in self.ended if ended.how != "complete"]
 
 
 async def one_stream(
@@ -87,7 +87,7 @@ async def one_stream(
 async def under_load(
     fleet: Fleet, pops: list[str], *, streams: int = 8, tokens: int = 30
 ) -> AsyncIterator[Load]:
-    """Keep `streams` numbered streams going through `pops` while the block runs; then let end."""
+    """Run `streams` numbered streams at once through `pops` during the block, then finish them."""
     load = Load()
     stopping = asyncio.Event()
 
@@ -96,7 +96,7 @@ async def under_load(
             ended = await one_stream(fleet, http, pop, tokens)
             load.ended.append(ended)
             if ended.how != "complete":
-                # A refused client does not hammer; the pause also bounds the list.
+                # A refused client pauses, which also limits the length of the list.
                 await asyncio.sleep(0.05)
 
     timeout = aiohttp.ClientTimeout(total=60.0)
@@ -113,10 +113,10 @@ async def under_load(
 
 
 async def wait_ended(load: Load, more: int, timeout_s: float = 30.0) -> None:
-    """Wait until `more` further requests have ended well."""
+    """Wait until `more` further requests are complete."""
     target = load.count("complete") + more
 
     async def have_ended() -> bool:
         return load.count("complete") >= target
 
-    await until(f"{more} more requests have ended well", have_ended, timeout_s)
+    await until(f"{more} more requests are complete", have_ended, timeout_s)

@@ -1,4 +1,4 @@
-"""The whole fleet as its users see it: the official OpenAI SDK, headers, cancel, distance."""
+"""The whole fleet as its users see it: the OpenAI SDK, headers, cancellation, quotas."""
 
 import asyncio
 import time
@@ -67,8 +67,8 @@ async def test_the_sdk_lists_chats_and_streams_with_usage(client: openai.AsyncOp
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_sdk_maps_our_errors(fleet: Fleet, client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="nobody"):
-        await client.chat.completions.create(model="nobody", messages=MESSAGES)
+    with pytest.raises(openai.NotFoundError, match="unknown"):
+        await client.chat.completions.create(model="unknown", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError):
         await client.chat.completions.create(
             model="mock",
@@ -98,7 +98,7 @@ async def test_the_sdk_maps_our_errors(fleet: Fleet, client: openai.AsyncOpenAI)
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_stream_cancelled_frees_everything(
+async def test_a_cancelled_stream_frees_everything(
     fleet: Fleet, client: openai.AsyncOpenAI
 ) -> None:
     stream = await client.chat.completions.create(
@@ -115,7 +115,7 @@ async def test_a_stream_cancelled_frees_everything(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_each_city_is_served_by_its_own_node_and_says_so(fleet: Fleet) -> None:
+async def test_each_city_is_served_and_the_answer_names_the_node(fleet: Fleet) -> None:
     async with aiohttp.ClientSession() as http:
         for pop in ("ams", "sin"):
             body = {"model": "mock", "messages": MESSAGES, "max_tokens": 1}
@@ -151,7 +151,7 @@ async def test_a_session_keeps_its_replica_and_its_cached_prefix(fleet: Fleet) -
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_another_tenant_finds_nothing_of_it_in_the_cache(fleet: Fleet) -> None:
+async def test_tenants_do_not_share_cached_prefixes(fleet: Fleet) -> None:
     made = await fleet.ask("POST", "/v1/keys", {"tenant_id": "other"})
     text = " ".join(f"secret{n}" for n in range(64))
 
@@ -177,7 +177,7 @@ async def test_another_tenant_finds_nothing_of_it_in_the_cache(fleet: Fleet) -> 
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_quota_used_up_in_one_city_is_used_up_in_the_other(fleet: Fleet) -> None:
+async def test_a_quota_used_up_in_one_city_holds_in_the_other(fleet: Fleet) -> None:
     limits = {"tokens_per_day": 300}
     made = await fleet.ask("POST", "/v1/keys", {"tenant_id": "metered", "limits": limits})
     async with openai.AsyncOpenAI(

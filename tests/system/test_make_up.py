@@ -12,7 +12,7 @@ from tests.system.harness import ROOT, last_words
 
 
 @pytest.mark.model
-async def test_the_demo_shows_what_it_should_and_ends_everything() -> None:
+async def test_the_demo_succeeds_and_stops_all_processes() -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

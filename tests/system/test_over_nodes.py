@@ -1,4 +1,4 @@
-"""One model over two nodes of a PoP: up only together, the same answers, down and up as a whole."""
+"""A model over two nodes of a PoP: same answers, and its parts start and fail together."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ BACK_S = 40.0
 
 
 async def alone(model: Path, folder: Path) -> list[str]:
-    """What one process answers."""
+    """Return the answer of a single process."""
     folder.mkdir()
     process = launch(folder, model_path=str(model), served_name="large", threads=1)
     try:
@@ -66,7 +66,7 @@ async def two_small_nodes_and_another_city(fleet: Fleet, weights: int) -> None:
 
 
 async def deployed(fleet: Fleet, model: Path, weights: int, nodes: int) -> None:
-    """Wish for the model in Amsterdam, on so many nodes."""
+    """Deploy the model in Amsterdam, on this many nodes."""
     engine = {
         "driver": "embedded",
         "kv_memory_bytes": KV_BYTES,
@@ -107,7 +107,7 @@ async def parts(fleet: Fleet) -> dict[str, str]:
     return {row["node_id"]: row["state"] for row in mine}
 
 
-async def test_a_model_over_two_nodes_lives_and_dies_as_one() -> None:
+async def test_the_parts_of_a_replica_start_and_fail_together() -> None:
     async with a_fleet(comes_up=False) as fleet:
         model = fleet.folder / "large"
         model.mkdir()

@@ -1,4 +1,4 @@
-"""Weights come before the peak: foretold to one city, fetched from another, started from disk."""
+"""Prefetch before a forecast peak: a city fetches weights from another and starts from disk."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ BODY = b"GGUF" + bytes(range(256)) * 4096
 
 
 class Origin:
-    """Serves one file, and counts who asked."""
+    """Serves one file, and counts the requests."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -43,7 +43,7 @@ async def an_origin() -> AsyncIterator[tuple[Origin, str]]:
 
 
 async def remembered(fleet: Fleet) -> None:
-    """Leave the memory of four days on which Singapore asked some hours after now, and not now."""
+    """Write a history of four days on which Singapore had demand some hours from now."""
     now = slot_of(time())
     peak = now + HORIZONS[-1]
     outlook, key = FleetForecast({}), (DeploymentId("d"), PopId("sin"))
@@ -59,14 +59,14 @@ async def remembered(fleet: Fleet) -> None:
 
 
 def wished_in(*pops: str) -> dict[str, Any]:
-    """Return a deployment that lives in these cities whatever is asked."""
+    """Return a deployment that keeps replicas in these cities whatever the demand."""
     engine = {"driver": "mock", "kv_memory_bytes": 1_000_000, "context_tokens_max": 100_000}
     policy = {"replicas_min": len(pops), "replicas_max": 4, "keep_warm": list(pops)}
     return {"model_id": "m", "engine": engine, "policy": policy}
 
 
 async def made_known(fleet: Fleet, url: str, folder: Path) -> None:
-    """Have a model in the catalogue, and a deployment that lives in Amsterdam alone."""
+    """Add a model, and a deployment with a replica in Amsterdam only."""
     folder.mkdir()
     (folder / "m.gguf").write_bytes(BODY)
     model = {
@@ -87,7 +87,7 @@ async def events(fleet: Fleet, kind: str) -> list[Any]:
     return [row for row in rows if row["kind"] == kind]
 
 
-async def test_a_city_has_the_weights_before_its_peak_and_starts_without_the_origin() -> None:
+async def test_a_city_prefetches_before_its_peak_and_starts_without_the_origin() -> None:
     async with a_fleet() as fleet, an_origin() as (origin, url):
         await made_known(fleet, url, fleet.folder / "model")
         assert origin.asked == 1

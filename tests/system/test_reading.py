@@ -1,4 +1,4 @@
-"""Models that read, through the whole fleet: catalogue, placement, route, answer, usage."""
+"""Embedding and reranking models through the whole fleet: catalogue, placement, answer, usage."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from isochrone.cli.manifest import artifact_of, facts_of
+from isochrone.cli.manifest import artifact_of, config_values
 from ops.golden import tiny
 from tests.system.harness import ROOT, Fleet, a_fleet, until
 
@@ -35,13 +35,13 @@ def minilm() -> Path:
 
 async def serve(fleet: Fleet, name: str, folder: Path) -> None:
     """Put the model in `folder` into the catalogue and wait until it is served."""
-    facts = facts_of(folder)
+    values = config_values(folder)
     model = {
         "model_id": name,
-        "architecture": facts["architecture"],
-        "kind": facts["kind"],
+        "architecture": values["architecture"],
+        "kind": values["kind"],
         "artifact": msgspec.to_builtins(artifact_of(folder, f"file:{folder}")),
-        "context_tokens": facts["context_tokens"],
+        "context_tokens": values["context_tokens"],
         "weights_bytes": 100_000_000,
     }
     await fleet.ask("PUT", f"/v1/models/{name}", model)

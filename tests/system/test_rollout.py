@@ -1,4 +1,4 @@
-"""A new version through a whole fleet: drawn by routers, judged by what they saw, taken back."""
+"""A rollout through a whole fleet: routers split the traffic, and a bad version is reverted."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ async def fleet() -> AsyncIterator[Fleet]:
 
 
 class Traffic:
-    """Asks all the time, and counts the answers."""
+    """Sends requests continuously, and counts the answers."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.statuses: list[int] = []
@@ -60,7 +60,7 @@ class Traffic:
 
 
 async def rolled_out(fleet: Fleet, options: dict[str, str]) -> dict[str, Any]:
-    """Begin a rollout under traffic and return it once it has ended."""
+    """Run a rollout under traffic and return its final state."""
     deployment = await fleet.ask("GET", "/v1/deployments/mock")
     body = {
         "engine": {**deployment["engine"], "options": options},
@@ -77,7 +77,7 @@ async def rolled_out(fleet: Fleet, options: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_good_version_comes_to_serve_everybody(fleet: Fleet) -> None:
+async def test_a_good_version_gets_all_traffic(fleet: Fleet) -> None:
     async with Traffic(fleet) as traffic:
         row = await rolled_out(fleet, {"itl_ms": "11"})
         assert row["state"] == "done", row
@@ -94,7 +94,7 @@ async def test_a_good_version_comes_to_serve_everybody(fleet: Fleet) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_bad_version_is_taken_back_and_nobody_was_failed_by_it(fleet: Fleet) -> None:
+async def test_a_bad_version_is_reverted_without_failed_requests(fleet: Fleet) -> None:
     before = await fleet.ask("GET", "/v1/deployments/mock")
     async with Traffic(fleet) as traffic:
         row = await rolled_out(fleet, {"itl_ms": "10", "error_status": "500"})

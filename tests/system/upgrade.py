@@ -32,7 +32,7 @@ TOKENS = 30
 
 
 class Mixed(Fleet):
-    """A fleet each of whose parts runs from the checkout of its own release."""
+    """A fleet in which each process runs from the checkout of its own release."""
 
     def __init__(self, folder: Path, old: Path) -> None:
         super().__init__(folder)
@@ -82,7 +82,7 @@ class Mixed(Fleet):
 
 
 class Users:
-    """Ask all the time with the OpenAI SDK, of the other city where a router is not there."""
+    """Send requests continuously with the OpenAI SDK; use the other city if a router is down."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.whole: dict[str, int] = {}
@@ -155,7 +155,7 @@ class Users:
 
 
 async def drive(fleet: Mixed) -> None:
-    """Bring a fleet of the release before to this one, part by part."""
+    """Upgrade a fleet of the previous release to this one, process by process."""
     await fleet.up()
     await fleet.start_scheduler("b")
     await fleet.deploy(replicas=2, replicas_max=3, keep_warm=[*CITIES])
@@ -209,7 +209,7 @@ async def begin_rollout(fleet: Fleet) -> str:
 
 
 async def roll_out(fleet: Fleet, rollout: str) -> None:
-    """Let a rollout that the release before began come to its end."""
+    """Wait for the end of a rollout that the previous release started."""
     print("the rollout, and a drain", flush=True)
     await fleet.ask("POST", f"/v1/rollouts/{rollout}/resume", {})
 
@@ -223,7 +223,7 @@ async def roll_out(fleet: Fleet, rollout: str) -> None:
 
 
 async def drain(fleet: Fleet) -> None:
-    """Drain the node that is still of the release before, and take it back."""
+    """Drain and undrain the node that still runs the previous release."""
     await fleet.ask("POST", "/v1/nodes/sin-1/drain", {})
     await until("nothing is left on it", lambda: is_left(fleet, "sin-1"))
     await fleet.ask("POST", "/v1/nodes/sin-1/undrain", {})
@@ -232,7 +232,7 @@ async def drain(fleet: Fleet) -> None:
 
 
 async def a_key_comes_and_goes(fleet: Fleet) -> None:
-    """Make a key and revoke it: routers of both releases hear of both."""
+    """Create and revoke a key: routers of both releases must apply both."""
     made = await fleet.ask("POST", "/v1/keys", {"tenant_id": "another"})
 
     async def are_all(allowed: bool) -> bool:

@@ -1,8 +1,8 @@
-"""The step thread: takes submissions and cancellations between steps, hands deltas to the loop.
+"""The step thread of a decoder: takes submissions and cancellations, publishes deltas.
 
-Rule 1: only this thread touches the engine; the event loop touches only the inbox and the counts,
-which are replaced whole.
-Rule 2: a cancellation is obeyed before the next step begins.
+Rule 1: only this thread touches the engine core. The event loop touches only the inbox and the
+counts, which are replaced as a whole.
+Rule 2: a cancellation takes effect before the next step begins.
 """
 
 import time
@@ -12,90 +12,95 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nodeagent.engine.core.step import Delta, Engine, Generation
+from nodeagent.engine.core.generation import Generation, GenerationDelta
+from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.core.step_thread import StepThread
 from nodeagent.engine.core.token_rates import StepRates
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrived:
-    """A generation whose blocks were read from files before it is queued."""
+class _PrefetchedGeneration:
+    """A generation that is queued after its KV blocks were read from files."""
 
     generation: Generation
     digests: list[bytes]
     contents: Tensor | None
 
 
-Publish = Callable[[list[Delta]], None]
+_Message = Generation | _PrefetchedGeneration | int
+"""A submission, or the number of a generation to cancel."""
+
+Publish = Callable[[list[GenerationDelta]], None]
 
 
-class Worker(StepThread):
-    """Owns the engine's thread."""
+class GenerationThread(StepThread):
+    """Runs the steps of an engine core on a thread of its own."""
 
-    def __init__(self, engine: Engine, publish: Publish, on_death: Callable[[], None]) -> None:
+    def __init__(self, engine: EngineCore, publish: Publish, on_death: Callable[[], None]) -> None:
         super().__init__(on_death)
         self._engine = engine
         self._publish = publish
-        self._inbox: deque[Generation | _Arrived | int] = deque()
-        self._awaited: set[int] = set()
+        self._inbox: deque[_Message] = deque()
+        self._prefetching: set[int] = set()
         """Generations whose blocks are being read from files."""
         self._rates = StepRates()
         self._counts = self._count()
 
     def submit(self, generation: Generation) -> None:
-        """Hand over a generation, once what files hold of its prompt has been read."""
+        """Submit a generation, once the KV blocks that files have of its prompt are read."""
         self._expect_progress()
-        if not self._read_ahead(generation):
+        if not self._prefetch(generation):
             self._send(generation)
 
     def cancel(self, number: int) -> None:
         """Have a generation dropped before the next step."""
         with self._wake:
-            if number in self._awaited:
-                self._awaited.discard(number)
+            if number in self._prefetching:
+                self._prefetching.discard(number)
                 return
         self._expect_progress()
         self._send(number)
 
     def counts(self) -> Mapping[str, float]:
-        """Return what was so after the last step; its rates for as long as they say anything."""
+        """Return the counts after the last step; rates are 0 once they are too old."""
         if self._rates.are_known(time.monotonic()):
             return self._counts
         return {**self._counts, "prefill_tokens_per_s": 0.0, "decode_tokens_per_s": 0.0}
 
     def has_work(self) -> bool:
-        """True where a step is due or under way."""
+        """Return whether a step is due or in progress."""
         counts = self._counts
-        return bool(self._inbox or self._awaited or counts["running"] or counts["waiting"])
+        return bool(self._inbox or self._prefetching or counts["running"] or counts["waiting"])
 
-    def _read_ahead(self, generation: Generation) -> bool:
-        mover = self._engine.mover
+    def _prefetch(self, generation: Generation) -> bool:
+        """Start reading the blocks that only files have; return False if there are none."""
+        mover = self._engine.block_mover
         if mover is None or mover.files is None:
             return False
         sequence = generation.sequence
-        chain = sequence.chain((len(sequence.tokens) - 1) // BLOCK_TOKENS)
-        digests = mover.missing(chain, self._engine.batching.blocks.remembers)
+        prompt_digests = sequence.block_digests((len(sequence.tokens) - 1) // BLOCK_TOKENS)
+        digests = mover.only_in_files(prompt_digests, self._engine.scheduler.pool.has_digest)
         if not digests:
             return False
 
-        def then(read: list[bytes], contents: Tensor | None) -> None:
+        def on_read(read: list[bytes], contents: Tensor | None) -> None:
             with self._wake:
-                if generation.number not in self._awaited:
+                if generation.number not in self._prefetching:
                     return
-                self._awaited.discard(generation.number)
-                # Before the lock is let go: who gives it up from here on does so after it has come.
-                self._send(_Arrived(generation, read, contents))
+                self._prefetching.discard(generation.number)
+                # Under the lock, so that a later cancellation enters the inbox behind it.
+                self._send(_PrefetchedGeneration(generation, read, contents))
 
         with self._wake:
-            self._awaited.add(generation.number)
-        if mover.read_ahead(digests, then):
+            self._prefetching.add(generation.number)
+        if mover.read_ahead(digests, on_read):
             return True
         with self._wake:
-            self._awaited.discard(generation.number)
+            self._prefetching.discard(generation.number)
         return False
 
-    def _send(self, message: Generation | _Arrived | int) -> None:
+    def _send(self, message: _Message) -> None:
         with self._wake:
             self._inbox.append(message)
             self._wake.notify()
@@ -103,35 +108,37 @@ class Worker(StepThread):
     def _run(self) -> None:
         while self._receive():
             started_s = time.monotonic()
-            stepped = self._engine.step(started_s)
+            output = self._engine.step(started_s)
             self._progress_s = time.monotonic()
             step_s = self._progress_s - started_s
-            self._rates.note(stepped, step_s, self._progress_s)
-            self._engine.batching.pace.note(stepped.prefill_tokens, stepped.decode_tokens, step_s)
-            self._engine.timed(stepped, step_s)
+            self._rates.record_step(output, step_s, self._progress_s)
+            self._engine.scheduler.prefill_budget.record_step(
+                output.prefill_tokens, output.decode_tokens, step_s
+            )
+            self._engine.record_timing(output, step_s)
             self._counts = self._count()
-            if stepped.deltas:
-                self._publish(stepped.deltas)
+            if output.deltas:
+                self._publish(output.deltas)
 
     def _receive(self) -> bool:
-        """Obey the inbox; wait while there is nothing to do. False where it is time to stop."""
+        """Handle the inbox; wait while there is nothing to do. Return False to stop."""
         while True:
             with self._wake:
-                while not (self._stopping or self._inbox or self._engine.busy):
+                while not (self._stopping or self._inbox or self._engine.has_work):
                     self._counts = self._count()
                     self._wake.wait()
                 if self._stopping:
                     return False
                 messages = tuple(self._inbox)
                 self._inbox.clear()
-            # Not under the lock: what takes long must not keep the event loop waiting.
+            # Not under the lock, so that a slow message does not block the event loop.
             for message in messages:
-                self._obey(message)
-            if self._engine.busy:
+                self._handle(message)
+            if self._engine.has_work:
                 return True
 
-    def _obey(self, message: Generation | _Arrived | int) -> None:
-        if isinstance(message, _Arrived):
+    def _handle(self, message: _Message) -> None:
+        if isinstance(message, _PrefetchedGeneration):
             if message.contents is not None:
                 self._engine.import_blocks(message.digests, message.contents)
             self._engine.submit(message.generation)
@@ -142,23 +149,23 @@ class Worker(StepThread):
 
     def _count(self) -> dict[str, float]:
         engine, rates = self._engine, self._rates
-        batching, speculation = engine.batching, engine.speculation
-        everyone = (*batching.running, *batching.waiting)
+        scheduler, speculation = engine.scheduler, engine.speculation
+        sequences = (*scheduler.running, *scheduler.waiting)
         return {
-            "running": len(batching.running),
-            "waiting": len(batching.waiting),
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
             "prefill_tokens_in_flight": sum(
-                sequence.pending for sequence in everyone if not sequence.decoding
+                sequence.pending_tokens for sequence in sequences if not sequence.is_decoding
             ),
-            # What may still be generated: every sequence up to its max_tokens.
+            # The most that may still be generated: every sequence up to its max_tokens.
             "decode_tokens_in_flight": sum(
-                sequence.remaining * (1 + len(sequence.followers)) for sequence in everyone
+                sequence.remaining_tokens * (1 + len(sequence.forks)) for sequence in sequences
             ),
-            "kv_blocks_used": batching.blocks.held,
-            "kv_blocks_total": batching.blocks.total,
-            "preemptions_total": batching.preemptions,
-            "preempted_kept_tokens_total": batching.kept_tokens,
-            "preempted_lost_tokens_total": batching.lost_tokens,
+            "kv_blocks_used": scheduler.pool.used_blocks,
+            "kv_blocks_total": scheduler.pool.total,
+            "preemptions_total": scheduler.queues.preemptions,
+            "preempted_kept_tokens_total": scheduler.blocks.reused_tokens,
+            "preempted_lost_tokens_total": scheduler.blocks.recomputed_tokens,
             "steps_total": rates.steps,
             "step_seconds_total": rates.seconds,
             "step_rows_total": rates.rows,

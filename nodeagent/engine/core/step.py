@@ -1,335 +1,276 @@
-"""The corridor of the engine: draft, batch, run, sample, commit. One thread owns all of it.
+"""The main path of the engine: draft, schedule, move KV blocks, run, sample, commit.
 
-Rule 1: nothing here waits, locks or asks the time; `worker` turns the crank and carries results.
-Rule 2: a sequence that ends, for whatever reason, has given back its blocks before `step` returns.
-Rule 3: a model of several stages has a batch under way in each. They end in the order in which they
-began; what they computed for a sequence that gave back its blocks meanwhile is nobody's.
+Rule 1: nothing here waits for a lock or reads the time. `GenerationThread` calls it and passes the
+results on; one thread owns all of it.
+Rule 2: a sequence that ends, for whatever reason, has released its blocks before `step` returns.
+Rule 3: a model with several pipeline stages has a batch in flight in each. Batches finish in the
+order in which they began. Results for a sequence that lost its blocks meanwhile are discarded.
 """
 
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Ordered
+from collections import abc, deque
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from nodeagent.engine.kvcache.block_mover import Mover
-from nodeagent.engine.sampling.sampler import Due, Sampled, Sampler, UnsoundLogits, sample_runs
-from nodeagent.engine.scheduler.batching import Batch, Batching
-from nodeagent.engine.scheduler.sequence import Finish, Sequence
-from nodeagent.engine.speculative.speculation import Drafter, Speculation
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.core.generation import (
+    Generation,
+    GenerationDelta,
+    StepOutput,
+    append_samples,
+    error_delta,
+)
+from nodeagent.engine.kvcache.block_mover import BlockMover
+from nodeagent.engine.sampling.sampler import InvalidLogits, SampledToken, SamplingRun, sample_step
+from nodeagent.engine.scheduler.batch import Batch, BatchChunk, BlockCopy
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
+from nodeagent.engine.scheduler.sequence import FinishReason, Sequence
+from nodeagent.engine.speculative.speculation import Speculation
+
+_Samples = dict[int, list[SampledToken | InvalidLogits]]
+"""What was sampled, by the number of the sequence."""
 
 
-class Computes(Protocol):
-    """What runs the model: a `Runner`, or the front of several."""
+class ModelExecutor(Protocol):
+    """Runs the model: a runner in this process, or rank 0 of several."""
 
-    def begin(self, batch: Batch) -> Callable[[], Tensor]:
-        """Begin to compute `batch`; what is returned waits for its logits.
+    def begin(self, batch: Batch) -> abc.Callable[[], Tensor]:
+        """Begin to compute `batch`; return a function that waits for its logits.
 
-        Several that were begun are waited for in their order.
+        With several batches in flight their logits are waited for in the order of `begin`.
         """
         ...
 
-    def clear(self, blocks: Ordered[int]) -> None:
+    def clear(self, blocks: abc.Sequence[int]) -> None:
         """Zero `blocks`."""
         ...
 
-    def copy(self, pairs: Ordered[tuple[int, int]]) -> None:
-        """Copy blocks, each (from, to)."""
+    def copy(self, copies: abc.Sequence[BlockCopy]) -> None:
+        """Copy blocks on the device."""
         ...
 
 
-@dataclass(slots=True, eq=False)
-class Generation:
-    """A sequence with what turns its logits into tokens and its tokens into text."""
-
-    sequence: Sequence
-    sampler: Sampler
-    text: TokenText
-    stops: StopStrings
-    drafter: Drafter | None = None
-    choice: int = 0
-    """Which of its request's answers this is."""
-    followers: "tuple[Generation, ...]" = ()
-    """Others of the same prompt, which this one computes for all."""
-
-    @property
-    def number(self) -> int:
-        """The sequence's number."""
-        return self.sequence.number
-
-
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """What one step adds to one generation. The last one says why it ended."""
-
-    number: int
-    text: str
-    sampled: Sampled | None
-    output_tokens: int
-    cached_tokens: int
-    finish: Finish | None = None
-    error: str = ""
-    choice: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    """One step's results."""
-
-    deltas: list[Delta]
-    prefill_tokens: int
-    decode_tokens: int
-    rows: int = 0
-    """Tokens computed, drafts that did not hold included."""
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A batch that has begun."""
+class InFlightBatch:
+    """A batch that the executor has begun."""
 
     batch: Batch
-    held: list[list[int]]
-    """The blocks of each chunk's sequence, as it began."""
-    logits: Callable[[], Tensor]
+    blocks: list[list[int]]
+    """The block list of each chunk's sequence when the batch began."""
+    wait_logits: abc.Callable[[], Tensor]
 
-    def standing(self) -> list[bool]:
-        """Say of each chunk whether its sequence still has those blocks."""
+    def valid_chunks(self) -> list[BatchChunk]:
+        """Return the chunks whose sequences still have the blocks that the batch wrote to."""
         return [
-            chunk.sequence.blocks is held
-            for chunk, held in zip(self.batch.chunks, self.held, strict=True)
+            chunk
+            for chunk, blocks in zip(self.batch.chunks, self.blocks, strict=True)
+            if chunk.sequence.blocks is blocks
         ]
 
 
-class Engine:
-    """The generations in this process and the step that moves them all."""
+class EngineCore:
+    """The generations in this process and the step that advances them all."""
 
     def __init__(
         self,
-        runner: Computes,
-        batching: Batching,
-        mover: Mover | None = None,
+        executor: ModelExecutor,
+        scheduler: BatchScheduler,
+        block_mover: BlockMover | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        self.batching = batching
-        self.mover = mover
+        self.scheduler = scheduler
+        self.block_mover = block_mover
         self.speculation = speculation
-        self._runner = runner
+        self._executor = executor
         self._generations: dict[int, Generation] = {}
-        self._underway: deque[Begun] = deque()
+        self._in_flight: deque[InFlightBatch] = deque()
         self.prompt_tokens_total = 0
         self.prefix_hit_tokens_total = 0
         self.output_tokens_total = 0
 
     @property
-    def busy(self) -> bool:
-        """True where a step would have work."""
-        return self.batching.busy or bool(self._underway)
+    def has_work(self) -> bool:
+        """True if a step would have something to do."""
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def submit(self, generation: Generation) -> None:
-        """Queue a generation, with it those that follow it."""
-        for one in (generation, *generation.followers):
-            self._generations[one.number] = one
-        generation.sequence.followers = [one.sequence for one in generation.followers]
-        self.batching.submit(generation.sequence)
+        """Queue a generation and its forks."""
+        for submitted in (generation, *generation.forks):
+            self._generations[submitted.number] = submitted
+        generation.sequence.forks = [fork.sequence for fork in generation.forks]
+        self.scheduler.submit(generation.sequence)
 
     def cancel(self, number: int) -> None:
-        """Drop a generation and free its blocks; one that has ended already is no mistake.
+        """Drop a generation and release its blocks; does nothing if it has ended.
 
-        What follows it still goes with it: nobody would compute its prompt.
+        Forks that have not started are dropped too, because nothing else computes their prompt.
         """
         generation = self._generations.pop(number, None)
         if generation is not None:
-            self.batching.remove(generation.sequence)
-            self._forget_followers(generation.sequence)
+            self.scheduler.remove(generation.sequence)
+            self._forget_forks(generation.sequence)
 
     def export_blocks(self, digests: list[bytes]) -> Tensor | None:
-        """Return the KV blocks of these digests, wherever they lie; None where one is nowhere."""
-        if self.mover is None:
+        """Return the KV blocks of `digests` from any tier; None if one of them is missing."""
+        if self.block_mover is None:
             return None
-        return self.mover.export(self.batching.blocks.remembered(), digests)
+        return self.block_mover.export_blocks(self.scheduler.pool.cached_blocks(), digests)
 
     def import_blocks(self, digests: list[bytes], contents: Tensor) -> None:
-        """Take KV blocks that another engine of the same model computed."""
-        if self.mover is not None:
-            self.mover.take_in(digests, contents)
+        """Store KV blocks that another engine with the same model computed."""
+        if self.block_mover is not None:
+            self.block_mover.import_blocks(digests, contents)
 
     def close(self) -> None:
-        """Leave what the device remembers to the next process. After the last step."""
-        if self.mover is not None:
-            self.mover.close(self.batching.blocks.remembered())
+        """Save the prefix cache of the device for the next process. Call after the last step."""
+        if self.block_mover is not None:
+            self.block_mover.close(self.scheduler.pool.cached_blocks())
 
-    def step(self, now_s: float = 0.0) -> Stepped:
-        """Begin what there is room for, and end what was begun first; `now_s` is for deadlines."""
-        late: list[Delta] = []
-        while len(self._underway) < self.batching.underway_now:
-            if not self._begin(now_s, late):
+    def step(self, now_s: float = 0.0) -> StepOutput:
+        """Begin batches while there is room, then finish the oldest one in flight.
+
+        `now_s` is the time that deadlines are compared with.
+        """
+        late = self._begin_batches(now_s)
+        if not self._in_flight:
+            return StepOutput(late, 0, 0)
+        in_flight = self._in_flight.popleft()
+        batch = in_flight.batch
+        logits = in_flight.wait_logits()
+        chunks = in_flight.valid_chunks()
+        samples = self._sample(batch, chunks, logits)
+        deltas = self._commit(chunks, samples)
+        # Without prompts every delta is a decoded token, accepted drafts included.
+        decode_tokens = len(batch.decodes) if batch.prefills else len(deltas)
+        return StepOutput(late + deltas, batch.prefill_tokens, decode_tokens, batch.tokens)
+
+    def record_timing(self, output: StepOutput, seconds: float) -> None:
+        """Tell the pipeline depth and the speculation how long the last step took."""
+        self.scheduler.pipeline_depth.record_step(len(output.deltas), seconds)
+        if self.speculation is not None:
+            self.speculation.record_step(
+                output.rows, seconds, decodes_only=not output.prefill_tokens
+            )
+
+    def _begin_batches(self, now_s: float) -> list[GenerationDelta]:
+        """Begin batches until enough are in flight, or nothing is left to compute now.
+
+        Returns the deltas of the sequences that missed their deadlines.
+        """
+        late: list[GenerationDelta] = []
+        while len(self._in_flight) < self.scheduler.batches_in_flight_max:
+            self._draft()
+            batch = self.scheduler.next_batch(now_s)
+            self._move_blocks(batch)
+            late += [self._drop_late(sequence) for sequence in batch.late]
+            if not batch.chunks:
                 break
-        if not self._underway:
-            return Stepped(late, 0, 0)
-        first = self._underway.popleft()
-        batch, logits = first.batch, first.logits()
-        standing = first.standing()
-        sampled = self._sample(batch, standing, logits)
-        deltas = self._commit(batch, standing, sampled)
-        decoded = len(batch.decodes) if batch.prefills else len(deltas)
-        return Stepped(late + deltas, batch.prefill_tokens, decoded, batch.tokens)
+            blocks = [chunk.sequence.blocks for chunk in batch.chunks]
+            self._in_flight.append(InFlightBatch(batch, blocks, self._executor.begin(batch)))
+            self.scheduler.mark_begun(batch)
+        return late
 
-    def _begin(self, now_s: float, late: list[Delta]) -> bool:
-        """Begin the next batch; False where there is nothing to compute, now."""
-        if self.speculation is not None and self.batching.drafting:
-            self._draft(self.speculation)
-        batch = self.batching.next_batch(now_s)
-        if self.mover is not None:
-            self.mover.move(batch.evicted, batch.restores, lambda: self._copy(batch))
-        else:
-            self._copy(batch)
-        late += [self._drop(sequence) for sequence in batch.late]
-        if not batch.chunks:
-            return False
-        held = [chunk.sequence.blocks for chunk in batch.chunks]
-        self._underway.append(Begun(batch, held, self._runner.begin(batch)))
-        self.batching.begun(batch)
-        return True
-
-    def _copy(self, batch: Batch) -> None:
-        if batch.copies:
-            self._runner.copy(batch.copies)
-
-    def _forget_followers(self, sequence: Sequence) -> None:
-        for follower in sequence.followers:
-            self._generations.pop(follower.number, None)
-        sequence.followers = []
-
-    def _draft(self, speculation: Speculation) -> None:
-        """Have drafts made; what a model must read for them takes no longer than a prompt may."""
-        batching = self.batching
+    def _draft(self) -> None:
+        """Have drafts made for the next step, if it may verify any."""
+        scheduler = self.scheduler
+        if self.speculation is None or not scheduler.may_draft:
+            return
         decoding = [
-            (s, self._generations[s.number].drafter) for s in batching.running if s.decoding
+            (sequence, self._generations[sequence.number].drafter)
+            for sequence in scheduler.running
+            if sequence.is_decoding
         ]
         if not decoding:
             return
-        limit = batching.limits.batch_tokens_max
-        read_tokens = batching.pace.prompt_tokens(len(decoding), limit)
-        speculation.draft(decoding, batching.make_room, read_tokens)
-
-    def timed(self, stepped: Stepped, seconds: float) -> None:
-        """Learn what the last step cost."""
-        self.batching.underway.note(len(stepped.deltas), seconds)
-        if self.speculation is not None:
-            self.speculation.timed(stepped.rows, seconds, decodes_only=not stepped.prefill_tokens)
-
-    def _drop(self, sequence: Sequence) -> Delta:
-        """Tell that `sequence` was given up; its blocks are given back already."""
-        generation = self._generations.pop(sequence.number)
-        self._forget_followers(sequence)
-        error = "cannot begin before the deadline: others are served first"
-        cached = sequence.cached_tokens
-        return Delta(
-            sequence.number, "", None, 0, cached, Finish.LATE, error, choice=generation.choice
+        # A draft model may read as many tokens as a prompt may compute beside decodes.
+        read_tokens = scheduler.prefill_budget.prompt_tokens_allowed(
+            len(decoding), scheduler.limits.batch_tokens_max
         )
+        self.speculation.draft(decoding, scheduler.reserve_drafts, read_tokens)
 
-    def _sample(
-        self, batch: Batch, standing: list[bool], logits: Tensor
-    ) -> dict[int, list[Sampled | UnsoundLogits]]:
+    def _move_blocks(self, batch: Batch) -> None:
+        """Move the KV blocks of `batch` between the device and the tiers below it."""
+
+        def copy_on_device() -> None:
+            if batch.copies:
+                self._executor.copy(batch.copies)
+
+        if self.block_mover is not None:
+            self.block_mover.move(batch.evicted, batch.restores, copy_on_device)
+        else:
+            copy_on_device()
+
+    def _drop_late(self, sequence: Sequence) -> GenerationDelta:
+        """Forget a sequence that missed its deadline; the scheduler has released its blocks."""
+        generation = self._generations.pop(sequence.number)
+        self._forget_forks(sequence)
+        error = "cannot begin before the deadline: other requests are served first"
+        return error_delta(generation, FinishReason.LATE, error)
+
+    def _forget_forks(self, sequence: Sequence) -> None:
+        for fork in sequence.forks:
+            self._generations.pop(fork.number, None)
+        sequence.forks = []
+
+    def _sample(self, batch: Batch, valid: list[BatchChunk], logits: Tensor) -> _Samples:
+        """Sample for the `valid` chunks of `batch`, and for the forks of their sequences.
+
+        `logits` has a row for each chunk that samples, preceded by one for each of its drafts.
+        """
         numbers: list[int] = []
-        dues: list[Due] = []
+        due: list[SamplingRun] = []
         rows: list[int] = []
-        at = 0
-        for chunk, stands in zip(batch.chunks, standing, strict=True):
+        row = 0
+        valid_chunks = set(valid)
+        for chunk in batch.chunks:
             if not chunk.samples:
                 continue
-            end = at + 1 + len(chunk.drafts)
-            # A prompt's last row is every follower's too, and each draws from it for itself.
-            for sequence in (chunk.sequence, *chunk.sequence.followers) if stands else ():
-                numbers.append(sequence.number)
-                dues.append(Due(self._generations[sequence.number].sampler, chunk.drafts))
-                rows += range(at, end)
-            at = end
-        wanted = logits if rows == list(range(len(logits))) else logits[rows]
-        return dict(zip(numbers, sample_runs(wanted, dues), strict=True))
+            end = row + 1 + len(chunk.drafts)
+            if chunk in valid_chunks:
+                # Forks sample their first token from the same row, each with its own sampler.
+                for sequence in (chunk.sequence, *chunk.sequence.forks):
+                    numbers.append(sequence.number)
+                    due.append(
+                        SamplingRun(self._generations[sequence.number].sampler, chunk.drafts)
+                    )
+                    rows += range(row, end)
+            row = end
+        needed = logits if rows == list(range(len(logits))) else logits[rows]
+        return dict(zip(numbers, sample_step(needed, due), strict=True))
 
-    def _commit(
-        self,
-        batch: Batch,
-        standing: list[bool],
-        sampled: dict[int, list[Sampled | UnsoundLogits]],
-    ) -> list[Delta]:
-        """Append what was sampled, book what was computed, let go of who ended."""
-        deltas: list[Delta] = []
-        for chunk, stands in zip(batch.chunks, standing, strict=True):
-            if not stands:
-                continue
+    def _commit(self, chunks: list[BatchChunk], samples: _Samples) -> list[GenerationDelta]:
+        """Append the samples, record what was computed, and release what has ended."""
+        deltas: list[GenerationDelta] = []
+        for chunk in chunks:
             sequence = chunk.sequence
             generation = self._generations[sequence.number]
-            results = sampled.get(sequence.number, [])
-            before = sequence.output_tokens
-            if results and before == 0:
+            sampled = samples.get(sequence.number, [])
+            output_before = sequence.output_tokens
+            if sampled and output_before == 0:
                 self.prompt_tokens_total += sequence.prompt_tokens
                 self.prefix_hit_tokens_total += sequence.cached_tokens
-            told = self._append(generation, results)
-            held = max(sequence.output_tokens - before - 1, 0)
-            self.batching.computed(chunk, refused=len(chunk.drafts) - held)
-            if self.speculation is not None and generation.drafter is not None and results:
-                self.speculation.settle(generation.drafter, results, len(chunk.drafts))
-            # Before the first of them may end and give back what they all go on from.
-            forked = self.batching.fork(sequence) if results else []
-            deltas += self._settle(generation, told)
-            for follower in forked:
-                other = self._generations[follower.number]
-                deltas += self._settle(other, self._append(other, sampled[follower.number]))
+            added = append_samples(generation, sampled)
+            accepted = max(sequence.output_tokens - output_before - 1, 0)
+            self.scheduler.mark_computed(chunk, rejected_drafts=len(chunk.drafts) - accepted)
+            if self.speculation is not None and generation.drafter is not None and sampled:
+                self.speculation.record_results(generation.drafter, sampled, len(chunk.drafts))
+            # Before the first of them may end and release the blocks that the forks start from.
+            forks = self.scheduler.fork(sequence) if sampled else []
+            deltas += self._emit(generation, added)
+            for fork in forks:
+                forked = self._generations[fork.number]
+                deltas += self._emit(forked, append_samples(forked, samples[fork.number]))
         return deltas
 
-    def _settle(self, generation: Generation, told: list[Delta]) -> list[Delta]:
-        """Let go of the generation where what is `told` of it ends it."""
-        finish = told[-1].finish if told else None
-        if finish is Finish.ERROR:
-            # Masked slots are multiplied by zero, and zero times NaN is NaN: what lies in its
-            # blocks would spread to who gets them next.
-            self._runner.clear(self.batching.blocks.forget(generation.sequence.blocks))
+    def _emit(self, generation: Generation, deltas: list[GenerationDelta]) -> list[GenerationDelta]:
+        """Count and return the `deltas` of a generation, and release it if they end it."""
+        self.output_tokens_total += sum(delta.sampled is not None for delta in deltas)
+        finish = deltas[-1].finish if deltas else None
+        if finish is FinishReason.ERROR:
+            # Masked slots are multiplied by zero, and zero times NaN is NaN: what is left in its
+            # blocks would spread to the sequences that get them next.
+            blocks = self.scheduler.pool.uncache(generation.sequence.blocks)
+            self._executor.clear(blocks)
         if finish is not None:
             self.cancel(generation.number)
-        return told
-
-    def _append(
-        self, generation: Generation, results: list[Sampled | UnsoundLogits]
-    ) -> list[Delta]:
-        """Append `results` until one ends the generation; return what they add to it."""
-        deltas: list[Delta] = []
-        for result in results:
-            if isinstance(result, UnsoundLogits):
-                finish: Finish | None = Finish.ERROR
-            else:
-                finish = generation.sequence.append(result.token)
-            deltas.append(_delta(generation, result, finish))
-            self.output_tokens_total += deltas[-1].sampled is not None
-            if deltas[-1].finish is not None:
-                break
         return deltas
-
-
-def _delta(generation: Generation, result: Sampled | UnsoundLogits, finish: Finish | None) -> Delta:
-    sequence = generation.sequence
-    text, sampled, error = "", None, ""
-    if isinstance(result, UnsoundLogits):
-        error = str(result)
-    elif finish is not Finish.STOP:
-        sampled, params = result, generation.sampler.params
-        early = params.drawn_before + sequence.output_tokens <= params.min_tokens
-        text = generation.stops.feed(generation.text.feed(result.token), early=early)
-    if generation.stops.matched:
-        finish = Finish.STOP
-    elif finish is not None:
-        text += generation.stops.flush()
-    return Delta(
-        number=sequence.number,
-        text=text,
-        sampled=sampled,
-        output_tokens=sequence.output_tokens,
-        cached_tokens=sequence.cached_tokens,
-        finish=finish,
-        error=error,
-        choice=generation.choice,
-    )

@@ -1,7 +1,7 @@
-"""The thread that runs a model, of either kind: begun, watched, ended.
+"""The thread that runs the steps of a model, decoder or encoder: started, watched, stopped.
 
-Rule: an error in a step is fatal: the state of all that is under way is in doubt. The thread says
-so and ends; the process then ends too, for whoever supervises it to start another.
+Rule: an error in a step is fatal, because the state of everything in flight is in doubt. The thread
+logs it and ends, then the process ends, and its supervisor starts another.
 """
 
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class StepThread(ABC):
-    """Owns the thread."""
+    """Runs `_run` on a thread of its own, and tracks its progress."""
 
     def __init__(self, on_death: Callable[[], None]) -> None:
         self._on_death = on_death
@@ -22,26 +22,26 @@ class StepThread(ABC):
         self._stopping = False
         self._progress_s = time.monotonic()
         self.died = False
-        self._thread = threading.Thread(target=self._live, name="step", daemon=True)
+        self._thread = threading.Thread(target=self._run_guarded, name="step", daemon=True)
 
     @abstractmethod
     def counts(self) -> Mapping[str, float]:
-        """Return what is reported of the queue and of the steps, by name: EngineStats."""
+        """Return the counts and rates of the queue and the steps, named as in EngineStats."""
 
     @abstractmethod
     def has_work(self) -> bool:
-        """True where a step is due or under way."""
+        """Return whether a step is due or in progress."""
 
     @abstractmethod
     def _run(self) -> None:
-        """Take one step after another, until it is time to stop."""
+        """Run one step after another until the thread is stopped."""
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread after its current step; False where that takes longer than allowed."""
+        """Stop the thread after its current step; return False if that exceeds `timeout_s`."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -49,23 +49,23 @@ class StepThread(ABC):
         return not self._thread.is_alive()
 
     def fail(self) -> None:
-        """Take the engine for dead: what a step needs is gone. Whoever waits for it need not."""
+        """Treat the engine as dead, because something that steps need is gone."""
         self.died = True
         self._on_death()
 
     def idle_s(self) -> float:
-        """Seconds since the last step ended, or since there last was nothing to do."""
+        """Return the seconds since the last step ended, or since work last began to wait."""
         return time.monotonic() - self._progress_s
 
     def _expect_progress(self) -> None:
-        """Start the stall clock of an idle engine, which has made no progress for long."""
+        """Restart the stall clock of an idle engine before work is added."""
         if not self.has_work():
             self._progress_s = time.monotonic()
 
-    def _live(self) -> None:
+    def _run_guarded(self) -> None:
         try:
             self._run()
-        # The thread's own edge: whatever a step raises ends here, is told, and ends the process.
+        # Any error of a step ends the thread here, is logged, and ends the process.
         except Exception:
             log.exception("the step thread died")
             self.fail()

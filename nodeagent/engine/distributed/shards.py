@@ -1,18 +1,21 @@
-"""Which part of a model each rank holds, and which cut of each weight that is.
+"""Which part of a model each rank holds, and which slice of each weight that is.
 
-Rule 1: ranks are numbered stage by stage: a stage has some of the layers, and its ranks cut every
-layer among themselves: queries, keys and values by heads, the MLP by its width, embeddings and head
-by tokens. What is cut by rows answers in parts, what is cut by columns answers in sums.
-Rule 2: where KV heads are fewer than the ranks of a stage, ranks that share one each hold it.
-Rule 3: experts fall into `expert` groups of whole experts; the ranks of a group cut each expert.
+Rule 1: ranks are numbered stage by stage. A pipeline stage has some of the layers, and its ranks
+divide every layer: queries, keys and values by heads, the MLP by its width, embeddings and output
+head by tokens. A matrix sliced along its rows produces a part of the output; one sliced along its
+columns produces a summand of it.
+Rule 2: with fewer KV heads than ranks in a stage, the ranks that share a KV head each hold it.
+Rule 3: experts are divided into `expert` groups of whole experts; the ranks of a group divide each
+expert.
 """
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
-from nodeagent.engine.model.shape import CheckpointError, ModelShape
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.architecture.errors import CheckpointError
 
-_BY_ROWS: Final = {
+_SLICED_ROWS: Final = {
     "q_proj": "heads",
     "k_proj": "kv_heads",
     "v_proj": "kv_heads",
@@ -23,12 +26,12 @@ _BY_ROWS: Final = {
     "embed_tokens": "tokens",
     "lm_head": "tokens",
 }
-_BY_COLUMNS: Final = {"o_proj": "heads", "down_proj": "width", "w2": "width"}
+_SLICED_COLUMNS: Final = {"o_proj": "heads", "down_proj": "width", "w2": "width"}
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """Into how many parts a model is split: stages of layers, and ranks within a stage."""
+class ParallelConfig:
+    """Into how many parts a model is split: pipeline stages, and ranks within a stage."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -37,21 +40,21 @@ class Split:
 
     @property
     def ranks(self) -> int:
-        """Processes in all."""
+        """The number of processes."""
         return self.tensor * self.pipeline
 
     @property
-    def firsts(self) -> range:
+    def first_ranks(self) -> range:
         """The first rank of each stage."""
         return range(0, self.ranks, self.tensor)
 
-    def on(self, place: int, nodes: int) -> range:
-        """Return the ranks of one of several nodes, each of which has as many."""
-        each = self.ranks // nodes
-        return range(place * each, (place + 1) * each)
+    def ranks_on_node(self, node: int, nodes: int) -> range:
+        """Return the ranks of node number `node` of `nodes`, which have equally many."""
+        per_node = self.ranks // nodes
+        return range(node * per_node, (node + 1) * per_node)
 
-    def check(self, shape: ModelShape) -> None:
-        """Raise CheckpointError where a model of `shape` cannot be split so."""
+    def check(self, shape: DecoderShape) -> None:
+        """Raise CheckpointError if a model of `shape` cannot be split this way."""
         tensor = self.tensor
         reason = ""
         if shape.heads % tensor:
@@ -67,26 +70,26 @@ class Split:
                 f"cannot split a model with pipeline_parallel {self.pipeline}: it has"
                 f" {shape.layers} layers"
             )
-        uneven = not shape.experts or shape.experts % self.expert or tensor % self.expert
-        if self.expert > 1 and uneven:
+        is_uneven = not shape.experts or shape.experts % self.expert or tensor % self.expert
+        if self.expert > 1 and is_uneven:
             raise CheckpointError(
                 f"cannot split a model with expert_parallel {self.expert}: tensor_parallel {tensor}"
                 f" and its {shape.experts or 'no'} experts must divide by it"
             )
-        cutters = tensor // self.expert
-        if shape.intermediate % cutters:
+        ranks_per_expert = tensor // self.expert
+        if shape.intermediate % ranks_per_expert:
             raise CheckpointError(
                 f"cannot split a model with tensor_parallel {tensor}: an MLP {shape.intermediate}"
-                f" wide does not divide by {cutters}"
+                f" wide does not divide by {ranks_per_expert}"
             )
 
 
-ONE: Final = Split()
+NOT_SPLIT: Final = ParallelConfig()
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """Numbers [start, end) of a weight along one of its axes, and the weight's whole shape."""
+class WeightSlice:
+    """Indices [start, end) of a weight along one axis, and the shape of the whole weight."""
 
     whole: tuple[int, ...]
     axis: int
@@ -95,114 +98,127 @@ class Cut:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what is cut out."""
+        """The shape of the slice."""
         length = self.end - self.start
         return (*self.whole[: self.axis], length, *self.whole[self.axis + 1 :])
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one rank holds of a model of the shape `whole`."""
+class _SlicedAxis(NamedTuple):
+    """How one axis of a weight is divided: the rank's `part` of `total` units of `unit` indices."""
 
-    whole: ModelShape
-    split: Split = ONE
+    part: range
+    total: int
+    unit: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """The part of a model of shape `whole` that one rank holds."""
+
+    whole: DecoderShape
+    split: ParallelConfig = NOT_SPLIT
     rank: int = 0
 
     @property
     def stage(self) -> int:
-        """Which of the pipeline's stages the rank is in."""
+        """The number of the rank's pipeline stage."""
         return self.rank // self.split.tensor
 
     @property
-    def first(self) -> bool:
-        """True where its stage is the first."""
+    def is_first_stage(self) -> bool:
+        """True if the rank's stage is the first."""
         return self.stage == 0
 
     @property
-    def last(self) -> bool:
-        """True where its stage is the last."""
+    def is_last_stage(self) -> bool:
+        """True if the rank's stage is the last."""
         return self.stage == self.split.pipeline - 1
 
     @property
     def layers(self) -> range:
-        """The layers of its stage."""
+        """The layers of the rank's stage."""
         return _part(self.whole.layers, self.stage, self.split.pipeline)
 
     @property
     def heads(self) -> range:
-        """Its heads."""
-        return _part(self.whole.heads, self._place, self.split.tensor)
+        """The rank's attention heads."""
+        return _part(self.whole.heads, self._rank_in_stage, self.split.tensor)
 
     @property
     def kv_heads(self) -> range:
-        """The KV heads that its heads look at."""
+        """The KV heads that the rank's attention heads use."""
         per_kv_head = self.whole.heads // self.whole.kv_heads
         heads = self.heads
         return range(heads.start // per_kv_head, (heads.stop - 1) // per_kv_head + 1)
 
     @property
     def experts(self) -> range:
-        """Its experts."""
-        cutters = self.split.tensor // self.split.expert
-        return _part(self.whole.experts, self._place // cutters, self.split.expert)
+        """The rank's experts."""
+        ranks_per_expert = self.split.tensor // self.split.expert
+        return _part(self.whole.experts, self._rank_in_stage // ranks_per_expert, self.split.expert)
 
     @property
     def tokens(self) -> range:
-        """The tokens whose embeddings and logits are its own."""
+        """The token ids whose embeddings and logits the rank holds."""
         return self.tokens_of(self.rank)
 
     def tokens_of(self, rank: int) -> range:
-        """Return the same of another rank."""
+        """Return the token ids whose embeddings and logits `rank` holds."""
         return _part(self.whole.vocabulary, rank % self.split.tensor, self.split.tensor)
 
     @property
-    def shape(self) -> ModelShape:
-        """The numbers of the share itself; its `experts` are those of the whole, for the router."""
+    def shape(self) -> DecoderShape:
+        """The shape of the shard; its `experts` are those of the whole, for the router."""
         return replace(
             self.whole,
             layers=len(self.layers),
             heads=len(self.heads),
             kv_heads=len(self.kv_heads),
-            intermediate=len(self._width),
+            intermediate=len(self._mlp_width),
             vocabulary=len(self.tokens),
         )
 
     def parameters(self) -> int:
-        """How many weights it has."""
+        """Return the number of weights of the shard."""
         if self.split.ranks == 1:
             return self.whole.parameters()
         shape = self.shape
         elsewhere = shape.experts - len(self.experts)
         return shape.parameters() - elsewhere * shape.layers * 3 * shape.hidden * shape.intermediate
 
-    def cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
-        """Return which part of the weight `name` its own `shape` is; None where it is all of it."""
+    def slice_of(self, name: str, shape: tuple[int, ...]) -> WeightSlice | None:
+        """Return the slice that the rank holds of the weight `name`, or None if it holds it whole.
+
+        `shape` is the shape of the slice.
+        """
         module = name.split(".")[-2]
-        kind, axis = (_BY_ROWS.get(module), 0)
+        kind, axis = (_SLICED_ROWS.get(module), 0)
         if kind is None:
-            kind, axis = _BY_COLUMNS.get(module), len(shape) - 1
+            kind, axis = _SLICED_COLUMNS.get(module), len(shape) - 1
         if kind is None or self.split.tensor == 1:
             return None
-        part, unit, total = {
-            "heads": (self.heads, self.whole.head_dim, self.whole.heads),
-            "kv_heads": (self.kv_heads, self.whole.head_dim, self.whole.kv_heads),
-            "width": (self._width, 1, self.whole.intermediate),
-            "tokens": (self.tokens, 1, self.whole.vocabulary),
+        whole = self.whole
+        part, total, unit = {
+            "heads": _SlicedAxis(self.heads, whole.heads, whole.head_dim),
+            "kv_heads": _SlicedAxis(self.kv_heads, whole.kv_heads, whole.head_dim),
+            "width": _SlicedAxis(self._mlp_width, whole.intermediate),
+            "tokens": _SlicedAxis(self.tokens, whole.vocabulary),
         }[kind]
-        whole = tuple(total * unit if at == axis else size for at, size in enumerate(shape))
-        return Cut(whole, axis, part.start * unit, part.stop * unit)
+        whole_shape = tuple(total * unit if at == axis else size for at, size in enumerate(shape))
+        return WeightSlice(whole_shape, axis, part.start * unit, part.stop * unit)
 
     @property
-    def _place(self) -> int:
-        """Which rank of its stage it is."""
+    def _rank_in_stage(self) -> int:
         return self.rank % self.split.tensor
 
     @property
-    def _width(self) -> range:
-        cutters = self.split.tensor // self.split.expert
-        return _part(self.whole.intermediate, self._place % cutters, cutters)
+    def _mlp_width(self) -> range:
+        """The columns of the MLP that the rank holds, of each of its experts."""
+        ranks_per_expert = self.split.tensor // self.split.expert
+        number = self._rank_in_stage % ranks_per_expert
+        return _part(self.whole.intermediate, number, ranks_per_expert)
 
 
 def _part(total: int, number: int, parts: int) -> range:
-    """Return the `number`th of so many parts, which differ by one at most."""
+    """Return part `number` of range(total) divided into `parts` parts of nearly equal length."""
     return range(total * number // parts, total * (number + 1) // parts)

@@ -1,5 +1,5 @@
-"""Models that read and write nothing: embeddings and reranking, by the same engine process.
+"""Encoder models: embeddings and reranking in the same engine process.
 
-They keep nothing between requests, so there is no KV and no sequence: a thread takes whole texts
-from a queue, as many as a step's budget allows, and answers with numbers.
+An encoder keeps nothing between requests, so it has no KV cache and no sequences. Its thread takes
+whole texts from a queue, as many as a step's token budget allows, and answers with numbers.
 """

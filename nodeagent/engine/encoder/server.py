@@ -1,6 +1,6 @@
-"""The HTTP of an engine that reads: texts in, vectors or scores out.
+"""The server of an encoder: texts in, embeddings or relevance scores out.
 
-A request is refused whole before any of it is read, or answered whole.
+A request is refused before any of its texts is read, or answered completely.
 """
 
 import asyncio
@@ -12,28 +12,37 @@ from aiohttp import web
 
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.encoder.bodies import (
-    documents_of,
+from nodeagent.engine.encoder.encoder_thread import EncoderThread, TokenizedText
+from nodeagent.engine.encoder.http_bodies import (
+    document_texts,
     embedding_decoder,
-    embeddings_answer,
-    inputs_of,
-    rerank_answer,
+    embedding_inputs,
+    embeddings_body,
+    rerank_body,
     rerank_decoder,
 )
 from nodeagent.engine.encoder.loading import LoadedEncoder
-from nodeagent.engine.encoder.worker import EncoderWorker, Text
-from nodeagent.engine.server.http_routes import LONG_TEXT_CHARS, Server
-from nodeagent.engine.server.request_body import decoded, hold_to_vocabulary, refused, unknown_model
+from nodeagent.engine.server.http_routes import LONG_TEXT_CHARS, ModelServer
+from nodeagent.engine.server.openai.request_body import check_token_ids, decode_body
+from nodeagent.engine.server.openai.request_errors import (
+    context_length_exceeded,
+    invalid_request,
+    model_not_found,
+)
 
 REQUEST_TOKENS_MAX: Final = 300_000
-"""Tokens in all the texts of one request, as OpenAI has it."""
-TOKENISED_AT_ONCE: Final = 16
+"""Tokens in all texts of one request; OpenAI's limit."""
+TOKENISE_BATCH: Final = 16
+"""Texts tokenised between two checks of the limits."""
 CHARS_PER_TOKEN_MAX: Final = 64
-"""Longer texts are refused by their length: to tokenise 8 MB takes 20 s."""
+"""A text with more characters per token of the context is refused without tokenising it: to
+tokenise 8 MB takes 20 s."""
 
 
-class EncoderServer(Server):
-    """The handlers, with what they need."""
+class EncoderServer(ModelServer):
+    """The HTTP handlers of an encoder, with its step thread."""
+
+    worker: EncoderThread
 
     def __init__(
         self, config: EngineConfig, loaded: LoadedEncoder, on_death: Callable[[], None]
@@ -42,7 +51,7 @@ class EncoderServer(Server):
         self.loaded = loaded
         self.kind = loaded.kind
         self.context_tokens = loaded.context_tokens
-        self.worker: EncoderWorker = EncoderWorker(loaded.model, config.batch_tokens_max, on_death)
+        self.worker = EncoderThread(loaded.model, config.batch_tokens_max, on_death)
 
     def fail_all(self, message: str) -> None:
         """End every open request with an error."""
@@ -56,9 +65,9 @@ class EncoderServer(Server):
         return app
 
     def counts(self) -> dict[str, float]:
-        """Return counts and rates by name: those of EngineStats that mean something here."""
+        """Return the counts of EngineStats that an encoder has and its step thread lacks."""
         return {
-            "running": self.entrance.open,
+            "running": self.inflight.in_flight,
             "load_s": self.loaded.load_s,
             "weights_bytes": self.loaded.weights_bytes,
             "context_tokens": self.context_tokens,
@@ -66,112 +75,116 @@ class EncoderServer(Server):
 
     async def embed(self, request: web.Request) -> web.Response:
         """Answer `/v1/embeddings`."""
-        self._admit("embedding")
-        body = await self._decoded(request, embedding_decoder)
-        self._hold_to_model(body.model)
+        self._check_kind("embedding")
+        body = await self._decoded_body(request, embedding_decoder)
+        self._check_model(body.model)
         width = self.loaded.model.shape.hidden
         if body.dimensions is not None and body.dimensions != width:
-            raise refused(
+            raise invalid_request(
                 "dimensions",
-                f"cannot embed in {body.dimensions} dimensions: this model has {width}, no others",
+                f"cannot use field 'dimensions': this model has {width} dimensions, got"
+                f" {body.dimensions}",
             )
-        inputs = inputs_of(body)
-        texts = await self._texts(inputs, "input")
-        rows = await self._read(texts, "input")
-        packed = body.encoding_format == "base64"
+        texts = await self._tokenise(embedding_inputs(body), "input")
+        rows = await self._encode(texts, "input")
+        is_base64 = body.encoding_format == "base64"
         tokens = sum(len(text.tokens) for text in texts)
-        return _answer(embeddings_answer(rows, self.config.served_name, tokens, packed=packed))
+        return _json(embeddings_body(rows, self.config.served_name, tokens, is_base64=is_base64))
 
     async def rerank(self, request: web.Request) -> web.Response:
         """Answer `/v1/rerank`."""
-        self._admit("rerank")
-        body = await self._decoded(request, rerank_decoder)
-        self._hold_to_model(body.model)
-        pairs = [(body.query, document) for document in documents_of(body)]
-        texts = await self._texts(pairs, "documents")
-        rows = await self._read(texts, "documents")
-        # One label: its logit, as a share between nought and one.
+        self._check_kind("rerank")
+        body = await self._decoded_body(request, rerank_decoder)
+        self._check_model(body.model)
+        pairs = [(body.query, document) for document in document_texts(body)]
+        texts = await self._tokenise(pairs, "documents")
+        rows = await self._encode(texts, "documents")
+        # The logistic function of the model's one logit, between 0 and 1.
         scores = 1 / (1 + np.exp(-np.clip(rows[:, 0], -60, 60)))
         tokens = sum(len(text.tokens) for text in texts)
-        return _answer(rerank_answer(scores, body, self.config.served_name, tokens))
+        return _json(rerank_body(scores, body, self.config.served_name, tokens))
 
-    def _admit(self, kind: str) -> None:
+    def _check_kind(self, kind: str) -> None:
         if kind != self.loaded.kind:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
-                f"cannot use {self.config.served_name!r} so: it is a model of kind"
-                f" {self.loaded.kind!r}, not {kind!r}",
+                f"cannot use model {self.config.served_name!r} for this request: it is a model of"
+                f" kind {self.loaded.kind!r}, not {kind!r}",
                 param="model",
             )
-        self.hold_alive()
-        self.entrance.admit()
+        self.check_alive()
+        self.inflight.check()
 
-    async def _decoded(self, request: web.Request, decoder: Any) -> Any:
-        return decoded(await self.body(request), decoder, self.config.body_bytes_max)
+    async def _decoded_body(self, request: web.Request, decoder: Any) -> Any:
+        return decode_body(await self.body(request), decoder, self.config.body_bytes_max)
 
-    def _hold_to_model(self, name: str | None) -> None:
+    def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.config.served_name:
-            raise unknown_model(name, repr(self.config.served_name))
+            raise model_not_found(name, repr(self.config.served_name))
 
-    async def _texts(self, given: list[Any], param: str) -> list[Text]:
-        """Tokenise texts, pairs of texts, or lists of token ids, and hold them to the limits."""
-        if isinstance(given[0], list):
-            return self._held(given, param, lambda part: [self._framed(one, param) for one in part])
-        chars = [len(one) if isinstance(one, str) else sum(map(len, one)) for one in given]
+    async def _tokenise(self, inputs: list[Any], param: str) -> list[TokenizedText]:
+        """Tokenise texts, pairs of texts, or lists of token ids. Raises ApiError above a limit."""
+        if isinstance(inputs[0], list):
+            return self._tokenise_within_limits(
+                inputs, param, lambda batch: [self._framed(tokens, param) for tokens in batch]
+            )
+        chars = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in inputs]
         longest = max(chars)
         if longest > CHARS_PER_TOKEN_MAX * self.loaded.context_tokens:
-            raise ApiError(
-                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            raise context_length_exceeded(
+                param,
                 f"cannot read {param} {chars.index(longest)}: it has {longest} characters, and the"
                 f" limit is {self.loaded.context_tokens} tokens",
-                param=param,
             )
+        tokenise = self.loaded.tokenise
         if sum(chars) > LONG_TEXT_CHARS:
-            return await asyncio.to_thread(self._held, given, param, self.loaded.tokenise)
-        return self._held(given, param, self.loaded.tokenise)
+            return await asyncio.to_thread(self._tokenise_within_limits, inputs, param, tokenise)
+        return self._tokenise_within_limits(inputs, param, tokenise)
 
-    def _held(
-        self, given: list[Any], param: str, tokenise: Callable[[list[Any]], list[Text]]
-    ) -> list[Text]:
-        """Tokenise `given` a few at a time, and no more of them where one is beyond a limit."""
-        limit, texts, tokens = self.loaded.context_tokens, list[Text](), 0
-        for at in range(0, len(given), TOKENISED_AT_ONCE):
-            texts += tokenise(given[at : at + TOKENISED_AT_ONCE])
-            for number, text in enumerate(texts[at:], at):
+    def _tokenise_within_limits(
+        self, inputs: list[Any], param: str, tokenise: Callable[[list[Any]], list[TokenizedText]]
+    ) -> list[TokenizedText]:
+        """Tokenise `inputs` a few at a time; stop with ApiError once a limit is exceeded."""
+        limit, texts, tokens = self.loaded.context_tokens, list[TokenizedText](), 0
+        for start in range(0, len(inputs), TOKENISE_BATCH):
+            texts += tokenise(inputs[start : start + TOKENISE_BATCH])
+            for number, text in enumerate(texts[start:], start):
                 tokens += len(text.tokens)
                 if not text.tokens:
-                    raise refused(param, f"cannot read {param} {number}: it has no tokens")
+                    raise invalid_request(param, f"cannot read {param} {number}: it has no tokens")
                 if len(text.tokens) > limit:
-                    raise ApiError(
-                        ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                    raise context_length_exceeded(
+                        param,
                         f"cannot read {param} {number}: it takes {len(text.tokens)} tokens, the"
                         f" limit is {limit}",
-                        param=param,
                     )
             if tokens > REQUEST_TOKENS_MAX:
-                raise refused(param, f"cannot read more than {REQUEST_TOKENS_MAX} tokens at once")
+                raise invalid_request(
+                    param, f"cannot read more than {REQUEST_TOKENS_MAX} tokens in one request"
+                )
         return texts
 
-    def _framed(self, tokens: list[int], param: str) -> Text:
-        hold_to_vocabulary(param, tokens, self.loaded.model.shape.vocabulary)
-        before, after = self.loaded.frame
-        return Text([*before, *tokens, *after], [])
+    def _framed(self, tokens: list[int], param: str) -> TokenizedText:
+        check_token_ids(param, tokens, self.loaded.model.shape.vocabulary)
+        frame = self.loaded.frame
+        return TokenizedText([*frame.before, *tokens, *frame.after], [])
 
-    async def _read(self, texts: list[Text], param: str) -> np.ndarray:
-        self.entrance.enter()
+    async def _encode(self, texts: list[TokenizedText], param: str) -> np.ndarray:
+        """Return the model's output [texts, width]; raise ApiError if it is not finite."""
+        self.inflight.acquire()
         try:
             rows = await self.worker.encode(texts)
         finally:
-            self.entrance.leave()
-        sound = np.isfinite(rows).all(-1)
-        if not sound.all():
+            self.inflight.release()
+        is_finite = np.isfinite(rows).all(-1)
+        if not is_finite.all():
             raise ApiError(
                 ErrorCode.INTERNAL,
                 f"cannot answer: the model gave no finite numbers for {param}"
-                f" {int(np.argmin(sound))}",
+                f" {int(np.argmin(is_finite))}",
             )
         return rows
 
 
-def _answer(body: bytes) -> web.Response:
+def _json(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json")

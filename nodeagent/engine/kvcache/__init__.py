@@ -1,5 +1,8 @@
-"""KV below the device's: blocks that it had to give up wait in host memory, then in files.
+"""KV cache blocks: allocation and prefix cache on the device, and the tiers below it.
 
-A block's content lies under the digest of all tokens up to its end (and of its tenant's salt), so
-it is the same whoever computed it, and files of the same model serve the next process too.
+Blocks that the device evicts are kept in host memory, then in files. A block's content is stored
+under the digest of all tokens up to its end and of the tenant's salt. It is therefore the same
+whichever process computed it, and files of the same model serve later processes too.
+
+Entry points: `block_pool.BlockPool` for the device, `tier_setup.open_tiers` for the tiers below.
 """

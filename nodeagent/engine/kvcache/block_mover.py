@@ -1,9 +1,10 @@
-"""Moving blocks between the device and what is below it, as each step's decisions need it.
+"""Moves KV blocks between the device, the host tier and the file tier.
 
-Rule 1: before a step writes a block, its old content is kept below; what is to be read from below
-is there before the step runs. Both happen on the step thread, from and to host memory only.
-Rule 2: files are written behind, by a thread with a bounded queue; what has no room there is not.
-Rule 3: files are read ahead, by another thread, before their sequence is queued.
+Rule 1: before a step overwrites a block, its old content is saved to the host tier; blocks that a
+step restores are on the device before it runs. Both happen on the step thread, and only between the
+device and host memory.
+Rule 2: files are written by a thread with a bounded queue; blocks that do not fit are not written.
+Rule 3: files are read by another thread, before the sequence that needs them is queued.
 """
 
 import logging
@@ -12,61 +13,70 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nodeagent.engine.kvcache.block_pool import CachedBlock
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
-from nodeagent.engine.scheduler.swap_or_recompute import Trade
+from nodeagent.engine.kvcache.swap_or_recompute import SwapOrRecompute
 
 log = logging.getLogger(__name__)
 
-_BEHIND_MAX: Final = 256
-"""Blocks that may wait to be written."""
-_AHEAD_MAX: Final = 1024
-"""Sequences that may wait for their blocks to be read."""
-_EXPECTED: Final = 4
-"""Files under way at once: the disk reads the next ones while one is sealed and copied."""
+_WRITE_QUEUE_BLOCKS_MAX: Final = 256
+_READ_QUEUE_SEQUENCES_MAX: Final = 1024
+_READAHEAD_FILES: Final = 4
+"""Files that the disk reads at once: the next ones while one is verified and copied."""
 _CLOSE_S: Final = 10.0
 _SAVE_BLOCKS: Final = 64
 """Blocks copied off the device at once when all are saved."""
 
 
-class Device(Protocol):
-    """The device's blocks, by number."""
+class DeviceBlocks(Protocol):
+    """The KV blocks on the device, by block number."""
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
         """Return the contents [blocks, ...] on the host."""
         ...
 
     def write_blocks(self, blocks: Sequence[int], contents: Tensor) -> None:
-        """Fill the blocks."""
+        """Fill the blocks with `contents` [blocks, ...]."""
         ...
 
 
-Then = Callable[[list[bytes], Tensor | None], None]
-"""Told which blocks were read, and what they hold."""
+OnBlocksRead = Callable[[list[bytes], Tensor | None], None]
+"""Called with the digests of the blocks that were read, and their contents [blocks, ...]."""
 
 
-class Mover:
-    """The tiers below one device."""
+class _PendingRead(NamedTuple):
+    digests: list[bytes]
+    on_read: OnBlocksRead
 
-    def __init__(self, device: Device, host: HostTier, files: FileTier | None) -> None:
+
+class _PendingWrite(NamedTuple):
+    digest: bytes
+    content: Tensor
+
+
+class BlockMover:
+    """The tiers below one device, and the threads that read and write files."""
+
+    def __init__(self, device: DeviceBlocks, host: HostTier, files: FileTier | None) -> None:
         self._device = device
-        self.trade = Trade()
+        self.swap_or_recompute = SwapOrRecompute()
         self.host = host
         self.files = files
-        self._behind: queue.Queue[tuple[bytes, Tensor] | None] = queue.Queue(_BEHIND_MAX)
-        self._ahead: queue.Queue[tuple[list[bytes], Then] | None] = queue.Queue(_AHEAD_MAX)
+        self._writes: queue.Queue[_PendingWrite | None] = queue.Queue(_WRITE_QUEUE_BLOCKS_MAX)
+        self._reads: queue.Queue[_PendingRead | None] = queue.Queue(_READ_QUEUE_SEQUENCES_MAX)
         self.saved_total = 0
         self.restored_total = 0
         self.unwritten_total = 0
         self._threads = [
-            threading.Thread(target=work, name=name, daemon=True)
-            for name, work in (("kv-behind", self._write), ("kv-ahead", self._read))
+            threading.Thread(target=target, name=name, daemon=True)
+            for name, target in (("kv-write", self._write_files), ("kv-read", self._read_files))
             if files is not None
         ]
         for thread in self._threads:
@@ -74,59 +84,63 @@ class Mover:
 
     def move(
         self,
-        evicted: Sequence[tuple[int, bytes]],
-        restores: Sequence[tuple[int, bytes]],
-        within: Callable[[], None],
+        evicted: Sequence[CachedBlock],
+        restores: Sequence[CachedBlock],
+        copy_on_device: Callable[[], None],
     ) -> None:
-        """Do a step's moves: what is wanted is taken out first, for keeping may push it out.
+        """Do the moves of a step: save `evicted`, call `copy_on_device`, load `restores`.
 
-        `within` moves what stays on the device: over what was saved, and before it is filled anew.
+        `restores` are taken out of the host tier first, because saving may evict them.
         """
-        due = [one for one in evicted if one[1] not in self.host]
+        unsaved = [entry for entry in evicted if entry.digest not in self.host]
         if not restores:
-            self._save(due)
-            within()
+            self._save(unsaved)
+            copy_on_device()
             return
         began_s = time.monotonic()
-        wanted = self.host.get([digest for _, digest in restores])
-        # What is brought back has its price, and what must be saved to make place is part of it.
-        self._save(due)
-        within()
-        self._device.write_blocks([block for block, _ in restores], wanted)
+        contents = self.host.get([digest for _, digest in restores])
+        # Saving what must make room counts as part of the cost of restoring.
+        self._save(unsaved)
+        copy_on_device()
+        self._device.write_blocks([block for block, _ in restores], contents)
         self.restored_total += len(restores)
-        self.trade.note(len(restores), time.monotonic() - began_s)
+        self.swap_or_recompute.record_swap(len(restores), time.monotonic() - began_s)
 
-    def missing(self, chain: Sequence[bytes], known: Callable[[bytes], bool]) -> list[bytes]:
-        """Return which blocks of `chain` lie in files alone and would serve, its head first."""
+    def only_in_files(
+        self, digests: Sequence[bytes], on_device: Callable[[bytes], bool]
+    ) -> list[bytes]:
+        """Return the blocks of the longest available prefix of `digests` that only files have."""
         if self.files is None:
             return []
         files, host = self.files, self.host
-        reach = list(takewhile(lambda d: known(d) or d in host or d in files, chain))
-        below = [digest for digest in reach if not known(digest) and digest not in host]
+        available = list(takewhile(lambda d: on_device(d) or d in host or d in files, digests))
+        below = [digest for digest in available if not on_device(digest) and digest not in host]
         return below[: host.total]
 
-    def read_ahead(self, digests: list[bytes], then: Then) -> bool:
-        """Read blocks from files, then call `then` on another thread; False where too busy."""
+    def read_ahead(self, digests: list[bytes], on_read: OnBlocksRead) -> bool:
+        """Read blocks from files, then call `on_read` on another thread; False if too busy."""
         try:
-            self._ahead.put_nowait((digests, then))
+            self._reads.put_nowait(_PendingRead(digests, on_read))
         except queue.Full:
             return False
         return True
 
-    def take_in(self, digests: Sequence[bytes], contents: Tensor) -> None:
-        """Keep blocks that came from files or from another engine. On the step thread.
+    def import_blocks(self, digests: Sequence[bytes], contents: Tensor) -> None:
+        """Store blocks from files or from another engine. Runs on the step thread.
 
-        Raises ValueError, and keeps none, where they are not such as this engine keeps.
+        Raises ValueError, and stores none, if they do not have this engine's block shape.
         """
         self.host.check(digests, contents)
         self.host.put(digests, contents)
 
-    def export(self, held: Sequence[tuple[int, bytes]], digests: Sequence[bytes]) -> Tensor | None:
-        """Return the blocks of `digests` [blocks, ...]; `held` are those on the device.
+    def export_blocks(
+        self, cached: Sequence[CachedBlock], digests: Sequence[bytes]
+    ) -> Tensor | None:
+        """Return the blocks of `digests` [blocks, ...]; `cached` are the blocks on the device.
 
-        None where one of them is nowhere. On the step thread.
+        None if any of them is in no tier. Runs on the step thread.
         """
-        blocks = {digest: block for block, digest in held}
+        blocks = {digest: block for block, digest in cached}
         rows: list[Tensor] = []
         for digest in digests:
             if digest in blocks:
@@ -137,54 +151,54 @@ class Mover:
                 content = self.files.read(digest) if self.files is not None else None
                 if content is None:
                     return None
-                rows.append(self.host.shaped(content))
+                rows.append(self.host.as_block(content))
         return torch.stack(rows) if rows else None
 
-    def save_all(self, held: Sequence[tuple[int, bytes]], until_s: float) -> None:
-        """Write what the device remembers, for the next process: what was used last goes first.
+    def save_all(self, cached: Sequence[CachedBlock], until_s: float) -> None:
+        """Write the blocks cached on the device to files, most recently used first.
 
-        Ends where time is up (`until_s`, monotonic): what is not written is computed again.
+        Stops at `until_s` (monotonic): what is not written is computed again.
         """
         if self.files is None:
             return
         files = self.files
-        due = [one for one in reversed(held) if one[1] not in files]
-        for start in range(0, len(due), _SAVE_BLOCKS):
-            part = due[start : start + _SAVE_BLOCKS]
-            contents = self._device.read_blocks([block for block, _ in part])
-            for (_, digest), content in zip(part, contents, strict=True):
+        unsaved = [entry for entry in reversed(cached) if entry.digest not in files]
+        for start in range(0, len(unsaved), _SAVE_BLOCKS):
+            group = unsaved[start : start + _SAVE_BLOCKS]
+            contents = self._device.read_blocks([block for block, _ in group])
+            for (_, digest), content in zip(group, contents, strict=True):
                 if time.monotonic() > until_s or not files.write(digest, _bytes(content)):
                     return
 
-    def close(self, held: Sequence[tuple[int, bytes]]) -> None:
-        """End the threads, then leave in files what the device remembers; within _CLOSE_S."""
+    def close(self, cached: Sequence[CachedBlock]) -> None:
+        """End the threads, then save the blocks cached on the device; takes _CLOSE_S at most."""
         until_s = time.monotonic() + _CLOSE_S
         if self._threads:
             try:
-                for waiting in (self._behind, self._ahead):
+                for waiting in (self._writes, self._reads):
                     waiting.put(None, timeout=max(0.0, until_s - time.monotonic()))
             except queue.Full:
-                # A disk that takes nothing; what waits for it is computed again.
+                # The disk hangs; what waits for it is computed again.
                 return
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
-        self.save_all(held, until_s)
+        self.save_all(cached, until_s)
 
     def counts(self) -> dict[str, float]:
-        """Return what the metrics tell."""
+        """Return the metrics of the tiers, by name."""
         files = self.files
         return {
             "kv_host_blocks": len(self.host),
             "kv_host_blocks_total": self.host.total,
             "kv_file_blocks": len(files) if files else 0,
-            "kv_file_bytes": files.held_bytes if files else 0,
-            "kv_file_spoilt_total": files.spoilt_total if files else 0,
+            "kv_file_bytes": files.used_bytes if files else 0,
+            "kv_file_corrupt_total": files.corrupt_total if files else 0,
             "kv_saved_total": self.saved_total,
             "kv_restored_total": self.restored_total,
             "kv_unwritten_total": self.unwritten_total,
         }
 
-    def _save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
+    def _save(self, evicted: Sequence[CachedBlock]) -> None:
         if not evicted:
             return
         digests = [digest for _, digest in evicted]
@@ -197,33 +211,32 @@ class Mover:
             if digest in self.files:
                 continue
             try:
-                self._behind.put_nowait((digest, content))
+                self._writes.put_nowait(_PendingWrite(digest, content))
             except queue.Full:
                 self.unwritten_total += 1
 
-    def _write(self) -> None:
+    def _write_files(self) -> None:
         assert self.files is not None
-        while (item := self._behind.get()) is not None:
-            digest, content = item
-            if digest not in self.files:
-                self.files.write(digest, _bytes(content))
+        while (pending := self._writes.get()) is not None:
+            if pending.digest not in self.files:
+                self.files.write(pending.digest, _bytes(pending.content))
 
-    def _read(self) -> None:
+    def _read_files(self) -> None:
         assert self.files is not None
-        while (asked := self._ahead.get()) is not None:
-            digests, then = asked
+        while (pending := self._reads.get()) is not None:
+            digests, on_read = pending
             rows: list[Tensor] = []
-            for soon in digests[1:_EXPECTED]:
-                self.files.expect(soon)
-            for at, digest in enumerate(digests):
-                for soon in digests[at + _EXPECTED : at + _EXPECTED + 1]:
-                    self.files.expect(soon)
+            for ahead in digests[1:_READAHEAD_FILES]:
+                self.files.prefetch(ahead)
+            for index, digest in enumerate(digests):
+                for ahead in digests[index + _READAHEAD_FILES : index + _READAHEAD_FILES + 1]:
+                    self.files.prefetch(ahead)
                 content = self.files.read(digest)
-                # What follows a gap serves nobody.
+                # Blocks after a gap are of no use.
                 if content is None:
                     break
-                rows.append(self.host.shaped(content))
-            then(digests[: len(rows)], torch.stack(rows) if rows else None)
+                rows.append(self.host.as_block(content))
+            on_read(digests[: len(rows)], torch.stack(rows) if rows else None)
 
 
 def _bytes(content: Tensor) -> memoryview:

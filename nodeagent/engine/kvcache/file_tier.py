@@ -1,9 +1,9 @@
-"""The file tier: one sealed file for each block, in a folder for each model, bounded in bytes.
+"""The file tier: one checksummed file per KV block, in one folder per model, bounded in bytes.
 
-Rule 1: a file is written aside and renamed, and read only if its seal holds: a crash, a full disk
-or a flipped bit costs a recomputation and nothing else.
-Rule 2: nothing is synced. What the disk forgets is computed again.
-Rule 3: the folder's bytes are bounded; the least recently used files go first.
+Rule 1: a file is written under a temporary name and renamed, and its checksum is verified when it
+is read: a crash, a full disk or a flipped bit costs a recomputation and nothing else.
+Rule 2: nothing is synced. Blocks that a crash of the machine loses are computed again.
+Rule 3: the bytes of the folder are bounded; the least recently used files are deleted first.
 """
 
 import logging
@@ -19,67 +19,69 @@ import xxhash
 log = logging.getLogger(__name__)
 
 _MAGIC: Final = b"isochrone-kv-1\n"
-_SEAL_BYTES: Final = 16
+_CHECKSUM_BYTES: Final = 16
 _DIGEST_BYTES: Final = 32
-_HEAD_BYTES: Final = len(_MAGIC) + _DIGEST_BYTES + _SEAL_BYTES
+_HEADER_BYTES: Final = len(_MAGIC) + _DIGEST_BYTES + _CHECKSUM_BYTES
 
 
 class FileTier:
-    """Blocks of one model, all of a size, by digest. Any thread may call."""
+    """The blocks of one model, all of one size, by digest. Safe to call from any thread."""
 
-    def __init__(self, folder: Path, model: bytes, block_bytes: int, bytes_max: int) -> None:
-        self._model = model
+    def __init__(
+        self, folder: Path, model_fingerprint: bytes, block_bytes: int, bytes_max: int
+    ) -> None:
+        self._model_fingerprint = model_fingerprint
         self._block_bytes = block_bytes
-        self._files_max = bytes_max // (_HEAD_BYTES + block_bytes)
-        self._folder = folder / model.hex()
-        self._held: OrderedDict[bytes, None] = OrderedDict()
+        self._files_max = bytes_max // (_HEADER_BYTES + block_bytes)
+        self._folder = folder / model_fingerprint.hex()
+        self._files: OrderedDict[bytes, None] = OrderedDict()
         self._lock = threading.Lock()
-        self.spoilt_total = 0
-        self._refusing = False
-        """Whether the disk did not take the last block: that is said once, not of each."""
+        self.corrupt_total = 0
+        self._last_write_failed = False
+        """Set while writes fail, so that only the first failure is logged."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._adopt()
+        self._index_existing()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._files)
 
     def __contains__(self, digest: object) -> bool:
-        return digest in self._held
+        return digest in self._files
 
     @property
-    def held_bytes(self) -> int:
-        """What the files take."""
-        return len(self._held) * (_HEAD_BYTES + self._block_bytes)
+    def used_bytes(self) -> int:
+        """The bytes of all files."""
+        return len(self._files) * (_HEADER_BYTES + self._block_bytes)
 
     def write(self, digest: bytes, content: bytes | memoryview) -> bool:
-        """Keep a block; False where the disk does not take it."""
+        """Store a block; return False if the disk refuses it."""
         path = self._path(digest)
-        head = _MAGIC + digest + self._seal(digest, content)
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        header = _MAGIC + digest + self._checksum(digest, content)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-            with os.fdopen(os.open(aside, flags, 0o600), "wb") as file:
-                file.write(head)
+            with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+                file.write(header)
                 file.write(content)
-            aside.replace(path)
+            temporary.replace(path)
         except OSError as error:
-            _remove(aside)
-            if not self._refusing:
+            _remove(temporary)
+            if not self._last_write_failed:
                 fields = {"path": str(path), "why": str(error)}
-                log.warning("cannot keep KV", extra={"fields": fields})
-            self._refusing = True
+                log.warning("cannot write a KV block", extra={"fields": fields})
+            self._last_write_failed = True
             return False
-        self._refusing = False
-        self._note(digest)
+        self._last_write_failed = False
+        self._add(digest)
         return True
 
-    def expect(self, digest: bytes) -> None:
-        """Have the disk begin to read a block that is wanted soon, where it is still here."""
+    def prefetch(self, digest: bytes) -> None:
+        """Ask the system to start reading the file of a block into the page cache."""
         try:
             descriptor = os.open(self._path(digest), os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            # Whoever reads it finds out that it is gone.
+            # The file may have been deleted; `read` handles that.
             return
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
@@ -87,53 +89,53 @@ class FileTier:
             os.close(descriptor)
 
     def read(self, digest: bytes) -> bytearray | None:
-        """Return a block's content, or None where it is gone or its seal is broken."""
+        """Return the content of a block, or None if its file is gone or corrupt."""
         path = self._path(digest)
         try:
             with path.open("rb") as file:
-                head = file.read(_HEAD_BYTES)
-                # No more than a block, however large the file has become.
+                header = file.read(_HEADER_BYTES)
+                # Reads one block at most, however large the file has become.
                 content = bytearray(self._block_bytes)
                 is_whole = file.readinto(content) == len(content) and not file.read(1)
         except OSError:
-            # Another process of this folder may have made room.
+            # Another process that uses this folder may have deleted the file.
             self._forget(digest)
             return None
-        if not is_whole or head != _MAGIC + digest + self._seal(digest, content):
-            self.spoilt_total += 1
+        if not is_whole or header != _MAGIC + digest + self._checksum(digest, content):
+            self.corrupt_total += 1
             _remove(path)
             self._forget(digest)
             return None
         with self._lock:
-            if digest in self._held:
-                self._held.move_to_end(digest)
+            if digest in self._files:
+                self._files.move_to_end(digest)
         return content
 
-    def _seal(self, digest: bytes, content: bytes | bytearray | memoryview) -> bytes:
-        seal = xxhash.xxh3_128(self._model + digest)
-        seal.update(content)
-        return seal.digest()
+    def _checksum(self, digest: bytes, content: bytes | bytearray | memoryview) -> bytes:
+        checksum = xxhash.xxh3_128(self._model_fingerprint + digest)
+        checksum.update(content)
+        return checksum.digest()
 
     def _path(self, digest: bytes) -> Path:
         name = digest.hex()
         return self._folder / name[:2] / name
 
-    def _note(self, digest: bytes) -> None:
-        gone: list[bytes] = []
+    def _add(self, digest: bytes) -> None:
+        evicted: list[bytes] = []
         with self._lock:
-            self._held[digest] = None
-            self._held.move_to_end(digest)
-            while len(self._held) > self._files_max:
-                gone.append(self._held.popitem(last=False)[0])
-        for oldest in gone:
+            self._files[digest] = None
+            self._files.move_to_end(digest)
+            while len(self._files) > self._files_max:
+                evicted.append(self._files.popitem(last=False)[0])
+        for oldest in evicted:
             _remove(self._path(oldest))
 
     def _forget(self, digest: bytes) -> None:
         with self._lock:
-            self._held.pop(digest, None)
+            self._files.pop(digest, None)
 
-    def _adopt(self) -> None:
-        """Take over what an earlier process left, oldest first; remove what is no whole block."""
+    def _index_existing(self) -> None:
+        """Index the files of earlier processes, oldest first; delete what is not a whole block."""
         found: list[tuple[float, bytes]] = []
         for path in self._folder.glob("*/*"):
             try:
@@ -142,18 +144,18 @@ class FileTier:
                 _remove(path)
                 continue
             with suppress(FileNotFoundError):
-                # Another process of this folder may have made room.
+                # Another process that uses this folder may have deleted the file.
                 stat = path.stat()
-                whole = _HEAD_BYTES + self._block_bytes
-                if (len(digest), stat.st_size) == (_DIGEST_BYTES, whole):
+                file_bytes = _HEADER_BYTES + self._block_bytes
+                if (len(digest), stat.st_size) == (_DIGEST_BYTES, file_bytes):
                     found.append((stat.st_mtime, digest))
                 else:
                     _remove(path)
         for _, digest in sorted(found):
-            self._note(digest)
+            self._add(digest)
 
 
 def _remove(path: Path) -> None:
-    """Remove a file where the disk lets go of it; where it does not, the next process tries."""
+    """Delete a file; if the disk refuses, the next process tries again."""
     with suppress(OSError):
         path.unlink()

@@ -1,6 +1,6 @@
-"""The host's tier: blocks in ordinary memory, the least recently used given up.
+"""The host tier: KV blocks in host memory, evicted least recently used first.
 
-Rule 1: its memory is bounded by what it was made with, and taken as it fills.
+Rule 1: its memory is bounded by its size at construction, and is touched only as it fills.
 Rule 2: one thread writes; any thread may ask whether a digest is here.
 """
 
@@ -27,17 +27,17 @@ class HostTier:
         return digest in self._row_of
 
     def put(self, digests: Sequence[bytes], contents: Tensor) -> None:
-        """Keep `contents` [blocks, ...]; the first of them are given up last."""
-        wanted = [(digest, at) for at, digest in enumerate(digests[: self.total])]
+        """Store `contents` [blocks, ...] so that the first block is evicted last."""
+        stored = list(enumerate(digests[: self.total]))
         # In reverse, so that a prefix outlives what follows it.
-        for digest, at in reversed(wanted):
+        for index, digest in reversed(stored):
             if digest not in self._row_of:
-                self._row_of[digest] = self._take()
-                self._rows[self._row_of[digest]] = contents[at]
+                self._row_of[digest] = self._take_row()
+                self._rows[self._row_of[digest]] = contents[index]
             self._row_of.move_to_end(digest)
 
     def check(self, digests: Sequence[bytes], contents: Tensor) -> None:
-        """Raise ValueError where `contents` are no blocks of this tier, or not one for each."""
+        """Raise ValueError unless `contents` has one block of this tier's shape per digest."""
         if contents.dtype != self._rows.dtype or contents.shape[1:] != self._rows.shape[1:]:
             raise ValueError(
                 f"cannot take KV blocks of {tuple(contents.shape[1:])} {contents.dtype}: those here"
@@ -47,18 +47,18 @@ class HostTier:
             raise ValueError(f"cannot take {len(contents)} KV blocks as {len(digests)}")
 
     def get(self, digests: Sequence[bytes]) -> Tensor:
-        """Return copies of the blocks [blocks, ...], all of which are here."""
+        """Return copies of the blocks [blocks, ...]; every digest must be here."""
         rows = [self._row_of[digest] for digest in digests]
         for digest in reversed(digests):
             self._row_of.move_to_end(digest)
         return self._rows[rows]
 
-    def shaped(self, content: bytearray) -> Tensor:
-        """Return one block's bytes as a tensor of this tier's blocks."""
+    def as_block(self, content: bytearray) -> Tensor:
+        """Return the bytes of one block as a tensor of this tier's block shape."""
         flat = torch.frombuffer(content, dtype=self._rows.dtype)
         return flat.view(self._rows.shape[1:])
 
-    def _take(self) -> int:
+    def _take_row(self) -> int:
         if self._free:
             return self._free.pop()
         _, row = self._row_of.popitem(last=False)

@@ -1,16 +1,17 @@
-"""Making the tiers that a configuration asks for, and knowing whose files can be used again."""
+"""Opens the KV tiers that a configuration names."""
 
 import hashlib
 from pathlib import Path
 from typing import Final
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.kvcache.block_mover import Device, Mover
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.kvcache.block_mover import BlockMover, DeviceBlocks
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
-from nodeagent.engine.model.layers.kv_format import KvFormat
-from nodeagent.engine.model.shape import CheckpointError, ModelShape
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
+from nodeagent.engine.kvcache.kv_format import KvFormat
 
 _SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 16 * 1024
@@ -18,10 +19,13 @@ _MODEL_FILES: Final = (".gguf", ".safetensors", ".json")
 
 
 def open_tiers(
-    config: EngineConfig, device: Device, shape: ModelShape, form: KvFormat
-) -> Mover | None:
-    """Return what lies below the device, or None where nothing was asked for."""
-    block_bytes = form.bytes_per_token(shape) * BLOCK_TOKENS
+    config: EngineConfig, device: DeviceBlocks, shape: DecoderShape, kv_format: KvFormat
+) -> BlockMover | None:
+    """Return the mover between `device` and the tiers below it, or None without such tiers.
+
+    Raises CheckpointError if the file tier lacks a folder or host memory, or cannot be opened.
+    """
+    block_bytes = kv_format.bytes_per_token(shape) * BLOCK_TOKENS
     blocks = config.kv_host_bytes // block_bytes
     if config.kv_file_bytes and not (blocks and config.kv_folder):
         raise CheckpointError(
@@ -32,30 +36,31 @@ def open_tiers(
         return None
     host = HostTier(
         blocks,
-        (shape.layers, BLOCK_TOKENS, 2 * shape.kv_heads, form.width(shape.head_dim)),
-        form.dtype,
+        (shape.layers, BLOCK_TOKENS, 2 * shape.kv_heads, kv_format.width(shape.head_dim)),
+        kv_format.dtype,
     )
     files = None
     if config.kv_file_bytes:
-        model = identity(
-            Path(config.model_path), f"{shape} {config.dtype} {form} {config.quantisation}"
+        fingerprint = model_fingerprint(
+            Path(config.model_path), f"{shape} {config.dtype} {kv_format} {config.quantisation}"
         )
         try:
-            files = FileTier(Path(config.kv_folder), model, block_bytes, config.kv_file_bytes)
+            files = FileTier(Path(config.kv_folder), fingerprint, block_bytes, config.kv_file_bytes)
         except OSError as error:
             raise CheckpointError(
                 f"cannot keep KV in {config.kv_folder}: {error.strerror or error}"
             ) from error
-    return Mover(device, host, files)
+    return BlockMover(device, host, files)
 
 
-def identity(path: Path, how: str) -> bytes:
-    """Tell models apart by samples of their files: KV of one is nonsense to another.
+def model_fingerprint(path: Path, settings: str) -> bytes:
+    """Return 16 bytes that identify the model at `path` as loaded with `settings`.
 
-    Reading all of a model would take as long as loading it. Weights that were trained further
-    differ nearly everywhere, so samples spread over each file find them out.
+    KV of one model is meaningless to another. The fingerprint hashes samples spread over each file,
+    because reading a whole model would take as long as loading it. Weights that were trained
+    further differ nearly everywhere, so that samples detect them.
     """
-    digest = hashlib.sha256(how.encode())
+    digest = hashlib.sha256(settings.encode())
     files = [path] if path.is_file() else sorted(path.iterdir())
     for file in files:
         if file.suffix not in _MODEL_FILES or not file.is_file():

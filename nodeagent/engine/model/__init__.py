@@ -1,1 +1,1 @@
-"""One file for each model family: its shape, its weights, its forward pass."""
+"""The forward passes of the supported model families, built from their weight files."""

@@ -1,20 +1,20 @@
-"""Which class a model's family is, and building it: its files are checked first, then read."""
+"""Maps a model's family to its class, checks its files and builds it."""
 
 from typing import Final
 
 import torch
 
-from nodeagent.engine.distributed.collectives import ALONE, Ranks
-from nodeagent.engine.distributed.shards import ONE, Split
-from nodeagent.engine.model.layers.linear import Keeping
-from nodeagent.engine.model.layers.lora import Adding
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.distributed.collectives import SINGLE_RANK, Communicator
+from nodeagent.engine.distributed.shards import NOT_SPLIT, ParallelConfig
+from nodeagent.engine.kernels.linear_backend import LinearBackend
+from nodeagent.engine.model.experts import Mixtral, Qwen3Moe
 from nodeagent.engine.model.llama import Llama
+from nodeagent.engine.model.lora import ActiveAdapters
 from nodeagent.engine.model.mistral import Mistral
-from nodeagent.engine.model.mixture import Mixtral, Qwen3Moe
 from nodeagent.engine.model.qwen2 import Qwen2
 from nodeagent.engine.model.qwen3 import Qwen3
-from nodeagent.engine.model.shape import ModelShape
-from nodeagent.engine.weights.weight_loading import Survey, WeightSource
+from nodeagent.engine.weights.weight_source import HeaderOnlySource, WeightSource
 
 FAMILIES: Final[dict[str, type[Llama]]] = {
     "llama": Llama,
@@ -26,32 +26,44 @@ FAMILIES: Final[dict[str, type[Llama]]] = {
 }
 
 
-def build(
-    shape: ModelShape,
+def build_model(
+    shape: DecoderShape,
     source: WeightSource,
     device: str,
     dtype: torch.dtype,
     context_tokens: int,
-    keeping: Keeping = Keeping.PLAIN,
-    ranks: Ranks = ALONE,
+    linear_backend: LinearBackend | None = None,
+    communicator: Communicator = SINGLE_RANK,
 ) -> Llama:
-    """Read the model of this shape from `source`, its matrices kept as `keeping` says.
+    """Start to read the shard of this rank from `source`, and return the model.
 
-    Of several `ranks` each has its share of the model.
+    Call the model's `wait_for_weights` before the first step and before closing `source`. Without
+    `linear_backend`, matrices are kept as they are.
     """
-    return FAMILIES[shape.family](shape, source, device, dtype, context_tokens, keeping, ranks)
+    return FAMILIES[shape.family](
+        shape, source, device, dtype, context_tokens, linear_backend, communicator
+    )
 
 
-def survey(shape: ModelShape, source: WeightSource, split: Split = ONE) -> None:
-    """Raise CheckpointError where a weight is missing, of another shape, or cannot be split so.
+def check_weights(
+    shape: DecoderShape, source: WeightSource, split: ParallelConfig = NOT_SPLIT
+) -> None:
+    """Raise CheckpointError where a weight is missing, misshapen, or cannot be split so.
 
-    Reads none.
+    Only the headers of the files are read.
     """
     split.check(shape)
     for rank in range(split.ranks):
-        build(shape, Survey(source), "meta", torch.float32, 1, ranks=Ranks(split, rank))
+        build_model(
+            shape,
+            HeaderOnlySource(source),
+            "meta",
+            torch.float32,
+            1,
+            communicator=Communicator(split, rank),
+        )
 
 
-def adding_of(shape: ModelShape, source: WeightSource) -> Adding:
-    """Return what adapters may change of the whole model; reads nothing."""
-    return build(shape, Survey(source), "meta", torch.float32, 1).adding
+def adapters_of(shape: DecoderShape, source: WeightSource) -> ActiveAdapters:
+    """Return which modules of the whole model adapters can change; reads only headers."""
+    return build_model(shape, HeaderOnlySource(source), "meta", torch.float32, 1).adapters

@@ -1,7 +1,7 @@
-"""Mistral: a Llama whose tokens see a window back (`ModelShape.window_tokens`), not everything."""
+"""Mistral: a Llama with a sliding window."""
 
 from nodeagent.engine.model.llama import Llama
 
 
 class Mistral(Llama):
-    """The window is in the shape, and the step's masks follow it; the weights are a Llama's."""
+    """The window is in the shape, and the attention backend follows it."""

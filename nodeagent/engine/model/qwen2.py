@@ -2,18 +2,18 @@
 
 from torch import Tensor
 
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.model.llama import Llama, LlamaAttention
-from nodeagent.engine.model.shape import ModelShape
-from nodeagent.engine.weights.weight_loading import Weights
+from nodeagent.engine.model.weight_loader import WeightLoader
 
 
 class Qwen2Attention(LlamaAttention):
     """Adds the bias."""
 
-    def __init__(self, weights: Weights, shape: ModelShape, prefix: str) -> None:
+    def __init__(self, weights: WeightLoader, shape: DecoderShape, prefix: str) -> None:
         super().__init__(weights, shape, prefix)
-        parts = {f"{name}.bias": rows for name, rows in self.rows.items()}
-        stacked = weights.stack(f"{prefix}self_attn.", parts)
+        part_rows = {f"{name}.bias": rows for name, rows in self.projection_rows.items()}
+        stacked = weights.stack(f"{prefix}self_attn.", part_rows)
         self.bias = stacked.view(-1, shape.head_dim)
 
     def project(self, x: Tensor) -> Tensor:

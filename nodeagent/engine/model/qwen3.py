@@ -1,32 +1,32 @@
-"""Qwen3: a Llama that normalises each head of queries and keys before it turns them."""
+"""Qwen3: a Llama that normalises each query and key head before the rotary embedding."""
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
-from nodeagent.engine.model.layers.norm import rms_norm
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.model.llama import Llama, LlamaAttention
-from nodeagent.engine.model.shape import ModelShape
-from nodeagent.engine.weights.weight_loading import Weights
+from nodeagent.engine.model.weight_loader import WeightLoader
 
 
 class Qwen3Attention(LlamaAttention):
-    """Normalises queries and keys."""
+    """Normalises query and key heads."""
 
-    def __init__(self, weights: Weights, shape: ModelShape, prefix: str) -> None:
+    def __init__(self, weights: WeightLoader, shape: DecoderShape, prefix: str) -> None:
         super().__init__(weights, shape, prefix)
         prefix = f"{prefix}self_attn."
         query = weights.read(f"{prefix}q_norm.weight", shape.head_dim)
         key = weights.read(f"{prefix}k_norm.weight", shape.head_dim)
-        # A row for each head, so that one pass normalises queries and keys together.
-        rows = (query.expand(shape.heads, -1), key.expand(shape.kv_heads, -1))
-        self.head_norms = torch.cat(rows)
+        # A row for each head, so that one call normalises queries and keys together.
+        self.head_norms = torch.cat((query.expand(shape.heads, -1), key.expand(shape.kv_heads, -1)))
 
     def project(self, x: Tensor) -> Tensor:
         """Return the queries, keys and values of `x`."""
         mixed, norms = super().project(x), self.head_norms
         assert norms is not None
-        normed = mixed[:, : len(norms)]
-        normed.copy_(rms_norm(normed, norms, self.shape.rms_epsilon))
+        heads = mixed[:, : len(norms)]
+        # By torch on every device: `RowOps.rms_norm` has one weight for all rows.
+        heads.copy_(rms_norm(heads, heads.shape[-1:], None, self.shape.rms_epsilon) * norms)
         return mixed
 
 

@@ -13,9 +13,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from nodeagent.engine.structured.constraint import BrokenConstraint, Constraint
+from nodeagent.engine.structured.constraint import Constraint, ConstraintError
 
-_LIKELIEST: Final = 256
+_TOP_FIRST: Final = 256
 """Looked for first: they take most of the probability, and most cuts leave no more."""
 
 _DRAWN_TOGETHER: Final = 64
@@ -66,7 +66,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledToken:
     """One sampled token, with log-probabilities where they were asked for."""
 
     token: int
@@ -74,7 +74,7 @@ class Sampled:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class UnsoundLogits(ArithmeticError):
+class InvalidLogits(ArithmeticError):
     """No token can be sampled for this sequence; the message says why."""
 
 
@@ -110,15 +110,15 @@ class Sampler:
         """True where the next token may not end the sequence."""
         return self.params.drawn_before + self._drawn < self.params.min_tokens
 
-    def sample(self, logits: Tensor) -> Sampled:
+    def sample(self, logits: Tensor) -> SampledToken:
         """Choose from `logits` [vocabulary], which may be changed, or raise BrokenConstraint."""
         params = self.params
         logprobs = logits.log_softmax(-1) if params.logprobs is not None else None
         self._adjust(logits)
         token = (
-            int(likeliest(logits[None]))
+            int(most_likely(logits[None]))
             if params.temperature == 0
-            else draw(logits[None], [self])[0]
+            else draw_tokens(logits[None], [self])[0]
         )
         if self.constraint is not None:
             self.constraint.accept(token)
@@ -126,10 +126,10 @@ class Sampler:
         if params.penalised:
             self._counts[token] = self._counts.get(token, 0) + 1
         if logprobs is None:
-            return Sampled(token)
+            return SampledToken(token)
         best = logprobs.topk(min(params.logprobs or 0, len(logprobs)))
         top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        return Sampled(token, float(logprobs[token]), top)
+        return SampledToken(token, float(logprobs[token]), top)
 
     def _adjust(self, logits: Tensor) -> None:
         params = self.params
@@ -174,15 +174,15 @@ class Sampler:
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
-def draw(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
+def draw_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
     """Draw from each row of `logits` for one of `samplers`, in the order of their probabilities."""
     params = [sampler.params for sampler in samplers]
     heated = logits / _column([one.temperature for one in params], logits)
     points = _column([sampler.point() for sampler in samplers], logits, torch.float64)
-    return _draw(heated.softmax(-1), params, points, _LIKELIEST)
+    return _draw_sorted(heated.softmax(-1), params, points, _TOP_FIRST)
 
 
-def _draw(
+def _draw_sorted(
     probabilities: Tensor, params: Sequence[SamplingParams], points: Tensor, count: int
 ) -> list[int]:
     """Draw from the `count` likeliest of each row, and from the whole of those that need more.
@@ -203,7 +203,7 @@ def _draw(
     drawn: list[int] = tokens[:, 0].tolist()
     rest = [row for row, token in enumerate(drawn) if token < 0]
     if rest:
-        more = _draw(
+        more = _draw_sorted(
             probabilities[rest],
             [params[row] for row in rest],
             points[rest],
@@ -243,7 +243,7 @@ def _column(values: Sequence[float], beside: Tensor, dtype: torch.dtype = torch.
     return torch.tensor(values, dtype=dtype).to(beside.device, non_blocking=True)[:, None]
 
 
-def likeliest(logits: Tensor) -> Tensor:
+def most_likely(logits: Tensor) -> Tensor:
     """Return the likeliest token of each row: the first that is nan, where one is."""
     if logits.device.type == "cpu":
         # torch reads at a third of memory's speed, and where a processor is busy elsewhere its
@@ -253,7 +253,7 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class SamplingRun:
     """A sequence whose next token is due, and the drafts that this step computed for it."""
 
     sampler: Sampler
@@ -261,40 +261,44 @@ class Due:
 
 
 @torch.inference_mode()
-def sample_runs(logits: Tensor, dues: Sequence[Due]) -> list[list[Sampled | UnsoundLogits]]:
+def sample_step(
+    logits: Tensor, dues: Sequence[SamplingRun]
+) -> list[list[SampledToken | InvalidLogits]]:
     """Sample for each of `dues`, whose rows follow one another: one for each draft, and one more.
 
     Each answer goes on as long as what was sampled is what was drafted, so that the row of a draft
     counts only where the draft held. An unsound row harms no other.
     """
-    best = likeliest(logits)
+    best = most_likely(logits)
     sound = logits.gather(-1, best[:, None])[:, 0].isfinite().tolist()
     tokens = best.tolist()
     drawn = _draw_together(logits, dues, sound)
-    answers: list[list[Sampled | UnsoundLogits]] = []
+    answers: list[list[SampledToken | InvalidLogits]] = []
     row = 0
     for due in dues:
-        run: list[Sampled | UnsoundLogits] = []
+        run: list[SampledToken | InvalidLogits] = []
         for ahead, draft in enumerate((*due.drafts, None)):
             at = row + ahead
-            result: Sampled | UnsoundLogits
+            result: SampledToken | InvalidLogits
             if not sound[at]:
-                result = UnsoundLogits("cannot sample: the model gave no finite logits")
+                result = InvalidLogits("cannot sample: the model gave no finite logits")
             elif due.sampler.plain:
-                result = Sampled(tokens[at])
+                result = SampledToken(tokens[at])
             elif at in drawn:
-                result = Sampled(drawn[at])
+                result = SampledToken(drawn[at])
             else:
                 result = _sample(due.sampler, logits[at])
             run.append(result)
-            if isinstance(result, UnsoundLogits) or result.token != draft:
+            if isinstance(result, InvalidLogits) or result.token != draft:
                 break
         answers.append(run)
         row += len(due.drafts) + 1
     return answers
 
 
-def _draw_together(logits: Tensor, dues: Sequence[Due], sound: Sequence[bool]) -> dict[int, int]:
+def _draw_together(
+    logits: Tensor, dues: Sequence[SamplingRun], sound: Sequence[bool]
+) -> dict[int, int]:
     """Draw for whoever has no drafts, and asks for no more than a draw: row by row, the tokens."""
     rows: list[int] = []
     samplers: list[Sampler] = []
@@ -308,12 +312,12 @@ def _draw_together(logits: Tensor, dues: Sequence[Due], sound: Sequence[bool]) -
     for start in range(0, len(rows), _DRAWN_TOGETHER):
         end = start + _DRAWN_TOGETHER
         part = logits if len(rows) == len(logits) <= _DRAWN_TOGETHER else logits[rows[start:end]]
-        tokens += draw(part, samplers[start:end])
+        tokens += draw_tokens(part, samplers[start:end])
     return dict(zip(rows, tokens, strict=True))
 
 
-def _sample(sampler: Sampler, logits: Tensor) -> Sampled | UnsoundLogits:
+def _sample(sampler: Sampler, logits: Tensor) -> SampledToken | InvalidLogits:
     try:
         return sampler.sample(logits)
-    except BrokenConstraint as error:
-        return UnsoundLogits(str(error))
+    except ConstraintError as error:
+        return InvalidLogits(str(error))

@@ -1,1 +1,4 @@
-"""Who runs in the next step, and in which KV blocks: pure, no tensor, no clock, no thread."""
+"""Decides what each engine step computes: which sequences run, in which KV blocks.
+
+Entry point: `batch_scheduler.BatchScheduler`. The package is pure: no tensors, clocks or threads.
+"""

@@ -1,63 +1,64 @@
-"""Whose turn it is: a place in the queue for each request, given once, when it arrives.
+"""Start-time fair queueing: assigns each request its position in the queue when it arrives.
 
-Rule 1: the clock is the work: it counts the tokens that the engine has computed. A request's turn
-is what the clock shows when it comes, so among equals first come is first served.
-Rule 2: a session's next request stands behind what its last one costs, so that a session with a
-hundred requests and one with a single one are served in turn.
-Rule 3: priority moves a turn by a fixed number of tokens. The clock passes every such lead in the
-end, so nobody starves behind others' priority.
+Rule 1: virtual time is the number of tokens that the engine has computed. A request starts at the
+current virtual time, so that equal requests are served in order of arrival.
+Rule 2: the next request of a session starts after the cost of its last one. A session with a
+hundred requests therefore alternates with a session that has one.
+Rule 3: priority moves the start by a fixed number of tokens. Virtual time passes every such lead
+after a while, so that low priority never starves.
 """
 
 from dataclasses import dataclass
 from typing import Final
 
 PRIORITY_MAX: Final = 100
-_PRIORITY_USUAL: Final = 50
+_PRIORITY_DEFAULT: Final = 50
 _TOKENS_PER_PRIORITY: Final = 1000
 _OUTPUT_TOKENS_CHARGED_MAX: Final = 256
-"""What an answer is charged at most: a request's max_tokens is a bound, seldom its length."""
+"""Output tokens charged per answer at most: max_tokens is an upper bound, and rarely reached."""
 _SESSIONS_MAX: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """What a request says of its own place. Higher priority is served earlier."""
+class SchedulingParams:
+    """The parameters of a request that decide when it runs."""
 
     session: bytes = b""
-    """Requests of one session share a place; without a session each is its own."""
-    priority: int = _PRIORITY_USUAL
+    """Requests of one session share its position; without a session each has its own."""
+    priority: int = _PRIORITY_DEFAULT
+    """Higher is served earlier."""
     deadline_s: float | None = None
-    """When its first token is of no more use, by the clock that `next_batch` is told."""
+    """When the first token is of no more use, on the clock of `next_batch`'s `now_s`."""
 
 
-class Turns:
-    """Gives turns, and remembers where each session stands."""
+class VirtualClock:
+    """Assigns virtual start times, and remembers the virtual finish time of each session."""
 
     def __init__(self) -> None:
-        self._now = 0
-        self._sessions: dict[bytes, int] = {}
+        self._virtual_time = 0
+        self._session_finish: dict[bytes, int] = {}
 
     def __repr__(self) -> str:
-        return f"Turns(now={self._now}, sessions={len(self._sessions)})"
+        return f"VirtualClock(now={self._virtual_time}, sessions={len(self._session_finish)})"
 
-    def pass_by(self, tokens: int) -> None:
-        """Let the clock go on by the tokens of a step."""
-        self._now += tokens
+    def advance(self, tokens: int) -> None:
+        """Advance virtual time by the tokens of a step."""
+        self._virtual_time += tokens
 
-    def give(
-        self, standing: Standing, prompt_tokens: int, tokens_max: int, answers: int = 1
+    def assign_start(
+        self, params: SchedulingParams, prompt_tokens: int, tokens_max: int, answers: int = 1
     ) -> int:
-        """Return the turn of a request that comes now; the least is served first."""
-        turn = self._now
-        if standing.session:
-            turn = max(turn, self._sessions.get(standing.session, turn))
-            if len(self._sessions) >= _SESSIONS_MAX:
-                self._forget()
+        """Return the virtual start of a request that arrives now; the lowest is served first."""
+        start = self._virtual_time
+        if params.session:
+            start = max(start, self._session_finish.get(params.session, start))
+            if len(self._session_finish) >= _SESSIONS_MAX:
+                self._forget_sessions()
             cost = prompt_tokens + answers * min(tokens_max, _OUTPUT_TOKENS_CHARGED_MAX)
-            self._sessions[standing.session] = turn + cost
-        return turn - (standing.priority - _PRIORITY_USUAL) * _TOKENS_PER_PRIORITY
+            self._session_finish[params.session] = start + cost
+        return start - (params.priority - _PRIORITY_DEFAULT) * _TOKENS_PER_PRIORITY
 
-    def _forget(self) -> None:
-        """Drop the half of the sessions that stand furthest in front: they lose the least."""
-        standing = sorted(self._sessions.items(), key=lambda item: item[1])
-        self._sessions = dict(standing[_SESSIONS_MAX // 2 :])
+    def _forget_sessions(self) -> None:
+        """Forget the half of the sessions with the earliest finish: they gain the least by it."""
+        by_finish = sorted(self._session_finish.items(), key=lambda item: item[1])
+        self._session_finish = dict(by_finish[_SESSIONS_MAX // 2 :])

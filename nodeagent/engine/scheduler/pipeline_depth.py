@@ -1,53 +1,64 @@
-"""How many batches of a model in stages are under way at once: one in each stage, or one in all.
+"""How many batches of a pipeline-parallel model are in flight: one per stage, or one in all.
 
-One in each keeps every stage at work. But each is then of fewer rows, and where reading the weights
-is what takes the time, fewer rows take no less. Which serves more tokens is measured, for so many
-rows, with both; now and then the other is tried again.
+One per stage keeps every stage busy. But each batch then has fewer rows, and where reading the
+weights dominates a step, fewer rows take no less time. Which serves more tokens per second is
+measured for each number of rows, and the slower choice is tried again now and then.
 """
 
-from typing import Final
+from typing import Final, NamedTuple
 
 _WINDOW_STEPS: Final = 16
-_TRIED_EVERY: Final = 64
-"""Windows between two tries of what was slower."""
+_RETRY_WINDOWS: Final = 64
+"""Windows between two trials of the slower choice."""
 
 
-class Underway:
-    """What both ways have cost."""
+class _Choice(NamedTuple):
+    """A number of batches in flight for batches of similar size."""
 
-    def __init__(self, most: int = 1) -> None:
-        self.most = most
-        self._token_s: dict[tuple[int, int], float] = {}
-        """Seconds a token, by size of the whole (in powers of two) and batches under way."""
-        self._now = (0, 0)
+    rows_log2: int
+    batches: int
+
+
+_UNMEASURED: Final = _Choice(0, 0)
+
+
+class PipelineDepth:
+    """Chooses the number of batches in flight from the measured cost of both choices."""
+
+    def __init__(self, stages: int = 1) -> None:
+        self.stages = stages
+        self._token_s: dict[_Choice, float] = {}
+        self._current = _UNMEASURED
         self._steps = 0
         self._tokens = 0
         self._seconds = 0.0
         self._windows = 0
 
     def __repr__(self) -> str:
-        known = {key: round(1 / seconds, 1) for key, seconds in sorted(self._token_s.items())}
-        return f"Underway({self.most}, tokens/s by (size, batches): {known})"
+        rates = {tuple(key): round(1 / s, 1) for key, s in sorted(self._token_s.items())}
+        return f"PipelineDepth({self.stages}, tokens/s by (log2 rows, batches): {rates})"
 
-    def choose(self, rows: int, *, prompts: bool) -> int:
-        """Return how many batches so many rows are to be; what is not known yet is tried."""
-        if self.most == 1 or rows < 2 or prompts:
-            # Prompts are long enough to be cut without loss, and a single row cannot be.
-            self._now = (0, 0)
-            return self.most
+    def choose(self, rows: int, *, has_prompts: bool) -> int:
+        """Return into how many batches `rows` rows are divided; an unmeasured choice goes first."""
+        if self.stages == 1 or rows < 2 or has_prompts:
+            # Prompts are long enough to be divided at no cost, and a single row cannot be divided.
+            self._current = _UNMEASURED
+            return self.stages
         size = rows.bit_length()
-        each_s = {count: self._token_s.get((size, count), 0.0) for count in (self.most, 1)}
-        chosen = min(each_s, key=each_s.__getitem__)
-        if (size, chosen) != self._now:
-            self._now = (size, chosen)
-            # What was under way before is not counted.
-            self._steps, self._tokens, self._seconds = -2 * self.most, 0, 0.0
-        return chosen
+        cost = {
+            batches: self._token_s.get(_Choice(size, batches), 0.0) for batches in (self.stages, 1)
+        }
+        chosen = _Choice(size, min(cost, key=cost.__getitem__))
+        if chosen != self._current:
+            self._current = chosen
+            # Batches that were in flight before the change are not measured.
+            self._steps, self._tokens, self._seconds = -2 * self.stages, 0, 0.0
+        return chosen.batches
 
-    def note(self, tokens: int, seconds: float) -> None:
-        """Learn from a step in which so many tokens came."""
-        size, count = self._now
-        if not count:
+    def record_step(self, tokens: int, seconds: float) -> None:
+        """Update the measurement from a finished step that produced `tokens` tokens."""
+        size, batches = self._current
+        if not batches:
             return
         self._steps += 1
         if self._steps <= 0:
@@ -56,8 +67,9 @@ class Underway:
         self._seconds += seconds
         if self._steps < _WINDOW_STEPS or not self._tokens:
             return
-        self._token_s[self._now] = self._seconds / self._tokens
+        self._token_s[self._current] = self._seconds / self._tokens
         self._steps, self._tokens, self._seconds = 0, 0, 0.0
         self._windows += 1
-        if self._windows % _TRIED_EVERY == 0:
-            self._token_s.pop((size, 1 if count == self.most else self.most), None)
+        if self._windows % _RETRY_WINDOWS == 0:
+            other = 1 if batches == self.stages else self.stages
+            self._token_s.pop(_Choice(size, other), None)

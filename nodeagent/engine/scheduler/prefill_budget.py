@@ -1,53 +1,53 @@
-"""How many prompt tokens a step may take beside decodes, so that the next token comes in time.
+"""How many prompt tokens a step may compute beside decodes without delaying the next tokens.
 
-The bound: a step that decodes takes at most `interval_s`, as long as the machine's last measured
-speed holds and the decodes alone leave room for one block of prompt. That block is always granted:
-a prompt moves in every step.
+A step with decodes takes at most `interval_s`, as long as the last measured speed holds. One block
+of prompt tokens is always allowed, so that every step makes progress on a prompt.
 """
 
 from typing import Final
 
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 
-_KEPT: Final = 0.8
-"""A measure is forgotten slowly when steps get faster, and at once when they get slower."""
+_DECAY: Final = 0.8
+"""Weight of the old estimate when steps get faster. When they get slower it is replaced at once."""
 
 
-class Pace:
-    """What steps have cost of late, and what fits into the next."""
+class PrefillBudget:
+    """Estimates of what recent steps cost, and the prompt tokens that fit into the next one."""
 
     def __init__(self, interval_s: float) -> None:
         self.interval_s = interval_s
-        self._prompt_token_s = 0.0
+        self._prefill_token_s = 0.0
         self._decodes_s = 0.0
 
     def __repr__(self) -> str:
-        return f"Pace({self._prompt_token_s * 1e3:.2f} ms a token, {self._decodes_s * 1e3:.1f} ms)"
+        token_ms, decodes_ms = self._prefill_token_s * 1e3, self._decodes_s * 1e3
+        return f"PrefillBudget({token_ms:.2f} ms a token, {decodes_ms:.1f} ms of decodes)"
 
     @property
-    def prompt_token_s(self) -> float:
-        """What a prompt token takes; 0 before it was measured."""
-        return self._prompt_token_s
+    def prefill_token_s(self) -> float:
+        """Seconds per prompt token; 0 before the first measurement."""
+        return self._prefill_token_s
 
-    def note(self, prefill_tokens: int, decode_tokens: int, seconds: float) -> None:
-        """Learn from a step."""
+    def record_step(self, prefill_tokens: int, decode_tokens: int, seconds: float) -> None:
+        """Update the estimates from a finished step."""
         if not prefill_tokens:
-            self._decodes_s = _follow(self._decodes_s, seconds)
+            self._decodes_s = _updated(self._decodes_s, seconds)
         elif decode_tokens and seconds <= self._decodes_s:
-            # With prompt tokens beside them, and sooner than was thought of them alone.
+            # Decodes and prompt tokens together took less than the estimate for decodes alone.
             self._decodes_s = seconds
         elif prefill_tokens >= BLOCK_TOKENS:
             decodes_s = self._decodes_s if decode_tokens else 0.0
-            each_s = (seconds - decodes_s) / prefill_tokens
-            self._prompt_token_s = _follow(self._prompt_token_s, each_s)
+            token_s = (seconds - decodes_s) / prefill_tokens
+            self._prefill_token_s = _updated(self._prefill_token_s, token_s)
 
-    def prompt_tokens(self, decodes: int, budget: int) -> int:
-        """Return how many of `budget` prompt tokens a step with `decodes` may take."""
-        if not decodes or not self._prompt_token_s:
-            return budget
-        room = max((self.interval_s - self._decodes_s) / self._prompt_token_s, BLOCK_TOKENS)
-        return budget if room >= budget else int(room)
+    def prompt_tokens_allowed(self, decodes: int, tokens_max: int) -> int:
+        """Return how many prompt tokens, at most `tokens_max`, fit beside `decodes` decodes."""
+        if not decodes or not self._prefill_token_s:
+            return tokens_max
+        fitting = max((self.interval_s - self._decodes_s) / self._prefill_token_s, BLOCK_TOKENS)
+        return tokens_max if fitting >= tokens_max else int(fitting)
 
 
-def _follow(known: float, seen: float) -> float:
-    return max(seen, _KEPT * known + (1 - _KEPT) * seen)
+def _updated(estimate: float, measured: float) -> float:
+    return max(measured, _DECAY * estimate + (1 - _DECAY) * measured)

@@ -1,26 +1,25 @@
-"""One request's life inside the engine: its tokens, how far its KV reaches, why it ends.
+"""One sequence: its tokens, how many of them have KV, its KV blocks, and when it ends.
 
-Rule 1: `computed` counts the tokens whose KV lies in `blocks`; it never exceeds len(tokens).
-Rule 2: a preempted sequence keeps its tokens and loses its blocks; its output goes on unbroken.
-Rule 3: the chain of block digests starts from the request's salt, so that no tenant can find out
-by timing what another tenant asked.
-Rule 4: of several sequences of one prompt the first alone computes it. The others are its followers
-until then; then they go on from its KV, each by itself.
+Rule 1: `computed_tokens` counts the tokens whose KV is in `blocks`; it is at most len(tokens).
+Rule 2: a preempted sequence keeps its tokens and loses its blocks; its output continues later.
+Rule 3: the chain of block digests starts with the salt of the request, so that no tenant can find
+out from timing what prompts another tenant sent.
+Rule 4: of several sequences with the same prompt only the first computes it. The others are its
+`forks`: they start from its KV once the prompt is computed.
 """
 
 import hashlib
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
 
-from nodeagent.engine.scheduler.fair_queue import Standing
-
-BLOCK_TOKENS: Final = 16
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.scheduler.fair_queue import SchedulingParams
 
 
-class Finish(StrEnum):
-    """Why a sequence ended, in OpenAI's words where it has one."""
+class FinishReason(StrEnum):
+    """Why a sequence ended, with OpenAI's names where they exist."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -30,8 +29,8 @@ class Finish(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """What ends a sequence besides its caller."""
+class StopConditions:
+    """The token limit and the stop tokens of a sequence."""
 
     tokens_max: int
     stop_ids: frozenset[int]
@@ -39,31 +38,30 @@ class Ending:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt and what was generated after it."""
+    """A prompt and the tokens generated after it."""
 
     number: int
     tokens: list[int]
-    ending: Ending
+    stop_conditions: StopConditions
     salt: bytes = b""
     adapter: object | None = None
-    """What is added to the model for this sequence; nothing here looks into it. Its KV is another
-    than the bare model's, so whoever sets it makes it part of the salt."""
-    standing: Standing = field(default_factory=Standing)
-    turn: int = 0
-    """Its place in the queue, the least first; given when it is submitted."""
+    """The LoRA adapter, opaque to the scheduler. KV depends on it: the caller adds it to `salt`."""
+    scheduling: SchedulingParams = field(default_factory=SchedulingParams)
+    virtual_start: int = 0
+    """The position in the fair queue, lowest first. Assigned when the sequence is submitted."""
     prompt_tokens: int = field(init=False)
-    computed: int = 0
+    computed_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens that the prefix cache held when the sequence was first admitted."""
-    admitted: bool = False
+    """Prompt tokens found in the prefix cache when the sequence was first admitted."""
+    was_admitted: bool = False
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
-    published: int = 0
-    """Blocks of this sequence already offered to the prefix cache."""
-    followers: "list[Sequence]" = field(default_factory=list)
-    """Sequences of the same prompt that wait for this one to compute it."""
+    published_blocks: int = 0
+    """The first blocks of this sequence that are already in the prefix cache."""
+    forks: "list[Sequence]" = field(default_factory=list)
+    """Sequences with the same prompt that wait until this one has computed it."""
     drafts: tuple[int, ...] = ()
-    """Tokens that may come next, to be verified in the coming step."""
+    """Draft tokens for the next step to verify."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -71,9 +69,9 @@ class Sequence:
         self.prompt_tokens = len(self.tokens)
 
     @property
-    def pending(self) -> int:
-        """Tokens whose KV is still to be computed."""
-        return len(self.tokens) - self.computed
+    def pending_tokens(self) -> int:
+        """Known tokens whose KV is still to be computed."""
+        return len(self.tokens) - self.computed_tokens
 
     @property
     def output_tokens(self) -> int:
@@ -81,21 +79,24 @@ class Sequence:
         return len(self.tokens) - self.prompt_tokens
 
     @property
-    def remaining(self) -> int:
+    def remaining_tokens(self) -> int:
         """Tokens that may still be generated."""
-        return self.ending.tokens_max - self.output_tokens
+        return self.stop_conditions.tokens_max - self.output_tokens
 
     @property
-    def decoding(self) -> bool:
-        """True where one more token leads to the next sample."""
-        return self.pending == 1 and self.computed > 0
+    def is_decoding(self) -> bool:
+        """True if only the last token is to be computed before the next one is sampled."""
+        return self.pending_tokens == 1 and self.computed_tokens > 0
 
     def blocks_needed(self) -> int:
-        """Blocks that hold all tokens known so far."""
+        """Return the number of blocks that hold all known tokens."""
         return -(-len(self.tokens) // BLOCK_TOKENS)
 
-    def chain(self, blocks: int) -> list[bytes]:
-        """Return the digests of the first `blocks` whole blocks."""
+    def block_digests(self, blocks: int) -> list[bytes]:
+        """Return the digests of the first `blocks` full blocks.
+
+        Each digest is the SHA-256 of the digest before it and the block's token ids.
+        """
         while len(self.digests) < blocks:
             start = len(self.digests) * BLOCK_TOKENS
             parent = self.digests[-1] if self.digests else b"salt:" + self.salt
@@ -103,12 +104,23 @@ class Sequence:
             self.digests.append(hashlib.sha256(parent + tokens).digest())
         return self.digests[:blocks]
 
-    def append(self, token: int) -> Finish | None:
-        """Take the sampled `token`; return why the sequence ends here, if it does.
+    def append(self, token: int) -> FinishReason | None:
+        """Append the sampled `token`; return the reason if it ends the sequence.
 
-        A stop token is not kept: it is no part of the output.
+        A stop token is not appended: it is not part of the output.
         """
-        if token in self.ending.stop_ids:
-            return Finish.STOP
+        if token in self.stop_conditions.stop_ids:
+            return FinishReason.STOP
         self.tokens.append(token)
-        return Finish.LENGTH if self.output_tokens >= self.ending.tokens_max else None
+        at_limit = self.output_tokens >= self.stop_conditions.tokens_max
+        return FinishReason.LENGTH if at_limit else None
+
+
+def queue_order(sequence: Sequence) -> tuple[int, int]:
+    """Sort key of sequences: first in the fair queue first, then by number."""
+    return sequence.virtual_start, sequence.number
+
+
+def sequence_count(sequences: Iterable[Sequence]) -> int:
+    """Return the number of `sequences` and their forks."""
+    return sum(1 + len(sequence.forks) for sequence in sequences)

@@ -1,9 +1,9 @@
-"""What every engine answers, whatever its model does: to its agent, and of its errors.
+"""The routes that every engine serves, whatever its model does: health, stats, models and drain.
 
-Rule 1: health means progress: work that no step has moved for `stall_s` is an outage, whatever
-the socket says.
-Rule 2: what would take memory is refused where there is too little of it (`decide.ceiling`).
-Rule 3: every error leaves in OpenAI's shape, with the request's id.
+Rule 1: health means progress. An engine with work and no finished step for `stall_s` is stalled,
+even if its socket answers.
+Rule 2: requests that need memory are refused while memory is short (`memory.memory_ceiling`).
+Rule 3: every error is answered in OpenAI's shape, with the request's id.
 """
 
 import time
@@ -23,56 +23,56 @@ from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.headers import REQUEST_ID
 from isochrone.wire.ids import is_request_id
 from nodeagent.engine.core.step_thread import StepThread
-from nodeagent.engine.memory import MemoryWatch, uses
-from nodeagent.engine.server.inflight_limit import Entrance
-from nodeagent.engine.server.metrics import Gauges
+from nodeagent.engine.memory.memory_watch import MemoryWatch, memory_uses
+from nodeagent.engine.server.inflight_limit import InflightLimit
+from nodeagent.engine.server.metrics import EngineStatsCollector
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 LONG_TEXT_CHARS: Final = 16_384
-"""Longer texts are tokenised off the event loop."""
+"""Longer texts are tokenised in a thread: they would block the event loop."""
 
 
-class Server(ABC):
-    """A model being served: the doors that every engine has, to which each kind adds its own."""
+class ModelServer(ABC):
+    """The routes that every engine has; each kind of model adds its own in a subclass."""
 
     kind = "chat"
-    """What the model is for: EngineStats."""
+    """The kind of the model in `/stats`."""
     worker: StepThread
     context_tokens: int
-    """The longest text it takes."""
+    """The length limit of a prompt with its answer."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.entrance = Entrance(config.sequences_max + config.waiting_max)
+        self.inflight = InflightLimit(config.sequences_max + config.waiting_max)
         self._created_s = int(time.time())
-        self._memory = MemoryWatch(lambda: uses(config.memory_max_bytes))
+        self._memory = MemoryWatch(lambda: memory_uses(config.memory_max_bytes))
 
     @property
     def other_names(self) -> Sequence[str]:
-        """The names beside the model's own that requests may give."""
+        """The names other than the model's own that requests may give as `model`."""
         return ()
 
     @abstractmethod
     def counts(self) -> Mapping[str, float]:
-        """Return counts by name, beside those of its thread."""
+        """Return this server's counts by name, without those of its step thread."""
 
     @abstractmethod
     def fail_all(self, message: str) -> None:
         """End every open request with an error."""
 
     def close(self) -> None:
-        """Keep what is to outlive the process: nothing. After the last step."""
+        """Save what is to outlive the process. Called after the last step."""
         return
 
     def app(self) -> web.Application:
-        """Build the application."""
+        """Build the aiohttp application."""
         app = web.Application(
-            middlewares=[name_requests, error_middleware(as_openai)],
+            middlewares=[assign_request_id, error_middleware(openai_error_response)],
             client_max_size=self.config.body_bytes_max,
         )
         registry = CollectorRegistry()
-        registry.register(Gauges(self._counts))
+        registry.register(EngineStatsCollector(self._all_counts))
         app.router.add_get("/health", self.health)
         app.router.add_get("/stats", self.stats)
         app.router.add_get("/metrics", metrics_handler(registry))
@@ -81,25 +81,25 @@ class Server(ABC):
         return app
 
     async def health(self, request: web.Request) -> web.Response:
-        """Say whether work moves."""
+        """Report whether the engine makes progress; status 503 if it is stalled."""
         worker = self.worker
         counts, idle_s = worker.counts(), worker.idle_s()
         stalled = worker.died or (worker.has_work() and idle_s > self.config.stall_s)
         health = EngineHealth(
-            status="stalled" if stalled else "draining" if self.entrance.draining else "ok",
+            status="stalled" if stalled else "draining" if self.inflight.draining else "ok",
             model=self.config.served_name,
             steps=int(counts["steps_total"]),
             tokens_out=int(counts.get("tokens_out_total", 0)),
             last_step_age_s=round(idle_s, 3),
         )
-        return as_json(health, 503 if stalled else 200)
+        return json_response(health, 503 if stalled else 200)
 
     async def stats(self, request: web.Request) -> web.Response:
-        """Tell the engine's counts and rates."""
-        return as_json({"kind": self.kind, **self._counts()})
+        """Report the engine's counts and rates."""
+        return json_response({"kind": self.kind, **self._all_counts()})
 
     async def models(self, request: web.Request) -> web.Response:
-        """List the model, and its adapters by the names that requests may give."""
+        """List the model and its adapters."""
         name = self.config.served_name
         model: dict[str, Any] = {
             "id": name,
@@ -108,34 +108,37 @@ class Server(ABC):
             "owned_by": "isochrone",
             "max_model_len": self.context_tokens,
         }
-        others = [{**model, "id": one, "parent": name} for one in self.other_names]
-        return as_json({"object": "list", "data": [model, *others]})
+        others = [{**model, "id": other, "parent": name} for other in self.other_names]
+        return json_response({"object": "list", "data": [model, *others]})
 
     async def drain(self, request: web.Request) -> web.Response:
-        """Take nothing new from now on; what runs goes on."""
-        self.entrance.draining = True
-        return as_json({"draining": True, "open": self.entrance.open})
+        """Refuse new requests from now on; open requests continue."""
+        self.inflight.draining = True
+        return json_response({"draining": True, "open": self.inflight.in_flight})
 
-    async def body(self, request: web.Request, *, gives_back: bool = False) -> bytes:
-        """Read a request's body within its limits, and memory's, unless it gives memory back."""
-        hold = None if gives_back else self._memory.hold
+    async def body(self, request: web.Request, *, frees_memory: bool = False) -> bytes:
+        """Read a request's body within its limits.
+
+        Raises ApiError, also while memory is short, unless the request `frees_memory`.
+        """
+        check_memory = None if frees_memory else self._memory.check
         limit, timeout_s = self.config.body_bytes_max, self.config.client_stall_s
-        return await read_body(request, bytes_max=limit, timeout_s=timeout_s, check=hold)
+        return await read_body(request, bytes_max=limit, timeout_s=timeout_s, check=check_memory)
 
-    def hold_alive(self) -> None:
-        """Refuse where no step will come."""
+    def check_alive(self) -> None:
+        """Raise ApiError if the step thread has died."""
         if self.worker.died:
             raise ApiError(
                 ErrorCode.UNAVAILABLE, "cannot answer: this engine has failed", retry_after_s=1.0
             )
 
-    def _counts(self) -> Mapping[str, float]:
+    def _all_counts(self) -> Mapping[str, float]:
         return {**self.worker.counts(), **self.counts(), **self._memory.counts()}
 
 
 @web.middleware
-async def name_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give each request its caller's id, or one of ours, and its answer the same."""
+async def assign_request_id(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give each request the id in its header, or a new one, and return it with the response."""
     offered = request.headers.get(REQUEST_ID, "")
     request[REQUEST_ID] = offered if is_request_id(offered) else uuid.uuid4().hex
     response = await handler(request)
@@ -144,13 +147,13 @@ async def name_requests(request: web.Request, handler: Handler) -> web.StreamRes
     return response
 
 
-def as_json(body: Any, status: int = 200) -> web.Response:
-    """Answer with JSON."""
+def json_response(body: Any, status: int = 200) -> web.Response:
+    """Return a response with `body` as JSON."""
     return web.Response(
         body=msgspec.json.encode(body), status=status, content_type="application/json"
     )
 
 
-def as_openai(error: ApiError) -> web.Response:
-    """Answer an error in OpenAI's shape."""
+def openai_error_response(error: ApiError) -> web.Response:
+    """Return a response with `error` in OpenAI's shape."""
     return error_response(error, msgspec.json.encode(openai_error(error)))

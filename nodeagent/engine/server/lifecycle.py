@@ -1,4 +1,4 @@
-"""The life of an engine's process, whatever its model does: load, serve, drain, end."""
+"""The life of an engine process, whatever its model does: load, serve, drain, end."""
 
 import asyncio
 import logging
@@ -16,17 +16,19 @@ from msgspec.structs import replace
 from isochrone.service.config import ConfigError
 from isochrone.service.http_server import HttpServerLimits, serve_http_unix
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.server.http_routes import Server, as_openai
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.server.http_routes import ModelServer, openai_error_response
 from nodeagent.engine.server.listen_socket import clear_socket
 
 log = logging.getLogger(__name__)
 
-_FAILED_S: Final = 1.0
-_STEP_END_S: Final = 10.0
+_FAIL_TIMEOUT_S: Final = 1.0
+"""Time for failed requests to write their last frame."""
+_LAST_STEP_TIMEOUT_S: Final = 10.0
 _HEAD_TIMEOUT_S: Final = 2.0
-"""An agent on this machine sends a head at once. Who asks nothing is gone before the agent, whom
-they may keep out, has missed as many answers as it takes for an outage."""
+"""Time for a connection to send its request head. The agent runs on the same machine and sends at
+once. Idle connections can keep the agent out, so they must be closed before it has missed enough
+health answers to report an outage."""
 
 Loaded = TypeVar("Loaded")
 
@@ -35,12 +37,13 @@ async def serve(
     config: EngineConfig,
     stopping: asyncio.Event,
     load: Callable[[], Loaded],
-    begin: Callable[[Loaded, Callable[[], None]], Server],
-    leave: Callable[[], None] = lambda: None,
+    make_server: Callable[[Loaded, Callable[[], None]], ModelServer],
+    on_abort: Callable[[], None] = lambda: None,
 ) -> int:
-    """Serve what `load` loads; 0 after a drain, 1 where its thread failed.
+    """Load a model with `load` and serve it; return 0 after a drain, 1 if its step thread failed.
 
-    `begin` is told whom to tell of that. `leave` is called where it is stopped while it loads.
+    `make_server` gets the loaded model and a callback for the death of its step thread. `on_abort`
+    is called if `stopping` is set during the load.
     """
     started_s = time.monotonic()
     clear_socket(Path(config.socket))
@@ -48,9 +51,9 @@ async def serve(
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait({loading, stop}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
-        # A thread cannot be stopped midway, and nothing is served yet: leave without it.
+        # The loading thread cannot be stopped, and nothing is served yet: exit without it.
         log.info("stopped while loading")
-        leave()
+        on_abort()
         os._exit(0)
     try:
         loaded = loading.result()
@@ -62,51 +65,54 @@ async def serve(
     def on_death() -> None:
         loop.call_soon_threadsafe(died.set)
 
-    server = begin(loaded, on_death)
+    server = make_server(loaded, on_death)
     server.worker.start()
     path = Path(config.socket)
     try:
-        async with serve_http_unix(server.app(), path, limits=_limits(), encode_error=as_openai):
-            _say_ready(config, server, time.monotonic() - started_s)
+        async with serve_http_unix(
+            server.app(), path, limits=_connection_limits(), encode_error=openai_error_response
+        ):
+            _announce_ready(config, server, time.monotonic() - started_s)
             death = asyncio.create_task(died.wait())
             await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
             death.cancel()
-            await _end(config, server)
+            await _shut_down(config, server)
     finally:
         stop.cancel()
         path.unlink(missing_ok=True)
     return 1 if server.worker.died else 0
 
 
-def _limits() -> HttpServerLimits:
-    """Half of the descriptors are for connections: a step that finds none left is the last."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    usual = HttpServerLimits(head_timeout_s=_HEAD_TIMEOUT_S, shutdown_timeout_s=1.0)
-    if most == resource.RLIM_INFINITY:
-        return usual
-    return replace(usual, connections_max=min(most // 2, usual.connections_max))
+def _connection_limits() -> HttpServerLimits:
+    """Return limits that leave half of the file descriptors free: a step without one would fail."""
+    descriptors_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = HttpServerLimits(head_timeout_s=_HEAD_TIMEOUT_S, shutdown_timeout_s=1.0)
+    if descriptors_max == resource.RLIM_INFINITY:
+        return limits
+    return replace(limits, connections_max=min(descriptors_max // 2, limits.connections_max))
 
 
-async def _end(config: EngineConfig, server: Server) -> None:
-    """Let what runs finish within `drain_s`, unless the engine itself has failed."""
-    entrance = server.entrance
-    entrance.draining = True
+async def _shut_down(config: EngineConfig, server: ModelServer) -> None:
+    """Let open requests finish within `drain_s`, unless the engine itself has failed."""
+    inflight = server.inflight
+    inflight.draining = True
     if server.worker.died:
-        server.fail_all("cannot go on: the engine failed")
-        await entrance.wait_empty(_FAILED_S)
+        server.fail_all("cannot continue: the engine failed")
+        await inflight.wait_idle(_FAIL_TIMEOUT_S)
         return
-    log.info("draining", extra={"fields": {"open": entrance.open}})
-    if not await entrance.wait_empty(config.drain_s):
-        log.warning("drain deadline passed", extra={"fields": {"open": entrance.open}})
-        server.fail_all("cannot go on: the engine is stopping")
-        await entrance.wait_empty(_FAILED_S)
-    if not await asyncio.to_thread(server.worker.stop, _STEP_END_S):
+    log.info("draining", extra={"fields": {"open": inflight.in_flight}})
+    if not await inflight.wait_idle(config.drain_s):
+        log.warning("drain deadline passed", extra={"fields": {"open": inflight.in_flight}})
+        server.fail_all("cannot continue: the engine is stopping")
+        await inflight.wait_idle(_FAIL_TIMEOUT_S)
+    if not await asyncio.to_thread(server.worker.stop, _LAST_STEP_TIMEOUT_S):
         log.warning("the last step did not end in time")
         return
     await asyncio.to_thread(server.close)
 
 
-def _say_ready(config: EngineConfig, server: Server, startup_s: float) -> None:
+def _announce_ready(config: EngineConfig, server: ModelServer, startup_s: float) -> None:
+    """Write one JSON line to standard output for the agent, and the same to the log."""
     counts = server.counts()
     ready = {
         "ready": True,

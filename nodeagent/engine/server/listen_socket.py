@@ -1,4 +1,4 @@
-"""The engine's one socket is never taken from a living engine."""
+"""Removes the stale socket of a dead engine, and never takes the socket of a living one."""
 
 import contextlib
 import socket
@@ -8,23 +8,25 @@ from typing import Final
 
 from isochrone.service.config import ConfigError
 
-_PROBE_S: Final = 1.0
+_PROBE_TIMEOUT_S: Final = 1.0
 
 
 def clear_socket(path: Path) -> None:
-    """Remove a dead engine's socket; refuse where one is alive behind it."""
+    """Remove a dead engine's socket; raise ConfigError if a process still listens on it."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"cannot listen on {path}: it is there and is no socket")
+        raise ConfigError(f"cannot listen on {path}: it exists and is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(_PROBE_S)
+        probe.settimeout(_PROBE_TIMEOUT_S)
         with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
             try:
                 probe.connect(str(path))
             except TimeoutError:
-                raise ConfigError(f"cannot listen on {path}: it answers slowly") from None
+                raise ConfigError(
+                    f"cannot listen on {path}: another process holds it and does not answer"
+                ) from None
             raise ConfigError(f"cannot listen on {path}: another process serves it")
     path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The engine's counts as Prometheus metrics, read from one snapshot at each scrape."""
+"""The engine's counts as Prometheus metrics, read once per scrape."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -6,8 +6,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 
-class Gauges(Collector):
-    """Collects whatever `stats` returns; names that end in `_total` are counters."""
+class EngineStatsCollector(Collector):
+    """Collects every number that `stats` returns. Names that end in `_total` are counters."""
 
     def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:
         self._stats = stats

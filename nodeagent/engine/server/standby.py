@@ -1,8 +1,8 @@
-"""The engine's side of a warm standby: imports done, it waits to be told which engine it becomes.
+"""The engine's side of a warm standby: it has done its imports and waits for its configuration.
 
-One JSON line on standard input says that. Where the input ends first, whoever kept the standby is
-gone, and so is its use. An order of one who has gone since is not taken up: a later life of that
-agent knows its engines by the logs that they write.
+The agent writes one JSON line to standard input, which says which engine to become. If the input
+ends first, the agent is gone and the standby ends. An order from an agent that has died meanwhile
+is not followed either: after a restart the agent recognises its engines by the logs they write.
 """
 
 import os
@@ -14,27 +14,27 @@ import msgspec
 _ORDER_BYTES_MAX: Final = 64 * 1024
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """Which engine to become: its arguments, what it may see, where it writes, whose it is."""
+class StandbyOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine to become: its arguments and environment, its log file, and its agent."""
 
     arguments: tuple[str, ...]
     environment: dict[str, str]
     log: str
     agent: int
-    """The process that keeps it."""
+    """The process id of the agent."""
 
 
-def wait_for_order() -> Order | None:
-    """Wait for the order and take it up; None where none came."""
+def wait_for_order() -> StandbyOrder | None:
+    """Wait for the order and apply its environment and log file; None if there is nothing to do."""
     line = sys.stdin.buffer.readline(_ORDER_BYTES_MAX)
     if not line:
         return None
-    order = msgspec.json.decode(line, type=Order)
+    order = msgspec.json.decode(line, type=StandbyOrder)
     os.environ.update(order.environment)
     log = os.open(order.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for descriptor, number in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(descriptor, number)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(descriptor, target)
     os.close(log)
-    os.close(nothing)
+    os.close(null)
     return order if os.getppid() == order.agent else None

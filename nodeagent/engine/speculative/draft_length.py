@@ -1,9 +1,9 @@
-"""How many drafted tokens a step verifies: as many as pay, by what was measured.
+"""Decides how many drafted tokens a step verifies, from measured step times and acceptance rates.
 
-A step that computes more rows takes longer; a drafted token that is accepted saves a step. So the
-drafts of all sequences are ranked by the chance that they are accepted, and the best are taken up
-to where tokens per second are most: none where rows are dear (a full batch), many where they are
-nearly free (one sequence, bound by memory).
+A step with more rows takes longer, and each accepted draft saves a step. The drafts of all
+sequences are ranked by their chance to be accepted, and the best are taken as long as the expected
+tokens per second rise: none if rows are expensive (a full batch), many if rows are almost free (one
+sequence on a memory-bound device).
 """
 
 from collections import deque
@@ -13,119 +13,129 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
-_CHANCE_FIRST: Final = 0.6
-_LEARN: Final = 0.1
-_SAMPLES: Final = 8
+_CHANCE_INITIAL: Final = 0.6
+"""The assumed chance of a draft from a source that was never verified."""
+_LEARNING_RATE: Final = 0.1
+_SAMPLES_MAX: Final = 8
+"""Step times kept for each size of a step."""
 _FORGET_STEPS: Final = 50
-"""After so many steps one sample of each size is dropped: a size that one stall made look dear, and
-that is therefore not taken, is soon tried again."""
-_ROW_PRIOR: Final = 0.05
-"""What one more row is taken to cost, as a share of a step, before it was measured."""
+"""After this many steps the oldest sample of each size is dropped. A size that one stall made look
+expensive is not chosen, so it would never be measured again otherwise."""
+_ROW_COST_INITIAL: Final = 0.05
+"""The assumed cost of one more row, as a share of a one-row step, before it is measured."""
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """Tokens drafted for one sequence, and the chance of each that it and all before it hold."""
+class DraftProposal:
+    """Tokens drafted for one sequence.
+
+    `chances[i]` is the chance that `tokens[i]` and all before it are accepted.
+    """
 
     tokens: tuple[int, ...]
     chances: tuple[float, ...]
 
 
 @dataclass(slots=True)
-class Acceptance:
-    """How often drafts of each source hold, learned token by token."""
+class AcceptanceRates:
+    """The rate at which drafts of each source are accepted, as an exponential moving average."""
 
-    parent: "Acceptance | None" = None
-    """Where a sequence of which nothing is known yet begins: what held for others."""
-    _chances: dict[str, float] = field(default_factory=dict)
+    parent: "AcceptanceRates | None" = None
+    """The rates over all sequences, used for sources that this sequence has not tried."""
+    _rates: dict[str, float] = field(default_factory=dict)
 
     def chance(self, source: str) -> float:
-        """Return the chance that a token of `source` is accepted, where all before it were."""
-        own = self._chances.get(source)
+        """Return the chance that a draft of `source` is accepted if all before it were."""
+        own = self._rates.get(source)
         if own is not None:
             return own
-        return self.parent.chance(source) if self.parent is not None else _CHANCE_FIRST
+        return self.parent.chance(source) if self.parent is not None else _CHANCE_INITIAL
 
-    def note(self, source: str, accepted: bool) -> None:
+    def record(self, source: str, accepted: bool) -> None:
         """Learn from one drafted token."""
-        before = self.chance(source)
-        self._chances[source] = before + _LEARN * (float(accepted) - before)
+        rate = self.chance(source)
+        self._rates[source] = rate + _LEARNING_RATE * (float(accepted) - rate)
         if self.parent is not None:
-            self.parent.note(source, accepted)
+            self.parent.record(source, accepted)
 
 
 @dataclass(slots=True)
 class StepCosts:
-    """Seconds of a step by its rows, measured."""
+    """Measured step times by the number of rows."""
 
-    _seconds: dict[int, deque[float]] = field(default_factory=dict)
-    _noted: int = 0
+    _samples: dict[int, deque[float]] = field(default_factory=dict)
+    _recorded: int = 0
 
-    def note(self, rows: int, seconds: float) -> None:
-        """Take one step's measure."""
-        self._seconds.setdefault(_size(rows), deque(maxlen=_SAMPLES)).append(seconds)
-        self._noted += 1
-        if self._noted % _FORGET_STEPS == 0:
-            for size, samples in list(self._seconds.items()):
+    def record(self, rows: int, seconds: float) -> None:
+        """Record the time of one step."""
+        self._samples.setdefault(_size_class(rows), deque(maxlen=_SAMPLES_MAX)).append(seconds)
+        self._recorded += 1
+        if self._recorded % _FORGET_STEPS == 0:
+            for size, samples in list(self._samples.items()):
                 samples.popleft()
                 if not samples:
-                    del self._seconds[size]
+                    del self._samples[size]
 
     @property
     def known(self) -> bool:
-        """True where anything was measured."""
-        return bool(self._seconds)
+        """True if at least one step was measured."""
+        return bool(self._samples)
 
     def seconds(self, rows: int) -> float:
-        """Return what a step of `rows` takes, estimated from the nearest sizes measured."""
-        size = _size(rows)
-        below = max((known for known in self._seconds if known <= size), default=None)
-        above = min((known for known in self._seconds if known > size), default=None)
+        """Estimate the time of a step of `rows` from the nearest measured sizes."""
+        size = _size_class(rows)
+        below = max((known for known in self._samples if known <= size), default=None)
+        above = min((known for known in self._samples if known > size), default=None)
         if below is None and above is None:
-            return _prior(size)
+            return _assumed_cost(size)
         if below is None or above is None:
-            near = above if below is None else below
-            assert near is not None
-            return median(self._seconds[near]) * _prior(size) / _prior(near)
-        low, high = median(self._seconds[below]), median(self._seconds[above])
+            nearest = above if below is None else below
+            assert nearest is not None
+            return median(self._samples[nearest]) * _assumed_cost(size) / _assumed_cost(nearest)
+        low, high = median(self._samples[below]), median(self._samples[above])
         return low + (high - low) * (size - below) / (above - below)
 
 
-def choose_depths(
-    offers: Ordered[Offer], rows: int, rows_max: int, seconds: Callable[[int], float]
+def choose_draft_lengths(
+    proposals: Ordered[DraftProposal], rows: int, rows_max: int, seconds: Callable[[int], float]
 ) -> list[int]:
-    """Return how many tokens of each offer to verify in a step of `rows` sequences."""
+    """Return how many tokens of each proposal to verify in a step of `rows` sequences.
+
+    `seconds` estimates the time of a step by its rows, of which there may be `rows_max`.
+    """
     ranked = sorted(
-        ((chance, index) for index, offer in enumerate(offers) for chance in offer.chances),
+        ((chance, index) for index, one in enumerate(proposals) for chance in one.chances),
         key=lambda pair: -pair[0],
     )
-    best, taken, tokens = rows / seconds(rows), 0, float(rows)
+    best_rate, taken, tokens = rows / seconds(rows), 0, float(rows)
     for count, (chance, _) in enumerate(ranked[: max(rows_max - rows, 0)], 1):
         tokens += chance
         rate = tokens / seconds(rows + count)
-        if rate > best:
-            best, taken = rate, count
-    depths = [0] * len(offers)
+        if rate > best_rate:
+            best_rate, taken = rate, count
+    lengths = [0] * len(proposals)
     for _, index in ranked[:taken]:
-        # An offer's chances only fall, so its best tokens are its first.
-        depths[index] += 1
-    return depths
+        # The chances of a proposal only fall, so its best tokens are its first.
+        lengths[index] += 1
+    return lengths
 
 
-def promise(chances: Ordered[float], pass_share: float) -> float:
-    """Return what drafts of a model are worth at best, in tokens that cost nothing.
+def best_expected_gain(chances: Ordered[float], pass_share: float) -> float:
+    """Return the gain of drafting with a model, as a number of drafts that cost nothing.
 
-    A pass takes `pass_share` of a step. Another drafter's offers, which cost none, compare with it.
+    `chances` are those of its first, second, ... draft if all before it were accepted. A pass of
+    the draft model takes `pass_share` of a step. The result compares with the summed chances of a
+    proposal that cost nothing to draft.
     """
-    best, held, tokens = 0.0, 1.0, 1.0
+    best, all_accepted, tokens = 0.0, 1.0, 1.0
     for count, chance in enumerate(chances, 1):
-        held *= chance
-        tokens += held
+        all_accepted *= chance
+        tokens += all_accepted
         best = max(best, tokens / (1 + pass_share * count) - 1)
     return best
 
 
-def choose_ahead(
+def choose_model_draft_length(
     chances: Ordered[float],
     drafting: int,
     rows: int,
@@ -133,30 +143,31 @@ def choose_ahead(
     seconds: Callable[[int], float],
     pass_s: float,
 ) -> int:
-    """Return how many tokens a model is to draft for each of `drafting` of `rows` sequences.
+    """Return how many tokens a draft model drafts for each of `drafting` of `rows` sequences.
 
-    `chances` are those of its first, second, ... draft, where all before it held; each costs a
-    pass of `pass_s`. None are drafted where the step is faster without.
+    `chances` are those of its first, second, ... draft if all before it were accepted. Each costs
+    one pass of `pass_s` seconds. The result is 0 if the step is faster without drafts.
     """
-    best, depth = rows / seconds(rows), 0
-    held, tokens = 1.0, float(rows)
+    best_rate, length = rows / seconds(rows), 0
+    all_accepted, tokens = 1.0, float(rows)
     for count, chance in enumerate(chances, 1):
         if rows + drafting * count > rows_max:
             break
-        held *= chance
-        tokens += drafting * held
+        all_accepted *= chance
+        tokens += drafting * all_accepted
         rate = tokens / (seconds(rows + drafting * count) + pass_s * count)
-        if rate > best:
-            best, depth = rate, count
-    return depth
+        if rate > best_rate:
+            best_rate, length = rate, count
+    return length
 
 
-def _prior(rows: int) -> float:
-    return 1 + _ROW_PRIOR * (rows - 1)
+def _assumed_cost(rows: int) -> float:
+    """Return the cost of a step relative to a one-row step, before anything is measured."""
+    return 1 + _ROW_COST_INITIAL * (rows - 1)
 
 
-def _size(rows: int) -> int:
-    """Round up: 1 to 4 apart, then half steps between powers of two."""
+def _size_class(rows: int) -> int:
+    """Round `rows` up to 1, 2, 3, 4, or to a power of two or the middle between two of them."""
     if rows <= 4:
         return rows
     power = 1 << (rows - 1).bit_length()

@@ -1,278 +1,325 @@
-"""Drafts for every decoding sequence of a step, and what became of them.
+"""Speculative decoding: drafts for the decoding sequences of a step, and learning from the results.
 
-Three drafters, one way: what came before (`decide.lookup`), a grammar that leaves one choice, and a
-model that runs ahead (`ahead`) where the engine was given one.
+Three drafters share one way: n-grams of the text (`ngram`), a grammar that allows only one token,
+and a draft model (`draft_model`) if the engine has one.
 
-Rule 1: lossless. A step samples at each drafted position as it would have without drafts, and goes
-on only while the sample equals the draft. As a draft is one certain token, this is rejection
-sampling: the draft is kept with the model's own probability, and what replaces it is drawn from the
-rest. The same draws are made from the same generator, so even a seeded output stays what it was.
-Rule 2: the grammar of a constrained sequence drafts too: where it leaves one choice, that is the
-draft, and no draft that it forbids is verified.
-Rule 3: drafts that are not verified are still compared with what came, so that a source that was
-turned off for failing is turned on again when it would hold.
-Rule 4: a model drafts where its passes pay. While they do not, it is tried now and then.
+Rule 1: speculation is lossless. A step samples at each drafted position as it would without drafts,
+and continues only while the sampled token equals the draft. For a draft that is one certain token
+this is rejection sampling: the draft is accepted with the target model's own probability, and
+otherwise replaced by a sample of the rest. The draws come from the same generator, so even a seeded
+output does not change.
+Rule 2: a constrained sequence is drafted by its grammar where the grammar allows one token, and no
+draft that the grammar forbids is verified.
+Rule 3: drafts that are not verified are still compared with the sampled tokens, so a source that
+was turned off for its failures is turned on again when it would succeed.
+Rule 4: a draft model runs while its passes pay off. While they do not, it is tried now and then.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
-from nodeagent.engine.sampling.sampler import Sampled, UnsoundLogits
+from nodeagent.engine.sampling.sampler import InvalidLogits, SampledToken
 from nodeagent.engine.scheduler.sequence import Sequence
 from nodeagent.engine.speculative.draft_length import (
-    Acceptance,
-    Offer,
+    AcceptanceRates,
+    DraftProposal,
     StepCosts,
-    choose_ahead,
-    choose_depths,
-    promise,
+    best_expected_gain,
+    choose_draft_lengths,
+    choose_model_draft_length,
 )
-from nodeagent.engine.speculative.draft_model import Ahead, Shadow
-from nodeagent.engine.speculative.ngram import Lookup
+from nodeagent.engine.speculative.draft_model import DraftModel, DraftSequence, DraftTarget
+from nodeagent.engine.speculative.ngram import NgramProposer
 from nodeagent.engine.structured.constraint import Constraint
 
 _FORCED: Final = "forced"
 _LOOKUP: Final = "lookup"
-_KEPT_PER_STEP: Final = 0.95
-_TRIED_EVERY: Final = 64
-"""Steps between two tries of a model whose drafts do not pay."""
-_TRIED_DEPTH: Final = 2
+_DECAY_PER_STEP: Final = 0.95
+_TRIAL_INTERVAL_STEPS: Final = 64
+"""Steps between two trials of a draft model that does not pay off."""
+_TRIAL_LENGTH: Final = 2
+
+
+class DraftOutcome(NamedTuple):
+    """A verified draft: the kind of its source, and whether it was accepted."""
+
+    kind: str
+    accepted: bool
+
+
+class _SourcedDraft(NamedTuple):
+    tokens: list[int]
+    sources: list[str]
+    """For each token its kind of source, with the length of the match or its position."""
 
 
 @dataclass(slots=True)
 class Drafter:
-    """One sequence's drafts: where they come from and how they fare."""
+    """The drafts of one sequence: where they come from, and how often they are accepted."""
 
-    lookup: Lookup
-    acceptance: Acceptance
+    ngrams: NgramProposer
+    acceptance: AcceptanceRates
     constraint: Constraint | None = None
-    shadow: Shadow | None = None
-    """The sequence as the model that drafts has read it; None before it did."""
-    _offered: tuple[int, ...] = ()
+    draft_sequence: DraftSequence | None = None
+    """The draft model's copy of the sequence; None until the model first drafts for it."""
+    _tokens: tuple[int, ...] = ()
     _sources: tuple[str, ...] = ()
 
-    def offer(
-        self, sequence: Sequence, count: int, ahead: Ordered[int] = (), name: str = ""
-    ) -> Offer:
-        """Draft up to `count` tokens: `ahead`, by the model of this `name`, or others."""
+    def propose(
+        self,
+        sequence: Sequence,
+        count: int,
+        model_drafts: Ordered[int] = (),
+        model_name: str = "",
+    ) -> DraftProposal:
+        """Draft up to `count` tokens: `model_drafts` if the draft model made any, else others."""
         if count < 1:
-            return Offer((), ())
-        self.lookup.follow(sequence.tokens)
+            return DraftProposal((), ())
+        self.ngrams.follow(sequence.tokens)
         if self.constraint is not None:
-            tokens, sources = self._by_grammar(self.constraint, count, ahead, name)
-        elif ahead:
-            tokens, sources = list(ahead), [f"{name} {at}" for at in range(len(ahead))]
+            draft = self._constrained(self.constraint, count, model_drafts, model_name)
+        elif model_drafts:
+            sources = [_source(model_name, index) for index in range(len(model_drafts))]
+            draft = _SourcedDraft(list(model_drafts), sources)
         else:
-            tokens, matched = self.lookup.propose(count)
-            sources = [f"{_LOOKUP} {matched}"] * len(tokens)
-        self._offered, self._sources = tuple(tokens), tuple(sources)
+            tokens, matched = self.ngrams.propose(count)
+            draft = _SourcedDraft(tokens, [_source(_LOOKUP, matched)] * len(tokens))
+        self._tokens, self._sources = tuple(draft.tokens), tuple(draft.sources)
         chance, chances = 1.0, []
-        for source in sources:
+        for source in draft.sources:
             chance *= self.acceptance.chance(source)
             chances.append(chance)
-        return Offer(self._offered, tuple(chances))
+        return DraftProposal(self._tokens, tuple(chances))
 
-    def follow(self, ahead: Ahead, sequence: Sequence) -> Shadow:
-        """Return the sequence's shadow, made when it is first needed."""
-        if self.shadow is None:
-            self.shadow = ahead.shadow(sequence)
-        return self.shadow
+    def target(self, model: DraftModel, sequence: Sequence) -> DraftTarget:
+        """Return the sequence with the draft model's copy of it, made when first needed."""
+        if self.draft_sequence is None:
+            self.draft_sequence = model.draft_sequence(sequence)
+        return DraftTarget(sequence, self.draft_sequence)
 
-    def _by_grammar(
-        self, constraint: Constraint, count: int, ahead: Ordered[int], name: str
-    ) -> tuple[list[int], list[str]]:
-        found: dict[int, str] = {}
+    def _constrained(
+        self, constraint: Constraint, count: int, model_drafts: Ordered[int], model_name: str
+    ) -> _SourcedDraft:
+        """Draft allowed tokens: forced ones, and proposals where the grammar has a choice."""
+        proposed: dict[int, str] = {}
 
         def propose(draft: list[int]) -> int | None:
-            at = len(draft)
-            if at < len(ahead) and list(ahead[:at]) == draft:
-                found[at] = f"{name} {at}"
-                return ahead[at]
-            tokens, matched = self.lookup.propose(1, draft)
-            found[at] = f"{_LOOKUP} {matched}"
+            index = len(draft)
+            if index < len(model_drafts) and list(model_drafts[:index]) == draft:
+                proposed[index] = _source(model_name, index)
+                return model_drafts[index]
+            tokens, matched = self.ngrams.propose(1, draft)
+            proposed[index] = _source(_LOOKUP, matched)
             return tokens[0] if tokens else None
 
-        tokens, must = constraint.look_ahead(count, propose)
-        return tokens, [_FORCED if must[at] else found[at] for at in range(len(tokens))]
+        tokens, forced = constraint.look_ahead(count, propose)
+        sources = [
+            _FORCED if is_forced else proposed[index] for index, is_forced in enumerate(forced)
+        ]
+        return _SourcedDraft(tokens, sources)
 
-    def settle(
-        self, results: Ordered[Sampled | UnsoundLogits], verified: int
-    ) -> list[tuple[str, bool]]:
-        """Learn from what came; return the source and the fate of each draft that was verified."""
-        fates: list[tuple[str, bool]] = []
+    def record_results(
+        self, results: Ordered[SampledToken | InvalidLogits], verified: int
+    ) -> list[DraftOutcome]:
+        """Learn from the sampled tokens; return the outcomes of the first `verified` drafts."""
+        outcomes: list[DraftOutcome] = []
         failed = False
         for index, source in enumerate(self._sources):
             result = results[index] if index < len(results) else None
-            held = isinstance(result, Sampled) and result.token == self._offered[index]
+            matches = isinstance(result, SampledToken) and result.token == self._tokens[index]
             if result is not None and not failed:
-                self.acceptance.note(source, held)
-            failed = failed or not held
+                self.acceptance.record(source, matches)
+            failed = failed or not matches
             if index < verified:
-                fates.append((source.partition(" ")[0], not failed))
-        self._offered = self._sources = ()
-        return fates
+                outcomes.append(DraftOutcome(source.partition(" ")[0], not failed))
+        self._tokens = self._sources = ()
+        return outcomes
 
 
 @dataclass(slots=True)
-class Tally:
-    """Drafts of one kind of source."""
+class DraftCounts:
+    """The verified drafts of one kind of source."""
 
     drafted: int = 0
     accepted: int = 0
 
 
+class DecodingSequence(NamedTuple):
+    """A decoding sequence of the next step, and its drafter if it may speculate."""
+
+    sequence: Sequence
+    drafter: Drafter | None
+
+
+class _Drafting(NamedTuple):
+    sequence: Sequence
+    drafter: Drafter
+
+
 @dataclass(slots=True)
 class Speculation:
-    """What an engine speculates with."""
+    """The drafters of an engine, and what is known of their costs and successes."""
 
     draft_tokens_max: int
     rows_max: int
-    ahead: Ahead | None = None
+    model: DraftModel | None = None
     costs: StepCosts = field(default_factory=StepCosts)
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    tallies: dict[str, Tally] = field(default_factory=dict)
+    acceptance: AcceptanceRates = field(default_factory=AcceptanceRates)
+    counts_by_kind: dict[str, DraftCounts] = field(default_factory=dict)
     _recent_drafted: float = 0.0
     _recent_accepted: float = 0.0
-    _silent_steps: int = 0
+    _steps_without_model: int = 0
 
     def __post_init__(self) -> None:
-        kinds = [_LOOKUP, _FORCED] + ([self.ahead.habits.name] if self.ahead else [])
-        self.tallies = {kind: Tally() for kind in kinds}
+        kinds = [_LOOKUP, _FORCED] + ([self.model.traits.name] if self.model else [])
+        self.counts_by_kind = {kind: DraftCounts() for kind in kinds}
 
     @property
     def drafted_tokens_total(self) -> int:
-        """Drafts that were verified."""
-        return sum(tally.drafted for tally in self.tallies.values())
+        """The number of verified drafts."""
+        return sum(counts.drafted for counts in self.counts_by_kind.values())
 
     @property
     def accepted_tokens_total(self) -> int:
-        """Drafts that held."""
-        return sum(tally.accepted for tally in self.tallies.values())
+        """The number of accepted drafts."""
+        return sum(counts.accepted for counts in self.counts_by_kind.values())
 
     @property
     def recent_acceptance(self) -> float:
-        """Share of recently verified drafts that held; 0 where none were."""
+        """The accepted share of recently verified drafts; 0 if there are none."""
         drafted = self._recent_drafted
         return round(self._recent_accepted / drafted, 3) if drafted > 0.5 else 0.0
 
     def counts(self) -> dict[str, float]:
-        """Return what the metrics tell of each drafter."""
-        found: dict[str, float] = {}
-        for kind, tally in self.tallies.items():
-            found[f"drafted_by_{kind}_tokens_total"] = tally.drafted
-            found[f"accepted_by_{kind}_tokens_total"] = tally.accepted
-        return found
+        """Return the metrics of each kind of source."""
+        metrics: dict[str, float] = {}
+        for kind, counts in self.counts_by_kind.items():
+            metrics[f"drafted_by_{kind}_tokens_total"] = counts.drafted
+            metrics[f"accepted_by_{kind}_tokens_total"] = counts.accepted
+        return metrics
 
     def drafter(
         self, constraint: Constraint | None = None, predicted: Ordered[int] = ()
     ) -> Drafter:
-        """Return a new sequence's drafter."""
-        return Drafter(Lookup(predicted), Acceptance(self.acceptance), constraint)
+        """Return the drafter of a new sequence, whose output should resemble `predicted`."""
+        return Drafter(NgramProposer(predicted), AcceptanceRates(self.acceptance), constraint)
 
     def draft(
         self,
         decoding: Ordered[tuple[Sequence, Drafter | None]],
-        make_room: Callable[[Sequence, int], int],
+        reserve: Callable[[Sequence, int], int],
         read_tokens: int,
     ) -> None:
-        """Give each decoding sequence the drafts that pay in this step.
+        """Set the drafts of each decoding sequence that pay off in the next step.
 
-        A model that drafts reads at most about `read_tokens` of what it has not read yet.
+        `reserve` gives a sequence KV blocks for so many drafts and returns for how many it could. A
+        draft model reads at most about `read_tokens` of unread text.
         """
-        if not self._may_pay(len(decoding)):
+        if not self._may_pay_off(len(decoding)):
             return
-        drafters = [(sequence, drafter) for sequence, drafter in decoding if drafter is not None]
-        offers = [
-            drafter.offer(sequence, min(self.draft_tokens_max, sequence.remaining - 1))
-            for sequence, drafter in drafters
+        drafting = [
+            _Drafting(sequence, drafter) for sequence, drafter in decoding if drafter is not None
         ]
-        if self.ahead is not None:
-            self._run_ahead(self.ahead, drafters, offers, len(decoding), make_room, read_tokens)
-        depths = choose_depths(offers, len(decoding), self.rows_max, self.costs.seconds)
-        for (sequence, _), offer, depth in zip(drafters, offers, depths, strict=True):
-            sequence.drafts = offer.tokens[:depth]
+        proposals = [
+            drafter.propose(sequence, min(self.draft_tokens_max, sequence.remaining_tokens - 1))
+            for sequence, drafter in drafting
+        ]
+        if self.model is not None:
+            self._draft_with_model(
+                self.model, drafting, proposals, len(decoding), reserve, read_tokens
+            )
+        lengths = choose_draft_lengths(proposals, len(decoding), self.rows_max, self.costs.seconds)
+        for (sequence, _), proposal, length in zip(drafting, proposals, lengths, strict=True):
+            sequence.drafts = proposal.tokens[:length]
 
-    def timed(self, rows: int, seconds: float, *, decodes_only: bool) -> None:
-        """Learn what a step of so many rows took."""
-        spent_s = self.ahead.take_spent_s() if self.ahead is not None else 0.0
+    def record_step(self, rows: int, seconds: float, *, decodes_only: bool) -> None:
+        """Learn the time of a step, without what the draft model took of it."""
+        spent_s = self.model.take_spent_s() if self.model is not None else 0.0
         if rows and decodes_only:
-            self.costs.note(rows, max(seconds - spent_s, 0.0))
+            self.costs.record(rows, max(seconds - spent_s, 0.0))
 
-    def _run_ahead(
+    def record_results(
+        self, drafter: Drafter, results: Ordered[SampledToken | InvalidLogits], verified: int
+    ) -> None:
+        """Learn from the tokens sampled for one sequence, of whose drafts `verified` were run."""
+        outcomes = drafter.record_results(results, verified)
+        for outcome in outcomes:
+            counts = self.counts_by_kind[outcome.kind]
+            counts.drafted += 1
+            counts.accepted += outcome.accepted
+        if outcomes:
+            accepted = sum(outcome.accepted for outcome in outcomes)
+            self._recent_drafted = self._recent_drafted * _DECAY_PER_STEP + len(outcomes)
+            self._recent_accepted = self._recent_accepted * _DECAY_PER_STEP + accepted
+
+    def _draft_with_model(
         self,
-        ahead: Ahead,
-        drafters: Ordered[tuple[Sequence, Drafter]],
-        offers: list[Offer],
+        model: DraftModel,
+        drafting: Ordered[_Drafting],
+        proposals: list[DraftProposal],
         rows: int,
-        make_room: Callable[[Sequence, int], int],
+        reserve: Callable[[Sequence, int], int],
         read_tokens: int,
     ) -> None:
-        """Have the model draft for whom nothing better was found, as deep as that pays."""
-        name = ahead.habits.name
-        chances = [self.acceptance.chance(f"{name} {at}") for at in range(self.draft_tokens_max)]
-        worth = promise(chances, self._pass_s(max(len(offers), 1)) / self.costs.seconds(rows))
-        asked = [at for at, offer in enumerate(offers) if sum(offer.chances) <= worth]
-        depth = self._depth_ahead(chances, len(asked), rows)
-        room: dict[int, int] = {}
-        for at in asked:
-            # Nobody drafts past the end of its answer, its blocks, or what the model can read.
-            sequence, _ = drafters[at]
-            wanted = min(depth, sequence.remaining - 1)
-            if wanted > 0 and len(sequence.tokens) + wanted <= ahead.context_tokens:
-                room[at] = make_room(sequence, wanted)
-        depth = max(room.values(), default=0)
-        asked = [at for at in asked if depth and room.get(at) == depth]
-        pairs = [
-            (sequence, drafter.follow(ahead, sequence))
-            for sequence, drafter in (drafters[at] for at in asked)
+        """Replace the proposals that are worth less than drafts of the model."""
+        name = model.traits.name
+        positions = range(self.draft_tokens_max)
+        chances = [self.acceptance.chance(_source(name, index)) for index in positions]
+        pass_share = self._pass_s(max(len(proposals), 1)) / self.costs.seconds(rows)
+        gain = best_expected_gain(chances, pass_share)
+        weak = [index for index, one in enumerate(proposals) if sum(one.chances) <= gain]
+        length = self._model_draft_length(chances, len(weak), rows)
+        reserved: dict[int, int] = {}
+        for index in weak:
+            # A draft ends with the answer, its KV blocks and the draft model's context.
+            sequence = drafting[index].sequence
+            wanted = min(length, sequence.remaining_tokens - 1)
+            if wanted > 0 and len(sequence.tokens) + wanted <= model.context_tokens:
+                reserved[index] = reserve(sequence, wanted)
+        # All sequences of a pass draft the same number of tokens.
+        length = max(reserved.values(), default=0)
+        chosen = [index for index in weak if length and reserved.get(index) == length]
+        targets = [
+            drafting[index].drafter.target(model, drafting[index].sequence) for index in chosen
         ]
-        drafted = ahead.draft(pairs, depth, read_tokens)
-        if asked and not any(drafted):
-            # Still reading a long prompt: a try ends when something was drafted.
-            self._silent_steps = 0
-        for at, tokens in zip(asked, drafted, strict=True):
-            sequence, drafter = drafters[at]
+        drafted = model.draft(targets, length, read_tokens)
+        if chosen and not any(drafted):
+            # The model is still reading a long prompt: the trial goes on until it has drafted.
+            self._steps_without_model = 0
+        for index, tokens in zip(chosen, drafted, strict=True):
+            sequence, drafter = drafting[index]
             if tokens:
-                count = min(self.draft_tokens_max, sequence.remaining - 1)
-                offers[at] = drafter.offer(sequence, count, tokens, name)
+                count = min(self.draft_tokens_max, sequence.remaining_tokens - 1)
+                proposals[index] = drafter.propose(sequence, count, tokens, name)
 
-    def _depth_ahead(self, chances: Ordered[float], drafting: int, rows: int) -> int:
-        """Return how deep the model drafts for so many of `rows`; 0 where that does not pay."""
+    def _model_draft_length(self, chances: Ordered[float], drafting: int, rows: int) -> int:
+        """Return how many tokens the model drafts for `drafting` of `rows`; 0 if that is slower."""
         if not drafting:
             return 0
         pass_s, seconds = self._pass_s(drafting), self.costs.seconds
-        depth = choose_ahead(chances, drafting, rows, self.rows_max, seconds, pass_s)
-        if depth == 0:
-            # The first try is at once: then it is known what a pass takes.
-            tried = self._silent_steps % _TRIED_EVERY == 0
-            self._silent_steps += 1
-            return min(_TRIED_DEPTH, len(chances)) if tried else 0
-        return depth
+        length = choose_model_draft_length(chances, drafting, rows, self.rows_max, seconds, pass_s)
+        if length == 0:
+            # The first trial is immediate: it measures the cost of a pass.
+            is_trial = self._steps_without_model % _TRIAL_INTERVAL_STEPS == 0
+            self._steps_without_model += 1
+            return min(_TRIAL_LENGTH, len(chances)) if is_trial else 0
+        return length
 
     def _pass_s(self, rows: int) -> float:
-        """Return what one pass of the model that drafts takes."""
-        assert self.ahead is not None
-        if self.ahead.costs.known:
-            return self.ahead.costs.seconds(rows)
-        return self.ahead.share * self.costs.seconds(rows)
+        """Return the measured or assumed time of one pass of the draft model."""
+        assert self.model is not None
+        if self.model.costs.known:
+            return self.model.costs.seconds(rows)
+        return self.model.cost_share * self.costs.seconds(rows)
 
-    def _may_pay(self, rows: int) -> bool:
-        """Say whether even a draft that is sure to hold is worth its row."""
-        sure = Offer((0,), (1.0,))
-        return choose_depths([sure], rows, self.rows_max, self.costs.seconds) == [1]
+    def _may_pay_off(self, rows: int) -> bool:
+        """Return whether even a draft that is certainly accepted is worth its row."""
+        certain = DraftProposal((0,), (1.0,))
+        return choose_draft_lengths([certain], rows, self.rows_max, self.costs.seconds) == [1]
 
-    def settle(
-        self, drafter: Drafter, results: Ordered[Sampled | UnsoundLogits], verified: int
-    ) -> None:
-        """Note what became of one sequence's drafts."""
-        fates = drafter.settle(results, verified)
-        for kind, held in fates:
-            tally = self.tallies[kind]
-            tally.drafted += 1
-            tally.accepted += held
-        if fates:
-            accepted = sum(held for _, held in fates)
-            self._recent_drafted = self._recent_drafted * _KEPT_PER_STEP + len(fates)
-            self._recent_accepted = self._recent_accepted * _KEPT_PER_STEP + accepted
+
+def _source(kind: str, position: int) -> str:
+    """Return the name under which the acceptance of a draft is learned."""
+    return f"{kind} {position}"

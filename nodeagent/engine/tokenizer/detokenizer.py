@@ -1,41 +1,46 @@
-"""Text out of tokens as they come: whole characters only, and nothing of a stop string.
+"""Streaming text from tokens: only whole characters, and nothing of a stop string.
 
-Rule 1: bytes that do not yet make a character wait; an output cut inside a character drops them.
-Rule 2: text that may be the beginning of a stop string waits until it is known not to be; what
-comes too early to end the output is no part of one.
+Rule 1: bytes that do not complete a character are held back; an output that ends inside a character
+drops them.
+Rule 2: text that may begin a stop string is held back until the next text decides. Text that comes
+before `min_tokens` cannot end the output, so it is never part of a stop string.
 """
 
 import codecs
 from collections.abc import Mapping
 
+from nodeagent.engine.tokenizer.partial_match import partial_match_chars
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
-from nodeagent.engine.tools.call_scanner import beginning
 
 
-class TokenText:
-    """Decodes one sequence's tokens as they come."""
+class StreamDetokenizer:
+    """Turns one sequence's tokens into text, token by token."""
 
     def __init__(
         self,
         vocabulary: Vocabulary,
-        shown: Mapping[int, str] | None = None,
+        visible_special: Mapping[int, str] | None = None,
         *,
-        goes_on: bool = False,
+        continues_text: bool = False,
     ) -> None:
-        """Decode by `vocabulary`; `shown` are special tokens that count as text here.
+        """Decode with `vocabulary`.
 
-        What `goes_on` does so from text before it, else it begins one.
+        `visible_special` are special tokens that appear in the text, with their spelling; all other
+        special tokens produce no text. `continues_text` says that the output continues a text that
+        the client already has, so the space before its first word is kept.
         """
         self._vocabulary = vocabulary
-        self._shown = {token: text.encode() for token, text in (shown or {}).items()}
+        self._visible_special = {
+            token: text.encode() for token, text in (visible_special or {}).items()
+        }
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # SentencePiece spells the space before the first word; decoding drops it.
-        self._strip_first = not vocabulary.byte_level and not goes_on
+        # SentencePiece adds a space before the first word of a text; decoding removes it.
+        self._strip_first = not vocabulary.byte_level and not continues_text
 
     def feed(self, token: int) -> str:
-        """Return the text that is complete with `token`."""
-        spelled = self._shown.get(token) or self._vocabulary.token_bytes(token)
-        text = self._decoder.decode(spelled)
+        """Return the text that `token` completes; empty while a character is incomplete."""
+        raw = self._visible_special.get(token) or self._vocabulary.token_bytes(token)
+        text = self._decoder.decode(raw)
         if self._strip_first and text:
             self._strip_first = False
             return text.removeprefix(" ")
@@ -43,29 +48,32 @@ class TokenText:
 
 
 class StopStrings:
-    """Holds back what may begin a stop string, and says when one is whole."""
+    """Finds stop strings in streamed text and holds back text that may begin one."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
-        self._held = ""
+        self._held_back = ""
         self.matched = False
 
     def feed(self, text: str, *, early: bool = False) -> str:
-        """Return what may be emitted after `text`; sets `matched` where a stop string is whole."""
+        """Return what may be emitted after `text`; set `matched` once a stop string is complete.
+
+        `early` marks text from before `min_tokens`: it is emitted without a search.
+        """
         if early or not self._stops:
             return text
-        self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
+        self._held_back += text
+        starts = [start for stop in self._stops if (start := self._held_back.find(stop)) >= 0]
+        if starts:
             self.matched = True
-            emitted, self._held = self._held[: min(found)], ""
+            emitted, self._held_back = self._held_back[: min(starts)], ""
             return emitted
-        keep = max(beginning(self._held, stop) for stop in self._stops)
-        emitted = self._held[: len(self._held) - keep]
-        self._held = self._held[len(self._held) - keep :]
+        keep = max(partial_match_chars(self._held_back, stop) for stop in self._stops)
+        emitted = self._held_back[: len(self._held_back) - keep]
+        self._held_back = self._held_back[len(self._held_back) - keep :]
         return emitted
 
     def flush(self) -> str:
-        """Return what was held back: the output ended and it was no stop string after all."""
-        held, self._held = self._held, ""
-        return held
+        """Return the text held back, once the output has ended without completing a stop string."""
+        held_back, self._held_back = self._held_back, ""
+        return held_back

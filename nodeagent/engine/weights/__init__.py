@@ -1,1 +1,1 @@
-"""Reading model files: GGUF, and Hugging Face folders. A lie in a file is refused in words."""
+"""Reads weights and shapes from model files: GGUF, safetensors folders, LoRA and EAGLE-3."""

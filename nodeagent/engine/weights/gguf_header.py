@@ -1,7 +1,7 @@
-"""The header of a GGUF file: metadata and the table of tensors, each length checked before use.
+"""Reads the header of a GGUF file (metadata and tensor table), checking every length before use.
 
-The `gguf` package's own reader takes seconds for a vocabulary of 50,000 and trusts the lengths
-that the file claims; this one reads what the engine needs. Layout from the GGUF specification.
+The reader of the `gguf` package takes seconds for a vocabulary of 50,000 and trusts the lengths in
+the file. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import math
@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.weights.stored_tensor import check_plain
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.weights.stored_tensor import check_regular_file
 
 _SCALARS: Final = {
     0: struct.Struct("<B"),
@@ -41,23 +41,25 @@ _TENSORS_MAX: Final = 65_536
 _DIMENSIONS_MAX: Final = 4
 _NAME_BYTES_MAX: Final = 65_535
 _ITEMS_MAX: Final = 8 * 1024 * 1024
-"""Array items in all. A vocabulary has a few hundred thousand; each costs an object here."""
+"""Array items of a file. A vocabulary has a few hundred thousand; each becomes a Python object."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies. `shape` is in torch's order, rows first."""
+    """Where one tensor lies."""
 
     path: Path
     name: str
     shape: tuple[int, ...]
+    """In torch's order: rows first."""
     kind: int
+    """A `GGMLQuantizationType`."""
     start: int
-    """Its first byte in the file."""
+    """Offset in the file in bytes."""
 
     @property
     def size_bytes(self) -> int:
-        """What the tensor takes in the file; refuses what cannot be read."""
+        """The size in the file. Raises CheckpointError for an unknown type."""
         try:
             group, group_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(self.kind)]
         except (ValueError, KeyError) as error:
@@ -73,20 +75,22 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Strings:
-    """An array of strings, made into those when they are asked for.
+class PackedStrings:
+    """An array of strings, decoded when read.
 
-    A vocabulary's take most of a header's time, and weights need not wait for them.
+    Decoding a vocabulary takes most of the time of a header, and weights need not wait for it.
     """
 
     path: Path
     what: str
+    """The metadata key, for errors."""
     packed: bytes
-    """Each behind its length."""
+    """The strings, each preceded by its length."""
     ends: list[int]
+    """The end of each string in `packed`."""
 
     def read(self) -> list[str]:
-        """Return the strings, or refuse what is no text."""
+        """Return the strings; raise CheckpointError where one is not UTF-8."""
         packed, length = self.packed, _U64.size
         try:
             return [packed[at + length : end].decode() for at, end in pairwise([0, *self.ends])]
@@ -96,14 +100,14 @@ class Strings:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What the file says before its tensors."""
+    """The metadata, and the tensors by name."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorEntry]
 
 
-class _Cursor:
-    """Reads forward through the file, and refuses to pass its end."""
+class _HeaderCursor:
+    """Reads forward through the file; raises CheckpointError instead of passing its end."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -150,14 +154,14 @@ class _Cursor:
             raise CheckpointError(f"cannot read {self.path}: {what} has unknown type {kind}")
         return self.number(layout, what)
 
-    def _array(self, what: str) -> list[Any] | Strings:
+    def _array(self, what: str) -> list[Any] | PackedStrings:
         kind = self.number(_U32, what)
         count = self.number(_U64, what)
         self.items_left -= count
         if self.items_left < 0:
             raise CheckpointError(
-                f"cannot read {self.path}: {what} claims {count} items, {_ITEMS_MAX} in all are"
-                " the most"
+                f"cannot read {self.path}: {what} claims {count} items, at most {_ITEMS_MAX} in"
+                " all are supported"
             )
         layout = _SCALARS.get(kind)
         if layout is not None:
@@ -171,8 +175,8 @@ class _Cursor:
             raise CheckpointError(f"cannot read {self.path}: {what} is an array of type {kind}")
         return self._strings(count, what)
 
-    def _strings(self, count: int, what: str) -> Strings:
-        """Pass over `count` strings: a vocabulary has a hundred thousand, so no call is idle."""
+    def _strings(self, count: int, what: str) -> PackedStrings:
+        """Skip `count` strings, noting where each ends. A tight loop: a vocabulary has 100,000."""
         data, start = self.data, self.at
         at, last, length_at = 0, self.end - start - _U64.size, _U64.unpack_from
         ends: list[int] = []
@@ -184,32 +188,34 @@ class _Cursor:
         else:
             if start + at <= self.end:
                 self.at = start + at
-                return Strings(self.path, what, data[start : self.at], ends)
+                return PackedStrings(self.path, what, data[start : self.at], ends)
         raise CheckpointError(
             f"cannot read {self.path}: {what} claims {count} strings, the file ends at {self.end}"
         )
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read metadata and tensor table of one file, or raise CheckpointError."""
-    check_plain(path)
+    """Read the metadata and the tensor table of one file, or raise CheckpointError."""
+    check_regular_file(path)
     with path.open("rb") as file:
         if path.stat().st_size == 0:
             raise CheckpointError(f"cannot read {path}: the file is empty")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            # The header's pages come in one go, not each when it is asked for.
+            # Read the pages ahead, instead of one page fault at a time.
             data.madvise(mmap.MADV_WILLNEED)
             return _read(path, data)
 
 
 def _read(path: Path, data: mmap.mmap) -> GgufHeader:
-    cursor = _Cursor(path, data)
+    cursor = _HeaderCursor(path, data)
     start = cursor.skip(4, "magic")
     if data[start : start + 4] != b"GGUF":
         raise CheckpointError(f"cannot read {path}: not a GGUF file")
     version = cursor.number(_U32, "version")
     if version not in (2, 3):
-        raise CheckpointError(f"cannot read {path}: GGUF version {version}, 2 or 3 is expected")
+        raise CheckpointError(
+            f"cannot read {path}: GGUF version {version}; versions 2 and 3 are supported"
+        )
     tensor_count = cursor.number(_U64, "tensor count")
     key_count = cursor.number(_U64, "key count")
     if tensor_count > _TENSORS_MAX or key_count > _KEYS_MAX:
@@ -220,7 +226,7 @@ def _read(path: Path, data: mmap.mmap) -> GgufHeader:
     for _ in range(key_count):
         key = cursor.name("a metadata key")
         if key in metadata:
-            raise CheckpointError(f"cannot read {path}: {key!r} is there twice")
+            raise CheckpointError(f"cannot read {path}: {key!r} occurs twice")
         metadata[key] = cursor.value(cursor.number(_U32, key), key)
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= 65_536:
@@ -230,14 +236,14 @@ def _read(path: Path, data: mmap.mmap) -> GgufHeader:
     tensors: dict[str, TensorEntry] = {}
     for name, shape, tensor_kind, offset in found:
         if name in tensors:
-            raise CheckpointError(f"cannot read {path}: {name!r} is there twice")
+            raise CheckpointError(f"cannot read {path}: {name!r} occurs twice")
         tensors[name] = TensorEntry(path, name, shape, tensor_kind, data_start + offset)
-    _check_places(path, tensors.values(), len(data))
+    _check_extents(path, tensors.values(), len(data))
     return GgufHeader(metadata, tensors)
 
 
-def _read_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Read a tensor's name, shape, kind, and offset behind the header."""
+def _read_entry(cursor: _HeaderCursor) -> tuple[str, tuple[int, ...], int, int]:
+    """Return a tensor's name, shape, type, and offset relative to the data section."""
     name = cursor.name("a tensor's name")
     count = cursor.number(_U32, name)
     if not 1 <= count <= _DIMENSIONS_MAX:
@@ -249,8 +255,8 @@ def _read_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, tuple(reversed(dimensions)), kind, cursor.number(_U64, name)
 
 
-def _check_places(path: Path, entries: Iterable[TensorEntry], end: int) -> None:
-    """Refuse tensors that lie past the end of the file or upon one another."""
+def _check_extents(path: Path, entries: Iterable[TensorEntry], end: int) -> None:
+    """Raise CheckpointError where tensors pass the end of the file or overlap."""
     ordered = sorted(entries, key=lambda entry: entry.start)
     for entry in ordered:
         if entry.start + entry.size_bytes > end:

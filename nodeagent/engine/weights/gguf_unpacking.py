@@ -1,7 +1,7 @@
-"""From a GGUF file's packed rows to numbers, all rows at once.
+"""Unpacks the quantised rows of a GGUF file, all rows at once.
 
-The `gguf` package unpacks every kind sixteen rows at a time; for the kinds that most files hold,
-whole matrices at once take a third of its time. Layouts from ggml's block structs.
+The `gguf` package unpacks 16 rows at a time; for the most frequent types, unpacking a whole matrix
+at once takes a third of the time. Layouts: the block structs of ggml-common.h.
 """
 
 from functools import partial
@@ -13,16 +13,19 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from nodeagent.engine.kernels.cpu.file_reads import InFile
-from nodeagent.engine.kernels.cpu.matrix_layouts import GROUP_WEIGHTS
-from nodeagent.engine.model.layers.linear import Filed, Groups
+from nodeagent.engine.kernels.matrix_formats import (
+    GROUP_WEIGHTS,
+    GgufBlocks,
+    QuantisedGroups,
+    RowsInFile,
+)
 
 IN_GROUPS: Final = (
     GGMLQuantizationType.Q4_0,
     GGMLQuantizationType.Q4_1,
     GGMLQuantizationType.Q8_0,
 )
-BITS: Final = {
+BITS_OF: Final = {
     GGMLQuantizationType.Q4_0: 4,
     GGMLQuantizationType.Q4_1: 4,
     GGMLQuantizationType.Q8_0: 8,
@@ -37,44 +40,47 @@ FLOATS: Final = {
 
 
 def unpack(packed: np.ndarray, kind: GGMLQuantizationType) -> Tensor:
-    """Return the weights of `packed` [rows, bytes] in fp32; floats as they are."""
+    """Return the weights of `packed` [rows, bytes] in fp32; floats in their own dtype.
+
+    Raises NotImplementedError for a type that has no reader.
+    """
     if kind in FLOATS:
         return torch.from_numpy(packed).view(FLOATS[kind])
     if kind is GGMLQuantizationType.Q8_0:
-        return _eight_bits(packed)
+        return _dequantise_q8(packed)
     if kind in IN_GROUPS:
-        return groups_of(torch.from_numpy(packed), kind).wide()
+        return groups_of(torch.from_numpy(packed), kind).dequantise()
     weights: np.ndarray = dequantize(packed, kind)
     return torch.from_numpy(weights.astype(np.float32, copy=False))
 
 
-def filed(packed: Tensor | InFile, columns: int, kind: GGMLQuantizationType) -> Filed:
-    """Return the matrix of `packed` [rows, bytes] as it is."""
-    return Filed((packed,), columns, kind.name, partial(groups_of, kind=kind))
+def blocks_of(packed: Tensor | RowsInFile, columns: int, kind: GGMLQuantizationType) -> GgufBlocks:
+    """Return the matrix of `packed` [rows, bytes] as blocks, without unpacking it."""
+    return GgufBlocks((packed,), columns, kind.name, partial(groups_of, kind=kind))
 
 
-def groups_of(packed: Tensor, kind: GGMLQuantizationType) -> Groups:
-    """Return the numbers of `packed` [rows, bytes] with their scales and offsets."""
+def groups_of(packed: Tensor, kind: GGMLQuantizationType) -> QuantisedGroups:
+    """Unpack `packed` [rows, bytes] into numbers, scales and offsets."""
     if kind is GGMLQuantizationType.Q8_0:
         blocks = packed.view(len(packed), -1, GROUP_WEIGHTS + 2)
         scales = _fp16(blocks, 0)
-        # Counted from the least: 128 more, as bytes without a sign.
+        # int8 to uint8: add 128, which the offset subtracts.
         numbers = blocks[..., 2:].bitwise_xor(128).view(len(packed), -1)
-        return Groups(numbers, scales, -128 * scales, bits=8)
+        return QuantisedGroups(numbers, scales, -128 * scales, bits=8)
     blocks = packed.view(len(packed), -1, GGML_QUANT_SIZES[kind][1])
-    halves = blocks[..., -GROUP_WEIGHTS // 2 :]
-    # The first sixteen of a group are the low halves of its bytes, the others the high ones.
+    nibbles = blocks[..., -GROUP_WEIGHTS // 2 :]
+    # The low nibbles of a group are its first 16 numbers, the high nibbles the others.
     numbers = torch.empty(*blocks.shape[:2], GROUP_WEIGHTS, dtype=torch.uint8)
-    torch.bitwise_and(halves, 15, out=numbers[..., : GROUP_WEIGHTS // 2])
-    torch.bitwise_right_shift(halves, 4, out=numbers[..., GROUP_WEIGHTS // 2 :])
+    torch.bitwise_and(nibbles, 15, out=numbers[..., : GROUP_WEIGHTS // 2])
+    torch.bitwise_right_shift(nibbles, 4, out=numbers[..., GROUP_WEIGHTS // 2 :])
     numbers = numbers.view(len(packed), -1)
     scales = _fp16(blocks, 0)
     if kind is GGMLQuantizationType.Q4_1:
-        return Groups(numbers, scales, _fp16(blocks, 2))
-    return Groups(numbers, scales, -8 * scales)
+        return QuantisedGroups(numbers, scales, _fp16(blocks, 2))
+    return QuantisedGroups(numbers, scales, -8 * scales)
 
 
-def _eight_bits(packed: np.ndarray) -> Tensor:
+def _dequantise_q8(packed: np.ndarray) -> Tensor:
     blocks = torch.from_numpy(packed).view(len(packed), -1, GROUP_WEIGHTS + 2)
     numbers = blocks[..., 2:].view(torch.int8).float()
     return numbers.mul_(_fp16(blocks, 0)[..., None]).view(len(packed), -1)

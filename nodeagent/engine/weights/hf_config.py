@@ -1,24 +1,26 @@
-"""config.json of a Hugging Face folder: the numbers of every family of decoders in one shape."""
+"""Derives a decoder's shape from config.json of a Hugging Face folder."""
 
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from nodeagent.engine.model.families import FAMILIES
-from nodeagent.engine.model.shape import CheckpointError, ModelShape
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.weights.rope_scaling import RopeConfig, scaling_of
-from nodeagent.engine.weights.stored_tensor import check_plain
+from nodeagent.engine.weights.stored_tensor import check_regular_file
 
+MODEL_TYPES: Final = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
+"""The supported values of `model_type`: the keys of `model.families.FAMILIES`."""
 _JSON_BYTES_MAX: Final = 64 * 1024 * 1024
 _WINDOWED: Final = frozenset({"mistral", "mixtral"})
-"""Families whose `sliding_window` counts without `use_sliding_window`."""
+"""Families whose `sliding_window` applies without `use_sliding_window`."""
 _WINDOWED_FROM: Final = frozenset({"qwen2", "qwen3"})
-"""Families of which `max_window_layers` layers see everything."""
+"""Families whose first `max_window_layers` layers have no window."""
 
 
 class DecoderConfig(msgspec.Struct):
-    """The part of config.json that fixes a decoder's shape."""
+    """The fields of config.json that determine a decoder's shape."""
 
     model_type: str
     hidden_size: int
@@ -54,29 +56,32 @@ class DecoderConfig(msgspec.Struct):
 
 def read_json(path: Path, kind: Any) -> Any:
     """Read a JSON file into `kind`, or raise CheckpointError."""
-    check_plain(path)
+    check_regular_file(path)
     try:
         if path.stat().st_size > _JSON_BYTES_MAX:
             raise CheckpointError(f"cannot read {path}: larger than {_JSON_BYTES_MAX} bytes")
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    # What is not UTF-8 comes as a ValueError of its own.
+    # Input that is not UTF-8 raises UnicodeDecodeError, a ValueError.
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
-def read_beside(path: Path, kind: type[Any]) -> Any:
-    """Read a JSON file that may be missing: then all of it is as `kind` has it."""
+def read_optional_json(path: Path, kind: type[Any]) -> Any:
+    """Read a JSON file that may be missing; return the defaults of `kind` if it is."""
     return read_json(path, kind) if path.exists() else kind()
 
 
-def shape_of(folder: Path, config: DecoderConfig) -> ModelShape:
-    """Return the shape that `config` tells, or refuse what the engine would compute wrongly."""
-    if config.model_type not in FAMILIES:
+def shape_of(folder: Path, config: DecoderConfig) -> DecoderShape:
+    """Return the shape of the model.
+
+    Raises CheckpointError for anything that the engine would compute wrongly.
+    """
+    if config.model_type not in MODEL_TYPES:
         raise CheckpointError(
-            f"cannot load {folder}: model_type {config.model_type!r},"
-            f" {', '.join(sorted(FAMILIES))} are supported"
+            f"cannot load {folder}: model_type {config.model_type!r};"
+            f" {', '.join(sorted(MODEL_TYPES))} are supported"
         )
     if config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
         raise CheckpointError(
@@ -84,14 +89,15 @@ def shape_of(folder: Path, config: DecoderConfig) -> ModelShape:
         )
     if config.num_attention_heads < 1:
         raise CheckpointError(f"cannot load {folder}: no attention heads")
-    # Whoever stretches a model adds `rope_scaling`, whatever stands there already.
+    # `rope_scaling` comes first: it is what users add to stretch a model.
     rope = config.rope_scaling or config.rope_parameters or RopeConfig()
-    thetas = [said.rope_theta for said in (rope, config, config.rope_parameters) if said]
+    sources = (rope, config, config.rope_parameters)
+    thetas = [source.rope_theta for source in sources if source]
     theta = next(filter(None, thetas), 10_000.0)
     scaling, context_tokens = scaling_of(folder, rope, theta, config.max_position_embeddings)
     experts = _experts(folder, config)
     per_expert = config.moe_intermediate_size if experts else None
-    return ModelShape(
+    return DecoderShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         intermediate=config.intermediate_size if per_expert is None else per_expert,
@@ -108,7 +114,7 @@ def shape_of(folder: Path, config: DecoderConfig) -> ModelShape:
         window_tokens=_window(folder, config),
         experts=experts,
         experts_per_token=config.num_experts_per_tok if experts else 0,
-        # Mixtral always does, Qwen3-MoE where its config says so.
+        # Mixtral always normalises, Qwen3-MoE where its config says so.
         shares_normalised=config.model_type == "mixtral" or bool(config.norm_topk_prob),
     )
 
@@ -125,12 +131,12 @@ def _experts(folder: Path, config: DecoderConfig) -> int:
 
 
 def _window(folder: Path, config: DecoderConfig) -> int | None:
-    wanted = config.model_type in _WINDOWED or config.use_sliding_window
-    if not wanted or config.sliding_window is None:
+    is_windowed = config.model_type in _WINDOWED or config.use_sliding_window
+    if not is_windowed or config.sliding_window is None:
         return None
     kinds = set(config.layer_types or ())
     if config.model_type in _WINDOWED_FROM and not kinds:
-        # Older files tell from which layer on the window counts.
+        # Older files give the first layer with a window instead of a type for each layer.
         first = min(max(config.max_window_layers, 0), config.num_hidden_layers)
         kinds = {"sliding_attention"} if first < config.num_hidden_layers else set()
         kinds |= {"full_attention"} if first else set()

@@ -1,14 +1,14 @@
-"""The published layouts of weights quantised alone, and how their bits become numbers again.
+"""Unpacks the published layouts of weight-only quantisation.
 
 Each weight is (number - zero) * scale, with a zero and a scale for each row and group of columns.
-The layouts differ in which way a matrix lies, in what order the numbers share a 32-bit word, and in
-how zeros are counted:
+The layouts differ in the orientation of the matrix, in the order of the numbers in a 32-bit word,
+and in the encoding of zeros:
 
-- `compressed`: compressed-tensors' pack-quantized. Rows of words, lowest bits first; zeros, where
-  there are any, packed along rows.
-- `gptq`: columns of words, lowest bits first; each zero is stored less one, but in version 2.
-  `g_idx` tells each column's group, which may be any.
-- `awq`: packed along the rows of the answer, eight to a word in an order of its own.
+- `compressed`: compressed-tensors' pack-quantized. Words along rows, lowest bits first; zeros are
+  optional, and packed along the row dimension.
+- `gptq`: words along columns, lowest bits first. Zeros are stored minus one, except in version 2.
+  `g_idx` gives the group of each column, in any order.
+- `awq`: words along the output rows, eight numbers to a word in an order of its own.
 """
 
 from collections.abc import Callable
@@ -18,40 +18,40 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from nodeagent.engine.kernels.cpu.matrix_layouts import GROUP_WEIGHTS
-from nodeagent.engine.model.layers.linear import Groups
+from nodeagent.engine.kernels.matrix_formats import GROUP_WEIGHTS, QuantisedGroups
 
 _WORD_BITS: Final = 32
 _AWQ_ORDER: Final = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where in a word AWQ keeps the first to the eighth of eight numbers."""
+"""The position in a word of each of AWQ's eight numbers."""
 
-Read = Callable[[str], Tensor]
-"""Reads a module's tensor by its last name."""
+ReadPart = Callable[[str], Tensor]
+"""Reads a tensor of the module by the last part of its name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
-    """How a model's matrices are packed."""
+class PackingScheme:
+    """How the matrices of a model are packed."""
 
     layout: Literal["compressed", "gptq", "awq"]
     bits: int
     group: int
-    """Columns that share a scale; 0 for whole rows."""
+    """Columns that share a scale; 0 for all columns of a row."""
     zeros: bool = True
-    """False where zero is in the middle of the numbers, and stored nowhere."""
+    """Whether zeros are stored; otherwise zero is the middle of the range."""
     zeros_less_one: bool = False
+    """Whether zeros are stored minus one."""
 
     def __str__(self) -> str:
         columns = f"groups of {self.group}" if self.group else "whole rows"
         return f"{self.layout}, {self.bits} bits, {columns}"
 
     @property
-    def mark(self) -> str:
-        """The last name of the tensor that tells a packed matrix."""
+    def packed_name(self) -> str:
+        """The last part of the name of the tensor that holds the packed numbers."""
         return "weight_packed" if self.layout == "compressed" else "qweight"
 
     def fits(self, rows: int, columns: int) -> bool:
-        """True where such a matrix can be packed so."""
+        """Return whether a matrix of this size can be packed so."""
         along = {"compressed": (columns,), "gptq": (rows, columns), "awq": (rows,)}[self.layout]
         if self.zeros and self.layout == "compressed":
             along = (rows, columns)
@@ -59,7 +59,7 @@ class Scheme:
         return whole and columns % (self.group or columns) == 0
 
     def parts(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor that keeps such a matrix, by its last name."""
+        """Return the shapes of the tensors of such a matrix, by the last part of their names."""
         per_word, groups = _WORD_BITS // self.bits, columns // (self.group or columns)
         shapes: dict[str, tuple[int, ...]]
         if self.layout == "compressed":
@@ -76,7 +76,7 @@ class Scheme:
             shapes |= {"qweight": (columns // per_word, rows), "g_idx": (columns,)}
         return shapes
 
-    def read(self, read: Read) -> "Packed":
+    def read(self, read: ReadPart) -> "PackedMatrix":
         """Read one matrix."""
         if self.layout == "compressed":
             numbers, scales = _unpacked(read("weight_packed"), self.bits), read("weight_scale")
@@ -84,22 +84,22 @@ class Scheme:
             zeros = middle
             if self.zeros:
                 zeros = _unpacked(read("weight_zero_point").T, self.bits).T.float()
-            return Packed(self.bits, numbers, zeros, scales.float(), None)
+            return PackedMatrix(self.bits, numbers, zeros, scales.float(), None)
         scales = read("scales").float().T
         if self.layout == "awq":
-            numbers, zeros = (_reordered(read(name)) for name in ("qweight", "qzeros"))
-            return Packed(self.bits, numbers.T.contiguous(), zeros.T.float(), scales, None)
+            numbers, zeros = (_unpacked_awq(read(name)) for name in ("qweight", "qzeros"))
+            return PackedMatrix(self.bits, numbers.T.contiguous(), zeros.T.float(), scales, None)
         numbers = _unpacked(read("qweight").T, self.bits)
         zeros = _unpacked(read("qzeros"), self.bits).T.float() + self.zeros_less_one
         group_of = read("g_idx").long()
         runs = torch.arange(len(group_of)) // (self.group or len(group_of))
         ordered = torch.equal(group_of, runs)
-        return Packed(self.bits, numbers, zeros, scales, None if ordered else group_of)
+        return PackedMatrix(self.bits, numbers, zeros, scales, None if ordered else group_of)
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """A matrix of numbers with the zeros and scales of its groups of columns."""
+class PackedMatrix:
+    """Unpacked numbers with the zeros and scales of their groups of columns."""
 
     bits: int
     numbers: Tensor
@@ -109,9 +109,9 @@ class Packed:
     scales: Tensor
     """[rows, groups], fp32."""
     group_of: Tensor | None
-    """Which group each column is of; None where groups are columns side by side."""
+    """The group of each column; None where groups are neighbouring columns."""
 
-    def wide(self) -> Tensor:
+    def dequantise(self) -> Tensor:
         """Return the weights in fp32."""
         if self.group_of is not None:
             zeros, scales = self.zeros[:, self.group_of], self.scales[:, self.group_of]
@@ -120,24 +120,25 @@ class Packed:
         grouped = self.numbers.view(rows, groups, -1).float()
         return grouped.sub_(self.zeros[..., None]).mul_(self.scales[..., None]).view(rows, -1)
 
-    def groups(self) -> Groups | None:
-        """Return the same in the groups that kernels know; None where they cannot be made."""
+    def groups(self) -> QuantisedGroups | None:
+        """Return the matrix in groups of 32; None where its groups are no multiple of that."""
         columns, groups = self.numbers.shape[1], self.scales.shape[1]
         if self.group_of is not None or columns // groups % GROUP_WEIGHTS:
             return None
         repeats = columns // groups // GROUP_WEIGHTS
         offsets = (-self.zeros * self.scales).repeat_interleave(repeats, 1)
         scales = self.scales.repeat_interleave(repeats, 1)
-        return Groups(self.numbers, scales, offsets, self.bits)
+        return QuantisedGroups(self.numbers, scales, offsets, self.bits)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """Return the numbers of 32-bit words [rows, words], lowest bits first: [rows, numbers]."""
+    """Unpack 32-bit words [rows, words], lowest bits first: [rows, numbers]."""
     shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32)
     numbers = (words[..., None] >> shifts).bitwise_and_((1 << bits) - 1)
     return numbers.to(torch.uint8).flatten(-2)
 
 
-def _reordered(words: Tensor) -> Tensor:
+def _unpacked_awq(words: Tensor) -> Tensor:
+    """Unpack words of eight 4-bit numbers in AWQ's order."""
     numbers = _unpacked(words, 4)
     return numbers.view(len(words), -1, 8)[..., _AWQ_ORDER].reshape(len(words), -1)

@@ -1,4 +1,4 @@
-"""What either kind of file says of how positions are stretched: a rule, or a refusal."""
+"""Validates the RoPE scaling of a model file, whatever its format."""
 
 import math
 from pathlib import Path
@@ -6,14 +6,19 @@ from typing import Final
 
 import msgspec
 
-from nodeagent.engine.model.layers.rope import LinearScaling, Llama3Scaling, Scaling, YarnScaling
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.architecture.rope_scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+)
 
 _FACTOR_MAX: Final = 2**32
 
 
 class RopeConfig(msgspec.Struct):
-    """`rope_scaling`, or `rope_parameters` as newer files call it."""
+    """`rope_scaling` of config.json, or `rope_parameters`, its newer name."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -32,10 +37,11 @@ class RopeConfig(msgspec.Struct):
 
 def scaling_of(
     path: Path, rope: RopeConfig, theta: float, context_tokens: int
-) -> tuple[Scaling | None, int]:
-    """Return by what rule positions are stretched, and to what context.
+) -> tuple[RopeScaling | None, int]:
+    """Return the scaling rule and the stretched context.
 
-    `context_tokens` are what the file says elsewhere: with YaRN that may be what it was before.
+    `context_tokens` is the context in the rest of the file; with YaRN that may be the original one.
+    Raises CheckpointError for unsupported kinds and unusable numbers.
     """
     kind = rope.rope_type or rope.type or "default"
     if kind == "default":
@@ -60,7 +66,7 @@ def _llama3(path: Path, rope: RopeConfig, original: int) -> Llama3Scaling:
 
 def _positive(path: Path, factor: float | None) -> float:
     factor = 1.0 if factor is None else factor
-    # Written so that NaN fails too.
+    # The comparison is written so that NaN fails it.
     if not 0 < factor < _FACTOR_MAX:
         raise CheckpointError(f"cannot load {path}: rope scaling by a factor of {factor}")
     return factor
@@ -79,7 +85,7 @@ def _yarn(
         truncate=rope.truncate,
     )
     numbers = [factor, original, scaling.beta_fast, scaling.beta_slow, scaling.attention_factor]
-    # Written so that NaN fails too.
+    # The comparison is written so that NaN fails it.
     if theta < 2 or not all(1 / _FACTOR_MAX < number < _FACTOR_MAX for number in numbers):
         raise CheckpointError(f"cannot load {path}: rope scaling by {scaling}, theta {theta}")
     return scaling

@@ -1,6 +1,6 @@
-"""Where in a file each weight lies, and reading it from there.
+"""Locates tensors in files, and reads them without the safetensors package.
 
-What the safetensors package has opened is sound: it holds lengths and offsets against the file.
+That package has opened the file before, and has checked all lengths and offsets.
 """
 
 import math
@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 
 _LENGTH: Final = struct.Struct("<Q")
 _DTYPES: Final = {
@@ -28,39 +28,39 @@ _DTYPES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """Where a weight lies, in one piece and row behind row."""
+class StoredTensor:
+    """A tensor that lies contiguously in a file, in row-major order."""
 
     path: Path
     start: int
     shape: tuple[int, ...]
     kind: str
-    """What safetensors calls its numbers."""
+    """The dtype, by its safetensors name."""
     head_rows: int = 0
-    """Of so many rows, the first half and the second are filed as neighbours; 0 where none are."""
+    """Not 0: within each `head_rows` rows the file interleaves the first and the second half."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What torch calls its numbers."""
+        """The dtype in torch."""
         return _DTYPES[self.kind]
 
-    def rows(self, first: int, end: int) -> "Stored":
-        """Return some of its rows."""
+    def rows(self, first: int, end: int) -> "StoredTensor":
+        """Return rows [first, end) of it."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         start, shape = self.start + first * row_bytes, (end - first, *self.shape[1:])
-        return Stored(self.path, start, shape, self.kind, self.head_rows)
+        return StoredTensor(self.path, start, shape, self.kind, self.head_rows)
 
     def read(self, file: int) -> Tensor:
-        """Read it from its open file, as it lies there."""
+        """Read it from its open file."""
         packed = torch.empty(math.prod(self.shape) * self.dtype.itemsize, dtype=torch.uint8)
         read_into(packed.numpy().data, file, self.start, self.path)
         return packed.view(self.dtype).view(self.shape)
 
 
-def check_plain(path: Path) -> None:
-    """Raise CheckpointError where `path` is no plain file: opening a pipe waits without end."""
+def check_regular_file(path: Path) -> None:
+    """Raise CheckpointError unless `path` is a regular file: opening a pipe would block forever."""
     if path.exists() and not path.is_file():
-        raise CheckpointError(f"cannot read {path}: it is no plain file")
+        raise CheckpointError(f"cannot read {path}: it is not a regular file")
 
 
 class _Entry(msgspec.Struct):
@@ -69,22 +69,25 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-def places(path: Path) -> dict[str, Stored]:
-    """Return where each weight of a safetensors file lies."""
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return all tensors of a safetensors file, by name."""
     with path.open("rb") as file:
         (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
         header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
     header.pop("__metadata__", None)
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for name, raw in header.items():
         entry = msgspec.json.decode(raw, type=_Entry)
         start = _LENGTH.size + length + entry.data_offsets[0]
-        found[name] = Stored(path, start, entry.shape, entry.dtype)
+        found[name] = StoredTensor(path, start, entry.shape, entry.dtype)
     return found
 
 
 def read_into(left: memoryview, file: int, start: int, path: Path) -> None:
-    """Fill `left` from `start` on; the system gives two GiB at a time at most."""
+    """Fill `left` from offset `start` on, in several reads: each returns at most 2 GiB.
+
+    Raises CheckpointError where the file ends too early.
+    """
     while left:
         try:
             taken = os.preadv(file, [left], start)

@@ -16,8 +16,8 @@ from typing import Final
 import msgspec
 
 from isochrone.wire import model_shape
-from isochrone.wire.model import Deployment, EngineSettings, Model, ModelShape
-from isochrone.wire.report import Profile
+from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, ModelDimensions
+from isochrone.wire.report import ReplicaProfile
 from scheduler.decide.capacity.device_classes import GIB, DeviceClass, class_of
 
 ENGINE_OVERHEAD_BYTES: Final = 256 * 1024 * 1024
@@ -54,11 +54,11 @@ RATE_MIN: Final = 1e-3
 RATE_MAX: Final = 1e9
 """Tokens/s: a rate outside this range is a measuring error, and dividing by it may overflow."""
 
-UNMEASURED: Final = Profile(prefill_tokens_per_s=400.0, decode_tokens_per_s=40.0)
+UNMEASURED: Final = ReplicaProfile(prefill_tokens_per_s=400.0, decode_tokens_per_s=40.0)
 """Rates assumed for an unknown class without measurements: those of a small model on a few CPU
 cores. An estimate that is too low adds a replica, one that is too high leaves requests waiting."""
 
-Profiles = Mapping[tuple[str, str], Profile]
+Profiles = Mapping[tuple[str, str], ReplicaProfile]
 """Measured rates by model and device class."""
 
 
@@ -93,7 +93,7 @@ class CannotFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replica_capacity(
-    model: Model,
+    model: CatalogModel,
     engine: EngineSettings,
     kind: DeviceClass,
     *,
@@ -118,8 +118,8 @@ def replica_capacity(
 
 
 def replica_rates(
-    device_class: str, deployment: Deployment, model: Model, profiles: Profiles
-) -> Profile:
+    device_class: str, deployment: Deployment, model: CatalogModel, profiles: Profiles
+) -> ReplicaProfile:
     """Return the rates of a replica on a device class: measured, else estimated, else assumed."""
     measured = profiles.get((model.model_id, device_class))
     if measured and is_measured(measured):
@@ -127,7 +127,7 @@ def replica_rates(
     kind = class_of(device_class)
     estimated = replica_capacity(model, deployment.engine, kind) if kind else None
     if isinstance(estimated, ReplicaCapacity):
-        return Profile(
+        return ReplicaProfile(
             prefill_tokens_per_s=estimated.prefill_tokens_per_s,
             decode_tokens_per_s=estimated.decode_tokens_per_s,
         )
@@ -139,13 +139,13 @@ def replica_rates(
     return min(known, key=lambda p: p.decode_tokens_per_s, default=UNMEASURED)
 
 
-def is_measured(profile: Profile) -> bool:
+def is_measured(profile: ReplicaProfile) -> bool:
     """Say whether a profile has both rates, within the plausible range."""
     rates = profile.prefill_tokens_per_s, profile.decode_tokens_per_s
     return all(RATE_MIN <= rate <= RATE_MAX for rate in rates)
 
 
-def splits(shape: ModelShape | None, devices: int, nodes: int = 1) -> Iterator[ParallelSplit]:
+def splits(shape: ModelDimensions | None, devices: int, nodes: int = 1) -> Iterator[ParallelSplit]:
     """Yield every split over `devices` that the model's heads, layers and experts allow."""
     per_node = devices // nodes
     if per_node * nodes != devices:
@@ -161,14 +161,14 @@ def splits(shape: ModelShape | None, devices: int, nodes: int = 1) -> Iterator[P
             yield ParallelSplit(tensor=tensor, pipeline=pipeline, expert=tensor)
 
 
-def _divides(shape: ModelShape, tensor: int) -> bool:
+def _divides(shape: ModelDimensions, tensor: int) -> bool:
     """Say whether attention heads divide over `tensor` devices. KV heads are split, or copied to
     several devices."""
     kv_heads = 1 if shape.latent_size else shape.kv_heads
     return shape.heads % tensor == 0 and max(kv_heads, tensor) % min(kv_heads, tensor) == 0
 
 
-def kv_bytes_per_token(model: Model, engine: EngineSettings) -> float:
+def kv_bytes_per_token(model: CatalogModel, engine: EngineSettings) -> float:
     """Return the KV bytes of a token of context over all layers, averaged over a whole context."""
     if model.shape is None:
         return float(model.kv_bytes_per_token)
@@ -178,7 +178,7 @@ def kv_bytes_per_token(model: Model, engine: EngineSettings) -> float:
     return model_shape.kv_bytes_per_token(shape, CONTEXT_TOKENS)
 
 
-def overhead_bytes(model: Model) -> int:
+def overhead_bytes(model: CatalogModel) -> int:
     """Return an engine's memory on each device beside weights and KV: CUDA context, activations."""
     if model.shape is None:
         return ENGINE_OVERHEAD_BYTES
@@ -187,7 +187,7 @@ def overhead_bytes(model: Model) -> int:
     return ENGINE_OVERHEAD_BYTES + activations
 
 
-def _weights_per_device(model: Model, split: ParallelSplit) -> int:
+def _weights_per_device(model: CatalogModel, split: ParallelSplit) -> int:
     """Return the bytes of weights on the fullest device. With expert parallelism each device holds
     the attention weights."""
     shape = model.shape
@@ -198,7 +198,7 @@ def _weights_per_device(model: Model, split: ParallelSplit) -> int:
     return int((dense + sparse / split.expert) / split.pipeline) + 1
 
 
-def _kv_spread(shape: ModelShape | None, split: ParallelSplit) -> float:
+def _kv_spread(shape: ModelDimensions | None, split: ParallelSplit) -> float:
     """Return over how many devices the KV of one token and layer is spread."""
     if split.expert > 1:  # each device computes attention for its own sequences
         return split.expert
@@ -208,7 +208,7 @@ def _kv_spread(shape: ModelShape | None, split: ParallelSplit) -> float:
 
 
 def _capacity_of(
-    model: Model, engine: EngineSettings, kind: DeviceClass, split: ParallelSplit, nodes: int
+    model: CatalogModel, engine: EngineSettings, kind: DeviceClass, split: ParallelSplit, nodes: int
 ) -> ReplicaCapacity | None:
     weights = _weights_per_device(model, split)
     overhead = overhead_bytes(model)
@@ -241,7 +241,12 @@ class _StepTime:
     """The time of one engine step on given devices, by the roofline model."""
 
     def __init__(
-        self, model: Model, kind: DeviceClass, split: ParallelSplit, nodes: int, kv_of_token: float
+        self,
+        model: CatalogModel,
+        kind: DeviceClass,
+        split: ParallelSplit,
+        nodes: int,
+        kv_of_token: float,
     ) -> None:
         shape = model.shape
         bits = shape.weight_bits if shape else 16.0
@@ -303,7 +308,7 @@ class _StepTime:
 
 
 def devices_needed(
-    model: Model, engine: EngineSettings, kind: DeviceClass, per_node: int = 64
+    model: CatalogModel, engine: EngineSettings, kind: DeviceClass, per_node: int = 64
 ) -> int:
     """Return the fewest devices of a class that hold a replica, or 0 if DEVICES_MAX do not.
 
@@ -321,7 +326,7 @@ def devices_needed(
 
 
 def _why_too_small(
-    model: Model, engine: EngineSettings, kind: DeviceClass, devices: int, nodes: int
+    model: CatalogModel, engine: EngineSettings, kind: DeviceClass, devices: int, nodes: int
 ) -> str:
     tried = list(splits(model.shape, devices, nodes))
     if not tried:

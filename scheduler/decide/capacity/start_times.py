@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from isochrone.wire.ids import NodeId, PopId
-from isochrone.wire.model import Model
+from isochrone.wire.model import CatalogModel
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.cluster import FleetNode, Placement
@@ -62,7 +62,7 @@ class StartTimes:
                 self._pops_with[digest].add(node.pop)
         self._wan_rates: dict[tuple[str, PopId], float] = {}
 
-    def start_s(self, node: FleetNode, model: Model, queued_bytes: int) -> float:
+    def start_s(self, node: FleetNode, model: CatalogModel, queued_bytes: int) -> float:
         """Return the seconds until a replica of `model` would be warm on `node`.
 
         `queued_bytes` of other weights are loaded first.
@@ -81,7 +81,7 @@ class StartTimes:
         """Say whether any node of a PoP has these weights on its disk."""
         return pop in self._pops_with[digest]
 
-    def fetch_s(self, node: FleetNode, model: Model) -> float:
+    def fetch_s(self, node: FleetNode, model: CatalogModel) -> float:
         """Return the seconds to copy a model's weights to a node that lacks them."""
         rate = self._fetch_bytes_per_s(node, model.artifact.digest)
         return model.artifact.size_bytes / rate

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from isochrone.wire.ids import DeploymentId, PopId
-from isochrone.wire.report import Profile
+from isochrone.wire.report import ReplicaProfile
 from scheduler.decide.arrays import NO_FLOATS, Floats, Ints
 from scheduler.decide.cluster import RATES, ClusterState, DemandRate
 
@@ -51,7 +51,7 @@ class DemandLoad(NamedTuple):
     speed: Mapping[str, float]
 
 
-def demand_load(demand: DeploymentDemand, rates: Mapping[str, Profile]) -> DemandLoad:
+def demand_load(demand: DeploymentDemand, rates: Mapping[str, ReplicaProfile]) -> DemandLoad:
     """Return the load that a demand is for replicas with these rates by device class."""
     prompt, output = demand.prompt_tokens_per_s, demand.output_tokens_per_s
     # Without any demand, one token of each kind is enough to compare the classes.

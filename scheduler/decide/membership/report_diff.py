@@ -7,7 +7,7 @@ because nothing is decided by them. Everything that a plan, a route or an operat
 from operator import attrgetter
 from typing import Final
 
-from isochrone.wire.report import Profile, ReplicaReport, ReplicaState, Report
+from isochrone.wire.report import ReplicaProfile, ReplicaReport, ReplicaState, Report
 
 RATE_STEP: Final = 0.1
 """A rate has changed if it moved by more than this share."""
@@ -48,6 +48,6 @@ def _replica_has_changed(before: ReplicaReport, now: ReplicaReport) -> bool:
         or _replica_fields(now) != _replica_fields(before)
         or any(
             rate_moved(getattr(before.profile, rate), getattr(now.profile, rate))
-            for rate in Profile.__struct_fields__
+            for rate in ReplicaProfile.__struct_fields__
         )
     )

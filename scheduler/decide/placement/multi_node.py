@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from isochrone.wire.assignment import Group, ReplicaSpec
+from isochrone.wire.assignment import ReplicaGroup, ReplicaSpec
 from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from scheduler.decide.cluster import ClusterState, FleetNode, ReplicaStart
 from scheduler.decide.placement.fleet.slots import Slot
@@ -47,7 +47,7 @@ def spread_over_nodes(spec: ReplicaSpec, slot: Slot, port: int, reason: str) -> 
     names = ", ".join(part.node.node_id for part in slot.parts)
     starts = []
     for place, part in enumerate(slot.parts):
-        group = Group(
+        group = ReplicaGroup(
             leader_id=spec.replica_id, place=place, nodes=len(slot.parts), host=host, port=port
         )
         part_spec = msgspec.structs.replace(

@@ -28,7 +28,7 @@ import msgspec
 
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import DeploymentId, ModelId, ReplicaId
-from isochrone.wire.model import Deployment, Model
+from isochrone.wire.model import CatalogModel, Deployment
 from scheduler.decide.capacity.replica_capacity import Profiles
 from scheduler.decide.cluster import (
     ClusterState,
@@ -158,7 +158,7 @@ class PlanBuilder:
         ledger = SlotLedger(self.fleet, self._cluster)
         return PlacementDraft(self.fleet, ledger, states, self._starts_max)
 
-    def state_of(self, deployment: Deployment, model: Model) -> DeploymentState:
+    def state_of(self, deployment: Deployment, model: CatalogModel) -> DeploymentState:
         """Return a deployment's needs and all of its running replicas that stay."""
         needs = DeploymentNeeds(
             self.fleet,

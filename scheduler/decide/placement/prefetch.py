@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.ids import DeploymentId, ModelId, NodeId, PopId
-from isochrone.wire.model import Model
+from isochrone.wire.model import CatalogModel
 from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.capacity.start_times import MB, StartTimes
 from scheduler.decide.cluster import ClusterState, FleetNode, PrefetchTarget, ReplicaStart
@@ -182,7 +182,7 @@ class _Targets:
             reason=f"forecast for {due_s / 3600:.1f} h from now: {start.reason}",
         )
 
-    def _wan_bytes_per_s(self, node: FleetNode, model: Model, due_s: float) -> float:
+    def _wan_bytes_per_s(self, node: FleetNode, model: CatalogModel, due_s: float) -> float:
         """Return how fast weights may be fetched to a PoP that has none of them; 0 is not now."""
         for target in self.kept:
             if target.model_id == model.model_id and self._nodes[target.node_id].pop == node.pop:
@@ -195,7 +195,7 @@ class _Targets:
             return 0.0
         return min(left, max(size / (TIME_SHARE * due_s), BYTES_PER_S_MIN))
 
-    def _fits(self, node: FleetNode, model: Model) -> bool:
+    def _fits(self, node: FleetNode, model: CatalogModel) -> bool:
         needed = self._pending_bytes[node.node_id] + model.artifact.size_bytes + DISK_MARGIN_BYTES
         return not node.disk_free_bytes or node.disk_free_bytes >= needed
 

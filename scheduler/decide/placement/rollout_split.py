@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
-from isochrone.wire.model import Deployment, Policy
+from isochrone.wire.model import Deployment, PlacementPolicy
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.cluster import (
     ClusterState,
@@ -111,7 +111,7 @@ def _new_version(deployment: Deployment, rollout: Rollout, cluster: ClusterState
     )
 
 
-def _denied(policy: Policy, pops: set[PopId], cluster: ClusterState) -> tuple[str, ...]:
+def _denied(policy: PlacementPolicy, pops: set[PopId], cluster: ClusterState) -> tuple[str, ...]:
     # Replacing `allow` by `pops` must not admit a PoP that the original `allow` excluded.
     if not policy.allow:
         return policy.deny

@@ -19,7 +19,7 @@ that saves most per byte goes first.
 
 from typing import Final
 
-from isochrone.wire.model import Policy
+from isochrone.wire.model import PlacementPolicy
 from scheduler.decide.capacity.device_classes import GIB
 
 HEADROOM: Final = 0.7
@@ -43,7 +43,7 @@ FAILED_HERE: Final = 1e4
 other node is tried first."""
 
 
-def weight_of(policy: Policy) -> float:
+def weight_of(policy: PlacementPolicy) -> float:
     """Return how much a request of a deployment counts: ten points of priority double it."""
     return float(2.0 ** ((policy.priority - 50) / 10))
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from isochrone.wire.ids import NodeId
-from isochrone.wire.model import Deployment, EngineSettings, Model
+from isochrone.wire.model import CatalogModel, Deployment, EngineSettings
 from scheduler.decide.capacity.device_classes import DeviceClass, class_of
 from scheduler.decide.capacity.replica_capacity import (
     CannotFit,
@@ -170,7 +170,7 @@ def _why_never(fleet: FleetCapacity, needs: DeploymentNeeds) -> str:
 
 
 def _settings_that_fit(
-    model: Model, engine: EngineSettings, kind: DeviceClass, node_devices: int
+    model: CatalogModel, engine: EngineSettings, kind: DeviceClass, node_devices: int
 ) -> str:
     """Return which settings would fit on this class, on nodes with `node_devices` devices."""
     devices = devices_needed(model, engine, kind, per_node=node_devices) if node_devices else 0

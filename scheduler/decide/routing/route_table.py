@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 import msgspec
 
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId
-from isochrone.wire.model import Deployment, Model
-from isochrone.wire.report import Profile, ReplicaState
+from isochrone.wire.model import CatalogModel, Deployment
+from isochrone.wire.report import ReplicaProfile, ReplicaState
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, RolloutEntry, Route, RouteTable
 from scheduler.decide.cluster import ClusterState, FleetNode, Placement
 from scheduler.decide.membership.liveness import LivenessView
@@ -104,7 +104,7 @@ def _route(
     placement: Placement,
     node: FleetNode,
     deployment: Deployment,
-    measured: Mapping[tuple[str, str], Profile],
+    measured: Mapping[tuple[str, str], ReplicaProfile],
 ) -> Route:
     rates = placement.profile
     if rates.prefill_tokens_per_s <= 0:
@@ -141,7 +141,7 @@ def _version_of(
 
 
 def _entry(
-    deployment: Deployment, models: Mapping[str, Model], rollout: Rollout | None
+    deployment: Deployment, models: Mapping[str, CatalogModel], rollout: Rollout | None
 ) -> DeploymentEntry:
     model = models.get(deployment.model_id)
     context = deployment.engine.context_tokens_max

@@ -16,7 +16,7 @@ import numpy as np
 
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
 from isochrone.wire.model import Deployment
-from isochrone.wire.report import Profile, ReplicaState
+from isochrone.wire.report import ReplicaProfile, ReplicaState
 from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.capacity.replica_capacity import is_measured, replica_rates
 from scheduler.decide.cluster import ClusterState, Placement
@@ -131,7 +131,7 @@ class _WarmFleet:
         """Return how many warm replicas a deployment has at each site."""
         return self._warm.get(deployment.deployment_id, {})
 
-    def rates(self, deployment: Deployment) -> Mapping[str, Profile]:
+    def rates(self, deployment: Deployment) -> Mapping[str, ReplicaProfile]:
         """Return the rates of a replica on each device class, as the planner reads them."""
         model = self._models.get(deployment.model_id)
         if model is None:

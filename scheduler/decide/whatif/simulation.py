@@ -12,8 +12,8 @@ from typing import Annotated, Final
 import msgspec
 
 from isochrone.wire.ids import DeploymentId, DeviceId, Generation, NodeId, PopId, ReplicaId
-from isochrone.wire.model import Deployment, Model, Positive
-from isochrone.wire.report import Device, ReplicaState
+from isochrone.wire.model import CatalogModel, Deployment, Positive
+from isochrone.wire.report import NodeDevice, ReplicaState
 from scheduler.decide.capacity.device_classes import CLASSES, CPU, GIB, class_of
 from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.cluster import ClusterState, FleetNode, PlacementPlan
@@ -116,7 +116,7 @@ class AddDeployment(msgspec.Struct, frozen=True, kw_only=True, tag="add_deployme
     """Add a deployment of a new or known model, with the demand of another one times a factor."""
 
     deployment: Deployment
-    model: Model | None = None
+    model: CatalogModel | None = None
     demand_like: DeploymentId | None = None
     demand_factor: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 1.0
 
@@ -265,7 +265,7 @@ def _node(change: AddNodes, number: int, taken: set[NodeId]) -> FleetNode:
     while name in taken:
         name = NodeId(f"{name}x")
     devices = tuple(
-        Device(
+        NodeDevice(
             device_id=DeviceId(f"{change.device_class}-{index}"),
             device_class=change.device_class,
             memory_bytes=change.memory_bytes,

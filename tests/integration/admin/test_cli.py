@@ -1,4 +1,4 @@
-"""`isochrone` as an operator types it, against a real admin API."""
+"""The command `isochrone` against a real admin API."""
 
 import asyncio
 import json
@@ -17,17 +17,17 @@ def env_of(admin: Admin, token: str) -> dict[str, str]:
     return {"ISOCHRONE_ADMIN_URL": admin.url, "ISOCHRONE_ADMIN_TOKEN": token, "NO_COLOR": "1"}
 
 
-async def typed(admin: Admin, *arguments: str, token: str = TOKEN) -> tuple[int, str, str]:
+async def run_cli(admin: Admin, *arguments: str, token: str = TOKEN) -> tuple[int, str, str]:
     """Run the command and return (exit code, standard output, standard error)."""
     env = env_of(admin, token)
-    done = await asyncio.to_thread(CliRunner().invoke, main, arguments, env=env)
-    return done.exit_code, done.stdout, done.stderr
+    result = await asyncio.to_thread(CliRunner().invoke, main, arguments, env=env)
+    return result.exit_code, result.stdout, result.stderr
 
 
-async def test_an_operator_makes_a_fleet(admin: Admin, tmp_path: Path) -> None:
+async def test_an_operator_sets_up_a_fleet(admin: Admin, tmp_path: Path) -> None:
     place = ("--city", "Amsterdam", "--country", "NL", "--latitude", "52", "--longitude", "4")
-    assert (await typed(admin, "pops", "add", "ams", *place))[0] == 0
-    code, out, _ = await typed(admin, "nodes", "join-token", "ams")
+    assert (await run_cli(admin, "pops", "add", "ams", *place))[0] == 0
+    code, out, _ = await run_cli(admin, "nodes", "join-token", "ams")
     assert code == 0
     assert out.startswith("ij1_")
     (tmp_path / "model").mkdir()
@@ -36,10 +36,10 @@ async def test_an_operator_makes_a_fleet(admin: Admin, tmp_path: Path) -> None:
     config = {**sizes, "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 2}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     source = f"file:{tmp_path / 'model'}"
-    priced = ("models", "add", "m", "--source", source, "--price", "0.5:2")
-    assert (await typed(admin, *priced))[0] == 0
-    code, out, _ = await typed(admin, "-o", "json", "models", "list")
-    assert (await typed(admin, "models", "list", "-o", "json"))[1] == out
+    with_price = ("models", "add", "m", "--source", source, "--price", "0.5:2")
+    assert (await run_cli(admin, *with_price))[0] == 0
+    code, out, _ = await run_cli(admin, "-o", "json", "models", "list")
+    assert (await run_cli(admin, "models", "list", "-o", "json"))[1] == out
     (model,) = json.loads(out)
     assert [file["path"] for file in model["artifact"]["files"]] == ["config.json", "m.gguf"]
     assert (model["shape"]["layers"], model["shape"]["kv_heads"]) == (2, 2)
@@ -49,61 +49,61 @@ async def test_an_operator_makes_a_fleet(admin: Admin, tmp_path: Path) -> None:
         "output_per_million": 2.0,
         "cached_per_million": None,
     }
-    code, out, _ = await typed(
+    code, out, _ = await run_cli(
         admin, "-o", "json", "deploy", "chat", "--model", "m", "--driver", "mock", "--min", "2"
     )
     assert code == 0
-    made = json.loads(out)
-    assert made["policy"]["replicas_min"] == 2
-    code, out, _ = await typed(admin, "-o", "json", "deploy", "chat", "--max", "7")
-    again = json.loads(out)
-    assert again["policy"] == {**made["policy"], "replicas_max": 7}
-    assert again["version"] == made["version"]
-    code, out, _ = await typed(admin, "explain", "deployment", "chat")
+    created = json.loads(out)
+    assert created["policy"]["replicas_min"] == 2
+    code, out, _ = await run_cli(admin, "-o", "json", "deploy", "chat", "--max", "7")
+    changed = json.loads(out)
+    assert changed["policy"] == {**created["policy"], "replicas_max": 7}
+    assert changed["version"] == created["version"]
+    code, out, _ = await run_cli(admin, "explain", "deployment", "chat")
     assert "there is no node" in out
-    code, out, _ = await typed(admin, "keys", "create", "acme", "--tokens-per-min", "1000")
+    code, out, _ = await run_cli(admin, "keys", "create", "acme", "--tokens-per-min", "1000")
     assert out.startswith("iso_")
-    code, out, _ = await typed(admin, "-o", "json", "keys", "list")
+    code, out, _ = await run_cli(admin, "-o", "json", "keys", "list")
     (key,) = json.loads(out)
     assert (key["tenant_id"], key["limits"]["tokens_per_min"]) == ("acme", 1000)
     limit = ("keys", "limit", key["key_id"], "--concurrency", "3", "--spend-per-day", "0.5")
-    code, out, _ = await typed(admin, "-o", "json", *limit)
+    code, out, _ = await run_cli(admin, "-o", "json", *limit)
     assert json.loads(out)["limits"] == {
         **key["limits"],
         "concurrency": 3,
         "spend_per_day": 0.5,
     }
-    code, out, _ = await typed(admin, "events", "--limit", "3")
+    code, out, _ = await run_cli(admin, "events", "--limit", "3")
     assert "key.limit" in out
-    assert "s1" in (await typed(admin, "status"))[1]
+    assert "s1" in (await run_cli(admin, "status"))[1]
     for listing in ("pops list", "nodes list", "routers", "deployments list", "placements"):
-        assert (await typed(admin, *listing.split()))[0] == 0
+        assert (await run_cli(admin, *listing.split()))[0] == 0
 
 
-async def test_what_is_not_given_stays_and_what_is_given_empty_goes(
+async def test_omitted_options_keep_their_values_and_empty_ones_are_removed(
     admin: Admin, tmp_path: Path
 ) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     place = {"city": "Paris", "country": "FR", "latitude": 48.9, "longitude": 2.4}
     assert (await admin.ask("PUT", "/v1/pops/cdg", place)).status == 200
-    await typed(admin, "models", "add", "m", "--source", f"file:{tmp_path}")
+    await run_cli(admin, "models", "add", "m", "--source", f"file:{tmp_path}")
 
     async def deployed(*arguments: str) -> dict[str, Any]:
-        code, out, err = await typed(admin, "-o", "json", "deploy", "chat", *arguments)
+        code, out, err = await run_cli(admin, "-o", "json", "deploy", "chat", *arguments)
         assert code == 0, err
         return dict(json.loads(out))
 
-    made = await deployed(
+    created = await deployed(
         *("--model", "m", "--driver", "mock", "--option", "itl_ms=5", "--option", "seed=1"),
         *("--keep-warm", "cdg", "--allow", "FR", "--priority", "80"),
     )
-    assert made["policy"]["priority"] == 80
-    again = await deployed("--option", "seed=", "--option", "ttft_ms=9", "--allow", "")
-    assert again["engine"] == {**made["engine"], "options": {"itl_ms": "5", "ttft_ms": "9"}}
-    assert again["policy"] == {**made["policy"], "allow": []}
+    assert created["policy"]["priority"] == 80
+    changed = await deployed("--option", "seed=", "--option", "ttft_ms=9", "--allow", "")
+    assert changed["engine"] == {**created["engine"], "options": {"itl_ms": "5", "ttft_ms": "9"}}
+    assert changed["policy"] == {**created["policy"], "allow": []}
 
 
-async def test_what_is_refused_is_said_on_standard_error_with_its_exit_code(admin: Admin) -> None:
+async def test_errors_go_to_standard_error_with_an_exit_code(admin: Admin) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "isochrone.cli.main", "status"),
         env={**os.environ, **env_of(admin, "wrong")},
@@ -111,33 +111,33 @@ async def test_what_is_refused_is_said_on_standard_error_with_its_exit_code(admi
         stderr=asyncio.subprocess.PIPE,
     )
     async with asyncio.timeout(30):
-        told, wrong = await process.communicate()
-    assert (process.returncode, told) == (1, b"")
-    assert b"cannot authenticate" in wrong
-    assert b"ISOCHRONE_ADMIN_TOKEN" in wrong
-    nobody, there = "http://127.0.0.1:1", admin.url
-    assert (await typed(admin, "--url", f"{nobody}, {there}", "status"))[0] == 0
-    code, _, err = await typed(admin, "--url", nobody, "status")
+        out_bytes, err_bytes = await process.communicate()
+    assert (process.returncode, out_bytes) == (1, b"")
+    assert b"cannot tell who asks" in err_bytes
+    assert b"ISOCHRONE_ADMIN_TOKEN" in err_bytes
+    unreachable, reachable = "http://127.0.0.1:1", admin.url
+    assert (await run_cli(admin, "--url", f"{unreachable}, {reachable}", "status"))[0] == 0
+    code, _, err = await run_cli(admin, "--url", unreachable, "status")
     assert code == 1
-    assert f"cannot reach the admin API at {nobody}" in err
-    code, _, err = await typed(admin, "--url", "10.0.0.5:7000", "status")
-    assert (code, "cannot use '10.0.0.5:7000' as the admin API" in err) == (1, True)
-    asked = ("chat", "m", "hello", "--endpoint", "10.0.0.5:8080", "--key", "iso_x")
-    code, _, err = await typed(admin, *asked)
-    assert (code, "cannot use '10.0.0.5:8080' as the endpoint" in err) == (1, True)
-    code, _, err = await typed(admin, "plan", "--save", "/proc/nowhere/fleet.json")
+    assert f"cannot reach the admin API at {unreachable}" in err
+    code, _, err = await run_cli(admin, "--url", "10.0.0.5:7000", "status")
+    assert (code, "cannot use admin API URL '10.0.0.5:7000'" in err) == (1, True)
+    chat = ("chat", "m", "hello", "--endpoint", "10.0.0.5:8080", "--key", "iso_x")
+    code, _, err = await run_cli(admin, *chat)
+    assert (code, "cannot use endpoint '10.0.0.5:8080'" in err) == (1, True)
+    code, _, err = await run_cli(admin, "plan", "--save", "/proc/nowhere/fleet.json")
     assert (code, "cannot write /proc/nowhere/fleet.json: No such file" in err) == (1, True)
-    code, _, err = await typed(admin, "keys", "create", "acme", "--deployment", "nobody")
+    code, _, err = await run_cli(admin, "keys", "create", "acme", "--deployment", "nobody")
     assert (code, "cannot find the deployment 'nobody'" in err) == (1, True)
-    assert (await typed(admin, "keys", "create", "acme", "--ttl", "0"))[0] == 1
-    code, _, err = await typed(admin, "nodes", "drain", "nobody")
+    assert (await run_cli(admin, "keys", "create", "acme", "--ttl", "0"))[0] == 1
+    code, _, err = await run_cli(admin, "nodes", "drain", "nobody")
     assert code == 1
     assert "cannot find the node 'nobody'" in err
-    code, _, err = await typed(admin, "deploy")
+    code, _, err = await run_cli(admin, "deploy")
     assert code == 2
-    code, _, err = await typed(admin, "deploy", "new")
+    code, _, err = await run_cli(admin, "deploy", "new")
     assert code == 2
-    assert "needs --model" in err
-    code, _, err = await typed(admin, "deploy", "new", "--model", "m", "--option", "graphs")
+    assert "give --model" in err
+    code, _, err = await run_cli(admin, "deploy", "new", "--model", "m", "--option", "graphs")
     assert code == 2
-    assert "cannot read the option 'graphs'" in err
+    assert "cannot read option 'graphs'" in err

@@ -21,7 +21,7 @@ from isochrone.service.identity import Identity, IdentityError
 from isochrone.service.joining import join
 from isochrone.wire import codec
 from isochrone.wire.assignment import Assignment
-from isochrone.wire.control import PeerRole, Refused, RefusedCode, ToAgent, Welcome
+from isochrone.wire.control import PeerRole, RefusedCode, RegistrationRefused, ToAgent, Welcome
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId
 from isochrone.wire.report import Pulse
 from scheduler.api.peers import AGENT_MESSAGES_PER_S
@@ -235,7 +235,7 @@ async def test_an_unknown_client_is_refused_with_a_reason_and_disconnected(admin
             await socket.receive_bytes(timeout=5)  # the challenge
             await socket.send_bytes(frame)
             refused = codec.decode(await socket.receive_bytes(timeout=5), reader)
-            assert isinstance(refused, Refused), name
+            assert isinstance(refused, RegistrationRefused), name
             assert refused.reason
             assert (await socket.receive(timeout=5)).type in (
                 aiohttp.WSMsgType.CLOSE,
@@ -247,7 +247,9 @@ async def test_an_unknown_client_is_refused_with_a_reason_and_disconnected(admin
 async def test_the_only_scheduler_is_tried_again_when_it_says(admin: Admin, tmp_path: Path) -> None:
     """A standby without another scheduler may act at any moment."""
     identity, dials = await joined(admin, tmp_path), count(1)
-    refused = Refused(code=RefusedCode.NOT_ACTING, reason="not acting", retry_after_s=0.05)
+    refused = RegistrationRefused(
+        code=RefusedCode.NOT_ACTING, reason="not acting", retry_after_s=0.05
+    )
     asked_often = asyncio.Event()
 
     async def refuse(request: web.Request) -> web.WebSocketResponse:
@@ -273,11 +275,13 @@ async def test_unverified_clients_take_no_places_in_the_registration_queue(
     identity, reader = await joined(admin, tmp_path), codec.decoder(ToAgent)
     async with aiohttp.ClientSession() as http:
 
-        async def forge(number: int) -> Refused:
+        async def forge(number: int) -> RegistrationRefused:
             async with http.ws_connect(f"{admin.control_url}/v1/agent") as socket:
                 await socket.receive_bytes(timeout=5)
                 await socket.send_bytes(msgpack.packb({**REGISTER, "name": f"no-{number}"}))
-                refused: Refused = codec.decode(await socket.receive_bytes(timeout=5), reader)
+                refused: RegistrationRefused = codec.decode(
+                    await socket.receive_bytes(timeout=5), reader
+                )
                 return refused
 
         answers = await asyncio.gather(*(forge(number) for number in range(300)))

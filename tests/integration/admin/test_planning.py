@@ -9,14 +9,14 @@ import pytest
 from isochrone.cli.client import AdminError
 from isochrone.cli.world_map import draw
 from tests.integration.admin.conftest import Admin
-from tests.integration.admin.test_cli import typed
+from tests.integration.admin.test_cli import run_cli
 
 
 async def test_a_picture_is_saved_and_asked_what_would_follow(admin: Admin, tmp_path: Path) -> None:
     await admin.pop("ams")
     await admin.pop("fra", "DE")
     file = str(tmp_path / "picture.json")
-    code, _, err = await typed(admin, "plan", "--save", file)
+    code, _, err = await run_cli(admin, "plan", "--save", file)
     assert code == 0, err
     saved = json.loads(Path(file).read_text())
     assert [pop["pop"] for pop in saved["cluster"]["pops"]] == ["ams", "fra"]
@@ -41,31 +41,31 @@ async def test_a_picture_is_saved_and_asked_what_would_follow(admin: Admin, tmp_
         "--what-if", file, "--add-node", "fra=cpux2@8", "--add-deployment", str(deployment),
         "--price", "cpu=1.5",
     )  # fmt: skip
-    code, out, err = await typed(admin, "-o", "json", "plan", *changes)
+    code, out, err = await run_cli(admin, "-o", "json", "plan", *changes)
     assert code == 0, err
     answer = json.loads(out)
     assert [(move["kind"], move["pop"]) for move in answer["moves"]] == [("start", "fra")]
     assert answer["then"]["devices"][0]["cost_per_hour"] > 0
-    code, out, _ = await typed(admin, "plan", *changes)
+    code, out, _ = await run_cli(admin, "plan", *changes)
     assert "add 1 x 2 cpu in fra" in out
     assert f"plan {answer['digest']}" in out, "another process, the same plan"
     assert "devices:" in out
     some = (*changes, "--add-node", "ams=l4-24gx1@24")
-    code, out, _ = await typed(admin, "plan", *some)
+    code, out, _ = await run_cli(admin, "plan", *some)
     (unpriced,) = [line.split() for line in out.splitlines() if line.startswith("l4-24g")]
     assert unpriced == ["l4-24g", "1", "-", "-"], "what has no price costs not nothing"
-    code, _, err = await typed(admin, "plan", "--what-if", file, "--lose-pop", "xyz")
+    code, _, err = await run_cli(admin, "plan", "--what-if", file, "--lose-pop", "xyz")
     assert code == 1
     assert "cannot change xyz" in err
     for wrong, words in (
         (("--demand", "ams=nan"), "cannot read the demand 'ams=nan': write ams=2"),
         (("--price", "cpu=-1"), "cannot read the prices cpu=-1"),
     ):
-        code, _, err = await typed(admin, "plan", "--what-if", file, *wrong)
+        code, _, err = await run_cli(admin, "plan", "--what-if", file, *wrong)
         assert (code, words in err) == (2, True), err
     half = tmp_path / "half.json"
     half.write_bytes(Path(file).read_bytes()[:100])
-    code, _, err = await typed(admin, "plan", "--what-if", str(half))
+    code, _, err = await run_cli(admin, "plan", "--what-if", str(half))
     assert code == 1
     assert f"cannot read the snapshot {half}: " in err.replace("\n", "")
 

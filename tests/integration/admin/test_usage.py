@@ -16,7 +16,7 @@ from scheduler.store.pool import Pool, transaction, using
 from scheduler.store.usage import record_usage
 from tests.builders import a_deployment, a_model
 from tests.integration.admin.conftest import Admin
-from tests.integration.admin.test_cli import typed
+from tests.integration.admin.test_cli import run_cli
 from tests.integration.scheduler.test_quotas import a_usage
 
 DAY = date(2026, 5, 10)
@@ -148,13 +148,13 @@ async def test_a_query_that_takes_too_long_says_what_to_do(
 
 async def test_usage_in_the_cli(admin: Admin, ledger: dict[str, str]) -> None:
     days = ("--from", str(DAY), "--to", str(DAY + timedelta(days=1)))
-    code, out, err = await typed(admin, "-o", "json", "usage", *days, "--by", "tenant")
+    code, out, err = await run_cli(admin, "-o", "json", "usage", *days, "--by", "tenant")
     assert code == 0, err
     assert [(row["tenant_id"], row["requests"]) for row in json.loads(out)] == [
         ("acme", 4),
         ("zeta", 4),
     ]
-    code, out, err = await typed(admin, "usage", *days, "--key", ledger["acme"], "--per", "day")
+    code, out, err = await run_cli(admin, "usage", *days, "--key", ledger["acme"], "--per", "day")
     assert code == 0, err
     head, *lines = out.splitlines()
     assert head.split()[:3] == ["DAY", "TENANT", "ID"]

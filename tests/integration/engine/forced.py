@@ -1,62 +1,65 @@
-"""Running a model over known tokens and keeping the logits that told each."""
+"""Runs a model over known tokens and returns the logits that predict each of them."""
 
 from collections.abc import Sequence as Ordered
 
 import torch
 from torch import Tensor
 
-from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.core.step import Computes
-from nodeagent.engine.kvcache.blocks import Blocks
-from nodeagent.engine.model.families import build, survey
-from nodeagent.engine.model.layers.lora import Adapter, salted
-from nodeagent.engine.model.shape import ModelShape
-from nodeagent.engine.scheduler.batching import Batching, Limits
-from nodeagent.engine.scheduler.sequence import Ending, Sequence
-from nodeagent.engine.weights.weight_loading import WeightSource
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.core.model_runner import ModelRunner
+from nodeagent.engine.core.step import ModelExecutor
+from nodeagent.engine.kvcache.block_pool import BlockPool
+from nodeagent.engine.model.families import build_model, check_weights
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
+from nodeagent.engine.weights.lora_adapter import LoraAdapter, prefix_cache_salt
+from nodeagent.engine.weights.weight_source import WeightSource
 from ops.golden import tiny
 
 BLOCKS = 24
 
 
 def logits_of(
-    shape: ModelShape,
+    shape: DecoderShape,
     source: WeightSource,
     prompts: list[list[int]],
     budget: int,
-    adapters: Ordered[Adapter | None] = (),
+    adapters: Ordered[LoraAdapter | None] = (),
 ) -> list[list[Tensor]]:
-    """Run `prompts` together, their last tokens forced as output; return what told each.
+    """Run `prompts` together with their last tokens forced as output; return the logits of those.
 
-    Where `adapters` are given, each prompt runs with its own.
+    With `adapters` each prompt runs with its own.
     """
-    survey(shape, source)
-    runner = Runner(build(shape, source, "cpu", torch.float32, 128), BLOCKS, "cpu", torch.float32)
+    check_weights(shape, source)
+    runner = ModelRunner(
+        build_model(shape, source, "cpu", torch.float32, 128), BLOCKS, "cpu", torch.float32
+    )
     return logits_by(runner, prompts, budget, adapters)
 
 
 def logits_by(
-    runner: Computes,
+    executor: ModelExecutor,
     prompts: list[list[int]],
     budget: int,
-    adapters: Ordered[Adapter | None] = (),
+    adapters: Ordered[LoraAdapter | None] = (),
 ) -> list[list[Tensor]]:
-    """Do the same by a runner."""
-    batching = Batching(Limits(budget, 4), Blocks(BLOCKS))
+    """Do the same with an executor."""
+    scheduler = BatchScheduler(StepLimits(budget, 4), BlockPool(BLOCKS))
     rows: list[list[Tensor]] = [[] for _ in prompts]
     for number, tokens in enumerate(prompts):
         prompt = tokens[: -tiny.ANSWER_TOKENS]
         adapter = adapters[number] if adapters else None
-        ending = Ending(tiny.ANSWER_TOKENS, frozenset())
-        batching.submit(Sequence(number, prompt, ending, salted(b"", adapter), adapter))
-    while batching.busy:
-        batch = batching.next_batch()
-        logits = runner.begin(batch)()
+        stop = StopConditions(tiny.ANSWER_TOKENS, frozenset())
+        scheduler.submit(Sequence(number, prompt, stop, prefix_cache_salt(b"", adapter), adapter))
+    while scheduler.has_work:
+        batch = scheduler.next_batch()
+        logits = executor.begin(batch)()
         for chunk in batch.chunks:
-            batching.computed(chunk)
+            scheduler.mark_computed(chunk)
         due = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         for sequence, row in zip(due, logits, strict=True):
             rows[sequence.number].append(row.clone())
             if sequence.append(prompts[sequence.number][len(sequence.tokens)]):
-                batching.remove(sequence)
+                scheduler.remove(sequence)
     return rows

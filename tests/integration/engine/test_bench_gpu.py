@@ -1,4 +1,4 @@
-"""The benchmark for GPUs runs whole, with a toy on the CPU."""
+"""The GPU benchmark runs completely with a tiny model on the CPU."""
 
 import json
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 
-def test_it_measures_and_tells(tmp_path: Path) -> None:
+def test_it_measures_and_prints_tables(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ops.bench.engine_gpu", str(tmp_path / "toy"), "--tiny"]
     command += ["--only", "ours", "--out", str(tmp_path / "raw.json")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)

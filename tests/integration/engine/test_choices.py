@@ -1,4 +1,4 @@
-"""Several answers to one request, by the `openai` client: the real engine behind a router."""
+"""Several answers to one request, with the `openai` client and the real engine behind a router."""
 
 import json
 from typing import Any
@@ -47,7 +47,7 @@ async def test_choices_differ_and_a_seed_repeats_them(
     await until(http, open=0, kv_blocks_used=0)
 
 
-async def test_a_stream_of_choices_says_what_they_say_whole(client: openai.AsyncOpenAI) -> None:
+async def test_streamed_choices_equal_complete_ones(client: openai.AsyncOpenAI) -> None:
     whole = await client.chat.completions.create(**{**SHIP, "n": 3, "seed": 3, "stop": "."})
     texts, ends, roles = ["", "", ""], ["", "", ""], set()
     usage = None
@@ -113,7 +113,7 @@ async def test_more_answers_than_run_at_once_are_refused(client: openai.AsyncOpe
         await said(client, n=9)
 
 
-async def test_a_client_that_goes_ends_all_its_choices(http: aiohttp.ClientSession) -> None:
+async def test_a_client_that_disconnects_ends_all_its_choices(http: aiohttp.ClientSession) -> None:
     await until(http, running=0, kv_blocks_used=0)
     body = {**chat(LONG), "stream": True, "ignore_eos": True, "max_tokens": 1000, "n": 4}
     async with http.post(CHAT, json=body) as response:

@@ -1,4 +1,4 @@
-"""Models that draft, from their files: what fits is used, what does not is refused in words."""
+"""Draft models loaded from files: matching ones are used, others are refused with a message."""
 
 import json
 from pathlib import Path
@@ -9,12 +9,12 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.step import Generation
-from nodeagent.engine.loading import Loaded, load
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.core.generation import Generation
+from nodeagent.engine.loading import LoadedEngine, load_engine
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-from nodeagent.engine.scheduler.sequence import Ending, Sequence
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from ops.golden.tiny import write_tokenizer
 from tests.integration.engine.test_llama_folder import (
     HEAD_DIM,
@@ -84,39 +84,39 @@ def write_head(path: Path, vocabulary: int = VOCABULARY) -> Path:
     return path
 
 
-def answer(loaded: Loaded, *, drafts: bool, answers: int = 2) -> list[int]:
+def answer(loaded: LoadedEngine, *, drafts: bool, answers: int = 2) -> list[int]:
     engine = loaded.engine
     speculation = engine.speculation
     assert speculation is not None
-    assert speculation.ahead is not None
-    # Taken to cost nothing: what is looked at is what it drafts.
-    speculation.ahead.share, speculation.ahead.clock = 0.01, lambda: 0.0
+    assert speculation.model is not None
+    # Drafting is assumed to cost nothing, so that the model always drafts.
+    speculation.model.cost_share, speculation.model.clock = 0.01, lambda: 0.0
     # All answer one prompt, which ends inside a block that they share.
     first, *others = (
         Generation(
-            Sequence(number, list(range(1, 30)), Ending(40, frozenset())),
+            Sequence(number, list(range(1, 30)), StopConditions(40, frozenset())),
             Sampler(SamplingParams(temperature=0), []),
-            TokenText(loaded.vocabulary),
+            StreamDetokenizer(loaded.vocabulary),
             StopStrings(()),
             speculation.drafter() if drafts else None,
         )
         for number in range(1, answers + 1)
     )
-    first.followers = tuple(others)
+    first.forks = tuple(others)
     engine.submit(first)
-    while engine.busy:
-        engine.timed(engine.step(), 1.0)
-    assert engine.batching.blocks.held == 0
+    while engine.has_work:
+        engine.record_timing(engine.step(), 1.0)
+    assert engine.scheduler.pool.used_blocks == 0
     assert all(other.sequence.tokens == first.sequence.tokens for other in others)
     return first.sequence.tokens
 
 
 @pytest.mark.parametrize("kind", ["model", "head"])
-def test_a_model_that_fits_drafts(tmp_path: Path, kind: str) -> None:
+def test_a_matching_draft_model_drafts(tmp_path: Path, kind: str) -> None:
     served = folder(tmp_path / "served")
     draft = served if kind == "model" else write_head(tmp_path / "head")
-    loaded = load(config_of(served, draft))
-    bare = load(EngineConfig(model_path=str(served), served_name="t", socket="unused"))
+    loaded = load_engine(config_of(served, draft))
+    bare = load_engine(EngineConfig(model_path=str(served), served_name="t", socket="unused"))
     assert loaded.weights_bytes > bare.weights_bytes
     assert answer(loaded, drafts=True) == answer(loaded, drafts=False)
     assert loaded.engine.speculation is not None
@@ -126,14 +126,14 @@ def test_a_model_that_fits_drafts(tmp_path: Path, kind: str) -> None:
         assert counts["accepted_by_model_tokens_total"] > 20
 
 
-def test_a_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
     served, other = folder(tmp_path / "served"), folder(tmp_path / "other")
     tokenizer = Tokenizer.from_file(str(other / "tokenizer.json"))
     tokenizer.add_tokens(["<more>"])
     tokenizer.save(str(other / "tokenizer.json"))
     with pytest.raises(CheckpointError, match=r"'<more>' is token 64 of 65 there, None of 64"):
-        load(config_of(served, other))
+        load_engine(config_of(served, other))
     with pytest.raises(CheckpointError, match="no such file or folder"):
-        load(config_of(served, tmp_path / "nothing"))
+        load_engine(config_of(served, tmp_path / "nothing"))
     with pytest.raises(CheckpointError, match="a head for tokens of 99"):
-        load(config_of(served, write_head(tmp_path / "head", vocabulary=99)))
+        load_engine(config_of(served, write_head(tmp_path / "head", vocabulary=99)))

@@ -1,6 +1,6 @@
-"""Embeddings and reranking as callers meet them: equal to transformers, whatever the company.
+"""Embeddings and reranking over HTTP: equal to transformers in any batch.
 
-The golden values and how they came about: ops/golden/make_encoders.py.
+The golden values are made by ops/golden/make_encoders.py.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ import openai
 import pytest
 
 from isochrone.wire.engine import EngineConfig, EngineStats
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.encoder.loading import load_encoder
-from nodeagent.engine.model.shape import CheckpointError
 from ops.golden import tiny
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
 
@@ -80,7 +80,7 @@ def _decode(packed: Any) -> bytes:
     return base64.b64decode(packed)
 
 
-async def test_a_text_and_its_tokens_embed_alike_alone_and_in_a_crowd(
+async def test_a_text_and_its_tokens_have_the_same_embedding_in_any_batch(
     sdk: openai.AsyncOpenAI, encoder: EngineProcess
 ) -> None:
     async def one(number: int) -> list[float]:
@@ -105,41 +105,41 @@ async def test_a_text_and_its_tokens_embed_alike_alone_and_in_a_crowd(
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
-        ({"input": ""}, "it is empty"),
+        ({"input": ""}, "input 0 is empty"),
         ({"input": []}, "length >= 1"),
-        ({"input": ["a", ""]}, "input 1: it is empty"),
-        ({"input": ["a", [1]]}, "texts only"),
+        ({"input": ["a", ""]}, "input 1 is empty"),
+        ({"input": ["a", [1]]}, "only texts"),
         ({"input": [[10**6]]}, "between 0 and 30521"),
         ({"input": [-1]}, "between 0 and 30521"),
-        ({"input": ["a"] * 2049}, "2048 are the most"),
+        ({"input": ["a"] * 2049}, "2049 inputs, the limit is 2048"),
         ({"input": "egg " * 300}, "input 0: it takes 302 tokens, the limit is 256"),
         ({"input": ["a", "a b " * 5000]}, "input 1: it has 20000 characters"),
         ({"input": ["egg"] * 40 + ["egg " * 300]}, "input 40: it takes 302 tokens"),
         ({"input": "\ud800 and more"}, "surrogate"),
-        ({"input": "a", "dimensions": 100}, "in 100 dimensions: this model has 384"),
+        ({"input": "a", "dimensions": 100}, "this model has 384 dimensions, got 100"),
         ({"input": "a", "encoding_format": "int8"}, "int8"),
         ({"input": "a", "normalize": False}, "normalize"),
         ({"input": "a", "truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
-        ({"input": 3}, "Expected"),
+        ({"input": 3}, "cannot use field 'input': expected"),
         ({"input": "a", "model": "gpt"}, "cannot serve model 'gpt'"),
         ({}, "input"),
     ],
 )
-async def test_what_cannot_be_embedded_is_refused_in_words(
-    encoder: EngineProcess, fields: dict[str, Any], said: str
+async def test_invalid_embedding_requests_are_refused_with_a_message(
+    encoder: EngineProcess, fields: dict[str, Any], message: str
 ) -> None:
     async with encoder.session() as http:
         async with http.post("/v1/embeddings", data=json.dumps(fields)) as response:
             body = await response.json()
             assert response.status in (400, 404), body
-            assert said in body["error"]["message"]
+            assert message in body["error"]["message"]
         async with http.get("/health") as response:
             assert response.status == 200
 
 
-async def test_what_it_is_not_made_for_is_refused(encoder: EngineProcess) -> None:
+async def test_an_embedding_model_refuses_other_requests(encoder: EngineProcess) -> None:
     async with encoder.session() as http:
         async with http.post("/v1/rerank", json={"query": "a", "documents": ["b"]}) as response:
             assert response.status == 400
@@ -148,7 +148,7 @@ async def test_what_it_is_not_made_for_is_refused(encoder: EngineProcess) -> Non
             assert response.status == 404
 
 
-async def test_a_client_that_leaves_leaves_nothing_behind(encoder: EngineProcess) -> None:
+async def test_a_client_that_disconnects_leaves_nothing_behind(encoder: EngineProcess) -> None:
     async with encoder.session() as http:
         body = {"input": [GOLDEN["texts"][5]] * 400}
         asking = asyncio.create_task(_post(http, "/v1/embeddings", body))
@@ -211,7 +211,7 @@ def test_a_classifier_of_many_labels_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"num_hidden_layers": 3}, "it lacks bert.encoder.layer.2"),
         ({"hidden_size": 2**30}, r"word_embeddings.weight is \(30522, 16\)"),
@@ -220,24 +220,26 @@ def test_a_classifier_of_many_labels_is_refused(tmp_path: Path) -> None:
         ({"num_attention_heads": 3}, "cannot use a model of this shape"),
     ],
 )
-def test_an_encoder_that_lies_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_an_inconsistent_encoder_config_is_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     tiny.write_reranker(tmp_path)
     shutil.copy(minilm() / "tokenizer.json", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**tiny.RERANK_CONFIG, **change}))
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         load_encoder(EngineConfig(model_path=str(tmp_path), served_name="x", socket="unused"))
 
 
 @pytest.mark.parametrize(
-    ("field", "honest", "lie", "said"),
+    ("field", "honest", "lie", "message"),
     [
         ("model", '"hello":7592', '"hello":40592', "token 40592, but embeddings for 30522"),
         ("post_processor", '"ids":[102]', '"ids":[90102]', "token 90102, but embeddings for 30522"),
         ("post_processor", '"type_id":1', '"type_id":2', "texts of kind 2, but embeddings for 2"),
     ],
 )
-def test_a_tokenizer_whose_tokens_have_no_embedding_is_refused(
-    tmp_path: Path, field: str, honest: str, lie: str, said: str
+def test_a_tokenizer_with_tokens_without_embeddings_is_refused(
+    tmp_path: Path, field: str, honest: str, lie: str, message: str
 ) -> None:
     tiny.write_reranker(tmp_path)
     told = msgspec.json.decode((minilm() / "tokenizer.json").read_bytes())
@@ -245,7 +247,7 @@ def test_a_tokenizer_whose_tokens_have_no_embedding_is_refused(
     assert honest in part
     told[field] = msgspec.json.decode(part.replace(honest, lie))
     (tmp_path / "tokenizer.json").write_bytes(msgspec.json.encode(told))
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         load_encoder(EngineConfig(model_path=str(tmp_path), served_name="x", socket="unused"))
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nodeagent.engine.model.families import survey
-from nodeagent.engine.model.shape import CheckpointError, ModelShape
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.model.families import check_weights
 from nodeagent.engine.weights.checkpoint import open_checkpoint
-from nodeagent.engine.weights.gguf import GgufFile
-from nodeagent.engine.weights.safetensors import SafetensorsFolder
-from nodeagent.engine.weights.weight_loading import WeightSource
+from nodeagent.engine.weights.gguf_file import GgufFile
+from nodeagent.engine.weights.safetensors_folder import SafetensorsFolder
+from nodeagent.engine.weights.weight_source import WeightSource
 from ops.golden import tiny
 from ops.golden.tiny_gguf import write_gguf
 from tests.integration.engine.forced import logits_of
@@ -24,7 +25,7 @@ from tests.integration.engine.forced import logits_of
 GOLDEN = json.loads((Path(__file__).parent / "golden_families.json").read_text())
 
 
-def expect(family: str, shape: ModelShape, source: WeightSource) -> None:
+def expect(family: str, shape: DecoderShape, source: WeightSource) -> None:
     prompts = tiny.prompts()
     alone = [logits_of(shape, source, [prompt], 100)[0] for prompt in prompts]
     # Budget 9: prompts come in chunks, mixed with the decodes of those that came before.
@@ -199,7 +200,7 @@ def test_a_config_that_lies_is_refused_before_memory_is_spent(
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(CheckpointError, match=said):
-        survey((source := SafetensorsFolder(tmp_path)).shape, source)
+        check_weights((source := SafetensorsFolder(tmp_path)).shape, source)
 
 
 def test_weights_of_another_kind_are_refused(tmp_path: Path) -> None:
@@ -207,4 +208,4 @@ def test_weights_of_another_kind_are_refused(tmp_path: Path) -> None:
     whole = {name: weights.long() for name, weights in tiny.weights_of("llama").items()}
     save_file(whole, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"is I64, .* is expected"):
-        survey((source := SafetensorsFolder(tmp_path)).shape, source)
+        check_weights((source := SafetensorsFolder(tmp_path)).shape, source)

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.step import Delta, Engine, Generation
-from nodeagent.engine.loading import load
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.core.generation import Generation, GenerationDelta
+from nodeagent.engine.core.step import EngineCore
+from nodeagent.engine.loading import load_engine
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-from nodeagent.engine.scheduler.sequence import Ending, Finish, Sequence
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from ops.fuzz import checkpoints
 from ops.golden import tiny
@@ -49,23 +50,25 @@ def test_changed_files_load_or_are_refused_in_words(tmp_path: Path, name: str) -
 
 
 def generate(
-    engine: Engine, vocabulary: Vocabulary, prompts: dict[int, list[int]]
-) -> dict[int, Delta]:
+    engine: EngineCore, vocabulary: Vocabulary, prompts: dict[int, list[int]]
+) -> dict[int, GenerationDelta]:
     """Run `prompts` together; return each one's last delta."""
-    sequences = {n: Sequence(n, list(p), Ending(8, frozenset())) for n, p in prompts.items()}
+    sequences = {
+        n: Sequence(n, list(p), StopConditions(8, frozenset())) for n, p in prompts.items()
+    }
     for sequence in sequences.values():
         engine.submit(
             Generation(
                 sequence,
                 Sampler(SamplingParams(temperature=0), []),
-                TokenText(vocabulary),
+                StreamDetokenizer(vocabulary),
                 StopStrings(()),
             )
         )
-    last: dict[int, Delta] = {}
-    while engine.busy:
+    last: dict[int, GenerationDelta] = {}
+    while engine.has_work:
         last |= {delta.number: delta for delta in engine.step().deltas}
-    assert engine.batching.blocks.held == 0
+    assert engine.scheduler.pool.used_blocks == 0
     for number, sequence in sequences.items():
         prompts[number].extend(sequence.tokens[sequence.prompt_tokens :])
     return last
@@ -85,7 +88,7 @@ def test_numbers_that_are_none_end_their_sequence_and_no_neighbour(tmp_path: Pat
             weights["lm_head.weight"] = tiny.weights_of("llama")["model.embed_tokens.weight"]
             save_file(weights, tmp_path / name / "model.safetensors")
     sound, spoilt = (
-        load(
+        load_engine(
             EngineConfig(
                 model_path=str(tmp_path / name),
                 served_name="x",
@@ -104,10 +107,10 @@ def test_numbers_that_are_none_end_their_sequence_and_no_neighbour(tmp_path: Pat
         ours = {n: list(p) for n, p in prompts.items()}
         last = generate(spoilt.engine, spoilt.vocabulary, ours)
         if 1 in last:
-            assert last[1].finish is Finish.ERROR
+            assert last[1].finish is FinishReason.ERROR
             assert "no finite logits" in last[1].error
         assert {n: ours[n] for n in good} == alone
-        assert all(last[n].finish is Finish.LENGTH for n in good)
+        assert all(last[n].finish is FinishReason.LENGTH for n in good)
 
 
 def test_a_template_nested_beyond_reason_is_refused(tmp_path: Path) -> None:
@@ -116,4 +119,4 @@ def test_a_template_nested_beyond_reason_is_refused(tmp_path: Path) -> None:
     deep = "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"
     (tmp_path / "chat_template.jinja").write_text(deep)
     with pytest.raises(CheckpointError, match="cannot compile the chat template"):
-        load(EngineConfig(model_path=str(tmp_path), served_name="x", socket="unused"))
+        load_engine(EngineConfig(model_path=str(tmp_path), served_name="x", socket="unused"))

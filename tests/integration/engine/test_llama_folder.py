@@ -13,14 +13,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.kvcache.blocks import Blocks
-from nodeagent.engine.loading import load
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.core.model_runner import ModelRunner
+from nodeagent.engine.kvcache.block_pool import BlockPool
+from nodeagent.engine.loading import load_engine
 from nodeagent.engine.model.llama import Llama
-from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.scheduler.batching import Batching, Limits
-from nodeagent.engine.scheduler.sequence import Ending, Sequence
-from nodeagent.engine.weights.safetensors import SafetensorsFolder
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
+from nodeagent.engine.weights.safetensors_folder import SafetensorsFolder
 from ops.golden.tiny import write_tokenizer
 
 HIDDEN, MLP, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 48, 2, 4, 2, 8, 64
@@ -158,21 +159,21 @@ def test_logits_equal_the_definition(
     source = SafetensorsFolder(tmp_path)
     model = Llama(source.shape, source, "cpu", torch.float32, 128)
     source.close()
-    runner = Runner(model, 16, "cpu", torch.float32)
+    runner = ModelRunner(model, 16, "cpu", torch.float32)
     # Budget 9: prompts come in chunks, mixed with the decodes of those that came before.
-    batching = Batching(Limits(9, 4), Blocks(16))
+    batching = BatchScheduler(StepLimits(9, 4), BlockPool(16))
     generator = torch.Generator().manual_seed(2)
     sequences = []
     for number, length in enumerate((5, 37, 21)):
         tokens = torch.randint(VOCABULARY, (length,), generator=generator).tolist()
-        sequences.append(Sequence(number, tokens, Ending(8, frozenset())))
+        sequences.append(Sequence(number, tokens, StopConditions(8, frozenset())))
         batching.submit(sequences[-1])
     wanted: dict[tuple[int, int], Tensor] = {}
-    while batching.busy:
+    while batching.has_work:
         batch = batching.next_batch()
         logits = runner.run(batch)
         for chunk in batch.chunks:
-            batching.computed(chunk)
+            batching.mark_computed(chunk)
         sampling = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         for sequence, row in zip(sampling, logits, strict=True):
             wanted[sequence.number, len(sequence.tokens)] = row.clone()
@@ -191,7 +192,9 @@ def test_a_folder_is_loaded_whole(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     # Ends that no token is: some files say so of tokens that they took out.
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [5, -1, {2**70}]}}')
-    loaded = load(EngineConfig(model_path=str(tmp_path), served_name="tiny", socket="unused"))
+    loaded = load_engine(
+        EngineConfig(model_path=str(tmp_path), served_name="tiny", socket="unused")
+    )
     assert loaded.vocabulary.stop_ids == {0, 5, VOCABULARY - 1}
     assert loaded.template is not None
     assert loaded.template.render([{"role": "user", "content": "hi"}]) == "hi"
@@ -204,7 +207,7 @@ def test_a_config_that_lies_about_shapes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace(f'"hidden_size": {HIDDEN}', '"hidden_size": 64'))
     with pytest.raises(CheckpointError, match=r"embed_tokens.weight is \(64, 32\)"):
-        load(EngineConfig(model_path=str(tmp_path), served_name="tiny", socket="unused"))
+        load_engine(EngineConfig(model_path=str(tmp_path), served_name="tiny", socket="unused"))
 
 
 @pytest.mark.parametrize("kv_memory_bytes", [1, 2**60])
@@ -214,7 +217,7 @@ def test_a_kv_size_that_cannot_be_is_refused_before_loading(
     write_folder(tmp_path, tied=True, scaled=False, sharded=False)
     write_tokenizer(tmp_path)
     with pytest.raises(CheckpointError, match=str(kv_memory_bytes)):
-        load(
+        load_engine(
             EngineConfig(
                 model_path=str(tmp_path),
                 served_name="tiny",

@@ -1,4 +1,4 @@
-"""Adapters: what they add equals merged weights, several in a batch; coming or going harms none."""
+"""LoRA adapters: equal to merged weights, several in a batch, loaded and unloaded while serving."""
 
 import asyncio
 import json
@@ -18,13 +18,14 @@ from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError
-from nodeagent.engine.distributed.shards import Cut
-from nodeagent.engine.model.families import build
-from nodeagent.engine.model.layers.lora import Adapter, Adding
-from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.server.adapters import Adapters
-from nodeagent.engine.weights.adapter import read_adapter
-from nodeagent.engine.weights.safetensors import SafetensorsFolder
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.distributed.shards import WeightSlice
+from nodeagent.engine.model.families import build_model
+from nodeagent.engine.model.lora import ActiveAdapters
+from nodeagent.engine.server.adapters import AdapterRegistry
+from nodeagent.engine.weights.adapter_folder import read_adapter
+from nodeagent.engine.weights.lora_adapter import LoraAdapter
+from nodeagent.engine.weights.safetensors_folder import SafetensorsFolder
 from ops.golden import tiny
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
 from tests.integration.engine.forced import logits_of
@@ -70,10 +71,10 @@ def write_adapter(
 def modules_of(family: str, folder: Path) -> dict[str, tuple[int, int]]:
     tiny.write_folder(folder, family)
     source = SafetensorsFolder(folder)
-    return build(source.shape, source, "cpu", torch.float32, 64).adding.modules
+    return build_model(source.shape, source, "cpu", torch.float32, 64).adapters.modules
 
 
-def read(folder: Path, modules: dict[str, tuple[int, int]], bytes_max: int = 2**30) -> Adapter:
+def read(folder: Path, modules: dict[str, tuple[int, int]], bytes_max: int = 2**30) -> LoraAdapter:
     return read_adapter(folder.name, folder, modules, "cpu", torch.float32, bytes_max)
 
 
@@ -87,10 +88,10 @@ class Merged:
     def has(self, name: str) -> bool:
         return self._source.has(name)
 
-    def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
+    def check(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> None:
         self._source.check(name, shape)
 
-    def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> Tensor:
         return self._source.tensor(name, shape) + self._added.get(name, 0)
 
 
@@ -124,7 +125,7 @@ def test_adapters_in_one_batch_equal_merged_weights(
     ("family", "parts", "fields", "said"),
     [
         ("qwen3", ATTENTION, {}, r"_proj.lora_[AB].weight is \(.*\) is expected"),
-        ("mixtral", ("block_sparse_moe.gate",), {}, "changes nothing that this model has"),
+        ("mixtral", ("block_sparse_moe.gate",), {}, "belongs to no module of this model"),
         ("llama", MLP, {"peft_type": "LOHA"}, "LOHA of rank 4"),
         ("llama", MLP, {"r": 0}, "of rank 0"),
         ("llama", MLP, {"r": 8}, r"lora_A.weight is \(4, \d+\), \(8, \d+\) is expected"),
@@ -149,7 +150,7 @@ def test_an_adapter_of_another_base_is_refused(
         read(tmp_path / "a", modules)
 
 
-def test_files_that_lie_are_refused_and_large_ones_unread(tmp_path: Path) -> None:
+def test_inconsistent_files_are_refused_and_large_ones_not_read(tmp_path: Path) -> None:
     modules = modules_of("llama", tmp_path)
     write_adapter(tmp_path / "a", "llama", 1, MLP)
     with pytest.raises(CheckpointError, match="1000 are left"):
@@ -174,7 +175,7 @@ def test_files_that_lie_are_refused_and_large_ones_unread(tmp_path: Path) -> Non
         read(tmp_path, modules)
 
 
-def test_an_adapter_is_told_from_others_by_its_weights_whichever_files_hold_them(
+def test_an_adapter_is_identified_by_its_weights_and_not_its_files(
     tmp_path: Path,
 ) -> None:
     modules = modules_of("llama", tmp_path)
@@ -192,39 +193,39 @@ def test_an_adapter_is_told_from_others_by_its_weights_whichever_files_hold_them
     assert first.digest == read(tmp_path / "a", modules).digest
 
 
-def test_what_overflows_in_the_models_numbers_is_refused(tmp_path: Path) -> None:
+def test_weights_that_overflow_in_the_models_dtype_are_refused(tmp_path: Path) -> None:
     modules = modules_of("llama", tmp_path)
     write_adapter(tmp_path / "a", "llama", 1, MLP, lora_alpha=1e7)
     with pytest.raises(CheckpointError, match="not finite"):
         read_adapter("a", tmp_path / "a", modules, "cpu", torch.float16, 2**30)
 
 
-async def test_the_least_recently_used_is_dropped_and_read_again(tmp_path: Path) -> None:
-    adding = Adding()
+async def test_the_least_recently_used_adapter_is_dropped_and_read_again(tmp_path: Path) -> None:
+    adding = ActiveAdapters()
     adding.modules = modules_of("llama", tmp_path)
     config = EngineConfig(model_path="m", served_name="base", socket="unused", adapters_max=2)
-    adapters = Adapters(config, adding, torch.float32)
+    adapters = AdapterRegistry(config, adding, torch.float32)
     for name in ("a", "b", "c"):
         write_adapter(tmp_path / name, "llama", 1, MLP)
         body = {"lora_name": name, "lora_path": str(tmp_path / name)}
         assert await adapters.load(json.dumps(body).encode()) == name
-    assert (adapters.names, adapters.kept, adapters.reads_total) == (["a", "b", "c"], 2, 3)
-    held = await adapters.hold("b")
+    assert (adapters.names, adapters.cached, adapters.reads_total) == (["a", "b", "c"], 2, 3)
+    held = await adapters.get("b")
     assert held is not None
     assert adapters.reads_total == 3
     # Asked for at once by many, it is read once.
-    found = await asyncio.gather(*(adapters.hold("a") for _ in range(5)))
+    found = await asyncio.gather(*(adapters.get("a") for _ in range(5)))
     assert all(one is found[0] for one in found)
-    assert (adapters.kept, adapters.reads_total) == (2, 4)
-    assert await adapters.hold("b") is held
-    assert await adapters.hold("base") is None
+    assert (adapters.cached, adapters.reads_total) == (2, 4)
+    assert await adapters.get("b") is held
+    assert await adapters.get("base") is None
     assert adapters.unload(b'{"lora_name":"b"}') == "b"
     with pytest.raises(ApiError, match="'b'"):
-        await adapters.hold("b")
+        await adapters.get("b")
     for body, said in (
         ({"lora_name": "b"}, "lora_path"),
-        ({"lora_name": "../b", "lora_path": "x"}, "cannot read body"),
-        ({"lora_name": "base", "lora_path": "x"}, "the model has it"),
+        ({"lora_name": "../b", "lora_path": "x"}, "cannot use field 'lora_name'"),
+        ({"lora_name": "base", "lora_path": "x"}, "the model's own name"),
         ({"lora_name": "z", "lora_path": str(tmp_path / "none")}, "cannot read"),
     ):
         with pytest.raises(ApiError, match=said):
@@ -264,7 +265,7 @@ async def complete(http: aiohttp.ClientSession, model: str, **fields: Any) -> tu
     return await post(http, "/v1/completions", model=model, **{**asked, **fields})
 
 
-async def test_an_adapter_comes_and_goes_while_others_run(
+async def test_an_adapter_is_loaded_and_unloaded_while_others_run(
     http: aiohttp.ClientSession, serving: tuple[EngineProcess, Path]
 ) -> None:
     folder = serving[1]
@@ -314,18 +315,18 @@ async def stats(http: aiohttp.ClientSession) -> Any:
         return await response.json()
 
 
-async def test_adapters_are_read_one_at_a_time_whoever_leaves_meanwhile(
+async def test_adapters_are_read_one_at_a_time_even_if_a_request_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adding = Adding()
+    adding = ActiveAdapters()
     adding.modules = modules_of("llama", tmp_path)
     write_adapter(tmp_path / "a", "llama", 1, MLP)
     config = EngineConfig(model_path="m", served_name="base", socket="unused", adapters_max=2)
-    adapters = Adapters(config, adding, torch.float32)
+    adapters = AdapterRegistry(config, adding, torch.float32)
     adapters._folders["a"] = tmp_path / "a"
     began, ended = 0, 0
 
-    def read_slowly(*given: Any) -> Adapter:
+    def read_slowly(*given: Any) -> LoraAdapter:
         nonlocal began, ended
         began += 1
         assert began == ended + 1, "one is still being read"
@@ -335,10 +336,10 @@ async def test_adapters_are_read_one_at_a_time_whoever_leaves_meanwhile(
 
     monkeypatch.setattr("nodeagent.engine.server.adapters.read_adapter", read_slowly)
     for reads in (1, 2):
-        leaving = asyncio.create_task(adapters.hold("a"))
+        leaving = asyncio.create_task(adapters.get("a"))
         async with asyncio.timeout(30):
             while began < reads:
                 await asyncio.sleep(0.001)
         leaving.cancel()
         await asyncio.wait({leaving})
-    assert await adapters.hold("a") is not None
+    assert await adapters.get("a") is not None

@@ -1,4 +1,4 @@
-"""An answer that another engine began goes on as if it were one: greedy draws, and seeded ones."""
+"""An answer that another engine began is continued unchanged, greedy or seeded."""
 
 import asyncio
 from typing import Any
@@ -23,7 +23,7 @@ TOKENS = 24
     "drawn", [{"temperature": 0}, {"temperature": 0.8, "seed": 7}], ids=["greedy", "seeded"]
 )
 @pytest.mark.parametrize("prompt", PROMPTS)
-async def test_the_rest_is_what_would_have_been_said(
+async def test_the_continuation_equals_the_uninterrupted_answer(
     http: aiohttp.ClientSession, prompt: str, drawn: dict[str, Any]
 ) -> None:
     body = chat(prompt, max_tokens=TOKENS, **drawn)
@@ -44,12 +44,12 @@ async def test_the_rest_is_what_would_have_been_said(
                 "continue_final_message": True,
                 "max_tokens": TOKENS - at,
             },
-            **{headers.SAID: str(at)},
+            **{headers.GENERATED_TOKENS: str(at)},
         )
         assert begun + rest["choices"][0]["message"]["content"] == whole, f"cut after {at}"
 
 
-async def test_a_text_is_the_same_whatever_is_computed_beside_it(
+async def test_an_answer_is_the_same_in_any_batch(
     http: aiohttp.ClientSession,
 ) -> None:
     bodies = [
@@ -66,7 +66,7 @@ async def test_a_text_is_the_same_whatever_is_computed_beside_it(
     assert await asyncio.gather(*(said(body) for body in bodies)) == alone
 
 
-async def test_a_completion_goes_on_too(http: aiohttp.ClientSession) -> None:
+async def test_a_completion_is_continued_too(http: aiohttp.ClientSession) -> None:
     body = {"model": "smollm2", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 16}
     whole = (await post(http, PLAIN, body))["choices"][0]["text"]
     begun = whole[: whole.index(" ", 8)]
@@ -74,7 +74,7 @@ async def test_a_completion_goes_on_too(http: aiohttp.ClientSession) -> None:
     assert (begun + rest["choices"][0]["text"]).startswith(whole)
 
 
-async def test_only_an_answer_goes_on(http: aiohttp.ClientSession) -> None:
+async def test_only_an_assistant_message_can_be_continued(http: aiohttp.ClientSession) -> None:
     async with http.post(CHAT, json=chat("hello", continue_final_message=True)) as response:
         assert response.status == 400
         assert (await response.json())["error"]["param"] == "continue_final_message"

@@ -1,4 +1,4 @@
-"""The engine as the agent meets it: a process, a Unix socket, OpenAI bodies."""
+"""The engine as its agent uses it: a process, a Unix socket, the OpenAI API."""
 
 import asyncio
 import io
@@ -91,7 +91,7 @@ async def test_a_chat_is_answered(http: aiohttp.ClientSession) -> None:
     assert answer["usage"]["total_tokens"] == 44
 
 
-async def test_a_stream_has_openais_shape(http: aiohttp.ClientSession) -> None:
+async def test_a_stream_has_the_shape_of_openai(http: aiohttp.ClientSession) -> None:
     chunks = await stream(http, CHAT, chat(stream_options={"include_usage": True}))
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert text_of(chunks) == "The capital of France is Paris."
@@ -106,7 +106,7 @@ async def test_a_stream_has_openais_shape(http: aiohttp.ClientSession) -> None:
 
 
 @pytest.mark.parametrize("speculate", [True, False])
-async def test_an_answer_is_as_long_as_it_must_be(
+async def test_min_and_max_tokens_limit_the_answer(
     http: aiohttp.ClientSession, speculate: bool
 ) -> None:
     async def said(**fields: Any) -> tuple[str, int]:
@@ -139,7 +139,7 @@ async def test_a_plain_completion_takes_text_or_tokens(http: aiohttp.ClientSessi
     assert "".join(e["choices"][0]["text"] for e in chunks) == whole["choices"][0]["text"]
 
 
-async def test_a_prefix_is_reused_within_its_tenant_only(http: aiohttp.ClientSession) -> None:
+async def test_a_prefix_is_reused_only_within_its_tenant(http: aiohttp.ClientSession) -> None:
     body = chat("A question about prefixes. " * 6, max_tokens=2)
 
     async def cached(salt: str) -> int:
@@ -153,7 +153,9 @@ async def test_a_prefix_is_reused_within_its_tenant_only(http: aiohttp.ClientSes
     assert await cached("tenant-b") == 0
 
 
-async def test_eight_streams_at_once_equal_each_alone(http: aiohttp.ClientSession) -> None:
+async def test_eight_concurrent_streams_equal_each_stream_alone(
+    http: aiohttp.ClientSession,
+) -> None:
     questions = [f"Write one sentence about the number {n}." for n in range(8)]
     bodies = [chat(question, max_tokens=16) for question in questions]
     together = await asyncio.gather(*(stream(http, CHAT, body) for body in bodies))
@@ -165,7 +167,7 @@ async def test_eight_streams_at_once_equal_each_alone(http: aiohttp.ClientSessio
     assert seen["prefill_tokens_per_s"] > 0
 
 
-async def test_a_client_that_goes_frees_its_blocks(http: aiohttp.ClientSession) -> None:
+async def test_a_client_that_disconnects_frees_its_blocks(http: aiohttp.ClientSession) -> None:
     await until(http, running=0, kv_blocks_used=0)
     body = {**chat(LONG), "stream": True, "ignore_eos": True, "max_tokens": 1000}
     async with http.post(CHAT, json=body) as response:
@@ -196,7 +198,7 @@ async def test_stop_strings_end_the_output_and_are_not_in_it(http: aiohttp.Clien
     assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
 
 
-async def test_a_seed_gives_the_same_output_in_company(http: aiohttp.ClientSession) -> None:
+async def test_a_seed_gives_the_same_output_in_any_batch(http: aiohttp.ClientSession) -> None:
     seeded = chat("Invent a name for a ship.", temperature=1.2, seed=42, max_tokens=12)
     others = [chat(LONG, temperature=1.0, max_tokens=12) for _ in range(3)]
     alone = await post(http, CHAT, seeded)
@@ -227,7 +229,7 @@ async def test_bias_and_penalties_change_the_output_and_the_engine_lives(
     assert await said() == plain
 
 
-async def test_log_probabilities_are_told(http: aiohttp.ClientSession) -> None:
+async def test_logprobs_are_returned(http: aiohttp.ClientSession) -> None:
     answer = await post(http, CHAT, chat(logprobs=True, top_logprobs=2, max_tokens=3))
     entries = answer["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in entries] == ["The", " capital", " of"]
@@ -246,23 +248,29 @@ async def test_log_probabilities_are_told(http: aiohttp.ClientSession) -> None:
     [
         (CHAT, b"{", 400, "invalid_request", "cannot read body"),
         (PLAIN, b'{"prompt":"\xff"}', 400, "invalid_request", "cannot read body"),
-        (CHAT, b'{"messages":' + b"[" * 100_000, 400, "invalid_request", "cannot read body"),
+        (CHAT, b'{"messages":' + b"[" * 100_000, 400, "invalid_request", "cannot use field"),
         (CHAT, chat(model="other"), 404, "model_not_found", "'other'"),
         (CHAT, chat(n=9), 400, "invalid_request", "cannot give 9 answers"),
         (PLAIN, {"prompt": ["a"] * 5, "n": 2}, 400, "invalid_request", "cannot give 10 answers"),
-        (PLAIN, {"prompt": []}, 400, "invalid_request", "cannot read body"),
-        (CHAT, chat(tools=[{}]), 400, "invalid_request", "a tool without"),
+        (PLAIN, {"prompt": []}, 400, "invalid_request", "cannot use field 'prompt'"),
+        (CHAT, chat(tools=[{}]), 400, "invalid_request", "a tool needs"),
         (CHAT, chat(max_tokens=5000), 400, "context_length_exceeded", "37 prompt tokens"),
         (CHAT, chat("word " * 4000), 400, "context_length_exceeded", "limit of 2048"),
         (CHAT, chat("word " * 700_000), 400, "context_length_exceeded", "tokens or more"),
-        (PLAIN, {"prompt": ""}, 400, "invalid_request", "empty prompt"),
+        (PLAIN, {"prompt": ""}, 400, "invalid_request", "it has no tokens"),
         (PLAIN, {"prompt": [10**6]}, 400, "invalid_request", "between 0 and 49151"),
-        (PLAIN, {"prompt": [1], "logit_bias": {"99999": 1}}, 400, "invalid_request", "token 99999"),
+        (
+            PLAIN,
+            {"prompt": [1], "logit_bias": {"99999": 1}},
+            400,
+            "invalid_request",
+            "99999 is not between",
+        ),
         ("/v1/nothing", {}, 404, "not_found", "no such path"),
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_bad_requests_are_refused_in_openais_shape(
+async def test_invalid_requests_are_refused_in_the_shape_of_openai(
     http: aiohttp.ClientSession, path: str, body: Any, status: int, code: str, said: str
 ) -> None:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -276,7 +284,7 @@ async def test_bad_requests_are_refused_in_openais_shape(
     assert said in error["message"]
 
 
-async def test_a_body_that_is_not_packed_as_it_says_is_its_senders_mistake(
+async def test_a_body_with_a_wrong_content_encoding_is_a_client_error(
     http: aiohttp.ClientSession,
 ) -> None:
     async with http.post(CHAT, data=b"{}", headers={"content-encoding": "gzip"}) as response:
@@ -300,7 +308,7 @@ async def test_a_body_over_the_limit_is_refused_before_its_end(engine: EnginePro
         writer.transport.abort()
 
 
-async def test_a_full_queue_refuses_and_says_when_to_return(http: aiohttp.ClientSession) -> None:
+async def test_a_full_queue_refuses_with_retry_after(http: aiohttp.ClientSession) -> None:
     body = {**chat(LONG), "stream": True, "ignore_eos": True, "max_tokens": 600}
     responses = [await http.post(CHAT, json=body) for _ in range(8)]
     waiting = [asyncio.create_task(post(http, CHAT, chat())) for _ in range(4)]
@@ -385,7 +393,7 @@ async def test_sigterm_drains_and_exits_zero(model_path: Path, short_folder: Pat
     ],
     ids=str,
 )
-async def test_a_config_that_cannot_be_served_ends_in_words(
+async def test_an_unusable_config_ends_with_a_message(
     model_path: Path, short_folder: Path, fields: dict[str, Any], said: str
 ) -> None:
     whole = {"model_path": str(model_path), "served_name": "x", **fields}
@@ -399,7 +407,7 @@ async def test_a_config_that_cannot_be_served_ends_in_words(
     assert log.splitlines()[-1].startswith("cannot")
 
 
-async def test_near_its_memory_ceiling_it_refuses_and_lives(
+async def test_near_its_memory_ceiling_it_refuses_and_survives(
     model_path: Path, short_folder: Path
 ) -> None:
     kv_bytes = 16 * 1024 * 1024
@@ -431,7 +439,7 @@ async def test_near_its_memory_ceiling_it_refuses_and_lives(
         await asyncio.to_thread(end, process)
 
 
-async def test_bodies_that_come_together_do_not_take_it_past_its_ceiling(
+async def test_concurrent_bodies_do_not_exceed_the_memory_ceiling(
     model_path: Path, short_folder: Path, engine: EngineProcess
 ) -> None:
     room, piece = 256 * 1024 * 1024, b"a " * 100_000
@@ -465,7 +473,7 @@ async def test_bodies_that_come_together_do_not_take_it_past_its_ceiling(
         await asyncio.to_thread(end, process)
 
 
-async def test_a_deadline_that_passed_is_refused_and_a_priority_must_be_one(
+async def test_an_expired_deadline_and_an_invalid_priority_are_refused(
     http: aiohttp.ClientSession,
 ) -> None:
     for name, value, status, code in (
@@ -489,7 +497,7 @@ async def test_a_deadline_that_passed_is_refused_and_a_priority_must_be_one(
     ],
     ids=["line", "signed-length", "20kB"],
 )
-async def test_malformed_http_is_refused_in_openais_shape_and_fills_no_log(
+async def test_malformed_http_is_refused_in_the_shape_of_openai_and_not_logged(
     engine: EngineProcess, sent: bytes
 ) -> None:
     reader, writer = await asyncio.open_unix_connection(str(engine.socket))
@@ -502,7 +510,7 @@ async def test_malformed_http_is_refused_in_openais_shape_and_fills_no_log(
     assert "Traceback" not in (engine.socket.parent / "log").read_text()
 
 
-async def test_connections_that_ask_nothing_cannot_keep_the_agent_out(
+async def test_idle_connections_cannot_keep_the_agent_out(
     model_path: Path, short_folder: Path
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

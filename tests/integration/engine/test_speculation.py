@@ -1,4 +1,4 @@
-"""Drafts in the served engine: the same text with and without, faster where text repeats, told."""
+"""Speculation in the served engine: same text, fewer steps for repetitive text, and metrics."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ async def said(http: aiohttp.ClientSession, **fields: Any) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
-async def test_drafts_change_nothing_but_the_steps(http: aiohttp.ClientSession) -> None:
+async def test_speculation_changes_only_the_number_of_steps(http: aiohttp.ClientSession) -> None:
     plain = await said(http, speculate=False)
     accepted = 0.0
     for _ in range(ASKED_MAX):
@@ -42,7 +42,9 @@ async def test_drafts_change_nothing_but_the_steps(http: aiohttp.ClientSession) 
     assert text_of(await stream(http, CHAT, chat(COPY, max_tokens=40))) == plain
 
 
-async def test_a_request_can_refuse_drafts_or_bring_its_own(http: aiohttp.ClientSession) -> None:
+async def test_a_request_can_turn_speculation_off_or_bring_a_prediction(
+    http: aiohttp.ClientSession,
+) -> None:
     before = await stats(http)
     plain = await said(http, speculate=False)
     off = await stats(http)

@@ -1,4 +1,4 @@
-"""Structured output from the real model: valid in streams, in company, with stops and logprobs."""
+"""Structured outputs of the real model: streamed, batched, with stop strings and logprobs."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ def content(answer: Any) -> str:
 
 
 @pytest.mark.parametrize("wanted", [ENVELOPE, BARE], ids=["openai", "workers-ai"])
-async def test_a_schema_is_obeyed_whole_and_streamed(
+async def test_a_schema_is_obeyed_streamed_and_complete(
     http: aiohttp.ClientSession, wanted: dict[str, Any]
 ) -> None:
     body = chat(QUESTION, response_format=wanted, max_tokens=120)
@@ -49,7 +49,7 @@ async def test_a_schema_is_obeyed_whole_and_streamed(
     assert text_of(await stream(http, CHAT, body)) == content(whole)
 
 
-async def test_neighbours_with_other_grammars_and_none_do_not_mix(
+async def test_concurrent_requests_keep_their_own_grammars(
     http: aiohttp.ClientSession,
 ) -> None:
     free = chat(LONG, max_tokens=24)
@@ -101,7 +101,7 @@ async def test_a_plain_completion_can_be_constrained(http: aiohttp.ClientSession
     ],
     ids=str,
 )
-async def test_an_impossible_wish_is_a_400_and_the_engine_lives(
+async def test_an_unusable_grammar_is_a_400_and_the_engine_survives(
     http: aiohttp.ClientSession, fields: dict[str, Any], said: str
 ) -> None:
     async with http.post(CHAT, json=chat(**fields)) as response:

@@ -1,4 +1,4 @@
-"""Tools by the official `openai` client: the real engine behind a router, streamed and whole."""
+"""Tools with the official `openai` client and the real engine behind a router."""
 
 import json
 from typing import Any
@@ -84,7 +84,7 @@ async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> tuple[list[list
     ],
     ids=["required", "named"],
 )
-async def test_who_must_call_calls_whole_and_streamed(
+async def test_a_required_call_is_made_streamed_and_complete(
     client: openai.AsyncOpenAI, choice: Any, names: set[str]
 ) -> None:
     answer = await whole(client, tool_choice=choice, parallel_tool_calls=False)
@@ -100,7 +100,7 @@ async def test_who_must_call_calls_whole_and_streamed(
     assert (name, arguments) == (call.function.name, call.function.arguments)
 
 
-async def test_several_calls_in_one_answer_keep_apart(client: openai.AsyncOpenAI) -> None:
+async def test_several_calls_in_one_answer_are_separate(client: openai.AsyncOpenAI) -> None:
     # A model this small calls until its tokens are spent; each call that is whole must hold.
     calls, finish = await streamed(
         client, tool_choice="required", temperature=1.0, seed=4, max_tokens=200
@@ -111,7 +111,7 @@ async def test_several_calls_in_one_answer_keep_apart(client: openai.AsyncOpenAI
         check(name, arguments)
 
 
-async def test_auto_reads_a_call_and_the_tools_answer_comes_back_in(
+async def test_with_auto_a_call_is_parsed_and_its_result_is_used(
     client: openai.AsyncOpenAI,
 ) -> None:
     first = await whole(client, tool_choice="required", parallel_tool_calls=False)
@@ -146,7 +146,7 @@ async def test_without_a_call_the_answer_is_plain_and_streams(client: openai.Asy
     assert answer.finish_reason in ("stop", "length")
 
 
-async def test_tools_that_cannot_be_used_are_a_400(client: openai.AsyncOpenAI) -> None:
+async def test_invalid_tools_are_a_400(client: openai.AsyncOpenAI) -> None:
     bad = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}
     for fields in (
         {"tools": [bad], "tool_choice": "required"},

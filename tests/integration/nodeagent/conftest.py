@@ -1,4 +1,4 @@
-"""What the agent's tests run on."""
+"""The event loop of the agent's tests."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -7,5 +7,5 @@ import uvloop
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run on the loop that the services run on."""
+    """Use uvloop, as the services do."""
     return {"uvloop": uvloop.new_event_loop}

@@ -1,4 +1,4 @@
-"""Fetching artifacts from real folders and a real HTTP origin that may cut, lie or redirect."""
+"""Fetching artifacts from folders and from an HTTP origin with faults."""
 
 import asyncio
 import fcntl
@@ -19,16 +19,16 @@ from aiohttp import web
 from isochrone.service.http_server import serve_http
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.model import Artifact, ArtifactFile
-from nodeagent.decide.bandwidth import Pace
+from nodeagent.decide.bandwidth import MinimumRate
 from nodeagent.decide.eviction import evict
-from nodeagent.host import artifacts, tiers, wanted
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.host.link import Link
-from nodeagent.host.sources import Sources
-from nodeagent.host.wanted import ArtifactError, Wanted
+from nodeagent.host import artifacts, download, tiers
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.download import ArtifactError, FileDownload
+from nodeagent.host.link import TransferLink
+from nodeagent.host.sources import ArtifactSources
 
 BODY = bytes(range(256)) * 4096
-IMPATIENT = Pace(least_bytes_per_s=100_000.0, window_s=0.2)
+MINIMUM_RATE = MinimumRate(bytes_per_s=100_000.0, window_s=0.2)
 
 
 def artifact_of(source: str, files: dict[str, bytes]) -> Artifact:
@@ -99,13 +99,15 @@ def a_store(
     private: bool = True,
     hf: str = "",
     hf_token: str = "",
-) -> Artifacts:
-    sources = Sources(private=private, hf_url=hf, hf_token=hf_token, pace=IMPATIENT)
-    link = Link(0, time.monotonic)
-    return Artifacts(tmp_path / "artifacts", sources, budget, link=link)
+) -> ArtifactStore:
+    sources = ArtifactSources(
+        private=private, hf_url=hf, hf_token=hf_token, minimum_rate=MINIMUM_RATE
+    )
+    link = TransferLink(0, time.monotonic)
+    return ArtifactStore(tmp_path / "artifacts", sources, budget, link=link)
 
 
-async def fetched(store: Artifacts, artifact: Artifact, pinned: tuple[str, ...] = ()) -> Path:
+async def fetched(store: ArtifactStore, artifact: Artifact, pinned: tuple[str, ...] = ()) -> Path:
     sizes: list[int] = []
     path = await store.ensure(artifact, pinned, sizes.append)
     assert sizes[-1] == artifact.size_bytes
@@ -121,18 +123,18 @@ def a_folder(tmp_path: Path, **files: bytes) -> str:
     return f"file:{folder}"
 
 
-async def test_a_folder_is_taken_whole_and_named_by_its_digest(tmp_path: Path) -> None:
+async def test_a_folder_is_copied_and_named_by_its_digest(tmp_path: Path) -> None:
     source = a_folder(tmp_path, a=b"aaa", b=b"bb")
     artifact = artifact_of(source, {"a": b"aaa", "b": b"bb"})
     store = a_store(tmp_path)
     path = await fetched(store, artifact)
     assert path.name == artifact.digest
     assert (path / "b").read_bytes() == b"bb"
-    assert store.held() == (artifact.digest,)
+    assert store.digests() == (artifact.digest,)
     assert await fetched(store, artifact) == path
     with (tmp_path / "source" / "b").open("r+b") as written_into:
         written_into.write(b"??")
-    assert (path / "b").read_bytes() == b"bb", "what was verified does not change"
+    assert (path / "b").read_bytes() == b"bb", "a verified file does not change with its source"
 
 
 async def test_an_installed_package_is_a_source(tmp_path: Path) -> None:
@@ -162,23 +164,23 @@ async def test_a_fetch_cut_in_the_middle_is_resumed(
     assert all(int(r.removeprefix("bytes=").rstrip("-")) > 0 for r in served.ranges)
 
 
-async def test_an_origin_that_trickles_is_let_go_and_asked_again_from_there(
+async def test_a_slow_origin_is_cut_and_resumed_at_the_same_byte(
     tmp_path: Path, origin: tuple[Origin, str]
 ) -> None:
     served, url = origin
     served.files["/models/w.safetensors"] = BODY
     artifact = artifact_of(f"{url}/models", {"w.safetensors": BODY})
     served.trickles_after = [300_000] + [0] * 4
-    with pytest.raises(ArtifactError, match=r"less than 100000 bytes a second \(5 attempts\)"):
+    with pytest.raises(ArtifactError, match=r"slower than 100000 bytes/s \(5 attempts\)"):
         await fetched(a_store(tmp_path), artifact)
     served.trickles_after = [0]
     path = await fetched(a_store(tmp_path), artifact)
     assert (path / "w.safetensors").read_bytes() == BODY
-    begun = [int(r.removeprefix("bytes=").rstrip("-")) for r in served.ranges]
-    assert begun == sorted(begun) and begun[0] >= 300_000
+    starts = [int(r.removeprefix("bytes=").rstrip("-")) for r in served.ranges]
+    assert starts == sorted(starts) and starts[0] >= 300_000
 
 
-async def test_a_hub_is_asked_by_repository_and_revision(
+async def test_a_hub_url_has_repository_and_revision(
     tmp_path: Path, origin: tuple[Origin, str]
 ) -> None:
     served, url = origin
@@ -188,7 +190,7 @@ async def test_a_hub_is_asked_by_repository_and_revision(
     assert (path / "sub" / "config.json").read_bytes() == b"{}"
 
 
-async def test_what_is_not_what_its_manifest_says_is_never_seen(
+async def test_a_file_that_differs_from_its_manifest_is_never_published(
     tmp_path: Path, origin: tuple[Origin, str]
 ) -> None:
     served, url = origin
@@ -199,20 +201,20 @@ async def test_what_is_not_what_its_manifest_says_is_never_seen(
         "long": (BODY + b"more", BODY, "sends more than"),
         "missing": (None, BODY, "answered 404"),
     }
-    for name, (sent, said, words) in cases.items():
+    for name, (sent, expected, message) in cases.items():
         path = f"/{name.replace(' ', '-')}/m.gguf"
         if sent is not None:
             served.files[path] = sent
-        artifact = artifact_of(f"{url}{path.rpartition('/')[0]}", {"m.gguf": said})
-        with pytest.raises(ArtifactError, match=words):
+        artifact = artifact_of(f"{url}{path.rpartition('/')[0]}", {"m.gguf": expected})
+        with pytest.raises(ArtifactError, match=message):
             await fetched(store, artifact)
-        assert store.held() == ()
-    # The same artifact from an origin that is right goes in afterwards.
+        assert store.digests() == ()
+    # The same artifact is accepted from a correct origin afterwards.
     served.files["/good/m.gguf"] = BODY
     await fetched(store, artifact_of(f"{url}/good", {"m.gguf": BODY}))
 
 
-async def test_pickles_are_refused_by_content_whatever_their_name(tmp_path: Path) -> None:
+async def test_a_pickle_is_refused_by_its_content(tmp_path: Path) -> None:
     for index, body in enumerate((pickle.dumps({"a": 1}), b"PK\x03\x04rest-of-a-zip")):
         source = a_folder(tmp_path, **{"m.safetensors": body})
         with pytest.raises(ArtifactError, match="a pickle or an archive"):
@@ -221,12 +223,12 @@ async def test_pickles_are_refused_by_content_whatever_their_name(tmp_path: Path
             )
 
 
-async def test_paths_that_leave_the_folder_and_links_are_refused(tmp_path: Path) -> None:
+async def test_paths_outside_the_folder_and_links_are_refused(tmp_path: Path) -> None:
     source = a_folder(tmp_path, a=b"a")
     secret = tmp_path / "secret"
     secret.write_bytes(b"s")
     for path in ("../secret", "/etc/passwd", "a/../../secret", "x\0y"):
-        with pytest.raises(ArtifactError, match="cannot take file"):
+        with pytest.raises(ArtifactError, match="cannot accept file"):
             await fetched(a_store(tmp_path), artifact_of(source, {path: b"s"}))
     (tmp_path / "source" / "link").symlink_to(secret)
     with pytest.raises(ArtifactError, match="a symbolic link"):
@@ -236,7 +238,7 @@ async def test_paths_that_leave_the_folder_and_links_are_refused(tmp_path: Path)
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("http://example.com/m", "only https"),
+        ("http://example.com/m", "it is not https"),
         ("https://127.0.0.1/m", "not a public address"),
         ("https://[::1]/m", "not a public address"),
         ("https://[::ffff:127.0.0.1]/m", "not a public address"),
@@ -245,15 +247,13 @@ async def test_paths_that_leave_the_folder_and_links_are_refused(tmp_path: Path)
         ("https://localhost/m", "cannot reach|cannot fetch"),
     ],
 )
-async def test_no_origin_can_send_us_inside(tmp_path: Path, source: str, words: str) -> None:
+async def test_private_addresses_are_refused(tmp_path: Path, source: str, words: str) -> None:
     store = a_store(tmp_path, private=False)
     with pytest.raises(ArtifactError, match=words):
         await fetched(store, artifact_of(source, {"m.gguf": b"x"}))
 
 
-async def test_redirects_are_followed_a_few_times_and_checked(
-    tmp_path: Path, origin: tuple[Origin, str]
-) -> None:
+async def test_too_many_redirects_are_refused(tmp_path: Path, origin: tuple[Origin, str]) -> None:
     served, url = origin
     served.redirect_to = f"{url}/round/and/round"
     with pytest.raises(ArtifactError, match="more than 5 redirects"):
@@ -261,42 +261,42 @@ async def test_redirects_are_followed_a_few_times_and_checked(
 
 
 @pytest.mark.parametrize("address", ["http://[x", "//[::1/m", "http://x:y/"])
-async def test_a_redirect_to_no_url_is_refused_in_words(
+async def test_a_redirect_to_an_invalid_url_is_refused(
     tmp_path: Path, origin: tuple[Origin, str], address: str
 ) -> None:
     served, url = origin
     served.redirect_to = address
-    with pytest.raises(ArtifactError, match="the origin names no URL"):
+    with pytest.raises(ArtifactError, match="redirects to an invalid URL"):
         await fetched(a_store(tmp_path), artifact_of(url, {"m.gguf": b"x"}))
 
 
-async def test_what_is_shown_as_whole_would_outlive_a_power_cut(
+async def test_a_published_artifact_was_synced_to_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: set[int] = set()
-    shown: list[set[int]] = []
+    synced_at_rename: list[set[int]] = []
     fsync, rename = os.fsync, os.rename
 
-    def note_sync(descriptor: int) -> None:
+    def record_sync(descriptor: int) -> None:
         fsync(descriptor)
         synced.add(os.fstat(descriptor).st_ino)
 
-    def note_rename(source: Path, target: Path) -> None:
-        shown.append(set(synced))
+    def record_rename(source: Path, target: Path) -> None:
+        synced_at_rename.append(set(synced))
         rename(source, target)
 
-    monkeypatch.setattr(os, "fsync", note_sync)
-    monkeypatch.setattr(os, "rename", note_rename)
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "rename", record_rename)
     source = a_folder(tmp_path, a=b"aaa")
     (tmp_path / "source" / "sub").mkdir()
     (tmp_path / "source" / "sub" / "b").write_bytes(b"bb")
     artifact = artifact_of(source, {"a": b"aaa", "sub/b": b"bb"})
     path = await fetched(a_store(tmp_path), artifact)
-    assert {each.stat().st_ino for each in (path, *path.rglob("*"))} <= shown[0]
+    assert {each.stat().st_ino for each in (path, *path.rglob("*"))} <= synced_at_rename[0]
     assert path.parent.stat().st_ino in synced
 
 
-async def test_one_that_was_half_dropped_when_the_agent_died_is_not_held(
+async def test_an_artifact_half_deleted_at_a_crash_does_not_count_as_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = a_folder(tmp_path, a=b"a" * 60, b=b"b" * 60, c=b"c" * 60)
@@ -314,12 +314,12 @@ async def test_one_that_was_half_dropped_when_the_agent_died_is_not_held(
         await fetched(store, new)
     monkeypatch.undo()
     store = a_store(tmp_path, budget=150)
-    assert store.held() == ()
+    assert store.digests() == ()
     path = await fetched(store, old)
     assert (path / "a").read_bytes() == b"a" * 60
 
 
-async def test_the_budget_drops_the_least_lately_used_and_never_what_is_in_use(
+async def test_the_least_recently_used_artifact_is_evicted_and_never_a_pinned_one(
     tmp_path: Path,
 ) -> None:
     store = a_store(tmp_path, budget=250)
@@ -332,37 +332,37 @@ async def test_the_budget_drops_the_least_lately_used_and_never_what_is_in_use(
     await fetched(store, first)
     await fetched(store, second)
     await fetched(store, third, pinned=(first.digest,))
-    assert set(store.held()) == {first.digest, third.digest}
+    assert set(store.digests()) == {first.digest, third.digest}
     pinned = (first.digest, third.digest)
-    with pytest.raises(ArtifactError, match="do not fit in the disk budget"):
+    with pytest.raises(ArtifactError, match="do not fit the disk budget"):
         await fetched(store, second, pinned=pinned)
-    assert set(store.held()) == set(pinned)
+    assert set(store.digests()) == set(pinned)
     assert store.disk_free_bytes(pinned) == 50
-    assert store.disk_free_bytes((first.digest,)) == 150, "what nobody needs may be dropped"
+    assert store.disk_free_bytes((first.digest,)) == 150, "an unpinned artifact can be evicted"
 
 
-def test_what_the_page_cache_holds_is_known_without_reading_it(tmp_path: Path) -> None:
-    read, unread = tmp_path / "read", tmp_path / "unread"
-    read.write_bytes(BODY)
-    with unread.open("wb") as opened:
-        # A hole: nothing of it was ever read or written.
+def test_page_cache_residency_is_measured_without_reading(tmp_path: Path) -> None:
+    cached, uncached = tmp_path / "cached", tmp_path / "uncached"
+    cached.write_bytes(BODY)
+    with uncached.open("wb") as opened:
+        # A hole in the file, which was never read or written.
         opened.truncate(16 * len(BODY))
-    assert tiers.is_in_host_memory([read])
-    assert not tiers.is_in_host_memory([unread])
-    assert not tiers.is_in_host_memory([read, unread])
-    assert not tiers.is_in_host_memory([unread]), "looking puts nothing there"
-    most = [*([read] * 3), tmp_path / "part"]
-    with most[-1].open("wb") as opened:
+    assert tiers.is_in_host_memory([cached])
+    assert not tiers.is_in_host_memory([uncached])
+    assert not tiers.is_in_host_memory([cached, uncached])
+    assert not tiers.is_in_host_memory([uncached]), "the check itself reads nothing"
+    mostly_cached = [*([cached] * 3), tmp_path / "part"]
+    with mostly_cached[-1].open("wb") as opened:
         opened.truncate(len(BODY))
-    assert not tiers.is_in_host_memory(most)
-    assert tiers.is_in_host_memory(most, was=True), "it does not come and go"
-    assert tiers.disk_bytes_per_s(read) == 0, "too small to say"
+    assert not tiers.is_in_host_memory(mostly_cached)
+    assert tiers.is_in_host_memory(mostly_cached, was=True), "the result does not flap"
+    assert tiers.disk_bytes_per_s(cached) == 0, "too small to measure"
     large = tmp_path / "large"
     large.write_bytes(BODY * (tiers.MEASURED_BYTES // len(BODY)))
     assert tiers.disk_bytes_per_s(large) > 0
 
 
-async def test_one_artifact_is_fetched_once_however_many_want_it(
+async def test_concurrent_requests_fetch_an_artifact_once(
     tmp_path: Path, origin: tuple[Origin, str]
 ) -> None:
     served, url = origin
@@ -373,7 +373,7 @@ async def test_one_artifact_is_fetched_once_however_many_want_it(
     assert len(set(paths)) == 1
 
 
-async def test_an_empty_file_comes_as_any_other(tmp_path: Path, origin: tuple[Origin, str]) -> None:
+async def test_an_empty_file_is_fetched(tmp_path: Path, origin: tuple[Origin, str]) -> None:
     served, url = origin
     served.files.update({"/m/empty": b"", "/m/full": b"x"})
     artifact = artifact_of(f"{url}/m", {"empty": b"", "full": b"x"})
@@ -382,29 +382,29 @@ async def test_an_empty_file_comes_as_any_other(tmp_path: Path, origin: tuple[Or
 
 
 def cloned(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object] = int) -> list[int]:
-    """Have the file system clone files, as ext4 cannot; `then` happens right after."""
-    asked: list[int] = []
+    """Emulate a file system that clones files, and call `then` after each clone."""
+    requests: list[int] = []
 
     def ioctl(out: Any, request: int, source: int) -> int:
-        asked.append(request)
+        requests.append(request)
         out.write(os.pread(source, os.fstat(source).st_size, 0))
         then()
         return 0
 
     monkeypatch.setattr(fcntl, "ioctl", ioctl)
-    return asked
+    return requests
 
 
-async def test_a_folder_on_the_same_file_system_is_cloned_where_that_can_be(
+async def test_a_folder_is_cloned_if_the_file_system_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = cloned(monkeypatch)
+    requests = cloned(monkeypatch)
     path = await fetched(a_store(tmp_path), artifact_of(a_folder(tmp_path, a=BODY), {"a": BODY}))
-    assert asked == [0x40049409]
+    assert requests == [0x40049409]
     assert (path / "a").read_bytes() == BODY
 
 
-async def test_a_clone_is_what_is_verified_and_not_its_source(
+async def test_the_clone_is_verified_instead_of_its_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = a_folder(tmp_path, a=b"bad")
@@ -412,36 +412,38 @@ async def test_a_clone_is_what_is_verified_and_not_its_source(
     store = a_store(tmp_path)
     with pytest.raises(ArtifactError, match="its SHA-256 is"):
         await fetched(store, artifact_of(source, {"a": b"aaa"}))
-    assert store.held() == ()
+    assert store.digests() == ()
 
 
-async def test_each_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_copied_file_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = a_folder(tmp_path, a=BODY)
     partial = tmp_path / "artifacts"
     opened: list[Path] = []
-    really = Path.open
+    path_open = Path.open
 
-    def noted(path: Path, mode: str = "r", *rest: Any, **how: Any) -> Any:
+    def record_open(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
         if mode == "rb" and path.is_relative_to(partial):
             opened.append(path)
-        return really(path, mode, *rest, **how)
+        return path_open(path, mode, *args, **options)
 
-    monkeypatch.setattr(Path, "open", noted)
+    monkeypatch.setattr(Path, "open", record_open)
     await fetched(a_store(tmp_path), artifact_of(source, {"a": BODY}))
-    assert opened == [], "what was copied is not read again"
+    assert opened == []
 
 
-async def test_a_copy_tells_how_far_it_is_and_ends_when_it_is_cancelled(
+async def test_a_copy_reports_progress_and_can_be_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent that stops, or has something sooner to fetch, does not wait for hours of copying."""
-    monkeypatch.setattr(wanted, "READ_BYTES", 1024)
+    """A stopping agent, or a start with priority, does not wait for a long copy."""
+    monkeypatch.setattr(download, "READ_BYTES", 1024)
     artifact = artifact_of(a_folder(tmp_path, a=BODY), {"a": BODY})
-    told = asyncio.Event()
+    has_progress = asyncio.Event()
     store = a_store(tmp_path)
-    copying = asyncio.create_task(store.ensure(artifact, (), lambda size: told.set()))
+    copying = asyncio.create_task(store.ensure(artifact, (), lambda size: has_progress.set()))
     async with asyncio.timeout(30):
-        await told.wait()
+        await has_progress.wait()
         copying.cancel()
         await asyncio.wait((copying,))
     assert copying.cancelled()
@@ -450,7 +452,7 @@ async def test_a_copy_tells_how_far_it_is_and_ends_when_it_is_cancelled(
     await fetched(store, artifact)
 
 
-async def test_two_that_come_at_once_make_room_one_after_the_other(
+async def test_two_concurrent_fetches_make_space_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bodies = {"old": b"o" * 100, "one": b"1" * 60, "two": b"2" * 70}
@@ -460,19 +462,19 @@ async def test_two_that_come_at_once_make_room_one_after_the_other(
     await fetched(store, old)
     both = threading.Barrier(2)
 
-    def evict_with_the_other(*kept: Any, **room: Any) -> Any:
-        drop = evict(*kept, **room)
+    def evict_together(*args: Any, **options: Any) -> Any:
+        evicted = evict(*args, **options)
         with suppress(threading.BrokenBarrierError):
             both.wait(0.3)
-        return drop
+        return evicted
 
-    monkeypatch.setattr(artifacts, "evict", evict_with_the_other)
+    monkeypatch.setattr(artifacts, "evict", evict_together)
     await asyncio.gather(fetched(store, one), fetched(store, two))
-    assert set(store.held()) == {one.digest, two.digest}
+    assert set(store.digests()) == {one.digest, two.digest}
 
 
 @pytest.mark.parametrize("short", ["budget", "disk"])
-async def test_what_is_still_to_come_of_another_is_no_room(
+async def test_the_rest_of_a_running_fetch_counts_as_used_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: str
 ) -> None:
     bodies = {"one": b"1" * 90, "two": b"2" * 70}
@@ -482,20 +484,20 @@ async def test_what_is_still_to_come_of_another_is_no_room(
     if short == "disk":
         usage = shutil.disk_usage(tmp_path)._replace(free=150)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    began, may_end = asyncio.Event(), asyncio.Event()
-    copy = Wanted.copy
+    has_started, may_finish = asyncio.Event(), asyncio.Event()
+    copy = FileDownload.copy
 
-    async def slow(wanted: Wanted, path: Path) -> None:
-        began.set()
-        await may_end.wait()
-        await copy(wanted, path)
+    async def slow(download: FileDownload, path: Path) -> None:
+        has_started.set()
+        await may_finish.wait()
+        await copy(download, path)
 
-    monkeypatch.setattr(Wanted, "copy", slow)
+    monkeypatch.setattr(FileDownload, "copy", slow)
     first = asyncio.create_task(fetched(store, one))
-    await began.wait()
+    await has_started.wait()
     assert store.disk_free_bytes(()) == 60
-    with pytest.raises(ArtifactError, match="70 bytes"):
+    with pytest.raises(ArtifactError, match=r"70 (more )?bytes"):
         await fetched(store, two)
-    may_end.set()
+    may_finish.set()
     await first
-    assert store.held() == (one.digest,)
+    assert store.digests() == (one.digest,)

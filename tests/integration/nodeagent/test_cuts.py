@@ -1,4 +1,4 @@
-"""What the agent does, cut short wherever it waits: nothing is left, and the next goes on."""
+"""The agent's operations cancelled at every await: nothing is left over, and a retry succeeds."""
 
 import asyncio
 import random
@@ -13,7 +13,7 @@ import pytest
 
 from nodeagent.host import artifacts, processes
 from nodeagent.host import engines as module
-from nodeagent.host.engines import Engine, Engines
+from nodeagent.host.engines import EngineProcess, EngineProcesses
 from nodeagent.host.processes import Child
 from tests.cuts import cut_everywhere, held, until_as_before
 from tests.integration.nodeagent.test_artifacts import (
@@ -31,15 +31,15 @@ FILES: Mapping[str, bytes] = {"m": random.Random(3).randbytes(1_200_000), "confi
 
 
 @pytest.mark.parametrize("source", ["origin", "folder"])
-async def test_a_fetch_cut_short_is_gone_on_with_at_once(
+async def test_a_cancelled_fetch_can_be_resumed_at_once(
     tmp_path: Path, origin: tuple[Origin, str], source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A disk that takes its time, so that a cut finds it in the midst of something.
+    # A slow disk, so that a cancellation arrives during a write.
     monkeypatch.setattr(artifacts, "sync", lambda _: time.sleep(0.005))
     served, url = origin
     served.files = {f"/{name}": body for name, body in FILES.items()}
-    named = url if source == "origin" else a_folder(tmp_path, **FILES)
-    artifact = artifact_of(named, dict(FILES))
+    source_url = url if source == "origin" else a_folder(tmp_path, **FILES)
+    artifact = artifact_of(source_url, dict(FILES))
     store = a_store(tmp_path)
 
     async def fetch() -> None:
@@ -54,7 +54,7 @@ async def test_a_fetch_cut_short_is_gone_on_with_at_once(
     assert await cut_everywhere(fetch, at_once=again) > 5
 
 
-async def test_a_start_cut_short_twice_leaves_no_engine(
+async def test_a_start_cancelled_twice_leaves_no_engine(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spawning, may_spawn = asyncio.Event(), threading.Event()
@@ -67,7 +67,7 @@ async def test_a_start_cut_short_twice_leaves_no_engine(
 
     monkeypatch.setattr(module, "spawn", late)
     before, tasks = held(), asyncio.all_tasks()
-    starting = asyncio.create_task(Engines(folder, 1).start(SPEC, folder))
+    starting = asyncio.create_task(EngineProcesses(folder, 1).start(SPEC, folder))
     await spawning.wait()
     for _ in range(2):
         starting.cancel()
@@ -79,8 +79,8 @@ async def test_a_start_cut_short_twice_leaves_no_engine(
 
 
 async def test_a_start_cut_short_leaves_no_engine(folder: Path) -> None:
-    engines = Engines(folder, 1)
-    started: list[Engine] = []
+    engines = EngineProcesses(folder, 1)
+    started: list[EngineProcess] = []
 
     async def start() -> None:
         started.append(await engines.start(SPEC, folder))

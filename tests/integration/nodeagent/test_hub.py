@@ -1,4 +1,4 @@
-"""A hub that gives a gated model to who shows its token; another host gives the bytes."""
+"""Fetching a gated model from a hub that requires a token and redirects to another host."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ from aiohttp import web
 
 from isochrone.service.config import ConfigError, read_secret
 from isochrone.service.http_server import serve_http
-from nodeagent.host.wanted import ArtifactError
+from nodeagent.host.download import ArtifactError
 from tests.integration.nodeagent.test_artifacts import a_store, artifact_of, fetched
 
 TOKEN = "hf_SecretOfTheHub"
@@ -19,16 +19,16 @@ FILE = {"m.gguf": b"weights"}
 
 
 class Hub:
-    """The hub on one port and its store of bytes on another; each keeps what was shown to it."""
+    """A hub on one port and its file store on another. It records the tokens that it receives."""
 
     def __init__(self) -> None:
         self.url = self.store_url = ""
-        self.shown: list[tuple[str, str | None]] = []
+        self.received: list[tuple[str, str | None]] = []
         self.store_refuses = False
 
     async def resolve(self, request: web.Request) -> web.StreamResponse:
-        """Send on: first to another path of its own, as for a model that was renamed."""
-        self.shown.append((request.path, request.headers.get("authorization")))
+        """Redirect: first to another path of the hub, as for a renamed model, then to the store."""
+        self.received.append((request.path, request.headers.get("authorization")))
         if request.headers.get("authorization") != f"Bearer {TOKEN}":
             raise web.HTTPUnauthorized
         if request.path.startswith("/old/"):
@@ -36,14 +36,14 @@ class Hub:
         raise web.HTTPFound(f"{self.store_url}/bytes?{SIGNED}")
 
     async def give(self, request: web.Request) -> web.StreamResponse:
-        """Give the bytes to whoever has the signed URL, and no header beside it."""
-        self.shown.append((request.path, request.headers.get("authorization")))
+        """Send the file if the URL is signed."""
+        self.received.append((request.path, request.headers.get("authorization")))
         if self.store_refuses or request.query_string != SIGNED:
             raise web.HTTPForbidden
         return web.Response(body=FILE["m.gguf"])
 
     async def send_here(self, _: web.Request) -> web.StreamResponse:
-        """Try to have the hub's token shown to the hub by a source that is not the hub's."""
+        """Redirect to the hub, as a source that wants the token to be sent there."""
         raise web.HTTPFound(f"{self.url}/new/m/resolve/main/m.gguf")
 
 
@@ -55,7 +55,7 @@ async def hub() -> AsyncIterator[Hub]:
         store.router.add_get("/bytes", served.give)
         store.router.add_get("/elsewhere/{path:.*}", served.send_here)
         front.router.add_get("/{path:.*}", served.resolve)
-        # One machine, two ports: another port is another host to whoever holds a secret.
+        # Two ports of one machine: a token must not be sent to another port either.
         port = await stack.enter_async_context(serve_http(store, "127.0.0.1", 0))
         served.store_url = f"http://127.0.0.1:{port}"
         port = await stack.enter_async_context(serve_http(front, "127.0.0.1", 0))
@@ -63,14 +63,14 @@ async def hub() -> AsyncIterator[Hub]:
         yield served
 
 
-async def test_the_token_is_shown_to_the_hub_and_to_nobody_it_sends_us_to(
+async def test_the_token_is_sent_to_the_hub_and_not_to_redirect_targets(
     hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     store = a_store(tmp_path, hf=hub.url, hf_token=TOKEN)
     folder = await fetched(store, artifact_of("hf:old/m@v1", FILE))
     assert (folder / "m.gguf").read_bytes() == FILE["m.gguf"]
-    assert hub.shown == [
+    assert hub.received == [
         ("/old/m/resolve/v1/m.gguf", f"Bearer {TOKEN}"),
         ("/new/m/resolve/v1/m.gguf", f"Bearer {TOKEN}"),
         ("/bytes", None),
@@ -78,23 +78,23 @@ async def test_the_token_is_shown_to_the_hub_and_to_nobody_it_sends_us_to(
     assert TOKEN not in caplog.text
 
 
-async def test_a_source_that_is_not_the_hubs_never_has_the_token_shown(
+async def test_the_token_is_not_sent_for_a_source_that_is_not_the_hub(
     hub: Hub, tmp_path: Path
 ) -> None:
     store = a_store(tmp_path, hf=hub.url, hf_token=TOKEN)
     with pytest.raises(ArtifactError, match=r"it answered 401$"):
         await fetched(store, artifact_of(f"{hub.store_url}/elsewhere", FILE))
-    assert hub.shown == [("/new/m/resolve/main/m.gguf", None)]
+    assert hub.received == [("/new/m/resolve/main/m.gguf", None)]
 
 
 @pytest.mark.parametrize(
     ("token", "words"),
     [
-        ("", "gated or private, or there is none of this name; .* in this node's hf_token_file"),
-        ("hf_AnothersToken", "the token of hf_token_file is not good, or its account may not read"),
+        ("", "gated or private, or does not exist; .* set this node's hf_token_file"),
+        ("hf_AnothersToken", "the token in hf_token_file is invalid or its account has no access"),
     ],
 )
-async def test_a_gated_model_is_refused_in_words(
+async def test_a_refused_gated_model_gives_advice(
     hub: Hub, tmp_path: Path, token: str, words: str
 ) -> None:
     store = a_store(tmp_path, hf=hub.url, hf_token=token)
@@ -103,14 +103,14 @@ async def test_a_gated_model_is_refused_in_words(
     assert not token or token not in str(refused.value)
 
 
-async def test_a_signed_url_that_is_refused_is_not_repeated(hub: Hub, tmp_path: Path) -> None:
+async def test_an_error_message_omits_the_signature_of_a_url(hub: Hub, tmp_path: Path) -> None:
     hub.store_refuses = True
     store = a_store(tmp_path, hf=hub.url, hf_token=TOKEN)
     with pytest.raises(ArtifactError, match=rf"cannot fetch {hub.store_url}/bytes: .* 403$"):
         await fetched(store, artifact_of("hf:new/m", FILE))
 
 
-def test_a_secrets_file_is_one_word_that_only_its_owner_reads(tmp_path: Path) -> None:
+def test_a_secret_file_has_one_line_and_mode_0600(tmp_path: Path) -> None:
     path = tmp_path / "hf.token"
     with pytest.raises(ConfigError, match=r"cannot read the hub's token .*No such file"):
         read_secret(path, "the hub's token")

@@ -1,4 +1,4 @@
-"""What a node tells of itself, from the disk that it really has."""
+"""The node's report, with a real disk."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,15 +11,15 @@ from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId
 from isochrone.wire.report import Report
 from nodeagent.config import NodeConfig
 from nodeagent.host import tiers
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.loops.report import ReportDuty
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.loops.report import ReportJob
 from tests.integration.nodeagent.test_artifacts import a_folder, a_store, artifact_of, fetched
 
 CONFIG = NodeConfig(name="n1", schedulers=(), state=Path("x"), address="http://n1")
 
 
 class Link:
-    """A conversation that takes everything."""
+    """A control link that accepts every report."""
 
     connected = True
 
@@ -35,7 +35,7 @@ async def no_devices() -> tuple[()]:
     return ()
 
 
-def a_duty(artifacts: Artifacts, link: Any) -> ReportDuty:
+def a_job(artifacts: ArtifactStore, link: Any) -> ReportJob:
     node: Any = SimpleNamespace(
         node_id=NodeId("n1"),
         boot_id=BootId("b"),
@@ -45,27 +45,27 @@ def a_duty(artifacts: Artifacts, link: Any) -> ReportDuty:
         progress=lambda: Progress(ClusterId("c"), Generation(1), Epoch(1)),
     )
     supervisor: Any = SimpleNamespace(replicas={}, pinned=tuple, forget=lambda stopped: None)
-    return ReportDuty(
+    return ReportJob(
         config=CONFIG, node=node, supervisor=supervisor, artifacts=artifacts, link=link
     )
 
 
-async def test_an_artifact_that_is_dropped_meanwhile_keeps_no_report_back(
+async def test_an_artifact_deleted_during_the_report_does_not_prevent_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, link = a_store(tmp_path), Link()
     artifact = artifact_of(a_folder(tmp_path, a=b"aaa"), {"a": b"aaa"})
     path = await fetched(store, artifact)
-    duty = a_duty(store, link)
-    await duty.run_once()
-    look = tiers.is_in_host_memory
+    job = a_job(store, link)
+    await job.run_once()
+    check = tiers.is_in_host_memory
 
-    def too_late(files: Any, was: bool = False) -> bool:
+    def delete_first(files: Any, was: bool = False) -> bool:
         path.rename(path.with_suffix(".partial"))
-        return look(files, was)
+        return check(files, was)
 
-    monkeypatch.setattr(tiers, "is_in_host_memory", too_late)
-    await duty.run_once()
+    monkeypatch.setattr(tiers, "is_in_host_memory", delete_first)
+    await job.run_once()
     monkeypatch.undo()
-    await duty.run_once()
+    await job.run_once()
     assert [report.artifacts for report in link.sent] == [(artifact.digest,)] * 2 + [()]

@@ -1,4 +1,4 @@
-"""What an agent that was killed left behind: its engines are known again, wherever it was."""
+"""Engines that outlive a killed agent are found, adopted or cleaned up."""
 
 import asyncio
 import os
@@ -21,10 +21,10 @@ from isochrone.wire.control import PeerRole
 from isochrone.wire.model import EngineSettings
 from nodeagent.app import serve
 from nodeagent.config import NodeConfig
-from nodeagent.drivers.driver import Command
-from nodeagent.drivers.mock import Mock
+from nodeagent.drivers.driver import EngineCommand
+from nodeagent.drivers.mock import MockDriver
 from nodeagent.host import processes
-from nodeagent.host.engines import Engines, Started, last_line
+from nodeagent.host.engines import EngineProcesses, EngineRecord, last_line
 from nodeagent.host.processes import spawn
 from tests.builders import a_spec
 from tests.integration.service.test_tls import NOW, a_peer
@@ -39,27 +39,30 @@ from pathlib import Path
 from nodeagent.host import engines
 from tests.integration.nodeagent.test_survivors import SPEC
 
-real = engines._note
+write_record = engines._write_record
 
-def killed_before(folder, started):
-    if bool(started.pid) == bool(int(sys.argv[2])):
+def killed_before(folder, record):
+    if bool(record.pid) == bool(int(sys.argv[2])):
         os.kill(os.getpid(), signal.SIGKILL)
-    real(folder, started)
+    write_record(folder, record)
 
-engines._note = killed_before
-asyncio.run(engines.Engines(Path(sys.argv[1]), 1).start(SPEC, Path(sys.argv[1])))
+engines._write_record = killed_before
+asyncio.run(engines.EngineProcesses(Path(sys.argv[1]), 1).start(SPEC, Path(sys.argv[1])))
 """
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    # A socket's path is short.
+    # The path of a Unix socket must be short.
     with tempfile.TemporaryDirectory(prefix="left") as name:
         yield Path(name)
 
 
 def killed(state: Path, *, started: bool) -> None:
-    """Have an agent start an engine, and be killed before it can note that it has."""
+    """Run an agent that is killed while it starts an engine, before it writes the record.
+
+    `started`: killed after the engine process was started.
+    """
     agent = subprocess.run(
         [sys.executable, "-c", LIFE, str(state), str(int(started))],
         cwd=ROOT,
@@ -70,11 +73,11 @@ def killed(state: Path, *, started: bool) -> None:
     assert agent.returncode == -signal.SIGKILL
 
 
-async def test_an_engine_whose_agent_was_killed_before_it_noted_its_pid_is_adopted(
+async def test_an_engine_whose_pid_was_not_recorded_is_adopted(
     folder: Path,
 ) -> None:
     await asyncio.to_thread(killed, folder, started=True)
-    engines = Engines(folder, 1)
+    engines = EngineProcesses(folder, 1)
     (survivor,) = engines.survivors()
     assert survivor.spec == SPEC
     command = Path(f"/proc/{survivor.pid}/cmdline").read_bytes()
@@ -90,11 +93,13 @@ async def test_an_engine_whose_agent_was_killed_before_it_noted_its_pid_is_adopt
     assert engines.survivors() == []
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-async def test_an_agent_that_cannot_listen_ends_no_engine(folder: Path, keeps: bool) -> None:
-    """Its port is taken, perhaps by an agent of this node that lives: the engine is not its own."""
+@pytest.mark.parametrize("keep_engines", [False, True])
+async def test_an_agent_that_cannot_listen_stops_no_engine(
+    folder: Path, keep_engines: bool
+) -> None:
+    """The port may be used by another agent of this node, which owns the engine."""
     papers.save_identity(folder, a_peer(Authority.create(folder / "ca", "test", NOW), "n1", AGENT))
-    engine = await Engines(folder / "engines", 1).start(SPEC, folder)
+    engine = await EngineProcesses(folder / "engines", 1).start(SPEC, folder)
     try:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             config = NodeConfig(
@@ -103,52 +108,54 @@ async def test_an_agent_that_cannot_listen_ends_no_engine(folder: Path, keeps: b
                 state=folder,
                 address="http://127.0.0.1:1",
                 door_port=taken.getsockname()[1],
-                keep_engines_on_stop=keeps,
+                keep_engines_on_stop=keep_engines,
             )
             with pytest.raises(ConfigError, match="cannot listen"):
                 await asyncio.to_thread(lambda: uvloop.run(serve(config, asyncio.Event())))
         assert not engine.exited.is_set()
-        assert [one.pid for one in Engines(folder / "engines", 1).survivors()] == [engine.pid]
+        assert [record.pid for record in EngineProcesses(folder / "engines", 1).survivors()] == [
+            engine.pid
+        ]
     finally:
         await engine.stop(kill=True)
 
 
-@pytest.mark.parametrize(("boot", "ends"), [("an earlier one", 0), ("", 1)])
-def test_nothing_is_ended_that_bears_a_number_of_before_the_machine_began_anew(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, boot: str, ends: int
+@pytest.mark.parametrize(("boot", "signals"), [("an earlier one", 0), ("", 1)])
+def test_a_pid_of_an_earlier_boot_is_not_signalled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, boot: str, signals: int
 ) -> None:
     left = folder / "r-left"
     left.mkdir()
     leader = subprocess.Popen(["true"])
     leader.wait(READY_S)
-    ended: list[int] = []
-    monkeypatch.setattr(os, "killpg", lambda group, number: ended.append(group))
-    command = Command(arguments=("x",), base_url="http://localhost")
-    note = Started(pid=leader.pid, started=1, boot=boot, command=command, spec=SPEC)
-    (left / "process.json").write_bytes(msgspec.json.encode(note))
-    assert Engines(folder, 1).survivors() == []
-    assert ended == [leader.pid] * ends
+    signalled: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, number: signalled.append(group))
+    command = EngineCommand(arguments=("x",), base_url="http://localhost")
+    record = EngineRecord(pid=leader.pid, started=1, boot=boot, command=command, spec=SPEC)
+    (left / "process.json").write_bytes(msgspec.json.encode(record))
+    assert EngineProcesses(folder, 1).survivors() == []
+    assert signalled == [leader.pid] * signals
     assert not left.exists()
 
 
-async def test_a_spare_that_cannot_be_kept_costs_no_start(
+async def test_an_engine_starts_even_if_no_standby_process_can(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(arguments: tuple[str, ...], log: Path, stdin: int) -> subprocess.Popen[bytes]:
         raise OSError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr("nodeagent.host.standby.spawn", fails)
-    monkeypatch.setattr(Mock, "can_wait", True)
-    engines = Engines(folder, 1, standby=True)
+    monkeypatch.setattr(MockDriver, "has_standby", True)
+    engines = EngineProcesses(folder, 1, standby=True)
     engine = await engines.start(SPEC, folder)
     try:
-        assert [one.pid for one in engines.survivors()] == [engine.pid]
+        assert [record.pid for record in engines.survivors()] == [engine.pid]
     finally:
         await engine.stop(kill=True)
         await engines.close()
 
 
-def test_the_last_line_of_a_log_is_told_however_long_it_has_grown(folder: Path) -> None:
+def test_the_last_line_of_a_huge_log_is_found(folder: Path) -> None:
     log_path = folder / "engine.log"
     assert last_line(log_path) == ""
     log_path.write_text("out of memory\n\n")
@@ -160,15 +167,15 @@ def test_the_last_line_of_a_log_is_told_however_long_it_has_grown(folder: Path) 
     assert last_line(log_path) == "cannot go on"
 
 
-async def test_one_that_never_began_leaves_nothing(folder: Path) -> None:
+async def test_an_engine_that_never_started_leaves_nothing(folder: Path) -> None:
     await asyncio.to_thread(killed, folder, started=False)
-    assert Engines(folder, 1).survivors() == []
+    assert EngineProcesses(folder, 1).survivors() == []
 
 
-async def test_one_that_ends_at_once_leaves_nothing_behind_that_it_started(folder: Path) -> None:
+async def test_children_of_an_exited_engine_are_killed(folder: Path) -> None:
     log = folder / "engine.log"
     leader = processes.spawn(("sh", "-c", "sleep 60 & echo $!"), log)
-    # It has ended, and nobody has taken note of that yet.
+    # It has exited and was not reaped yet.
     await asyncio.to_thread(os.waitid, os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT)
     processes.signal_group(leader.pid, processes.start_time(leader.pid), signal.SIGKILL)
     child = int(log.read_text())
@@ -179,31 +186,31 @@ async def test_one_that_ends_at_once_leaves_nothing_behind_that_it_started(folde
     assert leader.wait() == 0
 
 
-async def test_what_an_engine_without_a_noted_pid_left_in_its_group_is_ended(folder: Path) -> None:
+async def test_children_of_an_engine_without_a_recorded_pid_are_killed(folder: Path) -> None:
     left = folder / "r-left"
     left.mkdir()
-    command = Command(arguments=("x",), base_url="http://localhost")
-    note = Started(command=command, spec=SPEC)
-    (left / "process.json").write_bytes(msgspec.json.encode(note))
+    command = EngineCommand(arguments=("x",), base_url="http://localhost")
+    record = EngineRecord(command=command, spec=SPEC)
+    (left / "process.json").write_bytes(msgspec.json.encode(record))
     with (left / "engine.log").open("wb") as out:
         leader = await asyncio.create_subprocess_exec(
             *("sh", "-c", "sleep 60 & echo $!"), start_new_session=True, stdout=out
         )
     await leader.wait()
     child = int((left / "engine.log").read_text())
-    assert Engines(folder, 1).survivors() == []
+    assert EngineProcesses(folder, 1).survivors() == []
     async with asyncio.timeout(READY_S):
         while not is_zombie(child):
             await asyncio.sleep(0.02)
     assert not left.exists()
 
 
-async def test_an_engine_whose_note_cannot_be_read_is_ended(folder: Path) -> None:
+async def test_an_engine_with_an_unreadable_record_is_killed(folder: Path) -> None:
     left = folder / "r-left"
     left.mkdir()
     (left / "process.json").write_bytes(b"{")
     leader = processes.spawn(("sleep", "60"), left / "engine.log")
-    assert Engines(folder, 1).survivors() == []
+    assert EngineProcesses(folder, 1).survivors() == []
     assert await asyncio.to_thread(leader.wait, READY_S) == -signal.SIGKILL
     assert not left.exists()
 
@@ -213,6 +220,6 @@ def is_zombie(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_an_engine_that_is_not_installed_is_said_by_its_name(tmp_path: Path) -> None:
+def test_the_error_names_an_engine_that_is_not_installed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="cannot start vllm-of-nowhere: it is not on the PATH"):
         spawn(("vllm-of-nowhere", "serve"), tmp_path / "log")

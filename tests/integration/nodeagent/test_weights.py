@@ -1,6 +1,6 @@
-"""Weights between nodes over real sockets: from the nearest, resumed, verified, or from the origin.
+"""Fetching artifacts from other nodes over real sockets: resumed, verified, or from the origin.
 
-The peers here serve with the agent's own door; the hostile ones with a door of ours.
+Honest peers use the agent's own upload route; hostile peers use routes of these tests.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from isochrone.wire.assignment import PeerSource
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import NodeId, PopId
 from isochrone.wire.model import Artifact
-from nodeagent.api.weights import Weights
-from nodeagent.decide.bandwidth import Pace
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.host.link import Link
-from nodeagent.host.peers import PeerLimits, Peers
-from nodeagent.host.sources import Sources
-from nodeagent.host.wanted import ArtifactError
-from tests.integration.nodeagent.test_artifacts import IMPATIENT, Origin, artifact_of, origin
+from nodeagent.api.artifact_uploads import ArtifactUploads
+from nodeagent.decide.bandwidth import MinimumRate
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.download import ArtifactError
+from nodeagent.host.link import TransferLink
+from nodeagent.host.peers import PeerFetcher, PeerFetchLimits
+from nodeagent.host.sources import ArtifactSources
+from tests.integration.nodeagent.test_artifacts import MINIMUM_RATE, Origin, artifact_of, origin
 from tests.integration.service.test_tls import NOW, a_peer
 
 __all__ = ["origin"]
@@ -40,12 +40,12 @@ __all__ = ["origin"]
 BODY = random.Random(7).randbytes(3_000_000)
 SMALL = b"{}"
 FILES = {"sub/w.safetensors": BODY, "config.json": SMALL}
-PATIENT = PeerLimits(look_s=0.05)
-QUICK = PeerLimits(
+PATIENT = PeerFetchLimits(poll_interval_s=0.05)
+QUICK = PeerFetchLimits(
     connect_timeout_s=1.0,
     read_timeout_s=0.5,
-    pace=Pace(least_bytes_per_s=100_000.0, window_s=0.3),
-    look_s=0.05,
+    minimum_rate=MinimumRate(bytes_per_s=100_000.0, window_s=0.3),
+    poll_interval_s=0.05,
     stall_s=0.5,
 )
 
@@ -53,7 +53,7 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class City:
-    """Nodes with doors, and hostile peers, on loopback."""
+    """Nodes that serve artifacts, and hostile peers, on loopback."""
 
     def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
         self.folder = folder
@@ -67,44 +67,44 @@ class City:
         holders: Sequence[PeerSource] | None = None,
         download_bytes_per_s: float = 0.0,
         context: SSLContext | None = None,
-    ) -> Artifacts:
-        """A node's artifacts; it asks these peers, or `holders`, which may change."""
-        named = peers if holders is None else holders
-        asked = Peers(
-            holders=lambda digest: named,
+    ) -> ArtifactStore:
+        """Create a node's artifact store with these peers, or with `holders`, which may change."""
+        sources_of = peers if holders is None else holders
+        fetcher = PeerFetcher(
+            holders=lambda digest: sources_of,
             pop=PopId(name[:3]),
             context=context,
             clock=time.monotonic,
-            chance=random.Random(1),
+            rng=random.Random(1),
             limits=self.limits,
         )
-        sources = Sources(private=True, hf_url="", pace=IMPATIENT)
-        link = Link(download_bytes_per_s, time.monotonic)
-        return Artifacts(
+        sources = ArtifactSources(private=True, hf_url="", minimum_rate=MINIMUM_RATE)
+        link = TransferLink(download_bytes_per_s, time.monotonic)
+        return ArtifactStore(
             self.folder / name,
             sources,
             1 << 30,
             link=link,
-            peers=asked,
+            peers=fetcher,
         )
 
     async def serving(
         self,
         name: str,
-        held: Artifacts,
+        store: ArtifactStore,
         *,
         upload_bytes_per_s: float = 0.0,
         uploads_max: int = 4,
         context: SSLContext | None = None,
     ) -> PeerSource:
-        """Open a node's door on its artifacts."""
+        """Serve a node's artifacts."""
         app = web.Application(middlewares=[error_middleware(json_error)])
-        uplink = Link(upload_bytes_per_s, time.monotonic)
-        Weights(held, uplink, uploads_max=uploads_max).attach(app)
+        uplink = TransferLink(upload_bytes_per_s, time.monotonic)
+        ArtifactUploads(store, uplink, uploads_max=uploads_max).attach(app)
         return await self.listening(name, app, context)
 
     async def hostile(self, name: str, answer: Answer) -> PeerSource:
-        """Open the door of a peer that answers as it likes."""
+        """Start a peer that gives an arbitrary answer."""
         app = web.Application()
         app.router.add_get("/v1/artifacts/{digest}/{path:.+}", answer)
         return await self.listening(name, app)
@@ -121,10 +121,10 @@ class City:
         )
 
     async def holder(self, name: str, artifact: Artifact) -> PeerSource:
-        """A node that holds the artifact and serves it."""
-        held = self.node(name)
-        await fetched(held, artifact)
-        return await self.serving(name, held)
+        """Start a node that has the artifact and serves it."""
+        store = self.node(name)
+        await fetched(store, artifact)
+        return await self.serving(name, store)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ async def city(tmp_path: Path) -> AsyncIterator[City]:
         yield City(tmp_path, stack)
 
 
-async def fetched(store: Artifacts, artifact: Artifact) -> Path:
+async def fetched(store: ArtifactStore, artifact: Artifact) -> Path:
     path = await store.ensure(artifact, (), lambda size: None)
     for name, body in FILES.items():
         assert (path / name).read_bytes() == body
@@ -146,25 +146,25 @@ def an_artifact(origin: tuple[Origin, str]) -> Artifact:
     return artifact_of(f"{url}/m", FILES)
 
 
-def gone(origin: tuple[Origin, str]) -> None:
-    """Nothing can come from the origin any more."""
+def empty(origin: tuple[Origin, str]) -> None:
+    """Remove all files from the origin."""
     origin[0].files.clear()
 
 
-async def test_a_node_fetches_from_its_peer_and_then_serves_it_itself(
+async def test_a_node_fetches_from_a_peer_and_then_serves_others(
     city: City, origin: tuple[Origin, str]
 ) -> None:
     artifact = an_artifact(origin)
     first = await city.holder("ams-1", artifact)
-    gone(origin)
+    empty(origin)
     second = city.node("fra-1", first)
     await fetched(second, artifact)
     third = city.node("sin-1", await city.serving("fra-1", second))
     await fetched(third, artifact)
-    assert third.held() == (artifact.digest,)
+    assert third.digests() == (artifact.digest,)
 
 
-async def test_only_what_is_whole_here_is_served(city: City, origin: tuple[Origin, str]) -> None:
+async def test_only_complete_artifacts_are_served(city: City, origin: tuple[Origin, str]) -> None:
     artifact = an_artifact(origin)
     peer = await city.holder("ams-1", artifact)
     (city.folder / "ams-1" / "secret").write_bytes(b"s")
@@ -193,7 +193,7 @@ async def test_only_what_is_whole_here_is_served(city: City, origin: tuple[Origi
                     assert await response.read() == BODY[2_999_990:]
 
 
-async def test_what_one_peer_began_another_and_the_origin_finish(
+async def test_a_fetch_is_resumed_from_another_peer_and_from_the_origin(
     city: City, origin: tuple[Origin, str]
 ) -> None:
     artifact = an_artifact(origin)
@@ -227,7 +227,7 @@ async def test_what_one_peer_began_another_and_the_origin_finish(
     assert starts == sorted(starts)
     assert starts[0] > 0
     served, _ = origin
-    assert len(served.ranges) == 1, "the origin gave the rest alone"
+    assert len(served.ranges) == 1, "the origin sent only the rest"
     assert int(served.ranges[0].removeprefix("bytes=").rstrip("-")) > starts[-1]
 
 
@@ -287,7 +287,7 @@ async def fetching_for_ever(request: web.Request) -> web.StreamResponse:
     ids=lambda answer: answer.__name__,
 )  # fmt: skip
 @pytest.mark.parametrize("pop", ["ams", "sin"], ids=["near", "far"])
-async def test_nothing_of_a_bad_peer_is_kept_and_the_origin_is_asked(
+async def test_nothing_from_a_bad_peer_is_kept_and_the_origin_is_used(
     city: City, origin: tuple[Origin, str], answer: Answer, pop: str
 ) -> None:
     city.limits = QUICK
@@ -295,25 +295,25 @@ async def test_nothing_of_a_bad_peer_is_kept_and_the_origin_is_asked(
     bad = await city.hostile(f"{pop}-9", answer)
     node = city.node("ams-1", bad)
     path = await fetched(node, artifact)
-    assert node.held() == (artifact.digest,)
+    assert node.digests() == (artifact.digest,)
     assert sorted(p.name for p in path.rglob("*") if p.is_file()) == [
         "config.json", "w.safetensors",
     ]  # fmt: skip
     assert not list(city.folder.glob("ams-1/*.partial"))
-    # With the origin gone too, a lie stays a refusal in words: never an artifact.
-    gone(origin)
+    # Without the origin too, wrong bytes lead to an error and never to an artifact.
+    empty(origin)
     other = city.node("ams-2", bad)
     with pytest.raises(ArtifactError, match="answered 404"):
         await other.ensure(artifact, (), lambda size: None)
-    assert other.held() == ()
+    assert other.digests() == ()
 
 
-async def test_a_liar_spoils_the_part_of_an_honest_peer_but_not_the_artifact(
+async def test_wrong_bytes_exclude_every_sender_but_never_become_an_artifact(
     city: City, origin: tuple[Origin, str]
 ) -> None:
     artifact = an_artifact(origin)
 
-    async def half_a_lie(request: web.Request) -> web.StreamResponse:
+    async def wrong_first_part(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         response.content_length = len(FILES[request.match_info["path"]])
         await response.prepare(request)
@@ -322,20 +322,22 @@ async def test_a_liar_spoils_the_part_of_an_honest_peer_but_not_the_artifact(
         request.transport.close()
         return response
 
-    liar = await city.hostile("ams-8", half_a_lie)
+    dishonest = await city.hostile("ams-8", wrong_first_part)
     honest = await city.holder("ams-9", artifact)
-    gone(origin)
-    node = city.node("ams-1", liar, honest)
-    # What the two put together is worth nothing, and who of them lied cannot be told: neither is
-    # asked again, and without an origin that is the end of it, in words.
+    empty(origin)
+    node = city.node("ams-1", dishonest, honest)
+    # The combined file fails verification, and it is unknown which peer was wrong. Both are
+    # excluded, and without an origin the fetch fails.
     with pytest.raises(ArtifactError, match="answered 404"):
         await node.ensure(artifact, (), lambda size: None)
-    assert node.held() == ()
+    assert node.digests() == ()
     an_artifact(origin)
     await fetched(node, artifact)
 
 
-async def test_a_city_asks_the_origin_once(city: City, origin: tuple[Origin, str]) -> None:
+async def test_the_nodes_of_a_pop_use_the_origin_once(
+    city: City, origin: tuple[Origin, str]
+) -> None:
     artifact = an_artifact(origin)
     served, _ = origin
     asked: list[str] = []
@@ -350,21 +352,21 @@ async def test_a_city_asks_the_origin_once(city: City, origin: tuple[Origin, str
     app.router.add_get("/{path:.*}", counted)
     slow = await city.listening("org-1", app)
     artifact = artifact_of(f"{slow.address}/m", FILES)
-    nodes: list[Artifacts] = []
+    nodes: list[ArtifactStore] = []
     before: list[PeerSource] = []
     for index in range(6):
         name = f"ams-{index}"
         node = city.node(name, *before)
         nodes.append(node)
-        door = await city.serving(name, node, uploads_max=2)
+        peer = await city.serving(name, node, uploads_max=2)
         before.append(
-            PeerSource(node_id=door.node_id, pop=door.pop, address=door.address, holds=False)
+            PeerSource(node_id=peer.node_id, pop=peer.pop, address=peer.address, holds=False)
         )
     await asyncio.gather(*(fetched(node, artifact) for node in nodes))
     assert sorted(asked) == ["/m/config.json", "/m/sub/w.safetensors"]
 
 
-async def test_a_peer_found_meanwhile_goes_on_where_a_trickling_origin_was_let_go(
+async def test_a_peer_found_later_resumes_what_a_slow_origin_began(
     city: City, origin: tuple[Origin, str]
 ) -> None:
     served, _ = origin
@@ -377,7 +379,7 @@ async def test_a_peer_found_meanwhile_goes_on_where_a_trickling_origin_was_let_g
     assert served.ranges == []
 
 
-async def test_a_peer_that_is_down_or_busy_costs_little(
+async def test_an_unreachable_or_busy_peer_costs_little_time(
     city: City, origin: tuple[Origin, str]
 ) -> None:
     artifact = an_artifact(origin)
@@ -385,24 +387,26 @@ async def test_a_peer_that_is_down_or_busy_costs_little(
     busy = await city.hostile("sin-1", busy_for_ever)
     began = time.monotonic()
     await fetched(city.node("ams-1", down, busy), artifact)
-    # It is not waited for until it is well, nor until it is forgiven.
+    # The node waits neither for its recovery nor for the end of its exclusion.
     assert time.monotonic() - began < PATIENT.stall_s / 2
 
 
-async def test_the_bandwidth_is_bounded_both_ways(city: City, origin: tuple[Origin, str]) -> None:
+async def test_the_bandwidth_is_limited_in_both_directions(
+    city: City, origin: tuple[Origin, str]
+) -> None:
     artifact = an_artifact(origin)
     held = city.node("ams-9")
     await fetched(held, artifact)
     free = await city.serving("ams-9", held)
     capped = await city.serving("ams-8", held, upload_bytes_per_s=1_500_000.0)
-    # Three megabytes, of which one second's worth passes at once: about a second is left to wait.
+    # Three megabytes; the burst is one second's worth, so about one second of waiting remains.
     for name, peer, rate in (("fra-1", capped, 0.0), ("fra-2", free, 1_500_000.0)):
         began = time.monotonic()
         await fetched(city.node(name, peer, download_bytes_per_s=rate), artifact)
         assert time.monotonic() - began > 0.9, name
 
 
-async def test_with_tls_only_peers_of_the_cluster_get_weights(
+async def test_with_tls_only_nodes_of_the_cluster_get_artifacts(
     city: City, origin: tuple[Origin, str], tmp_path: Path
 ) -> None:
     artifact = an_artifact(origin)
@@ -413,16 +417,14 @@ async def test_with_tls_only_peers_of_the_cluster_get_weights(
     door = tls.node_server_context(a_peer(ours, "ams-9", PeerRole.AGENT))
     peer = await city.serving("ams-9", held, context=door)
     stranger = tls.client_context(a_peer(theirs, "ams-1", PeerRole.AGENT))
-    gone(origin)
+    empty(origin)
     with pytest.raises(ArtifactError, match="answered 404"):
         await city.node("ams-1", peer, context=stranger).ensure(artifact, (), lambda size: None)
     member = tls.client_context(a_peer(ours, "ams-1", PeerRole.AGENT))
     await fetched(city.node("ams-1", peer, context=member), artifact)
 
 
-async def test_a_file_that_is_whole_already_is_not_fetched_again(
-    city: City, origin: tuple[Origin, str]
-) -> None:
+async def test_a_complete_file_is_not_fetched_again(city: City, origin: tuple[Origin, str]) -> None:
     artifact = an_artifact(origin)
     asked: list[str] = []
 
@@ -438,31 +440,31 @@ async def test_a_file_that_is_whole_already_is_not_fetched_again(
     assert asked == ["config.json"]
 
 
-async def test_a_peer_is_not_blamed_for_what_a_power_cut_spoilt(
+async def test_a_peer_is_not_excluded_for_bytes_of_an_earlier_run(
     city: City, origin: tuple[Origin, str]
 ) -> None:
     artifact = an_artifact(origin)
     honest = await city.holder("ams-9", artifact)
-    gone(origin)
+    empty(origin)
     partial = city.folder / "ams-1" / f"{artifact.digest}.partial" / "sub"
     partial.mkdir(parents=True)
     (partial / "w.safetensors").write_bytes(BODY[:1000] + bytes(1000))
     await fetched(city.node("ams-1", honest), artifact)
 
 
-async def test_a_disk_that_is_full_is_no_fault_of_the_peer_that_sends(
+async def test_a_full_disk_is_not_counted_against_the_peer(
     city: City, origin: tuple[Origin, str]
 ) -> None:
-    """Once there is room it is asked again, and not the origin, which is far."""
+    """Once there is space, the same peer is used again instead of the origin."""
     artifact = an_artifact(origin)
     peer = await city.holder("ams-1", artifact)
-    gone(origin)
+    empty(origin)
     store = city.node("ams-2", peer)
     allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, allowed[1]))
     try:
         for _ in range(QUICK.tries):
-            with pytest.raises(ArtifactError, match="cannot keep"):
+            with pytest.raises(ArtifactError, match="cannot store"):
                 await fetched(store, artifact)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, allowed)

@@ -90,8 +90,8 @@ class FakeNode:
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         extra = {headers.LOAD: self.load} if self.load else {}
         if self.passed:
-            extra[headers.PASSED] = self.passed
-        if headers.SAID in request.headers and self.resumes:
+            extra[headers.HANDOFF_REPLICA] = self.passed
+        if headers.GENERATED_TOKENS in request.headers and self.resumes:
             extra[headers.RESUMED] = self.resumes
         if self.refuse:
             return web.Response(status=429, headers={headers.REFUSED: self.refuse, **extra})
@@ -130,7 +130,7 @@ class FakeNode:
         first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         await send({**head, "choices": [first]})
         begin = 0
-        if request.headers.get(headers.SAID) and self.resumes:
+        if request.headers.get(headers.GENERATED_TOKENS) and self.resumes:
             said = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
             begin = int(said.split()[-1][1:]) + 1
         for n in range(begin, begin + count):

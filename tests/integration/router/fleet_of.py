@@ -23,7 +23,7 @@ from isochrone.wire.ids import (
     TenantId,
 )
 from isochrone.wire.keys import format_key, parse_key
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, Limits, Pop, Route, RouteTable
+from isochrone.wire.routes import DeploymentEntry, KeyEntry, KeyLimits, Pop, Route, RouteTable
 from router.app import House, open_house
 from router.config import RouterConfig
 from tests.integration.router.fake_node import FakeNode, open_node
@@ -155,7 +155,7 @@ async def a_bench(
     folder: Path,
     nodes: int | Sequence[FakeNode] = 1,
     *,
-    limits: Limits | None = None,
+    limits: KeyLimits | None = None,
     route: dict[str, Any] | None = None,
     **config: Any,
 ) -> AsyncIterator[Bench]:
@@ -168,7 +168,7 @@ async def a_bench(
         house = await stack.enter_async_context(
             open_house(a_config(folder, **config), an_identity(folder))
         )
-        key = a_key(limits=limits or Limits())
+        key = a_key(limits=limits or KeyLimits())
         house.fleet.adopt(a_table([a_route(node, **(route or {})) for node in nodes], keys=[key]))
         http = await stack.enter_async_context(
             aiohttp.ClientSession(headers={"authorization": f"Bearer {KEY}"})

@@ -4,7 +4,7 @@ import asyncio
 import resource
 from pathlib import Path
 
-from isochrone.wire.usage import Outcome
+from isochrone.wire.usage import RequestOutcome
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench
 from tests.integration.router.test_serving import frames, usage, words
@@ -74,7 +74,7 @@ async def test_a_client_that_never_reads_is_cut(tmp_path: Path) -> None:
         _, writer = await a_deaf_client(bench)
         await node.until(lambda: node.cancelled == 1)
         (row,) = await usage(bench)
-        assert row.outcome is Outcome.CANCELLED
+        assert row.outcome is RequestOutcome.CANCELLED
         assert 0 < row.output_tokens < TOKENS
         writer.close()
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from isochrone.wire import headers
 from isochrone.wire.routes import RolloutEntry
-from isochrone.wire.usage import Outcome
+from isochrone.wire.usage import RequestOutcome
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import Bench, a_bench, a_route, a_table
 from tests.integration.router.test_serving import frames, usage, words
@@ -64,7 +64,9 @@ async def test_killed_at_every_token_the_client_sees_one_stream(tmp_path: Path, 
                 # The error came with the first token: nothing was sent yet, another began anew.
                 assert (asked["max_tokens"], at) == (TOKENS, 1)
         rows = await usage(bench)
-        assert {(row.outcome, row.output_tokens) for row in rows} == {(Outcome.COMPLETE, TOKENS)}
+        assert {(row.outcome, row.output_tokens) for row in rows} == {
+            (RequestOutcome.COMPLETE, TOKENS)
+        }
         assert len(rows) == TOKENS - 1
 
 
@@ -74,7 +76,7 @@ async def test_one_that_falls_silent_is_replaced(tmp_path: Path) -> None:
         assert words(frames(await the_text(bench, seed=7))) == "".join(
             f"t{n} " for n in range(TOKENS)
         )
-        assert bench.nodes[1].seen[-1][headers.SAID] == "5"
+        assert bench.nodes[1].seen[-1][headers.GENERATED_TOKENS] == "5"
 
 
 async def test_a_text_drawn_by_chance_is_marked_as_continued(tmp_path: Path) -> None:
@@ -197,4 +199,4 @@ async def test_a_client_that_leaves_while_another_is_asked_frees_everything(
             await nodes[1].until(lambda: nodes[1].running == 1)
         await nodes[1].until(lambda: nodes[1].cancelled == 1)
         (row,) = await usage(bench)
-        assert (row.outcome, row.output_tokens) == (Outcome.CANCELLED, 2)
+        assert (row.outcome, row.output_tokens) == (RequestOutcome.CANCELLED, 2)

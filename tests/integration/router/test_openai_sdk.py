@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from isochrone.wire.ids import KeyId
 from isochrone.wire.keys import format_key
-from isochrone.wire.routes import Limits
+from isochrone.wire.routes import KeyLimits
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench, a_key, a_route, a_table
 
@@ -65,7 +65,7 @@ async def test_stream_with_and_without_usage(tmp_path: Path, asks: bool) -> None
 
 
 async def test_errors_are_the_sdks_own(tmp_path: Path) -> None:
-    async with a_bench(tmp_path, limits=Limits(requests_per_min=3)) as bench:
+    async with a_bench(tmp_path, limits=KeyLimits(requests_per_min=3)) as bench:
         unknown = format_key(KeyId("z" * 12), b"\x02" * 32)
         for key in ("", "sk-garbled", KEY[:20] + "x" + KEY[21:], unknown):
             async with a_client(bench, key or "x") as client:

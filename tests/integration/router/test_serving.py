@@ -10,10 +10,10 @@ import pytest
 from msgspec.structs import replace
 from multidict import CIMultiDict
 
-from isochrone.wire.headers import parse_siblings
+from isochrone.wire.headers import parse_peer_replicas
 from isochrone.wire.ids import Generation, ReplicaId
-from isochrone.wire.routes import Limits, RolloutEntry
-from isochrone.wire.usage import Outcome, UsageRow
+from isochrone.wire.routes import KeyLimits, RolloutEntry
+from isochrone.wire.usage import RequestOutcome, UsageRow
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import Bench, a_bench, a_key, a_route, a_table
 
@@ -163,7 +163,7 @@ async def test_after_the_first_token_a_break_is_told_in_words(tmp_path: Path, fa
         assert "error" in events[-1]
         assert "[DONE]" not in events
         (row,) = await usage(bench)
-        assert (row.outcome, row.output_tokens) == (Outcome.FAILED, 3)
+        assert (row.outcome, row.output_tokens) == (RequestOutcome.FAILED, 3)
         # The dead one was asked to go on, and cannot.
         assert node.asked == 2
 
@@ -176,7 +176,7 @@ async def test_a_client_that_leaves_frees_the_node_at_once(tmp_path: Path) -> No
             await response.content.readuntil(b"t2")
         await node.until(lambda: node.cancelled == 1)
         (row,) = await usage(bench)
-        assert row.outcome is Outcome.CANCELLED
+        assert row.outcome is RequestOutcome.CANCELLED
         assert 2 <= row.output_tokens < 100
 
 
@@ -382,14 +382,14 @@ async def test_what_a_client_wrote_is_no_failure_of_the_fleets(tmp_path: Path) -
             labels = {"deployment": "tiny", "outcome": outcome}
             name = "isochrone_router_requests_total"
             assert registry.get_sample_value(name, labels) == count
-        assert [row.outcome for row in rows] == [Outcome.REFUSED, Outcome.COMPLETE]
+        assert [row.outcome for row in rows] == [RequestOutcome.REFUSED, RequestOutcome.COMPLETE]
         # The planner is told of the one that a replica was needed for.
         assert (demand.requests, demand.refused) == (1, 0)
         assert demand.prompt_tokens == rows[1].prompt_tokens
 
 
 async def test_a_keys_limits_hold(tmp_path: Path) -> None:
-    limits = Limits(requests_per_min=2, tokens_per_min=100_000)
+    limits = KeyLimits(requests_per_min=2, tokens_per_min=100_000)
     async with a_bench(tmp_path, limits=limits) as bench:
         async with bench.chat(max_tokens=5) as response:
             assert response.headers["x-ratelimit-limit-requests"] == "2"
@@ -408,7 +408,7 @@ async def test_a_keys_limits_hold(tmp_path: Path) -> None:
 async def test_a_quota_is_told_apart_from_a_rate_limit_and_from_want_of_room(
     tmp_path: Path,
 ) -> None:
-    async with a_bench(tmp_path, limits=Limits(tokens_per_day=10)) as bench:
+    async with a_bench(tmp_path, limits=KeyLimits(tokens_per_day=10)) as bench:
         async with bench.chat(max_tokens=5) as response:
             assert response.status == 200
         async with bench.chat(max_tokens=5) as response:
@@ -425,7 +425,7 @@ async def test_a_quota_is_told_apart_from_a_rate_limit_and_from_want_of_room(
 async def test_a_keys_concurrency_holds_and_comes_back(tmp_path: Path) -> None:
     node = FakeNode()
     node.itl_s = 0.02
-    async with a_bench(tmp_path, [node], limits=Limits(concurrency=1)) as bench:
+    async with a_bench(tmp_path, [node], limits=KeyLimits(concurrency=1)) as bench:
         async with bench.chat(stream=True, max_tokens=1000) as held:
             await held.content.readuntil(b"t0")
             async with bench.chat() as response:
@@ -443,7 +443,7 @@ async def test_usage_is_booked_once_per_request(tmp_path: Path) -> None:
             await response.read()
         rows = await usage(bench)
         counts = [(r.prompt_tokens, r.cached_tokens, r.output_tokens, r.outcome) for r in rows]
-        assert counts == [(11, 3, 4, Outcome.COMPLETE), (11, 3, 5, Outcome.COMPLETE)]
+        assert counts == [(11, 3, 4, RequestOutcome.COMPLETE), (11, 3, 5, RequestOutcome.COMPLETE)]
         assert len({row.request_id for row in rows}) == 2
 
 
@@ -461,7 +461,7 @@ async def test_an_answer_of_a_sibling_is_booked_there_and_its_break_is_nobodys_f
         told, events = await the_stream(bench, content=long, headers={"x-session-affinity": "s"})
         assert told["x-isochrone-node"] == "n2"
         assert words(events).split() == [f"t{n}" for n in range(8)]
-        named = parse_siblings(asked.seen[0]["x-isochrone-siblings"])
+        named = parse_peer_replicas(asked.seen[0]["x-isochrone-siblings"])
         assert [one.replica_id for one in named] == ["r-n1", "r-n2", "r-n3"]
         assert (giver.asked, other.asked) == (0, 0)
         seat = fleet.seat("acme/s")

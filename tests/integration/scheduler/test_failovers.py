@@ -13,10 +13,10 @@ import pytest
 
 from isochrone.service.clock import utc_now
 from isochrone.wire.admin import KeyBody
-from isochrone.wire.assignment import Group
+from isochrone.wire.assignment import ReplicaGroup
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import BootId, DeploymentId, Epoch, Generation, KeyId, NodeId, PopId
-from isochrone.wire.report import Profile, Refusal
+from isochrone.wire.report import Refusal, ReplicaProfile
 from scheduler.decide.cluster import PlacementPlan, ReplicaEnding, ReplicaStart
 from scheduler.decide.demand import accept_demand
 from scheduler.decide.rollout import RolloutEvent, apply_event
@@ -53,7 +53,7 @@ async def register(connection: Connection) -> None:
 async def report(connection: Connection) -> None:
     unknown = a_spec("lost-1", deployment_id=DeploymentId("lost"), name="lost-model")
     known = msgspec.structs.replace(
-        a_replica_report(a_spec("r1")), profile=Profile(decode_tokens_per_s=9.0)
+        a_replica_report(a_spec("r1")), profile=ReplicaProfile(decode_tokens_per_s=9.0)
     )
     refusal = Refusal(replica_id=a_spec("r2").replica_id, reason="no such device")
     message = a_report(
@@ -72,7 +72,7 @@ async def commit(connection: Connection) -> None:
     parts = [
         a_spec(
             f"r{place}",
-            group=Group(
+            group=ReplicaGroup(
                 leader_id=a_spec("r8").replica_id, place=place - 8, nodes=2, host="h", port=1
             ),
         )

@@ -7,7 +7,7 @@ import pytest
 
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import DeploymentId, ModelId, NodeId, PopId
-from isochrone.wire.report import Profile
+from isochrone.wire.report import ReplicaProfile
 from scheduler.decide.cluster import PlacementPlan, ReplicaStart
 from scheduler.store import catalogue
 from scheduler.store import pool as pools
@@ -95,7 +95,7 @@ async def test_two_nodes_that_measured_the_same_models_do_not_deadlock(pool: Poo
         replicas = [
             msgspec.structs.replace(
                 a_replica_report(a_spec(f"{node}-{model}", model_id=ModelId(model))),
-                profile=Profile(decode_tokens_per_s=10.0 * seq),
+                profile=ReplicaProfile(decode_tokens_per_s=10.0 * seq),
             )
             for model in models
         ]

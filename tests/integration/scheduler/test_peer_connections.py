@@ -12,7 +12,7 @@ from aiohttp import WSMsgType, web
 
 from isochrone.service.http_server import serve_http
 from isochrone.service.identity import Authority
-from isochrone.wire.control import PeerRole, Refused, Welcome
+from isochrone.wire.control import PeerRole, RegistrationRefused, Welcome
 from isochrone.wire.ids import BootId, Generation, NodeId, PopId
 from isochrone.wire.report import Pulse
 from scheduler.api.certificates import CertificateIssuer
@@ -131,7 +131,7 @@ class PreviousConnection:
     def __init__(self, peers: PeerRegistry) -> None:
         self._peers = peers
 
-    async def refuse(self, refused: Refused) -> None:
+    async def refuse(self, refused: RegistrationRefused) -> None:
         """Abort the new connection and never return."""
         newer = self._peers.by_name[PeerRole.AGENT, "n1"]
         assert newer._transport is not None

@@ -17,7 +17,7 @@ from isochrone.wire.ids import (
     TenantId,
 )
 from isochrone.wire.model import Price
-from isochrone.wire.usage import Outcome, UsageRow
+from isochrone.wire.usage import RequestOutcome, UsageRow
 from scheduler.store import catalogue, deployments, keys
 from scheduler.store.pool import Pool, transaction
 from scheduler.store.quotas import sum_quota_usage
@@ -41,7 +41,7 @@ def a_usage(request_id: str, key_id: str = KEY, age_s: float = 0.0) -> UsageRow:
         prompt_tokens=100,
         cached_tokens=40,
         output_tokens=50,
-        outcome=Outcome.COMPLETE,
+        outcome=RequestOutcome.COMPLETE,
     )
 
 

@@ -23,7 +23,7 @@ from isochrone.wire.ids import (
     NodeId,
     PopId,
 )
-from isochrone.wire.report import Profile, Pulse, Refusal
+from isochrone.wire.report import Pulse, Refusal, ReplicaProfile
 from migrations.dump import dump
 from scheduler import embedded_postgres
 from scheduler.decide.cluster import PlacementPlan, ReplicaEnding, ReplicaStart, UnmetRequirement
@@ -350,7 +350,7 @@ async def test_an_unmeasured_rate_does_not_replace_a_measured_one(pool: Pool) ->
     await reported(pool, epoch)
     assert await planned(pool, epoch, a_spec("r1"))
     for seq, prefill in ((2, 900.0), (3, 0.0)):
-        measured = Profile(prefill_tokens_per_s=prefill, decode_tokens_per_s=40.0 * seq)
+        measured = ReplicaProfile(prefill_tokens_per_s=prefill, decode_tokens_per_s=40.0 * seq)
         replica = msgspec.structs.replace(a_replica_report(a_spec("r1")), profile=measured)
         await reported(pool, epoch, seq, replicas=(replica,))
     async with using(pool) as connection:

@@ -26,7 +26,7 @@ from isochrone.wire.ids import (
     ReplicaId,
 )
 from isochrone.wire.model import EngineSettings
-from isochrone.wire.report import Profile, Pulse, Refusal
+from isochrone.wire.report import Pulse, Refusal, ReplicaProfile
 from scheduler.api.peers import LEAP_MAX, PeerRefused, PeerServer
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.membership import NodeContact, sealed_fields
@@ -152,8 +152,10 @@ async def test_a_replica_on_a_missing_device_does_not_spoil_a_report(pool: Pool)
 
 
 BIG = 2**64 - 1
-ALL = Profile(load_s=nan, prefill_tokens_per_s=nan, decode_tokens_per_s=inf, memory_bytes=1)
-NONE = Profile(load_s=nan, prefill_tokens_per_s=inf, decode_tokens_per_s=-1.0, memory_bytes=BIG)
+ALL = ReplicaProfile(load_s=nan, prefill_tokens_per_s=nan, decode_tokens_per_s=inf, memory_bytes=1)
+NONE = ReplicaProfile(
+    load_s=nan, prefill_tokens_per_s=inf, decode_tokens_per_s=-1.0, memory_bytes=BIG
+)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ async def test_only_replicas_that_this_cluster_placed_on_the_node_are_adopted(
         return msgspec.structs.replace(spec, seal=seal)
 
     async def said(seq: int, spec: ReplicaSpec) -> int:
-        boast = Profile(prefill_tokens_per_s=1e9, decode_tokens_per_s=1e9)
+        boast = ReplicaProfile(prefill_tokens_per_s=1e9, decode_tokens_per_s=1e9)
         replica = msgspec.structs.replace(a_replica_report(spec), profile=boast)
         told = a_report(seq=seq, replicas=(replica,))
         async with transaction(pool) as connection:

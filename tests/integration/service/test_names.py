@@ -15,19 +15,19 @@ from isochrone.service.http_server import serve_http
 from isochrone.service.identity import Authority, Identity
 from isochrone.wire.assignment import PeerSource
 from isochrone.wire.control import PeerRole
-from isochrone.wire.headers import Sibling
+from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, PopId, ReplicaId
-from nodeagent.api.siblings import SiblingLost, Siblings
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.host.link import Link
-from nodeagent.host.peers import Peers
-from nodeagent.host.sources import Sources
-from nodeagent.host.wanted import ArtifactError
+from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.download import ArtifactError
+from nodeagent.host.link import TransferLink
+from nodeagent.host.peers import PeerFetcher
+from nodeagent.host.sources import ArtifactSources
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.exchange import AttemptFailed
 from router.dataplane.upstream import Upstream
-from tests.integration.nodeagent.test_artifacts import IMPATIENT, artifact_of
+from tests.integration.nodeagent.test_artifacts import MINIMUM_RATE, artifact_of
 from tests.integration.service.test_tls import NOW, a_peer
 
 BODY = b"the prompt"
@@ -150,15 +150,16 @@ async def test_whatever_a_node_may_be_called_is_proven(tmp_path: Path, name: str
 
 async def test_a_node_passes_nothing_on_to_another_at_a_siblings_address(tmp_path: Path) -> None:
     async with a_place(tmp_path, "n2") as place:
-        siblings = Siblings(place.client("n3", PeerRole.AGENT), time.monotonic)
+        siblings = PeerReplicaClient(place.client("n3", PeerRole.AGENT), time.monotonic)
         one, other = (
-            Sibling(ReplicaId("r1"), NodeId(name), place.address, 1, 1, 1) for name in ("n1", "n2")
+            PeerReplica(ReplicaId("r1"), NodeId(name), place.address, 1, 1, 1)
+            for name in ("n1", "n2")
         )
         try:
-            async with siblings.answering(other, NAME, BODY, {}) as answer:
+            async with siblings.relay(other, NAME, BODY, {}) as answer:
                 assert await answer.read() == BODY
-            with pytest.raises(SiblingLost):
-                async with siblings.answering(one, NAME, BODY, {}):
+            with pytest.raises(PeerReplicaLost):
+                async with siblings.relay(one, NAME, BODY, {}):
                     pass
         finally:
             await siblings.close()
@@ -177,10 +178,10 @@ async def test_a_sibling_cannot_send_a_node_elsewhere(tmp_path: Path) -> None:
     inside.router.add_route("*", "/{path:.*}", meet)
     async with a_place(tmp_path) as place, serve_http(inside, "127.0.0.1", 0) as port:
         place.told_to = f"http://127.0.0.1:{port}/latest/meta-data"
-        siblings = Siblings(place.client("n3", PeerRole.AGENT), time.monotonic)
-        sibling = Sibling(ReplicaId("r1"), NodeId("n1"), place.address, 1, 1, 1)
+        siblings = PeerReplicaClient(place.client("n3", PeerRole.AGENT), time.monotonic)
+        sibling = PeerReplica(ReplicaId("r1"), NodeId("n1"), place.address, 1, 1, 1)
         try:
-            async with siblings.answering(sibling, NAME, BODY, {}) as answer:
+            async with siblings.relay(sibling, NAME, BODY, {}) as answer:
                 assert answer.status == 307
         finally:
             await siblings.close()
@@ -190,16 +191,16 @@ async def test_a_sibling_cannot_send_a_node_elsewhere(tmp_path: Path) -> None:
 async def test_weights_are_asked_of_the_node_that_is_said_to_hold_them(tmp_path: Path) -> None:
     async with a_place(tmp_path, "n2") as place:
         holders: list[PeerSource] = []
-        peers = Peers(
+        peers = PeerFetcher(
             holders=lambda digest: holders,
             pop=PopId("ams"),
             context=place.client("n3", PeerRole.AGENT),
             clock=time.monotonic,
-            chance=random.Random(1),
+            rng=random.Random(1),
         )
-        sources = Sources(private=True, hf_url="", pace=IMPATIENT)
-        link = Link(0.0, time.monotonic)
-        held = Artifacts(tmp_path / "held", sources, 1 << 20, link=link, peers=peers)
+        sources = ArtifactSources(private=True, hf_url="", minimum_rate=MINIMUM_RATE)
+        link = TransferLink(0.0, time.monotonic)
+        held = ArtifactStore(tmp_path / "held", sources, 1 << 20, link=link, peers=peers)
         artifact = artifact_of("http://127.0.0.1:1/nowhere", {"config.json": BODY})
         for address in (place.address, place.address.replace("https", "http")):
             holders[:] = [PeerSource(node_id=NodeId("n1"), pop=PopId("iad"), address=address)]

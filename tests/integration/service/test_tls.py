@@ -22,7 +22,7 @@ from isochrone.service.identity import Authority, Identity, IdentityError
 from isochrone.service.joining import join
 from isochrone.service.revocation import refuse_revoked
 from isochrone.wire import headers
-from isochrone.wire.assignment import Revoked
+from isochrone.wire.assignment import RevokedCertificate
 from isochrone.wire.control import PeerRole, ToAgent, Welcome
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, PopId
 from scheduler.app import serve
@@ -103,7 +103,7 @@ async def test_a_node_refuses_a_revoked_certificate_on_an_open_connection_too(
     node = a_peer(authority, "n1", PeerRole.AGENT)
     old, other = (a_peer(authority, name, PeerRole.ROUTER) for name in ("r1", "r2"))
     again = a_peer(authority, "r1", PeerRole.ROUTER)
-    revoked: list[Revoked] = []
+    revoked: list[RevokedCertificate] = []
 
     async def ping(request: web.Request) -> web.Response:
         return web.Response(status=204)
@@ -124,17 +124,19 @@ async def test_a_node_refuses_a_revoked_certificate_on_an_open_connection_too(
             async with http.get(url, ssl=context, server_hostname="n1") as answer:
                 assert answer.status == 204
             serial = papers.read_certificate(old.certificate_pem).serial
-            revoked.append(Revoked(role="router", name="r1", serial=serial, at=NOW.timestamp()))
+            revoked.append(
+                RevokedCertificate(role="router", name="r1", serial=serial, at=NOW.timestamp())
+            )
             # On the connection that is already open.
             async with http.get(url, ssl=context, server_hostname="n1") as answer:
                 assert (answer.status, answer.headers[headers.REFUSED]) == (403, "revoked")
             assert await asks(http, old) == (403, "revoked")
             assert await asks(http, again) == (204, "")
             # By name: every certificate issued before, and no other name's.
-            revoked.append(Revoked(role="router", name="r1", at=NOW.timestamp() + 1))
+            revoked.append(RevokedCertificate(role="router", name="r1", at=NOW.timestamp() + 1))
             assert await asks(http, again) == (403, "revoked")
             assert await asks(http, other) == (204, "")
-            revoked[:] = [Revoked(role="agent", name="r1", at=NOW.timestamp() + 1)]
+            revoked[:] = [RevokedCertificate(role="agent", name="r1", at=NOW.timestamp() + 1)]
             assert await asks(http, again) == (204, "")
 
 

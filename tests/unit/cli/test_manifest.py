@@ -1,13 +1,13 @@
-"""A model's entry is made of the model's files alone."""
+"""A catalogue entry is built from a model's files and its config."""
 
 from pathlib import Path
 
 import pytest
 
-from isochrone.cli.manifest import ManifestError, artifact_of, facts_of
+from isochrone.cli.manifest import ManifestError, artifact_of, config_values
 
 
-def test_what_a_download_keeps_for_itself_is_no_part_of_the_model(tmp_path: Path) -> None:
+def test_files_of_downloads_and_git_are_not_part_of_the_model(tmp_path: Path) -> None:
     for name in (
         "model.safetensors",
         "1_Pooling/config.json",
@@ -23,13 +23,13 @@ def test_what_a_download_keeps_for_itself_is_no_part_of_the_model(tmp_path: Path
 
 
 @pytest.mark.parametrize("text", ["[]", "7", "{", '{"architectures": 3}'])
-def test_a_config_that_is_none_is_refused_in_words(tmp_path: Path, text: str) -> None:
+def test_an_invalid_config_is_refused_with_its_path(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ManifestError, match=r"config\.json"):
-        facts_of(tmp_path)
+        config_values(tmp_path)
 
 
-def test_a_folder_without_a_config_says_nothing(tmp_path: Path) -> None:
-    assert facts_of(tmp_path) == {}
-    with pytest.raises(ManifestError, match="there is no file in it"):
+def test_a_folder_without_a_config_gives_no_values(tmp_path: Path) -> None:
+    assert config_values(tmp_path) == {}
+    with pytest.raises(ManifestError, match="it contains no files"):
         artifact_of(tmp_path, "file:x")

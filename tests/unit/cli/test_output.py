@@ -1,4 +1,4 @@
-"""What the command prints reads well on a terminal and in a pipe."""
+"""The output is readable on a terminal and in a pipe."""
 
 from pathlib import Path
 
@@ -24,11 +24,11 @@ from isochrone.cli.output import cell, show_one, show_rows
         ("spec", {"engine": {"devices": 1}, "pops": ["ams"]}, "engine=(devices=1), pops=(ams)"),
     ],
 )
-def test_a_value_is_written_for_a_person(name: str, value: object, shown: str) -> None:
+def test_a_value_is_formatted_for_a_table(name: str, value: object, shown: str) -> None:
     assert cell(value, name) == shown
 
 
-def test_what_goes_into_a_pipe_is_not_folded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_to_a_pipe_is_not_folded(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"replica_id": "r" * 60, "reason": "why " * 40}
     show_rows([row], ["replica_id", "reason"], "table")
     lines = capsys.readouterr().out.splitlines()
@@ -39,21 +39,23 @@ def test_what_goes_into_a_pipe_is_not_folded(capsys: pytest.CaptureFixture[str])
     ]
 
 
-def test_of_a_list_each_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_item_of_a_list_gets_its_own_line(capsys: pytest.CaptureFixture[str]) -> None:
     show_one({"frozen": "", "unmet": ["a: no room; none", "b: no"], "pops": []}, "table")
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["frozen  -", "unmet   a: no room; none", "        b: no", "pops    -"]
 
 
-@pytest.mark.parametrize("text", [b"\xff", b"url = ", None], ids=["no text", "no TOML", "a folder"])
-def test_a_config_that_cannot_be_read_is_told_in_words(
+@pytest.mark.parametrize(
+    "text", [b"\xff", b"url = ", None], ids=["not text", "not TOML", "a folder"]
+)
+def test_an_unreadable_config_file_gives_an_error_message(
     text: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "CONFIG", tmp_path / "config.toml")
+    monkeypatch.setattr(cli, "CONFIG_FILE", tmp_path / "config.toml")
     if text is None:
         (tmp_path / "config.toml").mkdir()
     else:
         (tmp_path / "config.toml").write_bytes(text)
-    told = CliRunner().invoke(cli.main, ["status"])
-    assert told.exit_code == 1
-    assert f"cannot read {tmp_path}/config.toml" in told.output
+    result = CliRunner().invoke(cli.main, ["status"])
+    assert result.exit_code == 1
+    assert f"cannot read {tmp_path}/config.toml" in result.output

@@ -13,11 +13,13 @@ from gguf import GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.encoder.bert_folder import _pooling
+from nodeagent.engine.model.families import FAMILIES
 from nodeagent.engine.weights.checkpoint import open_checkpoint
-from nodeagent.engine.weights.encoder import _pooling
 from nodeagent.engine.weights.gguf_header import read_header
-from nodeagent.engine.weights.safetensors import SafetensorsFiles, SafetensorsFolder
+from nodeagent.engine.weights.hf_config import MODEL_TYPES
+from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles, SafetensorsFolder
 from ops.golden import tiny_gguf
 
 CONFIG = (
@@ -36,6 +38,10 @@ def write_gguf(path: Path, architecture: str = "llama") -> bytes:
     writer.write_tensors_to_file()
     writer.close()
     return path.read_bytes()
+
+
+def test_the_config_reader_accepts_exactly_the_families_that_are_built() -> None:
+    assert frozenset(FAMILIES) == MODEL_TYPES
 
 
 def test_metadata_is_read(tmp_path: Path) -> None:
@@ -93,9 +99,9 @@ NESTED = struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 100_000
         (with_tensors(tensor(b"a", 0, 2**63)), "a lies past its end"),
         (with_tensors(tensor(b"a", 0, 2**64 - 8)), "a lies past its end"),
         (with_tensors(tensor(b"a", 999, 0)), "a has unknown type 999"),
-        (with_tensors(tensor(b"a", 0, 0), tensor(b"a", 0, 64)), "'a' is there twice"),
+        (with_tensors(tensor(b"a", 0, 0), tensor(b"a", 0, 64)), "'a' occurs twice"),
         (with_metadata(text(b"k") + NESTED), "is an array of type 9"),
-        (with_metadata(*[text(b"k") + struct.pack("<II", 4, 7)] * 2), "'k' is there twice"),
+        (with_metadata(*[text(b"k") + struct.pack("<II", 4, 7)] * 2), "'k' occurs twice"),
         (b"GGML" + bytes(40), "not a GGUF file"),
         (b"GGUF" + struct.pack("<IQQ", 9, 0, 0), "version 9"),
         (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), "claims"),
@@ -161,17 +167,20 @@ def other(parts: list[Path]) -> None:
     ("spoil", "said"),
     [
         (lambda parts: parts[0].unlink(), "00001-of-00003.gguf: No such file"),
-        (lambda parts: parts[2].unlink(), "m-00003-of-00003.gguf is missing"),
-        (lambda parts: shutil.copy(parts[0], parts[1]), "says part 1 of 3"),
-        (lambda parts: shutil.copy(parts[1], parts[0]), "says part 0 of 3"),
-        (lambda parts: say(parts[1], "no", 2), "00002-of-00003.gguf: its name says part 1 of 3"),
+        (lambda parts: parts[2].unlink(), "m-00003-of-00003.gguf, one of its 3 parts, is missing"),
+        (lambda parts: shutil.copy(parts[0], parts[1]), "it is part 1 of 3"),
+        (lambda parts: shutil.copy(parts[1], parts[0]), "it is part 0 of 3"),
+        (
+            lambda parts: say(parts[1], "no", 2),
+            "00002-of-00003.gguf: by its name it is part 1 of 3",
+        ),
         (lambda parts: say(parts[0], "count", 2), "it is one of 2 parts"),
         (lambda parts: say(parts[0], "count", 0), "it is one of 0 parts"),
-        (lambda parts: say(parts[2], "count", 4), r"says \[2, 4\]"),
+        (lambda parts: say(parts[2], "count", 4), r"metadata \[2, 4\]"),
         (lambda parts: say(parts[0], "tensors.count", 36), "hold 35 tensors, 36 are expected"),
         (lambda parts: os.truncate(parts[2], parts[2].stat().st_size - 1), "lies past its end"),
-        (lambda parts: parts[0].rename(parts[0].with_name("m.gguf")), "but 2"),
-        (lambda parts: shutil.copy(parts[2], parts[2].with_name("x.gguf")), "but 2"),
+        (lambda parts: parts[0].rename(parts[0].with_name("m.gguf")), "and 2 models"),
+        (lambda parts: shutil.copy(parts[2], parts[2].with_name("x.gguf")), "and 2 models"),
         (other, "in another part too"),
     ],
 )  # fmt: skip
@@ -186,7 +195,7 @@ def test_parts_that_do_not_belong_together_are_refused(
 def test_a_part_under_another_name_is_refused(tmp_path: Path) -> None:
     first, *_ = parts_in(tmp_path)
     renamed = first.rename(tmp_path / "model.gguf")
-    with pytest.raises(CheckpointError, match="one of 3 parts, which are named NAME-00001-of"):
+    with pytest.raises(CheckpointError, match="one of 3 parts, which must be named NAME-00001-of"):
         open_checkpoint(renamed)
 
 
@@ -232,7 +241,7 @@ def test_a_pipe_is_refused_not_waited_for(tmp_path: Path, name: str) -> None:
         (tmp_path / "config.json").write_text(CONFIG + "}")
     os.mkfifo(tmp_path / name)
     path = tmp_path / name if name == "m.gguf" else tmp_path
-    with pytest.raises(CheckpointError, match=f"{name}: it is no plain file"):
+    with pytest.raises(CheckpointError, match=f"{name}: it is not a regular file"):
         open_checkpoint(path)
 
 
@@ -240,7 +249,7 @@ def test_an_index_may_not_point_outside(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(CONFIG + "}")
     index = '{"weight_map":{"w":"../../etc/x.safetensors"}}'
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(CheckpointError, match="is no file of this folder"):
+    with pytest.raises(CheckpointError, match=r"is not a \.safetensors file of"):
         SafetensorsFolder(tmp_path)
 
 

@@ -10,20 +10,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.core.step import Engine
-from nodeagent.engine.distributed.collectives import ALONE
-from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.core.model_runner import ModelRunner
+from nodeagent.engine.core.step import EngineCore
+from nodeagent.engine.distributed.collectives import SINGLE_RANK
+from nodeagent.engine.draft_loading import Eagle3HeadFiles, TargetCheckpoint, open_draft
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.model.llama import Llama
-from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import SamplingParams
-from nodeagent.engine.scheduler.batching import Batch, Batching, Chunk, Limits
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Sequence
-from nodeagent.engine.speculative.draft_loading import Head, Served, open_draft
+from nodeagent.engine.scheduler.batch import Batch, BatchChunk, StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
+from nodeagent.engine.speculative.draft_model import DraftTarget
 from nodeagent.engine.speculative.speculation import Speculation
-from nodeagent.engine.weights.eagle3 import HeadFolder, is_head
-from tests.unit.engine.test_ahead import GREEDY, generated, prompts, run, submit
-from tests.unit.engine.test_text import VOCABULARY as TEXT
+from nodeagent.engine.weights.eagle3_folder import EagleFolder, is_eagle_head
+from tests.unit.engine.byte_vocabulary import VOCABULARY as TEXT
+from tests.unit.engine.test_draft_model import GREEDY, generated, prompts, run, submit
 from tests.unit.engine.tiny import SHAPE, VOCABULARY, llama
 
 HIDDEN, CHOICES = SHAPE.hidden, 40
@@ -81,11 +83,11 @@ def config_of(path: Path) -> EngineConfig:
     return EngineConfig(model_path="m", served_name="m", socket="s", draft_path=str(path))
 
 
-def opened(path: Path, blocks: int = 64) -> tuple[Runner, Llama, Head]:
+def opened(path: Path, blocks: int = 64) -> tuple[ModelRunner, Llama, Eagle3HeadFiles]:
     head = open_draft(config_of(path), SHAPE, TEXT)
-    assert isinstance(head, Head)
+    assert isinstance(head, Eagle3HeadFiles)
     model = llama(1)
-    return Runner(model, blocks, "cpu", torch.float32), model, head
+    return ModelRunner(model, blocks, "cpu", torch.float32), model, head
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -143,22 +145,24 @@ def chain_of(w: dict[str, Tensor], states: Tensor, embeds: Tensor, table: Tensor
 def test_drafts_are_those_of_a_plain_reference(tmp_path: Path, tokens: int) -> None:
     weights = head_weights()
     runner, model, head = opened(write_head(tmp_path, weights))
-    ahead = head.load(config_of(tmp_path), runner, model, Served(head.source, model.shape, ALONE))
+    ahead = head.load(
+        config_of(tmp_path), runner, model, TargetCheckpoint(head.source, model.shape, SINGLE_RANK)
+    )
     heard: dict[int, Tensor] = {}
-    keep = model.heard
+    keep = model.record_states
     assert keep is not None
 
     def hear(number: int, x: Tensor) -> None:
         heard[number] = x.clone()
         keep(number, x)
 
-    model.heard = hear
+    model.record_states = hear
     ids = prompts(1, tokens)[0][:tokens]
-    sequence = Sequence(1, [*ids, 7], Ending(9, frozenset()))
+    sequence = Sequence(1, [*ids, 7], StopConditions(9, frozenset()))
     sequence.blocks = list(range(5, 5 + -(-(tokens + 6) // BLOCK_TOKENS)))
-    runner.run(Batch((), (Chunk(sequence, 0, tokens),)))
-    sequence.computed = tokens
-    (drafts,) = ahead.draft([(sequence, ahead.shadow(sequence))], 4, 64)
+    runner.run(Batch((), (BatchChunk(sequence, 0, tokens),)))
+    sequence.computed_tokens = tokens
+    (drafts,) = ahead.draft([DraftTarget(sequence, ahead.draft_sequence(sequence))], 4, 64)
     table = model.embed(torch.arange(VOCABULARY))
     states = torch.cat([heard[number] for number in (2, 2, 1)], -1)
     assert list(drafts) == chain_of(weights, states, table[[*ids[1:], 7]], table)
@@ -170,15 +174,19 @@ def test_the_output_is_the_same_with_a_head_and_without(
     tmp_path: Path, params: SamplingParams, blocks: int
 ) -> None:
     runner, model, head = opened(write_head(tmp_path, head_weights()), blocks)
-    ahead = head.load(config_of(tmp_path), runner, model, Served(head.source, model.shape, ALONE))
+    ahead = head.load(
+        config_of(tmp_path), runner, model, TargetCheckpoint(head.source, model.shape, SINGLE_RANK)
+    )
     ahead.clock = lambda: 0.0
-    speculation = Speculation(4, rows_max=200, ahead=ahead)
-    engine = Engine(runner, Batching(Limits(64, 4), Blocks(blocks)), speculation=speculation)
+    speculation = Speculation(4, rows_max=200, model=ahead)
+    engine = EngineCore(
+        runner, BatchScheduler(StepLimits(64, 4), BlockPool(blocks)), speculation=speculation
+    )
     found = [submit(engine, n, p, params) for n, p in enumerate(prompts(3))]
     run(engine)
     plain, _, _ = generated(None, params, blocks)
     assert [sequence.tokens for sequence in found] == plain
-    assert speculation.tallies["head"].drafted > 0
+    assert speculation.counts_by_kind["head"].drafted > 0
 
 
 @pytest.mark.parametrize(
@@ -224,30 +232,30 @@ def test_a_speculators_head_drafts_as_its_authors_own(tmp_path: Path) -> None:
     }
     save_file(renamed, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(said))
-    assert is_head(tmp_path)
+    assert is_eagle_head(tmp_path)
     head = open_draft(config_of(tmp_path), SHAPE, TEXT)
-    assert isinstance(head, Head)
+    assert isinstance(head, Eagle3HeadFiles)
     assert head.layers == (2, 2, 1)
     assert (head.source.shape.hidden, head.source.choices) == (HIDDEN, CHOICES)
     head.close()
     for odd, says in (
         ({"transformer_layer_config": 7}, "cannot read"),
         ({"transformer_layer_config": {}}, "missing required field"),
-        ({"norm_before_fc": True}, "more norms than one"),
+        ({"norm_before_fc": True}, "more than one norm"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(said | odd))
         with pytest.raises(CheckpointError, match=says):
-            HeadFolder(tmp_path)
+            EagleFolder(tmp_path)
 
 
 def test_a_head_may_name_its_layers_and_lead_nowhere(tmp_path: Path) -> None:
     weights = head_weights()
     weights["d2t"][3] = VOCABULARY
     said = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
-    folder = HeadFolder(write_head(tmp_path, weights, **said))
+    folder = EagleFolder(write_head(tmp_path, weights, **said))
     assert folder.layers_heard(4) == (1, 2, 3)
-    with pytest.raises(CheckpointError, match="d2t leads out of"):
+    with pytest.raises(CheckpointError, match="d2t gives tokens outside"):
         folder.targets()
     folder.close()
-    assert is_head(tmp_path)
-    assert not is_head(tmp_path / "nothing")
+    assert is_eagle_head(tmp_path)
+    assert not is_eagle_head(tmp_path / "nothing")

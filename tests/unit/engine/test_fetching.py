@@ -1,4 +1,4 @@
-"""Matrices of floats come from their files as those have them, whatever they are kept as."""
+"""Float matrices are read from their files unchanged, by either backend of the C kernels."""
 
 import json
 import os
@@ -13,32 +13,41 @@ from gguf.constants import GGMLQuantizationType
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.kernels.cpu import file_reads as fetching
-from nodeagent.engine.kernels.cpu.kernels import kernels
-from nodeagent.engine.kernels.cpu.matrix_layouts import Native
-from nodeagent.engine.model.layers.linear import Keeping
-from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.weights.gguf import GgufFile
-from nodeagent.engine.weights.safetensors import SafetensorsFiles
-from nodeagent.engine.weights.weight_loading import Weights, WeightSource
+from nodeagent.engine.kernels.cpu.library import CpuKernels, cpu_kernels
+from nodeagent.engine.kernels.cpu.linear import NativeFloatBackend, NativeQuantisedBackend
+from nodeagent.engine.kernels.cpu.native_matrix import NativeMatrix
+from nodeagent.engine.model.weight_loader import WeightLoader
+from nodeagent.engine.weights.gguf_file import GgufFile
+from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles
+from nodeagent.engine.weights.weight_source import WeightSource
 
 pytestmark = pytest.mark.skipif(
-    kernels() is None, reason="our own kernels need a compiler and AVX-512 VNNI"
+    cpu_kernels() is None, reason="the C kernels need a compiler and AVX-512 VNNI"
 )
 
+Backend = type[NativeFloatBackend] | type[NativeQuantisedBackend]
+
 LONG = 1040
-"""Rows of more bytes than are read at a time."""
+"""Rows with more bytes than one read takes."""
 SHAPES = {"a": (48, 96), "b": (LONG, 96), "c": (16, 96)}
 
 
+def own_kernels() -> CpuKernels:
+    kernels = cpu_kernels()
+    assert kernels is not None
+    return kernels
+
+
 def weight(name: str, dtype: torch.dtype) -> Tensor:
-    chance = torch.Generator().manual_seed(len(name) + ord(name[0]))
+    random = torch.Generator().manual_seed(len(name) + ord(name[0]))
     wide = 2048 if name == "wide" else 96
-    return torch.randn(SHAPES.get(name, (LONG, wide)), generator=chance).to(dtype)
+    return torch.randn(SHAPES.get(name, (LONG, wide)), generator=random).to(dtype)
 
 
 def write_folder(folder: Path, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
-    """Two shards, in one of which weights begin at any byte."""
+    """Write two shards; in one of them weights begin at an odd byte."""
     weights = {name: weight(name, dtype) for name, dtype in dtypes.items()}
     shards = ("model-1.safetensors", "model-2.safetensors")
     placed = {name: shards[number % 2] for number, name in enumerate(weights)}
@@ -56,28 +65,28 @@ def write_folder(folder: Path, dtypes: dict[str, torch.dtype]) -> dict[str, Tens
     return weights
 
 
-def drop(folder: Path) -> None:
+def drop_from_page_cache(folder: Path) -> None:
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fdatasync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def fetched(source: WeightSource, keeping: Keeping, *names: str, columns: int = 96) -> Tensor:
-    """Return the matrix of these weights, as it is once all is there."""
-    weights = Weights(source, "cpu", torch.float32, keeping)
-    weights.adding = None
+def fetched(source: WeightSource, backend: Backend, *names: str, columns: int = 96) -> Tensor:
+    """Return the rows of the stacked weights after the reads have ended."""
+    weights = WeightLoader(source, "cpu", torch.float32, backend(own_kernels()))
+    weights.adapters = None
     rows = {name: SHAPES.get(name, (LONG,))[0] for name in names}
     matrix = weights.linear_stack("", rows, columns)
-    assert isinstance(matrix, Native)
+    assert isinstance(matrix, NativeMatrix)
     assert not matrix.packed.any()
-    weights.begin()()
+    weights.start_reads()()
     return matrix[torch.arange(sum(rows.values()))]
 
 
-def hold(found: Tensor, wanted: Tensor, keeping: Keeping) -> None:
-    """Floats are exact, or rounded by a part of their group's largest."""
-    if keeping is Keeping.TILED:
+def check_rows(found: Tensor, wanted: Tensor, backend: Backend) -> None:
+    """Check that rows are exact, or rounded relative to the largest number of their group."""
+    if backend is NativeFloatBackend:
         assert torch.equal(found, wanted)
     else:
         error = (found - wanted).abs().view(len(found), -1, 32)
@@ -86,12 +95,12 @@ def hold(found: Tensor, wanted: Tensor, keeping: Keeping) -> None:
 
 
 @pytest.mark.parametrize("disk", ["cached", "cold", "cannot be read so"])
-@pytest.mark.parametrize("keeping", [Keeping.TILED, Keeping.NATIVE])
+@pytest.mark.parametrize("backend", [NativeFloatBackend, NativeQuantisedBackend])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_folders_floats_are_its_own(
+def test_floats_of_a_folder_are_read_unchanged(
     tmp_path: Path,
     dtype: torch.dtype,
-    keeping: Keeping,
+    backend: Backend,
     disk: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,52 +108,50 @@ def test_a_folders_floats_are_its_own(
     source = SafetensorsFiles(tmp_path)
     try:
         if disk == "cold":
-            drop(tmp_path)
+            drop_from_page_cache(tmp_path)
         elif disk != "cached":
             monkeypatch.setattr(fetching, "_open", lambda path, opened: -1)
         joined = torch.cat([weights[name].float() for name in ("c", "a", "b")])
-        hold(fetched(source, keeping, "c", "a", "b"), joined, keeping)
-        wide = fetched(source, keeping, "wide", columns=2048)
-        hold(wide, weights["wide"].float(), keeping)
+        check_rows(fetched(source, backend, "c", "a", "b"), joined, backend)
+        wide = fetched(source, backend, "wide", columns=2048)
+        check_rows(wide, weights["wide"].float(), backend)
     finally:
         source.close()
 
 
-@pytest.mark.parametrize("keeping", [Keeping.TILED, Keeping.NATIVE])
-def test_floats_of_several_kinds_are_one_matrix(tmp_path: Path, keeping: Keeping) -> None:
+@pytest.mark.parametrize("backend", [NativeFloatBackend, NativeQuantisedBackend])
+def test_floats_of_different_dtypes_become_one_matrix(tmp_path: Path, backend: Backend) -> None:
     weights = write_folder(tmp_path, {"a": torch.bfloat16, "b": torch.float32, "c": torch.float16})
     source = SafetensorsFiles(tmp_path)
     joined = torch.cat([weights[name].float() for name in ("a", "b", "c")])
-    hold(fetched(source, keeping, "a", "b", "c"), joined, keeping)
+    check_rows(fetched(source, backend, "a", "b", "c"), joined, backend)
     source.close()
 
 
-def test_columns_need_not_be_whole_groups_where_floats_stay_exact(tmp_path: Path) -> None:
+def test_exact_floats_need_no_whole_groups(tmp_path: Path) -> None:
     for columns in (1, 15, 17, 61):
         weights = {"x": torch.randn(LONG, columns).half()}
         save_file(weights, tmp_path / "model.safetensors")
         source = SafetensorsFiles(tmp_path)
-        found = fetched(source, Keeping.TILED, "x", columns=columns)
+        found = fetched(source, NativeFloatBackend, "x", columns=columns)
         assert torch.equal(found, weights["x"].float())
         source.close()
 
 
-@pytest.mark.parametrize("keeping", [Keeping.TILED, Keeping.NATIVE])
-def test_a_file_that_was_cut_short_since_it_was_opened_is_named(
-    tmp_path: Path, keeping: Keeping
-) -> None:
+@pytest.mark.parametrize("backend", [NativeFloatBackend, NativeQuantisedBackend])
+def test_a_file_that_was_truncated_after_opening_is_named(tmp_path: Path, backend: Backend) -> None:
     write_folder(tmp_path, {"a": torch.bfloat16, "b": torch.bfloat16})
     source = SafetensorsFiles(tmp_path)
     os.truncate(tmp_path / "model-2.safetensors", 5000)
     with pytest.raises(CheckpointError, match=r"model-2\.safetensors: it ends at byte"):
-        fetched(source, keeping, "a", "b")
+        fetched(source, backend, "a", "b")
     with pytest.raises(CheckpointError, match="it ends at byte"):
         source.tensor("b", SHAPES["b"])
     source.close()
 
 
 @pytest.mark.parametrize("head_dim", [8, 32])
-def test_a_gguf_files_floats_have_their_heads_put_back(tmp_path: Path, head_dim: int) -> None:
+def test_interleaved_heads_of_a_gguf_file_are_restored(tmp_path: Path, head_dim: int) -> None:
     hidden, heads, path = 128, 128 // head_dim, tmp_path / "m.gguf"
     writer = GGUFWriter(path, "llama")
     for add, value in (
@@ -166,19 +173,19 @@ def test_a_gguf_files_floats_have_their_heads_put_back(tmp_path: Path, head_dim:
     writer.write_tensors_to_file()
     writer.close()
     source = GgufFile(path)
-    for keeping in (Keeping.TILED, Keeping.NATIVE):
-        weights = Weights(source, "cpu", torch.float32, keeping)
-        weights.adding = None
+    for backend in (NativeFloatBackend, NativeQuantisedBackend):
+        weights = WeightLoader(source, "cpu", torch.float32, backend(own_kernels()))
+        weights.adapters = None
         at = "model.layers.0."
         queries, up = (
             weights.linear_stack(at, {f"{part}_proj.weight": hidden}, hidden)
             for part in ("self_attn.q", "mlp.up")
         )
-        weights.begin()()
-        assert isinstance(queries, Native) and isinstance(up, Native)
+        weights.start_reads()()
+        assert isinstance(queries, NativeMatrix) and isinstance(up, NativeMatrix)
         rows = torch.arange(hidden)
         wanted = torch.from_numpy(filed).float()
-        hold(up[rows], wanted, keeping)
+        check_rows(up[rows], wanted, backend)
         turned = wanted.view(heads, head_dim // 2, 2, hidden).swapaxes(1, 2).reshape(hidden, hidden)
-        hold(queries[rows], turned, keeping)
+        check_rows(queries[rows], turned, backend)
     source.close()

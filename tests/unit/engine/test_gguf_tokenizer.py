@@ -1,4 +1,4 @@
-"""Tokenizers out of a GGUF file's metadata give the ids that their makers' own code gives."""
+"""Tokenizers from GGUF metadata give the same ids as the original implementations."""
 
 import json
 import struct
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.tokenizer.chat_template import ChatTemplate
-from nodeagent.engine.tokenizer.gguf_tokenizer import vocabulary_of_gguf
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.chat.call_format import ToolDefinition
+from nodeagent.engine.chat.chat_template import ChatTemplate
+from nodeagent.engine.tokenizer.gguf_tokenizer import read_gguf_vocabulary
 from nodeagent.engine.tokenizer.vocabulary import _BYTE_OF_LETTER, Vocabulary
-from nodeagent.engine.tools.call_format import Tool
-from nodeagent.engine.weights.gguf_header import Strings
+from nodeagent.engine.weights.gguf_header import PackedStrings
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_sentencepiece.json").read_text())
 PATH = Path("m.gguf")
@@ -25,8 +25,8 @@ def described_by(metadata: dict[str, Any]) -> Vocabulary:
         strings = [string.encode() for string in metadata.get(key, [])]
         packed = [struct.pack("<Q", len(string)) + string for string in strings]
         ends = list(accumulate(map(len, packed)))
-        metadata[key] = Strings(PATH, key, b"".join(packed), ends)
-    return vocabulary_of_gguf(PATH, metadata)
+        metadata[key] = PackedStrings(PATH, key, b"".join(packed), ends)
+    return read_gguf_vocabulary(PATH, metadata)
 
 
 def sentencepiece(**changes: Any) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def byte_level(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_sentencepiece_vocabularies_give_sentencepieces_ids() -> None:
+def test_sentencepiece_vocabularies_give_the_ids_of_sentencepiece() -> None:
     described = described_by(sentencepiece())
     assert not described.byte_level
     assert described.stop_ids == {GOLDEN["eos"]}
@@ -67,7 +67,7 @@ def test_sentencepiece_vocabularies_give_sentencepieces_ids() -> None:
         assert begun == [GOLDEN["bos"], *case["ids"]]
 
 
-def test_qwens_digits_stand_alone_and_accents_are_composed() -> None:
+def test_qwen_splits_digits_and_composes_accents() -> None:
     described = described_by(byte_level(pre="qwen2"))
     assert described.tokenizer.encode("12 a<|end|>").tokens == ["1", "2", "\u0120a", "<|end|>"]
     composed = described.tokenizer.encode("\u00e9").ids
@@ -87,9 +87,7 @@ def test_qwens_digits_stand_alone_and_accents_are_composed() -> None:
         (["default"], "It|'|S|Ġ|Ġ|123|45|/|\n|camelCase"),
     ],
 )
-def test_a_text_is_cut_into_the_words_of_the_models_own_tokenizer(
-    kinds: list[str], words: str
-) -> None:
+def test_text_is_split_as_by_the_models_own_tokenizer(kinds: list[str], words: str) -> None:
     for kind in kinds:
         cut = described_by(byte_level(pre=kind)).tokenizer.pre_tokenizer
         found = [word for word, _ in cut.pre_tokenize_str("It'S  12345/\ncamelCase")]
@@ -99,7 +97,7 @@ def test_a_text_is_cut_into_the_words_of_the_models_own_tokenizer(
 @pytest.mark.parametrize(
     ("kind", "tokens"), [("llama3", ["xyz"]), ("tekken", ["xyz"]), ("qwen2", ["x", "y", "z"])]
 )
-def test_a_word_that_is_a_token_is_one_where_the_model_learned_so(
+def test_a_word_that_is_a_token_is_not_split_if_the_model_ignores_merges(
     kind: str, tokens: list[str]
 ) -> None:
     known = [*byte_level()["tokenizer.ggml.tokens"], "xyz"]
@@ -110,7 +108,7 @@ def test_a_word_that_is_a_token_is_one_where_the_model_learned_so(
     assert (described.tokenizer.encode("xyz").tokens[0] == "<|end|>") is (tokens == ["xyz"])
 
 
-def test_whatever_ends_an_answer_elsewhere_ends_it_here() -> None:
+def test_known_end_tokens_end_an_answer() -> None:
     letters = byte_level()["tokenizer.ggml.tokens"]
     tokens = [*letters, "<|eot_id|>", "<|reserved|>", "<|im_end|>"]
     types = [1] * 258 + [3, 3, 3, 1]
@@ -119,7 +117,7 @@ def test_whatever_ends_an_answer_elsewhere_ends_it_here() -> None:
     assert described.stop_ids == {258, 259}
 
 
-def test_a_template_for_tools_is_taken_where_there_are_tools() -> None:
+def test_the_tool_template_is_used_for_requests_with_tools() -> None:
     plain, for_tools = "plain", "{% macro m() %}tools{% endmacro %}{{ m() }}"
     metadata = {**byte_level(), "tokenizer.chat_template": plain}
     assert described_by({**metadata}).chat_template == plain
@@ -127,25 +125,25 @@ def test_a_template_for_tools_is_taken_where_there_are_tools() -> None:
     assert described.chat_template is not None
     template = ChatTemplate(described.chat_template, "", "")
     assert template.render([]) == "plain"
-    assert template.render([], (Tool("f", "", {}),)) == "tools"
+    assert template.render([], (ToolDefinition("f", "", {}),)) == "tools"
 
 
 @pytest.mark.parametrize(
-    ("metadata", "said"),
+    ("metadata", "message"),
     [
         (sentencepiece(model="wordpiece"), "tokenizer 'wordpiece'"),
-        (sentencepiece(scores=[1.0]), "not a score for each token"),
+        (sentencepiece(scores=[1.0]), "not every token has a score"),
         (sentencepiece(token_type=[1]), r"token types \[1\] for"),
         (sentencepiece(token_type=-1), "token types -1 for"),
         (sentencepiece(eos_token_id=10**9), "token id 1000000000 is out of range"),
         (sentencepiece(eos_token_id=-1), "token id -1 is out of range"),
-        (sentencepiece(tokens=["a"] * 600), "tokens are there twice"),
+        (sentencepiece(tokens=["a"] * 600), "a token is listed twice"),
         (sentencepiece(tokens=[]), "tokens is missing"),
         (byte_level(pre="martian"), "pre-tokenizer 'martian'"),
         (byte_level(pre=[1]), r"pre-tokenizer \[1\]"),
         (byte_level(merges=["x y"]), "its tokenizer"),
     ],
 )
-def test_what_cannot_be_a_tokenizer_is_refused(metadata: dict[str, Any], said: str) -> None:
-    with pytest.raises(CheckpointError, match=said):
+def test_an_invalid_tokenizer_is_refused(metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
         described_by(metadata)

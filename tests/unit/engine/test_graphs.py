@@ -1,4 +1,4 @@
-"""Captured decodes: which are, what they are given, and that they answer as steps do."""
+"""Decode graphs: which steps they serve, what they are given, and that logits are the same."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,14 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.distributed.commands import Run, Told
-from nodeagent.engine.kernels.cuda.batch_layout import host_numbers, sizes_of
-from nodeagent.engine.kernels.cuda.capture import bucket_of, buckets, splits_of, why_not
-from nodeagent.engine.kernels.cuda.graphs import Graphs
-from nodeagent.engine.model.layers import attention
-from nodeagent.engine.model.layers.lora import Adapter
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
+from nodeagent.engine.core.model_runner import ModelRunner
+from nodeagent.engine.kernels import selection
+from nodeagent.engine.kernels.cuda.batch_layout import step_sizes, write_step
+from nodeagent.engine.kernels.cuda.decode_graphs import DecodeGraphs
+from nodeagent.engine.kernels.cuda.graph_buckets import (
+    bucket_of,
+    graph_buckets,
+    why_no_graphs,
+)
+from nodeagent.engine.kernels.cuda.triton_kernels import splits_of
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.weights.lora_adapter import LoraAdapter
+from nodeagent.engine.workers.commands import ChunkCommand, RunStep
 from tests.unit.engine.by_torch import ByTorch
 from tests.unit.engine.tiny import SHAPE, llama
 
@@ -24,7 +29,7 @@ BLOCKS = 24
 
 
 class Recorded:
-    """Stands for CUDA's graphs: doing it again writes the answer where it first lay."""
+    """Replaces CUDA graphs: a replay writes the result to the tensor of the first run."""
 
     def __init__(self) -> None:
         self.replays = 0
@@ -39,66 +44,68 @@ class Recorded:
         return replay, answer
 
 
-def told(start: int, blocks: list[int], tokens: int = 1) -> Told:
+def told(start: int, blocks: list[int], tokens: int = 1) -> ChunkCommand:
     ids = [(7 * start + 3 * at + blocks[0]) % 257 for at in range(tokens)]
-    return Told(blocks, start, tokens, ids, (), True)
+    return ChunkCommand(blocks, start, tokens, ids, (), True)
 
 
-def decodes(count: int, start: int) -> Run:
-    """So many sequences of unlike lengths, each in blocks of its own."""
-    return Run(
+def decodes(count: int, start: int) -> RunStep:
+    """`count` decodes of sequences of different lengths, each in blocks of its own."""
+    return RunStep(
         tuple(told(start + row, [3 * row, 3 * row + 1, 3 * row + 2]) for row in range(count)), ()
     )
 
 
-def prompts(count: int, tokens: int) -> Run:
+def prompts(count: int, tokens: int) -> RunStep:
     chunks = [told(0, [3 * row, 3 * row + 1, 3 * row + 2], tokens + row) for row in range(count)]
-    return Run((), tuple(chunks))
+    return RunStep((), tuple(chunks))
 
 
 @pytest.fixture
-def paged(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Runner]:
-    def runner(window: int | None) -> Runner:
-        monkeypatch.setattr(attention, "page_kernels", lambda pages: ByTorch())
+def paged(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], ModelRunner]:
+    def runner(window: int | None) -> ModelRunner:
+        monkeypatch.setattr(selection, "paged_kernels", lambda device, kv_dtype: ByTorch())
         shape = replace(SHAPE, window_tokens=window, context_tokens=512)
-        return Runner(llama(1, shape), BLOCKS, "cpu", torch.float32)
+        return ModelRunner(llama(1, shape), BLOCKS, "cpu", torch.float32)
 
     return runner
 
 
-def graphs_of(runner: Runner, rows_max: int, blocks_max: int, window: int | None) -> Recorded:
+def graphs_of(runner: ModelRunner, rows_max: int, blocks_max: int, window: int | None) -> Recorded:
     recorded = Recorded()
-    runner.graphs = Graphs(runner._forward, recorded, "cpu", blocks_max, window)
+    runner.graphs = DecodeGraphs(runner._forward, recorded, "cpu", blocks_max, window)
     with torch.inference_mode():
         runner.graphs.capture(rows_max)
     return recorded
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_steps_over_pages_answer_as_gathered_ones_do(
-    paged: Callable[[int | None], Runner], monkeypatch: pytest.MonkeyPatch, window: int | None
+def test_paged_steps_and_graphs_equal_torch(
+    paged: Callable[[int | None], ModelRunner], monkeypatch: pytest.MonkeyPatch, window: int | None
 ) -> None:
     found = paged(window)
     recorded = graphs_of(found, 4, 3, window)
-    monkeypatch.setattr(attention, "page_kernels", lambda pages: None)
-    wanted = Runner(llama(1, replace(SHAPE, window_tokens=window)), BLOCKS, "cpu", torch.float32)
-    mixed = Run((told(14, [0, 1, 2]),), (told(13, [3, 4, 5], 20),))
+    monkeypatch.setattr(selection, "paged_kernels", lambda device, kv_dtype: None)
+    wanted = ModelRunner(
+        llama(1, replace(SHAPE, window_tokens=window)), BLOCKS, "cpu", torch.float32
+    )
+    mixed = RunStep((told(14, [0, 1, 2]),), (told(13, [3, 4, 5], 20),))
     for step in (prompts(5, 13), mixed, decodes(1, 20), decodes(3, 20), decodes(4, 30)):
         assert torch.allclose(found.run(step), wanted.run(step), atol=1e-4)
     assert recorded.replays == 3
 
 
-def test_what_is_in_no_graph_runs_step_by_step(paged: Callable[[int | None], Runner]) -> None:
+def test_a_step_that_fits_no_graph_runs_without(paged: Callable[[int | None], ModelRunner]) -> None:
     runner = paged(None)
     recorded = graphs_of(runner, 2, 2, None)
     runner.run(prompts(4, 13))
     runner.run(decodes(3, 20))
-    # Its seventeenth block has no place in a table of sixteen.
-    runner.run(Run((told(16 * BLOCK_TOKENS - 1, list(range(17))),), ()))
+    # A seventeenth block does not fit into a table of sixteen.
+    runner.run(RunStep((told(16 * BLOCK_TOKENS - 1, list(range(17))),), ()))
     assert recorded.replays == 1
     recorded.replays = 0
-    runner.run(Run((told(16 * BLOCK_TOKENS, list(range(17))),), ()))
-    runner.run(Run((replace_samples(told(20, [0, 1])),), ()))
+    runner.run(RunStep((told(16 * BLOCK_TOKENS, list(range(17))),), ()))
+    runner.run(RunStep((replace_samples(told(20, [0, 1])),), ()))
     assert recorded.replays == 0
     assert runner.run(decodes(2, 20)).shape == (2, SHAPE.vocabulary)
     assert recorded.replays == 1
@@ -113,13 +120,15 @@ def test_what_is_in_no_graph_runs_step_by_step(paged: Callable[[int | None], Run
     assert runner.graphs.rows == (1, 2, 4)
 
 
-def replace_samples(one: Told) -> Told:
-    return Told(one.blocks, one.start, one.tokens, one.ids, one.drafts, False)
+def replace_samples(one: ChunkCommand) -> ChunkCommand:
+    return ChunkCommand(one.blocks, one.start, one.tokens, one.ids, one.drafts, False)
 
 
-def test_an_adapter_is_in_no_graph(paged: Callable[[int | None], Runner]) -> None:
+def test_a_step_with_an_adapter_runs_without_graphs(
+    paged: Callable[[int | None], ModelRunner],
+) -> None:
     class Decode:
-        blocks, adapter = [0, 1], Adapter("a", {}, b"", 0)
+        blocks, adapter = [0, 1], LoraAdapter("a", {}, b"", 0)
         start, tokens, ids, drafts, samples = 20, 1, [5], (), True
 
     class Step:
@@ -132,22 +141,22 @@ def test_an_adapter_is_in_no_graph(paged: Callable[[int | None], Runner]) -> Non
     assert recorded.replays == 0
 
 
-def test_padding_writes_nothing(paged: Callable[[int | None], Runner]) -> None:
+def test_padding_rows_write_nothing(paged: Callable[[int | None], ModelRunner]) -> None:
     runner = paged(None)
     runner.run(prompts(3, 13))
     before = [kv.pages.clone() for kv in runner._kv]
     graphs_of(runner, 4, 3, None)
-    # Three rows in a graph of four: the blocks of nobody else change.
+    # Three rows in a graph of four: only their own slots change.
     runner.run(decodes(3, 20))
     for kv, old in zip(runner._kv, before, strict=True):
         changed = (kv.pages != old).flatten(2).any(-1).nonzero().tolist()
         assert changed == [[1, 4], [4, 5], [7, 6]]
 
 
-def test_a_step_is_one_piece_of_numbers() -> None:
-    step = Run((told(17, [5, 9]), told(3, [2])), (told(15, [7, 8], 3),))
-    sizes = sizes_of(step, 4)
-    numbers = sizes.split(host_numbers(sizes, step, 4, pinned=False))
+def test_a_step_is_written_into_one_buffer() -> None:
+    step = RunStep((told(17, [5, 9]), told(3, [2])), (told(15, [7, 8], 3),))
+    sizes = step_sizes(step, 4)
+    numbers = sizes.split(write_step(sizes, step, 4, pinned=False))
     assert numbers.positions.tolist() == [17, 3, 15, 16, 17]
     assert numbers.slots.tolist() == [9 * 16 + 1, 2 * 16 + 3, 7 * 16 + 15, 8 * 16, 8 * 16 + 1]
     assert numbers.sampled.tolist() == [0, 1, 4]
@@ -173,33 +182,38 @@ def test_a_step_is_one_piece_of_numbers() -> None:
     ],
 )
 def test_buckets(rows_max: int, captured: tuple[int, ...]) -> None:
-    assert buckets(rows_max) == captured
+    assert graph_buckets(rows_max) == captured
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 600), st.integers(1, 600))
-def test_every_step_up_to_the_limit_has_a_bucket(rows_max: int, rows: int) -> None:
-    found = bucket_of(rows, buckets(rows_max))
+def test_every_row_count_up_to_the_limit_has_a_bucket(rows_max: int, rows: int) -> None:
+    found = bucket_of(rows, graph_buckets(rows_max))
     if rows > rows_max:
         assert found is None or found >= rows
         return
     assert found is not None and rows <= found <= max(2 * rows, rows + 63)
-    assert bucket_of(0, buckets(rows_max)) is None
+    assert bucket_of(0, graph_buckets(rows_max)) is None
 
 
 @pytest.mark.parametrize(
     ("rows", "context", "splits"),
     [(1, 8192, 32), (1, 256, 4), (4, 8192, 8), (33, 8192, 1), (256, 8192, 1), (1, 10, 1)],
 )
-def test_few_rows_are_split_to_fill_the_device(rows: int, context: int, splits: int) -> None:
+def test_few_decodes_are_split_to_fill_the_device(rows: int, context: int, splits: int) -> None:
     assert splits_of(rows, 8, context, 132, 64) == splits
 
 
-def test_why_nothing_is_captured() -> None:
-    sound = {"device": "cuda:0", "kernels": True, "experts": 0, "heard": False}
-    assert why_not(**sound) == ""  # type: ignore[arg-type]
-    for change in ({"device": "cpu"}, {"kernels": False}, {"experts": 8}, {"heard": True}):
-        assert why_not(**{**sound, **change})  # type: ignore[arg-type]
-    runner = Runner(llama(1), BLOCKS, "cpu", torch.float32)
+def test_why_a_model_has_no_graphs() -> None:
+    sound = {"device": "cuda:0", "paged_kernels": True, "experts": 0, "records_states": False}
+    assert why_no_graphs(**sound) == ""  # type: ignore[arg-type]
+    for change in (
+        {"device": "cpu"},
+        {"paged_kernels": False},
+        {"experts": 8},
+        {"records_states": True},
+    ):
+        assert why_no_graphs(**{**sound, **change})  # type: ignore[arg-type]
+    runner = ModelRunner(llama(1), BLOCKS, "cpu", torch.float32)
     runner.capture(4, 64)
     assert runner.graphs is None

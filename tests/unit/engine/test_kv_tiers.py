@@ -1,4 +1,4 @@
-"""KV below the device's: what comes back is what went down, whatever was pushed out meanwhile."""
+"""The KV tiers below the device: restored blocks have the content that was saved."""
 
 import errno
 import os
@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nodeagent.engine.kvcache.block_mover import Mover
-from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.kvcache.block_mover import BlockMover
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
-from nodeagent.engine.scheduler.batching import Batching, Limits
-from nodeagent.engine.scheduler.fair_queue import Standing
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Finish, Sequence
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
+from nodeagent.engine.scheduler.fair_queue import SchedulingParams
+from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
 
 MODEL = bytes(16)
 
@@ -28,7 +29,7 @@ def digest(number: int) -> bytes:
 
 
 class Pages:
-    """A device whose KV of a token is the token itself and its sequence's salt."""
+    """A device on which the KV of a token is the token and the length of its salt."""
 
     def __init__(self, blocks: int) -> None:
         self.rows = torch.full((blocks, BLOCK_TOKENS, 2), -1)
@@ -47,8 +48,8 @@ class Pages:
 
     def holds(self, sequence: Sequence, end: int) -> bool:
         found = self.rows[sequence.blocks].view(-1, 2)[:end]
-        wanted = [[token, len(sequence.salt)] for token in sequence.tokens[:end]]
-        return found.tolist() == wanted
+        expected = [[token, len(sequence.salt)] for token in sequence.tokens[:end]]
+        return found.tolist() == expected
 
 
 @settings(deadline=None, max_examples=60)
@@ -67,52 +68,52 @@ class Pages:
     st.integers(0, 12),
     st.integers(5, 40),
 )
-def test_a_step_sees_what_its_sequences_computed_and_nothing_else(
-    asks: list[tuple[int, int, bytes, int, int]], host_blocks: int, budget: int
+def test_a_step_reads_only_the_kv_of_its_own_sequences(
+    requests: list[tuple[int, int, bytes, int, int]], host_blocks: int, budget: int
 ) -> None:
     pages = Pages(8)
     host = HostTier(host_blocks, (BLOCK_TOKENS, 2), torch.int64)
-    mover = Mover(pages, host, None)
-    batching = Batching(Limits(budget, 4), Blocks(8), below=host)
+    mover = BlockMover(pages, host, None)
+    scheduler = BatchScheduler(StepLimits(budget, 4), BlockPool(8), lower_tiers=host)
     coming = []
-    for number, (prompt, output, salt, start, priority) in enumerate(asks):
-        # Few different beginnings, so that prefixes are shared, pushed out and asked for again.
+    for number, (prompt, output, salt, start, priority) in enumerate(requests):
+        # Few different prefixes, so that they are shared, evicted and needed again.
         tokens = [start * 100 + at for at in range(prompt)]
-        standing = Standing(priority=priority)
-        ending = Ending(output, frozenset())
-        coming.append(Sequence(number, tokens, ending, salt, standing=standing))
-    while coming or batching.busy:
-        # One a step: who comes later and is more urgent makes others give way.
+        params = SchedulingParams(priority=priority)
+        stop = StopConditions(output, frozenset())
+        coming.append(Sequence(number, tokens, stop, salt, scheduling=params))
+    while coming or scheduler.has_work:
+        # One per step, so that later requests of higher priority preempt earlier ones.
         if coming:
-            batching.submit(coming.pop(0))
-        batch = batching.next_batch()
+            scheduler.submit(coming.pop(0))
+        batch = scheduler.next_batch()
         mover.move(batch.evicted, batch.restores, lambda: None)
         assert len(host) <= host_blocks
         for chunk in batch.chunks:
             assert pages.holds(chunk.sequence, chunk.start)
             pages.compute(chunk.sequence, chunk.start, chunk.start + chunk.tokens)
         for chunk in batch.chunks:
-            batching.computed(chunk)
+            scheduler.mark_computed(chunk)
         for chunk in batch.chunks:
-            if chunk.samples and chunk.sequence.append(7) is Finish.LENGTH:
-                batching.remove(chunk.sequence)
+            if chunk.samples and chunk.sequence.append(7) is FinishReason.LENGTH:
+                scheduler.remove(chunk.sequence)
 
 
-def test_a_session_pushed_out_comes_back_whole() -> None:
+def test_an_evicted_session_is_restored_completely() -> None:
     pages, host = Pages(6), HostTier(6, (BLOCK_TOKENS, 2), torch.int64)
-    mover = Mover(pages, host, None)
-    batching = Batching(Limits(200, 2), Blocks(6), below=host)
+    mover = BlockMover(pages, host, None)
+    scheduler = BatchScheduler(StepLimits(200, 2), BlockPool(6), lower_tiers=host)
     cached = []
     for number, start in enumerate((0, 1000, 0)):
         tokens = list(range(start, start + 5 * BLOCK_TOKENS + 1))
-        sequence = Sequence(number, tokens, Ending(1, frozenset()))
-        batching.submit(sequence)
-        batch = batching.next_batch()
+        sequence = Sequence(number, tokens, StopConditions(1, frozenset()))
+        scheduler.submit(sequence)
+        batch = scheduler.next_batch()
         mover.move(batch.evicted, batch.restores, lambda: None)
         for chunk in batch.chunks:
             pages.compute(sequence, chunk.start, chunk.start + chunk.tokens)
-            batching.computed(chunk)
-        batching.remove(sequence)
+            scheduler.mark_computed(chunk)
+        scheduler.remove(sequence)
         cached.append(sequence.cached_tokens)
     assert cached == [0, 0, 5 * BLOCK_TOKENS]
     assert (mover.restored_total, mover.saved_total) == (5, 10)
@@ -127,30 +128,30 @@ def test_a_prefix_outlives_what_follows_it() -> None:
     assert host.get([digest(1), digest(9)]).tolist() == [[1], [9]]
 
 
-def test_files_outlive_their_process_and_stay_within_their_bytes(tmp_path: Path) -> None:
+def test_files_outlive_their_process_and_stay_within_their_limit(tmp_path: Path) -> None:
     content = bytes(range(100))
     tier = FileTier(tmp_path, MODEL, 100, 10_000)
     for number in range(4):
         assert tier.write(digest(number), content)
     again = FileTier(tmp_path, MODEL, 100, 10_000)
     assert len(again) == 4
-    assert again.held_bytes == tier.held_bytes
+    assert again.used_bytes == tier.used_bytes
     assert again.read(digest(2)) == content
     assert FileTier(tmp_path, b"another model---", 100, 10_000).read(digest(2)) is None
-    # 163 bytes a file: two have room. Read last, number 2 stays.
+    # A file takes 163 bytes: there is room for two.
     small = FileTier(tmp_path, MODEL, 100, 400)
     assert len(small) == 2
-    assert small.held_bytes <= 400
-    held = [number for number in range(4) if digest(number) in small]
-    assert small.read(digest(held[0])) == content
+    assert small.used_bytes <= 400
+    stored = [number for number in range(4) if digest(number) in small]
+    assert small.read(digest(stored[0])) == content
     small.write(digest(7), content)
-    assert digest(held[0]) in small
-    assert digest(held[1]) not in small
+    assert digest(stored[0]) in small
+    assert digest(stored[1]) not in small
     assert sum(1 for _ in tmp_path.glob(f"{MODEL.hex()}/*/*")) == 2
 
 
 @pytest.mark.parametrize("change", ["cut", "flip", "grow", "gone", "swap"])
-def test_a_spoilt_file_is_a_miss(tmp_path: Path, change: str) -> None:
+def test_a_corrupt_file_is_a_miss(tmp_path: Path, change: str) -> None:
     tier = FileTier(tmp_path, MODEL, 50, 10_000)
     tier.write(digest(1), bytes(50))
     tier.write(digest(2), b"x" * 50)
@@ -171,31 +172,33 @@ def test_a_spoilt_file_is_a_miss(tmp_path: Path, change: str) -> None:
         path.unlink()
     assert tier.read(digest(1)) is None
     assert digest(1) not in tier
-    assert tier.spoilt_total == (change != "gone")
+    assert tier.corrupt_total == (change != "gone")
     assert not path.exists()
     assert tier.read(digest(2)) == b"x" * 50
 
 
-def test_a_disk_that_takes_nothing_is_no_error_and_said_once(
+def test_a_disk_that_refuses_writes_is_logged_once_and_is_no_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = FileTier(tmp_path, MODEL, 50, 10_000)
-    in_the_way = tmp_path / MODEL.hex() / "00"
-    for wanted in (1, 2):
-        in_the_way.write_text("in the way")
+    obstacle = tmp_path / MODEL.hex() / "00"
+    for outages in (1, 2):
+        obstacle.write_text("not a folder")
         for _ in range(3):
             assert not tier.write(digest(1), bytes(50))
             assert digest(1) not in tier
-        assert [record.message for record in caplog.records] == ["cannot keep KV"] * wanted
-        in_the_way.unlink()
+        assert [record.message for record in caplog.records] == [
+            "cannot write a KV block"
+        ] * outages
+        obstacle.unlink()
         assert tier.write(digest(2), bytes(50))
-        # Also where somebody has removed all of it.
-        shutil.rmtree(in_the_way.parent)
+        # Writing works even after the whole folder was deleted.
+        shutil.rmtree(obstacle.parent)
         assert tier.write(digest(2), bytes(50))
-        shutil.rmtree(in_the_way)
+        shutil.rmtree(obstacle)
 
 
-def test_a_disk_that_lets_go_of_nothing_is_no_error(
+def test_a_disk_that_refuses_deletes_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = FileTier(tmp_path, MODEL, 100, 400)
@@ -209,9 +212,9 @@ def test_a_disk_that_lets_go_of_nothing_is_no_error(
 
     monkeypatch.setattr(Path, "unlink", read_only)
     assert tier.read(digest(1)) is None
-    assert (len(tier), tier.spoilt_total) == (1, 1)
+    assert (len(tier), tier.corrupt_total) == (1, 1)
     assert tier.write(digest(2), bytes(100))
     assert tier.write(digest(3), bytes(100))
     assert [n for n in range(4) if digest(n) in tier] == [2, 3]
     (tmp_path / MODEL.hex() / "00" / "junk").touch()
-    assert len(FileTier(tmp_path, MODEL, 100, 10_000)) == 3, "the cut one is none"
+    assert len(FileTier(tmp_path, MODEL, 100, 10_000)) == 3, "the truncated file is not indexed"

@@ -1,4 +1,4 @@
-"""Every way of keeping a matrix multiplies as the matrix does, each within its own tolerance."""
+"""Every linear backend multiplies as the matrix does, each within its own tolerance."""
 
 import os
 from pathlib import Path
@@ -12,44 +12,42 @@ from gguf.quants import quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.kernels.cpu.file_reads import Fetch, fetch
-from nodeagent.engine.kernels.cpu.kernels import kernels
-from nodeagent.engine.kernels.cpu.matrix_layouts import Native
-from nodeagent.engine.model.layers.linear import (
-    Blocked,
-    FourBit,
-    Groups,
-    Half,
-    Keeping,
-    Linear,
-    Plain,
-    bytes_kept,
-    choose,
-    join,
-    keep,
-    keep_groups,
-    native,
-    tiled,
+from isochrone.wire.engine import Quantisation
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.kernels import selection
+from nodeagent.engine.kernels.cpu.library import CpuKernels, cpu_kernels
+from nodeagent.engine.kernels.cpu.linear import NativeFloatBackend, NativeQuantisedBackend
+from nodeagent.engine.kernels.cpu.native_matrix import NativeMatrix
+from nodeagent.engine.kernels.linear_backend import Linear, LinearBackend
+from nodeagent.engine.kernels.matrix_formats import QuantisedGroups, stack_quantised
+from nodeagent.engine.kernels.selection import choose_linear
+from nodeagent.engine.kernels.torch.linear import (
+    Fp16Linear,
+    Int4Linear,
+    OneDnnBackend,
+    OneDnnLinear,
+    PackedBackend,
+    PlainBackend,
+    PlainLinear,
 )
-from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.weights.gguf import GgufFile
-from nodeagent.engine.weights.gguf_unpacking import BITS
+from nodeagent.engine.weights.gguf_file import GgufFile
+from nodeagent.engine.weights.gguf_unpacking import BITS_OF
 
 ROWS, COLUMNS = 192, 256
 HEADS = 4
 WIDE = 8192
-"""Rows of more bytes than are read at a time."""
+"""Rows with more bytes than one read takes."""
 
 
-def chance(*shape: int, seed: int) -> torch.Tensor:
+def random(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def some_groups(seed: int) -> Groups:
-    chance = torch.Generator().manual_seed(seed)
-    numbers = torch.randint(0, 16, (ROWS, COLUMNS), generator=chance, dtype=torch.uint8)
-    scales = torch.rand(ROWS, COLUMNS // 32, generator=chance) * 0.01
-    return Groups(numbers, scales, -8 * scales + 0.001)
+def some_groups(seed: int) -> QuantisedGroups:
+    random = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(0, 16, (ROWS, COLUMNS), generator=random, dtype=torch.uint8)
+    scales = torch.rand(ROWS, COLUMNS // 32, generator=random) * 0.01
+    return QuantisedGroups(numbers, scales, -8 * scales + 0.001)
 
 
 def error(product: Linear, weight: torch.Tensor, rows: int) -> float:
@@ -61,29 +59,42 @@ def error(product: Linear, weight: torch.Tensor, rows: int) -> float:
     return float((found - exact).norm() / exact.norm()) if rows else 0.0
 
 
-def eight_bits(seed: int) -> Groups:
+def eight_bits(seed: int) -> QuantisedGroups:
     four = some_groups(seed)
     numbers = torch.randint(0, 256, four.numbers.shape, dtype=torch.uint8)
-    return Groups(numbers, four.scales, -128 * four.scales, bits=8)
+    return QuantisedGroups(numbers, four.scales, -128 * four.scales, bits=8)
+
+
+def own_kernels() -> CpuKernels:
+    kernels = cpu_kernels()
+    assert kernels is not None
+    return kernels
+
+
+def exact_floats(parts: list[torch.Tensor]) -> NativeMatrix:
+    return own_kernels().pack_floats(parts, rounded=False)
+
+
+def rounded_floats(parts: list[torch.Tensor]) -> NativeMatrix:
+    return own_kernels().pack_floats(parts, rounded=True)
 
 
 needs_kernels = pytest.mark.skipif(
-    kernels() is None, reason="our own kernels need a compiler and AVX-512 VNNI"
+    cpu_kernels() is None, reason="the C kernels need a compiler and AVX-512 VNNI"
 )
 
 
 @needs_kernels
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 33])
 @pytest.mark.parametrize("groups", [some_groups(1), eight_bits(2)], ids=["four", "eight"])
-def test_our_own_kernel_is_as_exact_as_the_file(groups: Groups, rows: int) -> None:
-    halves = Groups(
+def test_products_by_groups_are_as_exact_as_the_file(groups: QuantisedGroups, rows: int) -> None:
+    halves = QuantisedGroups(
         groups.numbers, groups.scales.half().float(), groups.offsets.half().float(), groups.bits
     )
-    product = native(halves, Keeping.NATIVE)
-    assert isinstance(product, Native)
-    assert error(product, halves.wide(), rows) < 1e-4
+    product = own_kernels().pack_groups(halves)
+    assert error(product, halves.dequantise(), rows) < 1e-4
     wanted = torch.tensor([0, 17, 3, ROWS - 1])
-    assert torch.equal(product[wanted], halves.wide()[wanted])
+    assert torch.equal(product[wanted], halves.dequantise()[wanted])
     with pytest.raises(IndexError, match="there are 192"):
         product[torch.tensor([ROWS])]
 
@@ -91,10 +102,10 @@ def test_our_own_kernel_is_as_exact_as_the_file(groups: Groups, rows: int) -> No
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 23, 200])
-def test_floats_are_multiplied_as_their_file_has_them(dtype: torch.dtype, rows: int) -> None:
-    parts = [chance(count, 161, seed=count).to(dtype) for count in (48, 16)]
+def test_products_by_floats_are_exact(dtype: torch.dtype, rows: int) -> None:
+    parts = [random(count, 161, seed=count).to(dtype) for count in (48, 16)]
     weight = torch.cat(parts).float()
-    product = tiled(parts, Keeping.TILED)
+    product = exact_floats(parts)
     assert error(product, weight, rows) < 1e-6
     wanted = torch.tensor([63, 0, 50, 17])
     assert torch.equal(product[wanted], weight[wanted])
@@ -112,13 +123,13 @@ def test_floats_are_multiplied_as_their_file_has_them(dtype: torch.dtype, rows: 
     threads=st.integers(1, 3),
 )
 @settings(max_examples=80, deadline=None)
-def test_products_by_floats_are_torchs_whatever_the_shape(
+def test_products_by_floats_equal_torch_for_any_shape(
     tiles: list[int], columns: int, rows: int, dtype: torch.dtype, rounded: bool, threads: int
 ) -> None:
     columns = max(columns // 32, 1) * 32 if rounded else columns
-    parts = [chance(16 * count, columns, seed=count).to(dtype) for count in tiles]
-    product = tiled(parts, Keeping.NATIVE if rounded else Keeping.TILED)
-    x, before = chance(rows, columns, seed=rows), torch.get_num_threads()
+    parts = [random(16 * count, columns, seed=count).to(dtype) for count in tiles]
+    product = own_kernels().pack_floats(parts, rounded)
+    x, before = random(rows, columns, seed=rows), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         found = product(x)
@@ -129,19 +140,19 @@ def test_products_by_floats_are_torchs_whatever_the_shape(
 
 
 @needs_kernels
-def test_floats_of_several_kinds_are_multiplied_in_fp32() -> None:
-    parts = [chance(16, 64, seed=1), chance(16, 64, seed=2).half(), chance(16, 64, seed=3).double()]
+def test_floats_of_different_dtypes_are_multiplied_in_fp32() -> None:
+    parts = [random(16, 64, seed=1), random(16, 64, seed=2).half(), random(16, 64, seed=3).double()]
     weight = torch.cat([part.float() for part in parts])
-    assert error(tiled(parts, Keeping.TILED), weight, 3) < 1e-6
-    assert error(tiled(parts, Keeping.NATIVE), weight, 3) < 3e-4
+    assert error(exact_floats(parts), weight, 3) < 1e-6
+    assert error(rounded_floats(parts), weight, 3) < 3e-4
 
 
 @needs_kernels
 @pytest.mark.parametrize("rows", [1, 2, 7, 33])
-def test_rounded_floats_err_by_a_part_of_their_groups_largest(rows: int) -> None:
-    weight = chance(ROWS, COLUMNS, seed=4) * 10.0 ** chance(ROWS, 1, seed=5)
+def test_the_error_of_rounded_floats_is_relative_to_their_group(rows: int) -> None:
+    weight = random(ROWS, COLUMNS, seed=4) * 10.0 ** random(ROWS, 1, seed=5)
     weight[3], weight[4, :32] = 0.0, 1e-30
-    product = tiled([weight[:64].half().float(), weight[64:]], Keeping.NATIVE)
+    product = rounded_floats([weight[:64].half().float(), weight[64:]])
     weight[:64] = weight[:64].half().float()
     assert error(product, weight, rows) < 3e-4
     wanted = torch.tensor([0, 3, 17, ROWS - 1])
@@ -151,21 +162,21 @@ def test_rounded_floats_err_by_a_part_of_their_groups_largest(rows: int) -> None
 
 
 @needs_kernels
-def test_the_largest_numbers_of_all_do_not_overflow() -> None:
-    """Every number and every weight of a group at its largest, with one sign."""
-    product = tiled([torch.full((16, 64), 3.0)], Keeping.NATIVE)
+def test_the_largest_numbers_do_not_overflow() -> None:
+    """All numbers and all weights of a group are at their largest, with one sign."""
+    product = rounded_floats([torch.full((16, 64), 3.0)])
     answer = product(torch.full((5, 64), -7.0))
     torch.testing.assert_close(answer, torch.full((5, 16), -21.0 * 64))
     weight = torch.full((16, 64), 3.0)
     weight[2, 5] = float("nan")
-    answer = tiled([weight], Keeping.NATIVE)(torch.ones(2, 64))
+    answer = rounded_floats([weight])(torch.ones(2, 64))
     assert answer[:, 2].isnan().all()
     assert answer[:, 3].isfinite().all()
 
 
 @needs_kernels
-def test_what_is_no_number_stays_none_and_harms_no_other_row() -> None:
-    product = keep_groups(some_groups(1), Keeping.NATIVE)
+def test_nan_stays_in_its_own_row() -> None:
+    product = own_kernels().pack_groups(some_groups(1))
     x = torch.ones(3, COLUMNS)
     x[0, 5], x[2] = float("nan"), 0.0
     found = product(x)
@@ -175,73 +186,85 @@ def test_what_is_no_number_stays_none_and_harms_no_other_row() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 33])
-def test_each_keeps_its_tolerance(rows: int) -> None:
+def test_each_torch_linear_keeps_its_tolerance(rows: int) -> None:
     groups = some_groups(1)
-    weight = groups.wide()
-    assert error(Plain(weight), weight, rows) < 1e-6
-    assert error(Blocked(weight), weight, rows) < 1e-6
-    assert error(Half(weight), weight, rows) < 1e-3
-    assert error(Blocked(weight.bfloat16()), weight, rows) < 1e-2
-    assert error(FourBit(groups), weight, rows) < 1e-2
+    weight = groups.dequantise()
+    assert error(PlainLinear(weight), weight, rows) < 1e-6
+    assert error(OneDnnLinear(weight), weight, rows) < 1e-6
+    assert error(Fp16Linear(weight), weight, rows) < 1e-3
+    assert error(OneDnnLinear(weight.bfloat16()), weight, rows) < 1e-2
+    assert error(Int4Linear(groups), weight, rows) < 1e-2
 
 
-def test_four_bits_joined_are_one_below_the_other() -> None:
+def test_stacked_groups_are_one_matrix() -> None:
     one, other = some_groups(1), some_groups(2)
-    weight = torch.cat((one.wide(), other.wide()))
-    joined = join([one, other])
-    assert isinstance(joined, Groups)
-    assert torch.equal(joined.wide(), weight)
-    assert error(keep_groups(joined, Keeping.PACKED), weight, 2) < 1e-2
+    weight = torch.cat((one.dequantise(), other.dequantise()))
+    joined = stack_quantised([one, other])
+    assert isinstance(joined, QuantisedGroups)
+    assert torch.equal(joined.dequantise(), weight)
+    assert error(PackedBackend().from_quantised(joined), weight, 2) < 1e-2
 
 
-def test_what_no_kernel_serves_is_kept_otherwise() -> None:
-    odd = some_groups(3)
-    odd = Groups(odd.numbers[:90], odd.scales[:90], odd.offsets[:90])
-    assert isinstance(keep_groups(odd, Keeping.NATIVE), Blocked | Plain)
-    assert isinstance(keep(torch.ones(8, 8), Keeping.BLOCKED), Plain)
-    assert choose("cuda:0", torch.bfloat16, "file")[0] is Keeping.PLAIN
-    assert choose("cpu", torch.float16, "file")[0] is Keeping.PLAIN
-    tiles = Keeping.TILED if kernels() else Keeping.BLOCKED
-    assert choose("cpu", torch.float32, "none")[0] is tiles
-    wanted = Keeping.NATIVE if kernels() else Keeping.BLOCKED
-    assert choose("cpu", torch.float32, "auto")[0] is wanted
-    assert choose("cpu", torch.bfloat16, "none")[0] is Keeping.BLOCKED
+def backend_for(device: str, dtype: torch.dtype, quantisation: Quantisation) -> str:
+    return choose_linear(device, dtype, quantisation)[0].name
 
 
-@pytest.mark.parametrize("halves", [True, False])
-def test_without_our_own_kernels_weights_are_packed_only_where_asked_and_able(
-    monkeypatch: pytest.MonkeyPatch, halves: bool
-) -> None:
-    monkeypatch.setattr("nodeagent.engine.model.layers.linear.kernels", lambda: None)
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: halves)
-    assert choose("cpu", torch.float32, "auto")[0] is Keeping.BLOCKED
-    packed, blocked = (
-        (Keeping.PACKED, Keeping.BLOCKED) if halves else (Keeping.BLOCKED, Keeping.PLAIN)
+def test_a_matrix_that_a_kernel_cannot_take_is_kept_otherwise() -> None:
+    groups = some_groups(3)
+    groups = QuantisedGroups(groups.numbers[:90], groups.scales[:90], groups.offsets[:90])
+    backends: list[LinearBackend] = [PackedBackend()]
+    if cpu_kernels():
+        backends.append(NativeQuantisedBackend(own_kernels()))
+    for backend in backends:
+        assert isinstance(backend.from_quantised(groups), OneDnnLinear | PlainLinear)
+    assert isinstance(OneDnnBackend().from_tensor(torch.ones(8, 8)), PlainLinear)
+
+
+def test_the_backend_follows_the_device_the_dtype_and_the_quantisation() -> None:
+    assert backend_for("cuda:0", torch.bfloat16, "file") == "plain"
+    assert backend_for("cpu", torch.float16, "file") == "plain"
+    floats, quantised = (
+        ("native-floats", "native-quantised") if cpu_kernels() else ("onednn", "onednn")
     )
-    assert choose("cpu", torch.float32, "file")[0] is packed
-    assert choose("cpu", torch.bfloat16, "auto")[0] is blocked
+    assert backend_for("cpu", torch.float32, "none") == floats
+    assert backend_for("cpu", torch.float32, "auto") == quantised
+    assert backend_for("cpu", torch.bfloat16, "none") == "onednn"
 
 
-@pytest.mark.skipif(kernels() is None, reason="our own kernels are not here")
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_without_the_c_kernels_weights_are_packed_only_if_asked_and_possible(
+    monkeypatch: pytest.MonkeyPatch, has_bf16: bool
+) -> None:
+    monkeypatch.setattr(selection, "cpu_kernels", lambda: None)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
+    assert backend_for("cpu", torch.float32, "auto") == "onednn"
+    packed, bf16 = ("packed", "onednn") if has_bf16 else ("onednn", "plain")
+    assert backend_for("cpu", torch.float32, "file") == packed
+    assert backend_for("cpu", torch.bfloat16, "auto") == bf16
+
+
+@needs_kernels
 @pytest.mark.parametrize(("groups", "bits"), [(some_groups(1), 4), (eight_bits(1), 8)])
-def test_what_is_kept_takes_what_was_said_before(groups: Groups, bits: int) -> None:
-    own = kernels()
-    assert own is not None
-    kept = own.pack(bits, groups.numbers, groups.scales, groups.offsets)
-    said = bytes_kept(Keeping.NATIVE, torch.float32, bits)
-    assert kept.packed.nbytes == groups.numbers.numel() * said
-    rounded = own.tile([torch.ones(32, 64)], rounded=True)
-    assert rounded.packed.nbytes == 32 * 64 * bytes_kept(Keeping.NATIVE, torch.float32, 16)
-    assert bytes_kept(Keeping.TILED, torch.float32, 16) == 2
-    assert bytes_kept(Keeping.TILED, torch.float32, bits) == 4
-    assert bytes_kept(Keeping.PLAIN, torch.bfloat16, bits) == 2
+def test_bytes_per_weight_is_what_a_matrix_takes(groups: QuantisedGroups, bits: int) -> None:
+    quantised, floats = (
+        NativeQuantisedBackend(own_kernels()),
+        NativeFloatBackend(own_kernels()),
+    )
+    kept = own_kernels().pack_groups(groups)
+    promised = quantised.bytes_per_weight(torch.float32, bits)
+    assert kept.packed.nbytes == groups.numbers.numel() * promised
+    rounded = rounded_floats([torch.ones(32, 64)])
+    assert rounded.packed.nbytes == 32 * 64 * quantised.bytes_per_weight(torch.float32, 16)
+    assert floats.bytes_per_weight(torch.float32, 16) == 2
+    assert floats.bytes_per_weight(torch.float32, bits) == 4
+    assert PlainBackend().bytes_per_weight(torch.bfloat16, bits) == 2
 
 
 @pytest.mark.parametrize("disk", ["cached", "cold", "gives nothing past its cache"])
 @pytest.mark.parametrize(
     "kind", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0]
 )
-def test_a_gguf_files_groups_are_read_as_they_are(
+def test_the_groups_of_a_gguf_file_are_kept_as_they_are(
     tmp_path: Path, kind: GGMLQuantizationType, disk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.gguf"
@@ -256,11 +279,11 @@ def test_a_gguf_files_groups_are_read_as_they_are(
     ):
         add(value)
     writer.add_layer_norm_rms_eps(1e-5)
-    chance = np.random.default_rng(5)
+    random = np.random.default_rng(5)
     weights = {
-        "blk.0.attn_q.weight": chance.standard_normal((COLUMNS, COLUMNS), dtype=np.float32),
-        "blk.0.ffn_down.weight": chance.standard_normal((COLUMNS, 64), dtype=np.float32),
-        "blk.0.ffn_gate.weight": chance.standard_normal((WIDE, COLUMNS), dtype=np.float32),
+        "blk.0.attn_q.weight": random.standard_normal((COLUMNS, COLUMNS), dtype=np.float32),
+        "blk.0.ffn_down.weight": random.standard_normal((COLUMNS, 64), dtype=np.float32),
+        "blk.0.ffn_gate.weight": random.standard_normal((WIDE, COLUMNS), dtype=np.float32),
     }
     for name, weight in weights.items():
         writer.add_tensor(name, quantize(weight, kind), raw_dtype=kind)
@@ -279,9 +302,8 @@ def test_a_gguf_files_groups_are_read_as_they_are(
             lambda path, opened: os.open(os.devnull, os.O_RDONLY),
         )
     file = GgufFile(path)
-    assert file.filed_bits() == {BITS[kind]: COLUMNS * (COLUMNS + 64 + WIDE), 32: 32 * COLUMNS}
+    assert file.filed_bits() == {BITS_OF[kind]: COLUMNS * (COLUMNS + 64 + WIDE), 32: 32 * COLUMNS}
     try:
-        later: list[Fetch] = []
         for name, shape in (
             ("model.layers.0.self_attn.q_proj.weight", (COLUMNS, COLUMNS)),
             ("model.layers.0.mlp.down_proj.weight", (COLUMNS, 64)),
@@ -289,13 +311,13 @@ def test_a_gguf_files_groups_are_read_as_they_are(
         ):
             groups = file.groups(name, shape)
             assert groups is not None
-            wide = groups.groups().wide()
+            wide = groups.groups().dequantise()
             torch.testing.assert_close(wide, file.tensor(name, shape))
-            if kernels():
-                later.clear()
-                both = native(join([groups, groups]), Keeping.NATIVE, later)
-                assert both is not None
-                fetch(later).result()
+            if cpu_kernels():
+                backend = NativeQuantisedBackend(own_kernels())
+                both = backend.from_quantised(stack_quantised([groups, groups]))
+                assert isinstance(both, NativeMatrix)
+                backend.start_reads()()
                 wanted = torch.cat((wide, wide))
                 found = both[torch.arange(len(wanted))]
                 torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
@@ -303,9 +325,12 @@ def test_a_gguf_files_groups_are_read_as_they_are(
         os.truncate(path, path.stat().st_size // 2)
         groups = file.groups("model.layers.0.mlp.gate_proj.weight", (WIDE, COLUMNS))
         assert groups is not None
-        later.clear()
-        with pytest.raises(CheckpointError, match="it ends at byte"):
-            keep_groups(groups, Keeping.NATIVE, later)
-            fetch(later).result()
+        backends: list[LinearBackend] = [PackedBackend()]
+        if cpu_kernels():
+            backends.append(NativeQuantisedBackend(own_kernels()))
+        for reader in backends:
+            with pytest.raises(CheckpointError, match="it ends at byte"):
+                reader.from_quantised(groups)
+                reader.start_reads()()
     finally:
         file.close()

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nodeagent.engine.distributed.shards import Cut
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.distributed.shards import WeightSlice
 from nodeagent.engine.weights.checkpoint import open_checkpoint
 from nodeagent.engine.weights.quantised_folder import QuantisedFolder
 from ops.golden import tiny
@@ -134,18 +134,18 @@ def test_a_packed_matrix_is_read_as_it_was_written(tmp_path: Path, case: str) ->
     assert not source.has("model.norm.weight")
     source.check(name, (ROWS, COLUMNS))
     assert torch.allclose(source.tensor(name, (ROWS, COLUMNS)), wanted, atol=1e-6, rtol=1e-6)
-    rows = Cut((ROWS, COLUMNS), 0, 16, 48)
-    columns = Cut((ROWS, COLUMNS), 1, 8, 24)
+    rows = WeightSlice((ROWS, COLUMNS), 0, 16, 48)
+    columns = WeightSlice((ROWS, COLUMNS), 1, 8, 24)
     assert torch.allclose(source.tensor(name, (ROWS, COLUMNS), rows), wanted[16:48], atol=1e-6)
     assert torch.allclose(source.tensor(name, (ROWS, COLUMNS), columns), wanted[:, 8:24], atol=1e-6)
     groups = source.groups(name, (ROWS, COLUMNS))
     # Kernels know groups of 32.
     assert (groups is not None) == (case.endswith("32") or "channel" in case)
     if groups is not None:
-        assert torch.allclose(groups.wide(), wanted, atol=1e-5)
+        assert torch.allclose(groups.dequantise(), wanted, atol=1e-5)
         part = source.groups(name, (ROWS, COLUMNS), rows)
         assert part is not None
-        assert torch.allclose(part.wide(), wanted[16:48], atol=1e-5)
+        assert torch.allclose(part.dequantise(), wanted[16:48], atol=1e-5)
         assert source.groups(name, (ROWS, COLUMNS), columns) is None
     source.close()
 

@@ -7,21 +7,23 @@ import torch
 
 from nodeagent.engine.sampling import sampler as sampling
 from nodeagent.engine.sampling.sampler import (
-    Due,
-    Sampled,
+    InvalidLogits,
+    SampledToken,
     Sampler,
     SamplingParams,
-    UnsoundLogits,
-    likeliest,
-    sample_runs,
+    SamplingRun,
+    most_likely,
+    sample_step,
 )
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.0, -1.0])
 
 
-def sample_rows(logits: torch.Tensor, samplers: list[Sampler]) -> list[Sampled | UnsoundLogits]:
+def sample_rows(
+    logits: torch.Tensor, samplers: list[Sampler]
+) -> list[SampledToken | InvalidLogits]:
     """Sample each row of `logits` by its own sampler."""
-    return [run[0] for run in sample_runs(logits, [Due(sampler) for sampler in samplers])]
+    return [run[0] for run in sample_step(logits, [SamplingRun(sampler) for sampler in samplers])]
 
 
 def test_the_likeliest_is_the_one_that_torch_finds() -> None:
@@ -29,8 +31,8 @@ def test_the_likeliest_is_the_one_that_torch_finds() -> None:
     logits = torch.randn(6, 1000, generator=torch.Generator().manual_seed(1))
     for row, values in enumerate(([nan, inf], [inf, nan], [inf, inf], [-inf] * 1000)):
         logits[row, : len(values)] = torch.tensor(values)
-    assert likeliest(logits).tolist() == logits.max(-1).indices.tolist()
-    assert likeliest(logits[:, 1:500]).tolist() == logits[:, 1:500].max(-1).indices.tolist()
+    assert most_likely(logits).tolist() == logits.max(-1).indices.tolist()
+    assert most_likely(logits[:, 1:500]).tolist() == logits[:, 1:500].max(-1).indices.tolist()
 
 
 def draws(params: SamplingParams, count: int = 200) -> set[int]:
@@ -70,8 +72,8 @@ def test_nothing_ends_an_answer_before_it_is_long_enough(
         said: list[int] = []
         while len(said) < 6:
             rows = torch.tensor([0.0, 60.0, 30.0, 0.0, 50.0]).repeat(len(drafts) + 1, 1)
-            (run,) = sample_runs(rows, [Due(sampler, drafts)])
-            said += [one.token for one in run if isinstance(one, Sampled)]
+            (run,) = sample_step(rows, [SamplingRun(sampler, drafts)])
+            said += [one.token for one in run if isinstance(one, SampledToken)]
         assert said[:6] == [2] * withheld + [1] * (6 - withheld)
 
 
@@ -103,8 +105,8 @@ def test_a_draw_among_the_likeliest_is_the_draw_among_all(
     logits = 4 * torch.randn(24, 3000, generator=torch.Generator().manual_seed(1))
     logits[3:6, 2:] = float("-inf")
     told = []
-    for likeliest_too in (sampling._LIKELIEST, 3000):
-        monkeypatch.setattr(sampling, "_LIKELIEST", likeliest_too)
+    for likeliest_too in (sampling._TOP_FIRST, 3000):
+        monkeypatch.setattr(sampling, "_TOP_FIRST", likeliest_too)
         samplers = [
             Sampler(SamplingParams(temperature=heat, seed=row, **knobs), []) for row in range(24)
         ]
@@ -119,7 +121,7 @@ def test_a_seed_gives_the_same_in_any_company() -> None:
     second = []
     for _ in range(20):
         rows = sample_rows(LOGITS.repeat(3, 1), crowd)
-        assert isinstance(rows[1], Sampled)
+        assert isinstance(rows[1], SampledToken)
         second.append(rows[1].token)
     assert first == second
 
@@ -151,9 +153,9 @@ def test_an_unsound_row_harms_no_other() -> None:
     logits[1, 3] = torch.nan
     logits[2, :] = -torch.inf
     rows = sample_rows(logits, [Sampler(SamplingParams(temperature=0), []) for _ in range(3)])
-    assert rows[0] == Sampled(1)
-    assert isinstance(rows[1], UnsoundLogits)
-    assert isinstance(rows[2], UnsoundLogits)
+    assert rows[0] == SampledToken(1)
+    assert isinstance(rows[1], InvalidLogits)
+    assert isinstance(rows[2], InvalidLogits)
 
 
 def test_draws_together_are_those_of_each_alone() -> None:
@@ -173,5 +175,5 @@ def test_draws_together_are_those_of_each_alone() -> None:
         others.append(Sampler(SamplingParams(seed=1, logprobs=2), []))
         logits = torch.cat((torch.full((1, 300), torch.nan), logits[:2], logits))
         found = sample_rows(logits, others + together)
-        assert isinstance(found[0], UnsoundLogits)
+        assert isinstance(found[0], InvalidLogits)
         assert found[3:] == wanted

@@ -1,4 +1,4 @@
-"""What the launchers start compiles for an H200: Triton and its assembler need no device for that.
+"""The Triton kernels compile for an H200; Triton and its assembler need no device for that.
 
 Run by `pytest tests/unit/engine/test_triton_compiles.py` where Triton is installed; takes a minute.
 """
@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nodeagent.engine.distributed.commands import Run, Told
-from nodeagent.engine.kernels.cuda import kernels as device
-from nodeagent.engine.kernels.cuda.batch_layout import host_numbers, sizes_of
-from nodeagent.engine.kernels.cuda.kernels import DeviceKernels
-from nodeagent.engine.model.layers.kv_format import KvFormat
+from nodeagent.engine.kernels.cuda import triton_kernels as device
+from nodeagent.engine.kernels.cuda.batch_layout import step_sizes, write_step
+from nodeagent.engine.kernels.cuda.triton_kernels import TritonKernels
+from nodeagent.engine.kvcache.kv_format import KvFormat
+from nodeagent.engine.workers.commands import ChunkCommand, RunStep
 
 pytest.importorskip("triton", reason="Triton comes with torch's builds for CUDA")
 pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="what is interpreted is not compiled"
+    os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled"
 )
 
 HEADS, KV_HEADS, DIM, BLOCKS = 32, 8, 128, 4
@@ -35,8 +35,8 @@ POINTERS = {
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
-class Recorded:
-    """Stands for a module of kernels: notes what would be started."""
+class LaunchRecorder:
+    """Replaces a module of kernels, and records the launches."""
 
     def __init__(self, module: Any, calls: list[Call]) -> None:
         self._module = module
@@ -59,10 +59,13 @@ def calls() -> list[Call]:
 
 
 @pytest.fixture
-def kernels(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> DeviceKernels:
-    monkeypatch.setattr(device, "_processors", lambda _: 132)
-    found = DeviceKernels()
-    found._paged, found._rows = Recorded(found._paged, calls), Recorded(found._rows, calls)
+def kernels(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> TritonKernels:
+    monkeypatch.setattr(device, "_multiprocessors", lambda _: 132)
+    found = TritonKernels()
+    found._paged, found._rows = (
+        LaunchRecorder(found._paged, calls),
+        LaunchRecorder(found._rows, calls),
+    )
     return found
 
 
@@ -75,7 +78,7 @@ def kind(given: Any) -> str:
 
 
 def compile_all(calls: list[Call]) -> set[str]:
-    """Compile what was recorded; return which kernels those were."""
+    """Compile the recorded launches; return the names of the kernels."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -109,31 +112,31 @@ def compile_all(calls: list[Call]) -> set[str]:
     ids=str,
 )
 def test_attention(
-    kernels: DeviceKernels, calls: list[Call], dtype: torch.dtype, kept: torch.dtype
+    kernels: TritonKernels, calls: list[Call], dtype: torch.dtype, kept: torch.dtype
 ) -> None:
-    def told(start: int, tokens: int) -> Told:
-        return Told(list(range(300)), start, tokens, [1] * tokens, (), True)
+    def told(start: int, tokens: int) -> ChunkCommand:
+        return ChunkCommand(list(range(300)), start, tokens, [1] * tokens, (), True)
 
     form = KvFormat(kept)
     pages = torch.zeros(BLOCKS, 16, 2 * KV_HEADS, form.width(DIM), dtype=form.dtype)
     chunks = (told(0, 40),)
-    # One row is split along its tokens; of many none is.
-    for step in (Run((told(4000, 1),), chunks), Run((told(4000, 1),) * 64, chunks)):
-        sizes = sizes_of(step, None)
-        numbers = sizes.split(host_numbers(sizes, step, None, pinned=False))
+    # A single decode is split along its tokens, many decodes are not.
+    for step in (RunStep((told(4000, 1),), chunks), RunStep((told(4000, 1),) * 64, chunks)):
+        sizes = step_sizes(step, None)
+        numbers = sizes.split(write_step(sizes, step, None, pinned=False))
         mixed = torch.zeros(sizes.rows, HEADS + 2 * KV_HEADS, DIM, dtype=dtype)
-        kernels.keep(mixed, HEADS, numbers.slots, pages)
-        kernels.attend(mixed, HEADS, pages, sizes.layout(numbers, None))
-    assert compile_all(calls) == {"keep_heads", "attend_decodes", "merge_parts", "attend_chunks"}
+        kernels.store_kv(mixed, HEADS, numbers.slots, pages)
+        kernels.attend(mixed, HEADS, pages, sizes.paged_batch(numbers, None))
+    assert compile_all(calls) == {"store_heads", "attend_decodes", "merge_splits", "attend_chunks"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_rows(kernels: DeviceKernels, calls: list[Call], dtype: torch.dtype) -> None:
+def test_rows(kernels: TritonKernels, calls: list[Call], dtype: torch.dtype) -> None:
     x, weight = torch.zeros(3, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
-    kernels.normalise(x, weight, 1e-5)
-    kernels.add_and_normalise(x, x, weight, 1e-5)
-    kernels.gate(x)
+    kernels.rms_norm(x, weight, 1e-5)
+    kernels.add_rms_norm(x, x, weight, 1e-5)
+    kernels.silu_gate(x)
     mixed = torch.zeros(3, 48, DIM, dtype=dtype)
     cos = torch.zeros(3, 1, DIM, dtype=dtype)
-    kernels.turn(mixed, HEADS + KV_HEADS, cos, cos)
-    assert compile_all(calls) == {"normalise_rows", "gate_rows", "turn_heads"}
+    kernels.rotate_(mixed, HEADS + KV_HEADS, cos, cos)
+    assert compile_all(calls) == {"rms_norm_rows", "silu_gate_rows", "rotate_heads"}

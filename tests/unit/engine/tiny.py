@@ -5,12 +5,12 @@ import zlib
 import torch
 from torch import Tensor
 
-from nodeagent.engine.distributed.shards import Cut
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.distributed.shards import WeightSlice
 from nodeagent.engine.model.llama import Llama
-from nodeagent.engine.model.shape import ModelShape
 
 VOCABULARY = 257
-SHAPE = ModelShape(
+SHAPE = DecoderShape(
     layers=4,
     hidden=16,
     intermediate=24,
@@ -31,24 +31,24 @@ class RandomWeights:
         self._seed = seed
         self._scale = scale
 
-    def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> Tensor:
         assert cut is None
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self._seed)
         drawn = torch.randn(shape, generator=generator)
         return 1 + 0.1 * drawn if "norm" in name else self._scale * drawn
 
-    def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
+    def check(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> None:
         """Everything is there."""
 
     def has(self, name: str) -> bool:
         return name != "rope_freqs.weight"
 
-    def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
+    def stored(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> None:
         return None
 
-    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
+    def groups(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> None:
         return None
 
 
-def llama(seed: int, shape: ModelShape = SHAPE) -> Llama:
+def llama(seed: int, shape: DecoderShape = SHAPE) -> Llama:
     return Llama(shape, RandomWeights(seed), "cpu", torch.float32, shape.context_tokens)

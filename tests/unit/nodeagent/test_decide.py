@@ -1,4 +1,4 @@
-"""A replica's life, reconciliation, backoff, health, admission and eviction, by rows and laws."""
+"""The agent's pure decisions: reconciliation, life cycle, backoff, health, eviction, admission."""
 
 import msgspec
 import pytest
@@ -6,22 +6,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from isochrone.wire.assignment import Assignment, Group, Tombstone
-from isochrone.wire.headers import Load
+from isochrone.wire.assignment import Assignment, ReplicaGroup, Tombstone
+from isochrone.wire.headers import ReportedLoad
 from isochrone.wire.ids import ClusterId, DeviceId, Epoch, Generation, NodeId, ReplicaId
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import ReplicaState
 from nodeagent.decide import health
-from nodeagent.decide.admission import Held, TokensInFlight
-from nodeagent.decide.backoff import BREAKS_MAX, MOST_S, next_try_s
-from nodeagent.decide.eviction import Kept, evict
-from nodeagent.decide.reconcile import Steps, reconcile, refusal_of
-from nodeagent.decide.replica import TRANSITIONS, Event, ImpossibleEvent, after
+from nodeagent.decide.admission import ReplicaAdmission, TokenReservation
+from nodeagent.decide.backoff import DELAY_MAX_S, FAILURES_MAX, retry_delay_s
+from nodeagent.decide.eviction import CachedArtifact, evict
+from nodeagent.decide.reconcile import ReconcileSteps, assignment_problem, reconcile
+from nodeagent.decide.replica import TRANSITIONS, ImpossibleReplicaEvent, ReplicaEvent, next_state
 from tests.builders import a_spec
 
 S = ReplicaState
 CPU = [DeviceId("cpu")]
-DRIVERS = {"mock": "", "vllm": "vllm is not on the PATH of the agent"}
+MISSING_BY_DRIVER = {"mock": "", "vllm": "vllm is not on the PATH of the agent"}
 
 
 def an_assignment(
@@ -46,24 +46,24 @@ def an_assignment(
 
 
 def steps(assignment: Assignment, **states: ReplicaState) -> tuple[list[str], list[str]]:
-    """Return (ended, begun)."""
+    """Return the ids of the replicas that are (stopped, started)."""
     running = {ReplicaId(name): state for name, state in states.items()}
-    found = reconcile(assignment, running, CPU, DRIVERS)
+    found = reconcile(assignment, running, CPU, MISSING_BY_DRIVER)
     return (
-        [tombstone.replica_id for tombstone in found.endings],
-        [spec.replica_id for spec in found.beginnings],
+        [tombstone.replica_id for tombstone in found.stops],
+        [spec.replica_id for spec in found.starts],
     )
 
 
-def test_what_is_assigned_begins_and_what_runs_goes_on() -> None:
+def test_an_assigned_replica_starts_and_a_running_one_is_kept() -> None:
     assert steps(an_assignment(("a", "b")), a=S.WARM) == ([], ["b"])
 
 
-def test_absence_ends_nothing() -> None:
+def test_a_replica_absent_from_the_assignment_keeps_running() -> None:
     assert steps(an_assignment(()), a=S.WARM, b=S.LOADING) == ([], [])
 
 
-def test_a_tombstone_ends_and_ends_once() -> None:
+def test_a_tombstone_stops_a_replica_once() -> None:
     assert steps(an_assignment((), ("a",)), a=S.WARM) == (["a"], [])
     assert steps(an_assignment((), ("a",)), a=S.DRAINING) == ([], [])
     assert steps(an_assignment((), ("a",)), a=S.STOPPED) == ([], [])
@@ -71,41 +71,43 @@ def test_a_tombstone_ends_and_ends_once() -> None:
     assert steps(an_assignment((), ("a",)), a=S.FAILED) == (["a"], [])
 
 
-def test_what_cannot_be_done_is_refused_with_its_reason() -> None:
-    here = reconcile(an_assignment(("a",)), {}, [DeviceId("gpu0")], DRIVERS)
-    assert here.refusals[0].reason == "cannot seat a: no device cpu here"
-    assert not here.beginnings
+def test_a_replica_that_cannot_run_here_is_refused_with_a_reason() -> None:
+    here = reconcile(an_assignment(("a",)), {}, [DeviceId("gpu0")], MISSING_BY_DRIVER)
+    assert here.refusals[0].reason == "cannot run a: no healthy device cpu on this node"
+    assert not here.starts
     for driver, words in (
         ("vllm", "cannot run a: vllm is not on the PATH of the agent"),
-        ("nobody", "cannot run a: no driver 'nobody' here"),
+        ("unknown", "cannot run a: this node has no driver 'unknown'"),
     ):
         spec = a_spec("a", engine=EngineSettings(driver=driver, kv_memory_bytes=1))
         assignment = msgspec.structs.replace(an_assignment(), replicas=(spec,))
-        there = reconcile(assignment, {}, CPU, DRIVERS)
+        there = reconcile(assignment, {}, CPU, MISSING_BY_DRIVER)
         assert [refusal.reason for refusal in there.refusals] == [words]
-        assert not there.beginnings
+        assert not there.starts
 
 
 @pytest.mark.parametrize(
     ("place", "ports", "words"),
     [
         (0, (9400, 9401), ""),
-        (0, (9500, 9501), "at port 9400: plaintext_rank_ports are 9500 to 9501 here"),
-        # Only who leads listens.
+        (0, (9500, 9501), "at port 9400: plaintext_rank_ports is 9500 to 9501 on this node"),
+        # Only the leader listens.
         (1, (9500, 9501), ""),
-        (1, None, "cannot hold a part of lead: plaintext_rank_ports is not set here"),
+        (1, None, "cannot run a part of lead: plaintext_rank_ports is not set on this node"),
     ],
 )
-def test_a_part_of_a_replica_over_nodes_begins_only_where_that_is_allowed(
+def test_a_part_of_a_replica_over_nodes_needs_a_rank_port(
     place: int, ports: tuple[int, int] | None, words: str
 ) -> None:
-    group = Group(leader_id=ReplicaId("lead"), place=place, nodes=2, host="10.0.0.7", port=9400)
+    group = ReplicaGroup(
+        leader_id=ReplicaId("lead"), place=place, nodes=2, host="10.0.0.7", port=9400
+    )
     assignment = msgspec.structs.replace(an_assignment(), replicas=(a_spec("a", group=group),))
-    found = reconcile(assignment, {}, CPU, DRIVERS, ports)
+    found = reconcile(assignment, {}, CPU, MISSING_BY_DRIVER, ports)
     assert [refusal.reason.partition(words)[1] for refusal in found.refusals] == [words] * bool(
         words
     )
-    assert len(found.beginnings) == (not words)
+    assert len(found.starts) == (not words)
 
 
 @pytest.mark.parametrize(
@@ -114,14 +116,17 @@ def test_a_part_of_a_replica_over_nodes_begins_only_where_that_is_allowed(
         (an_assignment(generation=5, epoch=2), ""),
         (an_assignment(generation=6, epoch=2), ""),
         (an_assignment(generation=6, epoch=3), ""),
-        (an_assignment(generation=4, epoch=2), "cannot take generation 4: 5 is held"),
-        (an_assignment(generation=9, epoch=1), "cannot take epoch 1: 2 was seen"),
+        (
+            an_assignment(generation=4, epoch=2),
+            "cannot accept generation 4: it is older than the current generation 5",
+        ),
+        (an_assignment(generation=9, epoch=1), "cannot accept epoch 1: it is older than epoch 2"),
         (an_assignment(generation=9, epoch=9, cluster="x"), "of cluster x"),
         (an_assignment(generation=9, epoch=9, node="n2"), "assignment of node n2"),
     ],
 )
-def test_an_older_or_foreign_assignment_changes_nothing(offered: Assignment, words: str) -> None:
-    reason = refusal_of(offered, an_assignment(), NodeId("n1"), ClusterId("c"))
+def test_an_older_or_foreign_assignment_is_refused(offered: Assignment, words: str) -> None:
+    reason = assignment_problem(offered, an_assignment(), NodeId("n1"), ClusterId("c"))
     assert words in reason
     assert bool(reason) is bool(words)
 
@@ -132,45 +137,49 @@ def test_an_older_or_foreign_assignment_changes_nothing(offered: Assignment, wor
     ending=st.sets(st.sampled_from("abcdef")),
     running=st.dictionaries(st.sampled_from("abcdef"), st.sampled_from(list(S))),
 )
-def test_reconciling_twice_adds_nothing(
+def test_a_second_reconciliation_has_no_steps(
     wanted: set[str], ending: set[str], running: dict[str, ReplicaState]
 ) -> None:
     assignment = an_assignment(tuple(sorted(wanted)), tuple(sorted(ending)))
     states = {ReplicaId(name): state for name, state in running.items()}
-    first = reconcile(assignment, states, CPU, DRIVERS)
-    for tombstone in first.endings:
+    first = reconcile(assignment, states, CPU, MISSING_BY_DRIVER)
+    for tombstone in first.stops:
         states[tombstone.replica_id] = S.DRAINING
-    for spec in first.beginnings:
+    for spec in first.starts:
         states[spec.replica_id] = S.WANTED
-    assert reconcile(assignment, states, CPU, DRIVERS) == Steps()
-    assert not {tombstone.replica_id for tombstone in first.endings} - ending
+    assert reconcile(assignment, states, CPU, MISSING_BY_DRIVER) == ReconcileSteps()
+    assert not {tombstone.replica_id for tombstone in first.stops} - ending
 
 
-def test_every_state_but_the_last_can_be_ended_and_what_is_impossible_is_an_error() -> None:
+def test_every_live_state_can_be_ended_and_an_impossible_event_raises() -> None:
     for state in S:
         if state not in (S.DRAINING, S.STOPPED):
-            assert after(state, Event.END_ORDERED) is S.DRAINING
-    with pytest.raises(ImpossibleEvent, match="cannot take drained while warm"):
-        after(S.WARM, Event.DRAINED)
+            assert next_state(state, ReplicaEvent.END_ORDERED) is S.DRAINING
+    with pytest.raises(
+        ImpossibleReplicaEvent, match="cannot apply event drained to a warm replica"
+    ):
+        next_state(S.WARM, ReplicaEvent.DRAINED)
     assert all(before is not S.STOPPED for before, _ in TRANSITIONS)
 
 
 @given(
-    breaks=st.lists(st.floats(0, 1000), max_size=20),
-    chance=st.floats(0, 1, exclude_max=True),
+    failure_times=st.lists(st.floats(0, 1000), max_size=20),
+    jitter=st.floats(0, 1, exclude_max=True),
 )
-def test_backoff_waits_within_bounds_or_gives_up(breaks: list[float], chance: float) -> None:
+def test_the_retry_delay_is_bounded_or_the_replica_is_given_up(
+    failure_times: list[float], jitter: float
+) -> None:
     now = 1000.0
-    wait_s = next_try_s(breaks, now, chance)
-    recent = sum(now - at < 600.0 for at in breaks)
-    assert (wait_s is None) is (recent >= BREAKS_MAX)
-    assert wait_s is None or 0.25 <= wait_s <= MOST_S
+    delay_s = retry_delay_s(failure_times, now, jitter)
+    recent = sum(now - failed_at < 600.0 for failed_at in failure_times)
+    assert (delay_s is None) is (recent >= FAILURES_MAX)
+    assert delay_s is None or 0.25 <= delay_s <= DELAY_MAX_S
 
 
-def looked(looks: list[tuple[bool, int, int, int]]) -> health.Watch:
-    watch = health.Watch()
-    for answered, step, bytes_out, in_flight in looks:
-        watch = health.look(
+def observed(observations: list[tuple[bool, int, int, int]]) -> health.EngineWatch:
+    watch = health.EngineWatch()
+    for answered, step, bytes_out, in_flight in observations:
+        watch = health.observe(
             watch,
             answered=answered,
             steps=step,
@@ -181,34 +190,34 @@ def looked(looks: list[tuple[bool, int, int, int]]) -> health.Watch:
 
 
 @pytest.mark.parametrize(
-    ("looks", "in_flight", "is_sick"),
+    ("observations", "in_flight", "is_unhealthy"),
     [
         ([(True, 1, 0, 1)] * 16 + [(True, 9, 0, 1)], 1, False),  # steps move: a long prefill
-        ([(True, 1, 0, 1)] * 17, 1, True),  # a zombie: it answers
-        ([(True, 1, 0, 1)] * 2, 1, False),  # looked at twice, however long that took
+        ([(True, 1, 0, 1)] * 17, 1, True),  # it answers and makes no progress
+        ([(True, 1, 0, 1)] * 2, 1, False),  # two observations are too few, whatever time passed
         ([(True, 1, 0, 1)] * 16 + [(True, 1, 64, 1)], 1, False),  # bytes move
-        ([(True, 1, 0, 0)] * 90, 0, False),  # idle is no stall
+        ([(True, 1, 0, 0)] * 90, 0, False),  # idle is not stalled
         ([(False, 0, 0, 0)] * 2, 0, False),
-        ([(False, 0, 0, 0)] * 3, 0, True),  # stopped: it answers nothing
+        ([(False, 0, 0, 0)] * 3, 0, True),  # it answers nothing
         ([(False, 0, 0, 0)] * 2 + [(True, 1, 0, 0)], 0, False),
     ],
 )
-def test_health_means_progress(
-    looks: list[tuple[bool, int, int, int]], in_flight: int, is_sick: bool
+def test_an_engine_without_progress_or_answers_is_killed(
+    observations: list[tuple[bool, int, int, int]], in_flight: int, is_unhealthy: bool
 ) -> None:
-    verdict = health.verdict(looked(looks), stall_s=15.0, in_flight=in_flight)
-    assert bool(verdict) is is_sick
+    reason = health.kill_reason(observed(observations), stall_s=15.0, in_flight=in_flight)
+    assert bool(reason) is is_unhealthy
 
 
-def test_canaries_that_fail_are_a_verdict() -> None:
-    watch = msgspec.structs.replace(health.Watch(), canaries_failed=3)
-    assert "canary" in health.verdict(watch, stall_s=15.0, in_flight=0)
+def test_an_engine_whose_canaries_fail_is_killed() -> None:
+    watch = msgspec.structs.replace(health.EngineWatch(), canary_failures=3)
+    assert "canary" in health.kill_reason(watch, stall_s=15.0, in_flight=0)
 
 
 @given(
-    kept=st.lists(
+    cached=st.lists(
         st.builds(
-            Kept,
+            CachedArtifact,
             digest=st.text("abcdef", min_size=3, max_size=3),
             size_bytes=st.integers(0, 100),
             used_at=st.floats(0, 100),
@@ -219,60 +228,60 @@ def test_canaries_that_fail_are_a_verdict() -> None:
     pinned=st.sets(st.text("abcdef", min_size=3, max_size=3), max_size=3),
     needed=st.integers(0, 150),
 )
-def test_eviction_keeps_the_budget_and_what_is_pinned(
-    kept: list[Kept], pinned: set[str], needed: int
+def test_eviction_keeps_the_budget_and_the_pinned_artifacts(
+    cached: list[CachedArtifact], pinned: set[str], needed: int
 ) -> None:
-    dropped = evict(kept, pinned, budget_bytes=200, needed_bytes=needed)
-    if dropped is None:
-        left = sum(k.size_bytes for k in kept if k.digest in pinned)
+    evicted = evict(cached, pinned, budget_bytes=200, needed_bytes=needed)
+    if evicted is None:
+        left = sum(k.size_bytes for k in cached if k.digest in pinned)
         assert left + needed > 200
         return
-    assert not set(dropped) & pinned
-    assert sum(k.size_bytes for k in kept if k.digest not in dropped) + needed <= 200
+    assert not set(evicted) & pinned
+    assert sum(k.size_bytes for k in cached if k.digest not in evicted) + needed <= 200
 
 
 ROUTERS = ["a", "b"]
 
 
-def test_of_what_others_have_the_prompt_being_read_is_less_by_what_is_read() -> None:
-    counted = TokensInFlight(10_000)
-    first = counted.take(100, 10, 60, router="a", prefill_ms=1000, now_s=5.0)
-    second = counted.take(200, 20, 200, router="b", prefill_ms=2000, now_s=5.0)
+def test_the_load_of_other_routers_excludes_prefill_progress() -> None:
+    admission = ReplicaAdmission(10_000)
+    first = admission.admit(100, 10, 60, router="a", prefill_ms=1000, now_s=5.0)
+    second = admission.admit(200, 20, 200, router="b", prefill_ms=2000, now_s=5.0)
     assert first is not None and second is not None
-    assert counted.load("b", 5.25) == Load(300, 30, 2, 0, 260, 45, 10)
-    assert counted.load("a", 5.25) == Load(300, 30, 2, 0, 260, 200, 20)
-    assert counted.load("c", 5.25).others_unread == 245
-    # It takes longer than was thought: a little of it is left all the same.
-    assert counted.load("b", 9.0).others_unread == 3
+    assert admission.load("b", 5.25) == ReportedLoad(300, 30, 2, 0, 260, 45, 10)
+    assert admission.load("a", 5.25) == ReportedLoad(300, 30, 2, 0, 260, 200, 20)
+    assert admission.load("c", 5.25).others_pending_prefill_tokens == 245
+    # The prefill takes longer than estimated: a small part still counts as pending.
+    assert admission.load("b", 9.0).others_pending_prefill_tokens == 3
     first.first_token(7.0)
-    assert counted.load("a", 8.0).others_unread == 100
-    assert counted.load("b", 8.0).others_unread == 0
+    assert admission.load("a", 8.0).others_pending_prefill_tokens == 100
+    assert admission.load("b", 8.0).others_pending_prefill_tokens == 0
 
 
-def test_where_the_engine_refuses_nothing_is_taken_and_every_router_sees_no_room() -> None:
-    counted = TokensInFlight(10_000)
-    held = counted.take(100, 10, router="a")
-    counted.is_shut = True
-    assert held is not None
-    assert counted.take(1, 1) is None
-    for router, others in (("a", 10_000), ("b", 10_010)):
-        assert counted.load(router).others_decode == others
-    assert counted.load().decode_tokens == 10_010
-    held.release()
-    # Idle, and shut all the same.
-    assert counted.take(1, 1) is None
-    counted.is_shut = False
-    assert counted.load("b") == Load(0, 0, 0, 0, 0, 0, 0)
-    assert counted.take(1, 1) is not None
+def test_a_closed_replica_admits_nothing_and_reports_no_capacity() -> None:
+    admission = ReplicaAdmission(10_000)
+    reservation = admission.admit(100, 10, router="a")
+    admission.is_closed = True
+    assert reservation is not None
+    assert admission.admit(1, 1) is None
+    for router, others_tokens in (("a", 10_000), ("b", 10_010)):
+        assert admission.load(router).others_decode_tokens == others_tokens
+    assert admission.load().decode_tokens == 10_010
+    reservation.release()
+    # Closed, although it is idle.
+    assert admission.admit(1, 1) is None
+    admission.is_closed = False
+    assert admission.load("b") == ReportedLoad(0, 0, 0, 0, 0, 0, 0)
+    assert admission.admit(1, 1) is not None
 
 
-class Admission(RuleBasedStateMachine):
-    """Whatever happens to requests, what is in flight is what is held, and never negative."""
+class AdmissionMachine(RuleBasedStateMachine):
+    """The counts equal the held reservations after any sequence of events."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counted = TokensInFlight(100)
-        self.held: list[tuple[Held, int, int]] = []
+        self.admission = ReplicaAdmission(100)
+        self.reservations: list[tuple[TokenReservation, int, int]] = []
         self.now_s = 0.0
 
     @rule(
@@ -281,53 +290,56 @@ class Admission(RuleBasedStateMachine):
         router=st.sampled_from(ROUTERS),
         prefill_ms=st.integers(0, 2000),
     )
-    def take(self, prompt: int, output: int, router: str, prefill_ms: int) -> None:
-        ahead = sum(p + o for _, p, o in self.held)
-        held = self.counted.take(
+    def admit(self, prompt: int, output: int, router: str, prefill_ms: int) -> None:
+        ahead = sum(p + o for _, p, o in self.reservations)
+        reservation = self.admission.admit(
             prompt, output, router=router, prefill_ms=prefill_ms, now_s=self.now_s
         )
-        fits = not self.held or ahead + prompt + output <= 100
-        assert (held is not None) is fits
-        if held is not None:
-            self.held.append((held, prompt, output))
+        fits = not self.reservations or ahead + prompt + output <= 100
+        assert (reservation is not None) is fits
+        if reservation is not None:
+            self.reservations.append((reservation, prompt, output))
 
     @rule(by_s=st.floats(0, 3))
     def wait(self, by_s: float) -> None:
         self.now_s += by_s
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.reservations)
     @rule(index=st.integers(0, 100))
     def first_token(self, index: int) -> None:
-        position = index % len(self.held)
-        held, _, output = self.held[position]
-        held.first_token(self.now_s)
-        self.held[position] = (held, 0, output)
+        position = index % len(self.reservations)
+        reservation, _, output = self.reservations[position]
+        reservation.first_token(self.now_s)
+        self.reservations[position] = (reservation, 0, output)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.reservations)
     @rule(index=st.integers(0, 100), twice=st.booleans())
     def release(self, index: int, twice: bool) -> None:
-        held, _, _ = self.held.pop(index % len(self.held))
-        held.release(self.now_s)
+        reservation, _, _ = self.reservations.pop(index % len(self.reservations))
+        reservation.release(self.now_s)
         if twice:
-            held.release(self.now_s)
-            held.first_token(self.now_s)
+            reservation.release(self.now_s)
+            reservation.first_token(self.now_s)
 
     @invariant()
     def counts_agree(self) -> None:
-        load = self.counted.load()
-        assert load.prefill_tokens == sum(p for _, p, _ in self.held)
-        assert load.decode_tokens == sum(o for _, _, o in self.held)
-        assert load.running == len(self.held)
-        assert load.unread == load.prefill_tokens
+        load = self.admission.load()
+        assert load.prefill_tokens == sum(p for _, p, _ in self.reservations)
+        assert load.decode_tokens == sum(o for _, _, o in self.reservations)
+        assert load.running == len(self.reservations)
+        assert load.pending_prefill_tokens == load.prefill_tokens
         for router in ROUTERS:
-            told = self.counted.load(router, self.now_s)
-            others = [one for one in self.held if one[0].router != router]
-            assert told.others_decode == sum(o for _, _, o in others)
-            unread = sum(p for _, p, _ in others)
-            # Only of the first prompt part may be read.
-            assert unread - max((p for _, p, _ in others), default=0) <= told.others_unread
-            assert told.others_unread <= unread
+            load = self.admission.load(router, self.now_s)
+            others = [r for r in self.reservations if r[0].router != router]
+            assert load.others_decode_tokens == sum(o for _, _, o in others)
+            pending = sum(p for _, p, _ in others)
+            # Only the first prompt can be partly prefilled.
+            assert (
+                pending - max((p for _, p, _ in others), default=0)
+                <= load.others_pending_prefill_tokens
+            )
+            assert load.others_pending_prefill_tokens <= pending
 
 
-TestAdmission = Admission.TestCase
+TestAdmission = AdmissionMachine.TestCase
 TestAdmission.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)

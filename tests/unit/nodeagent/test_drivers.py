@@ -1,26 +1,26 @@
-"""What each driver starts, and how it reads what its engine says."""
+"""The command that each driver builds, and how it reads its engine's statistics."""
 
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from isochrone.wire.assignment import Group
+from isochrone.wire.assignment import ReplicaGroup
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.model import EngineSettings
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers import driver as driver_module
-from nodeagent.drivers.driver import Launch, UnknownOption, with_salt
-from nodeagent.host.devices import Devices, device_class
+from nodeagent.drivers.driver import EngineLaunch, UnknownOption, with_salt
+from nodeagent.host.devices import DeviceReader, device_class
 from tests.builders import a_spec
 
 
-def a_launch(driver: str, **options: str) -> Launch:
+def a_launch(driver: str, **options: str) -> EngineLaunch:
     gpus = (DeviceId("gpu2"), DeviceId("gpu3"))
     devices = (DeviceId("cpu"),) if driver in ("embedded", "mock") else gpus
     engine = EngineSettings(driver=driver, options=options, kv_memory_bytes=1 << 20)
-    return Launch(
+    return EngineLaunch(
         spec=a_spec(engine=engine, device_ids=devices),
         model_path=Path("/models/x"),
         folder=Path("/run/r1"),
@@ -30,52 +30,50 @@ def a_launch(driver: str, **options: str) -> Launch:
 
 
 @pytest.mark.parametrize(
-    ("driver", "wanted"),
+    ("driver", "expected"),
     [
         ("vllm", ["vllm serve /models/x", "--tensor-parallel-size 2", "--port 4321"]),
         ("sglang", ["-m sglang.launch_server", "--tp-size 2", "--enable-cache-report"]),
         ("tensorrt_llm", ["trtllm-serve serve /models/x", "--tp_size 2", "extra.yaml"]),
     ],
 )
-def test_a_vendor_engine_gets_its_own_words_and_its_own_gpus(
-    driver: str, wanted: list[str]
-) -> None:
+def test_an_external_engine_gets_its_flags_and_its_gpus(driver: str, expected: list[str]) -> None:
     command = DRIVERS[driver].command(a_launch(driver))
     line = " ".join(command.arguments)
-    assert all(words in line for words in wanted), line
+    assert all(flags in line for flags in expected), line
     assert command.base_url == "http://127.0.0.1:4321"
     assert command.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "--host 127.0.0.1" in line
 
 
-def test_what_is_not_installed_here_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert DRIVERS["embedded"].lacks() == DRIVERS["mock"].lacks() == ""
+def test_a_driver_reports_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert DRIVERS["embedded"].missing() == DRIVERS["mock"].missing() == ""
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(driver_module, "find_spec", lambda _: None)
-    assert {name: driver.lacks() for name, driver in DRIVERS.items()} == {
-        "embedded": "torch is not installed beside the agent",
+    assert {name: driver.missing() for name, driver in DRIVERS.items()} == {
+        "embedded": "torch is not installed in the agent's environment",
         "mock": "",
         "vllm": "vllm is not on the PATH of the agent",
-        "sglang": "sglang is not installed beside the agent",
+        "sglang": "sglang is not installed in the agent's environment",
         "tensorrt_llm": "trtllm-serve is not on the PATH of the agent",
     }
 
 
-def test_what_a_client_writes_as_its_salt_is_not_believed() -> None:
-    """With another tenant's it would be told, by `cached_tokens`, what that one had asked."""
+def test_a_cache_salt_from_the_client_is_replaced() -> None:
+    """With another tenant's salt, `cached_tokens` would reveal that tenant's prompts."""
     body = (
         b'{"cache_salt":"b","model":"m", "stream":true,"cache_salt":null,"messages":[{"a":1.50}]}'
     )
-    told = with_salt(body, 'a"b')
-    assert msgspec.json.decode(told) == {**msgspec.json.decode(body), "cache_salt": 'a"b'}
-    assert told.count(b"cache_salt") == 1
-    assert b"1.50" in told, "all else is as it was written"
+    salted = with_salt(body, 'a"b')
+    assert msgspec.json.decode(salted) == {**msgspec.json.decode(body), "cache_salt": 'a"b'}
+    assert salted.count(b"cache_salt") == 1
+    assert b"1.50" in salted, "other fields are unchanged"
     assert with_salt(b'["no object"]', "a") == b'["no object"]'
     for driver, paths in (("vllm", 2), ("sglang", 2), ("tensorrt_llm", 1), ("embedded", 0)):
-        assert len(DRIVERS[driver].salted) == paths
+        assert len(DRIVERS[driver].salted_paths) == paths
 
 
-def test_options_are_a_closed_list() -> None:
+def test_an_unknown_option_is_refused() -> None:
     command = DRIVERS["vllm"].command(a_launch("vllm", kv_cache_dtype="fp8", enforce_eager=""))
     line = " ".join(command.arguments)
     assert "--enforce-eager --kv-cache-dtype fp8" in line
@@ -84,7 +82,7 @@ def test_options_are_a_closed_list() -> None:
             DRIVERS[driver].command(a_launch(driver, trust_remote_code="true"))
 
 
-def test_the_embedded_engine_gets_a_config_that_it_can_read() -> None:
+def test_the_embedded_engine_gets_a_valid_config() -> None:
     tiers = {"kv_host_bytes": "4096", "kv_file_bytes": "8192", "kv_folder": "/kept"}
     command = DRIVERS["embedded"].command(a_launch("embedded", batch_tokens_max="64", **tiers))
     config = msgspec.json.decode(command.files["config.json"], type=EngineConfig)
@@ -105,14 +103,16 @@ def test_the_embedded_engine_gets_a_config_that_it_can_read() -> None:
         ({"pipeline_parallel": "3"}, None),
     ],
 )
-def test_the_embedded_engine_is_split_over_its_gpus(
+def test_the_embedded_engine_uses_all_gpus_of_the_replica(
     options: dict[str, str], split: tuple[int, int] | None
 ) -> None:
     launch = a_launch("embedded", **options)
     gpus = msgspec.structs.replace(launch.spec, device_ids=(DeviceId("gpu2"), DeviceId("gpu3")))
     launch = msgspec.structs.replace(launch, spec=gpus)
     if split is None:
-        with pytest.raises(UnknownOption, match=r"on 2 devices: .* must be as many"):
+        with pytest.raises(
+            UnknownOption, match=r"on 2 devices: .* must equal the number of devices"
+        ):
             DRIVERS["embedded"].command(launch)
         return
     command = DRIVERS["embedded"].command(launch)
@@ -122,29 +122,29 @@ def test_the_embedded_engine_is_split_over_its_gpus(
     assert command.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
-def over_two_nodes(driver: str, place: int, **options: str) -> Launch:
+def over_two_nodes(driver: str, place: int, **options: str) -> EngineLaunch:
     launch = a_launch(driver, **options)
-    group = Group(
+    group = ReplicaGroup(
         leader_id=launch.spec.replica_id, place=place, nodes=2, host="10.0.0.7", port=9400
     )
     return msgspec.structs.replace(launch, spec=msgspec.structs.replace(launch.spec, group=group))
 
 
-def test_each_nodes_vllm_is_told_of_the_others_and_one_has_the_door() -> None:
+def test_vllm_over_nodes_gets_the_leaders_address_and_one_http_server() -> None:
     lines = []
     for place in (0, 1):
         command = DRIVERS["vllm"].command(over_two_nodes("vllm", place))
         assert command.base_url == ("http://127.0.0.1:4321" if place == 0 else "")
         lines.append(" ".join(command.arguments))
-    told = "--nnodes 2 --node-rank {} --master-addr 10.0.0.7 --master-port 9400"
-    assert all(told.format(place) in line for place, line in enumerate(lines))
+    rendezvous = "--nnodes 2 --node-rank {} --master-addr 10.0.0.7 --master-port 9400"
+    assert all(rendezvous.format(place) in line for place, line in enumerate(lines))
     split = "--tensor-parallel-size 2 --pipeline-parallel-size 2 --distributed-executor-backend mp"
     assert all(split in line for line in lines)
     assert ["--headless" in line for line in lines] == [False, True]
     assert ["--port 4321" in line for line in lines] == [True, False]
 
 
-def test_each_nodes_sglang_is_told_of_the_others() -> None:
+def test_sglang_over_nodes_gets_the_leaders_address() -> None:
     for place in (0, 1):
         line = " ".join(DRIVERS["sglang"].command(over_two_nodes("sglang", place)).arguments)
         assert f"--nnodes 2 --node-rank {place} --dist-init-addr 10.0.0.7:9400" in line
@@ -154,21 +154,21 @@ def test_each_nodes_sglang_is_told_of_the_others() -> None:
 @pytest.mark.parametrize(
     ("driver", "options", "words"),
     [
-        ("tensorrt_llm", {}, "over 2 nodes: its ranks are started together by mpirun or srun"),
-        ("mock", {}, "over 2 nodes: it has no parts"),
-        ("vllm", {"pipeline_parallel_size": "1"}, "each node must have whole stages"),
-        ("vllm", {"pipeline_parallel_size": "many"}, "a number of stages is expected"),
-        ("embedded", {"pipeline_parallel": "3"}, "each with whole stages"),
+        ("tensorrt_llm", {}, "over 2 nodes: mpirun or srun must start its ranks"),
+        ("mock", {}, "over 2 nodes: the mock runs on one node"),
+        ("vllm", {"pipeline_parallel_size": "1"}, "be a multiple of the number of nodes"),
+        ("vllm", {"pipeline_parallel_size": "many"}, "expected a positive number"),
+        ("embedded", {"pipeline_parallel": "3"}, "with whole stages on each"),
     ],
 )
-def test_what_cannot_be_over_nodes_is_refused_before_anything_is_started(
+def test_a_replica_that_cannot_span_nodes_is_refused_before_it_starts(
     driver: str, options: dict[str, str], words: str
 ) -> None:
     with pytest.raises(UnknownOption, match=words):
         DRIVERS[driver].command(over_two_nodes(driver, 0, **options))
 
 
-def test_the_embedded_engine_has_a_stage_on_each_node() -> None:
+def test_the_embedded_engine_runs_one_stage_per_node() -> None:
     launch = over_two_nodes("embedded", 1)
     command = DRIVERS["embedded"].command(launch)
     config = msgspec.json.decode(command.files["config.json"], type=EngineConfig)
@@ -181,7 +181,7 @@ def test_the_embedded_engine_has_a_stage_on_each_node() -> None:
     assert (config.tensor_parallel, config.pipeline_parallel, config.device) == (2, 2, "cuda:0")
 
 
-def test_vllm_metrics_are_read() -> None:
+def test_vllm_statistics_are_read_from_its_metrics() -> None:
     body = b"""# HELP x
 vllm:num_requests_running{model_name="m"} 3.0
 vllm:num_requests_waiting{model_name="m"} 2.0
@@ -195,24 +195,24 @@ not a line
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf"])
-def test_a_metric_that_is_no_number_counts_for_nothing(value: str) -> None:
+def test_a_metric_that_is_not_finite_is_ignored(value: str) -> None:
     body = f"vllm:num_requests_running 3\nvllm:kv_cache_usage_perc {value}\n".encode()
     stats = DRIVERS["vllm"].read_stats(body)
     assert (stats.running, stats.kv_blocks_used) == (3, 0)
 
 
 @pytest.mark.parametrize(
-    ("driver", "told", "values"),
+    ("driver", "metric", "values"),
     [
         ("vllm", "vllm:iteration_tokens_total_count", (400, 464)),
         ("sglang", "sglang:num_used_tokens", (400, 464)),
         ("tensorrt_llm", "trtllm_kv_cache_utilization", (0.25, 0.2501)),
     ],
 )
-def test_an_answer_that_is_long_in_coming_is_seen_to_move(
-    driver: str, told: str, values: tuple[float, float]
+def test_the_step_counter_moves_during_a_long_answer(
+    driver: str, metric: str, values: tuple[float, float]
 ) -> None:
-    before, later = (DRIVERS[driver].read_stats(f"{told} {n}\n".encode()) for n in values)
+    before, later = (DRIVERS[driver].read_stats(f"{metric} {n}\n".encode()) for n in values)
     assert before.steps_total != later.steps_total
 
 
@@ -225,17 +225,17 @@ def test_an_answer_that_is_long_in_coming_is_seen_to_move(
         ("Tesla T4", 16.1, "t4-16g"),
     ],
 )
-def test_a_device_class_is_named_for_model_and_memory(
+def test_a_device_class_combines_model_and_memory(
     name: str, memory_gb: float, expected: str
 ) -> None:
     assert device_class(name, int(memory_gb * 1e9)) == expected
 
 
 class FakeNvml:
-    """The few calls of NVML that are used, for a machine without a GPU."""
+    """The NVML calls that the agent uses, for a machine without a GPU."""
 
     class NVMLError(Exception):
-        """As NVML raises."""
+        """The error that NVML raises."""
 
     def __init__(self) -> None:
         self.gpus = [0, 1]
@@ -257,9 +257,9 @@ class FakeNvml:
         return Memory()
 
 
-def test_a_gpu_that_falls_off_is_unhealthy_not_gone() -> None:
+def test_a_gpu_that_disappears_is_reported_as_unhealthy() -> None:
     nvml = FakeNvml()
-    devices = Devices(0, open_nvml=lambda: nvml)
+    devices = DeviceReader(0, open_nvml=lambda: nvml)
     assert [d.device_id for d in devices.read()] == ["gpu0", "gpu1"]
     nvml.gpus = [0]
     after = {str(d.device_id): d for d in devices.read()}
@@ -269,6 +269,6 @@ def test_a_gpu_that_falls_off_is_unhealthy_not_gone() -> None:
     assert not {str(d.device_id): d for d in devices.read()}["gpu1"].healthy
 
 
-def test_without_a_gpu_the_cpu_is_the_device() -> None:
-    (cpu,) = Devices(1 << 30, open_nvml=lambda: None).read()
+def test_without_a_gpu_the_cpu_is_the_only_device() -> None:
+    (cpu,) = DeviceReader(1 << 30, open_nvml=lambda: None).read()
     assert (cpu.device_id, cpu.device_class, cpu.memory_bytes) == ("cpu", "cpu", 1 << 30)

@@ -1,4 +1,4 @@
-"""What a node holds: the newest assignment, also while its disk takes none."""
+"""The node keeps the newest assignment, even while its disk refuses to store one."""
 
 import asyncio
 import threading
@@ -7,43 +7,43 @@ from typing import Any
 
 from isochrone.wire.assignment import Assignment
 from isochrone.wire.ids import BootId
-from nodeagent.node import Node
+from nodeagent.node import NodeState
 from tests.unit.nodeagent.test_decide import an_assignment
 
 
 class FullDisk:
-    """A ledger whose disk is full until it is `freed`; it holds up the first write."""
+    """An assignment file on a full disk. Each write waits until it `may_proceed`."""
 
     def __init__(self) -> None:
         self.is_full = True
         self.writing = asyncio.Event()
-        self.may_go_on = threading.Event()
+        self.may_proceed = threading.Event()
         self._loop = asyncio.get_running_loop()
 
     def write(self, assignment: Assignment) -> None:
         self._loop.call_soon_threadsafe(self.writing.set)
-        assert self.may_go_on.wait(5.0)
+        assert self.may_proceed.wait(5.0)
         if self.is_full:
             raise OSError(28, "No space left on device")
 
 
-async def test_the_newest_assignment_is_taken_when_the_disk_takes_it_again() -> None:
-    ledger: Any = FullDisk()
+async def test_the_newest_assignment_is_accepted_once_the_disk_stores_it() -> None:
+    file: Any = FullDisk()
     identity: Any = SimpleNamespace(name="n1", cluster_id="c")
     devices: Any = None
-    node = Node(identity, BootId("b"), ledger, devices)
-    ledger.may_go_on.set()
-    await node.take(an_assignment(generation=5))
-    ledger.may_go_on.clear()
-    ledger.writing.clear()
-    newer = asyncio.create_task(node.take(an_assignment(generation=6)))
-    await ledger.writing.wait()
-    # The older one is tried again while the newer is being refused by the disk.
-    again = asyncio.create_task(node.take_unkept())
-    ledger.may_go_on.set()
-    await asyncio.gather(newer, again)
+    node = NodeState(identity, BootId("b"), file, devices)
+    file.may_proceed.set()
+    await node.accept(an_assignment(generation=5))
+    file.may_proceed.clear()
+    file.writing.clear()
+    newer = asyncio.create_task(node.accept(an_assignment(generation=6)))
+    await file.writing.wait()
+    # The older assignment is retried while the disk is refusing the newer one.
+    retry = asyncio.create_task(node.retry_unsaved())
+    file.may_proceed.set()
+    await asyncio.gather(newer, retry)
     assert node.assignment is None
-    ledger.is_full = False
-    await node.take_unkept()
+    file.is_full = False
+    await node.retry_unsaved()
     assert node.assignment is not None
     assert node.assignment.generation == 6

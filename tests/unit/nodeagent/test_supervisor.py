@@ -1,4 +1,4 @@
-"""A replica's life as its task lives it: ends and faults wherever they can come."""
+"""The supervisor runs replicas: orders to end and faults at every point of a replica's life."""
 
 import asyncio
 import random
@@ -15,8 +15,8 @@ from isochrone.wire.report import ReplicaState
 from nodeagent import supervisor as module
 from nodeagent.config import NodeConfig
 from nodeagent.drivers.driver import UnknownOption
-from nodeagent.host.wanted import ArtifactError
-from nodeagent.supervisor import Replica, Supervisor
+from nodeagent.host.download import ArtifactError
+from nodeagent.supervisor import ManagedReplica, Supervisor
 from tests.builders import a_spec
 
 SPEC = a_spec("r1")
@@ -28,21 +28,21 @@ WARM_STATS = EngineStats(steps_total=1)
 
 
 class FakeArtifacts:
-    """Weights that are here at once, or not."""
+    """An artifact store that returns at once, or fails."""
 
     def __init__(self) -> None:
         self.errors: list[Exception] = []
-        self.asked = 0
+        self.fetches = 0
 
     async def ensure(self, artifact: object, pinned: Collection[str], progress: object) -> Path:
-        self.asked += 1
+        self.fetches += 1
         if self.errors:
             raise self.errors.pop()
         return Path("weights")
 
 
 class FakeEngine:
-    """An engine that is ready at once and does what it is told."""
+    """An engine that is ready at once. Tests replace its methods."""
 
     log = Path("r1")
 
@@ -52,17 +52,17 @@ class FakeEngine:
         self.may_stop.set()
         self.stopping = asyncio.Event()
         self.stopped = self.released = False
-        self.asked = 0
-        self.answers: Callable[[], EngineStats | None] = lambda: WARM_STATS
+        self.canaries = 0
+        self.current_stats: Callable[[], EngineStats | None] = lambda: WARM_STATS
 
     async def is_ready(self) -> bool:
         return True
 
     async def stats(self) -> EngineStats | None:
-        return self.answers()
+        return self.current_stats()
 
     async def canary(self, kind: str) -> bool:
-        self.asked += 1
+        self.canaries += 1
         return True
 
     async def stop(self, *, kill: bool = False) -> None:
@@ -75,7 +75,7 @@ class FakeEngine:
 
 
 class FakeEngines:
-    """Starts engines that were laid out beforehand, then plain ones."""
+    """Starts and adopts fake engines."""
 
     def __init__(self) -> None:
         self.started: list[FakeEngine] = []
@@ -92,25 +92,25 @@ class FakeEngines:
         return self.started[-1]
 
 
-class House:
-    """A supervisor between fakes, and what it told of its changes."""
+class SupervisorFixture:
+    """A supervisor with fake artifacts and engines."""
 
     def __init__(self) -> None:
         self.artifacts = FakeArtifacts()
         self.engines = FakeEngines()
         self.changed = asyncio.Event()
         self.now_s = 0.0
-        given: Any = {"artifacts": self.artifacts, "engines": self.engines}
+        fakes: Any = {"artifacts": self.artifacts, "engines": self.engines}
         self.supervisor = Supervisor(
             config=NodeConfig(name="n1", schedulers=("x",), state=Path("x"), address="x"),
             clock=lambda: self.now_s,
-            chance=random.Random(1),
+            rng=random.Random(1),
             on_change=self.changed.set,
-            **given,
+            **fakes,
         )
 
     @property
-    def replica(self) -> Replica:
+    def replica(self) -> ManagedReplica:
         return self.supervisor.replicas[SPEC.replica_id]
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -126,15 +126,15 @@ class House:
 
 
 @pytest.fixture
-def house(monkeypatch: pytest.MonkeyPatch) -> House:
-    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.0)
+def fixture(monkeypatch: pytest.MonkeyPatch) -> SupervisorFixture:
+    monkeypatch.setattr(module, "OBSERVE_INTERVAL_S", 0.0)
     monkeypatch.setattr(module, "last_line", lambda log: "the last line")
-    monkeypatch.setattr(module, "next_try_s", lambda *_: 0.0)
-    return House()
+    monkeypatch.setattr(module, "retry_delay_s", lambda *_: 0.0)
+    return SupervisorFixture()
 
 
 def after_turns(turns: int, then: Callable[[], None]) -> None:
-    """Call `then` when the event loop has turned so often."""
+    """Call `then` after `turns` iterations of the event loop."""
     loop = asyncio.get_running_loop()
     if turns:
         loop.call_soon(after_turns, turns - 1, then)
@@ -144,94 +144,99 @@ def after_turns(turns: int, then: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("error", [None, ArtifactError("cannot fetch")], ids=["whole", "failed"])
 @pytest.mark.parametrize("turns", range(16))
-async def test_an_end_may_be_ordered_at_any_moment(
-    house: House, turns: int, error: Exception | None
+async def test_an_end_can_be_ordered_at_any_moment(
+    fixture: SupervisorFixture, turns: int, error: Exception | None
 ) -> None:
-    house.artifacts.errors = [error] if error else []
-    house.supervisor.begin(SPEC)
-    after_turns(turns, lambda: house.supervisor.end(END))
-    await house.until(lambda: house.replica.state is ReplicaState.STOPPED)
-    assert all(engine.stopped for engine in house.engines.started)
+    fixture.artifacts.errors = [error] if error else []
+    fixture.supervisor.start(SPEC)
+    after_turns(turns, lambda: fixture.supervisor.end(END))
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.STOPPED)
+    assert all(engine.stopped for engine in fixture.engines.started)
 
 
 @pytest.mark.parametrize("turns", range(8))
-async def test_the_end_of_one_that_was_left_may_be_ordered_at_any_moment(
-    house: House, turns: int
+async def test_the_end_of_an_adopted_engine_can_be_ordered_at_any_moment(
+    fixture: SupervisorFixture, turns: int
 ) -> None:
-    house.supervisor.begin(SPEC, SURVIVOR)
-    after_turns(turns, lambda: house.supervisor.end(END))
-    await house.until(lambda: house.replica.state is ReplicaState.STOPPED)
-    assert [engine.stopped for engine in house.engines.started] == [True]
+    fixture.supervisor.start(SPEC, SURVIVOR)
+    after_turns(turns, lambda: fixture.supervisor.end(END))
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.STOPPED)
+    assert [engine.stopped for engine in fixture.engines.started] == [True]
 
 
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("keep_engines", [False, True])
 @pytest.mark.parametrize("turns", range(8))
-async def test_an_agent_may_leave_one_that_was_left_at_any_moment(
-    house: House, turns: int, keeps: bool
+async def test_the_agent_can_shut_down_with_an_adopted_engine_at_any_moment(
+    fixture: SupervisorFixture, turns: int, keep_engines: bool
 ) -> None:
-    house.supervisor.begin(SPEC, SURVIVOR)
+    fixture.supervisor.start(SPEC, SURVIVOR)
     turned = asyncio.Event()
     after_turns(turns, turned.set)
     if turns:
         await turned.wait()
-    await house.supervisor.leave(keep_engines=keeps)
-    assert [(one.stopped, one.released) for one in house.engines.started] == [(not keeps, keeps)]
+    await fixture.supervisor.shut_down(keep_engines=keep_engines)
+    (engine,) = fixture.engines.started
+    assert (engine.stopped, engine.released) == (not keep_engines, keep_engines)
 
 
 @pytest.mark.parametrize("error", [ValueError("Invalid IPv6 URL"), ArtifactError("cannot fetch")])
-async def test_a_fetch_that_fails_however_is_tried_again(house: House, error: Exception) -> None:
-    house.artifacts.errors = [error]
-    house.supervisor.begin(SPEC)
-    await house.warm()
-    assert house.artifacts.asked == 2
-    assert len(house.replica.breaks) == 1
+async def test_a_failed_fetch_is_retried_whatever_the_error(
+    fixture: SupervisorFixture, error: Exception
+) -> None:
+    fixture.artifacts.errors = [error]
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    assert fixture.artifacts.fetches == 2
+    assert len(fixture.replica.failure_times) == 1
 
 
-async def test_a_fault_of_ours_while_watching_costs_the_engine_alone(house: House) -> None:
-    house.supervisor.begin(SPEC)
-    await house.warm()
-    (first,) = house.engines.started
+async def test_a_bug_in_the_watch_fails_only_that_replica(fixture: SupervisorFixture) -> None:
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    (first,) = fixture.engines.started
 
     def fails() -> EngineStats:
         raise OverflowError("cannot convert float infinity to integer")
 
-    first.answers = fails
-    await house.warm(engines=2)
+    first.current_stats = fails
+    await fixture.warm(engines=2)
     assert first.stopped
-    assert len(house.replica.breaks) == 1
+    assert len(fixture.replica.failure_times) == 1
 
 
-async def test_an_option_that_no_try_will_make_known_is_given_up_at_once(house: House) -> None:
-    house.engines.error = UnknownOption("cannot start vllm: unknown options x; it has none")
-    house.supervisor.begin(SPEC)
-    await house.until(lambda: house.replica.state is ReplicaState.FAILED)
-    report = house.replica.report()
-    assert (report.reason, report.restarts) == (str(house.engines.error), 1)
-    assert house.artifacts.asked == 1
-    house.supervisor.end(END)
-    await house.until(lambda: house.replica.state is ReplicaState.STOPPED)
+async def test_an_unknown_option_is_not_retried(fixture: SupervisorFixture) -> None:
+    fixture.engines.error = UnknownOption("cannot start vllm: unknown options x; it has none")
+    fixture.supervisor.start(SPEC)
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.FAILED)
+    report = fixture.replica.report()
+    assert (report.reason, report.restarts) == (str(fixture.engines.error), 1)
+    assert fixture.artifacts.fetches == 1
+    fixture.supervisor.end(END)
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.STOPPED)
 
 
-async def test_an_engine_that_broke_is_not_warm_while_it_is_ended(house: House) -> None:
-    house.supervisor.begin(SPEC)
-    await house.warm()
-    (first,) = house.engines.started
+async def test_a_failed_engine_is_not_warm_while_it_is_stopped(fixture: SupervisorFixture) -> None:
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    (first,) = fixture.engines.started
     first.may_stop.clear()
     first.exited.set()
     await first.stopping.wait()
-    assert house.replica.state is ReplicaState.WANTED
-    assert house.replica.reason == "the engine ended: the last line"
+    assert fixture.replica.state is ReplicaState.WANTED
+    assert fixture.replica.reason == "the engine exited: the last line"
     first.may_stop.set()
-    await house.warm(engines=2)
+    await fixture.warm(engines=2)
 
 
-async def test_one_that_is_left_to_the_next_life_is_let_go_and_not_stopped(house: House) -> None:
-    house.supervisor.begin(SPEC)
-    await house.warm()
-    (engine,) = house.engines.started
+async def test_an_engine_kept_at_shutdown_is_released_and_not_stopped(
+    fixture: SupervisorFixture,
+) -> None:
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    (engine,) = fixture.engines.started
 
     async def release() -> None:
-        # What watches it must not take it for broken while it is let go.
+        # The watch must not take the released engine for a failed one.
         engine.exited.set()
         turned = asyncio.Event()
         after_turns(20, turned.set)
@@ -239,82 +244,84 @@ async def test_one_that_is_left_to_the_next_life_is_let_go_and_not_stopped(house
         engine.released = True
 
     engine.release = release  # type: ignore[method-assign]
-    await house.supervisor.leave(keep_engines=True)
+    await fixture.supervisor.shut_down(keep_engines=True)
     assert (engine.released, engine.stopped) == (True, False)
 
 
-@pytest.mark.parametrize("gives", [True, False])
-async def test_an_engine_is_asked_for_its_first_token_before_it_is_warm(
-    house: House, monkeypatch: pytest.MonkeyPatch, gives: bool
+@pytest.mark.parametrize("succeeds", [True, False])
+async def test_an_engine_generates_a_first_token_before_it_is_warm(
+    fixture: SupervisorFixture, monkeypatch: pytest.MonkeyPatch, succeeds: bool
 ) -> None:
-    asked_in: list[ReplicaState] = []
+    canary_states: list[ReplicaState] = []
 
     async def canary(self: FakeEngine, kind: str) -> bool:
-        asked_in.append(house.replica.state)
-        return gives
+        canary_states.append(fixture.replica.state)
+        return succeeds
 
     monkeypatch.setattr(FakeEngine, "canary", canary)
-    house.supervisor.begin(SPEC)
-    await house.warm()
-    assert asked_in == [ReplicaState.LOADING]
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    assert canary_states == [ReplicaState.LOADING]
 
 
-async def test_an_adopted_engine_has_given_its_first_token_long_ago(house: House) -> None:
+async def test_an_adopted_engine_gets_no_warm_up_request(fixture: SupervisorFixture) -> None:
     survivor: Any = object()
-    house.supervisor.begin(SPEC, survivor)
-    await house.warm()
-    (engine,) = house.engines.started
-    assert engine.asked == 0
+    fixture.supervisor.start(SPEC, survivor)
+    await fixture.warm()
+    (engine,) = fixture.engines.started
+    assert engine.canaries == 0
 
 
-async def test_an_engine_that_answers_nothing_does_not_hold_up_its_end(house: House) -> None:
-    house.supervisor.begin(SPEC)
-    await house.warm()
-    (engine,) = house.engines.started
-    asked = asyncio.Event()
+async def test_a_hanging_canary_does_not_delay_the_end(fixture: SupervisorFixture) -> None:
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    (engine,) = fixture.engines.started
+    has_canary = asyncio.Event()
 
     async def canary(kind: str) -> bool:
-        asked.set()
+        has_canary.set()
         return await asyncio.Event().wait()
 
     engine.canary = canary  # type: ignore[method-assign]
-    house.now_s += 11.0
-    await asked.wait()
-    house.supervisor.end(END)
-    await house.until(lambda: house.replica.state is ReplicaState.STOPPED)
+    fixture.now_s += 11.0
+    await has_canary.wait()
+    fixture.supervisor.end(END)
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.STOPPED)
     assert engine.stopped
 
 
-async def test_a_leave_ends_an_engine_whose_end_had_begun(house: House) -> None:
-    house.supervisor.begin(SPEC)
-    await house.warm()
-    (engine,) = house.engines.started
+async def test_a_shutdown_waits_for_an_engine_that_is_being_stopped(
+    fixture: SupervisorFixture,
+) -> None:
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    (engine,) = fixture.engines.started
     engine.may_stop.clear()
-    house.supervisor.end(END)
+    fixture.supervisor.end(END)
     await engine.stopping.wait()
     after_turns(3, engine.may_stop.set)
-    await house.supervisor.leave(keep_engines=False)
+    await fixture.supervisor.shut_down(keep_engines=False)
     assert engine.stopped
 
 
-async def test_the_log_of_an_engine_that_is_never_idle_is_trimmed(
-    house: House, monkeypatch: pytest.MonkeyPatch
+async def test_the_log_of_a_busy_engine_is_trimmed(
+    fixture: SupervisorFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trimmed: list[Path] = []
     monkeypatch.setattr(module, "trim_log", trimmed.append)
-    house.supervisor.begin(SPEC)
-    await house.warm()
-    assert house.replica.in_flight.take(1, 1) is not None
-    looked = asyncio.Event()
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    assert fixture.replica.admission.admit(1, 1) is not None
+    was_trimmed = asyncio.Event()
 
-    def looks() -> EngineStats:
+    def moving_stats() -> EngineStats:
         if trimmed:
-            looked.set()
-        return EngineStats(steps_total=int(house.now_s))
+            was_trimmed.set()
+        return EngineStats(steps_total=int(fixture.now_s))
 
-    house.engines.started[0].answers = looks
-    house.now_s += 11.0
+    fixture.engines.started[0].current_stats = moving_stats
+    fixture.now_s += 11.0
     async with asyncio.timeout(30):
-        await looked.wait()
+        await was_trimmed.wait()
     assert set(trimmed) == {Path("r1")}
-    await house.supervisor.leave(keep_engines=False)
+    await fixture.supervisor.shut_down(keep_engines=False)

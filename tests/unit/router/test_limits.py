@@ -11,7 +11,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId, TenantId
 from isochrone.wire.keys import format_key
 from isochrone.wire.model import Price
-from isochrone.wire.routes import KeyEntry, Limits
+from isochrone.wire.routes import KeyEntry, KeyLimits
 from router.decide.admit import authenticate
 from router.decide.limits import DAY_S, Entry, Gate, Limited, duration
 
@@ -23,7 +23,7 @@ def a_key(name: str = "k", spent_until: float = 0.0, **limits: float) -> KeyEntr
         key_id=KeyId(name),
         secret_sha256="",
         tenant_id=TenantId("t"),
-        limits=Limits(**limits),  # type: ignore[arg-type]
+        limits=KeyLimits(**limits),  # type: ignore[arg-type]
         spent_until=spent_until,
     )
 

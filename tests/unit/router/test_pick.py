@@ -118,7 +118,7 @@ def test_siblings_are_those_of_the_same_city_with_room_the_asked_one_first() -> 
     held = Held(0.0, [Match(1 << board.slots[ReplicaId("b")], 0.5)])
     routes = rank(Picture(board, NOW_S, {}, {}), an_ask(held=held), {ReplicaId("x")})
     siblings = routes.siblings(routes[0])
-    assert [(one.replica_id, one.unread_tokens, one.prefill_ms) for one in siblings] == [
+    assert [(one.replica_id, one.pending_prefill_tokens, one.prefill_ms) for one in siblings] == [
         ("b", 50, 25),
         ("a", 100, 100),
         ("c", 100, 100),

@@ -1,6 +1,6 @@
 """What a router takes from a replica's word, whoever asked for it."""
 
-from isochrone.wire.headers import Load
+from isochrone.wire.headers import ReportedLoad
 from isochrone.wire.ids import NodeId, PopId, ReplicaId
 from router.decide.health import FAILURES_MAX
 from router.fleet import Fleet
@@ -25,7 +25,10 @@ class Bench:
 
 def test_a_ping_tells_of_a_replica_that_was_never_asked() -> None:
     bench = Bench()
-    loads = {OLD: Load(3000, 10, 2, 0, 2500), ReplicaId("of another table"): Load(1, 1, 1, 0)}
+    loads = {
+        OLD: ReportedLoad(3000, 10, 2, 0, 2500),
+        ReplicaId("of another table"): ReportedLoad(1, 1, 1, 0),
+    }
     bench.fleet.pinged(NodeId(f"n-{OLD}"), RTT_MS, loads)
     assert bench.others() == 2500
     picture = bench.fleet.view(D)
@@ -38,7 +41,7 @@ def test_who_is_turned_away_does_not_take_others_prompts_for_its_own() -> None:
     held = bench.fleet.reserve(a_route(OLD), prefill=400, decode=10)
     bench.now_s += RTT_MS / 1000
     # There 500 tokens waited, none of them ours: it was refused on arrival.
-    bench.fleet.heard(a_route(OLD), Load(500, 0, 1, 0, 500), "queued", held)
+    bench.fleet.heard(a_route(OLD), ReportedLoad(500, 0, 1, 0, 500), "queued", held)
     assert bench.others() == 500
     assert bench.fleet.in_flight.requests == 0
 
@@ -49,7 +52,7 @@ def test_whose_prompt_was_read_does_not_count_it_either() -> None:
     bench.fleet.reserve(a_route(OLD), prefill=100, decode=10)
     bench.now_s += 1.0
     # The first was read. Behind it stand our second and 500 tokens of others.
-    bench.fleet.heard(a_route(OLD), Load(600, 20, 3, 0, 600), "", first)
+    bench.fleet.heard(a_route(OLD), ReportedLoad(600, 20, 3, 0, 600), "", first)
     assert bench.others() == 500
     assert bench.fleet.in_flight.requests == 2
     assert bench.fleet.in_flight.at(OLD, bench.now_s).prefill_tokens == 100
@@ -59,7 +62,7 @@ def test_nothing_is_kept_of_who_fails_or_refuses_when_no_table_names_it_any_more
     bench = Bench()
     held = bench.fleet.reserve(a_route(OLD), prefill=400, decode=10)
     bench.fleet.adopt(a_table(NEW))
-    bench.fleet.heard(a_route(OLD), Load(500, 0, 1, 0, 500), "draining", held)
+    bench.fleet.heard(a_route(OLD), ReportedLoad(500, 0, 1, 0, 500), "draining", held)
     for _ in range(FAILURES_MAX):
         assert bench.fleet.failed(a_route(OLD)) == ""
     assert not bench.fleet.health.ejected()

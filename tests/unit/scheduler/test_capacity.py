@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isochrone.wire.model import EngineSettings, Model
+from isochrone.wire.model import CatalogModel, EngineSettings
 from isochrone.wire.model_shape import BadConfig, shape_of
-from isochrone.wire.report import Profile
+from isochrone.wire.report import ReplicaProfile
 from scheduler.decide.capacity.device_classes import CLASSES, GIB, DeviceClass, class_of
 from scheduler.decide.capacity.replica_capacity import (
     CannotFit,
@@ -53,13 +53,13 @@ ALL_OF_IT = EngineSettings(driver="vllm", kv_memory_bytes=0)
 EIGHTY_GB = msgspec.structs.replace(CLASSES["h100-80g"], memory_bytes=80 * 10**9)
 
 
-def of(config: dict[str, Any], weights_bytes: float) -> Model:
+def of(config: dict[str, Any], weights_bytes: float) -> CatalogModel:
     return msgspec.structs.replace(
         a_model("m"), shape=shape_of(config), weights_bytes=int(weights_bytes)
     )
 
 
-def carried(model: Model, kind: str, devices: int = 1, **fields: Any) -> ReplicaCapacity:
+def carried(model: CatalogModel, kind: str, devices: int = 1, **fields: Any) -> ReplicaCapacity:
     answer = replica_capacity(model, ALL_OF_IT, CLASSES[kind], devices=devices, **fields)
     assert isinstance(answer, ReplicaCapacity), answer
     return answer
@@ -226,11 +226,11 @@ def test_the_largest_model_is_spread_over_nodes_of_one_pop() -> None:
 
 def test_measured_rates_override_the_estimate() -> None:
     model = of(LLAMA_8B, 16e9)
-    measured = Profile(prefill_tokens_per_s=1234.0, decode_tokens_per_s=56.0)
+    measured = ReplicaProfile(prefill_tokens_per_s=1234.0, decode_tokens_per_s=56.0)
     deployment = a_deployment(model=model.model_id)
     profiles = {(model.model_id, "h100-80g"): measured}
     assert replica_rates("h100-80g", deployment, model, profiles) == measured
-    unmeasured = {(model.model_id, "h100-80g"): Profile()}
+    unmeasured = {(model.model_id, "h100-80g"): ReplicaProfile()}
     assert replica_rates("h100-80g", deployment, model, unmeasured).decode_tokens_per_s > 56.0
 
 
@@ -239,7 +239,9 @@ def test_an_implausible_measured_rate_is_ignored(rate: float) -> None:
     model = of(LLAMA_8B, 16e9)
     deployment = a_deployment(model=model.model_id)
     profiles = {
-        (model.model_id, "h100-80g"): Profile(prefill_tokens_per_s=rate, decode_tokens_per_s=50.0)
+        (model.model_id, "h100-80g"): ReplicaProfile(
+            prefill_tokens_per_s=rate, decode_tokens_per_s=50.0
+        )
     }
     believed = replica_rates("h100-80g", deployment, model, profiles)
     assert believed == replica_rates("h100-80g", deployment, model, {})

@@ -18,7 +18,7 @@ from isochrone.wire.ids import (
     RouterId,
     TenantId,
 )
-from isochrone.wire.usage import Demand, DemandRow, Outcome, RoundTrip, Usage, UsageRow
+from isochrone.wire.usage import Demand, DemandRow, RequestOutcome, RoundTrip, Usage, UsageRow
 from scheduler.decide.demand.intake import (
     COUNT_MAX,
     DEMAND_ROWS_MAX,
@@ -52,7 +52,7 @@ def a_usage(request: str = "q", **fields: Any) -> UsageRow:
         "prompt_tokens": 10,
         "cached_tokens": 0,
         "output_tokens": 5,
-        "outcome": Outcome.COMPLETE,
+        "outcome": RequestOutcome.COMPLETE,
         **fields,
     }
     return UsageRow(request_id=RequestId(request), **values)

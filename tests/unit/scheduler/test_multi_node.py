@@ -7,7 +7,7 @@ import pytest
 
 from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from isochrone.wire.model import EngineSettings
-from isochrone.wire.report import Device, ReplicaState
+from isochrone.wire.report import NodeDevice, ReplicaState
 from scheduler.decide.cluster import ClusterState, FleetNode, PlacementPlan
 from scheduler.decide.membership import judge_liveness
 from scheduler.decide.placement.fleet.slots import free_memory
@@ -164,7 +164,7 @@ def test_a_replica_spans_only_one_pop_and_one_device_class() -> None:
 
 
 def test_a_replica_too_large_for_a_node_is_refused_with_settings_that_fit() -> None:
-    def gpus() -> tuple[Device, ...]:
+    def gpus() -> tuple[NodeDevice, ...]:
         return tuple(
             msgspec.structs.replace(a_device(79.0, f"gpu{n}"), device_class="h100-80g")
             for n in range(8)

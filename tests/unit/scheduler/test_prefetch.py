@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
-from isochrone.wire.model import Artifact, ArtifactFile, Model
+from isochrone.wire.model import Artifact, ArtifactFile, CatalogModel
 from scheduler.decide.cluster import ClusterState, DemandRate, PrefetchTarget
 from scheduler.decide.placement.planner import plan_deployments
 from scheduler.decide.placement.prefetch import (
@@ -25,7 +25,7 @@ DUE_S = 10_000.0
 LINK = 100e6
 
 
-def a_large_model(name: str = "m", gib: float = 20.0) -> Model:
+def a_large_model(name: str = "m", gib: float = 20.0) -> CatalogModel:
     file = ArtifactFile(
         path="m.gguf", size_bytes=int(gib * GIB), sha256=name[0].encode().hex() * 32
     )

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from isochrone.wire.ids import BootId, Generation, ReplicaId
-from isochrone.wire.report import Profile, Refusal, ReplicaReport, ReplicaState
+from isochrone.wire.report import Refusal, ReplicaProfile, ReplicaReport, ReplicaState
 from scheduler.decide.membership import has_changed
 from tests.builders import GIB, a_device, a_replica_report, a_report, a_spec
 
 WARM = msgspec.structs.replace(
     a_replica_report(a_spec("r1")),
-    profile=Profile(load_s=30.0, prefill_tokens_per_s=1000.0, decode_tokens_per_s=100.0),
+    profile=ReplicaProfile(load_s=30.0, prefill_tokens_per_s=1000.0, decode_tokens_per_s=100.0),
 )
 WRITTEN = a_report(replicas=(WARM,), disk_free_bytes=100 * GIB)
 

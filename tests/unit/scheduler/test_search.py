@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, Generation, PopId
-from isochrone.wire.model import EngineSettings, Policy
+from isochrone.wire.model import EngineSettings, PlacementPolicy
 from ops.sim import small_worlds
 from ops.sim.optimality_gap import TABLE, run_search, total_cost
 from ops.sim.small_worlds import small_world
@@ -204,7 +204,7 @@ def test_a_node_that_holds_the_weights_starts_sooner() -> None:
 
 
 def test_prefill_share_splits_the_replicas_of_a_pop_by_role() -> None:
-    policy = Policy(replicas_min=3, prefill_share=0.34)
+    policy = PlacementPolicy(replicas_min=3, prefill_share=0.34)
     deployment = msgspec.structs.replace(a_deployment(), policy=policy)
     held = (a_placement("r1", "ams-1"), a_placement("r2", "ams-1", role=Role.PREFILL))
     cluster = a_cluster(nodes=(a_node("ams-1", "ams"),), deployments=(deployment,), placements=held)

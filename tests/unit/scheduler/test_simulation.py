@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
-from isochrone.wire.report import Profile
+from isochrone.wire.report import ReplicaProfile
 from scheduler.decide.cluster import ClusterState, DemandRate, MeasuredProfile
 from scheduler.decide.membership import LivenessLimits
 from scheduler.decide.placement import plan_fleet
@@ -228,7 +228,7 @@ def test_predictions_use_the_rates_that_the_planner_uses() -> None:
     slow = MeasuredProfile(
         model_id="m",
         device_class="h100-80g",
-        profile=Profile(prefill_tokens_per_s=100.0, decode_tokens_per_s=50.0),
+        profile=ReplicaProfile(prefill_tokens_per_s=100.0, decode_tokens_per_s=50.0),
     )
     measured = outcome("h100-80g", slow)
     assert ttft_ms(measured) > ttft_ms(outcome("cpu"))

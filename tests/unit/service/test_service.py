@@ -61,8 +61,8 @@ def test_an_unknown_environment_variable_is_refused_by_name() -> None:
     [
         ({"schedulers": '["10.0.0.5:7001"]'}, r"schedulers\[0\]"),
         ({"address": "10.0.0.7:9000"}, "address"),
-        ({"address": "http://10.0.0.7:9000", "door_tls": "true"}, "begins with https"),
-        ({"address": "https://10.0.0.7:9000"}, "begins with https"),
+        ({"address": "http://10.0.0.7:9000", "door_tls": "true"}, "must begin with https"),
+        ({"address": "https://10.0.0.7:9000"}, "must begin with https"),
     ],
 )
 def test_an_address_that_cannot_be_connected_to_is_refused(

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isochrone.wire.headers import Load
+from isochrone.wire.headers import ReportedLoad
 from ops.sim.replica import Job, Replica
 from ops.sim.traces import Request
 from ops.sim.world import Profile, Site
@@ -59,9 +59,9 @@ def test_each_router_hears_of_others_alone_and_what_is_left_of_the_prompt_being_
     replica.take(Job(request, 1010, 800, 3, 1000.0), 0.0)
     replica.take(Job(request._replace(number=1), 1020, 500, 4, 600.0), 0.1)
     told = [replica.load_at(0.25, pop) for pop in (3, 4, 5)]
-    assert [one.unread for one in told] == [1300] * 3
-    assert [one.others_unread for one in told] == [500, 600, 1100]
-    assert [one.others_decode for one in told] == [20, 10, 30]
+    assert [one.pending_prefill_tokens for one in told] == [1300] * 3
+    assert [one.others_pending_prefill_tokens for one in told] == [500, 600, 1100]
+    assert [one.others_decode_tokens for one in told] == [20, 10, 30]
 
 
 def test_a_prompt_that_was_read_before_costs_only_what_is_new() -> None:
@@ -107,5 +107,5 @@ def test_everybody_is_answered_and_nothing_is_left(jobs: list[tuple[float, int, 
             continue
         ended |= {job.request.number for job in replica.settle(at_s)[1]}
     assert ended == set(range(len(jobs)))
-    assert replica.load_at(1e9, 1) == Load(0, 0, 0, 0, 0, 0, 0)
+    assert replica.load_at(1e9, 1) == ReportedLoad(0, 0, 0, 0, 0, 0, 0)
     assert work_s - 1e-6 <= replica.busy_s <= 1.2 * work_s + 1e-6

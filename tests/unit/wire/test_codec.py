@@ -21,7 +21,7 @@ from isochrone.wire.ids import (
     NodeId,
     ReplicaId,
 )
-from isochrone.wire.report import Profile, Pulse, ReplicaReport
+from isochrone.wire.report import Pulse, ReplicaProfile, ReplicaReport
 from tests.builders import a_replica_report, a_report, a_spec
 
 READER = codec.decoder(FromAgent)
@@ -41,7 +41,7 @@ def test_a_pattern_is_told_in_words() -> None:
     with pytest.raises(codec.MalformedFrame) as refused:
         codec.decode_json(pop, reader)
     assert str(refused.value) == (
-        "cannot read body: Expected two capital letters, as `NL` - at `$.country`"
+        "cannot read body: Expected two capital letters, such as `NL` - at `$.country`"
     )
 
 
@@ -97,7 +97,7 @@ def test_deep_json_is_refused_in_words() -> None:
 
 @given(
     st.builds(
-        headers.Load,
+        headers.ReportedLoad,
         st.integers(0, 10**9),
         st.integers(0, 10**9),
         st.integers(0, 10**6),
@@ -106,34 +106,39 @@ def test_deep_json_is_refused_in_words() -> None:
     ),
     st.none() | st.tuples(st.integers(0, 10**9), st.integers(0, 10**9)),
 )
-def test_a_load_survives_its_header(load: headers.Load, others: tuple[int, int] | None) -> None:
+def test_a_load_survives_its_header(
+    load: headers.ReportedLoad, others: tuple[int, int] | None
+) -> None:
     if others is not None:
-        load = msgspec.structs.replace(load, others_unread=others[0], others_decode=others[1])
+        load = msgspec.structs.replace(
+            load, others_pending_prefill_tokens=others[0], others_decode_tokens=others[1]
+        )
     assert headers.parse_load(headers.format_load(load)) == load
 
 
 def test_loads_survive_their_header_and_what_is_none_is_left_out() -> None:
     loads = {
-        ReplicaId(f"m-{n}"): headers.Load(n, 2 * n, 3, 0, n) for n in range(headers.LOADS_MAX + 9)
+        ReplicaId(f"m-{n}"): headers.ReportedLoad(n, 2 * n, 3, 0, n)
+        for n in range(headers.LOADS_MAX + 9)
     }
     read = headers.parse_loads(headers.format_loads(loads))
     assert read == dict(list(loads.items())[: headers.LOADS_MAX])
     assert headers.parse_loads("") == {}
     assert headers.parse_loads("a p=1;d=2;r=1;w=0,b,c nonsense,,d p=x;d=2;r=1;w=0") == {
-        "a": headers.Load(1, 2, 1, 0)
+        "a": headers.ReportedLoad(1, 2, 1, 0)
     }
 
 
 def test_siblings_survive_their_header_and_what_is_none_is_left_out() -> None:
     siblings = [
-        headers.Sibling(ReplicaId(f"m-{n}"), NodeId(f"n{n}"), f"10.0.0.{n}:7000", 10 * n, n, 62)
-        for n in range(headers.SIBLINGS_MAX + 2)
+        headers.PeerReplica(ReplicaId(f"m-{n}"), NodeId(f"n{n}"), f"10.0.0.{n}:7000", 10 * n, n, 62)
+        for n in range(headers.PEER_REPLICAS_MAX + 2)
     ]
-    read = headers.parse_siblings(headers.format_siblings(siblings))
-    assert read == siblings[: headers.SIBLINGS_MAX]
-    assert headers.parse_siblings("") == []
-    told = headers.parse_siblings("a x:1 1 2 3,b n x:1 1 2 -3, n x:1 1 2 3,d n x:1 1 2 3")
-    assert told == [headers.Sibling(ReplicaId("d"), NodeId("n"), "x:1", 1, 2, 3)]
+    read = headers.parse_peer_replicas(headers.format_peer_replicas(siblings))
+    assert read == siblings[: headers.PEER_REPLICAS_MAX]
+    assert headers.parse_peer_replicas("") == []
+    told = headers.parse_peer_replicas("a x:1 1 2 3,b n x:1 1 2 -3, n x:1 1 2 3,d n x:1 1 2 3")
+    assert told == [headers.PeerReplica(ReplicaId("d"), NodeId("n"), "x:1", 1, 2, 3)]
 
 
 def a_warm(replica_id: str = "r1") -> ReplicaReport:
@@ -144,15 +149,15 @@ def a_warm(replica_id: str = "r1") -> ReplicaReport:
     ("fields", "said"),
     [
         # Both go into headers that routers send to other nodes: the siblings of a request.
-        ({"address": "http://10.0.0.7:9000\r\n"}, "an address, as"),
-        ({"address": "10.0.0.7:9000 0 0 0,r2 n2 10.0.0.8:9000"}, "an address, as"),
+        ({"address": "http://10.0.0.7:9000\r\n"}, "an address such as"),
+        ({"address": "10.0.0.7:9000 0 0 0,r2 n2 10.0.0.8:9000"}, "an address such as"),
         ({"replicas": (a_warm("r\r\nx-isochrone-cache-salt: b"),)}, "letters, digits"),
         ({"replicas": (a_warm("r1 n1 10.0.0.7:1 0 0 0,r2"),)}, "letters, digits"),
         # A folder of the node is called so.
         ({"replicas": (a_warm(".."),)}, "letters, digits"),
         ({"disk_bytes_per_s": nan}, "Expected `float` >= 0.0"),
         (
-            {"replicas": (replace(a_warm(), profile=Profile(decode_tokens_per_s=inf)),)},
+            {"replicas": (replace(a_warm(), profile=ReplicaProfile(decode_tokens_per_s=inf)),)},
             "Expected `float` <=",
         ),
     ],
@@ -167,7 +172,7 @@ def test_what_a_node_says_of_itself_is_held_to_what_it_goes_into(
 
 @given(st.text(max_size=60))
 def test_any_siblings_header_is_read_or_ignored(text: str) -> None:
-    assert all(one.token_us >= 0 for one in headers.parse_siblings(text))
+    assert all(one.token_us >= 0 for one in headers.parse_peer_replicas(text))
 
 
 @given(st.text(max_size=60))

@@ -1,7 +1,8 @@
-"""What the release before wrote is read, and what it reads is written: upgrades go part by part.
+"""Compatibility with the previous release, because an upgrade replaces one process at a time.
 
-`ops/golden/formats.json` is what it wrote. A new field has a default, for it writes none. A field
-that it asks for stays, unless schedulers alone read it: they are upgraded first.
+`ops/golden/formats.json` holds what that release wrote. A new field needs a default, because the
+previous release does not write it. A field that it requires must stay, unless only schedulers read
+it: they are upgraded first.
 """
 
 import json
@@ -23,14 +24,14 @@ BEFORE = json.loads(FILE.read_text())
 
 
 @pytest.mark.parametrize("kind", [*TO_SCHEDULERS, *TO_ALL], ids=lambda kind: str(kind.__name__))
-def test_what_the_release_before_wrote_is_read(kind: Any) -> None:
+def test_formats_of_the_previous_release_are_read(kind: Any) -> None:
     for written in BEFORE[kind.__name__].values():
         read = msgspec.json.decode(json.dumps(written), type=kind)
         assert agrees(written, json.loads(msgspec.json.encode(read)))
 
 
 def agrees(written: Any, read: Any) -> bool:
-    """Say whether what was read is what was written, as far as it is read at all."""
+    """Return True if all fields that were written and are still known have the same values."""
     if isinstance(written, Mapping):
         return all(agrees(written[name], read[name]) for name in written if name in read)
     if isinstance(written, list):
@@ -38,7 +39,7 @@ def agrees(written: Any, read: Any) -> bool:
     return bool(written == read)
 
 
-def test_what_the_release_before_asks_for_is_written() -> None:
+def test_required_fields_of_the_previous_release_are_written() -> None:
     today = fields_of(TO_ALL, required=False)
     gone = {
         f"{name}.{field}"
@@ -46,16 +47,18 @@ def test_what_the_release_before_asks_for_is_written() -> None:
         for field in fields
         if field not in today.get(name, ())
     }
-    assert not gone, "who is of the release before cannot read what lacks these"
+    assert not gone, "the previous release cannot read messages without these"
     assert "address" in BEFORE["asked_for"]["Route"]
 
 
-def test_a_migration_that_is_out_is_not_edited() -> None:
+def test_a_released_migration_is_not_edited() -> None:
     today = {migration.name: migration.sha256 for migration in read_migrations()}
-    assert today.items() >= BEFORE["migrations"].items(), "every database would refuse this release"
+    assert today.items() >= BEFORE["migrations"].items(), (
+        "every existing database would refuse this release"
+    )
 
 
-def test_a_snapshot_sealed_by_the_release_before_is_opened(tmp_path: Path) -> None:
+def test_a_snapshot_of_the_previous_release_is_opened(tmp_path: Path) -> None:
     sealed = (
         "69736f6368726f6e652d736e617073686f742d310a"
         "239f59ed55e737c77147cf55ad0c1b030b6d7ee748a7426952f9b852d5a935e5"
@@ -67,18 +70,18 @@ def test_a_snapshot_sealed_by_the_release_before_is_opened(tmp_path: Path) -> No
     assert (tmp_path / "again").read_bytes().hex() == sealed
 
 
-def test_a_journal_of_the_release_before_is_read(tmp_path: Path) -> None:
+def test_a_journal_of_the_previous_release_is_read(tmp_path: Path) -> None:
     row = msgspec.msgpack.encode(BEFORE["UsageRow"]["whole"])
     (tmp_path / "rows.000000003").write_bytes(row + row)
     journal = Journal(tmp_path)
     rows = journal.open()
     journal.close()
-    assert [json.loads(msgspec.json.encode(one)) for one in rows] == [
+    assert [json.loads(msgspec.json.encode(row)) for row in rows] == [
         BEFORE["UsageRow"]["whole"]
     ] * 2
 
 
-def test_what_a_peer_signs_is_what_the_release_before_verifies() -> None:
+def test_the_registration_signature_covers_the_same_bytes_as_before() -> None:
     signed = register_payload(
         cluster_id=ClusterId("c"), nonce=b"\x01", name="n", boot_id=BootId("b")
     )

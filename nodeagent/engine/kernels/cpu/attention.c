@@ -1,6 +1,6 @@
 /* Attention over paged keys and values, of decodes and of prompt chunks alike.
  * Where the processor has a matrix unit, and its answers may differ in the last bits from those of
- * few rows, pieces of many rows go to `attention_tiles.c`.
+ * few rows, pieces of many rows go to `attention_amx.c`.
  *
  * The work is cut into pieces: a few neighbouring tokens of one sequence under one KV head, or a
  * single token under all of them in turn. All query heads of all its tokens (its rows) go together
@@ -192,7 +192,7 @@ static void attend_rows(const struct pages *pages, const struct piece *piece, in
 }
 
 /* Put the keys and values of every row of `mixed` (queries, keys, values) into its slot. */
-void keep(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots, float *pages,
+void store_kv(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots, float *pages,
           int64_t kv_heads, int64_t dim) {
     int64_t width = 2 * kv_heads * dim, stride = heads * dim + width;
     for (int64_t row = 0; row < rows; row++)
@@ -240,7 +240,7 @@ static void attend_pieces(const void *told, int64_t at, int64_t end) {
         }
         int64_t rows = piece.tokens * piece.heads, most = ROWS / piece.kv_heads;
         if (asked->by_tiles && rows >= MANY_ROWS && piece.kv_heads == 1 &&
-            attend_by_tiles(&asked->pages, &piece))
+            attend_by_amx(&asked->pages, &piece))
             continue;
         for (int64_t begin = 0; begin < rows; begin += most)
             attend_rows(&asked->pages, &piece, begin, rows - begin < most ? rows - begin : most);

@@ -129,6 +129,6 @@ INLINED float total_of(const struct row *row) {
 }
 
 /* Answer the piece by the matrix unit; 0 where that may not be used. */
-int attend_by_tiles(const struct pages *pages, const struct piece *piece);
+int attend_by_amx(const struct pages *pages, const struct piece *piece);
 
 #endif

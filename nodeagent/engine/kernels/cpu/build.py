@@ -65,16 +65,16 @@ _PACKAGED: Final = "ziglang"
 _COMPILE_S: Final = 120.0
 
 
-class NoKernels(RuntimeError):
+class KernelsUnavailable(RuntimeError):
     """The library cannot be built; the message says why."""
 
 
-def built() -> Path:
-    """Return the library's path, built where it is not there yet, or raise NoKernels."""
+def kernels_library() -> Path:
+    """Return the library's path, built where it is not there yet, or raise KernelsUnavailable."""
     features = _features()
     lacking = sorted(set(_NEEDED) - set(features.split()))
     if lacking:
-        raise NoKernels(f"cannot run kernels: this processor lacks {', '.join(lacking)}")
+        raise KernelsUnavailable(f"cannot run kernels: this processor lacks {', '.join(lacking)}")
     for variant in VARIANTS:
         path = PREBUILT_FOLDER / prebuilt_name(variant)
         if set(variant.features) <= set(features.split()) and path.is_file():
@@ -89,9 +89,9 @@ def built() -> Path:
         try:
             _build(compiler, path)
             return path
-        except NoKernels as error:
+        except KernelsUnavailable as error:
             failures.append(str(error))
-    raise NoKernels(
+    raise KernelsUnavailable(
         "; ".join(failures)
         or "cannot build kernels: there is no C compiler; install the packages gcc and libc6-dev, "
         f"or `pip install {_PACKAGED}`"
@@ -104,7 +104,7 @@ def prebuilt_name(variant: Variant) -> str:
 
 
 def _build(compiler: tuple[str, ...], path: Path) -> None:
-    """Compile the library to `path`, or raise NoKernels with the compiler's first words."""
+    """Compile the library to `path`; raise KernelsUnavailable with the compiler's first line."""
     fields = {"compiler": " ".join(compiler), "library": str(path)}
     log.info("building kernels", extra={"fields": fields})
     with tempfile.TemporaryDirectory(dir=path.parent) as name:
@@ -123,11 +123,11 @@ def _build(compiler: tuple[str, ...], path: Path) -> None:
             )
         except subprocess.CalledProcessError as error:
             lines = error.stderr.strip().splitlines()
-            raise NoKernels(
+            raise KernelsUnavailable(
                 f"cannot build kernels with {compiler[0]}: {lines[0] if lines else 'it failed'}"
             ) from error
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise NoKernels(f"cannot build kernels: {error}") from error
+            raise KernelsUnavailable(f"cannot build kernels: {error}") from error
         sync(new)
         new.replace(path)
 
@@ -165,7 +165,9 @@ def _features() -> str:
 
 
 def _folder() -> Path:
-    """Return the folder of compiled libraries, created if missing; raise NoKernels if unsafe.
+    """Return the folder of compiled libraries, created if missing.
+
+    Raises KernelsUnavailable if it is unsafe.
 
     Another user who could write the folder, replace it, or point a link of that name elsewhere
     could make the engine load a library of theirs.
@@ -173,20 +175,28 @@ def _folder() -> Path:
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
-        raise NoKernels(f"cannot keep kernels: {error} Set XDG_CACHE_HOME to a folder.") from error
+        raise KernelsUnavailable(
+            f"cannot keep kernels: {error} Set XDG_CACHE_HOME to a folder."
+        ) from error
     folder = root / "isochrone"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status, parent = folder.lstat(), root.stat()
     except OSError as error:
-        raise NoKernels(f"cannot keep kernels in {folder}: {error}") from error
+        raise KernelsUnavailable(f"cannot keep kernels in {folder}: {error}") from error
     if stat.S_ISLNK(status.st_mode):
-        raise NoKernels(f"cannot keep kernels in {folder}: it is a symbolic link; use a folder")
+        raise KernelsUnavailable(
+            f"cannot keep kernels in {folder}: it is a symbolic link; use a folder"
+        )
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise NoKernels(f"cannot keep kernels in {folder}: other users may write there; chmod 700")
+        raise KernelsUnavailable(
+            f"cannot keep kernels in {folder}: other users may write there; chmod 700"
+        )
     shared = parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX
     if shared or parent.st_uid not in (0, os.getuid()):
-        raise NoKernels(f"cannot keep kernels in {folder}: other users may replace it in {root}")
+        raise KernelsUnavailable(
+            f"cannot keep kernels in {folder}: other users may replace it in {root}"
+        )
     if not os.access(folder, os.W_OK):
-        raise NoKernels(f"cannot keep kernels in {folder}: it is not writable")
+        raise KernelsUnavailable(f"cannot keep kernels in {folder}: it is not writable")
     return folder

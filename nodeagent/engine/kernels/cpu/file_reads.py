@@ -1,11 +1,12 @@
-"""Matrices from open files, each read once, on all threads, beside whatever else is done.
+"""Reads matrices from files in the background and packs them, on all threads, each byte once.
 
-What is not in the page cache is read past it: no page is cleared to hold it, and none copied.
+A file that is not in the page cache is read with O_DIRECT: the kernel then neither clears pages for
+it nor copies from them.
 """
 
 import fcntl
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from ctypes import Structure, c_int64, c_void_p
@@ -14,87 +15,80 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch import Tensor
 
-from nodeagent.engine.kernels.cpu.matrix_layouts import LAYOUTS, Layout, Native
+from nodeagent.engine.kernels.cpu.native_matrix import FORMAT_CODES, NativeMatrix
+from nodeagent.engine.kernels.matrix_formats import RowsInFile
 
-_PROBES: Final = 16
-"""Places looked at to say whether a file is in the page cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class InFile:
-    """Rows where they lie in a file, one behind another."""
-
-    path: Path
-    start: int
-    shape: tuple[int, int]
-    """Rows and columns."""
-    layout: Layout
-    head_rows: int
-    """Of so many rows, the first half and the second are filed as neighbours; 0 where none are."""
-    read: Callable[[], Tensor]
-    """Reads them in the order that is wanted; says in words why it cannot."""
-
-    def __len__(self) -> int:
-        return self.shape[0]
+_CACHE_PROBES: Final = 16
+"""Bytes that are probed to decide whether a file is in the page cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
-    """What is to be the rows of `matrix` from `at` on."""
+class RowFetch:
+    """Rows to read from a file and pack into `matrix`, from `first_row` on."""
 
-    matrix: Native
-    at: int
-    rows: InFile
+    matrix: NativeMatrix
+    first_row: int
+    rows: RowsInFile
 
 
-class _Fetch(Structure):
+class _FetchStruct(Structure):
+    """`struct fetch` of file_reads.c."""
+
     _fields_ = (
-        *((name, c_int64) for name in ("file", "start", "layout", "kind", "rows", "columns")),
+        *((name, c_int64) for name in ("file", "start", "format", "kind", "rows", "columns")),
         ("head_rows", c_int64),
         ("out", c_void_p),
     )
 
 
-def fetch(wanted: Sequence[Fetch]) -> Future[None]:
-    """Begin to bring all that is `wanted`, from the front of each file to its end.
+def start_fetching(fetches: Sequence[RowFetch]) -> Future[None]:
+    """Start to read all `fetches`, each file from front to end.
 
-    In one call, for which the interpreter is free for others: a call for each matrix would wait
-    for it after each.
+    One C call reads everything, so that the interpreter is free for other threads meanwhile.
     """
-    # Twice as many as compute: while one packs what it read, another waits for the disk.
+    # Twice as many readers as cores: one packs what it has read while another waits for the disk.
     readers = 2 * torch.get_num_threads()
-    ordered = sorted(wanted, key=lambda one: (one.rows.path, one.rows.start))
+    ordered = sorted(fetches, key=lambda fetch: (fetch.rows.path, fetch.rows.start))
 
-    def work() -> None:
+    def read_all() -> None:
         with ExitStack() as opened, suppress(OSError):
-            files = {path: _open(path, opened) for path in {one.rows.path for one in ordered}}
-            table = (_Fetch * len(ordered))(*(_told(files[one.rows.path], one) for one in ordered))
-            if wanted[0].matrix.library.fetch_rows(table, len(ordered), readers) == 0:
+            paths = {fetch.rows.path for fetch in ordered}
+            files = {path: _open(path, opened) for path in paths}
+            structs = (_fetch_struct(files[fetch.rows.path], fetch) for fetch in ordered)
+            table = (_FetchStruct * len(ordered))(*structs)
+            library = ordered[0].matrix.library
+            if library.read_and_pack(table, len(ordered), readers) == 0:
                 return
-        for one in ordered:
-            # Says in words what it was.
-            one.matrix.fill(one.at, one.rows.read(), one.rows.layout)
+        # Something could not be read. Read again by Python, which says what it was.
+        for fetch in ordered:
+            fetch.matrix.fill_rows(fetch.first_row, fetch.rows.read(), fetch.rows.layout)
 
-    reader = ThreadPoolExecutor(1, "weights")
+    executor = ThreadPoolExecutor(1, "weights")
     try:
-        return reader.submit(work)
+        return executor.submit(read_all)
     finally:
-        reader.shutdown(wait=False)
+        executor.shutdown(wait=False)
 
 
-def _told(file: int, one: Fetch) -> _Fetch:
-    rows, kind = one.rows, one.matrix.arguments[1]
-    place = one.matrix.place_of(one.at)
-    layout = LAYOUTS[rows.layout]
-    return _Fetch(file, rows.start, layout, kind, *rows.shape, rows.head_rows, place)
+def _fetch_struct(file: int, fetch: RowFetch) -> _FetchStruct:
+    rows, matrix = fetch.rows, fetch.matrix
+    return _FetchStruct(
+        file=file,
+        start=rows.start,
+        format=FORMAT_CODES[rows.layout],
+        kind=matrix.kind,
+        rows=rows.shape[0],
+        columns=rows.shape[1],
+        head_rows=rows.head_rows,
+        out=matrix.panel_address(fetch.first_row),
+    )
 
 
 def _open(path: Path, opened: ExitStack) -> int:
     file = os.open(path, os.O_RDONLY)
     opened.callback(os.close, file)
-    # Some file systems have no other way than through the page cache.
+    # Some file systems do not support O_DIRECT; those are read through the page cache.
     with suppress(OSError):
         if not _is_cached(file):
             fcntl.fcntl(file, fcntl.F_SETFL, os.O_DIRECT)
@@ -102,10 +96,12 @@ def _open(path: Path, opened: ExitStack) -> int:
 
 
 def _is_cached(file: int) -> bool:
-    step, byte = os.fstat(file).st_size // (_PROBES + 1), bytearray(1)
+    """Return whether bytes spread over the file can be read without waiting for the disk."""
+    step, byte = os.fstat(file).st_size // (_CACHE_PROBES + 1), bytearray(1)
     try:
         return all(
-            os.preadv(file, [byte], at * step, os.RWF_NOWAIT) for at in range(1, _PROBES + 1)
+            os.preadv(file, [byte], probe * step, os.RWF_NOWAIT)
+            for probe in range(1, _CACHE_PROBES + 1)
         )
     except BlockingIOError:
         return False

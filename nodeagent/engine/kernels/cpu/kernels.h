@@ -2,7 +2,7 @@
  *
  * Rule 1: every function takes fp32 rows that lie one behind another, writes where it is told, and
  * keeps nothing.
- * Rule 2: they are written for AVX-512 with VNNI; `building.py` builds them for no other processor.
+ * Rule 2: they are written for AVX-512 with VNNI; `build.py` builds them for no other processor.
  * Rule 3: `threads` are OpenMP's, of the runtime that torch has loaded: one pool for both. Work is
  * given to them by `share` alone.
  */
@@ -133,12 +133,12 @@ INLINED void add(float *x, const float *y, int64_t count) {
     for (int64_t at = 0; at < count; at++) x[at] += y[at];
 }
 
-void normalise(float *x, const float *added, const float *weight, float epsilon, int64_t rows,
+void rms_norm(float *x, const float *added, const float *weight, float epsilon, int64_t rows,
                int64_t columns, int64_t threads, float *out);
-void gate(const float *x, int64_t rows, int64_t columns, int64_t threads, float *out);
-void turn(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos, const float *sin,
+void silu_gate(const float *x, int64_t rows, int64_t columns, int64_t threads, float *out);
+void rotate(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos, const float *sin,
           int64_t rows, int64_t threads);
-void keep(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots, float *pages,
+void store_kv(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots, float *pages,
           int64_t kv_heads, int64_t dim);
 void attend(const float *mixed, int64_t heads, const float *slots, int64_t block_tokens,
             int64_t kv_heads, int64_t dim, const int64_t *tables, int64_t width,
@@ -147,7 +147,7 @@ void attend(const float *mixed, int64_t heads, const float *slots, int64_t block
 
 INLINED int64_t group_bytes(int64_t bits) { return GROUP * TILE * bits / 8 + 4 * TILE; }
 
-int64_t tile_bytes(int64_t kind, int64_t columns);
+int64_t panel_bytes(int64_t kind, int64_t columns);
 
 int64_t multiply(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns, const float *x,
                  int64_t count, int64_t threads, float *out);

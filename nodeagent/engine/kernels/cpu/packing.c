@@ -12,7 +12,7 @@
 #include "packing.h"
 
 /* Of a matrix of floats, by their kind; or of numbers, by their bits. */
-int64_t tile_bytes(int64_t kind, int64_t columns) {
+int64_t panel_bytes(int64_t kind, int64_t columns) {
     return kind <= FP32 ? TILE * columns * bytes_of(kind) : columns / GROUP * group_bytes(kind);
 }
 
@@ -46,7 +46,7 @@ static void pack_numbers(const void *told, int64_t tile, int64_t end) {
 }
 
 /* `rows` must be whole tiles. */
-void pack(const uint8_t *numbers, const float *scales, const float *offsets, int64_t bits,
+void pack_groups(const uint8_t *numbers, const float *scales, const float *offsets, int64_t bits,
           int64_t rows, int64_t columns, int64_t threads, uint8_t *out) {
     const struct numbers told = {numbers, scales, offsets, bits, columns, out};
     share(pack_numbers, &told, rows / TILE, portions_of(rows * columns, threads), threads);
@@ -150,10 +150,10 @@ static int64_t filed_at(int64_t row, int64_t head_rows) {
 }
 
 /* Whole tiles, and whole heads where there are any. */
-void pack_rows(const uint8_t *filed, int64_t layout, int64_t kind, int64_t rows, int64_t columns,
+void pack_file_rows(const uint8_t *filed, int64_t layout, int64_t kind, int64_t rows, int64_t columns,
                int64_t head_rows, uint8_t *out) {
     int64_t bytes = row_bytes(layout, columns);
-    for (int64_t row = 0; row < rows; row += TILE, out += tile_bytes(kind, columns)) {
+    for (int64_t row = 0; row < rows; row += TILE, out += panel_bytes(kind, columns)) {
         const uint8_t *from[TILE];
         for (int64_t at = 0; at < TILE; at++) from[at] = filed + filed_at(row + at, head_rows) * bytes;
         pack_tile(from, layout, kind, columns, out);
@@ -168,12 +168,12 @@ struct filed {
 
 static void pack_tiles(const void *told, int64_t tile, int64_t end) {
     const struct filed *by = told;
-    pack_rows(by->rows + tile * TILE * row_bytes(by->layout, by->columns), by->layout, by->kind,
-              (end - tile) * TILE, by->columns, 0, by->out + tile * tile_bytes(by->kind, by->columns));
+    pack_file_rows(by->rows + tile * TILE * row_bytes(by->layout, by->columns), by->layout, by->kind,
+              (end - tile) * TILE, by->columns, 0, by->out + tile * panel_bytes(by->kind, by->columns));
 }
 
 /* `rows` must be whole tiles. */
-void pack_filed(const uint8_t *filed, int64_t layout, int64_t kind, int64_t rows, int64_t columns,
+void pack_rows(const uint8_t *filed, int64_t layout, int64_t kind, int64_t rows, int64_t columns,
                 int64_t threads, uint8_t *out) {
     const struct filed told = {filed, layout, kind, columns, out};
     share(pack_tiles, &told, rows / TILE, portions_of(rows * columns, threads), threads);
@@ -197,11 +197,11 @@ static float number_at(const uint8_t *group, int64_t bits, int64_t row, int64_t 
 }
 
 /* Rows of the matrix by their numbers; -1 where there is no such row. */
-int64_t read_rows(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
+int64_t unpack_rows(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
                   const int64_t *wanted, int64_t count, float *out) {
     for (int64_t at = 0; at < count; at++) {
         if (wanted[at] < 0 || wanted[at] >= rows) return -1;
-        const uint8_t *tile = packed + wanted[at] / TILE * tile_bytes(kind, columns);
+        const uint8_t *tile = packed + wanted[at] / TILE * panel_bytes(kind, columns);
         for (int64_t column = 0, row = wanted[at] % TILE; column < columns; column++)
             *out++ = kind <= FP32
                          ? widened(kind, tile + column * TILE * bytes_of(kind))[row]

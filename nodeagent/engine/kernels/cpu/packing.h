@@ -16,7 +16,7 @@ INLINED int64_t row_bytes(int64_t layout, int64_t columns) {
     return layout <= FP32 ? columns * bytes_of(layout) : columns / GROUP * block_bytes(layout);
 }
 
-void pack_rows(const uint8_t *filed, int64_t layout, int64_t kind, int64_t rows, int64_t columns,
+void pack_file_rows(const uint8_t *filed, int64_t layout, int64_t kind, int64_t rows, int64_t columns,
                int64_t head_rows, uint8_t *out);
 
 #endif

@@ -1,5 +1,5 @@
-"""What the engine does in its own way on NVIDIA GPUs: kernels in Triton, graphs, weights streamed.
+"""Kernels for NVIDIA GPUs: Triton kernels and captured graphs.
 
-Nothing here is imported where there is no such device. Where Triton is missing the same steps run
-by torch's own kernels, and which was taken is logged.
+These modules are used only on such a device. Where Triton is missing, torch's kernels run the same
+steps; the log says which were chosen.
 """

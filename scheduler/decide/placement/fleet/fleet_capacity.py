@@ -6,7 +6,7 @@ The memory and ports that a plan takes are booked in `search/slot_ledger.py`.
 from collections.abc import Mapping
 
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
-from isochrone.wire.model import Deployment, Model, Policy
+from isochrone.wire.model import CatalogModel, Deployment, PlacementPolicy
 from isochrone.wire.routes import Pop
 from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.capacity.start_times import StartTimes
@@ -63,7 +63,7 @@ class FleetCapacity:
         """Return the site of a placement on a known node; -1 if the node has no device."""
         return self.table.site_of_placement(placement, self.nodes[placement.node_id])
 
-    def allowed_pops(self, policy: Policy) -> frozenset[PopId]:
+    def allowed_pops(self, policy: PlacementPolicy) -> frozenset[PopId]:
         """Return the PoPs that residency allows. Cached: most policies say the same."""
         key = policy.allow, policy.deny
         if key not in self._allowed_pops:
@@ -76,7 +76,9 @@ class FleetCapacity:
         """Return how many replicas of a deployment failed on a node recently."""
         return self.start_history.failures_on(deployment_id, node_id)
 
-    def eligible_nodes(self, deployment: Deployment, model: Model) -> dict[int, list[FleetNode]]:
+    def eligible_nodes(
+        self, deployment: Deployment, model: CatalogModel
+    ) -> dict[int, list[FleetNode]]:
         """Return by site the nodes that could take a replica of a deployment if they were empty."""
         engine = deployment.engine
         needed = replica_memory_bytes(model, engine)

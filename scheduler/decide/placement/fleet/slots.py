@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.ids import DeviceId, NodeId, PopId
-from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
+from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, PlacementPolicy
 from isochrone.wire.routes import Pop
 from scheduler.decide.capacity.replica_capacity import gib, overhead_bytes
 from scheduler.decide.cluster import FleetNode, Liveness, Placement
@@ -41,7 +41,7 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
         return self.parts[0].node
 
 
-def replica_memory_bytes(model: Model, engine: EngineSettings) -> int:
+def replica_memory_bytes(model: CatalogModel, engine: EngineSettings) -> int:
     """Return the bytes that a replica takes of each of its devices.
 
     Weights are split over the devices; KV cache and overhead are needed on each.
@@ -66,7 +66,7 @@ def free_memory(nodes: Iterable[FleetNode], placements: Iterable[Placement]) -> 
     }
 
 
-def residency_allows(policy: Policy, pop: Pop) -> bool:
+def residency_allows(policy: PlacementPolicy, pop: Pop) -> bool:
     """Say whether a policy lets a replica run in `pop`; `deny` overrides `allow`."""
     names = {str(pop.pop), pop.country}
     if names & set(policy.deny):
@@ -75,7 +75,7 @@ def residency_allows(policy: Policy, pop: Pop) -> bool:
 
 
 def policy_contradiction(
-    policy: Policy, pops: Container[PopId], allowed_pops: Collection[PopId]
+    policy: PlacementPolicy, pops: Container[PopId], allowed_pops: Collection[PopId]
 ) -> str:
     """Return what in a policy cannot be met in any fleet, or "".
 
@@ -103,7 +103,7 @@ def why_no_slot(
     pop: Pop,
     liveness: Liveness,
     deployment: Deployment,
-    model: Model,
+    model: CatalogModel,
     free: FreeMemory,
 ) -> str:
     """Return why `node` can hold no replica, or no part of one over several nodes; "" if it can."""
@@ -116,7 +116,7 @@ def why_no_slot(
 
 
 def classes_with_space(
-    node: FleetNode, engine: EngineSettings, model: Model, free: FreeMemory
+    node: FleetNode, engine: EngineSettings, model: CatalogModel, free: FreeMemory
 ) -> set[str]:
     """Return the device classes of which a node has enough free devices for a replica, or for its
     part of one."""
@@ -130,7 +130,7 @@ def classes_with_space(
 
 
 def why_ineligible(
-    node: FleetNode, *, pop: Pop, liveness: Liveness, deployment: Deployment, model: Model
+    node: FleetNode, *, pop: Pop, liveness: Liveness, deployment: Deployment, model: CatalogModel
 ) -> str:
     """Return why a node may take no replica, even with empty devices; "" if it may."""
     if not residency_allows(deployment.policy, pop):

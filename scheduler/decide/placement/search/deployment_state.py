@@ -12,7 +12,7 @@ import numpy as np
 
 from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, PopId
-from isochrone.wire.model import Deployment, Model
+from isochrone.wire.model import CatalogModel, Deployment
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.arrays import NO_FLOATS, Floats
 from scheduler.decide.capacity.replica_capacity import Profiles, replica_rates
@@ -76,7 +76,7 @@ class DeploymentNeeds:
         self,
         fleet: FleetCapacity,
         deployment: Deployment,
-        model: Model,
+        model: CatalogModel,
         demand: DeploymentDemand,
         profiles: Profiles,
     ) -> None:

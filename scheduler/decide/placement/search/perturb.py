@@ -14,6 +14,7 @@ import numpy as np
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.draft import BlockedGain, PlacementDraft, Savepoint
 from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN, EffortBudget
+from scheduler.decide.placement.search.eviction import cheapest_evictions, new_holders
 from scheduler.decide.placement.search.greedy_fill import fill
 from scheduler.decide.placement.search.swap import SlotSwap, in_order
 
@@ -91,7 +92,7 @@ class Perturbation:
             if not self._effort.spend(5):
                 return False
             inner = draft.savepoint(draft.states)
-            if self._swap.swap_in(blocked, self._swap.new_holders()):
+            if self._swap.swap_in(blocked, new_holders(draft)):
                 fill(draft)
                 if savepoint.cost_now() < before - IMPROVEMENT_MIN:
                     return True
@@ -108,7 +109,7 @@ class Perturbation:
         gain = draft.gain_at(state, site)
         if gain.candidate is None:
             blocked = BlockedGain(state=state, site=site, net=np.inf)
-            evictions = self._swap.cheapest_evictions(blocked, self._swap.new_holders())
+            evictions = cheapest_evictions(draft, blocked, new_holders(draft))
             leaving = evictions[0] if evictions else []
             for replica in leaving:
                 draft.remove(replica)

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.ids import DeploymentId, DeviceId, NodeId
-from isochrone.wire.model import Deployment, Model
+from isochrone.wire.model import CatalogModel, Deployment
 from scheduler.decide.capacity.start_times import queued_bytes
 from scheduler.decide.cluster import ClusterState, FleetNode, Placement
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
@@ -79,7 +79,7 @@ class SlotLedger:
         site: int,
         nodes: Sequence[FleetNode],
         deployment: Deployment,
-        model: Model,
+        model: CatalogModel,
         count_releasing: bool = False,
     ) -> Candidate | None:
         """Return the best free slot of a site on one of `nodes`, or None.
@@ -94,13 +94,13 @@ class SlotLedger:
             cached = self._candidates[key] = (self._site_versions[site], found)
         return cached[1]
 
-    def take(self, slot: Slot, deployment: Deployment, model: Model) -> None:
+    def take(self, slot: Slot, deployment: Deployment, model: CatalogModel) -> None:
         """Take a slot for a replica that would start on it."""
         self._book(slot, deployment, 1)
         for part in slot.parts:
             self._queued_bytes[part.node.node_id] += model.weights_bytes
 
-    def give_back(self, slot: Slot, deployment: Deployment, model: Model) -> None:
+    def give_back(self, slot: Slot, deployment: Deployment, model: CatalogModel) -> None:
         """Give a slot back."""
         self._book(slot, deployment, -1)
         for part in slot.parts:
@@ -125,7 +125,7 @@ class SlotLedger:
         site: int,
         nodes: Sequence[FleetNode],
         deployment: Deployment,
-        model: Model,
+        model: CatalogModel,
         count_releasing: bool,
     ) -> Candidate | None:
         fleet, engine = self._fleet, deployment.engine

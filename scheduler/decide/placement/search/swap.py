@@ -5,15 +5,13 @@ deployment are warm, and the replica that takes its slot is worth more by what i
 preempted one again. The running replica ends now; its slot is taken once it has ended.
 """
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 
-from isochrone.wire.ids import DeviceId, NodeId, PopId
-from isochrone.wire.report import ReplicaState
 from scheduler.decide.placement.score import START
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.draft import (
@@ -23,6 +21,14 @@ from scheduler.decide.placement.search.draft import (
     Savepoint,
 )
 from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN, EffortBudget
+from scheduler.decide.placement.search.eviction import (
+    Holders,
+    cheapest_evictions,
+    may_preempt_together,
+    net_loss,
+    new_holders,
+    preemptable_holders,
+)
 from scheduler.decide.placement.search.greedy_fill import fill
 
 SITES_TRIED_MAX: Final = 8
@@ -31,25 +37,12 @@ SITES_TRIED_MAX: Final = 8
 CHAIN_MAX: Final = 2
 """How many times a displaced replica may displace another."""
 
-Holders = dict[NodeId, list[PlannedReplica]]
-"""The replicas on each node that could leave it."""
-
-Losses = dict[PlannedReplica, float]
-"""The cost of removing each replica."""
-
 
 class Preemption(msgspec.Struct, frozen=True, kw_only=True):
     """A running replica that is to end for another that wants its slot."""
 
     replica: PlannedReplica
     reason: str
-
-
-class _Eviction(NamedTuple):
-    """Replicas whose removal would free a slot, and what that loses."""
-
-    loss: float
-    leaving: list[PlannedReplica]
 
 
 class _SwapResult(NamedTuple):
@@ -84,11 +77,11 @@ class SlotSwap:
 
         At most `limit` sites are tried. Return whether anything was swapped.
         """
-        return self._run(self.holders, limit)
+        return self._run(partial(preemptable_holders, self._draft, self._settle_s), limit)
 
     def run_among_new(self, limit: int | None = None) -> bool:
         """Swap at full sites as `run` does, but leave running replicas where they are."""
-        return self._run(self.new_holders, limit)
+        return self._run(partial(new_holders, self._draft), limit)
 
     def _run(self, read_holders: Callable[[], Holders], limit: int | None) -> bool:
         swapped = False
@@ -125,7 +118,7 @@ class SlotSwap:
         assignment.remove_capacity(moved.site, moved.capacity)
         others.remove(moved.pop)
         cost_kept = state.cost()
-        cost_without = cost_kept + _net_loss(moved)
+        cost_without = cost_kept + net_loss(moved)
         sites = np.flatnonzero(needs.site_capacity > 0)
         saves = np.zeros(len(sites))
         if len(needs.cities):
@@ -148,54 +141,7 @@ class SlotSwap:
         """Return the new replica that a deployment at its maximum gives up for one elsewhere."""
         if not state.is_full:
             return None
-        return min(state.new_replicas(), key=_net_loss, default=None)
-
-    def holders(self) -> Holders:
-        """Return the replicas on each node that could leave it: new ones, and running ones that may
-        be preempted."""
-        return self._holders([state.warm_pops() for state in self._draft.states])
-
-    def new_holders(self) -> Holders:
-        """Return the new replicas on each node."""
-        return self._holders([[] for _ in self._draft.states])
-
-    def _holders(self, warm_pops: Sequence[Sequence[PopId]]) -> Holders:
-        holders: Holders = defaultdict(list)
-        for state, warm in zip(self._draft.states, warm_pops, strict=True):
-            for replica in state.replicas:
-                is_new = replica.slot and not replica.waits
-                if is_new or self._may_preempt(replica, warm):
-                    for node_id in _nodes_of(replica):
-                        holders[node_id].append(replica)
-        return holders
-
-    def _may_preempt(self, replica: PlannedReplica, warm: Sequence[PopId]) -> bool:
-        """Say whether a running replica may be preempted while its deployment is warm in `warm`.
-
-        Replicas that are only starting do not count.
-        """
-        needs, placement = replica.state.needs, replica.placement
-        keep_warm = needs.deployment.policy.keep_warm
-        return (
-            placement is not None
-            and placement.state is ReplicaState.WARM
-            and placement.age_s >= self._settle_s
-            and len(warm) > needs.replicas_min
-            and not (replica.pop in keep_warm and warm.count(replica.pop) == 1)
-        )
-
-    def _may_preempt_together(self, leaving: Sequence[PlannedReplica]) -> bool:
-        """Say whether replicas that may each be preempted may be together."""
-        pops_lost: dict[DeploymentState, list[PopId]] = defaultdict(list)
-        for replica in leaving:
-            if replica.placement:
-                pops_lost[replica.state].append(replica.pop)
-        for state, pops in pops_lost.items():
-            left = Counter(state.warm_pops()) - Counter(pops)
-            kept = set(state.needs.deployment.policy.keep_warm) & set(pops)
-            if left.total() < state.needs.replicas_min or not kept <= left.keys():
-                return False
-        return True
+        return min(state.new_replicas(), key=net_loss, default=None)
 
     def swap_in(self, blocked: BlockedGain, holders: Holders) -> bool:
         """Place a blocked replica where it lowers the cost most; return whether it did.
@@ -214,8 +160,8 @@ class SlotSwap:
                     draft.take_when_released(state, soon)
                 return False
         best, chosen = 0.0, None
-        for leaving in self.cheapest_evictions(blocked, holders):
-            if not self._may_preempt_together(leaving):
+        for leaving in cheapest_evictions(self._draft, blocked, holders):
+            if not may_preempt_together(leaving):
                 continue
             savepoint = draft.savepoint()
             lowered = self._try_swap(savepoint, blocked, [*own, *leaving]).lowered
@@ -282,10 +228,10 @@ class SlotSwap:
         it, if that lowers the cost."""
         holders = {
             node_id: [replica for replica in replicas if replica.state is not displaced_by]
-            for node_id, replicas in self.new_holders().items()
+            for node_id, replicas in new_holders(self._draft).items()
         }
         own = self._least_useful_new(displaced.state)
-        for leaving in self.cheapest_evictions(displaced, holders):
+        for leaving in cheapest_evictions(self._draft, displaced, holders):
             inner = self._draft.savepoint()
             gain = self._place([*savepoints, inner], displaced, [own, *leaving] if own else leaving)
             if gain and inner.cost_now() < inner.cost_before() - IMPROVEMENT_MIN:
@@ -300,125 +246,7 @@ class SlotSwap:
         )
         self._preemptions += [Preemption(replica=replica, reason=reason) for replica in running]
 
-    def cheapest_evictions(
-        self, blocked: BlockedGain, holders: Holders
-    ) -> list[list[PlannedReplica]]:
-        """Return sets of replicas whose removal would free a slot at a site, cheapest first."""
-        state = blocked.state
-        evictions: list[_Eviction] = []
-        node_count = state.needs.deployment.engine.nodes
-        for node in state.needs.eligible_nodes[blocked.site]:
-            others = [r for r in holders.get(node.node_id, []) if r.state is not state]
-            losses = {replica: _loss_for(blocked, replica) for replica in others}
-            on_node = self._evictions_on_node(blocked, node.node_id, others, losses)
-            for eviction in on_node if node_count == 1 else on_node[:1]:
-                has_running = any(replica.placement for replica in eviction.leaving)
-                if eviction.loss <= blocked.net or not has_running:
-                    evictions.append(eviction)
-        evictions.sort(key=lambda eviction: eviction.loss)
-        if node_count == 1:
-            # Two evictions from the same deployments are alike: keep the cheaper one.
-            distinct = {
-                tuple(sorted(r.state.number for r in eviction.leaving)): eviction
-                for eviction in reversed(evictions)
-            }
-            cheapest = sorted(distinct.values(), key=lambda eviction: eviction.loss)[:2]
-            return [eviction.leaving for eviction in cheapest]
-        together = dict.fromkeys(
-            replica for eviction in evictions[:node_count] for replica in eviction.leaving
-        )
-        return [list(together)] if len(evictions) >= node_count else []
-
-    def _evictions_on_node(
-        self,
-        blocked: BlockedGain,
-        node_id: NodeId,
-        others: list[PlannedReplica],
-        losses: Losses,
-    ) -> list[_Eviction]:
-        """Return which replicas could leave a node: on each device those that lose least for the
-        memory they free."""
-        fleet, needs = self._draft.fleet, blocked.state.needs
-        needed = needs.memory_bytes // needs.deployment.engine.devices
-        device_class = fleet.sites[blocked.site].device_class
-        evictions: list[_Eviction] = []
-        for device in fleet.nodes[node_id].devices:
-            if device.device_class != device_class or not device.healthy:
-                continue
-            if device.memory_bytes < needed:
-                continue
-            evictions.append(
-                self._eviction_on_device(node_id, device.device_id, needed, others, losses)
-            )
-        evictions = sorted(
-            (e for e in evictions if e.loss < np.inf), key=lambda eviction: eviction.loss
-        )
-        count = needs.deployment.engine.devices_per_node
-        if count == 1 or len(evictions) < count:
-            return evictions if count == 1 else []
-        leaving = dict.fromkeys(r for eviction in evictions[:count] for r in eviction.leaving)
-        return [_Eviction(sum(losses[replica] for replica in leaving), list(leaving))]
-
-    def _eviction_on_device(
-        self,
-        node_id: NodeId,
-        device_id: DeviceId,
-        needed: int,
-        others: list[PlannedReplica],
-        losses: Losses,
-    ) -> _Eviction:
-        short = needed - self._draft.ledger.free[node_id, device_id]
-        if short <= 0:
-            return _Eviction(0.0, [])
-        on_device = [replica for replica in others if device_id in _devices_of(replica, node_id)]
-        large_enough = [replica for replica in on_device if _memory_of(replica) >= short]
-        best = _Eviction(np.inf, [])
-        if large_enough:
-            cheapest = min(large_enough, key=losses.__getitem__)
-            best = _Eviction(losses[cheapest], [cheapest])
-        leaving: list[PlannedReplica] = []
-        for replica in sorted(on_device, key=lambda r: losses[r] / _memory_of(r)):
-            if short <= 0:
-                break
-            leaving.append(replica)
-            short -= _memory_of(replica)
-        loss = sum(losses[replica] for replica in leaving)
-        return _Eviction(loss, leaving) if short <= 0 and loss < best.loss else best
-
 
 def in_order(states: Iterable[DeploymentState]) -> list[DeploymentState]:
     """Return states without repetition, in the order of the draft."""
     return sorted(set(states), key=lambda state: state.number)
-
-
-def _loss_for(blocked: BlockedGain, replica: PlannedReplica) -> float:
-    """Return what removing a replica costs; inf if it runs and is surely worth more than
-    `blocked`."""
-    paid = replica.hold_cost + replica.start_cost
-    if replica.placement and replica.state.loss_lower_bound(replica) - paid > blocked.net:
-        return np.inf
-    return _net_loss(replica)
-
-
-def _net_loss(replica: PlannedReplica) -> float:
-    """Return what removing a replica costs, less its own cost."""
-    return replica.state.loss(replica) - replica.hold_cost - replica.start_cost
-
-
-def _nodes_of(replica: PlannedReplica) -> Sequence[NodeId]:
-    if replica.slot:
-        return [part.node.node_id for part in replica.slot.parts]
-    return replica.placement.node_ids if replica.placement else ()
-
-
-def _devices_of(replica: PlannedReplica, node_id: NodeId) -> tuple[DeviceId, ...]:
-    if replica.slot:
-        return next(p.device_ids for p in replica.slot.parts if p.node.node_id == node_id)
-    parts = replica.placement.parts if replica.placement else ()
-    return next((part.device_ids for part in parts if part.node_id == node_id), ())
-
-
-def _memory_of(replica: PlannedReplica) -> int:
-    """Return the bytes that a replica takes of each device, at least 1."""
-    holder = replica.slot or replica.placement
-    return max(1, holder.memory_bytes) if holder else 1

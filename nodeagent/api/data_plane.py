@@ -1,0 +1,392 @@
+"""The node's data-plane server: admits requests from routers and relays them to the engines.
+
+Bytes between router and engine are not changed. Every answer carries the replica's load.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from time import monotonic
+from typing import Final, NamedTuple
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from isochrone.service.http_server import error_middleware, json_error, read_body
+from isochrone.wire import headers
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import ReplicaId
+from isochrone.wire.report import ReplicaState
+from nodeagent import metrics
+from nodeagent.api.metrics_page import add_metrics
+from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
+from nodeagent.decide.admission import TokenReservation
+from nodeagent.decide.handoff import Handoff, choose_handoff, is_worth_probing
+from nodeagent.supervisor import ManagedReplica, Supervisor
+
+log = logging.getLogger(__name__)
+
+BODY_BYTES_MAX: Final = 8 * 1024 * 1024
+BODY_TIMEOUT_S: Final = 30.0
+OUTPUT_TOKENS_DEFAULT: Final = 256
+"""Output reserved for a request without the router's estimate."""
+
+ROUTER_NAME_BYTES_MAX: Final = 64
+INFERENCE_PATHS: Final = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/rerank",
+)
+TO_ENGINE: Final = (
+    "content-type",
+    "traceparent",
+    headers.REQUEST_ID,
+    headers.CACHE_SALT,
+    headers.SESSION_AFFINITY,
+    headers.PRIORITY,
+    headers.DEADLINE_MS,
+    headers.GENERATED_TOKENS,
+)
+"""Request headers that are relayed to the engine."""
+
+TO_PEER: Final = (*TO_ENGINE, headers.TOKENS, headers.ROUTER)
+"""Request headers that are relayed to a peer replica's node. The list of peer replicas is not
+among them, so a request is handed off at most once."""
+
+FROM_ENGINE: Final = ("content-type", "retry-after", "cache-control")
+FROM_PEER: Final = (*FROM_ENGINE, headers.LOAD)
+
+
+class RequestRefused(Exception):
+    """This node refuses the request; the router may send it to another replica.
+
+    `word` is the refusal's name on the wire.
+    """
+
+    def __init__(self, word: str, status: int = 429, load: str = "") -> None:
+        super().__init__(word)
+        self.word = word
+        self.status = status
+        self.load = load
+
+
+class PrefillEstimate(NamedTuple):
+    """The router's estimate of a prompt's prefill on one replica; None tokens: the whole prompt."""
+
+    pending_prefill_tokens: int | None
+    prefill_ms: int
+
+
+class DataPlaneServer:
+    """Serves inference requests, pings, health checks and metrics to routers and other nodes."""
+
+    def __init__(self, supervisor: Supervisor, peer_replicas: PeerReplicaClient) -> None:
+        self._supervisor = supervisor
+        self._peer_replicas = peer_replicas
+        self.is_draining = False
+
+    def app(self) -> web.Application:
+        """Return the application with its routes."""
+        app = web.Application(middlewares=[error_middleware(json_error)])
+        for path in INFERENCE_PATHS:
+            app.router.add_post(path, self._serve)
+        app.router.add_get("/ping", self._ping)
+        app.router.add_get("/healthz", self._health)
+        add_metrics(app, self._supervisor)
+        app.on_cleanup.append(self._close)
+        return app
+
+    async def _close(self, app: web.Application) -> None:
+        await self._peer_replicas.close()
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        """Main path of a request: find its replica, hand it off or admit it, relay the answer."""
+        try:
+            replica = self._find_replica(request)
+            body = await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
+            answer = await self._try_handoff(request, replica, body)
+            if answer is not None:
+                return answer
+            # The replica may have begun to drain in the meantime.
+            replica = self._find_replica(request)
+            _check_queue(request, replica)
+            return await self._serve_here(request, replica, body, _prefill_estimate(request))
+        except RequestRefused as refused:
+            metrics.REQUESTS.labels(refused.word).inc()
+            return refusal(refused.word, refused.status, refused.load)
+
+    async def _serve_here(
+        self,
+        request: web.Request,
+        replica: ManagedReplica,
+        body: bytes,
+        estimate: PrefillEstimate,
+    ) -> web.StreamResponse:
+        """Admit the request to a replica of this node, relay it, and release its tokens."""
+        if not replica.is_serving:
+            raise RequestRefused("loading", 503)
+        reservation = _admit(request, replica, body, estimate)
+        try:
+            return await self._relay_to_engine(request, replica, body, reservation)
+        finally:
+            reservation.release(monotonic())
+
+    async def _try_handoff(
+        self, request: web.Request, replica: ManagedReplica, body: bytes
+    ) -> web.StreamResponse | None:
+        """Hand the request off if a peer replica can start it sooner.
+
+        Return None if none can, or if the chosen one refuses or does not answer.
+        """
+        replicas = headers.parse_peer_replicas(request.headers.get(headers.PEER_REPLICAS, ""))
+        queued_tokens = replica.admission.pending_prefill_tokens(monotonic())
+        if not replicas or not is_worth_probing(replicas[0], queued_tokens):
+            return None
+        local = {
+            name: managed
+            for name, managed in self._supervisor.replicas.items()
+            if managed.is_serving
+        }
+        remote = [peer for peer in replicas[1:] if peer.replica_id not in local]
+        queues = await self._peer_replicas.queued_tokens(remote) if remote else {}
+        now_s = monotonic()
+        queues |= {
+            name: managed.admission.pending_prefill_tokens(now_s) for name, managed in local.items()
+        }
+        handoff = choose_handoff(replicas, queues, _queue_tokens_max(request))
+        if handoff is None:
+            return None
+        target = handoff.target
+        try:
+            if target.replica_id in local:
+                estimate = PrefillEstimate(target.pending_prefill_tokens, target.prefill_ms)
+                return await self._serve_here(request, local[target.replica_id], body, estimate)
+            return await self._relay_to_peer(request, body, handoff)
+        except (RequestRefused, PeerReplicaLost):
+            return None
+
+    async def _relay_to_peer(
+        self, request: web.Request, body: bytes, handoff: Handoff
+    ) -> web.StreamResponse:
+        """Relay the request to a replica on another node, and its answer back.
+
+        Raises PeerReplicaLost before anything is sent to the router.
+        """
+        target = handoff.target
+        sent = {name: request.headers[name] for name in TO_PEER if name in request.headers}
+        sent[headers.REPLICA] = target.replica_id
+        sent[headers.PENDING_PREFILL_TOKENS] = str(target.pending_prefill_tokens)
+        sent[headers.PREFILL_MS] = str(target.prefill_ms)
+        sent[headers.QUEUE_TOKENS_MAX] = str(handoff.queue_tokens_max)
+        self._supervisor.handoffs_in_progress += 1
+        try:
+            async with self._peer_replicas.relay(target, request.path, body, sent) as answer:
+                response = _response_head(answer, FROM_PEER)
+                response.headers[headers.HANDOFF_REPLICA] = target.replica_id
+                await response.prepare(request)
+                await _relay_body(request, response, answer.content.iter_any(), "handed_off")
+                return response
+        finally:
+            self._supervisor.handoffs_in_progress -= 1
+
+    def _find_replica(self, request: web.Request) -> ManagedReplica:
+        """Return the replica that the request names, or raise RequestRefused."""
+        name = ReplicaId(request.headers.get(headers.REPLICA, ""))
+        replica = self._supervisor.replicas.get(name)
+        if replica is None or not replica.spec.leads:
+            raise RequestRefused("unknown_replica", 404)
+        if self.is_draining or replica.state is ReplicaState.DRAINING:
+            raise RequestRefused("draining")
+        if replica.state is not ReplicaState.WARM or replica.engine is None:
+            raise RequestRefused("loading", 503)
+        if headers.GENERATED_TOKENS in request.headers and not replica.engine.resumes:
+            raise RequestRefused(headers.CANNOT_RESUME, 501)
+        return replica
+
+    async def _relay_to_engine(
+        self,
+        request: web.Request,
+        replica: ManagedReplica,
+        body: bytes,
+        reservation: TokenReservation,
+    ) -> web.StreamResponse:
+        """Relay the request to the replica's engine, and its answer back."""
+        engine = replica.engine
+        assert engine is not None
+        sent = {name: request.headers[name] for name in TO_ENGINE if name in request.headers}
+        body = engine.salted(request.path, body, sent.get(headers.CACHE_SALT, ""))
+        try:
+            async with engine.http.post(request.path, data=body, headers=sent) as answer:
+                return await self._relay_answer(request, replica, answer, reservation)
+        except (aiohttp.ClientError, OSError) as error:
+            # Nothing was sent to the router yet, so that it may use another replica.
+            metrics.REQUESTS.labels("engine_failed").inc()
+            raise ApiError(
+                ErrorCode.UPSTREAM, f"cannot answer: the engine failed ({type(error).__name__})"
+            ) from error
+
+    async def _relay_answer(
+        self,
+        request: web.Request,
+        replica: ManagedReplica,
+        answer: aiohttp.ClientResponse,
+        reservation: TokenReservation,
+    ) -> web.StreamResponse:
+        """Relay the engine's answer, with the replica's load as of the first token."""
+        response = _response_head(answer, FROM_ENGINE)
+        if answer.status == 429:
+            response.headers[headers.REFUSED] = "busy"
+        if replica.spec.replica_id != request.headers.get(headers.REPLICA):
+            response.headers[headers.HANDOFF_REPLICA] = replica.spec.replica_id
+        if headers.GENERATED_TOKENS in request.headers and replica.engine is not None:
+            response.headers[headers.RESUMED] = replica.engine.resumes
+        chunks = answer.content.iter_any()
+        first_chunk = await anext(chunks, b"")
+        reservation.first_token(monotonic())
+        response.headers[headers.LOAD] = _load_header(request, replica)
+        await response.prepare(request)
+        await _relay_body(request, response, _count_bytes(first_chunk, chunks, replica), "answered")
+        return response
+
+    async def _ping(self, request: web.Request) -> web.Response:
+        """Answer at once with the loads of all warm replicas. Routers measure round trips by it.
+
+        A ping that names a replica is refused if that replica is unknown or draining: a router
+        that doubts its route table asks in this way.
+        """
+        if headers.REPLICA in request.headers:
+            try:
+                self._find_replica(request)
+            except RequestRefused as refused:
+                if refused.word in ("unknown_replica", "draining"):
+                    return refusal(refused.word, refused.status)
+        now_s = monotonic()
+        loads = {
+            replica_id: replica.admission.load(_router_name(request), now_s)
+            for replica_id, replica in self._supervisor.replicas.items()
+            if replica.state is ReplicaState.WARM
+        }
+        return web.Response(status=204, headers={headers.LOADS: headers.format_loads(loads)})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        states = [replica.state.value for replica in self._supervisor.replicas.values()]
+        status = "draining" if self.is_draining else "ok"
+        counts = {state: states.count(state) for state in set(states)}
+        return web.json_response({"status": status, "replicas": counts})
+
+
+def _admit(
+    request: web.Request, replica: ManagedReplica, body: bytes, estimate: PrefillEstimate
+) -> TokenReservation:
+    """Reserve the request's tokens on the replica, or raise RequestRefused."""
+    tokens = headers.parse_tokens(request.headers.get(headers.TOKENS, ""))
+    if tokens is None:
+        tokens = headers.TokenEstimate(len(body) // 4 + 1, OUTPUT_TOKENS_DEFAULT)
+    reservation = replica.admission.admit(
+        tokens.prompt,
+        tokens.output,
+        estimate.pending_prefill_tokens,
+        router=_router_name(request),
+        prefill_ms=estimate.prefill_ms,
+        now_s=monotonic(),
+    )
+    if reservation is None:
+        raise RequestRefused("busy", load=_load_header(request, replica))
+    return reservation
+
+
+def _check_queue(request: web.Request, replica: ManagedReplica) -> None:
+    """Refuse a request if the queue is longer than the router accepts for this replica.
+
+    The refusal carries the current load, with which the router may choose another replica.
+    """
+    tokens_max = _queue_tokens_max(request)
+    if tokens_max is None:
+        return
+    if replica.admission.pending_prefill_tokens(monotonic()) > tokens_max:
+        raise RequestRefused(headers.QUEUED, load=_load_header(request, replica))
+
+
+def _response_head(answer: aiohttp.ClientResponse, names: Sequence[str]) -> web.StreamResponse:
+    """Return a response with the status, length and named headers of `answer`."""
+    response = web.StreamResponse(status=answer.status)
+    for name in names:
+        if name in answer.headers:
+            response.headers[name] = answer.headers[name]
+    if answer.content_length is not None:
+        response.content_length = answer.content_length
+    return response
+
+
+async def _count_bytes(
+    first_chunk: bytes, chunks: AsyncIterator[bytes], replica: ManagedReplica
+) -> AsyncIterator[bytes]:
+    """Yield the first chunk and the rest, adding their size to the replica's `bytes_out`."""
+    if first_chunk:
+        replica.bytes_out += len(first_chunk)
+        yield first_chunk
+    async for chunk in chunks:
+        replica.bytes_out += len(chunk)
+        yield chunk
+
+
+async def _relay_body(
+    request: web.Request,
+    response: web.StreamResponse,
+    chunks: AsyncIterator[bytes],
+    outcome: str,
+) -> None:
+    """Relay an answer's body and count its outcome; abort the connection if the source breaks."""
+    try:
+        async for chunk in chunks:
+            await response.write(chunk)
+    except aiohttp.ClientConnectionResetError:
+        metrics.REQUESTS.labels("client_disconnected").inc()
+        return
+    except aiohttp.ClientError:
+        # The router must see an abort, not a regular end: the answer is incomplete.
+        metrics.REQUESTS.labels("engine_failed").inc()
+        if request.transport is not None:
+            request.transport.abort()
+        return
+    await response.write_eof()
+    metrics.REQUESTS.labels(outcome).inc()
+
+
+def _prefill_estimate(request: web.Request) -> PrefillEstimate:
+    tokens = _parse_count(request.headers.get(headers.PENDING_PREFILL_TOKENS, ""))
+    prefill_ms = _parse_count(request.headers.get(headers.PREFILL_MS, "")) or 0
+    return PrefillEstimate(tokens, prefill_ms)
+
+
+def _queue_tokens_max(request: web.Request) -> int | None:
+    return _parse_count(request.headers.get(headers.QUEUE_TOKENS_MAX, ""))
+
+
+def _load_header(request: web.Request, replica: ManagedReplica) -> str:
+    """Return the replica's load as a header value for the router that sent the request."""
+    return headers.format_load(replica.admission.load(_router_name(request), monotonic()))
+
+
+def _router_name(request: web.Request) -> str:
+    return request.headers.get(headers.ROUTER, "")[:ROUTER_NAME_BYTES_MAX]
+
+
+def _parse_count(value: str) -> int | None:
+    """Return a header's number of tokens or milliseconds, or None if it has none."""
+    return int(value) if value.isascii() and value.isdigit() and len(value) <= 12 else None
+
+
+def refusal(word: str, status: int, load: str = "") -> web.Response:
+    """Return a refusal with its word as a header and a retry delay of one second."""
+    error = {"error": {"code": "refused", "message": f"cannot serve the request: {word}"}}
+    response = web.Response(
+        status=status,
+        body=msgspec.json.encode(error),
+        content_type="application/json",
+        headers={headers.REFUSED: word, "retry-after": "1"},
+    )
+    if load:
+        response.headers[headers.LOAD] = load
+    return response

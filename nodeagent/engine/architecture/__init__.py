@@ -1,0 +1,1 @@
+"""Describes models in numbers: shapes, RoPE scaling, and the error of a file that does not fit."""

@@ -1,0 +1,5 @@
+"""The error for model files that cannot be used."""
+
+
+class CheckpointError(Exception):
+    """A model file cannot be used; the message names the file and the reason."""

@@ -1,0 +1,111 @@
+"""A generation: a sequence with its sampler and detokenizer, and what a step adds to it."""
+
+from dataclasses import dataclass
+
+from nodeagent.engine.sampling.sampler import InvalidLogits, SampledToken, Sampler
+from nodeagent.engine.scheduler.sequence import FinishReason, Sequence
+from nodeagent.engine.speculative.speculation import Drafter
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """A sequence, what samples its tokens, and what turns them into text."""
+
+    sequence: Sequence
+    sampler: Sampler
+    text: StreamDetokenizer
+    stops: StopStrings
+    drafter: Drafter | None = None
+    choice: int = 0
+    """The index of this answer among those of its request."""
+    forks: "tuple[Generation, ...]" = ()
+    """Generations with the same prompt, which this one computes for all."""
+
+    @property
+    def number(self) -> int:
+        """The number of the sequence."""
+        return self.sequence.number
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDelta:
+    """What one step adds to one generation. The last delta has the finish reason."""
+
+    number: int
+    text: str
+    sampled: SampledToken | None
+    output_tokens: int
+    cached_tokens: int
+    finish: FinishReason | None = None
+    error: str = ""
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The results of one step."""
+
+    deltas: list[GenerationDelta]
+    prefill_tokens: int
+    decode_tokens: int
+    rows: int = 0
+    """Tokens computed, rejected drafts included."""
+
+
+def append_samples(
+    generation: Generation, samples: list[SampledToken | InvalidLogits]
+) -> list[GenerationDelta]:
+    """Append `samples` until one ends the generation; return a delta for each one appended."""
+    deltas: list[GenerationDelta] = []
+    for sample in samples:
+        if isinstance(sample, InvalidLogits):
+            delta = error_delta(generation, FinishReason.ERROR, str(sample))
+        else:
+            delta = _token_delta(generation, sample, generation.sequence.append(sample.token))
+        deltas.append(delta)
+        if delta.finish is not None:
+            break
+    return deltas
+
+
+def error_delta(generation: Generation, finish: FinishReason, error: str) -> GenerationDelta:
+    """Return the last delta of a generation that ends with `error`."""
+    return _delta(generation, generation.stops.flush(), None, finish, error)
+
+
+def _token_delta(
+    generation: Generation, sample: SampledToken, finish: FinishReason | None
+) -> GenerationDelta:
+    stops = generation.stops
+    text, sampled = "", None
+    if finish is not FinishReason.STOP:
+        sampled, params = sample, generation.sampler.params
+        output_tokens = params.drawn_before + generation.sequence.output_tokens
+        fed = generation.text.feed(sample.token)
+        text = stops.feed(fed, early=output_tokens <= params.min_tokens)
+    if stops.matched:
+        finish = FinishReason.STOP
+    elif finish is not None:
+        text += stops.flush()
+    return _delta(generation, text, sampled, finish)
+
+
+def _delta(
+    generation: Generation,
+    text: str,
+    sampled: SampledToken | None,
+    finish: FinishReason | None,
+    error: str = "",
+) -> GenerationDelta:
+    sequence = generation.sequence
+    return GenerationDelta(
+        number=sequence.number,
+        text=text,
+        sampled=sampled,
+        output_tokens=sequence.output_tokens,
+        cached_tokens=sequence.cached_tokens,
+        finish=finish,
+        error=error,
+        choice=generation.choice,
+    )

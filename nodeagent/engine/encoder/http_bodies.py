@@ -1,0 +1,111 @@
+"""Bodies of `/v1/embeddings` (OpenAI's) and of `/v1/rerank` (Cohere's and Jina's).
+
+A field that the model cannot honour is refused, never ignored.
+"""
+
+import base64
+import uuid
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from nodeagent.engine.server.openai.request_errors import invalid_request
+
+INPUTS_MAX: Final = 2048
+DOCUMENTS_MAX: Final = 1024
+
+
+class EmbeddingBody(msgspec.Struct, kw_only=True):
+    """`POST /v1/embeddings`."""
+
+    input: str | Annotated[list[str | int | list[int]], Meta(min_length=1, max_length=1_000_000)]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: Literal[True] | None = None
+    truncate_prompt_tokens: None = None
+
+
+class RerankDocument(msgspec.Struct):
+    """A document given as an object, which may have fields beside its text."""
+
+    text: str
+
+
+class RerankBody(msgspec.Struct, kw_only=True):
+    """`POST /v1/rerank`."""
+
+    query: Annotated[str, Meta(min_length=1)]
+    documents: Annotated[list[str | RerankDocument], Meta(min_length=1, max_length=DOCUMENTS_MAX)]
+    model: str | None = None
+    top_n: Annotated[int, Meta(ge=1)] | None = None
+    return_documents: bool = False
+
+
+embedding_decoder: Final = msgspec.json.Decoder(EmbeddingBody)
+rerank_decoder: Final = msgspec.json.Decoder(RerankBody)
+
+
+def embedding_inputs(body: EmbeddingBody) -> list[str] | list[list[int]]:
+    """Return the inputs: all as texts, or all as lists of token ids. Raises ApiError."""
+    given: Any = body.input
+    if isinstance(given, str) or all(type(item) is int for item in given):
+        given = [given]
+    if len(given) > INPUTS_MAX:
+        raise invalid_request(
+            "input", f"cannot use field 'input': {len(given)} inputs, the limit is {INPUTS_MAX}"
+        )
+    are_texts = all(isinstance(item, str) for item in given)
+    if not are_texts and not all(isinstance(item, list) for item in given):
+        raise invalid_request(
+            "input", "cannot use field 'input': expected only texts, or only lists of token ids"
+        )
+    empty = next((index for index, item in enumerate(given) if not item), None)
+    if empty is not None:
+        raise invalid_request("input", f"cannot use field 'input': input {empty} is empty")
+    return list(given)
+
+
+def document_texts(body: RerankBody) -> list[str]:
+    """Return the documents' texts."""
+    return [document if isinstance(document, str) else document.text for document in body.documents]
+
+
+def embeddings_body(rows: np.ndarray, model: str, tokens: int, *, is_base64: bool) -> bytes:
+    """Return the response body with one vector per row of `rows`.
+
+    With `is_base64` a vector is base64 of little-endian fp32.
+    """
+    vectors = rows.astype("<f4")
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": base64.b64encode(row.tobytes()).decode() if is_base64 else row.tolist(),
+        }
+        for index, row in enumerate(vectors)
+    ]
+    body = {"object": "list", "data": data, "model": model, "usage": _usage(tokens)}
+    return msgspec.json.encode(body)
+
+
+def rerank_body(scores: np.ndarray, body: RerankBody, model: str, tokens: int) -> bytes:
+    """Return the response body: the documents in order of falling relevance."""
+    order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+    results: list[dict[str, Any]] = []
+    for index in order[: body.top_n]:
+        result: dict[str, Any] = {"index": index, "relevance_score": float(scores[index])}
+        if body.return_documents:
+            document = body.documents[index]
+            text = document if isinstance(document, str) else document.text
+            result["document"] = {"text": text}
+        results.append(result)
+    answer = {"id": f"rerank-{uuid.uuid4().hex}", "model": model, "results": results}
+    return msgspec.json.encode({**answer, "usage": _usage(tokens)})
+
+
+def _usage(tokens: int) -> dict[str, Any]:
+    details = {"cached_tokens": 0}
+    return {"prompt_tokens": tokens, "total_tokens": tokens, "prompt_tokens_details": details}

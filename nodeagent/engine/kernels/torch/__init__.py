@@ -1,0 +1,1 @@
+"""The kernels of torch itself: they run on every device."""

@@ -1,0 +1,153 @@
+"""The KV blocks of the device: reference counts, and the prefix cache of free blocks.
+
+Rule 1: a block is either free or used; used means that at least one sequence references it.
+Rule 2: a free block stays in the prefix cache until it is allocated again. The least recently used
+block is allocated first, and blocks that are not in the cache before all others.
+Rule 3: a cached block is never written, so that sharing it needs no copy: it is full, and a
+sequence writes only after it.
+Rule 4: the partial block at the end of a prompt is shared by the sequences that fork from it. A
+sequence that writes to a block with other references replaces it by a copy first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+BLOCK_TOKENS: Final = 16
+"""Tokens per KV block."""
+
+
+class CachedBlock(NamedTuple):
+    """A block, and the digest of the tokens whose KV it holds or is to hold."""
+
+    block: int
+    digest: bytes
+
+
+class BlockPool:
+    """Reference counts and cached digests of `total` KV blocks, by block number."""
+
+    def __init__(self, total: int) -> None:
+        if total < 1:
+            raise ValueError(f"cannot keep {total} KV blocks: at least one is needed")
+        self.total = total
+        self._references = [0] * total
+        self._digest: list[bytes | None] = [None] * total
+        self._by_digest: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
+        self._evicted: list[CachedBlock] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockPool(total={self.total}, used={self.used_blocks}, cached={len(self._by_digest)})"
+        )
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that can be allocated, cached ones included."""
+        return len(self._free)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that sequences reference."""
+        return self.total - len(self._free)
+
+    def reference_count(self, block: int) -> int:
+        """Return how many sequences reference `block`."""
+        return self._references[block]
+
+    def has_digest(self, digest: bytes) -> bool:
+        """Return whether a block with this digest is cached."""
+        return digest in self._by_digest
+
+    def cached_blocks(self) -> list[CachedBlock]:
+        """Return all cached blocks, the next to be evicted first."""
+        order = [*self._free, *(block for block in range(self.total) if block not in self._free)]
+        return [CachedBlock(block, d) for block in order if (d := self._digest[block]) is not None]
+
+    def take_evicted(self) -> list[CachedBlock]:
+        """Return the blocks allocated since the last call whose cached content is overwritten."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    def match_prefix(self, digests: Sequence[bytes]) -> list[int]:
+        """Return the blocks of the longest cached prefix of `digests`. Changes nothing."""
+        found: list[int] = []
+        for digest in digests:
+            block = self._by_digest.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def add_reference(self, blocks: Sequence[int]) -> list[int]:
+        """Add a reference to each of the used `blocks`; return a list of them."""
+        for block in blocks:
+            if self._references[block] < 1:
+                raise ValueError(f"cannot share block {block}: no sequence references it")
+            self._references[block] += 1
+        return list(blocks)
+
+    def allocate(self, cached: Sequence[int], fresh: int) -> list[int] | None:
+        """Reference the `cached` blocks and `fresh` free ones; None, and no change, if too few."""
+        revived = sum(1 for block in cached if self._references[block] == 0)
+        if fresh + revived > len(self._free):
+            return None
+        for block in cached:
+            self._free.pop(block, None)
+            self._references[block] += 1
+        return [*cached, *(self._allocate_oldest() for _ in range(fresh))]
+
+    def unshare(self, block: int) -> int | None:
+        """Exchange a reference to the shared `block` for a free block; None if there is none.
+
+        The caller copies the content of `block`.
+        """
+        if self._references[block] < 2:
+            raise ValueError(
+                f"cannot unshare block {block}: {self._references[block]} reference it"
+            )
+        if not self._free:
+            return None
+        self._references[block] -= 1
+        return self._allocate_oldest()
+
+    def cache(self, block: int, digest: bytes) -> None:
+        """Add the used, full `block` to the prefix cache, unless the digest is cached already."""
+        if digest not in self._by_digest and self._digest[block] is None:
+            self._by_digest[digest] = block
+            self._digest[block] = digest
+
+    def uncache(self, blocks: Sequence[int]) -> list[int]:
+        """Remove the `blocks` that have a single reference from the cache; return those blocks."""
+        unshared = [block for block in blocks if self._references[block] == 1]
+        for block in unshared:
+            digest = self._digest[block]
+            if digest is not None:
+                del self._by_digest[digest]
+                self._digest[block] = None
+        return unshared
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop a reference to each of `blocks`.
+
+        The last block is freed first, because a prefix is more useful than what follows it.
+        """
+        for block in reversed(blocks):
+            if self._references[block] < 1:
+                raise ValueError(f"cannot release block {block}: no sequence references it")
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free[block] = None
+                if self._digest[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def _allocate_oldest(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        digest = self._digest[block]
+        if digest is not None:
+            del self._by_digest[digest]
+            self._digest[block] = None
+            self._evicted.append(CachedBlock(block, digest))
+        self._references[block] = 1
+        return block

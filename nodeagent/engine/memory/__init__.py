@@ -1,0 +1,4 @@
+"""The memory of this process: its limits, its use, and whether another request fits.
+
+Entry points: `memory_watch.MemoryWatch` for requests, `memory_watch.available_bytes` for loading.
+"""

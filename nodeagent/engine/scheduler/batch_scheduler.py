@@ -1,0 +1,164 @@
+"""Continuous batching: decodes first, then prompt chunks in what is left of the step's tokens.
+
+Rule 1: a step computes at most `batch_tokens_max` tokens. That exceeds `sequences_max`, so that
+every decoding sequence fits into every step, and some prompt tokens do too. Beside decodes, prompts
+get no more tokens than `PrefillBudget` allows, so that the next tokens are not delayed.
+Rule 2: sequences are served in the order of the fair queue (`VirtualClock`, `queue_order`).
+Rule 3: a sequence whose deadline passes before its first token is dropped.
+Rule 4: a step verifies drafts only if no prompt waits and enough blocks are free.
+Rule 5: a request with several answers is admitted as a whole: its first sequence computes the
+prompt, and the slots of its forks are reserved until they start.
+Rule 6: with several batches in flight each has an even part of the decodes. They are computed in
+the order in which they began, so that KV counts as computed for every batch that begins later: the
+next chunk of a prompt need not wait for the one before.
+
+`decode.py` decides the decodes; `prefill.py` decides the prompt chunks, and which sequence is
+preempted for a waiting one.
+"""
+
+from collections.abc import Container
+
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
+from nodeagent.engine.kvcache.swap_or_recompute import SwapOrRecompute
+from nodeagent.engine.scheduler.batch import Batch, BatchChunk, StepLimits
+from nodeagent.engine.scheduler.decode import schedule_decodes
+from nodeagent.engine.scheduler.fair_queue import VirtualClock
+from nodeagent.engine.scheduler.pipeline_depth import PipelineDepth
+from nodeagent.engine.scheduler.prefill import admit_waiting, continue_prefills
+from nodeagent.engine.scheduler.prefill_budget import PrefillBudget
+from nodeagent.engine.scheduler.run_queues import RunQueues
+from nodeagent.engine.scheduler.sequence import Sequence
+from nodeagent.engine.scheduler.sequence_blocks import SequenceBlocks
+
+
+class BatchScheduler:
+    """Decides each step of the engine from the sequences that wait and run."""
+
+    def __init__(
+        self,
+        limits: StepLimits,
+        pool: BlockPool,
+        prefill_budget: PrefillBudget | None = None,
+        pipeline_depth: PipelineDepth | None = None,
+        lower_tiers: Container[bytes] = frozenset(),
+        swap_or_recompute: SwapOrRecompute | None = None,
+    ) -> None:
+        """Schedule over the blocks of `pool`.
+
+        `lower_tiers` contains the digests of the blocks in the tiers below the device.
+        """
+        self.limits = limits
+        self.pool = pool
+        self.blocks = SequenceBlocks(pool, lower_tiers, swap_or_recompute)
+        self.queues = RunQueues(self.blocks, limits.sequences_max)
+        self.virtual_clock = VirtualClock()
+        self.prefill_budget = prefill_budget or PrefillBudget(float("inf"))
+        self.pipeline_depth = pipeline_depth or PipelineDepth()
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """The sequences that wait, in queue order."""
+        return self.queues.waiting
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences that run, in queue order."""
+        return self.queues.running
+
+    @property
+    def has_work(self) -> bool:
+        """True if any sequence waits or runs."""
+        return bool(self.waiting or self.running)
+
+    @property
+    def sequence_tokens_max(self) -> int:
+        """The longest sequence that fits into all KV blocks."""
+        return self.pool.total * BLOCK_TOKENS
+
+    @property
+    def may_draft(self) -> bool:
+        """True if the next step may verify drafts: no prompt waits or is being computed."""
+        return not self.waiting and self.queues.decoding_count == len(self.running)
+
+    @property
+    def batches_in_flight_max(self) -> int:
+        """How many batches may be in flight now."""
+        if self.pipeline_depth.stages == 1:
+            return 1
+        has_prompts = bool(self.waiting) or any(s.pending_tokens > 1 for s in self.running)
+        return self.pipeline_depth.choose(self.queues.decoding_count, has_prompts=has_prompts)
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue `sequence`. The caller enforces `sequence_tokens_max` and bounds the queue."""
+        sequence.virtual_start = self.virtual_clock.assign_start(
+            sequence.scheduling,
+            sequence.prompt_tokens,
+            sequence.stop_conditions.tokens_max,
+            1 + len(sequence.forks),
+        )
+        self.queues.enqueue(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a finished or cancelled `sequence` and release its blocks."""
+        self.queues.remove(sequence)
+
+    def next_batch(self, now_s: float = 0.0) -> Batch:
+        """Decide the next step. `now_s` is the time that deadlines are compared with."""
+        late = self.queues.remove_late(now_s)
+        preemptions = self.queues.preemptions
+        decodes, verifies = schedule_decodes(
+            self.queues, self._decodes_per_batch(), may_draft=self.may_draft
+        )
+        prompt_tokens = self.prefill_budget.prompt_tokens_allowed(
+            len(decodes), self.limits.batch_tokens_max - len(decodes)
+        )
+        prefills = continue_prefills(self.queues, prompt_tokens)
+        # A sequence that the decodes just preempted would be admitted only to be preempted again.
+        if self.queues.preemptions == preemptions:
+            prompt_tokens -= sum(chunk.tokens for chunk in prefills)
+            token_s = self.prefill_budget.prefill_token_s
+            admit_waiting(self.queues, decodes, prefills, prompt_tokens, token_s)
+        moves = self.blocks.take_moves()
+        batch = Batch(
+            decodes=tuple(decodes),
+            prefills=tuple(prefills),
+            late=late,
+            evicted=moves.evicted,
+            copies=moves.copies,
+            restores=moves.restores,
+            verifies=tuple(verifies),
+        )
+        self.virtual_clock.advance(batch.tokens)
+        return batch
+
+    def mark_begun(self, batch: Batch) -> None:
+        """Record that `batch` is in flight: batches that begin later see its KV, but no drafts."""
+        for chunk in batch.chunks:
+            chunk.sequence.computed_tokens = chunk.start + chunk.tokens - len(chunk.drafts)
+
+    def mark_computed(self, chunk: BatchChunk, rejected_drafts: int = 0) -> None:
+        """Record that `chunk` has run, and publish its full blocks to the prefix cache.
+
+        The KV of the last `rejected_drafts` tokens is invalid, and will be overwritten.
+        """
+        sequence, end = chunk.sequence, chunk.start + chunk.tokens - rejected_drafts
+        # A later chunk of the sequence may have begun already.
+        sequence.computed_tokens = max(sequence.computed_tokens, end)
+        self.blocks.publish(sequence, end)
+
+    def fork(self, sequence: Sequence) -> list[Sequence]:
+        """Start the forks of `sequence`, whose prompt was just computed; return them."""
+        forks, sequence.forks = sequence.forks, []
+        for fork in forks:
+            fork.virtual_start = sequence.virtual_start
+            self.blocks.share(sequence, fork)
+            self.queues.start_fork(fork)
+        return forks
+
+    def reserve_drafts(self, sequence: Sequence, drafts: int) -> int:
+        """Allocate blocks for `drafts` draft tokens if many are free; return how many fit."""
+        return self.blocks.reserve_drafts(sequence, drafts, len(self.running))
+
+    def _decodes_per_batch(self) -> int:
+        batches = self.batches_in_flight_max
+        return len(self.running) if batches == 1 else -(-self.queues.decoding_count // batches)

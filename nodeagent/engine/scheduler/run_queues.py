@@ -1,0 +1,78 @@
+"""The waiting queue and the running set, and how sequences move between them.
+
+Both are sorted by `queue_order`. A preempted sequence returns its blocks and goes back to its old
+position in the waiting queue.
+"""
+
+from bisect import insort
+
+from nodeagent.engine.scheduler.sequence import Sequence, queue_order, sequence_count
+from nodeagent.engine.scheduler.sequence_blocks import SequenceBlocks
+
+
+class RunQueues:
+    """The sequences of the engine: waiting or running."""
+
+    def __init__(self, blocks: SequenceBlocks, sequences_max: int) -> None:
+        self.blocks = blocks
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self._sequences_max = sequences_max
+
+    @property
+    def free_sequence_slots(self) -> int:
+        """How many more sequences may run."""
+        return self._sequences_max - sequence_count(self.running)
+
+    @property
+    def decoding_count(self) -> int:
+        """How many sequences decode, those in a batch in flight included."""
+        return sum(s.is_decoding or not s.pending_tokens for s in self.running)
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Add `sequence` to the waiting queue."""
+        insort(self.waiting, sequence, key=queue_order)
+
+    def start(self, sequence: Sequence) -> None:
+        """Move a waiting `sequence`, which has its blocks, to the running set."""
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=queue_order)
+
+    def start_fork(self, sequence: Sequence) -> None:
+        """Add a fork, which was never in the waiting queue, to the running set."""
+        insort(self.running, sequence, key=queue_order)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Move a running `sequence` back to the waiting queue, without its blocks."""
+        self.running.remove(sequence)
+        self.blocks.release(sequence)
+        self.preemptions += 1
+        self.enqueue(sequence)
+
+    def preempt_last(self) -> Sequence:
+        """Preempt and return the running sequence that is last in the fair queue."""
+        last = self.running[-1]
+        self.preempt(last)
+        return last
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a finished or cancelled `sequence` and release its blocks."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self.blocks.release(sequence)
+
+    def remove_late(self, now_s: float) -> tuple[Sequence, ...]:
+        """Remove and return the sequences without output whose deadlines have passed."""
+        late = tuple(
+            sequence
+            for sequence in (*self.waiting, *self.running)
+            if sequence.scheduling.deadline_s is not None
+            and sequence.scheduling.deadline_s <= now_s
+            and not sequence.output_tokens
+        )
+        for sequence in late:
+            self.remove(sequence)
+        return late

@@ -1,0 +1,225 @@
+"""The server of a model that generates text: chats, completions and adapters.
+
+However a request ends, none of its sequences stays in the engine.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+
+from aiohttp import web
+
+from isochrone.wire.engine import EngineConfig
+from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
+from isochrone.wire.headers import REQUEST_ID
+from nodeagent.engine.core.generation import GenerationDelta
+from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.loading import LoadedEngine
+from nodeagent.engine.scheduler.sequence import FinishReason
+from nodeagent.engine.server.adapters import AdapterRegistry
+from nodeagent.engine.server.http_routes import ModelServer, json_response
+from nodeagent.engine.server.open_requests import OpenRequest, OpenRequests
+from nodeagent.engine.server.openai.request_body import read_chat, read_completion
+from nodeagent.engine.server.openai.response_body import CompletionResponse, ResponseChoice
+from nodeagent.engine.server.prepared_request import PreparedRequest, RequestPreparer
+from nodeagent.engine.workers.worker_group import WorkerGroup
+
+
+class GenerationServer(ModelServer):
+    """The HTTP handlers of a text generator, with its step thread and its open requests."""
+
+    worker: GenerationThread
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        workers: WorkerGroup,
+        loaded: LoadedEngine,
+        on_death: Callable[[], None],
+    ) -> None:
+        super().__init__(config)
+        engine = loaded.engine
+        self.loaded = loaded
+        self.context_tokens = min(loaded.context_tokens, engine.scheduler.sequence_tokens_max)
+        self.open_requests = OpenRequests(
+            loaded.vocabulary, self.inflight, config.client_queue_max, engine.speculation
+        )
+        self.worker = GenerationThread(engine, self.open_requests.publish, on_death)
+        for worker in workers.workers:
+            # The descriptor becomes readable when the worker process ends.
+            asyncio.get_running_loop().add_reader(worker.descriptor, self.worker.fail)
+        self.adapters = AdapterRegistry(config, loaded.active_adapters, loaded.dtype)
+        self._preparer = RequestPreparer(config, loaded, self.adapters, self.context_tokens)
+
+    def fail_all(self, message: str) -> None:
+        """End every open request with an error."""
+        self.open_requests.fail_all(message)
+
+    def close(self) -> None:
+        """Save the prefix cache for the next process. Called after the last step."""
+        self.loaded.engine.close()
+
+    def app(self) -> web.Application:
+        """Build the aiohttp application."""
+        app = super().app()
+        app.on_cleanup.append(self._close_preparer)
+        app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_post("/v1/completions", self.complete)
+        app.router.add_post("/v1/load_lora_adapter", self.load_adapter)
+        app.router.add_post("/v1/unload_lora_adapter", self.unload_adapter)
+        return app
+
+    def counts(self) -> Mapping[str, float]:
+        """Return the counts of EngineStats that the step thread lacks, and further ones."""
+        mover, speculation = self.loaded.engine.block_mover, self.loaded.engine.speculation
+        return {
+            "block_tokens": BLOCK_TOKENS,
+            "open": self.inflight.in_flight,
+            "clients_cut_total": self.open_requests.cut_total,
+            "load_s": self.loaded.load_s,
+            "weights_bytes": self.loaded.weights_bytes,
+            "context_tokens": self.context_tokens,
+            **(mover.counts() if mover is not None else {}),
+            **(speculation.counts() if speculation is not None else {}),
+            "adapters": len(self.adapters.names),
+            "adapters_kept": self.adapters.cached,
+            "adapter_reads_total": self.adapters.reads_total,
+        }
+
+    @property
+    def other_names(self) -> Sequence[str]:
+        """The adapters' names."""
+        return self.adapters.names
+
+    async def load_adapter(self, request: web.Request) -> web.Response:
+        """Load an adapter, so that requests may name it as their model."""
+        return json_response({"loaded": await self.adapters.load(await self.body(request))})
+
+    async def unload_adapter(self, request: web.Request) -> web.Response:
+        """Forget an adapter; requests that run with it continue."""
+        body = await self.body(request, frees_memory=True)
+        return json_response({"unloaded": self.adapters.unload(body)})
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer a chat."""
+        self.inflight.check()
+        body = read_chat(await self.body(request), self.config.body_bytes_max)
+        prepared = await self._preparer.prepare_chat(body, request.headers)
+        return await self._generate(request, prepared, is_chat=True)
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """Answer a plain completion."""
+        self.inflight.check()
+        body = read_completion(await self.body(request), self.config.body_bytes_max)
+        prepared = await self._preparer.prepare_completion(body, request.headers)
+        return await self._generate(request, prepared, is_chat=False)
+
+    async def _close_preparer(self, app: web.Application) -> None:
+        self._preparer.close()
+
+    async def _generate(
+        self, request: web.Request, prepared: PreparedRequest, *, is_chat: bool
+    ) -> web.StreamResponse:
+        """Run a prepared request and write its response."""
+        self.check_alive()
+        response = self._response(prepared, is_chat)
+        transport = request.transport
+        abort = transport.abort if transport is not None else lambda: None
+        opened = self.open_requests.open(self.worker, prepared, abort)
+        try:
+            if prepared.options.stream:
+                return await self._stream(request, response, opened)
+            return await self._collect(response, opened)
+        finally:
+            self.open_requests.close(self.worker, opened)
+
+    def _response(self, prepared: PreparedRequest, is_chat: bool) -> CompletionResponse:
+        options, tool_use = prepared.options, prepared.tool_use
+        call_id_chars = tool_use.call_format.call_id_chars if tool_use else 0
+        return CompletionResponse(
+            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            model=prepared.adapter.name if prepared.adapter else self.config.served_name,
+            created_s=int(time.time()),
+            chat=is_chat,
+            include_usage=options.include_usage,
+            logprobs=options.params.logprobs is not None,
+            vocabulary=self.loaded.vocabulary,
+            new_call_id=lambda: _new_call_id(call_id_chars),
+            choices=[
+                ResponseChoice(index, tool_use.parser() if tool_use else None)
+                for index in range(prepared.answers)
+            ],
+        )
+
+    async def _stream(
+        self, request: web.Request, answer: CompletionResponse, opened: OpenRequest
+    ) -> web.StreamResponse:
+        """Write the answer as server-sent events."""
+        response = web.StreamResponse(
+            headers={
+                "content-type": "text/event-stream; charset=utf-8",
+                "cache-control": "no-cache",
+                REQUEST_ID: request[REQUEST_ID],
+            }
+        )
+        # The status line waits for the first delta, so that an early failure has its own status.
+        delta = await opened.deltas.get()
+        _raise_failure(delta)
+        await response.prepare(request)
+        frames = answer.opening_chunks()
+        while True:
+            frames.extend(answer.chunks(delta))
+            if answer.ended:
+                break
+            await self._write(response, frames)
+            frames = []
+            delta = await opened.deltas.get()
+            if delta.finish in (FinishReason.ERROR, FinishReason.LATE):
+                return await self._end_with_error(response, delta)
+        opened.ended = True
+        await self._write(response, [*frames, answer.closing_chunks(opened.prompt_tokens)])
+        await response.write_eof()
+        return response
+
+    async def _write(self, response: web.StreamResponse, frames: list[bytes]) -> None:
+        if not frames:
+            return
+        try:
+            async with asyncio.timeout(self.config.client_stall_s):
+                await response.write(b"".join(frames))
+        except TimeoutError as error:
+            raise ConnectionResetError("the client does not read") from error
+
+    async def _end_with_error(
+        self, response: web.StreamResponse, delta: GenerationDelta
+    ) -> web.StreamResponse:
+        """End a stream with an error event and without `[DONE]`: the answer is incomplete."""
+        error = ApiError(ErrorCode.INTERNAL, delta.error)
+        await self._write(response, [openai_error_event(error)])
+        await response.write_eof()
+        return response
+
+    async def _collect(self, answer: CompletionResponse, opened: OpenRequest) -> web.Response:
+        """Wait for the complete answer."""
+        while not answer.ended:
+            delta = await opened.deltas.get()
+            _raise_failure(delta)
+            answer.collect(delta)
+        opened.ended = True
+        return web.Response(
+            body=answer.complete_body(opened.prompt_tokens), content_type="application/json"
+        )
+
+
+def _new_call_id(chars: int) -> str:
+    """Return a tool call id of `chars` characters; in OpenAI's form if the model takes any."""
+    return uuid.uuid4().hex[:chars] if chars else f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _raise_failure(delta: GenerationDelta) -> None:
+    if delta.finish is FinishReason.ERROR:
+        raise ApiError(ErrorCode.INTERNAL, delta.error)
+    if delta.finish is FinishReason.LATE:
+        raise ApiError(ErrorCode.OUT_OF_CAPACITY, delta.error, retry_after_s=1.0)

@@ -1,0 +1,275 @@
+"""Request bodies of chats and plain completions: decoded, checked, and read part by part.
+
+Wrong types and values are refused with the field and the reason; unknown fields are ignored.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from isochrone.wire.codec import MalformedFrame, decode_json
+from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.server.openai.request_errors import invalid_request, unsupported_field
+from nodeagent.engine.server.openai.structured_fields import StructuredOutputFields
+from nodeagent.engine.server.openai.tool_fields import (
+    ToolCallSpec,
+    ToolChoice,
+    ToolSpec,
+    template_calls,
+)
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Count = Annotated[int, Meta(ge=1, le=2**31)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class StreamOptionsSpec(msgspec.Struct):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class UnsupportedFields(StructuredOutputFields, kw_only=True):
+    """Fields that other engines support and this one does not, with the value that changes nothing.
+
+    Any other value is refused.
+    """
+
+    add_generation_prompt: Any = True
+    allowed_token_ids: Any = None
+    audio: Any = None
+    bad_words: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    ebnf: Any = None
+    echo: Any = False
+    functions: Any = None
+    grammar: Any = None
+    guided_grammar: Any = None
+    include_stop_str_in_output: Any = False
+    json_schema: Any = None
+    length_penalty: Any = 1
+    logits_processors: Any = None
+    mirostat: Any = 0
+    no_stop_trim: Any = False
+    prompt_logprobs: Any = None
+    regex: Any = None
+    repeat_penalty: Any = 1
+    skip_special_tokens: Any = True
+    suffix: Any = None
+    truncate_prompt_tokens: Any = None
+    typical_p: Any = 1
+    use_beam_search: Any = False
+    web_search_options: Any = None
+
+
+_FIELD_ERROR: Final = re.compile(
+    r"cannot read body: (?P<reason>.*) - at `\$\.(?P<field>.*)`", re.DOTALL
+)
+"""A decoding error with the path of a field, as msgspec words it."""
+_UNSUPPORTED_DEFAULTS: Final = UnsupportedFields()
+
+
+class GenerationFields(UnsupportedFields, kw_only=True):
+    """The fields that chats and plain completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptionsSpec | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Seed | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    ignore_eos: bool | None = None
+    n: Count | None = None
+    speculate: bool | None = None
+    """An extension of this engine: false turns speculation off. The output is the same."""
+
+
+class MessageSpec(msgspec.Struct):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[ToolCallSpec], Meta(max_length=1024)] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+class PredictionSpec(msgspec.Struct):
+    """Text that the client expects in the answer. The n-gram proposer drafts from it."""
+
+    content: str | list[dict[str, Any]]
+    type: Literal["content"] = "content"
+
+
+class ChatBody(GenerationFields, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[MessageSpec], Meta(min_length=1, max_length=10_000)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: list[ToolSpec] | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    continue_final_message: bool | None = None
+    """vLLM's field: the answer continues the last message, which is the assistant's."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's field: values for further variables of the chat template."""
+    reasoning_effort: str | None = None
+    modalities: list[str] | None = None
+    prediction: PredictionSpec | None = None
+
+
+class CompletionBody(GenerationFields, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | Annotated[list[Any], Meta(min_length=1)]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    best_of: int | None = None
+
+
+_chat_decoder = msgspec.json.Decoder(ChatBody)
+_completion_decoder = msgspec.json.Decoder(CompletionBody)
+
+
+def read_chat(body: bytes, bytes_max: int) -> ChatBody:
+    """Decode a chat body and refuse unsupported fields. Raises ApiError."""
+    chat: ChatBody = decode_body(body, _chat_decoder, bytes_max)
+    _refuse_unsupported(chat)
+    if set(chat.modalities or ()) - {"text"}:
+        raise unsupported_field("modalities", "only 'text' is supported")
+    if chat.top_logprobs is not None and not chat.logprobs:
+        raise invalid_request(
+            "top_logprobs", "cannot use field 'top_logprobs': it needs 'logprobs': true"
+        )
+    return chat
+
+
+def read_completion(body: bytes, bytes_max: int) -> CompletionBody:
+    """Decode a completion body and refuse unsupported fields. Raises ApiError."""
+    completion: CompletionBody = decode_body(body, _completion_decoder, bytes_max)
+    _refuse_unsupported(completion)
+    if completion.best_of not in (None, completion.n or 1):
+        raise unsupported_field("best_of", "only the value of 'n' is supported")
+    return completion
+
+
+def completion_prompts(completion: CompletionBody) -> list[str | list[int]]:
+    """Return the prompts, each as text or as token ids."""
+    given: Any = completion.prompt
+    prompts = given if isinstance(given, list) and type(given[0]) is not int else [given]
+    for prompt in prompts:
+        is_ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
+        if not is_ids and not isinstance(prompt, str):
+            raise invalid_request(
+                "prompt",
+                "cannot use field 'prompt': expected strings or lists of token ids",
+            )
+    return prompts
+
+
+def template_messages(chat: ChatBody) -> list[dict[str, Any]]:
+    """Return the messages in the form that chat templates expect, with text contents.
+
+    With `continue_final_message` the last message is left out: see `answer_prefix`.
+    """
+    messages = chat.messages[:-1] if chat.continue_final_message else chat.messages
+    return [_template_message(message) for message in messages]
+
+
+def answer_prefix(chat: ChatBody) -> str:
+    """Return the beginning of the answer that the client already has; empty if there is none.
+
+    It follows the rendered prompt unchanged.
+    """
+    if not chat.continue_final_message:
+        return ""
+    last = chat.messages[-1]
+    if last.role != "assistant" or last.tool_calls:
+        raise invalid_request(
+            "continue_final_message",
+            "cannot use field 'continue_final_message': the last message must be an assistant"
+            " message without tool calls",
+        )
+    return _content_text(last.content)
+
+
+def template_arguments(chat: ChatBody) -> dict[str, Any]:
+    """Return the client's values for further variables of the chat template."""
+    effort = {"reasoning_effort": chat.reasoning_effort} if chat.reasoning_effort else {}
+    return {**effort, **(chat.chat_template_kwargs or {})}
+
+
+def predicted_text(chat: ChatBody) -> str:
+    """Return the text that the client predicts; empty if there is none."""
+    return _content_text(chat.prediction.content) if chat.prediction is not None else ""
+
+
+def decode_body(body: bytes, decoder: Any, bytes_max: int) -> Any:
+    """Decode a JSON body of at most `bytes_max` bytes, or raise ApiError naming the field."""
+    try:
+        return decode_json(body, decoder, bytes_max=bytes_max)
+    except MalformedFrame as error:
+        found = _FIELD_ERROR.fullmatch(str(error))
+        if found is None:
+            raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
+        field, reason = found["field"], found["reason"]
+        message = f"cannot use field '{field}': {reason[:1].lower()}{reason[1:]}"
+        raise invalid_request(field, message) from error
+
+
+def check_token_ids(param: str, ids: Iterable[int], size: int) -> None:
+    """Raise ApiError if a token id is outside the vocabulary of `size` tokens."""
+    outside = next((token for token in ids if not 0 <= token < size), None)
+    if outside is not None:
+        raise invalid_request(
+            param,
+            f"cannot use field '{param}': token id {outside} is not between 0 and {size - 1}",
+        )
+
+
+def _refuse_unsupported(body: GenerationFields) -> None:
+    for name in UnsupportedFields.__annotations__:
+        value, harmless = getattr(body, name), getattr(_UNSUPPORTED_DEFAULTS, name)
+        if value not in (None, harmless, "", [], {}):
+            raise unsupported_field(name)
+
+
+def _content_text(content: str | list[dict[str, Any]] | None) -> str:
+    """Return a message's content as one text; refuse parts of other types."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = [part.get("text") for part in content if part.get("type") == "text"]
+    if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
+        raise unsupported_field("messages", "only content parts of type 'text' are supported")
+    return "".join(str(text) for text in texts)
+
+
+def _template_message(message: MessageSpec) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    entry: dict[str, Any] = {"role": role, "content": _content_text(message.content)}
+    if message.tool_calls:
+        entry["tool_calls"] = template_calls(message.tool_calls)
+    if message.tool_call_id is not None:
+        entry["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        entry["name"] = message.name
+    if message.reasoning_content is not None:
+        entry["reasoning_content"] = message.reasoning_content
+    return entry

@@ -1,0 +1,451 @@
+"""The data-plane server with mock engines: admission, refusals, handoffs, loads and failures."""
+
+import asyncio
+import hashlib
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from isochrone.service.http_server import serve_http
+from isochrone.wire import headers
+from isochrone.wire.artifact import manifest_digest
+from isochrone.wire.assignment import ReplicaSpec, Tombstone
+from isochrone.wire.ids import Generation, NodeId, ReplicaId
+from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
+from isochrone.wire.report import ReplicaState
+from nodeagent.api.data_plane import DataPlaneServer
+from nodeagent.api.metrics_page import add_metrics
+from nodeagent.api.peer_replicas import LOAD_MAX_AGE_S, PeerReplicaClient
+from nodeagent.config import NodeConfig
+from nodeagent.decide.admission import TokenReservation
+from nodeagent.drivers import DRIVERS
+from nodeagent.drivers.driver import EngineCommand
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.engines import EngineProcesses, EngineRecord
+from nodeagent.host.link import TransferLink
+from nodeagent.host.sources import ArtifactSources
+from nodeagent.supervisor import Supervisor
+from tests.builders import a_spec
+from tests.postgres import a_folder
+from tests.system.harness import until
+
+
+class Node(NamedTuple):
+    """A supervisor and its data-plane server, without a scheduler."""
+
+    supervisor: Supervisor
+    http: aiohttp.ClientSession
+    address: str
+    artifact: Artifact
+
+    def spec(self, name: str = "r1", in_flight: int = 10_000, **options: str) -> ReplicaSpec:
+        engine = EngineSettings(
+            driver="mock",
+            kv_memory_bytes=1,
+            tokens_in_flight_max=in_flight,
+            options={"itl_ms": "20", **options},
+        )
+        return a_spec(name, engine=engine, artifact=self.artifact)
+
+    async def warm(self, spec: ReplicaSpec) -> None:
+        self.supervisor.start(spec)
+
+        async def is_warm() -> bool:
+            return self.supervisor.states()[spec.replica_id] is ReplicaState.WARM
+
+        await until("warm", is_warm, 15.0)
+
+    async def idle(self, name: str = "r1") -> bool:
+        load = self.supervisor.replicas[ReplicaId(name)].admission.load()
+        return load == headers.ReportedLoad(0, 0, 0, 0, 0)
+
+    def peer(self, name: str) -> headers.PeerReplica:
+        """Describe a replica as a router does: ten tokens to prefill, 1 ms per queued token."""
+        return headers.PeerReplica(
+            ReplicaId(name), NodeId(self.address), self.address, 10, 10, 1000
+        )
+
+    def ask(
+        self,
+        name: str = "r1",
+        tokens: int = 3,
+        queue_tokens_max: int | None = None,
+        peers: Sequence[headers.PeerReplica] = (),
+        sent: Mapping[str, str] | None = None,
+        **extra: Any,
+    ) -> Any:
+        required = {headers.REPLICA: name, headers.TOKENS: f"p=10;o={tokens}"}
+        sent = {**required, **(sent or {})}
+        if queue_tokens_max is not None:
+            sent[headers.QUEUE_TOKENS_MAX] = str(queue_tokens_max)
+        if peers:
+            sent[headers.PEER_REPLICAS] = headers.format_peer_replicas(peers)
+        body = {
+            "messages": [{"role": "user", "content": "x"}],
+            "max_tokens": tokens,
+            "stream": True,
+            **extra,
+        }
+        return self.http.post("/v1/chat/completions", json=body, headers=sent)
+
+
+@asynccontextmanager
+async def a_node() -> AsyncIterator[Node]:
+    folder = a_folder("iso-")
+    (folder / "model").mkdir()
+    (folder / "model" / "m.gguf").write_bytes(b"GGUF")
+    file = ArtifactFile(path="m.gguf", size_bytes=4, sha256=hashlib.sha256(b"GGUF").hexdigest())
+    source = f"file:{folder / 'model'}"
+    artifact = Artifact(source=source, files=(file,), digest=manifest_digest([file]))
+    config = NodeConfig(name="n1", schedulers=(), state=folder, address="", stall_s=3.0)
+    supervisor = Supervisor(
+        config=config,
+        artifacts=ArtifactStore(
+            folder / "artifacts",
+            ArtifactSources(private=True, hf_url=""),
+            1 << 30,
+            link=TransferLink(0, time.monotonic),
+        ),
+        engines=EngineProcesses(folder / "engines", 1),
+        clock=time.monotonic,
+        rng=random.Random(1),
+        on_change=lambda: None,
+    )
+    async with (
+        serve_http(
+            DataPlaneServer(supervisor, PeerReplicaClient(None, time.monotonic)).app(),
+            "127.0.0.1",
+            0,
+        ) as port,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+    ):
+        yield Node(supervisor, http, f"127.0.0.1:{port}", artifact)
+    await supervisor.shut_down(keep_engines=False)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(autouse=True)
+def long_probe_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a peer's node enough time to answer a probe on a busy machine."""
+    monkeypatch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 10.0)
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[Node]:
+    async with a_node() as node:
+        yield node
+
+
+async def test_a_request_is_refused_if_the_queue_is_longer_than_accepted(node: Node) -> None:
+    await node.warm(node.spec())
+    reservation = node.supervisor.replicas[ReplicaId("r1")].admission.admit(100, 1, 60)
+    assert reservation is not None
+    async with node.ask(queue_tokens_max=59) as response:
+        assert (response.status, response.headers[headers.REFUSED]) == (429, "queued")
+        load = headers.parse_load(response.headers[headers.LOAD])
+        assert load == headers.ReportedLoad(100, 1, 1, 0, 60)
+    for most in (60, None):
+        async with node.ask(queue_tokens_max=most) as response:
+            assert response.status == 200
+            await response.read()
+    reservation.release()
+    await until("tokens are released", node.idle, 5.0)
+
+
+async def test_a_ping_reports_the_load_of_other_routers(node: Node) -> None:
+    await node.warm(node.spec())
+    admission = node.supervisor.replicas[ReplicaId("r1")].admission
+    reservation = admission.admit(100, 7, 60, router="a", prefill_ms=1e9, now_s=time.monotonic())
+    assert reservation is not None
+
+    async def others(router: str) -> tuple[int, int]:
+        async with node.http.get("/ping", headers={headers.ROUTER: router}) as ping:
+            load = headers.parse_loads(ping.headers[headers.LOADS])[ReplicaId("r1")]
+        return load.others_pending_prefill_tokens, load.others_decode_tokens
+
+    assert await others("a") == (0, 0)
+    assert await others("b") == (60, 7)
+    assert await others("") == (-1, -1)
+    reservation.release()
+    assert await others("b") == (0, 0)
+
+
+async def test_a_request_is_handed_off_to_a_replica_that_starts_sooner(node: Node) -> None:
+    """The target is on the same node or on another; without a better one there is no handoff."""
+    async with a_node() as other:
+        await asyncio.gather(
+            node.warm(node.spec()), node.warm(node.spec("r2")), other.warm(other.spec("r3"))
+        )
+        peers = [node.peer("r1"), node.peer("r2"), other.peer("r3")]
+
+        async def handed_off_to(most: int | None = None) -> str:
+            async with node.ask(queue_tokens_max=most, peers=peers) as response:
+                assert response.status == 200
+                assert headers.parse_load(response.headers[headers.LOAD]) is not None
+                assert (await response.text()).endswith("data: [DONE]\n\n")
+                return str(response.headers.get(headers.HANDOFF_REPLICA, ""))
+
+        def queue(on: Node, name: str, tokens: int) -> TokenReservation:
+            reservation = on.supervisor.replicas[ReplicaId(name)].admission.admit(tokens, 1, tokens)
+            assert reservation is not None
+            return reservation
+
+        assert await handed_off_to() == ""
+        queued = [queue(node, "r1", 300)]
+        assert await handed_off_to() == "r2"
+        queued.append(queue(node, "r2", 200))
+        assert await handed_off_to() == "r3"
+        assert await handed_off_to(most=50) == "r3"
+        queued.append(queue(other, "r3", 298))
+        await asyncio.sleep(2 * LOAD_MAX_AGE_S)
+        assert await handed_off_to() == "r2"
+        queued.append(queue(node, "r2", 98))
+        assert await handed_off_to() == ""
+        async with node.ask(queue_tokens_max=50, peers=peers) as response:
+            assert response.headers[headers.REFUSED] == headers.QUEUED
+        for reservation in queued:
+            reservation.release()
+        for on, name in ((node, "r1"), (node, "r2"), (other, "r3")):
+            await until("tokens are released", partial(on.idle, name), 5.0)
+        assert node.supervisor.handoffs_in_progress == 0
+
+
+async def test_a_handoff_ends_with_its_caller_and_fails_with_its_engine(
+    node: Node,
+) -> None:
+    async with a_node() as other:
+        await asyncio.gather(node.warm(node.spec()), other.warm(other.spec("r3")))
+        peers = [node.peer("r1"), other.peer("r3")]
+        reservation = node.supervisor.replicas[ReplicaId("r1")].admission.admit(300, 1, 300)
+        assert reservation is not None
+        async with node.ask(tokens=3000, peers=peers) as response:
+            await response.content.readany()
+            assert response.headers[headers.HANDOFF_REPLICA] == "r3"
+            assert node.supervisor.handoffs_in_progress == 1
+            assert not await other.idle("r3")
+        await until("the cancellation was relayed", partial(other.idle, "r3"), 5.0)
+        engine = other.supervisor.replicas[ReplicaId("r3")].engine
+        assert engine is not None
+        async with node.ask(tokens=3000, peers=peers) as response:
+            await response.content.readany()
+            os.kill(engine.pid, signal.SIGKILL)
+            with pytest.raises((aiohttp.ClientError, ConnectionError)):
+                await response.read()
+        # The peer's engine is gone: the addressed replica serves the request.
+        async with node.ask(peers=peers) as response:
+            assert (response.status, headers.HANDOFF_REPLICA in response.headers) == (200, False)
+            await response.read()
+        reservation.release()
+    # The peer's node is gone: the probe costs no more than its timeout.
+    reservation = node.supervisor.replicas[ReplicaId("r1")].admission.admit(300, 1, 300)
+    assert reservation is not None
+    async with node.ask(peers=peers) as response:
+        assert (response.status, headers.HANDOFF_REPLICA in response.headers) == (200, False)
+        await response.read()
+    reservation.release()
+    await until("tokens are released", node.idle, 5.0)
+
+
+async def test_every_answer_carries_the_load_and_releases_its_tokens_once(node: Node) -> None:
+    await node.warm(node.spec())
+    async with node.ask(tokens=3) as response:
+        assert response.status == 200
+        assert headers.parse_load(response.headers[headers.LOAD]) == headers.ReportedLoad(
+            0, 3, 1, 0, 0
+        )
+        text = await response.text()
+    assert text.endswith("data: [DONE]\n\n")
+    await until("tokens are released", node.idle, 5.0)
+
+
+async def test_each_refusal_has_its_own_word(node: Node) -> None:
+    async with node.ask("unknown") as response:
+        assert (response.status, response.headers[headers.REFUSED]) == (404, "unknown_replica")
+    node.supervisor.start(node.spec("slow", fail_load="1"))
+    async with node.ask("slow") as response:
+        assert (response.status, response.headers[headers.REFUSED]) == (503, "loading")
+    await node.warm(node.spec(in_flight=100))
+    async with node.ask(tokens=80) as first:
+        await first.content.readany()
+        # The answer's load is that after the prefill, like that of a ping.
+        async with node.http.get("/ping") as ping:
+            pinged = headers.parse_loads(ping.headers[headers.LOADS])[ReplicaId("r1")]
+        assert headers.parse_load(first.headers[headers.LOAD]) == pinged
+        assert (pinged.running, pinged.pending_prefill_tokens, pinged.prefill_tokens) == (1, 0, 0)
+        async with node.ask(tokens=80) as second:
+            assert (second.status, second.headers[headers.REFUSED]) == (429, "busy")
+            assert second.headers["retry-after"] == "1"
+        tombstone = Tombstone(replica_id=ReplicaId("r1"), generation=Generation(9), reason="test")
+        node.supervisor.end(tombstone)
+        async with node.ask() as third:
+            assert third.headers[headers.REFUSED] == "draining"
+        asked = {headers.REPLICA: "r1"}
+        async with node.http.get("/ping", headers=asked) as ping:
+            assert ping.headers[headers.REFUSED] == "draining"
+        # The request in flight is finished before the replica stops.
+        assert (await first.text()).endswith("data: [DONE]\n\n")
+    async with node.http.get("/ping") as ping:
+        assert ping.status == 204
+        # A draining replica gets no requests, so its load is not reported.
+        assert ping.headers[headers.LOADS] == ""
+
+    async def is_stopped() -> bool:
+        return node.supervisor.states()[ReplicaId("r1")] is ReplicaState.STOPPED
+
+    await until("stopped", is_stopped, 15.0)
+
+
+async def test_an_engine_without_memory_is_reported_as_full_before_a_request(node: Node) -> None:
+    await node.warm(node.spec(in_flight=500, memory_full="1"))
+
+    async def is_full() -> bool:
+        sent = {headers.ROUTER: "a"}
+        async with node.http.get("/ping", headers=sent) as ping:
+            load = headers.parse_loads(ping.headers[headers.LOADS])[ReplicaId("r1")]
+        return load.others_decode_tokens >= 500
+
+    await until("reported as full", is_full, 5.0)
+    async with node.ask() as response:
+        assert (response.status, response.headers[headers.REFUSED]) == (429, "busy")
+        load = headers.parse_load(response.headers[headers.LOAD])
+        assert load is not None and load.decode_tokens >= 500
+
+
+async def test_a_disconnected_caller_frees_the_engine_and_its_tokens(node: Node) -> None:
+    await node.warm(node.spec())
+    async with node.ask(tokens=3000) as response:
+        await response.content.readany()
+        assert not await node.idle()
+    await until("tokens are released", node.idle, 5.0)
+    engine = node.supervisor.replicas[ReplicaId("r1")].engine
+    assert engine is not None
+
+    async def engine_is_idle() -> bool:
+        stats = await engine.stats()
+        return stats is not None and stats.running == 0
+
+    await until("the engine stopped", engine_is_idle, 5.0)
+
+
+async def test_an_engine_that_dies_during_an_answer_resets_the_connection(node: Node) -> None:
+    """The router must not take an incomplete answer for a complete one."""
+    await node.warm(node.spec())
+    engine = node.supervisor.replicas[ReplicaId("r1")].engine
+    assert engine is not None
+    async with node.ask(tokens=3000) as response:
+        await response.content.readany()
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises((aiohttp.ClientError, ConnectionError)):
+            await response.read()
+    await until("tokens are released", node.idle, 5.0)
+
+    async def is_warm_again() -> bool:
+        replica = node.supervisor.replicas[ReplicaId("r1")]
+        return replica.state is ReplicaState.WARM and len(replica.failure_times) == 1
+
+    await until("started again", is_warm_again, 15.0)
+
+
+async def test_an_error_of_the_engine_is_relayed_unchanged(node: Node) -> None:
+    await node.warm(node.spec())
+    async with node.ask(tokens=10_000_000) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["code"] == "context_length_exceeded"
+    async with node.http.post(
+        "/v1/chat/completions", data=b"{", headers={headers.REPLICA: "r1"}
+    ) as response:
+        assert response.status == 400
+    await until("tokens are released", node.idle, 5.0)
+
+
+async def test_the_metrics_page_includes_each_warm_engine(node: Node) -> None:
+    await node.warm(node.spec("r1"))
+    await node.warm(node.spec("r2"))
+    async with node.ask("r2", tokens=2) as response:
+        await response.read()
+    private_app = web.Application()
+    add_metrics(private_app, node.supervisor)
+    async with (
+        serve_http(private_app, "127.0.0.1", 0) as port,
+        node.http.get(f"http://127.0.0.1:{port}/metrics") as private,
+        node.http.get("/metrics") as page,
+    ):
+        assert private.status == 200
+        text = await page.text()
+    assert 'isochrone_node_replicas{state="warm"} 2.0' in text
+    # One more each: the warm-up token.
+    assert 'isochrone_engine_tokens_out_total{replica="r2"} 3' in text
+    assert 'isochrone_engine_tokens_out_total{replica="r1"} 1' in text
+
+
+async def test_the_cache_salt_is_in_the_body_for_an_engine_that_needs_it_there(node: Node) -> None:
+    await node.warm(node.spec())
+    engine = node.supervisor.replicas[ReplicaId("r1")].engine
+    assert engine is not None
+    seen: list[dict[str, Any]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    async with serve_http(app, "127.0.0.1", 0) as port:
+        await engine.http.close()
+        engine.http = aiohttp.ClientSession(f"http://127.0.0.1:{port}")
+        engine._driver = DRIVERS["vllm"]
+        salted = {headers.CACHE_SALT: "acme"}
+        async with node.ask(cache_salt="other", sent=salted) as response:
+            assert response.status == 200
+    assert seen[0]["cache_salt"] == "acme"
+    assert seen[0]["max_tokens"] == 3
+
+
+async def test_a_reused_pid_is_not_signalled_and_orphans_of_an_engine_are_killed(
+    tmp_path: Path,
+) -> None:
+    """After a crash of the agent, the leader's pid may be reused, or only its children may run."""
+    engines = EngineProcesses(tmp_path / "engines", 1)
+
+    def left_behind(name: str, pid: int, started: int) -> None:
+        folder = tmp_path / "engines" / name
+        folder.mkdir()
+        command = EngineCommand(arguments=("x",), base_url="http://localhost")
+        record = EngineRecord(pid=pid, started=started, command=command, spec=a_spec(name))
+        (folder / "process.json").write_bytes(msgspec.json.encode(record))
+
+    other = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)
+    left_behind("reused", other.pid, started=1)
+    parent = await asyncio.create_subprocess_exec(
+        "sh",
+        "-c",
+        "sleep 60 >/dev/null 2>&1 & echo $!",
+        start_new_session=True,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    orphan = int(await parent.stdout.readline())
+    await parent.wait()
+    left_behind("orphaned", parent.pid, started=1)
+    assert engines.survivors() == []
+    assert other.returncode is None
+
+    async def orphan_is_gone() -> bool:
+        stat = Path(f"/proc/{orphan}/stat")
+        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+    await until("the orphan is killed", orphan_is_gone, 5.0)
+    other.kill()
+    await other.wait()

@@ -1,0 +1,149 @@
+"""The block pool: references are counted, and the least recently used prefix is evicted first."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from nodeagent.engine.kvcache.block_pool import BlockPool
+
+TOTAL = 6
+
+
+class BlocksMachine(RuleBasedStateMachine):
+    """Allocates, shares, caches and releases at random, checked against lists of references."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = BlockPool(TOTAL)
+        self.owners: list[list[int]] = []
+
+    @rule(fresh=st.integers(0, TOTAL + 1))
+    def allocate_fresh(self, fresh: int) -> None:
+        free = self.blocks.free_blocks
+        taken = self.blocks.allocate((), fresh)
+        assert (taken is None) == (fresh > free)
+        if taken is None:
+            assert self.blocks.free_blocks == free
+        else:
+            self.owners.append(taken)
+
+    @rule(
+        digests=st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=3), fresh=st.integers(0, 3)
+    )
+    def allocate_cached(self, digests: list[bytes], fresh: int) -> None:
+        cached = self.blocks.match_prefix(list(dict.fromkeys(digests)))
+        used = self.blocks.used_blocks
+        taken = self.blocks.allocate(cached, fresh)
+        if taken is None:
+            assert self.blocks.used_blocks == used
+        else:
+            assert taken[: len(cached)] == cached
+            self.owners.append(taken)
+
+    @rule(data=st.data(), digest=st.sampled_from([b"a", b"b", b"c"]))
+    def cache(self, data: st.DataObject, digest: bytes) -> None:
+        used = sorted({block for owner in self.owners for block in owner})
+        if used:
+            block = data.draw(st.sampled_from(used))
+            known = {d for d in (b"a", b"b", b"c") if self.blocks.match_prefix([d]) == [block]}
+            self.blocks.cache(block, digest)
+            # A block keeps its first digest, and a digest its first block.
+            assert bool(self.blocks.match_prefix([digest])) or known
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        if self.owners:
+            index = data.draw(st.integers(0, len(self.owners) - 1))
+            self.blocks.release(self.owners.pop(index))
+
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        if self.owners:
+            index = data.draw(st.integers(0, len(self.owners) - 1))
+            self.owners.append(self.blocks.add_reference(self.owners[index]))
+
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        """An owner that writes to a shared block replaces it by a copy first."""
+        owner = data.draw(st.sampled_from(self.owners)) if self.owners else []
+        at = data.draw(st.integers(0, len(owner) - 1)) if owner else -1
+        if at < 0 or self.blocks.reference_count(owner[at]) == 1:
+            return
+        free, others = self.blocks.free_blocks, self.blocks.reference_count(owner[at]) - 1
+        own = self.blocks.unshare(owner[at])
+        assert (own is None) == (free == 0)
+        if own is not None:
+            assert self.blocks.reference_count(owner[at]) == others
+            owner[at] = own
+            assert self.blocks.reference_count(own) == 1
+            assert all(self.blocks.match_prefix([digest]) != [own] for digest in (b"a", b"b", b"c"))
+
+    @invariant()
+    def a_block_is_either_free_or_used(self) -> None:
+        counts = [sum(owner.count(block) for owner in self.owners) for block in range(TOTAL)]
+        assert [self.blocks.reference_count(block) for block in range(TOTAL)] == counts
+        assert self.blocks.free_blocks == counts.count(0) == TOTAL - self.blocks.used_blocks
+
+    def teardown(self) -> None:
+        for owner in self.owners:
+            self.blocks.release(owner)
+        assert self.blocks.free_blocks == TOTAL
+
+
+TestBlocks = BlocksMachine.TestCase
+TestBlocks.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+
+
+def test_the_least_recently_used_block_is_evicted_first() -> None:
+    blocks = BlockPool(3)
+    taken = blocks.allocate((), 3)
+    assert taken is not None
+    for block, digest in zip(taken, (b"a", b"b", b"c"), strict=True):
+        blocks.cache(block, digest)
+    blocks.release([taken[1]])
+    blocks.release([taken[0]])
+    blocks.release([taken[2]])
+    blocks.allocate((), 1)
+    assert blocks.match_prefix([b"b"]) == []
+    assert blocks.match_prefix([b"a"]) == [taken[0]]
+
+
+def test_a_block_that_is_not_cached_is_allocated_before_a_cached_one() -> None:
+    blocks = BlockPool(2)
+    taken = blocks.allocate((), 2)
+    assert taken is not None
+    blocks.cache(taken[0], b"a")
+    blocks.release(taken)
+    assert blocks.allocate((), 1) == [taken[1]]
+    assert blocks.match_prefix([b"a"]) == [taken[0]]
+
+
+def test_releasing_a_free_block_is_an_error() -> None:
+    with pytest.raises(ValueError, match="cannot release block 0"):
+        BlockPool(1).release([0])
+
+
+def test_only_shared_blocks_are_unshared_and_only_used_ones_are_shared() -> None:
+    blocks = BlockPool(2)
+    taken = blocks.allocate((), 1)
+    assert taken is not None
+    with pytest.raises(ValueError, match="cannot unshare block 0: 1 reference it"):
+        blocks.unshare(taken[0])
+    with pytest.raises(ValueError, match="cannot share block 1"):
+        blocks.add_reference([1])
+
+
+def test_uncached_blocks_are_not_matched_unless_they_are_shared() -> None:
+    blocks = BlockPool(4)
+    own = blocks.allocate((), 2)
+    assert own is not None
+    for block, digest in zip(own, (b"a", b"b"), strict=True):
+        blocks.cache(block, digest)
+    shared = blocks.allocate(blocks.match_prefix((b"a",)), 0)
+    assert shared == own[:1]
+    assert blocks.uncache(own) == own[1:]
+    assert blocks.match_prefix((b"a", b"b")) == own[:1]
+    blocks.release(own)
+    blocks.release(shared)
+    assert blocks.used_blocks == 0

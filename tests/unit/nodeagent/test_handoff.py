@@ -1,0 +1,80 @@
+"""A request is handed off only to a peer replica that starts it sooner."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isochrone.wire.headers import PeerReplica
+from isochrone.wire.ids import NodeId, ReplicaId
+from nodeagent.decide.handoff import (
+    MARGIN_MS,
+    Handoff,
+    choose_handoff,
+    estimated_ttft_ms,
+    is_worth_probing,
+)
+
+
+def a_peer(
+    name: str, prefill_ms: int = 100, token_us: int = 1000, pending: int = 90
+) -> PeerReplica:
+    return PeerReplica(ReplicaId(name), NodeId(name), f"{name}:1", pending, prefill_ms, token_us)
+
+
+A, B, C = a_peer("a"), a_peer("b"), a_peer("c", prefill_ms=40)
+
+
+@pytest.mark.parametrize(
+    ("queued", "queue_tokens_max", "target"),
+    [
+        ({"a": 200, "b": 0, "c": 200}, None, "b"),
+        (
+            {"a": 200, "b": 100, "c": 150},
+            None,
+            "c",
+        ),  # a longer queue, but more of the prompt is cached
+        ({"a": 200, "b": 197, "c": 300}, None, ""),  # saves less than the margin
+        ({"a": 200, "b": 0}, None, "b"),  # c did not answer the probe
+        ({"a": 200}, None, ""),
+        ({"a": 200, "b": 90, "c": 200}, 100, "b"),  # the router accepts 100 ms
+        ({"a": 200, "b": 110, "c": 200}, 100, ""),  # and not 110 ms
+    ],
+)
+def test_the_target_of_a_handoff(
+    queued: dict[str, int], queue_tokens_max: int | None, target: str
+) -> None:
+    queued_tokens = {ReplicaId(name): tokens for name, tokens in queued.items()}
+    handoff = choose_handoff([A, B, C], queued_tokens, queue_tokens_max)
+    assert (handoff.target.replica_id if handoff else "") == target
+
+
+def test_peers_are_not_probed_while_the_local_queue_is_short() -> None:
+    assert not is_worth_probing(A, 0)
+    assert not is_worth_probing(A, int(MARGIN_MS))
+    assert is_worth_probing(A, 20)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5000), st.integers(0, 50_000), st.integers(0, 9000)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.none() | st.integers(0, 10_000),
+)
+def test_a_handoff_always_starts_sooner_within_its_queue_limit(
+    drawn: list[tuple[int, int, int]], queue_tokens_max: int | None
+) -> None:
+    replicas = [a_peer(str(n), ms, us) for n, (ms, us, _) in enumerate(drawn)]
+    queued_tokens = {ReplicaId(str(n)): waiting for n, (_, _, waiting) in enumerate(drawn)}
+    handoff = choose_handoff(replicas, queued_tokens, queue_tokens_max)
+    if handoff is None:
+        return
+    local = replicas[0]
+    assert isinstance(handoff, Handoff) and handoff.target is not local
+    limit_ms = estimated_ttft_ms(local, queued_tokens[local.replica_id]) - MARGIN_MS
+    if queue_tokens_max is not None:
+        limit_ms = min(limit_ms, estimated_ttft_ms(local, queue_tokens_max))
+    assert estimated_ttft_ms(handoff.target, queued_tokens[handoff.target.replica_id]) <= limit_ms
+    if handoff.queue_tokens_max > 1:
+        assert estimated_ttft_ms(handoff.target, handoff.queue_tokens_max) <= limit_ms + 1e-6
