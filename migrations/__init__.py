@@ -1,1 +1,1 @@
-"""Numbered SQL, forward only; `schema.sql` is the whole schema at head."""
+"""Numbered SQL, forward only; `schema.sql` is the whole current schema."""

@@ -1,4 +1,4 @@
-"""Writes schema.sql: the migrations in order, as one file to read and to make a database from."""
+"""Writes schema.sql: all migrations in order, as one file to read or to create a database from."""
 
 from pathlib import Path
 from typing import Final
@@ -8,7 +8,7 @@ HEAD: Final = "-- The whole schema at head. Written by `python -m migrations.dum
 
 
 def dump(folder: Path = FOLDER) -> str:
-    """Return what schema.sql should hold."""
+    """Return the contents that schema.sql should have."""
     parts = [path.read_text() for path in sorted(folder.glob("[0-9][0-9][0-9][0-9]_*.sql"))]
     return HEAD + "".join(f"\n{part}" for part in parts)
 

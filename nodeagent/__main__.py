@@ -8,7 +8,7 @@ from typing import NoReturn
 import click
 
 from isochrone.service.config import load_config
-from isochrone.service.files import kept
+from isochrone.service.files import lock_state_folder
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from nodeagent.app import serve
@@ -23,7 +23,7 @@ def main(config: Path | None) -> NoReturn:
     async def run(stopping: asyncio.Event) -> int:
         settings = load_config(NodeConfig, config, os.environ, "ISOCHRONE_NODE_")
         setup_logs("nodeagent", settings.log_level)
-        with kept(settings.state):
+        with lock_state_folder(settings.state):
             return await serve(settings, stopping)
 
     run_service(run)

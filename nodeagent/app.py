@@ -13,13 +13,13 @@ from time import monotonic
 from aiohttp import web
 
 from isochrone.service.config import read_secret
-from isochrone.service.control import ControlLink
-from isochrone.service.door import open_door
-from isochrone.service.joining import identify
+from isochrone.service.control_link import ControlLink
+from isochrone.service.http_server import serve_http
+from isochrone.service.joining import load_or_join
 from isochrone.service.loop import Loop
-from isochrone.service.notify import feed_watchdog, notify
-from isochrone.service.revocation import refusing
-from isochrone.service.tls import client_context, node_context
+from isochrone.service.revocation import refuse_revoked
+from isochrone.service.systemd import feed_watchdog, notify
+from isochrone.service.tls import client_context, node_server_context
 from isochrone.wire.control import PeerRole, ToAgent
 from isochrone.wire.ids import BootId
 from nodeagent.api.artifact_uploads import ArtifactUploads
@@ -53,7 +53,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     sources = await asyncio.to_thread(_artifact_sources, config)
     node = await _open_node(config)
     rng = random.Random()  # noqa: S311 - jitter, not secrets
-    server_tls = node_context(node.identity) if config.door_tls else None
+    server_tls = node_server_context(node.identity) if config.door_tls else None
     client_tls = client_context(node.identity) if config.door_tls else None
     artifacts = _artifact_store(config, node, sources, rng, client_tls)
     engines = EngineProcesses(
@@ -77,7 +77,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         progress=node.progress,
         on_welcome=node.on_welcome,
         on_message=node.on_message,
-        chance=rng,
+        rng=rng,
         folder=config.state,
         contexts=[context for context in (server_tls, client_tls) if context is not None],
     )
@@ -115,19 +115,19 @@ async def _listeners(
     Yields the data-plane port.
     """
     async with AsyncExitStack() as stack:
-        data_plane = open_door(app, config.door_host, config.door_port, ssl_context=context)
+        data_plane = serve_http(app, config.door_host, config.door_port, ssl_context=context)
         port = await stack.enter_async_context(data_plane)
         if config.private_host:
             metrics_app = web.Application()
             add_metrics(metrics_app, supervisor)
-            private = open_door(metrics_app, config.private_host, config.private_port)
+            private = serve_http(metrics_app, config.private_host, config.private_port)
             await stack.enter_async_context(private)
         yield port
 
 
 async def _open_node(config: NodeConfig) -> NodeState:
     """Load the node's identity, joining the cluster if it has none, and its last assignment."""
-    identity = await identify(
+    identity = await load_or_join(
         urls=config.schedulers,
         token_file=config.join_token_file,
         role=PeerRole.AGENT,
@@ -198,7 +198,7 @@ def _data_plane_app(
 ) -> web.Application:
     """Return the data-plane application: inference requests, and artifact uploads to nodes."""
     app = server.app()
-    app.middlewares.append(refusing(node.revoked_certificates))
+    app.middlewares.append(refuse_revoked(node.revoked_certificates))
     uplink = TransferLink(config.upload_bytes_per_s, monotonic)
     ArtifactUploads(artifacts, uplink, uploads_max=config.uploads_max).attach(app)
     return app

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from isochrone.service.control import Progress
+from isochrone.service.control_link import Progress
 from isochrone.service.identity import Identity
 from isochrone.wire.assignment import (
     ArtifactPrefetch,

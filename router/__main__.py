@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from isochrone.service.config import ConfigError, load_config
-from isochrone.service.files import kept
+from isochrone.service.files import lock_state_folder
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from router.config import RouterConfig
@@ -48,7 +48,7 @@ def main(config: Path | None, processes: int | None) -> NoReturn:
         if WORKER_ENV in os.environ:
             # A worker's state folder is inside the main process's, which is locked already.
             return await run(settings, stopping)
-        with kept(settings.state_folder):
+        with lock_state_folder(settings.state_folder):
             return await run(settings, stopping)
 
     run_service(serve)

@@ -12,12 +12,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
 
 from isochrone.service.config import ConfigError
-from isochrone.service.control import ControlLink
+from isochrone.service.control_link import ControlLink
 from isochrone.service.identity import Identity
-from isochrone.service.joining import identify
+from isochrone.service.joining import load_or_join
 from isochrone.service.loop import Loop
-from isochrone.service.notify import feed_watchdog, notify
-from isochrone.service.tls import LOOK_S, client_context, own_certificate
+from isochrone.service.systemd import feed_watchdog, notify
+from isochrone.service.tls import CERTIFICATE_CHECK_S, client_context, load_tls_certificate
 from isochrone.wire.control import PeerRole, ToRouter, Welcome
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.routes import RouteDelta, RouteTable
@@ -71,7 +71,7 @@ refuse requests that the other processes can serve."""
 
 async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
     """Serve until `stopping` is set, then drain; return the exit code."""
-    identity = await identify(
+    identity = await load_or_join(
         urls=config.schedulers,
         token_file=config.join_token_file,
         role=PeerRole.ROUTER,
@@ -118,7 +118,7 @@ class RouterApp:
         self.port = self.private_port = 0
         self.stopping = asyncio.Event()
         self.metrics = Metrics()
-        self.tls = own_certificate(config.tls_certificate, config.tls_key)
+        self.tls = load_tls_certificate(config.tls_certificate, config.tls_key)
         self.metrics.build_info.labels(**build.facts()).set(1)
         self.limiter = KeyLimiter(config.processes or 1)
         self.fleet = FleetState(identity.pop, time.monotonic, self.boot_id)
@@ -152,7 +152,7 @@ class RouterApp:
             progress=self.follower.progress,
             on_welcome=self.on_welcome,
             on_message=self.on_message,
-            chance=random.Random(),  # noqa: S311 - jitter, not a secret
+            rng=random.Random(),  # noqa: S311 - jitter, not a secret
             folder=self.config.state_folder,
             contexts=() if self.node_tls is None else (self.node_tls,),
         )
@@ -233,7 +233,11 @@ class RouterApp:
 
     def _create_loops(self) -> tuple[Loop, ...]:
         config, jitter = self.config, random.Random()  # noqa: S311 - jitter, not a secret
-        tls = () if self.tls is None else (Loop("certificate", self.tls.run_once, LOOK_S),)
+        tls = (
+            ()
+            if self.tls is None
+            else (Loop("certificate", self.tls.run_once, CERTIFICATE_CHECK_S),)
+        )
         demand = Loop("demand", self.shipper.ship_demand, config.demand_interval_s, jitter=jitter)
         # A deployment without replicas starts its first one by demand: report that at once.
         self.recorder.on_unserved = demand.nudge

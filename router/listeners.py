@@ -9,9 +9,9 @@ from typing import NamedTuple
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from isochrone.service.door import cannot_listen, open_door
-from isochrone.service.handshakes import Census, secured
-from isochrone.service.metrics import exposition
+from isochrone.service.connection_count import ConnectionCount, tls_protocol_factory
+from isochrone.service.http_server import listen_error, serve_http
+from isochrone.service.metrics import metrics_handler
 from router.apis.auxiliary_server import open_auxiliary_server
 from router.config import RouterConfig
 from router.dataplane.server import PublicServer
@@ -39,19 +39,21 @@ async def open_listeners(
 
     `/metrics` is on the private port, or on the public one if there is no private one.
     """
-    show_metrics = exposition(registry)
+    show_metrics = metrics_handler(registry)
     private_port = 0
     async with AsyncExitStack() as stack:
         if config.private_host:
             private = web.Application()
             private.router.add_get("/metrics", show_metrics)
-            door = open_door(private, config.private_host, config.private_port)
+            door = serve_http(private, config.private_host, config.private_port)
             private_port = await stack.enter_async_context(door)
         else:
             auxiliary_app.router.add_get("/metrics", show_metrics)
         await stack.enter_async_context(open_auxiliary_server(auxiliary_app, upstream))
-        census = Census(config.connections_max, config.connections_per_address_max)
-        shaking = secured(server.make_connection, context, census, config.head_timeout_s)
+        census = ConnectionCount(config.connections_max, config.connections_per_address_max)
+        shaking = tls_protocol_factory(
+            server.make_connection, context, census, config.head_timeout_s
+        )
         connection = await stack.enter_async_context(shaking)
         try:
             listener = await asyncio.get_running_loop().create_server(
@@ -62,7 +64,7 @@ async def open_listeners(
                 reuse_port=config.processes > 1 or None,
             )
         except OSError as error:
-            raise cannot_listen(config.host, config.port, error) from error
+            raise listen_error(config.host, config.port, error) from error
         stack.push_async_callback(server.drain, config.drain_timeout_s)
         stack.callback(listener.close)
         yield RouterPorts(listener.sockets[0].getsockname()[1], private_port)

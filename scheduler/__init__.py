@@ -1,1 +1,1 @@
-"""The centre: decides where replicas live and remembers it in Postgres."""
+"""The scheduler: decides where replicas run, and stores that in Postgres."""

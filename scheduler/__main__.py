@@ -1,4 +1,4 @@
-"""`python -m scheduler`: serve, migrate, plan a saved picture, or run an embedded Postgres."""
+"""`python -m scheduler`: serve, migrate, plan a saved snapshot, or run an embedded Postgres."""
 
 import asyncio
 import os
@@ -17,20 +17,20 @@ from scheduler.config import SchedulerConfig
 from scheduler.decide.whatif import Change, ClusterSnapshot, InvalidChange, what_if
 from scheduler.embedded_postgres import EmbeddedPostgres, PostgresError
 from scheduler.store.migrate import MigrationError, migrate
-from scheduler.store.pool import UNUSABLE, open_pool
+from scheduler.store.pool import CONNECT_ERRORS, open_pool
 
 ENV_PREFIX = "ISOCHRONE_SCHEDULER_"
 
 
 @click.group()
 def main() -> None:
-    """The centre of an Isochrone fleet."""
+    """The scheduler of an Isochrone fleet."""
 
 
 @main.command("serve")
 @click.option("--config", type=click.Path(path_type=Path), help="TOML file.")
 def serve_command(config: Path | None) -> NoReturn:
-    """Run a scheduler; of several on one database, one acts."""
+    """Run a scheduler. Of several on one database, one acts and the others stand by."""
 
     async def run(stopping: asyncio.Event) -> int:
         settings = load_config(SchedulerConfig, config, os.environ, ENV_PREFIX)
@@ -43,7 +43,7 @@ def serve_command(config: Path | None) -> NoReturn:
 @main.command("migrate")
 @click.option("--database-url", required=True, envvar=f"{ENV_PREFIX}DATABASE_URL")
 def migrate_command(database_url: str) -> None:
-    """Bring a database to this release's schema."""
+    """Migrate a database to this release's schema."""
 
     async def run() -> list[str]:
         pool = await open_pool(database_url)
@@ -56,33 +56,35 @@ def migrate_command(database_url: str) -> None:
         applied = asyncio.run(run())
     except MigrationError as error:
         raise click.ClickException(str(error)) from error
-    except UNUSABLE as error:
+    except CONNECT_ERRORS as error:
         raise click.ClickException(f"cannot use the database: {error}") from error
     click.echo("\n".join(applied) or "nothing to do")
 
 
 @main.command("what-if")
-@click.argument("picture", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("snapshot", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--changes", default="[]", help="Changes as a JSON list.")
-@click.option("--prices", default="{}", help="Cost of a device an hour by class, as JSON.")
-def what_if_command(picture: Path, changes: str, prices: str) -> None:
-    """Plan a saved picture after some changes and print what would follow, as JSON."""
+@click.option("--prices", default="{}", help="Price of a device per hour by device class, as JSON.")
+def what_if_command(snapshot: Path, changes: str, prices: str) -> None:
+    """Plan a saved snapshot after some changes, and print the result as JSON."""
     try:
-        saved = msgspec.json.decode(picture.read_bytes(), type=ClusterSnapshot)
+        saved = msgspec.json.decode(snapshot.read_bytes(), type=ClusterSnapshot)
     except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
-        raise click.ClickException(f"cannot read the picture {picture}: {error}") from error
+        raise click.ClickException(f"cannot read the snapshot {snapshot}: {error}") from error
     try:
-        asked = msgspec.json.decode(changes, type=list[Change])
-        answer = what_if(saved, asked, msgspec.json.decode(prices, type=dict[str, float]))
+        parsed = msgspec.json.decode(changes, type=list[Change])
+        outcome = what_if(saved, parsed, msgspec.json.decode(prices, type=dict[str, float]))
     except msgspec.DecodeError as error:
         raise click.ClickException(f"cannot read the changes: {error}") from error
     except InvalidChange as error:
         raise click.ClickException(str(error)) from error
-    click.echo(msgspec.json.encode(answer))
+    click.echo(msgspec.json.encode(outcome))
 
 
 @main.command("postgres")
-@click.option("--state", type=click.Path(path_type=Path), required=True, help="Its folder.")
+@click.option(
+    "--state", type=click.Path(path_type=Path), required=True, help="Folder for its data."
+)
 @click.option("--pg-bin", type=click.Path(path_type=Path), help="Folder with postgres and initdb.")
 def postgres_command(state: Path, pg_bin: Path | None) -> NoReturn:
     """Run an embedded Postgres in the foreground and print its database URL."""
@@ -94,9 +96,9 @@ def postgres_command(state: Path, pg_bin: Path | None) -> NoReturn:
         sys.stdout.write(f"{server.dsn}\n")
         sys.stdout.flush()
         ended = asyncio.create_task(server.wait())
-        asked = asyncio.create_task(stopping.wait())
-        await asyncio.wait((ended, asked), return_when=asyncio.FIRST_COMPLETED)
-        asked.cancel()
+        stop = asyncio.create_task(stopping.wait())
+        await asyncio.wait((ended, stop), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
         if ended.done():
             return 1
         ended.cancel()

@@ -1,229 +1,90 @@
-"""The scheduler's only place of composition: pools, doors and duties in one TaskGroup."""
+"""Composes and runs the scheduler: database, state, listeners and periodic jobs."""
 
 import asyncio
 import gc
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack
 from hashlib import sha256
 from time import monotonic
-from typing import Final
+from typing import Final, NamedTuple
 
-import msgspec
-from aiohttp import web
-
-from isochrone import __version__
+from isochrone.service.clock import utc_now
 from isochrone.service.config import ConfigError, read_secret
-from isochrone.service.door import DoorLimits, errors_as, json_error, open_door
+from isochrone.service.event_loop_lag import LagMonitor, LoopStall
+from isochrone.service.http_server import serve_http
 from isochrone.service.identity import Authority, IdentityError
-from isochrone.service.lag import Held, LagWatch
 from isochrone.service.loop import Loop
-from isochrone.service.metrics import exposition
-from isochrone.service.notify import notify
-from isochrone.service.tls import LOOK_S, control_context, own_certificate
-from isochrone.wire.ids import ClusterId
+from isochrone.service.systemd import notify
+from isochrone.service.tls import CERTIFICATE_CHECK_S, ReloadingCertificate, load_tls_certificate
 from scheduler import metrics
-from scheduler.acting import Acting, now
-from scheduler.api.access import OPEN_PATHS, check_token
-from scheduler.api.admin import ENDPOINTS
-from scheduler.api.agents import Agents
-from scheduler.api.endpoint import handler
-from scheduler.api.join import Join
-from scheduler.api.openapi import document
-from scheduler.api.routers import Routers
+from scheduler.api.endpoint import AdminContext
 from scheduler.config import SchedulerConfig
+from scheduler.database import Database, open_database
+from scheduler.listeners import admin_app, serve_control
+from scheduler.loops.advance_rollouts import AdvanceRollouts
+from scheduler.loops.collect_garbage import CollectGarbage
+from scheduler.loops.delete_expired_rows import DeleteExpiredRows
+from scheduler.loops.disconnect_revoked import DisconnectRevoked
 from scheduler.loops.flush_pulses import FlushPulses
-from scheduler.loops.forecast import Forecast
 from scheduler.loops.hold_lease import HoldLease
-from scheduler.loops.keep_days import KeepDays
-from scheduler.loops.keep_lease import KeepLease
-from scheduler.loops.note_losses import NoteLosses
-from scheduler.loops.place import Place
-from scheduler.loops.prefetch import Prefetch
-from scheduler.loops.prune import Prune
-from scheduler.loops.publish import Publish
-from scheduler.loops.roll import Roll
-from scheduler.loops.tally import Tally
-from scheduler.loops.tidy import Tidy
-from scheduler.loops.turn_away import TurnAway
+from scheduler.loops.learn_demand import LearnDemand
+from scheduler.loops.place_replicas import PlaceReplicas
+from scheduler.loops.prefetch_weights import PrefetchWeights
+from scheduler.loops.publish_routes import PublishRoutes
+from scheduler.loops.record_node_loss import RecordNodeLoss
+from scheduler.loops.renew_lease import LeaseRenewalThread
+from scheduler.loops.rotate_partitions import RotatePartitions
+from scheduler.loops.sum_quotas import SumQuotas
 from scheduler.planner.client import PlannerClient
 from scheduler.planner.messages import PlannerSettings
-from scheduler.store.lease import ensure_cluster, give_up_lease, hold_authority
-from scheduler.store.migrate import MigrationError, migrate
-from scheduler.store.pool import UNAVAILABLE, UNUSABLE, open_pool, transaction, using
+from scheduler.state.scheduler_state import SchedulerState
+from scheduler.store.lease import release_lease
+from scheduler.store.node_reports import NodeReportCache
+from scheduler.store.pool import UNAVAILABLE, Pool, using
+from scheduler.store.retention import retention_rules
 
 log = logging.getLogger(__name__)
 
-INTAKE_CONNECTIONS: Final = 10
-ADMIN_TOKEN_LETTERS_MIN: Final = 16
-HELD_LOGGED_S: Final = 0.25
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ADMIN_TOKEN_LENGTH_MIN: Final = 16
+STALL_LOGGED_S: Final = 0.25
+
+
+class JobNudges(NamedTuple):
+    """Made before the jobs: setting one asks its job for a turn soon."""
+
+    place: asyncio.Event
+    publish: asyncio.Event
+    prefetch: asyncio.Event
+    disconnect: asyncio.Event
+
+
+class Composition(NamedTuple):
+    """The dependencies of the periodic jobs."""
+
+    config: SchedulerConfig
+    database: Database
+    state: SchedulerState
+    planner: PlannerClient
+    authority: Authority
+    nudges: JobNudges
+    reports: NodeReportCache
 
 
 async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     """Run one scheduler until `stopping`; return its exit code."""
-    # Garbage is collected by a duty, `tidy`: by itself Python would choose the worst times.
+    # The job `collect_garbage` collects; Python's own times would be the worst ones.
     gc.disable()
     token = await asyncio.to_thread(
-        read_secret, config.admin_token_file, "the admin token", ADMIN_TOKEN_LETTERS_MIN
+        read_secret, config.admin_token_file, "the admin token", ADMIN_TOKEN_LENGTH_MIN
     )
     token_sha256 = sha256(token.encode()).hexdigest()
     authority = await asyncio.to_thread(_load_authority, config)
-    tls = await asyncio.to_thread(own_certificate, config.tls_certificate, config.tls_key)
-    async with _open_acting(config, authority) as acting, AsyncExitStack() as doors:
-        lease = Loop("hold_lease", HoldLease(acting).run_once, config.lease_renew_s)
-        place = Loop("place", Place(acting).run_once, config.place_interval_s, share_max=0.25)
-        publish = Loop(
-            "publish", Publish(acting).run_once, config.publish_interval_s, share_max=0.5
-        )
-        flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
-        prune = Loop("prune", Prune(acting).run_once, 600.0)
-        tally = Loop("tally", Tally(acting).run_once, config.publish_interval_s)
-        days = Loop("keep_days", KeepDays(acting).run_once, 30.0)
-        forecast = Loop("forecast", Forecast(acting).run_once, 15.0)
-        prefetch = Loop("prefetch", Prefetch(acting).run_once, 120.0, share_max=0.1)
-        roll = Loop("roll", Roll(acting).run_once, config.roll_interval_s)
-        tidy = Loop("tidy", Tidy(acting).run_once, 5.0)
-        turn_away = Loop("turn_away", TurnAway(acting).run_once, 2.0)
-        losses = Loop("note_losses", NoteLosses(acting).run_once, 5.0)
-        loops = (
-            *(() if tls is None else (Loop("certificate", tls.run_once, LOOK_S),)),
-            *(lease, place, publish, flush, prune, tally),
-            *(days, forecast, prefetch, roll, turn_away, losses, tidy),
-        )
-        acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge
-        acting.nudge_prefetch = prefetch.nudge
-        acting.nudge_turn_away = turn_away.nudge
-        await doors.enter_async_context(
-            open_door(
-                admin_app(acting, token_sha256, loops),
-                config.admin_host,
-                config.admin_port,
-                ssl_context=None if tls is None else tls.context,
-            )
-        )
-        await doors.enter_async_context(
-            open_door(
-                control_app(acting),
-                config.control_host,
-                config.control_port,
-                limits=DoorLimits(
-                    connections_per_address_max=config.control_connections_per_address_max
-                ),
-                ssl_context=control_context(authority, now()) if config.control_tls else None,
-            )
-        )
-        keeper = KeepLease(acting)
-        doors.push_async_callback(keeper.stop)
-        keeper.start()
-        async with asyncio.TaskGroup() as tasks:
-            duties = [tasks.create_task(loop.run(), name=loop.name) for loop in loops]
-            lag = LagWatch(metrics.LAG.observe, _note_held)
-            duties.append(tasks.create_task(lag.run(), name="lag"))
-            notify("READY=1")
-            log.info("serving", extra={"fields": {"admin_port": config.admin_port}})
-            await stopping.wait()
-            for duty in duties:
-                duty.cancel()
-        await keeper.stop()
-        await _leave(acting)
-    return 0
-
-
-def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web.Application:
-    """Return what the admin listener serves."""
-
-    @web.middleware
-    async def access(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in OPEN_PATHS:
-            check_token(request, token_sha256)
-        return await handler(request)
-
-    async def health(request: web.Request) -> web.Response:
-        body = {"status": "ok", "acting": acting.is_acting, "scheduler": acting.config.name}
-        return web.json_response(body)
-
-    show = exposition(metrics.REGISTRY)
-
-    async def show_metrics(request: web.Request) -> web.Response:
-        # Trust runs out by the clock alone, with nobody there to say so.
-        metrics.ACTING.set(acting.is_acting)
-        for loop in loops:
-            metrics.TURNS.labels(loop.name, "ended").set(loop.turns)
-            metrics.TURNS.labels(loop.name, "failed").set(loop.failures)
-            metrics.DUTY_SECONDS.labels(loop.name, "all").set(loop.turns_s)
-            metrics.DUTY_SECONDS.labels(loop.name, "last").set(loop.last_turn_s)
-        return await show(request)
-
-    described = msgspec.json.encode(document(ENDPOINTS, __version__))
-
-    async def describe(request: web.Request) -> web.Response:
-        return web.Response(body=described, content_type="application/json")
-
-    app = web.Application(middlewares=[errors_as(json_error), access])
-    app.router.add_get("/healthz", health)
-    app.router.add_get("/metrics", show_metrics)
-    app.router.add_get("/openapi.json", describe)
-    for endpoint in ENDPOINTS:
-        app.router.add_route(endpoint.method, endpoint.path, handler(endpoint, acting))
-    return app
-
-
-def control_app(acting: Acting) -> web.Application:
-    """Return what the control listener serves."""
-
-    async def health(request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "acting": acting.is_acting})
-
-    async def authority(request: web.Request) -> web.Response:
-        return web.Response(text=acting.authority.ca_pem)
-
-    app = web.Application(middlewares=[errors_as(json_error)])
-    app.router.add_get("/healthz", health)
-    app.router.add_get("/v1/ca", authority)
-    app.router.add_get("/v1/agent", Agents(acting).handle)
-    app.router.add_get("/v1/router", Routers(acting).handle)
-    app.router.add_post("/v1/join", Join(acting).handle)
-    return app
-
-
-def _note_held(held: Held) -> None:
-    metrics.HELD.labels(held.by).inc(held.late_s)
-    if held.late_s >= HELD_LOGGED_S:
-        fields = {
-            "ms": round(1000 * held.late_s),
-            "cpu_ms": round(1000 * held.cpu_s),
-            "garbage_ms": round(1000 * held.garbage_s),
-            "by": held.by,
-            "where": held.at,
-        }
-        log.warning("event loop held up", extra={"fields": fields})
-
-
-@asynccontextmanager
-async def _open_acting(config: SchedulerConfig, authority: Authority) -> AsyncIterator[Acting]:
-    async with AsyncExitStack() as pools:
-        with _in_words():
-            pool = await open_pool(config.database_url)
-            # Not closed: that waits for a database that may be away; nothing is under way by then.
-            pools.callback(pool.terminate)
-            # Their own connections: leadership and signs of life never queue behind other work, and
-            # duties and operators not behind a fleet that reports all at once.
-            reserved = await open_pool(config.database_url, size_max=2)
-            pools.callback(reserved.terminate)
-            intake = await open_pool(config.database_url, size_max=INTAKE_CONNECTIONS)
-            pools.callback(intake.terminate)
-            await migrate(pool)
-            async with transaction(pool) as connection:
-                cluster = await ensure_cluster(connection, ClusterId(f"c{secrets.token_hex(8)}"))
-                held = await hold_authority(connection, authority.fingerprint)
-        if held != authority.fingerprint:
-            raise ConfigError(
-                f"cannot start: {config.authority} holds the authority {authority.fingerprint[:16]}"
-                f", the cluster's is {held[:16]}; copy the folder of a scheduler that has it (where"
-                " none has, empty cluster.authority, and have every server join again)"
-            )
+    certificate = await asyncio.to_thread(
+        load_tls_certificate, config.tls_certificate, config.tls_key
+    )
+    nudges = JobNudges(*(asyncio.Event() for _ in JobNudges._fields))
+    async with open_database(config, authority) as database, AsyncExitStack() as running:
         planner = PlannerClient(
             PlannerSettings(
                 database_url=config.database_url,
@@ -231,49 +92,221 @@ async def _open_acting(config: SchedulerConfig, authority: Authority) -> AsyncIt
                 log_level=config.log_level,
             )
         )
-        pools.push_async_callback(planner.stop)
-        yield Acting(
-            config=config,
-            pool=pool,
-            reserved=reserved,
-            intake=intake,
-            planner=planner,
+        running.push_async_callback(planner.stop)
+        state = _make_state(config, database, nudges)
+        made = Composition(config, database, state, planner, authority, nudges, NodeReportCache())
+        loops = _periodic_loops(made, certificate)
+        context = AdminContext(
+            scheduler_name=config.name,
+            liveness=config.liveness,
+            pool=database.pool,
             authority=authority,
-            cluster_id=cluster.cluster_id,
-            clock=monotonic,
+            planner=planner,
+            lease=state.lease,
+            heartbeats=state.heartbeats,
+            placement=state.placement,
+            routes=state.routes,
+            nudge_place=nudges.place.set,
+            nudge_disconnect=nudges.disconnect.set,
         )
+        await running.enter_async_context(
+            serve_http(
+                admin_app(context, token_sha256, loops),
+                config.admin_host,
+                config.admin_port,
+                ssl_context=None if certificate is None else certificate.context,
+            )
+        )
+        await running.enter_async_context(
+            serve_control(config, database, state, authority, nudges.place.set)
+        )
+        renewal = LeaseRenewalThread(
+            database_url=config.database_url, interval_s=config.lease_renew_s, lease=state.lease
+        )
+        running.push_async_callback(renewal.stop)
+        renewal.start()
+        await _run_until_stopped(loops, stopping, config)
+        await renewal.stop()
+        await _give_up_lease(database.reserved, state)
+    return 0
 
 
-@contextmanager
-def _in_words() -> Iterator[None]:
-    """Say why the database that was named cannot be used."""
-    try:
-        yield
-    except MigrationError as error:
-        raise ConfigError(str(error)) from error
-    except UNUSABLE as error:
-        raise ConfigError(
-            f"cannot use the database: {error or type(error).__name__}; check database_url"
-        ) from error
+async def _run_until_stopped(
+    loops: tuple[Loop, ...], stopping: asyncio.Event, config: SchedulerConfig
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(loop.run(), name=loop.name) for loop in loops]
+        monitor = LagMonitor(metrics.LAG.observe, _note_stall)
+        running.append(tasks.create_task(monitor.run(), name="lag"))
+        notify("READY=1")
+        log.info("serving", extra={"fields": {"admin_port": config.admin_port}})
+        await stopping.wait()
+        for task in running:
+            task.cancel()
 
 
-async def _leave(acting: Acting) -> None:
+def _make_state(config: SchedulerConfig, database: Database, nudges: JobNudges) -> SchedulerState:
+    return SchedulerState(
+        # A process and not a name: two of one name, or one restarted, must not share an epoch.
+        holder=f"{config.name}/{secrets.token_hex(4)}",
+        lease_ttl_s=config.lease_ttl_s,
+        admissions_per_s=config.admissions_per_s,
+        lost_after_s=config.liveness.lost_after_s,
+        intake=database.intake,
+        cluster_id=database.cluster_id,
+        clock=monotonic,
+        nudge_publish=nudges.publish.set,
+    )
+
+
+def _periodic_loops(
+    made: Composition, certificate: ReloadingCertificate | None
+) -> tuple[Loop, ...]:
+    """Return every periodic job with its interval. The job that takes the lease runs first."""
+    reload_certificate = (
+        ()
+        if certificate is None
+        else (Loop("reload_certificate", certificate.run_once, CERTIFICATE_CHECK_S),)
+    )
+    return (*_peer_loops(made), *_placement_loops(made), *_upkeep_loops(made), *reload_certificate)
+
+
+def _peer_loops(made: Composition) -> tuple[Loop, ...]:
+    """Return the jobs of the lease and of the peers that are connected."""
+    config, state, database = made.config, made.state, made.database
+    hold_lease = HoldLease(
+        reserved=database.reserved,
+        cluster_id=database.cluster_id,
+        renew_s=config.lease_renew_s,
+        lease=state.lease,
+        leadership=state.leadership,
+        admission=state.admission,
+        routes=state.routes,
+        nudge_place=made.nudges.place.set,
+    )
+    flush = FlushPulses(
+        reserved=database.reserved, lease=state.lease, peers=state.peers, pulses=state.pulses
+    )
+    disconnect = DisconnectRevoked(
+        pool=database.pool, lease=state.lease, peers=state.peers, assignments=state.assignments
+    )
+    losses = RecordNodeLoss(
+        pool=database.pool,
+        lease=state.lease,
+        heartbeats=state.heartbeats,
+        reports=made.reports,
+        limits=config.liveness,
+    )
+    return (
+        Loop("hold_lease", hold_lease.run_once, config.lease_renew_s),
+        Loop("flush_pulses", flush.run_once, 2.0),
+        Loop("disconnect_revoked", disconnect.run_once, 2.0, nudged=made.nudges.disconnect),
+        Loop("record_node_loss", losses.run_once, 5.0),
+    )
+
+
+def _placement_loops(made: Composition) -> tuple[Loop, ...]:
+    """Return the jobs that decide what runs where, and tell nodes and routers."""
+    config, state, pool, nudges = made.config, made.state, made.database.pool, made.nudges
+    place = PlaceReplicas(
+        pool=pool,
+        planner=made.planner,
+        authority=made.authority,
+        hear_first_s=config.hear_first_s,
+        lease=state.lease,
+        peers=state.peers,
+        heartbeats=state.heartbeats,
+        assignments=state.assignments,
+        routes=state.routes,
+        status=state.placement,
+        nudge_place=nudges.place.set,
+    )
+    publish = PublishRoutes(
+        pool=pool,
+        interval_s=config.publish_interval_s,
+        limits=config.liveness,
+        lease=state.lease,
+        peers=state.peers,
+        heartbeats=state.heartbeats,
+        routes=state.routes,
+        reports=made.reports,
+    )
+    learn = LearnDemand(
+        planner=made.planner,
+        lease=state.lease,
+        nudge_place=nudges.place.set,
+        nudge_prefetch=nudges.prefetch.set,
+    )
+    prefetch = PrefetchWeights(
+        pool=pool,
+        planner=made.planner,
+        lease=state.lease,
+        heartbeats=state.heartbeats,
+        assignments=state.assignments,
+    )
+    rollouts = AdvanceRollouts(
+        pool=pool, lease=state.lease, routes=state.routes, nudge_place=nudges.place.set
+    )
+    place_s, publish_s = config.place_interval_s, config.publish_interval_s
+    return (
+        Loop("place_replicas", place.run_once, place_s, share_max=0.25, nudged=nudges.place),
+        Loop("publish_routes", publish.run_once, publish_s, share_max=0.5, nudged=nudges.publish),
+        Loop("learn_demand", learn.run_once, 15.0),
+        Loop("prefetch_weights", prefetch.run_once, 120.0, share_max=0.1, nudged=nudges.prefetch),
+        Loop("advance_rollouts", rollouts.run_once, config.roll_interval_s),
+    )
+
+
+def _upkeep_loops(made: Composition) -> tuple[Loop, ...]:
+    """Return the jobs that keep the database and this process small."""
+    config, pool, lease = made.config, made.database.pool, made.state.lease
+    rules = retention_rules(
+        event_days=config.event_retention_days,
+        certificate_lifetime_s=config.certificate_lifetime_s,
+    )
+    delete = DeleteExpiredRows(pool=pool, lease=lease, rules=rules)
+    quotas = SumQuotas(pool=pool, lease=lease)
+    partitions = RotatePartitions(pool=pool, lease=lease)
+    garbage = CollectGarbage(made.state.peers)
+    return (
+        Loop("delete_expired_rows", delete.run_once, 600.0),
+        Loop("sum_quotas", quotas.run_once, config.publish_interval_s),
+        Loop("rotate_partitions", partitions.run_once, 30.0),
+        Loop("collect_garbage", garbage.run_once, 5.0),
+    )
+
+
+def _note_stall(stall: LoopStall) -> None:
+    metrics.STALL_SECONDS.labels(stall.task).inc(stall.late_s)
+    if stall.late_s >= STALL_LOGGED_S:
+        fields = {
+            "ms": round(1000 * stall.late_s),
+            "cpu_ms": round(1000 * stall.cpu_s),
+            "garbage_ms": round(1000 * stall.garbage_s),
+            "task": stall.task,
+            "where": stall.location,
+        }
+        log.warning("event loop blocked", extra={"fields": fields})
+
+
+async def _give_up_lease(reserved: Pool, state: SchedulerState) -> None:
     """Let a standby act at once."""
     try:
-        async with using(acting.reserved) as connection:
-            await give_up_lease(connection, acting.holder)
+        async with using(reserved) as connection:
+            await release_lease(connection, state.lease.holder)
     except UNAVAILABLE as error:
         log.warning("lease not given up", extra={"fields": {"reason": str(error)[:200]}})
-    await acting.step_down()
+    await state.leadership.step_down()
 
 
 def _load_authority(config: SchedulerConfig) -> Authority:
+    """Load the cluster's authority, or create one in an empty folder; raises ConfigError."""
     try:
         if not (config.authority / "ca.key").exists():
-            return Authority.create(config.authority, "isochrone", now())
+            return Authority.create(config.authority, "isochrone", utc_now())
         return Authority.load(config.authority)
     except IdentityError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(f"cannot use the authority in {config.authority}: {why}") from error
+        reason = error.strerror or error
+        raise ConfigError(f"cannot use the authority in {config.authority}: {reason}") from error

@@ -24,25 +24,26 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     admin_token_file: Path  # its bearer token, mode 0600
     admin_host: str = "127.0.0.1"
     admin_port: Port = 7000
-    tls_certificate: Path | None = None  # set both or neither; reloaded on change
+    tls_certificate: Path | None = None  # set both or neither; reloaded when the files change
     tls_key: Path | None = None
 
     # Where agents and routers connect.
     control_host: str = "127.0.0.1"
     control_port: Port = 7001
-    control_tls: bool = False  # with a certificate of the authority
-    # Raise it where a large fleet connects from few addresses.
+    control_tls: bool = False  # with a certificate that the authority issues
+    # Raise it if a large fleet connects from few addresses.
     control_connections_per_address_max: Annotated[int, msgspec.Meta(ge=1)] = 5_000
-    admissions_per_s: Positive = 250.0  # of peers, when a whole fleet connects at once
-    # Renewed after two thirds of it, so schedulers may be away for the last third.
+    admissions_per_s: Positive = 250.0  # registrations a second when a whole fleet connects at once
+    # Peers renew after two thirds of it, so schedulers may be down for the last third.
     certificate_lifetime_s: Positive = CERTIFICATE_LIFETIME_S
 
     # The lease: another scheduler takes over this long after the acting one last renewed it.
     lease_ttl_s: Positive = 6.0
     lease_renew_s: Positive = 2.0
-    hear_first_s: Annotated[float, msgspec.Meta(ge=0)] = 10.0  # a new term listens, then places
+    # How long a new term waits for every node's first report before it places replicas.
+    hear_first_s: Annotated[float, msgspec.Meta(ge=0)] = 10.0
 
-    # How often each duty runs if nothing nudges it.
+    # How often each periodic job runs if nothing nudges it.
     place_interval_s: Positive = 5.0
     publish_interval_s: Positive = 2.0
     roll_interval_s: Positive = 5.0

@@ -5,49 +5,59 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 REGISTRY = CollectorRegistry()
 
 ACTING = Gauge("isochrone_scheduler_acting", "1 while this scheduler acts.", registry=REGISTRY)
-EPOCH = Gauge("isochrone_scheduler_epoch", "Epoch of the lease held last.", registry=REGISTRY)
+EPOCH = Gauge(
+    "isochrone_scheduler_epoch", "Epoch of the lease this process held last.", registry=REGISTRY
+)
 GENERATION = Gauge(
-    "isochrone_scheduler_generation", "Generation of the last picture read.", registry=REGISTRY
+    "isochrone_scheduler_generation", "Cluster generation of the last plan.", registry=REGISTRY
 )
 ROUTE_GENERATION = Gauge(
     "isochrone_scheduler_route_generation", "Generation of the route table.", registry=REGISTRY
 )
-PEERS = Gauge("isochrone_scheduler_peers", "Peers connected, by role.", ["role"], registry=REGISTRY)
+PEERS = Gauge("isochrone_scheduler_peers", "Connected peers, by role.", ["role"], registry=REGISTRY)
 FROZEN = Gauge(
-    "isochrone_scheduler_frozen", "1 while silence freezes placement.", registry=REGISTRY
+    "isochrone_scheduler_frozen",
+    "1 while placement is frozen because many nodes are silent.",
+    registry=REGISTRY,
 )
 MOVES = Counter(
-    "isochrone_scheduler_moves", "Moves committed, by kind.", ["kind"], registry=REGISTRY
-)
-UNMET = Gauge("isochrone_scheduler_unmet", "Wishes that no node can meet now.", registry=REGISTRY)
-REPORTS = Counter(
-    "isochrone_scheduler_reports", "Reports taken, by what they were.", ["kind"], registry=REGISTRY
-)
-PULSES = Counter("isochrone_scheduler_pulses", "Pulses written.", registry=REGISTRY)
-REFUSED = Counter(
-    "isochrone_scheduler_refused_peers", "Peers turned away, by code.", ["code"], registry=REGISTRY
-)
-TURNS = Gauge(
-    "isochrone_scheduler_duty_turns", "Turns of each duty, by outcome.", ["duty", "outcome"],
+    "isochrone_scheduler_moves", "Replicas started and ended by plans, by kind.", ["kind"],
     registry=REGISTRY,
 )  # fmt: skip
-DUTY_SECONDS = Gauge(
-    "isochrone_scheduler_duty_seconds", "Time in turns of each duty: all of it, and the last turn.",
-    ["duty", "of"], registry=REGISTRY,
+UNMET = Gauge(
+    "isochrone_scheduler_unmet",
+    "Replicas or PoPs that deployments require and no node can provide.",
+    registry=REGISTRY,
+)
+REPORTS = Counter(
+    "isochrone_scheduler_reports", "Reports received, by outcome.", ["kind"], registry=REGISTRY
+)
+PULSES = Counter("isochrone_scheduler_pulses", "Pulses stored.", registry=REGISTRY)
+REFUSED = Counter(
+    "isochrone_scheduler_refused_peers", "Peers refused, by code.", ["code"], registry=REGISTRY
+)
+JOB_TURNS = Gauge(
+    "isochrone_scheduler_job_turns", "Turns of each periodic job, by outcome.", ["job", "outcome"],
+    registry=REGISTRY,
+)  # fmt: skip
+JOB_SECONDS = Gauge(
+    "isochrone_scheduler_job_seconds",
+    "Time spent in each periodic job: in all turns, and in the last turn.",
+    ["job", "of"], registry=REGISTRY,
 )  # fmt: skip
 LAG = Histogram(
-    "isochrone_scheduler_lag_seconds", "How late the event loop turns.",
+    "isochrone_scheduler_lag_seconds", "How late the event loop runs a timer.",
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0), registry=REGISTRY,
 )  # fmt: skip
-HELD = Counter(
-    "isochrone_scheduler_held_seconds", "Time the event loop was held up, by what it did then.",
-    ["by"], registry=REGISTRY,
+STALL_SECONDS = Counter(
+    "isochrone_scheduler_stall_seconds", "Time the event loop was blocked, by the task it ran.",
+    ["task"], registry=REGISTRY,
 )  # fmt: skip
 DEMAND_BATCHES = Counter(
-    "isochrone_scheduler_demand_batches", "Demand batches heard, by what they were.", ["kind"],
+    "isochrone_scheduler_demand_batches", "Demand batches received, by outcome.", ["kind"],
     registry=REGISTRY,
 )  # fmt: skip
 REFUSED_ROWS = Counter(
-    "isochrone_scheduler_refused_rows", "Rows of routers refused for good, by kind.", ["kind"],
-    registry=REGISTRY,
+    "isochrone_scheduler_refused_rows", "Rows of routers that can never be stored, by kind.",
+    ["kind"], registry=REGISTRY,
 )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Builders of test values with good defaults."""
+"""Builders of values with defaults, for tests."""
 
 import hashlib
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from isochrone.service.identity import Certificate, Peer
+from isochrone.service.identity import Certificate, CertificateSubject
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.control import PeerRole
@@ -50,7 +50,7 @@ def a_pop(pop: str) -> Pop:
 
 
 def a_certificate(name: str, serial: str = "5e71a1", role: str = "agent") -> Certificate:
-    peer = Peer(PeerRole(role), name, PopId("ams"))
+    peer = CertificateSubject(PeerRole(role), name, PopId("ams"))
     return Certificate(peer, serial, NOW, NOW + timedelta(days=90))
 
 
@@ -163,7 +163,7 @@ def a_report(node: str = "n1", seq: int = 1, **fields: Any) -> Report:
 
 
 def believed(node_id: NodeId, spec: ReplicaSpec) -> bool:
-    """Accept every replica's placement seal."""
+    """Accept every seal."""
     return True
 
 

@@ -1,7 +1,7 @@
-"""Database faults: the connection breaks before a chosen statement, or right after a COMMIT.
+"""A database that fails before a chosen statement, or just after a COMMIT.
 
-Before a statement, the backend is terminated, as in a failover. After a COMMIT, the transaction is
-committed and the client does not know it.
+Before a statement, the backend is terminated as in a failover. After a COMMIT, the transaction is
+committed but its caller gets an error and cannot know.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ COMMIT: Final = "COMMIT;"
 
 
 class Faults:
-    """Records the statements of all connections of this process, and breaks a chosen one."""
+    """Records the statements of every connection of this process, and fails chosen ones."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, dsn: str) -> None:
         self.told: list[str] = []
@@ -27,16 +27,16 @@ class Faults:
             monkeypatch.setattr(asyncpg.Connection, name, self._breaking(name))
 
     def break_before(self, number: int) -> None:
-        """Terminate the backend before the `number`-th statement from now on, counted from 1."""
+        """Terminate the backend before the `number`-th statement from now; the next one is 1."""
         wanted = len(self.told) + number
         self._before = lambda: len(self.told) == wanted
 
     def lose_commit(self, doing: str = "") -> None:
-        """Break the connection after the next COMMIT of a transaction that contains `doing`."""
+        """Break the connection after the next COMMIT of a transaction that ran `doing`."""
         self._lost = lambda told: doing in told
 
     def mend(self) -> None:
-        """Remove all faults."""
+        """Fail no further statements."""
         self._before, self._lost = _never, _is_none
 
     def _breaking(self, name: str) -> Any:
@@ -44,7 +44,7 @@ class Faults:
 
         async def ask(connection: asyncpg.Connection, query: str, *rest: Any, **given: Any) -> Any:
             if name == "execute" and rest:
-                # asyncpg calls _execute for a query with arguments.
+                # This calls `_execute`, which is patched too.
                 return await original(connection, query, *rest, **given)
             self.told.append(query)
             if self._before():

@@ -1,11 +1,11 @@
-"""Lock waits in Postgres."""
+"""Waits for lock contention in Postgres."""
 
 from scheduler.store.pool import Pool, using
 from tests.system.harness import until
 
 
 async def locked_out(pool: Pool, count: int = 1) -> None:
-    """Wait until `count` connections to the pool's database wait for a lock."""
+    """Wait until `count` connections to the pool's database are waiting for a lock."""
 
     async def are_waiting() -> bool:
         async with using(pool) as connection:

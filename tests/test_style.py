@@ -1,4 +1,4 @@
-"""The style, executed: what STYLE.md asks for and a machine can see is held here."""
+"""Checks the rules of STYLE.md that a machine can check."""
 
 import ast
 import re
@@ -16,13 +16,30 @@ LINES_MAX = 450
 FUNCTION_LINES_MAX = 70
 BANNED_NAMES = {"util", "utils", "common", "helpers", "misc", "base", "manager"}
 
-# A ratchet: entries may be removed, never added without a reason beside them.
+# Entries may be removed, and added only with a reason beside them.
 LONG_FUNCTIONS_ALLOWED: set[str] = set()
+
+# The files that may catch `Exception` and go on, and why. Everywhere else such a handler ends with
+# a bare `raise`: it cleans up and passes the error on. Entries may be removed, and added only with
+# a reason.
+CATCH_ALL_ALLOWED = {
+    "isochrone/service/loop.py": "the edge of a periodic job's turn: counted, logged, run again",
+    "isochrone/service/http_server.py": "the edge of an aiohttp request: logged, answered with 500",
+    "router/dataplane/server.py": "the edge of a request of the router's own server: the same",
+    "router/dataplane/errand.py": "the edge of a coroutine without a task: given to the event loop",
+    "scheduler/planner/__main__.py": "the edge of a request to the planner: answered as a failure",
+    "nodeagent/supervisor.py": "the edge of one replica's task: it fails alone and restarts",
+    "nodeagent/engine/core/step_thread.py": "the edge of a thread: logged, then the engine ends",
+    "nodeagent/engine/workers/worker_group.py": "the edge of a process: logged, it exits",
+    "nodeagent/engine/tokenizer/hf_tokenizer.py": "the tokenizers package raises bare Exception",
+    "nodeagent/engine/tokenizer/gguf_tokenizer.py": "the tokenizers package raises bare Exception",
+    "ops/fuzz/checkpoints.py": "the fuzzer: any exception is a finding, which it records",
+}
 
 
 @cache
 def read(path: Path) -> tuple[str, str, ast.Module]:
-    """A file's name, its text and what it says."""
+    """Return a file's name relative to the repository, its text and its syntax tree."""
     text = path.read_text()
     return str(path.relative_to(ROOT)), text, ast.parse(text)
 
@@ -33,7 +50,7 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
             yield node
 
 
-def test_a_file_is_named_for_its_room_and_fits_in_it() -> None:
+def test_a_file_has_a_specific_name_and_is_not_too_long() -> None:
     wrong = [f"{path}: name it for what it does" for path in FILES if path.stem in BANNED_NAMES]
     for name, text, _ in map(read, FILES):
         if (lines := text.count("\n")) > LINES_MAX:
@@ -41,16 +58,16 @@ def test_a_file_is_named_for_its_room_and_fits_in_it() -> None:
     assert not wrong
 
 
-def test_a_file_says_at_the_top_what_it_is() -> None:
-    silent = [
+def test_every_module_has_a_docstring() -> None:
+    undocumented = [
         name
         for name, text, tree in map(read, FILES)
         if text.strip() and not ast.get_docstring(tree)
     ]
-    assert not silent, "no docstring"
+    assert not undocumented, "no module docstring"
 
 
-def test_a_function_fits_on_a_screen() -> None:
+def test_no_function_is_too_long() -> None:
     long = []
     for name, _, tree in map(read, FILES):
         for function in functions(tree):
@@ -63,7 +80,7 @@ def test_a_function_fits_on_a_screen() -> None:
     assert not long
 
 
-def test_a_decision_awaits_nothing_and_asks_no_clock() -> None:
+def test_decision_code_neither_awaits_nor_reads_a_clock() -> None:
     wrong = []
     for name, _, tree in map(read, DECISIONS):
         for node in ast.walk(tree):
@@ -74,22 +91,22 @@ def test_a_decision_awaits_nothing_and_asks_no_clock() -> None:
                 and isinstance(node.func, ast.Attribute)
                 and node.func.attr in {"now", "utcnow", "monotonic", "time", "perf_counter"}
             ):
-                wrong.append(f"{name}:{node.lineno} asks a clock: take the time as an argument")
+                wrong.append(f"{name}:{node.lineno} reads a clock: take the time as an argument")
     assert not wrong
 
 
-def test_a_decision_says_what_it_answers() -> None:
-    silent = [
+def test_public_decision_code_has_docstrings() -> None:
+    undocumented = [
         f"{name}:{node.name}"
         for name, _, tree in map(read, DECISIONS)
         for node in tree.body
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
         and not (node.name.startswith("_") or ast.get_docstring(node))
     ]
-    assert not silent, "no docstring"
+    assert not undocumented, "no docstring"
 
 
-def test_nothing_is_left_unfinished_or_swallowed() -> None:
+def test_no_code_is_unfinished_and_no_error_is_swallowed() -> None:
     unfinished = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
     banner = re.compile(r"^[ \t]*#[ \t]*[-=#*]{3,}", re.M)
     swallowed = re.compile(r"^[ \t]*except\b[^:]*:\s*(#.*\s*)*pass$", re.M)
@@ -103,7 +120,35 @@ def test_nothing_is_left_unfinished_or_swallowed() -> None:
     assert not wrong
 
 
-def test_a_unit_test_never_sleeps() -> None:
+def catches_all(handler: ast.ExceptHandler) -> bool:
+    """Say whether a handler catches every exception: `except:`, Exception or BaseException."""
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(
+        kind is None or (isinstance(kind, ast.Name) and kind.id in {"Exception", "BaseException"})
+        for kind in kinds
+    )
+
+
+def passes_on(handler: ast.ExceptHandler) -> bool:
+    """Say whether a handler ends with a bare `raise`."""
+    last = handler.body[-1]
+    return isinstance(last, ast.Raise) and last.exc is None
+
+
+def test_only_edges_catch_every_exception() -> None:
+    catching = {
+        name
+        for name, _, tree in map(read, FILES)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler) and catches_all(node) and not passes_on(node)
+    }
+    unknown = catching - set(CATCH_ALL_ALLOWED)
+    assert not unknown, "catch narrower exceptions, or re-raise after cleaning up"
+    unused = set(CATCH_ALL_ALLOWED) - catching
+    assert not unused, "remove these files from CATCH_ALL_ALLOWED"
+
+
+def test_unit_tests_do_not_sleep() -> None:
     units = [path for path in TESTS if "unit" in path.parts]
     assert not [path for path in units if re.search(r"\bsleep\(", path.read_text())]
 

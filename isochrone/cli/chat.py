@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 import msgspec
 
-from isochrone.service.answers import problem_of
+from isochrone.service.http_responses import parse_error_body
 from isochrone.wire import headers
 
 TIMEOUT_S: Final = 300.0
@@ -48,7 +48,7 @@ async def chat(
             ) as response,
         ):
             if response.status != 200:
-                raise ChatFailed(problem_of(await response.read(), response.status).words)
+                raise ChatFailed(parse_error_body(await response.read(), response.status).message)
             return await _read(response, start_s, on_text)
     except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
         raise ChatFailed(f"cannot use endpoint {endpoint!r}: write it as https://host") from error

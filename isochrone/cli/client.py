@@ -10,7 +10,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from isochrone.service.answers import problem_of
+from isochrone.service.http_responses import parse_error_body
 from isochrone.wire.errors import ErrorCode
 
 TIMEOUT_S: Final = 30.0
@@ -98,7 +98,7 @@ def segment(name: str) -> str:
 
 
 def _error_message(answer: bytes, status: int) -> str:
-    message, code = problem_of(answer, status)
+    message, code = parse_error_body(answer, status)
     if code == ErrorCode.INVALID_KEY:
         return f"{message}; {WHERE_TO_SET_IT}"
     return f"{message} ({code})" if code else f"cannot use the admin API: {message}"

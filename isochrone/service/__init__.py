@@ -1,1 +1,1 @@
-"""What each service is made of: config, duties, logs, metrics, identity, the guarded HTTP door."""
+"""The parts that all services share: configuration, periodic jobs, logs, identity, HTTP servers."""

@@ -1,6 +1,6 @@
-"""Configuration: a TOML file, overridden by the environment, checked once into a frozen struct.
+"""Configuration: a TOML file, overridden by environment variables, checked once into a struct.
 
-A secret stands in a file of its own, which the configuration names.
+A secret is kept in a file of its own, which the configuration names.
 """
 
 import tomllib
@@ -19,7 +19,7 @@ class ConfigError(Exception):
 
 
 def load_config(kind: type[T], path: Path | None, env: Mapping[str, str], prefix: str) -> T:
-    """Read `path` and the variables named `{prefix}FIELD` into `kind`, or raise ConfigError.
+    """Read `path`, overridden by the variables `{prefix}FIELD`, into `kind`; raises ConfigError.
 
     A variable holds a plain string, or JSON where the field is not a string.
     """
@@ -38,38 +38,41 @@ def load_config(kind: type[T], path: Path | None, env: Mapping[str, str], prefix
         if name not in fields:
             raise ConfigError(f"cannot use the variable {name}: there is no such setting")
         field = fields[name]
-        values[field.encode_name] = env[name] if field.type is str else _json(env[name])
+        values[field.encode_name] = env[name] if field.type is str else _json_or_text(env[name])
     try:
-        return msgspec.convert(values, kind, dec_hook=_path)
+        return msgspec.convert(values, kind, dec_hook=_convert_path)
     except msgspec.ValidationError as error:
-        where = path or f"without --config, from {prefix}* alone"
-        raise ConfigError(f"cannot use config {where}: {error}") from error
+        source = path or f"without --config, from {prefix}* alone"
+        raise ConfigError(f"cannot use config {source}: {error}") from error
 
 
-def read_secret(path: Path, what: str, letters_min: int = 1) -> str:
-    """Return the word in a file that only its owner may read, or raise ConfigError."""
+def read_secret(path: Path, what: str, length_min: int = 1) -> str:
+    """Return the one line of a file that only its owner may read; raises ConfigError.
+
+    `what` names the secret in error messages.
+    """
     try:
         mode = path.stat().st_mode & 0o077
-        word = path.read_text().strip()
+        secret = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(f"cannot read {what} {path}: {reason}") from error
-    if mode or len(word) < letters_min or not (word.isascii() and word.isprintable()):
+    if mode or len(secret) < length_min or not (secret.isascii() and secret.isprintable()):
         raise ConfigError(
             f"cannot use {what} {path}: it needs mode 0600 and one line of at least "
-            f"{letters_min} ASCII letters"
+            f"{length_min} ASCII characters"
         )
-    return word
+    return secret
 
 
-def _json(text: str) -> Any:
+def _json_or_text(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
         return text
 
 
-def _path(kind: type, value: Any) -> Any:
+def _convert_path(kind: type, value: Any) -> Any:
     if kind is Path and isinstance(value, str):
         return Path(value).expanduser()
     raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")

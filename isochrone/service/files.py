@@ -1,6 +1,7 @@
-"""Files that survive a crash: written aside, synced, renamed; snapshots also sealed by a digest.
+"""Files that survive a crash: written to a temporary file, synced, renamed.
 
-A service keeps its state folder to itself: two on one would take over, and end, each other's work.
+A snapshot also carries a digest, so that a torn file is recognised. A service locks its state
+folder: two services on one folder would take over, and end, each other's engines.
 """
 
 import fcntl
@@ -13,28 +14,32 @@ from typing import Final
 
 from isochrone.service.config import ConfigError
 
-_MAGIC: Final = b"isochrone-snapshot-1\n"
+_SNAPSHOT_MAGIC: Final = b"isochrone-snapshot-1\n"
 
 
 @contextmanager
-def kept(folder: Path) -> Iterator[None]:
-    """Keep a state folder to this process, or raise ConfigError. Nothing is written for it."""
+def lock_state_folder(folder: Path) -> Iterator[None]:
+    """Create a state folder and lock it for this process; raises ConfigError.
+
+    The lock is on the folder itself; no lock file is written.
+    """
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(f"cannot use the state folder {folder}: {why}") from error
+        reason = error.strerror or error
+        raise ConfigError(f"cannot use the state folder {folder}: {reason}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ConfigError(
-            f"cannot use the state folder {folder}: another process does; is it running already?"
+            f"cannot use the state folder {folder}: another process uses it; is the service "
+            "running already?"
         ) from error
     except OSError as error:
         raise ConfigError(
-            f"cannot keep the state folder {folder} to this process: {error.strerror}; put it on a "
-            "file system that can lock, as a local disk's"
+            f"cannot lock the state folder {folder}: {error.strerror}; put it on a file system "
+            "that supports locks, such as a local disk"
         ) from error
     else:
         yield
@@ -43,26 +48,26 @@ def kept(folder: Path) -> Iterator[None]:
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Replace `path` by `data`: after a crash either the old or the new file is there, whole."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.new")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    """Replace the contents of `path`; after a crash either the old or the new file is complete."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(path)
+        temporary.replace(path)
     except BaseException as error:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and not error.filename:
-            # A full disk does not say whose write it refused.
+            # The error of a full disk names no file.
             error.filename = str(path)
         raise
     sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Make durable what a file holds, or which names a folder has."""
+    """Sync a file's contents, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -71,25 +76,25 @@ def sync(path: Path) -> None:
 
 
 def write_snapshot(path: Path, payload: bytes) -> None:
-    """Write `payload` sealed by its digest, keeping the one before as `<name>.prev`."""
+    """Write `payload` with its digest; keep the previous snapshot as `<name>.prev`."""
     if path.exists():
         previous = path.with_name(f"{path.name}.prev")
         linked = path.with_name(f".{path.name}.{os.getpid()}.prev")
         linked.unlink(missing_ok=True)
         linked.hardlink_to(path)
         linked.replace(previous)
-    write_atomic(path, _MAGIC + hashlib.sha256(payload).digest() + payload)
+    write_atomic(path, _SNAPSHOT_MAGIC + hashlib.sha256(payload).digest() + payload)
 
 
 def read_snapshot(path: Path) -> bytes | None:
-    """Return the newest snapshot that is whole, falling back to the one before; None if neither.
+    """Return the newest intact snapshot, else the previous one, else None.
 
-    Raises ConfigError where one is there that may not, or cannot, be read, and no other.
+    Raises ConfigError if a snapshot exists but cannot be read, and the other is not intact.
     """
     unreadable: OSError | None = None
     for candidate in (path, path.with_name(f"{path.name}.prev")):
         try:
-            payload = _unseal(candidate.read_bytes())
+            payload = _verified_payload(candidate.read_bytes())
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -102,12 +107,12 @@ def read_snapshot(path: Path) -> bytes | None:
     return None
 
 
-def _unseal(data: bytes) -> bytes | None:
-    start = len(_MAGIC) + hashlib.sha256().digest_size
+def _verified_payload(data: bytes) -> bytes | None:
+    start = len(_SNAPSHOT_MAGIC) + hashlib.sha256().digest_size
     payload = data[start:]
     if (
-        data[: len(_MAGIC)] != _MAGIC
-        or hashlib.sha256(payload).digest() != data[len(_MAGIC) : start]
+        data[: len(_SNAPSHOT_MAGIC)] != _SNAPSHOT_MAGIC
+        or hashlib.sha256(payload).digest() != data[len(_SNAPSHOT_MAGIC) : start]
     ):
         return None
     return payload

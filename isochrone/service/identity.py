@@ -1,7 +1,7 @@
-"""Who is who: the cluster's authority, the certificates it issues, and join tokens.
+"""Identity: the cluster's certificate authority, the certificates it issues, and join tokens.
 
-A node or router makes its own key, trades a one-time token for a certificate, and proves on each
-connection that it holds the key. Names live in the certificate: CN is the name, OU the role, L the
+A node or router makes its own key, trades a join token for a certificate, and signs a nonce with
+the key on each control connection. In a certificate's subject CN is the name, OU the role and L the
 PoP. Keys are ECDSA P-256.
 """
 
@@ -31,27 +31,29 @@ from isochrone.wire.ids import ClusterId, PopId, is_name, is_pop
 CERTIFICATE_LIFETIME_S: Final = 90 * 24 * 3600.0
 AUTHORITY_LIFETIME_DAYS: Final = 3650
 CLOCK_SKEW: Final = timedelta(minutes=5)
+"""How far the clocks of two machines may differ: certificates are dated back by it."""
 
 FINGERPRINT_DIGITS: Final = 32
+"""How many hex digits of the authority's fingerprint a join token carries."""
 
-SCHEDULER: Final = "_scheduler"
-"""Whom the certificate of a scheduler's door is for: no peer can have such a name."""
+SCHEDULER_NAME: Final = "_scheduler"
+"""The name in a scheduler's certificate; no peer can have it, as names start with no underscore."""
 
 _USAGES: Final = {
     PeerRole.AGENT: [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH],
     PeerRole.ROUTER: [ExtendedKeyUsageOID.CLIENT_AUTH],
 }
-"""A router is dialled by no peer, so that none passes for the node that has the same name."""
+"""A router's certificate cannot serve TLS, so it cannot pass for a node of the same name."""
 
 _TOKEN = re.compile(r"^ij1_([0-9a-f]{32})_([a-z0-9]{12})_([0-9A-Za-z]{43})$")
 
 
 class IdentityError(Exception):
-    """A certificate, request or token that cannot be trusted, and why."""
+    """A certificate, certificate request or token cannot be used; the message says why."""
 
 
-class Peer(NamedTuple):
-    """Who a certificate says its holder is."""
+class CertificateSubject(NamedTuple):
+    """The role, name and PoP in a certificate's subject."""
 
     role: PeerRole
     name: str
@@ -59,16 +61,16 @@ class Peer(NamedTuple):
 
 
 class Certificate(NamedTuple):
-    """What a certificate says: whose it is, its serial in hex, and its time."""
+    """The contents of a certificate. `serial` is in hex."""
 
-    peer: Peer
+    subject: CertificateSubject
     serial: str
     issued_at: datetime
     expires_at: datetime
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's or router's own papers, kept in its state folder with mode 0600."""
+    """A node's or router's own key and certificate, stored in its state folder with mode 0600."""
 
     name: str
     role: PeerRole
@@ -80,7 +82,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JoinToken(NamedTuple):
-    """A one-time right to join: the authority to expect, the token's id, and its secret."""
+    """A parsed join token: the expected authority's fingerprint, the token's id and its secret."""
 
     fingerprint: str
     token_id: str
@@ -88,7 +90,7 @@ class JoinToken(NamedTuple):
 
 
 class Authority:
-    """The cluster's certificate authority: two files in a folder, the key with mode 0600."""
+    """The cluster's certificate authority: `ca.crt` and `ca.key` (mode 0600) in a folder."""
 
     def __init__(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
         self._key = key
@@ -100,9 +102,9 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path, cluster_name: str, now: datetime) -> "Authority":
-        """Make a new authority in `folder`, which must not hold one."""
+        """Create an authority in `folder`, which must not contain one; raises IdentityError."""
         if (folder / "ca.key").exists():
-            raise IdentityError(f"cannot create an authority: {folder} already holds one")
+            raise IdentityError(f"cannot create an authority: {folder} already contains one")
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{cluster_name} authority")])
         certificate = (
@@ -119,16 +121,16 @@ class Authority:
         pem = certificate.public_bytes(serialization.Encoding.PEM)
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # The key last: where it is, the authority is whole.
+            # The key is written last: if it exists, the authority is complete.
             write_atomic(folder / "ca.crt", pem, mode=0o644)
             write_atomic(folder / "ca.key", _key_pem(key).encode())
         except OSError as error:
-            raise IdentityError(f"cannot keep an authority in {folder}: {error}") from error
+            raise IdentityError(f"cannot store an authority in {folder}: {error}") from error
         return cls(key, certificate)
 
     @classmethod
     def load(cls, folder: Path) -> "Authority":
-        """Read the authority of `folder`."""
+        """Load the authority from `folder`; raises IdentityError."""
         try:
             key = _load_key((folder / "ca.key").read_text())
             certificate = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
@@ -136,28 +138,27 @@ class Authority:
             raise IdentityError(f"cannot load the authority in {folder}: {error}") from error
         if certificate.public_key() != key.public_key():
             raise IdentityError(
-                f"cannot load the authority in {folder}: its ca.crt is not of its ca.key; copy both"
+                f"cannot load the authority in {folder}: ca.crt does not match ca.key; copy both"
             )
         return cls(key, certificate)
 
-    def seal(self, claim: bytes) -> str:
-        """Return what proves to any scheduler of this cluster that one of them made a claim."""
-        return hmac.digest(self._seal_key, claim, "sha256").hex()
+    def seal(self, payload: bytes) -> str:
+        """Return an HMAC by which any scheduler of this cluster recognises `payload` as its own."""
+        return hmac.digest(self._seal_key, payload, "sha256").hex()
 
-    def has_sealed(self, claim: bytes, seal: str) -> bool:
-        """Say whether `seal` proves the claim. Takes the same time either way."""
-        return hmac.compare_digest(self.seal(claim).encode(), seal.encode(errors="replace"))
+    def verify_seal(self, payload: bytes, seal: str) -> bool:
+        """Say whether `seal` is the seal of `payload`. Takes constant time."""
+        return hmac.compare_digest(self.seal(payload).encode(), seal.encode(errors="replace"))
 
     def cipher(self) -> Fernet:
-        """Return what hides a secret that the database must hold for a while; every scheduler of
-        the cluster has the same."""
+        """Return the cipher for secrets in the database; it is the same on every scheduler."""
         key = hashlib.sha256(b"isochrone-cipher-1\0" + _key_pem(self._key).encode()).digest()
         return Fernet(base64.urlsafe_b64encode(key))
 
-    def issue_own(self, now: datetime) -> tuple[str, str]:
-        """Return (key, certificate) for a scheduler's own control door."""
+    def issue_scheduler_certificate(self, now: datetime) -> tuple[str, str]:
+        """Return the PEM of a new key and certificate for a scheduler's control listener."""
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, SCHEDULER)])
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, SCHEDULER_NAME)])
         certificate = (
             x509.CertificateBuilder()
             .subject_name(subject)
@@ -167,7 +168,9 @@ class Authority:
             .not_valid_before(now - CLOCK_SKEW)
             .not_valid_after(now + timedelta(days=AUTHORITY_LIFETIME_DAYS))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(SCHEDULER)]), critical=False)
+            .add_extension(
+                x509.SubjectAlternativeName([x509.DNSName(SCHEDULER_NAME)]), critical=False
+            )
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
             .sign(self._key, hashes.SHA256())
         )
@@ -183,9 +186,14 @@ class Authority:
         now: datetime,
         lifetime_s: float = CERTIFICATE_LIFETIME_S,
     ) -> str:
-        """Sign a certificate for the key of `csr_pem`. The names come from us, never from it."""
+        """Return a PEM certificate for the key of `csr_pem`; raises IdentityError.
+
+        The subject is made of the arguments; names in the request are ignored.
+        """
         if not is_name(name) or not is_pop(pop):
-            raise IdentityError(f"cannot issue a certificate for {name!r} in {pop!r}: not names")
+            raise IdentityError(
+                f"cannot issue a certificate for {name!r} in {pop!r}: invalid name or PoP"
+            )
         try:
             csr = x509.load_pem_x509_csr(csr_pem.encode())
             public_key = csr.public_key()
@@ -195,14 +203,14 @@ class Authority:
             raise IdentityError("cannot accept the certificate request: not a signed P-256 key")
         certificate = (
             x509.CertificateBuilder()
-            .subject_name(_subject(Peer(role, name, pop)))
+            .subject_name(_x509_subject(CertificateSubject(role, name, pop)))
             .issuer_name(self._certificate.subject)
             .public_key(public_key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - CLOCK_SKEW)
             .not_valid_after(now + timedelta(seconds=lifetime_s))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName(_proven_as(name)), critical=False)
+            .add_extension(x509.SubjectAlternativeName(_alternative_names(name)), critical=False)
             .add_extension(x509.ExtendedKeyUsage(_USAGES[role]), critical=False)
             .sign(self._key, hashes.SHA256())
         )
@@ -216,12 +224,12 @@ def fingerprint(ca_pem: str) -> str:
 
 
 def new_key_pem() -> str:
-    """Make a private key."""
+    """Return the PEM of a new private key."""
     return _key_pem(ec.generate_private_key(ec.SECP256R1()))
 
 
 def make_csr(key_pem: str, name: str) -> str:
-    """Ask for a certificate: prove the possession of the key, propose a name."""
+    """Return a PEM certificate signing request for this key and name."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     request = x509.CertificateSigningRequestBuilder().subject_name(subject)
     signed = request.sign(_load_key(key_pem), hashes.SHA256())
@@ -245,8 +253,11 @@ def verify_signature(certificate_pem: str, payload: bytes, signature: bytes) -> 
     return True
 
 
-def verify_peer(certificate_pem: str, ca_pem: str, now: datetime) -> Certificate:
-    """Return what the certificate says, or raise IdentityError: forged, expired or not ours."""
+def verify_certificate(certificate_pem: str, ca_pem: str, now: datetime) -> Certificate:
+    """Return a certificate's contents after checking its issuer and its dates.
+
+    Raises IdentityError if another authority issued it, or if it is expired or not valid yet.
+    """
     certificate = _load_certificate(certificate_pem)
     authority = _load_authority(ca_pem)
     try:
@@ -264,38 +275,38 @@ def verify_peer(certificate_pem: str, ca_pem: str, now: datetime) -> Certificate
             f"cannot trust the certificate after {certificate.not_valid_after_utc}: join again, "
             "if the clocks are right"
         )
-    return _read(certificate)
+    return _contents(certificate)
 
 
 def read_certificate(certificate_pem: str) -> Certificate:
-    """Return what a certificate says, believing it; raises IdentityError where it is none."""
-    return _read(_load_certificate(certificate_pem))
+    """Return a certificate's contents without verifying it; raises IdentityError."""
+    return _contents(_load_certificate(certificate_pem))
 
 
-def certifies(certificate_pem: str, key_pem: str) -> bool:
-    """Say whether the certificate is for this key."""
+def is_for_key(certificate_pem: str, key_pem: str) -> bool:
+    """Say whether the certificate was issued for this key."""
     return _load_certificate(certificate_pem).public_key() == _load_key(key_pem).public_key()
 
 
 def format_join_token(authority_fingerprint: str, token_id: str, secret: str) -> str:
-    """Write a join token. It names the authority, so that a peer can refuse an impostor."""
+    """Format a join token. It names the authority, so that a peer can recognise its scheduler."""
     return f"ij1_{authority_fingerprint[:FINGERPRINT_DIGITS]}_{token_id}_{secret}"
 
 
 def parse_join_token(text: str) -> JoinToken | None:
-    """Read a join token; None where the form is wrong."""
+    """Parse a join token; None if it is malformed."""
     match = _TOKEN.match(text)
     return JoinToken(*match.groups()) if match else None
 
 
 def save_identity(folder: Path, identity: Identity) -> None:
-    """Keep a peer's papers in its state folder, mode 0600."""
+    """Store a peer's key and certificate in its state folder with mode 0600."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_atomic(folder / "identity.json", msgspec.json.encode(identity))
 
 
 def load_identity(folder: Path) -> Identity | None:
-    """Read a peer's papers; None where it has not joined yet."""
+    """Load a peer's key and certificate; None if it has not joined; raises IdentityError."""
     path = folder / "identity.json"
     if not path.exists():
         return None
@@ -305,44 +316,48 @@ def load_identity(folder: Path) -> Identity | None:
         raise IdentityError(f"cannot read {path}: {error}") from error
 
 
-def _read(certificate: x509.Certificate) -> Certificate:
+def _contents(certificate: x509.Certificate) -> Certificate:
     return Certificate(
-        peer=_peer(certificate.subject),
+        subject=_parse_subject(certificate.subject),
         serial=f"{certificate.serial_number:x}",
-        # Issued a little in the past, for clocks that are behind ours.
+        # not_valid_before is dated back by CLOCK_SKEW.
         issued_at=certificate.not_valid_before_utc + CLOCK_SKEW,
         expires_at=certificate.not_valid_after_utc,
     )
 
 
-def _subject(peer: Peer) -> x509.Name:
+def _x509_subject(subject: CertificateSubject) -> x509.Name:
     return x509.Name(
         [
-            x509.NameAttribute(NameOID.COMMON_NAME, peer.name),
-            x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, peer.role.value),
-            x509.NameAttribute(NameOID.LOCALITY_NAME, peer.pop),
+            x509.NameAttribute(NameOID.COMMON_NAME, subject.name),
+            x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, subject.role.value),
+            x509.NameAttribute(NameOID.LOCALITY_NAME, subject.pop),
         ]
     )
 
 
-def _proven_as(name: str) -> list[x509.GeneralName]:
-    """Return what a certificate says of its holder to who dials it by `name`."""
+def _alternative_names(name: str) -> list[x509.GeneralName]:
+    """Return the names by which a client may verify the certificate."""
     with suppress(ValueError):
-        # Whatever looks like an address is held against addresses alone.
+        # TLS compares a server name that looks like an IP address only with IPAddress entries.
         return [x509.DNSName(name), x509.IPAddress(IPv4Address(name))]
     return [x509.DNSName(name)]
 
 
-def _peer(subject: x509.Name) -> Peer:
+def _parse_subject(subject: x509.Name) -> CertificateSubject:
     def attribute(oid: x509.ObjectIdentifier) -> str:
-        found = subject.get_attributes_for_oid(oid)
-        return str(found[0].value) if found else ""
+        values = subject.get_attributes_for_oid(oid)
+        return str(values[0].value) if values else ""
 
     try:
         role = PeerRole(attribute(NameOID.ORGANIZATIONAL_UNIT_NAME))
     except ValueError as error:
-        raise IdentityError("cannot trust the certificate: it names no role") from error
-    return Peer(role, attribute(NameOID.COMMON_NAME), PopId(attribute(NameOID.LOCALITY_NAME)))
+        raise IdentityError(
+            "cannot trust the certificate: its subject has no known role"
+        ) from error
+    return CertificateSubject(
+        role, attribute(NameOID.COMMON_NAME), PopId(attribute(NameOID.LOCALITY_NAME))
+    )
 
 
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> str:

@@ -1,4 +1,4 @@
-"""How a peer comes by its papers: those of its folder, or new ones for a join token."""
+"""How a node or router gets its identity: from its state folder, or for a join token."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,59 +10,61 @@ from typing import Final
 import aiohttp
 import msgspec
 
-from isochrone.service import identity as papers
-from isochrone.service.answers import problem_of, read_answer
+from isochrone.service import identity as identities
 from isochrone.service.config import ConfigError
-from isochrone.service.identity import Identity, IdentityError
-from isochrone.service.tls import trusting
+from isochrone.service.http_responses import parse_error_body, read_response
+from isochrone.service.identity import SCHEDULER_NAME, Identity, IdentityError
+from isochrone.service.tls import verifying_context
 from isochrone.wire.control import JoinReply, JoinRequest, PeerRole
 
 CONNECT_TIMEOUT_S: Final = 5.0
 JOIN_TIMEOUT_S: Final = 10.0
-ANSWER_BYTES_MAX: Final = 256 * 1024
-PAPERS_BYTES: Final = 16 * 1024
+RESPONSE_BYTES_MAX: Final = 256 * 1024
+IDENTITY_BYTES: Final = 16 * 1024
+"""More than a stored identity takes."""
 
 
-async def identify(
+async def load_or_join(
     *, urls: Sequence[str], token_file: Path | None, role: PeerRole, name: str, folder: Path
 ) -> Identity:
-    """Return the papers that `folder` holds, or join for them, or raise ConfigError."""
+    """Return the identity stored in `folder`, or join for one; raises ConfigError."""
     try:
-        identity = await asyncio.to_thread(papers.load_identity, folder)
+        identity = await asyncio.to_thread(identities.load_identity, folder)
         if identity is not None:
             return identity
         if token_file is None or not urls:
-            lacking = "no scheduler to join" if token_file else "no join_token_file"
+            missing = "no scheduler to join" if token_file else "no join_token_file"
             raise ConfigError(
-                f"cannot start: {folder} holds no identity, and {lacking} is given; make a token "
-                "with `isochrone nodes join-token POP` and name the schedulers' URLs"
+                f"cannot start: {folder} contains no identity, and {missing} is given; create a "
+                "token with `isochrone nodes join-token POP` and name the schedulers' URLs"
             )
-        token = await asyncio.to_thread(_read, token_file)
+        token = await asyncio.to_thread(_read_token, token_file)
         return await join(urls=urls, token=token, role=role, name=name, folder=folder)
     except IdentityError as error:
         raise ConfigError(str(error)) from error
 
 
-def _read(path: Path) -> str:
+def _read_token(path: Path) -> str:
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not text"
-        raise ConfigError(f"cannot read the join token {path}: {why}") from error
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"cannot read the join token {path}: {reason}") from error
 
 
 async def join(
     *, urls: Sequence[str], token: str, role: PeerRole, name: str, folder: Path
 ) -> Identity:
-    """Trade a one-time token for a certificate and keep it in `folder`, or raise IdentityError."""
-    known = papers.parse_join_token(token)
-    if known is None:
-        raise IdentityError("cannot join: the token is not of the form ij1_..., copy it whole")
-    await asyncio.to_thread(_try_to_write, folder)
-    key_pem = papers.new_key_pem()
-    request = JoinRequest(token=token, role=role, name=name, csr_pem=papers.make_csr(key_pem, name))
-    reply = await _ask_to_join(urls, request, known.fingerprint)
-    _check_authority(reply.ca_pem, known.fingerprint)
+    """Trade a join token for a certificate and store it in `folder`; raises IdentityError."""
+    parsed = identities.parse_join_token(token)
+    if parsed is None:
+        raise IdentityError("cannot join: the token is not of the form ij1_...; copy all of it")
+    await asyncio.to_thread(_check_writable, folder)
+    key_pem = identities.new_key_pem()
+    csr_pem = identities.make_csr(key_pem, name)
+    request = JoinRequest(token=token, role=role, name=name, csr_pem=csr_pem)
+    reply = await _request_certificate(urls, request, parsed.fingerprint)
+    _check_authority(reply.ca_pem, parsed.fingerprint)
     identity = Identity(
         name=reply.name,
         role=role,
@@ -72,21 +74,26 @@ async def join(
         certificate_pem=reply.certificate_pem,
         ca_pem=reply.ca_pem,
     )
-    await asyncio.to_thread(papers.save_identity, folder, identity)
+    await asyncio.to_thread(identities.save_identity, folder, identity)
     return identity
 
 
-def _try_to_write(folder: Path) -> None:
-    """See that papers can be kept, before a token is spent on them."""
+def _check_writable(folder: Path) -> None:
+    """Raise IdentityError if an identity cannot be stored, before the token is used up."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with TemporaryFile(dir=folder) as file:
-            file.write(bytes(PAPERS_BYTES))
+            file.write(bytes(IDENTITY_BYTES))
     except OSError as error:
-        raise IdentityError(f"cannot join: no papers can be kept in {folder}: {error}") from error
+        raise IdentityError(
+            f"cannot join: no identity can be stored in {folder}: {error}"
+        ) from error
 
 
-async def _ask_to_join(urls: Sequence[str], request: JoinRequest, fingerprint: str) -> JoinReply:
+async def _request_certificate(
+    urls: Sequence[str], request: JoinRequest, fingerprint: str
+) -> JoinReply:
+    """Return the reply of the first scheduler that issues a certificate."""
     problems: list[str] = []
     timeout = aiohttp.ClientTimeout(total=JOIN_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as http:
@@ -96,36 +103,39 @@ async def _ask_to_join(urls: Sequence[str], request: JoinRequest, fingerprint: s
                     f"{url}/v1/join",
                     data=msgspec.json.encode(request),
                     headers={"content-type": "application/json"},
-                    server_hostname=papers.SCHEDULER,
-                    ssl=await _trust(http, url, fingerprint),
+                    server_hostname=SCHEDULER_NAME,
+                    ssl=await _verified_tls(http, url, fingerprint),
                 ) as response:
-                    body = await read_answer(response, ANSWER_BYTES_MAX)
+                    body = await read_response(response, RESPONSE_BYTES_MAX)
                     if response.status == 200:
                         return msgspec.json.decode(body, type=JoinReply)
-                    problems.append(f"{url}: {problem_of(body, response.status).words}")
+                    problems.append(f"{url}: {parse_error_body(body, response.status).message}")
             except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
                 problems.append(f"{url}: {error or type(error).__name__}")
     raise IdentityError("cannot join: " + "; ".join(problems))
 
 
-async def _trust(http: aiohttp.ClientSession, url: str, fingerprint: str) -> SSLContext | bool:
-    """Return how to know the scheduler before the token is shown to it.
+async def _verified_tls(
+    http: aiohttp.ClientSession, url: str, fingerprint: str
+) -> SSLContext | bool:
+    """Return a TLS context that verifies the scheduler before the token is sent to it.
 
-    Its authority is asked for over an unproven connection and held against the fingerprint in the
-    token; only who has this authority's certificate for a scheduler then gets to see the token.
+    The authority's certificate is fetched over an unverified connection and compared with the
+    fingerprint in the token. Only a server with a scheduler certificate of that authority then
+    receives the token.
     """
     if not url.startswith("https:"):
         return True
     async with http.get(f"{url}/v1/ca", ssl=False) as response:
-        ca_pem = (await read_answer(response, ANSWER_BYTES_MAX)).decode(errors="replace")
+        ca_pem = (await read_response(response, RESPONSE_BYTES_MAX)).decode(errors="replace")
     _check_authority(ca_pem, fingerprint)
-    return trusting(ca_pem)
+    return verifying_context(ca_pem)
 
 
 def _check_authority(ca_pem: str, fingerprint: str) -> None:
     try:
-        is_ours = papers.fingerprint(ca_pem).startswith(fingerprint)
+        is_expected = identities.fingerprint(ca_pem).startswith(fingerprint)
     except ValueError:
-        is_ours = False
-    if not is_ours:
+        is_expected = False
+    if not is_expected:
         raise IdentityError("cannot join: the authority is not the one that the token names")

@@ -1,4 +1,4 @@
-"""Logs: one JSON object a line on standard error. Never prompts, outputs or keys."""
+"""Logs: one JSON object a line on standard error. They never contain prompts, outputs or keys."""
 
 import logging
 import sys
@@ -7,11 +7,11 @@ from typing import Final
 import msgspec
 
 _encoder = msgspec.json.Encoder(enc_hook=str)
-_QUIET: Final = ("aiohttp.access", "asyncio")
+_QUIET_LOGGERS: Final = ("aiohttp.access", "asyncio")
 
 
-class JsonLines(logging.Formatter):
-    """Formats a record with the fields given as `extra={"fields": {...}}`."""
+class JsonLineFormatter(logging.Formatter):
+    """Formats a record as JSON, with the fields given as `extra={"fields": {...}}`."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -35,11 +35,11 @@ class JsonLines(logging.Formatter):
 
 
 def setup_logs(service: str, level: str = "INFO") -> None:
-    """Send every log record of this process to standard error as JSON lines."""
+    """Send this process's log records of at least `level` to standard error as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines(service))
+    handler.setFormatter(JsonLineFormatter(service))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    for name in _QUIET:
+    for name in _QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,7 +1,7 @@
-"""A duty: one function run every interval and whenever it is nudged.
+"""A periodic job: one function that runs every interval and whenever it is nudged.
 
-Timer, nudge, failure and restart are one code path. A duty takes no input and answers with counts;
-it does not retry, its next turn does.
+Timer, nudge, failure and restart are one code path. A job takes no input and returns counts. It
+does not retry: its next turn does.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ REST_MAX_S = 6.0
 
 
 class Loop:
-    """Runs `run_once` for ever. One task owns `run()`; anyone may `nudge()`."""
+    """Runs `run_once` until cancelled. One task owns `run()`; any code may `nudge()`."""
 
     def __init__(
         self,
@@ -28,40 +28,43 @@ class Loop:
         *,
         jitter: random.Random | None = None,
         share_max: float = 1.0,
+        nudged: asyncio.Event | None = None,
     ) -> None:
-        """Name the duty. With `jitter` each wait varies by a fifth, lest a fleet march in step.
+        """Name the job. With `jitter` each wait varies by a fifth, so that a fleet spreads out.
 
-        However often it is nudged, turns take at most about `share_max` of the time: what takes
-        long is done less often (a rest of REST_MAX_S at most), and many nudges become one turn.
+        Turns take at most about `share_max` of the time, however often the job is nudged: after a
+        long turn the loop rests (for at most REST_MAX_S), and nudges meanwhile become one turn.
+        Setting `nudged` is the same as `nudge()`; pass it where the nudger is made before the loop.
         """
         self.name = name
         self.turns = 0
         self.failures = 0
-        self.last: object = None
+        self.last_result: object = None
         self.last_turn_s = 0.0
         self.turns_s = 0.0
         self._run_once = run_once
         self._interval_s = interval_s
         self._jitter = jitter
         self._rest_per_turn_s = 1.0 / share_max - 1.0
-        self._failing = ""
-        self._nudged = asyncio.Event()
+        self._last_failure = ""
+        self._nudged = nudged if nudged is not None else asyncio.Event()
         self._turned = asyncio.Condition()
 
     def __repr__(self) -> str:
-        return f"<Loop {self.name} turns={self.turns} failures={self.failures} last={self.last}>"
+        counts = f"turns={self.turns} failures={self.failures}"
+        return f"<Loop {self.name} {counts} last_result={self.last_result}>"
 
     def nudge(self) -> None:
-        """Say "look again"; carries nothing."""
+        """Ask for another turn soon."""
         self._nudged.set()
 
     async def run(self) -> NoReturn:
-        """Turn until cancelled."""
+        """Run turn after turn until cancelled."""
         while True:
-            # Cleared before the turn, not after it: a nudge during the turn must count.
+            # Cleared before the turn: a nudge during the turn asks for another one.
             self._nudged.clear()
             await self._turn()
-            # A duty that nudges itself must not starve the others of the event loop.
+            # A job that nudges itself must not starve the others of the event loop.
             await asyncio.sleep(min(REST_MAX_S, self._rest_per_turn_s * self.last_turn_s))
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._wait_s()):
@@ -76,17 +79,17 @@ class Loop:
     async def _turn(self) -> None:
         began = monotonic()
         try:
-            self.last = await self._run_once()
-            self._failing = ""
+            self.last_result = await self._run_once()
+            self._last_failure = ""
         except Exception as error:
             self.failures += 1
-            # Said once for each reason: a disk that is full for a day must not fill the logs too.
-            if repr(error) != self._failing:
-                log.exception("turn failed", extra={"fields": {"duty": self.name}})
-            self._failing = repr(error)
+            # Each reason is logged once: a disk that is full for a day must not fill the logs too.
+            if repr(error) != self._last_failure:
+                log.exception("turn failed", extra={"fields": {"job": self.name}})
+            self._last_failure = repr(error)
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                # What was cancelled may fail as it is cleaned up: it is to end all the same.
+                # The clean-up of a cancelled turn failed; the task must end all the same.
                 raise asyncio.CancelledError from error
         self.last_turn_s = monotonic() - began
         self.turns_s += self.last_turn_s

@@ -1,7 +1,7 @@
-"""The metrics page: Prometheus text of one registry, or of several processes together.
+"""The metrics page: the Prometheus text of one registry, or of several processes together.
 
-Processes that share a page write their values into the folder that `PROMETHEUS_MULTIPROC_DIR`
-names, set before the library is first imported.
+Processes that share a page write their values into the folder `PROMETHEUS_MULTIPROC_DIR`, which
+must be set before prometheus_client is first imported.
 """
 
 import os
@@ -13,11 +13,10 @@ from prometheus_client import multiprocess as shared
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 
-def exposition(
+def metrics_handler(
     registry: CollectorRegistry,
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return the handler of `GET /metrics`."""
-
+    """Return the aiohttp handler of `GET /metrics`."""
     shown = registry
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
         shown = CollectorRegistry()

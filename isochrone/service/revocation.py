@@ -1,7 +1,7 @@
-"""Who is refused at a node's door although the authority signed for it.
+"""Refuses revoked certificates at a node's HTTP server.
 
-TLS asks only whether a certificate is the authority's and in its time. Which were revoked since,
-the node knows by its assignment; it looks at each request, so that an open connection ends too.
+TLS checks only that the authority issued a certificate and that it has not expired. A node learns
+of revocations with its assignment and checks each request, so open connections are refused too.
 """
 
 import ssl
@@ -17,29 +17,29 @@ from isochrone.wire.assignment import RevokedCertificate
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def is_revoked(shown: Mapping[str, Any], revoked: Sequence[RevokedCertificate]) -> bool:
-    """Say whether a certificate, as the `ssl` module reads it, was revoked."""
-    names = dict(pair for part in shown.get("subject", ()) for pair in part)
-    peer = (names.get("organizationalUnitName"), names.get("commonName"))
-    serial = f"{int(shown.get('serialNumber', '0'), 16):x}"
-    # Issued a little in the past, for clocks that are behind.
-    issued_at = ssl.cert_time_to_seconds(shown["notBefore"]) + CLOCK_SKEW.total_seconds()
+def is_revoked(peercert: Mapping[str, Any], revocations: Sequence[RevokedCertificate]) -> bool:
+    """Say whether a certificate, as `ssl.SSLSocket.getpeercert` returns it, was revoked."""
+    names = dict(pair for part in peercert.get("subject", ()) for pair in part)
+    subject = (names.get("organizationalUnitName"), names.get("commonName"))
+    serial = f"{int(peercert.get('serialNumber', '0'), 16):x}"
+    # notBefore is dated back by CLOCK_SKEW, for clocks that are behind.
+    issued_at = ssl.cert_time_to_seconds(peercert["notBefore"]) + CLOCK_SKEW.total_seconds()
     return any(
-        (one.role, one.name) == peer
-        and (one.serial == serial or (not one.serial and one.at > issued_at))
-        for one in revoked
+        (revoked.role, revoked.name) == subject
+        and (revoked.serial == serial or (not revoked.serial and revoked.at > issued_at))
+        for revoked in revocations
     )
 
 
-def refusing(revoked: Callable[[], Sequence[RevokedCertificate]]) -> Any:
-    """Return what turns away, at an application's door, who is `revoked` by now."""
+def refuse_revoked(revocations: Callable[[], Sequence[RevokedCertificate]]) -> Any:
+    """Return a middleware that answers 403 to clients whose certificate is revoked by now."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        listed = revoked()
+        revoked = revocations()
         transport = request.transport
-        shown = transport.get_extra_info("peercert") if listed and transport else None
-        if shown and is_revoked(shown, listed):
+        peercert = transport.get_extra_info("peercert") if revoked and transport else None
+        if peercert and is_revoked(peercert, revoked):
             response = web.Response(status=403, headers={headers.REFUSED: "revoked"})
             response.force_close()
             return response

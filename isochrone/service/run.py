@@ -1,4 +1,4 @@
-"""Running a service: the event loop, and what signals mean."""
+"""Runs a service: its event loop, its exit code and its signals."""
 
 import asyncio
 import gc
@@ -11,27 +11,29 @@ from typing import NoReturn
 import uvloop
 
 from isochrone.service.config import ConfigError
-from isochrone.service.notify import notify
+from isochrone.service.systemd import notify
 
 log = logging.getLogger(__name__)
 
+EXIT_CONFIG_ERROR = 2
+EXIT_CANCELLED = 130
+
 
 def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
-    """Run `main(stopping)` to its exit code. The first SIGTERM or SIGINT sets `stopping`.
+    """Run `main(stopping)` and exit with its code. The first SIGTERM or SIGINT sets `stopping`.
 
-    A second signal cancels `main`: the operator is out of patience, and drains end there.
+    A second signal cancels `main`: drains are cut short.
     """
-    # What was imported is never garbage: else the collector walks all of it now and then, and
-    # nobody is served meanwhile.
+    # Imported objects live for ever: the garbage collector need not walk them.
     gc.collect()
     gc.freeze()
     try:
         code = uvloop.run(_run(main))
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
-        code = 2
+        code = EXIT_CONFIG_ERROR
     except asyncio.CancelledError:
-        code = 130
+        code = EXIT_CANCELLED
     raise SystemExit(code)
 
 

@@ -1,4 +1,4 @@
-"""Work that blocks, from an event loop: in a thread, and to its end whoever goes meanwhile."""
+"""Runs blocking work in threads, to completion even if the caller is cancelled."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -8,25 +8,25 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def to_its_end(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` in a thread. A caller that is cancelled, however often, waits, and then goes.
+async def run_to_completion(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run `work` in a thread. A cancelled caller still waits until it has ended.
 
-    A thread cannot be cancelled: left alone it would still write while the next writer begins.
+    A thread cannot be cancelled: left alone it could still write when the next writer begins.
     """
-    return await ended(asyncio.to_thread(work, *args, **kwargs))
+    return await wait_to_completion(asyncio.to_thread(work, *args, **kwargs))
 
 
-async def ended(work: Awaitable[T]) -> T:
-    """Wait until `work` has ended. A caller that is cancelled, however often, then goes."""
-    working = asyncio.ensure_future(work)
+async def wait_to_completion(work: Awaitable[T]) -> T:
+    """Wait until `work` has ended, then raise the cancellation that arrived meanwhile, if any."""
+    task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
-    while not working.done():
+    while not task.done():
         try:
-            await asyncio.wait((working,))
+            await asyncio.wait((task,))
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        # Looked at, lest it be logged as never looked at: there is nobody to tell it.
-        working.exception()
+        # Retrieved, so that asyncio does not log it as never retrieved; no caller wants it.
+        task.exception()
         raise cancelled
-    return working.result()
+    return task.result()

@@ -1,4 +1,4 @@
-"""TLS contexts: at least 1.2, both ends with certificates of the cluster's authority."""
+"""TLS contexts: version 1.2 or later, with certificates of the cluster's authority."""
 
 import asyncio
 import logging
@@ -13,34 +13,34 @@ from isochrone.service.identity import Authority, Identity
 
 log = logging.getLogger(__name__)
 
-LOOK_S: Final = 30.0
+CERTIFICATE_CHECK_S: Final = 30.0
 
 
-class OwnCertificate:
-    """An operator's certificate and key, as `tls_certificate` and `tls_key` name them.
+class ReloadingCertificate:
+    """An operator's certificate and key: the files of `tls_certificate` and `tls_key`.
 
-    The files are looked at again every LOOK_S: one that was renewed is shown from the next
-    handshake on, and open connections stay as they are.
+    A periodic job calls `run_once` every CERTIFICATE_CHECK_S. A renewed certificate is used from
+    the next handshake on; open connections keep theirs.
     """
 
     def __init__(self, certificate: Path, key: Path) -> None:
-        """Read the files, or raise ConfigError."""
+        """Read the files; raises ConfigError."""
         self._paths = (certificate, key)
-        self._read_at: tuple[int, ...] = ()
-        self.context = _serving()
-        self._follow()
+        self._loaded_mtimes_ns: tuple[int, ...] = ()
+        self.context = _server_context()
+        self._load_if_changed()
 
     async def run_once(self) -> bool:
-        """Say whether other files were found and taken."""
-        return await asyncio.to_thread(self._follow)
+        """Load the files if they have changed; say whether they have."""
+        return await asyncio.to_thread(self._load_if_changed)
 
-    def _follow(self) -> bool:
+    def _load_if_changed(self) -> bool:
         try:
-            written_at = tuple(path.stat().st_mtime_ns for path in self._paths)
-            if written_at == self._read_at:
+            mtimes_ns = tuple(path.stat().st_mtime_ns for path in self._paths)
+            if mtimes_ns == self._loaded_mtimes_ns:
                 return False
-            # Tried elsewhere first: a key that does not fit would leave a context without any.
-            _serving().load_cert_chain(*self._paths)
+            # Tried in another context first: a wrong key would leave this one unusable.
+            _server_context().load_cert_chain(*self._paths)
             self.context.load_cert_chain(*self._paths)
         except OSError as error:
             certificate, key = self._paths
@@ -48,33 +48,36 @@ class OwnCertificate:
                 f"cannot use tls_certificate {certificate} with tls_key {key}: "
                 f"{error.strerror or error}"
             ) from error
-        if self._read_at:
+        if self._loaded_mtimes_ns:
             log.info("certificate renewed", extra={"fields": {"file": str(self._paths[0])}})
-        self._read_at = written_at
+        self._loaded_mtimes_ns = mtimes_ns
         return True
 
 
-def own_certificate(certificate: Path | None, key: Path | None) -> OwnCertificate | None:
-    """Return what to serve TLS with; None, and so in plain, only where neither file is named."""
+def load_tls_certificate(certificate: Path | None, key: Path | None) -> ReloadingCertificate | None:
+    """Load an operator's certificate and key; None (no TLS) if neither is given.
+
+    Raises ConfigError if only one is given, or if they cannot be used.
+    """
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
         raise ConfigError("cannot serve TLS: give both tls_certificate and tls_key, or neither")
-    return OwnCertificate(certificate, key)
+    return ReloadingCertificate(certificate, key)
 
 
-def control_context(authority: Authority, now: datetime) -> ssl.SSLContext:
-    """Serve a scheduler's control door with a certificate of the cluster's own authority."""
-    context = _serving()
-    _load_papers(context, *authority.issue_own(now))
+def control_server_context(authority: Authority, now: datetime) -> ssl.SSLContext:
+    """Return a context for a scheduler's control listener, with a newly issued certificate."""
+    context = _server_context()
+    _load_key_and_certificate(context, *authority.issue_scheduler_certificate(now))
     return context
 
 
-def trusting(ca_pem: str) -> ssl.SSLContext:
-    """Dial who holds a certificate of this authority, having none of our own yet.
+def verifying_context(ca_pem: str) -> ssl.SSLContext:
+    """Return a client context without a certificate that verifies servers by this authority.
 
-    Addresses prove nothing: the name it must be for, a node's or SCHEDULER, is given with each dial
-    as its `server_hostname`.
+    Pass the node's name or SCHEDULER_NAME as `server_hostname` of each connection: certificates are
+    issued for names and not for addresses.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -82,42 +85,45 @@ def trusting(ca_pem: str) -> ssl.SSLContext:
     return context
 
 
-def node_context(identity: Identity) -> ssl.SSLContext:
-    """Serve a node's door to routers of the same cluster only (mTLS)."""
-    context = _serving()
+def node_server_context(identity: Identity) -> ssl.SSLContext:
+    """Return a context for a node's HTTP server, which requires client certificates (mTLS)."""
+    context = _server_context()
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=identity.ca_pem)
-    _load_papers(context, identity.key_pem, identity.certificate_pem)
+    _load_key_and_certificate(context, identity.key_pem, identity.certificate_pem)
     return context
 
 
 def client_context(identity: Identity) -> ssl.SSLContext:
-    """Dial a scheduler or a node as `trusting` does, showing our own certificate."""
-    context = trusting(identity.ca_pem)
-    _load_papers(context, identity.key_pem, identity.certificate_pem)
+    """Return a client context that verifies servers by the authority and shows our certificate."""
+    context = verifying_context(identity.ca_pem)
+    _load_key_and_certificate(context, identity.key_pem, identity.certificate_pem)
     return context
 
 
-def door_url(address: str, context: ssl.SSLContext | None) -> str:
-    """Return the URL of a node's door: with a `context` by TLS alone, whatever its address says."""
+def node_url(address: str, context: ssl.SSLContext | None) -> str:
+    """Return the URL of a node's HTTP server: https if there is a `context`, else http.
+
+    The scheme that the node reported in its address is ignored.
+    """
     scheme = "http" if context is None else "https"
     return f"{scheme}://{address.rpartition('://')[2].rstrip('/')}"
 
 
-def renew(context: ssl.SSLContext, identity: Identity) -> None:
-    """Show renewed papers from the next handshake on; open connections stay as they are."""
-    _load_papers(context, identity.key_pem, identity.certificate_pem)
+def reload_identity(context: ssl.SSLContext, identity: Identity) -> None:
+    """Use a renewed certificate and key from the next handshake on."""
+    _load_key_and_certificate(context, identity.key_pem, identity.certificate_pem)
 
 
-def _serving() -> ssl.SSLContext:
+def _server_context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
 
 
-def _load_papers(context: ssl.SSLContext, key_pem: str, certificate_pem: str) -> None:
-    # load_cert_chain reads only files; this one is private and gone when the block ends.
-    with tempfile.NamedTemporaryFile("w", suffix=".pem") as papers:
-        papers.write(key_pem + certificate_pem)
-        papers.flush()
-        context.load_cert_chain(papers.name)
+def _load_key_and_certificate(context: ssl.SSLContext, key_pem: str, certificate_pem: str) -> None:
+    # load_cert_chain reads only files. This one has mode 0600 and is deleted with the block.
+    with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:
+        file.write(key_pem + certificate_pem)
+        file.flush()
+        context.load_cert_chain(file.name)

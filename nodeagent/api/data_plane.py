@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from isochrone.service.door import errors_as, json_error, read_body
+from isochrone.service.http_server import error_middleware, json_error, read_body
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import ReplicaId
@@ -88,7 +88,7 @@ class DataPlaneServer:
 
     def app(self) -> web.Application:
         """Return the application with its routes."""
-        app = web.Application(middlewares=[errors_as(json_error)])
+        app = web.Application(middlewares=[error_middleware(json_error)])
         for path in INFERENCE_PATHS:
             app.router.add_post(path, self._serve)
         app.router.add_get("/ping", self._ping)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from isochrone.service.tls import door_url
+from isochrone.service.tls import node_url
 from isochrone.wire import headers
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
@@ -165,7 +165,7 @@ class PeerReplicaClient:
         """Send a request to the node that proves to be `peer.node_id`; redirects are refused."""
         return await self._http.request(
             method,
-            f"{door_url(peer.address, self._context)}{path}",
+            f"{node_url(peer.address, self._context)}{path}",
             server_hostname=peer.node_id,
             ssl=self._context or True,
             allow_redirects=False,

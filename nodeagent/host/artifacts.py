@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from isochrone.service.files import sync
-from isochrone.service.threads import to_its_end
+from isochrone.service.threads import run_to_completion
 from isochrone.wire.artifact import check_artifact, check_path
 from isochrone.wire.model import Artifact
 from nodeagent.decide.eviction import CachedArtifact, evict
@@ -125,7 +125,7 @@ class ArtifactStore:
                 return target
             try:
                 async with self._space_lock:
-                    await to_its_end(self._make_space, artifact, pinned)
+                    await run_to_completion(self._make_space, artifact, pinned)
                     self._fetches[artifact.digest] = _FetchInProgress(artifact.size_bytes)
                 link = self.link.limited_to(bytes_per_s)
                 await self._fetch_files(artifact, target, on_progress, link)
@@ -155,7 +155,7 @@ class ArtifactStore:
             await self._fetch_file(artifact.source, download)
             on_file_progress(file.size_bytes)
             done_bytes += file.size_bytes
-        await to_its_end(_publish, partial, target)
+        await run_to_completion(_publish, partial, target)
 
     async def _fetch_file(self, source: str, download: FileDownload) -> None:
         """Fetch one file: from this machine, else from other nodes, else from the origin."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from isochrone.service.threads import to_its_end
+from isochrone.service.threads import run_to_completion
 from isochrone.wire.model import ArtifactFile
 from nodeagent.decide.bandwidth import MinimumRate, SlowSenderDetector
 from nodeagent.host.link import TransferLink
@@ -76,7 +76,7 @@ class FileDownload:
         # (reflink) shares blocks until one side is written, if the file system supports it.
         with source.open("rb") as opened, self._path.open("wb") as out:
             with suppress(OSError):
-                is_clone = await to_its_end(fcntl.ioctl, out, FICLONE, opened.fileno()) == 0
+                is_clone = await run_to_completion(fcntl.ioctl, out, FICLONE, opened.fileno()) == 0
             if not is_clone:
                 await self._hash_file(opened, out)
         problem = await self._verify()
@@ -111,7 +111,7 @@ class FileDownload:
                         f"the sender sends more than the {self.file.size_bytes} bytes of the "
                         "manifest"
                     )
-                await to_its_end(write, chunk, out)
+                await run_to_completion(write, chunk, out)
                 self._on_progress(size_bytes)
                 excused_s = await self.link.throttle(len(chunk))
                 if detector.is_slow(len(chunk), clock(), excused_s):
@@ -132,10 +132,10 @@ class FileDownload:
         It is read in chunks, so that a cancellation does not wait for the whole file.
         """
         while self._hashed.size_bytes <= self.file.size_bytes:
-            chunk = await to_its_end(file.read, READ_BYTES)
+            chunk = await run_to_completion(file.read, READ_BYTES)
             if not chunk:
                 return
-            await to_its_end(self._hashed.write, chunk, out)
+            await run_to_completion(self._hashed.write, chunk, out)
             if out is not None:
                 self._on_progress(self._hashed.size_bytes)
 

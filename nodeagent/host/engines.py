@@ -19,9 +19,9 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from isochrone.service.answers import read_answer
 from isochrone.service.files import write_atomic
-from isochrone.service.threads import ended
+from isochrone.service.http_responses import read_response
+from isochrone.service.threads import wait_to_completion
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers import DRIVERS
@@ -151,7 +151,7 @@ class EngineProcess:
         try:
             async with asyncio.timeout(timeout_s):
                 async with self.http.request(method, path, json=body) as response:
-                    return response.status, await read_answer(response, ANSWER_BYTES_MAX)
+                    return response.status, await read_response(response, ANSWER_BYTES_MAX)
         except (aiohttp.ClientError, OSError, TimeoutError):
             return 0, b""
 
@@ -214,10 +214,10 @@ class EngineProcesses:
         """
         starting = asyncio.create_task(self._start(spec, artifact_path))
         try:
-            return await ended(starting)
+            return await wait_to_completion(starting)
         except asyncio.CancelledError:
             with suppress(OSError, UnknownOption):
-                await ended(starting.result().stop(kill=True))
+                await wait_to_completion(starting.result().stop(kill=True))
             raise
 
     async def _start(self, spec: ReplicaSpec, artifact_path: Path) -> EngineProcess:

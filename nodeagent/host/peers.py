@@ -20,7 +20,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from isochrone.service.tls import door_url
+from isochrone.service.tls import node_url
 from isochrone.wire import headers
 from isochrone.wire.assignment import PeerSource
 from isochrone.wire.ids import NodeId, PopId
@@ -215,7 +215,7 @@ class _PeerFetch:
         sent = {"accept-encoding": "identity"}
         if offset:
             sent["range"] = f"bytes={offset}-"
-        url = door_url(peer.address, self._peers.context)
+        url = node_url(peer.address, self._peers.context)
         async with self._http.get(
             f"{url}/v1/artifacts/{download.digest}/{quote(download.file.path)}",
             headers=sent,

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from isochrone import __version__
-from isochrone.service.control import ControlLink
+from isochrone.service.control_link import ControlLink
 from isochrone.wire.report import Pulse, ReplicaState, Report
 from nodeagent import metrics
 from nodeagent.config import NodeConfig

@@ -12,7 +12,12 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
-from isochrone.service.door import error_response, errors_as, open_unix_door, read_body
+from isochrone.service.http_server import (
+    error_middleware,
+    error_response,
+    read_body,
+    serve_http_unix,
+)
 from isochrone.wire import headers
 from isochrone.wire.engine import EngineConfig, EngineHealth
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
@@ -37,7 +42,9 @@ class MockServer:
 
     def app(self) -> web.Application:
         """Return the application with its routes."""
-        app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[errors_as(_as_openai)])
+        app = web.Application(
+            client_max_size=BODY_BYTES_MAX, middlewares=[error_middleware(_as_openai)]
+        )
         app.router.add_post("/v1/chat/completions", self._answer)
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_get("/v1/models", self._models)
@@ -56,7 +63,7 @@ class MockServer:
         path = Path(self._config.socket)
         # An earlier process may have left its socket.
         path.unlink(missing_ok=True)
-        async with open_unix_door(self.app(), path, encode_error=_as_openai):
+        async with serve_http_unix(self.app(), path, encode_error=_as_openai):
             await stopping.wait()
             self._is_draining = True
             with suppress(TimeoutError):

@@ -1,10 +1,10 @@
-"""One scheduler with a fleet of thousands: CPU, memory, latencies, and what happens when it dies.
+"""One scheduler with a fleet of thousands: CPU, memory, latencies, and a failover.
 
     python -m ops.bench.control_plane --agents 5000 --routers 400 --for 600 --write
 
-Real sockets on loopback, a real Postgres with fsync on, an acting scheduler and a standby, each a
-process of its own. The peers are light (see `control_plane_peers`). The scheduler's CPU is its own,
-from /proc: the simulators share the machine.
+Real sockets on loopback, a real Postgres with fsync, an acting scheduler and a standby, each its
+own process. The peers are simulated (`control_plane_peers`) and share the machine; the scheduler's
+CPU time is read from /proc.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ from isochrone.service.files import write_atomic
 from isochrone.service.identity import Authority
 from isochrone.wire.ids import ClusterId
 from ops.bench import control_plane_report as report
-from ops.bench.control_plane_fleet import make_fleet, seed_store, shares, write_orders
-from ops.bench.control_plane_peers import Orders, Seen
+from ops.bench.control_plane_fleet import deal, make_fleet, seed_store, write_orders
+from ops.bench.control_plane_peers import SwarmLog, SwarmOrders
 from ops.fleet.processes import Processes
 from scheduler.embedded_postgres import EmbeddedPostgres
 from scheduler.store.migrate import migrate
 from scheduler.store.pool import open_pool
 
 ROOT: Final = Path(__file__).parents[2]
-WORDS: Final = "## What it says"
+NOTES_HEADING: Final = "## What it says"
 TOKEN: Final = "bench-admin-token-0123456789"
 SETTLE_S: Final = 20.0
 AFTER_S: Final = 40.0
@@ -45,7 +45,7 @@ CLUSTER: Final = ClusterId("c-bench")
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
+    """Return a TCP port that is not in use."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -54,8 +54,8 @@ def free_port() -> int:
 PORTS: Final = {name: (free_port(), free_port()) for name in ("a", "b")}
 
 
-class Admin:
-    """Asks the admin API now and then, and keeps how long each answer took."""
+class AdminProbe:
+    """Queries the admin API regularly and records each latency."""
 
     def __init__(self, http: aiohttp.ClientSession) -> None:
         self.latencies_ms: list[float] = []
@@ -63,24 +63,27 @@ class Admin:
         self._http = http
 
     async def ask(self, name: str, method: str, path: str, body: Any = None) -> Any:
+        """Send a request to scheduler `name`; return its JSON."""
         url = f"http://127.0.0.1:{PORTS[name][0]}{path}"
         headers = {"authorization": f"Bearer {TOKEN}"}
         async with self._http.request(method, url, json=body, headers=headers) as response:
             return await response.json(content_type=None)
 
     async def acts(self, name: str) -> bool:
+        """Say whether scheduler `name` acts."""
         with suppress(aiohttp.ClientError, TimeoutError):
             return bool((await self.ask(name, "GET", "/healthz")).get("acting"))
         return False
 
-    async def metric(self, name: str, line: str) -> float:
-        for text in await self.metrics(name):
-            if text.startswith(line):
-                return float(text.rpartition(" ")[2])
+    async def metric(self, name: str, prefix: str) -> float:
+        """Return the value of the first metric line with this prefix; 0 if there is none."""
+        for line in await self.metrics(name):
+            if line.startswith(prefix):
+                return float(line.rpartition(" ")[2])
         return 0.0
 
     async def metrics(self, name: str) -> list[str]:
-        """Return what the scheduler says of itself, a line each; nothing where it is away."""
+        """Return the lines of a scheduler's metrics page; none if it is unreachable."""
         with suppress(aiohttp.ClientError, TimeoutError):
             url = f"http://127.0.0.1:{PORTS[name][0]}/metrics"
             async with self._http.get(url) as response:
@@ -88,8 +91,8 @@ class Admin:
         return []
 
     async def probe(self, name: str) -> None:
-        """Ask as an operator and a dashboard would, five times a second."""
-        questions = [
+        """Send the requests of an operator and a dashboard, five a second."""
+        requests = [
             ("GET", "/v1/status", None),
             ("GET", "/v1/nodes?limit=100", None),
             ("GET", "/v1/placements?deployment_id=d007", None),
@@ -98,7 +101,7 @@ class Admin:
         ]
         turn = 0
         while True:
-            method, path, body = questions[turn % len(questions)]
+            method, path, body = requests[turn % len(requests)]
             turn += 1
             began = monotonic()
             try:
@@ -109,8 +112,8 @@ class Admin:
             await asyncio.sleep(0.2)
 
 
-class Bench:
-    """The processes and what is measured of them."""
+class ControlPlaneBench:
+    """The processes of one run."""
 
     def __init__(self, options: Namespace, folder: Path) -> None:
         self.options = options
@@ -121,7 +124,7 @@ class Bench:
         self.peers: list[str] = []
 
     async def start(self) -> None:
-        """Bring up Postgres, the fleet in it, and two schedulers."""
+        """Start Postgres, store the fleet, write the peers' orders and start one scheduler."""
         write_atomic(self.folder / "token", TOKEN.encode())
         authority = Authority.create(self.folder / "ca", "bench", datetime.now(UTC))
         await self.postgres.start()
@@ -141,9 +144,9 @@ class Bench:
         )
         await seed_store(self.postgres.dsn, fleet)
         urls = tuple(f"http://127.0.0.1:{PORTS[name][1]}" for name in ("a", "b"))
-        agents = shares(fleet.agents, options.processes)
+        agents = deal(fleet.agents, options.processes)
         for index, peers in enumerate(agents):
-            orders = Orders(
+            orders = SwarmOrders(
                 urls=urls,
                 peers=peers,
                 changes_per_s=options.changes / len(agents),
@@ -151,7 +154,7 @@ class Bench:
             )
             write_orders(self.folder / f"agents-{index}.orders", orders)
             self.peers.append(f"agents-{index}")
-        routers = Orders(
+        routers = SwarmOrders(
             urls=urls, peers=tuple(fleet.routers), deployments=tuple(fleet.deployments)
         )
         write_orders(self.folder / "routers-0.orders", routers)
@@ -174,7 +177,7 @@ class Bench:
         await self.processes.start(name, ["scheduler", "serve"], env)
 
     async def start_peers(self) -> None:
-        """Start the simulated peers, all at the same moment."""
+        """Start all simulated peers at the same time."""
         for name in self.peers:
             kind = name.partition("-")[0]
             await self.processes.start(
@@ -183,37 +186,39 @@ class Bench:
                     "ops.bench.control_plane_peers",
                     kind,
                     str(self.folder / f"{name}.orders"),
-                    str(self.folder / f"{name}.seen"),
+                    str(self.folder / f"{name}.log"),
                 ],
             )
 
-    async def stop_peers(self) -> list[Seen]:
-        """End the simulated peers and return what they saw."""
+    async def stop_peers(self) -> list[SwarmLog]:
+        """Stop the simulated peers and return their logs."""
         await asyncio.gather(*(self.processes.stop(name) for name in self.peers))
         return [
-            msgspec.msgpack.decode((self.folder / f"{name}.seen").read_bytes(), type=Seen)
+            msgspec.msgpack.decode((self.folder / f"{name}.log").read_bytes(), type=SwarmLog)
             for name in self.peers
         ]
 
-    async def all_connected(self, admin: Admin, name: str) -> float:
-        """Wait until every peer is connected to this scheduler; return when that was."""
-        wanted = self.options.agents + self.options.routers
+    async def all_connected(self, admin: AdminProbe, name: str) -> float:
+        """Wait until every peer is connected to this scheduler; return the time."""
+        expected = self.options.agents + self.options.routers
         deadline = monotonic() + CONNECT_TIMEOUT_S
         while monotonic() < deadline:
             agents = await admin.metric(name, 'isochrone_scheduler_peers{role="agent"}')
             routers = await admin.metric(name, 'isochrone_scheduler_peers{role="router"}')
-            if agents + routers >= wanted:
+            if agents + routers >= expected:
                 return monotonic()
             await asyncio.sleep(0.5)
-        raise SystemExit(f"cannot connect all: {agents:.0f} agents and {routers:.0f} routers are")
+        raise SystemExit(
+            f"cannot connect all peers: only {agents:.0f} agents and {routers:.0f} routers"
+        )
 
 
-async def measure(options: Namespace, folder: Path) -> report.Measured:
-    """Bring everything up, watch it, kill the acting scheduler, watch what follows."""
-    bench = Bench(options, folder)
+async def measure(options: Namespace, folder: Path) -> report.ControlPlaneRun:
+    """Start everything, measure it, kill the acting scheduler and measure the failover."""
+    bench = ControlPlaneBench(options, folder)
     timeout = aiohttp.ClientTimeout(total=30.0)
     async with aiohttp.ClientSession(timeout=timeout) as http:
-        admin = Admin(http)
+        admin = AdminProbe(http)
         try:
             await bench.start()
             await bench.processes.wait("a", lambda: admin.acts("a"), 60.0)
@@ -223,15 +228,15 @@ async def measure(options: Namespace, folder: Path) -> report.Measured:
             connected_at = await bench.all_connected(admin, "a")
             print(f"all connected after {connected_at - began:.1f} s", flush=True)
             await asyncio.sleep(SETTLE_S)
-            steady = report.Window(bench.processes.pid("a"), bench.postgres.pid)
+            steady = report.ResourceWindow(bench.processes.pid("a"), bench.postgres.pid)
             probing = asyncio.create_task(admin.probe("a"))
             before = await admin.metrics("a")
             await steady.watch(options.seconds)
-            told = report.Told(before, await admin.metrics("a"))
+            growth = report.MetricsGrowth(before, await admin.metrics("a"))
             probing.cancel()
             killed_at = monotonic()
             os.kill(bench.processes.pid("a"), signal.SIGKILL)
-            after = report.Window(bench.processes.pid("b"), bench.postgres.pid)
+            after = report.ResourceWindow(bench.processes.pid("b"), bench.postgres.pid)
             watching = asyncio.create_task(after.watch(AFTER_S))
             while not await admin.acts("b"):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -241,15 +246,15 @@ async def measure(options: Namespace, folder: Path) -> report.Measured:
             print(f"all connected again after {again_at - killed_at:.1f} s", flush=True)
             await watching
             await asyncio.sleep(max(0.0, AFTER_S - (monotonic() - again_at)))
-            seen = await bench.stop_peers()
+            logs = await bench.stop_peers()
         finally:
             await bench.processes.stop_all(lambda names: None)
             await bench.postgres.stop()
-    return report.Measured(
+    return report.ControlPlaneRun(
         options=vars(options),
-        seen=seen,
+        logs=logs,
         steady=steady,
-        told=told,
+        growth=growth,
         after=after,
         admin_ms=admin.latencies_ms,
         admin_failures=admin.failures,
@@ -266,16 +271,16 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--agents", type=int, default=5000)
     parser.add_argument("--routers", type=int, default=400)
-    parser.add_argument("--devices", type=int, default=8, help="devices a node")
-    parser.add_argument("--changes", type=float, default=2.0, help="replicas that change a second")
-    parser.add_argument("--processes", type=int, default=2, help="processes of agents")
-    parser.add_argument("--for", dest="seconds", type=float, default=600.0)
+    parser.add_argument("--devices", type=int, default=8, help="devices of each node")
     parser.add_argument(
-        "--write", action="store_true", help="write the table into the page beside this file"
+        "--changes", type=float, default=2.0, help="replicas that change their state in a second"
     )
+    parser.add_argument("--processes", type=int, default=2, help="processes that simulate agents")
+    parser.add_argument("--for", dest="seconds", type=float, default=600.0)
+    parser.add_argument("--write", action="store_true", help="write the table to control_plane.md")
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
     options = parser.parse_args()
-    # However it is told to end, nothing that it started may outlive it.
+    # SIGTERM too stops every process that this one started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="isochrone-bench-", dir="/var/tmp"))
     folder.chmod(0o755)
@@ -289,8 +294,8 @@ def main() -> None:
     print(text)
     if options.write:
         page = Path(__file__).with_suffix(".md")
-        _, heading, words = page.read_text().partition(WORDS)
-        page.write_text(f"{text}\n{heading}{words}")
+        _, heading, notes = page.read_text().partition(NOTES_HEADING)
+        page.write_text(f"{text}\n{heading}{notes}")
 
 
 if __name__ == "__main__":

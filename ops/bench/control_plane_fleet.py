@@ -1,7 +1,7 @@
-"""The fleet that the control plane's benchmark is measured with: made by rule, from a seed.
+"""The fleet of the control plane benchmark: generated from a seed.
 
-Written straight into the store, as a fleet that has long been running: every node has its devices
-and one warm replica, every deployment the replicas it asks for.
+The fleet is written directly to the database, in steady state: every node has devices and one warm
+replica, every deployment has the replicas it requires.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import asyncpg
 import msgspec
 
-from isochrone.service import identity as papers
+from isochrone.service import identity as identities
 from isochrone.service.identity import Authority, Identity
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.assignment import ReplicaSpec
@@ -36,7 +36,7 @@ from isochrone.wire.model import (
     PlacementPolicy,
 )
 from isochrone.wire.report import NodeDevice
-from ops.bench.control_plane_peers import Peer
+from ops.bench.control_plane_peers import SimulatedPeer
 
 GIB: Final = 1024**3
 POPS: Final = 190
@@ -44,21 +44,21 @@ MODELS: Final = 100
 COUNTRIES: Final = ("NL", "DE", "US", "SG", "BR", "JP", "IN", "ZA", "AU", "GB")
 
 
-class Fleet(NamedTuple):
-    """What was made."""
+class SimulatedFleet(NamedTuple):
+    """The simulated agents and routers, and the ids of the deployments."""
 
-    agents: list[Peer]
-    routers: list[Peer]
+    agents: list[SimulatedPeer]
+    routers: list[SimulatedPeer]
     deployments: list[str]
 
 
 def make_fleet(
     authority: Authority, cluster_id: ClusterId, *, agents: int, routers: int, devices: int
-) -> Fleet:
-    """Return the peers with their papers; all of them share a key, which costs nothing to prove."""
+) -> SimulatedFleet:
+    """Return peers with certificates. They share one key, to save making thousands."""
     pops = pop_names()
-    key_pem = papers.new_key_pem()
-    csr_pem = papers.make_csr(key_pem, "bench")
+    key_pem = identities.new_key_pem()
+    csr_pem = identities.make_csr(key_pem, "bench")
     now = datetime.now(UTC)
 
     def identity(role: PeerRole, name: str, pop: str) -> Identity:
@@ -81,9 +81,9 @@ def make_fleet(
         )
         for index in range(devices)
     )
-    return Fleet(
+    return SimulatedFleet(
         agents=[
-            Peer(
+            SimulatedPeer(
                 identity=identity(PeerRole.AGENT, f"n{index:05}", pops[index % POPS]),
                 spec=_spec(index),
                 devices=gpus,
@@ -91,7 +91,7 @@ def make_fleet(
             for index in range(agents)
         ],
         routers=[
-            Peer(identity=identity(PeerRole.ROUTER, f"r{index:05}", pops[index % POPS]))
+            SimulatedPeer(identity=identity(PeerRole.ROUTER, f"r{index:05}", pops[index % POPS]))
             for index in range(routers)
         ],
         deployments=[f"d{index:03}" for index in range(MODELS)],
@@ -104,8 +104,8 @@ def pop_names() -> list[str]:
     return ["".join(name) for name in product(letters[:8], letters, letters)][:POPS]
 
 
-async def seed_store(dsn: str, fleet: Fleet) -> None:
-    """Write the fleet as it would stand after long service."""
+async def seed_store(dsn: str, fleet: SimulatedFleet) -> None:
+    """Write the fleet to an empty, migrated database."""
     chance = random.Random(5)
     connection = await asyncpg.connect(dsn)
     await connection.executemany(
@@ -115,8 +115,10 @@ async def seed_store(dsn: str, fleet: Fleet) -> None:
             for name in pop_names()
         ],
     )
-    each = -(-len(fleet.agents) // MODELS)
-    policy = msgspec.json.encode(PlacementPolicy(replicas_min=each, replicas_max=each)).decode()
+    replicas = -(-len(fleet.agents) // MODELS)
+    policy = msgspec.json.encode(
+        PlacementPolicy(replicas_min=replicas, replicas_max=replicas)
+    ).decode()
     for index in range(MODELS):
         spec = _spec(index)
         await connection.execute(
@@ -138,7 +140,7 @@ async def seed_store(dsn: str, fleet: Fleet) -> None:
     await connection.close()
 
 
-async def _seed_peers(connection: asyncpg.Connection, fleet: Fleet) -> None:
+async def _seed_peers(connection: asyncpg.Connection, fleet: SimulatedFleet) -> None:
     await connection.executemany(
         "INSERT INTO router (router_id, pop) VALUES ($1, $2)",
         [(peer.identity.name, peer.identity.pop) for peer in fleet.routers],
@@ -156,7 +158,7 @@ async def _seed_peers(connection: asyncpg.Connection, fleet: Fleet) -> None:
             for device in peer.devices
         ],
     )
-    seats = [(peer.identity.name, peer.spec) for peer in fleet.agents if peer.spec is not None]
+    placements = [(peer.identity.name, peer.spec) for peer in fleet.agents if peer.spec is not None]
     await connection.executemany(
         """
         INSERT INTO placement (replica_id, deployment_id, version, node_id, memory_bytes, spec,
@@ -165,23 +167,23 @@ async def _seed_peers(connection: asyncpg.Connection, fleet: Fleet) -> None:
         """,
         [
             (s.replica_id, s.deployment_id, node, s.memory_bytes, msgspec.json.encode(s).decode())
-            for node, s in seats
+            for node, s in placements
         ],
     )
     await connection.executemany(
         "INSERT INTO placement_device (replica_id, node_id, device_id, memory_bytes)"
         " VALUES ($1, $2, 'gpu0', $3)",
-        [(spec.replica_id, node, spec.memory_bytes) for node, spec in seats],
+        [(spec.replica_id, node, spec.memory_bytes) for node, spec in placements],
     )
 
 
 def write_orders(path: Path, orders: msgspec.Struct) -> None:
-    """Write what a process of peers is told."""
+    """Write the orders of one process of peers."""
     path.write_bytes(msgspec.msgpack.encode(orders))
 
 
-def shares(peers: Sequence[Peer], count: int) -> list[tuple[Peer, ...]]:
-    """Deal the peers out to so many processes."""
+def deal(peers: Sequence[SimulatedPeer], count: int) -> list[tuple[SimulatedPeer, ...]]:
+    """Split the peers evenly over `count` processes."""
     return [tuple(peers[index::count]) for index in range(count)]
 
 

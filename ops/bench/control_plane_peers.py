@@ -1,8 +1,8 @@
-"""Light agents and routers, each with the real control link over a socket of its own.
+"""Simulated agents and routers, each with the real control link over its own socket.
 
-What is light is behind the link: no engine, no requests, no table put together. An agent pulses,
-reports, and now and then changes its replica's state; a router sends demand and notes when it
-hears of each change. One process holds thousands; what it saw is written to a file at its end.
+There are no engines, requests or route tables behind the link. An agent sends pulses and reports,
+and now and then changes its replica's state; a router sends demand and records when it receives
+each change. One process simulates thousands and writes its log to a file when it stops.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from isochrone.service.control import ControlLink, Progress
+from isochrone.service.control_link import ControlLink, Progress
 from isochrone.service.identity import Identity
 from isochrone.service.run import run_service
 from isochrone.wire.assignment import Assignment, ReplicaSpec
@@ -38,34 +38,34 @@ DEMAND_S: Final = 5.0
 SLOT_S: Final = 0.05
 
 
-class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulated peer: its papers, and for an agent the replica that it runs."""
+class SimulatedPeer(msgspec.Struct, frozen=True, kw_only=True):
+    """One simulated peer: its identity and, for an agent, its replica and devices."""
 
     identity: Identity
     spec: ReplicaSpec | None = None
     devices: tuple[NodeDevice, ...] = ()
 
 
-class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process of peers is told."""
+class SwarmOrders(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of one process of peers."""
 
     urls: tuple[str, ...]
-    peers: tuple[Peer, ...]
+    peers: tuple[SimulatedPeer, ...]
     deployments: tuple[str, ...] = ()
     changes_per_s: float = 0.0
     changes_from_s: float = 0.0
 
 
-class Change(msgspec.Struct, frozen=True):
-    """A replica became warm, or ceased to be, in a report sent at `at`."""
+class ReplicaChange(msgspec.Struct, frozen=True):
+    """A replica became warm, or stopped being warm, in a report sent at `at`."""
 
     at: float
     replica_id: str
     is_warm: bool
 
 
-class Told(msgspec.Struct):
-    """A table or delta, what it changed, and when each router had it."""
+class RouteUpdate(msgspec.Struct):
+    """A route table or delta: what it changed, and when each router received it."""
 
     generation: int
     set_ids: tuple[str, ...]
@@ -73,31 +73,31 @@ class Told(msgspec.Struct):
     at: list[float] = []
 
 
-class Seen(msgspec.Struct):
-    """All that one process saw, by the machine's monotonic clock."""
+class SwarmLog(msgspec.Struct):
+    """The observations of one process; times are the machine's monotonic clock."""
 
     welcomes: list[tuple[float, str]] = []
     refusals: int = 0
-    changes: list[Change] = []
-    told: list[Told] = []
+    changes: list[ReplicaChange] = []
+    updates: list[RouteUpdate] = []
     snapshots: list[float] = []
     late_s_max: float = 0.0
 
 
 class LightRoute(msgspec.Struct, frozen=True):
-    """As much of a route as a light router reads."""
+    """The part of a route that a simulated router decodes."""
 
     replica_id: str
 
 
 class LightTable(msgspec.Struct, frozen=True, tag="route_table"):
-    """As much of a route table as a light router reads."""
+    """The part of a route table that a simulated router decodes."""
 
     generation: int
 
 
 class LightDelta(msgspec.Struct, frozen=True, tag="route_delta"):
-    """As much of a delta as a light router reads."""
+    """The part of a delta that a simulated router decodes."""
 
     base: int
     generation: int
@@ -106,16 +106,16 @@ class LightDelta(msgspec.Struct, frozen=True, tag="route_delta"):
 
 
 class LightAck(msgspec.Struct, frozen=True, tag="usage_ack"):
-    """Usage is not sent, and so never acknowledged."""
+    """The acknowledgement of demand; its contents are ignored."""
 
 
-class Swarm:
-    """What agents and routers have in common: a link each, and turns taken slot by slot."""
+class PeerSwarm:
+    """Many peers: a control link each, and turns that are spread over time slots."""
 
-    def __init__(self, orders: Orders, incoming: object) -> None:
+    def __init__(self, orders: SwarmOrders, incoming: object) -> None:
         self.orders = orders
-        self.seen = Seen()
-        self.chance = random.Random(orders.peers[0].identity.name)
+        self.log = SwarmLog()
+        self.rng = random.Random(orders.peers[0].identity.name)
         self.links = [
             ControlLink(
                 urls=orders.urls,
@@ -124,36 +124,36 @@ class Swarm:
                 incoming=incoming,
                 progress=partial(self.progress, index),
                 on_welcome=partial(self.welcomed, index),
-                on_message=partial(self.told, index),
-                chance=self.chance,
+                on_message=partial(self.received, index),
+                rng=self.rng,
             )
             for index, peer in enumerate(orders.peers)
         ]
 
     def progress(self, index: int) -> Progress:
-        """Return what this peer has stored."""
+        """Return the peer's stored state: none."""
         identity = self.orders.peers[index].identity
         return Progress(identity.cluster_id, Generation(0), Epoch(0))
 
     async def welcomed(self, index: int, welcome: Welcome) -> None:
-        """Note when a peer was taken."""
-        self.seen.welcomes.append((monotonic(), self.orders.peers[index].identity.name))
+        """Record when a peer was registered."""
+        self.log.welcomes.append((monotonic(), self.orders.peers[index].identity.name))
 
-    async def told(self, index: int, message: object) -> None:
-        """Take a message from the scheduler."""
+    async def received(self, index: int, message: object) -> None:
+        """Handle a message from the scheduler."""
 
     async def turn(self, index: int, kind: str) -> None:
-        """Say what is due."""
+        """Send what is due."""
 
     async def every(self, interval_s: float, kind: str) -> None:
-        """Give each peer its turn once an interval, spread evenly over it."""
+        """Give each peer a turn once in each interval, spread evenly over it."""
         slots = round(interval_s / SLOT_S)
         began = monotonic()
         turn = 0
         while True:
-            due = began + turn * SLOT_S
-            wait_s = due - monotonic()
-            self.seen.late_s_max = max(self.seen.late_s_max, -wait_s)
+            due_at = began + turn * SLOT_S
+            wait_s = due_at - monotonic()
+            self.log.late_s_max = max(self.log.late_s_max, -wait_s)
             await asyncio.sleep(max(0.0, wait_s))
             for index in range(turn % slots, len(self.links), slots):
                 if self.links[index].connected:
@@ -161,35 +161,37 @@ class Swarm:
             turn += 1
 
 
-class AgentSwarm(Swarm):
-    """Nodes with one replica each."""
+class AgentSwarm(PeerSwarm):
+    """Node agents with one replica each."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: SwarmOrders) -> None:
         super().__init__(orders, ToAgent)
         self.is_warm = [True] * len(orders.peers)
         self.seq = [0] * len(orders.peers)
-        self.held: list[tuple[Generation, Epoch]] = [(Generation(0), Epoch(0))] * len(orders.peers)
+        self.assigned: list[tuple[Generation, Epoch]] = [(Generation(0), Epoch(0))] * len(
+            orders.peers
+        )
 
     def progress(self, index: int) -> Progress:
-        """Return the assignment that this node holds."""
-        return Progress(self.orders.peers[index].identity.cluster_id, *self.held[index])
+        """Return the generation and epoch of the node's assignment."""
+        return Progress(self.orders.peers[index].identity.cluster_id, *self.assigned[index])
 
     async def welcomed(self, index: int, welcome: Welcome) -> None:
-        """A conversation begins with the whole truth."""
+        """Send a full report when a connection begins."""
         await super().welcomed(index, welcome)
         await self.turn(index, "report")
 
-    async def told(self, index: int, message: object) -> None:
-        """Hold the newest assignment."""
+    async def received(self, index: int, message: object) -> None:
+        """Note the newest assignment."""
         if isinstance(message, Assignment):
-            self.held[index] = (message.generation, message.epoch)
+            self.assigned[index] = (message.generation, message.epoch)
 
     async def turn(self, index: int, kind: str) -> None:
-        """Pulse, or report."""
+        """Send a pulse or a report."""
         self.seq[index] += 1
         name = NodeId(self.orders.peers[index].identity.name)
         boot_id = BootId(f"boot-{name}")
-        generation, epoch = self.held[index]
+        generation, epoch = self.assigned[index]
         if kind == "pulse":
             await self.links[index].send(
                 Pulse(node_id=name, boot_id=boot_id, seq=self.seq[index], generation=generation)
@@ -197,7 +199,7 @@ class AgentSwarm(Swarm):
             return
         peer = self.orders.peers[index]
         assert peer.spec is not None
-        rate = self.chance.uniform(0.98, 1.02)
+        rate = self.rng.uniform(0.98, 1.02)
         replica = ReplicaReport(
             spec=peer.spec,
             state=ReplicaState.WARM if self.is_warm[index] else ReplicaState.LOADING,
@@ -220,62 +222,62 @@ class AgentSwarm(Swarm):
                 devices=peer.devices,
                 replicas=(replica,),
                 artifacts=(peer.spec.artifact.digest,),
-                disk_free_bytes=10**12 + self.chance.randrange(10**9),
+                disk_free_bytes=10**12 + self.rng.randrange(10**9),
                 version="bench",
             )
         )
 
     async def change(self) -> None:
-        """Let a replica somewhere cease to be warm, and become so again, at a steady rate."""
+        """Change the state of random replicas at a steady rate, and report it."""
         await asyncio.sleep(self.orders.changes_from_s)
         while self.orders.changes_per_s > 0:
-            await asyncio.sleep(self.chance.expovariate(self.orders.changes_per_s))
-            index = self.chance.randrange(len(self.links))
+            await asyncio.sleep(self.rng.expovariate(self.orders.changes_per_s))
+            index = self.rng.randrange(len(self.links))
             spec = self.orders.peers[index].spec
             if self.links[index].connected and spec is not None:
                 self.is_warm[index] = not self.is_warm[index]
                 at = monotonic()
                 await self.turn(index, "report")
-                self.seen.changes.append(Change(at, spec.replica_id, self.is_warm[index]))
+                self.log.changes.append(ReplicaChange(at, spec.replica_id, self.is_warm[index]))
 
 
-class RouterSwarm(Swarm):
-    """Routers that note when they hear of what."""
+class RouterSwarm(PeerSwarm):
+    """Routers that record when they receive each route change."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: SwarmOrders) -> None:
         super().__init__(
             orders, Challenge | Welcome | RegistrationRefused | LightTable | LightDelta | LightAck
         )
         self.have = [0] * len(orders.peers)
         self.seq = [0] * len(orders.peers)
-        self._told: dict[int, Told] = {}
+        self._updates: dict[int, RouteUpdate] = {}
 
     def progress(self, index: int) -> Progress:
-        """Return the table that this router holds."""
+        """Return the generation of the router's table."""
         identity = self.orders.peers[index].identity
         return Progress(identity.cluster_id, Generation(self.have[index]), Epoch(0))
 
-    async def told(self, index: int, message: object) -> None:
-        """Note a table, or a delta that fits; a gap asks for a snapshot."""
+    async def received(self, index: int, message: object) -> None:
+        """Record a table or a delta; after a gap ask for a whole table."""
         now = monotonic()
         if isinstance(message, LightTable):
             self.have[index] = message.generation
-            self.seen.snapshots.append(now)
+            self.log.snapshots.append(now)
         elif isinstance(message, LightDelta):
             if message.base != self.have[index]:
                 await self.links[index].send(SnapshotWanted(have=Generation(self.have[index])))
                 return
             self.have[index] = message.generation
-            told = self._told.get(message.generation)
-            if told is None:
+            update = self._updates.get(message.generation)
+            if update is None:
                 set_ids = tuple(route.replica_id for route in message.routes_set)
-                told = Told(message.generation, set_ids, message.routes_gone, [])
-                self._told[message.generation] = told
-                self.seen.told.append(told)
-            told.at.append(now)
+                update = RouteUpdate(message.generation, set_ids, message.routes_gone, [])
+                self._updates[message.generation] = update
+                self.log.updates.append(update)
+            update.at.append(now)
 
     async def turn(self, index: int, kind: str) -> None:
-        """Send what this city asked for."""
+        """Send the demand of the router's PoP."""
         self.seq[index] += 1
         identity = self.orders.peers[index].identity
         rows = tuple(
@@ -287,7 +289,7 @@ class RouterSwarm(Swarm):
                 uncached_tokens=700,
                 output_tokens=900,
             )
-            for deployment in self.chance.sample(self.orders.deployments, 10)
+            for deployment in self.rng.sample(self.orders.deployments, 10)
         )
         await self.links[index].send(
             Demand(
@@ -300,22 +302,24 @@ class RouterSwarm(Swarm):
         )
 
 
-async def simulate(kind: str, orders_path: Path, seen_path: Path, stopping: asyncio.Event) -> int:
-    """Run one process of peers until it is told to end; write what it saw."""
-    orders = msgspec.msgpack.decode(await asyncio.to_thread(orders_path.read_bytes), type=Orders)
-    swarm: Swarm
+async def simulate(kind: str, orders_path: Path, log_path: Path, stopping: asyncio.Event) -> int:
+    """Run one process of peers until it is stopped; write its log."""
+    orders = msgspec.msgpack.decode(
+        await asyncio.to_thread(orders_path.read_bytes), type=SwarmOrders
+    )
+    swarm: PeerSwarm
     if kind == "agents":
         agents = swarm = AgentSwarm(orders)
-        duties = [agents.every(PULSE_S, "pulse"), agents.every(REPORT_S, "report"), agents.change()]
+        jobs = [agents.every(PULSE_S, "pulse"), agents.every(REPORT_S, "report"), agents.change()]
     else:
         swarm = RouterSwarm(orders)
-        duties = [swarm.every(DEMAND_S, "demand")]
-    tasks = [asyncio.create_task(run) for run in (*duties, *(link.run() for link in swarm.links))]
+        jobs = [swarm.every(DEMAND_S, "demand")]
+    tasks = [asyncio.create_task(run) for run in (*jobs, *(link.run() for link in swarm.links))]
     await stopping.wait()
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.to_thread(seen_path.write_bytes, msgspec.msgpack.encode(swarm.seen))
+    await asyncio.to_thread(log_path.write_bytes, msgspec.msgpack.encode(swarm.log))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What the control plane's benchmark makes of what it saw: CPU from /proc, latencies, a table."""
+"""Evaluates the control plane benchmark: CPU from /proc, latencies, a table in Markdown."""
 
 import asyncio
 from collections import defaultdict
@@ -14,15 +14,15 @@ from typing import Any, Final
 
 import msgspec
 
-from ops.bench.control_plane_peers import Seen
+from ops.bench.control_plane_peers import SwarmLog
 
 TICKS_PER_S: Final = sysconf("SC_CLK_TCK")
 PAGE_BYTES: Final = sysconf("SC_PAGE_SIZE")
 MIB: Final = 1024 * 1024
 
 
-class Window:
-    """The CPU and memory of a scheduler, of its planner and its Postgres, over some time."""
+class ResourceWindow:
+    """CPU and memory of a scheduler, its planner and its Postgres over a period."""
 
     def __init__(self, scheduler_pid: int, postgres_pid: int) -> None:
         self.cpu_shares: list[float] = []
@@ -33,7 +33,7 @@ class Window:
         self._postgres = postgres_pid
 
     async def watch(self, seconds: float) -> None:
-        """Look once a second."""
+        """Sample once a second."""
         began, deadline = monotonic(), monotonic() + seconds
         postgres_before, planner_before = _tree_s(self._postgres), _children_s(self._pid)
         before, at = _cpu_s(self._pid), began
@@ -49,45 +49,47 @@ class Window:
         self.planner_share = (_children_s(self._pid) - planner_before) / seconds
 
 
-class Told:
-    """What the scheduler's own metrics say of some time: how late its event loop was, and why."""
+class MetricsGrowth:
+    """How a scheduler's metrics grew over a period: event loop lag, stalls and jobs."""
 
     def __init__(self, before: Sequence[str], after: Sequence[str]) -> None:
-        """Take its pages at the beginning and the end."""
-        begun = _numbers(before)
-        self._grew = {name: value - begun.get(name, 0.0) for name, value in _numbers(after).items()}
+        """Compare the metrics pages of the beginning and the end."""
+        initial = _values(before)
+        self._growth = {
+            name: value - initial.get(name, 0.0) for name, value in _values(after).items()
+        }
 
     def late_s(self, share: float) -> str:
-        """Return within which of its buckets so many beats of the loop came."""
+        """Return the lag bucket that this share of the event loop's ticks is within."""
         prefix = "isochrone_scheduler_lag_seconds_bucket"
-        total = self._grew.get("isochrone_scheduler_lag_seconds_count", 0.0)
-        for name, count in self._grew.items():
+        total = self._growth.get("isochrone_scheduler_lag_seconds_count", 0.0)
+        for name, count in self._growth.items():
             if name.startswith(prefix) and count >= share * total:
                 return name.partition('"')[2].partition('"')[0]
         return "nan"
 
-    def most(self, metric: str, count: int, of: str = "") -> str:
-        """Return the largest of a metric's labels, each with its seconds."""
+    def largest(self, metric: str, count: int, label: str = "") -> str:
+        """Return the `count` largest series of a metric, each with its seconds."""
         rows = [
             (value, name.partition('"')[2].partition('"')[0])
-            for name, value in self._grew.items()
-            if name.startswith(f"isochrone_scheduler_{metric}{{") and of in name and value > 0
+            for name, value in self._growth.items()
+            if name.startswith(f"isochrone_scheduler_{metric}{{") and label in name and value > 0
         ]
         return ", ".join(f"{name} {value:.1f}" for value, name in sorted(rows)[-count:][::-1])
 
 
-def _numbers(page: Sequence[str]) -> dict[str, float]:
+def _values(page: Sequence[str]) -> dict[str, float]:
     lines = (line.rpartition(" ") for line in page if not line.startswith("#"))
     return {name: float(value) for name, _, value in lines}
 
 
-class Measured(msgspec.Struct, kw_only=True):
-    """Everything that a run saw. Times are the machine's monotonic clock."""
+class ControlPlaneRun(msgspec.Struct, kw_only=True):
+    """Everything that a run measured. Times are the machine's monotonic clock."""
 
     options: dict[str, Any]
-    seen: list[Seen]
+    logs: list[SwarmLog]
     steady: Any
-    told: Any
+    growth: Any
     after: Any
     admin_ms: list[float]
     admin_failures: int
@@ -98,22 +100,22 @@ class Measured(msgspec.Struct, kw_only=True):
     again_at: float
 
 
-def latencies_s(measured: Measured, from_s: float, to_s: float) -> list[float]:
-    """Return, for each change reported in this time and each router, how long until it knew.
+def latencies_s(measured: ControlPlaneRun, from_s: float, to_s: float) -> list[float]:
+    """Return how long each change reported in this period took to reach each router.
 
-    A change undone before it was told to anyone is left out: the table never held it.
+    A change that was undone before it was published is left out: no table contained it.
     """
-    told: dict[tuple[str, bool], list[list[float]]] = defaultdict(list)
-    for seen in measured.seen:
-        for delta in seen.told:
-            for replica_id in delta.set_ids:
-                told[replica_id, True].append(delta.at)
-            for replica_id in delta.gone_ids:
-                told[replica_id, False].append(delta.at)
+    received: dict[tuple[str, bool], list[list[float]]] = defaultdict(list)
+    for log in measured.logs:
+        for update in log.updates:
+            for replica_id in update.set_ids:
+                received[replica_id, True].append(update.at)
+            for replica_id in update.gone_ids:
+                received[replica_id, False].append(update.at)
     changes = sorted(
         (change.at, change.replica_id, change.is_warm)
-        for seen in measured.seen
-        for change in seen.changes
+        for log in measured.logs
+        for change in log.changes
     )
     undone_at: dict[str, float] = {}
     found: list[float] = []
@@ -122,36 +124,36 @@ def latencies_s(measured: Measured, from_s: float, to_s: float) -> list[float]:
         undone_at[replica_id] = at
         if not from_s <= at < to_s:
             continue
-        after = [times for times in told[replica_id, is_warm] if at <= min(times) < until]
+        after = [times for times in received[replica_id, is_warm] if at <= min(times) < until]
         if after:
             found += [time - at for time in min(after, key=min)]
     return found
 
 
-def reconnected_s(measured: Measured) -> list[float]:
-    """Return when each peer was welcome again, counted from the kill."""
+def reconnected_s(measured: ControlPlaneRun) -> list[float]:
+    """Return after how many seconds from the kill each peer was registered again."""
     again: dict[str, float] = {}
-    for seen in measured.seen:
-        for at, name in seen.welcomes:
+    for log in measured.logs:
+        for at, name in log.welcomes:
             if at > measured.killed_at:
                 again.setdefault(name, at - measured.killed_at)
     return sorted(again.values())
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Return a quantile by the nearest rank; NaN of nothing."""
+    """Return a quantile by the nearest rank; NaN of an empty list."""
     if not values:
         return float("nan")
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def table(measured: Measured) -> str:
+def table(measured: ControlPlaneRun) -> str:
     """Return the run as a page of Markdown."""
     options = measured.options
-    steady, after, told = measured.steady, measured.after, measured.told
-    # What is reported in the last moments is told by the next scheduler: that is the failover's.
-    ran = latencies_s(measured, measured.connected_at, measured.killed_at - 10.0)
+    steady, after, growth = measured.steady, measured.after, measured.growth
+    # Changes of the last seconds are published by the next scheduler, and belong to the failover.
+    steady_s = latencies_s(measured, measured.connected_at, measured.killed_at - 10.0)
     again = reconnected_s(measured)
     settled = latencies_s(measured, measured.again_at, float("inf"))
     per_s: dict[int, int] = defaultdict(int)
@@ -159,44 +161,44 @@ def table(measured: Measured) -> str:
         per_s[int(at)] += 1
     peers = options["agents"] + options["routers"]
     rows = [
-        ("peers connected, from all dialling at once", f"{peers}",
+        ("peers connected, after all connect at once", f"{peers}",
          f"{measured.connected_at - measured.started_at:.1f} s"),
         ("scheduler CPU, share of one core", "mean / p99 of 1 s",
          f"{_mean(steady.cpu_shares):.2f} / {quantile(steady.cpu_shares, 0.99):.2f}"),
         ("Postgres CPU, share of one core", "mean", f"{steady.postgres_share:.2f}"),
-        ("scheduler RSS", "mean / most",
+        ("scheduler RSS", "mean / max",
          f"{_mean(steady.rss_mib):.0f} / {max(steady.rss_mib):.0f} MiB"),
-        ("its planner, a process beside it", "CPU / RSS at most",
+        ("its planner, a process beside it", "CPU / max RSS",
          f"{steady.planner_share:.2f} / {max(steady.planner_rss_mib):.0f} MiB"),
-        ("report to route table in a router's hands", f"p50 / p99 of {len(ran)}",
-         f"{quantile(ran, 0.5):.2f} / {quantile(ran, 0.99):.2f} s"),
+        ("report to route table in a router's hands", f"p50 / p99 of {len(steady_s)}",
+         f"{quantile(steady_s, 0.5):.2f} / {quantile(steady_s, 0.99):.2f} s"),
         ("admin API", f"p50 / p99 of {len(measured.admin_ms)}",
          f"{quantile(measured.admin_ms, 0.5):.0f} / {quantile(measured.admin_ms, 0.99):.0f} ms"),
-        ("event loop late", "p50 / p99 of a beat every 0.1 s, at most",
-         f"{told.late_s(0.5)} / {told.late_s(0.99)} s"),
-        ("event loop held up for 0.1 s and more", "by, s in all",
-         told.most("held_seconds_total", 4) or "never"),
-        ("longest duties", "s in all", told.most("duty_seconds", 5, 'of="all"')),
-        ("acting scheduler killed: the standby acts", "after",
+        ("event loop lag", "p50 / p99 of a tick every 0.1 s, upper bound",
+         f"{growth.late_s(0.5)} / {growth.late_s(0.99)} s"),
+        ("event loop blocked for 0.1 s or more", "task, total s",
+         growth.largest("stall_seconds_total", 4) or "never"),
+        ("longest periodic jobs", "total s", growth.largest("job_seconds", 5, 'of="all"')),
+        ("time until the standby acts, after the acting scheduler is killed", "",
          f"{measured.acting_at - measured.killed_at:.1f} s"),
-        ("peers welcome again, counted from the kill", "50 % / 99 % / all",
+        ("peers registered again, from the kill", "50 % / 99 % / all",
          f"{quantile(again, 0.5):.1f} / {quantile(again, 0.99):.1f} / {again[-1]:.1f} s"
          if again else "none"),
         ("most registrations in one second", "", f"{max(per_s.values(), default=0)}"),
-        ("new scheduler's CPU, from the kill on", "mean / most of 1 s",
+        ("new scheduler's CPU, from the kill on", "mean / max of 1 s",
          f"{_mean(after.cpu_shares):.2f} / {max(after.cpu_shares):.2f}"),
-        ("report to route table once all are back", f"p50 / p99 of {len(settled)}",
+        ("report to route table once all peers are back", f"p50 / p99 of {len(settled)}",
          f"{quantile(settled, 0.5):.2f} / {quantile(settled, 0.99):.2f} s"),
-        ("route tables sent whole / admin failures / simulators late", "",
-         f"{sum(len(seen.snapshots) for seen in measured.seen)} / {measured.admin_failures} / "
-         f"{max(seen.late_s_max for seen in measured.seen):.2f} s"),
+        ("whole route tables sent / admin failures / max lateness of simulators", "",
+         f"{sum(len(log.snapshots) for log in measured.logs)} / {measured.admin_failures} / "
+         f"{max(log.late_s_max for log in measured.logs):.2f} s"),
     ]  # fmt: skip
     lines = [
         "# The control plane at scale",
         "",
         f"{options['agents']} agents ({options['devices']} devices and a warm replica each) and "
         f"{options['routers']} routers on one scheduler; pulses every 2 s, reports every 10 s, "
-        f"demand every 5 s, {options['changes']:g} replicas a second that change their state; "
+        f"demand every 5 s, {options['changes']:g} replica state changes a second; "
         f"{options['seconds']:g} s.",
         "",
         f"2 vCPU, Debian 12, shared by the simulators, Postgres and both schedulers; Python "
@@ -206,9 +208,9 @@ def table(measured: Measured) -> str:
         f"    python -m ops.bench.control_plane --agents {options['agents']} "
         f"--routers {options['routers']} --for {options['seconds']:g} --write",
         "",
-        "| what | | seen |",
+        "| what | | measured |",
         "|---|---|---|",
-        *(f"| {what} | {how} | {seen} |" for what, how, seen in rows),
+        *(f"| {what} | {unit} | {value} |" for what, unit, value in rows),
         "",
     ]
     return "\n".join(lines)
@@ -231,11 +233,11 @@ def _rss_mib(pid: int) -> float:
 
 
 def _children(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _children_s(pid: int) -> float:
-    """Return the CPU of a process's children, those it reaped among them."""
+    """Return the CPU seconds of a process's children, reaped ones included."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     total = (int(fields[13]) + int(fields[14])) / TICKS_PER_S
     for child in _children(pid):
@@ -245,5 +247,5 @@ def _children_s(pid: int) -> float:
 
 
 def _tree_s(pid: int) -> float:
-    """Return the CPU of a process and of its children."""
+    """Return the CPU seconds of a process and its children."""
     return _cpu_s(pid) + _children_s(pid)

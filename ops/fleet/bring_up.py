@@ -15,7 +15,7 @@ import aiohttp
 
 from isochrone.cli.client import AdminClient, AdminError
 from isochrone.service.config import ConfigError
-from isochrone.service.files import kept, write_atomic
+from isochrone.service.files import lock_state_folder, write_atomic
 from ops.fleet import layout, model
 from ops.fleet.cities import CITIES, City
 from ops.fleet.processes import Processes, StartFailed
@@ -110,7 +110,7 @@ class LocalFleet:
 
     def _claim_state(self) -> None:
         try:
-            self._state_lock.enter_context(kept(self.state))
+            self._state_lock.enter_context(lock_state_folder(self.state))
         except ConfigError as error:
             raise StartFailed(str(error)) from error
         self._owns_state = True

@@ -16,7 +16,7 @@ from email.utils import formatdate
 from math import inf
 from typing import Final, cast
 
-from isochrone.service.handshakes import Census, address_of
+from isochrone.service.connection_count import ConnectionCount, remote_address
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.config import RouterConfig
 from router.dataplane import http1
@@ -67,7 +67,7 @@ class PublicServer:
         self.clock = clock
         self.is_draining = False
         self.connections: set[ClientConnection] = set()
-        self._census = Census(config.connections_max, config.connections_per_address_max)
+        self._census = ConnectionCount(config.connections_max, config.connections_per_address_max)
         self._unix_clock = unix_clock
         self._all_closed = asyncio.Event()
         self._openings: dict[tuple[int, str], str] = {}
@@ -104,13 +104,13 @@ class PublicServer:
         """Count a new connection; return False if it must be refused."""
         self.connections.add(connection)
         self.deadlines.add(connection)
-        return self._census.enter(address) and not self.is_draining
+        return self._census.add(address) and not self.is_draining
 
     def on_closed(self, connection: "ClientConnection", address: str) -> None:
         """Forget a connection that is closed."""
         self.connections.discard(connection)
         self.deadlines.discard(connection)
-        self._census.leave(address)
+        self._census.remove(address)
         if not self.connections:
             self._all_closed.set()
 
@@ -167,7 +167,7 @@ class ClientConnection:
         server = self._server
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
-        self._address = address_of(transport)
+        self._address = remote_address(transport)
         if not server.on_opened(self, self._address):
             self._transport.abort()
             return

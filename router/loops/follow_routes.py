@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 from isochrone.service import files
-from isochrone.service.control import Progress
-from isochrone.service.threads import to_its_end
+from isochrone.service.control_link import Progress
+from isochrone.service.threads import run_to_completion
 from isochrone.wire import codec
 from isochrone.wire.ids import ClusterId, Epoch, Generation
 from isochrone.wire.routes import Route, RouteDelta, RouteTable, SnapshotWanted, apply_delta
@@ -153,7 +153,7 @@ class TableFollower:
         """Write the table in use to disk if it changed; return its generation."""
         table = self._fleet.directory.table
         if table is not None and self._on_disk is not table:
-            await to_its_end(self._write, table)
+            await run_to_completion(self._write, table)
         return table.generation if table is not None else 0
 
     def accept(self, table: RouteTable) -> None:

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from isochrone.service.threads import to_its_end
+from isochrone.service.threads import run_to_completion
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from router.fleet_state import FleetState
@@ -131,7 +131,7 @@ class ReportShipper:
         for batch_id in self._spool.batch_ids:
             if now_s - self._batch_sent_at_s.get(batch_id, _NEVER_S) < self._resend_s:
                 continue
-            batch = await to_its_end(self._spool.read, batch_id)
+            batch = await run_to_completion(self._spool.read, batch_id)
             if batch is None:
                 continue
             if not await self._send(batch):
@@ -155,7 +155,7 @@ class ReportShipper:
                 )
                 batch = Usage(router_id=self._router_id, batch_id=batch_id, rows=rows)
                 try:
-                    dropped = await to_its_end(self._spool.add, batch)
+                    dropped = await run_to_completion(self._spool.add, batch)
                 finally:
                     # Even if cancelled: rows that are on disk are not kept in memory too.
                     if batch_id in self._spool.batch_ids:
@@ -166,7 +166,7 @@ class ReportShipper:
             self._recorder.put_back(left)
             self._metrics.usage_spooled.set(self._spool.bytes)
         if journal_files and not left:
-            await to_its_end(self._recorder.journal.remove, journal_files)
+            await run_to_completion(self._recorder.journal.remove, journal_files)
         return len(taken)
 
     async def on_ack(self, ack: UsageAck) -> None:
@@ -181,7 +181,7 @@ class ReportShipper:
                 self._windows.pop(ack.demand_seq, None)
             return
         self._batch_sent_at_s.pop(ack.batch_id, None)
-        await to_its_end(self._spool.remove, ack.batch_id)
+        await run_to_completion(self._spool.remove, ack.batch_id)
         self._metrics.usage_spooled.set(self._spool.bytes)
 
     def on_welcome(self) -> None:

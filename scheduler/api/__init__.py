@@ -1,1 +1,1 @@
-"""Being asked: decode, one call, encode. Admin, agents and routers each have a file."""
+"""HTTP and WebSocket endpoints: admin API, agents' and routers' control connections, joining."""

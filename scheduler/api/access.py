@@ -1,4 +1,4 @@
-"""Who may call what on the admin listener: everything is the administrator's but a few paths."""
+"""Authentication on the admin listener: every path but a few needs the administrator's token."""
 
 import hashlib
 import hmac
@@ -12,11 +12,11 @@ OPEN_PATHS: Final = frozenset({"/healthz", "/metrics", "/openapi.json"})
 
 
 def check_token(request: web.Request, token_sha256: str) -> None:
-    """Raise ApiError unless the request carries the admin token. Takes the same time either way."""
+    """Raise ApiError unless the request has the admin token. Takes constant time."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    given = hashlib.sha256(token.strip().encode()).hexdigest()
-    if not hmac.compare_digest(given, token_sha256) or scheme.lower() != "bearer":
+    sent_sha256 = hashlib.sha256(token.strip().encode()).hexdigest()
+    if not hmac.compare_digest(sent_sha256, token_sha256) or scheme.lower() != "bearer":
         raise ApiError(
             ErrorCode.INVALID_KEY,
-            "cannot tell who asks: send `Authorization: Bearer <admin token>`",
+            "cannot authenticate: send `Authorization: Bearer <admin token>`",
         )

@@ -1,4 +1,4 @@
-"""The admin API: one table of endpoints, and a function for each."""
+"""The admin API: the table of endpoints, and the functions of those without a file of their own."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -24,173 +24,178 @@ from isochrone.wire.ids import PATTERN_DESCRIPTIONS, POP_PATTERN, is_pop
 from isochrone.wire.model import CatalogModel
 from scheduler.api.deployments import DEPLOYMENT_ENDPOINTS
 from scheduler.api.endpoint import (
-    Call,
+    AdminRequest,
     Endpoint,
     Page,
-    found,
-    lists,
-    missing,
-    shows,
-    whole,
-    wrong_cursor,
+    invalid_cursor,
+    list_endpoint,
+    not_found,
+    parse_digits,
+    read_endpoint,
+    require_found,
 )
 from scheduler.api.identities import create_join_token, create_revocation, list_revocations
 from scheduler.api.keys import KEY_ENDPOINTS
-from scheduler.api.pictures import PICTURE_ENDPOINTS
+from scheduler.api.planning_snapshot import SNAPSHOT_ENDPOINTS
 from scheduler.api.rollouts import ROLLOUT_ENDPOINTS
 from scheduler.api.usage import USAGE_ENDPOINTS
 from scheduler.store import catalogue, deployments, identities
-from scheduler.store.events import Event, list_events
+from scheduler.store.events import EventView, list_events
 from scheduler.store.status import read_status
 
 
-async def status(call: Call) -> StatusView:
-    """The fleet in one answer."""
-    acting = call.acting
-    limits = acting.config.liveness
+async def status(request: AdminRequest) -> StatusView:
+    """Read the state of the whole fleet."""
+    context = request.context
+    is_acting = context.lease.is_acting
+    limits = context.liveness
     return await read_status(
-        call.connection,
-        scheduler=acting.config.name,
-        is_acting=acting.is_acting,
-        silent_s=acting.heard().silent_s,
-        # What is in the store lags by as long as a large fleet's pulses take to be written.
-        silent_after_s=limits.suspect_after_s if acting.is_acting else limits.lost_after_s,
-        frozen=acting.frozen,
-        unmet=acting.unmet,
+        request.connection,
+        scheduler=context.scheduler_name,
+        is_acting=is_acting,
+        silent_s=context.heartbeats.observed().silent_s,
+        # A standby knows silence only from the store, where a large fleet's pulses arrive late.
+        silent_after_s=limits.suspect_after_s if is_acting else limits.lost_after_s,
+        frozen=context.placement.frozen,
+        unmet=context.placement.unmet,
     )
 
 
-async def put_pop(call: Call) -> PopView:
-    """Make or change a PoP."""
-    name = call.name
+async def put_pop(request: AdminRequest) -> PopView:
+    """Create or change a PoP."""
+    name = request.name
     if not is_pop(name):
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
             f"cannot name a PoP {name[:20]!r}: give {PATTERN_DESCRIPTIONS[POP_PATTERN]}",
             param="pop",
         )
-    before = await catalogue.get_pop(call.connection, name)
-    body: PopBody = call.body
-    after = await catalogue.put_pop(call.connection, name, body, call.etag)
-    await call.changed("pop.put", name, before=before, after=after)
+    before = await catalogue.get_pop(request.connection, name)
+    body: PopBody = request.body
+    after = await catalogue.put_pop(request.connection, name, body, request.etag)
+    await request.record_change("pop.put", name, before=before, after=after)
     return after
 
 
-async def delete_pop(call: Call) -> None:
-    """Delete a PoP that nothing is in."""
-    await _delete(call, "pop")
+async def delete_pop(request: AdminRequest) -> None:
+    """Delete a PoP that has no nodes or routers."""
+    await _delete(request, "pop")
 
 
-async def drain_node(call: Call) -> NodeView:
-    """Move a node's replicas elsewhere, then leave it empty."""
-    drained = partial(catalogue.set_draining, call.connection, call.name, True)
-    return await _change_node(call, "node.drain", drained)
+async def drain_node(request: AdminRequest) -> NodeView:
+    """Move a node's replicas elsewhere and place no others on it."""
+    drained = partial(catalogue.set_draining, request.connection, request.name, True)
+    return await _change_node(request, "node.drain", drained)
 
 
-async def undrain_node(call: Call) -> NodeView:
+async def undrain_node(request: AdminRequest) -> NodeView:
     """Let a node take replicas again."""
-    undrained = partial(catalogue.set_draining, call.connection, call.name, False)
-    return await _change_node(call, "node.undrain", undrained)
+    undrained = partial(catalogue.set_draining, request.connection, request.name, False)
+    return await _change_node(request, "node.undrain", undrained)
 
 
-async def revoke_node(call: Call) -> NodeView:
-    """Turn a node away for good; its routes are withdrawn and its conversation cut."""
+async def revoke_node(request: AdminRequest) -> NodeView:
+    """Revoke a node: its routes are withdrawn, its connection is closed, it cannot join again."""
     reason = "by the node's name"
-    revoked = partial(identities.revoke, call.connection, PeerRole.AGENT, call.name, reason=reason)
-    after = await _change_node(call, "node.revoke", revoked)
-    call.acting.nudge_turn_away()
+    revoked = partial(
+        identities.revoke, request.connection, PeerRole.AGENT, request.name, reason=reason
+    )
+    after = await _change_node(request, "node.revoke", revoked)
+    request.context.nudge_disconnect()
     return after
 
 
-async def readmit_node(call: Call) -> NodeView:
+async def readmit_node(request: AdminRequest) -> NodeView:
     """Let a revoked node join again, with a new token and a new certificate."""
-    readmitted = partial(identities.readmit, call.connection, PeerRole.AGENT, call.name)
-    return await _change_node(call, "node.readmit", readmitted)
+    readmitted = partial(identities.readmit, request.connection, PeerRole.AGENT, request.name)
+    return await _change_node(request, "node.readmit", readmitted)
 
 
-async def delete_node(call: Call) -> None:
-    """Forget a node that holds no replica; what it was issued is refused from now on."""
-    await _forget(call, "node", PeerRole.AGENT)
+async def delete_node(request: AdminRequest) -> None:
+    """Delete a node that has no replicas, and revoke its certificates."""
+    await _delete_peer(request, "node", PeerRole.AGENT)
 
 
-async def delete_router(call: Call) -> None:
-    """Forget a router that is gone; what it was issued is refused from now on."""
-    await _forget(call, "router", PeerRole.ROUTER)
+async def delete_router(request: AdminRequest) -> None:
+    """Delete a router, and revoke its certificates."""
+    await _delete_peer(request, "router", PeerRole.ROUTER)
 
 
-async def put_model(call: Call) -> ModelView:
-    """Make or change a catalogue entry; other files are a new version of whatever serves it."""
-    model: CatalogModel = call.body
-    if model.model_id != call.name:
+async def put_model(request: AdminRequest) -> ModelView:
+    """Create or change a model. Other files make a new version of its deployments."""
+    model: CatalogModel = request.body
+    if model.model_id != request.name:
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
-            f"cannot put: the path names {call.name}, the body {model.model_id}",
+            f"cannot store the model: the path names {request.name}, the body {model.model_id}",
             param="model_id",
         )
     problem = check_artifact(model.artifact)
     if problem:
         raise ApiError(ErrorCode.INVALID_REQUEST, problem, param="artifact")
-    before = await catalogue.get_model(call.connection, model.model_id)
-    after = await catalogue.put_model(call.connection, model, call.etag)
+    before = await catalogue.get_model(request.connection, model.model_id)
+    after = await catalogue.put_model(request.connection, model, request.etag)
     if before is not None and before.model.artifact.digest != model.artifact.digest:
-        rolling = await deployments.renew_deployments(call.connection, model.model_id)
+        rolling = await deployments.bump_versions(request.connection, model.model_id)
         if rolling:
             raise ApiError(
                 ErrorCode.CONFLICT,
-                f"cannot change the files of {model.model_id}: a rollout of {rolling} is on its "
-                "way; abort it first",
+                f"cannot change the files of {model.model_id}: a rollout of {rolling} is active; "
+                "abort it first",
             )
-    await call.changed("model.put", model.model_id, before=before, after=after)
+    await request.record_change("model.put", model.model_id, before=before, after=after)
     return after
 
 
-async def delete_model(call: Call) -> None:
+async def delete_model(request: AdminRequest) -> None:
     """Delete a model that no deployment serves."""
-    await _delete(call, "model")
+    await _delete(request, "model")
 
 
-async def events(call: Call) -> Page:
-    """What was done, the newest first."""
-    before_id = whole(call.after) if call.after else None
-    if call.after and before_id is None:
-        raise wrong_cursor()
+async def events(request: AdminRequest) -> Page:
+    """List recorded events, the newest first."""
+    before_id = parse_digits(request.after) if request.after else None
+    if request.after and before_id is None:
+        raise invalid_cursor()
     rows = await list_events(
-        call.connection,
+        request.connection,
         before_id=before_id,
-        limit=call.limit + 1,
-        subject=call.query("subject"),
+        limit=request.limit + 1,
+        subject=request.query("subject"),
     )
-    return call.page(rows, lambda row: str(row.event_id))
+    return request.page(rows, lambda row: str(row.event_id))
 
 
 ENDPOINTS: Final = (
-    Endpoint("GET", "/v1/status", status, "The fleet in one answer", StatusView),
+    Endpoint("GET", "/v1/status", status, "Read the fleet's state", StatusView),
     Endpoint(
-        "GET", "/v1/pops", lists(catalogue.list_pops, "pop"),
+        "GET", "/v1/pops", list_endpoint(catalogue.list_pops, "pop"),
         "List PoPs", PopView, is_list=True,
     ),
-    Endpoint("GET", "/v1/pops/{pop}", shows(catalogue.get_pop, "PoP"), "Read a PoP", PopView),
-    Endpoint("PUT", "/v1/pops/{pop}", put_pop, "Make or change a PoP", PopView, PopBody),
+    Endpoint(
+        "GET", "/v1/pops/{pop}", read_endpoint(catalogue.get_pop, "PoP"), "Read a PoP", PopView
+    ),
+    Endpoint("PUT", "/v1/pops/{pop}", put_pop, "Create or change a PoP", PopView, PopBody),
     Endpoint("DELETE", "/v1/pops/{pop}", delete_pop, "Delete an empty PoP", status=204),
     Endpoint(
-        "GET", "/v1/nodes", lists(catalogue.list_nodes, "node_id"),
+        "GET", "/v1/nodes", list_endpoint(catalogue.list_nodes, "node_id"),
         "List nodes", NodeView, is_list=True,
     ),
     Endpoint(
-        "GET", "/v1/nodes/{node_id}", shows(catalogue.get_node, "node"),
+        "GET", "/v1/nodes/{node_id}", read_endpoint(catalogue.get_node, "node"),
         "Read a node", NodeView,
     ),
     Endpoint("POST", "/v1/nodes/{node_id}/drain", drain_node, "Drain a node", NodeView),
-    Endpoint("POST", "/v1/nodes/{node_id}/undrain", undrain_node, "Use a node again", NodeView),
-    Endpoint("POST", "/v1/nodes/{node_id}/revoke", revoke_node, "Turn a node away", NodeView),
-    Endpoint("POST", "/v1/nodes/{node_id}/readmit", readmit_node, "Let it join again", NodeView),
-    Endpoint("DELETE", "/v1/nodes/{node_id}", delete_node, "Forget an empty node", status=204),
+    Endpoint("POST", "/v1/nodes/{node_id}/undrain", undrain_node, "Undrain a node", NodeView),
+    Endpoint("POST", "/v1/nodes/{node_id}/revoke", revoke_node, "Revoke a node", NodeView),
+    Endpoint("POST", "/v1/nodes/{node_id}/readmit", readmit_node, "Readmit a node", NodeView),
+    Endpoint("DELETE", "/v1/nodes/{node_id}", delete_node, "Delete an empty node", status=204),
     Endpoint(
-        "POST", "/v1/join-tokens", create_join_token, "Make a join token", JoinTokenView,
+        "POST", "/v1/join-tokens", create_join_token, "Create a join token", JoinTokenView,
         JoinTokenBody, status=201,
     ),
     Endpoint(
-        "GET", "/v1/join-tokens", lists(identities.list_join_tokens, "token_id"),
+        "GET", "/v1/join-tokens", list_endpoint(identities.list_join_tokens, "token_id"),
         "List join tokens", JoinTokenView, is_list=True,
     ),
     Endpoint(
@@ -198,56 +203,62 @@ ENDPOINTS: Final = (
         is_list=True,
     ),
     Endpoint(
-        "POST", "/v1/revocations", create_revocation, "Refuse certificates", RevocationView,
+        "POST", "/v1/revocations", create_revocation, "Revoke certificates", RevocationView,
         RevocationBody, status=201,
     ),
     Endpoint(
-        "GET", "/v1/routers", lists(catalogue.list_routers, "router_id"),
+        "GET", "/v1/routers", list_endpoint(catalogue.list_routers, "router_id"),
         "List routers", RouterView, is_list=True,
     ),
-    Endpoint("DELETE", "/v1/routers/{router_id}", delete_router, "Forget a router", status=204),
+    Endpoint("DELETE", "/v1/routers/{router_id}", delete_router, "Delete a router", status=204),
     Endpoint(
-        "GET", "/v1/models", lists(catalogue.list_models, "model.model_id"),
+        "GET", "/v1/models", list_endpoint(catalogue.list_models, "model.model_id"),
         "List models", ModelView, is_list=True,
     ),
     Endpoint(
-        "GET", "/v1/models/{model_id:.+}", shows(catalogue.get_model, "model"),
+        "GET", "/v1/models/{model_id:.+}", read_endpoint(catalogue.get_model, "model"),
         "Read a model", ModelView,
     ),
-    Endpoint("PUT", "/v1/models/{model_id:.+}", put_model, "Put a model", ModelView, CatalogModel),
+    Endpoint(
+        "PUT", "/v1/models/{model_id:.+}", put_model, "Create or change a model", ModelView,
+        CatalogModel,
+    ),
     Endpoint("DELETE", "/v1/models/{model_id:.+}", delete_model, "Delete a model", status=204),
     Endpoint(
         "GET", "/v1/placements",
-        lists(catalogue.list_placements, "replica_id", "deployment_id"),
+        list_endpoint(catalogue.list_placements, "replica_id", "deployment_id"),
         "List placements", PlacementView, is_list=True, query=("deployment_id",),
     ),
     *DEPLOYMENT_ENDPOINTS,
     *ROLLOUT_ENDPOINTS,
-    *PICTURE_ENDPOINTS,
+    *SNAPSHOT_ENDPOINTS,
     *KEY_ENDPOINTS,
     *USAGE_ENDPOINTS,
     Endpoint(
-        "GET", "/v1/events", events, "What was done", Event, is_list=True, query=("subject",)
+        "GET", "/v1/events", events, "List events", EventView, is_list=True, query=("subject",)
     ),
 )  # fmt: skip
 
 
-async def _change_node(call: Call, kind: str, deed: Callable[[], Awaitable[object]]) -> NodeView:
-    """Do a deed to a node that is there, and record what it was before and is after."""
-    before = found(await catalogue.get_node(call.connection, call.name), "node", call.name)
-    await deed()
-    after = found(await catalogue.get_node(call.connection, call.name), "node", call.name)
-    await call.changed(kind, call.name, before=before, after=after)
+async def _change_node(
+    request: AdminRequest, kind: str, change: Callable[[], Awaitable[object]]
+) -> NodeView:
+    """Change an existing node and record its state before and after."""
+    connection, name = request.connection, request.name
+    before = require_found(await catalogue.get_node(connection, name), "node", name)
+    await change()
+    after = require_found(await catalogue.get_node(connection, name), "node", name)
+    await request.record_change(kind, request.name, before=before, after=after)
     return after
 
 
-async def _forget(call: Call, table: str, role: PeerRole) -> None:
-    await _delete(call, table)
-    await identities.revoke(call.connection, role, call.name, reason="forgotten")
-    call.acting.nudge_turn_away()
+async def _delete_peer(request: AdminRequest, table: str, role: PeerRole) -> None:
+    await _delete(request, table)
+    await identities.revoke(request.connection, role, request.name, reason="forgotten")
+    request.context.nudge_disconnect()
 
 
-async def _delete(call: Call, table: str) -> None:
-    if not await catalogue.delete_row(call.connection, table, call.name, call.etag):
-        raise missing(table, call.name)
-    await call.changed(f"{table}.delete", call.name)
+async def _delete(request: AdminRequest, table: str) -> None:
+    if not await catalogue.delete_row(request.connection, table, request.name, request.etag):
+        raise not_found(table, request.name)
+    await request.record_change(f"{table}.delete", request.name)

@@ -1,4 +1,4 @@
-"""Deployments: wished for, changed, ended, and explained."""
+"""The admin API of deployments: create, change, delete and explain them."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -10,95 +10,102 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.model import Deployment, EngineSettings, PlacementPolicy
 from isochrone.wire.routes import Pop
-from scheduler.api.endpoint import Call, Endpoint, Page, found
+from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
 from scheduler.decide.placement import policy_contradiction, residency_allows
 from scheduler.decide.whatif import Explanation
 from scheduler.store import catalogue, deployments
 from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
-from scheduler.store.rollouts import is_overtaken
+from scheduler.store.rollouts import conflicts_with_rollout
 
 DRIVERS: Final = frozenset({"embedded", "mock", "vllm", "sglang", "tensorrt_llm"})
 OVER_NODES: Final = frozenset({"embedded", "vllm", "sglang"})
 
 
-async def list_deployments(call: Call) -> Page:
-    """Deployments."""
-    rows = await deployments.list_deployments(call.connection, call.after, call.limit + 1)
-    return call.page([_with_unmet(call, row) for row in rows], lambda row: row.deployment_id)
+async def list_deployments(request: AdminRequest) -> Page:
+    """List deployments."""
+    rows = await deployments.list_deployments(request.connection, request.after, request.limit + 1)
+    return request.page([_with_unmet(request, row) for row in rows], lambda row: row.deployment_id)
 
 
-async def get_deployment(call: Call) -> DeploymentView:
-    """One deployment."""
-    return _with_unmet(call, await found_deployment(call))
+async def get_deployment(request: AdminRequest) -> DeploymentView:
+    """Read one deployment."""
+    return _with_unmet(request, await require_deployment(request))
 
 
-async def found_deployment(call: Call) -> DeploymentView:
-    """Return the deployment that the path names."""
-    return found(
-        await deployments.get_deployment(call.connection, call.name), "deployment", call.name
+async def require_deployment(request: AdminRequest) -> DeploymentView:
+    """Return the deployment that the path names, or raise the 404 error."""
+    return require_found(
+        await deployments.get_deployment(request.connection, request.name),
+        "deployment",
+        request.name,
     )
 
 
-def _with_unmet(call: Call, view: DeploymentView) -> DeploymentView:
-    unmet = tuple(reason for name, reason in call.acting.unmet if name == view.deployment_id)
+def _with_unmet(request: AdminRequest, view: DeploymentView) -> DeploymentView:
+    unmet = tuple(
+        unmet.reason
+        for unmet in request.context.placement.unmet
+        if unmet.deployment_id == view.deployment_id
+    )
     return msgspec.structs.replace(view, unmet=unmet)
 
 
-async def create_deployment(call: Call) -> DeploymentView:
-    """Wish that a model be served."""
-    body: NewDeploymentBody = call.body
-    deployment = await _checked(call, body, body.deployment_id)
-    if not await deployments.add_deployment(call.connection, deployment):
+async def create_deployment(request: AdminRequest) -> DeploymentView:
+    """Create a deployment of a model."""
+    body: NewDeploymentBody = request.body
+    deployment = await _validated(request, body, body.deployment_id)
+    if not await deployments.add_deployment(request.connection, deployment):
         raise ApiError(
             ErrorCode.CONFLICT,
-            f"cannot create {body.deployment_id}: this id or the name {deployment.name} is taken",
+            f"cannot create {body.deployment_id}: the id or the name {deployment.name} is taken",
         )
-    after = await deployments.get_deployment(call.connection, body.deployment_id)
-    await call.changed("deployment.create", body.deployment_id, after=after)
-    return found(after, "deployment", body.deployment_id)
+    after = await deployments.get_deployment(request.connection, body.deployment_id)
+    await request.record_change("deployment.create", body.deployment_id, after=after)
+    return require_found(after, "deployment", body.deployment_id)
 
 
-async def put_deployment(call: Call) -> DeploymentView:
-    """Change a deployment; another model or engine is a new version, rolled out by and by."""
-    name = call.name
-    await deployments.hold_deployment(call.connection, name)
-    before = await found_deployment(call)
-    body: DeploymentBody = call.body
-    deployment = await _checked(call, body, name)
-    if await is_overtaken(call.connection, deployment):
-        words = f"cannot change {name}: a rollout of it is on its way; abort it first"
-        raise ApiError(ErrorCode.CONFLICT, words)
-    if not await deployments.change_deployment(call.connection, deployment, call.etag):
+async def put_deployment(request: AdminRequest) -> DeploymentView:
+    """Change a deployment; another model or engine makes a new version, which replaces the old."""
+    name = request.name
+    await deployments.lock_deployment(request.connection, name)
+    before = await require_deployment(request)
+    body: DeploymentBody = request.body
+    deployment = await _validated(request, body, name)
+    if await conflicts_with_rollout(request.connection, deployment):
+        reason = f"cannot change {name}: a rollout of it is active; abort it first"
+        raise ApiError(ErrorCode.CONFLICT, reason)
+    if not await deployments.change_deployment(request.connection, deployment, request.etag):
         raise ApiError(
             ErrorCode.CONFLICT, f"cannot change {name}: the name {deployment.name} is taken"
         )
-    after = await found_deployment(call)
-    await call.changed("deployment.put", name, before=before, after=after)
+    after = await require_deployment(request)
+    await request.record_change("deployment.put", name, before=before, after=after)
     return after
 
 
-async def delete_deployment(call: Call) -> None:
-    """End a deployment: its replicas drain."""
-    before = await found_deployment(call)
-    await deployments.delete_deployment(call.connection, call.name, call.etag)
-    await call.changed("deployment.delete", call.name, before=before)
+async def delete_deployment(request: AdminRequest) -> None:
+    """Delete a deployment; its replicas drain."""
+    before = await require_deployment(request)
+    await deployments.delete_deployment(request.connection, request.name, request.etag)
+    await request.record_change("deployment.delete", request.name, before=before)
 
 
-async def explain_deployment(call: Call) -> Explanation:
-    """Why here, why not there, what would help."""
-    acting = call.acting
-    # A standby has heard nobody and decides nothing: it answers for the one that acts.
+async def explain_deployment(request: AdminRequest) -> Explanation:
+    """Explain where a deployment runs, where it cannot, and what would help."""
+    lease = request.context.lease
+    # A standby hears no nodes: it explains what the acting scheduler would decide.
     acting_for_s = (
-        acting.acting_for_s if acting.is_acting else await read_acting_for_s(call.connection)
+        lease.acting_for_s if lease.is_acting else await read_acting_for_s(request.connection)
     )
     if acting_for_s is None:
         raise ApiError(
             ErrorCode.UNAVAILABLE, "cannot explain: no scheduler acts now", retry_after_s=5
         )
-    heard = msgspec.structs.replace(acting.heard(), acting_for_s=acting_for_s)
-    explained = await acting.planner.explain(heard, DeploymentId(call.name))
-    return found(explained, "deployment", call.name)
+    observed = request.context.heartbeats.observed()
+    observed = msgspec.structs.replace(observed, acting_for_s=acting_for_s)
+    explained = await request.context.planner.explain(observed, DeploymentId(request.name))
+    return require_found(explained, "deployment", request.name)
 
 
 DEPLOYMENT_ENDPOINTS: Final = (
@@ -118,52 +125,54 @@ DEPLOYMENT_ENDPOINTS: Final = (
         DeploymentView, DeploymentBody,
     ),
     Endpoint(
-        "DELETE", "/v1/deployments/{deployment_id}", delete_deployment, "End a deployment",
+        "DELETE", "/v1/deployments/{deployment_id}", delete_deployment, "Delete a deployment",
         status=204,
     ),
     Endpoint(
         "GET", "/v1/deployments/{deployment_id}/explain", explain_deployment,
-        "Why here, why not there", Explanation,
+        "Explain where a deployment runs", Explanation,
     ),
 )  # fmt: skip
 
 
 class EngineProblem(NamedTuple):
-    """Which of an engine's settings no node can be given, and why."""
+    """A setting of an engine that no node can satisfy, and why."""
 
     field: str
-    words: str
+    reason: str
 
 
 def engine_problem(engine: EngineSettings) -> EngineProblem | None:
-    """Return what is wrong with an engine's settings, whatever the fleet."""
+    """Return what is wrong with an engine's settings on any node; None if nothing is."""
     if engine.driver not in DRIVERS:
         known = ", ".join(sorted(DRIVERS))
-        return EngineProblem("driver", f"there is no driver {engine.driver!r}: one of {known}")
+        return EngineProblem("driver", f"there is no driver {engine.driver!r}; use one of {known}")
     if engine.nodes > 1 and engine.driver not in OVER_NODES:
         known = ", ".join(sorted(OVER_NODES))
-        return EngineProblem("nodes", f"{engine.driver} cannot be spread over nodes: only {known}")
+        return EngineProblem(
+            "nodes", f"{engine.driver} cannot run over several nodes; only {known} can"
+        )
     if engine.devices % engine.nodes:
-        words = f"{engine.devices} devices over {engine.nodes} nodes: each must have as many"
-        return EngineProblem("nodes", words)
+        reason = f"{engine.devices} devices cannot be divided evenly over {engine.nodes} nodes"
+        return EngineProblem("nodes", reason)
     return None
 
 
-async def _checked(call: Call, body: DeploymentBody, deployment_id: str) -> Deployment:
-    wrong = engine_problem(body.engine)
-    if wrong is not None:
+async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id: str) -> Deployment:
+    problem = engine_problem(body.engine)
+    if problem is not None:
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
-            f"cannot deploy: {wrong.words}",
-            param=f"engine.{wrong.field}",
+            f"cannot deploy: {problem.reason}",
+            param=f"engine.{problem.field}",
         )
-    if await catalogue.get_model(call.connection, body.model_id) is None:
+    if await catalogue.get_model(request.connection, body.model_id) is None:
         raise ApiError(
             ErrorCode.NOT_FOUND, f"cannot deploy: no model {body.model_id}", param="model_id"
         )
-    problem = _policy_problem(body.policy, await read_pops(call.connection))
-    if problem:
-        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot deploy: {problem}", param="policy")
+    reason = _policy_problem(body.policy, await read_pops(request.connection))
+    if reason:
+        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot deploy: {reason}", param="policy")
     return Deployment(
         deployment_id=DeploymentId(deployment_id),
         name=body.name or body.model_id,
@@ -174,12 +183,13 @@ async def _checked(call: Call, body: DeploymentBody, deployment_id: str) -> Depl
 
 
 def _policy_problem(policy: PlacementPolicy, pops: Sequence[Pop]) -> str:
+    """Return why no fleet with these PoPs can satisfy a policy; empty if one can."""
     if len(policy.keep_warm) > policy.replicas_max:
         return f"keep_warm names more PoPs than replicas_max {policy.replicas_max}"
     known = {str(pop.pop) for pop in pops} | {pop.country for pop in pops}
     for name in (*policy.allow, *policy.deny):
         if name not in known:
             field = "allow" if name in policy.allow else "deny"
-            return f"{field} names {name!r}, which is no PoP and no PoP's country"
+            return f"{field} names {name!r}, which is neither a PoP nor a PoP's country"
     residents = [pop.pop for pop in pops if residency_allows(policy, pop)]
     return policy_contradiction(policy, [pop.pop for pop in pops], residents)

@@ -1,8 +1,8 @@
-"""What every admin endpoint has in common: decoding, paging, ETags, idempotency, one transaction.
+"""The shared part of all admin endpoints: decoding, paging, ETags, idempotency and the transaction.
 
-An endpoint is a row of a table (`Endpoint`) and an async function of a `Call`; those that only
-read are made by `lists` and `shows`. One that changes a thing runs in a transaction with the event
-of its deed; whatever it raises, nothing of it was done.
+An endpoint is a row of a table (`Endpoint`) and an async function of an `AdminRequest`; those that
+only read are made by `list_endpoint` and `read_endpoint`. An endpoint that changes something runs
+in one transaction with the event that records it: if it raises, nothing was changed.
 """
 
 import base64
@@ -17,57 +17,79 @@ import msgspec
 from aiohttp import web
 from cryptography.fernet import Fernet, InvalidToken
 
-from isochrone.service.door import read_body
+from isochrone.service.http_server import read_body
+from isochrone.service.identity import Authority
 from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
-from scheduler.acting import Acting
-from scheduler.planner.client import PlannerFailed
-from scheduler.store.catalogue import EtagMoved, StillUsed, touch
+from scheduler.decide.membership import LivenessLimits
+from scheduler.planner.client import PlannerClient, PlannerFailed
+from scheduler.state.heartbeats import Heartbeats
+from scheduler.state.lease_state import LeaseState
+from scheduler.state.placement_status import PlacementStatus
+from scheduler.state.published_routes import PublishedRoutes
+from scheduler.store.catalogue import EtagMoved, StillUsed, bump_generation
 from scheduler.store.events import record_event
-from scheduler.store.idempotency import StoredAnswer, recall, remember
-from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, transaction, using
+from scheduler.store.idempotency import StoredResponse, load_response, store_response
+from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, Pool, transaction, using
 
 BODY_BYTES_MAX: Final = 1024 * 1024
 BODY_TIMEOUT_S: Final = 10.0
 LIMIT_DEFAULT: Final = 100
 LIMIT_MAX: Final = 500
 ID_ALPHABET: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
+ID_LENGTH: Final = 12
 IDEMPOTENCY_KEY: Final = re.compile(r"^[\x21-\x7e]{1,128}$")
 
 T = TypeVar("T")
 V = TypeVar("V", bound=msgspec.Struct)
 
 
+class AdminContext(NamedTuple):
+    """The parts of the scheduler that endpoints use, besides the connection of a request."""
+
+    scheduler_name: str
+    liveness: LivenessLimits
+    pool: Pool
+    authority: Authority
+    planner: PlannerClient
+    lease: LeaseState
+    heartbeats: Heartbeats
+    placement: PlacementStatus
+    routes: PublishedRoutes
+    nudge_place: Callable[[], None]
+    nudge_disconnect: Callable[[], None]
+
+
 class Page(NamedTuple):
     """One page of a list, and the id of its last row if there may be more."""
 
     rows: Sequence[msgspec.Struct]
-    last: str | None
+    last_id: str | None
 
 
-class Call:
-    """One request, decoded: what an endpoint's function gets."""
+class AdminRequest:
+    """One decoded request: the argument of an endpoint's function."""
 
     def __init__(
-        self, request: web.Request, acting: Acting, connection: Connection, body: Any
+        self, http: web.Request, context: AdminContext, connection: Connection, body: Any
     ) -> None:
-        self.acting = acting
+        self.context = context
         self.connection = connection
         self.body = body
-        self.etag = _if_match(request)
-        self.name = next(iter(request.match_info.values()), "")
-        """What the path names; no path names two things."""
-        self._request = request
+        self.etag = _if_match(http)
+        self.name = next(iter(http.match_info.values()), "")
+        """The one thing that the path names; empty if it names none."""
+        self._http = http
 
     def query(self, name: str) -> str | None:
         """Return a query parameter."""
-        return self._request.query.get(name)
+        return self._http.query.get(name)
 
     @property
     def limit(self) -> int:
-        """Return how many rows a page may hold."""
-        text = self._request.query.get("limit", str(LIMIT_DEFAULT))
-        limit = whole(text)
+        """Return how many rows a page may have."""
+        text = self._http.query.get("limit", str(LIMIT_DEFAULT))
+        limit = parse_digits(text)
         if limit is None or not 1 <= limit <= LIMIT_MAX:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
@@ -79,22 +101,22 @@ class Call:
     @property
     def after(self) -> str:
         """Return the id after which the page begins."""
-        cursor = self._request.query.get("cursor", "")
+        cursor = self._http.query.get("cursor", "")
         try:
             return base64.b64decode(cursor, altchars=b"-_", validate=True).decode()
         except ValueError:
-            raise wrong_cursor() from None
+            raise invalid_cursor() from None
 
-    def page(self, rows: Sequence[V], name: Callable[[V], str]) -> Page:
-        """Return a page of at most `limit` rows, of `limit + 1` asked for."""
+    def page(self, rows: Sequence[V], row_id: Callable[[V], str]) -> Page:
+        """Return the first `limit` of `limit + 1` rows; the last row shows that there are more."""
         if len(rows) <= self.limit:
             return Page(rows, None)
-        kept = rows[: self.limit]
-        return Page(kept, name(kept[-1]))
+        shown = rows[: self.limit]
+        return Page(shown, row_id(shown[-1]))
 
-    async def changed(self, kind: str, subject: str, **states: msgspec.Struct | None) -> None:
-        """Record a deed that placement depends on: no plan made before it may be committed."""
-        await touch(self.connection)
+    async def record_change(self, kind: str, subject: str, **states: msgspec.Struct | None) -> None:
+        """Record a change that placement depends on: plans made before it cannot be committed."""
+        await bump_generation(self.connection)
         await self.record(kind, subject, **states)
 
     async def record(
@@ -105,7 +127,7 @@ class Call:
         before: msgspec.Struct | None = None,
         after: msgspec.Struct | None = None,
     ) -> None:
-        """Append the event of this deed."""
+        """Append this request's event."""
         await record_event(
             self.connection,
             actor="admin",
@@ -113,130 +135,137 @@ class Call:
             subject=subject,
             before=before,
             after=after,
-            request_id=self._request.headers.get("x-request-id", "")[:64],
+            request_id=self._http.headers.get("x-request-id", "")[:64],
         )
 
 
-Answer = msgspec.Struct | msgspec.Raw | Page | None
-Function = Callable[[Call], Awaitable[Answer]]
+EndpointResult = msgspec.Struct | msgspec.Raw | Page | None
+EndpointFunction = Callable[[AdminRequest], Awaitable[EndpointResult]]
 
 
 class Endpoint(NamedTuple):
-    """One row of the table: what is asked, what answers, and with what."""
+    """One row of the table: a route, its function, and the types of its response and body."""
 
     method: str
     path: str
-    function: Function
+    function: EndpointFunction
     summary: str
-    answer: Any = None
+    response: Any = None
     body: Any = None
     status: int = 200
     is_list: bool = False
     query: tuple[str, ...] = ()
 
 
-def lists(read: Callable[..., Awaitable[Sequence[Any]]], name: str, *queries: str) -> Function:
-    """Return what lists all that `read` reads, by pages; rows are in the order of `name`."""
+def list_endpoint(
+    read: Callable[..., Awaitable[Sequence[Any]]], id_field: str, *queries: str
+) -> EndpointFunction:
+    """Return a function that lists what `read` reads, by pages, in the order of `id_field`."""
 
-    async def page(call: Call) -> Page:
-        asked = [call.query(query) for query in queries]
-        rows = await read(call.connection, call.after, call.limit + 1, *asked)
-        return call.page(rows, attrgetter(name))
+    async def page(request: AdminRequest) -> Page:
+        filters = [request.query(name) for name in queries]
+        rows = await read(request.connection, request.after, request.limit + 1, *filters)
+        return request.page(rows, attrgetter(id_field))
 
     page.__name__ = read.__name__
     return page
 
 
-def shows(read: Callable[[Connection, str], Awaitable[V | None]], what: str) -> Function:
-    """Return what shows the one thing that the path names, as `read` reads it."""
+def read_endpoint(
+    read: Callable[[Connection, str], Awaitable[V | None]], kind: str
+) -> EndpointFunction:
+    """Return a function that reads the row that the path names, or answers 404."""
 
-    async def one(call: Call) -> Answer:
-        return found(await read(call.connection, call.name), what, call.name)
+    async def row(request: AdminRequest) -> EndpointResult:
+        return require_found(await read(request.connection, request.name), kind, request.name)
 
-    one.__name__ = read.__name__
-    return one
+    row.__name__ = read.__name__
+    return row
 
 
 def new_id() -> str:
-    """Return an id that nobody can guess."""
-    return "".join(secrets.choice(ID_ALPHABET) for _ in range(12))
+    """Return a random id that cannot be guessed."""
+    return "".join(secrets.choice(ID_ALPHABET) for _ in range(ID_LENGTH))
 
 
-def handler(endpoint: Endpoint, acting: Acting) -> Callable[[web.Request], Awaitable[web.Response]]:
+def endpoint_handler(
+    endpoint: Endpoint, context: AdminContext
+) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return the aiohttp handler of an endpoint."""
-    reader = msgspec.json.Decoder(endpoint.body) if endpoint.body is not None else None
+    decoder = msgspec.json.Decoder(endpoint.body) if endpoint.body is not None else None
 
-    async def handle(request: web.Request) -> web.Response:
-        raw = await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
+    async def handle(http: web.Request) -> web.Response:
+        raw = await read_body(http, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
         body = None
-        if reader is not None:
+        if decoder is not None:
             try:
-                body = codec.decode_json(raw, reader)
+                body = codec.decode_json(raw, decoder)
             except codec.MalformedFrame as error:
                 raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
         try:
-            return await _answer(endpoint, acting, request, raw, body)
+            return await _respond(endpoint, context, http, raw, body)
         except UNAVAILABLE as error:
             raise ApiError(
-                ErrorCode.UNAVAILABLE, "cannot answer: the database is away", retry_after_s=2
+                ErrorCode.UNAVAILABLE, "cannot answer: the database is unreachable", retry_after_s=2
             ) from error
         except PlannerFailed as error:
             raise ApiError(ErrorCode.UNAVAILABLE, str(error), retry_after_s=5) from error
         except EtagMoved as error:
             raise ApiError(
                 ErrorCode.PRECONDITION_FAILED,
-                f"cannot change {error}: it is not there or has changed; read it again",
+                f"cannot change {error}: it does not exist or has changed; read it again",
             ) from error
         except StillUsed as error:
             raise ApiError(ErrorCode.CONFLICT, str(error)) from error
         except BAD_DATA as error:
             raise ApiError(
-                ErrorCode.INVALID_REQUEST, "cannot store: a text holds a NUL or a value is too big"
+                ErrorCode.INVALID_REQUEST,
+                "cannot store: a text contains a NUL or a value is too large",
             ) from error
 
     return handle
 
 
-async def _answer(
-    endpoint: Endpoint, acting: Acting, request: web.Request, raw: bytes, body: Any
+async def _respond(
+    endpoint: Endpoint, context: AdminContext, http: web.Request, raw: bytes, body: Any
 ) -> web.Response:
-    key = request.headers.get("idempotency-key", "") if endpoint.method == "POST" else ""
+    key = http.headers.get("idempotency-key", "") if endpoint.method == "POST" else ""
     if key and not IDEMPOTENCY_KEY.match(key):
         raise ApiError(
-            ErrorCode.INVALID_REQUEST, "cannot use the Idempotency-Key: 1 to 128 visible letters"
+            ErrorCode.INVALID_REQUEST,
+            "cannot use the Idempotency-Key: expected 1 to 128 visible ASCII characters",
         )
-    sha = hashlib.sha256(raw).hexdigest()
-    # Who only reads may ask the planner, which takes its time.
+    body_sha256 = hashlib.sha256(raw).hexdigest()
+    # A GET needs no transaction, and may wait for the planner longer than one may stay idle.
     lend = using if endpoint.method == "GET" else transaction
-    async with lend(acting.pool) as connection:
+    async with lend(context.pool) as connection:
         if key:
-            stored = await recall(connection, key, request.method, request.path)
+            stored = await load_response(connection, key, http.method, http.path)
             if stored is not None:
-                return _replay(stored, sha, acting.authority.cipher())
-        call = Call(request, acting, connection, body)
-        answer = await endpoint.function(call)
-        encoded = _encode(answer)
+                return _replay(stored, body_sha256, context.authority.cipher())
+        result = await endpoint.function(AdminRequest(http, context, connection, body))
+        encoded = _encode(result)
         if key:
-            # It may show a key, of which only the digest is to be found in a database.
-            hidden = acting.authority.cipher().encrypt(encoded)
-            stored = StoredAnswer(sha, endpoint.status, hidden)
-            await remember(connection, key, request.method, request.path, stored)
+            # Encrypted: it may contain an API key, of which the database holds only the digest.
+            encrypted = context.authority.cipher().encrypt(encoded)
+            stored = StoredResponse(body_sha256, endpoint.status, encrypted)
+            await store_response(connection, key, http.method, http.path, stored)
     if endpoint.method != "GET":
-        acting.nudge_place()
-        acting.publish()
+        context.nudge_place()
+        context.routes.mark_changed()
     response = web.Response(
-        status=204 if answer is None else endpoint.status,
-        body=encoded if answer is not None else None,
-        content_type="application/json" if answer is not None else None,
+        status=204 if result is None else endpoint.status,
+        body=encoded if result is not None else None,
+        content_type="application/json" if result is not None else None,
     )
-    etag = getattr(answer, "etag", None)
+    etag = getattr(result, "etag", None)
     if etag is not None:
         response.headers["etag"] = f'"{etag}"'
     return response
 
 
-def _replay(stored: StoredAnswer, sha: str, cipher: Fernet) -> web.Response:
-    if stored.body_sha256 != sha:
+def _replay(stored: StoredResponse, body_sha256: str, cipher: Fernet) -> web.Response:
+    if stored.body_sha256 != body_sha256:
         raise ApiError(
             ErrorCode.CONFLICT,
             "cannot repeat: this Idempotency-Key was used with another body",
@@ -246,7 +275,8 @@ def _replay(stored: StoredAnswer, sha: str, cipher: Fernet) -> web.Response:
     except InvalidToken as error:
         raise ApiError(
             ErrorCode.CONFLICT,
-            "cannot repeat: it was done, but what was answered cannot be read any more",
+            "cannot repeat: the request was carried out, but its response can no longer be "
+            "decrypted",
         ) from error
     return web.Response(
         status=stored.status if body else 204,
@@ -256,22 +286,23 @@ def _replay(stored: StoredAnswer, sha: str, cipher: Fernet) -> web.Response:
     )
 
 
-def _encode(answer: Answer) -> bytes:
-    if answer is None:
+def _encode(result: EndpointResult) -> bytes:
+    if result is None:
         return b""
-    if isinstance(answer, Page):
+    if isinstance(result, Page):
         cursor = None
-        if answer.last is not None:
-            cursor = base64.urlsafe_b64encode(answer.last.encode()).decode()
-        return msgspec.json.encode({"data": list(answer.rows), "next_cursor": cursor})
-    return msgspec.json.encode(answer)
+        if result.last_id is not None:
+            cursor = base64.urlsafe_b64encode(result.last_id.encode()).decode()
+        return msgspec.json.encode({"data": list(result.rows), "next_cursor": cursor})
+    return msgspec.json.encode(result)
 
 
-def _if_match(request: web.Request) -> int | None:
-    text = request.headers.get("if-match", "").strip()
+def _if_match(http: web.Request) -> int | None:
+    """Return the ETag of an If-Match header; None if the request does not depend on one."""
+    text = http.headers.get("if-match", "").strip()
     if text in ("", "*"):
         return None
-    etag = whole(text.removeprefix("W/").strip('"'))
+    etag = parse_digits(text.removeprefix("W/").strip('"'))
     if etag is None:
         raise ApiError(
             ErrorCode.PRECONDITION_FAILED, "cannot change: If-Match is not an ETag of this API"
@@ -279,27 +310,27 @@ def _if_match(request: web.Request) -> int | None:
     return etag
 
 
-def whole(text: str) -> int | None:
-    """Return the number that these digits are; None for what int() takes, or fails on, beside."""
+def parse_digits(text: str) -> int | None:
+    """Parse a whole number of at most 18 ASCII digits; None for anything else that int() takes."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
-def wrong_cursor() -> ApiError:
-    """Return the error that says where cursors come from."""
+def invalid_cursor() -> ApiError:
+    """Return the error for a cursor that no list of this API returned."""
     return ApiError(
         ErrorCode.INVALID_REQUEST,
-        "cannot page: the cursor is not one that this API gave",
+        "cannot page: the cursor was not returned by this API",
         param="cursor",
     )
 
 
-def found(row: T | None, what: str, name: str) -> T:
-    """Return what was looked for, or raise ApiError where it is not there."""
+def require_found(row: T | None, kind: str, name: str) -> T:
+    """Return `row`, or raise the 404 error if it is None."""
     if row is None:
-        raise missing(what, name)
+        raise not_found(kind, name)
     return row
 
 
-def missing(what: str, name: str) -> ApiError:
-    """Return the error that says that there is no such thing."""
-    return ApiError(ErrorCode.NOT_FOUND, f"cannot find the {what} {name[:128]!r}")
+def not_found(kind: str, name: str) -> ApiError:
+    """Return the 404 error for a thing of this kind and name."""
+    return ApiError(ErrorCode.NOT_FOUND, f"cannot find the {kind} {name[:128]!r}")

@@ -1,4 +1,4 @@
-"""The admin API's part on who may be of this cluster: join tokens and revocations."""
+"""The admin API of join tokens and revocations."""
 
 import secrets
 
@@ -8,17 +8,17 @@ from isochrone.service.identity import format_join_token
 from isochrone.wire.admin import JoinTokenBody, JoinTokenView, RevocationBody, RevocationView
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.keys import base62, secret_sha256
-from scheduler.api.endpoint import Call, Page, new_id
+from scheduler.api.endpoint import AdminRequest, Page, new_id
 from scheduler.store import identities
 
 
-async def create_join_token(call: Call) -> JoinTokenView:
-    """Make a right to join, once or a few times; its text is shown once."""
-    body: JoinTokenBody = call.body
+async def create_join_token(request: AdminRequest) -> JoinTokenView:
+    """Create a join token for one or several uses; its text is shown only in this response."""
+    body: JoinTokenBody = request.body
     token_id = new_id()
     secret = base62(int.from_bytes(secrets.token_bytes(32)), 43)
-    made = await identities.add_join_token(
-        call.connection,
+    created = await identities.add_join_token(
+        request.connection,
         token_id=token_id,
         secret_sha256=secret_sha256(secret),
         role=body.role.value,
@@ -27,25 +27,27 @@ async def create_join_token(call: Call) -> JoinTokenView:
         name=body.name,
         uses_max=body.uses_max,
     )
-    if made is None:
-        raise ApiError(ErrorCode.NOT_FOUND, f"cannot make a token: no PoP {body.pop}", param="pop")
-    await call.record("join_token.create", token_id, after=made)
-    token = format_join_token(call.acting.authority.fingerprint, token_id, secret)
-    return msgspec.structs.replace(made, token=token)
+    if created is None:
+        raise ApiError(
+            ErrorCode.NOT_FOUND, f"cannot create a token: no PoP {body.pop}", param="pop"
+        )
+    await request.record("join_token.create", token_id, after=created)
+    token = format_join_token(request.context.authority.fingerprint, token_id, secret)
+    return msgspec.structs.replace(created, token=token)
 
 
-async def create_revocation(call: Call) -> RevocationView:
-    """Refuse one certificate by its serial, or, without one, a name and all it was issued."""
-    body: RevocationBody = call.body
-    made = await identities.revoke(
-        call.connection, body.role, body.name, serial=body.serial, reason=body.reason
+async def create_revocation(request: AdminRequest) -> RevocationView:
+    """Revoke one certificate by its serial or, without a serial, all certificates of a name."""
+    body: RevocationBody = request.body
+    created = await identities.revoke(
+        request.connection, body.role, body.name, serial=body.serial, reason=body.reason
     )
-    await call.changed(f"{body.role.value}.revoke", body.name, after=made)
-    call.acting.nudge_turn_away()
-    return made
+    await request.record_change(f"{body.role.value}.revoke", body.name, after=created)
+    request.context.nudge_disconnect()
+    return created
 
 
-async def list_revocations(call: Call) -> Page:
-    """Revocations that still stand."""
-    rows = await identities.list_revocations(call.connection, call.after, call.limit + 1)
-    return call.page(rows, lambda row: f"{row.role.value}/{row.name}/{row.serial}")
+async def list_revocations(request: AdminRequest) -> Page:
+    """List the revocations in force."""
+    rows = await identities.list_revocations(request.connection, request.after, request.limit + 1)
+    return request.page(rows, lambda row: f"{row.role.value}/{row.name}/{row.serial}")

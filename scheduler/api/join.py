@@ -1,87 +1,95 @@
-"""`POST /v1/join`: a one-time token for a certificate."""
+"""`POST /v1/join`: trades a join token for a certificate."""
 
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
 from aiohttp import web
 
-from isochrone.service.door import read_body
-from isochrone.service.identity import IdentityError, parse_join_token
+from isochrone.service.http_server import read_body
+from isochrone.service.identity import IdentityError, JoinToken, parse_join_token
 from isochrone.wire import codec
-from isochrone.wire.control import JoinReply, JoinRequest, PeerRole
+from isochrone.wire.control import JoinReply, JoinRequest
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import NAME_PATTERN, PATTERN_DESCRIPTIONS, PopId, is_name
+from isochrone.wire.ids import NAME_PATTERN, PATTERN_DESCRIPTIONS, ClusterId, is_name
 from isochrone.wire.keys import secret_sha256
-from scheduler.acting import Acting, now
+from scheduler.api.certificates import CertificateIssuer
 from scheduler.store.events import record_event
-from scheduler.store.identities import (
-    NameRevoked,
-    NameTaken,
-    add_peer,
-    issue_not_before,
-    use_join_token,
-)
-from scheduler.store.pool import UNAVAILABLE, Connection, transaction
+from scheduler.store.identities import NameRevoked, NameTaken, add_peer, use_join_token
+from scheduler.store.pool import UNAVAILABLE, Pool, transaction
 
-_reader = msgspec.json.Decoder(JoinRequest)
+_decoder = msgspec.json.Decoder(JoinRequest)
 
+BODY_BYTES_MAX: Final = 64 * 1024
+BODY_TIMEOUT_S: Final = 5.0
 JOINS_PER_S: Final = 20.0
 BURST_S: Final = 15.0
-"""300 servers may join in one moment. A flood without tokens slows joins, and nothing else."""
+"""300 servers may join at once. A flood of wrong tokens slows joins and nothing else."""
 
 
-class Join:
-    """The door for those who have no certificate yet."""
+class JoinEndpoint:
+    """Serves peers that have no certificate yet."""
 
-    def __init__(self, acting: Acting) -> None:
-        self._acting = acting
-        self._free_at = float("-inf")
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        issuer: CertificateIssuer,
+        cluster_id: ClusterId,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool = pool
+        self._issuer = issuer
+        self._cluster_id = cluster_id
+        self._clock = clock
+        self._next_join_at = float("-inf")
 
     async def handle(self, request: web.Request) -> web.Response:
-        """Spend the token, enter the peer, issue its certificate: all or nothing."""
-        body = await read_body(request, bytes_max=64 * 1024, timeout_s=5.0)
+        """Use the token, add the peer and issue its certificate: all of it or nothing."""
+        body = await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
         try:
-            asked = codec.decode_json(body, _reader)
+            join = codec.decode_json(body, _decoder)
         except codec.MalformedFrame as error:
             raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
-        token = parse_join_token(asked.token)
+        token = parse_join_token(join.token)
         if token is None:
             raise ApiError(ErrorCode.FORBIDDEN, "cannot join: malformed token", param="token")
-        # With nothing between two dots it can be no server's name in TLS, and so never proven.
-        if not is_name(asked.name) or ".." in asked.name:
+        # TLS accepts no server name with an empty label, so such a node could never be verified.
+        if not is_name(join.name) or ".." in join.name:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
                 f"cannot join: a name has {PATTERN_DESCRIPTIONS[NAME_PATTERN]}",
                 param="name",
             )
-        self._take_turn(self._acting.clock())
+        self._limit_rate()
         try:
-            return await self._join(asked, token.token_id, token.secret)
+            return await self._join(join, token)
         except UNAVAILABLE as error:
             raise ApiError(
-                ErrorCode.UNAVAILABLE, "cannot join: the database is away", retry_after_s=2
+                ErrorCode.UNAVAILABLE, "cannot join: the database is unreachable", retry_after_s=2
             ) from error
 
-    def _take_turn(self, now: float) -> None:
-        at = max(self._free_at, now - BURST_S)
-        if at > now:
+    def _limit_rate(self) -> None:
+        now = self._clock()
+        starts_at = max(self._next_join_at, now - BURST_S)
+        if starts_at > now:
             raise ApiError(
                 ErrorCode.RATE_LIMITED,
-                f"cannot join now: {JOINS_PER_S:g} may in a second; try again",
+                f"cannot join now: more than {JOINS_PER_S:g} joins a second; try again",
                 retry_after_s=1,
             )
-        self._free_at = at + 1 / JOINS_PER_S
+        self._next_join_at = starts_at + 1 / JOINS_PER_S
 
-    async def _join(self, asked: JoinRequest, token_id: str, secret: str) -> web.Response:
-        async with transaction(self._acting.pool) as connection:
-            spent = await use_join_token(
+    async def _join(self, join: JoinRequest, token: JoinToken) -> web.Response:
+        async with transaction(self._pool) as connection:
+            used = await use_join_token(
                 connection,
-                token_id=token_id,
-                secret_sha256=secret_sha256(secret),
-                role=asked.role,
-                name=asked.name,
+                token_id=token.token_id,
+                secret_sha256=secret_sha256(token.secret),
+                role=join.role,
+                name=join.name,
             )
-            if spent is None:
+            if used is None:
                 raise ApiError(
                     ErrorCode.FORBIDDEN,
                     "cannot join: the token is unknown, used, expired or for another role or name; "
@@ -89,11 +97,9 @@ class Join:
                     param="token",
                 )
             try:
-                await add_peer(
-                    connection, asked.role, asked.name, spent.pop, is_bound=spent.is_bound
-                )
-                certificate = await issue(
-                    self._acting, connection, asked.role, asked.name, spent.pop, asked.csr_pem
+                await add_peer(connection, join.role, join.name, used.pop, is_bound=used.is_bound)
+                certificate_pem = await self._issuer.issue(
+                    connection, join.role, join.name, used.pop, join.csr_pem
                 )
             except NameTaken as error:
                 raise ApiError(ErrorCode.CONFLICT, f"cannot join: {error}", param="name") from error
@@ -105,32 +111,16 @@ class Join:
                 raise ApiError(ErrorCode.INVALID_REQUEST, str(error), param="csr_pem") from error
             await record_event(
                 connection,
-                actor=f"{asked.role.value}:{asked.name}",
-                kind=f"{asked.role.value}.joined",
-                subject=asked.name,
-                reason=f"token {token_id}, PoP {spent.pop}",
+                actor=f"{join.role.value}:{join.name}",
+                kind=f"{join.role.value}.joined",
+                subject=join.name,
+                reason=f"token {token.token_id}, PoP {used.pop}",
             )
         reply = JoinReply(
-            cluster_id=self._acting.cluster_id,
-            name=asked.name,
-            pop=spent.pop,
-            certificate_pem=certificate,
-            ca_pem=self._acting.authority.ca_pem,
+            cluster_id=self._cluster_id,
+            name=join.name,
+            pop=used.pop,
+            certificate_pem=certificate_pem,
+            ca_pem=self._issuer.authority.ca_pem,
         )
         return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
-
-
-async def issue(
-    acting: Acting, connection: Connection, role: PeerRole, name: str, pop: PopId, csr_pem: str
-) -> str:
-    """Issue a certificate that outlives the revocations of its name; raises IdentityError."""
-    at = now()
-    refused_until = await issue_not_before(connection, role, name)
-    return acting.authority.issue(
-        csr_pem,
-        role=role,
-        name=name,
-        pop=pop,
-        now=at if refused_until is None else max(at, refused_until),
-        lifetime_s=acting.config.certificate_lifetime_s,
-    )

@@ -1,4 +1,4 @@
-"""The admin API's part on clients' keys: who may ask, and how much."""
+"""The admin API of clients' API keys and their limits."""
 
 import secrets
 from typing import Final
@@ -8,47 +8,65 @@ import msgspec
 from isochrone.wire.admin import KeyBody, KeyView, LimitsBody
 from isochrone.wire.ids import KeyId
 from isochrone.wire.keys import format_key, parse_key
-from scheduler.api.endpoint import Call, Endpoint, found, lists, new_id, shows
+from scheduler.api.endpoint import (
+    AdminRequest,
+    Endpoint,
+    list_endpoint,
+    new_id,
+    read_endpoint,
+    require_found,
+)
 from scheduler.store import keys
 from scheduler.store.deployments import get_deployment
 
 
-async def create_key(call: Call) -> KeyView:
-    """Make a client's key; its text is shown once."""
-    body: KeyBody = call.body
+async def create_key(request: AdminRequest) -> KeyView:
+    """Create an API key; its text is shown only in this response."""
+    body: KeyBody = request.body
     for name in body.deployments:
-        found(await get_deployment(call.connection, name), "deployment", name)
+        require_found(await get_deployment(request.connection, name), "deployment", name)
     key_id = KeyId(new_id())
     text = format_key(key_id, secrets.token_bytes(32))
     parsed = parse_key(text)
     assert parsed is not None
-    made = await keys.add_key(call.connection, key_id=key_id, secret_sha256=parsed[1], body=body)
-    await call.record("key.create", key_id, after=made)
-    return msgspec.structs.replace(made, key=text)
+    created = await keys.add_key(
+        request.connection, key_id=key_id, secret_sha256=parsed[1], body=body
+    )
+    await request.record("key.create", key_id, after=created)
+    return msgspec.structs.replace(created, key=text)
 
 
-async def limit_key(call: Call) -> KeyView:
-    """Set what a key may ask, whole: routers hold to it as soon as they have the next table."""
-    limits: LimitsBody = call.body
-    before = found(await keys.get_key(call.connection, call.name), "key", call.name)
-    after = await keys.set_limits(call.connection, before.key_id, limits, call.etag)
-    await call.record("key.limit", before.key_id, before=before, after=after)
+async def limit_key(request: AdminRequest) -> KeyView:
+    """Replace a key's limits. Routers apply them with the next route table."""
+    limits: LimitsBody = request.body
+    before = require_found(
+        await keys.get_key(request.connection, request.name), "key", request.name
+    )
+    after = await keys.set_limits(request.connection, before.key_id, limits, request.etag)
+    await request.record("key.limit", before.key_id, before=before, after=after)
     return after
 
 
-async def revoke_key(call: Call) -> None:
-    """Revoke a key: routers refuse it as soon as they hold the next table."""
-    found(await keys.get_key(call.connection, call.name), "key", call.name)
-    await keys.revoke_key(call.connection, call.name, call.etag)
-    await call.record("key.revoke", call.name)
+async def revoke_key(request: AdminRequest) -> None:
+    """Revoke a key. Routers refuse it with the next route table."""
+    require_found(await keys.get_key(request.connection, request.name), "key", request.name)
+    await keys.revoke_key(request.connection, request.name, request.etag)
+    await request.record("key.revoke", request.name)
 
 
 KEY_ENDPOINTS: Final = (
     Endpoint(
-        "GET", "/v1/keys", lists(keys.list_keys, "key_id"), "List keys", KeyView, is_list=True
+        "GET",
+        "/v1/keys",
+        list_endpoint(keys.list_keys, "key_id"),
+        "List keys",
+        KeyView,
+        is_list=True,
     ),
-    Endpoint("POST", "/v1/keys", create_key, "Make a key", KeyView, KeyBody, status=201),
-    Endpoint("GET", "/v1/keys/{key_id}", shows(keys.get_key, "key"), "Read a key", KeyView),
-    Endpoint("PUT", "/v1/keys/{key_id}/limits", limit_key, "Limit a key", KeyView, LimitsBody),
+    Endpoint("POST", "/v1/keys", create_key, "Create a key", KeyView, KeyBody, status=201),
+    Endpoint("GET", "/v1/keys/{key_id}", read_endpoint(keys.get_key, "key"), "Read a key", KeyView),
+    Endpoint(
+        "PUT", "/v1/keys/{key_id}/limits", limit_key, "Replace a key's limits", KeyView, LimitsBody
+    ),
     Endpoint("DELETE", "/v1/keys/{key_id}", revoke_key, "Revoke a key", status=204),
 )

@@ -10,22 +10,22 @@ from isochrone.wire.errors import ErrorCode
 from scheduler.api.access import OPEN_PATHS
 from scheduler.api.endpoint import Endpoint
 
-_PART = re.compile(r"\{(\w+)(?::[^}]*)?\}")
+_PATH_PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 
 
 def document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]:
-    """Return the document."""
-    kinds = {endpoint.answer for endpoint in endpoints if endpoint.answer is not None}
-    kinds |= {endpoint.body for endpoint in endpoints if endpoint.body is not None}
-    ordered = sorted(kinds, key=lambda kind: kind.__name__)
+    """Return the OpenAPI document for these endpoints."""
+    types = {endpoint.response for endpoint in endpoints if endpoint.response is not None}
+    types |= {endpoint.body for endpoint in endpoints if endpoint.body is not None}
+    ordered = sorted(types, key=lambda struct: struct.__name__)
     schemas, components = msgspec.json.schema_components(
         ordered, ref_template="#/components/schemas/{name}"
     )
-    by_kind = dict(zip(ordered, schemas, strict=True))
+    by_type = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
-        path = _PART.sub(r"{\1}", endpoint.path)
-        paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, by_kind)
+        path = _PATH_PARAMETER.sub(r"{\1}", endpoint.path)
+        paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, by_type)
     for path in sorted(OPEN_PATHS):
         paths[path] = {
             "get": {
@@ -46,10 +46,10 @@ def document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]:
     }
 
 
-def _operation(endpoint: Endpoint, by_kind: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-    answer: dict[str, Any] = {"description": endpoint.summary}
-    if endpoint.answer is not None:
-        schema = by_kind[endpoint.answer]
+def _operation(endpoint: Endpoint, by_type: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    response: dict[str, Any] = {"description": endpoint.summary}
+    if endpoint.response is not None:
+        schema = by_type[endpoint.response]
         if endpoint.is_list:
             schema = {
                 "type": "object",
@@ -59,15 +59,15 @@ def _operation(endpoint: Endpoint, by_kind: dict[Any, dict[str, Any]]) -> dict[s
                     "next_cursor": {"type": ["string", "null"]},
                 },
             }
-        answer["content"] = {"application/json": {"schema": schema}}
+        response["content"] = {"application/json": {"schema": schema}}
     operation: dict[str, Any] = {
         "operationId": endpoint.function.__name__,
         "summary": endpoint.summary,
         "parameters": _parameters(endpoint),
         "responses": {
-            str(endpoint.status): answer,
+            str(endpoint.status): response,
             "default": {
-                "description": "An error, in words",
+                "description": "An error with a code and a message",
                 "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
             },
         },
@@ -75,26 +75,26 @@ def _operation(endpoint: Endpoint, by_kind: dict[Any, dict[str, Any]]) -> dict[s
     if endpoint.body is not None:
         operation["requestBody"] = {
             "required": True,
-            "content": {"application/json": {"schema": by_kind[endpoint.body]}},
+            "content": {"application/json": {"schema": by_type[endpoint.body]}},
         }
     return operation
 
 
 def _parameters(endpoint: Endpoint) -> list[dict[str, Any]]:
     text = {"type": "string"}
-    found = [
+    parameters = [
         {"name": name, "in": "path", "required": True, "schema": text}
-        for name in _PART.findall(endpoint.path)
+        for name in _PATH_PARAMETER.findall(endpoint.path)
     ]
     queries = [*endpoint.query, *(("limit", "cursor") if endpoint.is_list else ())]
     for name in queries:
         schema = {"type": "integer", "minimum": 1, "maximum": 500} if name == "limit" else text
-        found.append({"name": name, "in": "query", "schema": schema})
+        parameters.append({"name": name, "in": "query", "schema": schema})
     if endpoint.method in ("PUT", "DELETE"):
-        found.append({"name": "If-Match", "in": "header", "schema": text})
+        parameters.append({"name": "If-Match", "in": "header", "schema": text})
     if endpoint.method == "POST":
-        found.append({"name": "Idempotency-Key", "in": "header", "schema": text})
-    return found
+        parameters.append({"name": "Idempotency-Key", "in": "header", "schema": text})
+    return parameters
 
 
 def _error_schema() -> dict[str, Any]:

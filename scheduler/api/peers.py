@@ -1,4 +1,7 @@
-"""The first words with any peer: who it is, proven, before anything it says is read."""
+"""The control connection of any peer: authenticate, register, then pass on its messages.
+
+Nothing that a peer sends is stored or decoded further before its certificate is verified.
+"""
 
 import asyncio
 import secrets
@@ -8,6 +11,7 @@ from typing import Any, Final
 from aiohttp import WSMsgType, web
 
 from isochrone.service import identity
+from isochrone.service.clock import utc_now
 from isochrone.service.identity import Certificate, IdentityError
 from isochrone.wire import codec
 from isochrone.wire.control import (
@@ -21,296 +25,358 @@ from isochrone.wire.control import (
     Welcome,
     register_payload,
 )
-from isochrone.wire.ids import NodeId
+from isochrone.wire.ids import ClusterId, NodeId
 from scheduler import metrics
-from scheduler.acting import INTAKE_TIMEOUT_S, Acting, NotActing, now
-from scheduler.api.join import issue
-from scheduler.connected import Connected
+from scheduler.api.certificates import CertificateIssuer
 from scheduler.decide.membership import MessageRateLimit
+from scheduler.state.heartbeats import Heartbeats
+from scheduler.state.leadership import Leadership
+from scheduler.state.lease_state import LeaseState, NotActing
+from scheduler.state.peer_admission import PeerAdmission
+from scheduler.state.peer_connection import PeerConnection
+from scheduler.state.peer_registry import PeerRegistry
 from scheduler.store.events import record_event
 from scheduler.store.identities import may_renew
-from scheduler.store.lease import hold_lease, read_cluster_row, rise_above
+from scheduler.store.lease import (
+    acquire_or_renew_lease,
+    raise_epoch_and_generation,
+    read_cluster_row,
+)
 from scheduler.store.nodes import UnknownPeer, record_registration
-from scheduler.store.pool import UNAVAILABLE, transaction, using
+from scheduler.store.pool import INTAKE_TIMEOUT_S, UNAVAILABLE, Pool, transaction, using
 
 REGISTER_TIMEOUT_S: Final = 5.0
 REGISTER_BYTES_MAX: Final = 64 * 1024
 PEERS_MAX: Final = 10_000
 ALIVE_S: Final = 6.0
+"""A node heard within this time is alive: another machine of its name is refused."""
 PING_S: Final = 10.0
 RENEW_FROM_SHARE: Final = 1 / 2
+"""The share of a certificate's lifetime that must have passed before it is renewed."""
+RETRY_REFUSED_S: Final = 30.0
+"""When to try again what only an operator can fix."""
 AGENT_MESSAGES_PER_S: Final = 5.0
 ROUTER_MESSAGES_PER_S: Final = 50.0
-"""A router's demand and usage are what thousands of requests came to, and may have waited long."""
+"""A router's demand and usage sum up thousands of requests, and may have waited for long."""
 
 LEAP_MAX: Final = 2**40
-"""How far ahead of the store a peer may be: more than any lost history, far less than what would
-use up the numbers that only rise."""
+"""How far a peer's generation or epoch may be ahead of the store's: more than any history that a
+restored backup can have lost, far less than would exhaust the 63 bits of these counters."""
 
 
-class Turned(Exception):
-    """A peer is turned away."""
+class PeerRefused(Exception):
+    """A peer is refused and its connection closed."""
 
     def __init__(self, code: RefusedCode, reason: str, retry_after_s: float = 1.0) -> None:
         super().__init__(reason)
         self.refused = RegistrationRefused(code=code, reason=reason, retry_after_s=retry_after_s)
 
 
-Hear = Callable[[Connected, Any], Awaitable[None]]
+MessageHandler = Callable[[PeerConnection, Any], Awaitable[None]]
+"""Called with None when the peer has registered, then with each message; may raise PeerRefused."""
 
 
-async def attend(
-    request: web.Request, acting: Acting, role: PeerRole, incoming: Any, hear: Hear
-) -> web.StreamResponse:
-    """Talk with one peer until either side ends it: `hear` gets each of its messages, None first.
+class PeerServer:
+    """Serves the control connections of agents and routers alike."""
 
-    It raises Turned where the peer is to be turned away.
-    """
-    # What a stranger sends must cost no more than it did to send: nothing is inflated.
-    socket = web.WebSocketResponse(
-        max_msg_size=codec.FRAME_BYTES_MAX, heartbeat=PING_S, compress=False
-    )
-    await socket.prepare(request)
-    reader = codec.decoder(incoming)
-    try:
-        peer = await _register(socket, request.transport, acting, role, reader)
-    except Turned as turned:
-        metrics.REFUSED.labels(turned.refused.code.value).inc()
-        await socket.send_bytes(codec.encode(turned.refused))
-        await socket.close()
+    def __init__(
+        self,
+        *,
+        intake: Pool,
+        reserved: Pool,
+        cluster_id: ClusterId,
+        issuer: CertificateIssuer,
+        lease: LeaseState,
+        leadership: Leadership,
+        peers: PeerRegistry,
+        heartbeats: Heartbeats,
+        admission: PeerAdmission,
+    ) -> None:
+        self._intake = intake
+        self._reserved = reserved
+        self._cluster_id = cluster_id
+        self._issuer = issuer
+        self._lease = lease
+        self._leadership = leadership
+        self._peers = peers
+        self._heartbeats = heartbeats
+        self._admission = admission
+
+    async def serve(
+        self, request: web.Request, role: PeerRole, incoming: Any, handle: MessageHandler
+    ) -> web.StreamResponse:
+        """Register one peer and pass its messages (of the union `incoming`) to `handle`."""
+        # No compression: an unverified peer's bytes must not inflate to many more.
+        socket = web.WebSocketResponse(
+            max_msg_size=codec.FRAME_BYTES_MAX, heartbeat=PING_S, compress=False
+        )
+        await socket.prepare(request)
+        decoder = codec.decoder(incoming)
+        try:
+            peer = await self._register(socket, request.transport, role, decoder)
+        except PeerRefused as refusal:
+            metrics.REFUSED.labels(refusal.refused.code.value).inc()
+            await socket.send_bytes(codec.encode(refusal.refused))
+            await socket.close()
+            return web.Response()
+        sender = asyncio.create_task(peer.send_queued())
+        previous = self._peers.add(peer)
+        try:
+            if previous is not None:
+                reason = "the same peer connected again"
+                await previous.refuse(
+                    RegistrationRefused(code=RefusedCode.DUPLICATE, reason=reason)
+                )
+            await handle(peer, None)
+            await self._pass_on(socket, peer, decoder, handle)
+        except PeerRefused as refusal:
+            await peer.refuse(refusal.refused)
+        finally:
+            self._peers.remove(peer)
+            self._admission.release(peer.role, peer.name)
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
         return web.Response()
-    sender = asyncio.create_task(peer.empty_outbox())
-    pace = MessageRateLimit(
-        AGENT_MESSAGES_PER_S if role is PeerRole.AGENT else ROUTER_MESSAGES_PER_S
-    )
-    before = acting.add_peer(peer)
-    try:
-        if before is not None:
-            reason = "the same peer dialled again"
-            await before.end(RegistrationRefused(code=RefusedCode.DUPLICATE, reason=reason))
-        await hear(peer, None)
+
+    async def _pass_on(
+        self,
+        socket: web.WebSocketResponse,
+        peer: PeerConnection,
+        decoder: Any,
+        handle: MessageHandler,
+    ) -> None:
+        """Handle messages until the peer leaves, no faster than its role may send them."""
+        is_agent = peer.role is PeerRole.AGENT
+        pace = MessageRateLimit(AGENT_MESSAGES_PER_S if is_agent else ROUTER_MESSAGES_PER_S)
         while (frame := await _receive(socket)) is not None:
-            await asyncio.sleep(pace.wait_s(len(frame), acting.clock()))
-            message = _read(frame, reader)
+            await asyncio.sleep(pace.wait_s(len(frame), self._lease.clock()))
+            message = _decode(frame, decoder)
             if isinstance(message, Register):
-                raise Turned(RefusedCode.MALFORMED, "cannot register twice")
+                raise PeerRefused(RefusedCode.MALFORMED, "cannot register twice")
             if isinstance(message, Renew):
-                await _renew(peer, acting, message)
+                await self._renew_certificate(peer, message)
             else:
-                await hear(peer, message)
-    except Turned as turned:
-        await peer.end(turned.refused)
-    finally:
-        acting.remove_peer(peer)
-        acting.has_entered(peer.role, peer.name)
-        sender.cancel()
-        await asyncio.gather(sender, return_exceptions=True)
-    return web.Response()
+                await handle(peer, message)
+
+    async def _register(
+        self,
+        socket: web.WebSocketResponse,
+        transport: asyncio.Transport | None,
+        role: PeerRole,
+        decoder: Any,
+    ) -> PeerConnection:
+        """Challenge, verify, admit and store a peer; raises PeerRefused."""
+        if not self._lease.is_acting:
+            raise self._redirect()
+        if len(self._peers) >= PEERS_MAX:
+            reason = f"{PEERS_MAX} peers are connected"
+            raise PeerRefused(RefusedCode.NOT_ACTING, reason, retry_after_s=10)
+        nonce = secrets.token_bytes(32)
+        challenge = Challenge(protocol=codec.PROTOCOL, cluster_id=self._cluster_id, nonce=nonce)
+        await socket.send_bytes(codec.encode(challenge))
+        register = await _receive_registration(socket, decoder)
+        # Verified before it takes a place in the queue: strangers would crowd out the fleet.
+        certificate = self._verify(register, role, nonce)
+        wait_s = self._admission.wait_s(role, register.name)
+        if wait_s > 0:
+            reason = "many peers connect at once; come back after retry_after_s"
+            raise PeerRefused(RefusedCode.BUSY, reason, wait_s)
+        is_registered = False
+        try:
+            self._refuse_twin(register)
+            await self._record(register, certificate)
+            is_registered = True
+        except UnknownPeer as error:
+            raise PeerRefused(RefusedCode.IDENTITY, str(error), RETRY_REFUSED_S) from error
+        except NotActing as error:
+            raise PeerRefused(RefusedCode.NOT_ACTING, str(error)) from error
+        except UNAVAILABLE as error:
+            reason = "the database is unreachable"
+            raise PeerRefused(RefusedCode.NOT_ACTING, reason, retry_after_s=2) from error
+        finally:
+            # An agent is served only once its first report is stored (`api/agents.py`).
+            if not is_registered or role is PeerRole.ROUTER:
+                self._admission.release(role, register.name)
+        peer = PeerConnection(
+            socket,
+            transport,
+            role=role,
+            name=register.name,
+            pop=register.pop,
+            boot_id=register.boot_id,
+            certificate=certificate,
+            large_frame_slots=self._peers.large_frame_slots,
+        )
+        peer.generation = register.generation
+        peer.enqueue(
+            Welcome(
+                cluster_id=self._cluster_id,
+                epoch=self._lease.epoch,
+                redial_spread_s=self._admission.redial_spread_s,
+            )
+        )
+        return peer
+
+    def _redirect(self) -> PeerRefused:
+        """Refuse a peer because this process does not act, and say when to come back."""
+        if self._lease.free_at <= self._lease.clock():
+            # A peer that knows only this scheduler retries; spread a large fleet over time.
+            wait_s = max(1.0, self._admission.redial_spread_s)
+            reason = "this scheduler is not acting; ask the other"
+            return PeerRefused(RefusedCode.NOT_ACTING, reason, wait_s)
+        reason = "no scheduler acts; come back after retry_after_s"
+        return PeerRefused(RefusedCode.BUSY, reason, max(0.5, self._admission.appointment_s()))
+
+    def _verify(self, register: Register, role: PeerRole, nonce: bytes) -> Certificate:
+        """Return the peer's certificate if it is valid, names this peer, and its key signed."""
+        if register.protocol != codec.PROTOCOL:
+            raise PeerRefused(
+                RefusedCode.PROTOCOL,
+                f"this scheduler speaks protocol {codec.PROTOCOL}, the peer {register.protocol}",
+                retry_after_s=60,
+            )
+        payload = register_payload(
+            cluster_id=self._cluster_id, nonce=nonce, name=register.name, boot_id=register.boot_id
+        )
+        pem = register.certificate_pem
+        try:
+            certificate = identity.verify_certificate(pem, self._issuer.authority.ca_pem, utc_now())
+            is_signed = identity.verify_signature(pem, payload, register.signature)
+        except IdentityError as error:
+            raise PeerRefused(RefusedCode.IDENTITY, str(error), RETRY_REFUSED_S) from error
+        subject = certificate.subject
+        is_named = subject == (role, register.name, register.pop) and register.role is role
+        if not is_signed or not is_named:
+            raise PeerRefused(
+                RefusedCode.IDENTITY,
+                f"cannot register as {register.role.value} {register.name!r}: the certificate is "
+                f"for {subject.role.value} {subject.name!r} in {subject.pop}, or its key did not "
+                "sign",
+                RETRY_REFUSED_S,
+            )
+        return certificate
+
+    def _refuse_twin(self, register: Register) -> None:
+        """Refuse a second machine under the name of a live node: a cloned disk or copied state."""
+        twin = self._peers.by_name.get((register.role, register.name))
+        if twin is None or twin.boot_id == register.boot_id or register.role is not PeerRole.AGENT:
+            return
+        if self._heartbeats.silent_s(NodeId(register.name)) < ALIVE_S:
+            raise PeerRefused(
+                RefusedCode.DUPLICATE,
+                f"{register.name} is already connected with boot {twin.boot_id}: is its disk "
+                "cloned?",
+                retry_after_s=ALIVE_S,
+            )
+
+    async def _record(self, register: Register, certificate: Certificate) -> None:
+        """Store the registration. Raise the store's counters if the peer has seen higher ones."""
+        async with transaction(
+            self._intake, timeout_s=INTAKE_TIMEOUT_S, async_commit=True
+        ) as connection:
+            cluster = await read_cluster_row(connection)
+            is_agent = register.role is PeerRole.AGENT
+            newest = cluster.generation if is_agent else cluster.route_generation
+            epoch = self._lease.epoch
+            if register.generation - newest > LEAP_MAX or register.epoch - epoch > LEAP_MAX:
+                raise PeerRefused(
+                    RefusedCode.MALFORMED,
+                    f"cannot believe generation {register.generation} and epoch {register.epoch}: "
+                    f"the store is at {newest} and {epoch}",
+                    RETRY_REFUSED_S,
+                )
+            is_behind = register.generation > newest or register.epoch > epoch
+            if is_behind:
+                await raise_epoch_and_generation(
+                    connection,
+                    holder=self._lease.holder,
+                    generation=register.generation,
+                    epoch=register.epoch,
+                )
+            await record_registration(
+                connection,
+                register.role,
+                register.name,
+                register.boot_id,
+                register.generation,
+                certificate,
+            )
+        if is_behind:
+            await self._take_raised_epoch()
+        if not self._lease.is_acting:
+            raise self._redirect()
+
+    async def _take_raised_epoch(self) -> None:
+        requested_at = self._lease.clock()
+        async with using(self._reserved) as connection:
+            lease = await acquire_or_renew_lease(connection, self._lease.holder, self._lease.ttl_s)
+        if lease is not None:
+            self._leadership.take(lease, requested_at)
+
+    async def _renew_certificate(self, peer: PeerConnection, renew: Renew) -> None:
+        """Send the peer its next certificate; raises PeerRefused if the current one is revoked."""
+        current = peer.certificate
+        lifetime = current.expires_at - current.issued_at
+        if utc_now() < current.issued_at + lifetime * RENEW_FROM_SHARE:
+            # Too early, so unanswered: a peer must not keep the authority busy. It asks again.
+            return
+        try:
+            async with transaction(self._intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
+                if not await may_renew(connection, peer.role, peer.name, current.serial):
+                    raise PeerRefused(
+                        RefusedCode.IDENTITY,
+                        f"cannot renew the certificate {current.serial}: it is revoked; join again",
+                        RETRY_REFUSED_S,
+                    )
+                renewed_pem = await self._issuer.issue(
+                    connection, peer.role, peer.name, peer.pop, renew.csr_pem
+                )
+                renewed = identity.read_certificate(renewed_pem)
+                await record_event(
+                    connection,
+                    actor=f"{peer.role.value}:{peer.name}",
+                    kind=f"{peer.role.value}.renewed",
+                    subject=peer.name,
+                    reason=f"certificate {renewed.serial} after {current.serial}",
+                )
+        except IdentityError as error:
+            raise PeerRefused(RefusedCode.IDENTITY, str(error), RETRY_REFUSED_S) from error
+        except UNAVAILABLE:
+            # Unanswered: the peer asks again, with a third of the lifetime left.
+            return
+        peer.certificate = renewed
+        peer.enqueue(Renewed(certificate_pem=renewed_pem))
 
 
-async def _register(
-    socket: web.WebSocketResponse,
-    transport: asyncio.Transport | None,
-    acting: Acting,
-    role: PeerRole,
-    reader: Any,
-) -> Connected:
-    if not acting.is_acting:
-        raise _not_acting(acting)
-    if len(acting.peers) >= PEERS_MAX:
-        raise Turned(RefusedCode.NOT_ACTING, f"{PEERS_MAX} peers are connected", retry_after_s=10)
-    nonce = secrets.token_bytes(32)
-    challenge = Challenge(protocol=codec.PROTOCOL, cluster_id=acting.cluster_id, nonce=nonce)
-    await socket.send_bytes(codec.encode(challenge))
+async def _receive_registration(socket: web.WebSocketResponse, decoder: Any) -> Register:
     try:
         async with asyncio.timeout(REGISTER_TIMEOUT_S):
             frame = await _receive(socket)
     except TimeoutError:
         frame = None
     if frame is None:
-        raise Turned(RefusedCode.MALFORMED, "no registration in time")
+        raise PeerRefused(RefusedCode.MALFORMED, "no registration in time")
     if len(frame) > REGISTER_BYTES_MAX:
         reason = f"cannot read frame: a registration has at most {REGISTER_BYTES_MAX} bytes"
-        raise Turned(RefusedCode.MALFORMED, reason)
-    register = _read(frame, reader)
+        raise PeerRefused(RefusedCode.MALFORMED, reason)
+    register = _decode(frame, decoder)
     if not isinstance(register, Register):
-        raise Turned(RefusedCode.MALFORMED, "the first message must be a registration")
-    # Before anything is kept of it: strangers would take the places of a fleet.
-    certificate = _prove(register, acting, role, nonce)
-    wait_s = acting.wait_outside_s(role, register.name)
-    if wait_s > 0:
-        raise Turned(RefusedCode.BUSY, "many dial at once; come at your time", wait_s)
-    has_entered = False
-    try:
-        _refuse_twin(register, acting)
-        await _enter(register, acting, certificate)
-        has_entered = True
-    except UnknownPeer as error:
-        raise Turned(RefusedCode.IDENTITY, str(error), retry_after_s=30) from error
-    except NotActing as error:
-        raise Turned(RefusedCode.NOT_ACTING, str(error)) from error
-    except UNAVAILABLE as error:
-        raise Turned(RefusedCode.NOT_ACTING, "the database is away", retry_after_s=2) from error
-    finally:
-        if not has_entered or role is PeerRole.ROUTER:
-            acting.has_entered(role, register.name)
-    peer = Connected(
-        socket,
-        transport,
-        role=role,
-        name=register.name,
-        pop=register.pop,
-        boot_id=register.boot_id,
-        certificate=certificate,
-        large=acting.large,
-    )
-    peer.generation = register.generation
-    welcome = Welcome(
-        cluster_id=acting.cluster_id,
-        epoch=acting.epoch,
-        redial_spread_s=acting.redial_spread_s,
-    )
-    peer.tell(welcome)
-    return peer
-
-
-def _not_acting(acting: Acting) -> Turned:
-    """Send a peer to the scheduler that acts; where none does, tell it when to come back here."""
-    now = acting.clock()
-    if acting.next_acting_at <= now:
-        # Who has no other to ask returns soon; not the whole of a large fleet each second.
-        wait_s = max(1.0, acting.redial_spread_s)
-        return Turned(RefusedCode.NOT_ACTING, "this scheduler is not acting; ask the other", wait_s)
-    wait_s = acting.line_outside.take_place(acting.next_acting_at) - now
-    return Turned(RefusedCode.BUSY, "no scheduler acts; come back at your time", max(0.5, wait_s))
-
-
-def _prove(register: Register, acting: Acting, role: PeerRole, nonce: bytes) -> Certificate:
-    if register.protocol != codec.PROTOCOL:
-        raise Turned(
-            RefusedCode.PROTOCOL,
-            f"this scheduler speaks protocol {codec.PROTOCOL}, the peer {register.protocol}",
-            retry_after_s=60,
-        )
-    try:
-        certificate = identity.verify_peer(register.certificate_pem, acting.authority.ca_pem, now())
-        payload = register_payload(
-            cluster_id=acting.cluster_id,
-            nonce=nonce,
-            name=register.name,
-            boot_id=register.boot_id,
-        )
-        proven = identity.verify_signature(register.certificate_pem, payload, register.signature)
-    except IdentityError as error:
-        raise Turned(RefusedCode.IDENTITY, str(error), retry_after_s=30) from error
-    peer = certificate.peer
-    if not proven or peer != (role, register.name, register.pop) or register.role is not role:
-        raise Turned(
-            RefusedCode.IDENTITY,
-            f"cannot register as {register.role.value} {register.name!r}: the certificate is for "
-            f"{peer.role.value} {peer.name!r} in {peer.pop}, or its key did not sign",
-            retry_after_s=30,
-        )
-    return certificate
-
-
-def _refuse_twin(register: Register, acting: Acting) -> None:
-    """Refuse a second machine under a name whose first is alive: a cloned disk, a copied state."""
-    twin = acting.peers.get((register.role, register.name))
-    if twin is None or twin.boot_id == register.boot_id or register.role is not PeerRole.AGENT:
-        return
-    if acting.silent_s(NodeId(register.name)) < ALIVE_S:
-        raise Turned(
-            RefusedCode.DUPLICATE,
-            f"{register.name} is already connected with boot {twin.boot_id}: is its disk cloned?",
-            retry_after_s=ALIVE_S,
-        )
-
-
-async def _enter(register: Register, acting: Acting, certificate: Certificate) -> None:
-    """Write the registration; lift a store that is behind what this peer has seen."""
-    async with transaction(acting.intake, timeout_s=INTAKE_TIMEOUT_S, lags=True) as connection:
-        cluster = await read_cluster_row(connection)
-        newest = cluster.generation if register.role is PeerRole.AGENT else cluster.route_generation
-        if register.generation - newest > LEAP_MAX or register.epoch - acting.epoch > LEAP_MAX:
-            raise Turned(
-                RefusedCode.MALFORMED,
-                f"cannot believe generation {register.generation} and epoch {register.epoch}: the "
-                f"store is at {newest} and {acting.epoch}",
-                retry_after_s=30,
-            )
-        behind = register.generation > newest or register.epoch > acting.epoch
-        if behind:
-            await rise_above(
-                connection,
-                holder=acting.holder,
-                generation=register.generation,
-                epoch=register.epoch,
-            )
-        await record_registration(
-            connection,
-            register.role,
-            register.name,
-            register.boot_id,
-            register.generation,
-            certificate,
-        )
-    if behind:
-        asked_at = acting.clock()
-        async with using(acting.reserved) as connection:
-            lease = await hold_lease(connection, acting.holder, acting.config.lease_ttl_s)
-        if lease is not None:
-            acting.renewed(lease, asked_at)
-    if not acting.is_acting:
-        raise _not_acting(acting)
-
-
-async def _renew(peer: Connected, acting: Acting, asked: Renew) -> None:
-    """Give a peer its next certificate, of the same name; a revoked one is turned away."""
-    held = peer.certificate
-    if now() < held.issued_at + (held.expires_at - held.issued_at) * RENEW_FROM_SHARE:
-        # Far too early: a peer may not have us sign all day. It asks again when it is time.
-        return
-    try:
-        async with transaction(acting.intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
-            if not await may_renew(connection, peer.role, peer.name, held.serial):
-                raise Turned(
-                    RefusedCode.IDENTITY,
-                    f"cannot renew the certificate {held.serial}: it is revoked; join again",
-                    retry_after_s=30,
-                )
-            renewed_pem = await issue(
-                acting, connection, peer.role, peer.name, peer.pop, asked.csr_pem
-            )
-            renewed = identity.read_certificate(renewed_pem)
-            await record_event(
-                connection,
-                actor=f"{peer.role.value}:{peer.name}",
-                kind=f"{peer.role.value}.renewed",
-                subject=peer.name,
-                reason=f"certificate {renewed.serial} after {held.serial}",
-            )
-    except IdentityError as error:
-        raise Turned(RefusedCode.IDENTITY, str(error), retry_after_s=30) from error
-    except UNAVAILABLE:
-        # Not answered: it asks again, with a third of its certificate's life left.
-        return
-    peer.certificate = renewed
-    peer.tell(Renewed(certificate_pem=renewed_pem))
+        raise PeerRefused(RefusedCode.MALFORMED, "the first message must be a registration")
+    return register
 
 
 async def _receive(socket: web.WebSocketResponse) -> bytes | None:
-    """Return the next frame; None where there is none any more."""
+    """Return the next frame; None when the connection has closed."""
     frame = await socket.receive()
     if frame.type is WSMsgType.BINARY:
         return bytes(frame.data)
     if frame.type is WSMsgType.TEXT:
-        raise Turned(RefusedCode.MALFORMED, "cannot read frame: text, expected msgpack")
+        raise PeerRefused(RefusedCode.MALFORMED, "cannot read frame: text, expected msgpack")
     return None
 
 
-def _read(frame: bytes, reader: Any) -> Any:
+def _decode(frame: bytes, decoder: Any) -> Any:
     try:
-        return codec.decode(frame, reader)
+        return codec.decode(frame, decoder)
     except codec.MalformedFrame as error:
-        raise Turned(RefusedCode.MALFORMED, str(error)) from error
+        raise PeerRefused(RefusedCode.MALFORMED, str(error)) from error

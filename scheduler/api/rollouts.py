@@ -1,4 +1,4 @@
-"""The admin API of rollouts: begin one, see how it stands, hold it, go on, call it off."""
+"""The admin API of rollouts: create, read, pause, resume and abort them."""
 
 import secrets
 from typing import Final
@@ -8,8 +8,8 @@ import msgspec
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.rollout import RolloutBody, RolloutSpec, RolloutView
-from scheduler.api.deployments import engine_problem, found_deployment
-from scheduler.api.endpoint import Call, Endpoint, Page, found
+from scheduler.api.deployments import engine_problem, require_deployment
+from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
 from scheduler.decide.rollout import (
     IN_PROGRESS,
     InvalidRolloutEvent,
@@ -23,120 +23,128 @@ from scheduler.store import catalogue, deployments, rollouts
 from scheduler.store.cluster import read_pops
 
 
-async def create_rollout(call: Call) -> RolloutView:
-    """Begin to bring a new version."""
-    name = call.name
-    body: RolloutBody = call.body
-    await deployments.hold_deployment(call.connection, name)
-    deployment = await found_deployment(call)
+async def create_rollout(request: AdminRequest) -> RolloutView:
+    """Begin to roll out a new version of a deployment."""
+    name = request.name
+    body: RolloutBody = request.body
+    await deployments.lock_deployment(request.connection, name)
+    deployment = await require_deployment(request)
     spec = RolloutSpec(
         model_id=ModelId(body.model_id or deployment.model_id),
         engine=body.engine or deployment.engine,
         steps=body.steps,
         bounds=body.bounds,
     )
-    if await catalogue.get_model(call.connection, spec.model_id) is None:
-        words = f"cannot roll out: no model {spec.model_id}"
-        raise ApiError(ErrorCode.NOT_FOUND, words, param="model_id")
-    problem = await _problem(call, spec)
+    if await catalogue.get_model(request.connection, spec.model_id) is None:
+        reason = f"cannot roll out: no model {spec.model_id}"
+        raise ApiError(ErrorCode.NOT_FOUND, reason, param="model_id")
+    problem = await _problem(request, spec)
     if (spec.model_id, spec.engine) == (deployment.model_id, deployment.engine):
-        problem = "the model and the engine are those that already serve"
+        problem = "this model and engine are already deployed"
     if problem:
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot roll out: {problem}")
     rollout = Rollout(
         rollout_id=f"{name}.{secrets.token_hex(4)}",
         deployment_id=DeploymentId(name),
         from_version=deployment.version,
-        to_version=await deployments.next_version(call.connection, name),
+        to_version=await deployments.next_version(request.connection, name),
         spec=spec,
     )
-    if not await rollouts.add_rollout(call.connection, rollout):
+    if not await rollouts.add_rollout(request.connection, rollout):
         raise ApiError(
             ErrorCode.CONFLICT,
-            f"cannot roll out: a rollout of {name} is on its way; abort it first",
+            f"cannot roll out: a rollout of {name} is active; abort it first",
         )
-    await call.changed("rollout.create", name, after=rollout)
-    return await _view(call, rollout)
+    await request.record_change("rollout.create", name, after=rollout)
+    return await _view(request, rollout)
 
 
-async def list_rollouts(call: Call) -> Page:
-    """Rollouts, of one deployment or of all."""
+async def list_rollouts(request: AdminRequest) -> Page:
+    """List rollouts of one deployment or of all."""
     rows = await rollouts.list_rollouts(
-        call.connection, call.after, call.limit + 1, call.query("deployment_id")
+        request.connection, request.after, request.limit + 1, request.query("deployment_id")
     )
-    views = [await _view(call, row) for row in rows]
-    return call.page(views, lambda row: row.rollout_id)
+    views = [await _view(request, row) for row in rows]
+    return request.page(views, lambda row: row.rollout_id)
 
 
-async def get_rollout(call: Call) -> RolloutView:
-    """One rollout."""
-    return await _view(call, await _found(call))
+async def get_rollout(request: AdminRequest) -> RolloutView:
+    """Read one rollout."""
+    return await _view(request, await _require_rollout(request))
 
 
-async def pause_rollout(call: Call) -> RolloutView:
-    """Hold a rollout at its step; harm still reverts it."""
-    return await _happened(call, RolloutEvent.PAUSE_ASKED)
+async def pause_rollout(request: AdminRequest) -> RolloutView:
+    """Pause a rollout at its step. A regression still reverts it."""
+    return await _apply(request, RolloutEvent.PAUSE_ASKED)
 
 
-async def resume_rollout(call: Call) -> RolloutView:
-    """Go on; the step's time begins anew."""
-    return await _happened(call, RolloutEvent.RESUME_ASKED)
+async def resume_rollout(request: AdminRequest) -> RolloutView:
+    """Resume a rollout. The minimum time of its step starts again."""
+    return await _apply(request, RolloutEvent.RESUME_ASKED)
 
 
-async def abort_rollout(call: Call) -> RolloutView:
-    """Call it off: every request goes to the old version."""
-    return await _happened(call, RolloutEvent.ABORT_ASKED)
+async def abort_rollout(request: AdminRequest) -> RolloutView:
+    """Abort a rollout: all requests go to the old version."""
+    return await _apply(request, RolloutEvent.ABORT_ASKED)
 
 
 ROLLOUT_ENDPOINTS: Final = (
     Endpoint(
         "POST", "/v1/deployments/{deployment_id}/rollouts", create_rollout,
-        "Bring a new version by steps", RolloutView, RolloutBody, status=201,
+        "Roll out a new version", RolloutView, RolloutBody, status=201,
     ),
     Endpoint(
         "GET", "/v1/rollouts", list_rollouts, "List rollouts", RolloutView, is_list=True,
         query=("deployment_id",),
     ),
     Endpoint("GET", "/v1/rollouts/{rollout_id}", get_rollout, "Read a rollout", RolloutView),
-    Endpoint("POST", "/v1/rollouts/{rollout_id}/pause", pause_rollout, "Hold it", RolloutView),
-    Endpoint("POST", "/v1/rollouts/{rollout_id}/resume", resume_rollout, "Go on", RolloutView),
-    Endpoint("POST", "/v1/rollouts/{rollout_id}/abort", abort_rollout, "Call it off", RolloutView),
+    Endpoint(
+        "POST", "/v1/rollouts/{rollout_id}/pause", pause_rollout, "Pause a rollout", RolloutView
+    ),
+    Endpoint(
+        "POST", "/v1/rollouts/{rollout_id}/resume", resume_rollout, "Resume a rollout", RolloutView
+    ),
+    Endpoint(
+        "POST", "/v1/rollouts/{rollout_id}/abort", abort_rollout, "Abort a rollout", RolloutView
+    ),
 )  # fmt: skip
 
 
-async def _happened(call: Call, event: RolloutEvent) -> RolloutView:
-    rollout = await _found(call)
+async def _apply(request: AdminRequest, event: RolloutEvent) -> RolloutView:
+    rollout = await _require_rollout(request)
     try:
         new = apply_event(rollout, event, "asked by an operator")
     except InvalidRolloutEvent as error:
         raise ApiError(ErrorCode.CONFLICT, str(error)) from error
-    if not await rollouts.write_rollout(call.connection, rollout, new):
+    if not await rollouts.write_rollout(request.connection, rollout, new):
         raise ApiError(
             ErrorCode.CONFLICT, f"cannot change {rollout.rollout_id}: it has just changed"
         )
-    await call.record(f"rollout.{event.value}", rollout.deployment_id, before=rollout, after=new)
-    return await _view(call, new)
+    await request.record(f"rollout.{event.value}", rollout.deployment_id, before=rollout, after=new)
+    return await _view(request, new)
 
 
-async def _problem(call: Call, spec: RolloutSpec) -> str:
-    wrong = engine_problem(spec.engine)
-    if wrong is not None:
-        return wrong.words
-    known = {pop.pop for pop in await read_pops(call.connection)}
+async def _problem(request: AdminRequest, spec: RolloutSpec) -> str:
+    problem = engine_problem(spec.engine)
+    if problem is not None:
+        return problem.reason
+    known = {pop.pop for pop in await read_pops(request.connection)}
     unknown = {pop for step in spec.steps for pop in step.pops} - known
     if unknown:
         return f"there is no PoP {', '.join(sorted(unknown))}"
     return steps_problem(spec.steps)
 
 
-async def _found(call: Call) -> Rollout:
-    return found(await rollouts.get_rollout(call.connection, call.name), "rollout", call.name)
+async def _require_rollout(request: AdminRequest) -> Rollout:
+    return require_found(
+        await rollouts.get_rollout(request.connection, request.name), "rollout", request.name
+    )
 
 
-async def _view(call: Call, rollout: Rollout) -> RolloutView:
+async def _view(request: AdminRequest, rollout: Rollout) -> RolloutView:
     seen: tuple[str, ...] = ()
     if rollout.state in IN_PROGRESS:
-        strata = await rollouts.read_strata(call.connection, rollout)
+        strata = await rollouts.read_strata(request.connection, rollout)
         attempts = sum(stratum.new.attempts for stratum in strata)
         shown = compare_arms(strata, rollout.spec.bounds)
         seen = (f"attempts: {attempts}", *(difference.words() for difference in shown))

@@ -1,7 +1,7 @@
-"""The conversation with a router: demand and usage come up, the route table goes down."""
+"""The control connection of a router: demand and usage come in, the route table goes out."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import assert_never
 
 from aiohttp import web
@@ -11,104 +11,122 @@ from isochrone.wire.ids import PopId
 from isochrone.wire.routes import SnapshotWanted
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from scheduler import metrics
-from scheduler.acting import INTAKE_TIMEOUT_S, Acting
-from scheduler.api.peers import Turned, attend
-from scheduler.connected import Connected
+from scheduler.api.peers import RETRY_REFUSED_S, PeerRefused, PeerServer
 from scheduler.decide.demand import accept_demand, accept_round_trips, accept_trials, accept_usage
-from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, transaction
+from scheduler.state.peer_connection import PeerConnection
+from scheduler.state.published_routes import PublishedRoutes
+from scheduler.store.pool import (
+    BAD_DATA,
+    INTAKE_TIMEOUT_S,
+    UNAVAILABLE,
+    Connection,
+    Pool,
+    transaction,
+)
 from scheduler.store.rollouts import record_trials
 from scheduler.store.usage import record_demand, record_round_trips, record_usage
 
 log = logging.getLogger(__name__)
 
 
-class Routers:
+class RouterEndpoint:
     """`GET /v1/router`."""
 
-    def __init__(self, acting: Acting) -> None:
-        self._acting = acting
+    def __init__(
+        self,
+        *,
+        server: PeerServer,
+        intake: Pool,
+        routes: PublishedRoutes,
+        nudge_place: Callable[[], None],
+    ) -> None:
+        self._server = server
+        self._intake = intake
+        self._routes = routes
+        self._nudge_place = nudge_place
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Talk with one router until either side ends it."""
-        return await attend(request, self._acting, PeerRole.ROUTER, FromRouter, self._hear)
+        """Serve one router's connection until either side ends it."""
+        return await self._server.serve(request, PeerRole.ROUTER, FromRouter, self._handle_message)
 
-    async def _hear(
-        self, peer: Connected, message: Demand | Usage | RoundTrips | SnapshotWanted | None
+    async def _handle_message(
+        self, peer: PeerConnection, message: Demand | Usage | RoundTrips | SnapshotWanted | None
     ) -> None:
         if message is None or isinstance(message, SnapshotWanted):
             self._send_table(peer)
         elif message.router_id != peer.name:
             reason = f"{peer.name} cannot speak for {message.router_id}"
-            raise Turned(RefusedCode.IDENTITY, reason, retry_after_s=30)
+            raise PeerRefused(RefusedCode.IDENTITY, reason, RETRY_REFUSED_S)
         else:
-            await self._write(peer, message)
+            await self._store_batch(peer, message)
 
-    async def _write(self, peer: Connected, message: Demand | Usage | RoundTrips) -> None:
-        """Store a message and acknowledge it; what the store can never hold is acknowledged too."""
+    async def _store_batch(self, peer: PeerConnection, batch: Demand | Usage | RoundTrips) -> None:
+        """Store a batch and acknowledge it, including rows that can never be stored."""
+        # The router forgets what is acknowledged, so that must be on disk.
+        async_commit = isinstance(batch, RoundTrips)
         try:
-            # What is acknowledged is forgotten by the router, and so must be on disk.
-            lags = isinstance(message, RoundTrips)
-            pool = self._acting.intake
-            async with transaction(pool, timeout_s=INTAKE_TIMEOUT_S, lags=lags) as connection:
-                refused = await _store(connection, peer.pop, message)
+            async with transaction(
+                self._intake, timeout_s=INTAKE_TIMEOUT_S, async_commit=async_commit
+            ) as connection:
+                refused = await _store(connection, peer.pop, batch)
         except UNAVAILABLE as error:
-            # Not acknowledged, so it comes again; round trips are renewed anyway.
+            # Unacknowledged, so it is sent again; round trips are measured again anyway.
             reason = (str(error) or type(error).__name__)[:200]
-            log.warning("not written", extra={"fields": {"reason": reason}})
+            log.warning("batch not written", extra={"fields": {"reason": reason}})
             return
         except BAD_DATA as error:
-            refused = {f"cannot store the batch: {error}"[:200]: len(message.rows)}
-        kind = type(message).__name__.lower()
+            refused = {f"cannot store the batch: {error}"[:200]: len(batch.rows)}
+        kind = type(batch).__name__.lower()
         for reason, rows in refused.items():
             metrics.REFUSED_ROWS.labels(kind).inc(rows)
             fields = {"router": peer.name, "kind": kind, "rows": rows, "reason": reason}
             log.warning("rows refused", extra={"fields": fields})
-        if isinstance(message, Demand) and any(row.no_replica for row in message.rows):
-            # Somebody waits for a first replica.
-            self._acting.nudge_place()
-        if not isinstance(message, RoundTrips):
-            peer.tell(_acknowledged(message, refused))
+        if isinstance(batch, Demand) and any(row.no_replica for row in batch.rows):
+            # Requests wait for a deployment's first replica.
+            self._nudge_place()
+        if not isinstance(batch, RoundTrips):
+            peer.enqueue(_acknowledgement(batch, refused))
 
-    def _send_table(self, peer: Connected) -> None:
-        if self._acting.table is not None:
-            peer.tell(self._acting.table_frame())
-            peer.generation = self._acting.table.generation
+    def _send_table(self, peer: PeerConnection) -> None:
+        if self._routes.table is not None:
+            peer.enqueue(self._routes.frame())
+            peer.generation = self._routes.table.generation
 
 
 async def _store(
-    connection: Connection, city: PopId, message: Demand | Usage | RoundTrips
+    connection: Connection, pop: PopId, batch: Demand | Usage | RoundTrips
 ) -> Mapping[str, int]:
-    """Write a message; return what was refused of it for good: reason -> rows."""
-    match message:
+    """Write a batch; return the rows that no retry can store: reason -> number of rows."""
+    match batch:
         case Demand():
-            taken = accept_demand(city, message)
-            unknown = await record_demand(connection, message, taken)
+            taken = accept_demand(pop, batch)
+            unknown = await record_demand(connection, batch, taken)
             metrics.DEMAND_BATCHES.labels("repeated" if unknown is None else "counted").inc()
             if unknown is None:
                 return {}
-            await record_trials(connection, accept_trials(city, message))
-            nowhere = "cannot count a row: there is no such deployment or PoP"
-            return {**taken.refused, **({nowhere: unknown} if unknown else {})}
+            await record_trials(connection, accept_trials(pop, batch))
+            reason = "cannot count a row: there is no such deployment or PoP"
+            return {**taken.refused, **({reason: unknown} if unknown else {})}
         case Usage():
-            usage = accept_usage(message)
+            usage = accept_usage(batch)
             await record_usage(connection, usage.rows)
             return usage.refused
         case RoundTrips():
-            await record_round_trips(connection, city, accept_round_trips(message.rows))
+            await record_round_trips(connection, pop, accept_round_trips(batch.rows))
             return {}
         case _:
-            assert_never(message)
+            assert_never(batch)
 
 
-def _acknowledged(message: Demand | Usage, refused: Mapping[str, int]) -> UsageAck:
-    """Return what tells a router to forget a batch."""
-    count, said = sum(refused.values()), "; ".join(sorted(refused))[:500]
-    if isinstance(message, Usage):
-        return UsageAck(batch_id=message.batch_id, refused=count, reason=said)
+def _acknowledgement(batch: Demand | Usage, refused: Mapping[str, int]) -> UsageAck:
+    """Return the message by which a router forgets a batch."""
+    count, reason = sum(refused.values()), "; ".join(sorted(refused))[:500]
+    if isinstance(batch, Usage):
+        return UsageAck(batch_id=batch.batch_id, refused=count, reason=reason)
     return UsageAck(
         batch_id="",
         refused=count,
-        reason=said,
-        demand_boot=message.boot_id,
-        demand_seq=message.seq,
+        reason=reason,
+        demand_boot=batch.boot_id,
+        demand_seq=batch.seq,
     )

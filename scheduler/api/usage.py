@@ -1,4 +1,4 @@
-"""The admin API's part on usage: what keys and tenants used."""
+"""The admin API of usage by API key or tenant."""
 
 from datetime import date, timedelta
 from typing import Final
@@ -7,12 +7,12 @@ import msgspec
 
 from isochrone.wire.admin import UsageView
 from isochrone.wire.errors import ApiError, ErrorCode
-from scheduler.api.endpoint import Call, Endpoint, Page, found
+from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
 from scheduler.store import keys
 from scheduler.store.usage_sums import (
     TooMuchUsage,
-    UsageAsked,
-    UsagePlace,
+    UsageCursor,
+    UsageQuery,
     read_today,
     sum_usage,
 )
@@ -21,79 +21,80 @@ DAYS_DEFAULT: Final = 7
 DAYS_MAX: Final = 31
 
 
-async def list_usage(call: Call) -> Page:
-    """What keys or tenants used of each deployment, by day or in total."""
-    asked = await _asked(call)
+async def list_usage(request: AdminRequest) -> Page:
+    """List the usage of each deployment by key or tenant, by day or in total."""
+    query = await _parse_query(request)
+    after = _parse_cursor(request, query)
     try:
-        rows = await sum_usage(call.connection, asked, _after(call, asked), call.limit + 1)
+        rows = await sum_usage(request.connection, query, after, request.limit + 1)
     except TooMuchUsage as error:
         raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
 
-    def name(row: UsageView) -> str:
-        day = date.fromisoformat(row.day) if row.day else asked.first
-        place = UsagePlace(day, row.tenant_id, row.key_id, row.deployment_id)
-        return msgspec.json.encode(place).decode()
+    def row_id(row: UsageView) -> str:
+        day = date.fromisoformat(row.day) if row.day else query.first
+        cursor = UsageCursor(day, row.tenant_id, row.key_id, row.deployment_id)
+        return msgspec.json.encode(cursor).decode()
 
-    return call.page(rows, name)
+    return request.page(rows, row_id)
 
 
-async def _asked(call: Call) -> UsageAsked:
-    last = _day(call, "to") or await read_today(call.connection)
-    first = _day(call, "from") or last - timedelta(days=DAYS_DEFAULT - 1)
+async def _parse_query(request: AdminRequest) -> UsageQuery:
+    last = _day(request, "to") or await read_today(request.connection)
+    first = _day(request, "from") or last - timedelta(days=DAYS_DEFAULT - 1)
     if not 0 <= (last - first).days < DAYS_MAX:
-        raise _wrong("from", f"{first} to {last} is not 1 to {DAYS_MAX} days")
-    tenant_id, key_id = call.query("tenant_id") or "", call.query("key_id") or ""
+        raise _invalid("from", f"{first} to {last} is not 1 to {DAYS_MAX} days")
+    tenant_id, key_id = request.query("tenant_id") or "", request.query("key_id") or ""
     if key_id:
-        key = found(await keys.get_key(call.connection, key_id), "key", key_id)
+        key = require_found(await keys.get_key(request.connection, key_id), "key", key_id)
         if tenant_id not in ("", key.tenant_id):
-            raise _wrong("tenant_id", f"the key {key_id} is of the tenant {key.tenant_id}")
+            raise _invalid("tenant_id", f"the key {key_id} belongs to the tenant {key.tenant_id}")
         tenant_id = key.tenant_id
-    return UsageAsked(
+    return UsageQuery(
         first,
         last,
         tenant_id,
         key_id,
-        is_by_key=_one_of(call, "by", "key", "tenant") == "key",
-        is_per_day=_one_of(call, "per", "total", "day") == "day",
+        is_by_key=_choice(request, "by", "key", "tenant") == "key",
+        is_per_day=_choice(request, "per", "total", "day") == "day",
     )
 
 
-def _after(call: Call, asked: UsageAsked) -> UsagePlace:
-    if not call.after:
-        return UsagePlace(asked.first)
+def _parse_cursor(request: AdminRequest, query: UsageQuery) -> UsageCursor:
+    if not request.after:
+        return UsageCursor(query.first)
     try:
-        return msgspec.json.decode(call.after, type=UsagePlace)
+        return msgspec.json.decode(request.after, type=UsageCursor)
     except msgspec.DecodeError:
-        raise _wrong("cursor", "the cursor is not one that this list gave") from None
+        raise _invalid("cursor", "the cursor was not returned by this list") from None
 
 
-def _day(call: Call, name: str) -> date | None:
-    text = call.query(name)
+def _day(request: AdminRequest, name: str) -> date | None:
+    text = request.query(name)
     if not text:
         return None
     try:
         day = date.fromisoformat(text)
     except ValueError:
-        raise _wrong(name, f"{text[:20]!r} is not a day; write it as 2026-01-31") from None
+        raise _invalid(name, f"{text[:20]!r} is not a day; write it as 2026-01-31") from None
     if not 2000 <= day.year < 3000:
-        raise _wrong(name, f"{day} is not a day of this time")
+        raise _invalid(name, f"{day} is not between 2000 and 2999")
     return day
 
 
-def _one_of(call: Call, name: str, first: str, second: str) -> str:
-    text = call.query(name) or first
-    if text not in (first, second):
-        raise _wrong(name, f"{name} is {text[:20]!r}, give {first} or {second}")
+def _choice(request: AdminRequest, name: str, default: str, other: str) -> str:
+    text = request.query(name) or default
+    if text not in (default, other):
+        raise _invalid(name, f"{name} is {text[:20]!r}, give {default} or {other}")
     return text
 
 
-def _wrong(param: str, why: str) -> ApiError:
-    return ApiError(ErrorCode.INVALID_REQUEST, f"cannot tell usage: {why}", param=param)
+def _invalid(param: str, reason: str) -> ApiError:
+    return ApiError(ErrorCode.INVALID_REQUEST, f"cannot list usage: {reason}", param=param)
 
 
 USAGE_ENDPOINTS: Final = (
     Endpoint(
-        "GET", "/v1/usage", list_usage, "What keys or tenants used", UsageView, is_list=True,
+        "GET", "/v1/usage", list_usage, "List usage by key or tenant", UsageView, is_list=True,
         query=("tenant_id", "key_id", "from", "to", "by", "per"),
     ),
 )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Duties: one a file, no input, each turn answers with counts."""
+"""Periodic jobs, one a file. A job takes no input; each turn returns counts."""

@@ -18,7 +18,7 @@ from scheduler.planner.messages import (
     SnapshotRequest,
 )
 from scheduler.store.cluster import read_cluster
-from scheduler.store.known_nodes import KnownNodes
+from scheduler.store.node_reports import NodeReportCache
 from scheduler.store.pool import Pool, transaction
 
 
@@ -29,7 +29,7 @@ class PlannerServer:
         self.forecast = DemandForecaster(pool)
         self._pool = pool
         self._limits = limits
-        self._known_nodes = KnownNodes()
+        self._reports = NodeReportCache()
 
     async def answer(self, question: PlannerQuestion) -> object:
         """Return the answer to a question, of the type that its class names."""
@@ -65,4 +65,4 @@ class PlannerServer:
 
     async def _read(self, contact: NodeContact) -> ClusterState:
         async with transaction(self._pool, isolation="repeatable_read") as connection:
-            return await read_cluster(connection, contact, self._known_nodes)
+            return await read_cluster(connection, contact, self._reports)

@@ -1,1 +1,1 @@
-"""The only room that speaks SQL. Functions take a connection first and return frozen values."""
+"""The only package that uses SQL. Functions take a connection and return frozen values."""

@@ -1,4 +1,4 @@
-"""What operators write: PoPs and models, and what they read of nodes, routers and placements."""
+"""Rows that operators change (PoPs, models) and read (nodes, routers, placements)."""
 
 from typing import Final
 
@@ -19,15 +19,15 @@ from scheduler.store.pool import Connection, as_json, as_struct
 
 
 class EtagMoved(Exception):
-    """The row is no longer what the writer saw."""
+    """The row does not exist or has changed since it was read."""
 
 
 class StillUsed(Exception):
-    """Something depends on the row; the message names it."""
+    """Another table refers to the row; the message names it."""
 
 
-async def touch(connection: Connection) -> None:
-    """Move the cluster's generation: a plan made before this change must not be committed."""
+async def bump_generation(connection: Connection) -> None:
+    """Raise the cluster's generation, so that no plan made before can be committed."""
     await connection.execute("UPDATE cluster SET generation = generation + 1")
 
 
@@ -46,7 +46,7 @@ async def get_pop(connection: Connection, pop: str) -> PopView | None:
 
 
 async def put_pop(connection: Connection, pop: str, body: PopBody, etag: int | None) -> PopView:
-    """Make or change a PoP; raises EtagMoved."""
+    """Create or change a PoP; raises EtagMoved."""
     row = await connection.fetchrow(
         """
         INSERT INTO pop AS p (pop, city, country, latitude, longitude)
@@ -69,7 +69,7 @@ async def put_pop(connection: Connection, pop: str, body: PopBody, etag: int | N
     return as_struct(row, PopView)
 
 
-_GOES_WITH: Final = {
+_DEPENDENT_DELETES: Final = {
     "pop": "DELETE FROM join_token WHERE pop = $1",
     "node": """
         DELETE FROM placement p USING node n
@@ -84,36 +84,39 @@ _GOES_WITH: Final = {
         DELETE FROM deployment d USING gone WHERE d.deployment_id = gone.deployment_id
     """,
 }
-"""What is past, or of no use without the row: a revoked node will never say what has ended."""
+"""Rows that are deleted first: they are historical, or useless without the row.
 
-_MENDED: Final = {
+A revoked node's placements are among them, because it will never report that they have ended.
+"""
+
+_STILL_USED_HINTS: Final = {
     "node": "; drain it and wait until its replicas have ended, or revoke it if it will not be back"
 }
-"""What to do about what depends on a row, where it is not plain."""
+"""Advice on how to remove dependent rows, where it is not obvious."""
 
 
 async def delete_row(connection: Connection, table: str, name: str, etag: int | None) -> bool:
-    """Delete one row; False where there is none; raises EtagMoved or StillUsed."""
+    """Delete one row; False if it does not exist; raises EtagMoved or StillUsed."""
     column = "pop" if table == "pop" else f"{table}_id"
-    # Nobody edits a router: it has none.
-    etag_of = "1" if table == "router" else "etag"
-    held = await connection.fetchval(
-        f"SELECT {etag_of} FROM {table} WHERE {column} = $1 FOR UPDATE",  # noqa: S608
+    # Routers cannot be changed, so their table has no ETag.
+    etag_column = "1" if table == "router" else "etag"
+    current = await connection.fetchval(
+        f"SELECT {etag_column} FROM {table} WHERE {column} = $1 FOR UPDATE",  # noqa: S608
         name,
     )
-    if held is None:
+    if current is None:
         return False
-    if etag is not None and etag != held:
+    if etag is not None and etag != current:
         raise EtagMoved(name)
     try:
         async with connection.transaction():
-            if table in _GOES_WITH:
-                await connection.execute(_GOES_WITH[table], name)
+            if table in _DEPENDENT_DELETES:
+                await connection.execute(_DEPENDENT_DELETES[table], name)
             await connection.execute(f"DELETE FROM {table} WHERE {column} = $1", name)  # noqa: S608
     except asyncpg.ForeignKeyViolationError as error:
         raise StillUsed(
-            f"cannot delete {table} {name}: {error.table_name or 'something'} depends on it"
-            + _MENDED.get(table, "")
+            f"cannot delete {table} {name}: {error.table_name or 'another table'} depends on it"
+            + _STILL_USED_HINTS.get(table, "")
         ) from error
     return True
 
@@ -133,7 +136,7 @@ async def get_model(connection: Connection, model_id: str) -> ModelView | None:
 
 
 async def put_model(connection: Connection, model: CatalogModel, etag: int | None) -> ModelView:
-    """Make or change a model; raises EtagMoved."""
+    """Create or change a model; raises EtagMoved."""
     row = await connection.fetchrow(
         """
         INSERT INTO model AS m (model_id, spec)
@@ -203,7 +206,7 @@ async def list_routers(connection: Connection, after: str, limit: int) -> list[R
 async def list_placements(
     connection: Connection, after: str, limit: int, deployment_id: str | None = None
 ) -> list[PlacementView]:
-    """Return placements that hold a seat, in the order of their ids."""
+    """Return placements that still occupy their devices, in the order of their ids."""
     rows = await connection.fetch(
         """
         SELECT replica_id, deployment_id, version, p.node_id, n.pop, memory_bytes, state,

@@ -1,7 +1,7 @@
-"""read_cluster(): one consistent picture of the fleet, as the planner reads it.
+"""Reads the cluster's state for decisions.
 
-read_fleet(): the same without what only placement asks: demand, distances, weights on their way.
-read_part(): a fleet read before, with some of its nodes as they are.
+`read_cluster` reads all that the planner needs. `read_fleet` leaves out what only placement needs:
+demand, distances, prefetches and start failures. `read_fleet_nodes` reads some nodes again.
 """
 
 from collections import defaultdict
@@ -24,20 +24,20 @@ from scheduler.decide.cluster import (
     StartFailures,
 )
 from scheduler.decide.membership import NodeContact
-from scheduler.store.known_nodes import KnownNodes, read_nodes
+from scheduler.store.node_reports import NodeReportCache, read_nodes
 from scheduler.store.pool import Connection, as_struct, fetch_one
 from scheduler.store.prefetch import read_prefetches
 from scheduler.store.rollouts import active_rollouts
 
 GIVEN_UP_FOR_S: Final = 3600.0
-"""How long it is held against a version, and a node, that a replica broke there."""
+"""For how long a failed replica counts against its version and its node."""
 
 
 async def read_cluster(
-    connection: Connection, heard: NodeContact, known: KnownNodes | None = None
+    connection: Connection, heard: NodeContact, reports: NodeReportCache | None = None
 ) -> ClusterState:
-    """Return the picture; the connection is in a REPEATABLE READ transaction."""
-    fleet = await read_fleet(connection, heard, known)
+    """Return the cluster's state. The connection must be in a REPEATABLE READ transaction."""
+    fleet = await read_fleet(connection, heard, reports)
     return msgspec.structs.replace(
         fleet,
         demand=await _read_demand(connection),
@@ -48,15 +48,15 @@ async def read_cluster(
 
 
 async def read_fleet(
-    connection: Connection, heard: NodeContact, known: KnownNodes | None = None
+    connection: Connection, heard: NodeContact, reports: NodeReportCache | None = None
 ) -> ClusterState:
-    """Return what there is, and nothing of what is asked of it.
+    """Return PoPs, nodes, models, deployments, placements, profiles and rollouts.
 
-    Of nodes that this process has not heard the store says how silent they are, which lags.
-    `known` is kept by the caller from one reading to the next.
+    The silence of nodes that this process has not heard is taken from the store, which lags. Pass
+    the same `reports` to each call: only changed reports are read and decoded again.
     """
     row = await fetch_one(connection, "SELECT cluster_id, generation FROM cluster")
-    reports, nodes = await read_nodes(connection, heard, known or KnownNodes())
+    by_node, nodes = await read_nodes(connection, heard, reports or NodeReportCache())
     deployments, deleted = await _read_deployments(connection)
     return ClusterState(
         cluster_id=ClusterId(row["cluster_id"]),
@@ -70,22 +70,22 @@ async def read_fleet(
         ),
         deployments=deployments,
         deleted=deleted,
-        placements=await _read_placements(connection, reports),
+        placements=await _read_placements(connection, by_node),
         profiles=await _read_profiles(connection),
         rollouts=await active_rollouts(connection),
     )
 
 
-async def read_part(
+async def read_fleet_nodes(
     connection: Connection,
     fleet: ClusterState,
     node_ids: Sequence[NodeId],
     heard: NodeContact,
-    known: KnownNodes,
+    reports: NodeReportCache,
 ) -> ClusterState:
-    """Return what `fleet` says beside its nodes, with these nodes and what is on them, read now."""
-    reports, nodes = await read_nodes(connection, heard, known, node_ids)
-    placements = await _read_placements(connection, reports, node_ids)
+    """Return `fleet` with only these nodes and their placements, read now."""
+    by_node, nodes = await read_nodes(connection, heard, reports, node_ids)
+    placements = await _read_placements(connection, by_node, node_ids)
     return msgspec.structs.replace(
         fleet, acting_for_s=heard.acting_for_s, nodes=nodes, placements=placements
     )
@@ -126,7 +126,7 @@ def _deployment(row: asyncpg.Record) -> Deployment:
 async def _read_placements(
     connection: Connection,
     reports: Mapping[NodeId, Report],
-    only: Sequence[NodeId] | None = None,
+    node_ids: Sequence[NodeId] | None = None,
 ) -> tuple[Placement, ...]:
     rows = await connection.fetch(
         """
@@ -141,39 +141,38 @@ async def _read_placements(
         WHERE released_at IS NULL AND ($1::text[] IS NULL OR p.node_id = ANY($1))
         GROUP BY p.replica_id ORDER BY p.replica_id
         """,
-        only,
+        node_ids,
     )
     profiles = {
         replica.spec.replica_id: replica.profile
         for report in reports.values()
         for replica in report.replicas
     }
-    return _grouped(
+    return _with_followers(
         as_struct(row, Placement, profile=profiles.get(row["replica_id"], ReplicaProfile()))
         for row in rows
     )
 
 
-def _grouped(parts: Iterable[Placement]) -> tuple[Placement, ...]:
-    """Return replicas, each with its followers; a part whose leader is gone stands alone."""
-    alone = {part.replica_id: part for part in parts}
+def _with_followers(parts: Iterable[Placement]) -> tuple[Placement, ...]:
+    """Attach the parts of multi-node replicas to their leaders; orphaned parts stay separate."""
+    leaders = {part.replica_id: part for part in parts}
     followers: dict[ReplicaId, list[Placement]] = defaultdict(list)
-    for part in list(alone.values()):
-        if part.leader_id in alone:
-            followers[part.leader_id].append(alone.pop(part.replica_id))
+    for part in list(leaders.values()):
+        if part.leader_id in leaders:
+            followers[part.leader_id].append(leaders.pop(part.replica_id))
     return tuple(
-        msgspec.structs.replace(one, followers=tuple(followers[one.replica_id]))
-        if one.replica_id in followers
-        else one
-        for one in alone.values()
+        msgspec.structs.replace(leader, followers=tuple(followers[leader.replica_id]))
+        if leader.replica_id in followers
+        else leader
+        for leader in leaders.values()
     )
 
 
 async def _read_demand(connection: Connection) -> tuple[DemandRate, ...]:
-    """Return rates: the higher of the last one to two minutes and the last ten.
+    """Return demand rates: the higher of the last one to two minutes and the last ten.
 
-    The short window answers a growing demand soon, the long one keeps a pause from looking like
-    its end.
+    The short window follows growing demand quickly; the long one bridges short pauses.
     """
     rows = await connection.fetch(
         """
@@ -186,11 +185,11 @@ async def _read_demand(connection: Connection) -> tuple[DemandRate, ...]:
             SELECT minutes, deployment_id, pop,
                    extract(epoch FROM clock_timestamp() - since)::float8 AS span_s,
                    sum(greatest(requests - refused, 0))::float8 AS answered,
-                   -- The prompts of the refused are among them; a rate is of the answered.
+                   -- Includes the tokens of refused requests; scale them to the answered ones.
                    sum(uncached_tokens::float8 * greatest(requests - refused, 0)
                        / greatest(requests, 1)) AS uncached,
                    sum(output_tokens)::float8 AS output, sum(refused)::float8 AS refused
-            -- What a clock that was put back has counted in minutes to come is not of now.
+            -- Leaves out minutes in the future, counted before the clock was set back.
             FROM started JOIN demand ON minute BETWEEN since AND until
             GROUP BY minutes, since, deployment_id, pop
         )
@@ -204,11 +203,11 @@ async def _read_demand(connection: Connection) -> tuple[DemandRate, ...]:
 
 
 async def _read_given_up(connection: Connection) -> tuple[StartFailures, ...]:
-    """Return what broke again and again. What was refused never ran, and is none of it."""
+    """Return versions whose replicas failed after restarts; refused replicas never ran."""
     rows = await connection.fetch(
         """
         SELECT deployment_id, version, count(DISTINCT coalesce(leader_id, replica_id)) AS times,
-               -- By a clock put back since it may have been in a time to come.
+               -- abs(): state_since is in the future if the clock was set back since.
                abs(extract(epoch FROM clock_timestamp() - max(state_since)))::float8 AS ago_s,
                array_agg(node_id ORDER BY state_since DESC) AS node_ids,
                (array_agg(state_reason ORDER BY state_since DESC))[1] AS reason
@@ -240,7 +239,7 @@ async def _read_profiles(connection: Connection) -> tuple[MeasuredProfile, ...]:
         MeasuredProfile(
             model_id=row["model_id"],
             device_class=row["device_class"],
-            # As it is: who plans knows what of it is a measurement (`capacity.is_measured`).
+            # Zeros included: the planner knows which values were measured (`capacity.is_measured`).
             profile=ReplicaProfile(
                 **{field: row[field] for field in ReplicaProfile.__struct_fields__}
             ),

@@ -1,4 +1,4 @@
-"""Deployments as operators write them. A deleted one's row stays while usage tells of it."""
+"""Deployments as operators define them. A deleted row is kept while usage refers to it."""
 
 from typing import Final
 
@@ -8,7 +8,7 @@ import msgspec
 from isochrone.wire.admin import DeploymentView
 from isochrone.wire.model import Deployment, EngineSettings, PlacementPolicy
 from scheduler.store.catalogue import EtagMoved
-from scheduler.store.pool import Connection, as_json, as_struct, rows_in
+from scheduler.store.pool import Connection, affected_rows, as_json, as_struct
 
 _DEPLOYMENTS: Final = """
 SELECT deployment_id, name, model_id, version, engine, policy, etag, (
@@ -38,10 +38,10 @@ async def get_deployment(connection: Connection, deployment_id: str) -> Deployme
     return _deployment(row) if row else None
 
 
-async def hold_deployment(connection: Connection, deployment_id: str) -> None:
-    """Let nobody else change a deployment, or begin a rollout of it, until this transaction ends.
+async def lock_deployment(connection: Connection, deployment_id: str) -> None:
+    """Lock a deployment until the transaction ends: no other may change it or begin a rollout.
 
-    Taken before a rollout's row by whoever needs both.
+    A transaction that also locks the rollout's row takes this lock first.
     """
     await connection.execute(
         "SELECT FROM deployment WHERE deployment_id = $1 FOR NO KEY UPDATE", deployment_id
@@ -49,7 +49,7 @@ async def hold_deployment(connection: Connection, deployment_id: str) -> None:
 
 
 async def next_version(connection: Connection, deployment_id: str) -> int:
-    """Return the version that nothing of this deployment was yet, not even what was reverted."""
+    """Return a version number that this deployment never had, reverted rollouts included."""
     version: int = await connection.fetchval(
         """
         SELECT 1 + coalesce(greatest(
@@ -62,9 +62,9 @@ async def next_version(connection: Connection, deployment_id: str) -> int:
 
 
 async def add_deployment(connection: Connection, deployment: Deployment) -> bool:
-    """Make a deployment; False where its id or its name is taken.
+    """Add a deployment; False if its id or its name is taken.
 
-    The id of a deleted one is free: what ends of that is an older version of this.
+    The id of a deleted deployment can be used again: its last replicas are of an older version.
     """
     try:
         async with connection.transaction():
@@ -85,15 +85,15 @@ async def add_deployment(connection: Connection, deployment: Deployment) -> bool
             )
     except asyncpg.UniqueViolationError:
         return False
-    return rows_in(done) > 0
+    return affected_rows(done) > 0
 
 
 async def change_deployment(
     connection: Connection, deployment: Deployment, etag: int | None
 ) -> bool:
-    """Change a deployment that is held; a new model or engine is a new version. Raises EtagMoved.
+    """Change a locked deployment; another model or engine makes a new version. Raises EtagMoved.
 
-    False where the name is another deployment's.
+    Return False if the name belongs to another deployment.
     """
     try:
         async with connection.transaction():
@@ -116,15 +116,16 @@ async def change_deployment(
             )
     except asyncpg.UniqueViolationError:
         return False
-    if not rows_in(done):
+    if not affected_rows(done):
         raise EtagMoved(deployment.deployment_id)
     return True
 
 
-async def renew_deployments(connection: Connection, model_id: str) -> str:
-    """Have all that serves a model be of a new version; return whose rollout does not let them.
+async def bump_versions(connection: Connection, model_id: str) -> str:
+    """Give all deployments of a model a new version, because its files have changed.
 
-    Under a name that had other files, what runs is not what would be started.
+    Return the id of a deployment whose active rollout prevents this, and change nothing; empty if
+    there is none.
     """
     await connection.execute(
         """
@@ -154,7 +155,7 @@ async def renew_deployments(connection: Connection, model_id: str) -> str:
 
 
 async def delete_deployment(connection: Connection, deployment_id: str, etag: int | None) -> None:
-    """Mark a deployment deleted: its replicas drain, its rollout is over. Raises EtagMoved."""
+    """Mark a deployment deleted and abort its rollout; its replicas drain. Raises EtagMoved."""
     done = await connection.execute(
         """
         UPDATE deployment SET deleted_at = clock_timestamp(), etag = etag + 1
@@ -163,7 +164,7 @@ async def delete_deployment(connection: Connection, deployment_id: str, etag: in
         deployment_id,
         etag,
     )
-    if not rows_in(done):
+    if not affected_rows(done):
         raise EtagMoved(deployment_id)
     await connection.execute(
         """

@@ -1,12 +1,12 @@
-"""The record of who did what, appended in the transaction of the deed."""
+"""The event log, appended to in the transaction of the change that an event records."""
 
 import msgspec
 
 from scheduler.store.pool import Connection, as_json
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the record. `event_id` only rises; `at` is Unix time."""
+class EventView(msgspec.Struct, frozen=True, kw_only=True):
+    """One event. `event_id` increases; `at` is Unix time."""
 
     event_id: int
     at: float
@@ -48,7 +48,7 @@ async def record_event(
 
 async def list_events(
     connection: Connection, *, before_id: int | None, limit: int, subject: str | None
-) -> list[Event]:
+) -> list[EventView]:
     """Return events, the newest first, older than `before_id`."""
     rows = await connection.fetch(
         """
@@ -63,7 +63,8 @@ async def list_events(
         subject,
     )
     return [
-        Event(**{**row, "before": _raw(row["before"]), "after": _raw(row["after"])}) for row in rows
+        EventView(**{**row, "before": _raw(row["before"]), "after": _raw(row["after"])})
+        for row in rows
     ]
 
 

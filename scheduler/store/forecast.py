@@ -1,15 +1,15 @@
-"""What the forecast learns from and what it has learned: demand by slot, and each series' state."""
+"""The forecast's input (demand by time slot) and its saved state (one row for each series)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from isochrone.wire.ids import DeploymentId, PopId
 from scheduler.decide.demand import SLOT_S, SeriesKey, SlotDemand
-from scheduler.store.pool import Connection, rows_in
+from scheduler.store.pool import Connection, affected_rows
 
 
 class StoredSeries(NamedTuple):
-    """A series as it was saved."""
+    """A saved series: its key, the last slot learned, and the encoded state."""
 
     key: SeriesKey
     slot: int
@@ -17,12 +17,12 @@ class StoredSeries(NamedTuple):
 
 
 async def read_clock(connection: Connection) -> float:
-    """Return the database's clock, by which minutes are kept, in Unix time."""
+    """Return the database's time, by which demand minutes are counted, as Unix time."""
     return float(await connection.fetchval("SELECT extract(epoch FROM clock_timestamp())::float8"))
 
 
 async def read_slot(connection: Connection, slot: int) -> dict[SeriesKey, SlotDemand] | None:
-    """Return what a slot asked; None where no router was heard in it, so that nothing is known."""
+    """Return the demand of a slot; None if no router sent any in it, so that it is unknown."""
     rows = await connection.fetch(
         """
         SELECT deployment_id, pop, sum(requests)::float8 AS requests,
@@ -48,7 +48,7 @@ async def read_slot(connection: Connection, slot: int) -> dict[SeriesKey, SlotDe
             requests_per_s=row["requests"] / SLOT_S,
             prompt_tokens_per_s=row["prompt"] / SLOT_S,
             uncached_tokens_per_s=row["uncached"] / SLOT_S,
-            # Who was refused would have been answered as the others were.
+            # Refused requests would have been answered like the others.
             output_tokens_per_s=row["output"]
             / SLOT_S
             * row["requests"]
@@ -61,7 +61,7 @@ async def read_slot(connection: Connection, slot: int) -> dict[SeriesKey, SlotDe
 async def read_series(
     connection: Connection, after: SeriesKey | None, limit: int
 ) -> list[StoredSeries]:
-    """Return the next series that are saved, in the order of their keys."""
+    """Return up to `limit` saved series after a key, in the order of their keys."""
     rows = await connection.fetch(
         """
         SELECT deployment_id, pop, slot, state FROM demand_series
@@ -77,7 +77,7 @@ async def read_series(
 
 
 async def save_series(connection: Connection, rows: Sequence[StoredSeries]) -> None:
-    """Save series; one that another wrote later is left as it is."""
+    """Save series; a row with a later slot is left as it is."""
     await connection.executemany(
         """
         INSERT INTO demand_series AS s (deployment_id, pop, slot, state) VALUES ($1, $2, $3, $4)
@@ -92,8 +92,8 @@ async def save_series(connection: Connection, rows: Sequence[StoredSeries]) -> N
 async def forget_series(
     connection: Connection, before_slot: int, after_slot: int | None = None
 ) -> int:
-    """Forget series that nothing was learned of since a slot, or that reach beyond one."""
+    """Delete series last learned before one slot or after the other; return how many."""
     done = await connection.execute(
         "DELETE FROM demand_series WHERE slot < $1 OR slot > $2", before_slot, after_slot
     )
-    return rows_in(done)
+    return affected_rows(done)

@@ -1,4 +1,4 @@
-"""Which node holds which artifact, and so whom a node that needs one should ask."""
+"""Which nodes hold which artifacts, and from which of them another node should fetch."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -11,11 +11,11 @@ from scheduler.store.pool import Connection, as_struct
 
 SILENT_MAX_S: Final = 30.0
 CANDIDATES_MAX: Final = 200
-FAR_MS: Final = 1_000.0
+UNKNOWN_DISTANCE_MS: Final = 1_000.0
 
 
-async def record_held(connection: Connection, node_id: NodeId, digests: Sequence[str]) -> None:
-    """Keep what a node says that it holds, writing only what changed."""
+async def record_artifacts(connection: Connection, node_id: NodeId, digests: Sequence[str]) -> None:
+    """Store the artifacts that a node reports, writing only the differences."""
     await connection.execute(
         "DELETE FROM artifact_holder WHERE node_id = $1 AND digest <> ALL($2::text[])",
         node_id,
@@ -34,22 +34,24 @@ async def record_held(connection: Connection, node_id: NodeId, digests: Sequence
 async def read_holders(
     connection: Connection, node_id: NodeId, digests: Sequence[str]
 ) -> tuple[ArtifactHolders, ...]:
-    """Return whom this node should ask for each artifact that it does not hold itself."""
-    wanted = sorted(set(digests) - await _held_by(connection, node_id))
-    if not wanted:
+    """Return the nodes to fetch each artifact from that this node does not hold itself."""
+    missing = sorted(set(digests) - await _artifacts_of(connection, node_id))
+    if not missing:
         return ()
     pop = PopId(await connection.fetchval("SELECT pop FROM node WHERE node_id = $1", node_id))
-    far_ms = await _round_trips(connection, pop)
+    distance_ms = await _round_trips(connection, pop)
     holders = []
-    for digest in wanted:
+    for digest in missing:
         candidates = await _candidates(connection, node_id, pop, digest)
-        peers = rank_sources(node_id, pop, candidates, lambda p: far_ms.get(p, FAR_MS))
+        peers = rank_sources(
+            node_id, pop, candidates, lambda p: distance_ms.get(p, UNKNOWN_DISTANCE_MS)
+        )
         if peers:
             holders.append(ArtifactHolders(digest=digest, peers=peers))
     return tuple(holders)
 
 
-async def _held_by(connection: Connection, node_id: NodeId) -> set[str]:
+async def _artifacts_of(connection: Connection, node_id: NodeId) -> set[str]:
     rows = await connection.fetch("SELECT digest FROM artifact_holder WHERE node_id = $1", node_id)
     return {row["digest"] for row in rows}
 
@@ -57,10 +59,10 @@ async def _held_by(connection: Connection, node_id: NodeId) -> set[str]:
 async def _candidates(
     connection: Connection, node_id: NodeId, pop: PopId, digest: str
 ) -> list[ArtifactHolder]:
-    """Return the nodes in touch that hold the artifact, and those of this PoP that will fetch it.
+    """Return live nodes that hold the artifact, and nodes of this PoP that are about to fetch it.
 
-    Bounded: a model may be everywhere. Nodes of the own PoP are always among them, then one or two
-    of each PoP.
+    At most CANDIDATES_MAX of each: a popular model is everywhere. Holders of this PoP come first,
+    then one or two of each other PoP.
     """
     rows = await connection.fetch(
         """
@@ -94,10 +96,10 @@ async def _candidates(
 
 
 async def _round_trips(connection: Connection, pop: PopId) -> dict[PopId, float]:
-    """Return the round trip from this PoP to each: measured by its routers, else by distance."""
+    """Return the round trip to each PoP: as this PoP's routers measured it, else by distance."""
     pops = await connection.fetch("SELECT pop, latitude, longitude FROM pop")
     own = next(row for row in pops if row["pop"] == pop)
-    far_ms = {
+    distance_ms = {
         PopId(row["pop"]): round_trip_ms(
             own["latitude"], own["longitude"], row["latitude"], row["longitude"]
         )
@@ -110,4 +112,4 @@ async def _round_trips(connection: Connection, pop: PopId) -> dict[PopId, float]
         """,
         pop,
     )
-    return far_ms | {PopId(row["pop"]): row["rtt_ms"] for row in measured}
+    return distance_ms | {PopId(row["pop"]): row["rtt_ms"] for row in measured}

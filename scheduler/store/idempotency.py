@@ -1,21 +1,25 @@
-"""The last answer to each Idempotency-Key: a repeated request is answered, not repeated."""
+"""Stored responses by Idempotency-Key: a repeated request is answered and not carried out."""
 
 from typing import NamedTuple
 
 from scheduler.store.pool import Connection
 
 
-class StoredAnswer(NamedTuple):
-    """What was answered, and the digest of the body that was answered so."""
+class StoredResponse(NamedTuple):
+    """A response, and the digest of the request body that it answered."""
 
     body_sha256: str
     status: int
     body: bytes
 
 
-async def recall(connection: Connection, key: str, method: str, path: str) -> StoredAnswer | None:
-    """Return the stored answer; holds the key until the transaction ends, so that of two requests
-    at once one does the work and the other gets its answer."""
+async def load_response(
+    connection: Connection, key: str, method: str, path: str
+) -> StoredResponse | None:
+    """Return the stored response, if any, and lock the key until the transaction ends.
+
+    Of two simultaneous requests, one does the work and the other then gets its response.
+    """
     await connection.execute(
         "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", f"{key} {method} {path}"
     )
@@ -26,13 +30,13 @@ async def recall(connection: Connection, key: str, method: str, path: str) -> St
         method,
         path,
     )
-    return StoredAnswer(row["body_sha256"], row["status"], row["body"]) if row else None
+    return StoredResponse(row["body_sha256"], row["status"], row["body"]) if row else None
 
 
-async def remember(
-    connection: Connection, key: str, method: str, path: str, answer: StoredAnswer
+async def store_response(
+    connection: Connection, key: str, method: str, path: str, response: StoredResponse
 ) -> None:
-    """Store an answer in the transaction of its deed."""
+    """Store a response in the transaction of the change that it reports."""
     await connection.execute(
         """
         INSERT INTO idempotency (idempotency_key, method, path, body_sha256, status, body)
@@ -41,7 +45,7 @@ async def remember(
         key,
         method,
         path,
-        answer.body_sha256,
-        answer.status,
-        answer.body,
+        response.body_sha256,
+        response.status,
+        response.body,
     )

@@ -1,9 +1,9 @@
-"""Who may be of this cluster: join tokens, peers' names, and certificates that are refused.
+"""Join tokens, the names of peers, and revoked certificates.
 
-Rule 1: a revoked name stays revoked until an operator readmits it; joining again does not.
-Rule 2: a name once in use is taken again only with a token bound to it.
-Rule 3: what is revoked by name is every certificate issued before that moment, known here or not: a
-database restored from a backup knows none of the newest.
+Rule 1: a revoked name stays revoked until an operator readmits it; joining again is refused.
+Rule 2: a name that has been in use can be joined under again only with a token bound to it.
+Rule 3: revoking a name refuses every certificate issued before, known to the database or not: a
+database restored from a backup does not know the newest ones.
 """
 
 from datetime import datetime
@@ -16,34 +16,34 @@ from isochrone.wire.admin import JoinTokenView, RevocationView
 from isochrone.wire.assignment import RevokedCertificate
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import PopId
-from scheduler.store.pool import Connection, as_struct, fetch_one, rows_in
+from scheduler.store.pool import Connection, affected_rows, as_struct, fetch_one
 
 PEER_TABLES: Final = {PeerRole.AGENT: ("node", "node_id"), PeerRole.ROUTER: ("router", "router_id")}
 
 REVOKED_MAX: Final = 2000
-"""How many revocations a node is told at most, the newest."""
+"""How many revocations are sent to nodes at most, the newest first."""
 
-_RISE: Final = {PeerRole.AGENT: ", etag = etag + 1", PeerRole.ROUTER: ""}
+_BUMP_ETAG: Final = {PeerRole.AGENT: ", etag = etag + 1", PeerRole.ROUTER: ""}
 
-_JOIN: Final = """
+_JOIN_COLUMNS: Final = """
     token_id, pop, role, used_by, name, uses, uses_max,
     extract(epoch FROM expires_at)::float8 AS expires_at
 """
-_REVOCATION: Final = "role, name, serial, reason, extract(epoch FROM at)::float8 AS at"
+_REVOCATION_COLUMNS: Final = "role, name, serial, reason, extract(epoch FROM at)::float8 AS at"
 
-REVOKED: Final = """
+REVOKED_QUERY: Final = """
     SELECT FROM revocation r WHERE r.role = $6 AND r.name = $1
         AND (r.serial = $4 OR (r.serial = '' AND r.at > $7))
 """
-"""What refuses a certificate: $1 its name, $4 its serial, $6 its role, $7 when it was issued."""
+"""Finds revocations of a certificate: $1 name, $4 serial, $6 role, $7 time of issue."""
 
 
 class NameTaken(Exception):
-    """The name is another PoP's or another peer's."""
+    """The name is used in another PoP or by another peer."""
 
 
 class NameRevoked(Exception):
-    """The name was turned away for good."""
+    """The name is revoked."""
 
 
 async def add_join_token(
@@ -57,7 +57,7 @@ async def add_join_token(
     name: str | None = None,
     uses_max: int = 1,
 ) -> JoinTokenView | None:
-    """Keep a join token's digest; None where there is no such PoP."""
+    """Store a join token's digest; None if the PoP does not exist."""
     try:
         async with connection.transaction():
             row = await fetch_one(
@@ -66,7 +66,7 @@ async def add_join_token(
                 INSERT INTO join_token
                     (token_id, secret_sha256, role, pop, expires_at, name, uses_max)
                 VALUES ($1, $2, $3, $4, clock_timestamp() + make_interval(secs => $5), $6, $7)
-                RETURNING {_JOIN}
+                RETURNING {_JOIN_COLUMNS}
                 """,  # noqa: S608
                 token_id,
                 secret_sha256,
@@ -84,15 +84,15 @@ async def add_join_token(
 async def list_join_tokens(connection: Connection, after: str, limit: int) -> list[JoinTokenView]:
     """Return join tokens in the order of their ids, never their secrets."""
     rows = await connection.fetch(
-        f"SELECT {_JOIN} FROM join_token WHERE token_id > $1 ORDER BY token_id LIMIT $2",  # noqa: S608
+        f"SELECT {_JOIN_COLUMNS} FROM join_token WHERE token_id > $1 ORDER BY token_id LIMIT $2",  # noqa: S608
         after,
         limit,
     )
     return [as_struct(row, JoinTokenView) for row in rows]
 
 
-class Spent(msgspec.Struct, frozen=True, kw_only=True):
-    """What a join token gave: its PoP, and whether it was made for this very name."""
+class UsedJoinToken(msgspec.Struct, frozen=True, kw_only=True):
+    """The rights of a used join token: its PoP, and whether it is bound to the peer's name."""
 
     pop: PopId
     is_bound: bool
@@ -100,10 +100,10 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
 
 async def use_join_token(
     connection: Connection, *, token_id: str, secret_sha256: str, role: PeerRole, name: str
-) -> Spent | None:
-    """Spend one use of a join token; None where it is not (or no more) good for this peer.
+) -> UsedJoinToken | None:
+    """Use a join token once; None if it is not, or no longer, valid for this peer.
 
-    One statement: of two that present the last use, one gets it.
+    A single statement, so that only one of two simultaneous peers gets the last use.
     """
     row = await connection.fetchrow(
         """
@@ -118,13 +118,13 @@ async def use_join_token(
         role.value,
         name,
     )
-    return Spent(pop=PopId(row["pop"]), is_bound=row["name"] is not None) if row else None
+    return UsedJoinToken(pop=PopId(row["pop"]), is_bound=row["name"] is not None) if row else None
 
 
 async def add_peer(
     connection: Connection, role: PeerRole, name: str, pop: PopId, *, is_bound: bool = False
 ) -> None:
-    """Make the row of a peer that has joined; raises NameTaken or NameRevoked."""
+    """Add the row of a joining peer, unless it exists; raises NameTaken or NameRevoked."""
     table, column = PEER_TABLES[role]
     added = await connection.fetchval(
         f"INSERT INTO {table} ({column}, pop) VALUES ($1, $2)"  # noqa: S608
@@ -134,25 +134,25 @@ async def add_peer(
     )
     if added is not None:
         return
-    held = await fetch_one(
+    peer = await fetch_one(
         connection,
         f"SELECT pop, revoked, boot_id FROM {table} WHERE {column} = $1 FOR UPDATE",  # noqa: S608
         name,
     )
-    if held["revoked"]:
-        then = f", or readmit it (`isochrone nodes readmit {name}`)" * (role is PeerRole.AGENT)
-        raise NameRevoked(f"{name} is revoked; take another name{then}")
-    if held["pop"] != pop:
+    if peer["revoked"]:
+        hint = f", or readmit it (`isochrone nodes readmit {name}`)" * (role is PeerRole.AGENT)
+        raise NameRevoked(f"{name} is revoked; use another name{hint}")
+    if peer["pop"] != pop:
         raise NameTaken(f"{name} is in another PoP")
-    if held["boot_id"] and not is_bound:
+    if peer["boot_id"] and not is_bound:
         raise NameTaken(
-            f"the name {name} is in use; take another, or a token bound to it "
+            f"the name {name} is in use; use another, or a token bound to it "
             f"(`isochrone nodes join-token {pop} --name {name}`)"
         )
 
 
 async def may_renew(connection: Connection, role: PeerRole, name: str, serial: str) -> bool:
-    """Say whether the holder of this certificate may have another; holds its row until then."""
+    """Say whether this certificate may be renewed; locks the peer's row for the transaction."""
     table, column = PEER_TABLES[role]
     found = await connection.fetchval(
         f"""
@@ -168,7 +168,7 @@ async def may_renew(connection: Connection, role: PeerRole, name: str, serial: s
 
 
 async def issue_not_before(connection: Connection, role: PeerRole, name: str) -> datetime | None:
-    """Return from when on a new certificate of this name outlives its revocations."""
+    """Return the time from which a certificate of this name is newer than its revocations."""
     at: datetime | None = await connection.fetchval(
         """
         SELECT date_trunc('second', max(at)) + interval '1 second' FROM revocation
@@ -183,11 +183,11 @@ async def issue_not_before(connection: Connection, role: PeerRole, name: str) ->
 async def revoke(
     connection: Connection, role: PeerRole, name: str, *, serial: str = "", reason: str = ""
 ) -> RevocationView:
-    """Refuse one certificate, or, without a serial, the name and all that it was ever issued."""
+    """Revoke one certificate or, without a serial, the name and every certificate issued to it."""
     table, column = PEER_TABLES[role]
     if not serial:
         await connection.execute(
-            f"UPDATE {table} SET revoked = true{_RISE[role]} WHERE {column} = $1",  # noqa: S608
+            f"UPDATE {table} SET revoked = true{_BUMP_ETAG[role]} WHERE {column} = $1",  # noqa: S608
             name,
         )
     row = await fetch_one(
@@ -195,7 +195,7 @@ async def revoke(
         f"""
         INSERT INTO revocation (role, name, serial, reason) VALUES ($1, $2, $3, $4)
         ON CONFLICT (role, name, serial) DO UPDATE SET at = clock_timestamp(), reason = $4
-        RETURNING {_REVOCATION}
+        RETURNING {_REVOCATION_COLUMNS}
         """,  # noqa: S608
         role.value,
         name,
@@ -206,20 +206,20 @@ async def revoke(
 
 
 async def readmit(connection: Connection, role: PeerRole, name: str) -> bool:
-    """Let a revoked name join again; its old certificates stay refused. False if it was not."""
+    """Let a revoked name join again; old certificates stay revoked. False if it was not revoked."""
     table, column = PEER_TABLES[role]
     done = await connection.execute(
-        f"UPDATE {table} SET revoked = false{_RISE[role]} WHERE {column} = $1 AND revoked",  # noqa: S608
+        f"UPDATE {table} SET revoked = false{_BUMP_ETAG[role]} WHERE {column} = $1 AND revoked",  # noqa: S608
         name,
     )
-    return rows_in(done) > 0
+    return affected_rows(done) > 0
 
 
 async def list_revocations(connection: Connection, after: str, limit: int) -> list[RevocationView]:
     """Return revocations in the order of `role/name/serial`."""
     rows = await connection.fetch(
         f"""
-        SELECT {_REVOCATION} FROM revocation
+        SELECT {_REVOCATION_COLUMNS} FROM revocation
         WHERE concat_ws('/', role, name, serial) > $1
         ORDER BY concat_ws('/', role, name, serial) LIMIT $2
         """,  # noqa: S608
@@ -232,17 +232,18 @@ async def list_revocations(connection: Connection, after: str, limit: int) -> li
 async def revoked_since(connection: Connection, since_s: float) -> list[RevocationView]:
     """Return what was revoked in the last `since_s` seconds."""
     rows = await connection.fetch(
-        f"SELECT {_REVOCATION} FROM revocation"  # noqa: S608
-        " WHERE at > now() - make_interval(secs => $1)",  # an index serves this, read every 2 s
+        f"SELECT {_REVOCATION_COLUMNS} FROM revocation"  # noqa: S608
+        # now() can use the index on `at`, which clock_timestamp() cannot.
+        " WHERE at > now() - make_interval(secs => $1)",
         since_s,
     )
     return [as_struct(row, RevocationView) for row in rows]
 
 
-async def revoked_now(connection: Connection) -> tuple[RevokedCertificate, ...]:
-    """Return what nodes refuse at their doors, the newest first."""
+async def newest_revocations(connection: Connection) -> tuple[RevokedCertificate, ...]:
+    """Return the revocations that nodes enforce, the newest first."""
     rows = await connection.fetch(
-        f"SELECT {_REVOCATION} FROM revocation ORDER BY revocation.at DESC LIMIT $1",  # noqa: S608
+        f"SELECT {_REVOCATION_COLUMNS} FROM revocation ORDER BY revocation.at DESC LIMIT $1",  # noqa: S608
         REVOKED_MAX,
     )
     return tuple(as_struct(row, RevokedCertificate) for row in rows)

@@ -1,4 +1,4 @@
-"""Clients' keys: only digests, what each may ask, and the number of the next route table."""
+"""Clients' API keys: digests, limits and revocations; and the route table's next generation."""
 
 from typing import Final
 
@@ -10,15 +10,15 @@ from isochrone.wire.ids import Epoch, Generation, KeyId
 from isochrone.wire.routes import KeyEntry, KeyLimits
 from scheduler.store.catalogue import EtagMoved
 from scheduler.store.lease import assert_epoch
-from scheduler.store.pool import Connection, as_json, as_struct, fetch_one, rows_in
-from scheduler.store.quotas import count_today_anew
+from scheduler.store.pool import Connection, affected_rows, as_json, as_struct, fetch_one
+from scheduler.store.quotas import recount_today
 
 TOMBSTONE_DAYS: Final = 30
 TOMBSTONES_MAX: Final = 10_000
 
 
 async def live_keys(connection: Connection) -> tuple[KeyEntry, ...]:
-    """Return the keys that routers should honour, and which have used up a quota until when."""
+    """Return the valid keys for the route table; keys with a spent quota say until when."""
     rows = await connection.fetch(
         """
         SELECT k.key_id, secret_sha256, tenant_id, deployments, limits,
@@ -36,7 +36,7 @@ async def live_keys(connection: Connection) -> tuple[KeyEntry, ...]:
 
 
 async def revoked_keys(connection: Connection) -> tuple[KeyId, ...]:
-    """Return the tombstones of the keys revoked lately: longer than any router holds a table."""
+    """Return keys revoked within TOMBSTONE_DAYS, longer than a router keeps a route table."""
     rows = await connection.fetch(
         """
         SELECT key_id FROM api_key
@@ -50,7 +50,7 @@ async def revoked_keys(connection: Connection) -> tuple[KeyId, ...]:
 
 
 async def next_route_generation(connection: Connection, epoch: Epoch) -> Generation:
-    """Number the next route table."""
+    """Return the next route table's generation; raises EpochLost."""
     await assert_epoch(connection, epoch)
     return Generation(
         await connection.fetchval(
@@ -62,14 +62,14 @@ async def next_route_generation(connection: Connection, epoch: Epoch) -> Generat
 async def add_key(
     connection: Connection, *, key_id: KeyId, secret_sha256: str, body: KeyBody
 ) -> KeyView:
-    """Keep a new key's digest."""
+    """Store a new key's digest."""
     row = await fetch_one(
         connection,
         f"""
         INSERT INTO api_key
             (key_id, secret_sha256, tenant_id, note, deployments, limits, expires_at)
         VALUES ($1, $2, $3, $4, $5, $6, clock_timestamp() + make_interval(secs => $7))
-        RETURNING {_VIEW}
+        RETURNING {_KEY_COLUMNS}
         """,  # noqa: S608
         key_id,
         secret_sha256,
@@ -85,7 +85,7 @@ async def add_key(
 async def list_keys(connection: Connection, after: str, limit: int) -> list[KeyView]:
     """Return keys in the order of their ids, never their secrets."""
     rows = await connection.fetch(
-        f"SELECT {_VIEW} FROM api_key WHERE key_id > $1 ORDER BY key_id LIMIT $2",  # noqa: S608
+        f"SELECT {_KEY_COLUMNS} FROM api_key WHERE key_id > $1 ORDER BY key_id LIMIT $2",  # noqa: S608
         after,
         limit,
     )
@@ -93,9 +93,9 @@ async def list_keys(connection: Connection, after: str, limit: int) -> list[KeyV
 
 
 async def get_key(connection: Connection, key_id: str) -> KeyView | None:
-    """Return one key without its secret."""
+    """Return one key, without its secret."""
     row = await connection.fetchrow(
-        f"SELECT {_VIEW} FROM api_key WHERE key_id = $1",  # noqa: S608
+        f"SELECT {_KEY_COLUMNS} FROM api_key WHERE key_id = $1",  # noqa: S608
         key_id,
     )
     return _view(row) if row else None
@@ -109,7 +109,7 @@ async def set_limits(
         f"""
         UPDATE api_key SET limits = $2, etag = etag + 1
         WHERE key_id = $1 AND ($3::bigint IS NULL OR etag = $3)
-        RETURNING {_VIEW}
+        RETURNING {_KEY_COLUMNS}
         """,  # noqa: S608
         key_id,
         as_json(limits),
@@ -118,19 +118,19 @@ async def set_limits(
     if row is None:
         raise EtagMoved(key_id)
     if limits.tokens_per_day or limits.spend_per_day:
-        await count_today_anew(connection, key_id)
+        await recount_today(connection, key_id)
     return _view(row)
 
 
 async def revoke_key(connection: Connection, key_id: str, etag: int | None) -> None:
-    """Revoke a key for good; raises EtagMoved."""
+    """Revoke a key; raises EtagMoved."""
     done = await connection.execute(
         "UPDATE api_key SET revoked_at = coalesce(revoked_at, clock_timestamp()), etag = etag + 1"
         " WHERE key_id = $1 AND ($2::bigint IS NULL OR etag = $2)",
         key_id,
         etag,
     )
-    if not rows_in(done):
+    if not affected_rows(done):
         raise EtagMoved(key_id)
 
 
@@ -142,7 +142,7 @@ def _entry(row: asyncpg.Record) -> KeyEntry:
     return as_struct(row, KeyEntry, limits=limits, spent_until=row["midnight"] if is_spent else 0.0)
 
 
-_VIEW: Final = (
+_KEY_COLUMNS: Final = (
     "key_id, tenant_id, note, deployments, limits, etag, revoked_at IS NOT NULL AS revoked,"
     " extract(epoch FROM expires_at)::float8 AS expires_at,"
     " (SELECT (tokens, spend) FROM key_day d WHERE d.key_id = api_key.key_id"

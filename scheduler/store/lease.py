@@ -1,10 +1,10 @@
-"""The lease: who acts, fenced by an epoch that only rises.
+"""The lease: which scheduler acts, fenced by an epoch that only rises.
 
-The holder may trust itself until `asked_at + ttl - margin` on its own monotonic clock, counted
-from before it asked: a slow round trip to the database cannot stretch leadership. Expiry is judged
-by the database's clock alone, and every decision carries `WHERE epoch = $n` (`assert_epoch`), so a
-holder that was paused past its time cannot write. A holder is one process, not a name: two of one
-name, or one started again, must not share an epoch.
+The holder trusts its lease until `requested_at + ttl - MARGIN_S` on its own monotonic clock,
+counted from before the request: a slow round trip to the database cannot extend leadership. Expiry
+is judged by the database's clock alone. Every write checks its epoch (`assert_epoch`), so a holder
+that was paused beyond its lease cannot write. A holder is one process and not a name: two processes
+of one name, or one that restarts, must not share an epoch.
 """
 
 from typing import Final
@@ -12,36 +12,36 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.ids import ClusterId, Epoch, Generation
-from scheduler.store.pool import Connection, as_struct, fetch_one, rows_in
+from scheduler.store.pool import Connection, affected_rows, as_struct, fetch_one
 
 TTL_S: Final = 6.0
 MARGIN_S: Final = 1.0
-TOLD: Final = (
+_RETURNING: Final = (
     "RETURNING epoch, extract(epoch FROM clock_timestamp() - acting_since)::float8 AS acting_for_s"
 )
 
 
 class EpochLost(Exception):
-    """Another scheduler acts now; what was about to be written was not."""
+    """Another scheduler has a newer epoch; nothing was written."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease held, as the database told it."""
+    """A held lease: its epoch, and for how long its holder has acted."""
 
     epoch: Epoch
     acting_for_s: float
 
 
-class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """The cluster's one row."""
+class ClusterRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The cluster's row, of which a database has one."""
 
     cluster_id: ClusterId
     generation: Generation
     route_generation: Generation
 
 
-async def ensure_cluster(connection: Connection, new_id: ClusterId) -> Cluster:
-    """Return the cluster's row, making it under `new_id` in a database that has none."""
+async def ensure_cluster(connection: Connection, new_id: ClusterId) -> ClusterRow:
+    """Return the cluster's row; in an empty database, add it with `new_id`."""
     await connection.execute(
         "INSERT INTO cluster (cluster_id) VALUES ($1) ON CONFLICT DO NOTHING", new_id
     )
@@ -49,23 +49,25 @@ async def ensure_cluster(connection: Connection, new_id: ClusterId) -> Cluster:
     return await read_cluster_row(connection)
 
 
-async def hold_authority(connection: Connection, fingerprint: str) -> str:
-    """Return the fingerprint of the cluster's authority; where none was told yet, it is this."""
+async def claim_authority(connection: Connection, fingerprint: str) -> str:
+    """Return the fingerprint of the cluster's authority; set it to this one if there is none."""
     await connection.execute("UPDATE cluster SET authority = $1 WHERE authority = ''", fingerprint)
-    held: str = await connection.fetchval("SELECT authority FROM cluster")
-    return held
+    authority: str = await connection.fetchval("SELECT authority FROM cluster")
+    return authority
 
 
-async def read_cluster_row(connection: Connection) -> Cluster:
+async def read_cluster_row(connection: Connection) -> ClusterRow:
     """Return the cluster's one row."""
     row = await fetch_one(
         connection, "SELECT cluster_id, generation, route_generation FROM cluster"
     )
-    return as_struct(row, Cluster)
+    return as_struct(row, ClusterRow)
 
 
-async def hold_lease(connection: Connection, holder: str, ttl_s: float = TTL_S) -> Lease | None:
-    """Renew the lease if `holder` has it, take it if it has expired, else return None."""
+async def acquire_or_renew_lease(
+    connection: Connection, holder: str, ttl_s: float = TTL_S
+) -> Lease | None:
+    """Renew the lease if `holder` has it, or take it if it has expired; else return None."""
     lease = await renew_lease(connection, holder, ttl_s)
     if lease is not None:
         return lease
@@ -73,7 +75,7 @@ async def hold_lease(connection: Connection, holder: str, ttl_s: float = TTL_S) 
         f"""
         UPDATE lease SET epoch = epoch + 1, acting_since = clock_timestamp(), holder = $1,
             expires_at = clock_timestamp() + make_interval(secs => $2)
-        WHERE expires_at <= clock_timestamp() {TOLD}
+        WHERE expires_at <= clock_timestamp() {_RETURNING}
         """,  # noqa: S608
         holder,
         ttl_s,
@@ -82,15 +84,15 @@ async def hold_lease(connection: Connection, holder: str, ttl_s: float = TTL_S) 
 
 
 async def renew_lease(connection: Connection, holder: str, ttl_s: float = TTL_S) -> Lease | None:
-    """Renew the lease if `holder` has it, else return None.
+    """Renew the lease if `holder` has it; else return None.
 
-    It leaves the row's keys as they are, so that it never waits for writers who hold the epoch
-    (`assert_epoch`): of those there may always be some, each for a moment.
+    The epoch, which is the row's key, stays as it is: so the update does not wait for the writers
+    that hold the epoch with FOR KEY SHARE (`assert_epoch`), of which there are always some.
     """
     row = await connection.fetchrow(
         f"""
         UPDATE lease SET expires_at = clock_timestamp() + make_interval(secs => $2)
-        WHERE holder = $1 AND expires_at > clock_timestamp() {TOLD}
+        WHERE holder = $1 AND expires_at > clock_timestamp() {_RETURNING}
         """,  # noqa: S608
         holder,
         ttl_s,
@@ -98,13 +100,13 @@ async def renew_lease(connection: Connection, holder: str, ttl_s: float = TTL_S)
     return as_struct(row, Lease) if row else None
 
 
-async def give_up_lease(connection: Connection, holder: str) -> None:
-    """Let a standby act at once: this scheduler is stopping."""
+async def release_lease(connection: Connection, holder: str) -> None:
+    """Let the lease expire at once, so that a standby can act."""
     await connection.execute("UPDATE lease SET expires_at = '-infinity' WHERE holder = $1", holder)
 
 
 async def assert_epoch(connection: Connection, epoch: Epoch) -> None:
-    """Hold the epoch until this transaction ends, or raise EpochLost. First line of every write."""
+    """Lock the epoch until the transaction ends, or raise EpochLost. Begins every write."""
     current = await connection.fetchval(
         "SELECT epoch FROM lease WHERE epoch = $1 FOR KEY SHARE", epoch
     )
@@ -112,19 +114,19 @@ async def assert_epoch(connection: Connection, epoch: Epoch) -> None:
         raise EpochLost(f"cannot write with epoch {epoch}: another scheduler has a newer one")
 
 
-async def rise_above(
+async def raise_epoch_and_generation(
     connection: Connection, *, holder: str, generation: Generation, epoch: Epoch
 ) -> bool:
-    """Lift a database that is behind what its fleet has seen (it was restored from a backup).
+    """Raise the counters of a database that was restored from a backup above what its fleet has.
 
-    Returns whether anything was lifted; the caller's epoch is then no longer the newest, and its
-    next turn of the lease takes up the new one.
+    Return whether anything was raised. The caller's epoch may then be outdated; its next renewal of
+    the lease returns the new one.
     """
-    # The epoch first, as every writer asks for it first.
-    raised = await connection.execute(
+    # The epoch is locked first, as in every transaction.
+    raised_epoch = await connection.execute(
         "UPDATE lease SET epoch = $1 + 1 WHERE holder = $2 AND epoch < $1", epoch, holder
     )
-    lifted = await connection.execute(
+    raised_generation = await connection.execute(
         """
         UPDATE cluster SET generation = greatest(generation, $1 + 1),
                            route_generation = greatest(route_generation, $1 + 1)
@@ -132,20 +134,20 @@ async def rise_above(
         """,
         generation,
     )
-    return rows_in(lifted) > 0 or rows_in(raised) > 0
+    return affected_rows(raised_generation) > 0 or affected_rows(raised_epoch) > 0
 
 
-async def read_lease_left_s(connection: Connection) -> float:
-    """Return for how long the lease is still held; 0 where it is free."""
-    left_s: float = await connection.fetchval(
+async def read_lease_remaining_s(connection: Connection) -> float:
+    """Return for how many seconds the lease is still held; 0 if it is free."""
+    remaining_s: float = await connection.fetchval(
         "SELECT greatest(0, extract(epoch FROM expires_at - clock_timestamp()))::float8 FROM lease"
         " WHERE expires_at > '-infinity' UNION ALL SELECT 0::float8 LIMIT 1"
     )
-    return left_s
+    return remaining_s
 
 
 async def count_peers(connection: Connection) -> int:
-    """Return how many nodes and routers may dial."""
+    """Return how many nodes and routers may connect."""
     count: int = await connection.fetchval(
         "SELECT (SELECT count(*) FROM node WHERE NOT revoked)"
         " + (SELECT count(*) FROM router WHERE NOT revoked)"
@@ -154,11 +156,11 @@ async def count_peers(connection: Connection) -> int:
 
 
 async def read_acting_for_s(connection: Connection) -> float | None:
-    """Return how long whoever holds the lease has acted; None where nobody does."""
-    held: float | None = await connection.fetchval(
+    """Return for how long the lease's holder has acted; None if the lease is free."""
+    acting_for_s: float | None = await connection.fetchval(
         """
         SELECT extract(epoch FROM clock_timestamp() - acting_since)::float8 FROM lease
         WHERE expires_at > clock_timestamp()
         """
     )
-    return held
+    return acting_for_s

@@ -22,11 +22,11 @@ CREATE TABLE IF NOT EXISTS migration (
 
 
 class MigrationError(Exception):
-    """The database's history is not this release's history; nothing was changed."""
+    """The database's migrations are not those of this release; nothing was changed."""
 
 
 class Migration(NamedTuple):
-    """One numbered file."""
+    """One numbered SQL file."""
 
     number: int
     name: str
@@ -34,26 +34,27 @@ class Migration(NamedTuple):
 
     @property
     def sha256(self) -> str:
-        """Return the digest by which an edited file is told."""
+        """Return the digest by which an edited file is recognised."""
         return hashlib.sha256(self.sql.encode()).hexdigest()
 
 
 def read_migrations() -> tuple[Migration, ...]:
-    """Return the migrations of this release in order."""
+    """Return the migrations of this release, in order."""
     return tuple(
         Migration(int(path.name[:4]), path.stem, path.read_text())
         for path in sorted(FOLDER.glob("[0-9][0-9][0-9][0-9]_*.sql"))
     )
 
 
-async def migrate(pool: Pool, wanted: tuple[Migration, ...] | None = None) -> list[str]:
-    """Bring the database to the head of `wanted` and return the names applied.
+async def migrate(pool: Pool, migrations: tuple[Migration, ...] | None = None) -> list[str]:
+    """Apply the missing migrations, by default this release's; return their names.
 
-    Raises MigrationError where the database holds an edited or a newer migration.
+    Raises MigrationError if the database has an edited or a newer migration.
     """
     applied = []
-    for migration in wanted if wanted is not None else read_migrations():
-        # One transaction each; the lock makes a second runner wait, then find the work done.
+    wanted = read_migrations() if migrations is None else migrations
+    for migration in wanted:
+        # One transaction each. A second runner waits for the lock and then finds the work done.
         async with transaction(pool) as connection:
             await connection.execute(
                 "SELECT pg_advisory_xact_lock($1)", MIGRATE_LOCK, timeout=MIGRATE_TIMEOUT_S
@@ -65,7 +66,7 @@ async def migrate(pool: Pool, wanted: tuple[Migration, ...] | None = None) -> li
             if known is not None:
                 if known["sha256"] != migration.sha256:
                     raise MigrationError(
-                        f"cannot migrate: {migration.name} was applied with another content; an "
+                        f"cannot migrate: {migration.name} was applied with other contents; an "
                         "applied migration is never edited, add a new one"
                     )
                 continue
@@ -77,7 +78,7 @@ async def migrate(pool: Pool, wanted: tuple[Migration, ...] | None = None) -> li
                 migration.sha256,
             )
             applied.append(migration.name)
-    await _refuse_newer(pool, wanted if wanted is not None else read_migrations())
+    await _refuse_newer(pool, wanted)
     return applied
 
 

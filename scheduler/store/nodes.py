@@ -1,4 +1,4 @@
-"""Nodes and routers: how they join, what they report, what is assigned to them."""
+"""Nodes and routers: registrations, signs of life, reports and assignments."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -17,20 +17,21 @@ from isochrone.wire.ids import (
     ReplicaId,
 )
 from isochrone.wire.report import NodeDevice, Pulse, ReplicaReport, ReplicaState, Report
-from scheduler.store.adopt import Believes, adopt
-from scheduler.store.holders import read_holders, record_held
-from scheduler.store.identities import PEER_TABLES, REVOKED, revoked_now
-from scheduler.store.known_nodes import read_report
+from scheduler.store.adoption import SealCheck, adopt
+from scheduler.store.holders import read_holders, record_artifacts
+from scheduler.store.identities import PEER_TABLES, REVOKED_QUERY, newest_revocations
 from scheduler.store.lease import assert_epoch
-from scheduler.store.pool import Connection, columns, fetch_one, rows_in, text
-from scheduler.store.prefetch import read_prefetched
+from scheduler.store.node_reports import decode_report
+from scheduler.store.pool import Connection, affected_rows, columns, fetch_one, storable_text
+from scheduler.store.prefetch import read_node_prefetches
 
 BIGINT_MAX: Final = 2**63 - 1
 MAY_FETCH: Final = ("wanted", "fetching", "failed")
+"""The states in which a replica's node may still have to fetch its weights."""
 
 
 class ReportEffect(msgspec.Struct, frozen=True, kw_only=True):
-    """What a report changed, in counts. `stale` means that it was older than one already held."""
+    """How many rows a report changed. A `stale` report is older than the stored one."""
 
     stale: bool = False
     changed: int = 0
@@ -39,7 +40,7 @@ class ReportEffect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnknownPeer(Exception):
-    """No such node or router, or it is revoked."""
+    """The node or router does not exist or is revoked."""
 
 
 async def record_registration(
@@ -50,14 +51,14 @@ async def record_registration(
     generation: Generation,
     certificate: Certificate,
 ) -> None:
-    """Note that a peer is connected, or raise UnknownPeer."""
+    """Record that a peer has registered; raises UnknownPeer."""
     table, column = PEER_TABLES[role]
     done = await connection.execute(
         f"""
         UPDATE {table} SET boot_id = $2, generation = $3, last_seen_at = clock_timestamp(),
             certificate_serial = $4, certificate_expires_at = $5
             {", report_seq = 0" if role is PeerRole.AGENT else ""}
-        WHERE {column} = $1 AND NOT revoked AND NOT EXISTS ({REVOKED})
+        WHERE {column} = $1 AND NOT revoked AND NOT EXISTS ({REVOKED_QUERY})
         """,  # noqa: S608
         name,
         boot_id,
@@ -67,20 +68,20 @@ async def record_registration(
         role.value,
         certificate.issued_at,
     )
-    if not rows_in(done):
+    if not affected_rows(done):
         raise UnknownPeer(f"cannot register {name}: unknown here or revoked; join again")
 
 
 async def read_node_ids(connection: Connection) -> list[NodeId]:
-    """Return the names of all nodes that may report."""
+    """Return the ids of all nodes that are not revoked."""
     rows = await connection.fetch("SELECT node_id FROM node WHERE NOT revoked")
     return [NodeId(row["node_id"]) for row in rows]
 
 
 async def lock_nodes(connection: Connection, node_ids: Sequence[NodeId]) -> None:
-    """Lock many nodes' rows until the transaction ends, always in the same order.
+    """Lock nodes' rows until the transaction ends, always in the same order.
 
-    An UPDATE of many rows locks them as it meets them: two of them could wait for one another.
+    An UPDATE of many rows locks them in the order of a scan, so two of them could deadlock.
     """
     await connection.execute(
         "SELECT FROM node WHERE node_id = ANY($1::text[]) ORDER BY node_id FOR NO KEY UPDATE",
@@ -89,7 +90,10 @@ async def lock_nodes(connection: Connection, node_ids: Sequence[NodeId]) -> None
 
 
 async def record_pulses(connection: Connection, pulses: Sequence[Pulse]) -> None:
-    """Write many signs of life, in the caller's transaction; no number can spoil the others'."""
+    """Store many nodes' pulses, in the caller's transaction.
+
+    A generation over BIGINT_MAX is clamped, so that it cannot fail the batch.
+    """
     ordered = sorted(pulses, key=lambda pulse: pulse.node_id)
     await lock_nodes(connection, [pulse.node_id for pulse in ordered])
     await connection.execute(
@@ -106,7 +110,7 @@ async def record_pulses(connection: Connection, pulses: Sequence[Pulse]) -> None
 async def record_routers_seen(
     connection: Connection, seen: Sequence[tuple[str, Generation]]
 ) -> None:
-    """Write many routers' signs of life, and the table each has, in one statement."""
+    """Store that routers are alive, and the generation of the route table that each has."""
     ordered = sorted(seen)
     await connection.execute(
         """
@@ -120,9 +124,12 @@ async def record_routers_seen(
 
 
 async def record_report(
-    connection: Connection, epoch: Epoch, report: Report, believes: Believes
+    connection: Connection, epoch: Epoch, report: Report, has_valid_seal: SealCheck
 ) -> ReportEffect:
-    """Take a node's whole word for what it is: devices, replicas, what is gone, what is unknown."""
+    """Store a node's report: its devices, replicas, refusals, artifacts and measured profiles.
+
+    Unknown replicas are adopted, and ended replicas that the node no longer has are released.
+    """
     await assert_epoch(connection, epoch)
     row = await connection.fetchrow(
         """
@@ -141,39 +148,39 @@ async def record_report(
     )
     if row is None:
         return ReportEffect(stale=True)
-    before = read_report(row["report"])
+    before = decode_report(row["report"])
     changed = adopted = 0
-    # What only reports write, in the same transaction as the report itself, is as it was told.
+    # Only reports write devices, in the same transaction: an unchanged list needs no writing.
     if before is None or _columns(before.devices) != _columns(report.devices):
         changed += await _record_devices(connection, report.node_id, report.devices)
-    seated = []
-    for replica in _in_one_order(report):
-        known = await _record_replica(connection, report.node_id, replica)
-        taken_in = 0
-        if known is None:
-            taken_in = await adopt(connection, report.node_id, replica, believes)
-        changed, adopted = changed + (known or 0), adopted + taken_in
-        if known is not None or taken_in:
-            seated.append(replica)
+    known_replicas = []
+    for replica in _in_lock_order(report):
+        moved = await _record_replica(connection, report.node_id, replica)
+        is_adopted = 0
+        if moved is None:
+            is_adopted = await adopt(connection, report.node_id, replica, has_valid_seal)
+        changed, adopted = changed + (moved or 0), adopted + is_adopted
+        if moved is not None or is_adopted:
+            known_replicas.append(replica)
     changed += await _record_refusals(connection, report)
     released = await _release_ended(connection, report)
     if before is None or before.artifacts != report.artifacts:
-        await record_held(connection, report.node_id, report.artifacts)
-    await _record_profiles(connection, report.devices, seated)
+        await record_artifacts(connection, report.node_id, report.artifacts)
+    await _record_profiles(connection, report.devices, known_replicas)
     if changed or adopted or released:
         await connection.execute("UPDATE cluster SET generation = generation + 1")
     return ReportEffect(changed=changed, adopted=adopted, released=released)
 
 
-def _in_one_order(report: Report) -> list[ReplicaReport]:
-    """Return replicas as every report takes them: two of the same models would wait in a ring."""
-    return sorted(report.replicas, key=lambda one: (one.spec.model_id, one.spec.deployment_id))
+def _in_lock_order(report: Report) -> list[ReplicaReport]:
+    """Return replicas in the order of the rows they lock, so that two reports do not deadlock."""
+    return sorted(report.replicas, key=lambda r: (r.spec.model_id, r.spec.deployment_id))
 
 
 async def read_assignment(
     connection: Connection, node_id: NodeId, *, cluster_id: ClusterId, epoch: Epoch
 ) -> Assignment:
-    """Return everything that `node_id` should run, at the cluster's generation."""
+    """Return a node's whole assignment at the cluster's current generation."""
     row = await fetch_one(
         connection,
         """
@@ -195,10 +202,10 @@ async def read_assignment(
         for row in rows
         if row["ended_generation"] is None
     )
-    # Only one that may still have to fetch needs to know from whom.
-    prefetches = await read_prefetched(connection, node_id) if row["has_prefetches"] else ()
+    # Holders are read only for weights that the node may still have to fetch.
+    prefetches = await read_node_prefetches(connection, node_id) if row["has_prefetches"] else ()
     fetching = [spec.artifact.digest for spec, state in specs if state in MAY_FETCH]
-    fetching += [wished.artifact.digest for wished in prefetches]
+    fetching += [prefetch.artifact.digest for prefetch in prefetches]
     return Assignment(
         cluster_id=cluster_id,
         node_id=node_id,
@@ -207,7 +214,7 @@ async def read_assignment(
         replicas=tuple(spec for spec, _ in specs),
         holders=await read_holders(connection, node_id, fetching) if fetching else (),
         prefetches=prefetches,
-        revoked=await revoked_now(connection),
+        revoked=await newest_revocations(connection),
         tombstones=tuple(
             Tombstone(
                 replica_id=ReplicaId(row["replica_id"]),
@@ -247,44 +254,44 @@ async def _record_devices(
         node_id,
         [device.device_id for device in devices],
     )
-    return rows_in(changed) + rows_in(gone)
+    return affected_rows(changed) + affected_rows(gone)
 
 
 def _columns(devices: Sequence[NodeDevice]) -> list[list[Any]]:
-    """Return the devices column by column; of two of one name, the last said."""
-    named = {device.device_id: device for device in devices}.values()
-    told = columns(named, "device_id", "device_class", "memory_bytes", "healthy")
-    return [*told, [text(device.reason) for device in named]]
+    """Return the devices as columns for unnest(); of two with one id, the later one."""
+    unique = {device.device_id: device for device in devices}.values()
+    values = columns(unique, "device_id", "device_class", "memory_bytes", "healthy")
+    return [*values, [storable_text(device.reason) for device in unique]]
 
 
 async def _record_replica(
     connection: Connection, node_id: NodeId, replica: ReplicaReport
 ) -> int | None:
-    """Note one replica's state; None where the store knows no such replica on this node."""
+    """Store one replica's state; return 1 if it changed, None if the store does not know it."""
     alive = replica.state not in (ReplicaState.STOPPED, ReplicaState.FAILED)
     row = await connection.fetchrow(
         """
         WITH before AS (
             SELECT replica_id, state, released_at FROM placement
             WHERE replica_id = $1 AND node_id = $7 FOR UPDATE
-        ), told AS (
-            -- What was given up stays so to its end: it is held against the next try.
+        ), reported AS (
+            -- A failed replica stays failed while it drains: failures count against its version.
             SELECT CASE WHEN state = 'failed' AND $2 IN ('draining', 'stopped') THEN state
                         ELSE $2 END AS state FROM before
         )
         UPDATE placement p SET
-            state_since = CASE WHEN p.state = told.state THEN state_since
+            state_since = CASE WHEN p.state = reported.state THEN state_since
                                ELSE clock_timestamp() END,
-            state = told.state, restarts = $4, fetched_bytes = $5,
-            state_reason = CASE WHEN told.state = $2 THEN $3 ELSE state_reason END,
-            -- Given back on paper but running in fact: its tombstone is sent again.
+            state = reported.state, restarts = $4, fetched_bytes = $5,
+            state_reason = CASE WHEN reported.state = $2 THEN $3 ELSE state_reason END,
+            -- Released but still running: occupy its devices again, and resend the tombstone.
             released_at = CASE WHEN $6 THEN NULL ELSE p.released_at END
-        FROM before, told WHERE p.replica_id = before.replica_id
+        FROM before, reported WHERE p.replica_id = before.replica_id
         RETURNING p.state <> before.state AS has_moved, before.released_at
         """,
         replica.spec.replica_id,
         replica.state.value,
-        text(replica.reason),
+        storable_text(replica.reason),
         replica.restarts,
         replica.fetched_bytes,
         alive,
@@ -296,7 +303,7 @@ async def _record_replica(
 
 
 async def _record_refusals(connection: Connection, report: Report) -> int:
-    """Take what a node will not do for failed: who else is part of it need not wait."""
+    """Mark replicas that a node refuses as failed, so that their other parts need not wait."""
     if not report.refusals:
         return 0
     done = await connection.execute(
@@ -309,13 +316,13 @@ async def _record_refusals(connection: Connection, report: Report) -> int:
         """,
         report.node_id,
         [refusal.replica_id for refusal in report.refusals],
-        [text(refusal.reason) for refusal in report.refusals],
+        [storable_text(refusal.reason) for refusal in report.refusals],
     )
-    return rows_in(done)
+    return affected_rows(done)
 
 
 async def _release_ended(connection: Connection, report: Report) -> int:
-    """Give back the seats of replicas that were ended and that the node no longer has."""
+    """Release the devices of ended replicas that the node no longer has; return how many."""
     alive = [
         replica.spec.replica_id
         for replica in report.replicas
@@ -332,7 +339,7 @@ async def _release_ended(connection: Connection, report: Report) -> int:
         report.generation,
         alive,
     )
-    return rows_in(done)
+    return affected_rows(done)
 
 
 async def _record_profiles(
@@ -346,8 +353,8 @@ async def _record_profiles(
         device_class = classes.get(replica.spec.device_ids[0]) if replica.spec.device_ids else None
         if device_class is None:
             continue
-        # A model may have left the catalogue while a replica of it still runs, and what drifts by
-        # less than a tenth is not written for every node that has the same.
+        # Inserts nothing if the model has been deleted while a replica of it still runs. Changes of
+        # less than a tenth are not written: many nodes report the same profile.
         await connection.execute(
             """
             INSERT INTO profile AS p (model_id, device_class, load_s, memory_bytes,
@@ -355,7 +362,7 @@ async def _record_profiles(
             SELECT model_id, $2, $3, $4, $5, $6 FROM model WHERE model_id = $1
             ON CONFLICT (model_id, device_class) DO UPDATE SET
                 load_s = $3, memory_bytes = $4, decode_tokens_per_s = $6,
-                -- 0 where no prompt was long enough to measure by.
+                -- 0 if no prompt was long enough to measure.
                 prefill_tokens_per_s = coalesce(nullif($5, 0), p.prefill_tokens_per_s),
                 updated_at = clock_timestamp()
             WHERE abs(p.load_s - $3) > 0.1 * p.load_s OR p.memory_bytes <> $4

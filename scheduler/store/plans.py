@@ -1,21 +1,21 @@
-"""commit_plan(): the plan becomes placements, if nothing moved since its picture was read."""
+"""Commits plans: a plan becomes placements if nothing has changed since its input was read."""
 
 from isochrone.wire.ids import Epoch
 from scheduler.decide.cluster import PlacementPlan, ReplicaEnding
 from scheduler.store.events import record_event
 from scheduler.store.lease import assert_epoch
 from scheduler.store.nodes import lock_nodes
+from scheduler.store.placements import add_placement
 from scheduler.store.pool import Connection
-from scheduler.store.seats import add_seat
 
 
 async def commit_plan(connection: Connection, plan: PlacementPlan, epoch: Epoch) -> bool:
-    """Write the moves in the caller's transaction; False where the ground has moved.
+    """Write a plan in the caller's transaction; False if the cluster's generation has moved.
 
-    Nothing is merged by hand: the next turn reads again.
+    Raises EpochLost. A plan that is not committed is made again from newer state.
     """
     await assert_epoch(connection, epoch)
-    # Nodes before the cluster's generation, as everybody locks them.
+    # Nodes are locked before the cluster's generation, as in every transaction.
     await lock_nodes(connection, plan.node_ids)
     generation = await connection.fetchval(
         "UPDATE cluster SET generation = generation + 1 WHERE generation = $1 RETURNING generation",
@@ -25,7 +25,7 @@ async def commit_plan(connection: Connection, plan: PlacementPlan, epoch: Epoch)
         return False
     for start in plan.starts:
         for part in start.parts:
-            await add_seat(connection, part.node_id, part.spec, part.reason)
+            await add_placement(connection, part.node_id, part.spec, part.reason)
             await record_event(
                 connection,
                 actor="scheduler",
@@ -34,14 +34,14 @@ async def commit_plan(connection: Connection, plan: PlacementPlan, epoch: Epoch)
                 reason=f"on {part.node_id}: {part.reason}",
             )
     for ending in plan.endings:
-        await _entomb(connection, ending, generation)
+        await _end_placement(connection, ending, generation)
     await connection.execute(
         "UPDATE node SET assigned = $2 WHERE node_id = ANY($1::text[])", plan.node_ids, generation
     )
     return True
 
 
-async def _entomb(connection: Connection, ending: ReplicaEnding, generation: int) -> None:
+async def _end_placement(connection: Connection, ending: ReplicaEnding, generation: int) -> None:
     await connection.execute(
         """
         UPDATE placement SET ended_at = clock_timestamp(), ended_generation = $2,

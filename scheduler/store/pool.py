@@ -1,7 +1,7 @@
-"""The pool: connections that find the writable host, and are dropped when they turn out wrong.
+"""Connection pools that find the writable host, and drop broken connections.
 
-asyncpg tries the hosts of a DSN under one time-out, so a hung first host hides the second; and a
-pooled connection to a demoted server fails for ever (SQLSTATE 25006). Both are mended here.
+asyncpg tries all hosts of a DSN under one timeout, so a first host that hangs hides the second; and
+a pooled connection to a demoted server fails for ever (SQLSTATE 25006). This module handles both.
 """
 
 import logging
@@ -23,10 +23,13 @@ S = TypeVar("S")
 CONNECT_TIMEOUT_S: Final = 2.0
 STATEMENT_TIMEOUT_S: Final = 10.0
 IDLE_TIMEOUT_S: Final = 5.0
-"""How long a transaction may wait for its next statement before Postgres ends it. What a process
-that hangs, or a host that is gone, holds in its deed (the epoch above all) is free after that."""
+"""How long a transaction may wait for its next statement before Postgres ends it. The locks of a
+process that hangs or a host that is gone (the epoch above all) are released after that."""
 
 ACQUIRE_TIMEOUT_S: Final = 1.0
+INTAKE_TIMEOUT_S: Final = 10.0
+"""How long what a fleet reports may wait for a connection, while all of it connects at once."""
+
 SIZE_MAX: Final = 20
 TEXT_MAX: Final = 500
 
@@ -44,32 +47,32 @@ UNAVAILABLE: Final = (
     asyncpg.CrashShutdownError,
     asyncpg.ReadOnlySQLTransactionError,
 )
-"""What a caller sees of a database that cannot be used now, whatever the reason."""
+"""The errors of a database that cannot be used now, whatever the reason."""
 
-UNUSABLE: Final = (*UNAVAILABLE, asyncpg.PostgresError)
-"""What is said at a start: also a name, a password or a right that is not the one."""
+CONNECT_ERRORS: Final = (*UNAVAILABLE, asyncpg.PostgresError)
+"""The errors at a start, which include a wrong database, password or permission."""
 
 BAD_DATA: Final = (
     asyncpg.CharacterNotInRepertoireError,
     asyncpg.DataError,
     asyncpg.CheckViolationError,
 )
-"""What a caller sees of a value that Postgres cannot hold (a NUL in a text, a number too big), or
-that a table's own rule refuses (a device of less than no memory)."""
+"""The errors for a value that Postgres cannot store (a NUL in a text, a number too large) or that a
+table's constraint refuses (negative memory)."""
 
 
 async def open_pool(dsn: str, *, size_max: int = SIZE_MAX) -> Pool:
     """Open a pool on the writable host of `dsn`; raises one of UNAVAILABLE if there is none."""
     hosts = _each_host(dsn)
     options: dict[str, Any] = {}
-    if await _is_pooled_by_transaction(hosts):
-        # Prepared statements do not survive a transaction pooler; neither would LISTEN or session
-        # locks, which nothing here uses.
-        log.info("a transaction pooler stands before Postgres: statement cache off")
+    if await _has_transaction_pooler(hosts):
+        # Prepared statements do not work through a transaction pooler; neither would LISTEN or
+        # session locks, which are not used here.
+        log.info("Postgres is behind a transaction pooler: statement cache off")
         options["statement_cache_size"] = 0
 
-    async def connect(*_: Any, **given: Any) -> asyncpg.Connection:
-        return await _connect(hosts, {**given, **options})
+    async def connect(*_: Any, **defaults: Any) -> asyncpg.Connection:
+        return await _connect(hosts, {**defaults, **options})
 
     return await asyncpg.create_pool(
         hosts[0],
@@ -78,21 +81,22 @@ async def open_pool(dsn: str, *, size_max: int = SIZE_MAX) -> Pool:
         connect=connect,
         command_timeout=STATEMENT_TIMEOUT_S,
         max_inactive_connection_lifetime=60.0,
-        # Nothing here changes a session; asyncpg ends an open transaction by itself.
-        reset=_leave_as_it_is,
+        # No session state is ever set, and asyncpg itself ends an open transaction.
+        reset=_skip_reset,
     )
 
 
-async def _leave_as_it_is(connection: asyncpg.Connection) -> None:
-    """Save the round trip of a reset at each return to the pool."""
+async def _skip_reset(connection: asyncpg.Connection) -> None:
+    """Do nothing, which saves a round trip at each return to the pool."""
 
 
 @asynccontextmanager
 async def using(pool: Pool, timeout_s: float = ACQUIRE_TIMEOUT_S) -> AsyncIterator[Connection]:
-    """Lend a connection; drop what turns out wrong before raising.
+    """Lend a connection; drop broken connections before raising.
 
-    A connection that hangs is dropped alone, and a pool that is merely busy is left as it is: what
-    others hold may well be working. A server that is broken or demoted is so for every connection.
+    After a timeout only the lent connection is dropped: others may be working. Other errors mean a
+    broken or demoted server, so all connections are replaced. A pool that is merely busy raises
+    TimeoutError and keeps its connections.
     """
     async with pool.acquire(timeout=timeout_s) as connection:
         try:
@@ -111,16 +115,17 @@ async def transaction(
     *,
     isolation: Any = "read_committed",
     timeout_s: float = ACQUIRE_TIMEOUT_S,
-    lags: bool = False,
+    async_commit: bool = False,
 ) -> AsyncIterator[Connection]:
     """Lend a connection inside a transaction.
 
-    With `lags`, its commit returns before it is on disk: for what is said again after a crash.
-    Who reads a picture ("repeatable_read") holds nobody up, and may take its time.
+    With `async_commit` the commit returns before it is on disk: for data that its sender repeats
+    after a crash. Only "read_committed" transactions get the idle timeout: others do not write, and
+    so block no one.
     """
-    # Set here and not as the connection begins: a transaction pooler refuses it there.
+    # Set for each transaction: a transaction pooler refuses it as a connection parameter.
     settings = f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_TIMEOUT_S * 1000:.0f}ms'"
-    if lags:
+    if async_commit:
         settings += "; SET LOCAL synchronous_commit = off"
     async with using(pool, timeout_s) as connection, connection.transaction(isolation=isolation):
         if isolation == "read_committed":
@@ -128,40 +133,40 @@ async def transaction(
         yield connection
 
 
-def text(words: str) -> str:
-    """Return what Postgres can hold of a peer's words: an engine's last output may hold a NUL."""
-    return words.replace("\0", "")[:TEXT_MAX]
+def storable_text(text: str) -> str:
+    """Return `text` without NULs, which Postgres cannot store, and cut to TEXT_MAX characters."""
+    return text.replace("\0", "")[:TEXT_MAX]
 
 
 async def fetch_one(connection: Connection, query: str, *arguments: Any) -> asyncpg.Record:
-    """Return the one row of a query that always has one."""
+    """Return the row of a query that always returns exactly one."""
     row = await connection.fetchrow(query, *arguments)
     assert row is not None
     return row
 
 
-def as_struct(row: asyncpg.Record, kind: type[S], **others: Any) -> S:
-    """Return what a row tells: its columns are the struct's fields, but for `others`."""
-    return msgspec.convert({**row, **others}, kind)
+def as_struct(row: asyncpg.Record, kind: type[S], **fields: Any) -> S:
+    """Convert a row to a struct whose fields are its columns, except those given as `fields`."""
+    return msgspec.convert({**row, **fields}, kind)
 
 
 def columns(rows: Collection[object], *names: str) -> list[list[Any]]:
-    """Return what these fields hold, column by column, as unnest() takes them."""
+    """Return these fields of all rows as one list for each field, for unnest()."""
     return [list(map(attrgetter(name), rows)) for name in names]
 
 
 def as_json(value: object) -> str:
-    """Return a value as a JSON column takes it."""
+    """Encode a value for a JSON column."""
     return msgspec.json.encode(value).decode()
 
 
-def rows_in(done: str) -> int:
-    """Return how many rows a statement wrote, of what Postgres said when it was done."""
-    return int(done.rpartition(" ")[2])
+def affected_rows(status: str) -> int:
+    """Return the number of rows in the status that a statement returned, such as `UPDATE 3`."""
+    return int(status.rpartition(" ")[2])
 
 
 def _each_host(dsn: str) -> list[str]:
-    """Split a multi-host DSN into one DSN a host: each then has a time-out of its own."""
+    """Split a multi-host DSN into one DSN for each host, so that each has its own timeout."""
     parts = urlsplit(dsn)
     if parse_qs(parts.query).get("host"):
         return [dsn]
@@ -184,12 +189,12 @@ async def _connect(hosts: list[str], options: dict[str, Any]) -> asyncpg.Connect
     raise last
 
 
-async def _is_pooled_by_transaction(hosts: list[str]) -> bool:
-    """Say whether backends are lent for a transaction only, even by a pooler that is idle.
+async def _has_transaction_pooler(hosts: list[str]) -> bool:
+    """Say whether a pooler assigns backends for the length of a transaction only.
 
-    An idle pooler lends one client the same backend time after time, and looks like none. So a
-    second client holds a transaction open meanwhile: through a pooler it gets the very backend of
-    the first, or the first gets another; without one neither can be.
+    An idle pooler gives a single client the same backend each time, as if there were no pooler. So
+    a second client holds a transaction open meanwhile: through a pooler, either it gets the first
+    client's backend or the first client gets another one. Without a pooler neither can happen.
     """
     options = {"statement_cache_size": 0}
     first = await _connect(hosts, options)
@@ -198,10 +203,10 @@ async def _is_pooled_by_transaction(hosts: list[str]) -> bool:
         try:
             before = await first.fetchval("SELECT pg_backend_pid()")
             async with second.transaction():
-                held = await second.fetchval("SELECT pg_backend_pid()")
+                other = await second.fetchval("SELECT pg_backend_pid()")
                 after = await first.fetchval("SELECT pg_backend_pid()")
         finally:
             await second.close()
     finally:
         await first.close()
-    return bool(held == before or after != before)
+    return bool(other == before or after != before)

@@ -1,4 +1,4 @@
-"""Weights that nodes should have before they run them: what is wished, what came, what is over."""
+"""Prefetches: weights that a node should have before it runs them."""
 
 import msgspec
 
@@ -13,7 +13,7 @@ from scheduler.store.pool import Connection, as_struct
 
 
 async def read_prefetches(connection: Connection) -> tuple[PrefetchTarget, ...]:
-    """Return every wish that stands."""
+    """Return every current prefetch."""
     rows = await connection.fetch(
         """
         SELECT node_id, model_id, deployment_id, bytes_per_s, reason,
@@ -25,10 +25,12 @@ async def read_prefetches(connection: Connection) -> tuple[PrefetchTarget, ...]:
     return tuple(as_struct(row, PrefetchTarget) for row in rows)
 
 
-async def read_prefetched(connection: Connection, node_id: NodeId) -> tuple[ArtifactPrefetch, ...]:
-    """Return what one node is told to have, what is needed first before the rest.
+async def read_node_prefetches(
+    connection: Connection, node_id: NodeId
+) -> tuple[ArtifactPrefetch, ...]:
+    """Return one node's prefetches, the earliest due first.
 
-    What it has already is among it: so it knows what not to drop.
+    Weights that the node already has are included, so that it does not evict them.
     """
     rows = await connection.fetch(
         """
@@ -46,48 +48,50 @@ async def read_prefetched(connection: Connection, node_id: NodeId) -> tuple[Arti
     )
 
 
-async def record_foreseen(connection: Connection, epoch: Epoch, foreseen: PrefetchDecision) -> None:
-    """Write what was foreseen, each with its event, in the caller's transaction."""
+async def record_prefetch_changes(
+    connection: Connection, epoch: Epoch, decision: PrefetchDecision
+) -> None:
+    """Store added, arrived and ended prefetches, each with an event; raises EpochLost."""
     await assert_epoch(connection, epoch)
-    for wish in foreseen.new:
+    for target in decision.new:
         await connection.execute(
             """
             INSERT INTO prefetch (node_id, model_id, deployment_id, bytes_per_s, reason, due_at)
             VALUES ($1, $2, $3, $4, $5, clock_timestamp() + make_interval(secs => $6))
             ON CONFLICT DO NOTHING
             """,
-            wish.node_id,
-            wish.model_id,
-            wish.deployment_id,
-            wish.bytes_per_s,
-            wish.reason,
-            wish.due_s,
+            target.node_id,
+            target.model_id,
+            target.deployment_id,
+            target.bytes_per_s,
+            target.reason,
+            target.due_s,
         )
-        await _note(connection, wish, "weights.wished", wish.reason)
-    for wish in foreseen.arrived:
+        await _note(connection, target, "weights.wished", target.reason)
+    for target in decision.arrived:
         await connection.execute(
             """
             UPDATE prefetch SET held_at = clock_timestamp()
             WHERE node_id = $1 AND model_id = $2 AND held_at IS NULL
             """,
-            wish.node_id,
-            wish.model_id,
+            target.node_id,
+            target.model_id,
         )
-        await _note(connection, wish, "weights.held", f"{wish.due_s:.0f} s before its time")
-    for over in foreseen.ended:
+        await _note(connection, target, "weights.held", f"{target.due_s:.0f} s before its time")
+    for ended in decision.ended:
         await connection.execute(
             "DELETE FROM prefetch WHERE node_id = $1 AND model_id = $2",
-            over.target.node_id,
-            over.target.model_id,
+            ended.target.node_id,
+            ended.target.model_id,
         )
-        await _note(connection, over.target, "weights.over", over.reason)
+        await _note(connection, ended.target, "weights.over", ended.reason)
 
 
-async def _note(connection: Connection, wish: PrefetchTarget, kind: str, reason: str) -> None:
+async def _note(connection: Connection, target: PrefetchTarget, kind: str, reason: str) -> None:
     await record_event(
         connection,
         actor="scheduler",
         kind=kind,
-        subject=wish.node_id,
-        reason=f"{wish.model_id} for {wish.deployment_id}: {reason}",
+        subject=target.node_id,
+        reason=f"{target.model_id} for {target.deployment_id}: {reason}",
     )

@@ -1,11 +1,11 @@
-"""What keys used today: the quota's ledger, exact however often usage is sent."""
+"""Daily totals of keys with a quota, exact however often a router sends its usage."""
 
 from scheduler.store.pool import Connection
 
 
-async def fold_use(connection: Connection) -> int:
-    """Add up what was used since the last time; return how many rows that were."""
-    folded: int = await connection.fetchval(
+async def sum_quota_usage(connection: Connection) -> int:
+    """Move usage since the last call into the daily totals; return the number of rows."""
+    rows: int = await connection.fetchval(
         """
         WITH taken AS (DELETE FROM key_use RETURNING key_id, day, tokens, spend),
         added AS (
@@ -18,13 +18,13 @@ async def fold_use(connection: Connection) -> int:
         SELECT count(*) FROM taken
         """
     )
-    return folded
+    return rows
 
 
-async def count_today_anew(connection: Connection, key_id: str) -> None:
-    """Count what a key used today from the usage itself: its quota may be younger than that.
+async def recount_today(connection: Connection, key_id: str) -> None:
+    """Set a key's total for today from its usage rows: its quota may be newer than they are.
 
-    One statement, and so one picture: whatever commits later is added when it is folded.
+    A single statement sees one snapshot: usage that commits later is added by `sum_quota_usage`.
     """
     await connection.execute(
         """

@@ -1,79 +1,83 @@
-"""What is past its keeping goes, a batch at a time: no table is locked for long.
+"""Deletes rows past their retention, in batches, so that no table is locked for long.
 
-Past is only what two clocks take for past, the database's and that of the scheduler that acts: one
-that was set a year ahead must not have this year's record forgotten.
+A row is expired only if both clocks agree, the database's and the acting scheduler's: one clock
+that is a year ahead must not delete this year's rows.
 """
 
 from datetime import datetime
 from typing import Final, NamedTuple
 
 from isochrone.service.identity import CERTIFICATE_LIFETIME_S
-from scheduler.store.pool import Connection, rows_in
+from scheduler.store.pool import Connection, affected_rows
 
 DAY_S: Final = 86_400.0
 
 DEMAND_DAYS: Final = 15
-"""How long minutes are kept: two weeks of them can be learned from anew."""
+"""How long demand minutes are kept: the forecast can learn two weeks of them again."""
 
 USAGE_DAYS: Final = 90
 
 
-class Kept(NamedTuple):
-    """Rows of a table, which go when their `since` is `keep_s` ago and `unless` says nothing else.
+class RetentionRule(NamedTuple):
+    """Deletes a table's rows whose `age_column` is older than `keep_s`, except where `unless`.
 
-    `among` are those looked at, where it is not all of them.
+    `candidates` is a subquery of the rows to consider; empty for the whole table.
     """
 
     table: str
-    since: str
+    age_column: str
     keep_s: float
     unless: str = "false"
-    among: str = ""
+    candidates: str = ""
 
 
-ALWAYS_KEPT_SO: Final = (
-    Kept("demand_default", "minute", DEMAND_DAYS * DAY_S),
-    Kept("demand_seen", "seen_at", 3 * 3600.0),
-    Kept("usage", "started_at", USAGE_DAYS * DAY_S),
-    Kept("key_day", "day", USAGE_DAYS * DAY_S),
-    Kept("idempotency", "created_at", DAY_S),
-    Kept("placement", "released_at", 7 * DAY_S),
-    # Usage names its deployment, by which it is priced: as long as usage itself.
-    Kept(
+FIXED_RULES: Final = (
+    RetentionRule("demand_default", "minute", DEMAND_DAYS * DAY_S),
+    RetentionRule("demand_seen", "seen_at", 3 * 3600.0),
+    RetentionRule("usage", "started_at", USAGE_DAYS * DAY_S),
+    RetentionRule("key_day", "day", USAGE_DAYS * DAY_S),
+    RetentionRule("idempotency", "created_at", DAY_S),
+    RetentionRule("placement", "released_at", 7 * DAY_S),
+    # Kept as long as usage, whose price is that of its deployment.
+    RetentionRule(
         "deployment",
         "deleted_at",
         USAGE_DAYS * DAY_S,
         "EXISTS (SELECT FROM placement p WHERE p.deployment_id = deployment.deployment_id)",
     ),
-    Kept("join_token", "expires_at", 7 * DAY_S),
+    RetentionRule("join_token", "expires_at", 7 * DAY_S),
 )
 
 
-def kept(*, event_days: float, certificate_lifetime_s: float) -> tuple[Kept, ...]:
-    """Return what is kept, and how long."""
-    # The id rises with the time, so that the oldest are found without an index on the time.
+def retention_rules(
+    *, event_days: float, certificate_lifetime_s: float
+) -> tuple[RetentionRule, ...]:
+    """Return all rules, with these settings."""
+    # Ids rise with time, so the oldest events are found without an index on the time.
     oldest = "(SELECT ctid, at FROM event ORDER BY event_id LIMIT $1) AS oldest"
-    # A certificate of an earlier, longer setting may still live.
+    # Certificates issued under an earlier, longer setting may still be valid.
     lifetime_s = max(CERTIFICATE_LIFETIME_S, certificate_lifetime_s)
     return (
-        Kept("event", "at", event_days * DAY_S, among=oldest),
-        Kept("revocation", "at", lifetime_s),
-        *ALWAYS_KEPT_SO,
+        RetentionRule("event", "at", event_days * DAY_S, candidates=oldest),
+        RetentionRule("revocation", "at", lifetime_s),
+        *FIXED_RULES,
     )
 
 
-async def forget(connection: Connection, what: Kept, now: datetime, batch: int) -> int:
-    """Forget a batch of what is past its keeping, `now` and by the database; return how many."""
-    # Not clock_timestamp(): what may change from row to row is looked up in no index.
+async def delete_expired(
+    connection: Connection, rule: RetentionRule, now: datetime, batch: int
+) -> int:
+    """Delete up to `batch` rows that are expired at `now` and by the database; return how many."""
+    # now() and not clock_timestamp(), which is volatile and so prevents the use of an index.
     done = await connection.execute(
         f"""
-        DELETE FROM {what.table} WHERE ctid IN (
-            SELECT ctid FROM {what.among or what.table}
-            WHERE {what.since} < least(now(), $2) - make_interval(secs => $3)
-                AND NOT {what.unless} LIMIT $1)
+        DELETE FROM {rule.table} WHERE ctid IN (
+            SELECT ctid FROM {rule.candidates or rule.table}
+            WHERE {rule.age_column} < least(now(), $2) - make_interval(secs => $3)
+                AND NOT {rule.unless} LIMIT $1)
         """,  # noqa: S608
         batch,
         now,
-        what.keep_s,
+        rule.keep_s,
     )
-    return rows_in(done)
+    return affected_rows(done)

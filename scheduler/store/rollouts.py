@@ -1,4 +1,4 @@
-"""Rollouts and what was seen of them. Every change is guarded by the row's etag."""
+"""Rollouts and their measurements. Every change of a rollout is guarded by its etag."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -11,8 +11,8 @@ from isochrone.wire.model import Deployment
 from isochrone.wire.rollout import RolloutSpec, RolloutState
 from isochrone.wire.usage import Moments, TrialRow
 from scheduler.decide.rollout import Arm, Rollout, StartCounts, Stratum
-from scheduler.store.deployments import hold_deployment
-from scheduler.store.pool import Connection, as_json, as_struct, fetch_one, rows_in
+from scheduler.store.deployments import lock_deployment
+from scheduler.store.pool import Connection, affected_rows, as_json, as_struct, fetch_one
 
 _ROLLOUT = """
 SELECT rollout_id, r.deployment_id, from_version, to_version, spec, state, step, reason, r.etag,
@@ -22,7 +22,7 @@ FROM rollout r
 
 
 async def active_rollouts(connection: Connection) -> tuple[Rollout, ...]:
-    """Return the rollouts on their way, of deployments that are there."""
+    """Return the running and paused rollouts of deployments that are not deleted."""
     rows = await connection.fetch(
         f"{_ROLLOUT} JOIN deployment d USING (deployment_id)"
         " WHERE state IN ('running', 'paused') AND d.deleted_at IS NULL ORDER BY r.deployment_id"
@@ -50,8 +50,8 @@ async def list_rollouts(
     return [_rollout(row) for row in rows]
 
 
-async def is_overtaken(connection: Connection, deployment: Deployment) -> bool:
-    """Say whether a change of model or engine would pass a rollout that is on its way."""
+async def conflicts_with_rollout(connection: Connection, deployment: Deployment) -> bool:
+    """Say whether this changes a deployment's model or engine during an active rollout."""
     return bool(
         await connection.fetchval(
             """
@@ -68,7 +68,7 @@ async def is_overtaken(connection: Connection, deployment: Deployment) -> bool:
 
 
 async def add_rollout(connection: Connection, rollout: Rollout) -> bool:
-    """Begin a rollout; False where one is already on its way."""
+    """Add a rollout; False if the deployment already has an active one."""
     try:
         async with connection.transaction():
             await connection.execute(
@@ -88,11 +88,11 @@ async def add_rollout(connection: Connection, rollout: Rollout) -> bool:
 
 
 async def write_rollout(connection: Connection, before: Rollout, after: Rollout) -> bool:
-    """Write what became of a rollout; False where it has changed since it was read.
+    """Store a rollout's new state; False if it has changed since it was read.
 
-    When it is done the deployment is what the rollout brought, in the same transaction.
+    When the rollout is done, its deployment gets the new version in the same transaction.
     """
-    await hold_deployment(connection, before.deployment_id)
+    await lock_deployment(connection, before.deployment_id)
     done = await connection.execute(
         """
         UPDATE rollout SET state = $3, step = $4, reason = $5, etag = $6,
@@ -107,7 +107,7 @@ async def write_rollout(connection: Connection, before: Rollout, after: Rollout)
         after.etag,
         after.step_age_s == 0.0 and after.state is RolloutState.RUNNING,
     )
-    if not rows_in(done):
+    if not affected_rows(done):
         return False
     if after.state is RolloutState.DONE:
         await connection.execute(
@@ -125,7 +125,7 @@ async def write_rollout(connection: Connection, before: Rollout, after: Rollout)
 
 
 async def record_trials(connection: Connection, rows: Sequence[TrialRow]) -> None:
-    """Add what a router saw to the step that serves now, of versions on their way."""
+    """Add a router's measurements to the current steps of active rollouts."""
     await connection.executemany(
         """
         INSERT INTO rollout_trial AS t
@@ -155,7 +155,7 @@ async def record_trials(connection: Connection, rows: Sequence[TrialRow]) -> Non
 
 
 async def read_strata(connection: Connection, rollout: Rollout) -> tuple[Stratum, ...]:
-    """Return what was seen of both versions in the step that serves now."""
+    """Return the measurements of both versions in the current step, by PoP."""
     rows = await connection.fetch(
         "SELECT * FROM rollout_trial WHERE rollout_id = $1 AND step = $2 ORDER BY pop, asked_pop",
         rollout.rollout_id,
@@ -168,15 +168,15 @@ async def read_strata(connection: Connection, rollout: Rollout) -> tuple[Stratum
         Stratum(
             pop=pop,
             asked_pop=asked_pop,
-            old=seen.get(rollout.from_version, Arm()),
-            new=seen.get(rollout.to_version, Arm()),
+            old=versions.get(rollout.from_version, Arm()),
+            new=versions.get(rollout.to_version, Arm()),
         )
-        for (pop, asked_pop), seen in sorted(arms.items())
+        for (pop, asked_pop), versions in sorted(arms.items())
     )
 
 
 async def read_starts(connection: Connection, rollout: Rollout) -> StartCounts:
-    """Return how the new version's replicas come up."""
+    """Return how many replicas of the new version exist, are warm and have failed."""
     row = await fetch_one(
         connection,
         """

@@ -1,14 +1,15 @@
-"""The fleet in one answer."""
+"""Reads the state of the whole fleet."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from isochrone.wire.admin import StatusView
 from isochrone.wire.ids import NodeId
+from scheduler.decide.cluster import UnmetRequirement
 from scheduler.store.pool import Connection, as_struct, fetch_one
 
-TROUBLES_MAX: Final = 50
-"""How many nodes that are silent, and replicas that do not get warm, are named."""
+PROBLEMS_MAX: Final = 50
+"""How many silent nodes, and replicas that do not become warm, are listed at most."""
 
 
 async def read_status(
@@ -19,11 +20,11 @@ async def read_status(
     silent_s: Mapping[NodeId, float],
     silent_after_s: float,
     frozen: str,
-    unmet: Sequence[tuple[str, str]],
+    unmet: Sequence[UnmetRequirement],
 ) -> StatusView:
-    """Count everything once; what is not in the store is the answering process's own.
+    """Return counts and problems; the arguments are what only the answering process knows.
 
-    Of nodes that it has not heard, it knows what the store does.
+    The silence of nodes that this process has not heard is taken from the store.
     """
     row = await fetch_one(
         connection,
@@ -58,13 +59,13 @@ async def read_status(
         FROM placement WHERE released_at IS NULL AND leader_id IS NULL GROUP BY 1
         """
     )
-    troubles = await connection.fetch(
+    problems = await connection.fetch(
         """
         SELECT format('%s on %s is %s: %s', replica_id, node_id, state, state_reason) AS words
         FROM placement WHERE ended_at IS NULL AND state <> 'warm' AND state_reason <> ''
         ORDER BY words LIMIT $1
         """,
-        TROUBLES_MAX - min(len(silent), TROUBLES_MAX),
+        PROBLEMS_MAX - min(len(silent), PROBLEMS_MAX),
     )
     return as_struct(
         row,
@@ -76,8 +77,8 @@ async def read_status(
         frozen=frozen,
         replicas={state["state"]: state["n"] for state in states},
         unmet=(
-            *(f"{name}: {reason}" for name, reason in unmet),
-            *silent[:TROUBLES_MAX],
-            *(row["words"] for row in troubles),
+            *(f"{need.deployment_id}: {need.reason}" for need in unmet),
+            *silent[:PROBLEMS_MAX],
+            *(row["words"] for row in problems),
         ),
     )

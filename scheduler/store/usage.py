@@ -1,4 +1,4 @@
-"""Demand, usage and round trips: at least once on the wire, counted once here."""
+"""Demand, usage and round trips: sent at least once, and counted exactly once."""
 
 from datetime import UTC, date, datetime, timedelta
 from operator import attrgetter
@@ -7,12 +7,13 @@ from typing import Final
 from isochrone.wire.ids import PopId
 from isochrone.wire.usage import Demand, RoundTrip, UsageRow
 from scheduler.decide.demand import COUNTS, AcceptedDemand
-from scheduler.store.pool import Connection, columns, rows_in
+from scheduler.store.pool import Connection, affected_rows, columns
 from scheduler.store.retention import DEMAND_DAYS
 
 DAYS_AHEAD: Final = 2
 COUNT_SUM_MAX: Final = 2**62
-_USAGE: Final = (
+"""Sums are clamped to it before they grow, so that they do not overflow a bigint."""
+_USAGE_COLUMNS: Final = (
     "request_id", "key_id", "tenant_id", "deployment_id", "pop", "node_id", "replica_id",
     "started_at", "prompt_tokens", "cached_tokens", "output_tokens", "outcome", "ttft_ms",
     "duration_ms",
@@ -22,12 +23,12 @@ _USAGE: Final = (
 async def record_demand(
     connection: Connection, demand: Demand, taken: AcceptedDemand
 ) -> int | None:
-    """Add a batch to its minute; None where it was already counted, else the rows of no use.
+    """Add a batch to its minute; None if it was counted before, else the number of unknown rows.
 
-    Those are rows of a deployment or a PoP that is not there. The minute is reckoned from the
-    database's clock and the batch's age: a router's wall clock may be wrong.
+    Rows are unknown if their deployment or PoP does not exist. The minute is the database's time
+    less the batch's age: a router's wall clock may be wrong.
     """
-    seen = await connection.execute(
+    inserted = await connection.execute(
         """
         INSERT INTO demand_seen (router_id, boot_id, seq) VALUES ($1, $2, $3)
         ON CONFLICT DO NOTHING
@@ -36,11 +37,11 @@ async def record_demand(
         demand.boot_id,
         demand.seq,
     )
-    if not rows_in(seen):
+    if not affected_rows(inserted):
         return None
     if not taken.rows:
         return 0
-    # Rows come sorted, so that two batches at once take their row locks in one order.
+    # Sorted, so that two simultaneous batches lock rows in the same order.
     done = await connection.execute(
         """
         INSERT INTO demand AS d (minute, deployment_id, pop, requests, prompt_tokens,
@@ -65,25 +66,25 @@ async def record_demand(
         taken.age_s,
         COUNT_SUM_MAX,
     )
-    return len(taken.rows) - rows_in(done)
+    return len(taken.rows) - affected_rows(done)
 
 
 async def record_usage(connection: Connection, rows: tuple[UsageRow, ...]) -> None:
-    """Write a batch, sorted by request id; an id already written is left as it is."""
+    """Store a batch that is sorted by request id; rows already stored are left as they are."""
     await connection.executemany(
         f"""
-        INSERT INTO usage ({", ".join(_USAGE)})
+        INSERT INTO usage ({", ".join(_USAGE_COLUMNS)})
         VALUES ($1, $2, $3, $4, $5, $6, $7, to_timestamp($8), $9, $10, $11, $12, $13, $14)
         ON CONFLICT (request_id) DO NOTHING
         """,  # noqa: S608
-        map(attrgetter(*_USAGE), rows),
+        map(attrgetter(*_USAGE_COLUMNS), rows),
     )
 
 
 async def record_round_trips(
     connection: Connection, pop: PopId, rows: tuple[RoundTrip, ...]
 ) -> None:
-    """Keep the newest round trip from a PoP to each node that still exists."""
+    """Store the newest round trip from a PoP to each node that exists."""
     await connection.execute(
         """
         INSERT INTO round_trip (pop, node_id, rtt_ms)
@@ -98,27 +99,27 @@ async def record_round_trips(
     )
 
 
-async def keep_demand_days(connection: Connection, now: datetime) -> int:
-    """Make the days that demand is coming for, drop those past their keeping; return the changes.
+async def rotate_demand_partitions(connection: Connection, now: datetime) -> int:
+    """Create partitions for today and the next days, drop expired ones; return the changes.
 
-    Past it by two clocks, as in retention.py: those that come are by the database's alone.
-    A day that began before it was made stays in the default partition: to move a million minutes
-    takes longer than anybody may be kept from counting.
+    Days to come are reckoned by the database's clock; a day has expired only if the clock of `now`
+    agrees, as in retention.py. A day with rows in the default partition stays there: moving a
+    million minutes would block counting for too long.
     """
     today = await connection.fetchval("SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date")
     days = await connection.fetch(
         "SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid"
         " WHERE i.inhparent = 'demand'::regclass"
     )
-    there = {row["relname"] for row in days}
+    existing = {row["relname"] for row in days}
     changes = 0
     for ahead in range(DAYS_AHEAD + 1):
         day = today + timedelta(days=ahead)
-        if _partition(day) not in there and not await _has_begun(connection, day):
+        if _partition(day) not in existing and not await _has_begun(connection, day):
             await _make_day(connection, day)
             changes += 1
     oldest = _partition(min(today, now.date()) - timedelta(days=DEMAND_DAYS))
-    for name in sorted(there - {"demand_default"}):
+    for name in sorted(existing - {"demand_default"}):
         if name < oldest:
             await connection.execute(f"DROP TABLE {name}")
             changes += 1
@@ -135,7 +136,7 @@ async def _has_begun(connection: Connection, day: date) -> bool:
 async def _make_day(connection: Connection, day: date) -> None:
     name = _partition(day)
     start, end = _span(day)
-    # Attached and not made as a partition: nobody who counts has to wait for it.
+    # Created apart and then attached, which takes a weaker lock than CREATE ... PARTITION OF.
     await connection.execute(f"CREATE TABLE {name} (LIKE demand INCLUDING ALL)")
     await connection.execute(
         f"ALTER TABLE demand ATTACH PARTITION {name}"

@@ -18,6 +18,9 @@ async def fleet() -> AsyncIterator[Fleet]:
         yield running
 
 
+PLACE_TURNS = 'isochrone_scheduler_job_turns{job="place_replicas",outcome="ended"}'
+
+
 async def serves(fleet: Fleet, times: int = 4) -> None:
     async with aiohttp.ClientSession() as http:
         for pop in ("ams", "sin"):
@@ -34,7 +37,7 @@ async def quiet_turns(fleet: Fleet, turns: int = 4) -> None:
         url = f"http://127.0.0.1:{fleet.ports['admin-a']}/metrics"
         async with aiohttp.ClientSession() as http, http.get(url) as response:
             for line in (await response.text()).splitlines():
-                if line.startswith('isochrone_scheduler_duty_turns{duty="place",outcome="ended"}'):
+                if line.startswith(PLACE_TURNS):
                     return float(line.rpartition(" ")[2])
         return 0.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isochrone.service.files import kept
+from isochrone.service.files import lock_state_folder
 from ops.fleet.bring_up import LocalFleet, kill_leftovers
 from ops.fleet.processes import StartFailed
 
@@ -36,7 +36,7 @@ async def test_leftovers_of_a_killed_fleet_are_killed_and_readers_of_its_logs_ar
 
 async def test_a_second_fleet_in_one_folder_is_refused_and_kills_nothing(tmp_path: Path) -> None:
     state = tmp_path / "fleet"
-    with kept(state):
+    with lock_state_folder(state):
         waits = "import signal; signal.pause()"
         running = await asyncio.create_subprocess_exec(
             sys.executable, "-c", waits, f"{state}/node-ams"

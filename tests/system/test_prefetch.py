@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from isochrone.cli.manifest import artifact_of
-from isochrone.service.door import open_door
+from isochrone.service.http_server import serve_http
 from isochrone.wire.ids import DeploymentId, PopId
 from scheduler.decide.demand import FleetForecast, SlotDemand, slot_of
 from scheduler.decide.demand.series_forecast import DAY_SLOTS, HORIZONS
@@ -38,7 +38,7 @@ async def an_origin() -> AsyncIterator[tuple[Origin, str]]:
     served = Origin()
     app = web.Application()
     app.router.add_get("/{path:.*}", served.get)
-    async with open_door(app, "127.0.0.1", 0) as port:
+    async with serve_http(app, "127.0.0.1", 0) as port:
         yield served, f"http://127.0.0.1:{port}/"
 
 

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from isochrone.service.threads import to_its_end
+from isochrone.service.threads import run_to_completion
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError
 from nodeagent.engine.architecture.errors import CheckpointError
@@ -124,7 +124,7 @@ class AdapterRegistry:
         config = self.config
         is_split = config.tensor_parallel * config.pipeline_parallel > 1
         try:
-            return await to_its_end(
+            return await run_to_completion(
                 read_adapter,
                 name,
                 folder,

@@ -16,8 +16,8 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from isochrone.service.door import error_response, errors_as, read_body
-from isochrone.service.metrics import exposition
+from isochrone.service.http_server import error_middleware, error_response, read_body
+from isochrone.service.metrics import metrics_handler
 from isochrone.wire.engine import EngineConfig, EngineHealth
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.headers import REQUEST_ID
@@ -68,14 +68,14 @@ class ModelServer(ABC):
     def app(self) -> web.Application:
         """Build the aiohttp application."""
         app = web.Application(
-            middlewares=[assign_request_id, errors_as(openai_error_response)],
+            middlewares=[assign_request_id, error_middleware(openai_error_response)],
             client_max_size=self.config.body_bytes_max,
         )
         registry = CollectorRegistry()
         registry.register(EngineStatsCollector(self._all_counts))
         app.router.add_get("/health", self.health)
         app.router.add_get("/stats", self.stats)
-        app.router.add_get("/metrics", exposition(registry))
+        app.router.add_get("/metrics", metrics_handler(registry))
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/drain", self.drain)
         return app
@@ -123,7 +123,7 @@ class ModelServer(ABC):
         """
         check_memory = None if frees_memory else self._memory.check
         limit, timeout_s = self.config.body_bytes_max, self.config.client_stall_s
-        return await read_body(request, bytes_max=limit, timeout_s=timeout_s, hold=check_memory)
+        return await read_body(request, bytes_max=limit, timeout_s=timeout_s, check=check_memory)
 
     def check_alive(self) -> None:
         """Raise ApiError if the step thread has died."""

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from isochrone.service.config import ConfigError
-from isochrone.service.door import DoorLimits, open_unix_door
+from isochrone.service.http_server import HttpServerLimits, serve_http_unix
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.server.http_routes import ModelServer, openai_error_response
@@ -69,7 +69,7 @@ async def serve(
     server.worker.start()
     path = Path(config.socket)
     try:
-        async with open_unix_door(
+        async with serve_http_unix(
             server.app(), path, limits=_connection_limits(), encode_error=openai_error_response
         ):
             _announce_ready(config, server, time.monotonic() - started_s)
@@ -83,10 +83,10 @@ async def serve(
     return 1 if server.worker.died else 0
 
 
-def _connection_limits() -> DoorLimits:
+def _connection_limits() -> HttpServerLimits:
     """Return limits that leave half of the file descriptors free: a step without one would fail."""
     descriptors_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = DoorLimits(head_timeout_s=_HEAD_TIMEOUT_S, shutdown_timeout_s=1.0)
+    limits = HttpServerLimits(head_timeout_s=_HEAD_TIMEOUT_S, shutdown_timeout_s=1.0)
     if descriptors_max == resource.RLIM_INFINITY:
         return limits
     return replace(limits, connections_max=min(descriptors_max // 2, limits.connections_max))

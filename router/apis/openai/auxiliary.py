@@ -5,7 +5,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
-from isochrone.service.door import Handler, error_response, errors_as
+from isochrone.service.http_server import Handler, error_middleware, error_response
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
@@ -59,7 +59,7 @@ def auxiliary_app(
         metrics.errors.labels(error.code.value).inc()
         return error_response(error, msgspec.json.encode(openai_error(error)))
 
-    app = web.Application(middlewares=[errors_as(encode_error), _explain_not_found])
+    app = web.Application(middlewares=[error_middleware(encode_error), _explain_not_found])
     app.on_response_prepare.append(add_request_id)
     app.router.add_get("/v1/models", list_models)
     app.router.add_get("/v1/models/{name:.{1,200}}", show_model)

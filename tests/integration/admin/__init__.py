@@ -1,1 +1,1 @@
-"""The admin API and the CLI, on a real Postgres, over a real socket."""
+"""The admin API and the CLI, on a real Postgres, over real sockets."""

@@ -20,7 +20,7 @@ TOKEN = "0123456789abcdef-admin"
 
 
 class Answer(NamedTuple):
-    """What the API answered."""
+    """A response of the API."""
 
     status: int
     body: Any
@@ -28,7 +28,7 @@ class Answer(NamedTuple):
 
 
 class Admin:
-    """Asks the admin API as anybody might."""
+    """A client of the admin API."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, control_url: str) -> None:
         self.url = url

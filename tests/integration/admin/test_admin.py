@@ -1,4 +1,4 @@
-"""Every route of the admin API: who may call it, what it answers, what bad input gets."""
+"""Every route of the admin API: authentication, responses and errors for bad input."""
 
 import gzip
 import io
@@ -48,7 +48,7 @@ async def catalogued(admin: Admin) -> None:
     assert (await admin.ask("PUT", "/v1/models/m", a_model_body())).status == 200
 
 
-async def test_every_route_asks_for_the_token_and_none_breaks(admin: Admin) -> None:
+async def test_every_route_requires_the_token_and_none_fails(admin: Admin) -> None:
     for method, path in ROUTES:
         for token in (None, "wrong", ""):
             answer = await admin.ask(method, path, {}, token=token)
@@ -74,7 +74,7 @@ async def test_the_openapi_document_is_valid_and_names_every_route(admin: Admin)
         assert (endpoint.method, path) in named
 
 
-async def test_a_deployment_from_its_making_to_its_end(admin: Admin) -> None:
+async def test_a_deployment_is_created_changed_and_deleted(admin: Admin) -> None:
     await catalogued(admin)
     made = await admin.ask("POST", "/v1/deployments", a_deployment_body(replicas_min=1))
     assert made.status == 201
@@ -125,7 +125,7 @@ WRONG_DEPLOYMENTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_a_wrong_deployment_is_refused_in_words(admin: Admin) -> None:
+async def test_an_invalid_deployment_is_refused_with_the_reason(admin: Admin) -> None:
     await catalogued(admin)
     for change, words in WRONG_DEPLOYMENTS:
         answer = await admin.ask("POST", "/v1/deployments", {**a_deployment_body(), **change})
@@ -141,7 +141,7 @@ HARMFUL_PATHS = [
 ]
 
 
-async def test_an_artifact_that_would_do_harm_is_refused(admin: Admin) -> None:
+async def test_a_harmful_artifact_is_refused(admin: Admin) -> None:
     for path, words in HARMFUL_PATHS:
         file = ArtifactFile(path=path, size_bytes=1, sha256="0" * 64)
         artifact = {
@@ -157,7 +157,7 @@ async def test_an_artifact_that_would_do_harm_is_refused(admin: Admin) -> None:
     assert "its digest should be" in answer.body["error"]["message"]
 
 
-async def test_the_same_idempotency_key_is_answered_not_repeated(admin: Admin) -> None:
+async def test_a_repeated_idempotency_key_is_answered_and_not_carried_out(admin: Admin) -> None:
     body = {"tenant_id": "acme"}
     first = await admin.ask("POST", "/v1/keys", body, idempotency_key="one")
     again = await admin.ask("POST", "/v1/keys", body, idempotency_key="one")
@@ -169,7 +169,7 @@ async def test_the_same_idempotency_key_is_answered_not_repeated(admin: Admin) -
     assert other.status == 409
 
 
-async def test_pages_are_exact_while_rows_come(admin: Admin) -> None:
+async def test_pages_are_exact_while_rows_are_added(admin: Admin) -> None:
     names = [f"{a}{b}m" for a in "abc" for b in "xyz"]
     for name in names:
         await admin.pop(name)
@@ -192,7 +192,7 @@ async def test_pages_are_exact_while_rows_come(admin: Admin) -> None:
     assert put.status == 412
 
 
-async def test_a_key_is_shown_once_and_its_secret_is_nowhere_in_the_database(
+async def test_a_key_is_shown_once_and_its_secret_is_not_in_the_database(
     admin: Admin, pool: Pool
 ) -> None:
     key = {"tenant_id": "acme"}
@@ -216,7 +216,7 @@ async def test_a_key_is_shown_once_and_its_secret_is_nowhere_in_the_database(
     assert (await admin.ask("GET", f"/v1/keys/{made['key_id']}")).body["revoked"]
 
 
-async def test_a_keys_limits_are_set_whole_and_misspelt_ones_refused(admin: Admin) -> None:
+async def test_a_keys_limits_are_replaced_and_misspelt_ones_refused(admin: Admin) -> None:
     wrong = {"tenant_id": "acme", "limits": {"request_per_min": 5}}
     assert (await admin.ask("POST", "/v1/keys", wrong)).status == 400
     made = (await admin.ask("POST", "/v1/keys", {"tenant_id": "acme"})).body
@@ -242,9 +242,7 @@ async def test_a_keys_limits_are_set_whole_and_misspelt_ones_refused(admin: Admi
     assert [event["kind"] for event in events] == ["key.limit", "key.limit", "key.create"]
 
 
-async def test_a_router_that_is_gone_can_be_forgotten_and_its_pop_with_it(
-    admin: Admin, pool: Pool
-) -> None:
+async def test_a_router_can_be_deleted_and_then_its_pop(admin: Admin, pool: Pool) -> None:
     await admin.pop()
     async with using(pool) as connection:
         await connection.execute("INSERT INTO router (router_id, pop) VALUES ('r1', 'ams')")
@@ -270,7 +268,7 @@ BAD_BODIES = [
 ]
 
 
-async def test_a_bad_body_gets_a_clear_answer(admin: Admin) -> None:
+async def test_a_bad_body_gets_a_clear_error(admin: Admin) -> None:
     for raw, status in BAD_BODIES:
         answer = await admin.ask("PUT", "/v1/pops/ams", raw=raw)
         assert answer.status == status, raw[:80]
@@ -278,7 +276,7 @@ async def test_a_bad_body_gets_a_clear_answer(admin: Admin) -> None:
     assert (await admin.ask("GET", "/v1/pops")).body["data"] == []
 
 
-async def test_a_gzip_bomb_and_a_hundred_megabytes_are_refused_with_memory_flat(
+async def test_a_gzip_bomb_and_a_hundred_megabytes_are_refused_without_using_memory(
     admin: Admin,
 ) -> None:
     bomb = gzip.compress(b" " * 300_000_000, compresslevel=1)
@@ -294,7 +292,7 @@ async def test_a_gzip_bomb_and_a_hundred_megabytes_are_refused_with_memory_flat(
         packed = {"content-encoding": "gzip"}
         async with http.put(url, data=io.BytesIO(bomb), headers=packed) as response:
             assert response.status == 413
-        # Closed while we still send is a refusal too.
+        # A connection closed while the client still sends counts as refused too.
         with suppress(aiohttp.ClientOSError):
             async with http.put(url, data=hundred_megabytes()) as response:
                 assert response.status == 413

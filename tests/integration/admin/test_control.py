@@ -1,4 +1,4 @@
-"""The control door: who is let in, and what is said to those who are not."""
+"""The control listener: which peers may register, and how the others are refused."""
 
 import asyncio
 import random
@@ -15,8 +15,8 @@ import msgpack
 import pytest
 from aiohttp import web
 
-from isochrone.service.control import ControlLink, Progress
-from isochrone.service.door import open_door
+from isochrone.service.control_link import ControlLink, Progress
+from isochrone.service.http_server import serve_http
 from isochrone.service.identity import Identity, IdentityError
 from isochrone.service.joining import join
 from isochrone.wire import codec
@@ -40,7 +40,7 @@ async def joined(admin: Admin, folder: Path, name: str = "n1") -> Identity:
 
 
 class Agent:
-    """A node agent's end of the conversation, and what it heard."""
+    """A node agent's end of the control connection, and the messages it received."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Agent:
             ),
             on_welcome=self._welcomed,
             on_message=self._told,
-            chance=random.Random(1),
+            rng=random.Random(1),
             folder=folder,
         )
 
@@ -114,15 +114,17 @@ async def test_a_token_joins_once_and_a_replay_is_refused(admin: Admin, tmp_path
     assert [node["node_id"] for node in nodes] == ["n1"]
 
 
-async def test_no_token_is_spent_where_papers_cannot_be_kept(admin: Admin, tmp_path: Path) -> None:
+async def test_no_token_is_used_if_the_identity_cannot_be_stored(
+    admin: Admin, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(IdentityError, match="cannot join: no papers can be kept in"):
+    with pytest.raises(IdentityError, match="cannot join: no identity can be stored in"):
         await joined(admin, tmp_path / "file")
     tokens = (await admin.ask("GET", "/v1/join-tokens")).body["data"]
     assert [token["uses"] for token in tokens] == [0]
 
 
-async def test_a_node_that_reports_in_a_circle_is_read_no_faster_than_it_may(
+async def test_a_node_that_reports_too_fast_is_read_at_the_message_rate_limit(
     admin: Admin, tmp_path: Path
 ) -> None:
     identity = await joined(admin, tmp_path)
@@ -139,7 +141,7 @@ async def test_a_node_that_reports_in_a_circle_is_read_no_faster_than_it_may(
     assert may - 20 < sum(float(count) for _, count in taken.findall(page)) <= may + 1
 
 
-async def test_a_node_speaks_and_is_told_and_speaks_only_for_itself(
+async def test_a_node_reports_only_for_itself_and_gets_its_assignment(
     admin: Admin, tmp_path: Path
 ) -> None:
     identity = await joined(admin, tmp_path)
@@ -186,7 +188,7 @@ async def test_a_peer_of_another_cluster_goes_on_without_this_scheduler(
         assert not agent.assignments
 
 
-async def test_a_peer_that_has_seen_more_lifts_the_store(admin: Admin, tmp_path: Path) -> None:
+async def test_a_peer_with_higher_counters_raises_the_stores(admin: Admin, tmp_path: Path) -> None:
     identity = await joined(admin, tmp_path)
     async with dialling(Agent(admin, identity, "b", generation=5_000, epoch=77)) as agent:
         await until("welcome", agent.is_welcome)
@@ -198,7 +200,7 @@ async def test_a_peer_that_has_seen_more_lifts_the_store(admin: Admin, tmp_path:
         assert agent.assignments[0].epoch > 77
 
 
-async def test_a_revoked_node_is_turned_away(admin: Admin, tmp_path: Path) -> None:
+async def test_a_revoked_node_is_refused(admin: Admin, tmp_path: Path) -> None:
     identity = await joined(admin, tmp_path)
     assert (await admin.ask("POST", "/v1/nodes/n1/revoke")).status == 200
     async with dialling(Agent(admin, identity, "boot-1")) as agent:
@@ -223,7 +225,7 @@ STRANGE = {
 }
 
 
-async def test_a_stranger_is_refused_in_words_and_closed(admin: Admin) -> None:
+async def test_an_unknown_client_is_refused_with_a_reason_and_disconnected(admin: Admin) -> None:
     reader = codec.decoder(ToAgent)
     for name, frame in STRANGE.items():
         async with (
@@ -242,8 +244,8 @@ async def test_a_stranger_is_refused_in_words_and_closed(admin: Admin) -> None:
     assert (await admin.ask("GET", "/v1/status")).status == 200
 
 
-async def test_the_only_scheduler_is_asked_again_when_it_says(admin: Admin, tmp_path: Path) -> None:
-    """It cannot reach its database: there is no other to go to, and it may act the next moment."""
+async def test_the_only_scheduler_is_tried_again_when_it_says(admin: Admin, tmp_path: Path) -> None:
+    """A standby without another scheduler may act at any moment."""
     identity, dials = await joined(admin, tmp_path), count(1)
     refused = RegistrationRefused(
         code=RefusedCode.NOT_ACTING, reason="not acting", retry_after_s=0.05
@@ -260,16 +262,16 @@ async def test_the_only_scheduler_is_asked_again_when_it_says(admin: Admin, tmp_
 
     app = web.Application()
     app.router.add_get("/v1/agent", refuse)
-    async with open_door(app, "127.0.0.1", 0) as port:
+    async with serve_http(app, "127.0.0.1", 0) as port:
         agent = Agent(admin, identity, "b1", url=f"http://127.0.0.1:{port}")
         async with dialling(agent), asyncio.timeout(10.0):
             await asked_often.wait()
 
 
-async def test_strangers_take_no_places_in_the_line_of_a_fleet(
+async def test_unverified_clients_take_no_places_in_the_registration_queue(
     admin: Admin, tmp_path: Path
 ) -> None:
-    """Whoever can reach the door could have all peers wait, for as long as it goes on."""
+    """Otherwise any client could make all peers wait."""
     identity, reader = await joined(admin, tmp_path), codec.decoder(ToAgent)
     async with aiohttp.ClientSession() as http:
 
@@ -289,8 +291,10 @@ async def test_strangers_take_no_places_in_the_line_of_a_fleet(
     assert not agent.link.last_refusal, "at once"
 
 
-async def test_what_a_stranger_sends_is_neither_inflated_nor_decoded(admin: Admin) -> None:
-    """16 KB of it would be 16 MB, and all of them a report: a second of the scheduler's time."""
+async def test_an_unverified_clients_frame_is_neither_decompressed_nor_decoded(
+    admin: Admin,
+) -> None:
+    """16 KB could decompress to a report of 16 MB: a second of the scheduler's time."""
     async with (
         aiohttp.ClientSession() as http,
         http.ws_connect(f"{admin.control_url}/v1/agent", compress=15) as socket,

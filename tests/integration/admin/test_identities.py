@@ -1,4 +1,4 @@
-"""Names, tokens and certificates: what is revoked stays so, and what lives on renews itself."""
+"""Names, tokens and certificates: revocation is permanent, and valid certificates are renewed."""
 
 import asyncio
 import ssl
@@ -14,7 +14,7 @@ from isochrone.service import tls
 from isochrone.service.identity import (
     Identity,
     IdentityError,
-    certifies,
+    is_for_key,
     load_identity,
     read_certificate,
 )
@@ -51,8 +51,8 @@ async def joining(admin: Admin, folder: Path, token: str, name: str = "n1") -> I
     )
 
 
-async def is_let_in(admin: Admin, identity: Identity, boot: str) -> str:
-    """Dial once and return "" where welcome, else the refusal."""
+async def refusal_of(admin: Admin, identity: Identity, boot: str) -> str:
+    """Connect once; return the refusal, or "" if the peer is registered."""
     async with dialling(Agent(admin, identity, boot)) as agent:
 
         async def is_answered() -> bool:
@@ -75,26 +75,26 @@ async def test_joining_again_under_a_revoked_name_does_not_clear_the_revocation(
         with pytest.raises(IdentityError, match=r"n1 is revoked; .*`isochrone nodes readmit n1`"):
             await joining(admin, tmp_path / "new", await a_token(admin, **fields))
     assert (await admin.ask("GET", "/v1/nodes/n1")).body["revoked"]
-    # Readmitted, it joins with a new certificate; the old one never works again.
+    # After readmission it joins with a new certificate; the old one stays revoked.
     assert (await admin.ask("POST", "/v1/nodes/n1/readmit")).status == 200
     new = await joining(admin, tmp_path / "new", await a_token(admin, name="n1"))
-    assert await is_let_in(admin, new, "boot-2") == ""
-    assert "revoked" in await is_let_in(admin, old, "boot-1")
+    assert await refusal_of(admin, new, "boot-2") == ""
+    assert "revoked" in await refusal_of(admin, old, "boot-1")
     kinds = [event["kind"] for event in (await admin.ask("GET", "/v1/events")).body["data"]]
     assert kinds[:3] == ["agent.joined", "join_token.create", "node.readmit"]
 
 
-async def test_a_forgotten_name_joined_again_brings_no_old_certificate_back(
+async def test_a_deleted_name_that_joins_again_does_not_revive_old_certificates(
     admin: Admin, tmp_path: Path
 ) -> None:
     old = await joined(admin, tmp_path / "old")
     assert (await admin.ask("DELETE", "/v1/nodes/n1")).status == 204
     new = await joining(admin, tmp_path / "new", await a_token(admin))
-    assert "revoked" in await is_let_in(admin, old, "boot-1")
-    assert await is_let_in(admin, new, "boot-2") == ""
+    assert "revoked" in await refusal_of(admin, old, "boot-1")
+    assert await refusal_of(admin, new, "boot-2") == ""
 
 
-async def test_one_certificate_is_refused_by_its_serial_and_the_name_goes_on(
+async def test_one_certificate_is_revoked_by_its_serial_and_the_name_stays_valid(
     admin: Admin, tmp_path: Path
 ) -> None:
     stolen = await joined(admin, tmp_path / "a")
@@ -110,7 +110,7 @@ async def test_one_certificate_is_refused_by_its_serial_and_the_name_goes_on(
     listed = (await admin.ask("GET", "/v1/revocations")).body["data"]
     assert [row["reason"] for row in listed] == ["stolen"]
     owner = await joining(admin, tmp_path / "b", await a_token(admin, name="n1"))
-    assert await is_let_in(admin, owner, "boot-2") == ""
+    assert await refusal_of(admin, owner, "boot-2") == ""
 
 
 async def test_a_token_is_bound_to_its_name_and_counts_its_uses(
@@ -121,8 +121,8 @@ async def test_a_token_is_bound_to_its_name_and_counts_its_uses(
     with pytest.raises(IdentityError, match="for another role or name"):
         await joining(admin, tmp_path / "x", bound, "n2")
     first = await joining(admin, tmp_path / "n1", bound)
-    assert await is_let_in(admin, first, "boot-1") == ""
-    # A name that has been in use is not for whoever has some token.
+    assert await refusal_of(admin, first, "boot-1") == ""
+    # A name that has been in use needs a token bound to it.
     thrice = await a_token(admin, uses_max=3)
     with pytest.raises(IdentityError, match="the name n1 is in use"):
         await joining(admin, tmp_path / "y", thrice)
@@ -137,7 +137,7 @@ async def test_a_token_is_bound_to_its_name_and_counts_its_uses(
     }
 
 
-async def test_a_certificate_renews_itself_and_its_holder_stays_who_it_is(
+async def test_a_certificate_renews_itself_and_its_subject_stays_the_same(
     admin: Admin, tmp_path: Path
 ) -> None:
     first = await joined(admin, tmp_path)
@@ -158,13 +158,15 @@ async def test_a_certificate_renews_itself_and_its_holder_stays_who_it_is(
         first.name, first.role, first.pop, first.ca_pem,
     )  # fmt: skip
     assert kept.key_pem != first.key_pem
-    assert certifies(kept.certificate_pem, kept.key_pem)
-    # A live context takes renewed papers; those of another key would be refused here.
-    tls.renew(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), kept)
-    assert await is_let_in(admin, kept, "boot-2") == ""
+    assert is_for_key(kept.certificate_pem, kept.key_pem)
+    # Raises if the certificate does not match the key.
+    tls.reload_identity(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), kept)
+    assert await refusal_of(admin, kept, "boot-2") == ""
 
 
-async def test_a_revoked_peer_is_cut_before_it_renews(admin: Admin, tmp_path: Path) -> None:
+async def test_a_revoked_peer_is_disconnected_before_it_renews(
+    admin: Admin, tmp_path: Path
+) -> None:
     identity = await joined(admin, tmp_path)
     async with dialling(Agent(admin, identity, "boot-1", folder=tmp_path)) as agent:
         await until("welcome", agent.is_welcome)
@@ -175,9 +177,7 @@ async def test_a_revoked_peer_is_cut_before_it_renews(admin: Admin, tmp_path: Pa
     assert "agent.renewed" not in {event["kind"] for event in events}
 
 
-async def test_nodes_are_told_whose_certificates_their_doors_refuse(
-    admin: Admin, tmp_path: Path
-) -> None:
+async def test_nodes_are_sent_the_revocations_they_enforce(admin: Admin, tmp_path: Path) -> None:
     identity = await joined(admin, tmp_path)
     async with dialling(Agent(admin, identity, "boot-1")) as agent:
         await until("welcome", agent.is_welcome)
@@ -199,7 +199,9 @@ async def test_nodes_are_told_whose_certificates_their_doors_refuse(
         assert (told.role, told.name, told.serial) == ("router", "r9", "ab12")
 
 
-async def test_a_fleet_that_dials_at_once_comes_in_at_a_pace(admin: Admin, tmp_path: Path) -> None:
+async def test_a_fleet_that_dials_at_once_is_admitted_at_the_configured_rate(
+    admin: Admin, tmp_path: Path
+) -> None:
     await admin.pop()
     token = await a_token(admin, uses_max=20)
     agents = [
@@ -216,18 +218,18 @@ async def test_a_fleet_that_dials_at_once_comes_in_at_a_pace(admin: Admin, tmp_p
             return all(agent.welcomes for agent in agents)
 
         await until("all are in", all_are_in, 30.0)
-        # Half a second's worth comes in at once, the others at ten a second.
+        # Half a second's worth is admitted at once, the others at ten a second.
         assert loop.time() - began > 1.0
         page = (await admin.ask("GET", "/metrics")).body
         assert 'refused_peers_total{code="busy"}' in page
-        # The first of all is welcomed when nobody else is there.
+        # The first peer registers before any other is known.
         assert max(agent.welcomes[0].redial_spread_s for agent in agents) > 0
 
 
-async def test_who_has_no_token_cannot_keep_the_database_busy(
+async def test_clients_without_a_token_cannot_keep_the_database_busy(
     admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database_dsn: str
 ) -> None:
-    # Ten at once and then two a second, however long a hundred take here.
+    # Ten at once and then two a second, however long a hundred requests take.
     monkeypatch.setattr(join_door, "JOINS_PER_S", 2.0)
     monkeypatch.setattr(join_door, "BURST_S", 5.0)
     await admin.pop()

@@ -67,7 +67,7 @@ async def test_a_picture_is_saved_and_asked_what_would_follow(admin: Admin, tmp_
     half.write_bytes(Path(file).read_bytes()[:100])
     code, _, err = await run_cli(admin, "plan", "--what-if", str(half))
     assert code == 1
-    assert f"cannot read the picture {half}: " in err.replace("\n", "")
+    assert f"cannot read the snapshot {half}: " in err.replace("\n", "")
 
 
 ANSWER = {

@@ -1,4 +1,4 @@
-"""Rollouts by the admin API: what is begun, held and called off, and what is refused in words."""
+"""Rollouts by the admin API: created, paused, resumed, aborted, and refused with a reason."""
 
 import asyncio
 from typing import Any
@@ -7,7 +7,7 @@ import msgspec
 
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.model import ArtifactFile
-from scheduler.store.catalogue import touch
+from scheduler.store.catalogue import bump_generation
 from scheduler.store.pool import Pool, transaction
 from tests.integration.admin.conftest import Admin
 from tests.locks import locked_out
@@ -38,7 +38,7 @@ async def begin(admin: Admin, **fields: Any) -> Any:
     return await admin.ask("POST", "/v1/deployments/d/rollouts", body)
 
 
-async def test_a_rollout_is_begun_held_and_called_off(admin: Admin) -> None:
+async def test_a_rollout_is_created_paused_resumed_and_aborted(admin: Admin) -> None:
     await deployed(admin)
     made = await begin(admin, steps=[{"share": 0.1, "pops": ["ams"]}, {"share": 1.0}])
     assert made.status == 201
@@ -70,13 +70,13 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"steps": [{"share": 0.5}, {"share": 0.2}]}, "smaller share"),
     ({"steps": [{"share": 0.5, "pops": ["xyz"]}]}, "no PoP xyz"),
     ({"model_id": "other"}, "no model other"),
-    ({"engine": {"driver": "mock"}}, "already serve"),
+    ({"engine": {"driver": "mock"}}, "already deployed"),
     ({"steps": [{"share": 7}]}, "cannot read body"),
     ({"bounds": {"error_ratio": 0}}, "cannot read body"),
 ]
 
 
-async def test_what_cannot_be_gone_is_refused_in_words(admin: Admin) -> None:
+async def test_an_invalid_rollout_is_refused_with_the_reason(admin: Admin) -> None:
     await deployed(admin)
     for fields, words in IMPOSSIBLE:
         refused = await begin(admin, **fields)
@@ -84,7 +84,7 @@ async def test_what_cannot_be_gone_is_refused_in_words(admin: Admin) -> None:
         assert words in refused.body["error"]["message"]
 
 
-async def test_other_files_under_a_models_name_are_a_new_version_of_what_serves_it(
+async def test_other_files_of_a_model_make_a_new_version_of_its_deployments(
     admin: Admin,
 ) -> None:
     await deployed(admin)
@@ -104,19 +104,19 @@ async def test_other_files_under_a_models_name_are_a_new_version_of_what_serves_
     made = (await begin(admin)).body
     refused = await admin.ask("PUT", "/v1/models/m", {**MODEL, "artifact": artifact})
     assert refused.status == 409
-    assert "a rollout of d is on its way; abort it first" in refused.body["error"]["message"]
+    assert "a rollout of d is active; abort it first" in refused.body["error"]["message"]
     assert (await admin.ask("POST", f"/v1/rollouts/{made['rollout_id']}/abort")).status == 200
     assert (await admin.ask("PUT", "/v1/models/m", {**MODEL, "artifact": artifact})).status == 200
     assert await version() == 3, "a number is never used twice"
 
 
-async def test_a_change_and_a_rollout_at_once_are_never_of_one_version(
+async def test_a_simultaneous_change_and_rollout_get_different_versions(
     admin: Admin, pool: Pool
 ) -> None:
     await deployed(admin)
     other = {"model_id": "m", "engine": {"driver": "mock", "options": {"itl_ms": "9"}}}
     async with transaction(pool) as connection:
-        await touch(connection)  # whoever changes anything waits here
+        await bump_generation(connection)  # every other change waits for this lock
         changing = asyncio.create_task(admin.ask("PUT", "/v1/deployments/d", other))
         await locked_out(pool)
         rolling = asyncio.create_task(begin(admin))
@@ -126,7 +126,7 @@ async def test_a_change_and_a_rollout_at_once_are_never_of_one_version(
     assert (made["from_version"], made["to_version"]) == (2, 3)
 
 
-async def test_the_model_that_a_rollout_is_bound_for_stays_until_it_is_called_off(
+async def test_the_target_model_of_a_rollout_cannot_be_deleted_until_it_is_aborted(
     admin: Admin,
 ) -> None:
     await deployed(admin)

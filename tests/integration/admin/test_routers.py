@@ -1,4 +1,4 @@
-"""The control door as a router meets it: what is refused for good is said once, and forgotten."""
+"""A router's control connection: permanently refused rows are reported once and dropped."""
 
 import asyncio
 import random
@@ -9,20 +9,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isochrone.service.control import ControlLink, Progress
+from isochrone.service.control_link import ControlLink, Progress
 from isochrone.service.joining import join
 from isochrone.wire.control import PeerRole, ToRouter, Welcome
 from isochrone.wire.ids import BootId, Epoch, Generation, KeyId, RouterId
 from isochrone.wire.usage import Usage, UsageAck
 from scheduler.api import routers
-from scheduler.decide.demand import AcceptedUsage
+from scheduler.decide.demand.intake import AcceptedUsage
 from tests.integration.admin.conftest import Admin
 from tests.system.harness import until
 from tests.unit.scheduler.test_intake import a_demand, a_row, a_usage
 
 
 class Router:
-    """A router's end of the conversation, and what it heard."""
+    """A router's end of the control connection, and the acknowledgements it received."""
 
     def __init__(self) -> None:
         self.link: ControlLink | None = None
@@ -37,7 +37,7 @@ class Router:
             self.acks.put_nowait(message)
 
     async def say(self, message: msgspec.Struct) -> UsageAck:
-        """Send a batch and return its answer."""
+        """Send a batch and return its acknowledgement."""
         assert self.link is not None
         assert await self.link.send(message)
         async with asyncio.timeout(30):
@@ -61,7 +61,7 @@ async def dialling(admin: Admin, folder: Path) -> AsyncIterator[Router]:
         progress=lambda: Progress(identity.cluster_id, Generation(0), Epoch(0)),
         on_welcome=router.welcomed,
         on_message=router.told,
-        chance=random.Random(1),
+        rng=random.Random(1),
     )
     task = asyncio.create_task(router.link.run())
     try:
@@ -89,7 +89,7 @@ async def test_rows_that_cannot_be_stored_are_refused_once_and_counted(
         ack = await router.say(Usage(router_id=RouterId("r"), batch_id="1", rows=rows))
         assert (ack.batch_id, ack.refused) == ("1", 1)
         assert "NUL" in ack.reason
-        # What no check foresees is refused by Postgres itself: the batch, once.
+        # A batch that passes the checks and is refused by Postgres is refused once, as a whole.
         monkeypatch.setattr(routers, "accept_usage", lambda usage: AcceptedUsage(usage.rows, {}))
         ack = await router.say(Usage(router_id=RouterId("r"), batch_id="2", rows=rows[1:]))
         assert (ack.batch_id, ack.refused) == ("2", 1)
@@ -100,16 +100,16 @@ async def test_rows_that_cannot_be_stored_are_refused_once_and_counted(
 
 
 @pytest.mark.parametrize("settings", [{"place_interval_s": 3600.0}])
-async def test_who_waits_for_a_first_replica_has_it_looked_for_at_once(
+async def test_demand_without_a_replica_triggers_a_plan_at_once(
     admin: Admin, tmp_path: Path
 ) -> None:
     async def plans() -> float:
         text = (await admin.ask("GET", "/metrics")).body
-        name = 'isochrone_scheduler_duty_turns{duty="place",outcome="ended"} '
+        name = 'isochrone_scheduler_job_turns{job="place_replicas",outcome="ended"} '
         return sum(float(line.removeprefix(name)) for line in text.splitlines() if name in line)
 
     async with dialling(admin, tmp_path) as router:
-        # A new term plans once or twice by itself.
+        # A new term plans once or twice without demand.
         for seq in range(5):
             before = await plans()
             await router.say(a_demand(a_row(requests=1, no_replica=1), seq=seq))
@@ -120,7 +120,7 @@ async def test_who_waits_for_a_first_replica_has_it_looked_for_at_once(
             await until("another plan is made", is_planned, 20.0)
 
 
-async def test_demand_is_answered_and_a_flood_is_refused_in_words(
+async def test_demand_is_acknowledged_and_a_flood_is_refused_with_the_reason(
     admin: Admin, tmp_path: Path
 ) -> None:
     async with dialling(admin, tmp_path) as router:

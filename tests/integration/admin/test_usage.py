@@ -1,4 +1,4 @@
-"""What keys and tenants used, by day and in total, page by page, and as the operator types it."""
+"""Usage of keys and tenants, by day and in total, in pages, and in the CLI."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ DAY_S = 86_400.0
 
 
 def used(name: str, key_id: str, tenant: str, started_at: float) -> UsageRow:
-    """Return the usage of one request: 100 tokens read, 40 of them cached, and 50 written."""
+    """Return the usage of one request: 100 prompt tokens, 40 of them cached, 50 output tokens."""
     return msgspec.structs.replace(
         a_usage(name), key_id=KeyId(key_id), tenant_id=TenantId(tenant), started_at=started_at
     )
@@ -33,7 +33,7 @@ def used(name: str, key_id: str, tenant: str, started_at: float) -> UsageRow:
 
 @pytest.fixture
 async def ledger(admin: Admin, pool: Pool) -> dict[str, str]:
-    """Write what two keys of acme and one of zeta used on two days; return the keys' ids."""
+    """Store usage of two keys of acme and one of zeta on two days; return the keys' ids."""
     price = Price(prompt_per_million=1e6, cached_per_million=1e5, output_per_million=2e6)
     async with transaction(pool) as connection:
         model = msgspec.structs.replace(a_model(), price=price)
@@ -49,7 +49,7 @@ async def ledger(admin: Admin, pool: Pool) -> dict[str, str]:
         used("a3", ids["acme"], "acme", NOON_S + DAY_S),
         used("b1", ids["acme-2"], "acme", NOON_S),
         used("z1", ids["zeta"], "zeta", NOON_S),
-        # The first and the last moment of the first day, and those beside them.
+        # The first and the last moment of the first day, and the moments next to them.
         used("z2", ids["zeta"], "zeta", NOON_S - DAY_S / 2),
         used("z3", ids["zeta"], "zeta", NOON_S - DAY_S / 2 - 0.001),
         used("z4", ids["zeta"], "zeta", NOON_S + DAY_S / 2 - 0.001),
@@ -67,7 +67,7 @@ async def listed(admin: Admin, query: str) -> list[Any]:
     return list(answer.body["data"])
 
 
-async def test_it_is_summed_by_key_or_tenant_by_day_or_in_total(
+async def test_usage_is_summed_by_key_or_tenant_by_day_or_in_total(
     admin: Admin, ledger: dict[str, str]
 ) -> None:
     one_day = f"from={DAY}&to={DAY}"
@@ -96,11 +96,11 @@ async def test_it_is_summed_by_key_or_tenant_by_day_or_in_total(
         *((str(DAY), key_id, count) for key_id, count in keys),
         (str(DAY + timedelta(days=1)), ledger["acme"], 1),
     ]
-    assert await listed(admin, "") == [], "the last week, when not told"
+    assert await listed(admin, "") == [], "the last week by default"
     assert await listed(admin, f"{one_day}&tenant_id=nobody") == []
 
 
-async def test_pages_hold_each_sum_once(admin: Admin, ledger: dict[str, str]) -> None:
+async def test_each_sum_is_on_one_page(admin: Admin, ledger: dict[str, str]) -> None:
     for per in ("day", "total"):
         query = f"from={DAY - timedelta(days=1)}&to={DAY + timedelta(days=1)}&per={per}"
         whole = await listed(admin, query)
@@ -114,27 +114,27 @@ async def test_pages_hold_each_sum_once(admin: Admin, ledger: dict[str, str]) ->
         assert paged == whole
 
 
-async def test_what_is_asked_wrongly_is_refused_in_words(
+async def test_an_invalid_query_is_refused_with_the_reason(
     admin: Admin, ledger: dict[str, str]
 ) -> None:
     for query, words in (
         ("from=yesterday", "'yesterday' is not a day; write it as 2026-01-31"),
         ("from=2026-01-01&to=2026-02-01", "is not 1 to 31 days"),
         ("from=2026-01-02&to=2026-01-01", "is not 1 to 31 days"),
-        ("to=0001-01-01", "is not a day of this time"),
+        ("to=0001-01-01", "is not between 2000 and 2999"),
         ("by=city", "by is 'city', give key or tenant"),
         ("per=hour", "per is 'hour', give total or day"),
-        ("cursor=W10x", "the cursor is not one that this list gave"),
+        ("cursor=W10x", "the cursor was not returned by this list"),
         ("limit=0", "limit is '0'"),
         ("key_id=nobody", "cannot find the key 'nobody'"),
-        (f"tenant_id=zeta&key_id={ledger['acme']}", "is of the tenant acme"),
+        (f"tenant_id=zeta&key_id={ledger['acme']}", "belongs to the tenant acme"),
     ):
         answer = await admin.ask("GET", f"/v1/usage?{query}")
         assert answer.status in (400, 404), answer
         assert words in answer.body["error"]["message"], query
 
 
-async def test_what_takes_too_long_ends_in_words(
+async def test_a_query_that_takes_too_long_says_what_to_do(
     admin: Admin, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(usage_sums, "STATEMENT_TIMEOUT_S", 0.05)
@@ -146,7 +146,7 @@ async def test_what_takes_too_long_ends_in_words(
     assert "ask for fewer days" in answer.body["error"]["message"]
 
 
-async def test_an_operator_reads_it(admin: Admin, ledger: dict[str, str]) -> None:
+async def test_usage_in_the_cli(admin: Admin, ledger: dict[str, str]) -> None:
     days = ("--from", str(DAY), "--to", str(DAY + timedelta(days=1)))
     code, out, err = await run_cli(admin, "-o", "json", "usage", *days, "--by", "tenant")
     assert code == 0, err

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from isochrone.service.door import open_door
+from isochrone.service.http_server import serve_http
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.model import Artifact, ArtifactFile
 from nodeagent.decide.bandwidth import MinimumRate
@@ -88,7 +88,7 @@ async def origin() -> AsyncIterator[tuple[Origin, str]]:
     served = Origin()
     app = web.Application()
     app.router.add_get("/{path:.*}", served.get)
-    async with open_door(app, "127.0.0.1", 0) as port:
+    async with serve_http(app, "127.0.0.1", 0) as port:
         yield served, f"http://127.0.0.1:{port}"
 
 

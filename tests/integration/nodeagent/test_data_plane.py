@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from isochrone.service.door import open_door
+from isochrone.service.http_server import serve_http
 from isochrone.wire import headers
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.assignment import ReplicaSpec, Tombstone
@@ -124,7 +124,7 @@ async def a_node() -> AsyncIterator[Node]:
         on_change=lambda: None,
     )
     async with (
-        open_door(
+        serve_http(
             DataPlaneServer(supervisor, PeerReplicaClient(None, time.monotonic)).app(),
             "127.0.0.1",
             0,
@@ -378,7 +378,7 @@ async def test_the_metrics_page_includes_each_warm_engine(node: Node) -> None:
     private_app = web.Application()
     add_metrics(private_app, node.supervisor)
     async with (
-        open_door(private_app, "127.0.0.1", 0) as port,
+        serve_http(private_app, "127.0.0.1", 0) as port,
         node.http.get(f"http://127.0.0.1:{port}/metrics") as private,
         node.http.get("/metrics") as page,
     ):
@@ -402,7 +402,7 @@ async def test_the_cache_salt_is_in_the_body_for_an_engine_that_needs_it_there(n
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer)
-    async with open_door(app, "127.0.0.1", 0) as port:
+    async with serve_http(app, "127.0.0.1", 0) as port:
         await engine.http.close()
         engine.http = aiohttp.ClientSession(f"http://127.0.0.1:{port}")
         engine._driver = DRIVERS["vllm"]

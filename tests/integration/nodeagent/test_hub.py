@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from isochrone.service.config import ConfigError, read_secret
-from isochrone.service.door import open_door
+from isochrone.service.http_server import serve_http
 from nodeagent.host.download import ArtifactError
 from tests.integration.nodeagent.test_artifacts import a_store, artifact_of, fetched
 
@@ -56,9 +56,9 @@ async def hub() -> AsyncIterator[Hub]:
         store.router.add_get("/elsewhere/{path:.*}", served.send_here)
         front.router.add_get("/{path:.*}", served.resolve)
         # Two ports of one machine: a token must not be sent to another port either.
-        port = await stack.enter_async_context(open_door(store, "127.0.0.1", 0))
+        port = await stack.enter_async_context(serve_http(store, "127.0.0.1", 0))
         served.store_url = f"http://127.0.0.1:{port}"
-        port = await stack.enter_async_context(open_door(front, "127.0.0.1", 0))
+        port = await stack.enter_async_context(serve_http(front, "127.0.0.1", 0))
         served.url = f"http://127.0.0.1:{port}"
         yield served
 

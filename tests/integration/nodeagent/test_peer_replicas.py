@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from isochrone.service.door import open_door
+from isochrone.service.http_server import serve_http
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
@@ -39,7 +39,7 @@ async def a_peer(node: SlowNode) -> AsyncIterator[tuple[PeerReplicaClient, PeerR
     app.router.add_get("/ping", node.ping)
     app.router.add_post("/v1/completions", node.relay)
     client = PeerReplicaClient(None, time.monotonic, ping_timeout_s=PING_S)
-    async with open_door(app, "127.0.0.1", 0) as port:
+    async with serve_http(app, "127.0.0.1", 0) as port:
         try:
             yield (
                 client,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from isochrone.service.control import Progress
+from isochrone.service.control_link import Progress
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId
 from isochrone.wire.report import Report
 from nodeagent.config import NodeConfig

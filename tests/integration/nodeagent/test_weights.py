@@ -18,7 +18,7 @@ from aiohttp import web
 from yarl import URL
 
 from isochrone.service import tls
-from isochrone.service.door import errors_as, json_error, open_door
+from isochrone.service.http_server import error_middleware, json_error, serve_http
 from isochrone.service.identity import Authority
 from isochrone.wire import headers
 from isochrone.wire.assignment import PeerSource
@@ -98,7 +98,7 @@ class City:
         context: SSLContext | None = None,
     ) -> PeerSource:
         """Serve a node's artifacts."""
-        app = web.Application(middlewares=[errors_as(json_error)])
+        app = web.Application(middlewares=[error_middleware(json_error)])
         uplink = TransferLink(upload_bytes_per_s, time.monotonic)
         ArtifactUploads(store, uplink, uploads_max=uploads_max).attach(app)
         return await self.listening(name, app, context)
@@ -113,7 +113,7 @@ class City:
         self, name: str, app: web.Application, context: SSLContext | None = None
     ) -> PeerSource:
         port = await self.stack.enter_async_context(
-            open_door(app, "127.0.0.1", 0, ssl_context=context)
+            serve_http(app, "127.0.0.1", 0, ssl_context=context)
         )
         scheme = "http" if context is None else "https"
         return PeerSource(
@@ -414,7 +414,7 @@ async def test_with_tls_only_nodes_of_the_cluster_get_artifacts(
     theirs = Authority.create(tmp_path / "theirs", "theirs", NOW)
     held = city.node("ams-9")
     await fetched(held, artifact)
-    door = tls.node_context(a_peer(ours, "ams-9", PeerRole.AGENT))
+    door = tls.node_server_context(a_peer(ours, "ams-9", PeerRole.AGENT))
     peer = await city.serving("ams-9", held, context=door)
     stranger = tls.client_context(a_peer(theirs, "ams-1", PeerRole.AGENT))
     empty(origin)

@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from isochrone.service.door import DoorLimits, open_door
+from isochrone.service.http_server import HttpServerLimits, serve_http
 from isochrone.wire import headers
 
 
@@ -184,7 +184,7 @@ async def open_node(node: FakeNode, port: int = 0) -> AsyncIterator[FakeNode]:
     app.router.add_get("/ping", node.ping)
     app.router.add_post("/v1/chat/completions", node.generate)
     app.router.add_post("/v1/completions", node.generate)
-    limits = DoorLimits(shutdown_timeout_s=0.2)
-    async with open_door(app, "127.0.0.1", port, limits=limits) as bound:
+    limits = HttpServerLimits(shutdown_timeout_s=0.2)
+    async with serve_http(app, "127.0.0.1", port, limits=limits) as bound:
         node.port = bound
         yield node

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from isochrone.service.door import DoorLimits, open_door
+from isochrone.service.http_server import HttpServerLimits, serve_http
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, a_bench
 
@@ -104,9 +104,9 @@ async def serve_with_aiohttp(folder: Path) -> AsyncIterator[Target]:
     app = web.Application(client_max_size=100_000)
     app.router.add_post(PATH.decode(), node.generate)
     app.router.add_get("/healthz", health)
-    limits = DoorLimits(head_timeout_s=0.5, body_timeout_s=0.5, shutdown_timeout_s=0.2)
+    limits = HttpServerLimits(head_timeout_s=0.5, body_timeout_s=0.5, shutdown_timeout_s=0.2)
     async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(open_door(app, "127.0.0.1", 0, limits=limits))
+        port = await stack.enter_async_context(serve_http(app, "127.0.0.1", 0, limits=limits))
         yield Target(port, node)
 
 

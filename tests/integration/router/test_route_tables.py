@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from isochrone.service import files
-from isochrone.service.door import open_door
+from isochrone.service.http_server import serve_http
 from isochrone.wire import codec
 from isochrone.wire.control import Challenge, Register, Welcome
 from isochrone.wire.ids import BootId, ClusterId, Epoch, KeyId
@@ -89,7 +89,7 @@ async def a_scheduler() -> AsyncIterator[FakeScheduler]:
     scheduler = FakeScheduler()
     app = web.Application()
     app.router.add_get("/v1/router", scheduler.serve)
-    async with open_door(app, "127.0.0.1", 0) as scheduler.port:
+    async with serve_http(app, "127.0.0.1", 0) as scheduler.port:
         yield scheduler
         if scheduler.socket is not None:
             await scheduler.socket.close()

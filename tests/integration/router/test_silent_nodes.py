@@ -104,7 +104,7 @@ async def test_if_all_nodes_are_silent_the_router_is_cut_off_and_requests_wait(
         other.hold()
         stream = asyncio.create_task(answer(bench, stream=True))
         await bench.app.loops["probe"].wait_turns(3)
-        assert bench.app.loops["probe"].last == (0, 2)
+        assert bench.app.loops["probe"].last_result == (0, 2)
         one.let_go()
         other.let_go()
         assert (await stream)[0] == 200

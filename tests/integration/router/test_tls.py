@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from isochrone.service.identity import Authority
-from isochrone.service.tls import trusting
+from isochrone.service.tls import verifying_context
 from tests.builders import NOW
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench
@@ -18,11 +18,11 @@ from tests.integration.router.fleet_of import KEY, Bench, a_bench
 def certified(folder: Path) -> tuple[dict[str, Any], ssl.SSLContext]:
     """Write a certificate and its key; return the settings for them, and a client's TLS context."""
     authority = Authority.create(folder / "public", "test", NOW)
-    key, certificate = authority.issue_own(NOW)
+    key, certificate = authority.issue_scheduler_certificate(NOW)
     paths = {"tls_key": folder / "tls.key", "tls_certificate": folder / "tls.crt"}
     paths["tls_key"].write_text(key)
     paths["tls_certificate"].write_text(certificate)
-    trust = trusting(authority.ca_pem)
+    trust = verifying_context(authority.ca_pem)
     # The certificate is for a scheduler's name.
     trust.check_hostname = False
     return paths, trust

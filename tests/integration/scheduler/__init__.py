@@ -1,1 +1,1 @@
-"""The scheduler's decisions."""
+"""The scheduler on a real Postgres."""

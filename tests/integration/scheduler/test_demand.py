@@ -1,4 +1,4 @@
-"""Demand and usage on a real Postgres: at least once in, counted once; days that come and go."""
+"""Demand and usage on a real Postgres: sent at least once, counted once; daily partitions."""
 
 import asyncio
 from datetime import UTC, datetime
@@ -7,16 +7,16 @@ from typing import Any
 import asyncpg
 import msgspec
 
+from isochrone.service.clock import utc_now
 from isochrone.wire.admin import PopBody
 from isochrone.wire.ids import BootId, ClusterId, RouterId
 from isochrone.wire.usage import Demand, Usage
-from scheduler.acting import now
 from scheduler.decide.demand import accept_demand, accept_usage
 from scheduler.store import catalogue, deployments
 from scheduler.store.lease import ensure_cluster
 from scheduler.store.pool import Pool, transaction, using
-from scheduler.store.retention import ALWAYS_KEPT_SO, forget
-from scheduler.store.usage import keep_demand_days, record_demand, record_usage
+from scheduler.store.retention import FIXED_RULES, delete_expired
+from scheduler.store.usage import record_demand, record_usage, rotate_demand_partitions
 from tests.builders import a_deployment, a_model
 from tests.unit.scheduler.test_intake import a_demand, a_row, a_usage
 
@@ -37,7 +37,7 @@ async def counted(pool: Pool, demand: Demand) -> int | None:
         return await record_demand(connection, demand, accept_demand(demand.rows[0].pop, demand))
 
 
-async def one(pool: Pool, query: str) -> Any:
+async def value_of(pool: Pool, query: str) -> Any:
     async with using(pool) as connection:
         return await connection.fetchval(query)
 
@@ -48,13 +48,13 @@ async def test_batches_sent_again_and_out_of_order_are_counted_once(pool: Pool) 
         a_demand(a_row(requests=n, prompt_tokens=10 * n), a_row(pop="sin", requests=1), seq=n)
         for n in range(1, 6)
     ]
-    of_another = msgspec.structs.replace(batches[0], router_id=RouterId("other"))
-    of_another_life = msgspec.structs.replace(batches[0], boot_id=BootId("later"))
-    sent = [*reversed(batches), of_another, of_another_life, *batches]
-    heard = await asyncio.gather(*(counted(pool, batch) for batch in sent))
-    assert sorted(heard, key=str) == [0] * 7 + [None] * 5
-    assert await one(pool, "SELECT sum(requests)::int FROM demand WHERE pop = 'ams'") == 17
-    assert await one(pool, "SELECT sum(prompt_tokens)::int FROM demand") == 170
+    of_another_router = msgspec.structs.replace(batches[0], router_id=RouterId("other"))
+    of_another_boot = msgspec.structs.replace(batches[0], boot_id=BootId("later"))
+    sent = [*reversed(batches), of_another_router, of_another_boot, *batches]
+    unknown = await asyncio.gather(*(counted(pool, batch) for batch in sent))
+    assert sorted(unknown, key=str) == [0] * 7 + [None] * 5
+    assert await value_of(pool, "SELECT sum(requests)::int FROM demand WHERE pop = 'ams'") == 17
+    assert await value_of(pool, "SELECT sum(prompt_tokens)::int FROM demand") == 170
 
 
 async def test_a_late_batch_is_counted_in_its_own_minute(pool: Pool) -> None:
@@ -62,17 +62,17 @@ async def test_a_late_batch_is_counted_in_its_own_minute(pool: Pool) -> None:
     await counted(pool, a_demand(a_row(requests=1), seq=1))
     await counted(pool, a_demand(a_row(requests=1), seq=2, age_s=1200.0))
     apart = "SELECT extract(epoch FROM max(minute) - min(minute))::int FROM demand"
-    assert 1140 <= await one(pool, apart) <= 1260
+    assert 1140 <= await value_of(pool, apart) <= 1260
 
 
-async def test_rows_of_nothing_known_are_told_and_sums_never_overflow(pool: Pool) -> None:
+async def test_rows_of_unknown_deployments_are_counted_and_sums_never_overflow(pool: Pool) -> None:
     await begun(pool)
     batch = a_demand(a_row(requests=1), a_row("no-such"), a_row("nor-this", requests=1))
     assert await counted(pool, batch) == 1
     async with using(pool) as connection:
         await connection.execute("UPDATE demand SET requests = 9223372036854775807")
     assert await counted(pool, msgspec.structs.replace(batch, seq=2)) == 1
-    assert await one(pool, "SELECT requests FROM demand") == 2**62 + 1
+    assert await value_of(pool, "SELECT requests FROM demand") == 2**62 + 1
 
 
 async def test_usage_sent_again_is_written_once(pool: Pool) -> None:
@@ -82,11 +82,11 @@ async def test_usage_sent_again_is_written_once(pool: Pool) -> None:
     for usage in (batch, again, batch):
         async with transaction(pool) as connection:
             await record_usage(connection, accept_usage(usage).rows)
-    assert await one(pool, "SELECT count(*) FROM usage") == 3
-    assert await one(pool, "SELECT sum(output_tokens)::int FROM usage") == 15
+    assert await value_of(pool, "SELECT count(*) FROM usage") == 3
+    assert await value_of(pool, "SELECT sum(output_tokens)::int FROM usage") == 15
 
 
-async def test_days_are_made_ahead_and_dropped_whole(pool: Pool) -> None:
+async def test_partitions_are_created_ahead_and_dropped_when_expired(pool: Pool) -> None:
     await begun(pool)
     async with using(pool) as connection:
         await connection.execute(
@@ -95,18 +95,20 @@ async def test_days_are_made_ahead_and_dropped_whole(pool: Pool) -> None:
         )
     async with transaction(pool) as connection:
         at_that_time = datetime(2020, 1, 5, tzinfo=UTC)
-        assert await keep_demand_days(connection, at_that_time) == 3, "one clock alone drops none"
+        assert await rotate_demand_partitions(connection, at_that_time) == 3, (
+            "one clock alone drops no partition"
+        )
     async with transaction(pool) as connection:
-        assert await keep_demand_days(connection, now()) == 1
+        assert await rotate_demand_partitions(connection, utc_now()) == 1
     async with transaction(pool) as connection:
-        assert await keep_demand_days(connection, now()) == 0
-    assert await one(pool, "SELECT to_regclass('demand_20200101') IS NULL")
+        assert await rotate_demand_partitions(connection, utc_now()) == 0
+    assert await value_of(pool, "SELECT to_regclass('demand_20200101') IS NULL")
     await counted(pool, a_demand(a_row(requests=1)))
-    assert await one(pool, "SELECT sum(requests)::int FROM demand") == 1
-    assert await one(pool, "SELECT count(*) FROM demand_default") == 0
+    assert await value_of(pool, "SELECT sum(requests)::int FROM demand") == 1
+    assert await value_of(pool, "SELECT count(*) FROM demand_default") == 0
 
 
-async def test_a_day_that_began_before_it_was_made_stays_where_it_is(pool: Pool) -> None:
+async def test_a_day_with_rows_in_the_default_partition_stays_there(pool: Pool) -> None:
     await begun(pool)
     made = asyncio.Event()
 
@@ -121,26 +123,26 @@ async def test_a_day_that_began_before_it_was_made_stays_where_it_is(pool: Pool)
     writers = [
         asyncio.create_task(write(f"r-{n}-{pop}", pop)) for n in (1, 2) for pop in ("ams", "sin")
     ]
-    while await one(pool, "SELECT count(*) FROM demand_seen") < 20:
+    while await value_of(pool, "SELECT count(*) FROM demand_seen") < 20:
         await asyncio.sleep(0)
     async with transaction(pool) as connection:
-        assert await keep_demand_days(connection, now()) == 2
+        assert await rotate_demand_partitions(connection, utc_now()) == 2
     made.set()
     written = sum(await asyncio.gather(*writers))
-    assert await one(pool, "SELECT sum(requests)::int FROM demand") == written
+    assert await value_of(pool, "SELECT sum(requests)::int FROM demand") == written
     async with using(pool) as connection:
         await connection.execute("UPDATE demand SET minute = minute - interval '16 days'")
-        minutes = ALWAYS_KEPT_SO[0]
-        assert await forget(connection, minutes, now(), 1) == 1
-        for what in ALWAYS_KEPT_SO:
-            await forget(connection, what, now(), 5_000)
-    assert await one(pool, "SELECT count(*) FROM demand") == 0
+        minutes = FIXED_RULES[0]
+        assert await delete_expired(connection, minutes, utc_now(), 1) == 1
+        for rule in FIXED_RULES:
+            await delete_expired(connection, rule, utc_now(), 5_000)
+    assert await value_of(pool, "SELECT count(*) FROM demand") == 0
 
 
-async def test_demand_of_the_release_before_is_taken_over(database_dsn: str) -> None:
+async def test_demand_written_by_the_previous_release_is_counted(database_dsn: str) -> None:
     connection = await asyncpg.connect(database_dsn)
     try:
-        # The release before writes so, while both run.
+        # The statement of the previous release, while both run.
         await connection.execute(
             "INSERT INTO demand AS d (minute, deployment_id, pop, requests)"
             " VALUES (date_trunc('minute', clock_timestamp()), 'd', 'ams', 1)"

@@ -1,7 +1,7 @@
-"""A server that goes away before each statement of each write, and after its COMMIT.
+"""A database server that fails before each statement of each write, and after its COMMIT.
 
-Nothing is half written. What was committed though nobody heard so is not written twice by whoever
-says it again.
+No write is left half done. A write that was committed although its writer saw an error is not done
+twice when it is repeated.
 """
 
 from collections.abc import Awaitable, Callable
@@ -11,24 +11,24 @@ import asyncpg
 import msgspec
 import pytest
 
+from isochrone.service.clock import utc_now
 from isochrone.wire.admin import KeyBody
 from isochrone.wire.assignment import ReplicaGroup
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import BootId, DeploymentId, Epoch, Generation, KeyId, NodeId, PopId
 from isochrone.wire.report import Refusal, ReplicaProfile
-from scheduler.acting import now
 from scheduler.decide.cluster import PlacementPlan, ReplicaEnding, ReplicaStart
 from scheduler.decide.demand import accept_demand
 from scheduler.decide.rollout import RolloutEvent, apply_event
 from scheduler.store import deployments, keys
 from scheduler.store.identities import add_join_token, add_peer, revoke, use_join_token
-from scheduler.store.lease import read_cluster_row, rise_above
+from scheduler.store.lease import raise_epoch_and_generation, read_cluster_row
 from scheduler.store.nodes import record_registration, record_report
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import UNAVAILABLE, Connection, Pool, transaction
-from scheduler.store.quotas import fold_use
+from scheduler.store.quotas import sum_quota_usage
 from scheduler.store.rollouts import add_rollout, write_rollout
-from scheduler.store.usage import keep_demand_days, record_demand
+from scheduler.store.usage import record_demand, rotate_demand_partitions
 from tests.builders import a_certificate, a_replica_report, a_report, a_spec, believed
 from tests.faults import Faults
 from tests.integration.scheduler.test_store import begun, planned, reported
@@ -38,32 +38,34 @@ from tests.unit.scheduler.test_rollout import a_rollout
 STATEMENTS_MAX = 60
 EPOCH = Epoch(1)
 
-Deed = Callable[[Connection], Awaitable[Any]]
+Write = Callable[[Connection], Awaitable[Any]]
 
 
-async def registers(connection: Connection) -> None:
-    await rise_above(connection, holder="s1", generation=Generation(9), epoch=Epoch(0))
+async def register(connection: Connection) -> None:
+    await raise_epoch_and_generation(
+        connection, holder="s1", generation=Generation(9), epoch=Epoch(0)
+    )
     await record_registration(
         connection, PeerRole.AGENT, "n1", BootId("b2"), Generation(9), a_certificate("n1")
     )
 
 
-async def reports(connection: Connection) -> None:
+async def report(connection: Connection) -> None:
     unknown = a_spec("lost-1", deployment_id=DeploymentId("lost"), name="lost-model")
     known = msgspec.structs.replace(
         a_replica_report(a_spec("r1")), profile=ReplicaProfile(decode_tokens_per_s=9.0)
     )
     refusal = Refusal(replica_id=a_spec("r2").replica_id, reason="no such device")
-    report = a_report(
+    message = a_report(
         seq=9,
         replicas=(known, a_replica_report(unknown)),
         refusals=(refusal,),
         artifacts=("a" * 64,),
     )
-    await record_report(connection, EPOCH, report, believed)
+    await record_report(connection, EPOCH, message, believed)
 
 
-async def plans(connection: Connection) -> None:
+async def commit(connection: Connection) -> None:
     generation = (await read_cluster_row(connection)).generation
     if await connection.fetchval("SELECT count(*) FROM placement WHERE replica_id = 'r9'"):
         return
@@ -83,7 +85,7 @@ async def plans(connection: Connection) -> None:
     assert await commit_plan(connection, plan, EPOCH)
 
 
-async def joins(connection: Connection) -> None:
+async def join(connection: Connection) -> None:
     spent = await use_join_token(
         connection, token_id="t1", secret_sha256="x", role=PeerRole.AGENT, name="n9"
     )
@@ -91,34 +93,43 @@ async def joins(connection: Connection) -> None:
         await add_peer(connection, PeerRole.AGENT, "n9", PopId("ams"))
 
 
-async def asks(connection: Connection) -> None:
+async def send_demand(connection: Connection) -> None:
     demand = a_demand(a_row(requests=3), seq=1)
     await record_demand(connection, demand, accept_demand(PopId("ams"), demand))
 
 
-async def rolls(connection: Connection) -> None:
+async def roll_out(connection: Connection) -> None:
     if await add_rollout(connection, a_rollout()):
         assert await write_rollout(
             connection, a_rollout(), apply_event(a_rollout(), RolloutEvent.PAUSE_ASKED, "test")
         )
 
 
-async def forgets(connection: Connection) -> None:
+async def revoke_and_delete(connection: Connection) -> None:
     await keys.revoke_key(connection, "k", None)
     await revoke(connection, PeerRole.AGENT, "n2", reason="test")
     if await deployments.get_deployment(connection, "d") is not None:
         await deployments.delete_deployment(connection, "d", None)
 
 
-async def tidies(connection: Connection) -> None:
-    await fold_use(connection)
-    await keep_demand_days(connection, now())
+async def aggregate(connection: Connection) -> None:
+    await sum_quota_usage(connection)
+    await rotate_demand_partitions(connection, utc_now())
 
 
-DEEDS = [registers, reports, plans, joins, asks, rolls, forgets, tidies]
+WRITES = [
+    register,
+    report,
+    commit,
+    join,
+    send_demand,
+    roll_out,
+    revoke_and_delete,
+    aggregate,
+]
 
 
-async def everything(dsn: str) -> dict[str, list[str]]:
+async def all_rows(dsn: str) -> dict[str, list[str]]:
     connection = await asyncpg.connect(dsn)
     names = await connection.fetch("SELECT relname FROM pg_class WHERE relkind IN ('r', 'p')"
                                    " AND relnamespace = 'public'::regnamespace")  # fmt: skip
@@ -130,9 +141,9 @@ async def everything(dsn: str) -> dict[str, list[str]]:
     return rows
 
 
-@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: str(deed.__name__))
-async def test_nothing_is_half_written_or_written_twice(
-    deed: Deed, pool: Pool, database_dsn: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: str(write.__name__))
+async def test_no_write_is_left_half_done_or_done_twice(
+    write: Write, pool: Pool, database_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await begun(pool) == EPOCH
     async with transaction(pool) as connection:
@@ -147,7 +158,7 @@ async def test_nothing_is_half_written_or_written_twice(
         )
     await reported(pool, EPOCH)
     assert await planned(pool, EPOCH, a_spec("r1"))
-    before = await everything(database_dsn)
+    before = await all_rows(database_dsn)
     faults = Faults(monkeypatch, database_dsn)
     for number in range(1, STATEMENTS_MAX):
         faults.broken.clear()
@@ -155,15 +166,15 @@ async def test_nothing_is_half_written_or_written_twice(
         faults.lose_commit()
         with pytest.raises(UNAVAILABLE):
             async with transaction(pool) as connection:
-                await deed(connection)
-        told = await everything(database_dsn)
-        if told != before:
+                await write(connection)
+        after_error = await all_rows(database_dsn)
+        if after_error != before:
             break
     assert faults.broken == ["COMMIT;"], "it broke before each statement, and after the last"
     assert number > 3
     async with transaction(pool) as connection:
-        await deed(connection)
-    again = await everything(database_dsn)
+        await write(connection)
+    again = await all_rows(database_dsn)
     assert {name: len(rows) for name, rows in again.items()} == {
-        name: len(rows) for name, rows in told.items()
+        name: len(rows) for name, rows in after_error.items()
     }

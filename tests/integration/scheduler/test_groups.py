@@ -1,4 +1,4 @@
-"""A replica over two nodes in the store: placed, reported, ended and given back part by part."""
+"""A replica over two nodes in the store: placed, reported, ended and released part by part."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ async def told(pool: Pool, epoch: Epoch, report: Report) -> ReportEffect:
         return await record_report(connection, epoch, report, believed)
 
 
-async def picture(pool: Pool) -> ClusterState:
+async def cluster_state(pool: Pool) -> ClusterState:
     async with transaction(pool, isolation="repeatable_read") as connection:
         return await read_cluster(connection, NodeContact(acting_for_s=1000.0))
 
@@ -83,13 +83,13 @@ async def assigned(pool: Pool, epoch: Epoch) -> dict[str, Assignment]:
         }
 
 
-async def test_each_node_has_its_part_and_the_picture_has_one_replica(pool: Pool) -> None:
+async def test_each_node_gets_its_part_and_the_cluster_state_has_one_replica(pool: Pool) -> None:
     epoch = await two_nodes(pool)
-    await committed(pool, epoch, plan_deployments(await picture(pool)))
+    await committed(pool, epoch, plan_deployments(await cluster_state(pool)))
     orders = await assigned(pool, epoch)
     groups = {name: order.replicas[0].group for name, order in orders.items()}
     assert {name: group.place for name, group in groups.items() if group} == {"n1": 0, "n2": 1}
-    (placement,) = (await picture(pool)).placements
+    (placement,) = (await cluster_state(pool)).placements
     assert placement.node_ids == NODES
     group = groups["n1"]
     assert group is not None
@@ -99,7 +99,7 @@ async def test_each_node_has_its_part_and_the_picture_has_one_replica(pool: Pool
         spec = orders[name].replicas[0]
         report = a_report(name, 2, devices=(a_device(1.0),), replicas=(a_replica_report(spec),))
         assert (await told(pool, epoch, report)).adopted == 0
-    (placement,) = (await picture(pool)).placements
+    (placement,) = (await cluster_state(pool)).placements
     assert [part.state for part in placement.parts] == ["warm", "warm"]
     async with transaction(pool) as connection:
         views = await catalogue.list_placements(connection, "", 10)
@@ -112,12 +112,12 @@ async def test_each_node_has_its_part_and_the_picture_has_one_replica(pool: Pool
     assert deployment.replicas == {"warm": 1}
 
 
-async def test_all_parts_are_ended_together_and_given_back_one_by_one(pool: Pool) -> None:
+async def test_all_parts_are_ended_together_and_released_one_by_one(pool: Pool) -> None:
     epoch = await two_nodes(pool)
-    await committed(pool, epoch, plan_deployments(await picture(pool)))
+    await committed(pool, epoch, plan_deployments(await cluster_state(pool)))
     async with transaction(pool) as connection:
         await connection.execute("UPDATE deployment SET deleted_at = clock_timestamp()")
-    decided = plan_deployments(await picture(pool))
+    decided = plan_deployments(await cluster_state(pool))
     assert [ending.follower_ids for ending in decided.endings] == [("n2",)]
     await committed(pool, epoch, decided)
     orders = await assigned(pool, epoch)
@@ -125,7 +125,7 @@ async def test_all_parts_are_ended_together_and_given_back_one_by_one(pool: Pool
     for number, name in enumerate(NODES):
         gone = a_report(name, 2, devices=(a_device(1.0),), generation=orders[name].generation)
         assert (await told(pool, epoch, gone)).released == 1
-        cluster = await picture(pool)
+        cluster = await cluster_state(pool)
         free = free_memory(cluster.nodes, cluster.placements)
         assert sum(left == GIB for left in free.values()) == number + 1
     assert not cluster.placements
@@ -133,25 +133,25 @@ async def test_all_parts_are_ended_together_and_given_back_one_by_one(pool: Pool
 
 async def test_a_part_that_comes_back_without_its_leader_is_ended(pool: Pool) -> None:
     epoch = await two_nodes(pool)
-    await committed(pool, epoch, plan_deployments(await picture(pool)))
+    await committed(pool, epoch, plan_deployments(await cluster_state(pool)))
     known = (await assigned(pool, epoch))["n2"].replicas[0]
     assert known.group is not None
     async with transaction(pool) as connection:
         await connection.execute("DELETE FROM placement")
     report = a_report("n2", 2, devices=(a_device(1.0),), replicas=(a_replica_report(known),))
     assert (await told(pool, epoch, report)).adopted == 1
-    cluster = await picture(pool)
+    cluster = await cluster_state(pool)
     assert [p.leader_id for p in cluster.placements] == [known.group.leader_id]
     assert [e.replica_id for e in plan_deployments(cluster).endings] == [
         ReplicaId(f"{known.group.leader_id}.1")
     ]
 
 
-async def test_a_part_that_is_refused_ends_the_seat_and_is_not_asked_for_again_at_once(
+async def test_a_refused_part_ends_the_replica_and_is_not_placed_again_at_once(
     pool: Pool,
 ) -> None:
     epoch = await two_nodes(pool)
-    await committed(pool, epoch, plan_deployments(await picture(pool)))
+    await committed(pool, epoch, plan_deployments(await cluster_state(pool)))
     orders = await assigned(pool, epoch)
     leader, part = (orders[name].replicas[0] for name in NODES)
     why = f"cannot run {part.replica_id}: no driver 'mock' here"
@@ -164,7 +164,7 @@ async def test_a_part_that_is_refused_ends_the_seat_and_is_not_asked_for_again_a
     assert (await told(pool, epoch, waits)).adopted == 0
     assert (await told(pool, epoch, says("n2", 2, refusals=refusals))).changed == 1
     assert (await told(pool, epoch, says("n2", 3, refusals=refusals))).changed == 0
-    decided = plan_deployments(await picture(pool))
+    decided = plan_deployments(await cluster_state(pool))
     ((leader_id, reason),) = [(e.replica_id, e.reason) for e in decided.endings]
     assert (leader_id, reason) == (leader.replica_id, f"it failed on n2: {why}")
     await committed(pool, epoch, decided)
@@ -173,8 +173,8 @@ async def test_a_part_that_is_refused_ends_the_seat_and_is_not_asked_for_again_a
         told_again = refusals if name == "n2" else ()
         gone = says(name, 4, generation=generation, refusals=told_again)
         assert (await told(pool, epoch, gone)).released == 1
-    again = plan_deployments(await picture(pool))
+    again = plan_deployments(await cluster_state(pool))
     assert not again.starts
     assert f"n2: it refused a replica of this deployment: {why}" in again.unmet[0].reason
     assert (await told(pool, epoch, says("n2", 5, generation=generation))).released == 0
-    assert len(plan_deployments(await picture(pool)).starts) == 1
+    assert len(plan_deployments(await cluster_state(pool)).starts) == 1

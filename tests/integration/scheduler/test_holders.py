@@ -1,4 +1,4 @@
-"""The store names whom a node should ask for weights, from what nodes report of their disks."""
+"""The store tells a node where to fetch weights, from the artifacts that nodes report."""
 
 from isochrone.wire.admin import PopBody
 from isochrone.wire.control import PeerRole
@@ -34,43 +34,43 @@ async def a_node(pool: Pool, epoch: Epoch, name: str, pop: str, *held: str, seq:
         assert not (await record_report(connection, epoch, report, believed)).stale
 
 
-async def asked(pool: Pool, epoch: Epoch, node: str = "n1") -> dict[str, list[str]]:
+async def sources_of(pool: Pool, epoch: Epoch, node: str = "n1") -> dict[str, list[str]]:
     async with transaction(pool) as connection:
         row = await read_cluster_row(connection)
-        told = await read_assignment(
+        assignment = await read_assignment(
             connection, NodeId(node), cluster_id=row.cluster_id, epoch=epoch
         )
-    return {named.digest: [peer.node_id for peer in named.peers] for named in told.holders}
+    return {named.digest: [peer.node_id for peer in named.peers] for named in assignment.holders}
 
 
-async def test_a_node_that_must_fetch_is_told_who_has_it_and_no_other_is(pool: Pool) -> None:
+async def test_only_a_node_that_has_to_fetch_is_told_the_holders(pool: Pool) -> None:
     epoch = await begun(pool)
     async with transaction(pool) as connection:
         await record_report(connection, epoch, a_report(), believed)
     await a_node(pool, epoch, "far", "fra", DIGEST, "ee" * 32)
     await a_node(pool, epoch, "near", "ams", DIGEST)
-    assert await asked(pool, epoch) == {}, "it has nothing to fetch"
+    assert await sources_of(pool, epoch) == {}, "it has nothing to fetch"
     assert await planned(pool, epoch, a_spec("r1", artifact=an_artifact()))
-    assert await asked(pool, epoch) == {DIGEST: ["near", "far"]}
-    # One that dropped it, one out of touch and one turned away are not asked.
+    assert await sources_of(pool, epoch) == {DIGEST: ["near", "far"]}
+    # Nodes that evicted it or are silent are not sources.
     await a_node(pool, epoch, "near", "ams", seq=2)
-    assert await asked(pool, epoch) == {DIGEST: ["far"]}
+    assert await sources_of(pool, epoch) == {DIGEST: ["far"]}
     async with transaction(pool) as connection:
         await connection.execute(
             "UPDATE node SET last_seen_at = last_seen_at - interval '1 minute'"
             " WHERE node_id = 'far'"
         )
-    assert await asked(pool, epoch) == {}
+    assert await sources_of(pool, epoch) == {}
     await a_node(pool, epoch, "far", "fra", DIGEST, seq=2)
-    assert await asked(pool, epoch) == {DIGEST: ["far"]}
-    # Once it holds it itself, or runs, there is nobody to ask.
+    assert await sources_of(pool, epoch) == {DIGEST: ["far"]}
+    # A node whose replica is past fetching needs no sources.
     async with transaction(pool) as connection:
         running = a_replica_report(a_spec("r1", artifact=an_artifact()), ReplicaState.LOADING)
         await record_report(connection, epoch, a_report(seq=2, replicas=(running,)), believed)
-    assert await asked(pool, epoch) == {}
+    assert await sources_of(pool, epoch) == {}
 
 
-async def test_of_a_city_that_fetches_the_later_wait_for_the_first(pool: Pool) -> None:
+async def test_nodes_of_a_pop_wait_for_the_first_one_that_fetches(pool: Pool) -> None:
     epoch = await begun(pool)
     async with transaction(pool) as connection:
         await record_report(connection, epoch, a_report(), believed)
@@ -86,5 +86,5 @@ async def test_of_a_city_that_fetches_the_later_wait_for_the_first(pool: Pool) -
             FROM placement WHERE replica_id = 'r1'
             """
         )
-    assert await asked(pool, epoch, "n1") == {}
-    assert await asked(pool, epoch, "n2") == {DIGEST: ["n1"]}
+    assert await sources_of(pool, epoch, "n1") == {}
+    assert await sources_of(pool, epoch, "n2") == {DIGEST: ["n1"]}

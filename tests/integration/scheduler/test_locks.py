@@ -1,4 +1,4 @@
-"""Writers that meet: nobody waits for another in a ring, and none that has died holds the rest."""
+"""Concurrent writers do not deadlock, and a dead writer does not block the others."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from scheduler.decide.cluster import PlacementPlan, ReplicaStart
 from scheduler.store import catalogue
 from scheduler.store import pool as pools
 from scheduler.store.identities import add_peer
-from scheduler.store.lease import assert_epoch, hold_lease, read_cluster_row
+from scheduler.store.lease import acquire_or_renew_lease, assert_epoch, read_cluster_row
 from scheduler.store.nodes import ReportEffect, record_report
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import UNAVAILABLE, Connection, Pool, open_pool, transaction, using
@@ -21,7 +21,7 @@ from tests.integration.scheduler.test_store import begun, reported
 from tests.locks import locked_out
 
 
-async def test_a_plan_and_a_nodes_own_change_never_wait_for_one_another(pool: Pool) -> None:
+async def test_a_plan_and_a_change_of_a_node_do_not_deadlock(pool: Pool) -> None:
     epoch = await begun(pool)
     await reported(pool, epoch)
     async with using(pool) as connection:
@@ -35,15 +35,15 @@ async def test_a_plan_and_a_nodes_own_change_never_wait_for_one_another(pool: Po
             )
 
     async with transaction(pool) as connection:
-        # A report, or an operator who drains: the node first, then the cluster's generation.
+        # A report or a drain locks the node first, then the cluster's generation.
         await catalogue.set_draining(connection, "n1", True)
         placing = asyncio.create_task(place())
         await locked_out(pool)
-        await catalogue.touch(connection)
-    assert not await placing, "the ground has moved"
+        await catalogue.bump_generation(connection)
+    assert not await placing, "the generation has moved"
 
 
-async def test_a_writer_that_died_in_its_deed_does_not_hold_up_the_next(
+async def test_a_writer_that_died_in_a_transaction_does_not_block_the_next(
     database_dsn: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     epoch = await begun(pool, "s1")
@@ -54,14 +54,14 @@ async def test_a_writer_that_died_in_its_deed_does_not_hold_up_the_next(
             await assert_epoch(connection, epoch)
             async with using(pool) as other:
                 await other.execute("UPDATE lease SET expires_at = '-infinity'")
-                taken = await asyncio.wait_for(hold_lease(other, "s2"), 5.0)
+                taken = await asyncio.wait_for(acquire_or_renew_lease(other, "s2"), 5.0)
             assert taken is not None
             assert taken.epoch == epoch + 1
             await connection.execute("UPDATE cluster SET generation = generation + 1")
     await dying.close()
 
 
-async def test_two_nodes_that_run_what_the_store_forgot_are_both_taken_in(pool: Pool) -> None:
+async def test_two_nodes_with_an_unknown_deployment_are_both_adopted(pool: Pool) -> None:
     epoch = await begun(pool)
     async with transaction(pool) as connection:
         await add_peer(connection, PeerRole.AGENT, "n2", PopId("ams"))
@@ -83,7 +83,7 @@ async def test_two_nodes_that_run_what_the_store_forgot_are_both_taken_in(pool: 
     assert (await reporting).adopted == 1
 
 
-async def test_two_nodes_that_measured_the_same_models_do_not_wait_in_a_ring(pool: Pool) -> None:
+async def test_two_nodes_that_measured_the_same_models_do_not_deadlock(pool: Pool) -> None:
     epoch = await begun(pool)
     async with transaction(pool) as connection:
         await add_peer(connection, PeerRole.AGENT, "n2", PopId("ams"))

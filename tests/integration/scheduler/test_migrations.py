@@ -1,4 +1,4 @@
-"""Databases of earlier releases, with what they held, come up to this one."""
+"""Databases of earlier releases are migrated with their rows."""
 
 from collections.abc import AsyncIterator
 
@@ -6,17 +6,17 @@ import asyncpg
 import msgspec
 import pytest
 
+from isochrone.service.clock import utc_now
 from isochrone.wire.rollout import RolloutState
-from scheduler.acting import now
 from scheduler.decide.membership import NodeContact
 from scheduler.store import keys
 from scheduler.store.cluster import read_cluster
 from scheduler.store.identities import list_join_tokens, list_revocations
 from scheduler.store.migrate import migrate, read_migrations
 from scheduler.store.pool import Pool, open_pool, transaction
-from scheduler.store.quotas import fold_use
+from scheduler.store.quotas import sum_quota_usage
 from scheduler.store.rollouts import list_rollouts
-from scheduler.store.usage import keep_demand_days
+from scheduler.store.usage import rotate_demand_partitions
 from tests.builders import a_model, a_spec
 from tests.postgres import Server
 
@@ -73,7 +73,7 @@ WRITTEN_AT = {
             VALUES ('n1', 'm', 'd', 1e6, 'test', '{WHEN}')
     """,
 }
-"""What a release wrote once its schema was at this number."""
+"""Rows that a release wrote when its schema was at this number."""
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ async def empty(postgres_server: Server) -> AsyncIterator[Pool]:
     await admin.close()
 
 
-async def test_what_earlier_releases_wrote_is_there_after_each_migration(empty: Pool) -> None:
+async def test_rows_of_earlier_releases_survive_each_migration(empty: Pool) -> None:
     known = read_migrations()
     for number in range(1, len(known) + 1):
         assert len(await migrate(empty, known[:number])) == 1
@@ -110,6 +110,6 @@ async def test_what_earlier_releases_wrote_is_there_after_each_migration(empty: 
     assert {(one.role.value, one.name) for one in revoked} == {("agent", "n2"), ("router", "r1")}
     assert counted == 5
     async with transaction(empty) as connection:
-        assert await fold_use(connection) == 1
-        assert await keep_demand_days(connection, now()) > 0
+        assert await sum_quota_usage(connection) == 1
+        assert await rotate_demand_partitions(connection, utc_now()) > 0
         await connection.execute("UPDATE rollout SET state = 'aborted'")

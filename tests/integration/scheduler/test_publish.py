@@ -1,94 +1,99 @@
-"""What routers are told, from a real store: all of it, or what one node's report changed."""
+"""Publishing route tables from a real store: the whole fleet, or one node after its report."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from isochrone.wire.ids import NodeId
-from scheduler.acting import Acting
-from scheduler.decide.membership import LivenessLimits
 from scheduler.decide.routing.flap_damping import HOLD_S
-from scheduler.loops.hold_lease import HoldLease
-from scheduler.loops.publish import Publish
+from scheduler.loops.publish_routes import PublishRoutes
 from scheduler.store.pool import Pool
 from tests.builders import a_replica_report, a_spec
+from tests.integration.scheduler.scheduler_parts import (
+    SchedulerParts,
+    expire_lease,
+    scheduler_parts,
+)
 from tests.integration.scheduler.test_store import begun, planned, reported
-from tests.integration.scheduler.test_trust import an_acting, expire
 
 
-async def a_publisher(pool: Pool) -> tuple[Acting, Publish]:
-    """A process that acts, with one replica that is loading."""
+async def a_publisher(pool: Pool) -> tuple[SchedulerParts, PublishRoutes]:
+    """An acting scheduler, with one replica that is loading."""
     epoch = await begun(pool)
     await reported(pool, epoch)
     assert await planned(pool, epoch, a_spec())
-    await expire(pool)
-    acting = await an_acting(pool)
-    config = cast(SimpleNamespace, acting.config)
-    config.publish_interval_s, config.liveness = 2.0, LivenessLimits()
-    await HoldLease(acting).run_once()
-    return acting, Publish(acting)
+    await expire_lease(pool)
+    scheduler = await scheduler_parts(pool)
+    await scheduler.hold_lease.run_once()
+    return scheduler, scheduler.publish_routes()
 
 
-def routed(acting: Acting) -> list[str]:
-    assert acting.table is not None
-    return [route.replica_id for route in acting.table.routes]
+def routed(scheduler: SchedulerParts) -> list[str]:
+    assert scheduler.state.routes.table is not None
+    return [route.replica_id for route in scheduler.state.routes.table.routes]
 
 
-async def test_what_a_report_changed_is_read_of_its_node_alone(pool: Pool) -> None:
-    acting, publish = await a_publisher(pool)
+async def test_after_a_report_only_its_node_is_read(pool: Pool) -> None:
+    scheduler, publish = await a_publisher(pool)
+    epoch = scheduler.state.lease.epoch
     assert (await publish.run_once()).nodes == -1
-    assert routed(acting) == []
+    assert routed(scheduler) == []
     assert (await publish.run_once()).nodes == 0
     for seq, (state, expected) in enumerate((("warm", ["r1"]), ("loading", [])), start=2):
         replicas = (a_replica_report(a_spec(), state),)
-        await reported(pool, acting.epoch, seq=seq, replicas=replicas)
-        acting.publish(NodeId("n1"))
-        before = acting.table
+        await reported(pool, epoch, seq=seq, replicas=replicas)
+        scheduler.state.routes.mark_changed(NodeId("n1"))
+        before = scheduler.state.routes.table
         published = await publish.run_once()
         assert before is not None
         assert (published.nodes, published.generation) == (1, before.generation + 1)
-        assert routed(acting) == expected
+        assert routed(scheduler) == expected
 
 
-async def test_who_comes_and_goes_is_withdrawn_at_once_and_back_a_little_later(pool: Pool) -> None:
-    acting, publish = await a_publisher(pool)
+async def test_a_flapping_replica_is_withdrawn_at_once_and_returns_later(pool: Pool) -> None:
+    scheduler, publish = await a_publisher(pool)
+    epoch = scheduler.state.lease.epoch
     await publish.run_once()
-    now_s, seen = acting.clock(), []
-    acting.clock = lambda: now_s
+    seen = []
     for seq in range(2, 12):
         state = "loading" if seq % 2 else "warm"
-        await reported(pool, acting.epoch, seq=seq, replicas=(a_replica_report(a_spec(), state),))
-        acting.publish(NodeId("n1"))
+        await reported(
+            pool,
+            epoch,
+            seq=seq,
+            replicas=(a_replica_report(a_spec(), state),),
+        )
+        scheduler.state.routes.mark_changed(NodeId("n1"))
         await publish.run_once()
-        seen.append(len(routed(acting)))
-        now_s += 0.1
-    # Once it is back at once, then no more: but never told as there when it is not.
+        seen.append(len(routed(scheduler)))
+        scheduler.clock.now_s += 0.1
+    # It returns at once the first time only, and is never routed to while it is not warm.
     assert seen == [1, 0, 1, 0, 0, 0, 0, 0, 0, 0]
-    await reported(pool, acting.epoch, seq=12, replicas=(a_replica_report(a_spec()),))
-    acting.publish(NodeId("n1"))
+    await reported(pool, epoch, seq=12, replicas=(a_replica_report(a_spec()),))
+    scheduler.state.routes.mark_changed(NodeId("n1"))
     await publish.run_once()
-    assert routed(acting) == []
-    now_s += HOLD_S
-    # Nobody reports anything any more.
+    assert routed(scheduler) == []
+    scheduler.clock.now_s += HOLD_S
+    # No further report arrives.
     await publish.run_once()
-    assert routed(acting) == ["r1"]
+    assert routed(scheduler) == ["r1"]
 
 
-async def test_a_turn_that_failed_leaves_nothing_unpublished(
+async def test_after_a_failed_turn_every_change_is_published(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    acting, publish = await a_publisher(pool)
+    scheduler, publish = await a_publisher(pool)
+    epoch = scheduler.state.lease.epoch
     await publish.run_once()
 
     async def broken(*_: Any, **__: Any) -> None:
         raise ConnectionError
 
-    await reported(pool, acting.epoch, seq=2, replicas=(a_replica_report(a_spec()),))
-    acting.publish(NodeId("n1"))
+    await reported(pool, epoch, seq=2, replicas=(a_replica_report(a_spec()),))
+    scheduler.state.routes.mark_changed(NodeId("n1"))
     with monkeypatch.context() as patched:
-        patched.setattr("scheduler.loops.publish.read_part", broken)
+        patched.setattr("scheduler.loops.publish_routes.read_fleet_nodes", broken)
         with pytest.raises(ConnectionError):
             await publish.run_once()
     assert (await publish.run_once()).nodes == -1
-    assert routed(acting) == ["r1"]
+    assert routed(scheduler) == ["r1"]

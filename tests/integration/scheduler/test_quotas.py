@@ -1,4 +1,4 @@
-"""What a key used today, counted once over the whole fleet, whoever tells of it and how often."""
+"""A key's usage today, counted once over the whole fleet however often it is sent."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ from isochrone.wire.model import Price
 from isochrone.wire.usage import RequestOutcome, UsageRow
 from scheduler.store import catalogue, deployments, keys
 from scheduler.store.pool import Pool, transaction
-from scheduler.store.quotas import fold_use
+from scheduler.store.quotas import sum_quota_usage
 from scheduler.store.usage import record_usage
 from tests.builders import a_deployment, a_model
 
@@ -50,9 +50,9 @@ async def record(pool: Pool, *rows: UsageRow) -> None:
         await record_usage(connection, rows)
 
 
-async def fold(pool: Pool) -> int:
+async def sum_quotas(pool: Pool) -> int:
     async with transaction(pool) as connection:
-        return await fold_use(connection)
+        return await sum_quota_usage(connection)
 
 
 async def limited(pool: Pool, **limits: float) -> None:
@@ -79,15 +79,15 @@ async def with_key(pool: Pool) -> Pool:
     return pool
 
 
-async def test_a_quota_is_used_up_until_midnight_and_counted_once(with_key: Pool) -> None:
+async def test_a_spent_quota_lasts_until_midnight_and_usage_is_counted_once(with_key: Pool) -> None:
     pool = with_key
     await record(pool, a_usage("q1"), a_usage("q2"), a_usage("other", key_id="k2"))
     await record(pool, a_usage("q2"), a_usage("q1"))
-    assert await fold(pool) == 2
-    assert await fold(pool) == 0
+    assert await sum_quotas(pool) == 2
+    assert await sum_quotas(pool) == 0
     assert await spent_until(pool) == 0.0
     await record(pool, a_usage("q3"))
-    await fold(pool)
+    await sum_quotas(pool)
     until_s = await spent_until(pool)
     assert until_s % DAY_S == 0
     assert 0 < until_s - time.time() <= DAY_S
@@ -97,32 +97,32 @@ async def test_a_quota_is_used_up_until_midnight_and_counted_once(with_key: Pool
     assert (view.tokens_today, view.spend_today) == (450, pytest.approx(492.0))
 
 
-async def test_another_day_is_another_quota(with_key: Pool) -> None:
+async def test_usage_of_another_day_does_not_count(with_key: Pool) -> None:
     await record(with_key, *(a_usage(f"q{n}", age_s=DAY_S) for n in range(9)))
-    assert await fold(with_key) == 9
+    assert await sum_quotas(with_key) == 9
     assert await spent_until(with_key) == 0.0
 
 
 async def test_spend_is_counted_by_price(with_key: Pool) -> None:
-    # 60 uncached at 1, 40 cached at 0.1, 50 out at 2.
+    # 60 uncached tokens at 1, 40 cached at 0.1, 50 output tokens at 2.
     await limited(with_key, spend_per_day=328.1)
     await record(with_key, a_usage("q1"), a_usage("q2"))
-    await fold(with_key)
+    await sum_quotas(with_key)
     assert await spent_until(with_key) == 0.0
     await limited(with_key, spend_per_day=327.9)
     assert await spent_until(with_key) > 0
 
 
-async def test_a_quota_set_at_noon_counts_the_morning(with_key: Pool) -> None:
+async def test_a_new_quota_counts_earlier_usage_of_the_day(with_key: Pool) -> None:
     await limited(with_key)
     await record(with_key, *(a_usage(f"q{n}") for n in range(4)))
-    assert await fold(with_key) == 0
+    assert await sum_quotas(with_key) == 0
     await limited(with_key, tokens_per_day=700)
     assert await spent_until(with_key) == 0.0
-    # What is not folded yet is not counted twice.
+    # Usage that is not summed yet is not counted twice.
     await record(with_key, a_usage("q4", age_s=0.0))
     await limited(with_key, tokens_per_day=751)
-    assert await fold(with_key) == 0
+    assert await sum_quotas(with_key) == 0
     assert await spent_until(with_key) == 0.0
     await limited(with_key, tokens_per_day=750)
     assert await spent_until(with_key) > 0
@@ -130,14 +130,14 @@ async def test_a_quota_set_at_noon_counts_the_morning(with_key: Pool) -> None:
     assert await spent_until(with_key) == 0.0
 
 
-async def test_batches_of_the_same_keys_do_not_wait_for_one_another(with_key: Pool) -> None:
+async def test_batches_of_the_same_keys_do_not_deadlock(with_key: Pool) -> None:
     async def batch(name: str) -> None:
         rows = [a_usage(f"{name}-{n}", key_id=KEY if n % 2 else "k2") for n in range(20)]
         await record(with_key, *rows)
-        await fold(with_key)
+        await sum_quotas(with_key)
 
     await asyncio.gather(*(batch(name) for name in "abcdef"))
-    await fold(with_key)
+    await sum_quotas(with_key)
     async with transaction(with_key) as connection:
         tokens = await connection.fetchval("SELECT tokens FROM key_day WHERE key_id = $1", KEY)
     assert tokens == 6 * 10 * 150

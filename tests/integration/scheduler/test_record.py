@@ -1,50 +1,40 @@
-"""The record: who was lost and who is back, once each, and what is past its keeping goes."""
+"""The event log: losses and returns of nodes are recorded once, and old events are deleted."""
 
 from datetime import timedelta
 from typing import Any
 
-import msgspec
-
-from scheduler.acting import Acting, now
+from isochrone.service.clock import utc_now
 from scheduler.decide.membership import LivenessLimits
-from scheduler.loops.hold_lease import HoldLease
-from scheduler.loops.note_losses import Noted, NoteLosses
-from scheduler.loops.prune import Prune
+from scheduler.loops.delete_expired_rows import DeleteExpiredRows
+from scheduler.loops.record_node_loss import NodeLossCounts
 from scheduler.store.events import record_event
 from scheduler.store.lease import read_acting_for_s
 from scheduler.store.pool import Pool, transaction, using
-from scheduler.store.retention import forget, kept
+from scheduler.store.retention import delete_expired, retention_rules
+from tests.integration.scheduler.scheduler_parts import (
+    SchedulerParts,
+    expire_lease,
+    scheduler_parts,
+)
 from tests.integration.scheduler.test_store import begun
-from tests.integration.scheduler.test_trust import an_acting, expire
 
 
-class Settings(msgspec.Struct, kw_only=True):
-    name: str = "s1"
-    lease_ttl_s: float = 6.0
-    lease_renew_s: float = 2.0
-    admissions_per_s: float = 100.0
-    event_retention_days: float = 90.0
-    certificate_lifetime_s: float = 60.0
-    liveness: LivenessLimits = LivenessLimits(grace_s=0.0)
-
-
-async def acting_on(pool: Pool) -> Acting:
+async def acting_scheduler(pool: Pool) -> SchedulerParts:
     await begun(pool)
-    await expire(pool)
-    acting = await an_acting(pool)
-    acting.config = Settings()  # type: ignore[assignment]
-    await HoldLease(acting).run_once()
-    return acting
+    await expire_lease(pool)
+    scheduler = await scheduler_parts(pool, limits=LivenessLimits(grace_s=0.0))
+    await scheduler.hold_lease.run_once()
+    return scheduler
 
 
-async def silent(pool: Pool, age_s: float) -> None:
+async def set_silence(pool: Pool, age_s: float) -> None:
     async with using(pool) as connection:
         await connection.execute(
             "UPDATE node SET last_seen_at = clock_timestamp() - make_interval(secs => $1)", age_s
         )
 
 
-async def told(pool: Pool) -> list[Any]:
+async def node_events(pool: Pool) -> list[Any]:
     async with using(pool) as connection:
         rows = await connection.fetch(
             "SELECT kind, subject, reason FROM event WHERE kind LIKE 'node.%' ORDER BY event_id"
@@ -52,34 +42,34 @@ async def told(pool: Pool) -> list[Any]:
     return [tuple(row) for row in rows]
 
 
-async def test_a_loss_and_a_return_are_told_once_each(pool: Pool) -> None:
-    acting = await acting_on(pool)
-    duty = NoteLosses(acting)
-    assert await duty.run_once() == Noted(0, 0)
-    await silent(pool, 10.0)
-    assert await duty.run_once() == Noted(0, 0), "suspect is not lost"
-    await silent(pool, 45.0)
-    assert await duty.run_once() == Noted(1, 0)
-    # Another scheduler that acts afterwards does not tell it again.
-    assert await NoteLosses(acting).run_once() == Noted(0, 0)
-    await silent(pool, 0.0)
-    assert await duty.run_once() == Noted(0, 1)
-    assert await duty.run_once() == Noted(0, 0)
-    events = await told(pool)
+async def test_a_loss_and_a_return_are_recorded_once_each(pool: Pool) -> None:
+    scheduler = await acting_scheduler(pool)
+    job = scheduler.record_node_loss()
+    assert await job.run_once() == NodeLossCounts(0, 0)
+    await set_silence(pool, 10.0)
+    assert await job.run_once() == NodeLossCounts(0, 0), "suspect is not lost"
+    await set_silence(pool, 45.0)
+    assert await job.run_once() == NodeLossCounts(1, 0)
+    # Another scheduler that acts later does not record it again.
+    assert await scheduler.record_node_loss().run_once() == NodeLossCounts(0, 0)
+    await set_silence(pool, 0.0)
+    assert await job.run_once() == NodeLossCounts(0, 1)
+    assert await job.run_once() == NodeLossCounts(0, 0)
+    events = await node_events(pool)
     assert [event[:2] for event in events] == [("node.lost", "n1"), ("node.back", "n1")]
     assert "silent for 45 s" in events[0][2]
 
 
-async def test_a_scheduler_that_does_not_act_tells_nothing(pool: Pool) -> None:
-    acting = await acting_on(pool)
-    await silent(pool, 45.0)
-    await acting.step_down()
-    assert await NoteLosses(acting).run_once() == Noted(0, 0)
-    assert await told(pool) == []
+async def test_a_standby_records_nothing(pool: Pool) -> None:
+    scheduler = await acting_scheduler(pool)
+    await set_silence(pool, 45.0)
+    await scheduler.state.leadership.step_down()
+    assert await scheduler.record_node_loss().run_once() == NodeLossCounts(0, 0)
+    assert await node_events(pool) == []
 
 
-async def test_old_events_are_forgotten_the_oldest_first(pool: Pool) -> None:
-    acting = await acting_on(pool)
+async def test_old_events_are_deleted_the_oldest_first(pool: Pool) -> None:
+    scheduler = await acting_scheduler(pool)
     async with transaction(pool) as connection:
         await connection.execute("TRUNCATE event")
         for subject in ("a", "b", "c"):
@@ -89,21 +79,25 @@ async def test_old_events_are_forgotten_the_oldest_first(pool: Pool) -> None:
             "UPDATE event SET at = at - interval '91 days' WHERE subject < 'c'"
         )
         await connection.execute("ALTER TABLE event ENABLE TRIGGER event_append_only")
-        events, *_ = kept(event_days=90.0, certificate_lifetime_s=1.0)
-        a_year_ago = now() - timedelta(days=365)
-        assert await forget(connection, events, a_year_ago, 1) == 0, "one clock alone says so"
-        assert await forget(connection, events, now(), 1) == 1
-    assert (await Prune(acting).run_once()).rows == 1
+        rules = retention_rules(event_days=90.0, certificate_lifetime_s=1.0)
+        events = rules[0]
+        a_year_ago = utc_now() - timedelta(days=365)
+        assert await delete_expired(connection, events, a_year_ago, 1) == 0, (
+            "one clock alone deletes nothing"
+        )
+        assert await delete_expired(connection, events, utc_now(), 1) == 1
+    job = DeleteExpiredRows(pool=pool, lease=scheduler.state.lease, rules=rules)
+    assert (await job.run_once()).rows == 1
     async with using(pool) as connection:
         assert [row[0] for row in await connection.fetch("SELECT subject FROM event")] == ["c"]
 
 
-async def test_a_standby_knows_how_long_the_other_acts(pool: Pool) -> None:
-    await acting_on(pool)
+async def test_a_standby_reads_for_how_long_the_other_has_acted(pool: Pool) -> None:
+    await acting_scheduler(pool)
     async with using(pool) as connection:
         acting_for_s = await read_acting_for_s(connection)
         assert acting_for_s is not None
         assert 0 <= acting_for_s < 60
-    await expire(pool)
+    await expire_lease(pool)
     async with using(pool) as connection:
         assert await read_acting_for_s(connection) is None

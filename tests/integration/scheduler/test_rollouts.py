@@ -1,4 +1,4 @@
-"""A rollout on a real Postgres: it outlives its scheduler, killed between all of its steps."""
+"""A rollout on a real Postgres continues after its scheduler is killed between any two steps."""
 
 import asyncio
 import sys
@@ -13,10 +13,7 @@ from isochrone.service.files import write_atomic
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.rollout import RolloutState
 from isochrone.wire.usage import TrialRow
-from scheduler.acting import Acting
 from scheduler.decide.rollout import Arm, Rollout, RolloutEvent, apply_event
-from scheduler.loops.hold_lease import HoldLease
-from scheduler.loops.roll import Roll
 from scheduler.store import deployments
 from scheduler.store.lease import EpochLost
 from scheduler.store.pool import Pool, transaction, using
@@ -28,8 +25,12 @@ from scheduler.store.rollouts import (
     write_rollout,
 )
 from tests.builders import a_deployment
+from tests.integration.scheduler.scheduler_parts import (
+    SchedulerParts,
+    expire_lease,
+    scheduler_parts,
+)
 from tests.integration.scheduler.test_demand import begun
-from tests.integration.scheduler.test_trust import an_acting, expire
 from tests.ports import free_port
 from tests.system.harness import ROOT, until
 from tests.unit.scheduler.test_rollout import a_rollout, an_arm
@@ -51,8 +52,8 @@ def a_trial(version: int, arm: Arm) -> TrialRow:
     )
 
 
-async def saw(pool: Pool, old: Arm, new: Arm) -> None:
-    """Count what routers saw in the step that serves now."""
+async def record_arms(pool: Pool, old: Arm, new: Arm) -> None:
+    """Store routers' measurements of both versions for the current step."""
     async with transaction(pool) as connection:
         await record_trials(connection, [a_trial(1, old), a_trial(2, new)])
 
@@ -61,10 +62,10 @@ async def rolling(pool: Pool) -> Rollout:
     await begun(pool)
     async with transaction(pool) as connection:
         assert await add_rollout(connection, a_rollout())
-    return await stands(pool)
+    return await current_rollout(pool)
 
 
-async def stands(pool: Pool) -> Rollout:
+async def current_rollout(pool: Pool) -> Rollout:
     async with using(pool) as connection:
         rollout = await get_rollout(connection, "d.1")
     assert rollout is not None
@@ -76,69 +77,71 @@ async def time_passes(pool: Pool) -> None:
         await connection.execute("UPDATE rollout SET step_since = step_since - interval '5 min'")
 
 
-async def serves(pool: Pool) -> tuple[int, str]:
+async def deployed_version(pool: Pool) -> tuple[int, str]:
     async with using(pool) as connection:
         row = await deployments.get_deployment(connection, "d")
     assert row is not None
     return row.version, row.model_id
 
 
-async def one_that_acts(pool: Pool, name: str) -> Acting:
-    await expire(pool)
-    acting = await an_acting(pool, name)
-    assert (await HoldLease(acting).run_once()).acting
-    return acting
+async def acting_scheduler(pool: Pool, name: str) -> SchedulerParts:
+    await expire_lease(pool)
+    scheduler = await scheduler_parts(pool, name)
+    assert (await scheduler.hold_lease.run_once()).acting
+    return scheduler
 
 
-async def test_a_bad_version_is_reverted_and_its_number_never_used_again(pool: Pool) -> None:
+async def test_a_bad_version_is_reverted_and_its_number_is_not_used_again(pool: Pool) -> None:
     await rolling(pool)
-    acting = await one_that_acts(pool, "s1")
-    assert await Roll(acting).run_once() == (1, 0)
-    await saw(pool, an_arm(10_000, 10), an_arm(100, 60))
-    assert await Roll(acting).run_once() == (1, 1)
-    rollout = await stands(pool)
+    job = (await acting_scheduler(pool, "s1")).advance_rollouts()
+    assert await job.run_once() == (1, 0)
+    await record_arms(pool, an_arm(10_000, 10), an_arm(100, 60))
+    assert await job.run_once() == (1, 1)
+    rollout = await current_rollout(pool)
     assert rollout.state is RolloutState.REVERTED
     assert "errors" in rollout.reason
-    assert await serves(pool) == (1, "m")
-    assert await Roll(acting).run_once() == (0, 0)
+    assert await deployed_version(pool) == (1, "m")
+    assert await job.run_once() == (0, 0)
     async with transaction(pool) as connection:
         assert await deployments.next_version(connection, "d") == 3
         changed = a_deployment(engine=rollout.spec.engine)
         await deployments.change_deployment(connection, changed, None)
-    assert (await serves(pool))[0] == 3
+    assert (await deployed_version(pool))[0] == 3
 
 
-async def test_each_step_judges_its_own_counts(pool: Pool) -> None:
+async def test_each_step_is_judged_by_its_own_measurements(pool: Pool) -> None:
     await rolling(pool)
-    acting = await one_that_acts(pool, "s1")
-    await saw(pool, an_arm(50_000, 50), an_arm(3_000, 3))
+    job = (await acting_scheduler(pool, "s1")).advance_rollouts()
+    await record_arms(pool, an_arm(50_000, 50), an_arm(3_000, 3))
     await time_passes(pool)
-    assert (await Roll(acting).run_once()).changed == 1
+    assert (await job.run_once()).changed == 1
     await time_passes(pool)
-    assert (await Roll(acting).run_once()).changed == 0, "nothing was seen in this step yet"
-    assert (await stands(pool)).step == 1
+    assert (await job.run_once()).changed == 0, "this step has no measurements yet"
+    assert (await current_rollout(pool)).step == 1
 
 
-async def test_one_of_two_writers_wins_and_a_scheduler_without_its_epoch_none(pool: Pool) -> None:
+async def test_one_of_two_writers_wins_and_an_old_epoch_never_does(pool: Pool) -> None:
     rollout = await rolling(pool)
-    stale = Roll(await one_that_acts(pool, "old"))
-    await one_that_acts(pool, "new")
-    await saw(pool, an_arm(10_000, 10), an_arm(100, 60))
+    stale = (await acting_scheduler(pool, "old")).advance_rollouts()
+    await acting_scheduler(pool, "new")
+    await record_arms(pool, an_arm(10_000, 10), an_arm(100, 60))
     with pytest.raises(EpochLost):
         await stale.run_once()
-    assert (await stands(pool)).state is RolloutState.RUNNING
+    assert (await current_rollout(pool)).state is RolloutState.RUNNING
     paused = apply_event(rollout, RolloutEvent.PAUSE_ASKED)
     async with transaction(pool) as connection:
         assert await write_rollout(connection, rollout, paused)
         assert not await write_rollout(
             connection, rollout, apply_event(rollout, RolloutEvent.ABORT_ASKED)
         )
-        assert [one.state for one in await active_rollouts(connection)] == [RolloutState.PAUSED]
+        assert [active.state for active in await active_rollouts(connection)] == [
+            RolloutState.PAUSED
+        ]
         assert not await add_rollout(connection, a_rollout())
 
 
-class Killed:
-    """A scheduler process that is started again after each kill."""
+class SchedulerProcess:
+    """A scheduler process that can be killed and started again."""
 
     def __init__(self, folder: Path, dsn: str) -> None:
         self._folder = folder
@@ -178,11 +181,11 @@ class Killed:
         return await asyncio.to_thread(self.api.ask, method, path, body)
 
 
-async def test_a_rollout_outlives_a_kill_between_all_of_its_steps(
+async def test_a_rollout_continues_after_a_kill_at_each_step(
     pool: Pool, database_dsn: str, tmp_path: Path
 ) -> None:
     await begun(pool)
-    scheduler = Killed(tmp_path, database_dsn)
+    scheduler = SchedulerProcess(tmp_path, database_dsn)
     try:
         await scheduler.start()
         body = {"engine": {"driver": "mock"}, "bounds": {"step_min_s": 0.0}}
@@ -190,9 +193,9 @@ async def test_a_rollout_outlives_a_kill_between_all_of_its_steps(
         path = f"/v1/rollouts/{made['rollout_id']}"
         for step in range(3):
             await scheduler.kill()
-            await expire(pool)  # so that the next need not wait for it
-            # Routers' counts wait while nobody acts, and are counted by whoever acts next.
-            await saw(pool, an_arm(50_000, 50), an_arm(3_000, 3))
+            await expire_lease(pool)  # so that the next process can act at once
+            # Measurements arrive while no scheduler acts; the next one judges them.
+            await record_arms(pool, an_arm(50_000, 50), an_arm(3_000, 3))
             await scheduler.start()
 
             async def moved(past: int = step) -> bool:
@@ -203,9 +206,9 @@ async def test_a_rollout_outlives_a_kill_between_all_of_its_steps(
             await until(f"step {step} is over", moved, TIMEOUT_S)
         row = await scheduler.ask("GET", path)
         assert (row["state"], row["step"]) == ("done", 2)
-        assert (await serves(pool))[0] == 2
+        assert (await deployed_version(pool))[0] == 2
         await scheduler.kill()
-        await expire(pool)
+        await expire_lease(pool)
         await scheduler.start()
         assert (await scheduler.ask("GET", path))["state"] == "done"
         kinds = {

@@ -1,4 +1,4 @@
-"""A scheduler that cannot use what it is told says so in words."""
+"""A scheduler with unusable settings says why it does not start."""
 
 import asyncio
 import shutil
@@ -29,7 +29,7 @@ async def started(dsn: str, folder: Path, authority: str = "ca") -> int:
     return await serve(config, stopping)
 
 
-async def test_a_scheduler_of_another_authority_does_not_start(
+async def test_a_scheduler_with_another_authority_does_not_start(
     database_dsn: str, pool: Pool, tmp_path: Path
 ) -> None:
     assert await started(database_dsn, tmp_path, "ca") == 0
@@ -38,18 +38,18 @@ async def test_a_scheduler_of_another_authority_does_not_start(
     shutil.rmtree(tmp_path / "its own")
     shutil.copytree(tmp_path / "ca", tmp_path / "its own")
     assert await started(database_dsn, tmp_path, "its own") == 0
-    # Its key was lost: an operator says so.
+    # The authority's key was lost: an operator clears the recorded fingerprint.
     async with using(pool) as connection:
         await connection.execute("UPDATE cluster SET authority = ''")
     assert await started(database_dsn, tmp_path, "new") == 0
 
 
-async def test_an_authority_that_cannot_be_read_is_told_in_words(tmp_path: Path) -> None:
+async def test_an_unreadable_authority_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot use the authority in .*: File name too long"):
         await started("", tmp_path, "x" * 300)
 
 
-async def test_a_database_that_cannot_be_used_is_told_in_words(
+async def test_an_unusable_database_is_reported(
     database_dsn: str, pool: Pool, tmp_path: Path
 ) -> None:
     for wrong, words in (

@@ -1,4 +1,4 @@
-"""The store on a real Postgres: what it keeps, what it refuses, what only one may do."""
+"""The store on a real Postgres: migrations, the lease, plans, reports, tokens and keys."""
 
 import asyncio
 import shutil
@@ -26,19 +26,25 @@ from isochrone.wire.ids import (
 from isochrone.wire.report import Pulse, Refusal, ReplicaProfile
 from migrations.dump import dump
 from scheduler import embedded_postgres
-from scheduler.decide.cluster import PlacementPlan, ReplicaEnding, ReplicaStart
+from scheduler.decide.cluster import PlacementPlan, ReplicaEnding, ReplicaStart, UnmetRequirement
 from scheduler.decide.membership import NodeContact
 from scheduler.store import catalogue, deployments, keys
 from scheduler.store.cluster import read_cluster, read_fleet
-from scheduler.store.identities import Spent, add_join_token, add_peer, revoke, use_join_token
+from scheduler.store.identities import (
+    UsedJoinToken,
+    add_join_token,
+    add_peer,
+    revoke,
+    use_join_token,
+)
 from scheduler.store.lease import (
     EpochLost,
+    acquire_or_renew_lease,
     assert_epoch,
     ensure_cluster,
-    hold_lease,
+    raise_epoch_and_generation,
     read_cluster_row,
     renew_lease,
-    rise_above,
 )
 from scheduler.store.migrate import FOLDER, Migration, MigrationError, migrate, read_migrations
 from scheduler.store.nodes import read_assignment, record_pulses, record_registration, record_report
@@ -78,7 +84,7 @@ async def begun(pool: Pool, holder: str = "s1") -> Epoch:
     """A cluster with one PoP, one node, one model and one deployment; return the epoch."""
     async with transaction(pool) as connection:
         await ensure_cluster(connection, ClusterId("c1"))
-        lease = await hold_lease(connection, holder)
+        lease = await acquire_or_renew_lease(connection, holder)
         body = PopBody(city="Amsterdam", country="NL", latitude=52.3, longitude=4.8)
         await catalogue.put_pop(connection, "ams", body, None)
         await add_peer(connection, PeerRole.AGENT, "n1", PopId("ams"))
@@ -127,7 +133,7 @@ async def test_schema_sql_is_what_the_migrations_make(
     assert len(ours) > 50
 
 
-async def test_two_at_once_migrate_once_and_an_edited_or_newer_history_is_refused(
+async def test_concurrent_migrations_run_once_and_an_edited_or_newer_one_is_refused(
     postgres_server: Server,
 ) -> None:
     admin = await asyncpg.connect(postgres_server.dsn("isochrone"))
@@ -151,19 +157,19 @@ async def test_two_at_once_migrate_once_and_an_edited_or_newer_history_is_refuse
     await admin.close()
 
 
-async def test_a_lease_has_one_holder_and_its_epoch_fences_the_one_before(pool: Pool) -> None:
+async def test_a_lease_has_one_holder_and_its_epoch_fences_the_previous_one(pool: Pool) -> None:
     old = await begun(pool, "s1")
     async with transaction(pool) as connection:
-        assert await hold_lease(connection, "s2") is None
-        renewed = await hold_lease(connection, "s1")
+        assert await acquire_or_renew_lease(connection, "s2") is None
+        renewed = await acquire_or_renew_lease(connection, "s1")
         assert renewed is not None
         assert renewed.epoch == old
         await connection.execute("UPDATE lease SET expires_at = clock_timestamp()")
     async with transaction(pool) as connection:
-        taken = await hold_lease(connection, "s2")
+        taken = await acquire_or_renew_lease(connection, "s2")
     assert taken is not None
     assert taken.epoch == old + 1
-    # The old holder was paused and goes on where it was: nothing it writes is taken.
+    # The old holder was paused and continues: none of its writes is accepted.
     with pytest.raises(EpochLost):
         await planned(pool, old, a_spec())
     with pytest.raises(EpochLost):
@@ -174,7 +180,7 @@ async def test_a_lease_has_one_holder_and_its_epoch_fences_the_one_before(pool: 
             await connection.execute("UPDATE lease SET epoch = 0")
 
 
-async def test_a_takeover_waits_for_a_write_under_way_and_a_renewal_does_not(pool: Pool) -> None:
+async def test_a_takeover_waits_for_an_open_write_and_a_renewal_does_not(pool: Pool) -> None:
     old = await begun(pool, "s1")
     async with transaction(pool) as writing:
         await assert_epoch(writing, old)
@@ -186,11 +192,11 @@ async def test_a_takeover_waits_for_a_write_under_way_and_a_renewal_does_not(poo
             await other.execute("UPDATE lease SET expires_at = '-infinity'")
             assert await renew_lease(other, "s1") is None
             with pytest.raises(asyncpg.LockNotAvailableError):
-                await hold_lease(other, "s2")
+                await acquire_or_renew_lease(other, "s2")
             await other.execute("RESET lock_timeout")
         await writing.execute("UPDATE cluster SET generation = generation + 1")
     async with using(pool) as connection:
-        taken = await hold_lease(connection, "s2")
+        taken = await acquire_or_renew_lease(connection, "s2")
     assert taken is not None
     assert taken.epoch == old + 1
 
@@ -219,7 +225,7 @@ async def test_many_nodes_are_locked_in_one_order(pool: Pool) -> None:
     await waiting
 
 
-async def test_a_plan_is_committed_only_on_the_ground_it_was_made_on(pool: Pool) -> None:
+async def test_a_plan_is_committed_only_if_the_generation_has_not_moved(pool: Pool) -> None:
     epoch = await begun(pool)
     await reported(pool, epoch)
     async with transaction(pool) as connection:
@@ -235,7 +241,7 @@ async def test_a_plan_is_committed_only_on_the_ground_it_was_made_on(pool: Pool)
     assert [spec.replica_id for spec in assignment.replicas] == ["r1"]
 
 
-async def test_a_device_seats_what_its_memory_holds_whoever_writes(pool: Pool) -> None:
+async def test_a_devices_memory_is_never_overcommitted_whoever_writes(pool: Pool) -> None:
     epoch = await begun(pool)
     await reported(pool, epoch, devices=(a_device(4.0),))
     assert await planned(pool, epoch, a_spec("r1", memory_bytes=3 * GIB))
@@ -261,7 +267,7 @@ async def test_a_device_seats_what_its_memory_holds_whoever_writes(pool: Pool) -
     assert sum(isinstance(t, asyncpg.CheckViolationError) for t in taken) == 1
 
 
-async def test_a_report_is_taken_once_in_order_and_only_from_its_boot(pool: Pool) -> None:
+async def test_a_report_is_stored_once_in_order_and_only_from_the_current_boot(pool: Pool) -> None:
     epoch = await begun(pool)
     assert not (await reported(pool, epoch, seq=5)).stale
     assert (await reported(pool, epoch, seq=5)).stale
@@ -270,7 +276,7 @@ async def test_a_report_is_taken_once_in_order_and_only_from_its_boot(pool: Pool
     assert not (await reported(pool, epoch, seq=6)).stale
 
 
-async def test_a_replica_ended_is_released_when_its_node_has_seen_the_tombstone(
+async def test_an_ended_replica_is_released_when_its_node_has_seen_the_tombstone(
     pool: Pool,
 ) -> None:
     epoch = await begun(pool)
@@ -292,7 +298,7 @@ async def test_a_replica_ended_is_released_when_its_node_has_seen_the_tombstone(
     still = (a_replica_report(spec, "draining"),)
     assert (await reported(pool, epoch, seq=4, generation=seen, replicas=still)).released == 0
     assert (await reported(pool, epoch, seq=5, generation=seen)).released == 1
-    # Given back on paper, running in fact: its tombstone is sent again.
+    # Released but still running: its tombstone is sent again.
     back = (a_replica_report(spec),)
     assert (await reported(pool, epoch, seq=6, generation=seen, replicas=back)).changed == 1
     async with using(pool) as connection:
@@ -302,7 +308,7 @@ async def test_a_replica_ended_is_released_when_its_node_has_seen_the_tombstone(
     assert [t.replica_id for t in again.tombstones] == ["r1"]
 
 
-async def test_what_broke_is_held_against_its_version_and_what_was_refused_is_not(
+async def test_failures_count_against_a_version_and_refusals_do_not(
     pool: Pool,
 ) -> None:
     epoch = await begun(pool)
@@ -339,7 +345,7 @@ async def test_what_broke_is_held_against_its_version_and_what_was_refused_is_no
         assert starts.failed == 2
 
 
-async def test_a_rate_that_was_not_measured_leaves_the_one_that_was(pool: Pool) -> None:
+async def test_an_unmeasured_rate_does_not_replace_a_measured_one(pool: Pool) -> None:
     epoch = await begun(pool)
     await reported(pool, epoch)
     assert await planned(pool, epoch, a_spec("r1"))
@@ -354,7 +360,7 @@ async def test_a_rate_that_was_not_measured_leaves_the_one_that_was(pool: Pool) 
     assert [tuple(row) for row in rows] == [(900.0, 120.0)]
 
 
-async def test_status_names_who_is_silent_and_what_does_not_get_warm(pool: Pool) -> None:
+async def test_status_lists_silent_nodes_and_replicas_that_do_not_become_warm(pool: Pool) -> None:
     epoch = await begun(pool)
     await reported(pool, epoch)
     await planned(pool, epoch, a_spec("r1"))
@@ -368,7 +374,7 @@ async def test_status_names_who_is_silent_and_what_does_not_get_warm(pool: Pool)
                 silent_s=silent_s,
                 silent_after_s=after_s,
                 frozen="",
-                unmet=(("d", "no room"),),
+                unmet=(UnmetRequirement(deployment_id=DeploymentId("d"), reason="no room"),),
             )
 
     assert (await told()).unmet == ("d: no room",)
@@ -386,11 +392,11 @@ async def test_status_names_who_is_silent_and_what_does_not_get_warm(pool: Pool)
     assert (silent.nodes, silent.nodes_ready) == (1, 0)
     assert silent.unmet == ("d: no room", "node n1 is silent")
     assert (await told(after_s=30.0)).nodes_ready == 1
-    # A large fleet's pulses are written in turn: who acts knows better than the store.
+    # The acting scheduler knows of newer pulses than the store.
     assert (await told({NodeId("n1"): 1.0})).nodes_ready == 1
 
 
-async def test_what_held_replicas_can_be_forgotten_once_they_are_gone(pool: Pool) -> None:
+async def test_a_node_can_be_deleted_once_its_replicas_are_released(pool: Pool) -> None:
     epoch = await begun(pool)
     await reported(pool, epoch)
     await planned(pool, epoch, a_spec("r1"))
@@ -412,7 +418,7 @@ async def test_what_held_replicas_can_be_forgotten_once_they_are_gone(pool: Pool
             assert await catalogue.delete_row(connection, table, name, None)
 
 
-async def test_a_machine_that_burnt_down_can_be_forgotten_with_what_it_ran(pool: Pool) -> None:
+async def test_a_revoked_node_can_be_deleted_with_its_placements(pool: Pool) -> None:
     epoch = await begun(pool)
     await reported(pool, epoch)
     await planned(pool, epoch, a_spec("r1"))
@@ -424,7 +430,7 @@ async def test_a_machine_that_burnt_down_can_be_forgotten_with_what_it_ran(pool:
         assert not await catalogue.list_placements(connection, "", 10)
 
 
-async def test_a_report_that_this_release_cannot_read_keeps_no_fleet_from_being_planned(
+async def test_an_undecodable_stored_report_does_not_prevent_planning(
     pool: Pool,
 ) -> None:
     epoch = await begun(pool)
@@ -432,11 +438,11 @@ async def test_a_report_that_this_release_cannot_read_keeps_no_fleet_from_being_
     async with transaction(pool) as connection:
         await connection.execute("UPDATE node SET report = $1", b"\x81\xa4node\x01")
         (node,) = (await read_cluster(connection, NodeContact(acting_for_s=1000.0))).nodes
-    assert node.devices, "what a report has said in tables stands"
+    assert node.devices, "the rows written from earlier reports remain"
     assert not (await reported(pool, epoch, seq=2)).stale
 
 
-async def test_what_runs_and_is_unknown_is_adopted_with_its_deployment(pool: Pool) -> None:
+async def test_an_unknown_running_replica_is_adopted_with_its_deployment(pool: Pool) -> None:
     epoch = await begun(pool)
     unknown = a_spec("lost-1", deployment_id=DeploymentId("lost"), name="lost-model")
     effect = await reported(pool, epoch, replicas=(a_replica_report(unknown),))
@@ -445,7 +451,7 @@ async def test_what_runs_and_is_unknown_is_adopted_with_its_deployment(pool: Poo
         cluster = await read_cluster(connection, NodeContact(acting_for_s=1000.0))
     assert {d.name for d in cluster.deployments} == {"d", "lost-model"}
     assert cluster.placements[0].replica_id == "lost-1"
-    # What cannot be adopted (its device is promised to another) goes on, and is noted.
+    # A replica that cannot be adopted (its device is full) goes on running, with an event.
     greedy = a_spec("lost-2", memory_bytes=100 * GIB)
     effect = await reported(
         pool, epoch, seq=2, replicas=(a_replica_report(unknown), a_replica_report(greedy))
@@ -456,23 +462,23 @@ async def test_what_runs_and_is_unknown_is_adopted_with_its_deployment(pool: Poo
     assert {"replica.adopted", "deployment.recreated", "replica.not_adopted"} <= kinds
 
 
-async def test_a_store_behind_its_fleet_rises_above_it(pool: Pool) -> None:
+async def test_a_store_behind_its_fleet_is_raised_above_it(pool: Pool) -> None:
     await begun(pool)
     async with transaction(pool) as connection:
-        assert await rise_above(
+        assert await raise_epoch_and_generation(
             connection, holder="s1", generation=Generation(900), epoch=Epoch(40)
         )
         row = await read_cluster_row(connection)
         assert row.generation == 901
-        lease = await hold_lease(connection, "s1")
+        lease = await acquire_or_renew_lease(connection, "s1")
         assert lease is not None
         assert lease.epoch == 41
-        assert not await rise_above(
+        assert not await raise_epoch_and_generation(
             connection, holder="s1", generation=Generation(3), epoch=Epoch(2)
         )
 
 
-async def test_a_join_token_is_good_once_in_time_and_for_its_role(pool: Pool) -> None:
+async def test_a_join_token_is_valid_once_before_it_expires_and_for_its_role(pool: Pool) -> None:
     await begun(pool)
     async with transaction(pool) as connection:
         for name, ttl_s in (("good", 60.0), ("late", 0.001)):
@@ -486,7 +492,7 @@ async def test_a_join_token_is_good_once_in_time_and_for_its_role(pool: Pool) ->
             )
             assert made is not None
 
-    async def use(token_id: str, secret: str, role: PeerRole) -> Spent | None:
+    async def use(token_id: str, secret: str, role: PeerRole) -> UsedJoinToken | None:
         async with transaction(pool) as connection:
             return await use_join_token(
                 connection, token_id=token_id, secret_sha256=secret, role=role, name="n2"
@@ -496,10 +502,10 @@ async def test_a_join_token_is_good_once_in_time_and_for_its_role(pool: Pool) ->
     assert await use("good", "s" * 64, PeerRole.ROUTER) is None
     assert await use("late", "s" * 64, PeerRole.AGENT) is None
     both = await asyncio.gather(*(use("good", "s" * 64, PeerRole.AGENT) for _ in range(2)))
-    assert sorted(both, key=str) == [None, Spent(pop=PopId("ams"), is_bound=False)]
+    assert sorted(both, key=str) == [None, UsedJoinToken(pop=PopId("ams"), is_bound=False)]
 
 
-async def test_a_key_is_kept_only_as_a_digest_and_events_cannot_be_changed(pool: Pool) -> None:
+async def test_a_key_is_stored_only_as_a_digest_and_events_cannot_be_changed(pool: Pool) -> None:
     await begun(pool)
     async with transaction(pool) as connection:
         body = KeyBody(tenant_id="acme")
@@ -514,8 +520,8 @@ async def test_a_key_is_kept_only_as_a_digest_and_events_cannot_be_changed(pool:
             await connection.execute("UPDATE event SET actor = 'nobody'")
 
 
-async def test_a_pool_outlives_its_server(postgres_server: Server) -> None:
-    """Connections that broke are dropped, and the next use finds the server that is there."""
+async def test_a_pool_recovers_when_its_server_returns(postgres_server: Server) -> None:
+    """Broken connections are dropped, and the next use opens new ones."""
     opened = await open_pool(postgres_server.dsn("isochrone"), size_max=3)
     async with using(opened) as connection:
         pid = await connection.fetchval("SELECT pg_backend_pid()")
@@ -534,7 +540,7 @@ async def test_a_pool_outlives_its_server(postgres_server: Server) -> None:
 
 
 async def test_a_hung_first_host_does_not_hide_the_second(postgres_server: Server) -> None:
-    """asyncpg tries all hosts under one time-out; the pool gives each its own."""
+    """asyncpg tries all hosts under one timeout; the pool gives each its own."""
     held: list[asyncio.StreamWriter] = []
     hung = await asyncio.start_server(lambda r, w: held.append(w), "127.0.0.1", 0)
     port = hung.sockets[0].getsockname()[1]
@@ -586,10 +592,10 @@ async def test_a_device_no_longer_reported_is_unhealthy_not_gone(pool: Pool) -> 
     assert cluster.placements[0].device_ids == ("gpu1",)
 
 
-async def test_connections_to_a_server_gone_read_only_are_dropped(
+async def test_connections_to_a_read_only_server_are_dropped(
     postgres_server: Server, pool: Pool
 ) -> None:
-    """SQLSTATE 25006: a demoted primary under pooled connections fails once, not for ever."""
+    """SQLSTATE 25006: a demoted primary fails each pooled connection once, not for ever."""
     await begun(pool)
     admin = await asyncpg.connect(postgres_server.dsn("isochrone"))
 
@@ -601,7 +607,7 @@ async def test_connections_to_a_server_gone_read_only_are_dropped(
     async def write() -> bool:
         try:
             async with transaction(pool) as connection:
-                await catalogue.touch(connection)
+                await catalogue.bump_generation(connection)
         except UNAVAILABLE:
             return False
         return True
@@ -639,7 +645,7 @@ async def test_the_packaged_binaries_serve_where_there_is_no_system_postgres(
         shutil.rmtree(folder)
 
 
-async def test_only_a_connection_that_hangs_is_dropped(database_dsn: str) -> None:
+async def test_only_a_hung_connection_is_dropped(database_dsn: str) -> None:
     async def backend(connection: Any) -> int:
         return int(await connection.fetchval("SELECT pg_backend_pid()"))
 
@@ -667,7 +673,7 @@ async def _backends(pool: Pool) -> set[int]:
         return {await c.fetchval("SELECT pg_backend_pid()") for c in (one, two)}
 
 
-async def test_a_node_seen_in_a_time_to_come_is_no_less_silent_for_it(pool: Pool) -> None:
+async def test_a_last_seen_time_in_the_future_still_counts_as_silence(pool: Pool) -> None:
     epoch = await begun(pool)
     await reported(pool, epoch)
     async with transaction(pool) as connection:

@@ -1,14 +1,14 @@
-"""What one process or one peer says cannot break the centre for the others."""
+"""No message of one process or peer can break the scheduler for the others."""
 
 from contextlib import suppress
 from math import inf, nan
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 import pytest
 
+from isochrone.service.clock import utc_now
 from isochrone.service.identity import Authority
 from isochrone.wire import codec
 from isochrone.wire.assignment import ReplicaSpec
@@ -27,12 +27,11 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import Pulse, Refusal, ReplicaProfile
-from scheduler.acting import PULSES_WRITTEN_MAX, Acting, now
-from scheduler.api.peers import LEAP_MAX, Turned, _enter
+from scheduler.api.peers import LEAP_MAX, PeerRefused, PeerServer
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.membership import LivenessLimits, NodeContact, sealed_fields
+from scheduler.decide.membership import NodeContact, sealed_fields
 from scheduler.decide.placement.planner import plan_deployments
-from scheduler.loops.hold_lease import HoldLease
+from scheduler.state.heartbeats import PULSES_WRITTEN_MAX, PulseBuffer
 from scheduler.store.cluster import read_cluster
 from scheduler.store.identities import (
     add_peer,
@@ -41,11 +40,11 @@ from scheduler.store.identities import (
     revoke,
     revoked_since,
 )
-from scheduler.store.known_nodes import KnownNodes
-from scheduler.store.lease import read_cluster_row, rise_above
+from scheduler.store.lease import raise_epoch_and_generation, read_cluster_row
+from scheduler.store.node_reports import NodeReportCache
 from scheduler.store.nodes import record_pulses, record_report
 from scheduler.store.pool import BAD_DATA, Pool, transaction, using
-from scheduler.store.retention import forget, kept
+from scheduler.store.retention import delete_expired, retention_rules
 from tests.builders import (
     GIB,
     NOW,
@@ -56,46 +55,24 @@ from tests.builders import (
     a_spec,
     believed,
 )
+from tests.integration.scheduler.scheduler_parts import (
+    SchedulerParts,
+    expire_lease,
+    scheduler_parts,
+)
 from tests.integration.scheduler.test_store import begun, planned, reported
-
-
-async def an_acting(pool: Pool, name: str = "s1") -> Acting:
-    async with using(pool) as connection:
-        cluster = await read_cluster_row(connection)
-    config: Any = SimpleNamespace(
-        name=name,
-        lease_ttl_s=6.0,
-        lease_renew_s=2.0,
-        admissions_per_s=100.0,
-        liveness=LivenessLimits(),
-    )
-    return Acting(
-        config=config,
-        pool=pool,
-        reserved=pool,
-        intake=pool,
-        planner=cast(Any, None),
-        authority=cast(Any, None),
-        cluster_id=cluster.cluster_id,
-        clock=lambda: 0.0,
-    )
-
-
-async def expire(pool: Pool) -> None:
-    async with using(pool) as connection:
-        await connection.execute("UPDATE lease SET expires_at = '-infinity'")
 
 
 async def test_two_processes_of_one_name_do_not_both_act(pool: Pool) -> None:
     await begun(pool)
-    await expire(pool)
-    first, second = await an_acting(pool), await an_acting(pool)
-    assert (await HoldLease(first).run_once()).acting
-    assert not (await HoldLease(second).run_once()).acting
-    await expire(pool)
-    before = first.epoch
-    assert (await HoldLease(second).run_once()).acting
-    assert second.epoch == before + 1
+    await expire_lease(pool)
+    first, second = await scheduler_parts(pool), await scheduler_parts(pool)
+    assert (await first.hold_lease.run_once()).acting
+    assert not (await second.hold_lease.run_once()).acting
+    await expire_lease(pool)
+    before = first.state.lease.epoch
+    assert (await second.hold_lease.run_once()).acting
+    assert second.state.lease.epoch == before + 1
 
 
 def a_register(role: PeerRole, name: str, generation: int, epoch: int) -> Register:
@@ -114,35 +91,51 @@ def a_register(role: PeerRole, name: str, generation: int, epoch: int) -> Regist
     )
 
 
+def a_peer_server(scheduler: SchedulerParts) -> PeerServer:
+    state = scheduler.state
+    return PeerServer(
+        intake=scheduler.database.intake,
+        reserved=scheduler.database.reserved,
+        cluster_id=scheduler.database.cluster_id,
+        issuer=cast(Any, None),
+        lease=state.lease,
+        leadership=state.leadership,
+        peers=state.peers,
+        heartbeats=state.heartbeats,
+        admission=state.admission,
+    )
+
+
 @pytest.mark.parametrize(("generation", "epoch"), [(2**63 - 2, 0), (0, 2**63 - 2), (2**64 - 1, 0)])
-async def test_no_peer_can_use_up_the_numbers_that_only_rise(
-    pool: Pool, generation: int, epoch: int
-) -> None:
+async def test_no_peer_can_exhaust_the_counters(pool: Pool, generation: int, epoch: int) -> None:
     await begun(pool)
-    await expire(pool)
-    acting = await an_acting(pool)
-    await HoldLease(acting).run_once()
-    with pytest.raises(Turned) as turned:
-        await _enter(
-            a_register(PeerRole.AGENT, "n1", generation, epoch), acting, a_certificate("n1")
+    await expire_lease(pool)
+    scheduler = await scheduler_parts(pool)
+    await scheduler.hold_lease.run_once()
+    server = a_peer_server(scheduler)
+    with pytest.raises(PeerRefused) as refusal:
+        await server._record(
+            a_register(PeerRole.AGENT, "n1", generation, epoch), a_certificate("n1")
         )
-    assert turned.value.refused.code is RefusedCode.MALFORMED
-    await _enter(a_register(PeerRole.AGENT, "n1", LEAP_MAX, 40), acting, a_certificate("n1"))
+    assert refusal.value.refused.code is RefusedCode.MALFORMED
+    await server._record(a_register(PeerRole.AGENT, "n1", LEAP_MAX, 40), a_certificate("n1"))
     async with using(pool) as connection:
         assert (await read_cluster_row(connection)).generation == LEAP_MAX + 1
-    assert acting.epoch == 41
+    assert scheduler.state.lease.epoch == 41
 
 
-async def test_route_tables_rise_above_a_router_whatever_the_generation(pool: Pool) -> None:
+async def test_the_route_generation_is_raised_above_a_routers(pool: Pool) -> None:
     await begun(pool)
     async with transaction(pool) as connection:
         await connection.execute("UPDATE cluster SET generation = 1000, route_generation = 50")
-        assert await rise_above(connection, holder="s1", generation=Generation(500), epoch=Epoch(0))
+        assert await raise_epoch_and_generation(
+            connection, holder="s1", generation=Generation(500), epoch=Epoch(0)
+        )
         row = await read_cluster_row(connection)
     assert (row.generation, row.route_generation) == (1000, 501)
 
 
-async def test_a_replica_on_a_device_that_is_gone_spoils_no_report(pool: Pool) -> None:
+async def test_a_replica_on_a_missing_device_does_not_spoil_a_report(pool: Pool) -> None:
     epoch = await begun(pool)
     lost = a_spec("lost-1", device_ids=(DeviceId("vanished"),))
     greedy = a_spec("lost-2", memory_bytes=100 * GIB)
@@ -154,7 +147,7 @@ async def test_a_replica_on_a_device_that_is_gone_spoils_no_report(pool: Pool) -
         noted = await connection.fetch(
             "SELECT subject FROM event WHERE kind = 'replica.not_adopted' ORDER BY 1"
         )
-    # Once each, however often it is reported.
+    # Recorded once each, however often it is reported.
     assert [row["subject"] for row in noted] == ["lost-1", "lost-2"]
 
 
@@ -183,11 +176,11 @@ NONE = ReplicaProfile(
     ],
     ids=lambda fields: next(iter(fields)),
 )
-async def test_a_report_that_contradicts_itself_is_clamped_or_refused_alone(
+async def test_a_contradictory_report_is_clamped_or_refused_alone(
     pool: Pool, fields: dict[str, Any]
 ) -> None:
     epoch = await begun(pool)
-    # What the conversation answers in words; anything else would end it, again and again.
+    # The connection answers these errors; any other would close it again and again.
     with suppress(*BAD_DATA):
         await reported(pool, epoch, **fields)
     await reported(pool, epoch, seq=2)
@@ -213,10 +206,10 @@ NEW = {"deployment_id": DeploymentId("new"), "name": "new", "model_id": ModelId(
     ],
     ids=lambda fields: next(iter(fields)),
 )
-async def test_no_node_can_have_taken_in_what_the_centre_cannot_read(
+async def test_no_node_can_have_an_undecodable_replica_adopted(
     pool: Pool, fields: dict[str, Any]
 ) -> None:
-    """One that is taken over says that it runs a deployment which the store does not know."""
+    """A compromised node may report a deployment that the store does not know."""
     epoch = await begun(pool)
     replica = a_replica_report(a_spec("r9", **{**NEW, **fields}))
     said = a_report(devices=(a_device(2**30),), replicas=(replica,))
@@ -229,15 +222,15 @@ async def test_no_node_can_have_taken_in_what_the_centre_cannot_read(
     plan_deployments(picture)
 
 
-async def test_only_what_was_seated_there_by_this_cluster_is_taken_in(
+async def test_only_replicas_that_this_cluster_placed_on_the_node_are_adopted(
     pool: Pool, tmp_path: Path
 ) -> None:
-    """A node that is taken over could be sent others' prompts, or have the fleet run its wishes."""
+    """Otherwise a compromised node could receive prompts, or make the fleet run its deployments."""
     epoch = await begun(pool)
     ours, theirs = (Authority.create(tmp_path / name, name, NOW) for name in ("ours", "theirs"))
 
-    def believes(node_id: NodeId, spec: ReplicaSpec) -> bool:
-        return ours.has_sealed(sealed_fields(node_id, spec), spec.seal)
+    def has_valid_seal(node_id: NodeId, spec: ReplicaSpec) -> bool:
+        return ours.verify_seal(sealed_fields(node_id, spec), spec.seal)
 
     def sealed(authority: Authority, node: str, **fields: Any) -> ReplicaSpec:
         spec = a_spec(**{"replica_id": "r9", **NEW, **fields})
@@ -249,7 +242,7 @@ async def test_only_what_was_seated_there_by_this_cluster_is_taken_in(
         replica = msgspec.structs.replace(a_replica_report(spec), profile=boast)
         told = a_report(seq=seq, replicas=(replica,))
         async with transaction(pool) as connection:
-            return (await record_report(connection, epoch, told, believes)).adopted
+            return (await record_report(connection, epoch, told, has_valid_seal)).adopted
 
     true = sealed(ours, "n1")
     forged = [
@@ -267,13 +260,13 @@ async def test_only_what_was_seated_there_by_this_cluster_is_taken_in(
     async with using(pool) as connection:
         assert await connection.fetchval("SELECT count(*) FROM deployment") == 1
         noted = await connection.fetch("SELECT subject FROM event WHERE kind LIKE '%not_adopted'")
-        # What others of its class can do is not for it to say.
+        # Its measurements must not count for other nodes of its device class.
         assert await connection.fetchval("SELECT count(*) FROM profile") == 0
     assert [row["subject"] for row in noted] == ["n1"]
     assert await said(100, true) == 1
 
 
-async def test_a_nul_in_an_engines_last_words_is_left_out(pool: Pool) -> None:
+async def test_a_nul_in_an_engines_output_is_removed(pool: Pool) -> None:
     epoch = await begun(pool)
     await reported(pool, epoch)
     await planned(pool, epoch, a_spec("r1"))
@@ -283,7 +276,7 @@ async def test_a_nul_in_an_engines_last_words_is_left_out(pool: Pool) -> None:
         assert await connection.fetchval("SELECT state_reason FROM placement") == "boom"
 
 
-async def test_one_nodes_number_does_not_spoil_the_pulses_of_all(pool: Pool) -> None:
+async def test_one_nodes_generation_does_not_spoil_the_other_pulses(pool: Pool) -> None:
     await begun(pool)
     pulses = [
         Pulse(node_id=NodeId(name), boot_id=BootId("b"), seq=1, generation=Generation(number))
@@ -294,7 +287,7 @@ async def test_one_nodes_number_does_not_spoil_the_pulses_of_all(pool: Pool) -> 
         assert await connection.fetchval("SELECT generation FROM node") == 7
 
 
-async def test_the_holder_of_a_revoked_certificate_gets_no_other(pool: Pool) -> None:
+async def test_a_revoked_certificate_cannot_be_renewed(pool: Pool) -> None:
     await begun(pool)
     async with transaction(pool) as connection:
         assert await may_renew(connection, PeerRole.AGENT, "n1", "aa")
@@ -304,24 +297,24 @@ async def test_the_holder_of_a_revoked_certificate_gets_no_other(pool: Pool) -> 
         assert await may_renew(connection, PeerRole.AGENT, "n1", "bb")
         await revoke(connection, PeerRole.AGENT, "n1")
         assert not await may_renew(connection, PeerRole.AGENT, "n1", "bb")
-        # What is issued to the name from now on is newer than what refused it.
+        # Certificates issued to the name from now on are newer than the revocation.
         earliest = await issue_not_before(connection, PeerRole.AGENT, "n1")
         revoked = max(row.at for row in await revoked_since(connection, 60.0))
         assert earliest is not None
         assert earliest.timestamp() > revoked
     async with transaction(pool) as connection:
-        revocations = kept(event_days=1.0, certificate_lifetime_s=0.0)[1]
-        assert await forget(connection, revocations, now(), 100) == 0
+        revocations = retention_rules(event_days=1.0, certificate_lifetime_s=0.0)[1]
+        assert await delete_expired(connection, revocations, utc_now(), 100) == 0
         revocations = revocations._replace(keep_s=0.0)
-        assert await forget(connection, revocations, now(), 100) == 2
+        assert await delete_expired(connection, revocations, utc_now(), 100) == 2
 
 
-async def test_a_picture_read_from_what_is_known_is_the_picture(pool: Pool) -> None:
-    """Reports and devices are read again only where they changed; nothing else may show it."""
+async def test_a_cluster_state_read_through_the_cache_is_the_same(pool: Pool) -> None:
+    """The cache of reports and devices must not change the result."""
     epoch = await begun(pool)
-    known = KnownNodes()
+    known = NodeReportCache()
 
-    async def read(kept: KnownNodes | None) -> ClusterState:
+    async def read(kept: NodeReportCache | None) -> ClusterState:
         async with transaction(pool, isolation="repeatable_read") as connection:
             silent_s = {NodeId("n1"): 0.0, NodeId("n2"): 0.0}
             heard = NodeContact(acting_for_s=1.0, silent_s=silent_s)
@@ -358,57 +351,56 @@ async def test_a_picture_read_from_what_is_known_is_the_picture(pool: Pool) -> N
         assert await read(known) == await read(None)
 
 
-async def test_of_a_large_fleet_each_pulse_is_written_in_turn(pool: Pool) -> None:
-    await begun(pool)
-    acting = await an_acting(pool)
+def test_every_node_of_a_large_fleet_has_its_pulse_written_in_turn() -> None:
+    buffer = PulseBuffer()
     names = [NodeId(f"n{index:05}") for index in range(2_500)]
     written: list[NodeId] = []
     for turn in range(4):
         for name in names:
-            acting.heard_from(
-                name,
-                Pulse(node_id=name, boot_id=BootId("b"), seq=turn, generation=Generation(turn)),
+            buffer.add(
+                Pulse(node_id=name, boot_id=BootId("b"), seq=turn, generation=Generation(turn))
             )
-        taken = acting.take_pulses()
+        taken = buffer.take()
         assert len(taken) <= PULSES_WRITTEN_MAX
-        assert {pulse.seq for pulse in taken} == {turn}, "the newest of each is what is written"
+        assert {pulse.seq for pulse in taken} == {turn}, "the newest pulse of each node is written"
         written += [pulse.node_id for pulse in taken]
     assert set(written) == set(names)
 
 
 async def test_a_standby_knows_when_it_may_act(pool: Pool) -> None:
     await begun(pool, "s1")
-    standby = await an_acting(pool, "s2")
-    assert not (await HoldLease(standby).run_once()).acting
-    assert standby.next_acting_at == float("-inf"), "the other renews: ask it"
+    standby = await scheduler_parts(pool, "s2")
+    assert not (await standby.hold_lease.run_once()).acting
+    assert standby.state.lease.free_at == float("-inf"), "the other scheduler renews its lease"
     async with using(pool) as connection:
         await connection.execute(
             "UPDATE lease SET expires_at = clock_timestamp() + interval '2 seconds'"
         )
-    assert not (await HoldLease(standby).run_once()).acting
-    assert 0.5 < standby.next_acting_at <= 2.0, "it has missed a renewal: come back here then"
+    assert not (await standby.hold_lease.run_once()).acting
+    assert 0.5 < standby.state.lease.free_at <= 2.0, "the other has missed a renewal"
 
 
-async def test_what_is_acknowledged_waits_for_the_disk_even_where_the_rest_does_not(
+async def test_only_transactions_without_async_commit_wait_for_the_disk(
     pool: Pool,
 ) -> None:
     seen = []
-    for lags in (False, True, False):
-        async with transaction(pool, lags=lags) as connection:
+    for async_commit in (False, True, False):
+        async with transaction(pool, async_commit=async_commit) as connection:
             seen.append(await connection.fetchval("SHOW synchronous_commit"))
     assert seen == ["on", "off", "on"]
 
 
-async def test_who_was_long_silent_and_speaks_again_is_back(pool: Pool) -> None:
+async def test_a_node_heard_after_a_long_silence_is_back(pool: Pool) -> None:
     await begun(pool)
-    acting, node_id = await an_acting(pool), NodeId("n1")
-    lost_after_s = acting.config.liveness.lost_after_s
-    for at in (100.0, 100.0 + lost_after_s - 1):
-        acting.clock = lambda at=at: at  # type: ignore[misc]
-        acting.heard_from(node_id)
-    assert acting.heard().back_s == {}
-    acting.clock = lambda: 101.0 + 2 * lost_after_s
-    acting.heard_from(node_id)
-    acting.clock = lambda: 105.0 + 2 * lost_after_s
-    assert acting.heard().back_s == acting.heard().silent_s == {node_id: 4.0}
-    assert acting.silent_s(NodeId("n2")) == inf
+    scheduler, node_id = await scheduler_parts(pool), NodeId("n1")
+    clock, heartbeats = scheduler.clock, scheduler.state.heartbeats
+    lost_after_s = scheduler.limits.lost_after_s
+    for now_s in (100.0, 100.0 + lost_after_s - 1):
+        clock.now_s = now_s
+        heartbeats.record(node_id)
+    assert heartbeats.observed().back_s == {}
+    clock.now_s = 101.0 + 2 * lost_after_s
+    heartbeats.record(node_id)
+    clock.now_s = 105.0 + 2 * lost_after_s
+    assert heartbeats.observed().back_s == heartbeats.observed().silent_s == {node_id: 4.0}
+    assert heartbeats.silent_s(NodeId("n2")) == inf

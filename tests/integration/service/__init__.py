@@ -1,1 +1,1 @@
-"""Tests of what the services share."""
+"""Tests of the package that all services share."""

@@ -1,6 +1,6 @@
-"""Handshakes that are never ended hold no more descriptors than there may be connections.
+"""Unfinished TLS handshakes hold no more descriptors than the connection limit.
 
-Over uvloop too, which the services run on.
+Tested with uvloop too, which the services use.
 """
 
 import asyncio
@@ -13,15 +13,15 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from isochrone.service.door import DoorLimits, open_door
-from isochrone.service.identity import SCHEDULER, Authority
-from isochrone.service.tls import control_context, trusting
+from isochrone.service.http_server import HttpServerLimits, serve_http
+from isochrone.service.identity import SCHEDULER_NAME, Authority
+from isochrone.service.tls import control_server_context, verifying_context
 from tests.integration.service.test_tls import NOW
 from tests.system.harness import until
 
 FEW = 10
-LIMITS = DoorLimits(head_timeout_s=3.0, connections_per_address_max=FEW)
-ASKED = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+LIMITS = HttpServerLimits(head_timeout_s=3.0, connections_per_address_max=FEW)
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
 def descriptors() -> int:
@@ -34,20 +34,20 @@ async def answer(request: web.Request) -> web.Response:
 
 async def flooded(folder: Path) -> None:
     authority = Authority.create(folder / "ca", "ours", NOW)
-    trust, app = trusting(authority.ca_pem), web.Application()
+    trust, app = verifying_context(authority.ca_pem), web.Application()
     app.router.add_get("/", answer)
-    context = control_context(authority, NOW)
+    context = control_server_context(authority, NOW)
     async with (
-        open_door(app, "127.0.0.1", 0, limits=LIMITS, ssl_context=context) as port,
+        serve_http(app, "127.0.0.1", 0, limits=LIMITS, ssl_context=context) as port,
         AsyncExitStack() as held,
     ):
         before = descriptors()
 
         async def ask() -> bytes:
             reader, writer = await asyncio.open_connection(
-                "127.0.0.1", port, ssl=trust, server_hostname=SCHEDULER
+                "127.0.0.1", port, ssl=trust, server_hostname=SCHEDULER_NAME
             )
-            writer.write(ASKED)
+            writer.write(REQUEST)
             try:
                 return await reader.read()
             finally:
@@ -60,21 +60,21 @@ async def flooded(folder: Path) -> None:
                 return False
 
         async def is_bounded() -> bool:
-            # Our own ends are descriptors of this process too.
+            # The clients' ends are descriptors of this process too.
             return descriptors() - before <= 5 * FEW + FEW
 
         await until("served", is_served, 5.0)
         for _ in range(5 * FEW):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             held.callback(writer.close)
-        await until("those over the bound are cut", is_bounded, 2.0)
-        assert not await is_served(), "this address has as many as it may"
-        # Each has the time of a head, and then makes room.
+        await until("those over the limit are closed", is_bounded, 2.0)
+        assert not await is_served(), "this address has reached its limit"
+        # Each is closed after the head timeout, which makes room.
         await until("served again", is_served, 10.0)
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-def test_handshakes_count_as_connections_and_end_in_time(
+def test_handshakes_count_as_connections_and_time_out(
     tmp_path: Path, run: Callable[..., None]
 ) -> None:
     run(flooded(tmp_path))

@@ -1,4 +1,4 @@
-"""Who answers at a node's address must be that node: a node taken over answers at another's."""
+"""The server at a node's address must prove that it is that node, and not another one."""
 
 import random
 import ssl
@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from isochrone.service import tls
-from isochrone.service.door import open_door
+from isochrone.service.http_server import serve_http
 from isochrone.service.identity import Authority, Identity
 from isochrone.wire.assignment import PeerSource
 from isochrone.wire.control import PeerRole
@@ -50,12 +50,12 @@ class Place:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_verify_locations(cadata=identity.ca_pem)
         context.verify_mode = ssl.CERT_REQUIRED
-        tls.renew(context, identity)
+        tls.reload_identity(context, identity)
         return context
 
     def is_taken_by(self, identity: Identity) -> None:
         """From now on another's papers are shown here."""
-        tls.renew(self.context, identity)
+        tls.reload_identity(self.context, identity)
 
     def client(self, name: str = "a1", role: PeerRole = PeerRole.ROUTER) -> ssl.SSLContext:
         """Return what dials it."""
@@ -82,7 +82,7 @@ async def a_place(
     place.context = place.papers(name, role)
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", place.answer)
-    async with open_door(app, "127.0.0.1", 0, ssl_context=place.context) as place.port:
+    async with serve_http(app, "127.0.0.1", 0, ssl_context=place.context) as place.port:
         yield place
 
 
@@ -176,7 +176,7 @@ async def test_a_sibling_cannot_send_a_node_elsewhere(tmp_path: Path) -> None:
         return web.Response(text="a secret")
 
     inside.router.add_route("*", "/{path:.*}", meet)
-    async with a_place(tmp_path) as place, open_door(inside, "127.0.0.1", 0) as port:
+    async with a_place(tmp_path) as place, serve_http(inside, "127.0.0.1", 0) as port:
         place.told_to = f"http://127.0.0.1:{port}/latest/meta-data"
         siblings = PeerReplicaClient(place.client("n3", PeerRole.AGENT), time.monotonic)
         sibling = PeerReplica(ReplicaId("r1"), NodeId("n1"), place.address, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""TLS at both doors: only peers of the cluster's own authority are talked to."""
+"""TLS between nodes, routers and schedulers: only the cluster's own certificates are accepted."""
 
 import asyncio
 import random
@@ -15,12 +15,12 @@ from aiohttp import web
 
 from isochrone.service import identity as papers
 from isochrone.service import tls
-from isochrone.service.control import ControlLink, Progress
-from isochrone.service.door import open_door
+from isochrone.service.control_link import ControlLink, Progress
 from isochrone.service.files import write_atomic
+from isochrone.service.http_server import serve_http
 from isochrone.service.identity import Authority, Identity, IdentityError
 from isochrone.service.joining import join
-from isochrone.service.revocation import refusing
+from isochrone.service.revocation import refuse_revoked
 from isochrone.wire import headers
 from isochrone.wire.assignment import RevokedCertificate
 from isochrone.wire.control import PeerRole, ToAgent, Welcome
@@ -64,11 +64,11 @@ def a_link(
         progress=lambda: Progress(identity.cluster_id, Generation(0), Epoch(0)),
         on_welcome=on_welcome,
         on_message=on_message,
-        chance=random.Random(1),
+        rng=random.Random(1),
     )
 
 
-async def test_a_node_serves_routers_of_its_cluster_and_nobody_else(tmp_path: Path) -> None:
+async def test_a_node_serves_only_routers_of_its_cluster(tmp_path: Path) -> None:
     ours = Authority.create(tmp_path / "a", "ours", NOW)
     theirs = Authority.create(tmp_path / "b", "theirs", NOW)
     node = a_peer(ours, "n1", PeerRole.AGENT)
@@ -79,7 +79,7 @@ async def test_a_node_serves_routers_of_its_cluster_and_nobody_else(tmp_path: Pa
     app = web.Application()
     app.router.add_get("/ping", ping)
     async with (
-        open_door(app, "127.0.0.1", 0, ssl_context=tls.node_context(node)) as port,
+        serve_http(app, "127.0.0.1", 0, ssl_context=tls.node_server_context(node)) as port,
         aiohttp.ClientSession() as http,
     ):
         url = f"https://127.0.0.1:{port}/ping"
@@ -88,7 +88,7 @@ async def test_a_node_serves_routers_of_its_cluster_and_nobody_else(tmp_path: Pa
             assert response.status == 204
         strangers = (
             tls.client_context(a_peer(theirs, "r1", PeerRole.ROUTER)),
-            tls.trusting(ours.ca_pem),
+            tls.verifying_context(ours.ca_pem),
         )
         for context in strangers:
             with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
@@ -96,7 +96,7 @@ async def test_a_node_serves_routers_of_its_cluster_and_nobody_else(tmp_path: Pa
                     pytest.fail("a stranger was let in")
 
 
-async def test_a_node_refuses_who_was_revoked_since_also_on_an_open_connection(
+async def test_a_node_refuses_a_revoked_certificate_on_an_open_connection_too(
     tmp_path: Path,
 ) -> None:
     authority = Authority.create(tmp_path / "a", "ours", NOW)
@@ -108,9 +108,9 @@ async def test_a_node_refuses_who_was_revoked_since_also_on_an_open_connection(
     async def ping(request: web.Request) -> web.Response:
         return web.Response(status=204)
 
-    app = web.Application(middlewares=[refusing(lambda: revoked)])
+    app = web.Application(middlewares=[refuse_revoked(lambda: revoked)])
     app.router.add_get("/ping", ping)
-    async with open_door(app, "127.0.0.1", 0, ssl_context=tls.node_context(node)) as port:
+    async with serve_http(app, "127.0.0.1", 0, ssl_context=tls.node_server_context(node)) as port:
 
         async def asks(http: aiohttp.ClientSession, identity: Identity) -> tuple[int, str]:
             url = f"https://127.0.0.1:{port}/ping"
@@ -127,12 +127,12 @@ async def test_a_node_refuses_who_was_revoked_since_also_on_an_open_connection(
             revoked.append(
                 RevokedCertificate(role="router", name="r1", serial=serial, at=NOW.timestamp())
             )
-            # On the connection that was let in before.
+            # On the connection that is already open.
             async with http.get(url, ssl=context, server_hostname="n1") as answer:
                 assert (answer.status, answer.headers[headers.REFUSED]) == (403, "revoked")
             assert await asks(http, old) == (403, "revoked")
             assert await asks(http, again) == (204, "")
-            # By name: all that was issued before, and nobody else's.
+            # By name: every certificate issued before, and no other name's.
             revoked.append(RevokedCertificate(role="router", name="r1", at=NOW.timestamp() + 1))
             assert await asks(http, again) == (403, "revoked")
             assert await asks(http, other) == (204, "")
@@ -157,7 +157,7 @@ async def test_a_node_cannot_pass_for_a_scheduler(tmp_path: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     (tmp_path / "n1.pem").write_text(node.key_pem + node.certificate_pem)
     context.load_cert_chain(tmp_path / "n1.pem")
-    async with open_door(app, "127.0.0.1", 0, ssl_context=context) as port:
+    async with serve_http(app, "127.0.0.1", 0, ssl_context=context) as port:
         urls = [f"https://127.0.0.1:{port}"]
         token = papers.format_join_token(authority.fingerprint, "abcdefghijkl", "S" * 43)
         with pytest.raises(IdentityError, match="_scheduler"):
@@ -173,7 +173,7 @@ async def test_a_node_cannot_pass_for_a_scheduler(tmp_path: Path) -> None:
         with suppress(asyncio.CancelledError):
             await dialling
     assert "_scheduler" in link.last_refusal
-    assert set(asked) == {"/v1/ca"}, "nothing but what is asked before anything is proven"
+    assert set(asked) == {"/v1/ca"}, "only the unauthenticated request for the authority is sent"
 
 
 async def test_join_and_control_over_tls(database_dsn: str, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ async def test_join_and_control_over_tls(database_dsn: str, tmp_path: Path) -> N
             assert response.status == 200
         async with http.post(f"{admin}/v1/join-tokens", json={"pop": "ams"}) as response:
             token = (await response.json())["token"]
-    # A token that names another authority is not shown to this server at all.
+    # A token that names another authority is not sent to this server.
     prefix, fingerprint, rest = token.split("_", 2)
     forged = f"{prefix}_{'0' * len(fingerprint)}_{rest}"
     with pytest.raises(IdentityError, match="the authority is not the one"):

@@ -1,4 +1,4 @@
-"""A transaction pooler is told from Postgres itself, however idle it is."""
+"""A transaction pooler is distinguished from Postgres itself, even when it is idle."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,7 +10,7 @@ from scheduler.store import pool
 
 
 class Backends:
-    """What lends backends to clients: for a session, or for a transaction."""
+    """Assigns backends to clients, for a session or for a transaction."""
 
     def __init__(self, *, per_transaction: bool, lends_last_used: bool = True) -> None:
         self.per_transaction = per_transaction
@@ -24,7 +24,7 @@ class Backends:
 
 
 class Client:
-    """One connection, as much of it as the probe needs."""
+    """One connection, with the methods that the probe uses."""
 
     def __init__(self, backends: Backends) -> None:
         self.backends = backends
@@ -61,9 +61,9 @@ class Client:
     ],
     ids=["postgres", "last used first", "in turn"],
 )
-async def test_a_pooler_is_told_though_it_is_idle(
+async def test_a_pooler_is_detected_even_when_idle(
     monkeypatch: pytest.MonkeyPatch, backends: Backends, is_pooled: bool
 ) -> None:
     monkeypatch.setattr(pool, "_connect", backends.connect)
-    assert await pool._is_pooled_by_transaction(["dsn"]) is is_pooled
+    assert await pool._has_transaction_pooler(["dsn"]) is is_pooled
     assert backends.clients == 0

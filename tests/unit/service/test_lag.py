@@ -1,26 +1,26 @@
 import asyncio
 import sys
 
-from isochrone.service.lag import NO_TASK, name_of, place_of
+from isochrone.service.event_loop_lag import NO_TASK, call_location, task_name
 
 
 async def named(name: str | None) -> str:
     async def something() -> str:
-        return name_of(asyncio.current_task())
+        return task_name(asyncio.current_task())
 
     return await asyncio.create_task(something(), name=name)
 
 
-async def test_a_task_is_named_as_its_owner_named_it_else_for_what_it_runs() -> None:
+async def test_a_task_is_identified_by_its_given_name_else_by_its_coroutine() -> None:
     assert await named("publish") == "publish"
     assert (await named(None)).endswith("named.<locals>.something")
-    assert name_of(None) == NO_TASK
+    assert task_name(None) == NO_TASK
 
 
-def test_a_place_is_told_from_the_innermost_outwards() -> None:
+def test_a_call_location_begins_with_the_innermost_function() -> None:
     def inner() -> str:
-        return place_of(sys._getframe())
+        return call_location(sys._getframe())
 
     first, second, *_ = inner().split(" < ")
     assert first.startswith("test_lag.py:") and first.endswith(" inner")
-    assert second.endswith(" test_a_place_is_told_from_the_innermost_outwards")
+    assert second.endswith(" test_a_call_location_begins_with_the_innermost_function")

@@ -1,4 +1,4 @@
-"""A duty turns when nudged, counts its failures, and never loses a nudge."""
+"""A loop runs its job when nudged, counts failures, and never loses a nudge."""
 
 import asyncio
 from contextlib import suppress
@@ -17,7 +17,7 @@ async def run_briefly(loop: Loop, turns: int) -> None:
         await task
 
 
-async def test_a_nudge_during_a_turn_counts() -> None:
+async def test_a_nudge_during_a_turn_causes_another_turn() -> None:
     counts: list[int] = []
 
     async def once() -> int:
@@ -29,7 +29,7 @@ async def test_a_nudge_during_a_turn_counts() -> None:
     loop = Loop("test", once, NEVER_S)
     await run_briefly(loop, 2)
     assert counts == [0, 1]
-    assert loop.last == 2
+    assert loop.last_result == 2
 
 
 async def test_a_failed_turn_is_counted_and_the_next_one_runs() -> None:
@@ -44,7 +44,7 @@ async def test_a_failed_turn_is_counted_and_the_next_one_runs() -> None:
     assert "failures=1" in repr(loop)
 
 
-async def test_a_cancelled_turn_whose_clean_up_fails_ends_all_the_same() -> None:
+async def test_a_cancelled_loop_ends_though_the_clean_up_of_its_turn_fails() -> None:
     begun = asyncio.Event()
 
     async def once() -> None:

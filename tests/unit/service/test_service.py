@@ -1,4 +1,4 @@
-"""Configuration, snapshots and identity: what every service stands on."""
+"""Configuration, snapshots and identity."""
 
 import errno
 import fcntl
@@ -44,14 +44,14 @@ def test_the_environment_overrides_the_file(tmp_path: Path) -> None:
         ("port = 3", "state"),
     ],
 )
-def test_a_wrong_config_is_refused_in_words(tmp_path: Path, text: str, words: str) -> None:
+def test_a_wrong_config_is_refused_with_the_reason(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "c.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         load_config(Config, path, {}, "X_")
 
 
-def test_a_variable_that_sets_nothing_is_refused_by_its_name() -> None:
+def test_an_unknown_environment_variable_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="cannot use the variable X_PROT"):
         load_config(Config, None, {"X_STATE": "/a", "X_PROT": "3", "Y_PORT": "3"}, "X_")
 
@@ -65,45 +65,47 @@ def test_a_variable_that_sets_nothing_is_refused_by_its_name() -> None:
         ({"address": "https://10.0.0.7:9000"}, "must begin with https"),
     ],
 )
-def test_an_address_that_nobody_could_dial_is_refused(settings: dict[str, str], words: str) -> None:
+def test_an_address_that_cannot_be_connected_to_is_refused(
+    settings: dict[str, str], words: str
+) -> None:
     given = {"name": "n", "state": "/a", "schedulers": '["http://s:1"]', "address": "http://n:1"}
     env = {f"X_{name.upper()}": text for name, text in (given | settings).items()}
     with pytest.raises(ConfigError, match=words):
         load_config(NodeConfig, None, env, "X_")
 
 
-def test_a_state_folder_is_kept_to_one_process(tmp_path: Path) -> None:
-    with files.kept(tmp_path / "state"):
+def test_a_state_folder_is_locked_for_one_process(tmp_path: Path) -> None:
+    with files.lock_state_folder(tmp_path / "state"):
         with (
-            pytest.raises(ConfigError, match="another process does"),
-            files.kept(tmp_path / "state"),
+            pytest.raises(ConfigError, match="another process uses it"),
+            files.lock_state_folder(tmp_path / "state"),
         ):
             pass
-        with files.kept(tmp_path / "state" / "worker-1"):
+        with files.lock_state_folder(tmp_path / "state" / "worker-1"):
             pass
-    with files.kept(tmp_path / "state"):
+    with files.lock_state_folder(tmp_path / "state"):
         pass
     (tmp_path / "file").touch()
     with (
         pytest.raises(ConfigError, match="cannot use the state folder"),
-        files.kept(tmp_path / "file"),
+        files.lock_state_folder(tmp_path / "file"),
     ):
         pass
 
 
-def test_a_file_system_that_locks_nothing_is_told_in_words(
+def test_a_file_system_without_locks_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_locks(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    words = f"cannot keep the state folder {tmp_path} to this process: No locks available"
-    with pytest.raises(ConfigError, match=words), files.kept(tmp_path):
+    words = f"cannot lock the state folder {tmp_path}: No locks available"
+    with pytest.raises(ConfigError, match=words), files.lock_state_folder(tmp_path):
         pass
 
 
-def test_a_torn_snapshot_falls_back_to_the_one_before(tmp_path: Path) -> None:
+def test_a_torn_snapshot_falls_back_to_the_previous_one(tmp_path: Path) -> None:
     path = tmp_path / "table"
     assert files.read_snapshot(path) is None
     files.write_snapshot(path, b"one")
@@ -122,11 +124,11 @@ def issued(authority: Authority, role: PeerRole = PeerRole.AGENT) -> tuple[str, 
     return key, authority.issue(csr, role=role, name="gpu-1", pop=PopId("ams"), now=NOW)
 
 
-def test_a_snapshot_that_cannot_be_read_is_told_in_words(tmp_path: Path) -> None:
+def test_a_snapshot_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "table"
     files.write_snapshot(path, b"one")
     files.write_snapshot(path, b"two")
-    # Root may read whatever others own: a folder stands for what cannot be read.
+    # Root may read every file, so a folder stands in for an unreadable one.
     path.unlink()
     path.mkdir()
     assert files.read_snapshot(path) == b"one"
@@ -135,60 +137,60 @@ def test_a_snapshot_that_cannot_be_read_is_told_in_words(tmp_path: Path) -> None
         files.read_snapshot(path)
 
 
-def test_a_certificate_names_its_holder_and_its_key_signs(tmp_path: Path) -> None:
+def test_a_certificate_names_its_peer_and_verifies_its_signatures(tmp_path: Path) -> None:
     authority = Authority.create(tmp_path / "ca", "test", NOW)
     key, certificate = issued(Authority.load(tmp_path / "ca"))
-    read = identity.verify_peer(certificate, authority.ca_pem, NOW)
-    assert read.peer == (PeerRole.AGENT, "gpu-1", "ams")
+    read = identity.verify_certificate(certificate, authority.ca_pem, NOW)
+    assert read.subject == (PeerRole.AGENT, "gpu-1", "ams")
     assert (read.issued_at, read.expires_at) == (NOW, NOW + timedelta(days=90))
-    assert identity.certifies(certificate, key)
-    assert not identity.certifies(certificate, identity.new_key_pem())
+    assert identity.is_for_key(certificate, key)
+    assert not identity.is_for_key(certificate, identity.new_key_pem())
     assert identity.verify_signature(certificate, b"nonce", identity.sign(key, b"nonce"))
     assert not identity.verify_signature(certificate, b"other", identity.sign(key, b"nonce"))
     assert (tmp_path / "ca" / "ca.key").stat().st_mode & 0o777 == 0o600
 
 
-def test_an_authority_is_made_whole_and_used_as_a_pair(
+def test_an_authority_is_created_completely_and_loaded_as_a_matching_pair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = write_atomic
 
-    def cut_off(path: Path, data: bytes, mode: int = 0o600) -> None:
+    def interrupted(path: Path, data: bytes, mode: int = 0o600) -> None:
         if list(path.parent.iterdir()):
             raise KeyboardInterrupt
         real(path, data, mode)
 
-    monkeypatch.setattr(identity, "write_atomic", cut_off)
+    monkeypatch.setattr(identity, "write_atomic", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Authority.create(tmp_path / "a", "test", NOW)
     monkeypatch.undo()
-    assert not (tmp_path / "a" / "ca.key").exists(), "the next start makes it anew"
+    assert not (tmp_path / "a" / "ca.key").exists(), "the next start creates it again"
     made = Authority.create(tmp_path / "a", "test", NOW)
     assert Authority.load(tmp_path / "a").fingerprint == made.fingerprint
     assert made.cipher().decrypt(Authority.load(tmp_path / "a").cipher().encrypt(b"x")) == b"x"
     Authority.create(tmp_path / "b", "test", NOW)
     (tmp_path / "b" / "ca.crt").write_bytes((tmp_path / "a" / "ca.crt").read_bytes())
-    with pytest.raises(IdentityError, match=r"its ca\.crt is not of its ca\.key"):
+    with pytest.raises(IdentityError, match=r"ca\.crt does not match ca\.key"):
         Authority.load(tmp_path / "b")
     (tmp_path / "file").touch()
-    with pytest.raises(IdentityError, match="cannot keep an authority in"):
+    with pytest.raises(IdentityError, match="cannot store an authority in"):
         Authority.create(tmp_path / "file", "test", NOW)
 
 
-def test_a_strange_or_expired_certificate_is_refused(tmp_path: Path) -> None:
+def test_a_foreign_or_expired_certificate_is_refused(tmp_path: Path) -> None:
     ours = Authority.create(tmp_path / "a", "ours", NOW)
     theirs = Authority.create(tmp_path / "b", "theirs", NOW)
     _, forged = issued(theirs)
     with pytest.raises(IdentityError, match="another authority"):
-        identity.verify_peer(forged, ours.ca_pem, NOW)
+        identity.verify_certificate(forged, ours.ca_pem, NOW)
     _, certificate = issued(ours)
     with pytest.raises(IdentityError, match="join again"):
-        identity.verify_peer(certificate, ours.ca_pem, NOW + timedelta(days=100))
+        identity.verify_certificate(certificate, ours.ca_pem, NOW + timedelta(days=100))
     with pytest.raises(IdentityError, match="check clocks"):
-        identity.verify_peer(certificate, ours.ca_pem, NOW - timedelta(days=1))
+        identity.verify_certificate(certificate, ours.ca_pem, NOW - timedelta(days=1))
 
 
-def test_a_join_token_has_one_form() -> None:
+def test_a_join_token_is_parsed_only_in_its_exact_form() -> None:
     text = identity.format_join_token("ab" * 32, "abcdefghij01", "x" * 43)
     assert identity.parse_join_token(text) == ("ab" * 16, "abcdefghij01", "x" * 43)
     assert identity.parse_join_token(text[:-1]) is None

@@ -1,0 +1,156 @@
+"""The applications of the two listeners: the admin API, and the control API of peers."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+from aiohttp import web
+
+from isochrone import __version__
+from isochrone.service.clock import utc_now
+from isochrone.service.http_server import (
+    Handler,
+    HttpServerLimits,
+    error_middleware,
+    json_error,
+    serve_http,
+)
+from isochrone.service.identity import Authority
+from isochrone.service.loop import Loop
+from isochrone.service.metrics import metrics_handler
+from isochrone.service.tls import control_server_context
+from scheduler import metrics
+from scheduler.api.access import OPEN_PATHS, check_token
+from scheduler.api.admin import ENDPOINTS
+from scheduler.api.agents import AgentEndpoint
+from scheduler.api.certificates import CertificateIssuer
+from scheduler.api.endpoint import AdminContext, endpoint_handler
+from scheduler.api.join import JoinEndpoint
+from scheduler.api.openapi import document
+from scheduler.api.peers import PeerServer
+from scheduler.api.routers import RouterEndpoint
+from scheduler.config import SchedulerConfig
+from scheduler.database import Database
+from scheduler.state.scheduler_state import SchedulerState
+
+
+def admin_app(context: AdminContext, token_sha256: str, loops: tuple[Loop, ...]) -> web.Application:
+    """Return the application of the admin listener."""
+
+    @web.middleware
+    async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in OPEN_PATHS:
+            check_token(request, token_sha256)
+        return await handler(request)
+
+    async def health(request: web.Request) -> web.Response:
+        is_acting = context.lease.is_acting
+        body = {"status": "ok", "acting": is_acting, "scheduler": context.scheduler_name}
+        return web.json_response(body)
+
+    show = metrics_handler(metrics.REGISTRY)
+
+    async def show_metrics(request: web.Request) -> web.Response:
+        # Trust in the lease runs out by time alone, which sets no gauge.
+        metrics.ACTING.set(context.lease.is_acting)
+        for loop in loops:
+            metrics.JOB_TURNS.labels(loop.name, "ended").set(loop.turns)
+            metrics.JOB_TURNS.labels(loop.name, "failed").set(loop.failures)
+            metrics.JOB_SECONDS.labels(loop.name, "all").set(loop.turns_s)
+            metrics.JOB_SECONDS.labels(loop.name, "last").set(loop.last_turn_s)
+        return await show(request)
+
+    openapi = msgspec.json.encode(document(ENDPOINTS, __version__))
+
+    async def describe(request: web.Request) -> web.Response:
+        return web.Response(body=openapi, content_type="application/json")
+
+    app = web.Application(middlewares=[error_middleware(json_error), authenticate])
+    app.router.add_get("/healthz", health)
+    app.router.add_get("/metrics", show_metrics)
+    app.router.add_get("/openapi.json", describe)
+    for endpoint in ENDPOINTS:
+        app.router.add_route(endpoint.method, endpoint.path, endpoint_handler(endpoint, context))
+    return app
+
+
+@asynccontextmanager
+async def serve_control(
+    config: SchedulerConfig,
+    database: Database,
+    state: SchedulerState,
+    authority: Authority,
+    nudge_place: Callable[[], None],
+) -> AsyncIterator[int]:
+    """Serve agents and routers; yield the bound port."""
+    issuer = CertificateIssuer(authority, lifetime_s=config.certificate_lifetime_s)
+    limits = HttpServerLimits(
+        connections_per_address_max=config.control_connections_per_address_max
+    )
+    async with serve_http(
+        control_app(database, state, issuer, nudge_place),
+        config.control_host,
+        config.control_port,
+        limits=limits,
+        ssl_context=control_server_context(authority, utc_now()) if config.control_tls else None,
+    ) as port:
+        yield port
+
+
+def control_app(
+    database: Database,
+    state: SchedulerState,
+    issuer: CertificateIssuer,
+    nudge_place: Callable[[], None],
+) -> web.Application:
+    """Return the application of the control listener."""
+    server = PeerServer(
+        intake=database.intake,
+        reserved=database.reserved,
+        cluster_id=database.cluster_id,
+        issuer=issuer,
+        lease=state.lease,
+        leadership=state.leadership,
+        peers=state.peers,
+        heartbeats=state.heartbeats,
+        admission=state.admission,
+    )
+    agents = AgentEndpoint(
+        server=server,
+        pool=database.pool,
+        intake=database.intake,
+        authority=issuer.authority,
+        lease=state.lease,
+        heartbeats=state.heartbeats,
+        pulses=state.pulses,
+        admission=state.admission,
+        assignments=state.assignments,
+        routes=state.routes,
+        nudge_place=nudge_place,
+    )
+    routers = RouterEndpoint(
+        server=server,
+        intake=database.intake,
+        routes=state.routes,
+        nudge_place=nudge_place,
+    )
+    join = JoinEndpoint(
+        pool=database.pool,
+        issuer=issuer,
+        cluster_id=database.cluster_id,
+        clock=state.lease.clock,
+    )
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "acting": state.lease.is_acting})
+
+    async def authority_certificate(request: web.Request) -> web.Response:
+        return web.Response(text=issuer.authority.ca_pem)
+
+    app = web.Application(middlewares=[error_middleware(json_error)])
+    app.router.add_get("/healthz", health)
+    app.router.add_get("/v1/ca", authority_certificate)
+    app.router.add_get("/v1/agent", agents.handle)
+    app.router.add_get("/v1/router", routers.handle)
+    app.router.add_post("/v1/join", join.handle)
+    return app

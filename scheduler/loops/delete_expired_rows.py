@@ -1,0 +1,43 @@
+"""Deletes rows past their retention, in batches."""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from isochrone.service.clock import utc_now
+from scheduler.state.lease_state import LeaseState
+from scheduler.store.pool import Pool, transaction
+from scheduler.store.retention import RetentionRule, delete_expired
+
+BATCH_ROWS: Final = 5_000
+BATCHES_MAX: Final = 40
+
+
+class ExpiredRowCounts(NamedTuple):
+    """How many rows one turn deleted."""
+
+    rows: int
+
+
+class DeleteExpiredRows:
+    """Each batch is its own transaction, so no table is locked for long."""
+
+    def __init__(self, *, pool: Pool, lease: LeaseState, rules: Sequence[RetentionRule]) -> None:
+        self._pool = pool
+        self._lease = lease
+        self._rules = rules
+
+    async def run_once(self) -> ExpiredRowCounts:
+        """Apply each rule until a batch is not full, at most BATCHES_MAX times."""
+        return ExpiredRowCounts(sum([await self._apply(rule) for rule in self._rules]))
+
+    async def _apply(self, rule: RetentionRule) -> int:
+        rows = 0
+        for _ in range(BATCHES_MAX):
+            if not self._lease.is_acting:
+                break
+            async with transaction(self._pool) as connection:
+                deleted = await delete_expired(connection, rule, utc_now(), BATCH_ROWS)
+            rows += deleted
+            if deleted < BATCH_ROWS:
+                break
+        return rows

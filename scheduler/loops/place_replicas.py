@@ -1,0 +1,130 @@
+"""Main path of placement: plan, commit the plan if nothing has changed meanwhile, tell the nodes.
+
+The planner reads the cluster and decides, in a process of its own (`scheduler/planner`).
+"""
+
+import logging
+import secrets
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from isochrone.service.identity import Authority
+from scheduler import metrics
+from scheduler.decide.cluster import PlacementPlan, ReplicaStart
+from scheduler.decide.membership import sealed_fields
+from scheduler.decide.placement import with_secret
+from scheduler.planner.client import PlannerClient
+from scheduler.state.assignment_outbox import AssignmentOutbox
+from scheduler.state.heartbeats import Heartbeats
+from scheduler.state.lease_state import LeaseState
+from scheduler.state.peer_registry import PeerRegistry
+from scheduler.state.placement_status import PlacementStatus
+from scheduler.state.published_routes import PublishedRoutes
+from scheduler.store.nodes import read_node_ids
+from scheduler.store.plans import commit_plan
+from scheduler.store.pool import Pool, transaction, using
+
+log = logging.getLogger(__name__)
+
+
+class PlacementCounts(NamedTuple):
+    """Counts of one turn's plan, and whether it was committed."""
+
+    started: int = 0
+    ended: int = 0
+    unmet: int = 0
+    committed: bool = False
+    frozen: str = ""
+
+
+class PlaceReplicas:
+    """The scheduler's main job."""
+
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        planner: PlannerClient,
+        authority: Authority,
+        hear_first_s: float,
+        lease: LeaseState,
+        peers: PeerRegistry,
+        heartbeats: Heartbeats,
+        assignments: AssignmentOutbox,
+        routes: PublishedRoutes,
+        status: PlacementStatus,
+        nudge_place: Callable[[], None],
+    ) -> None:
+        """A new term waits up to `hear_first_s` seconds for every node's first report."""
+        self._pool = pool
+        self._planner = planner
+        self._authority = authority
+        self._hear_first_s = hear_first_s
+        self._lease = lease
+        self._peers = peers
+        self._heartbeats = heartbeats
+        self._assignments = assignments
+        self._routes = routes
+        self._status = status
+        self._nudge_place = nudge_place
+
+    async def run_once(self) -> PlacementCounts:
+        """Plan, commit, and send the nodes concerned their assignments."""
+        if not self._lease.is_acting:
+            return PlacementCounts()
+        if await self._lacks_first_reports():
+            return PlacementCounts(frozen="waiting for every node's first report")
+        plan = await self._planner.plan(self._heartbeats.observed())
+        self._show(plan)
+        if not plan.starts and not plan.endings:
+            return PlacementCounts(unmet=len(plan.unmet), frozen=plan.frozen)
+        with_secrets = (with_secret(start, secrets.token_hex(16)) for start in plan.starts)
+        starts = tuple(_sealed(start, self._authority) for start in with_secrets)
+        plan = msgspec.structs.replace(plan, starts=starts)
+        with self._assignments.resend_on_error(plan.node_ids):
+            async with transaction(self._pool) as connection:
+                committed = await commit_plan(connection, plan, self._lease.epoch)
+            if committed:
+                await self._announce(plan)
+        if not committed:
+            self._nudge_place()
+        return PlacementCounts(
+            len(plan.starts), len(plan.endings), len(plan.unmet), committed=committed
+        )
+
+    async def _lacks_first_reports(self) -> bool:
+        """Say whether to wait: a new term adopts what nodes report before it decides."""
+        if self._lease.acting_for_s >= self._hear_first_s:
+            return False
+        async with using(self._pool) as connection:
+            node_ids = await read_node_ids(connection)
+        reported = {peer.name for peer in self._peers.agents() if peer.has_reported}
+        return not reported.issuperset(node_ids)
+
+    def _show(self, plan: PlacementPlan) -> None:
+        if plan.frozen != self._status.frozen:
+            log.warning("placement freeze", extra={"fields": {"reason": plan.frozen or "over"}})
+        self._status.frozen = plan.frozen
+        self._status.unmet = plan.unmet
+        metrics.GENERATION.set(plan.based_on)
+        metrics.FROZEN.set(bool(plan.frozen))
+        metrics.UNMET.set(len(plan.unmet))
+
+    async def _announce(self, plan: PlacementPlan) -> None:
+        metrics.MOVES.labels("start").inc(len(plan.starts))
+        metrics.MOVES.labels("end").inc(len(plan.endings))
+        for start in plan.starts:
+            replica_id = start.spec.replica_id
+            fields = {"replica": replica_id, "node": start.node_id, "reason": start.reason}
+            log.info("placed", extra={"fields": fields})
+        await self._assignments.send_to(plan.node_ids)
+        self._routes.mark_changed()
+
+
+def _sealed(start: ReplicaStart, authority: Authority) -> ReplicaStart:
+    """Return `start` with a seal on each part, by which any scheduler can later adopt it."""
+    return start.map_parts(
+        lambda part: part.with_spec(seal=authority.seal(sealed_fields(part.node_id, part.spec)))
+    )

@@ -1,0 +1,52 @@
+"""Has nodes fetch weights before a forecast peak, some hours ahead."""
+
+from typing import NamedTuple
+
+from scheduler.decide.placement import PrefetchDecision
+from scheduler.planner.client import PlannerClient
+from scheduler.state.assignment_outbox import AssignmentOutbox
+from scheduler.state.heartbeats import Heartbeats
+from scheduler.state.lease_state import LeaseState
+from scheduler.store.pool import Pool, transaction
+from scheduler.store.prefetch import record_prefetch_changes
+
+
+class WeightPrefetchCounts(NamedTuple):
+    """How many prefetches one turn added, saw arrive and ended."""
+
+    added: int = 0
+    arrived: int = 0
+    ended: int = 0
+
+
+class PrefetchWeights:
+    """Starts no replica: a later start finds its weights on disk, which the planner knows."""
+
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        planner: PlannerClient,
+        lease: LeaseState,
+        heartbeats: Heartbeats,
+        assignments: AssignmentOutbox,
+    ) -> None:
+        self._pool = pool
+        self._planner = planner
+        self._lease = lease
+        self._heartbeats = heartbeats
+        self._assignments = assignments
+
+    async def run_once(self) -> WeightPrefetchCounts:
+        """Ask the planner, store the changes, and send the nodes concerned their assignments."""
+        if not self._lease.is_acting:
+            return WeightPrefetchCounts()
+        decision = await self._planner.plan_prefetch(self._heartbeats.observed())
+        if decision != PrefetchDecision():
+            node_ids = {prefetch.node_id for prefetch in decision.new}
+            node_ids |= {ended.target.node_id for ended in decision.ended}
+            with self._assignments.resend_on_error(node_ids):
+                async with transaction(self._pool) as connection:
+                    await record_prefetch_changes(connection, self._lease.epoch, decision)
+                await self._assignments.send_to(sorted(node_ids))
+        return WeightPrefetchCounts(len(decision.new), len(decision.arrived), len(decision.ended))

@@ -1,0 +1,153 @@
+"""Publishes the route table to routers whenever its contents have changed.
+
+A node's report is followed by reading that node alone, and published at once, except that a replica
+which keeps coming and going is published a little later each time (`flap_damping.py`). The whole
+fleet is read now and then, for changes without a report: nodes that fell silent, rates that drift.
+"""
+
+from collections.abc import Sequence, Set
+from typing import Final, NamedTuple
+
+import msgspec
+
+from isochrone.wire import codec
+from isochrone.wire.ids import Generation, NodeId
+from isochrone.wire.routes import KeyEntry, RouteTable, diff
+from scheduler import metrics
+from scheduler.decide.cluster import ClusterState
+from scheduler.decide.membership import LivenessLimits, judge_liveness
+from scheduler.decide.routing import (
+    DeparturesByReplica,
+    build_route_table,
+    damp_flaps,
+    keep_unchanged_rates,
+    multi_node_hosts,
+    replace_node_routes,
+)
+from scheduler.state.heartbeats import Heartbeats
+from scheduler.state.lease_state import LeaseState
+from scheduler.state.peer_registry import PeerRegistry
+from scheduler.state.published_routes import PublishedRoutes
+from scheduler.store.cluster import read_fleet, read_fleet_nodes
+from scheduler.store.keys import live_keys, next_route_generation, revoked_keys
+from scheduler.store.node_reports import NodeReportCache
+from scheduler.store.pool import Pool, transaction
+
+WHOLE_READ_SHARE: Final = 0.05
+"""The share of the time that timed reads of the whole fleet may take."""
+
+
+class PublishCounts(NamedTuple):
+    """The result of one turn. `nodes` is how many nodes were read, -1 for the whole fleet."""
+
+    generation: int = 0
+    routes: int = 0
+    routers: int = 0
+    nodes: int = 0
+
+
+class PublishRoutes:
+    """Sends each router the change to the table it has, or the whole table."""
+
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        interval_s: float,
+        limits: LivenessLimits,
+        lease: LeaseState,
+        peers: PeerRegistry,
+        heartbeats: Heartbeats,
+        routes: PublishedRoutes,
+        reports: NodeReportCache,
+    ) -> None:
+        self._pool = pool
+        self._interval_s = interval_s
+        self._limits = limits
+        self._lease = lease
+        self._peers = peers
+        self._heartbeats = heartbeats
+        self._routes = routes
+        self._reports = reports
+        self._fleet: ClusterState | None = None
+        self._group_nodes: Set[NodeId] = frozenset()
+        self._departures: DeparturesByReplica = {}
+        self._whole_due_at = float("-inf")
+
+    async def run_once(self) -> PublishCounts:
+        """Build the table, compare it with the published one, number and send what changed."""
+        if not self._lease.is_acting:
+            return PublishCounts()
+        changed = self._routes.take_changed()
+        try:
+            return await self._publish(changed)
+        except BaseException:
+            self._routes.restore_all()
+            raise
+
+    async def _publish(self, changed: set[NodeId] | None) -> PublishCounts:
+        before, fleet = self._routes.table, self._fleet
+        if before is None or fleet is None or changed is None or self._needs_whole_read(changed):
+            table = keep_unchanged_rates(before, await self._read_whole())
+            nodes_read = -1
+        elif changed:
+            part = await self._read_nodes(fleet, changed)
+            table = keep_unchanged_rates(before, replace_node_routes(before, part, changed))
+            nodes_read = len(changed)
+        else:
+            return PublishCounts(before.generation, len(before.routes))
+        now = self._lease.clock()
+        table, waiting, departures = damp_flaps(before, table, self._departures, now)
+        self._routes.postpone(set(waiting))
+        if before is not None and table == before:
+            return PublishCounts(before.generation, len(before.routes), nodes=nodes_read)
+        async with transaction(self._pool) as connection:
+            generation = await next_route_generation(connection, self._lease.epoch)
+        self._departures = departures
+        table = msgspec.structs.replace(table, generation=generation)
+        routers = self._send(before, table)
+        return PublishCounts(generation, len(table.routes), routers, nodes_read)
+
+    def _send(self, before: RouteTable | None, table: RouteTable) -> int:
+        self._routes.replace(table)
+        metrics.ROUTE_GENERATION.set(table.generation)
+        routers = self._peers.routers()
+        delta = b"" if before is None else codec.encode(diff(before, table))
+        for router in routers:
+            has_previous = before is not None and router.generation == before.generation
+            router.enqueue(delta if has_previous else self._routes.frame())
+            router.generation = table.generation
+        return len(routers)
+
+    def _needs_whole_read(self, node_ids: Set[NodeId]) -> bool:
+        # A replica over several nodes is routable only while none of them is lost.
+        is_due = self._lease.clock() >= self._whole_due_at
+        return is_due or not self._group_nodes.isdisjoint(node_ids)
+
+    async def _read_whole(self) -> RouteTable:
+        began = self._lease.clock()
+        async with transaction(self._pool, isolation="repeatable_read") as connection:
+            fleet = await read_fleet(connection, self._heartbeats.observed(), self._reports)
+            keys = await live_keys(connection)
+            revoked = await revoked_keys(connection)
+        table = self._table_of(fleet, keys)
+        self._fleet = msgspec.structs.replace(fleet, nodes=(), placements=())
+        self._group_nodes = multi_node_hosts(fleet.placements)
+        now = self._lease.clock()
+        rest_s = max(self._interval_s, (now - began) / WHOLE_READ_SHARE)
+        # A little early: it must be due when the timer's next turn comes.
+        self._whole_due_at = now + 0.9 * rest_s
+        return msgspec.structs.replace(table, keys_revoked=revoked)
+
+    async def _read_nodes(self, fleet: ClusterState, node_ids: Set[NodeId]) -> RouteTable:
+        async with transaction(self._pool, isolation="repeatable_read") as connection:
+            part = await read_fleet_nodes(
+                connection, fleet, sorted(node_ids), self._heartbeats.observed(), self._reports
+            )
+        return self._table_of(part, ())
+
+    def _table_of(self, fleet: ClusterState, keys: Sequence[KeyEntry]) -> RouteTable:
+        view = judge_liveness(fleet.nodes, fleet.acting_for_s, self._limits)
+        return build_route_table(
+            fleet, view, keys, generation=Generation(0), epoch=self._lease.epoch
+        )

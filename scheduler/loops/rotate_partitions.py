@@ -1,0 +1,31 @@
+"""Creates the demand table's partitions for the coming days and drops those past retention."""
+
+from typing import NamedTuple
+
+from isochrone.service.clock import utc_now
+from scheduler.state.lease_state import LeaseState
+from scheduler.store.pool import Pool, transaction
+from scheduler.store.usage import rotate_demand_partitions
+
+
+class PartitionCounts(NamedTuple):
+    """How many partitions one turn created or dropped."""
+
+    changed: int = 0
+
+
+class RotatePartitions:
+    """Partitions exist two days ahead, so this job may fail for a day without harm."""
+
+    def __init__(self, *, pool: Pool, lease: LeaseState) -> None:
+        self._pool = pool
+        self._lease = lease
+
+    async def run_once(self) -> PartitionCounts:
+        """Create and drop partitions."""
+        if not self._lease.is_acting:
+            return PartitionCounts()
+        async with transaction(self._pool) as connection:
+            # Do not queue for long behind a reader that holds the table; the next turn tries again.
+            await connection.execute("SET LOCAL lock_timeout = '2s'")
+            return PartitionCounts(await rotate_demand_partitions(connection, utc_now()))

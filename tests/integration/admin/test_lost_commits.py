@@ -1,0 +1,69 @@
+"""A commit whose confirmation was lost takes effect all the same."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import msgspec
+import pytest
+
+from isochrone.wire.assignment import Assignment
+from isochrone.wire.ids import BootId
+from scheduler.state import assignment_outbox
+from scheduler.store.nodes import read_assignment
+from tests.builders import a_model, a_report
+from tests.faults import Faults
+from tests.integration.admin.conftest import Admin
+from tests.integration.admin.test_control import Agent, dialling, joined
+from tests.system.harness import until
+
+
+async def test_a_plan_whose_commit_was_not_confirmed_is_sent_to_its_nodes(
+    admin: Admin, tmp_path: Path, database_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = await joined(admin, tmp_path)
+    faults = Faults(monkeypatch, database_dsn)
+    async with dialling(Agent(admin, identity, "b1")) as agent:
+        await until("it is welcome", agent.is_welcome)
+        seq = 1
+
+        async def runs_it() -> bool:
+            # As a node repeats its report every ten seconds.
+            nonlocal seq
+            seq += 1
+            await agent.link.send(a_report(seq=seq, boot_id=BootId("b1")))
+            await asyncio.sleep(0.1)
+            return any(told.replicas for told in agent.assignments)
+
+        await agent.link.send(a_report(seq=seq, boot_id=BootId("b1")))
+        await until("it has reported", agent.is_told)
+        await admin.ask("PUT", "/v1/models/m", msgspec.to_builtins(a_model()))
+        faults.lose_commit(doing="INSERT INTO placement")
+        engine = {"driver": "mock", "kv_memory_bytes": 1}
+        body = {"deployment_id": "d", "model_id": "m", "engine": engine}
+        assert (await admin.ask("POST", "/v1/deployments", body)).status == 201
+        await until("it is told what to run", runs_it, 15.0)
+        assert faults.broken == ["COMMIT;"]
+        assert len((await admin.ask("GET", "/v1/placements")).body["data"]) == 1
+
+
+async def test_an_assignment_that_could_not_be_read_follows_the_next_report(
+    admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = await joined(admin, tmp_path)
+    asked = []
+
+    async def breaks_once(*args: Any, **given: Any) -> Assignment:
+        asked.append(args)
+        if len(asked) == 1:
+            raise asyncpg.ConnectionDoesNotExistError("gone")
+        return await read_assignment(*args, **given)
+
+    monkeypatch.setattr(assignment_outbox, "read_assignment", breaks_once)
+    async with dialling(Agent(admin, identity, "b1")) as agent:
+        await until("it is welcome", agent.is_welcome)
+        for seq in (1, 2):
+            await agent.link.send(a_report(seq=seq, boot_id=BootId("b1")))
+        await until("it is told", agent.is_told, 5.0)
+    assert len(asked) == 2

@@ -1,0 +1,171 @@
+"""Peers that misbehave: one reads nothing, one repeats every message a hundred times."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import WSMsgType, web
+
+from isochrone.service.http_server import serve_http
+from isochrone.service.identity import Authority
+from isochrone.wire.control import PeerRole, RegistrationRefused, Welcome
+from isochrone.wire.ids import BootId, Generation, NodeId, PopId
+from isochrone.wire.report import Pulse
+from scheduler.api.certificates import CertificateIssuer
+from scheduler.listeners import control_app
+from scheduler.state.heartbeats import PULSES_WRITTEN_MAX, PulseBuffer
+from scheduler.state.peer_connection import QUEUED_MESSAGES_MAX, PeerConnection
+from scheduler.state.peer_registry import PeerRegistry
+from scheduler.store.pool import Pool
+from tests.integration.scheduler.scheduler_parts import expire_lease, no_nudge, scheduler_parts
+from tests.integration.scheduler.test_store import begun
+from tests.integration.service.test_tls import NOW, a_link, a_peer
+from tests.system.harness import until
+
+TABLE = bytes(14 * 1024 * 1024)
+"""More than the buffers of two sockets hold."""
+
+LARGE_FRAMES_AT_ONCE = 2
+HEARTBEAT_S = 3.0
+
+
+class Server:
+    """Accepts connections and keeps them by name."""
+
+    def __init__(self) -> None:
+        self.peers: dict[str, PeerConnection] = {}
+        self.ended: dict[str, asyncio.Event] = {}
+        self._large_frame_slots = asyncio.Semaphore(LARGE_FRAMES_AT_ONCE)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Read and ignore messages; send what is queued."""
+        socket = web.WebSocketResponse(heartbeat=HEARTBEAT_S)
+        await socket.prepare(request)
+        name = request.query["name"]
+        peer = self.peers[name] = PeerConnection(
+            socket,
+            request.transport,
+            role=PeerRole.ROUTER,
+            name=name,
+            pop=PopId("ams"),
+            boot_id=BootId("b"),
+            certificate=cast(Any, None),
+            large_frame_slots=self._large_frame_slots,
+        )
+        ended = self.ended[name] = asyncio.Event()
+        sender = asyncio.create_task(peer.send_queued())
+        try:
+            async for _ in socket:
+                pass
+        finally:
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+            ended.set()
+        return socket
+
+
+@pytest.fixture
+async def server_and_url() -> AsyncIterator[tuple[Server, str]]:
+    server = Server()
+    app = web.Application()
+    app.router.add_get("/", server.handle)
+    async with serve_http(app, "127.0.0.1", 0) as port:
+        yield server, f"http://127.0.0.1:{port}/"
+
+
+async def test_routers_that_read_nothing_are_disconnected_and_the_others_get_their_tables(
+    server_and_url: tuple[Server, str],
+) -> None:
+    server, url = server_and_url
+    async with aiohttp.ClientSession() as http, asyncio.timeout(30):
+        names = ["deaf0", "deaf1", "reading"]
+        sockets = {
+            name: await http.ws_connect(url, params={"name": name}, max_msg_size=0)
+            for name in names
+        }
+        for name in names[:LARGE_FRAMES_AT_ONCE]:
+            cast(Any, sockets[name])._response.connection.transport.pause_reading()
+        # The two that read nothing take both slots for large frames; the third peer has to wait.
+        for name in names:
+            server.peers[name].enqueue(TABLE)
+        frame = await sockets["reading"].receive()
+        assert (frame.type, len(frame.data)) == (WSMsgType.BINARY, len(TABLE))
+        for name in names[:LARGE_FRAMES_AT_ONCE]:
+            await server.ended[name].wait()
+        assert not server.ended["reading"].is_set()
+
+
+async def test_a_router_that_falls_behind_is_disconnected(
+    server_and_url: tuple[Server, str],
+) -> None:
+    server, url = server_and_url
+    async with aiohttp.ClientSession() as http, asyncio.timeout(30):
+        socket = await http.ws_connect(url, params={"name": "slow"}, max_msg_size=0)
+        for _ in range(QUEUED_MESSAGES_MAX + 1):
+            server.peers["slow"].enqueue(b"delta")
+        await server.ended["slow"].wait()
+        assert (await socket.receive()).type is not WSMsgType.BINARY
+
+
+def test_a_node_that_pulses_too_often_does_not_displace_other_nodes() -> None:
+    buffer = PulseBuffer()
+    names = [NodeId(f"n{index}") for index in range(2 * PULSES_WRITTEN_MAX)]
+    for name in names:
+        pulse = Pulse(node_id=name, boot_id=BootId("b"), seq=1, generation=Generation(1))
+        for _ in range(100 if name == names[0] else 1):
+            buffer.add(pulse)
+    first, second = buffer.take(), buffer.take()
+    assert [pulse.node_id for pulse in (*first, *second)] == names
+    assert buffer.take() == []
+
+
+class PreviousConnection:
+    """A peer's connection before this one. While it is being refused, the new one breaks too."""
+
+    boot_id = BootId("b")
+
+    def __init__(self, peers: PeerRegistry) -> None:
+        self._peers = peers
+
+    async def refuse(self, refused: RegistrationRefused) -> None:
+        """Abort the new connection and never return."""
+        newer = self._peers.by_name[PeerRole.AGENT, "n1"]
+        assert newer._transport is not None
+        newer._transport.abort()
+        await asyncio.Event().wait()
+
+
+async def test_a_peer_that_is_lost_while_its_previous_connection_is_refused_is_removed(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """Otherwise it would count as connected, and be sent every message, until it came back."""
+    await begun(pool)
+    await expire_lease(pool)
+    scheduler = await scheduler_parts(pool)
+    authority = Authority.create(tmp_path, "test", NOW)
+    assert (await scheduler.hold_lease.run_once()).acting
+    identity = a_peer(authority, "n1", PeerRole.AGENT)
+    identity = msgspec.structs.replace(identity, cluster_id=scheduler.database.cluster_id)
+    peers = scheduler.state.peers
+    peers.by_name[PeerRole.AGENT, "n1"] = cast(Any, PreviousConnection(peers))
+
+    async def welcome(_: Welcome) -> None:
+        """Ignore it."""
+
+    async def is_removed() -> bool:
+        return peers.closed_count == 1 and len(peers) == 0
+
+    issuer = CertificateIssuer(authority, lifetime_s=3600.0)
+    app = control_app(scheduler.database, scheduler.state, issuer, no_nudge)
+    async with serve_http(app, "127.0.0.1", 0) as port:
+        link = a_link(identity, [f"http://127.0.0.1:{port}"], welcome)
+        running = asyncio.create_task(link.run())
+        try:
+            await until("the connection is removed", is_removed, 5.0)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)

@@ -1,0 +1,226 @@
+"""The HTTP server over real sockets: slow, huge or malformed requests get an error in time."""
+
+import asyncio
+import gzip
+import io
+import json
+import resource
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from isochrone.service.config import ConfigError
+from isochrone.service.http_server import (
+    HttpServerLimits,
+    error_middleware,
+    json_error,
+    read_body,
+    serve_http,
+    serve_http_unix,
+)
+from isochrone.wire.errors import ApiError, ErrorCode
+
+LIMITS = HttpServerLimits(
+    head_timeout_s=2.0,
+    keepalive_s=0.5,
+    body_timeout_s=0.5,
+    body_bytes_max=100_000,
+    connections_per_address_max=20,
+)
+
+
+def an_app() -> web.Application:
+    async def size(request: web.Request) -> web.Response:
+        body = await read_body(
+            request, bytes_max=LIMITS.body_bytes_max, timeout_s=LIMITS.body_timeout_s
+        )
+        return web.Response(text=str(len(body)))
+
+    async def broken(request: web.Request) -> web.Response:
+        raise KeyError("secret detail")
+
+    async def refused(request: web.Request) -> web.Response:
+        raise ApiError(ErrorCode.RATE_LIMITED, "cannot serve: too many", retry_after_s=7)
+
+    async def left(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        if request.query_string == "begun":
+            await response.prepare(request)
+        assert request.transport is not None
+        request.transport.abort()
+        # The transport is closing already, and the handler is not cancelled yet.
+        await response.prepare(request)
+        await response.write(b"too late")
+        return response
+
+    app = web.Application(middlewares=[error_middleware(json_error)])
+    app.router.add_post("/size", size)
+    app.router.add_get("/left", left)
+    app.router.add_get("/broken", broken)
+    app.router.add_get("/refused", refused)
+    return app
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    async with serve_http(an_app(), "127.0.0.1", 0, limits=LIMITS) as bound:
+        yield bound
+
+
+async def answer(port: int, sent: bytes) -> bytes:
+    """Send raw bytes and return everything until the server closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    async with asyncio.timeout(30):
+        received = await reader.read()
+    writer.close()
+    return received
+
+
+@pytest.mark.parametrize("begun", ["begun", ""])
+async def test_a_client_that_leaves_is_not_logged_as_an_error(
+    port: int, caplog: pytest.LogCaptureFixture, begun: str
+) -> None:
+    with suppress(ConnectionError):
+        await answer(port, f"GET /left?{begun} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    assert await answer(port, b"GET /refused HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+HEAD = b"POST /size HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", HEAD, HEAD + b"X-slow: ", b"POST"],
+    ids=["idle", "half-head", "half-field", "half-line"],
+)
+async def test_a_connection_with_an_unfinished_head_is_closed(port: int, sent: bytes) -> None:
+    assert await answer(port, sent) == b""
+
+
+async def test_an_unfinished_body_gets_408(port: int) -> None:
+    received = await answer(port, HEAD + b"Content-Length: 10\r\n\r\n123")
+    assert received.startswith(b"HTTP/1.1 408 ")
+    assert b'"code":"request_timeout"' in received
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"nonsense\r\n\r\n",
+        HEAD + b"Content-Length: +5\r\n\r\n12345",
+        HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n12",
+        HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"Bad Header: 1\r\n\r\n",
+        HEAD + b"Expect: a-miracle\r\nContent-Length: 1\r\n\r\n1",
+        HEAD + b"X: " + b"a" * 20_000 + b"\r\n\r\n",
+        HEAD + b"".join(b"X-%d: 1\r\n" % n for n in range(10_000)) + b"\r\n",
+    ],
+    ids=[
+        "line",
+        "signed-length",
+        "both",
+        "two-lengths",
+        "bad-te",
+        "space",
+        "expect",
+        "20kB",
+        "10^4-heads",
+    ],
+)
+async def test_malformed_http_gets_400_in_the_servers_own_form(port: int, sent: bytes) -> None:
+    received = await answer(port, sent)
+    assert received.split(b" ", 2)[1] == b"400"
+    body = json.loads(received.partition(b"\r\n\r\n")[2])
+    assert body["error"]["code"] == "invalid_request"
+
+
+async def test_a_broken_encoding_is_reported_to_the_client_and_not_logged(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    received = await answer(port, HEAD + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}")
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert b"broken encoding" in received
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_gzip_bomb_and_a_huge_body_are_refused_without_using_memory(port: int) -> None:
+    bomb = gzip.compress(b"\0" * 300_000_000, compresslevel=1)
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    url = f"http://127.0.0.1:{port}/size"
+
+    async def hundred_megabytes() -> AsyncIterator[bytes]:
+        for _ in range(1600):
+            yield b"x" * 65_536
+
+    async with aiohttp.ClientSession() as http:
+        gzipped = {"content-encoding": "gzip"}
+        async with http.post(url, data=io.BytesIO(bomb), headers=gzipped) as response:
+            assert response.status == 413
+        # A connection closed while the client still sends counts as refused too.
+        with suppress(aiohttp.ClientOSError):
+            async with http.post(url, data=hundred_megabytes()) as response:
+                assert response.status == 413
+    after_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert after_kib - before_kib < 64 * 1024
+
+
+async def test_errors_have_one_form_and_hide_internal_details(port: int) -> None:
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+        expected = {
+            ("GET", "/nowhere"): (404, "not_found"),
+            ("GET", "/size"): (405, "method_not_allowed"),
+            ("GET", "/broken"): (500, "internal_error"),
+            ("GET", "/refused"): (429, "rate_limit_exceeded"),
+        }
+        for (method, path), (status, code) in expected.items():
+            async with http.request(method, path) as response:
+                text = await response.text()
+                assert response.status == status
+                assert json.loads(text)["error"]["code"] == code
+                assert "secret detail" not in text
+        async with http.get("/refused") as response:
+            assert response.headers["retry-after"] == "7"
+
+
+async def test_connections_over_the_limit_are_closed_and_the_others_served(port: int) -> None:
+    held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+    assert await answer(port, HEAD + b"Content-Length: 0\r\n\r\n") == b""
+    reader, writer = held[0]
+    writer.write(HEAD + b"Content-Length: 2\r\n\r\nok")
+    async with asyncio.timeout(30):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+    for _, each in held:
+        each.close()
+
+
+async def test_an_address_that_cannot_be_listened_on_is_named(port: int) -> None:
+    with pytest.raises(ConfigError, match=rf"on 127\.0\.0\.1:{port}: Address already in use"):
+        async with serve_http(an_app(), "127.0.0.1", port):
+            raise AssertionError("it should not listen")
+    with pytest.raises(ConfigError, match=r"cannot listen on nobody\.invalid:1: "):
+        async with serve_http(an_app(), "nobody.invalid", 1):
+            raise AssertionError("it should not listen")
+
+
+async def test_hundreds_may_connect_to_a_unix_socket_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "server.sock"
+    connector = aiohttp.UnixConnector(str(path), limit=0)
+    limits = msgspec.structs.replace(LIMITS, connections_per_address_max=1_000)
+    async with (
+        serve_http_unix(an_app(), path, limits=limits),
+        aiohttp.ClientSession("http://localhost", connector=connector) as http,
+    ):
+
+        async def status() -> int:
+            async with http.post("/size", data=b"x") as response:
+                return response.status
+
+        assert set(await asyncio.gather(*(status() for _ in range(600)))) == {200}

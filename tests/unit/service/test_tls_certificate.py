@@ -1,0 +1,73 @@
+"""An operator's certificate is reloaded when its files change, and only as a matching pair."""
+
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from isochrone.service.config import ConfigError
+from isochrone.service.identity import SCHEDULER_NAME, Authority
+from isochrone.service.tls import load_tls_certificate, verifying_context
+from tests.builders import NOW
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[], Authority]:
+    """Write a certificate and key of a new authority each time; return the authority."""
+
+    def write() -> Authority:
+        folder = tmp_path / f"authority-{len(list(tmp_path.iterdir()))}"
+        authority = Authority.create(folder, "test", NOW)
+        key, certificate = authority.issue_scheduler_certificate(NOW)
+        (tmp_path / "tls.key").write_text(key)
+        (tmp_path / "tls.crt").write_text(certificate)
+        return authority
+
+    return write
+
+
+def is_trusted(context: ssl.SSLContext, authority: Authority) -> bool:
+    """Perform a TLS handshake in memory with a client that trusts that authority."""
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = context.wrap_bio(to_server, to_client, server_side=True)
+    client = verifying_context(authority.ca_pem).wrap_bio(
+        to_client, to_server, server_hostname=SCHEDULER_NAME
+    )
+    for end in (client, server, client, server):
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLError:
+            return False
+    return True
+
+
+async def test_a_renewed_pair_is_used_and_a_mismatched_pair_is_refused(
+    tmp_path: Path, write: Callable[[], Authority]
+) -> None:
+    first = write()
+    loaded = load_tls_certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
+    assert loaded is not None
+    assert is_trusted(loaded.context, first)
+    assert not await loaded.run_once()
+    key = (tmp_path / "tls.key").read_text()
+    second = write()
+    assert not is_trusted(loaded.context, second)
+    (tmp_path / "tls.key").write_text(key)
+    with pytest.raises(ConfigError, match="cannot use tls_certificate"):
+        await loaded.run_once()
+    assert is_trusted(loaded.context, first)
+    third = write()
+    assert await loaded.run_once()
+    assert is_trusted(loaded.context, third)
+    assert not is_trusted(loaded.context, first)
+
+
+def test_a_certificate_without_its_key_is_an_error_and_not_plain_http(tmp_path: Path) -> None:
+    assert load_tls_certificate(None, None) is None
+    with pytest.raises(ConfigError, match="both tls_certificate and tls_key"):
+        load_tls_certificate(tmp_path / "tls.crt", None)
+    with pytest.raises(ConfigError, match="No such file"):
+        load_tls_certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
