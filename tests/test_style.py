@@ -148,6 +148,16 @@ def test_only_edges_catch_every_exception() -> None:
     assert not unused, "remove these files from CATCH_ALL_ALLOWED"
 
 
+def test_class_names_are_unique() -> None:
+    files_of: dict[str, list[str]] = {}
+    for name, _, tree in map(read, FILES):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                files_of.setdefault(node.name, []).append(name)
+    repeated = {name: files for name, files in files_of.items() if len(files) > 1}
+    assert not repeated, "give each class a specific name of its own"
+
+
 def test_unit_tests_do_not_sleep() -> None:
     units = [path for path in TESTS if "unit" in path.parts]
     assert not [path for path in units if re.search(r"\bsleep\(", path.read_text())]
