@@ -43,7 +43,9 @@ async def test_a_second_fleet_in_one_folder_is_refused_and_kills_nothing(tmp_pat
         )
         try:
             fleet = LocalFleet(state, lambda line: None)
-            with pytest.raises(StartFailed, match="another process does; is it running already"):
+            with pytest.raises(
+                StartFailed, match="another process uses it; is the service running already"
+            ):
                 await fleet.up()
             await fleet.down()
             assert running.returncode is None
