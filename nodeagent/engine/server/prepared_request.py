@@ -47,7 +47,7 @@ from nodeagent.engine.weights.lora_adapter import LoraAdapter
 _SALT_CHARS_MAX: Final = 256
 
 
-class Prompt(NamedTuple):
+class TokenisedPrompt(NamedTuple):
     """A tokenised prompt, and when an answer to it stops."""
 
     tokens: list[int]
@@ -59,7 +59,7 @@ class PreparedRequest:
     """A request, checked and tokenised, from which its generations are created."""
 
     options: GenerationOptions
-    prompts: Ordered[Prompt]
+    prompts: Ordered[TokenisedPrompt]
     salt: bytes = b""
     """Separates the prefix cache of one tenant from that of another."""
     constraint: Constraint | None = None
@@ -179,7 +179,8 @@ class RequestPreparer:
         if tool_use is not None:
             options = replace(options, grammar=tool_use.grammar(options.grammar))
         checked = [
-            Prompt(tokens, self._stop_conditions(body, options, tokens)) for tokens in prompts
+            TokenisedPrompt(tokens, self._stop_conditions(body, options, tokens))
+            for tokens in prompts
         ]
         salt = headers.get(CACHE_SALT, "")
         if len(salt) > _SALT_CHARS_MAX:

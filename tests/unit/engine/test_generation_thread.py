@@ -21,7 +21,7 @@ from nodeagent.engine.scheduler.sequence import StopConditions
 from nodeagent.engine.server.inflight_limit import InflightLimit
 from nodeagent.engine.server.open_requests import OpenRequests
 from nodeagent.engine.server.openai.generation_options import GenerationOptions
-from nodeagent.engine.server.prepared_request import PreparedRequest, Prompt
+from nodeagent.engine.server.prepared_request import PreparedRequest, TokenisedPrompt
 from tests.unit.engine.byte_vocabulary import VOCABULARY
 
 OPTIONS = GenerationOptions(SamplingParams(), 4, (), frozenset(), False, True, False)
@@ -45,7 +45,7 @@ def open_one(clients: OpenRequests, outbox: Any, aborted: list[int]) -> Any:
     stop_conditions = StopConditions(4, frozenset())
     return clients.open(
         outbox,
-        PreparedRequest(OPTIONS, [Prompt([1, 2], stop_conditions)]),
+        PreparedRequest(OPTIONS, [TokenisedPrompt([1, 2], stop_conditions)]),
         lambda: aborted.append(1),
     )
 
@@ -100,7 +100,10 @@ async def test_several_answers_belong_to_one_client_and_end_together() -> None:
     stop_conditions = StopConditions(4, frozenset())
     client = clients.open(
         outbox,  # type: ignore[arg-type]
-        PreparedRequest(options, [Prompt([1, 2], stop_conditions), Prompt([3], stop_conditions)]),
+        PreparedRequest(
+            options,
+            [TokenisedPrompt([1, 2], stop_conditions), TokenisedPrompt([3], stop_conditions)],
+        ),
         lambda: None,
     )
     answers = [answer for first in outbox.submitted for answer in (first, *first.forks)]
