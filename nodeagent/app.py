@@ -60,6 +60,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         config.state / "engines",
         config.engine_threads or (os.cpu_count() or 1),
         standby=config.standby,
+        device_memory=node.devices.memory,
     )
     supervisor = Supervisor(
         config=config,

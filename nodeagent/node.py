@@ -39,7 +39,7 @@ class NodeState:
         self.nudge_report: Callable[[], None] = lambda: None
         self.nudge_prefetch: Callable[[], None] = lambda: None
         self._file = file
-        self._devices = devices
+        self.devices = devices
         self._unsaved: Assignment | None = None
         """The newest assignment, while the disk refuses to store it."""
         self._accept_lock = asyncio.Lock()
@@ -112,4 +112,4 @@ class NodeState:
 
     async def read_devices(self) -> Sequence[NodeDevice]:
         """Return the current devices of this machine."""
-        return await asyncio.to_thread(self._devices.read)
+        return await asyncio.to_thread(self.devices.read)

@@ -31,7 +31,7 @@ from nodeagent.host.engines import (
     EngineProcess,
     EngineProcesses,
     EngineRecord,
-    last_line,
+    last_error,
     trim_log,
 )
 
@@ -272,7 +272,7 @@ class Supervisor:
         deadline_s = self._clock() + self._config.load_timeout_s
         while not await engine.is_ready():
             if engine.exited.is_set():
-                return "the engine exited while loading"
+                return f"{engine.exit_reason} while loading"
             if self._clock() > deadline_s:
                 return f"the engine was not ready after {self._config.load_timeout_s:g} s"
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -287,7 +287,7 @@ class Supervisor:
                 async with asyncio.timeout(OBSERVE_INTERVAL_S):
                     await engine.exited.wait()
             if engine.exited.is_set():
-                return "the engine exited"
+                return engine.exit_reason
             is_canary_due = self._clock() >= next_canary_s
             if is_canary_due:
                 next_canary_s = self._clock() + self._config.canary_interval_s
@@ -349,7 +349,7 @@ class Supervisor:
 
 
 def _failure_of(replica: ManagedReplica, attempt: "asyncio.Task[str]") -> str:
-    """Return why an attempt failed, with the last line of the engine's log."""
+    """Return why an attempt failed, with the last error in the engine's log."""
     try:
         problem = attempt.result()
     except (ArtifactError, OSError, UnknownOption) as error:
@@ -360,7 +360,7 @@ def _failure_of(replica: ManagedReplica, attempt: "asyncio.Task[str]") -> str:
         log.exception("replica failed", extra={"fields": {"replica": replica.spec.replica_id}})
         problem = f"internal error of the agent: {error!r}"
     if replica.engine is not None:
-        log_line = last_line(replica.engine.log)
+        log_line = last_error(replica.engine.log)
         problem = f"{problem}: {log_line}" if log_line else problem
     return problem
 

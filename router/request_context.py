@@ -239,9 +239,9 @@ class RequestContext:
         """
         determinism = self.request.determinism
         resumed = head.resumed if head else ""
-        return determinism == headers.GREEDY or (
-            determinism == headers.SEEDED and resumed == headers.SEEDED
-        )
+        if determinism == headers.GREEDY:
+            return resumed != headers.INEXACT
+        return determinism == headers.SEEDED and resumed == headers.SEEDED
 
     def missing_end(self) -> bytes:
         """Return the end of a stream whose replica failed after its last token."""

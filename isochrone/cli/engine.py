@@ -5,6 +5,9 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from isochrone.wire.engine_options import ENGINE_OPTIONS
+from isochrone.wire.model import EngineSettings
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS: Final = (
@@ -13,7 +16,7 @@ _OPTIONS: Final = (
         "--option",
         "options",
         multiple=True,
-        help="Engine option as name=value; repeatable. name= removes an option.",
+        help="Engine option as name=value; repeatable. name= removes it, or sets a flag.",
     ),
     click.option(
         "--context-tokens",
@@ -57,8 +60,16 @@ def engine_of(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
         **before.get("options", {}),
         **dict(_parse_option(option) for option in given["options"]),
     }
-    kept_options = {name: value for name, value in options.items() if value}
+    driver = settings.get("driver") or before.get("driver") or EngineSettings().driver
+    kept_options = {
+        name: value or "true" for name, value in options.items() if value or _is_flag(driver, name)
+    }
     return {**before, **settings, "options": kept_options}
+
+
+def _is_flag(driver: str, name: str) -> bool:
+    known = ENGINE_OPTIONS.get(driver)
+    return known is not None and known.is_flag(name)
 
 
 def _parse_option(option: str) -> tuple[str, str]:

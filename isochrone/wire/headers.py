@@ -47,8 +47,9 @@ GENERATED_TOKENS: Final = "x-isochrone-said"
 # Node to router.
 RESUMED: Final = "x-isochrone-resumed"
 """The answer resumes after the generated tokens; without this header it starts over. The value says
-which sampling continues exactly: GREEDY, or SEEDED (greedy and seeded)."""
+which sampling continues exactly: INEXACT (none), GREEDY, or SEEDED (greedy and seeded)."""
 
+INEXACT: Final = "inexact"
 GREEDY: Final = "greedy"
 SEEDED: Final = "seeded"
 

@@ -115,8 +115,9 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True):
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a replica's engine is started.
 
-    `driver` names a module of nodeagent/drivers. `options` are the driver's own settings; the
-    driver on the node refuses unknown ones. `devices` is the total over all `nodes`, which are in
+    `driver` names a module of nodeagent/drivers. `options` are the engine's own settings, which
+    `engine_options` lists. `kv_memory_bytes` and `memory_bytes` (0: as computed from the model) are
+    of each device. `devices` is the total over all `nodes`, which are in
     one PoP and have equally many each.
     """
 

@@ -12,6 +12,14 @@ import msgspec
 
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
+from isochrone.wire.engine_options import ENGINE_OPTIONS, TRUE
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The physical memory of a replica's smallest device, and what is free of it at its start."""
+
+    total_bytes: int
+    free_bytes: int
 
 
 class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +30,20 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     port: int
     threads: int
+    memory: DeviceMemory | None = None
+
+    @property
+    def has_memory_plan(self) -> bool:
+        """True if the deployment says how much memory its replicas or their KV caches take.
+
+        Without, the engine takes its own share of the device.
+        """
+        return bool(self.spec.engine.kv_memory_bytes or self.spec.engine.memory_bytes)
+
+    @property
+    def weights_bytes(self) -> int:
+        """The bytes of weights on each device, as the planner counts them."""
+        return self.spec.artifact.size_bytes // self.spec.engine.devices
 
 
 class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +80,8 @@ class EngineDriver(Protocol):
     stats_path: str
     metrics_path: str
     resumes: str
-    """Which interrupted answers it can resume: `headers.GREEDY`, `headers.SEEDED` (greedy and
-    seeded), or "" for none."""
+    """Which interrupted answers it can resume: `headers.INEXACT` (all, with another text),
+    `headers.GREEDY`, `headers.SEEDED` (greedy and seeded), or "" for none."""
     salted_paths: frozenset[str]
     """The paths whose request bodies have a `cache_salt` field. The embedded engine reads the salt
     from a header instead."""
@@ -94,14 +116,14 @@ def require_one_node(spec: ReplicaSpec, reason: str) -> None:
         raise UnknownOption(f"cannot start {driver} over {nodes} nodes: {reason}")
 
 
-def check_options(spec: ReplicaSpec, known: frozenset[str]) -> None:
-    """Raise UnknownOption if a deployment has options that the driver does not know."""
-    unknown = sorted(set(spec.engine.options) - known)
-    if unknown:
-        raise UnknownOption(
-            f"cannot start {spec.engine.driver}: unknown options {', '.join(unknown)}; known "
-            f"options: {', '.join(sorted(known)) or 'none'}"
-        )
+def check_options(spec: ReplicaSpec) -> None:
+    """Raise UnknownOption if a deployment has options that its driver cannot use.
+
+    The scheduler refuses such a deployment. This check is for a scheduler of another version.
+    """
+    problem = ENGINE_OPTIONS[spec.engine.driver].problem(spec.engine.options)
+    if problem:
+        raise UnknownOption(f"cannot start {spec.engine.driver}: {problem}")
 
 
 def with_salt(body: bytes, salt: str) -> bytes:
@@ -124,13 +146,21 @@ def visible_devices(spec: ReplicaSpec) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
-def flags(options: Mapping[str, str]) -> tuple[str, ...]:
-    """Return options as command-line arguments `--name value`; an empty value gives `--name`."""
+def flags(driver: str, options: Mapping[str, str], separator: str = "-") -> tuple[str, ...]:
+    """Return options as command-line arguments: `--name value`, or `--name` for a flag.
+
+    A flag that is false is left out, or given as `--no-name` where the engine knows that form.
+    """
+    known = ENGINE_OPTIONS[driver]
     arguments: list[str] = []
     for name, value in sorted(options.items()):
-        arguments.append(f"--{name.replace('_', '-')}")
-        if value:
-            arguments.append(value)
+        argument = name.replace("_", separator)
+        if not known.is_flag(name):
+            arguments += (f"--{argument}", value)
+        elif value.lower() in TRUE:
+            arguments.append(f"--{argument}")
+        elif name in known.negatable:
+            arguments.append(f"--no-{argument}")
     return tuple(arguments)
 
 

@@ -1,12 +1,12 @@
 """The driver of the embedded PyTorch engine (nodeagent/engine), which runs on any device."""
 
 import sys
-from typing import Final
 
 import msgspec
 
 from isochrone.wire import headers
 from isochrone.wire.engine import EngineConfig, EngineStats
+from isochrone.wire.engine_options import ENGINE_OPTIONS
 from nodeagent.drivers.driver import (
     EngineCommand,
     EngineLaunch,
@@ -14,30 +14,6 @@ from nodeagent.drivers.driver import (
     check_options,
     missing_package,
     visible_devices,
-)
-
-OPTIONS: Final = frozenset(
-    {
-        "dtype",
-        "quantisation",
-        "batch_tokens_max",
-        "interval_ms",
-        "sequences_max",
-        "draft_tokens_max",
-        "draft_path",
-        "waiting_max",
-        "threads",
-        "tensor_parallel",
-        "pipeline_parallel",
-        "expert_parallel",
-        "kv_dtype",
-        "kv_host_bytes",
-        "kv_file_bytes",
-        "kv_folder",
-        "memory_max_bytes",
-        "adapters_max",
-        "adapter_memory_bytes",
-    }
 )
 
 
@@ -50,7 +26,6 @@ class EmbeddedDriver:
     resumes = headers.SEEDED
     salted_paths: frozenset[str] = frozenset()
     module = "nodeagent.engine"
-    options = OPTIONS
     has_standby = True
     """Whether a spare process of this engine can wait for its configuration."""
 
@@ -61,7 +36,7 @@ class EmbeddedDriver:
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the engine's command and its config file; it listens on a socket in its folder."""
         spec = launch.spec
-        check_options(spec, self.options)
+        check_options(spec)
         socket = str(launch.folder / "engine.sock")
         path = str(launch.folder / "config.json")
         return EngineCommand(
@@ -91,8 +66,9 @@ class EmbeddedDriver:
             "context_tokens_max": launch.spec.context_tokens,
             "options": self._engine_options(launch),
         }
+        known = ENGINE_OPTIONS["embedded"].names
         values.update(
-            {name: value for name, value in launch.spec.engine.options.items() if name in OPTIONS}
+            {name: value for name, value in launch.spec.engine.options.items() if name in known}
         )
         try:
             config = msgspec.convert(values, EngineConfig, strict=False)

@@ -9,21 +9,6 @@ class MockDriver(EmbeddedDriver):
 
     module = "nodeagent.mock"
     has_standby = False
-    options = frozenset(
-        {
-            "ttft_ms",
-            "itl_ms",
-            "kv_tokens",
-            "sequences",
-            "fail_load",
-            "crash_at_token",
-            "hang_at_token",
-            "garbage_at_token",
-            "error_status",
-            "memory_full",
-            "zombie",
-        }
-    )
 
     def missing(self) -> str:
         """Return "": the mock engine is part of the agent's package."""

@@ -18,21 +18,9 @@ from nodeagent.drivers.driver import (
     visible_devices,
 )
 
-OPTIONS: Final = frozenset(
-    {
-        "dtype",
-        "quantization",
-        "kv_cache_dtype",
-        "mem_fraction_static",
-        "max_running_requests",
-        "chunked_prefill_size",
-        "attention_backend",
-        "speculative_algorithm",
-        "speculative_draft_model_path",
-        "tool_call_parser",
-        "reasoning_parser",
-    }
-)
+STATIC_SHARE: Final = 0.9
+"""The largest share of a replica's memory for weights and KV cache. The rest is for activations and
+CUDA graphs; SGLang's own default is close to it."""
 
 
 class SglangDriver:
@@ -40,7 +28,7 @@ class SglangDriver:
 
     health_path = "/health"
     stats_path = metrics_path = "/metrics"
-    resumes = headers.GREEDY
+    resumes = headers.INEXACT
     salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
 
     def missing(self) -> str:
@@ -50,7 +38,7 @@ class SglangDriver:
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the server's command, with tensor parallelism over the replica's devices."""
         spec = launch.spec
-        check_options(spec, OPTIONS)
+        check_options(spec)
         nodes = spec.group.nodes if spec.group else 1
         return EngineCommand(
             arguments=(
@@ -62,7 +50,7 @@ class SglangDriver:
                 *("--tp-size", str(len(spec.device_ids) * nodes)),
                 *_multi_node_flags(spec),
                 *("--enable-metrics", "--enable-cache-report"),
-                *flags(spec.engine.options),
+                *flags("sglang", {**_memory_options(launch), **spec.engine.options}),
             ),
             base_url=f"http://127.0.0.1:{launch.port}" if spec.leads else "",
             environment={**visible_devices(spec), "HF_HUB_OFFLINE": "1"},
@@ -85,6 +73,23 @@ class SglangDriver:
             # The token counter moves only when a request ends. Tokens in use move at every step.
             steps_total=tokens_out + int(found.get("sglang:num_used_tokens", 0)),
         )
+
+
+def _memory_options(launch: EngineLaunch) -> dict[str, str]:
+    """Return the option that keeps weights and KV cache within the planned memory.
+
+    `mem_fraction_static` is a share of the memory that is free on the device when SGLang starts
+    (`profile_available_bytes` in its source), so it accounts for other replicas on the device.
+    """
+    memory = launch.memory
+    if memory is None or not memory.free_bytes or not launch.has_memory_plan:
+        return {}
+    kv_bytes = launch.spec.engine.kv_memory_bytes
+    static = (
+        launch.weights_bytes + kv_bytes if kv_bytes else STATIC_SHARE * launch.spec.memory_bytes
+    )
+    share = min(STATIC_SHARE, static / memory.free_bytes)
+    return {"mem_fraction_static": f"{share:.4f}"}
 
 
 def _multi_node_flags(spec: ReplicaSpec) -> tuple[str, ...]:

@@ -7,28 +7,21 @@ from nodeagent.drivers.driver import (
     CHAT_PATH,
     EngineCommand,
     EngineLaunch,
+    UnknownOption,
     check_options,
+    flags,
     missing_program,
     read_prometheus,
     require_one_node,
     visible_devices,
 )
 
-OPTIONS: Final = frozenset(
-    {
-        "backend",
-        "max_batch_size",
-        "max_num_tokens",
-        "kv_cache_free_gpu_memory_fraction",
-        "pp_size",
-        "ep_size",
-        "reasoning_parser",
-        "tool_parser",
-    }
-)
-
 EXTRA_CONFIG: Final = b"return_perf_metrics: true\nenable_iter_perf_stats: true\n"
 """Enables the metrics, which have no command-line flag."""
+
+FRACTION_OPTION: Final = "kv_cache_free_gpu_memory_fraction"
+FREE_FRACTION: Final = 0.9
+"""The share of a replica's memory for weights and KV cache; TensorRT-LLM's own default."""
 
 
 class TensorRtLlmDriver:
@@ -46,7 +39,7 @@ class TensorRtLlmDriver:
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the server's command, with tensor parallelism over the replica's devices."""
         spec = launch.spec
-        check_options(spec, OPTIONS)
+        check_options(spec)
         require_one_node(
             spec,
             "mpirun or srun must start its ranks on all nodes, which a node's agent cannot do; "
@@ -59,15 +52,11 @@ class TensorRtLlmDriver:
                 *("--max_seq_len", str(spec.context_tokens)),
                 *("--tp_size", str(len(spec.device_ids))),
                 *("--extra_llm_api_options", str(launch.folder / "extra.yaml")),
-                *(
-                    argument
-                    for name, value in sorted(spec.engine.options.items())
-                    for argument in (f"--{name}", value)
-                ),
+                *flags("tensorrt_llm", spec.engine.options, separator="_"),
             ),
             base_url=f"http://127.0.0.1:{launch.port}",
             environment={**visible_devices(spec), "HF_HUB_OFFLINE": "1"},
-            files={"extra.yaml": EXTRA_CONFIG},
+            files={"extra.yaml": EXTRA_CONFIG + _kv_cache_config(launch)},
         )
 
     def read_stats(self, body: bytes) -> EngineStats:
@@ -83,3 +72,27 @@ class TensorRtLlmDriver:
             # No counter moves before a request ends. The KV cache use moves block by block.
             steps_total=finished + int(used * 1_000_000),
         )
+
+
+def _kv_cache_config(launch: EngineLaunch) -> bytes:
+    """Return the part of the configuration that limits the KV cache to the planned memory.
+
+    Of `max_gpu_total_bytes` and the fraction of the memory free after loading, TensorRT-LLM takes
+    the smaller one. This section replaces the one of the command line, so it is left out if the
+    deployment sets the fraction by itself.
+    """
+    engine = launch.spec.engine
+    if FRACTION_OPTION in engine.options or not launch.has_memory_plan:
+        return b""
+    left_bytes = int(FREE_FRACTION * launch.spec.memory_bytes) - launch.weights_bytes
+    kv_bytes = engine.kv_memory_bytes or left_bytes
+    if kv_bytes <= 0:
+        raise UnknownOption(
+            f"cannot start tensorrt_llm: {launch.spec.memory_bytes} bytes on each device leave "
+            f"nothing for the KV cache beside {launch.weights_bytes} bytes of weights; raise "
+            "memory_bytes"
+        )
+    return (
+        f"kv_cache_config:\n  max_gpu_total_bytes: {kv_bytes}\n"
+        f"  free_gpu_memory_fraction: {FREE_FRACTION}\n"
+    ).encode()

@@ -5,6 +5,7 @@ from typing import Final
 from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
+from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (
     CHAT_PATH,
     COMPLETIONS_PATH,
@@ -13,28 +14,14 @@ from nodeagent.drivers.driver import (
     UnknownOption,
     check_options,
     flags,
-    missing_program,
     read_prometheus,
     visible_devices,
 )
 
 STAGES_OPTION: Final = "pipeline_parallel_size"
-OPTIONS: Final = frozenset(
-    {
-        "dtype",
-        "quantization",
-        "kv_cache_dtype",
-        "gpu_memory_utilization",
-        STAGES_OPTION,
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "enforce_eager",
-        "enable_prefix_caching",
-        "speculative_config",
-        "tool_call_parser",
-        "reasoning_parser",
-    }
-)
+MEMORY_OPTIONS: Final = frozenset({"kv_cache_memory_bytes", "gpu_memory_utilization"})
+VERSION_MIN: Final = (0, 11)
+"""The first version with `--kv-cache-memory-bytes` and `--nnodes`."""
 
 
 class VllmDriver:
@@ -42,18 +29,19 @@ class VllmDriver:
 
     health_path = "/health"
     stats_path = metrics_path = "/metrics"
-    resumes = headers.GREEDY
+    # In bf16 the result of a step depends on the batch, so that greedy answers do, too.
+    resumes = headers.INEXACT
     salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
 
     def missing(self) -> str:
-        """Return an error message if vLLM is not installed, else ""."""
-        return missing_program("vllm")
+        """Return an error message if vLLM is not installed, or is too old, else ""."""
+        return installed_version.problem("vllm", VERSION_MIN)
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the server's command, split by tensor and pipeline parallelism."""
         spec = launch.spec
-        check_options(spec, OPTIONS)
-        options = {**spec.engine.options}
+        check_options(spec)
+        options = {**_memory_options(launch), **spec.engine.options}
         pipeline = _pipeline_stages(spec)
         options.pop(STAGES_OPTION, None)
         devices = len(spec.device_ids) * (spec.group.nodes if spec.group else 1)
@@ -68,7 +56,7 @@ class VllmDriver:
                 *_multi_node_flags(spec),
                 # Adds cached_tokens to every usage, from which routers learn cache hits.
                 "--enable-prompt-tokens-details",
-                *flags(options),
+                *flags("vllm", options),
             ),
             base_url=f"http://127.0.0.1:{launch.port}" if spec.leads else "",
             environment={
@@ -90,9 +78,31 @@ class VllmDriver:
             kv_blocks_total=1000,
             tokens_out_total=int(found.get("vllm:generation_tokens_total", 0)),
             prompt_tokens_total=int(found.get("vllm:prompt_tokens_total", 0)),
-            prefix_hit_tokens_total=int(found.get("vllm:prefix_cache_hits_total", 0)),
+            # What a KV connector (NIXL, Mooncake) fetched is counted apart.
+            prefix_hit_tokens_total=int(
+                found.get("vllm:prefix_cache_hits_total", 0)
+                + found.get("vllm:external_prefix_cache_hits_total", 0)
+            ),
             steps_total=int(found.get("vllm:iteration_tokens_total_count", 0)),
         )
+
+
+def _memory_options(launch: EngineLaunch) -> dict[str, str]:
+    """Return the options that keep the engine within its planned memory on each device.
+
+    vLLM does not start if less than `gpu_memory_utilization` of the device is free, also where
+    `kv_cache_memory_bytes` is the size of its KV cache: therefore both are given.
+    """
+    engine = launch.spec.engine
+    if not launch.has_memory_plan or not engine.options.keys().isdisjoint(MEMORY_OPTIONS):
+        return {}
+    options = {}
+    if engine.kv_memory_bytes:
+        options["kv_cache_memory_bytes"] = str(engine.kv_memory_bytes)
+    if launch.memory is not None and launch.memory.total_bytes and launch.spec.memory_bytes:
+        share = min(1.0, launch.spec.memory_bytes / launch.memory.total_bytes)
+        options["gpu_memory_utilization"] = f"{max(share, 0.0001):.4f}"
+    return options
 
 
 def _pipeline_stages(spec: ReplicaSpec) -> int:

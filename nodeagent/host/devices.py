@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.report import NodeDevice
+from nodeagent.drivers.driver import DeviceMemory
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,25 @@ class DeviceReader:
                 found[device_id] = replace(device, healthy=False, reason=reason)
         self._seen = found
         return tuple(found.values())
+
+    def memory(self, device_ids: Sequence[DeviceId]) -> DeviceMemory | None:
+        """Return the memory of the smallest of these devices; None if it is unknown. Blocks."""
+        if self._nvml is None or CPU in device_ids:
+            memory = psutil.virtual_memory()
+            return DeviceMemory(total_bytes=memory.total, free_bytes=memory.available)
+        try:
+            indices = [int(device_id.removeprefix("gpu")) for device_id in device_ids]
+            handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in indices]
+            memories = [self._nvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
+        except (ValueError, self._nvml.NVMLError) as error:
+            log.warning("cannot read the memory of a GPU", extra={"fields": {"reason": str(error)}})
+            return None
+        if not memories:
+            return None
+        return DeviceMemory(
+            total_bytes=min(int(memory.total) for memory in memories),
+            free_bytes=min(int(memory.free) for memory in memories),
+        )
 
     def _gpu(self, index: int) -> NodeDevice:
         handle = self._nvml.nvmlDeviceGetHandleByIndex(index)

@@ -9,9 +9,11 @@ log that it writes.
 import asyncio
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -24,8 +26,15 @@ from isochrone.service.http_responses import read_response
 from isochrone.service.threads import wait_to_completion
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
+from isochrone.wire.ids import DeviceId
 from nodeagent.drivers import DRIVERS
-from nodeagent.drivers.driver import EngineCommand, EngineLaunch, UnknownOption, with_salt
+from nodeagent.drivers.driver import (
+    DeviceMemory,
+    EngineCommand,
+    EngineLaunch,
+    UnknownOption,
+    with_salt,
+)
 from nodeagent.host.processes import (
     Child,
     boot_id,
@@ -41,7 +50,10 @@ log = logging.getLogger(__name__)
 
 LOG: Final = "engine.log"
 LOG_BYTES_MAX: Final = 16 * 1024 * 1024
-LOG_TAIL_BYTES: Final = 4000
+LOG_TAIL_BYTES: Final = 64 * 1024
+ERROR_LINE: Final = re.compile(rb"\b[A-Za-z_.]*(?:Error|Exception): \S|\b(?:FATAL|fatal|error): \S")
+SECOND_HAND: Final = re.compile(rb"root cause|Engine core initialization failed")
+"""Lines with an error that refer to an earlier one."""
 TERM_TIMEOUT_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 4.0
 CANARY_TIMEOUT_S: Final = 20.0
@@ -104,6 +116,16 @@ class EngineProcess:
     def resumes(self) -> str:
         """Which answers the engine can resume: greedy, seeded too, or "" for none."""
         return self._driver.resumes
+
+    @property
+    def exit_reason(self) -> str:
+        """How the process ended, with the signal if one killed it."""
+        code = self._child.poll() if self._child is not None else None
+        if code is None or code >= 0:
+            return "the engine exited"
+        with suppress(ValueError):
+            return f"the engine was killed by {signal.Signals(-code).name}"
+        return f"the engine was killed by signal {-code}"
 
     def salted(self, path: str, body: bytes, salt: str) -> bytes:
         """Return the request body with the tenant's cache salt, if this engine reads it there."""
@@ -199,8 +221,17 @@ class EngineProcess:
 class EngineProcesses:
     """Starts, adopts and finds engine processes. Their folders are below `folder`."""
 
-    def __init__(self, folder: Path, threads: int, *, standby: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        threads: int,
+        *,
+        standby: bool = False,
+        device_memory: Callable[[Sequence[DeviceId]], DeviceMemory | None] = lambda _: None,
+    ) -> None:
+        """`device_memory` returns the memory of a replica's devices; None if it is unknown."""
         self._folder = folder
+        self._device_memory = device_memory
         self._threads = threads
         self._standby = StandbyProcess(folder / "standby.log") if standby else None
         # Held while a process starts: the spare can become only one engine.
@@ -230,6 +261,7 @@ class EngineProcesses:
             folder=folder,
             port=_free_port(),
             threads=self._threads,
+            memory=await asyncio.to_thread(self._device_memory, spec.device_ids),
         )
         command = DRIVERS[spec.engine.driver].command(launch)
         for name, data in command.files.items():
@@ -303,13 +335,19 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def last_line(log: Path) -> str:
-    """Return the last line of an engine's log, which usually says why the engine exited."""
+def last_error(log: Path) -> str:
+    """Return the last line of an engine's log that reports an error, else its last line.
+
+    The last line of all is often a warning or a message about the shutdown.
+    """
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
-        for line in reversed(file.read(LOG_TAIL_BYTES).splitlines()):
-            if line.strip():
-                return line.decode(errors="replace")[:300]
+        lines = [line for line in file.read(LOG_TAIL_BYTES).splitlines() if line.strip()]
+        errors = [line for line in lines if ERROR_LINE.search(line)]
+        first_hand = [line for line in errors if not SECOND_HAND.search(line)]
+        for found in (first_hand, errors, lines):
+            if found:
+                return found[-1].decode(errors="replace").strip()[:300]
     return ""
 
 

@@ -16,8 +16,18 @@ PASSED_ENVIRONMENT: Final = (
     "PYTHONPATH",
     "TMPDIR",
     "XDG_CACHE_HOME",
+    "PYTHONHASHSEED",
 )
 """The variables of the agent's environment that an engine gets. None of them holds a secret."""
+
+PASSED_PREFIXES: Final = (
+    *("VLLM_", "SGLANG_", "TRTLLM_", "HF_", "MOONCAKE_"),
+    *("OMP_", "KMP_", "UCX_", "NCCL_", "GLOO_"),
+)
+"""Prefixes of variables that engines and their libraries read, which an engine gets, too."""
+
+SECRET_WORDS: Final = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+"""A variable with one of these words in its name is not passed on, such as HF_TOKEN."""
 
 Child = subprocess.Popen[bytes]
 
@@ -32,7 +42,7 @@ def spawn(
 
     Raises FileNotFoundError if the program is not on the PATH.
     """
-    passed = {name: os.environ[name] for name in PASSED_ENVIRONMENT if name in os.environ}
+    passed = passed_environment(os.environ)
     # A file, not a pipe: the engine must survive the agent that would read the pipe.
     with log.open("ab") as out:
         try:
@@ -48,6 +58,16 @@ def spawn(
             raise FileNotFoundError(
                 f"cannot start {arguments[0]}: it is not on the PATH of the agent"
             ) from error
+
+
+def passed_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the agent's environment that its engines get."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in PASSED_ENVIRONMENT
+        or (name.startswith(PASSED_PREFIXES) and not any(word in name for word in SECRET_WORDS))
+    }
 
 
 def boot_id() -> str:

@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from isochrone.wire.admin import DeploymentBody, DeploymentView, NewDeploymentBody
+from isochrone.wire.engine_options import ENGINE_OPTIONS
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.model import Deployment, EngineSettings, PlacementPolicy
@@ -18,7 +19,6 @@ from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
 from scheduler.store.rollouts import conflicts_with_rollout
 
-DRIVERS: Final = frozenset({"embedded", "mock", "vllm", "sglang", "tensorrt_llm"})
 OVER_NODES: Final = frozenset({"embedded", "vllm", "sglang"})
 
 
@@ -144,8 +144,8 @@ class EngineProblem(NamedTuple):
 
 def engine_problem(engine: EngineSettings) -> EngineProblem | None:
     """Return what is wrong with an engine's settings on any node; None if nothing is."""
-    if engine.driver not in DRIVERS:
-        known = ", ".join(sorted(DRIVERS))
+    if engine.driver not in ENGINE_OPTIONS:
+        known = ", ".join(sorted(ENGINE_OPTIONS))
         return EngineProblem("driver", f"there is no driver {engine.driver!r}; use one of {known}")
     if engine.nodes > 1 and engine.driver not in OVER_NODES:
         known = ", ".join(sorted(OVER_NODES))
@@ -155,7 +155,8 @@ def engine_problem(engine: EngineSettings) -> EngineProblem | None:
     if engine.devices % engine.nodes:
         reason = f"{engine.devices} devices cannot be divided evenly over {engine.nodes} nodes"
         return EngineProblem("nodes", reason)
-    return None
+    reason = ENGINE_OPTIONS[engine.driver].problem(engine.options)
+    return EngineProblem("options", f"{engine.driver}: {reason}") if reason else None
 
 
 async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id: str) -> Deployment:

@@ -94,13 +94,16 @@ async def test_omitted_options_keep_their_values_and_empty_ones_are_removed(
         return dict(json.loads(out))
 
     created = await deployed(
-        *("--model", "m", "--driver", "mock", "--option", "itl_ms=5", "--option", "seed=1"),
+        *("--model", "m", "--driver", "mock", "--option", "itl_ms=5", "--option", "sequences=1"),
         *("--keep-warm", "cdg", "--allow", "FR", "--priority", "80"),
     )
     assert created["policy"]["priority"] == 80
-    changed = await deployed("--option", "seed=", "--option", "ttft_ms=9", "--allow", "")
+    changed = await deployed("--option", "sequences=", "--option", "ttft_ms=9", "--allow", "")
     assert changed["engine"] == {**created["engine"], "options": {"itl_ms": "5", "ttft_ms": "9"}}
     assert changed["policy"] == {**created["policy"], "allow": []}
+    code, _, err = await run_cli(admin, "deploy", "chat", "--option", "itl-ms=5")
+    assert code != 0
+    assert "mock: unknown option 'itl-ms'; did you mean 'itl_ms'?" in err
 
 
 async def test_errors_go_to_standard_error_with_an_exit_code(admin: Admin) -> None:

@@ -24,7 +24,7 @@ from nodeagent.config import NodeConfig
 from nodeagent.drivers.driver import EngineCommand
 from nodeagent.drivers.mock import MockDriver
 from nodeagent.host import processes
-from nodeagent.host.engines import EngineProcesses, EngineRecord, last_line
+from nodeagent.host.engines import EngineProcesses, EngineRecord, last_error
 from nodeagent.host.processes import spawn
 from tests.builders import a_spec
 from tests.integration.service.test_tls import NOW, a_peer
@@ -155,16 +155,29 @@ async def test_an_engine_starts_even_if_no_standby_process_can(
         await engines.close()
 
 
-def test_the_last_line_of_a_huge_log_is_found(folder: Path) -> None:
+def test_the_last_error_of_a_huge_log_is_found(folder: Path) -> None:
     log_path = folder / "engine.log"
-    assert last_line(log_path) == ""
+    assert last_error(log_path) == ""
     log_path.write_text("out of memory\n\n")
-    assert last_line(log_path) == "out of memory"
+    assert last_error(log_path) == "out of memory"
     with log_path.open("r+b") as file:
         file.truncate(1 << 36)
         file.seek(0, os.SEEK_END)
         file.write(b"\ncannot go on\n")
-    assert last_line(log_path) == "cannot go on"
+    assert last_error(log_path) == "cannot go on"
+
+
+def test_an_error_in_the_log_comes_before_later_lines(folder: Path) -> None:
+    log_path = folder / "engine.log"
+    lines = (
+        "(EngineCore pid=7) ValueError: Available memory is less than requested",
+        "(APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above.",
+        "Triton is installed, but doesn't include CPU backend. Disabling Triton.",
+    )
+    log_path.write_text("\n".join(lines))
+    assert last_error(log_path) == lines[0]
+    log_path.write_text("\n".join(lines[1:]))
+    assert last_error(log_path) == lines[1]
 
 
 async def test_an_engine_that_never_started_leaves_nothing(folder: Path) -> None:

@@ -179,6 +179,19 @@ async def test_one_complete_answer_of_two_does_not_complete_the_stream(
         assert ("error" in events[-1]) != is_complete
 
 
+@pytest.mark.parametrize(("resumes", "is_exact"), [("inexact", False), ("greedy", True)])
+async def test_a_greedy_answer_of_an_inexact_engine_is_marked(
+    tmp_path: Path, resumes: str, is_exact: bool
+) -> None:
+    nodes = two_nodes("cut", 5)
+    nodes[1].resumes = resumes
+    async with a_bench(tmp_path, nodes) as bench:
+        prefer_first_node(bench)
+        text = await read_stream(bench, temperature=0)
+        assert words(frames(text)[:-1]) == "".join(f"t{n} " for n in range(TOKENS))
+        assert (": continued" in text) is not is_exact
+
+
 async def test_a_node_that_would_begin_anew_is_not_used(tmp_path: Path) -> None:
     nodes = two_nodes("cut", 5)
     nodes[1].resumes = ""

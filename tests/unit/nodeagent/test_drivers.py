@@ -1,5 +1,7 @@
 """The command that each driver builds, and how it reads its engine's statistics."""
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -7,13 +9,15 @@ import pytest
 
 from isochrone.wire.assignment import ReplicaGroup
 from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engine_options import ENGINE_OPTIONS
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.model import EngineSettings
-from nodeagent.drivers import DRIVERS
+from nodeagent.drivers import DRIVERS, installed_version
 from nodeagent.drivers import driver as driver_module
-from nodeagent.drivers.driver import EngineLaunch, UnknownOption, with_salt
+from nodeagent.drivers.driver import DeviceMemory, EngineLaunch, UnknownOption, with_salt
 from nodeagent.host.devices import DeviceReader, device_class
-from tests.builders import a_spec
+from nodeagent.host.processes import passed_environment
+from tests.builders import GIB, a_spec
 
 
 def a_launch(driver: str, **options: str) -> EngineLaunch:
@@ -78,8 +82,120 @@ def test_an_unknown_option_is_refused() -> None:
     line = " ".join(command.arguments)
     assert "--enforce-eager --kv-cache-dtype fp8" in line
     for driver in DRIVERS:
-        with pytest.raises(UnknownOption, match="unknown options trust_remote_code"):
+        with pytest.raises(UnknownOption, match="unknown option 'trust_remote_code'"):
             DRIVERS[driver].command(a_launch(driver, trust_remote_code="true"))
+
+
+def test_the_drivers_are_those_whose_options_the_scheduler_knows() -> None:
+    assert DRIVERS.keys() == ENGINE_OPTIONS.keys()
+
+
+@pytest.mark.parametrize(
+    ("driver", "option", "value", "expected", "absent"),
+    [
+        ("vllm", "enforce_eager", "true", "--enforce-eager", "true"),
+        ("vllm", "enforce_eager", "", "--enforce-eager", "true"),
+        ("vllm", "enforce_eager", "false", "", "eager"),
+        ("vllm", "enable_prefix_caching", "false", "--no-enable-prefix-caching", "false"),
+        ("sglang", "disable_cuda_graph", "True", "--disable-cuda-graph", "True"),
+        ("sglang", "disable_cuda_graph", "false", "", "cuda"),
+        ("tensorrt_llm", "enable_chunked_prefill", "true", "--enable_chunked_prefill", "true"),
+    ],
+)
+def test_a_flag_is_given_without_a_value(
+    driver: str, option: str, value: str, expected: str, absent: str
+) -> None:
+    arguments = DRIVERS[driver].command(a_launch(driver, **{option: value})).arguments
+    assert not expected or expected in arguments
+    assert not any(absent in argument for argument in arguments if argument != expected)
+
+
+def with_memory(
+    driver: str, kv_bytes: int, memory_bytes: int = 0, options: Mapping[str, str] = {}
+) -> EngineLaunch:
+    """A replica on a device of 80 GiB, half of which other replicas use; 16 GiB are planned."""
+    launch = a_launch(driver, **dict(options))
+    engine = msgspec.structs.replace(
+        launch.spec.engine, kv_memory_bytes=kv_bytes, memory_bytes=memory_bytes, devices=2
+    )
+    spec = msgspec.structs.replace(launch.spec, engine=engine, memory_bytes=16 * GIB)
+    memory = DeviceMemory(total_bytes=80 * GIB, free_bytes=40 * GIB)
+    return msgspec.structs.replace(launch, spec=spec, memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("driver", "kv_bytes", "memory_bytes", "expected"),
+    [
+        (
+            "vllm",
+            4 * GIB,
+            0,
+            f"--gpu-memory-utilization 0.2000 --kv-cache-memory-bytes {4 * GIB}",
+        ),
+        ("vllm", 0, 16 * GIB, "--gpu-memory-utilization 0.2000"),
+        # 4 GiB, or 90 % of 16 GiB, of the 40 GiB that are free.
+        ("sglang", 4 * GIB, 0, "--mem-fraction-static 0.1000"),
+        ("sglang", 0, 16 * GIB, "--mem-fraction-static 0.3600"),
+        ("tensorrt_llm", 4 * GIB, 0, f"max_gpu_total_bytes: {4 * GIB}\n"),
+        ("tensorrt_llm", 0, 16 * GIB, f"max_gpu_total_bytes: {int(0.9 * 16 * GIB) - 3}\n"),
+    ],
+)
+def test_an_engine_is_kept_within_its_planned_memory(
+    driver: str, kv_bytes: int, memory_bytes: int, expected: str
+) -> None:
+    command = DRIVERS[driver].command(with_memory(driver, kv_bytes, memory_bytes))
+    files = b"".join(command.files.values()).decode()
+    assert expected in " ".join(command.arguments) + files
+
+
+@pytest.mark.parametrize(
+    ("driver", "option", "expected"),
+    [
+        ("vllm", "gpu_memory_utilization", "--gpu-memory-utilization 0.5"),
+        ("sglang", "mem_fraction_static", "--mem-fraction-static 0.5"),
+        (
+            "tensorrt_llm",
+            "kv_cache_free_gpu_memory_fraction",
+            "--kv_cache_free_gpu_memory_fraction 0.5",
+        ),
+    ],
+)
+def test_an_option_for_memory_replaces_the_planned_one(
+    driver: str, option: str, expected: str
+) -> None:
+    command = DRIVERS[driver].command(with_memory(driver, 4 * GIB, options={option: "0.5"}))
+    line = " ".join(command.arguments)
+    assert expected in line
+    assert "kv-cache-memory-bytes" not in line
+    assert line.count(option.replace("_", "-")) <= 1
+    assert b"max_gpu" not in b"".join(command.files.values())
+
+
+def test_engines_get_the_variables_that_they_read_and_no_secret() -> None:
+    read = {"VLLM_CPU_KVCACHE_SPACE": "1", "KMP_BLOCKTIME": "0", "UCX_TLS": "tcp", "PATH": "/bin"}
+    kept_back = {"HF_TOKEN": "s", "VLLM_API_KEY": "s", "AWS_REGION": "x", "ISOCHRONE_KEY": "s"}
+    assert passed_environment({**read, **kept_back}) == read
+
+
+def test_a_program_that_cannot_start_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "vllm"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def reason(text: str) -> str:
+        program.write_text(text)
+        program.chmod(0o755)
+        return installed_version.problem("vllm", (0, 11))
+
+    assert "No such file" in reason("#!/nowhere/python3\n")
+    assert "No package metadata was found for vllm" in reason(f"#!{sys.executable}\n")
+    assert reason("#!/bin/sh\nexec elsewhere\n") == "", "an operator's wrapper is not examined"
+    monkeypatch.setattr(installed_version, "_version", lambda *_: "0.10.2")
+    assert "0.10.2" in reason("")
+    assert "install version 0.11 or later" in reason("")
+    monkeypatch.setattr(installed_version, "_version", lambda *_: "0.32.0+cpu")
+    assert reason("") == ""
 
 
 def test_the_embedded_engine_gets_a_valid_config() -> None:
@@ -187,11 +303,13 @@ vllm:num_requests_running{model_name="m"} 3.0
 vllm:num_requests_waiting{model_name="m"} 2.0
 vllm:kv_cache_usage_perc{model_name="m"} 0.25
 vllm:generation_tokens_total{model_name="m"} 120.0
+vllm:prefix_cache_hits_total{model_name="m"} 512.0
+vllm:external_prefix_cache_hits_total{model_name="m"} 128.0
 not a line
 """
     stats = DRIVERS["vllm"].read_stats(body)
     assert (stats.running, stats.waiting, stats.kv_blocks_used) == (3, 2, 250)
-    assert stats.tokens_out_total == 120
+    assert (stats.tokens_out_total, stats.prefix_hit_tokens_total) == (120, 640)
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf"])

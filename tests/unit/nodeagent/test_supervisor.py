@@ -45,6 +45,7 @@ class FakeEngine:
     """An engine that is ready at once. Tests replace its methods."""
 
     log = Path("r1")
+    exit_reason = "the engine exited"
 
     def __init__(self) -> None:
         self.exited = asyncio.Event()
@@ -128,7 +129,7 @@ class SupervisorFixture:
 @pytest.fixture
 def fixture(monkeypatch: pytest.MonkeyPatch) -> SupervisorFixture:
     monkeypatch.setattr(module, "OBSERVE_INTERVAL_S", 0.0)
-    monkeypatch.setattr(module, "last_line", lambda log: "the last line")
+    monkeypatch.setattr(module, "last_error", lambda log: "the last line")
     monkeypatch.setattr(module, "retry_delay_s", lambda *_: 0.0)
     return SupervisorFixture()
 

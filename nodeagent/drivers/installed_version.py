@@ -1,0 +1,67 @@
+"""Checks that an engine's program can start and has a version that its driver knows.
+
+A program on the PATH may be a leftover of an environment whose interpreter or package is gone. The
+check asks the program's own interpreter for the package's version, without importing the package,
+which would take seconds.
+"""
+
+import re
+import shutil
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+TIMEOUT_S: Final = 10.0
+"""A cold start of the interpreter takes about 0.1 s."""
+SCRIPT: Final = "import sys, importlib.metadata as m; print(m.version(sys.argv[1]))"
+
+
+class CannotStart(Exception):
+    """Why a program cannot start. Raised, so that only versions are cached."""
+
+
+def problem(program: str, version_min: tuple[int, int]) -> str:
+    """Return why `program`, the command of a Python package, cannot be used, or "". Blocks."""
+    found = shutil.which(program)
+    if found is None:
+        return f"{program} is not on the PATH of the agent"
+    try:
+        version = _version(program, found, Path(found).stat().st_mtime_ns)
+    except (CannotStart, OSError) as error:
+        return f"{program} at {found} cannot start: {error}"
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < version_min:
+        oldest = ".".join(map(str, version_min))
+        return f"{program} {version} at {found} is too old: install version {oldest} or later"
+    return ""
+
+
+@lru_cache(maxsize=16)
+def _version(program: str, path: str, _changed_ns: int) -> str:
+    """Return the version of the package that the script at `path` runs. Raises CannotStart.
+
+    Returns a version above all others if the program is no Python script: it is then an operator's
+    own wrapper, whose engine is not known.
+    """
+    with Path(path).open("rb") as file:
+        first_line = file.readline(4096).decode(errors="replace").strip()
+    interpreter = first_line.removeprefix("#!").strip()
+    if not first_line.startswith("#!") or not re.search(r"python[\d.]*$", interpreter):
+        return "999.0"
+    try:
+        done = subprocess.run(
+            [*interpreter.split(), "-c", SCRIPT, program],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CannotStart(f"its interpreter did not answer within {TIMEOUT_S:g} s") from error
+    except OSError as error:
+        raise CannotStart(f"its interpreter {interpreter} cannot run: {error}") from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no output"]
+        raise CannotStart(lines[-1])
+    return done.stdout.strip()

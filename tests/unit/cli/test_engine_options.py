@@ -1,0 +1,24 @@
+"""`--option` of `deploy`: values, flags and removal."""
+
+import pytest
+
+from isochrone.cli.engine import engine_of
+
+NOTHING = dict.fromkeys(
+    ("driver", "context_tokens_max", "kv_memory_bytes", "tokens_in_flight_max", "devices", "nodes")
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("enforce_eager=",), {"dtype": "half", "enforce_eager": "true"}),
+        (("enforce_eager=false",), {"dtype": "half", "enforce_eager": "false"}),
+        (("dtype=", "seed=7"), {"seed": "7"}),
+    ],
+)
+def test_an_empty_value_sets_a_flag_and_removes_any_other_option(
+    options: tuple[str, ...], expected: dict[str, str]
+) -> None:
+    before = {"driver": "vllm", "options": {"dtype": "half"}}
+    assert engine_of(before, {**NOTHING, "options": options})["options"] == expected

@@ -1,0 +1,30 @@
+"""The scheduler refuses engine settings that no node can use."""
+
+import pytest
+
+from isochrone.wire.model import EngineSettings
+from scheduler.api.deployments import engine_problem
+
+
+@pytest.mark.parametrize(
+    ("driver", "options", "words"),
+    [
+        ("vllm", {"enforce-eager": "true"}, "'enforce-eager'; did you mean 'enforce_eager'?"),
+        ("vllm", {"max_seqs": "4"}, "'max_seqs'; did you mean 'max_num_seqs'?"),
+        ("vllm", {"enforce_eager": "yes"}, "is a flag: use true or false, not 'yes'"),
+        ("sglang", {"dtype": ""}, "'dtype' needs a value"),
+        ("embedded", {"zzz": "1"}, "'zzz'; known options: adapter_memory_bytes, "),
+    ],
+)
+def test_options_that_the_driver_does_not_know_are_refused(
+    driver: str, options: dict[str, str], words: str
+) -> None:
+    problem = engine_problem(EngineSettings(driver=driver, options=options))
+    assert problem is not None
+    assert problem.field == "options"
+    assert words in problem.reason
+
+
+def test_known_options_are_accepted() -> None:
+    options = {"enable_auto_tool_choice": "true", "tool_call_parser": "hermes"}
+    assert engine_problem(EngineSettings(driver="vllm", options=options)) is None
