@@ -120,6 +120,17 @@ async def test_an_agent_that_cannot_listen_stops_no_engine(
         await engine.stop(kill=True)
 
 
+async def test_the_signal_that_killed_an_engine_is_reported(folder: Path) -> None:
+    """The kernel kills an engine that runs out of memory, and the log does not say so."""
+    engine = await EngineProcesses(folder / "engines", 1).start(SPEC, folder)
+    try:
+        os.kill(engine.pid, signal.SIGKILL)
+        await engine.exited.wait()
+        assert engine.exit_reason == "the engine was killed by SIGKILL"
+    finally:
+        await engine.stop(kill=True)
+
+
 @pytest.mark.parametrize(("boot", "signals"), [("an earlier one", 0), ("", 1)])
 def test_a_pid_of_an_earlier_boot_is_not_signalled(
     folder: Path, monkeypatch: pytest.MonkeyPatch, boot: str, signals: int

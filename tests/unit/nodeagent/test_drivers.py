@@ -387,6 +387,16 @@ def test_a_gpu_that_disappears_is_reported_as_unhealthy() -> None:
     assert not {str(d.device_id): d for d in devices.read()}["gpu1"].healthy
 
 
+def test_an_engine_is_told_the_memory_of_its_gpus() -> None:
+    devices = DeviceReader(0, open_nvml=FakeNvml)
+    expected = DeviceMemory(total_bytes=85_000_000_000, free_bytes=80_000_000_000)
+    assert devices.memory([DeviceId("gpu0"), DeviceId("gpu1")]) == expected
+    assert devices.memory([]) is None
+    on_cpu = DeviceReader(0, open_nvml=lambda: None).memory([DeviceId("cpu")])
+    assert on_cpu is not None
+    assert 0 < on_cpu.free_bytes < on_cpu.total_bytes
+
+
 def test_without_a_gpu_the_cpu_is_the_only_device() -> None:
     (cpu,) = DeviceReader(1 << 30, open_nvml=lambda: None).read()
     assert (cpu.device_id, cpu.device_class, cpu.memory_bytes) == ("cpu", "cpu", 1 << 30)
