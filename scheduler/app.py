@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from isochrone.service.clock import utc_now
 from isochrone.service.config import ConfigError, read_secret
+from isochrone.service.connection_count import ConnectionCount
 from isochrone.service.event_loop_lag import LagMonitor, LoopStall
 from isochrone.service.http_server import serve_http
 from isochrone.service.identity import Authority, IdentityError
@@ -152,6 +153,9 @@ def _make_state(config: SchedulerConfig, database: Database, nudges: JobNudges) 
         lease_ttl_s=config.lease_ttl_s,
         admissions_per_s=config.admissions_per_s,
         lost_after_s=config.liveness.lost_after_s,
+        unregistered=ConnectionCount(
+            config.unregistered_peers_max, config.unregistered_peers_per_network_max
+        ),
         intake=database.intake,
         cluster_id=database.cluster_id,
         clock=monotonic,
