@@ -9,7 +9,7 @@ from hashlib import sha256
 from time import monotonic
 from typing import Final, NamedTuple
 
-from isochrone.service.clock import utc_now
+from isochrone.service.clock import JumpFreeClock, utc_now
 from isochrone.service.config import ConfigError, read_secret
 from isochrone.service.connection_count import ConnectionCount
 from isochrone.service.event_loop_lag import LagMonitor, LoopStall
@@ -268,9 +268,10 @@ def _upkeep_loops(made: Composition) -> tuple[Loop, ...]:
         event_days=config.event_retention_days,
         certificate_lifetime_s=config.certificate_lifetime_s,
     )
-    delete = DeleteExpiredRows(pool=pool, lease=lease, rules=rules)
+    clock = JumpFreeClock()
+    delete = DeleteExpiredRows(pool=pool, lease=lease, rules=rules, clock=clock)
     quotas = SumQuotas(pool=pool, lease=lease)
-    partitions = RotatePartitions(pool=pool, lease=lease)
+    partitions = RotatePartitions(pool=pool, lease=lease, clock=clock)
     garbage = CollectGarbage(made.state.peers)
     return (
         Loop("delete_expired_rows", delete.run_once, 600.0),
