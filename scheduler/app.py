@@ -9,8 +9,9 @@ from hashlib import sha256
 from time import monotonic
 from typing import Final, NamedTuple
 
-from isochrone.service.clock import utc_now
+from isochrone.service.clock import JumpFreeClock, utc_now
 from isochrone.service.config import ConfigError, read_secret
+from isochrone.service.connection_count import ConnectionCount
 from isochrone.service.event_loop_lag import LagMonitor, LoopStall
 from isochrone.service.http_server import serve_http
 from isochrone.service.identity import Authority, IdentityError
@@ -152,6 +153,9 @@ def _make_state(config: SchedulerConfig, database: Database, nudges: JobNudges) 
         lease_ttl_s=config.lease_ttl_s,
         admissions_per_s=config.admissions_per_s,
         lost_after_s=config.liveness.lost_after_s,
+        unregistered=ConnectionCount(
+            config.unregistered_peers_max, config.unregistered_peers_per_network_max
+        ),
         intake=database.intake,
         cluster_id=database.cluster_id,
         clock=monotonic,
@@ -264,9 +268,10 @@ def _upkeep_loops(made: Composition) -> tuple[Loop, ...]:
         event_days=config.event_retention_days,
         certificate_lifetime_s=config.certificate_lifetime_s,
     )
-    delete = DeleteExpiredRows(pool=pool, lease=lease, rules=rules)
+    clock = JumpFreeClock()
+    delete = DeleteExpiredRows(pool=pool, lease=lease, rules=rules, clock=clock)
     quotas = SumQuotas(pool=pool, lease=lease)
-    partitions = RotatePartitions(pool=pool, lease=lease)
+    partitions = RotatePartitions(pool=pool, lease=lease, clock=clock)
     garbage = CollectGarbage(made.state.peers)
     return (
         Loop("delete_expired_rows", delete.run_once, 600.0),

@@ -33,6 +33,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     control_tls: bool = False  # with a certificate that the authority issues
     # Raise it if a large fleet connects from few addresses.
     control_connections_per_address_max: Annotated[int, msgspec.Meta(ge=1)] = 5_000
+    # Connections whose peer has not registered yet, in all and from one network (an IPv4 address or
+    # an IPv6 /64). Each may hold a few 64 KiB messages; a registration takes milliseconds.
+    unregistered_peers_max: Annotated[int, msgspec.Meta(ge=1)] = 256
+    unregistered_peers_per_network_max: Annotated[int, msgspec.Meta(ge=1)] = 128
     admissions_per_s: Positive = 250.0  # registrations a second when a whole fleet connects at once
     # Peers renew after two thirds of it, so schedulers may be down for the last third.
     certificate_lifetime_s: Positive = CERTIFICATE_LIFETIME_S

@@ -114,6 +114,7 @@ def control_app(
         peers=state.peers,
         heartbeats=state.heartbeats,
         admission=state.admission,
+        unregistered=state.unregistered,
     )
     agents = AgentEndpoint(
         server=server,

@@ -5,14 +5,13 @@ does not retry: its next turn does.
 """
 
 import asyncio
-import logging
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from time import monotonic
 from typing import NoReturn
 
-log = logging.getLogger(__name__)
+from isochrone.service.failure_log import FailureLog
 
 REST_MAX_S = 6.0
 
@@ -46,7 +45,7 @@ class Loop:
         self._interval_s = interval_s
         self._jitter = jitter
         self._rest_per_turn_s = 1.0 / share_max - 1.0
-        self._last_failure = ""
+        self._failure_log = FailureLog(name)
         self._nudged = nudged if nudged is not None else asyncio.Event()
         self._turned = asyncio.Condition()
 
@@ -80,13 +79,9 @@ class Loop:
         began = monotonic()
         try:
             self.last_result = await self._run_once()
-            self._last_failure = ""
         except Exception as error:
             self.failures += 1
-            # Each reason is logged once: a disk that is full for a day must not fill the logs too.
-            if repr(error) != self._last_failure:
-                log.exception("turn failed", extra={"fields": {"job": self.name}})
-            self._last_failure = repr(error)
+            self._failure_log.record(error, monotonic())
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 # The clean-up of a cancelled turn failed; the task must end all the same.

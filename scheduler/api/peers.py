@@ -6,12 +6,15 @@ Nothing that a peer sends is stored or decoded further before its certificate is
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Final
 
 from aiohttp import WSMsgType, web
 
 from isochrone.service import identity
 from isochrone.service.clock import utc_now
+from isochrone.service.connection_count import ConnectionCount, remote_address
+from isochrone.service.http_server import json_error
 from isochrone.service.identity import Certificate, IdentityError
 from isochrone.wire import codec
 from isochrone.wire.control import (
@@ -25,9 +28,11 @@ from isochrone.wire.control import (
     Welcome,
     register_payload,
 )
+from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import ClusterId, NodeId
 from scheduler import metrics
 from scheduler.api.certificates import CertificateIssuer
+from scheduler.api.control_socket import REGISTER_BYTES_MAX, ControlSocket
 from scheduler.decide.membership import MessageRateLimit
 from scheduler.state.heartbeats import Heartbeats
 from scheduler.state.leadership import Leadership
@@ -46,11 +51,9 @@ from scheduler.store.nodes import UnknownPeer, record_registration
 from scheduler.store.pool import INTAKE_TIMEOUT_S, UNAVAILABLE, Pool, transaction, using
 
 REGISTER_TIMEOUT_S: Final = 5.0
-REGISTER_BYTES_MAX: Final = 64 * 1024
 PEERS_MAX: Final = 10_000
 ALIVE_S: Final = 6.0
 """A node heard within this time is alive: another machine of its name is refused."""
-PING_S: Final = 10.0
 RENEW_FROM_SHARE: Final = 1 / 2
 """The share of a certificate's lifetime that must have passed before it is renewed."""
 RETRY_REFUSED_S: Final = 30.0
@@ -91,6 +94,7 @@ class PeerServer:
         peers: PeerRegistry,
         heartbeats: Heartbeats,
         admission: PeerAdmission,
+        unregistered: ConnectionCount,
     ) -> None:
         self._intake = intake
         self._reserved = reserved
@@ -101,24 +105,24 @@ class PeerServer:
         self._peers = peers
         self._heartbeats = heartbeats
         self._admission = admission
+        self._unregistered = unregistered
 
     async def serve(
         self, request: web.Request, role: PeerRole, incoming: Any, handle: MessageHandler
     ) -> web.StreamResponse:
         """Register one peer and pass its messages (of the union `incoming`) to `handle`."""
-        # No compression: an unverified peer's bytes must not inflate to many more.
-        socket = web.WebSocketResponse(
-            max_msg_size=codec.FRAME_BYTES_MAX, heartbeat=PING_S, compress=False
-        )
-        await socket.prepare(request)
+        socket = ControlSocket()
         decoder = codec.decoder(incoming)
+        address = remote_address(request.transport) if request.transport else ""
         try:
-            peer = await self._register(socket, request.transport, role, decoder)
-        except PeerRefused as refusal:
-            metrics.REFUSED.labels(refusal.refused.code.value).inc()
-            await socket.send_bytes(codec.encode(refusal.refused))
-            await socket.close()
+            if not self._unregistered.add(address):
+                return _too_many_unregistered()
+            peer = await self._admit(request, socket, role, decoder)
+        finally:
+            self._unregistered.remove(address)
+        if peer is None:
             return web.Response()
+        socket.accept_large_messages(request)
         sender = asyncio.create_task(peer.send_queued())
         previous = self._peers.add(peer)
         try:
@@ -137,6 +141,21 @@ class PeerServer:
             sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
         return web.Response()
+
+    async def _admit(
+        self, request: web.Request, socket: ControlSocket, role: PeerRole, decoder: Any
+    ) -> PeerConnection | None:
+        """Register one peer; return None once a refused one has been told and disconnected."""
+        await socket.prepare(request)
+        try:
+            return await self._register(socket, request.transport, role, decoder)
+        except PeerRefused as refusal:
+            metrics.REFUSED.labels(refusal.refused.code.value).inc()
+            # A connection that broke, or sent too large a frame, is closed already.
+            with suppress(ConnectionError):
+                await socket.send_bytes(codec.encode(refusal.refused))
+                await socket.close()
+            return None
 
     async def _pass_on(
         self,
@@ -348,6 +367,15 @@ class PeerServer:
         peer.enqueue(Renewed(certificate_pem=renewed_pem))
 
 
+def _too_many_unregistered() -> web.Response:
+    """Refuse a connection before its upgrade, and close it: a stranger must cost little."""
+    metrics.REFUSED.labels("unregistered").inc()
+    reason = "cannot register now: too many peers that have not registered are connected; try again"
+    response = json_error(ApiError(ErrorCode.UNAVAILABLE, reason, retry_after_s=1.0))
+    response.force_close()
+    return response
+
+
 async def _receive_registration(socket: web.WebSocketResponse, decoder: Any) -> Register:
     try:
         async with asyncio.timeout(REGISTER_TIMEOUT_S):
@@ -355,9 +383,9 @@ async def _receive_registration(socket: web.WebSocketResponse, decoder: Any) -> 
     except TimeoutError:
         frame = None
     if frame is None:
-        raise PeerRefused(RefusedCode.MALFORMED, "no registration in time")
-    if len(frame) > REGISTER_BYTES_MAX:
-        reason = f"cannot read frame: a registration has at most {REGISTER_BYTES_MAX} bytes"
+        reason = (
+            f"no registration of at most {REGISTER_BYTES_MAX} bytes in {REGISTER_TIMEOUT_S:g} s"
+        )
         raise PeerRefused(RefusedCode.MALFORMED, reason)
     register = _decode(frame, decoder)
     if not isinstance(register, Register):

@@ -43,11 +43,12 @@ class Liveness(StrEnum):
 class FleetNode(msgspec.Struct, frozen=True, kw_only=True):
     """One server as last reported. `silent_s` is the time since it was last in contact.
 
-    `back_s` is the time since it came back from a silence long enough to be lost; None if it did
-    not. Nodes of one `failure_domain` (a rack, a power feed) fail together; "" is a domain of its
-    own. The measured rates are how fast weights come from its disk and from other nodes; 0 is
-    unknown. `rank_ports`, first and last, are for replicas over several nodes; without them it
-    takes no part in any. `refused` are deployments of which it refused a replica recently, and why.
+    `has_connected` is False for a name that joined and has never connected since. `back_s` is the
+    time since it came back from a silence long enough to be lost; None if it did not. Nodes of one
+    `failure_domain` (a rack, a power feed) fail together; "" is a domain of its own. The measured
+    rates are how fast weights come from its disk and from other nodes; 0 is unknown. `rank_ports`,
+    first and last, are for replicas over several nodes; without them it takes no part in any.
+    `refused` are deployments of which it refused a replica recently, and why.
     """
 
     node_id: NodeId
@@ -57,6 +58,7 @@ class FleetNode(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     revoked: bool = False
     silent_s: float = 0.0
+    has_connected: bool = True
     back_s: float | None = None
     artifacts: tuple[str, ...] = ()
     in_host_memory: tuple[str, ...] = ()
@@ -270,7 +272,10 @@ class UnmetRequirement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Starts and ends of replicas, with reasons. `frozen` says why nothing changes, or is ""."""
+    """Starts and ends of replicas, with reasons.
+
+    `frozen` says why only failed replicas are replaced, or is "".
+    """
 
     based_on: Generation
     starts: tuple[ReplicaStart, ...] = ()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from isochrone.service.clock import utc_now
+from isochrone.service.clock import JumpFreeClock
 from scheduler.state.lease_state import LeaseState
 from scheduler.store.pool import Pool, transaction
 from scheduler.store.retention import RetentionRule, delete_expired
@@ -21,8 +21,16 @@ class ExpiredRowCounts(NamedTuple):
 class DeleteExpiredRows:
     """Each batch is its own transaction, so no table is locked for long."""
 
-    def __init__(self, *, pool: Pool, lease: LeaseState, rules: Sequence[RetentionRule]) -> None:
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        lease: LeaseState,
+        rules: Sequence[RetentionRule],
+        clock: JumpFreeClock,
+    ) -> None:
         self._pool = pool
+        self._clock = clock
         self._lease = lease
         self._rules = rules
 
@@ -36,7 +44,7 @@ class DeleteExpiredRows:
             if not self._lease.is_acting:
                 break
             async with transaction(self._pool) as connection:
-                deleted = await delete_expired(connection, rule, utc_now(), BATCH_ROWS)
+                deleted = await delete_expired(connection, rule, self._clock.now(), BATCH_ROWS)
             rows += deleted
             if deleted < BATCH_ROWS:
                 break

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from isochrone.service.clock import utc_now
+from isochrone.service.clock import JumpFreeClock
 from scheduler.state.lease_state import LeaseState
 from scheduler.store.pool import Pool, transaction
 from scheduler.store.usage import rotate_demand_partitions
@@ -17,8 +17,9 @@ class PartitionCounts(NamedTuple):
 class RotatePartitions:
     """Partitions exist two days ahead, so this job may fail for a day without harm."""
 
-    def __init__(self, *, pool: Pool, lease: LeaseState) -> None:
+    def __init__(self, *, pool: Pool, lease: LeaseState, clock: JumpFreeClock) -> None:
         self._pool = pool
+        self._clock = clock
         self._lease = lease
 
     async def run_once(self) -> PartitionCounts:
@@ -28,4 +29,4 @@ class RotatePartitions:
         async with transaction(self._pool) as connection:
             # Do not queue for long behind a reader that holds the table; the next turn tries again.
             await connection.execute("SET LOCAL lock_timeout = '2s'")
-            return PartitionCounts(await rotate_demand_partitions(connection, utc_now()))
+            return PartitionCounts(await rotate_demand_partitions(connection, self._clock.now()))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from isochrone.service.connection_count import ConnectionCount
 from isochrone.wire.ids import ClusterId
 from scheduler.state.assignment_outbox import AssignmentOutbox
 from scheduler.state.heartbeats import Heartbeats, PulseBuffer
@@ -24,6 +25,7 @@ class SchedulerState:
         lease_ttl_s: float,
         admissions_per_s: float,
         lost_after_s: float,
+        unregistered: ConnectionCount,
         intake: Pool,
         cluster_id: ClusterId,
         clock: Callable[[], float],
@@ -32,6 +34,7 @@ class SchedulerState:
         """Begin as a standby that no peer is connected to."""
         self.lease = LeaseState(holder=holder, ttl_s=lease_ttl_s, clock=clock)
         self.peers = PeerRegistry()
+        self.unregistered = unregistered
         self.heartbeats = Heartbeats(self.lease, lost_after_s=lost_after_s)
         self.pulses = PulseBuffer()
         self.routes = PublishedRoutes(nudge_publish)

@@ -50,7 +50,8 @@ async def read_nodes(
         SELECT node_id, pop, address, draining, revoked, generation, boot_id, report_seq,
                -- abs(): last_seen_at is in the future if the clock was set back since.
                abs(extract(epoch FROM clock_timestamp() - coalesce(last_seen_at, created_at)))
-                   ::float8 AS silent_s
+                   ::float8 AS silent_s,
+               last_seen_at IS NOT NULL AS has_connected
         FROM node WHERE $1::text[] IS NULL OR node_id = ANY($1) ORDER BY node_id
         """,
         node_ids,
@@ -67,6 +68,8 @@ async def read_nodes(
             draining=row["draining"],
             revoked=row["revoked"],
             silent_s=heard.silent_s.get(row["node_id"], row["silent_s"]),
+            # A registration that this process heard may not be stored yet.
+            has_connected=row["has_connected"] or row["node_id"] in heard.silent_s,
             back_s=heard.back_s.get(row["node_id"]),
             generation=row["generation"],
             **_reported_fields(by_node[row["node_id"]].report, row["pop"]),

@@ -73,8 +73,10 @@ async def record_registration(
 
 
 async def read_node_ids(connection: Connection) -> list[NodeId]:
-    """Return the ids of all nodes that are not revoked."""
-    rows = await connection.fetch("SELECT node_id FROM node WHERE NOT revoked")
+    """Return the ids of all nodes that have connected before and are not revoked."""
+    rows = await connection.fetch(
+        "SELECT node_id FROM node WHERE NOT revoked AND last_seen_at IS NOT NULL"
+    )
     return [NodeId(row["node_id"]) for row in rows]
 
 

@@ -6,7 +6,7 @@ a pooled connection to a demoted server fails for ever (SQLSTATE 25006). This mo
 
 import logging
 from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from operator import attrgetter
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qs, urlsplit
@@ -15,6 +15,10 @@ import asyncpg
 import msgspec
 
 log = logging.getLogger(__name__)
+
+# While Postgres hangs, asyncpg's pools warn every few seconds, with a traceback, that they cannot
+# reconnect. What needed the connection logs its own failure.
+logging.getLogger("asyncpg.pool").setLevel(logging.ERROR)
 
 Pool = asyncpg.Pool
 Connection = asyncpg.pool.PoolConnectionProxy | asyncpg.Connection
@@ -102,7 +106,8 @@ async def using(pool: Pool, timeout_s: float = ACQUIRE_TIMEOUT_S) -> AsyncIterat
         try:
             yield connection
         except TimeoutError:
-            connection.terminate()
+            with suppress(asyncpg.InterfaceError):  # the pool has taken it back already
+                connection.terminate()
             raise
         except UNAVAILABLE:
             await pool.expire_connections()

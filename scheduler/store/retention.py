@@ -1,7 +1,8 @@
 """Deletes rows past their retention, in batches, so that no table is locked for long.
 
 A row is expired only if both clocks agree, the database's and the acting scheduler's: one clock
-that is a year ahead must not delete this year's rows.
+that is a year ahead must not delete this year's rows. If both are set ahead together, the scheduler
+goes by its monotonic clock from its start (`isochrone/service/clock.py`) and deletes nothing early.
 """
 
 from datetime import datetime

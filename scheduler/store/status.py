@@ -1,6 +1,7 @@
 """Reads the state of the whole fleet."""
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Final
 
 from isochrone.wire.admin import StatusView
@@ -10,6 +11,8 @@ from scheduler.store.pool import Connection, as_struct, fetch_one
 
 PROBLEMS_MAX: Final = 50
 """How many silent nodes, and replicas that do not become warm, are listed at most."""
+
+NEVER_CONNECTED: Final = "has joined and never connected: start its agent, or revoke it"
 
 
 async def read_status(
@@ -49,7 +52,7 @@ async def read_status(
         """
     )
     silent = [
-        f"node {node['node_id']} is silent"
+        f"node {node['node_id']} {'is silent' if node['silent_s'] < inf else NEVER_CONNECTED}"
         for node in nodes
         if silent_s.get(node["node_id"], node["silent_s"]) >= silent_after_s
     ]

@@ -5,6 +5,7 @@ scheduler, and then nothing is rescheduled (the mistake that took down whole fle
 Rule 2: a scheduler that has just begun to act has not been in contact with all nodes yet, and
 declares none lost.
 Rule 3: a network cut is over when all nodes have had time to come back, not when the first have.
+Rule 4: a name that joined and has never connected says nothing about the network, and is not lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,9 +55,13 @@ def judge_liveness(
     """Return the liveness of every node, or that so many are silent that none may be lost."""
     limits = limits or LivenessLimits()
     # A revoked node stays silent, which is no sign of a network cut.
-    frozen = _frozen([node for node in nodes if not node.revoked], acting_for_s, limits)
+    expected = [node for node in nodes if node.has_connected and not node.revoked]
+    frozen = _frozen(expected, acting_for_s, limits)
     by_node = {}
     for node in nodes:
+        if not node.has_connected:
+            by_node[node.node_id] = Liveness.SUSPECT
+            continue
         liveness = Liveness.READY
         if node.silent_s >= limits.suspect_after_s:
             liveness = Liveness.SUSPECT

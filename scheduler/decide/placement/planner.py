@@ -20,9 +20,12 @@ Rule 1: the same cluster state gives the same plan, and a plan that was carried 
 one.
 Rule 2: a replica ends only when its replacement is warm; a failed start never ends another replica.
 Rule 3: residency and memory are hard limits.
+Rule 4: while many nodes are silent, nothing changes but what is certain to be gone: replicas that
+nodes in contact report failed are replaced on nodes in contact.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import msgspec
 
@@ -48,6 +51,7 @@ from scheduler.decide.placement.retire import (
     end_forbidden,
     end_leaderless,
     end_surplus,
+    has_failed,
     is_staying,
     replace_old_version,
     separate_failure_domains,
@@ -58,6 +62,7 @@ from scheduler.decide.placement.search.deployment_state import (
     PlannedReplica,
 )
 from scheduler.decide.placement.search.draft import PlacementDraft
+from scheduler.decide.placement.search.greedy_fill import fill
 from scheduler.decide.placement.search.local_search import LocalSearch
 from scheduler.decide.placement.search.slot_ledger import SlotLedger
 from scheduler.decide.placement.unmet import (
@@ -91,7 +96,7 @@ def plan_deployments(
     limits = limits or PlanLimits()
     view = judge_liveness(cluster.nodes, cluster.acting_for_s, liveness_limits)
     if view.frozen:
-        return PlacementPlan(based_on=cluster.generation, frozen=view.frozen)
+        return replace_failed(PlanBuilder(cluster, view, limits), cluster.deployments)
     builder = PlanBuilder(cluster, view, limits)
     builder.end_invalid()
     draft = builder.new_draft()
@@ -103,6 +108,20 @@ def plan_deployments(
         builder.end_replica(preemption.replica, preemption.reason)
     for state in draft.states:
         builder.retire(draft, state)
+    return builder.build(draft)
+
+
+def replace_failed(builder: "PlanBuilder", deployments: Sequence[Deployment]) -> PlacementPlan:
+    """Return the plan of a frozen fleet: only failed replicas on nodes in contact are replaced."""
+    states = [
+        state
+        for deployment in sorted(deployments, key=lambda d: d.deployment_id)
+        if (state := builder.end_failed_of(deployment)) is not None
+    ]
+    draft = builder.draft_of(states)
+    fill(draft)
+    for state in states:
+        builder.note_unmet(draft, state)
     return builder.build(draft)
 
 
@@ -138,6 +157,32 @@ class PlanBuilder:
                 running = end_forbidden(self.fleet, deployment, running, self.end)
                 end_failed(self.fleet, deployment, running, self.end)
             self._running[deployment.deployment_id] = running
+
+    def end_failed_of(self, deployment: Deployment) -> DeploymentState | None:
+        """End a deployment's failed replicas on nodes in contact.
+
+        Return its state, with a maximum that allows no more than to replace them, or None if there
+        is nothing to replace. Replicas that ended before and wait for another start are replaced
+        up to the minimum.
+        """
+        running = self._running[deployment.deployment_id]
+        failed = [p for p in running if has_failed(p) and self.fleet.is_heard(p)]
+        end_failed(self.fleet, deployment, failed, self.end)
+        staying = sum(is_staying(self.fleet, placement) for placement in running)
+        policy = deployment.policy
+        missing = len(failed)
+        if self.fleet.start_history.has_failed_recently(deployment.deployment_id):
+            missing = max(missing, policy.replicas_min - staying)
+        model = self._models.get(deployment.model_id)
+        if model is None or not missing:
+            return None
+        most = min(policy.replicas_max, staying + missing)
+        limited = msgspec.structs.replace(policy, replicas_max=most)
+        return self.state_of(msgspec.structs.replace(deployment, policy=limited), model)
+
+    def note_unmet(self, draft: PlacementDraft, state: DeploymentState) -> None:
+        """Note what a deployment requires and does not get."""
+        self._unmet.extend(unmet_requirements(draft, state))
 
     def new_draft(self) -> PlacementDraft:
         """Return a draft of every deployment that has a model, with what runs of it."""
@@ -196,7 +241,7 @@ class PlanBuilder:
         settle_s = self._limits.settle_s
         if is_stable and not end_surplus(state, settle_s, draft.ledger, self.end_replica):
             separate_failure_domains(draft, state, settle_s)
-        self._unmet.extend(unmet_requirements(draft, state))
+        self.note_unmet(draft, state)
 
     def end_replica(self, replica: PlannedReplica, reason: str) -> None:
         """End the placement of a planned replica."""
@@ -227,6 +272,7 @@ class PlanBuilder:
             ),
             endings=tuple(self._endings.values()),
             unmet=tuple(self._unmet),
+            frozen=self.fleet.liveness.frozen,
         )
 
     def _current_version_of(self, needs: DeploymentNeeds) -> DeploymentState:

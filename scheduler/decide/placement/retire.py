@@ -32,13 +32,14 @@ KEPT: Final = 0.25
 below 1 because demand that leaves at night comes back by day."""
 
 
+def has_failed(placement: Placement) -> bool:
+    """Say whether a part of a placement will not serve again."""
+    return any(part.state in TERMINAL_STATES for part in placement.parts)
+
+
 def is_staying(fleet: FleetCapacity, placement: Placement) -> bool:
     """Say whether a placement serves or will serve, on nodes that stay in the fleet."""
-    return (
-        not placement.is_ending
-        and not any(part.state in TERMINAL_STATES for part in placement.parts)
-        and fleet.stays(placement)
-    )
+    return not placement.is_ending and not has_failed(placement) and fleet.stays(placement)
 
 
 def end_forbidden(

@@ -5,7 +5,7 @@ import random
 import re
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,20 @@ from isochrone.wire.assignment import Assignment
 from isochrone.wire.control import PeerRole, RefusedCode, RegistrationRefused, ToAgent, Welcome
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId
 from isochrone.wire.report import Pulse
+from scheduler.api import peers
+from scheduler.api.control_socket import REGISTER_BYTES_MAX
 from scheduler.api.peers import AGENT_MESSAGES_PER_S
 from scheduler.decide.membership.message_rate_limit import BURST_S
 from tests.builders import a_report
 from tests.integration.admin.conftest import Admin
 from tests.system.harness import until
+
+UNREGISTERED_MAX = 20
+
+
+@pytest.fixture
+def settings() -> dict[str, Any]:
+    return {"unregistered_peers_per_network_max": UNREGISTERED_MAX}
 
 
 async def joined(admin: Admin, folder: Path, name: str = "n1") -> Identity:
@@ -217,7 +226,7 @@ PULSE = Pulse(node_id=NodeId("n1"), boot_id=BootId("b"), seq=1, generation=Gener
 STRANGE = {
     "empty": b"",
     "reserved": b"\xc1",
-    "deep": b"\x91" * 100_000,
+    "deep": b"\x91" * 60_000,
     "type": msgpack.packb({"type": "report", "node_id": 7}),
     "unregistered": codec.encode(PULSE),
     "protocol": msgpack.packb({**REGISTER, "protocol": 99}),
@@ -274,9 +283,10 @@ async def test_unverified_clients_take_no_places_in_the_registration_queue(
     """Otherwise any client could make all peers wait."""
     identity, reader = await joined(admin, tmp_path), codec.decoder(ToAgent)
     async with aiohttp.ClientSession() as http:
+        at_once = asyncio.Semaphore(UNREGISTERED_MAX // 2)
 
         async def forge(number: int) -> RegistrationRefused:
-            async with http.ws_connect(f"{admin.control_url}/v1/agent") as socket:
+            async with at_once, http.ws_connect(f"{admin.control_url}/v1/agent") as socket:
                 await socket.receive_bytes(timeout=5)
                 await socket.send_bytes(msgpack.packb({**REGISTER, "name": f"no-{number}"}))
                 refused: RegistrationRefused = codec.decode(
@@ -303,8 +313,42 @@ async def test_an_unverified_clients_frame_is_neither_decompressed_nor_decoded(
         await socket.receive_bytes(timeout=5)
         frame = codec.encode(a_report(artifacts=("f" * 64,) * 2_000))
         await socket.send_bytes(frame)
-        refused = codec.decode(await socket.receive_bytes(timeout=5), codec.decoder(ToAgent))
-        assert "a registration has at most" in refused.reason
+        assert (await socket.receive(timeout=5)).data == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
+
+
+async def test_a_registered_peer_may_send_larger_messages_than_a_stranger(
+    admin: Admin, tmp_path: Path
+) -> None:
+    identity = await joined(admin, tmp_path)
+    async with dialling(Agent(admin, identity, "boot-1")) as agent:
+        await until("welcome", agent.is_welcome, 10.0)
+        report = a_report(artifacts=tuple(f"{number:064}" for number in range(2_000)))
+        assert len(codec.encode(report)) > REGISTER_BYTES_MAX
+        assert await agent.link.send(report)
+        await until("an assignment, which only a stored report gets", agent.is_told, 10.0)
+
+
+async def test_strangers_take_no_more_than_their_networks_share_and_are_cut_off(
+    admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "REGISTER_TIMEOUT_S", 1.0)
+    identity = await joined(admin, tmp_path)
+    async with aiohttp.ClientSession() as http, AsyncExitStack() as stack:
+        silent = [
+            await stack.enter_async_context(http.ws_connect(f"{admin.control_url}/v1/agent"))
+            for _ in range(UNREGISTERED_MAX)
+        ]
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await http.ws_connect(f"{admin.control_url}/v1/agent")
+        assert refused.value.status == 503
+        assert "retry-after" in (refused.value.headers or {})
+        for socket in silent:
+            assert (await socket.receive(timeout=5)).type is aiohttp.WSMsgType.BINARY
+            reply = codec.decode(await socket.receive_bytes(timeout=5), codec.decoder(ToAgent))
+            assert isinstance(reply, RegistrationRefused)
+            assert "no registration" in reply.reason
+    async with dialling(Agent(admin, identity, "b1")) as agent:
+        await until("welcome", agent.is_welcome, 10.0)
 
 
 async def test_a_frame_over_the_limit_closes_the_connection(admin: Admin) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from isochrone.service.connection_count import ConnectionCount
 from isochrone.wire.ids import ClusterId
 from scheduler.database import Database
 from scheduler.decide.membership import LivenessLimits
@@ -51,6 +52,7 @@ class SchedulerParts:
             lease_ttl_s=lease_ttl_s,
             admissions_per_s=100.0,
             lost_after_s=self.limits.lost_after_s,
+            unregistered=ConnectionCount(20, 20),
             intake=pool,
             cluster_id=cluster_id,
             clock=clock or self.clock,

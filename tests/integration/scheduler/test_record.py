@@ -3,7 +3,7 @@
 from datetime import timedelta
 from typing import Any
 
-from isochrone.service.clock import utc_now
+from isochrone.service.clock import JumpFreeClock, utc_now
 from scheduler.decide.membership import LivenessLimits
 from scheduler.loops.delete_expired_rows import DeleteExpiredRows
 from scheduler.loops.record_node_loss import NodeLossCounts
@@ -86,7 +86,14 @@ async def test_old_events_are_deleted_the_oldest_first(pool: Pool) -> None:
             "one clock alone deletes nothing"
         )
         assert await delete_expired(connection, events, utc_now(), 1) == 1
-    job = DeleteExpiredRows(pool=pool, lease=scheduler.state.lease, rules=rules)
+    # Both clocks jump ahead together: to the job, the database's is a year ahead of its own.
+    wall = [a_year_ago]
+    jumping = JumpFreeClock(lambda: wall[0], lambda: 0.0)
+    wall[0] = utc_now()
+    lease = scheduler.state.lease
+    job = DeleteExpiredRows(pool=pool, lease=lease, rules=rules, clock=jumping)
+    assert (await job.run_once()).rows == 0
+    job = DeleteExpiredRows(pool=pool, lease=lease, rules=rules, clock=JumpFreeClock())
     assert (await job.run_once()).rows == 1
     async with using(pool) as connection:
         assert [row[0] for row in await connection.fetch("SELECT subject FROM event")] == ["c"]

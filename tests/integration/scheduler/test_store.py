@@ -47,7 +47,14 @@ from scheduler.store.lease import (
     renew_lease,
 )
 from scheduler.store.migrate import FOLDER, Migration, MigrationError, migrate, read_migrations
-from scheduler.store.nodes import read_assignment, record_pulses, record_registration, record_report
+from scheduler.store.node_reports import NodeReportCache, read_nodes
+from scheduler.store.nodes import (
+    read_assignment,
+    read_node_ids,
+    record_pulses,
+    record_registration,
+    record_report,
+)
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import UNAVAILABLE, Pool, open_pool, transaction, using
 from scheduler.store.rollouts import read_starts
@@ -394,6 +401,17 @@ async def test_status_lists_silent_nodes_and_replicas_that_do_not_become_warm(po
     assert (await told(after_s=30.0)).nodes_ready == 1
     # The acting scheduler knows of newer pulses than the store.
     assert (await told({NodeId("n1"): 1.0})).nodes_ready == 1
+    async with using(pool) as connection:
+        await connection.execute("UPDATE node SET last_seen_at = NULL")
+        never_heard = NodeContact(acting_for_s=1.0)
+        assert not (await read_nodes(connection, never_heard, NodeReportCache()))[1][
+            0
+        ].has_connected
+        heard = NodeContact(acting_for_s=1.0, silent_s={NodeId("n1"): 1.0})
+        _, nodes = await read_nodes(connection, heard, NodeReportCache())
+        assert nodes[0].has_connected
+        assert await read_node_ids(connection) == []
+    assert "never connected" in (await told()).unmet[1]
 
 
 async def test_a_node_can_be_deleted_once_its_replicas_are_released(pool: Pool) -> None:

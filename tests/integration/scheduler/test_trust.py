@@ -103,6 +103,7 @@ def a_peer_server(scheduler: SchedulerParts) -> PeerServer:
         peers=state.peers,
         heartbeats=state.heartbeats,
         admission=state.admission,
+        unregistered=state.unregistered,
     )
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from isochrone.wire.ids import NodeId
 from scheduler.decide.cluster import Liveness
 from scheduler.decide.membership import LivenessLimits, judge_liveness
 from tests.builders import a_node
@@ -64,3 +65,14 @@ def test_revoked_nodes_do_not_count_as_a_network_cut() -> None:
     live = [a_node(f"n{i}", "ams", silent_s=ALIVE) for i in range(2)]
     revoked = [a_node(f"r{i}", "ams", silent_s=LONG, revoked=True) for i in range(3)]
     assert judge_liveness([*live, *revoked], 1000, LIMITS).frozen == ""
+
+
+def test_names_that_never_connected_are_no_network_cut_and_are_not_lost() -> None:
+    live = [a_node(f"n{i}", "ams", silent_s=ALIVE) for i in range(2)]
+    strangers = [a_node(f"s{i}", "ams", silent_s=LONG, has_connected=False) for i in range(40)]
+    for acting_for_s in (1.0, 1000.0):
+        view = judge_liveness([*live, *strangers], acting_for_s, LIMITS)
+        assert view.frozen == ""
+        assert Liveness.LOST not in view.by_node.values()
+    one_silent = [live[0], a_node("n1", "ams", silent_s=SILENT), *strangers]
+    assert judge_liveness(one_silent, 1000, LIMITS).by_node[NodeId("n1")] is Liveness.LOST

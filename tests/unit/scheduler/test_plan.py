@@ -109,6 +109,39 @@ def test_mass_silence_moves_nothing_and_says_why() -> None:
     assert "3 of 3 nodes are silent" in plan.frozen
 
 
+SILENT = tuple(a_node(f"fra-{i}", "fra", silent_s=60.0) for i in range(5))
+"""More silent nodes than `NODES` has: the fleet is frozen."""
+
+
+def test_a_frozen_fleet_replaces_failed_replicas_on_nodes_in_contact_and_no_others() -> None:
+    cluster = a_cluster(
+        nodes=(*NODES, *SILENT),
+        deployments=(a_deployment(replicas_min=3), a_deployment("other", replicas_min=2)),
+        placements=(
+            a_placement("r1", "ams-1", state="failed", state_reason="oom"),
+            a_placement("r2", "fra-0"),
+            a_placement("r3", "fra-1", state="failed"),
+        ),
+    )
+    plan = plan_deployments(cluster)
+    assert "5 of 8 nodes are silent" in plan.frozen
+    assert [ending.replica_id for ending in plan.endings] == ["r1"]
+    assert len(plan.starts) == 1
+    assert plan.starts[0].spec.deployment_id == "d"
+    assert plan.starts[0].node_id in {"iad-1", "sin-1"}
+    again = plan_deployments(after_plan(cluster, plan))
+    assert (again.starts, again.endings) == ((), ())
+    assert again.frozen
+
+
+@pytest.mark.parametrize(("ago_s", "count"), [(1.0, 0), (60.0, 1)])
+def test_a_frozen_fleet_starts_what_waited_for_its_backoff(ago_s: float, count: int) -> None:
+    cluster = a_cluster(nodes=(*NODES, *SILENT), given_up=(start_failures(2, ago_s),))
+    plan = plan_deployments(cluster)
+    assert plan.frozen
+    assert len(plan.starts) == count
+
+
 def test_a_draining_node_is_left_only_when_another_is_warm() -> None:
     nodes = (a_node("ams-1", "ams", draining=True), *NODES[1:])
     cluster = a_cluster(nodes=nodes, placements=(a_placement("r1", "ams-1"),))

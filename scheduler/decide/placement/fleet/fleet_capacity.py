@@ -59,6 +59,12 @@ class FleetCapacity:
         """Say whether all nodes of a placement stay in the fleet."""
         return self._staying.issuperset(placement.node_ids)
 
+    def is_heard(self, placement: Placement) -> bool:
+        """Say whether all nodes of a placement are in contact now."""
+        return all(
+            self.liveness.by_node.get(node_id) is Liveness.READY for node_id in placement.node_ids
+        )
+
     def site_of_placement(self, placement: Placement) -> int:
         """Return the site of a placement on a known node; -1 if the node has no device."""
         return self.table.site_of_placement(placement, self.nodes[placement.node_id])

