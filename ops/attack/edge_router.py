@@ -25,7 +25,7 @@ from tests.ports import free_port
 
 OTHER_KEY: Final = format_key(KeyId("o" * 12), b"\x02" * 32)
 LIMITED_KEY: Final = format_key(KeyId("l" * 12), b"\x03" * 32)
-PROBES: Final = 200
+PROBES: Final = 400
 PROBE_INTERVAL_S: Final = 0.05
 
 

@@ -25,7 +25,7 @@ from ops.attack.edge_router import (
 
 CLIENTS: Final = 32
 BODY_BYTES: Final = 8 * 1024 * 1024
-ATTACK_S: Final = 45.0
+ATTACK_S: Final = 60.0
 PAUSE_S: Final = 0.2
 """Each client sends 5 bodies a second, or as fast as it gets answers."""
 

@@ -7,7 +7,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from router.dataplane import http1
 
 INPUT_SLICE_BYTES: Final = 64 * 1024
-OUTPUT_SLICE_BYTES: Final = 256 * 1024
+OUTPUT_SLICE_BYTES: Final = 64 * 1024
 """The most that one step inflates: a fraction of a millisecond."""
 
 

@@ -20,9 +20,9 @@ from router.decide.limits import LimitExceeded
 PARSE_BURST_S: Final = 4.0
 """How many seconds of its parse budget a key may owe and still send a body."""
 
-INFLATED_WEIGHT: Final = 8
+INFLATED_WEIGHT: Final = 16
 """An inflated byte is charged as this many plain ones: its sender pays for a fraction of it. With
-the default budget a key can have 8 MiB inflated and parsed, up to 65 ms, once in 8 s: under 1 % of
+the default budget a key can have 8 MiB inflated and parsed, up to 65 ms, once in 16 s: below 1 % of
 the time, so that the 99th percentile of others does not see it."""
 
 INFLATION_RATIO_MAX: Final = 100
