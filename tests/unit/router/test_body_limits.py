@@ -4,12 +4,16 @@ import gzip
 import random
 import zlib
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId, TenantId
-from isochrone.wire.routes import KeyEntry
+from isochrone.wire.routes import KeyEntry, KeyLimits
+from ops.bench.bench_router import KEY, route_table
 from router.config import RouterConfig
 from router.dataplane.body_inflater import OUTPUT_SLICE_BYTES, BodyInflater
 from router.dataplane.deadlines import Deadlines
@@ -25,7 +29,7 @@ from router.decide.body_limits import (
     inflated_bytes_max,
 )
 from router.decide.limits import LimitExceeded
-from tests.unit.router.in_memory import FakeTransport, ManualLoop
+from tests.unit.router.in_memory import FakeTransport, ManualLoop, RequestPath
 
 MIB = 1024 * 1024
 CONFIG = RouterConfig(
@@ -241,3 +245,32 @@ def test_a_compressed_body_that_is_cut_short_or_followed_by_more_is_refused(cut:
         with pytest.raises(ApiError, match="cut short"):
             while not inflater.step():
                 pass
+
+
+def test_a_key_over_its_rate_is_refused_before_a_costly_body_is_read(tmp_path: Path) -> None:
+    loop = ManualLoop()
+    table = route_table(1, 2)
+    key = replace(table.keys[0], limits=KeyLimits(requests_per_min=1))
+    router = RequestPath(loop, replace(table, keys=(key,)), tmp_path)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\n"
+    costly = (
+        b"content-length: 100000\r\n",
+        b"transfer-encoding: chunked\r\n",
+        b"content-encoding: gzip\r\ncontent-length: 9\r\n",
+    )
+
+    def answers() -> list[bytes]:
+        found = []
+        for framing in (*costly, b"content-length: 9\r\n"):
+            client = router.connect_client()
+            client.inbox = head % KEY.encode() + framing + b"\r\n"
+            loop.settle(partial(client.deliver, len(client.inbox)))
+            found.append(client.outbox[9:12])
+            loop.settle(client.abort)
+        return found
+
+    assert answers() == [b""] * 4
+    router.limiter.admit(key, 0, loop.time(), loop.time())
+    assert answers() == [b"429"] * 3 + [b""]
+    loop.settle(router.deadlines.stop)
+    loop.close()
