@@ -21,6 +21,8 @@ HOT = (
     "router/apis/openai/surface.py",
     "router/apis/request_ids.py",
     "router/attempt_runner.py",
+    "router/dataplane/body_admission.py",
+    "router/dataplane/body_inflater.py",
     "router/dataplane/deadlines.py",
     "router/dataplane/exchange.py",
     "router/dataplane/http1.py",

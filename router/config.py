@@ -33,6 +33,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     connections_max: Count = 20_000
     connections_per_address_max: Count = 5_000
     body_bytes_max: Bytes = 8 * 1024 * 1024
+    # Unfinished request bodies in memory: of one key, of one client network (an IPv4 address or an
+    # IPv6 /64; raise it behind a proxy, whose clients share one), and of all. Divided by the
+    # processes, but each can hold one body of body_bytes_max.
+    held_bytes_per_key_max: Bytes = 64 * 1024 * 1024
+    held_bytes_per_network_max: Bytes = 128 * 1024 * 1024
+    held_bytes_max: Bytes = 512 * 1024 * 1024
+    # Body bytes of one key that each process parses; compressed bodies count 16 times their
+    # inflated size. Parsing 8 MiB takes a process 25 to 65 ms.
+    parse_bytes_per_key_per_s: Bytes = 8 * 1024 * 1024
     head_timeout_s: Seconds = 10.0
     body_timeout_s: Seconds = 30.0
     write_timeout_s: Seconds = 20.0  # a client that does not read for so long is disconnected

@@ -14,6 +14,7 @@ from typing import Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import NodeId
+from isochrone.wire.routes import KeyEntry
 from isochrone.wire.usage import RequestOutcome
 from router.admission_queue import LOOK_AGAIN_S, AdmissionQueue, AdmissionRefused, QueueEntry
 from router.attempt_runner import AttemptRunner
@@ -25,7 +26,7 @@ from router.dataplane.response_checks import check_error_body
 from router.dataplane.upstream import Upstream
 from router.dataplane.usage import UsageCount
 from router.decide.attempt import AttemptEvent, FailureCause
-from router.decide.limits import AdmittedRequest, KeyLimiter, LimitExceeded
+from router.decide.limits import AdmittedRequest, KeyLimiter
 from router.decide.retry_after import spread_retry_after_s
 from router.decide.retry_budget import RetryBudget
 from router.fleet_state import FleetState
@@ -120,13 +121,11 @@ class RequestPipeline:
         request = context.request
         prompt, output = context.prompt_tokens_estimate, request.output_tokens_max
         cost = request.cost(UsageCount(prompt, output, 0))
-        try:
-            return self._limiter.admit(
-                request.key, prompt + output, now_s, request.started_at, cost
-            )
-        except LimitExceeded as error:
-            self._metrics.refusals.labels(error.limit).inc()
-            raise
+        return self._limiter.admit(request.key, prompt + output, now_s, request.started_at, cost)
+
+    def check_limits(self, key: KeyEntry, unix_s: float) -> None:
+        """Raise LimitExceeded if no request of the key would be admitted now."""
+        self._limiter.check(key, self._clock(), unix_s)
 
     async def _send_until_answered(self, context: RequestContext) -> NodeExchange:
         """Try replicas in the order of their ranking until one answers; return its exchange.

@@ -1,10 +1,11 @@
-"""Counts a listener's connections, in all and by address, TLS handshakes in progress included.
+"""Counts a listener's connections, in all and by client network, with TLS handshakes in progress.
 
 asyncio reports a TLS connection to its protocol only once the handshake is done. Clients that never
 finish one would otherwise be uncounted and could hold file descriptors without a limit.
 """
 
 import asyncio
+import ipaddress
 import os
 import socket
 from collections import Counter
@@ -17,35 +18,48 @@ ProtocolFactory = Callable[[], asyncio.Protocol]
 
 
 class ConnectionCount:
-    """How many connections are open, against a limit in all and one for each address."""
+    """How many connections are open, against a limit in all and one for each client network."""
 
-    def __init__(self, connections_max: int, per_address_max: int) -> None:
+    def __init__(self, connections_max: int, per_network_max: int) -> None:
         self._connections_max = connections_max
-        self._per_address_max = per_address_max
-        self._by_address: Counter[str] = Counter()
+        self._per_network_max = per_network_max
+        self._by_network: Counter[str] = Counter()
         self._count = 0
 
-    def add(self, address: str) -> bool:
+    def add(self, network: str) -> bool:
         """Count a connection until `remove`; say whether it is within both limits."""
         self._count += 1
-        self._by_address[address] += 1
+        self._by_network[network] += 1
         return (
             self._count <= self._connections_max
-            and self._by_address[address] <= self._per_address_max
+            and self._by_network[network] <= self._per_network_max
         )
 
-    def remove(self, address: str) -> None:
+    def remove(self, network: str) -> None:
         """Count a closed connection no longer."""
         self._count -= 1
-        self._by_address[address] -= 1
-        if not self._by_address[address]:
-            del self._by_address[address]
+        self._by_network[network] -= 1
+        if not self._by_network[network]:
+            del self._by_network[network]
 
 
-def remote_address(transport: asyncio.BaseTransport) -> str:
-    """Return the IP address of a connection's other end; "unix" for a Unix socket."""
+def client_network(transport: asyncio.BaseTransport) -> str:
+    """Return the network of a connection's other end; "unix" for a Unix socket."""
     peer = transport.get_extra_info("peername")
-    return str(peer[0]) if isinstance(peer, tuple) and peer else "unix"
+    return network_of(str(peer[0])) if isinstance(peer, tuple) and peer else "unix"
+
+
+def network_of(address: str) -> str:
+    """Return the network that one client controls: an IPv4 address, or the /64 of an IPv6 address.
+
+    An IPv6 client has a whole /64, so limits by its full address would not limit it.
+    """
+    if ":" not in address:
+        return address
+    ipv6 = ipaddress.IPv6Address(address.partition("%")[0])
+    if ipv6.ipv4_mapped is not None:
+        return str(ipv6.ipv4_mapped)
+    return f"{ipaddress.IPv6Address(int(ipv6) >> 64 << 64)}/64"
 
 
 @asynccontextmanager
@@ -89,17 +103,17 @@ class _TlsAcceptor(asyncio.Protocol):
         self._handshakes = handshakes
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        address = remote_address(transport)
-        accepted = _duplicate_socket(transport) if self._connections.add(address) else None
+        network = client_network(transport)
+        accepted = _duplicate_socket(transport) if self._connections.add(network) else None
         cast(asyncio.Transport, transport).abort()
         if accepted is None:
-            self._connections.remove(address)
+            self._connections.remove(network)
             return
-        task = asyncio.get_running_loop().create_task(self._handshake(accepted, address))
+        task = asyncio.get_running_loop().create_task(self._handshake(accepted, network))
         self._handshakes.add(task)
         task.add_done_callback(self._handshakes.discard)
 
-    async def _handshake(self, accepted: socket.socket, address: str) -> None:
+    async def _handshake(self, accepted: socket.socket, network: str) -> None:
         try:
             # A client that speaks another protocol, is too slow or leaves needs no answer.
             with suppress(OSError):
@@ -110,7 +124,7 @@ class _TlsAcceptor(asyncio.Protocol):
                     ssl_handshake_timeout=self._handshake_timeout_s,
                 )
         finally:
-            self._connections.remove(address)
+            self._connections.remove(network)
 
 
 def _duplicate_socket(transport: asyncio.BaseTransport) -> socket.socket | None:

@@ -22,7 +22,7 @@ from isochrone.service.config import ConfigError
 from isochrone.service.connection_count import (
     ConnectionCount,
     ProtocolFactory,
-    remote_address,
+    client_network,
     tls_protocol_factory,
 )
 from isochrone.wire.errors import ApiError, ErrorCode
@@ -242,9 +242,12 @@ async def _protocol_factory(
 
 
 class _LimitedRequestHandler(web.RequestHandler):
-    """One connection: counted, closed unless its first head arrives within `head_timeout_s`."""
+    """One connection: counted, closed unless each head is complete within `head_timeout_s`.
 
-    __slots__ = ("_address", "_connections", "_encode_error", "_head_timer", "_limits")
+    The time of the first head counts from the connection, that of others from their first bytes.
+    """
+
+    __slots__ = ("_connections", "_encode_error", "_head_timer", "_limits", "_network")
 
     def __init__(
         self,
@@ -264,24 +267,32 @@ class _LimitedRequestHandler(web.RequestHandler):
         self._limits = limits
         self._connections = connections
         self._encode_error = encode_error
-        self._address: str | None = None
+        self._network: str | None = None
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._address = remote_address(transport)
-        if not self._connections.add(self._address):
+        self._network = client_network(transport)
+        if not self._connections.add(self._network):
             self.force_close()
             return
-        loop = asyncio.get_running_loop()
-        self._head_timer = loop.call_later(self._limits.head_timeout_s, self._close_without_head)
+        self._start_head_timer()
+
+    def data_received(self, data: bytes) -> None:
+        heads = self._request_count
+        super().data_received(data)
+        if self._request_count != heads:
+            self._cancel_head_timer()
+        elif self._waiter is not None and self._head_timer is None:
+            # No request is being answered, and these bytes completed no head: aiohttp would wait
+            # for the rest of it until `keepalive_s`.
+            self._start_head_timer()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-        if self._address is not None:
-            self._connections.remove(self._address)
-            self._address = None
+        self._cancel_head_timer()
+        if self._network is not None:
+            self._connections.remove(self._network)
+            self._network = None
         super().connection_lost(exc)
 
     def handle_error(
@@ -312,9 +323,14 @@ class _LimitedRequestHandler(web.RequestHandler):
         if not isinstance(named.get("exc_info"), web.RequestPayloadError):
             super().log_exception(*args, **named)
 
-    def _close_without_head(self) -> None:
-        if self._request_count == 0 and self._current_request is None:
-            self.force_close()
+    def _start_head_timer(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._head_timer = loop.call_later(self._limits.head_timeout_s, self.force_close)
+
+    def _cancel_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
 
 def _error_of_status(status: int, text: str, request: web.Request | None) -> ApiError:

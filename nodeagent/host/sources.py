@@ -29,6 +29,10 @@ ANSWER_TIMEOUT_S: Final = 60.0
 LOCAL_SCHEMES: Final = ("file:", "pypi:")
 """Prefixes of the sources that name files of this machine."""
 
+_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
+_NAT64_LOCAL: Final = ipaddress.IPv6Network("64:ff9b:1::/48")
+"""For gateways of one's own, each with another place for the IPv4 address: never public."""
+
 ORIGIN_MINIMUM_RATE: Final = MinimumRate(bytes_per_s=64 * 1024, window_s=30.0)
 """Lower than for peers: there is only one origin."""
 
@@ -68,10 +72,26 @@ def refuse_private(host: str) -> None:
         address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return
-    if not address.is_global:
+    if not _is_public(address):
         raise OSError(
             f"cannot use {host}: it is not a public address; set private_sources to allow it"
         )
+
+
+def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Say whether an address, and the IPv4 address that it may carry, is public.
+
+    A NAT64 or 6to4 gateway sends packets for such an IPv6 address on to the IPv4 address in it.
+    """
+    if isinstance(address, ipaddress.IPv6Address):
+        carried = address.ipv4_mapped or address.sixtofour
+        if address in _NAT64_LOCAL:
+            return False
+        if address in _NAT64:
+            carried = ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)
+        if carried is not None:
+            return carried.is_global and not carried.is_multicast
+    return address.is_global and not address.is_multicast
 
 
 class ArtifactSources:

@@ -57,6 +57,9 @@ class RequestCollector:
     def on_continue_expected(self) -> None:
         """Do nothing."""
 
+    def on_body_held(self, request: HttpRequest, count: int) -> None:
+        """Do nothing."""
+
     def on_request(self, request: HttpRequest) -> None:
         """Keep an accepted request."""
         self.requests.append(request)

@@ -21,10 +21,11 @@ from router.apis.responses.adapter import PATH as RESPONSES_PATH
 from router.apis.responses.adapter import read_responses_request
 from router.apis.workers_ai.adapter import model_of, read_run_request
 from router.apis.workers_ai.translate import encode_error_envelope
-from router.dataplane.http1 import HeaderFields, format_headers
+from router.dataplane.http1 import HeaderFields, format_headers, is_costly_body
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 from router.dataplane.server import ClientConnection
 from router.dataplane.upstream import Upstream
+from router.decide.limits import LimitExceeded
 from router.inference_request import InferenceRequest
 from router.metrics import Metrics
 from router.pipeline import RequestPipeline
@@ -57,13 +58,22 @@ class ApiDispatcher:
     def authorize(self, method: bytes, path: str, fields: HeaderFields) -> KeyEntry | None:
         """Return the API key of an inference request before its body is read.
 
-        Other routes need no key here: None. Raises ApiError 401.
+        Other routes need no key here: None. Raises ApiError 401, and LimitExceeded for a costly
+        body whose key is over a limit. The refusal closes the connection, which costs less than
+        reading such a body and more than reading a small one: that is refused once it is read.
         """
-        return self._openai.key_of(fields) if method == b"POST" and _is_inference(path) else None
+        if method != b"POST" or not _is_inference(path):
+            return None
+        key = self._openai.key_of(fields)
+        if is_costly_body(fields):
+            self._pipeline.check_limits(key, self._openai.unix_clock())
+        return key
 
     def encode_error(self, error: ApiError, path: str, client_request_id: str) -> HttpResponse:
         """Count an error and encode it in the format of its surface, with a request id."""
         self._metrics.errors.labels(error.code.value).inc()
+        if isinstance(error, LimitExceeded):
+            self._metrics.refusals.labels(error.limit).inc()
         header_lines = format_headers(error.headers)
         if error.retry_after_s is not None:
             header_lines += f"retry-after: {max(1, math.ceil(error.retry_after_s))}\r\n"

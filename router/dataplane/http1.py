@@ -21,6 +21,9 @@ METHODS: Final = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE
 ENCODINGS: Final = frozenset({b"", b"identity", b"gzip", b"deflate"})
 EVENT_STREAM: Final = "text/event-stream"
 
+SMALL_BODY_BYTES: Final = 64 * 1024
+"""Reading and parsing a body of this size costs less than a new connection."""
+
 _COMMON_NAMES: Final = (
     b"accept", b"accept-encoding", b"authorization", b"connection", b"content-length",
     b"content-type", b"date", b"host", b"server", b"transfer-encoding", b"user-agent",
@@ -70,6 +73,16 @@ def check_head(method: bytes, version: str, fields: HeaderFields) -> None:
         raise malformed("Expect may only be '100-continue'")
     if fields.get(b"content-encoding", b"").lower() not in ENCODINGS:
         raise malformed("Content-Encoding may only be 'gzip', 'deflate' or 'identity'")
+
+
+def is_costly_body(fields: HeaderFields) -> bool:
+    """Return whether a body is compressed, or may have more than SMALL_BODY_BYTES."""
+    if (
+        b"transfer-encoding" in fields
+        or fields.get(b"content-encoding", b"identity") != b"identity"
+    ):
+        return True
+    return int(fields.get(b"content-length", b"0")) > SMALL_BODY_BYTES
 
 
 @lru_cache(maxsize=64)

@@ -11,12 +11,13 @@ class HttpRequest:
 
     `key` is the API key, None on a route that needs none. `request_id` is unique;
     `client_request_id` is the id in the response, and two requests may share it. Both ids are empty
-    until the dispatcher sets them. `arrived_s` is monotonic seconds.
+    until the dispatcher sets them. `arrived_s` is monotonic seconds. `held_bytes` are the bytes of
+    the body that count against the limits of unfinished bodies.
     """
 
     __slots__ = (
-        "arrived_s", "body", "client_request_id", "headers", "is_http10", "keep_alive", "key",
-        "method", "path", "query", "request_id",
+        "arrived_s", "body", "client_request_id", "headers", "held_bytes", "is_http10",
+        "keep_alive", "key", "method", "path", "query", "request_id",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -29,6 +30,7 @@ class HttpRequest:
         self.keep_alive = False
         self.is_http10 = False
         self.arrived_s = 0.0
+        self.held_bytes = 0
         self.request_id = self.client_request_id = ""
 
     def header(self, name: bytes) -> str:

@@ -1,10 +1,10 @@
 """Reads client requests: bytes in, complete and checked requests out. No transport and no tasks.
 
 A request that two parsers could read in different ways is refused (RFC 9112, 6.3). Every size has
-a limit: the head while it grows, the body before and while it arrives, and its inflated size.
+a limit: the head while it grows, and the body before and while it arrives. Compressed bodies are
+passed on as they are.
 """
 
-import zlib
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -13,11 +13,10 @@ import httptools
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.routes import KeyEntry
 from router.dataplane import http1
+from router.dataplane.body_admission import KEYLESS_BODY_BYTES_MAX
 from router.dataplane.http_messages import HttpRequest
 
 HEAD_BYTES_MAX: Final = 32 * 1024
-KEYLESS_BODY_BYTES_MAX: Final = 64 * 1024
-"""The body limit of routes that need no API key: none of them uses a body."""
 
 Authorize = Callable[[bytes, str, http1.HeaderFields], KeyEntry | None]
 """(method, path, headers) to the request's API key; raises ApiError before the body is read."""
@@ -29,6 +28,9 @@ class RequestReceiver(Protocol):
     def on_continue_expected(self) -> None:
         """Handle an authorized head with `Expect: 100-continue`: the client waits for a 100."""
 
+    def on_body_held(self, request: HttpRequest, count: int) -> None:
+        """Count `count` bytes of an unfinished body. Raises ApiError to refuse the request."""
+
     def on_request(self, request: HttpRequest) -> None:
         """Handle a complete request."""
 
@@ -37,9 +39,9 @@ class RequestReader:
     """Reads the requests of one connection, one after the other."""
 
     __slots__ = (
-        "_authorize", "_body", "_body_bytes", "_body_bytes_max", "_bytes_max", "_clock",
-        "_fields_bytes", "_ignores_head", "_length", "_parser", "_receiver", "_request",
-        "_requests_read", "_target", "_unparsed_bytes",
+        "_authorize", "_body_bytes", "_body_bytes_max", "_bytes_max", "_clock",
+        "_fields_bytes", "_first_part", "_ignores_head", "_length", "_other_parts", "_parser",
+        "_receiver", "_request", "_requests_read", "_target", "_unparsed_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -60,7 +62,9 @@ class RequestReader:
         # The request being read; `_length` is None until its head is complete.
         self._request: HttpRequest
         self._length: int | None
-        self._body: list[bytes]
+        # One buffer for all parts but the first: many small parts must not cost an object each.
+        self._first_part: bytes
+        self._other_parts: bytearray
         self._reset()
 
     @property
@@ -77,6 +81,11 @@ class RequestReader:
     def path(self) -> str:
         """The path of the request being read, as far as it has arrived; empty between requests."""
         return self._target.partition(b"?")[0].decode("latin-1")
+
+    def give_up(self) -> HttpRequest:
+        """Drop the body received so far; return the unfinished request."""
+        self._first_part, self._other_parts = b"", bytearray()
+        return self._request
 
     def feed(self, data: bytes) -> None:
         """Parse received bytes. Raises ApiError if they are not an acceptable request."""
@@ -150,11 +159,18 @@ class RequestReader:
 
     def on_body(self, body: bytes) -> None:
         """Append a part of the body."""
+        before = self._body_bytes
         self._body_bytes += len(body)
         self._unparsed_bytes = 0
         if self._body_bytes > self._body_bytes_max:
             raise self._body_too_large()
-        self._body.append(body)
+        if self._body_bytes != self._length or before:
+            # Not a body that arrived whole, which most do.
+            self._receiver.on_body_held(self._request, len(body))
+        if before:
+            self._other_parts += body
+        else:
+            self._first_part = body
 
     def on_message_complete(self) -> None:
         """Pass the complete request to the receiver."""
@@ -163,10 +179,9 @@ class RequestReader:
             # The parser only stopped at the head: `_continue_without_upgrade` reads the rest.
             return
         request = self._request
-        request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        if b"content-encoding" in request.headers:
-            encoding = request.headers[b"content-encoding"].lower()
-            request.body = self._inflate(request.body, encoding)
+        request.body = self._first_part
+        if self._other_parts:
+            request.body = b"".join([self._first_part, self._other_parts])
         request.keep_alive = parser.should_keep_alive()
         self._requests_read += 1
         self._reset()
@@ -176,7 +191,7 @@ class RequestReader:
         """Prepare for the next request of the connection."""
         self._request = HttpRequest()
         self._target = b""
-        self._body = []
+        self._first_part, self._other_parts = b"", bytearray()
         self._body_bytes = 0
         self._fields_bytes = 0
         self._unparsed_bytes = 0
@@ -211,22 +226,6 @@ class RequestReader:
         self._ignores_head = False
         if rest:
             self._parse(rest)
-
-    def _inflate(self, body: bytes, encoding: bytes) -> bytes:
-        """Return the decompressed body. The limit of an uncompressed body applies to its size."""
-        if encoding in (b"", b"identity"):
-            return body
-        bytes_max = self._body_bytes_max
-        inflater = zlib.decompressobj(wbits=31 if encoding == b"gzip" else 15)
-        try:
-            inflated = inflater.decompress(body, bytes_max + 1)
-        except zlib.error:
-            raise http1.malformed(f"the body is not valid {encoding.decode()}") from None
-        if len(inflated) > bytes_max:
-            raise self._body_too_large()
-        if not inflater.eof or inflater.unused_data:
-            raise http1.malformed(f"the {encoding.decode()} body is cut short")
-        return inflated
 
     def _body_too_large(self) -> ApiError:
         return ApiError(

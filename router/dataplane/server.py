@@ -16,11 +16,14 @@ from email.utils import formatdate
 from math import inf
 from typing import Final, cast
 
-from isochrone.service.connection_count import ConnectionCount, remote_address
+from isochrone.service.connection_count import ConnectionCount, client_network
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.routes import KeyEntry
 from router.config import RouterConfig
 from router.dataplane import http1
+from router.dataplane.body_admission import BodyAdmission
 from router.dataplane.deadlines import NEVER, Deadlines
+from router.dataplane.http1 import HeaderFields
 from router.dataplane.http_messages import HttpRequest, HttpResponse, PausableSource
 from router.dataplane.inline_task import InlineEvent, InlineTask
 from router.dataplane.request_reader import Authorize, RequestReader
@@ -60,18 +63,25 @@ class PublicServer:
     ) -> None:
         """Answer each request by `handler`. `encode_error` writes the errors found before it."""
         self.config = config
-        self.authorize = authorize
+        self._authorize = authorize
         self.handler = handler
         self.encode_error = encode_error
         self.deadlines = deadlines
         self.clock = clock
         self.is_draining = False
         self.connections: set[ClientConnection] = set()
+        self.bodies = BodyAdmission(config, clock)
         self._census = ConnectionCount(config.connections_max, config.connections_per_address_max)
         self._unix_clock = unix_clock
         self._all_closed = asyncio.Event()
         self._openings: dict[tuple[int, str], str] = {}
         self._openings_second = 0
+
+    def authorize(self, method: bytes, path: str, fields: HeaderFields) -> KeyEntry | None:
+        """Return the key of a request head. Raises ApiError if its body must not be read."""
+        key = self._authorize(method, path, fields)
+        self.bodies.check_head(key, fields)
+        return key
 
     def response_opening(self, status: int, content_type: str) -> str:
         """Return the first lines of a response, with the date; cached for one second."""
@@ -100,17 +110,17 @@ class PublicServer:
             connection.abort()
         await self._wait_until_closed(ABORT_TIMEOUT_S)
 
-    def on_opened(self, connection: "ClientConnection", address: str) -> bool:
+    def on_opened(self, connection: "ClientConnection", network: str) -> bool:
         """Count a new connection; return False if it must be refused."""
         self.connections.add(connection)
         self.deadlines.add(connection)
-        return self._census.add(address) and not self.is_draining
+        return self._census.add(network) and not self.is_draining
 
-    def on_closed(self, connection: "ClientConnection", address: str) -> None:
+    def on_closed(self, connection: "ClientConnection", network: str) -> None:
         """Forget a connection that is closed."""
         self.connections.discard(connection)
         self.deadlines.discard(connection)
-        self._census.remove(address)
+        self._census.remove(network)
         if not self.connections:
             self._all_closed.set()
 
@@ -130,8 +140,8 @@ class ClientConnection:
     """
 
     __slots__ = (
-        "_address", "_bytes_unread", "_has_begun", "_is_chunked", "_is_paused",
-        "_is_reading_paused", "_malformed", "_pending", "_reader", "_request", "_server", "_source",
+        "_bytes_unread", "_has_begun", "_is_chunked", "_is_paused", "_is_reading_paused",
+        "_malformed", "_network", "_pending", "_reader", "_request", "_server", "_source",
         "_task", "_transport", "_writable", "due_s",
     )  # fmt: skip
 
@@ -145,7 +155,7 @@ class ClientConnection:
         self._pending: deque[HttpRequest] = deque()
         self._malformed: ApiError | None = None
         self._source: PausableSource | None = None
-        self._address = ""
+        self._network = ""
         self._is_paused = False
         self._is_reading_paused = False
         self._request: HttpRequest | None = None
@@ -167,16 +177,19 @@ class ClientConnection:
         server = self._server
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
-        self._address = remote_address(transport)
-        if not server.on_opened(self, self._address):
+        self._network = client_network(transport)
+        if not server.on_opened(self, self._network):
             self._transport.abort()
             return
         self.due_s = server.clock() + server.config.head_timeout_s
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Leave the server and cancel the request that is being answered."""
-        self._server.on_closed(self, self._address)
+        self._server.on_closed(self, self._network)
         self._transport = None
+        self._server.bodies.release(self._reader.give_up(), self._network)
+        for request in self._pending:
+            self._server.bodies.release(request, self._network)
         self._pending.clear()
         if self._task is not None:
             self._task.cancel()
@@ -195,6 +208,7 @@ class ClientConnection:
             reader.feed(data)
         except ApiError as error:
             self._malformed = error
+            self._server.bodies.release(reader.give_up(), self._network)
         if self._task is not None:
             return
         if self._pending:
@@ -255,6 +269,10 @@ class ClientConnection:
         """Write `100 Continue`, unless an earlier request is still to be answered."""
         if self._task is None and not self._pending:
             self._write(http1.CONTINUE)
+
+    def on_body_held(self, request: HttpRequest, count: int) -> None:
+        """Count bytes of an unfinished body. Raises LimitExceeded."""
+        self._server.bodies.hold(request, self._network, count)
 
     def on_request(self, request: HttpRequest) -> None:
         """Queue a complete request behind those before it."""
@@ -336,6 +354,7 @@ class ClientConnection:
         try:
             while self._pending and self._transport is not None:
                 self._request = self._pending.popleft()
+                self._server.bodies.release(self._request, self._network)
                 if self._server.is_draining:
                     self._request.keep_alive = False
                 if self._is_reading_paused and len(self._pending) < PIPELINED_MAX:
@@ -362,6 +381,7 @@ class ClientConnection:
         """
         self._has_begun = False
         try:
+            await self._server.bodies.prepare(request)
             await self._server.handler(request, self)
             if self._is_paused:
                 await self.drained()
@@ -393,6 +413,7 @@ class ClientConnection:
         reset the connection, and the client would not see the answer.
         """
         self._malformed = error
+        self._server.bodies.release(self._reader.give_up(), self._network)
         if self._task is None and self._transport is not None:
             self.reply(self._server.encode_error(error, self._reader.path, ""))
             if self._transport.can_write_eof():

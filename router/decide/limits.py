@@ -214,13 +214,7 @@ class KeyLimiter:
         estimate_spend: float = 0.0,
     ) -> AdmittedRequest:
         """Admit a request, or raise LimitExceeded with the seconds after which it would be."""
-        usage = self._usages.get(key.key_id)
-        if usage is None:
-            usage = self._usages[key.key_id] = _KeyUsage()
-        if usage.limits is not key.limits:
-            usage.set_limits(key.limits, self._processes, now_s)
-        if not usage.day_starts_s <= unix_s < usage.day_ends_s:
-            usage.begin_day(unix_s)
+        usage = self._current_usage(key, now_s, unix_s)
         requests, tokens = usage.requests, usage.tokens
         requests_full_at_s = requests.full_at_after(1, now_s) if requests is not None else 0.0
         tokens_full_at_s = (
@@ -242,6 +236,29 @@ class KeyLimiter:
         usage.day_tokens += estimate_tokens
         usage.day_spend += estimate_spend
         return AdmittedRequest(usage, estimate_tokens, estimate_spend)
+
+    def check(self, key: KeyEntry, now_s: float, unix_s: float) -> None:
+        """Raise LimitExceeded if even a request without tokens would be refused; draw nothing."""
+        usage = self._current_usage(key, now_s, unix_s)
+        if (
+            (usage.requests is not None and usage.requests.full_at_after(1, now_s) < 0)
+            or (usage.tokens is not None and usage.tokens.full_at_after(0, now_s) < 0)
+            or usage.concurrent >= usage.concurrent_max
+            or key.spent_until > unix_s
+            or usage.is_quota_spent()
+        ):
+            raise _limit_exceeded(key, usage, 0, now_s, unix_s)
+
+    def _current_usage(self, key: KeyEntry, now_s: float, unix_s: float) -> _KeyUsage:
+        """Return the key's usage, with the limits and the day of now."""
+        usage = self._usages.get(key.key_id)
+        if usage is None:
+            usage = self._usages[key.key_id] = _KeyUsage()
+        if usage.limits is not key.limits:
+            usage.set_limits(key.limits, self._processes, now_s)
+        if not usage.day_starts_s <= unix_s < usage.day_ends_s:
+            usage.begin_day(unix_s)
+        return usage
 
     def keep_only(self, key_ids: Set[KeyId]) -> None:
         """Drop the state of keys that are no longer in the route table."""

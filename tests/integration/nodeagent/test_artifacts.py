@@ -244,6 +244,9 @@ async def test_paths_outside_the_folder_and_links_are_refused(tmp_path: Path) ->
         ("https://[::ffff:127.0.0.1]/m", "not a public address"),
         ("https://169.254.169.254/latest", "not a public address"),
         ("https://10.0.0.1/m", "not a public address"),
+        ("https://[64:ff9b::a00:1]/m", "not a public address"),
+        ("https://[64:ff9b:1::808:808]/m", "not a public address"),
+        ("https://[2002:a9fe:a9fe::1]/m", "not a public address"),
         ("https://localhost/m", "cannot reach|cannot fetch"),
     ],
 )

@@ -104,6 +104,22 @@ async def test_a_connection_with_an_unfinished_head_is_closed(port: int, sent: b
     assert await answer(port, sent) == b""
 
 
+async def test_a_connection_with_an_unfinished_second_head_is_closed() -> None:
+    limits = msgspec.structs.replace(LIMITS, head_timeout_s=0.2, keepalive_s=3600.0)
+    async with serve_http(an_app(), "127.0.0.1", 0, limits=limits) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        request = HEAD + b"Content-Length: 2\r\n\r\n{}"
+        async with asyncio.timeout(30):
+            # A head that is complete in time cancels the timer that its first bytes started.
+            for part in (request, request[:20], request[20:]):
+                writer.write(part)
+                if part != request[:20]:
+                    assert (await reader.readuntil(b"\r\n\r\n2")).startswith(b"HTTP/1.1 200 ")
+            writer.write(HEAD + b"X-slow: ")
+            assert await reader.read() == b""
+        writer.close()
+
+
 async def test_an_unfinished_body_gets_408(port: int) -> None:
     received = await answer(port, HEAD + b"Content-Length: 10\r\n\r\n123")
     assert received.startswith(b"HTTP/1.1 408 ")

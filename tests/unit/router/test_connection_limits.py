@@ -31,6 +31,9 @@ class CollectingReceiver:
     def on_continue_expected(self) -> None:
         """Do nothing."""
 
+    def on_body_held(self, request: HttpRequest, count: int) -> None:
+        """Do nothing."""
+
     def on_request(self, request: HttpRequest) -> None:
         self.requests.append(request)
 
