@@ -1,6 +1,7 @@
 """Compose the router: create every part, connect them, and run their tasks."""
 
 import asyncio
+import hashlib
 import logging
 import os
 import random
@@ -32,6 +33,7 @@ from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import PublicServer
 from router.dataplane.upstream import Upstream
 from router.decide.limits import KeyLimiter
+from router.decide.suspicion import SuspectTable
 from router.fleet_state import FleetState
 from router.listeners import open_listeners
 from router.loops.follow_routes import TableFollower
@@ -42,6 +44,7 @@ from router.loops.ship_reports import ReportShipper
 from router.loops.usage_spool import UsageSpool
 from router.metrics import Metrics
 from router.pipeline import RequestPipeline
+from router.poison_guard import PoisonGuard
 from router.processes import (
     WORKER_ENV,
     ParentLink,
@@ -172,6 +175,9 @@ class RouterApp:
         self.recorder = Recorder(self.identity.pop, self.metrics, self.journal)
         self.deadlines = Deadlines(time.monotonic)
         self.upstream = Upstream(self.config, self.deadlines, time.monotonic, self.node_tls)
+        # The same key in each process of the router, so that they can tell each other.
+        digest_key = hashlib.sha256(b"isochrone-suspects-1\0" + self.identity.key_pem.encode())
+        self.suspects = SuspectTable(digest_key.digest(), self.config.suspect_refusal_s)
         self.pipeline = RequestPipeline(
             config=self.config,
             fleet=self.fleet,
@@ -179,6 +185,7 @@ class RouterApp:
             upstream=self.upstream,
             recorder=self.recorder,
             metrics=self.metrics,
+            poison_guard=PoisonGuard(self.suspects, self.metrics, time.monotonic),
             clock=time.monotonic,
         )
         self.surface = OpenAiSurface(self.config, self.fleet, time.time)
