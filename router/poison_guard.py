@@ -16,6 +16,7 @@ from router.request_context import (
     ReplicaAttempt,
     RequestContext,
 )
+from router.suspicion_sharing import SharedSuspicions, SuspicionOutbox
 
 SUSPENDED: Final = "suspended"
 
@@ -27,6 +28,7 @@ class PoisonGuard:
         self, suspects: SuspectTable, metrics: Metrics, clock: Callable[[], float]
     ) -> None:
         """`clock` returns monotonic seconds."""
+        self.outbox = SuspicionOutbox()
         self._suspects = suspects
         self._metrics = metrics
         self._clock = clock
@@ -45,9 +47,9 @@ class PoisonGuard:
         context.is_suspect = True
         now_s, tenant_id = self._clock(), context.request.key.tenant_id
         replica_id = attempt.ranked.route.replica_id
-        self._suspects.record_loss(
-            EngineLoss(context.fingerprint, tenant_id, replica_id, attempt.sent_at_s, now_s)
-        )
+        loss = EngineLoss(context.fingerprint, tenant_id, replica_id, attempt.sent_at_s, now_s)
+        self._suspects.record_loss(loss)
+        self.outbox.add_loss(loss)
         self._refuse(context, now_s)
 
     def record_end(self, context: RequestContext) -> None:
@@ -55,7 +57,19 @@ class PoisonGuard:
         is_answered = context.outcome is OUTCOME_COMPLETE or context.is_declined
         if is_answered and self._suspects.has_suspects_of(context.request.key.tenant_id):
             self._identify(context)
-            self._suspects.record_answer(context.fingerprint)
+            if self._suspects.record_answer(context.fingerprint):
+                self.outbox.add_cleared(context.fingerprint)
+
+    def learn(self, shared: SharedSuspicions) -> None:
+        """Count what another process of this router has seen."""
+        for row in shared.losses:
+            self._suspects.record_loss(
+                EngineLoss(
+                    row.fingerprint, row.tenant_id, row.replica_id, row.sent_at_s, row.lost_at_s
+                )
+            )
+        for fingerprint in shared.cleared:
+            self._suspects.record_answer(fingerprint)
 
     def _identify(self, context: RequestContext) -> None:
         if not context.fingerprint:

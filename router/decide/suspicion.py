@@ -95,16 +95,17 @@ class SuspectTable:
         suspicion.last_lost_at_s = loss.lost_at_s
         suspicion.lost_at_s[loss.replica_id] = loss.lost_at_s
 
-    def record_answer(self, fingerprint: bytes) -> None:
-        """Clear a request: an engine answered it."""
+    def record_answer(self, fingerprint: bytes) -> bool:
+        """Clear a request that an engine answered; return whether it was suspected."""
         suspicion = self._suspicions.pop(fingerprint, None)
         if suspicion is None:
-            return
+            return False
         left = self._per_tenant[suspicion.tenant_id] - 1
         if left:
             self._per_tenant[suspicion.tenant_id] = left
         else:
             del self._per_tenant[suspicion.tenant_id]
+        return True
 
     def is_suspect(self, fingerprint: bytes, now_s: float) -> bool:
         """Return whether an engine was lost with this request lately."""

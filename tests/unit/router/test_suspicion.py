@@ -1,6 +1,11 @@
 """Which requests are refused because engines failed while processing them."""
 
+import msgspec
+
 from router.decide.suspicion import FINGERPRINTS_MAX, EngineLoss, SuspectTable
+from router.metrics import Metrics
+from router.poison_guard import PoisonGuard
+from router.suspicion_sharing import OUTBOX_ROWS_MAX, SharedSuspicions, SuspicionOutbox
 
 KEY = b"k" * 32
 REFUSAL_S = 600.0
@@ -75,3 +80,32 @@ def test_a_fingerprint_is_of_tenant_deployment_path_and_body_under_a_key() -> No
         SuspectTable(b"other", REFUSAL_S).fingerprint(*parts, b"body"),
     }
     assert len(others) == 5 and first not in others
+
+
+def test_processes_of_a_router_share_losses_and_clearings() -> None:
+    table, outbox = a_table(), SuspicionOutbox()
+    guard = PoisonGuard(table, Metrics(), lambda: 0.0)
+
+    def share() -> None:
+        message = outbox.take()
+        assert message is not None
+        guard.learn(msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=SharedSuspicions))
+
+    outbox.add_loss(a_loss(0.0, 1.0))
+    assert outbox.take() is None
+    outbox.is_open = True
+    # Equal requests in two processes, on one engine: one loss.
+    table.record_loss(a_loss(0.0, 1.0))
+    outbox.add_loss(a_loss(0.5, 1.1))
+    share()
+    assert table.refused_for_s(b"f", 2.0) == 0.0
+    outbox.add_loss(a_loss(1.5, 2.0, "r2"))
+    share()
+    assert table.refused_for_s(b"f", 2.0) == REFUSAL_S
+    outbox.add_cleared(b"f")
+    share()
+    assert len(table) == 0
+    for _ in range(OUTBOX_ROWS_MAX + 5):
+        outbox.add_loss(a_loss(0.0, 1.0))
+    message = outbox.take()
+    assert message is not None and len(message.losses) == OUTBOX_ROWS_MAX
