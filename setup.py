@@ -39,6 +39,7 @@ HOT = (
     "router/fleet_state.py",
     "router/inference_request.py",
     "router/pipeline.py",
+    "router/poison_guard.py",
     "router/proxy_headers.py",
     "router/record.py",
     "router/request_context.py",

@@ -22,6 +22,7 @@ from nodeagent.config import NodeConfig
 from nodeagent.decide import health
 from nodeagent.decide.admission import ReplicaAdmission
 from nodeagent.decide.backoff import retry_delay_s
+from nodeagent.decide.blame import BlameLedger
 from nodeagent.decide.health import OBSERVE_INTERVAL_S
 from nodeagent.decide.replica import ReplicaEvent, next_state
 from nodeagent.drivers.driver import UnknownOption
@@ -54,6 +55,9 @@ class ManagedReplica:
         self.fetched_bytes = 0
         self.profile = ReplicaProfile()
         self.admission = ReplicaAdmission(spec.engine.tokens_in_flight_max)
+        self.blame = BlameLedger()
+        self.trial_lock = asyncio.Lock()
+        """Held by the one suspect request that the engine tries."""
         self.bytes_out = 0
         self.engine: EngineProcess | None = None
         self.tombstone: Tombstone | None = None

@@ -1,6 +1,7 @@
 """Compose the router: create every part, connect them, and run their tasks."""
 
 import asyncio
+import hashlib
 import logging
 import os
 import random
@@ -32,6 +33,7 @@ from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import PublicServer
 from router.dataplane.upstream import Upstream
 from router.decide.limits import KeyLimiter
+from router.decide.suspicion import SuspectTable
 from router.fleet_state import FleetState
 from router.listeners import open_listeners
 from router.loops.follow_routes import TableFollower
@@ -42,9 +44,11 @@ from router.loops.ship_reports import ReportShipper
 from router.loops.usage_spool import UsageSpool
 from router.metrics import Metrics
 from router.pipeline import RequestPipeline
+from router.poison_guard import PoisonGuard
 from router.processes import (
     WORKER_ENV,
     ParentLink,
+    Shared,
     WorkerIdentity,
     WorkerPool,
     parse_worker_identity,
@@ -161,7 +165,7 @@ class RouterApp:
             count,
             self.link.send,
             table=lambda: self.fleet.directory.table,
-            learn=self.fleet.learn_prompts,
+            learn=self.learn_shared,
             end_timeout_s=self.config.drain_timeout_s + WORKER_ENDS_S,
         )
         self.fleet.prompt_outbox.is_open = worker is not None or count > 0
@@ -172,6 +176,11 @@ class RouterApp:
         self.recorder = Recorder(self.identity.pop, self.metrics, self.journal)
         self.deadlines = Deadlines(time.monotonic)
         self.upstream = Upstream(self.config, self.deadlines, time.monotonic, self.node_tls)
+        # The same key in each process of the router, so that they can tell each other.
+        digest_key = hashlib.sha256(b"isochrone-suspects-1\0" + self.identity.key_pem.encode())
+        suspects = SuspectTable(digest_key.digest(), self.config.suspect_refusal_s)
+        self.poison_guard = PoisonGuard(suspects, self.metrics, time.monotonic)
+        self.poison_guard.outbox.is_open = self.fleet.prompt_outbox.is_open
         self.pipeline = RequestPipeline(
             config=self.config,
             fleet=self.fleet,
@@ -179,6 +188,7 @@ class RouterApp:
             upstream=self.upstream,
             recorder=self.recorder,
             metrics=self.metrics,
+            poison_guard=self.poison_guard,
             clock=time.monotonic,
         )
         self.surface = OpenAiSurface(self.config, self.fleet, time.time)
@@ -207,7 +217,9 @@ class RouterApp:
             unix_clock=time.time,
             resend_s=self.config.usage_resend_s,
         )
-        self.sharer = PromptSharer(self.fleet.prompt_outbox, self.parent, self.workers)
+        self.sharer = PromptSharer(
+            self.fleet.prompt_outbox, self.poison_guard.outbox, self.parent, self.workers
+        )
         self.gauges = GaugeSetter(
             fleet=self.fleet,
             follower=self.follower,
@@ -271,10 +283,17 @@ class RouterApp:
         """Pass a message of the main process to the part that handles it."""
         if isinstance(message, RouteTable):
             self.follower.accept(message)
-        elif isinstance(message, SharedPrompts):
-            self.fleet.learn_prompts(message.rows)
+        elif isinstance(message, Shared):
+            self.learn_shared(message)
         else:
             await self.shipper.on_ack(message)
+
+    def learn_shared(self, message: Shared) -> None:
+        """Take what another process of this router shares."""
+        if isinstance(message, SharedPrompts):
+            self.fleet.learn_prompts(message.rows)
+        else:
+            self.poison_guard.learn(message)
 
     def on_table_change(self) -> None:
         """Write the new table to disk and send it to the workers soon."""

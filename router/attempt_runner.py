@@ -87,7 +87,8 @@ class AttemptRunner:
         if not request.is_stream:
             timeout_s += context.expected.output * self._config.token_timeout_s
         is_resumption = stream.generated.tokens > 0
-        peers = [] if is_resumption else handoff_peers(routes, target)
+        # A suspect must lose one engine at most, so it is not handed on.
+        peers = [] if is_resumption or context.is_suspect else handoff_peers(routes, target)
         header_lines = node_headers(
             context, target, peers, router=self._fleet.name, timeout_s=timeout_s
         )

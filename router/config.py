@@ -59,6 +59,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attempts_max: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
     # The retry budget: retries per request.
     retry_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
+    # A request with which two engines failed is refused for so long, unless it is changed.
+    suspect_refusal_s: Seconds = 600.0
     output_tokens_assumed: Count = 256  # for a request without max_tokens
 
     # The queue of requests for which no replica has capacity.

@@ -86,7 +86,8 @@ class Metrics(Collector):
         )
         self.refusals = self._counter(
             "refusals",
-            "Requests refused by this router, by cause: a limit of the key, or lack of capacity.",
+            "Requests refused by this router, by cause: a limit of the key, lack of capacity,"
+            " no_replica, or suspended: engines failed while they processed it.",
             "cause",
         )
         self.waiting = gauge("waiting_requests", "Requests waiting for capacity.")

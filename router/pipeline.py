@@ -32,6 +32,7 @@ from router.decide.retry_budget import RetryBudget
 from router.fleet_state import FleetState
 from router.inference_request import InferenceRequest
 from router.metrics import Metrics
+from router.poison_guard import PoisonGuard
 from router.proxy_headers import STREAM_HEADERS, client_headers
 from router.record import Recorder
 from router.request_context import (
@@ -64,6 +65,7 @@ class RequestPipeline:
         upstream: Upstream,
         recorder: Recorder,
         metrics: Metrics,
+        poison_guard: PoisonGuard,
         clock: Callable[[], float],
     ) -> None:
         """Use the parts that the whole router shares. `clock` returns monotonic seconds."""
@@ -73,6 +75,7 @@ class RequestPipeline:
         self._upstream = upstream
         self._recorder = recorder
         self._metrics = metrics
+        self._poison_guard = poison_guard
         self._clock = clock
         self._attempts = AttemptRunner(
             config=config,
@@ -94,6 +97,7 @@ class RequestPipeline:
         admitted = self._admit(context, now_s)
         rate_limit_lines = admitted.header_lines(now_s)
         try:
+            self._poison_guard.check(context)
             exchange = await self._send_until_answered(context)
             if exchange.is_stream:
                 await self._stream(context, writer, rate_limit_lines)
@@ -110,6 +114,7 @@ class RequestPipeline:
             context.release()
             if context.queue_entry is not None:
                 self.queue.leave(context.queue_entry)
+            self._poison_guard.record_end(context)
             usage = context.usage()
             now_s = self._clock()
             total_tokens = usage.prompt_tokens + usage.output_tokens
@@ -175,6 +180,8 @@ class RequestPipeline:
                 self._metrics.retries.labels(error.cause.value).inc()
                 if is_refusal:
                     continue
+                if error.cause is FailureCause.ENGINE_LOST:
+                    self._poison_guard.record_loss(context, attempt)
                 failures, failed_at_s = failures + 1, self._clock()
                 is_paid = error.cause is FailureCause.GONE
                 if failures >= self._config.attempts_max or not (is_paid or self._may_retry()):
@@ -309,11 +316,14 @@ class RequestPipeline:
                     attempt.exchange = None
                     return
                 raise AttemptFailed(
-                    FailureCause.ERROR, relay.error_message or "the engine reported an error"
+                    FailureCause.ENGINE_LOST if relay.is_engine_lost else FailureCause.ERROR,
+                    relay.error_message or "the engine reported an error",
                 )
             except AttemptFailed as failure:
                 writer.set_source(None)
                 self._attempts.record_failure(context, attempt)
+                if failure.cause is FailureCause.ENGINE_LOST:
+                    self._poison_guard.record_loss(context, attempt)
                 if not self._prepare_resumption(context, writer):
                     raise failure
             if relay.is_done:

@@ -2,7 +2,8 @@
 
 The main process holds the connection to the scheduler. Over a socket pair it sends each route table
 to the workers, and receives their demand and usage, which it forwards unchanged. Each process tells
-the others once a second which prompts were read where (prompt_sharing.py). Nothing else is shared:
+the others once a second which prompts were read where (prompt_sharing.py), and which requests are
+suspected of making engines fail (suspicion_sharing.py). Nothing else is shared:
 each worker has its own limits, fleet state, connections and usage journal. The kernel spreads
 connections over the processes (SO_REUSEPORT). A worker that ends or hangs is replaced.
 """
@@ -12,7 +13,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -22,7 +23,8 @@ from isochrone.wire import codec
 from isochrone.wire.routes import RouteTable
 from isochrone.wire.usage import Demand, Usage, UsageAck
 from router.config import RouterConfig
-from router.prompt_sharing import SharedPrompt, SharedPrompts
+from router.prompt_sharing import SharedPrompts
+from router.suspicion_sharing import SharedSuspicions
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +40,11 @@ SILENCE_S: Final = 15.0
 """A worker that sends nothing for twice this long is replaced. It hangs, but keeps its share of the
 port's connections, and systemd watches only the main process."""
 
-_FROM_WORKER: Final = codec.decoder(Demand | Usage | SharedPrompts)
-_FROM_MAIN: Final = codec.decoder(RouteTable | UsageAck | SharedPrompts)
+Shared = SharedPrompts | SharedSuspicions
+"""What any process tells all others."""
+
+_FROM_WORKER: Final = codec.decoder(Demand | Usage | Shared)
+_FROM_MAIN: Final = codec.decoder(RouteTable | UsageAck | Shared)
 
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
@@ -121,12 +126,12 @@ class WorkerPool:
         count: int,
         send: Send,
         table: Callable[[], RouteTable | None],
-        learn: Callable[[Iterable[SharedPrompt]], None],
+        learn: Callable[[Shared], None],
         end_timeout_s: float,
     ) -> None:
         """Keep `count` workers that serve `table()`, and forward their reports with `send`.
 
-        Prompts that a worker shares go to `learn` and to the other workers. A worker has
+        What a worker shares goes to `learn` and to the other workers. A worker has
         `end_timeout_s` to finish its requests when it is stopped.
         """
         self._learn = learn
@@ -152,9 +157,7 @@ class WorkerPool:
                 count += 1
         return count
 
-    def broadcast(
-        self, message: UsageAck | SharedPrompts, sender: WorkerPipe | None = None
-    ) -> None:
+    def broadcast(self, message: UsageAck | Shared, sender: WorkerPipe | None = None) -> None:
         """Send `message` to every worker except its sender. Workers that are behind miss it."""
         for pipe in self._sent_tables:
             if pipe is not sender:
@@ -199,11 +202,11 @@ class WorkerPool:
         try:
             await self.send_table()
             while (message := await _next_message(pipe)) is not None:
-                if not isinstance(message, SharedPrompts):
+                if not isinstance(message, Shared):
                     # Reports that are not forwarded are not acknowledged: the worker resends them.
                     await self._send(message)
-                elif message.rows:
-                    self._learn(message.rows)
+                elif not isinstance(message, SharedPrompts) or message.rows:
+                    self._learn(message)
                     self.broadcast(message, sender=pipe)
         finally:
             del self._sent_tables[pipe]
@@ -274,6 +277,6 @@ class ParentLink:
 
     async def send(self, message: msgspec.Struct) -> bool:
         """Send what the main process forwards. It measures round trips itself."""
-        if isinstance(message, Demand | Usage | SharedPrompts):
+        if isinstance(message, Demand | Usage | Shared):
             return self._pipe.write(message)
         return False

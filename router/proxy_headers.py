@@ -50,6 +50,8 @@ def node_headers(
     )
     if target.queue_tokens_max and context.excluded.may_refuse_for_queue:
         lines += f"{headers.QUEUE_TOKENS_MAX}: {target.queue_tokens_max}\r\n"
+    if context.is_suspect:
+        lines += f"{headers.SUSPECT}: 1\r\n"
     if generated:
         lines += f"{headers.GENERATED_TOKENS}: {generated}\r\n"
     elif peers:

@@ -162,12 +162,14 @@ class RequestContext:
     `attempt` is the current attempt; after a refusal or failure it is the last one that answered,
     if any. `is_declined` means that the replica rejected the client's input (a 4xx), which is no
     fault of the replica. `engine_usage` is the engine's own count. `expected` are the tokens of the
-    next attempt.
+    next attempt. `fingerprint` identifies equal requests; it is empty unless some request of the
+    tenant is a suspect. `is_suspect` means that an engine failed while it processed this one.
     """
 
     __slots__ = (
-        "attempt", "engine_usage", "excluded", "expected", "found_no_replica", "is_declined",
-        "outcome", "prompt_tokens_estimate", "queue_entry", "request", "stream", "times",
+        "attempt", "engine_usage", "excluded", "expected", "fingerprint", "found_no_replica",
+        "is_declined", "is_suspect", "outcome", "prompt_tokens_estimate", "queue_entry", "request",
+        "stream", "times",
     )  # fmt: skip
 
     def __init__(self, request: InferenceRequest, prompt_tokens_estimate: int) -> None:
@@ -177,6 +179,8 @@ class RequestContext:
         self.outcome = OUTCOME_FAILED
         self.is_declined = False
         self.found_no_replica = False
+        self.fingerprint = b""
+        self.is_suspect = False
         self.queue_entry: QueueEntry | None = None
         self.attempt: ReplicaAttempt | None = None
         self.excluded = ExcludedReplicas()

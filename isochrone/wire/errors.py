@@ -26,6 +26,7 @@ class ErrorCode(StrEnum):
     CONFLICT = "conflict"
     PRECONDITION_FAILED = "precondition_failed"
     TOO_LARGE = "request_too_large"
+    REQUEST_SUSPENDED = "request_suspended"
     RATE_LIMITED = "rate_limit_exceeded"
     QUOTA_EXCEEDED = "insufficient_quota"
     OUT_OF_CAPACITY = "out_of_capacity"
@@ -53,6 +54,8 @@ MEANINGS: Final[dict[ErrorCode, Meaning]] = {
     ErrorCode.CONFLICT: Meaning(409, 10409),
     ErrorCode.PRECONDITION_FAILED: Meaning(412, 10412),
     ErrorCode.TOO_LARGE: Meaning(413, 3006),
+    # Not 503 or 429: SDKs and proxies send those again at once, to another engine.
+    ErrorCode.REQUEST_SUSPENDED: Meaning(422, 10422),
     ErrorCode.RATE_LIMITED: Meaning(429, 10429),
     ErrorCode.QUOTA_EXCEEDED: Meaning(429, 3036),
     ErrorCode.OUT_OF_CAPACITY: Meaning(429, 3040),
@@ -60,6 +63,10 @@ MEANINGS: Final[dict[ErrorCode, Meaning]] = {
     ErrorCode.UPSTREAM: Meaning(502, 10502),
     ErrorCode.UNAVAILABLE: Meaning(503, 10503),
 }
+
+
+NOT_THE_CLIENTS: Final = (ErrorCode.OUT_OF_CAPACITY, ErrorCode.REQUEST_SUSPENDED)
+"""Codes with a 4xx status that do not say that the client did something wrong."""
 
 
 class ApiError(Exception):
@@ -97,7 +104,7 @@ def openai_error(error: ApiError) -> dict[str, Any]:
         kind = "rate_limit_error"
     elif error.code is ErrorCode.QUOTA_EXCEEDED:
         kind = "insufficient_quota"
-    elif error.meaning.status >= 500 or error.code is ErrorCode.OUT_OF_CAPACITY:
+    elif error.meaning.status >= 500 or error.code in NOT_THE_CLIENTS:
         kind = "server_error"
     return {
         "error": {

@@ -41,6 +41,9 @@ PEER_REPLICAS: Final = "x-isochrone-siblings"
 PEER_REPLICAS_MAX: Final = 4
 
 PRIORITY: Final = "x-isochrone-priority"
+SUSPECT: Final = "x-isochrone-suspect"
+"""An engine failed while it processed this request: try it while no other such request is tried."""
+
 GENERATED_TOKENS: Final = "x-isochrone-said"
 """How many tokens of this answer the client already has: the request resumes the answer."""
 
@@ -64,6 +67,12 @@ HANDOFF_REPLICA: Final = "x-isochrone-passed"
 
 REFUSED: Final = "x-isochrone-refused"
 """The word for why a node refuses a request."""
+
+ENGINE_LOST: Final = "x-isochrone-engine-lost"
+"""The engine failed while it processed this request, which may be the cause."""
+
+ENGINE_LOST_CODE: Final = "engine_lost"
+"""The same as the code of an error event, in a stream that had begun."""
 
 CANNOT_RESUME: Final = "cannot_resume"
 """Refusal: the replica's engine cannot resume an answer."""

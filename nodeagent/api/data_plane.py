@@ -5,6 +5,7 @@ Bytes between router and engine are not changed. Every answer carries the replic
 
 import logging
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import Final, NamedTuple
 
@@ -18,6 +19,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.report import ReplicaState
 from nodeagent import metrics
+from nodeagent.api.engine_trials import EngineRequest, engine_request
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
 from nodeagent.decide.admission import TokenReservation
@@ -55,7 +57,12 @@ TO_PEER: Final = (*TO_ENGINE, headers.TOKENS, headers.ROUTER)
 among them, so a request is handed off at most once."""
 
 FROM_ENGINE: Final = ("content-type", "retry-after", "cache-control")
-FROM_PEER: Final = (*FROM_ENGINE, headers.LOAD)
+FROM_PEER: Final = (*FROM_ENGINE, headers.LOAD, headers.ENGINE_LOST)
+EVENT_STREAM: Final = "text/event-stream"
+ENGINE_LOST_EVENT: Final = b"data: " + msgspec.json.encode(
+    {"error": {"code": headers.ENGINE_LOST_CODE, "message": "the engine failed"}}
+) + b"\n\n"  # fmt: skip
+"""Ends a stream, between two frames, whose request may have made the engine fail."""
 
 
 class RequestRefused(Exception):
@@ -128,7 +135,11 @@ class DataPlaneServer:
             raise RequestRefused("loading", 503)
         reservation = _admit(request, replica, body, estimate)
         try:
-            return await self._relay_to_engine(request, replica, body, reservation)
+            is_suspect = headers.SUSPECT in request.headers
+            async with engine_request(replica, is_suspect=is_suspect) as running:
+                if not replica.is_serving:  # a suspect may have waited
+                    raise RequestRefused("loading", 503)
+                return await self._relay_to_engine(request, replica, body, reservation, running)
         finally:
             reservation.release(monotonic())
 
@@ -210,6 +221,7 @@ class DataPlaneServer:
         replica: ManagedReplica,
         body: bytes,
         reservation: TokenReservation,
+        running: EngineRequest,
     ) -> web.StreamResponse:
         """Relay the request to the replica's engine, and its answer back."""
         engine = replica.engine
@@ -218,12 +230,14 @@ class DataPlaneServer:
         body = engine.salted(request.path, body, sent.get(headers.CACHE_SALT, ""))
         try:
             async with engine.http.post(request.path, data=body, headers=sent) as answer:
-                return await self._relay_answer(request, replica, answer, reservation)
+                return await self._relay_answer(request, replica, answer, reservation, running)
         except (aiohttp.ClientError, OSError) as error:
             # Nothing was sent to the router yet, so that it may use another replica.
             metrics.REQUESTS.labels("engine_failed").inc()
             raise ApiError(
-                ErrorCode.UPSTREAM, f"cannot answer: the engine failed ({type(error).__name__})"
+                ErrorCode.UPSTREAM,
+                f"cannot answer: the engine failed ({type(error).__name__})",
+                headers=_loss_headers(running, error),
             ) from error
 
     async def _relay_answer(
@@ -232,6 +246,7 @@ class DataPlaneServer:
         replica: ManagedReplica,
         answer: aiohttp.ClientResponse,
         reservation: TokenReservation,
+        running: EngineRequest,
     ) -> web.StreamResponse:
         """Relay the engine's answer, with the replica's load as of the first token."""
         response = _response_head(answer, FROM_ENGINE)
@@ -244,9 +259,11 @@ class DataPlaneServer:
         chunks = answer.content.iter_any()
         first_chunk = await anext(chunks, b"")
         reservation.first_token(monotonic())
+        running.record_token()
         response.headers[headers.LOAD] = _load_header(request, replica)
         await response.prepare(request)
-        await _relay_body(request, response, _count_bytes(first_chunk, chunks, replica), "answered")
+        counted = _count_bytes(first_chunk, chunks, replica)
+        await _relay_body(request, response, counted, "answered", running)
         return response
 
     async def _ping(self, request: web.Request) -> web.Response:
@@ -336,8 +353,14 @@ async def _relay_body(
     response: web.StreamResponse,
     chunks: AsyncIterator[bytes],
     outcome: str,
+    running: EngineRequest | None = None,
 ) -> None:
-    """Relay an answer's body and count its outcome; abort the connection if the source breaks."""
+    """Relay an answer's body and count its outcome; abort the connection if the source breaks.
+
+    If the source is an engine and `running` is blamed for its failure, end a stream with
+    ENGINE_LOST_EVENT instead.
+    """
+    chunk = b""
     try:
         async for chunk in chunks:
             await response.write(chunk)
@@ -347,11 +370,23 @@ async def _relay_body(
     except aiohttp.ClientError:
         # The router must see an abort, not a regular end: the answer is incomplete.
         metrics.REQUESTS.labels("engine_failed").inc()
+        is_blamed = running is not None and running.is_blamed()
+        if is_blamed and response.content_type == EVENT_STREAM and chunk.endswith(b"\n\n"):
+            with suppress(ConnectionError, aiohttp.ClientConnectionResetError):
+                await response.write(ENGINE_LOST_EVENT)
+                await response.write_eof()
+            return
         if request.transport is not None:
             request.transport.abort()
         return
     await response.write_eof()
     metrics.REQUESTS.labels(outcome).inc()
+
+
+def _loss_headers(running: EngineRequest, error: Exception) -> dict[str, str]:
+    """Return the headers of the answer to a request whose engine failed before its first byte."""
+    was_sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+    return {headers.ENGINE_LOST: "1"} if was_sent and running.is_blamed() else {}
 
 
 def _prefill_estimate(request: web.Request) -> PrefillEstimate:

@@ -91,7 +91,9 @@ class PeerReplicaClient:
                 f"cannot reach node {peer.node_id}: {type(error).__name__}"
             ) from error
         async with answer:
-            if answer.status >= 500 or headers.REFUSED in answer.headers:
+            # A request that may have made the peer's engine fail must not be tried here too.
+            is_lost = answer.status >= 500 and headers.ENGINE_LOST not in answer.headers
+            if is_lost or headers.REFUSED in answer.headers:
                 # The load that led to this handoff is out of date.
                 self._loads.pop(peer.node_id, None)
                 raise PeerReplicaLost(

@@ -267,7 +267,8 @@ class NodeExchange:
             return
         # Hold everything back until there is a token in it.
         if relay.has_failed:
-            raise AttemptFailed(FailureCause.ERROR, f"{self._node_id} reported an error")
+            cause = FailureCause.ENGINE_LOST if relay.is_engine_lost else FailureCause.ERROR
+            raise AttemptFailed(cause, f"{self._node_id} reported an error")
         self._hold(visible)
         if relay.has_begun or relay.is_over or self._held_bytes > HELD_BYTES_MAX:
             self.is_answered = True

@@ -1,5 +1,7 @@
 """Checks a node's response: may it go to the client, or should another replica be tried?"""
 
+from typing import Final
+
 import msgspec
 
 from isochrone.wire import headers
@@ -13,6 +15,8 @@ from router.dataplane.usage import (
 )
 from router.decide.attempt import FailureCause
 
+_ENGINE_LOST: Final = headers.ENGINE_LOST.encode()
+
 
 def check_status(node_id: str, head: ResponseHead) -> None:
     """Raise AttemptFailed if another replica might do better.
@@ -25,6 +29,8 @@ def check_status(node_id: str, head: ResponseHead) -> None:
         raise AttemptFailed(
             FailureCause.REFUSED, f"{node_id} refused: {head.refusal}", head.refusal
         )
+    if head.status >= 500 and _ENGINE_LOST in head.fields:
+        raise AttemptFailed(FailureCause.ENGINE_LOST, f"{node_id} lost its engine")
     if head.status >= 500:
         raise AttemptFailed(FailureCause.ERROR, f"{node_id} answered {head.status}")
     if head.status < 200 or 200 < head.status < 400:

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from isochrone.wire import headers
 from router.dataplane.chunk import ChunkChoice, ChunkDelta, decode_chunk
 from router.dataplane.usage import UsageCount, add_cached_tokens, set_usage, usage_of
 
@@ -44,13 +45,14 @@ class StreamRelay:
 
     It outlives a node that fails: after `resume` it takes the frames of the next node.
     `has_begun` means that a token has come from the current node. `has_failed` means that the node
-    sent an error event, whose message is `error_message`.
+    sent an error event, whose message is `error_message`. `is_engine_lost` means that its engine
+    failed, perhaps because of this request.
     """
 
     __slots__ = (
         "_finish_reason", "_is_plain", "_partial", "_skips_role", "_text", "_tokens",
         "_tokens_before", "_unread", "_unread_bytes", "_wants_usage", "error_message", "has_begun",
-        "has_failed", "is_done", "usage",
+        "has_failed", "is_done", "is_engine_lost", "usage",
     )  # fmt: skip
 
     def __init__(self, *, wants_usage: bool) -> None:
@@ -59,6 +61,7 @@ class StreamRelay:
         self.has_failed = False
         self.is_done = False
         self.error_message = ""
+        self.is_engine_lost = False
         self.usage: UsageCount | None = None
         self._wants_usage = wants_usage
         self._partial = b""
@@ -128,7 +131,7 @@ class StreamRelay:
         self._tokens_before = self.generated().tokens
         self._skips_role = True
         self.has_begun = False
-        self.has_failed = False
+        self.has_failed = self.is_engine_lost = False
         self.usage = None
 
     def _relay_frame(self, frame: bytes) -> bytes:
@@ -139,6 +142,7 @@ class StreamRelay:
         elif kind.is_error:
             self.has_failed = True
             self.error_message = _error_message(kind.body)
+            self.is_engine_lost = _is_engine_lost(kind.body)
             # Another node may continue the stream, so the pipeline decides what the client gets.
             return b""
         elif kind.usage is not None:
@@ -296,6 +300,11 @@ def _error_message(body: dict[str, Any] | None) -> str:
     error = (body or {}).get("error")
     message = error.get("message") if isinstance(error, dict) else error
     return str(message)[:400]
+
+
+def _is_engine_lost(body: dict[str, Any] | None) -> bool:
+    error = (body or {}).get("error")
+    return isinstance(error, dict) and error.get("code") == headers.ENGINE_LOST_CODE
 
 
 def _has_content(data: bytes) -> bool:

@@ -58,6 +58,8 @@ class FailureCause(StrEnum):
     GONE = "gone"
     """The node answers no ping. Its retry was taken from the budget when the node was given up."""
     ERROR = "error"
+    ENGINE_LOST = "engine_lost"
+    """The engine failed while it processed this request, which may be the cause."""
 
 
 TRANSITIONS: Final[dict[tuple[AttemptState, AttemptEvent], AttemptState]] = {

@@ -25,7 +25,7 @@ from isochrone.wire.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.ids import Generation, NodeId, ReplicaId
 from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.report import ReplicaState
-from nodeagent.api.data_plane import DataPlaneServer
+from nodeagent.api.data_plane import ENGINE_LOST_EVENT, DataPlaneServer
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import LOAD_MAX_AGE_S, PeerReplicaClient
 from nodeagent.config import NodeConfig
@@ -241,8 +241,7 @@ async def test_a_handoff_ends_with_its_caller_and_fails_with_its_engine(
         async with node.ask(tokens=3000, peers=peers) as response:
             await response.content.readany()
             os.kill(engine.pid, signal.SIGKILL)
-            with pytest.raises((aiohttp.ClientError, ConnectionError)):
-                await response.read()
+            assert (await response.read()).endswith(ENGINE_LOST_EVENT)
         # The peer's engine is gone: the addressed replica serves the request.
         async with node.ask(peers=peers) as response:
             assert (response.status, headers.HANDOFF_REPLICA in response.headers) == (200, False)
@@ -339,23 +338,69 @@ async def test_a_disconnected_caller_frees_the_engine_and_its_tokens(node: Node)
     await until("the engine stopped", engine_is_idle, 5.0)
 
 
-async def test_an_engine_that_dies_during_an_answer_resets_the_connection(node: Node) -> None:
-    """The router must not take an incomplete answer for a complete one."""
-    await node.warm(node.spec())
+async def kill_engine(node: Node) -> None:
     engine = node.supervisor.replicas[ReplicaId("r1")].engine
     assert engine is not None
+    os.kill(engine.pid, signal.SIGKILL)
+
+
+async def is_restarted(node: Node) -> bool:
+    replica = node.supervisor.replicas[ReplicaId("r1")]
+    return replica.state is ReplicaState.WARM and len(replica.failure_times) == 1
+
+
+async def test_an_engine_that_dies_during_a_stream_ends_it_with_an_error_event(node: Node) -> None:
+    """The router must not take an incomplete answer for a complete one, and learns the cause."""
+    await node.warm(node.spec())
     async with node.ask(tokens=3000) as response:
         await response.content.readany()
-        os.kill(engine.pid, signal.SIGKILL)
+        await kill_engine(node)
+        assert (await response.read()).endswith(ENGINE_LOST_EVENT)
+    await until("tokens are released", node.idle, 5.0)
+    await until("started again", lambda: is_restarted(node), 15.0)
+
+
+async def test_an_engine_that_the_agent_ends_blames_no_request(node: Node) -> None:
+    """What is left of a stream when the drain timeout ends is cut, like any broken stream."""
+    await node.warm(node.spec())
+    async with node.ask(tokens=3000) as response:
+        await response.content.readany()
+        node.supervisor.replicas[ReplicaId("r1")].end_ordered.set()
+        await kill_engine(node)
         with pytest.raises((aiohttp.ClientError, ConnectionError)):
             await response.read()
+
+
+async def test_a_failure_during_a_trial_blames_the_suspect_and_not_what_runs_or_waits(
+    node: Node,
+) -> None:
+    await node.warm(node.spec())
+    suspect = {headers.SUSPECT: "1"}
+    poison = {"ttft_ms": 1000.0, "crash_at_token": 0.0}
+    replica = node.supervisor.replicas[ReplicaId("r1")]
+
+    async def send(**extra: Any) -> tuple[int, bool]:
+        async with node.ask(sent=suspect, **extra) as response:
+            return response.status, headers.ENGINE_LOST in response.headers
+
+    async with node.ask(tokens=3000) as streaming:
+        await streaming.content.readany()
+        on_trial = asyncio.create_task(send(mock=poison))
+
+        async def is_on_trial() -> bool:
+            return replica.trial_lock.locked()
+
+        await until("the poison is on trial", is_on_trial)
+        waiting = asyncio.create_task(send())
+        with pytest.raises((aiohttp.ClientError, ConnectionError)):
+            await streaming.read()
+    assert await on_trial == (502, True)
+    status, is_blamed = await waiting
+    assert status in (502, 503) and not is_blamed
     await until("tokens are released", node.idle, 5.0)
-
-    async def is_warm_again() -> bool:
-        replica = node.supervisor.replicas[ReplicaId("r1")]
-        return replica.state is ReplicaState.WARM and len(replica.failure_times) == 1
-
-    await until("started again", is_warm_again, 15.0)
+    await until("started again", lambda: is_restarted(node), 15.0)
+    assert await send() == (200, False)
+    assert not replica.trial_lock.locked()
 
 
 async def test_an_error_of_the_engine_is_relayed_unchanged(node: Node) -> None:

@@ -16,9 +16,11 @@ from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import PublicServer
 from router.dataplane.upstream import Upstream
 from router.decide.limits import KeyLimiter
+from router.decide.suspicion import SuspectTable
 from router.fleet_state import FleetState
 from router.metrics import Metrics
 from router.pipeline import RequestPipeline
+from router.poison_guard import PoisonGuard
 from router.record import Recorder
 from router.usage_journal import UsageJournal
 
@@ -187,6 +189,7 @@ class RequestPath:
             upstream=self.upstream,
             recorder=self.recorder,
             metrics=metrics,
+            poison_guard=PoisonGuard(SuspectTable(b"key", 600.0), metrics, clock),
             clock=clock,
         )
         surface = OpenAiSurface(config, self.fleet, clock)

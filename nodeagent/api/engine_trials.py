@@ -1,0 +1,83 @@
+"""Tells the blame ledger of a replica what its engine is processing, and holds the trials.
+
+Suspects wait for one another before they reach the engine, so that a failure shows which is guilty.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from isochrone.wire.report import ReplicaState
+from nodeagent.supervisor import ManagedReplica
+
+TRIAL_S_MAX: Final = 5.0
+"""A trial ends after this time also without a token: an answer that is not streamed has none before
+its end, and what makes an engine fail mostly does so when the prompt is read."""
+
+TRIAL_WAIT_S_MAX: Final = 30.0
+"""A suspect that waited for other trials this long goes to the engine without a trial. Half of the
+time within which a router by default expects the first byte."""
+
+
+class EngineRequest:
+    """One request on its way through a replica's engine."""
+
+    def __init__(self, replica: ManagedReplica, *, is_on_trial: bool) -> None:
+        """With `is_on_trial` the caller holds the replica's trial lock, which is released here."""
+        self._replica = replica
+        self._entry = replica.blame.begin(is_on_trial=is_on_trial)
+        self._holds_lock = is_on_trial
+        self._timer: asyncio.TimerHandle | None = None
+        if is_on_trial:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(TRIAL_S_MAX, self.record_token)
+
+    def record_token(self) -> None:
+        """Note the first token, or that the trial took too long."""
+        self._replica.blame.record_token(self._entry)
+        self._release()
+
+    def is_blamed(self) -> bool:
+        """Return whether this request may have made the engine fail, which has just failed.
+
+        It is not to blame for an engine that the agent ends.
+        """
+        is_ending = self._replica.end_ordered.is_set()
+        if is_ending or self._replica.state is ReplicaState.DRAINING:
+            return False
+        return self._replica.blame.is_blamed(self._entry)
+
+    def end(self) -> None:
+        """Note that the request is over."""
+        self._replica.blame.end(self._entry)
+        self._release()
+
+    def _release(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._holds_lock:
+            self._holds_lock = False
+            self._replica.trial_lock.release()
+
+
+@asynccontextmanager
+async def engine_request(
+    replica: ManagedReplica, *, is_suspect: bool
+) -> AsyncIterator[EngineRequest]:
+    """Note a request that goes to the replica's engine; a suspect first waits for its trial."""
+    is_on_trial = is_suspect and await _wait_for_trial(replica.trial_lock)
+    request = EngineRequest(replica, is_on_trial=is_on_trial)
+    try:
+        yield request
+    finally:
+        request.end()
+
+
+async def _wait_for_trial(lock: asyncio.Lock) -> bool:
+    """Take the trial lock; return False if that takes too long."""
+    try:
+        async with asyncio.timeout(TRIAL_WAIT_S_MAX):
+            return await lock.acquire()
+    except TimeoutError:
+        return False

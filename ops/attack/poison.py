@@ -1,0 +1,100 @@
+"""Poison requests: one tenant's request makes each engine fail that processes it.
+
+`python -m ops.attack.poison` starts a fleet with two mock engines. One tenant streams answers
+without pause; another sends the same poison request every few seconds, which kills the engine at
+its first token. A third tenant's request kills in the middle of its stream. Prints how many engines
+were lost and how many of the other tenant's answers failed. Takes about a minute.
+"""
+
+import asyncio
+from collections import Counter
+from typing import Any, Final
+
+import aiohttp
+
+from tests.system.harness import Fleet, a_fleet, until
+from tests.system.load import Load, one_stream, under_load
+
+POISONS: Final = 10
+POISON_INTERVAL_S: Final = 4.0
+ENGINES: Final = 2
+STREAMS: Final = 4
+SUSPENDED_MESSAGE: Final = "engines failed while they processed"
+WATCH_INTERVAL_S: Final = 0.02
+ATTACK_S_MAX: Final = 180.0
+
+
+class LostEngines:
+    """Counts the engine processes of a fleet that ended."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._seen: set[int] = set()
+
+    async def watch(self) -> None:
+        """Note each engine that runs, until cancelled."""
+        while True:
+            self._seen.update(self._fleet.engine_pids().values())
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    @property
+    def count(self) -> int:
+        """How many engines were replaced."""
+        return max(0, len(self._seen - {0}) - ENGINES)
+
+
+async def poison(fleet: Fleet, key: str, times: int, tokens: int, at_token: int) -> Counter[str]:
+    """Send one and the same poison request several times; return how the answers ended."""
+    ends: Counter[str] = Counter()
+    fault: dict[str, Any] = {"mock": {"crash_at_token": at_token}}
+    timeout = aiohttp.ClientTimeout(total=60.0)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        for _ in range(times):
+            ended = await one_stream(fleet, http, "ams", tokens, key=key, **fault)
+            code = "suspended" if SUSPENDED_MESSAGE in ended.detail else ended.how
+            ends[code] += 1
+            await asyncio.sleep(POISON_INTERVAL_S)
+    return ends
+
+
+async def attack(fleet: Fleet) -> tuple[str, LostEngines, Load]:
+    """Poison the fleet at the first token, then in the middle of a stream."""
+    lost = LostEngines(fleet)
+    keys = [
+        (await fleet.ask("POST", "/v1/keys", {"tenant_id": name}))["key"]
+        for name in ("first-token", "mid-stream")
+    ]
+    await fleet.routers_know()
+    watching = asyncio.create_task(lost.watch())
+    try:
+        async with (
+            asyncio.timeout(ATTACK_S_MAX),
+            under_load(fleet, ["ams"], streams=STREAMS) as load,
+        ):
+            await asyncio.sleep(1.0)
+            first = await poison(fleet, keys[0], POISONS, tokens=8, at_token=0)
+            lost_first = lost.count
+            await until("two warm engines", lambda: fleet.is_warm(ENGINES))
+            mid = await poison(fleet, keys[1], POISONS // 2, tokens=8, at_token=5)
+            await until("two warm engines", lambda: fleet.is_warm(ENGINES))
+    finally:
+        watching.cancel()
+    summary = (
+        f"killing at the first token: {POISONS} requests {dict(first)}, engines lost {lost_first};"
+        f" in mid-stream: {POISONS // 2} requests {dict(mid)},"
+        f" engines lost {lost.count - lost_first}"
+    )
+    return summary, lost, load
+
+
+async def main() -> None:
+    """Run the attack and print one line."""
+    async with a_fleet() as fleet:
+        await fleet.deploy(replicas=ENGINES, options={"itl_ms": "10", "ttft_ms": "50"})
+        summary, _, load = await attack(fleet)
+    failed = len(load.failures())
+    print(f"{summary}; the other tenant: {failed} of {len(load.ended)} answers failed")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

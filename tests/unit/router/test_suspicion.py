@@ -1,0 +1,111 @@
+"""Which requests are refused because engines failed while processing them."""
+
+import msgspec
+
+from router.decide.suspicion import FINGERPRINTS_MAX, EngineLoss, SuspectTable
+from router.metrics import Metrics
+from router.poison_guard import PoisonGuard
+from router.suspicion_sharing import OUTBOX_ROWS_MAX, SharedSuspicions, SuspicionOutbox
+
+KEY = b"k" * 32
+REFUSAL_S = 600.0
+
+
+def a_table() -> SuspectTable:
+    return SuspectTable(KEY, REFUSAL_S)
+
+
+def a_loss(
+    sent_at_s: float, lost_at_s: float, replica: str = "r1", name: bytes = b"f"
+) -> EngineLoss:
+    return EngineLoss(name, "acme", replica, sent_at_s, lost_at_s)
+
+
+def test_a_request_is_refused_after_two_lost_engines_and_for_a_while() -> None:
+    table = a_table()
+    assert (table.is_suspect(b"f", 0.0), table.refused_for_s(b"f", 0.0)) == (False, 0.0)
+    table.record_loss(a_loss(0.0, 1.0))
+    assert (table.is_suspect(b"f", 1.0), table.refused_for_s(b"f", 1.0)) == (True, 0.0)
+    table.record_loss(a_loss(1.5, 2.0, "r2"))
+    assert table.refused_for_s(b"f", 12.0) == REFUSAL_S - 10.0
+    assert not table.is_suspect(b"f", 2.0 + REFUSAL_S)
+    assert table.refused_for_s(b"f", 2.0 + REFUSAL_S) == 0.0
+    assert len(table) == 0 and not table.has_suspects_of("acme")
+
+
+def test_equal_requests_that_ran_on_one_engine_count_its_loss_once() -> None:
+    table = a_table()
+    for sent_at_s in (0.0, 0.5, 0.9):
+        table.record_loss(a_loss(sent_at_s, 1.0))
+    assert table.refused_for_s(b"f", 1.0) == 0.0
+    # The replica's next engine.
+    table.record_loss(a_loss(1.1, 1.2))
+    assert table.refused_for_s(b"f", 1.2) > 0.0
+
+
+def test_an_answer_clears_a_request_and_only_that_one() -> None:
+    table = a_table()
+    for name in (b"f", b"g"):
+        table.record_loss(a_loss(0.0, 1.0, name=name))
+    table.record_answer(b"f")
+    assert table.has_suspects_of("acme")
+    table.record_loss(a_loss(2.0, 3.0, "r2"))
+    assert table.refused_for_s(b"f", 3.0) == 0.0
+    table.record_loss(a_loss(2.0, 3.0, "r2", name=b"g"))
+    assert table.refused_for_s(b"g", 3.0) > 0.0
+    table.record_answer(b"f")
+    table.record_answer(b"g")
+    table.record_answer(b"unknown")
+    assert len(table) == 0 and not table.has_suspects_of("acme")
+
+
+def test_the_table_is_bounded_and_forgets_the_oldest() -> None:
+    table = a_table()
+    for number in range(FINGERPRINTS_MAX + 3):
+        table.record_loss(a_loss(number, number + 0.5, name=number.to_bytes(4, "big")))
+        assert len(table) <= FINGERPRINTS_MAX
+    now_s = 0.0
+    assert [table.is_suspect(n.to_bytes(4, "big"), now_s) for n in range(4)] == [False] * 3 + [True]
+
+
+def test_a_fingerprint_is_of_tenant_deployment_path_and_body_under_a_key() -> None:
+    parts = ("acme", "d-1", "/v1/completions")
+    first = a_table().fingerprint(*parts, b"body")
+    assert first == a_table().fingerprint(*parts, b"body")
+    others = {
+        a_table().fingerprint("acm", "ed-1", "/v1/completions", b"body"),
+        a_table().fingerprint("other", "d-1", "/v1/completions", b"body"),
+        a_table().fingerprint("acme", "d-1", "/v1/chat/completions", b"body"),
+        a_table().fingerprint(*parts, b"body "),
+        SuspectTable(b"other", REFUSAL_S).fingerprint(*parts, b"body"),
+    }
+    assert len(others) == 5 and first not in others
+
+
+def test_processes_of_a_router_share_losses_and_clearings() -> None:
+    table, outbox = a_table(), SuspicionOutbox()
+    guard = PoisonGuard(table, Metrics(), lambda: 0.0)
+
+    def share() -> None:
+        message = outbox.take()
+        assert message is not None
+        guard.learn(msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=SharedSuspicions))
+
+    outbox.add_loss(a_loss(0.0, 1.0))
+    assert outbox.take() is None
+    outbox.is_open = True
+    # Equal requests in two processes, on one engine: one loss.
+    table.record_loss(a_loss(0.0, 1.0))
+    outbox.add_loss(a_loss(0.5, 1.1))
+    share()
+    assert table.refused_for_s(b"f", 2.0) == 0.0
+    outbox.add_loss(a_loss(1.5, 2.0, "r2"))
+    share()
+    assert table.refused_for_s(b"f", 2.0) == REFUSAL_S
+    outbox.add_cleared(b"f")
+    share()
+    assert len(table) == 0
+    for _ in range(OUTBOX_ROWS_MAX + 5):
+        outbox.add_loss(a_loss(0.0, 1.0))
+    message = outbox.take()
+    assert message is not None and len(message.losses) == OUTBOX_ROWS_MAX
