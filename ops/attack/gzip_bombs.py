@@ -32,7 +32,7 @@ PAUSE_S: Final = 0.2
 
 def bomb(noise_bytes: int) -> bytes:
     """Return a chat request of BODY_BYTES as gzip; noise lowers its ratio."""
-    noise = random.Random(1).randbytes(noise_bytes // 2).hex().encode()  # noqa: S311 - filler
+    noise = random.Random(1).randbytes(noise_bytes // 2).hex().encode()
     start = b'{"model":"tiny","max_tokens":1,"messages":[{"role":"user","content":"' + noise
     return gzip.compress(start + b"x" * (BODY_BYTES - len(start) - 4) + b'"}]}')
 

@@ -13,7 +13,7 @@ from aiohttp import WSMsgType, web
 
 from isochrone.service import identity
 from isochrone.service.clock import utc_now
-from isochrone.service.connection_count import ConnectionCount, remote_address
+from isochrone.service.connection_count import ConnectionCount, client_network
 from isochrone.service.http_server import json_error
 from isochrone.service.identity import Certificate, IdentityError
 from isochrone.wire import codec
@@ -113,13 +113,13 @@ class PeerServer:
         """Register one peer and pass its messages (of the union `incoming`) to `handle`."""
         socket = ControlSocket()
         decoder = codec.decoder(incoming)
-        address = remote_address(request.transport) if request.transport else ""
+        network = client_network(request.transport) if request.transport else ""
         try:
-            if not self._unregistered.add(address):
+            if not self._unregistered.add(network):
                 return _too_many_unregistered()
             peer = await self._admit(request, socket, role, decoder)
         finally:
-            self._unregistered.remove(address)
+            self._unregistered.remove(network)
         if peer is None:
             return web.Response()
         socket.accept_large_messages(request)
