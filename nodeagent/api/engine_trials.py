@@ -35,7 +35,7 @@ class EngineRequest:
 
     def record_token(self) -> None:
         """Note the first token, or that the trial took too long."""
-        self._replica.blame.record_token(self._entry)
+        self._replica.blame.end_trial(self._entry)
         self._release()
 
     def is_blamed(self) -> bool:
@@ -50,7 +50,7 @@ class EngineRequest:
 
     def end(self) -> None:
         """Note that the request is over."""
-        self._replica.blame.end(self._entry)
+        self._replica.blame.end_trial(self._entry)
         self._release()
 
     def _release(self) -> None:
