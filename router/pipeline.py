@@ -266,6 +266,7 @@ class RequestPipeline:
         try:
             header_lines = client_headers(context, attempt.ranked, rate_limit_lines)
             writer.begin(200, "text/event-stream; charset=utf-8", header_lines + STREAM_HEADERS)
+            stream.has_begun = True
             await self._relay_until_done(context, writer)
             context.outcome = OUTCOME_COMPLETE
         except AttemptFailed as failure:

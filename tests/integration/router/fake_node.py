@@ -18,6 +18,7 @@ class FakeNode:
     - `cut_at`, `hang_at`, `error_at`: the token at which a stream breaks, stalls or fails.
     - `refuse`: the reason in its refusals. `handed_off_to`: the replica that it names as answering.
     - `resumes`: how it says that it continues a text; empty if it cannot.
+    - `preface`: frames that a stream begins with, before its first token.
     - `splits_bytes`: send a stream byte by byte. `filler` is added to each token.
     """
 
@@ -36,6 +37,7 @@ class FakeNode:
         self.plain_garbage = False
         self.resumes = ""
         self.filler = ""
+        self.preface: list[bytes] = []
         self.splits_bytes = False
         self.sent = 0
         self.error_at: int | None = None
@@ -137,6 +139,8 @@ class FakeNode:
         head = self._head("chat.completion.chunk")
         first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         await send({**head, "choices": [first]})
+        for frame in self.preface:
+            await response.write(frame)
         begin = 0
         if request.headers.get(headers.GENERATED_TOKENS) and self.resumes:
             generated = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
