@@ -41,6 +41,7 @@ class FakeNode:
         self.splits_bytes = False
         self.sent = 0
         self.error_at: int | None = None
+        self.error_code: str | int = "internal_error"
         self.cached_tokens: int | None = 3
         self.load = ""
         self.handed_off_to = ""
@@ -153,7 +154,7 @@ class FakeNode:
             if n == self.hang_at:
                 await asyncio.Event().wait()
             if n == self.error_at:
-                await send({"error": {"message": "engine died", "code": "internal_error"}})
+                await send({"error": {"message": "engine died", "code": self.error_code}})
                 return response
             if self.garbage:
                 await response.write(b'data: {"usage": nonsense\n\n')
