@@ -29,6 +29,7 @@ from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.config import NodeConfig
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.assignment_file import AssignmentFile
+from nodeagent.host.cache_salts import load_cache_salts
 from nodeagent.host.devices import DeviceReader
 from nodeagent.host.engines import EngineProcesses
 from nodeagent.host.link import TransferLink
@@ -86,7 +87,8 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
 
     try:
         await _adopt_survivors(node, engines, supervisor)
-        server = DataPlaneServer(supervisor, PeerReplicaClient(client_tls, monotonic))
+        salts = await asyncio.to_thread(load_cache_salts, config.state)
+        server = DataPlaneServer(supervisor, PeerReplicaClient(client_tls, monotonic), salts)
         app = _data_plane_app(server, artifacts, config, node)
         async with _listeners(config, app, supervisor, server_tls) as port:
             log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})

@@ -98,7 +98,7 @@ class AttemptRunner:
             NodeRequest("POST", request.path, header_lines, stream.body),
             timeout_s,
             self._config.answer_bytes_max,
-            stream.open_relay(request, is_resumption=is_resumption),
+            stream.open_relay(request),
             is_resumption=is_resumption,
         )
         attempt.take(SENT)

@@ -258,7 +258,9 @@ class RequestPipeline:
             retry_after = head.fields.get(b"retry-after")
             if retry_after:
                 header_lines += f"retry-after: {retry_after.decode('latin-1')}\r\n"
-        writer.reply(HttpResponse(head.status, exchange.body, header_lines))
+        # FastAPI's status for invalid fields; the OpenAI surface has 400 for them.
+        status = 400 if head.status == 422 else head.status
+        writer.reply(HttpResponse(status, exchange.body, header_lines))
         self._attempts.learn(context, attempt)
 
     async def _stream(
@@ -272,6 +274,7 @@ class RequestPipeline:
         try:
             header_lines = client_headers(context, attempt.ranked, rate_limit_lines)
             writer.begin(200, "text/event-stream; charset=utf-8", header_lines + STREAM_HEADERS)
+            stream.has_begun = True
             await self._relay_until_done(context, writer)
             context.outcome = OUTCOME_COMPLETE
         except AttemptFailed as failure:
@@ -309,6 +312,11 @@ class RequestPipeline:
             writer.set_source(exchange)
             try:
                 await exchange.relay_to(writer)
+                if relay.declined_body:
+                    # No other replica would do better, and this one is not at fault.
+                    attempt.take(COMPLETED)
+                    context.is_declined, context.outcome = True, OUTCOME_REFUSED
+                    raise ApiError(ErrorCode.INVALID_REQUEST, relay.error_message)
                 if relay.is_done:
                     attempt.take(COMPLETED)
                     # The client has everything; only the end of the body is still to come.
@@ -332,6 +340,12 @@ class RequestPipeline:
             attempt.release()
             exchange = await self._send_until_answered(context)
             attempt.take(AttemptEvent.RESUMED)
+            if not exchange.is_stream:
+                raise ApiError(
+                    ErrorCode.UPSTREAM,
+                    "cannot continue this answer, send the request again: the next replica"
+                    " refused it",
+                )
             self._metrics.continuations.labels("continued").inc()
             if not context.is_exact_resumption(exchange.head):
                 writer.send(RESUMED_COMMENT)

@@ -74,7 +74,9 @@ class Recorder:
         route = context.route
         if route is None:
             return
-        if request.deployment.rollout is not None and context.has_uncounted_attempt:
+        # A declined request says nothing about the version: neither good nor bad.
+        is_trial = request.deployment.rollout is not None and not context.is_declined
+        if is_trial and context.has_uncounted_attempt:
             self._add_trial(context, route, output, now_s)
         if len(self._usage) >= USAGE_ROWS_MAX:
             self._metrics.usage_dropped.inc()

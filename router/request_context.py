@@ -108,19 +108,24 @@ class ResumableStream:
     """The output of a request so far, and the means to continue it on another replica.
 
     `body` is the body of the next attempt, which is a resumption if there are `generated` tokens.
+    `has_begun` means that the client has got the beginning of the stream, with or without tokens.
     """
 
-    __slots__ = ("body", "failovers_left", "generated", "relay")
+    __slots__ = ("body", "failovers_left", "generated", "has_begun", "relay")
 
     def __init__(self, body: bytes) -> None:
         self.body = body
         self.relay: StreamRelay | None = None
         self.generated = NOTHING_GENERATED
+        self.has_begun = False
         self.failovers_left = FAILOVERS_MAX
 
-    def open_relay(self, request: InferenceRequest, *, is_resumption: bool) -> StreamRelay | None:
-        """Return the relay for the next attempt's stream; None if a stream is not wanted."""
-        if is_resumption and self.relay is not None:
+    def open_relay(self, request: InferenceRequest) -> StreamRelay | None:
+        """Return the relay for the next attempt's stream; None if a stream is not wanted.
+
+        A stream that has begun keeps its relay. Any other relay took frames that no client got.
+        """
+        if self.has_begun and self.relay is not None:
             self.relay.resume()
         elif request.is_stream:
             self.relay = StreamRelay(wants_usage=request.wants_usage)

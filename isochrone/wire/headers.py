@@ -20,6 +20,8 @@ WHY: Final = "x-isochrone-why"
 # Router to node.
 REPLICA: Final = "x-isochrone-replica"
 CACHE_SALT: Final = "x-isochrone-cache-salt"
+"""The tenant's id. The node sends the engine a salt that it computes from it with a secret."""
+
 TOKENS: Final = "x-isochrone-tokens"
 DEADLINE_MS: Final = "x-isochrone-deadline-ms"
 PENDING_PREFILL_TOKENS: Final = "x-isochrone-unread-tokens"

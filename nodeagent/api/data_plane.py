@@ -24,6 +24,7 @@ from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.handoff import Handoff, choose_handoff, is_worth_probing
+from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.supervisor import ManagedReplica, Supervisor
 
 log = logging.getLogger(__name__)
@@ -88,9 +89,12 @@ class PrefillEstimate(NamedTuple):
 class DataPlaneServer:
     """Serves inference requests, pings, health checks and metrics to routers and other nodes."""
 
-    def __init__(self, supervisor: Supervisor, peer_replicas: PeerReplicaClient) -> None:
+    def __init__(
+        self, supervisor: Supervisor, peer_replicas: PeerReplicaClient, cache_salts: CacheSalts
+    ) -> None:
         self._supervisor = supervisor
         self._peer_replicas = peer_replicas
+        self._cache_salts = cache_salts
         self.is_draining = False
 
     def app(self) -> web.Application:
@@ -227,7 +231,10 @@ class DataPlaneServer:
         engine = replica.engine
         assert engine is not None
         sent = {name: request.headers[name] for name in TO_ENGINE if name in request.headers}
-        body = engine.salted(request.path, body, sent.get(headers.CACHE_SALT, ""))
+        # A router sends the tenant's id. The engine gets a salt that no tenant can guess.
+        salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
+        sent[headers.CACHE_SALT] = salt
+        body = engine.salted(request.path, body, salt)
         try:
             async with engine.http.post(request.path, data=body, headers=sent) as answer:
                 return await self._relay_answer(request, replica, answer, reservation, running)

@@ -11,8 +11,11 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from isochrone.wire.assignment import ReplicaSpec
+from isochrone.wire.codec import describe
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.engine_options import ENGINE_OPTIONS, TRUE
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.json_body import check_json_body
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,13 +133,16 @@ def with_salt(body: bytes, salt: str) -> bytes:
     """Return a request body with `cache_salt` set to `salt`, replacing what the client wrote.
 
     The salt separates the prefix caches of tenants: a cache hit would reveal another tenant's
-    prompt.
+    prompt. Raises ApiError 400 for a body that cannot be decoded: the engine's parser may be more
+    lenient, and would read a `cache_salt` of the client's choice.
     """
     try:
+        check_json_body(body)
         fields: dict[str, Any] = _FIELDS.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        # The engine answers an invalid body with a better error message.
-        return body
+    except (ValueError, RecursionError) as error:
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST, f"cannot use the request body: {describe(error)}"
+        ) from error
     return msgspec.json.encode({**fields, "cache_salt": salt})
 
 

@@ -128,8 +128,11 @@ class EngineProcess:
         return f"the engine was killed by signal {-code}"
 
     def salted(self, path: str, body: bytes, salt: str) -> bytes:
-        """Return the request body with the tenant's cache salt, if this engine reads it there."""
-        return with_salt(body, salt) if salt and path in self._driver.salted_paths else body
+        """Return the request body with the tenant's cache salt, if this engine reads it there.
+
+        Raises ApiError 400 for a body that cannot take the salt.
+        """
+        return with_salt(body, salt) if path in self._driver.salted_paths else body
 
     async def is_ready(self) -> bool:
         """Return True if the engine reports to be healthy.

@@ -1,1 +1,1 @@
-"""Attacks on a fleet of one's own, on loopback: each prints how far it gets."""
+"""Attacks on the product's own parts, on loopback, bounded in time and count."""

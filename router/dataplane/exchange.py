@@ -266,12 +266,24 @@ class NodeExchange:
                 self._writer.send(visible)
             return
         # Hold everything back until there is a token in it.
+        if relay.declined_body:
+            self._decline(relay.declined_body)
+            return
         if relay.has_failed:
             cause = FailureCause.ENGINE_LOST if relay.is_engine_lost else FailureCause.ERROR
             raise AttemptFailed(cause, f"{self._node_id} reported an error")
         self._hold(visible)
         if relay.has_begun or relay.is_over or self._held_bytes > HELD_BYTES_MAX:
             self.is_answered = True
+
+    def _decline(self, body: bytes) -> None:
+        """Turn a stream whose first event blames the request into a complete response 400."""
+        assert self.head is not None
+        self.head.status = 400
+        self.body = body
+        self._held = [body]
+        self.is_stream = False
+        self.is_answered = self.is_draining = True
 
     def on_end(self) -> None:
         """Handle the end of the response; the connection is free again.

@@ -7,11 +7,13 @@ Rule 3: a stream that ends without `[DONE]` did not end well.
 
 import re
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from isochrone.wire import headers
+from isochrone.wire.errors import ErrorCode
 from router.dataplane.chunk import ChunkChoice, ChunkDelta, decode_chunk
 from router.dataplane.usage import UsageCount, add_cached_tokens, set_usage, usage_of
 
@@ -22,6 +24,17 @@ UNREAD_BYTES_MAX: Final = 32 * 1024
 DONE_FRAME: Final = b"data: [DONE]\n\n"
 _END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _SPECIAL: Final = re.compile(rb'"usage"\s*:\s*\{|\[DONE\]|"error"')
+
+
+REQUEST_ERROR_CODES: Final = frozenset(
+    {
+        ErrorCode.INVALID_REQUEST.value,
+        ErrorCode.CONTEXT_LENGTH_EXCEEDED.value,
+        HTTPStatus.BAD_REQUEST.value,
+        HTTPStatus.UNPROCESSABLE_ENTITY.value,
+    }
+)
+"""The `code` of an error event that blames the request."""
 
 
 class MalformedStream(Exception):
@@ -46,13 +59,14 @@ class StreamRelay:
     It outlives a node that fails: after `resume` it takes the frames of the next node.
     `has_begun` means that a token has come from the current node. `has_failed` means that the node
     sent an error event, whose message is `error_message`. `is_engine_lost` means that its engine
-    failed, perhaps because of this request.
+    failed, perhaps because of this request. `declined_body` is that event as the body of a
+    response, if the event says that the request is at fault; else empty.
     """
 
     __slots__ = (
         "_finish_reason", "_is_plain", "_partial", "_skips_role", "_text", "_tokens",
-        "_tokens_before", "_unread", "_unread_bytes", "_wants_usage", "error_message", "has_begun",
-        "has_failed", "is_done", "is_engine_lost", "usage",
+        "_tokens_before", "_unread", "_unread_bytes", "_wants_usage", "declined_body",
+        "error_message", "has_begun", "has_failed", "is_done", "is_engine_lost", "usage",
     )  # fmt: skip
 
     def __init__(self, *, wants_usage: bool) -> None:
@@ -62,6 +76,7 @@ class StreamRelay:
         self.is_done = False
         self.error_message = ""
         self.is_engine_lost = False
+        self.declined_body = b""
         self.usage: UsageCount | None = None
         self._wants_usage = wants_usage
         self._partial = b""
@@ -143,6 +158,8 @@ class StreamRelay:
             self.has_failed = True
             self.error_message = _error_message(kind.body)
             self.is_engine_lost = _is_engine_lost(kind.body)
+            if is_request_error(kind.body):
+                self.declined_body = msgspec.json.encode(kind.body)
             # Another node may continue the stream, so the pipeline decides what the client gets.
             return b""
         elif kind.usage is not None:
@@ -294,6 +311,16 @@ def usage_frame(usage: UsageCount, head: dict[str, Any]) -> bytes:
     }
     set_usage(body, usage)
     return data_frame(body)
+
+
+def is_request_error(body: dict[str, Any] | None) -> bool:
+    """Return whether an error event blames the request: no other replica could serve it.
+
+    Our engine's events have an error code in words; vLLM's and SGLang's have the HTTP status.
+    """
+    error = (body or {}).get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    return isinstance(code, str | int) and code in REQUEST_ERROR_CODES
 
 
 def _error_message(body: dict[str, Any] | None) -> str:

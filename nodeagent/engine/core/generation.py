@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nodeagent.engine.sampling.sampler import InvalidLogits, SampledToken, Sampler
+from nodeagent.engine.sampling.sampler import GrammarFailed, InvalidLogits, SampledToken, Sampler
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence
 from nodeagent.engine.speculative.speculation import Drafter
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
@@ -60,7 +60,9 @@ def append_samples(
     deltas: list[GenerationDelta] = []
     for sample in samples:
         if isinstance(sample, InvalidLogits):
-            delta = error_delta(generation, FinishReason.ERROR, str(sample))
+            is_grammar = isinstance(sample, GrammarFailed)
+            finish = FinishReason.INVALID if is_grammar else FinishReason.ERROR
+            delta = error_delta(generation, finish, str(sample))
         else:
             delta = _token_delta(generation, sample, generation.sequence.append(sample.token))
         deltas.append(delta)

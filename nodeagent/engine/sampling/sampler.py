@@ -79,6 +79,10 @@ class InvalidLogits(ArithmeticError):
     """No token can be sampled for a sequence; the message says why."""
 
 
+class GrammarFailed(InvalidLogits):
+    """The request's grammar exceeds a limit after some tokens; its logits are valid."""
+
+
 @dataclass(slots=True)
 class Sampler:
     """The parameters of one sequence, its random generator and its token counts."""
@@ -325,4 +329,4 @@ def _sample(sampler: Sampler, logits: Tensor) -> SampledToken | InvalidLogits:
     try:
         return sampler.sample(logits)
     except ConstraintError as error:
-        return InvalidLogits(str(error))
+        return GrammarFailed(str(error))

@@ -26,6 +26,8 @@ class FinishReason(StrEnum):
     ERROR = "error"
     LATE = "late"
     """Its deadline passed before its first token."""
+    INVALID = "invalid"
+    """The request itself cannot be served: its grammar exceeds a limit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from aiohttp import web
 
@@ -25,6 +26,8 @@ from nodeagent.engine.server.openai.request_body import read_chat, read_completi
 from nodeagent.engine.server.openai.response_body import CompletionResponse, ResponseChoice
 from nodeagent.engine.server.prepared_request import PreparedRequest, RequestPreparer
 from nodeagent.engine.workers.worker_group import WorkerGroup
+
+_FAILURES: Final = frozenset({FinishReason.ERROR, FinishReason.LATE, FinishReason.INVALID})
 
 
 class GenerationServer(ModelServer):
@@ -176,7 +179,7 @@ class GenerationServer(ModelServer):
             await self._write(response, frames)
             frames = []
             delta = await opened.deltas.get()
-            if delta.finish in (FinishReason.ERROR, FinishReason.LATE):
+            if delta.finish in _FAILURES:
                 return await self._end_with_error(response, delta)
         opened.ended = True
         await self._write(response, [*frames, answer.closing_chunks(opened.prompt_tokens)])
@@ -196,7 +199,9 @@ class GenerationServer(ModelServer):
         self, response: web.StreamResponse, delta: GenerationDelta
     ) -> web.StreamResponse:
         """End a stream with an error event and without `[DONE]`: the answer is incomplete."""
-        error = ApiError(ErrorCode.INTERNAL, delta.error)
+        is_invalid = delta.finish is FinishReason.INVALID
+        code = ErrorCode.INVALID_REQUEST if is_invalid else ErrorCode.INTERNAL
+        error = ApiError(code, delta.error)
         await self._write(response, [openai_error_event(error)])
         await response.write_eof()
         return response
@@ -219,6 +224,8 @@ def _new_call_id(chars: int) -> str:
 
 
 def _raise_failure(delta: GenerationDelta) -> None:
+    if delta.finish is FinishReason.INVALID:
+        raise ApiError(ErrorCode.INVALID_REQUEST, delta.error)
     if delta.finish is FinishReason.ERROR:
         raise ApiError(ErrorCode.INTERNAL, delta.error)
     if delta.finish is FinishReason.LATE:

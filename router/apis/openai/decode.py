@@ -13,6 +13,7 @@ from msgspec import UNSET
 
 from isochrone.wire import codec, headers
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.json_body import UnsafeJson, check_json_body
 from router.apis.openai.prompt import OpenAiRequest, count_answers
 from router.apis.openai.schema import (
     ChatRequest,
@@ -51,6 +52,10 @@ _INCLUDE_USAGE: Final = b'"stream_options":{"include_usage":true}'
 
 def decode(body: bytes, decoder: "msgspec.json.Decoder[R]") -> R:
     """Decode a request body. Raises ApiError 400 whose `param` names the invalid field."""
+    try:
+        check_json_body(body)
+    except UnsafeJson as unsafe:
+        raise _invalid(str(unsafe)) from None
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:

@@ -49,6 +49,19 @@ async def test_a_schema_is_obeyed_streamed_and_complete(
     assert text_of(await stream(http, CHAT, body)) == content(whole)
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_grammar_that_exceeds_a_limit_during_the_answer_is_the_requests_fault(
+    http: aiohttp.ClientSession, streams: bool
+) -> None:
+    """It compiles, and fails at the first or second mask."""
+    body = chat("Write.", guided_regex="(a{1000}){1000}", max_tokens=20, stream=streams)
+    async with http.post(CHAT, json=body) as response:
+        text = await response.text()
+    assert "lexer error" in text
+    assert '"code":"invalid_request"' in text
+    assert response.status == 400 or (streams and response.status == 200)
+
+
 async def test_concurrent_requests_keep_their_own_grammars(
     http: aiohttp.ClientSession,
 ) -> None:

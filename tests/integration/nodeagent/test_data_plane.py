@@ -33,6 +33,7 @@ from nodeagent.decide.admission import TokenReservation
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import EngineCommand
 from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.host.engines import EngineProcesses, EngineRecord
 from nodeagent.host.link import TransferLink
 from nodeagent.host.sources import ArtifactSources
@@ -40,6 +41,8 @@ from nodeagent.supervisor import Supervisor
 from tests.builders import a_spec
 from tests.postgres import a_folder
 from tests.system.harness import until
+
+SALTS = CacheSalts(b"a secret of this node")
 
 
 class Node(NamedTuple):
@@ -125,7 +128,7 @@ async def a_node() -> AsyncIterator[Node]:
     )
     async with (
         serve_http(
-            DataPlaneServer(supervisor, PeerReplicaClient(None, time.monotonic)).app(),
+            DataPlaneServer(supervisor, PeerReplicaClient(None, time.monotonic), SALTS).app(),
             "127.0.0.1",
             0,
         ) as port,
@@ -435,6 +438,18 @@ async def test_the_metrics_page_includes_each_warm_engine(node: Node) -> None:
     assert 'isochrone_engine_tokens_out_total{replica="r1"} 1' in text
 
 
+UNSAFE_BODIES = (
+    b'{"cache_salt": "acme", "\\ud800": 1, "messages": []}',
+    b'{"cache_salt": "acme", "messages": ' + b"[" * 970 + b"]" * 970 + b"}",
+    b'{"cache_salt": "acme", "messages": "\xff"}',
+    '{"cache_salt": "acme", "messages": []}'.encode("utf-16"),
+    b'\xef\xbb\xbf{"cache_salt": "acme"}',
+    b'["cache_salt"]',
+    b"",
+)
+"""Bodies that a node cannot salt, though an engine may be able to read them."""
+
+
 async def test_the_cache_salt_is_in_the_body_for_an_engine_that_needs_it_there(node: Node) -> None:
     await node.warm(node.spec())
     engine = node.supervisor.replicas[ReplicaId("r1")].engine
@@ -454,8 +469,18 @@ async def test_the_cache_salt_is_in_the_body_for_an_engine_that_needs_it_there(n
         salted = {headers.CACHE_SALT: "acme"}
         async with node.ask(cache_salt="other", sent=salted) as response:
             assert response.status == 200
-    assert seen[0]["cache_salt"] == "acme"
-    assert seen[0]["max_tokens"] == 3
+        async with node.ask(cache_salt="other") as response:
+            assert response.status == 200
+        address = "/v1/chat/completions"
+        sent = {headers.REPLICA: "r1", "content-type": "application/json", **salted}
+        for body in UNSAFE_BODIES:
+            async with node.http.post(address, data=body, headers=sent) as response:
+                assert response.status == 400, body[:40]
+                assert "cannot use the request body" in (await response.json())["error"]["message"]
+    acme, without_tenant = seen
+    assert acme["cache_salt"] == SALTS.salt_of("acme")
+    assert acme["max_tokens"] == 3
+    assert without_tenant["cache_salt"] == SALTS.salt_of("")
 
 
 async def test_a_reused_pid_is_not_signalled_and_orphans_of_an_engine_are_killed(

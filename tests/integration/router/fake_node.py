@@ -18,6 +18,7 @@ class FakeNode:
     - `cut_at`, `hang_at`, `error_at`: the token at which a stream breaks, stalls or fails.
     - `refuse`: the reason in its refusals. `handed_off_to`: the replica that it names as answering.
     - `resumes`: how it says that it continues a text; empty if it cannot.
+    - `preface`: frames that a stream begins with, before its first token.
     - `splits_bytes`: send a stream byte by byte. `filler` is added to each token.
     """
 
@@ -36,9 +37,11 @@ class FakeNode:
         self.plain_garbage = False
         self.resumes = ""
         self.filler = ""
+        self.preface: list[bytes] = []
         self.splits_bytes = False
         self.sent = 0
         self.error_at: int | None = None
+        self.error_code: str | int = "internal_error"
         self.cached_tokens: int | None = 3
         self.load = ""
         self.handed_off_to = ""
@@ -137,6 +140,8 @@ class FakeNode:
         head = self._head("chat.completion.chunk")
         first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         await send({**head, "choices": [first]})
+        for frame in self.preface:
+            await response.write(frame)
         begin = 0
         if request.headers.get(headers.GENERATED_TOKENS) and self.resumes:
             generated = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
@@ -149,7 +154,7 @@ class FakeNode:
             if n == self.hang_at:
                 await asyncio.Event().wait()
             if n == self.error_at:
-                await send({"error": {"message": "engine died", "code": "internal_error"}})
+                await send({"error": {"message": "engine died", "code": self.error_code}})
                 return response
             if self.garbage:
                 await response.write(b'data: {"usage": nonsense\n\n')

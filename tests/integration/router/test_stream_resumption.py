@@ -1,5 +1,6 @@
 """A stream whose replica fails continues on another one, with no token lost or repeated."""
 
+import asyncio
 import json
 from math import exp
 from pathlib import Path
@@ -70,6 +71,27 @@ async def test_a_failure_at_any_token_leaves_the_client_one_stream(
             (RequestOutcome.COMPLETE, TOKENS)
         }
         assert len(rows) == TOKENS - 1
+
+
+USAGE_FIRST = [b'data: {"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": 0}}\n\n']
+NO_TOKENS = [b": nothing yet " + b"x" * 1000 + b"\n\n"] * 300
+
+
+@pytest.mark.parametrize("preface", [USAGE_FIRST, NO_TOKENS], ids=["usage first", "300 kB held"])
+async def test_a_stream_that_began_without_a_token_is_finished_by_another_replica(
+    tmp_path: Path, preface: list[bytes]
+) -> None:
+    nodes = two_nodes("cut", 0)
+    nodes[0].preface = preface
+    async with a_bench(tmp_path, nodes, usage_interval_s=3600) as bench:
+        prefer_first_node(bench)
+        async with asyncio.timeout(30):
+            events = frames(await read_stream(bench, temperature=0))
+        assert words(events) == "".join(f"t{n} " for n in range(TOKENS))
+        assert events[-1] == "[DONE]"
+        assert headers.GENERATED_TOKENS not in nodes[1].request_headers[-1]
+        (row,) = await usage(bench)
+        assert (row.outcome, row.output_tokens) == (RequestOutcome.COMPLETE, TOKENS)
 
 
 async def test_a_stream_continues_when_its_node_falls_silent(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from isochrone.wire.assignment import ReplicaGroup
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.engine_options import ENGINE_OPTIONS
+from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.model import EngineSettings
 from nodeagent.drivers import DRIVERS, installed_version
@@ -72,7 +73,8 @@ def test_a_cache_salt_from_the_client_is_replaced() -> None:
     assert msgspec.json.decode(salted) == {**msgspec.json.decode(body), "cache_salt": 'a"b'}
     assert salted.count(b"cache_salt") == 1
     assert b"1.50" in salted, "other fields are unchanged"
-    assert with_salt(b'["no object"]', "a") == b'["no object"]'
+    with pytest.raises(ApiError, match="Expected `object`"):
+        with_salt(b'["no object"]', "a")
     for driver, paths in (("vllm", 2), ("sglang", 2), ("tensorrt_llm", 1), ("embedded", 0)):
         assert len(DRIVERS[driver].salted_paths) == paths
 

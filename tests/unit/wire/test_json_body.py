@@ -1,0 +1,69 @@
+"""Which bodies are accepted: UTF-8, whole surrogate pairs, bounded nesting."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isochrone.wire.json_body import (
+    JSON_CONTAINERS_MAX,
+    JSON_DEPTH_MAX,
+    UnsafeJson,
+    check_json_body,
+)
+
+PIECES = ("\\ud83d", "\\ude00", "\\uD800", "\\\\", "\\n", '\\"', "ud800", "[", "}", "x", "\\u0041")
+
+
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a": "\\ud83d\\ude00"}',
+        b'{"a": "\\\\ud800"}',
+        b'{"a": "' + b"[" * 1000 + b'"}',
+        b'["\\"' + b"[" * 1000 + b'\\\\", []]',
+        nested(JSON_DEPTH_MAX),
+        b"[" + b",".join([nested(JSON_DEPTH_MAX - 1)] * 100) + b"]",
+        "é".encode(),
+    ],
+)
+def test_a_body_that_all_parsers_read_is_accepted(body: bytes) -> None:
+    check_json_body(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"a": "\xff"}', "not valid UTF-8"),
+        (b'{"a": "\xed\xa0\x80"}', "not valid UTF-8"),
+        (b'{"\\ud800": 1}', "lone surrogate"),
+        (b'{"a": "\\ude00\\ud83d"}', "lone surrogate"),
+        (b'{"a": "\\ud83d\\\\\\ude00"}', "lone surrogate"),
+        (nested(JSON_DEPTH_MAX + 1), "nested 97 levels deep, the limit is 96"),
+        (b'["' + b"\\\\" * 3 + b'", ' + nested(JSON_DEPTH_MAX) + b"]", "nested 97"),
+        (b"[" + b"[]," * JSON_CONTAINERS_MAX + b"[]]", "more than 400000 arrays and objects"),
+    ],
+)
+def test_a_body_that_parsers_may_read_differently_is_refused(body: bytes, reason: str) -> None:
+    with pytest.raises(UnsafeJson, match=reason):
+        check_json_body(body)
+
+
+@given(st.lists(st.sampled_from(PIECES)).map("".join))
+def test_exactly_the_texts_with_a_lone_surrogate_are_refused(inner: str) -> None:
+    try:
+        text = json.loads(f'"{inner}"')
+    except ValueError:
+        return
+    has_lone_surrogate = any("\ud800" <= letter <= "\udfff" for letter in text)
+    try:
+        check_json_body(f'"{inner}"'.encode())
+    except UnsafeJson:
+        assert has_lone_surrogate
+    else:
+        assert not has_lone_surrogate
