@@ -181,6 +181,9 @@ class ResponseEvents:
             calls = [_TOOL_CALL.decode(raw) for raw in delta.tool_calls or ()]
         except msgspec.DecodeError:
             return None
+        if choice.message is not None:
+            # Calls of a complete message have no index: each is a call of its own.
+            calls = [msgspec.structs.replace(call, index=n) for n, call in enumerate(calls)]
         self._usage = chunk.usage or self._usage
         self._finish_reason = choice.finish_reason or self._finish_reason
         events = self._add_text("reasoning_text", delta.reasoning_content)
