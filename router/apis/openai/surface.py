@@ -17,6 +17,7 @@ from router.apis.openai.decode import (
     RERANK,
     decode,
     determinism_of,
+    refuse_storing,
     resume_body_builder,
     wants_usage,
     with_usage_requested,
@@ -28,7 +29,13 @@ from router.apis.openai.prompt import (
     output_tokens_max,
     render_prompt,
 )
-from router.apis.openai.schema import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RERANK_PATH
+from router.apis.openai.schema import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    EMBEDDINGS_PATH,
+    RERANK_PATH,
+    ChatRequest,
+)
 from router.config import RouterConfig
 from router.dataplane.http1 import HeaderFields
 from router.dataplane.http_messages import HttpRequest
@@ -110,6 +117,8 @@ class OpenAiSurface:
                 f" {deployment.kind!r}, and this route needs one of kind {kind!r}",
                 param="model",
             )
+        if isinstance(openai, ChatRequest):
+            refuse_storing(openai.store)
         prompt, answer_count = render_prompt(openai), count_answers(openai)
         return InferenceRequest(
             request_id=RequestId(request.request_id),
