@@ -96,7 +96,12 @@ def to_openai(body: bytes, model: str) -> OpenAiCall:
         embedding = {"model": model, "input": run.text, **options}
         return OpenAiCall(EMBEDDINGS_PATH, msgspec.json.encode(embedding), is_json=False)
     if run.query is not None:
-        reranking = {"model": model, "query": run.query, "documents": run.contexts, **options}
+        reranking: dict[str, Any] = {
+            "model": model,
+            "query": run.query,
+            "documents": run.contexts,
+            **options,
+        }
         if run.top_k is not None:
             reranking["top_n"] = run.top_k
         return OpenAiCall(RERANK_PATH, msgspec.json.encode(reranking), is_json=False)
