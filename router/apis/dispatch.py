@@ -19,7 +19,7 @@ from router.apis.openai.surface import DECODERS, OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.apis.responses.adapter import PATH as RESPONSES_PATH
 from router.apis.responses.adapter import read_responses_request
-from router.apis.workers_ai.adapter import model_of, read_run_request
+from router.apis.workers_ai.adapter import is_workers_ai, model_of, read_run_request
 from router.apis.workers_ai.translate import encode_error_envelope
 from router.dataplane.http1 import HeaderFields, format_headers
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
@@ -70,7 +70,7 @@ class ApiDispatcher:
         # A request that was refused while it was read has no id yet.
         request_id = client_request_id or self._request_ids.next("")[1]
         header_lines += f"{headers.REQUEST_ID}: {request_id}\r\n"
-        if model_of(path) is None:
+        if not is_workers_ai(_openai_path(path)):
             body = msgspec.json.encode(openai_error(error))
         else:
             body = encode_error_envelope(error.message, error.meaning.number)
@@ -82,6 +82,10 @@ class ApiDispatcher:
         if path not in INFERENCE_PATHS:
             request.path = path = _openai_path(path)
             if not _is_inference(path):
+                if is_workers_ai(path):
+                    reason = "the routes of Workers AI are POST /ai/run/{model} and /ai/v1/..."
+                    message = f"cannot find {request.method.decode()} {path[:200]}: {reason}"
+                    raise ApiError(ErrorCode.NOT_FOUND, message)
                 return forward_to_auxiliary(self._upstream, request, client)
         sent_id = request.header(REQUEST_ID)
         request.request_id, request.client_request_id = self._request_ids.next(sent_id)

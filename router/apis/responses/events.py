@@ -263,6 +263,8 @@ def new_response(request: ResponsesRequest, response_id: str, created_at: int) -
     """Return the response to `request` before anything is generated."""
     text_format = (request.text and request.text.format) or TextFormat()
     is_schema = text_format.type == "json_schema"
+    # Optional in OpenAI's reference, where it may not be null.
+    user = {} if request.user is None else {"user": request.user}
     return {
         "id": response_id,
         "object": "response",
@@ -288,7 +290,7 @@ def new_response(request: ResponsesRequest, response_id: str, created_at: int) -
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",
         "usage": None,
-        "user": request.user,
+        **user,
     }
 
 

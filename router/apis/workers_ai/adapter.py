@@ -20,6 +20,14 @@ from router.inference_request import InferenceRequest
 _PATH: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?/ai/run/(.*)$")
 
 
+_WORKERS_AI: Final = re.compile(r"^/(?:client/v4|ai)/")
+
+
+def is_workers_ai(path: str) -> bool:
+    """Return whether a path is Workers AI's, and not OpenAI's below it."""
+    return _WORKERS_AI.match(path) is not None
+
+
 def model_of(path: str) -> str | None:
     """Return the model that a path of this surface names; None for any other path.
 

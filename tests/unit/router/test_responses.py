@@ -246,3 +246,8 @@ def test_parallel_calls_of_a_complete_answer_are_items_of_their_own() -> None:
     items = [item.to_dict() for item in Response.model_validate_json(answer).output]
     assert [item["call_id"] for item in items] == ["c0", "c1", "c2"]
     assert [json.loads(str(item["arguments"])) for item in items] == [{"n": n} for n in range(3)]
+
+
+def test_a_user_that_was_not_sent_is_left_out() -> None:
+    assert "user" not in a_new_response()
+    assert a_new_response(user="u")["user"] == "u"
