@@ -32,6 +32,15 @@ from router.pipeline import RequestPipeline
 INFERENCE_PATHS: Final = frozenset(DECODERS) | {RESPONSES_PATH}
 REQUEST_ID: Final = headers.REQUEST_ID.encode()
 
+PREFLIGHT_LINES: Final = (
+    "allow: GET, POST, OPTIONS\r\n"
+    "access-control-allow-methods: GET, POST\r\n"
+    "access-control-allow-headers: authorization, *\r\n"
+    "access-control-max-age: 7200\r\n"
+)
+"""The answer to a browser's preflight. It allows nothing unless `cors_origin` is set, which adds
+the origin to every response."""
+
 _OPENAI_BELOW_ACCOUNT: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?/ai(/v1/.+)$")
 """Where Workers AI has OpenAI's surface: its clients only need to change the host of their URL."""
 
@@ -79,6 +88,8 @@ class ApiDispatcher:
     def dispatch(self, request: HttpRequest, client: ClientConnection) -> Awaitable[None]:
         """Return an awaitable that answers the request. Raises ApiError if it is invalid."""
         path = request.path
+        if request.method == b"OPTIONS":
+            return _answer_preflight(client)
         if path not in INFERENCE_PATHS:
             request.path = path = _openai_path(path)
             if not _is_inference(path):
@@ -104,6 +115,10 @@ class ApiDispatcher:
         else:
             inference, writer = read_run_request(self._openai, request, client)
         return self._pipeline.serve(inference, writer)
+
+
+async def _answer_preflight(client: ClientConnection) -> None:
+    client.reply(HttpResponse(200, b"", PREFLIGHT_LINES))
 
 
 def _is_inference(path: str) -> bool:
