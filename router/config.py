@@ -6,11 +6,13 @@ from typing import Annotated
 import msgspec
 
 from isochrone.service.config import Url
+from isochrone.wire.ids import END
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 Bytes = Annotated[int, msgspec.Meta(ge=1024, le=2**40)]
+Origin = Annotated[str, msgspec.Meta(pattern=rf"^(\*|https?://[A-Za-z0-9.:\[\]-]{{1,255}})?{END}")]
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,6 +30,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     processes: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0  # sharing the port; 0: one per core
     tls_certificate: Path | None = None  # set both or neither; reloaded on change
     tls_key: Path | None = None
+    # The web pages that may read answers: `https://app.example.net`, or `*` for all; "" for none.
+    cors_origin: Origin = ""
     private_host: str = ""  # serves `/metrics`; if empty, the public port does
     private_port: Port = 0
     connections_max: Count = 20_000

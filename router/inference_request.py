@@ -16,6 +16,7 @@ class InferenceRequest:
     - `body` and `path` go to the node. `text_bytes` is the size of the prompt's text.
     - `answer_count` is the number of alternative answers, `output_tokens_max` counts all of them.
     - `arrived_s` is monotonic, `started_at` is Unix time.
+    - `relayed_headers` are the client's own header lines that the node gets, each checked.
     - `encode_error_event` encodes an error as an event within a stream.
     - `build_resume_body(text, tokens)` returns a body that asks for the rest of the answer after
       `text` of so many tokens, or None. The attribute is None if the request cannot be resumed.
@@ -26,8 +27,8 @@ class InferenceRequest:
     __slots__ = (
         "answer_count", "arrived_s", "body", "build_resume_body", "client_request_id",
         "deployment", "deployment_id", "determinism", "encode_error_event", "is_stream", "key",
-        "output_tokens_max", "path", "prefix_keys", "reject_if_busy", "request_id", "session",
-        "started_at", "text_bytes", "wants_usage",
+        "output_tokens_max", "path", "prefix_keys", "reject_if_busy", "relayed_headers",
+        "request_id", "session", "started_at", "text_bytes", "wants_usage",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +53,7 @@ class InferenceRequest:
         build_resume_body: Callable[[str, int], bytes | None] | None,
         determinism: str,
         prefix_keys: PrefixKeys,
+        relayed_headers: str = "",
     ) -> None:
         self.request_id = request_id
         self.client_request_id = client_request_id
@@ -73,6 +75,7 @@ class InferenceRequest:
         self.build_resume_body = build_resume_body
         self.determinism = determinism
         self.prefix_keys = prefix_keys
+        self.relayed_headers = relayed_headers
 
     def cost(self, usage: UsageCount) -> float:
         """Return what `usage` costs at the deployment's price; 0 without a price."""

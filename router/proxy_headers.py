@@ -46,7 +46,7 @@ def node_headers(
         f"{_CACHE_SALT}{request.key.tenant_id}"
         f"{_PROMPT_TOKENS}{expected.prompt};o={expected.output}"
         f"{_PENDING_PREFILL_TOKENS}{target.pending_prefill_tokens}{_PREFILL_MS}{prefill_ms}"
-        f"{_ROUTER}{router}{_DEADLINE_MS}{deadline_ms}\r\n"
+        f"{_ROUTER}{router}{_DEADLINE_MS}{deadline_ms}\r\n{request.relayed_headers}"
     )
     if target.queue_tokens_max and context.excluded.may_refuse_for_queue:
         lines += f"{headers.QUEUE_TOKENS_MAX}: {target.queue_tokens_max}\r\n"

@@ -98,13 +98,16 @@ def nodes_join_token(
     "--serial", default="", help="Serial of one certificate, in hex (default: all of this name)."
 )
 @click.option("--reason", default="", help="A comment that `revocations` shows.")
+@click.option("--unknown", is_flag=True, help="Also a name that the database does not know.")
 @click.pass_obj
-def revoke(obj: CliContext, name: str, role: str, serial: str, reason: str) -> None:
+def revoke(obj: CliContext, name: str, role: str, serial: str, reason: str, unknown: bool) -> None:
     """Revoke the certificates of a node or router.
 
     Its connection to the scheduler is closed at once.
     """
-    body = {"role": role, "name": name, "serial": serial, "reason": reason}
+    body: dict[str, Any] = {"role": role, "name": name, "serial": serial, "reason": reason}
+    if unknown:
+        body["may_be_unknown"] = True
     show_one(obj.api.ask("POST", "/v1/revocations", body), obj.output)
 
 

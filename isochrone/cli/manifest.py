@@ -24,6 +24,12 @@ class _ConfigFields(msgspec.Struct):
     max_position_embeddings: int = 4096
 
 
+class _SentenceFields(msgspec.Struct):
+    """The field of sentence_bert_config.json that limits the texts of an encoder."""
+
+    max_seq_length: int | None = None
+
+
 class ManifestError(Exception):
     """No catalogue entry can be made from the folder; the message says why."""
 
@@ -56,12 +62,16 @@ def config_values(folder: Path) -> dict[str, Any]:
 
     Raises ManifestError.
     """
-    path = folder / "config.json"
+    path, sentence_path = folder / "config.json", folder / "sentence_bert_config.json"
     if not path.exists():
         return {}
+    sentence = _SentenceFields()
     try:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         fields = msgspec.convert(config, _ConfigFields)
+        if sentence_path.exists():
+            path = sentence_path
+            sentence = msgspec.json.decode(path.read_bytes(), type=_SentenceFields)
     except msgspec.DecodeError as error:
         raise ManifestError(f"cannot read {path}: {error}") from error
     architecture = (fields.architectures or ("unknown",))[0]
@@ -71,7 +81,9 @@ def config_values(folder: Path) -> dict[str, Any]:
         "context_tokens": fields.max_position_embeddings,
     }
     if values["kind"] != "chat":
-        return values
+        # As the embedded engine limits it.
+        limit = sentence.max_seq_length or fields.max_position_embeddings
+        return {**values, "context_tokens": min(limit, fields.max_position_embeddings)}
     try:
         shape = shape_of(config)
     except BadConfig as error:

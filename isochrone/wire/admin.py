@@ -107,12 +107,16 @@ class JoinTokenView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RevocationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A certificate to revoke, by its serial in hex; without a serial, all those of `name`."""
+    """A certificate to revoke, by its serial in hex; without a serial, all those of `name`.
+
+    A name that the database does not know is refused without `may_be_unknown`.
+    """
 
     role: PeerRole
     name: Name
     serial: Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{0,40}}{END}")] = ""
     reason: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    may_be_unknown: bool = False
 
 
 class RevocationView(msgspec.Struct, frozen=True, kw_only=True):

@@ -97,6 +97,11 @@ class ApiError(Exception):
         return MEANINGS[self.code]
 
 
+def context_length_message(context_tokens: int, excess: str) -> str:
+    """Return OpenAI's wording, by which clients recognise the error; `excess` says what is long."""
+    return f"This model's maximum context length is {context_tokens} tokens. However, {excess}."
+
+
 def openai_error(error: ApiError) -> dict[str, Any]:
     """Return OpenAI's error object. Programs should look at its `code`."""
     kind = "invalid_request_error"

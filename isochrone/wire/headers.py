@@ -12,6 +12,14 @@ from isochrone.wire.ids import NodeId, ReplicaId
 SESSION_AFFINITY: Final = "x-session-affinity"
 REQUEST_ID: Final = "x-request-id"
 
+TRACEPARENT: Final = "traceparent"
+"""The client's position in its trace, as W3C Trace Context defines it."""
+
+PRIORITY: Final = "x-isochrone-priority"
+PRIORITY_DEFAULT: Final = 50
+"""The priority of a request without the header, and the highest that a client may give: a higher
+one would put it before the requests of other tenants. Engines accept up to 100."""
+
 # Router to client.
 POP: Final = "x-isochrone-pop"
 NODE: Final = "x-isochrone-node"
@@ -42,7 +50,6 @@ PEER_REPLICAS: Final = "x-isochrone-siblings"
 
 PEER_REPLICAS_MAX: Final = 4
 
-PRIORITY: Final = "x-isochrone-priority"
 SUSPECT: Final = "x-isochrone-suspect"
 """An engine failed while it processed this request: try it while no other such request is tried."""
 

@@ -23,7 +23,7 @@ END: Final = r"$(?!\n)"
 headers."""
 
 NAME_PATTERN: Final = rf"^[a-z0-9]([a-z0-9._-]{{0,61}}[a-z0-9])?{END}"
-MODEL_NAME_PATTERN: Final = rf"^@?[A-Za-z0-9]([A-Za-z0-9._/-]{{0,126}}[A-Za-z0-9])?{END}"
+MODEL_NAME_PATTERN: Final = rf"^@?[A-Za-z0-9]([A-Za-z0-9._/:-]{{0,126}}[A-Za-z0-9])?{END}"
 POP_PATTERN: Final = rf"^[a-z]{{3}}{END}"
 COUNTRY_PATTERN: Final = rf"^[A-Z]{{2}}{END}"
 ID_PATTERN: Final = rf"^[A-Za-z0-9]([A-Za-z0-9._~-]{{0,126}}[A-Za-z0-9])?{END}"
@@ -33,7 +33,8 @@ REQUEST_ID_PATTERN: Final = rf"^[A-Za-z0-9._-]{{1,64}}{END}"
 
 PATTERN_DESCRIPTIONS: Final = {
     NAME_PATTERN: "lower-case letters, digits, dots, dashes and underscores, at most 63",
-    MODEL_NAME_PATTERN: "letters, digits, dots, dashes, underscores and slashes, at most 128",
+    MODEL_NAME_PATTERN: "letters, digits, dots, dashes, underscores, slashes and colons, at most"
+    " 128, perhaps after an `@`",
     ID_PATTERN: "letters, digits, dots, dashes, underscores and tildes, at most 128",
     ADDRESS_PATTERN: "an address such as `https://10.0.0.7:9000`",
     DATA_URL_PATTERN: "a `data:` URL (other URLs are not fetched)",

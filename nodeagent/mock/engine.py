@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Final, NamedTuple
 
 from isochrone.wire.engine import EngineConfig, EngineStats
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import ApiError, ErrorCode, context_length_message
 
 BLOCK_WORDS: Final = 16
 CACHED_PREFIXES_MAX: Final = 10_000
@@ -63,8 +63,11 @@ class MockEngine:
         if needed > self._config.context_tokens_max:
             raise ApiError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"cannot serve the request: {prompt_tokens} prompt tokens and {request.max_tokens} "
-                f"output tokens exceed the context of {self._config.context_tokens_max} tokens",
+                context_length_message(
+                    self._config.context_tokens_max,
+                    f"you requested {needed} tokens ({prompt_tokens} in the prompt,"
+                    f" {request.max_tokens} in the completion)",
+                ),
             )
         if self._kv_used + needed > self._kv_tokens or self._waiting >= self._config.waiting_max:
             raise ApiError(

@@ -105,8 +105,8 @@ class MockAnswerEncoder:
         """Return the answer as one object."""
         content: dict[str, Any] = {"text": text}
         if self._is_chat:
-            content = {"message": {"role": "assistant", "content": text}}
-        choice = {"index": 0, "finish_reason": "length", **content}
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        choice = {"index": 0, "logprobs": None, "finish_reason": "length", **content}
         body = {"object": self._kind, "choices": [choice], "usage": usage}
         return msgspec.json.encode({**self._head, **body})
 

@@ -19,7 +19,7 @@ from router.apis.openai.surface import DECODERS, OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.apis.responses.adapter import PATH as RESPONSES_PATH
 from router.apis.responses.adapter import read_responses_request
-from router.apis.workers_ai.adapter import model_of, read_run_request
+from router.apis.workers_ai.adapter import is_workers_ai, model_of, read_run_request
 from router.apis.workers_ai.translate import encode_error_envelope
 from router.dataplane.http1 import HeaderFields, format_headers, is_costly_body
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
@@ -32,6 +32,15 @@ from router.pipeline import RequestPipeline
 
 INFERENCE_PATHS: Final = frozenset(DECODERS) | {RESPONSES_PATH}
 REQUEST_ID: Final = headers.REQUEST_ID.encode()
+
+PREFLIGHT_LINES: Final = (
+    "allow: GET, POST, OPTIONS\r\n"
+    "access-control-allow-methods: GET, POST\r\n"
+    "access-control-allow-headers: authorization, *\r\n"
+    "access-control-max-age: 7200\r\n"
+)
+"""The answer to a browser's preflight. It allows nothing unless `cors_origin` is set, which adds
+the origin to every response."""
 
 _OPENAI_BELOW_ACCOUNT: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?/ai(/v1/.+)$")
 """Where Workers AI has OpenAI's surface: its clients only need to change the host of their URL."""
@@ -80,7 +89,7 @@ class ApiDispatcher:
         # A request that was refused while it was read has no id yet.
         request_id = client_request_id or self._request_ids.next("")[1]
         header_lines += f"{headers.REQUEST_ID}: {request_id}\r\n"
-        if model_of(path) is None:
+        if not is_workers_ai(_openai_path(path)):
             body = msgspec.json.encode(openai_error(error))
         else:
             body = encode_error_envelope(error.message, error.meaning.number)
@@ -89,9 +98,15 @@ class ApiDispatcher:
     def dispatch(self, request: HttpRequest, client: ClientConnection) -> Awaitable[None]:
         """Return an awaitable that answers the request. Raises ApiError if it is invalid."""
         path = request.path
+        if request.method == b"OPTIONS":
+            return _answer_preflight(client)
         if path not in INFERENCE_PATHS:
             request.path = path = _openai_path(path)
             if not _is_inference(path):
+                if is_workers_ai(path):
+                    reason = "the routes of Workers AI are POST /ai/run/{model} and /ai/v1/..."
+                    message = f"cannot find {request.method.decode()} {path[:200]}: {reason}"
+                    raise ApiError(ErrorCode.NOT_FOUND, message)
                 return forward_to_auxiliary(self._upstream, request, client)
         sent_id = request.header(REQUEST_ID)
         request.request_id, request.client_request_id = self._request_ids.next(sent_id)
@@ -110,6 +125,10 @@ class ApiDispatcher:
         else:
             inference, writer = read_run_request(self._openai, request, client)
         return self._pipeline.serve(inference, writer)
+
+
+async def _answer_preflight(client: ClientConnection) -> None:
+    client.reply(HttpResponse(200, b"", PREFLIGHT_LINES))
 
 
 def _is_inference(path: str) -> bool:

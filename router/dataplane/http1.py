@@ -114,6 +114,16 @@ def response_opening(status: int, content_type: str, date: str) -> str:
     return f"{status_line}content-type: {content_type}\r\ndate: {date}\r\n"
 
 
+def cors_lines(origin: str) -> str:
+    """Return the header lines that let web pages of `origin` read a response; none for "".
+
+    Without `access-control-allow-credentials`, a browser sends no cookies and no stored password.
+    """
+    if not origin:
+        return ""
+    return f"access-control-allow-origin: {origin}\r\naccess-control-expose-headers: *\r\n"
+
+
 def response_head(
     opening: str, header_lines: str, *, length: int | None, keep_alive: bool, chunked: bool
 ) -> bytes:

@@ -69,6 +69,7 @@ class PublicServer:
         self.deadlines = deadlines
         self.clock = clock
         self.is_draining = False
+        self._cors_lines = http1.cors_lines(config.cors_origin)
         self.connections: set[ClientConnection] = set()
         self.bodies = BodyAdmission(config, clock)
         self._census = ConnectionCount(config.connections_max, config.connections_per_address_max)
@@ -93,7 +94,8 @@ class PublicServer:
         opening = self._openings.get(kind)
         if opening is None:
             date = formatdate(second, usegmt=True)
-            opening = self._openings[kind] = http1.response_opening(status, content_type, date)
+            opening = http1.response_opening(status, content_type, date)
+            opening = self._openings[kind] = opening + self._cors_lines
         return opening
 
     def make_connection(self) -> asyncio.Protocol:

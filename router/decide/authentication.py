@@ -19,18 +19,18 @@ def authenticate(
     scheme, _, text = (authorization or "").strip().partition(" ")
     text = text.strip()
     if not text or (scheme != "Bearer" and scheme.lower() != "bearer"):
-        raise _invalid_key("no API key: send `Authorization: Bearer iso_...`")
+        raise _invalid_key("You didn't provide an API key: send `Authorization: Bearer iso_...`")
     parsed = parse_key(text)
     if parsed is None:
-        raise _invalid_key("the API key is not of the form iso_..., copy it whole")
+        raise _incorrect_key("it is not of the form iso_..., copy it whole")
     key_id, secret_sha256 = parsed
     entry = keys.get(key_id)
     # Compared even if there is no such key, so that timing does not tell whether there is one.
     is_right = is_same_secret(entry.secret_sha256 if entry else _NO_SECRET_SHA256, secret_sha256)
     if entry is None or not is_right:
-        raise _invalid_key("the API key is unknown or revoked")
+        raise _incorrect_key("it is unknown or revoked")
     if entry.expires_at and entry.expires_at <= now_unix_s:
-        raise _invalid_key("the API key has expired")
+        raise _incorrect_key("it has expired")
     return entry
 
 
@@ -65,6 +65,10 @@ def may_use(entry: KeyEntry, deployment: str) -> bool:
     return not entry.deployments or deployment in entry.deployments
 
 
-def _invalid_key(reason: str) -> ApiError:
-    message = f"cannot accept the request: {reason}"
+def _incorrect_key(reason: str) -> ApiError:
+    """Return the error in OpenAI's wording, by which clients recognise it."""
+    return _invalid_key(f"Incorrect API key provided: {reason}")
+
+
+def _invalid_key(message: str) -> ApiError:
     return ApiError(ErrorCode.INVALID_KEY, message, headers={"www-authenticate": "Bearer"})

@@ -16,7 +16,7 @@ def check_token(request: web.Request, token_sha256: str) -> None:
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     sent_sha256 = hashlib.sha256(token.strip().encode()).hexdigest()
     if not hmac.compare_digest(sent_sha256, token_sha256) or scheme.lower() != "bearer":
-        raise ApiError(
-            ErrorCode.INVALID_KEY,
-            "cannot authenticate: send `Authorization: Bearer <admin token>`",
-        )
+        reason = "send `Authorization: Bearer <admin token>`"
+        if scheme.lower() == "bearer" and token.strip():
+            reason = "the admin token is wrong"
+        raise ApiError(ErrorCode.INVALID_KEY, f"cannot authenticate: {reason}")

@@ -117,7 +117,17 @@ async def delete_node(request: AdminRequest) -> None:
 
 
 async def delete_router(request: AdminRequest) -> None:
-    """Delete a router, and revoke its certificates."""
+    """Delete a router that no longer runs, and revoke its certificates."""
+    name, lost_after_s = request.name, request.context.liveness.lost_after_s
+    router = require_found(await catalogue.get_router(request.connection, name), "router", name)
+    is_live = router.silent_s is not None and router.silent_s < lost_after_s
+    if is_live and not router.revoked:
+        raise ApiError(
+            ErrorCode.CONFLICT,
+            f"cannot delete router {name}: it was in contact {router.silent_s:g} s ago, and would"
+            f" go on serving with the keys of today; stop it and wait {lost_after_s:g} s, or revoke"
+            f" it first (`isochrone revoke {name} --role router`)",
+        )
     await _delete_peer(request, "router", PeerRole.ROUTER)
 
 

@@ -42,6 +42,22 @@ async def require_deployment(request: AdminRequest) -> DeploymentView:
     )
 
 
+async def require_same_kind(
+    request: AdminRequest, deployment: DeploymentView, model_id: str
+) -> None:
+    """Raise ApiError 409 if clients of the deployment could not use the model `model_id`."""
+    before = await catalogue.get_model(request.connection, deployment.model_id)
+    after = await catalogue.get_model(request.connection, model_id)
+    if before is not None and after is not None and before.model.kind != after.model.kind:
+        raise ApiError(
+            ErrorCode.CONFLICT,
+            f"cannot serve {model_id} as {deployment.deployment_id}: it is a model of kind"
+            f" {after.model.kind!r}, and clients of this deployment use one of kind"
+            f" {before.model.kind!r}; make a deployment of its own",
+            param="model_id",
+        )
+
+
 def _with_unmet(request: AdminRequest, view: DeploymentView) -> DeploymentView:
     unmet = tuple(
         unmet.reason
@@ -72,6 +88,7 @@ async def put_deployment(request: AdminRequest) -> DeploymentView:
     before = await require_deployment(request)
     body: DeploymentBody = request.body
     deployment = await _validated(request, body, name)
+    await require_same_kind(request, before, body.model_id)
     if await conflicts_with_rollout(request.connection, deployment):
         reason = f"cannot change {name}: a rollout of it is active; abort it first"
         raise ApiError(ErrorCode.CONFLICT, reason)

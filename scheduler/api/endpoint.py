@@ -21,6 +21,7 @@ from isochrone.service.http_server import read_body
 from isochrone.service.identity import Authority
 from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.keys import PREFIX as KEY_PREFIX
 from scheduler.decide.membership import LivenessLimits
 from scheduler.planner.client import PlannerClient, PlannerFailed
 from scheduler.state.heartbeats import Heartbeats
@@ -333,4 +334,8 @@ def require_found(row: T | None, kind: str, name: str) -> T:
 
 def not_found(kind: str, name: str) -> ApiError:
     """Return the 404 error for a thing of this kind and name."""
+    if kind == "key" and name.startswith(f"{KEY_PREFIX}_"):
+        # The secret would go on to terminals and logs.
+        reason = "give its id, the 12 characters after `iso_`, and not the whole key"
+        return ApiError(ErrorCode.NOT_FOUND, f"cannot find the key: {reason}")
     return ApiError(ErrorCode.NOT_FOUND, f"cannot find the {kind} {name[:128]!r}")

@@ -39,6 +39,14 @@ async def create_join_token(request: AdminRequest) -> JoinTokenView:
 async def create_revocation(request: AdminRequest) -> RevocationView:
     """Revoke one certificate by its serial or, without a serial, all certificates of a name."""
     body: RevocationBody = request.body
+    is_known = await identities.is_known_name(request.connection, body.role, body.name)
+    if not is_known and not body.may_be_unknown:
+        raise ApiError(
+            ErrorCode.NOT_FOUND,
+            f"cannot revoke {body.name}: no {body.role.value} of this name has joined; if the"
+            " database lost it, for example restored from a backup, repeat with --unknown",
+            param="name",
+        )
     created = await identities.revoke(
         request.connection, body.role, body.name, serial=body.serial, reason=body.reason
     )

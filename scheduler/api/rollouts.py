@@ -8,7 +8,7 @@ import msgspec
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.rollout import RolloutBody, RolloutSpec, RolloutView
-from scheduler.api.deployments import engine_problem, require_deployment
+from scheduler.api.deployments import engine_problem, require_deployment, require_same_kind
 from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
 from scheduler.decide.rollout import (
     IN_PROGRESS,
@@ -38,6 +38,7 @@ async def create_rollout(request: AdminRequest) -> RolloutView:
     if await catalogue.get_model(request.connection, spec.model_id) is None:
         reason = f"cannot roll out: no model {spec.model_id}"
         raise ApiError(ErrorCode.NOT_FOUND, reason, param="model_id")
+    await require_same_kind(request, deployment, spec.model_id)
     problem = await _problem(request, spec)
     if (spec.model_id, spec.engine) == (deployment.model_id, deployment.engine):
         problem = "this model and engine are already deployed"

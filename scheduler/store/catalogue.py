@@ -187,18 +187,24 @@ async def set_draining(connection: Connection, node_id: str, draining: bool) -> 
     )
 
 
+_ROUTERS: Final = """
+    SELECT router_id, pop, generation, revoked, certificate_serial,
+           extract(epoch FROM certificate_expires_at)::float8 AS certificate_expires_at,
+           round(abs(extract(epoch FROM clock_timestamp() - last_seen_at)), 1)::float8 AS silent_s
+    FROM router
+"""
+
+
+async def get_router(connection: Connection, router_id: str) -> RouterView | None:
+    """Return one router."""
+    row = await connection.fetchrow(f"{_ROUTERS} WHERE router_id = $1", router_id)
+    return as_struct(row, RouterView) if row else None
+
+
 async def list_routers(connection: Connection, after: str, limit: int) -> list[RouterView]:
     """Return routers in the order of their ids."""
     rows = await connection.fetch(
-        """
-        SELECT router_id, pop, generation, revoked, certificate_serial,
-               extract(epoch FROM certificate_expires_at)::float8 AS certificate_expires_at,
-               round(abs(extract(epoch FROM clock_timestamp() - last_seen_at)), 1)::float8
-                   AS silent_s
-        FROM router WHERE router_id > $1 ORDER BY router_id LIMIT $2
-        """,
-        after,
-        limit,
+        f"{_ROUTERS} WHERE router_id > $1 ORDER BY router_id LIMIT $2", after, limit
     )
     return [as_struct(row, RouterView) for row in rows]
 

@@ -205,6 +205,20 @@ async def revoke(
     return as_struct(row, RevocationView)
 
 
+async def is_known_name(connection: Connection, role: PeerRole, name: str) -> bool:
+    """Say whether a peer of this name has joined; it may have been deleted since."""
+    table, column = PEER_TABLES[role]
+    found = await connection.fetchval(
+        f"""
+        SELECT EXISTS (SELECT FROM {table} WHERE {column} = $1)
+            OR EXISTS (SELECT FROM revocation WHERE role = $2 AND name = $1)
+        """,  # noqa: S608
+        name,
+        role.value,
+    )
+    return bool(found)
+
+
 async def readmit(connection: Connection, role: PeerRole, name: str) -> bool:
     """Let a revoked name join again; old certificates stay revoked. False if it was not revoked."""
     table, column = PEER_TABLES[role]

@@ -11,7 +11,7 @@ import numpy as np
 from aiohttp import web
 
 from isochrone.wire.engine import EngineConfig
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import ApiError, ErrorCode, context_length_message
 from nodeagent.engine.encoder.encoder_thread import EncoderThread, TokenizedText
 from nodeagent.engine.encoder.http_bodies import (
     document_texts,
@@ -133,8 +133,10 @@ class EncoderServer(ModelServer):
         if longest > CHARS_PER_TOKEN_MAX * self.loaded.context_tokens:
             raise context_length_exceeded(
                 param,
-                f"cannot read {param} {chars.index(longest)}: it has {longest} characters, and the"
-                f" limit is {self.loaded.context_tokens} tokens",
+                context_length_message(
+                    self.loaded.context_tokens,
+                    f"your {param} {chars.index(longest)} has {longest} characters",
+                ),
             )
         tokenise = self.loaded.tokenise
         if sum(chars) > LONG_TEXT_CHARS:
@@ -155,8 +157,9 @@ class EncoderServer(ModelServer):
                 if len(text.tokens) > limit:
                     raise context_length_exceeded(
                         param,
-                        f"cannot read {param} {number}: it takes {len(text.tokens)} tokens, the"
-                        f" limit is {limit}",
+                        context_length_message(
+                            limit, f"your {param} {number} resulted in {len(text.tokens)} tokens"
+                        ),
                     )
             if tokens > REQUEST_TOKENS_MAX:
                 raise invalid_request(

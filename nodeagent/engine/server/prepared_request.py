@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from isochrone.wire.engine import EngineConfig
+from isochrone.wire.errors import context_length_message
 from isochrone.wire.headers import CACHE_SALT
 from nodeagent.engine.chat.chat_template import ChatTemplateError
 from nodeagent.engine.loading import LoadedEngine
@@ -152,8 +153,9 @@ class RequestPreparer:
             # Tokenising megabytes takes seconds and gigabytes, and the text cannot fit.
             raise context_length_exceeded(
                 param,
-                f"cannot serve {len(text)} characters of {param}: they take {tokens_min} tokens or"
-                f" more, the limit is {self._context_tokens} tokens",
+                context_length_message(
+                    self._context_tokens, f"your {param} resulted in {tokens_min} tokens or more"
+                ),
             )
         try:
             if len(text) > LONG_TEXT_CHARS:
@@ -215,11 +217,14 @@ class RequestPreparer:
         limit = self._context_tokens
         max_tokens = options.max_tokens or max(limit - len(tokens), 1)
         if len(tokens) + max_tokens > limit:
-            raise context_length_exceeded(
-                "messages" if isinstance(body, ChatBody) else "prompt",
-                f"cannot serve {len(tokens)} prompt tokens and max_tokens {max_tokens}: together"
-                f" they exceed the limit of {limit} tokens",
-            )
+            param = "messages" if isinstance(body, ChatBody) else "prompt"
+            excess = f"your {param} resulted in {len(tokens)} tokens"
+            if options.max_tokens and len(tokens) < limit:
+                excess = (
+                    f"you requested {len(tokens) + max_tokens} tokens ({len(tokens)} in the"
+                    f" {param}, {max_tokens} in the completion)"
+                )
+            raise context_length_exceeded(param, context_length_message(limit, excess))
         min_tokens = options.params.min_tokens - options.params.drawn_before
         if min_tokens > max_tokens or (min_tokens > 0 and options.grammar is not None):
             other = "a constrained output" if options.grammar else f"max_tokens {max_tokens}"

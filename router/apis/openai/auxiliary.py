@@ -64,6 +64,8 @@ def auxiliary_app(
     app.router.add_get("/v1/models", list_models)
     app.router.add_get("/v1/models/{name:.{1,200}}", show_model)
     app.router.add_get("/healthz", healthz)
+    # Load tools and other engines' clients ask for this path.
+    app.router.add_get("/health", healthz)
     return app
 
 

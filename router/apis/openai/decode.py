@@ -32,6 +32,8 @@ RERANK: Final = msgspec.json.Decoder(RerankRequest)
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _INVALID_FIELD: Final = re.compile(r" - at `\$\.?(.{1,120})`$")
 _MISSING_FIELD: Final = re.compile(r"missing required field `(.{1,60}?)`")
+_UNKNOWN_FIELD: Final = re.compile(r"object contains unknown field `(.{1,60}?)`", re.IGNORECASE)
+_NOT_NULL: Final = re.compile(r"expected `null`, got `[a-z]+`", re.IGNORECASE)
 _STATEFUL: Final = frozenset(
     {
         "tools",
@@ -65,11 +67,24 @@ def decode(body: bytes, decoder: "msgspec.json.Decoder[R]") -> R:
 def _invalid(reason: str) -> ApiError:
     """Return the error 400 for what a decoder reports, with the name of the field."""
     at, missing = _INVALID_FIELD.search(reason), _MISSING_FIELD.search(reason)
-    field = ".".join([match.group(1) for match in (at, missing) if match])
-    reason = "it is required" if missing else _INVALID_FIELD.sub("", reason)
+    unknown = _UNKNOWN_FIELD.search(reason)
+    field = ".".join([match.group(1) for match in (at, missing, unknown) if match])
+    if missing:
+        reason = "it is required"
+    elif unknown or _NOT_NULL.search(reason):
+        reason = "it is not supported"
+    else:
+        reason = _INVALID_FIELD.sub("", reason)
     subject = f"field '{field}'" if field else "the request body"
     message = f"cannot use {subject}: {reason[:1].lower()}{reason[1:]}"
     return ApiError(ErrorCode.INVALID_REQUEST, message[:400], param=field or None)
+
+
+def refuse_storing(store: bool | None) -> None:
+    """Raise ApiError 400 if the client requires that the router stores the answer."""
+    if store:
+        message = "cannot use field 'store': answers are not stored, send false or leave it out"
+        raise ApiError(ErrorCode.INVALID_REQUEST, message, param="store")
 
 
 def wants_usage(request: OpenAiRequest) -> bool:

@@ -1,6 +1,9 @@
 """The fields of OpenAI requests that the router reads or checks.
 
-Unknown fields are allowed: the engine gets the original bytes and checks them.
+Unknown fields are allowed: the engine gets the original bytes and checks them. Fields of OpenAI
+that no engine honours are refused here, so that all engines answer alike: a field of type None
+accepts only null. `user`, `metadata`, `safety_identifier` and the `prompt_cache_...` fields change
+no answer (prefix caching needs no request), so they are accepted.
 """
 
 from typing import Annotated, Final, Literal
@@ -70,7 +73,16 @@ class RouterOptions(msgspec.Struct, frozen=True, rename="camel"):
     reject_if_busy: bool = False
 
 
-class _GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+class RefusedOpenAiFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of OpenAI that no engine honours, with the values that ask for nothing."""
+
+    service_tier: Literal["auto", "default"] | None = None
+    store: bool | None = None
+    """Only false: see `refuse_storing`."""
+    moderation: None = None
+
+
+class _GenerationRequest(RefusedOpenAiFields, frozen=True, kw_only=True):
     model: ModelField
     max_tokens: TokenCount | None = None
     n: AnswerCount | None = None
@@ -91,6 +103,12 @@ class ChatRequest(_GenerationRequest, frozen=True, kw_only=True):
     messages: Annotated[list[RequestMessage], Meta(min_length=1, max_length=10_000)]
     max_completion_tokens: TokenCount | None = None
     tools: msgspec.Raw = msgspec.Raw()
+    web_search_options: None = None
+    functions: None = None
+    function_call: None = None
+    audio: None = None
+    modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class CompletionRequest(_GenerationRequest, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """The OpenAI inference routes: from an HTTP request to the pipeline's InferenceRequest."""
 
+import re
 from collections.abc import Callable
 from itertools import islice
 from typing import Any, Final
@@ -17,6 +18,7 @@ from router.apis.openai.decode import (
     RERANK,
     decode,
     determinism_of,
+    refuse_storing,
     resume_body_builder,
     wants_usage,
     with_usage_requested,
@@ -28,7 +30,13 @@ from router.apis.openai.prompt import (
     output_tokens_max,
     render_prompt,
 )
-from router.apis.openai.schema import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RERANK_PATH
+from router.apis.openai.schema import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    EMBEDDINGS_PATH,
+    RERANK_PATH,
+    ChatRequest,
+)
 from router.config import RouterConfig
 from router.dataplane.http1 import HeaderFields
 from router.dataplane.http_messages import HttpRequest
@@ -51,6 +59,11 @@ MODELS_NAMED: Final = 8
 """How many available models the error for an unknown model names."""
 
 SESSION_AFFINITY: Final = headers.SESSION_AFFINITY.encode()
+PRIORITY: Final = headers.PRIORITY.encode()
+TRACEPARENT: Final = headers.TRACEPARENT.encode()
+
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+"""W3C Trace Context, level 1. A header of another form is dropped, as it demands."""
 
 
 class OpenAiSurface:
@@ -110,6 +123,8 @@ class OpenAiSurface:
                 f" {deployment.kind!r}, and this route needs one of kind {kind!r}",
                 param="model",
             )
+        if isinstance(openai, ChatRequest):
+            refuse_storing(openai.store)
         prompt, answer_count = render_prompt(openai), count_answers(openai)
         return InferenceRequest(
             request_id=RequestId(request.request_id),
@@ -131,6 +146,7 @@ class OpenAiSurface:
             build_resume_body=resume_body_builder(body, openai) if openai.stream else None,
             determinism=determinism_of(openai) if openai.stream else "",
             prefix_keys=_prefix_keys(prompt, key, deployment),
+            relayed_headers=_relayed_headers(request),
         )
 
     def _output_tokens(
@@ -161,3 +177,25 @@ def _session(request: HttpRequest, key: KeyEntry) -> str:
         )
     # Session names belong to a tenant: two tenants may use the same name.
     return f"{key.tenant_id}/{session}" if session else ""
+
+
+def _relayed_headers(request: HttpRequest) -> str:
+    """Return the header lines of the client's priority and trace. Raises ApiError 400."""
+    lines, priority = "", request.header(PRIORITY)
+    if priority:
+        if (
+            not (priority.isascii() and priority.isdecimal())
+            or len(priority) > 2
+            or int(priority) > headers.PRIORITY_DEFAULT
+        ):
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                f"cannot use the header {headers.PRIORITY}: expected 0 to"
+                f" {headers.PRIORITY_DEFAULT}, got {priority[:40]!r}",
+                param=headers.PRIORITY,
+            )
+        lines = f"{headers.PRIORITY}: {priority}\r\n"
+    trace = request.header(TRACEPARENT)
+    if trace and _TRACEPARENT.fullmatch(trace):
+        lines += f"{headers.TRACEPARENT}: {trace}\r\n"
+    return lines

@@ -181,6 +181,9 @@ class ResponseEvents:
             calls = [_TOOL_CALL.decode(raw) for raw in delta.tool_calls or ()]
         except msgspec.DecodeError:
             return None
+        if choice.message is not None:
+            # Calls of a complete message have no index: each is a call of its own.
+            calls = [msgspec.structs.replace(call, index=n) for n, call in enumerate(calls)]
         self._usage = chunk.usage or self._usage
         self._finish_reason = choice.finish_reason or self._finish_reason
         events = self._add_text("reasoning_text", delta.reasoning_content)
@@ -260,6 +263,8 @@ def new_response(request: ResponsesRequest, response_id: str, created_at: int) -
     """Return the response to `request` before anything is generated."""
     text_format = (request.text and request.text.format) or TextFormat()
     is_schema = text_format.type == "json_schema"
+    # Optional in OpenAI's reference, where it may not be null.
+    user = {} if request.user is None else {"user": request.user}
     return {
         "id": response_id,
         "object": "response",
@@ -285,7 +290,7 @@ def new_response(request: ResponsesRequest, response_id: str, created_at: int) -
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",
         "usage": None,
-        "user": request.user,
+        **user,
     }
 
 

@@ -10,9 +10,11 @@ import msgspec
 from msgspec import Meta
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from router.apis.openai.decode import refuse_storing
 from router.apis.openai.schema import (
     Fraction,
     ModelField,
+    RefusedOpenAiFields,
     RouterOptions,
     Temperature,
     TokenCount,
@@ -75,18 +77,27 @@ class TextSettings(msgspec.Struct, frozen=True):
     """`text`: the format of the generated text."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class ReasoningSettings(msgspec.Struct, frozen=True):
-    """`reasoning`: how much a reasoning model should reason."""
+    """`reasoning`: how much a reasoning model should reason.
+
+    The reasoning itself is returned, so `auto` needs no summary.
+    """
 
     effort: str | None = None
-    summary: str | None = None
+    summary: Literal["auto"] | None = None
 
 
-class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /v1/responses`."""
+class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`stream_options`. Events are not padded."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(RefusedOpenAiFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/responses`. No engine sees its unknown fields, so they are refused."""
 
     model: ModelField
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=ITEMS_MAX)]
@@ -103,6 +114,14 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] | None = None
     user: str | None = None
     options: RouterOptions | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    """Reasoning is returned unencrypted, in the item that clients send back."""
+    max_tool_calls: int | None = None
+    """Limits built-in tools, which do not exist here."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
 
     # Fields that are not supported: see `_refuse_unsupported`.
     previous_response_id: str | None = None
@@ -111,6 +130,10 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: int | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    access_programs: None = None
+    context_management: None = None
+    image: None = None
 
 
 RESPONSES_REQUEST: Final = msgspec.json.Decoder(ResponsesRequest)
@@ -157,6 +180,9 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
     for field, reason in unsupported.items():
         if getattr(request, field):
             raise _invalid_field(field, reason)
+    refuse_storing(request.store)
+    if request.stream_options and request.stream_options.include_obfuscation:
+        raise _invalid_field("stream_options.include_obfuscation", "events are not padded")
     if request.truncation == "auto":
         raise _invalid_field(
             "truncation", "'auto' is not supported: send an input that fits the context"

@@ -3,6 +3,7 @@
 import re
 from functools import partial
 from typing import Final
+from urllib.parse import unquote
 
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.translating_writer import TranslatingWriter
@@ -19,10 +20,21 @@ from router.inference_request import InferenceRequest
 _PATH: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?/ai/run/(.*)$")
 
 
+_WORKERS_AI: Final = re.compile(r"^/(?:client/v4|ai)/")
+
+
+def is_workers_ai(path: str) -> bool:
+    """Return whether a path is Workers AI's, and not OpenAI's below it."""
+    return _WORKERS_AI.match(path) is not None
+
+
 def model_of(path: str) -> str | None:
-    """Return the model that a path of this surface names; None for any other path."""
+    """Return the model that a path of this surface names; None for any other path.
+
+    Cloudflare's SDKs percent-encode the model's slashes and `@`, other clients do not.
+    """
     match = _PATH.match(path)
-    return match.group(1) if match else None
+    return unquote(match.group(1), errors="replace") if match else None
 
 
 def read_run_request(

@@ -26,10 +26,24 @@ MAX_TOKENS_DEFAULT: Final = 256
 """The limit of Workers AI for requests that set none."""
 
 _COPIED: Final = (
-    *("temperature", "top_p", "top_k", "seed", "repetition_penalty", "frequency_penalty"),
-    *("presence_penalty", "response_format", "tool_choice"),
+    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "logit_bias"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty", "max_completion_tokens"),
+    *("response_format", "guided_json", "tool_choice", "parallel_tool_calls"),
+    *("chat_template_kwargs", "reasoning_effort", "user", "metadata"),
 )
-"""Fields that are the same in both formats."""
+"""Fields that are the same in both formats. The replica's engine refuses those it does not have."""
+
+_GENERATION_FIELDS: Final = frozenset(_COPIED) | {
+    *("prompt", "messages", "raw", "stream", "stream_options", "max_tokens", "tools", "lora"),
+    *("model", "options"),
+}
+_FIELDS_OF_TASK: Final = {
+    "prompt": _GENERATION_FIELDS,
+    "messages": _GENERATION_FIELDS - {"raw"},
+    "text": frozenset({"text", "model", "options"}),
+    "query": frozenset({"query", "contexts", "top_k", "model", "options"}),
+}
+"""The fields that are honoured, by the field that decides the task."""
 
 
 class RunResponseFormat(msgspec.Struct, frozen=True):
@@ -41,9 +55,10 @@ class RunResponseFormat(msgspec.Struct, frozen=True):
 class RunRequest(msgspec.Struct, frozen=True):
     """`/ai/run`: a prompt, messages, texts to embed, or a query with texts to rank.
 
-    Other fields are copied to the OpenAI request.
+    Fields of `_COPIED` are copied to the OpenAI request, all others are refused.
     """
 
+    model: str | None = None
     prompt: Annotated[str, Meta(min_length=1)] | None = None
     messages: list[msgspec.Raw] | None = None
     text: str | Annotated[list[str], Meta(min_length=1, max_length=2048)] | None = None
@@ -74,20 +89,26 @@ _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def to_openai(body: bytes, model: str) -> OpenAiCall:
     """Return the equivalent OpenAI request. Raises ApiError 400."""
     run = decode(body, _RUN)
-    _check(run)
+    sent = {name: value for name, value in _FIELDS.decode(body).items() if bytes(value) != b"null"}
+    _check(run, sent, model)
+    options = {"options": run.options} if run.options is not None else {}
     if run.text is not None:
-        embedding = {"model": model, "input": run.text}
+        embedding = {"model": model, "input": run.text, **options}
         return OpenAiCall(EMBEDDINGS_PATH, msgspec.json.encode(embedding), is_json=False)
     if run.query is not None:
-        reranking: dict[str, Any] = {"model": model, "query": run.query, "documents": run.contexts}
+        reranking: dict[str, Any] = {
+            "model": model,
+            "query": run.query,
+            "documents": run.contexts,
+            **options,
+        }
         if run.top_k is not None:
             reranking["top_n"] = run.top_k
         return OpenAiCall(RERANK_PATH, msgspec.json.encode(reranking), is_json=False)
-    sent = _FIELDS.decode(body)
     fields: dict[str, Any] = {name: sent[name] for name in _COPIED if name in sent}
-    fields |= {"model": model, "max_tokens": run.max_tokens or MAX_TOKENS_DEFAULT}
-    if run.options is not None:
-        fields["options"] = run.options
+    fields |= {"model": model, **options}
+    if run.max_tokens is not None or "max_completion_tokens" not in sent:
+        fields["max_tokens"] = run.max_tokens or MAX_TOKENS_DEFAULT
     if run.stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     if run.tools:
@@ -101,14 +122,22 @@ def to_openai(body: bytes, model: str) -> OpenAiCall:
     return OpenAiCall(CHAT_PATH, chat, is_json)
 
 
-def _check(run: RunRequest) -> None:
+def _check(run: RunRequest, sent: dict[str, msgspec.Raw], model: str) -> None:
     """Raise ApiError 400 if a request has no single task, or uses what is not supported."""
-    tasks = ("prompt", "messages", "text", "query")
-    given = [f"'{name}'" for name in tasks if getattr(run, name) is not None]
+    given = [name for name in _FIELDS_OF_TASK if name in sent]
     if len(given) != 1:
-        found = f"it has {' and '.join(given)}" if given else "it has none"
+        quoted = " and ".join(f"'{name}'" for name in given)
+        found = f"it has {quoted}" if given else "it has none"
         reason = f"it needs exactly one of 'prompt', 'messages', 'text' and 'query'; {found}"
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use the request body: {reason}")
+    unsupported = sorted(sent.keys() - _FIELDS_OF_TASK[given[0]])
+    if unsupported:
+        name = unsupported[0][:60]
+        reason = f"/ai/run does not support it together with '{given[0]}'"
+        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field '{name}': {reason}")
+    if run.model not in (None, model):
+        reason = f"it is {run.model!r}, and the path names {model!r}"
+        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field 'model': {reason}")
     if run.query is not None and run.contexts is None:
         reason = "it needs field 'contexts' with the texts to rank"
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field 'query': {reason}")
@@ -159,6 +188,8 @@ def result_of(body: bytes, *, is_json: bool = False) -> dict[str, Any]:
     if text is None:
         text = choice.get("text") or ""
     result: dict[str, Any] = {"response": _json_value(text) if is_json else text}
+    if message.get("reasoning_content"):
+        result["reasoning_content"] = message["reasoning_content"]
     if message.get("tool_calls"):
         result["tool_calls"] = [_run_tool_call(call["function"]) for call in message["tool_calls"]]
     if answer.get("usage"):
@@ -177,6 +208,8 @@ def translate_frame(frame: bytes) -> bytes:
     choice = chunk.choices[0] if chunk.choices else ChunkChoice()
     delta = choice.delta or ChunkDelta()
     fields: dict[str, Any] = {"response": delta.content or choice.text or ""}
+    if delta.reasoning_content:
+        fields["reasoning_content"] = delta.reasoning_content
     if delta.tool_calls:
         fields["tool_calls"] = delta.tool_calls
     if choice.finish_reason:

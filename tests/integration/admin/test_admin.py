@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import pytest
 from openapi_spec_validator import validate
 
 from isochrone.wire.artifact import manifest_digest
@@ -247,6 +248,14 @@ async def test_a_router_can_be_deleted_and_then_its_pop(admin: Admin, pool: Pool
     async with using(pool) as connection:
         await connection.execute("INSERT INTO router (router_id, pop) VALUES ('r1', 'ams')")
     assert (await admin.ask("DELETE", "/v1/pops/ams")).status == 409
+    async with using(pool) as connection:
+        await connection.execute("UPDATE router SET last_seen_at = clock_timestamp()")
+    live = await admin.ask("DELETE", "/v1/routers/r1")
+    assert live.status == 409
+    assert "or revoke it first" in live.body["error"]["message"]
+    assert (await admin.ask("GET", "/v1/revocations")).body["data"] == []
+    async with using(pool) as connection:
+        await connection.execute("UPDATE router SET last_seen_at = now() - interval '1 hour'")
     assert (await admin.ask("DELETE", "/v1/routers/r1")).status == 204
     assert (await admin.ask("DELETE", "/v1/routers/r1")).status == 404
     (refused,) = (await admin.ask("GET", "/v1/revocations")).body["data"]
@@ -298,3 +307,41 @@ async def test_a_gzip_bomb_and_a_hundred_megabytes_are_refused_without_using_mem
                 assert response.status == 413
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 64 * 1024
     assert (await admin.ask("GET", "/v1/status")).status == 200
+
+
+async def test_a_deployment_keeps_its_kind_of_model(admin: Admin) -> None:
+    await catalogued(admin)
+    assert (await admin.ask("POST", "/v1/deployments", a_deployment_body())).status == 201
+    model = (await admin.ask("GET", "/v1/models/m")).body["model"]
+    encoder = {**model, "model_id": "encoder", "kind": "embedding"}
+    assert (await admin.ask("PUT", "/v1/models/encoder", encoder)).status == 200
+    changed = {**a_deployment_body(), "model_id": "encoder"}
+    del changed["deployment_id"]
+    for method, path, body in (
+        ("PUT", "/v1/deployments/d", changed),
+        ("POST", "/v1/deployments/d/rollouts", {"model_id": "encoder"}),
+    ):
+        refused = await admin.ask(method, path, body)
+        assert refused.status == 409
+        assert "a model of kind 'embedding'" in refused.body["error"]["message"]
+    assert (await admin.ask("GET", "/v1/deployments/d")).body["model_id"] == "m"
+
+
+@pytest.mark.parametrize(("method", "path"), [("PUT", "/limits"), ("GET", ""), ("DELETE", "")])
+async def test_a_pasted_key_is_not_repeated(admin: Admin, method: str, path: str) -> None:
+    made = await admin.ask("POST", "/v1/keys", {"tenant_id": "t"})
+    body: dict[str, Any] | None = {} if method == "PUT" else None
+    refused = await admin.ask(method, f"/v1/keys/{made.body['key']}{path}", body)
+    assert refused.status == 404
+    assert made.body["key"][17:60] not in str(refused.body)
+    assert "not the whole key" in refused.body["error"]["message"]
+
+
+async def test_only_a_known_name_is_revoked_unless_the_operator_insists(admin: Admin) -> None:
+    body = {"role": "router", "name": "typo"}
+    refused = await admin.ask("POST", "/v1/revocations", body)
+    assert refused.status == 404
+    assert (await admin.ask("GET", "/v1/revocations")).body["data"] == []
+    insisted = await admin.ask("POST", "/v1/revocations", {**body, "may_be_unknown": True})
+    assert insisted.status == 201
+    assert (await admin.ask("POST", "/v1/revocations", body)).status == 201

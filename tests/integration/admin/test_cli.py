@@ -116,7 +116,7 @@ async def test_errors_go_to_standard_error_with_an_exit_code(admin: Admin) -> No
     async with asyncio.timeout(30):
         out_bytes, err_bytes = await process.communicate()
     assert (process.returncode, out_bytes) == (1, b"")
-    assert b"cannot authenticate" in err_bytes
+    assert b"cannot authenticate: the admin token is wrong" in err_bytes
     assert b"ISOCHRONE_ADMIN_TOKEN" in err_bytes
     unreachable, reachable = "http://127.0.0.1:1", admin.url
     assert (await run_cli(admin, "--url", f"{unreachable}, {reachable}", "status"))[0] == 0

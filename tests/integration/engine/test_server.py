@@ -84,6 +84,7 @@ async def test_a_chat_is_answered(http: aiohttp.ClientSession) -> None:
     assert answer["choices"][0]["message"] == {
         "role": "assistant",
         "content": "The capital of France is Paris.",
+        "refusal": None,
     }
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["prompt_tokens"] == 37
@@ -254,8 +255,14 @@ async def test_logprobs_are_returned(http: aiohttp.ClientSession) -> None:
         (PLAIN, {"prompt": ["a"] * 5, "n": 2}, 400, "invalid_request", "cannot give 10 answers"),
         (PLAIN, {"prompt": []}, 400, "invalid_request", "cannot use field 'prompt'"),
         (CHAT, chat(tools=[{}]), 400, "invalid_request", "a tool needs"),
-        (CHAT, chat(max_tokens=5000), 400, "context_length_exceeded", "37 prompt tokens"),
-        (CHAT, chat("word " * 4000), 400, "context_length_exceeded", "limit of 2048"),
+        (
+            CHAT,
+            chat(max_tokens=5000),
+            400,
+            "context_length_exceeded",
+            "(37 in the messages, 5000 in",
+        ),
+        (CHAT, chat("word " * 4000), 400, "context_length_exceeded", "length is 2048 tokens. How"),
         (CHAT, chat("word " * 700_000), 400, "context_length_exceeded", "tokens or more"),
         (PLAIN, {"prompt": ""}, 400, "invalid_request", "it has no tokens"),
         (PLAIN, {"prompt": [10**6]}, 400, "invalid_request", "between 0 and 49151"),
@@ -280,7 +287,11 @@ async def test_invalid_requests_are_refused_in_the_shape_of_openai(
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     assert error["code"] == code
-    assert error["message"].startswith("cannot ")
+    # Clients recognise a prompt that is too long by OpenAI's wording.
+    is_too_long = code == "context_length_exceeded"
+    opening = "This model's maximum context length is " if is_too_long else "cannot "
+    assert error["message"].startswith(opening)
+    assert "max_tokens 1" not in error["message"]
     assert said in error["message"]
 
 

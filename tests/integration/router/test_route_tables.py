@@ -153,7 +153,9 @@ async def health(app: RouterApp) -> tuple[int, dict[str, str]]:
     async with (
         aiohttp.ClientSession() as http,
         http.get(f"http://127.0.0.1:{app.port}/healthz") as response,
+        http.get(f"http://127.0.0.1:{app.port}/health") as same,
     ):
+        assert (same.status, await same.json()) == (response.status, await response.json())
         return response.status, await response.json()
 
 

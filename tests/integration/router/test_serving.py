@@ -546,3 +546,19 @@ async def test_a_hand_off_to_an_unknown_replica_is_a_failure(tmp_path: Path) -> 
         async with bench.chat() as response:
             assert response.status == 502
         await until_idle(bench)
+
+
+async def test_the_node_gets_the_clients_priority_and_trace(tmp_path: Path) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with a_bench(tmp_path) as bench:
+        async with bench.chat(headers={"x-isochrone-priority": "7", "traceparent": trace}) as got:
+            assert got.status == 200
+        sent = {name.lower(): value for name, value in bench.nodes[0].request_headers[0].items()}
+        assert (sent["x-isochrone-priority"], sent["traceparent"]) == ("7", trace)
+        async with bench.chat(headers={"traceparent": "odd"}) as got:
+            assert got.status == 200
+        assert "traceparent" not in {name.lower() for name in bench.nodes[0].request_headers[1]}
+        for priority in ("51", "-1", "x", "100"):
+            async with bench.chat(headers={"x-isochrone-priority": priority}) as got:
+                error = (await got.json())["error"]
+                assert (got.status, error["param"]) == (400, "x-isochrone-priority")

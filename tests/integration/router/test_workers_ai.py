@@ -66,6 +66,17 @@ async def test_errors_have_workers_ai_numbers_and_format(tmp_path: Path) -> None
             assert (response.status, answer["errors"][0]["code"]) == (429, 3040)
 
 
+@pytest.mark.parametrize("path", ["/client/v4/accounts/a/ai/models/search", "/ai/nothing"])
+async def test_unknown_paths_answer_in_workers_ais_format(tmp_path: Path, path: str) -> None:
+    async with a_bench(tmp_path) as bench:
+        async with bench.http.get(f"{bench.url}{path}") as response:
+            answer = await response.json()
+            assert (response.status, answer["errors"][0]["code"]) == (404, 7003)
+            assert answer["success"] is False
+        async with bench.http.get(f"{bench.url}/client/v4/accounts/a/ai/v1/nothing") as response:
+            assert (await response.json())["error"]["code"] == "not_found"
+
+
 async def test_a_broken_stream_ends_with_an_error_event(tmp_path: Path) -> None:
     node = FakeNode()
     node.cut_at = 2
@@ -94,5 +105,5 @@ async def test_openai_clients_of_workers_ai_only_change_the_host(
             with pytest.raises(openai.NotFoundError, match="cannot find the model"):
                 await client.completions.create(model="none", prompt="hi")
         async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
-            with pytest.raises(openai.AuthenticationError, match="cannot accept"):
+            with pytest.raises(openai.AuthenticationError, match="Incorrect API key provided"):
                 await client.embeddings.create(model="tiny", input="hi")

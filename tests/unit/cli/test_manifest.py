@@ -33,3 +33,14 @@ def test_a_folder_without_a_config_gives_no_values(tmp_path: Path) -> None:
     assert config_values(tmp_path) == {}
     with pytest.raises(ManifestError, match="it contains no files"):
         artifact_of(tmp_path, "file:x")
+
+
+def test_an_encoders_context_is_that_of_its_sentence_config(tmp_path: Path) -> None:
+    config = '{"architectures":["BertModel"],"max_position_embeddings":512}'
+    (tmp_path / "config.json").write_text(config)
+    assert config_values(tmp_path)["context_tokens"] == 512
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length":256}')
+    assert config_values(tmp_path)["context_tokens"] == 256
+    (tmp_path / "sentence_bert_config.json").write_text("{")
+    with pytest.raises(ManifestError, match="sentence_bert_config"):
+        config_values(tmp_path)

@@ -571,8 +571,15 @@ def test_tools_with_a_response_format_allow_either_unless_a_call_is_required() -
         assert COMPILER.compile_now(both).count_allowed(list(text.encode())) == len(text)
     must = asked(tools=TOOLS, tool_choice="required")
     assert must is not None
+    # Clients send both: the call is what the client gets.
+    required = must.grammar(HERMES, {}, answer)
+    assert required is not None
+    accepted = COMPILER.compile_now(required)
+    assert accepted.count_allowed(list(call.encode())) == len(call)
+    assert accepted.count_allowed(list(b"5")) == 0
+    guided = grammar.json_schema_grammar({"const": 5}, "guided_json")
     with pytest.raises(ApiError, match="that requires a call"):
-        must.grammar(HERMES, {}, answer)
+        must.grammar(HERMES, {}, guided)
 
 
 def test_a_strict_tool_cannot_be_called_in_an_unconstrained_format() -> None:
@@ -664,6 +671,7 @@ def test_calls_have_the_shape_of_openai() -> None:
     assert whole["message"] == {
         "role": "assistant",
         "content": "Hm.",
+        "refusal": None,
         "tool_calls": [{"id": "call_0", "type": "function", "function": function}],
     }
     assert whole["finish_reason"] == "tool_calls"
@@ -706,4 +714,4 @@ def test_a_truncated_call_finishes_with_length_and_plain_text_with_stop() -> Non
     assert cut["message"]["content"] is None
     (plain,) = answer_of("No need.", FinishReason.STOP, stream=False)
     assert plain["finish_reason"] == "stop"
-    assert plain["message"] == {"role": "assistant", "content": "No need."}
+    assert plain["message"] == {"role": "assistant", "content": "No need.", "refusal": None}

@@ -38,12 +38,20 @@ def a_key(**fields: object) -> KeyEntry:
 @pytest.mark.parametrize(
     ("header", "key", "words"),
     [
-        (None, a_key(), "no API key"),
-        ("Basic x", a_key(), "no API key"),
+        (None, a_key(), "didn't provide an API key"),
+        ("Basic x", a_key(), "didn't provide an API key"),
         ("Bearer iso_x", a_key(), "form"),
         (f"Bearer {TEXT}{'x' * 500}", a_key(), "form"),
-        (f"Bearer {format_key(KeyId('o' * 12), bytes(32))}", a_key(), "unknown or revoked"),
-        (f"Bearer {format_key(KeyId('k' * 12), bytes(32))}", a_key(), "unknown or revoked"),
+        (
+            f"Bearer {format_key(KeyId('o' * 12), bytes(32))}",
+            a_key(),
+            "Incorrect API key provided: it is unknown or revoked",
+        ),
+        (
+            f"Bearer {format_key(KeyId('k' * 12), bytes(32))}",
+            a_key(),
+            "Incorrect API key provided: it is unknown or revoked",
+        ),
         (f"Bearer {TEXT}", a_key(expires_at=50.0), "expired"),
         (f"Bearer {TEXT[:30]}\udcff{TEXT[31:]}", a_key(), "form"),
         (f"Bearer {TEXT[:-1]}", a_key(), "form"),
@@ -85,7 +93,7 @@ def test_a_cached_key_is_accepted_only_as_long_as_the_table_has_it() -> None:
         cache.authenticate(keys, header, 200.0)
     renewed = {key.key_id: a_key()}
     assert cache.authenticate(renewed, header, 300.0) is renewed[key.key_id]
-    with pytest.raises(ApiError, match="unknown or revoked"):
+    with pytest.raises(ApiError, match="Incorrect API key provided: it is unknown or revoked"):
         cache.authenticate({}, header, 300.0)
     with pytest.raises(ApiError, match="form"):
         cache.authenticate(renewed, header[:-1], 300.0)

@@ -233,3 +233,21 @@ def _read(event: bytes) -> dict[str, Any]:
     assert name == f"event: {body['type']}"
     EVENTS[body["type"]].model_validate(body, strict=True)
     return body
+
+
+def test_parallel_calls_of_a_complete_answer_are_items_of_their_own() -> None:
+    calls = [
+        {"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": f'{{"n":{n}}}'}}
+        for n in range(3)
+    ]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    body = {"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]}
+    answer = ResponseEvents(a_new_response()).translate_body(json.dumps(body).encode())
+    items = [item.to_dict() for item in Response.model_validate_json(answer).output]
+    assert [item["call_id"] for item in items] == ["c0", "c1", "c2"]
+    assert [json.loads(str(item["arguments"])) for item in items] == [{"n": n} for n in range(3)]
+
+
+def test_a_user_that_was_not_sent_is_left_out() -> None:
+    assert "user" not in a_new_response()
+    assert a_new_response(user="u")["user"] == "u"

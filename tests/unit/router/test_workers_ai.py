@@ -124,3 +124,45 @@ def test_frames_are_translated() -> None:
     assert translate_frame(DONE_FRAME) == DONE_FRAME
     for odd in (b": note", b"data: ping", b"data: [1]", b'data: {"choices":3}'):
         assert translate_frame(odd + b"\n\n") == odd + b"\n\n"
+
+
+def test_fields_of_generation_are_copied() -> None:
+    fields: dict[str, Any] = {
+        "stop": ["."],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "reasoning_effort": "low",
+        "parallel_tool_calls": False,
+    }
+    _, body = translate(prompt="hi", max_completion_tokens=9, lora=None, **fields)
+    assert body == {
+        "model": "@cf/x/tiny",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_completion_tokens": 9,
+        **fields,
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"prompt": "a", "n": 2}, "n"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"messages": [{"role": "user", "content": "a"}], "raw": True}, "raw"),
+        ({"text": "a", "max_tokens": 3}, "max_tokens"),
+        ({"query": "a", "contexts": [{"text": "b"}], "stop": "x"}, "stop"),
+        ({"prompt": "a", "model": "other"}, "model"),
+    ],
+)
+def test_a_field_that_is_not_honoured_is_refused_by_name(
+    fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ApiError, match=f"cannot use field '{named}'"):
+        translate(**fields)
+
+
+def test_reasoning_is_returned() -> None:
+    message = {"role": "assistant", "content": "4", "reasoning_content": "2 + 2"}
+    body = json.dumps({"choices": [{"message": message}]}).encode()
+    assert result_of(body) == {"response": "4", "reasoning_content": "2 + 2"}
+    frame = data_frame({"choices": [{"index": 0, "delta": {"reasoning_content": "2"}}]})
+    assert json.loads(translate_frame(frame)[6:]) == {"response": "", "reasoning_content": "2"}

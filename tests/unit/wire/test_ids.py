@@ -21,3 +21,9 @@ def test_no_name_that_an_operator_writes_ends_in_a_line(field: str) -> None:
     assert msgspec.convert(body, NewDeploymentBody)
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({**body, field: "d\n"}, NewDeploymentBody)
+
+
+@pytest.mark.parametrize("name", ["@cf/meta/llama-3.1-8b", "llama3:8b", "org/model:Q4_K_M"])
+def test_clients_names_of_models_may_have_slashes_colons_and_an_at_sign(name: str) -> None:
+    body = {"deployment_id": "d", "model_id": name, "name": name}
+    assert msgspec.convert(body, NewDeploymentBody).name == name

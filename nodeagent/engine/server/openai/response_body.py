@@ -130,7 +130,7 @@ class CompletionResponse:
         text = "".join(choice.text)
         body: dict[str, Any] = {"index": choice.index}
         if self.chat:
-            message: dict[str, Any] = {"role": "assistant", "content": text}
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
             if choice.calls:
                 message["content"] = text or None
                 message["tool_calls"] = choice.calls

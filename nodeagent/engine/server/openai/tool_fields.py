@@ -116,6 +116,9 @@ class RequestTools:
         `answer_grammar` is the grammar that the request's other fields ask for, `special_ids` the
         format's marks that are special tokens. Raises ApiError.
         """
+        if self.must_call and answer_grammar and answer_grammar.param == "response_format":
+            # It describes the text of an answer, and a required call has none. Clients send both.
+            answer_grammar = None
         if self.must_call and answer_grammar is not None:
             raise invalid_request(
                 answer_grammar.param,

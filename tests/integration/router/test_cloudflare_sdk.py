@@ -1,0 +1,45 @@
+"""The official `cloudflare` client, unmodified, with the router."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cloudflare import AsyncCloudflare, NotFoundError
+from yarl import URL
+
+from tests.integration.router.fleet_of import KEY, Bench, a_bench, a_route, a_table
+
+MODEL = "@cf/meta/tiny:8b"
+
+
+@asynccontextmanager
+async def a_client(bench: Bench) -> AsyncIterator[AsyncCloudflare]:
+    bench.app.fleet.adopt(a_table([a_route(bench.nodes[0])], generation=2, names=(MODEL,)))
+    async with AsyncCloudflare(
+        base_url=f"{bench.url}/client/v4", api_token=KEY, max_retries=0
+    ) as client:
+        yield client
+
+
+async def test_a_model_with_slashes_runs(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench, a_client(bench) as client:
+        answer: Any = await client.ai.run(MODEL, account_id="acme", prompt="hi", max_tokens=3)
+        assert answer["response"] == "t0 t1 t2"
+        assert json.loads(bench.nodes[0].bodies[0])["model"] == MODEL
+        with pytest.raises(NotFoundError) as missing:
+            await client.ai.run("@cf/meta/none", account_id="acme", prompt="hi")
+        assert missing.value.errors[0].code == 3042
+
+
+@pytest.mark.parametrize("model", [MODEL, "@cf%2Fmeta%2Ftiny%3A8b", "%40cf/meta/tiny:8b"])
+async def test_a_model_in_a_path_may_be_encoded_or_not(tmp_path: Path, model: str) -> None:
+    async with a_bench(tmp_path) as bench, a_client(bench):
+        path = f"{bench.url}/client/v4/accounts/acme/ai/run/{model}"
+        async with bench.http.post(URL(path, encoded=True), json={"prompt": "hi"}) as response:
+            assert response.status == 200
+        listed = URL(f"{bench.url}/v1/models/{model}", encoded=True)
+        async with bench.http.get(listed) as response:
+            assert (await response.json())["id"] == MODEL

@@ -1,0 +1,93 @@
+"""Every field of the official SDK's request types is honoured, accepted or refused by decision."""
+
+import json
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+from isochrone.wire.errors import ApiError
+from router.apis.openai.decode import CHAT, decode, refuse_storing
+from router.apis.openai.schema import ChatRequest
+from router.apis.responses.translate import RESPONSES_REQUEST, ResponsesRequest, to_chat
+
+CHANGES_NO_ANSWER = {
+    *("user", "metadata", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+}
+BY_THE_ENGINE = {
+    *("logit_bias", "logprobs", "top_logprobs", "parallel_tool_calls", "prediction"),
+    *("reasoning_effort", "response_format", "tool_choice"),
+}
+"""Fields that engines honour, or refuse if they do not have them."""
+
+REFUSED: dict[str, Any] = {
+    "audio": {"voice": "any", "format": "wav"},
+    "function_call": "auto",
+    "functions": [{"name": "f"}],
+    "modalities": ["text", "audio"],
+    "moderation": {},
+    "service_tier": "flex",
+    "verbosity": "low",
+    "web_search_options": {},
+}
+"""A value of each field that is refused. `store` is refused if it is true."""
+
+REFUSED_RESPONSES: dict[str, Any] = {
+    "access_programs": [],
+    "context_management": [],
+    "image": {},
+    "include": ["message.output_text.logprobs"],
+    "moderation": {},
+    "reasoning": {"summary": "detailed"},
+    "service_tier": "priority",
+    "store": True,
+    "stream_options": {"include_obfuscation": True},
+    "text": {"verbosity": "high"},
+    "unheard_of": 1,
+}
+
+
+def test_each_field_of_a_chat_is_decided() -> None:
+    fields = chat_create_params.CompletionCreateParamsBase.__annotations__.keys()
+    assert fields <= {*ChatRequest.__struct_fields__} | CHANGES_NO_ANSWER | BY_THE_ENGINE
+
+
+def test_each_field_of_a_response_is_decided() -> None:
+    fields = response_create_params.ResponseCreateParamsBase.__annotations__.keys()
+    assert fields <= {*ResponsesRequest.__struct_fields__}
+
+
+def test_completions_and_embeddings_have_no_new_fields() -> None:
+    completion = completion_create_params.CompletionCreateParamsBase.__annotations__.keys()
+    assert completion - {*ChatRequest.__struct_fields__} <= {
+        *("prompt", "best_of", "echo", "suffix", "logit_bias", "logprobs", "user"),
+    }
+    embedding = embedding_create_params.EmbeddingCreateParams.__annotations__.keys()
+    assert embedding <= {"input", "model", "dimensions", "encoding_format", "user"}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_a_field_of_a_chat_that_no_engine_has_is_refused_by_name(field: str) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    decode(json.dumps({**body, field: None}).encode(), CHAT)
+    with pytest.raises(ApiError, match=f"cannot use field '{field}") as refused:
+        decode(json.dumps({**body, field: REFUSED[field]}).encode(), CHAT)
+    assert (refused.value.param or "").startswith(field)
+
+
+@pytest.mark.parametrize("field", REFUSED_RESPONSES)
+def test_a_field_of_a_response_that_is_not_honoured_is_refused_by_name(field: str) -> None:
+    body = {"model": "m", "input": "a", field: REFUSED_RESPONSES[field]}
+    with pytest.raises(ApiError, match=f"cannot use field '{field}") as refused:
+        to_chat(decode(json.dumps(body).encode(), RESPONSES_REQUEST))
+    assert (refused.value.param or "").startswith(field)
+
+
+def test_only_storing_is_refused() -> None:
+    refuse_storing(None)
+    refuse_storing(False)
+    with pytest.raises(ApiError, match="answers are not stored"):
+        refuse_storing(True)
