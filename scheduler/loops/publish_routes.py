@@ -36,6 +36,10 @@ from scheduler.store.pool import Pool, transaction
 WHOLE_READ_SHARE: Final = 0.05
 """The share of the time that timed reads of the whole fleet may take."""
 
+DELTA_BYTES_MAX: Final = 4 * 1024 * 1024
+"""Largest delta, about 15,000 keys: a router decodes it in one piece. After a larger change routers
+get the whole table, which is in parts."""
+
 
 class PublishCounts(NamedTuple):
     """The result of one turn. `nodes` is how many nodes were read, -1 for the whole fleet."""
@@ -110,13 +114,17 @@ class PublishRoutes:
 
     def _send(self, before: RouteTable | None, table: RouteTable) -> int:
         self._routes.replace(table)
+        self._routes.following.record_published(table.generation, self._lease.clock())
         metrics.ROUTE_GENERATION.set(table.generation)
         routers = self._peers.routers()
         delta = b"" if before is None else codec.encode(diff(before, table))
         for router in routers:
             has_previous = before is not None and router.generation == before.generation
-            router.enqueue(delta if has_previous else self._routes.frame())
-            router.generation = table.generation
+            if has_previous and len(delta) <= DELTA_BYTES_MAX:
+                router.enqueue(delta)
+                router.generation = table.generation
+            else:
+                self._routes.send_table(router)
         return len(routers)
 
     def _needs_whole_read(self, node_ids: Set[NodeId]) -> bool:

@@ -1,6 +1,8 @@
 """Reads the state of the whole fleet."""
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
+from types import MappingProxyType
 from typing import Final
 
 from isochrone.wire.admin import StatusView
@@ -21,10 +23,12 @@ async def read_status(
     silent_after_s: float,
     frozen: str,
     unmet: Sequence[UnmetRequirement],
+    behind: Mapping[str, str] = MappingProxyType({}),
 ) -> StatusView:
     """Return counts and problems; the arguments are what only the answering process knows.
 
-    The silence of nodes that this process has not heard is taken from the store.
+    The silence of nodes that this process has not heard is taken from the store. `behind` are the
+    routers that do not follow the route tables, with the reason.
     """
     row = await fetch_one(
         connection,
@@ -33,14 +37,24 @@ async def read_status(
             CASE WHEN l.expires_at > clock_timestamp() THEN split_part(l.holder, '/', 1)
                 ELSE '' END AS acting_scheduler,
             (SELECT count(*) FROM pop) AS pops,
-            (SELECT count(*) FROM router WHERE NOT revoked) AS routers,
-            (SELECT count(*) FROM router WHERE NOT revoked
-                AND last_seen_at > clock_timestamp() - make_interval(secs => $1)) AS routers_ready,
             (SELECT count(*) FROM deployment WHERE deleted_at IS NULL) AS deployments
         FROM cluster c, lease l
         """,
-        silent_after_s,
     )
+    routers = await connection.fetch(
+        """
+        SELECT router_id, coalesce(extract(epoch FROM clock_timestamp() - last_seen_at),
+                                   'infinity')::float8 AS silent_s
+        FROM router WHERE NOT revoked ORDER BY router_id
+        """
+    )
+    lagging = {
+        row["router_id"]: "not connected"
+        if row["silent_s"] >= silent_after_s
+        else behind[row["router_id"]]
+        for row in routers
+        if row["silent_s"] >= silent_after_s or row["router_id"] in behind
+    }
     nodes = await connection.fetch(
         """
         SELECT node_id, coalesce(abs(extract(epoch FROM clock_timestamp() - last_seen_at)),
@@ -74,6 +88,11 @@ async def read_status(
         acting=is_acting,
         nodes=len(nodes),
         nodes_ready=len(nodes) - len(silent),
+        routers=len(routers),
+        routers_ready=len(routers) - len(lagging),
+        not_following=tuple(
+            f"router {name}: {reason}" for name, reason in islice(lagging.items(), PROBLEMS_MAX)
+        ),
         frozen=frozen,
         replicas={state["state"]: state["n"] for state in states},
         unmet=(
