@@ -36,11 +36,12 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def check_size(frame: bytes, kind: str, *, bytes_max: int = FRAME_BYTES_MAX) -> None:
+def check_size(frame: bytes, kind: str) -> None:
     """Raise FrameTooLarge if the receiver would refuse `frame`, a message of `kind`."""
-    if len(frame) > bytes_max:
+    if len(frame) > FRAME_BYTES_MAX:
         raise FrameTooLarge(
-            f"cannot send a message of kind {kind}: {len(frame)} bytes, the limit is {bytes_max}"
+            f"cannot send a message of kind {kind}: {len(frame)} bytes, the limit is "
+            f"{FRAME_BYTES_MAX}"
         )
 
 

@@ -213,7 +213,7 @@ async def run_router(
             delta_stall_ms=watch.take_ms(),
             persist_stall_ms=persist_stall_ms,
             memory_mib=memory_mib,
-            peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            peak_mib=peak_mib(),
         )
         watching.cancel()
     return figures
@@ -229,6 +229,12 @@ def resident_mib() -> float:
     """Return this process's resident memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20
+
+
+def peak_mib() -> float:
+    """Return the most memory that this process ever had; getrusage includes its parent's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
 def router_process(folder: Path, identity: Identity, port: int, pipe: object) -> None:

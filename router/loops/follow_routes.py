@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 
 _TABLE = codec.decoder(RouteTable)
 
+THREAD_KEYS_MIN: Final = 100_000
+"""A delta of a table with so many keys is applied in a thread: it copies some megabytes."""
+
 PERSIST_SHARE: Final = 0.05
 """The share of the time that writing the table to disk may take: a large one changes all the time,
 and is written whole."""
@@ -155,7 +158,7 @@ class TableFollower:
             return
         for table in known:
             if table.generation == message.base:
-                self._check(apply_delta(table, message), delta=message)
+                await self._apply(table, message)
                 return
         have = known[-1].generation if known else Generation(0)
         await send(SnapshotWanted(have=have))
@@ -222,6 +225,17 @@ class TableFollower:
         files.write_snapshot(self._snapshot, encode_table(table))
         # Set in the thread: if the wait is cancelled, the file is written all the same.
         self._on_disk = table
+
+    async def _apply(self, table: RouteTable, delta: RouteDelta) -> None:
+        if len(table.keys) < THREAD_KEYS_MIN:
+            self._check(apply_delta(table, delta), delta=delta)
+            return
+        after = await run_to_completion(apply_delta, table, delta)
+        # The quarantined table may have been accepted meanwhile. If another one is in use now, the
+        # next delta does not fit, and a snapshot is asked for.
+        quarantined = self.quarantined.table if self.quarantined else None
+        if table is self._fleet.directory.table or table is quarantined:
+            self._check(after, delta=delta)
 
     def _add_part(self, part: RouteTablePart) -> None:
         try:

@@ -89,14 +89,15 @@ class PublishedRoutes:
         It is empty if there is no table. Raises FrameTooLarge.
         """
         if not self._frame and self.table is not None:
-            bytes_min = KEY_BYTES_MIN * len(self.table.keys)
-            if bytes_min > codec.FRAME_BYTES_MAX:
+            size, frame = KEY_BYTES_MIN * len(self.table.keys), b""
+            if size <= codec.FRAME_BYTES_MAX:
+                frame = codec.encode(self.table)
+                size = len(frame)
+            if size > codec.FRAME_BYTES_MAX:
                 raise codec.FrameTooLarge(
-                    f"cannot send the route table: more than {bytes_min} bytes, the limit of this "
+                    f"cannot send the route table: at least {size} bytes, the limit of this "
                     f"router's version is {codec.FRAME_BYTES_MAX}; upgrade the router"
                 )
-            frame = codec.encode(self.table)
-            codec.check_size(frame, "route_table")
             self._frame = frame
         return self._frame
 
