@@ -264,3 +264,4 @@ class StatusView(msgspec.Struct, frozen=True, kw_only=True):
     deployments: int
     replicas: dict[str, int]
     unmet: tuple[str, ...]
+    not_following: tuple[str, ...] = ()
