@@ -156,6 +156,7 @@ class RouterApp:
             folder=self.config.state_folder,
             contexts=() if self.node_tls is None else (self.node_tls,),
             capabilities=(TABLE_PARTS,),
+            on_too_large=self.metrics.messages_refused.inc,
         )
         count = max(0, (self.config.processes or 1) - 1) if worker is None else 0
         self.workers = WorkerPool(

@@ -80,16 +80,17 @@ class ControlLink:
         folder: Path | None = None,
         contexts: Sequence[SSLContext] = (),
         capabilities: Sequence[str] = (),
+        on_too_large: Callable[[], object] = lambda: None,
     ) -> None:
         """Connect to one of `urls` (`https://host:port`); `incoming` is a union of message types.
 
         If the state `folder` is given, the certificate is renewed there and in `contexts`. The
-        scheduler is told the `capabilities` of this version.
+        scheduler is told the `capabilities` of this version. `on_too_large` is called for each
+        message that is not sent because the scheduler would refuse its size.
         """
         self.connected = False
         self.last_refusal = ""
-        self.too_large_count = 0
-        """How many messages were not sent because they are larger than the scheduler reads."""
+        self._on_too_large = on_too_large
         self._capabilities = tuple(capabilities)
         self._urls = tuple(url.rstrip("/") for url in urls)
         self._initial_identity = identity
@@ -166,7 +167,7 @@ class ControlLink:
         try:
             codec.check_size(frame, type(message).__name__.lower())
         except codec.FrameTooLarge as error:
-            self.too_large_count += 1
+            self._on_too_large()
             log.error("message not sent", extra={"fields": {"reason": str(error)}})
             return True
         try:

@@ -423,11 +423,17 @@ async def test_a_message_above_the_limit_is_dropped_at_its_source(
         async with open_router(config, an_identity(tmp_path)) as app:
             await scheduler.until(Register, 1)
             assert isinstance(app.link, ControlLink)
+            async with asyncio.timeout(30):
+                while not app.link.connected:
+                    await app.loops["gauges"].wait_turns(1)
             rows = tuple(RoundTrip(node_id=NodeId("n" * 60), rtt_ms=1.0) for _ in range(100))
             large = RoundTrips(router_id=RouterId("router-1"), rows=rows)
             monkeypatch.setattr(codec, "FRAME_BYTES_MAX", 2000)
             assert await app.link.send(large)
-            assert app.link.too_large_count == 1
+            refused = app.metrics.registry.get_sample_value(
+                "isochrone_router_messages_refused_total"
+            )
+            assert refused == 1
             assert await app.link.send(msgspec.structs.replace(large, rows=rows[:1]))
             await scheduler.until(RoundTrips, 1)
             assert [len(message.rows) for message in scheduler.of(RoundTrips)] == [1]
