@@ -15,7 +15,7 @@ import resource
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -130,7 +130,7 @@ class TableSender:
         self.connections += 1
         await socket.send_bytes(codec.encode(Welcome(cluster_id=CLUSTER, epoch=Epoch(1))))
         reading = asyncio.ensure_future(read_all(socket))
-        try:
+        with suppress(ConnectionError):
             for frame in self._frames:
                 await socket.send_bytes(frame)
             await self.delta.wait()
@@ -144,10 +144,7 @@ class TableSender:
             )
             await socket.send_bytes(codec.encode(delta))
             await reading
-        except ConnectionError:
-            pass
-        finally:
-            reading.cancel()
+        reading.cancel()
         return socket
 
 

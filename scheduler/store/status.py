@@ -41,20 +41,8 @@ async def read_status(
         FROM cluster c, lease l
         """,
     )
-    routers = await connection.fetch(
-        """
-        SELECT router_id, coalesce(extract(epoch FROM clock_timestamp() - last_seen_at),
-                                   'infinity')::float8 AS silent_s
-        FROM router WHERE NOT revoked ORDER BY router_id
-        """
-    )
-    lagging = {
-        row["router_id"]: "not connected"
-        if row["silent_s"] >= silent_after_s
-        else behind[row["router_id"]]
-        for row in routers
-        if row["silent_s"] >= silent_after_s or row["router_id"] in behind
-    }
+    routers = await _router_problems(connection, silent_after_s, behind)
+    lagging = {name: reason for name, reason in routers.items() if reason}
     nodes = await connection.fetch(
         """
         SELECT node_id, coalesce(abs(extract(epoch FROM clock_timestamp() - last_seen_at)),
@@ -101,3 +89,22 @@ async def read_status(
             *(row["words"] for row in problems),
         ),
     )
+
+
+async def _router_problems(
+    connection: Connection, silent_after_s: float, behind: Mapping[str, str]
+) -> dict[str, str]:
+    """Return every router, with the reason why it does not follow; empty if it does."""
+    rows = await connection.fetch(
+        """
+        SELECT router_id, coalesce(extract(epoch FROM clock_timestamp() - last_seen_at),
+                                   'infinity')::float8 AS silent_s
+        FROM router WHERE NOT revoked ORDER BY router_id
+        """
+    )
+    return {
+        row["router_id"]: "not connected"
+        if row["silent_s"] >= silent_after_s
+        else behind.get(row["router_id"], "")
+        for row in rows
+    }
