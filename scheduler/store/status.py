@@ -5,6 +5,8 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Final
 
+import asyncpg
+
 from isochrone.wire.admin import StatusView
 from isochrone.wire.ids import NodeId
 from scheduler.decide.cluster import UnmetRequirement
@@ -43,13 +45,7 @@ async def read_status(
     )
     routers = await _router_problems(connection, silent_after_s, behind)
     lagging = {name: reason for name, reason in routers.items() if reason}
-    nodes = await connection.fetch(
-        """
-        SELECT node_id, coalesce(abs(extract(epoch FROM clock_timestamp() - last_seen_at)),
-                                 'infinity')::float8 AS silent_s
-        FROM node WHERE NOT revoked ORDER BY node_id
-        """
-    )
+    nodes = await _nodes(connection)
     silent = [
         f"node {node['node_id']} is silent"
         for node in nodes
@@ -108,3 +104,15 @@ async def _router_problems(
         else behind.get(row["router_id"], "")
         for row in rows
     }
+
+
+async def _nodes(connection: Connection) -> list[asyncpg.Record]:
+    """Return the nodes and for how long the store has not heard of each."""
+    rows: list[asyncpg.Record] = await connection.fetch(
+        """
+        SELECT node_id, coalesce(abs(extract(epoch FROM clock_timestamp() - last_seen_at)),
+                                 'infinity')::float8 AS silent_s
+        FROM node WHERE NOT revoked ORDER BY node_id
+        """
+    )
+    return rows
