@@ -19,9 +19,9 @@ from isochrone.service.joining import load_or_join
 from isochrone.service.loop import Loop
 from isochrone.service.systemd import feed_watchdog, notify
 from isochrone.service.tls import CERTIFICATE_CHECK_S, client_context, load_tls_certificate
-from isochrone.wire.control import PeerRole, ToRouter, Welcome
+from isochrone.wire.control import TABLE_PARTS, PeerRole, ToRouter, Welcome
 from isochrone.wire.ids import BootId, RouterId
-from isochrone.wire.routes import RouteDelta, RouteTable
+from isochrone.wire.routes import RouteDelta, RouteTable, RouteTablePart
 from isochrone.wire.usage import UsageAck
 from router import build
 from router.apis.dispatch import ApiDispatcher
@@ -159,6 +159,8 @@ class RouterApp:
             rng=random.Random(),  # noqa: S311 - jitter, not a secret
             folder=self.config.state_folder,
             contexts=() if self.node_tls is None else (self.node_tls,),
+            capabilities=(TABLE_PARTS,),
+            on_too_large=self.metrics.messages_refused.inc,
         )
         count = max(0, (self.config.processes or 1) - 1) if worker is None else 0
         self.workers = WorkerPool(
@@ -209,6 +211,7 @@ class RouterApp:
             router_id=RouterId(self.identity.name),
             boot_id=self.boot_id,
             fleet=self.fleet,
+            table_refusal=self.follower.refusal,
             recorder=self.recorder,
             metrics=self.metrics,
             spool=self.spool,
@@ -273,7 +276,7 @@ class RouterApp:
 
     async def on_message(self, message: Any) -> None:
         """Pass a message of the scheduler to the part that handles it."""
-        if isinstance(message, RouteTable | RouteDelta):
+        if isinstance(message, RouteTable | RouteTablePart | RouteDelta):
             await self.follower.on_table(message, self.link.send)
         elif isinstance(message, UsageAck):
             await self.shipper.on_ack(message)
@@ -281,8 +284,11 @@ class RouterApp:
 
     async def on_main_process_message(self, message: Any) -> None:
         """Pass a message of the main process to the part that handles it."""
-        if isinstance(message, RouteTable):
-            self.follower.accept(message)
+        if isinstance(message, RouteTablePart):
+            assembled = self.follower.assemble(message)
+            if assembled is not None:
+                self.follower.accept(assembled.table, keys=assembled.keys)
+            await asyncio.sleep(0)
         elif isinstance(message, Shared):
             self.learn_shared(message)
         else:
@@ -346,7 +352,7 @@ async def open_router(
 
 async def _save_to_disk(app: RouterApp) -> None:
     """Write to disk what is only in memory: usage and the route table."""
-    for save in (app.shipper.spool_usage, app.follower.persist):
+    for save in (app.shipper.spool_usage, app.follower.persist_now):
         try:
             await save()
         except OSError as error:

@@ -110,6 +110,9 @@ class Metrics(Collector):
         self.table_routes = highest("table_routes", "Routes in the route table.")
         self.connected = highest("scheduler_connected", "1 while connected to a scheduler.")
         self.table_refused = count("tables_refused", "Route tables refused.")
+        self.messages_refused = count(
+            "messages_refused", "Reports not sent because they are larger than a scheduler reads."
+        )
         self.usage_spooled = self._gauge(
             "usage_spool_bytes", "Usage on disk that is not acknowledged yet."
         )

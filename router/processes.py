@@ -20,7 +20,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from isochrone.wire import codec
-from isochrone.wire.routes import RouteTable
+from isochrone.wire.routes import RouteTable, RouteTablePart
+from isochrone.wire.table_parts import split_table
 from isochrone.wire.usage import Demand, Usage, UsageAck
 from router.config import RouterConfig
 from router.prompt_sharing import SharedPrompts
@@ -44,7 +45,7 @@ Shared = SharedPrompts | SharedSuspicions
 """What any process tells all others."""
 
 _FROM_WORKER: Final = codec.decoder(Demand | Usage | Shared)
-_FROM_MAIN: Final = codec.decoder(RouteTable | UsageAck | Shared)
+_FROM_MAIN: Final = codec.decoder(RouteTablePart | UsageAck | Shared)
 
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
@@ -84,6 +85,7 @@ class WorkerPipe:
         self._end = end
         self._decoder = decoder
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._table_lock = asyncio.Lock()
 
     async def open(self) -> None:
         """Attach the socket to the running event loop."""
@@ -106,9 +108,31 @@ class WorkerPipe:
         transport = self._streams[1].transport
         if transport.is_closing() or transport.get_write_buffer_size() > UNREAD_BYTES_MAX:
             return False
-        frame = codec.encode(message)
-        transport.write(len(frame).to_bytes(LENGTH_PREFIX_BYTES, "big") + frame)
+        self._write_frame(transport, codec.encode(message))
         return True
+
+    async def write_table(self, table: RouteTable) -> bool:
+        """Send a table in parts, each when the other end has read enough; False if it is gone."""
+        if self._streams is None:
+            return False
+        writer = self._streams[1]
+        # The parts of two tables must not be mixed.
+        async with self._table_lock:
+            try:
+                for frame in split_table(table):
+                    if writer.transport.is_closing():
+                        return False
+                    self._write_frame(writer.transport, frame)
+                    await writer.drain()
+                    # Drain returns at once while the buffer is small; requests get a turn here.
+                    await asyncio.sleep(0)
+            except ConnectionError:
+                return False
+        return True
+
+    @staticmethod
+    def _write_frame(transport: asyncio.WriteTransport, frame: bytes) -> None:
+        transport.write(len(frame).to_bytes(LENGTH_PREFIX_BYTES, "big") + frame)
 
     def close(self) -> None:
         """Close this end."""
@@ -150,12 +174,17 @@ class WorkerPool:
 
     async def send_table(self) -> int:
         """Send the table in use to the workers that have another; return how many took it."""
-        table, count = self._table(), 0
-        for pipe, sent_table in self._sent_tables.items():
-            if table is not None and sent_table is not table and pipe.write(table):
-                self._sent_tables[pipe] = table
-                count += 1
-        return count
+        table = self._table()
+        if table is None:
+            return 0
+        behind = [pipe for pipe, sent_table in self._sent_tables.items() if sent_table is not table]
+        for pipe in behind:
+            self._sent_tables[pipe] = table
+        taken = await asyncio.gather(*(pipe.write_table(table) for pipe in behind))
+        for pipe, is_taken in zip(behind, taken, strict=True):
+            if not is_taken and self._sent_tables.get(pipe) is table:
+                self._sent_tables[pipe] = None
+        return sum(taken)
 
     def broadcast(self, message: UsageAck | Shared, sender: WorkerPipe | None = None) -> None:
         """Send `message` to every worker except its sender. Workers that are behind miss it."""
@@ -263,7 +292,8 @@ class ParentLink:
         try:
             while (message := await self._pipe.read()) is not None:
                 await self._on_message(message)
-                self._got_message.set()
+                if not isinstance(message, RouteTablePart) or message.is_last:
+                    self._got_message.set()
             self.connected = False
             self._ended.set()
         finally:

@@ -57,6 +57,10 @@ DEMAND_BATCHES = Counter(
     "isochrone_scheduler_demand_batches", "Demand batches received, by outcome.", ["kind"],
     registry=REGISTRY,
 )  # fmt: skip
+FRAMES_REFUSED = Counter(
+    "isochrone_scheduler_frames_refused", "Messages that are too large for a peer, by kind.",
+    ["kind"], registry=REGISTRY,
+)  # fmt: skip
 REFUSED_ROWS = Counter(
     "isochrone_scheduler_refused_rows", "Rows of routers that can never be stored, by kind.",
     ["kind"], registry=REGISTRY,

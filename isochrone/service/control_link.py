@@ -35,6 +35,9 @@ from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S: Final = 5.0
+ERROR_CHARS_MAX: Final = 300
+"""How much of the last error a registration carries."""
+
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 SILENCE_S: Final = 20.0
 """How long a send may take, and twice the interval of pings: then the connection is closed."""
@@ -76,13 +79,19 @@ class ControlLink:
         rng: random.Random,
         folder: Path | None = None,
         contexts: Sequence[SSLContext] = (),
+        capabilities: Sequence[str] = (),
+        on_too_large: Callable[[], object] = lambda: None,
     ) -> None:
         """Connect to one of `urls` (`https://host:port`); `incoming` is a union of message types.
 
-        If the state `folder` is given, the certificate is renewed there and in `contexts`.
+        If the state `folder` is given, the certificate is renewed there and in `contexts`. The
+        scheduler is told the `capabilities` of this version. `on_too_large` is called for each
+        message that is not sent because the scheduler would refuse its size.
         """
         self.connected = False
         self.last_refusal = ""
+        self._on_too_large = on_too_large
+        self._capabilities = tuple(capabilities)
         self._urls = tuple(url.rstrip("/") for url in urls)
         self._initial_identity = identity
         self._boot_id = boot_id
@@ -146,13 +155,24 @@ class ControlLink:
                 await asyncio.sleep(wait_s + self._rng.uniform(backoff_min_s, backoff_s))
 
     async def send(self, message: msgspec.Struct) -> bool:
-        """Send one message; False if there is no connection, or if it broke."""
+        """Send one message; False if there is no connection, or if it broke.
+
+        A message that the scheduler would refuse for its size is dropped with an error in the log;
+        the result is True, because sending it again would not help.
+        """
         socket = self._socket
         if socket is None or socket.closed:
             return False
+        frame = codec.encode(message)
+        try:
+            codec.check_size(frame, type(message).__name__.lower())
+        except codec.FrameTooLarge as error:
+            self._on_too_large()
+            log.error("message not sent", extra={"fields": {"reason": str(error)}})
+            return True
         try:
             async with asyncio.timeout(SILENCE_S):
-                await socket.send_bytes(codec.encode(message))
+                await socket.send_bytes(frame)
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             log.warning("cannot send to the scheduler", extra={"fields": {"error": str(error)}})
             await socket.close()
@@ -230,6 +250,8 @@ class ControlLink:
             generation=stored.generation,
             epoch=stored.epoch,
             version=__version__,
+            capabilities=self._capabilities,
+            last_error=self.last_refusal[:ERROR_CHARS_MAX],
         )
         await socket.send_bytes(codec.encode(register))
         reply = await self._receive(socket)

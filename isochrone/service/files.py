@@ -7,10 +7,10 @@ folder: two services on one folder would take over, and end, each other's engine
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from isochrone.service.config import ConfigError
 
@@ -49,11 +49,15 @@ def lock_state_folder(folder: Path) -> Iterator[None]:
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Replace the contents of `path`; after a crash either the old or the new file is complete."""
+    _replace_file(path, lambda file: file.write(data), mode)
+
+
+def _replace_file(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o600) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -75,15 +79,29 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_snapshot(path: Path, payload: bytes) -> None:
-    """Write `payload` with its digest; keep the previous snapshot as `<name>.prev`."""
+def write_snapshot(path: Path, payload: bytes | Iterable[bytes]) -> None:
+    """Write `payload` with its digest; keep the previous snapshot as `<name>.prev`.
+
+    A large payload is given in pieces, so that it need not be in memory as a whole.
+    """
     if path.exists():
         previous = path.with_name(f"{path.name}.prev")
         linked = path.with_name(f".{path.name}.{os.getpid()}.prev")
         linked.unlink(missing_ok=True)
         linked.hardlink_to(path)
         linked.replace(previous)
-    write_atomic(path, _SNAPSHOT_MAGIC + hashlib.sha256(payload).digest() + payload)
+    pieces = (payload,) if isinstance(payload, bytes) else payload
+    _replace_file(path, lambda file: _write_with_digest(file, pieces))
+
+
+def _write_with_digest(file: BinaryIO, pieces: Iterable[bytes]) -> None:
+    digest = hashlib.sha256()
+    file.write(_SNAPSHOT_MAGIC + bytes(digest.digest_size))
+    for piece in pieces:
+        digest.update(piece)
+        file.write(piece)
+    file.seek(len(_SNAPSHOT_MAGIC))
+    file.write(digest.digest())
 
 
 def read_snapshot(path: Path) -> bytes | None:

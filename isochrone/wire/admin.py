@@ -246,7 +246,11 @@ class UsageView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusView(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the whole fleet. `unmet` says what differs from the desired state."""
+    """The state of the whole fleet. `unmet` says what differs from the desired state.
+
+    `not_following` lists the routers that do not serve the current routes and keys, with the
+    reason. They do not count as ready.
+    """
 
     cluster_id: str
     scheduler: str
@@ -264,3 +268,4 @@ class StatusView(msgspec.Struct, frozen=True, kw_only=True):
     deployments: int
     replicas: dict[str, int]
     unmet: tuple[str, ...]
+    not_following: tuple[str, ...] = ()

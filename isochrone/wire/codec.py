@@ -15,7 +15,8 @@ PROTOCOL: Final = 1
 """Version of the control protocol. A peer with another version is refused with a message."""
 
 FRAME_BYTES_MAX: Final = 16 * 1024 * 1024
-"""Largest control frame: a route table of 20,000 routes takes about 6 MiB."""
+"""Largest control frame. A larger one is refused where it would be sent (FrameTooLarge). Route
+tables above it go in parts (`table_parts.py`)."""
 
 T = TypeVar("T")
 
@@ -26,9 +27,22 @@ class MalformedFrame(ValueError):
     """The received bytes are not a valid message."""
 
 
+class FrameTooLarge(ValueError):
+    """A message is too large for its receiver, so it is not sent."""
+
+
 def encode(message: msgspec.Struct) -> bytes:
     """Encode one message as a msgpack frame."""
     return _encoder.encode(message)
+
+
+def check_size(frame: bytes, kind: str) -> None:
+    """Raise FrameTooLarge if the receiver would refuse `frame`, a message of `kind`."""
+    if len(frame) > FRAME_BYTES_MAX:
+        raise FrameTooLarge(
+            f"cannot send a message of kind {kind}: {len(frame)} bytes, the limit is "
+            f"{FRAME_BYTES_MAX}"
+        )
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:

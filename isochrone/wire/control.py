@@ -7,14 +7,18 @@ refuses with code `not_acting`, and the peer tries its next URL.
 """
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
 from isochrone.wire.assignment import Assignment
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, PopId
 from isochrone.wire.report import Pulse, Report
-from isochrone.wire.routes import RouteDelta, RouteTable, SnapshotWanted
+from isochrone.wire.routes import RouteDelta, RouteTable, RouteTablePart, SnapshotWanted
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
+
+TABLE_PARTS: Final = "table_parts"
+"""Capability of a router: it takes whole tables in parts, and reports the generation it serves."""
 
 
 class PeerRole(StrEnum):
@@ -47,7 +51,9 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
     """The peer's identity, proven by a signature over `register_payload`.
 
     `name` is the node id or router id in the certificate. `cluster_id` is empty until the
-    peer knows it. `generation` and `epoch` are the newest that the peer has stored.
+    peer knows it. `generation` and `epoch` are the newest that the peer has stored. `capabilities`
+    names what this peer's version can read beyond the protocol's first release. `last_error` is why
+    its previous connection ended, empty if it is the first.
     """
 
     protocol: int
@@ -61,6 +67,8 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
     generation: Generation
     epoch: Epoch
     version: str = ""
+    capabilities: tuple[str, ...] = ()
+    last_error: str = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
@@ -117,7 +125,16 @@ class JoinReply(msgspec.Struct, frozen=True, kw_only=True):
 FromAgent = Register | Report | Pulse | Renew
 ToAgent = Challenge | Welcome | RegistrationRefused | Assignment | Renewed
 FromRouter = Register | Demand | Usage | RoundTrips | SnapshotWanted | Renew
-ToRouter = Challenge | Welcome | RegistrationRefused | RouteTable | RouteDelta | UsageAck | Renewed
+ToRouter = (
+    Challenge
+    | Welcome
+    | RegistrationRefused
+    | RouteTable
+    | RouteTablePart
+    | RouteDelta
+    | UsageAck
+    | Renewed
+)
 
 
 def register_payload(*, cluster_id: ClusterId, nonce: bytes, name: str, boot_id: BootId) -> bytes:

@@ -4,6 +4,7 @@ A router holds one `RouteTable`. It receives a snapshot, then deltas from one ge
 next. After a gap it requests a new snapshot. `apply_delta(old, diff(old, new)) == new`.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
@@ -35,8 +36,11 @@ class Pop(msgspec.Struct, frozen=True, kw_only=True):
     longitude: float
 
 
-class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """The route to one warm replica. Rates are per replica; 0 if not measured yet."""
+class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The route to one warm replica. Rates are per replica; 0 if not measured yet.
+
+    gc=False, here and for keys: they form no reference cycles, and a table may have a million.
+    """
 
     replica_id: ReplicaId
     deployment_id: DeploymentId
@@ -74,7 +78,7 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     rollout: RolloutEntry | None = None
 
 
-class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
+class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The limits of one key; 0 means no limit.
 
     Rates and concurrency are limited at each router: a key that uses three PoPs has them three
@@ -89,7 +93,7 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
     spend_per_day: float = 0.0
 
 
-class KeyEntry(msgspec.Struct, frozen=True, kw_only=True):
+class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A client's key as routers hold it: with the SHA-256 of the secret, without the secret.
 
     `deployments` lists those that the key may use; empty means all. `expires_at` is Unix time, 0
@@ -115,6 +119,25 @@ class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):
     cluster_id: ClusterId
     generation: Generation
     epoch: Epoch
+    pops: tuple[Pop, ...] = ()
+    deployments: tuple[DeploymentEntry, ...] = ()
+    routes: tuple[Route, ...] = ()
+    keys: tuple[KeyEntry, ...] = ()
+    keys_revoked: tuple[KeyId, ...] = ()
+
+
+class RouteTablePart(msgspec.Struct, frozen=True, kw_only=True, tag="route_table_part"):
+    """One of the parts of a whole table; `isochrone/wire/table_parts.py` makes and joins them.
+
+    The parts of a table follow each other on one connection, with `index` 0, 1, 2 and so on. The
+    one with `is_last` completes the table. Sent only to a router that registered with TABLE_PARTS.
+    """
+
+    cluster_id: ClusterId
+    generation: Generation
+    epoch: Epoch
+    index: int
+    is_last: bool = False
     pops: tuple[Pop, ...] = ()
     deployments: tuple[DeploymentEntry, ...] = ()
     routes: tuple[Route, ...] = ()
@@ -179,14 +202,38 @@ def apply_delta(table: RouteTable, delta: RouteDelta) -> RouteTable:
     """Return the table after `delta`. The caller checks that `base` is the table's generation."""
     parts: dict[str, Any] = {}
     for part, (prefix, id_of) in _PARTS.items():
-        after = {id_of(entry): entry for entry in getattr(table, part)}
-        for gone in getattr(delta, f"{prefix}_gone"):
-            after.pop(gone, None)
-        after.update((id_of(entry), entry) for entry in getattr(delta, f"{prefix}_set"))
-        parts[part] = tuple(entry for _, entry in sorted(after.items()))
+        changed, gone = getattr(delta, f"{prefix}_set"), getattr(delta, f"{prefix}_gone")
+        parts[part] = _merge(getattr(table, part), changed, gone, id_of)
     return RouteTable(
         cluster_id=table.cluster_id, generation=delta.generation, epoch=delta.epoch, **parts
     )
+
+
+def _merge(
+    entries: tuple[V, ...],
+    changed: tuple[V, ...],
+    gone: tuple[str, ...],
+    id_of: Callable[[V], str],
+) -> tuple[V, ...]:
+    """Return sorted `entries` after the changes; the same tuple if there are none.
+
+    What lies between two changes is copied as a whole: a delta has few entries, a table a million.
+    """
+    if not changed and not gone:
+        return entries
+    values = {id_of(entry): entry for entry in changed}
+    merged: list[V] = []
+    start = 0
+    for entry_id in sorted({*values, *gone}):
+        index = bisect_left(entries, entry_id, lo=start, key=id_of)
+        merged += entries[start:index]
+        start = index
+        if start < len(entries) and id_of(entries[start]) == entry_id:
+            start += 1
+        if entry_id in values:
+            merged.append(values[entry_id])
+    merged += entries[start:]
+    return tuple(merged)
 
 
 def _changes(

@@ -7,6 +7,7 @@ import msgspec
 from isochrone.wire.ids import (
     BootId,
     DeploymentId,
+    Generation,
     KeyId,
     NodeId,
     PopId,
@@ -75,6 +76,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, tag="demand"):
 
     `age_s` is the time from the window's end to the sending, by the router's monotonic clock. With
     it, late demand is counted in its own window, whatever the router's wall clock says.
+    `table_generation` is the route table that the router serves at the sending, and `table_refusal`
+    why it serves no newer one, empty if it follows.
     """
 
     router_id: RouterId
@@ -84,6 +87,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, tag="demand"):
     rows: tuple[DemandRow, ...]
     age_s: float = 0.0
     trials: tuple[TrialRow, ...] = ()
+    table_generation: Generation = Generation(0)
+    table_refusal: str = ""
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):

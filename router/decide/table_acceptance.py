@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from isochrone.wire.ids import ReplicaId
+from isochrone.wire.ids import KeyId, ReplicaId
 from isochrone.wire.routes import Route, RouteTable, apply_delta, diff
 
 DROPPED_MIN: Final = 2
@@ -60,8 +60,8 @@ def check_table(
     # A revoked key has a tombstone, and an expired one a date. If all other keys are gone, they
     # were lost with a database. A single one may have been revoked by an older scheduler, which
     # writes no tombstones.
-    lost = [key for key in old.keys if key.key_id not in new.keys_revoked and not key.expires_at]
-    if len(lost) >= DROPPED_MIN and not new.keys:
+    lost = [] if new.keys else _keys_not_revoked(old, new)
+    if len(lost) >= DROPPED_MIN:
         return TableRefusal(
             f"cannot follow generation {new.generation}: it drops every key ({len(lost)} of them "
             "not revoked), which looks like a lost database",
@@ -85,6 +85,12 @@ def merge_additions(old: RouteTable, new: RouteTable) -> RouteTable:
     return msgspec.structs.replace(
         apply_delta(old, added), generation=old.generation, epoch=old.epoch
     )
+
+
+def _keys_not_revoked(old: RouteTable, new: RouteTable) -> list[KeyId]:
+    """Return the keys of `old` that neither expire nor are revoked in `new`."""
+    revoked = set(new.keys_revoked)
+    return [key.key_id for key in old.keys if key.key_id not in revoked and not key.expires_at]
 
 
 def _check_dropped_replicas(

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -18,8 +18,17 @@ from isochrone.service import files
 from isochrone.service.control_link import Progress
 from isochrone.service.threads import run_to_completion
 from isochrone.wire import codec
-from isochrone.wire.ids import ClusterId, Epoch, Generation
-from isochrone.wire.routes import Route, RouteDelta, RouteTable, SnapshotWanted, apply_delta
+from isochrone.wire.ids import ClusterId, Epoch, Generation, KeyId
+from isochrone.wire.routes import (
+    KeyEntry,
+    Route,
+    RouteDelta,
+    RouteTable,
+    RouteTablePart,
+    SnapshotWanted,
+    apply_delta,
+)
+from isochrone.wire.table_parts import AssembledTable, BadParts, TableAssembler, encode_table
 from router.decide.limits import KeyLimiter
 from router.decide.table_acceptance import TableRefusal, check_table, merge_additions
 from router.fleet_state import FleetState
@@ -28,6 +37,13 @@ from router.metrics import Metrics
 log = logging.getLogger(__name__)
 
 _TABLE = codec.decoder(RouteTable)
+
+THREAD_KEYS_MIN: Final = 100_000
+"""A delta of a table with so many keys is applied in a thread: it copies some megabytes."""
+
+PERSIST_SHARE: Final = 0.05
+"""The share of the time that writing the table to disk may take: a large one changes all the time,
+and is written whole."""
 
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
@@ -61,6 +77,9 @@ class TableFollower:
         self._cluster_id = cluster_id
         self._snapshot = snapshot
         self._clock = clock
+        self._assembler = TableAssembler()
+        self._parts_refusal = ""
+        self._persist_due_at_s = float("-inf")
         self._confirmed_at_s: float | None = None
         self._on_disk: RouteTable | None = None
         self._on_change: Callable[[], None] | None = None
@@ -113,8 +132,19 @@ class TableFollower:
         self._on_disk = table
         return True
 
-    async def on_table(self, message: RouteTable | RouteDelta, send: Send) -> None:
-        """Take a table or delta from the scheduler."""
+    def refusal(self) -> str:
+        """Return why no newer table is served, empty if the scheduler's last one is."""
+        if self.quarantined is not None:
+            return f"quarantined: {self.quarantined.refusal.reason}"
+        return self._parts_refusal
+
+    async def on_table(self, message: RouteTable | RouteTablePart | RouteDelta, send: Send) -> None:
+        """Take a table, a part of one, or a delta from the scheduler."""
+        if isinstance(message, RouteTablePart):
+            self._add_part(message)
+            # Parts that have arrived are read without a pause; requests get their turn here.
+            await asyncio.sleep(0)
+            return
         if isinstance(message, RouteTable):
             self._check(message)
             return
@@ -128,7 +158,7 @@ class TableFollower:
             return
         for table in known:
             if table.generation == message.base:
-                self._check(apply_delta(table, message))
+                await self._apply(table, message)
                 return
         have = known[-1].generation if known else Generation(0)
         await send(SnapshotWanted(have=have))
@@ -150,24 +180,80 @@ class TableFollower:
         return "accepted"
 
     async def persist(self) -> int:
+        """Write the table in use to disk if it changed and it is time; return its generation."""
+        if self._clock() >= self._persist_due_at_s:
+            return await self.persist_now()
+        table = self._fleet.directory.table
+        return table.generation if table is not None else 0
+
+    async def persist_now(self) -> int:
         """Write the table in use to disk if it changed; return its generation."""
         table = self._fleet.directory.table
         if table is not None and self._on_disk is not table:
+            began_s = self._clock()
             await run_to_completion(self._write, table)
+            now_s = self._clock()
+            self._persist_due_at_s = now_s + (now_s - began_s) / PERSIST_SHARE
         return table.generation if table is not None else 0
 
-    def accept(self, table: RouteTable) -> None:
-        """Serve a table that this process, or the main process of this router, has accepted."""
+    def accept(
+        self,
+        table: RouteTable,
+        *,
+        keys: dict[KeyId, KeyEntry] | None = None,
+        delta: RouteDelta | None = None,
+    ) -> None:
+        """Serve a table that this process, or the main process of this router, has accepted.
+
+        `keys` are its keys by id, and `delta` is the change from the last table, if known.
+        """
+        current = self._fleet.directory.table
         self.quarantined = None
+        self._parts_refusal = ""
         self._confirmed_at_s = self._clock()
-        self._adopt(table)
+        if delta is not None and current is not None and current.generation == delta.base:
+            self._fleet.adopt_delta(table, delta)
+        else:
+            self._fleet.adopt(table, keys)
+        self._after_adoption(table)
+
+    def assemble(self, part: RouteTablePart) -> AssembledTable | None:
+        """Take a part of a table; return the table when it is complete. Raises BadParts."""
+        return self._assembler.add(part, self._fleet.directory.keys)
 
     def _write(self, table: RouteTable) -> None:
-        files.write_snapshot(self._snapshot, codec.encode(table))
+        files.write_snapshot(self._snapshot, encode_table(table))
         # Set in the thread: if the wait is cancelled, the file is written all the same.
         self._on_disk = table
 
-    def _check(self, table: RouteTable) -> None:
+    async def _apply(self, table: RouteTable, delta: RouteDelta) -> None:
+        if len(table.keys) < THREAD_KEYS_MIN:
+            self._check(apply_delta(table, delta), delta=delta)
+            return
+        after = await run_to_completion(apply_delta, table, delta)
+        # The quarantined table may have been accepted meanwhile. If another one is in use now, the
+        # next delta does not fit, and a snapshot is asked for.
+        quarantined = self.quarantined.table if self.quarantined else None
+        if table is self._fleet.directory.table or table is quarantined:
+            self._check(after, delta=delta)
+
+    def _add_part(self, part: RouteTablePart) -> None:
+        try:
+            assembled = self.assemble(part)
+        except BadParts as error:
+            self._parts_refusal = str(error)
+            self._log_refusal(self._parts_refusal)
+            return
+        if assembled is not None:
+            self._check(assembled.table, keys=assembled.keys)
+
+    def _check(
+        self,
+        table: RouteTable,
+        *,
+        keys: dict[KeyId, KeyEntry] | None = None,
+        delta: RouteDelta | None = None,
+    ) -> None:
         """Accept a table, or quarantine it and serve what it adds."""
         if self._fleet.directory.table is None and table.cluster_id != self._cluster_id:
             self._log_refusal(f"cannot follow: a table of cluster {table.cluster_id}")
@@ -175,16 +261,17 @@ class TableFollower:
         accepted = self.quarantined.accepted if self.quarantined else self._fleet.directory.table
         refusal = check_table(accepted, table, self._fleet.answering_replicas())
         if refusal is None:
-            self.accept(table)
+            self.accept(table, keys=keys, delta=delta)
             return
         self._log_refusal(refusal.reason)
         if not refusal.is_stale and accepted is not None:
-            self._adopt(merge_additions(accepted, table))
+            merged = merge_additions(accepted, table)
+            self._fleet.adopt(merged)
+            self._after_adoption(merged)
             self.quarantined = QuarantinedTable(accepted, table, refusal)
 
-    def _adopt(self, table: RouteTable) -> None:
-        self._fleet.adopt(table)
-        self._limiter.keep_only(set(self._fleet.directory.keys))
+    def _after_adoption(self, table: RouteTable) -> None:
+        self._limiter.keep_only(self._fleet.directory.keys.keys())
         self._metrics.table_generation.set(table.generation)
         self._metrics.table_routes.set(len(table.routes))
         if self._on_change is not None:

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from isochrone.service.threads import run_to_completion
-from isochrone.wire.ids import BootId, RouterId
+from isochrone.wire.ids import BootId, Generation, RouterId
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from router.fleet_state import FleetState
 from router.loops.usage_spool import UsageSpool
@@ -55,6 +55,7 @@ class ReportShipper:
         router_id: RouterId,
         boot_id: BootId,
         fleet: FleetState,
+        table_refusal: Callable[[], str],
         recorder: Recorder,
         metrics: Metrics,
         spool: UsageSpool,
@@ -63,7 +64,11 @@ class ReportShipper:
         unix_clock: Callable[[], float],
         resend_s: float,
     ) -> None:
-        """Send by `send`, which returns False if there is no connection."""
+        """Send by `send`, which returns False if there is no connection.
+
+        `table_refusal` says why the router serves no newer route table, empty if it follows.
+        """
+        self._table_refusal = table_refusal
         self._router_id = router_id
         self._boot_id = boot_id
         self._fleet = fleet
@@ -107,7 +112,7 @@ class ReportShipper:
                 continue
             age_s = self._clock() - window.ended_at_s
             if sent >= BATCHES_PER_TURN_MAX or not await self._send(
-                msgspec.structs.replace(window.demand, age_s=age_s)
+                self._stamped(window.demand, age_s)
             ):
                 break
             # The window may have been acknowledged while the send was awaited.
@@ -189,6 +194,16 @@ class ReportShipper:
         self._batch_sent_at_s.clear()
         for seq, window in self._windows.items():
             self._windows[seq] = window._replace(sent_at_s=_NEVER_S)
+
+    def _stamped(self, demand: Demand, age_s: float) -> Demand:
+        """Return `demand` with its age and the route table that is served now."""
+        table = self._fleet.directory.table
+        return msgspec.structs.replace(
+            demand,
+            age_s=age_s,
+            table_generation=Generation(0) if table is None else table.generation,
+            table_refusal=self._table_refusal(),
+        )
 
     def _drop_old_windows(self, now_s: float) -> None:
         """Drop windows that are too old, and the oldest of too many."""

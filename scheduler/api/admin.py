@@ -58,6 +58,7 @@ async def status(request: AdminRequest) -> StatusView:
         silent_after_s=limits.suspect_after_s if is_acting else limits.lost_after_s,
         frozen=context.placement.frozen,
         unmet=context.placement.unmet,
+        behind=context.routes.following.behind(context.lease.clock()) if is_acting else {},
     )
 
 

@@ -21,6 +21,7 @@ from isochrone.service.http_server import read_body
 from isochrone.service.identity import Authority
 from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import KeyId
 from isochrone.wire.keys import PREFIX as KEY_PREFIX
 from scheduler.decide.membership import LivenessLimits
 from scheduler.planner.client import PlannerClient, PlannerFailed
@@ -156,6 +157,7 @@ class Endpoint(NamedTuple):
     status: int = 200
     is_list: bool = False
     query: tuple[str, ...] = ()
+    changes_key: bool = False
 
 
 def list_endpoint(
@@ -244,7 +246,8 @@ async def _respond(
             stored = await load_response(connection, key, http.method, http.path)
             if stored is not None:
                 return _replay(stored, body_sha256, context.authority.cipher())
-        result = await endpoint.function(AdminRequest(http, context, connection, body))
+        request = AdminRequest(http, context, connection, body)
+        result = await endpoint.function(request)
         encoded = _encode(result)
         if key:
             # Encrypted: it may contain an API key, of which the database holds only the digest.
@@ -252,8 +255,12 @@ async def _respond(
             stored = StoredResponse(body_sha256, endpoint.status, encrypted)
             await store_response(connection, key, http.method, http.path, stored)
     if endpoint.method != "GET":
-        context.nudge_place()
-        context.routes.mark_changed()
+        if endpoint.changes_key:
+            # Nothing is placed by keys, and the other keys need not be read again.
+            context.routes.mark_key_changed(KeyId(getattr(result, "key_id", "") or request.name))
+        else:
+            context.nudge_place()
+            context.routes.mark_changed()
     response = web.Response(
         status=204 if result is None else endpoint.status,
         body=encoded if result is not None else None,

@@ -63,10 +63,27 @@ KEY_ENDPOINTS: Final = (
         KeyView,
         is_list=True,
     ),
-    Endpoint("POST", "/v1/keys", create_key, "Create a key", KeyView, KeyBody, status=201),
+    Endpoint(
+        "POST",
+        "/v1/keys",
+        create_key,
+        "Create a key",
+        KeyView,
+        KeyBody,
+        status=201,
+        changes_key=True,
+    ),
     Endpoint("GET", "/v1/keys/{key_id}", read_endpoint(keys.get_key, "key"), "Read a key", KeyView),
     Endpoint(
-        "PUT", "/v1/keys/{key_id}/limits", limit_key, "Replace a key's limits", KeyView, LimitsBody
+        "PUT",
+        "/v1/keys/{key_id}/limits",
+        limit_key,
+        "Replace a key's limits",
+        KeyView,
+        LimitsBody,
+        changes_key=True,
     ),
-    Endpoint("DELETE", "/v1/keys/{key_id}", revoke_key, "Revoke a key", status=204),
+    Endpoint(
+        "DELETE", "/v1/keys/{key_id}", revoke_key, "Revoke a key", status=204, changes_key=True
+    ),
 )

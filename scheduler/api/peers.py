@@ -227,6 +227,8 @@ class PeerServer:
             large_frame_slots=self._peers.large_frame_slots,
         )
         peer.generation = register.generation
+        peer.capabilities = frozenset(register.capabilities)
+        peer.last_error = register.last_error
         peer.enqueue(
             Welcome(
                 cluster_id=self._cluster_id,

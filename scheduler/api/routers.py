@@ -6,7 +6,7 @@ from typing import assert_never
 
 from aiohttp import web
 
-from isochrone.wire.control import FromRouter, PeerRole, RefusedCode
+from isochrone.wire.control import TABLE_PARTS, FromRouter, PeerRole, RefusedCode
 from isochrone.wire.ids import PopId
 from isochrone.wire.routes import SnapshotWanted
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
@@ -52,8 +52,16 @@ class RouterEndpoint:
     async def _handle_message(
         self, peer: PeerConnection, message: Demand | Usage | RoundTrips | SnapshotWanted | None
     ) -> None:
-        if message is None or isinstance(message, SnapshotWanted):
-            self._send_table(peer)
+        if message is None:
+            self._routes.following.record_registered(
+                peer.name,
+                peer.generation,
+                reports=TABLE_PARTS in peer.capabilities,
+                last_error=peer.last_error,
+            )
+            self._routes.send_table(peer)
+        elif isinstance(message, SnapshotWanted):
+            self._routes.send_table(peer)
         elif message.router_id != peer.name:
             reason = f"{peer.name} cannot speak for {message.router_id}"
             raise PeerRefused(RefusedCode.IDENTITY, reason, RETRY_REFUSED_S)
@@ -62,6 +70,10 @@ class RouterEndpoint:
 
     async def _store_batch(self, peer: PeerConnection, batch: Demand | Usage | RoundTrips) -> None:
         """Store a batch and acknowledge it, including rows that can never be stored."""
+        if isinstance(batch, Demand) and batch.boot_id == peer.boot_id:
+            # Only the router's main process speaks for its table.
+            following = self._routes.following
+            following.record_served(peer.name, batch.table_generation, batch.table_refusal)
         # The router forgets what is acknowledged, so that must be on disk.
         async_commit = isinstance(batch, RoundTrips)
         try:
@@ -86,11 +98,6 @@ class RouterEndpoint:
             self._nudge_place()
         if not isinstance(batch, RoundTrips):
             peer.enqueue(_acknowledgement(batch, refused))
-
-    def _send_table(self, peer: PeerConnection) -> None:
-        if self._routes.table is not None:
-            peer.enqueue(self._routes.frame())
-            peer.generation = self._routes.table.generation
 
 
 async def _store(

@@ -1,7 +1,8 @@
 """Publishes the route table to routers whenever its contents have changed.
 
 A node's report is followed by reading that node alone, and published at once, except that a replica
-which keeps coming and going is published a little later each time (`flap_damping.py`). The whole
+which keeps coming and going is published a little later each time (`flap_damping.py`). A changed
+key is read and published alone. The whole
 fleet is read now and then, for changes without a report: nodes that fell silent, rates that drift.
 """
 
@@ -11,8 +12,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from isochrone.wire import codec
-from isochrone.wire.ids import Generation, NodeId
-from isochrone.wire.routes import KeyEntry, RouteTable, diff
+from isochrone.wire.ids import Generation, KeyId, NodeId
+from isochrone.wire.routes import KeyEntry, RouteDelta, RouteTable, apply_delta, diff
 from scheduler import metrics
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.membership import LivenessLimits, judge_liveness
@@ -35,6 +36,10 @@ from scheduler.store.pool import Pool, transaction
 
 WHOLE_READ_SHARE: Final = 0.05
 """The share of the time that timed reads of the whole fleet may take."""
+
+DELTA_BYTES_MAX: Final = 4 * 1024 * 1024
+"""Largest delta, about 15,000 keys: a router decodes it in one piece. After a larger change routers
+get the whole table, which is in parts."""
 
 
 class PublishCounts(NamedTuple):
@@ -78,8 +83,13 @@ class PublishRoutes:
         """Build the table, compare it with the published one, number and send what changed."""
         if not self._lease.is_acting:
             return PublishCounts()
-        changed = self._routes.take_changed()
+        changed, changed_keys = self._routes.take_changed(), self._routes.take_changed_keys()
         try:
+            # A whole read has the keys, too.
+            if changed_keys and changed is not None and self._routes.table is not None:
+                await self._publish_keys(self._routes.table, changed_keys)
+            elif changed_keys:
+                changed = None
             return await self._publish(changed)
         except BaseException:
             self._routes.restore_all()
@@ -108,15 +118,40 @@ class PublishRoutes:
         routers = self._send(before, table)
         return PublishCounts(generation, len(table.routes), routers, nodes_read)
 
-    def _send(self, before: RouteTable | None, table: RouteTable) -> int:
+    async def _publish_keys(self, before: RouteTable, key_ids: Set[KeyId]) -> None:
+        """Read and publish these keys alone: with a million keys, all are read in seconds."""
+        async with transaction(self._pool) as connection:
+            live = await live_keys(connection, sorted(key_ids))
+            revoked = await revoked_keys(connection)
+            generation = await next_route_generation(connection, self._lease.epoch)
+        was_revoked = set(before.keys_revoked)
+        delta = RouteDelta(
+            cluster_id=before.cluster_id,
+            base=before.generation,
+            generation=generation,
+            epoch=before.epoch,
+            keys_set=live,
+            keys_gone=tuple(sorted(key_ids - {key.key_id for key in live})),
+            revoked_set=tuple(sorted(set(revoked) - was_revoked)),
+            revoked_gone=tuple(sorted(was_revoked - set(revoked))),
+        )
+        self._send(before, apply_delta(before, delta), delta)
+
+    def _send(
+        self, before: RouteTable | None, table: RouteTable, change: RouteDelta | None = None
+    ) -> int:
         self._routes.replace(table)
+        self._routes.following.record_published(table.generation, self._lease.clock())
         metrics.ROUTE_GENERATION.set(table.generation)
         routers = self._peers.routers()
-        delta = b"" if before is None else codec.encode(diff(before, table))
+        delta = b"" if before is None else codec.encode(change or diff(before, table))
         for router in routers:
             has_previous = before is not None and router.generation == before.generation
-            router.enqueue(delta if has_previous else self._routes.frame())
-            router.generation = table.generation
+            if has_previous and len(delta) <= DELTA_BYTES_MAX:
+                router.enqueue(delta)
+                router.generation = table.generation
+            else:
+                self._routes.send_table(router)
         return len(routers)
 
     def _needs_whole_read(self, node_ids: Set[NodeId]) -> bool:

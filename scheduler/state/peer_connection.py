@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from contextlib import suppress
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 from aiohttp import web
@@ -13,12 +13,25 @@ from isochrone.wire import codec
 from isochrone.wire.control import PeerRole, RegistrationRefused
 from isochrone.wire.ids import BootId, Generation, PopId
 from isochrone.wire.report import Report
+from scheduler import metrics
 
 log = logging.getLogger(__name__)
 
 QUEUED_MESSAGES_MAX: Final = 64
+QUEUED_DURING_TABLE_MAX: Final = 4096
+"""How many messages may wait behind a route table in parts. A slow line takes minutes for a large
+one, and the deltas that follow it are shared by all routers."""
+
 LARGE_FRAME_BYTES: Final = 256 * 1024
 CLOSE_TIMEOUT_S: Final = 2.0
+
+
+class Frames(Protocol):
+    """Frames that are sent one after another, each made when it is needed."""
+
+    def frame(self, index: int) -> bytes | None:
+        """Return a frame, None after the last."""
+        ...
 
 
 class PeerConnection:
@@ -44,6 +57,9 @@ class PeerConnection:
         self.certificate = certificate
         self.generation = Generation(0)
         """The newest assignment or route table that the peer says it has."""
+        self.capabilities: frozenset[str] = frozenset()
+        self.last_error = ""
+        """Why the peer's previous connection ended, as the peer says."""
         self.has_reported = False
         """Whether the node's full report is stored; only then is it sent assignments."""
         self.stored_report: Report | None = None
@@ -51,30 +67,56 @@ class PeerConnection:
         self._socket = socket
         self._transport = transport
         self._large_frame_slots = large_frame_slots
-        self._queue: asyncio.Queue[msgspec.Struct | bytes] = asyncio.Queue(QUEUED_MESSAGES_MAX)
+        self._queue: asyncio.Queue[msgspec.Struct | bytes | Frames] = asyncio.Queue()
+        self._tables_queued = 0
 
-    def enqueue(self, message: msgspec.Struct | bytes) -> None:
-        """Queue a message or an encoded frame. A peer whose queue is full is disconnected."""
-        try:
-            self._queue.put_nowait(message)
-        except asyncio.QueueFull:
+    def enqueue(self, message: msgspec.Struct | bytes | Frames) -> None:
+        """Queue a message, an encoded frame, or a table in parts.
+
+        A peer whose queue is full is disconnected.
+        """
+        queued_max = QUEUED_DURING_TABLE_MAX if self._tables_queued else QUEUED_MESSAGES_MAX
+        if self._queue.qsize() >= queued_max:
             log.warning(
                 "disconnecting a peer that does not read", extra={"fields": {"peer": self.name}}
             )
             if self._transport is not None:
                 self._transport.abort()
+            return
+        if not isinstance(message, bytes | msgspec.Struct):
+            self._tables_queued += 1
+        self._queue.put_nowait(message)
 
     async def send_queued(self) -> None:
         """Send queued messages until cancelled."""
         while True:
             message = await self._queue.get()
-            frame = message if isinstance(message, bytes) else codec.encode(message)
-            if len(frame) < LARGE_FRAME_BYTES:
-                await self._socket.send_bytes(frame)
-                continue
-            # aiohttp holds a copy until the peer has read it: bound how many exist at once.
-            async with self._large_frame_slots:
-                await self._socket.send_bytes(frame)
+            if isinstance(message, bytes):
+                await self._send("frame", message)
+            elif isinstance(message, msgspec.Struct):
+                await self._send(type(message).__name__.lower(), codec.encode(message))
+            else:
+                index = 0
+                while (frame := message.frame(index)) is not None:
+                    await self._send("route_table_part", frame)
+                    index += 1
+                self._tables_queued -= 1
+
+    async def _send(self, kind: str, frame: bytes) -> None:
+        """Send a frame; refuse one that the peer cannot read, which would end the connection."""
+        try:
+            codec.check_size(frame, kind)
+        except codec.FrameTooLarge as error:
+            metrics.FRAMES_REFUSED.labels(kind).inc()
+            fields = {"peer": self.name, "reason": str(error)}
+            log.error("message not sent", extra={"fields": fields})
+            return
+        if len(frame) < LARGE_FRAME_BYTES:
+            await self._socket.send_bytes(frame)
+            return
+        # aiohttp holds a copy until the peer has read it: bound how many exist at once.
+        async with self._large_frame_slots:
+            await self._socket.send_bytes(frame)
 
     async def refuse(self, refused: RegistrationRefused) -> None:
         """Send the reason and close the connection."""

@@ -1,10 +1,39 @@
 """The route table that routers were sent, and the nodes whose routes may have changed since."""
 
+import logging
 from collections.abc import Callable
+from typing import Final
 
 from isochrone.wire import codec
-from isochrone.wire.ids import NodeId
+from isochrone.wire.control import TABLE_PARTS
+from isochrone.wire.ids import KeyId, NodeId
 from isochrone.wire.routes import RouteTable
+from isochrone.wire.table_parts import TABLE_ENTRIES_MAX, split_table
+from scheduler import metrics
+from scheduler.decide.membership import RouteFollowing
+from scheduler.state.peer_connection import PeerConnection
+
+log = logging.getLogger(__name__)
+
+KEY_BYTES_MIN: Final = 150
+"""A key takes at least so many bytes of a frame. A table that is too large is not encoded."""
+
+
+class TableParts:
+    """The parts of one route table, each encoded once, when the first router is sent it."""
+
+    def __init__(self, table: RouteTable) -> None:
+        self._source = split_table(table)
+        self._frames: list[bytes] = []
+
+    def frame(self, index: int) -> bytes | None:
+        """Return a part, None after the last. They are asked for in order."""
+        if index == len(self._frames):
+            frame = next(self._source, None)
+            if frame is None:
+                return None
+            self._frames.append(frame)
+        return self._frames[index]
 
 
 class PublishedRoutes:
@@ -13,19 +42,63 @@ class PublishedRoutes:
     def __init__(self, nudge_publish: Callable[[], None]) -> None:
         """Call `nudge_publish` whenever something may have changed."""
         self.table: RouteTable | None = None
+        self.following = RouteFollowing()
+        self._parts: TableParts | None = None
         self._frame = b""
         self._nudge_publish = nudge_publish
         self._changed: set[NodeId] | None = None
+        self._changed_keys: set[KeyId] = set()
 
     def replace(self, table: RouteTable | None) -> None:
         """Make `table` the one that routers get; None at the beginning of a term."""
+        if table is None:
+            self.following.clear()
         self.table = table
+        self._parts = None
         self._frame = b""
 
+    def send_table(self, router: PeerConnection) -> None:
+        """Queue the whole table, in parts if the router can read them."""
+        if self.table is None:
+            return
+        try:
+            router.enqueue(self._frames_for(router))
+        except codec.FrameTooLarge as error:
+            self._note_unsendable(router, str(error))
+            return
+        self.following.record_sendable(router.name)
+        router.generation = self.table.generation
+
+    def _frames_for(self, router: PeerConnection) -> TableParts | bytes:
+        assert self.table is not None
+        if TABLE_PARTS not in router.capabilities:
+            return self.frame()
+        entries = len(self.table.keys) + len(self.table.routes)
+        if entries > TABLE_ENTRIES_MAX:
+            raise codec.FrameTooLarge(
+                f"cannot send the route table: {entries} keys and replicas, the limit is "
+                f"{TABLE_ENTRIES_MAX}; revoke keys that are not used"
+            )
+        if self._parts is None:
+            self._parts = TableParts(self.table)
+        return self._parts
+
     def frame(self) -> bytes:
-        """Return the whole table as a frame, encoded once; empty if there is no table."""
+        """Return the whole table as one frame, encoded once, for routers that cannot read parts.
+
+        It is empty if there is no table. Raises FrameTooLarge.
+        """
         if not self._frame and self.table is not None:
-            self._frame = codec.encode(self.table)
+            size, frame = KEY_BYTES_MIN * len(self.table.keys), b""
+            if size <= codec.FRAME_BYTES_MAX:
+                frame = codec.encode(self.table)
+                size = len(frame)
+            if size > codec.FRAME_BYTES_MAX:
+                raise codec.FrameTooLarge(
+                    f"cannot send the route table: at least {size} bytes, the limit of this "
+                    f"router's version is {codec.FRAME_BYTES_MAX}; upgrade the router"
+                )
+            self._frame = frame
         return self._frame
 
     def mark_changed(self, node_id: NodeId | None = None) -> None:
@@ -34,6 +107,11 @@ class PublishedRoutes:
             self._changed = None
         else:
             self.postpone({node_id})
+        self._nudge_publish()
+
+    def mark_key_changed(self, key_id: KeyId) -> None:
+        """Publish again soon: a key was created, changed or revoked."""
+        self._changed_keys.add(key_id)
         self._nudge_publish()
 
     def postpone(self, node_ids: set[NodeId]) -> None:
@@ -46,6 +124,17 @@ class PublishedRoutes:
         changed, self._changed = self._changed, set()
         return changed
 
+    def take_changed_keys(self) -> set[KeyId]:
+        """Return the keys that have changed since the last call."""
+        changed, self._changed_keys = self._changed_keys, set()
+        return changed
+
     def restore_all(self) -> None:
         """Consider the whole table changed: a turn failed and may have lost some changes."""
         self._changed = None
+
+    def _note_unsendable(self, router: PeerConnection, reason: str) -> None:
+        metrics.FRAMES_REFUSED.labels("route_table").inc()
+        if self.following.record_unsendable(router.name, reason):
+            fields = {"router": router.name, "reason": reason}
+            log.error("router cannot follow", extra={"fields": fields})

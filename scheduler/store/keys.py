@@ -1,5 +1,6 @@
 """Clients' API keys: digests, limits and revocations; and the route table's next generation."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import asyncpg
@@ -15,12 +16,19 @@ from scheduler.store.quotas import recount_today
 
 TOMBSTONE_DAYS: Final = 30
 TOMBSTONES_MAX: Final = 10_000
+ROWS_PER_SLICE: Final = 1_000
+"""How many keys are read before the event loop has its turn."""
 
 
-async def live_keys(connection: Connection) -> tuple[KeyEntry, ...]:
-    """Return the valid keys for the route table; keys with a spent quota say until when."""
-    rows = await connection.fetch(
-        """
+async def live_keys(
+    connection: Connection, key_ids: Sequence[KeyId] | None = None
+) -> tuple[KeyEntry, ...]:
+    """Return the valid keys for the route table; keys with a spent quota say until when.
+
+    With `key_ids`, return only those. All keys are read in slices: there may be a million, and the
+    event loop serves the fleet meanwhile.
+    """
+    query = """
         SELECT k.key_id, secret_sha256, tenant_id, deployments, limits,
                coalesce(extract(epoch FROM expires_at), 0)::float8 AS expires_at,
                coalesce(tokens, 0) AS tokens, coalesce(spend, 0) AS spend,
@@ -29,10 +37,12 @@ async def live_keys(connection: Connection) -> tuple[KeyEntry, ...]:
         FROM api_key k LEFT JOIN key_day d
             ON d.key_id = k.key_id AND d.day = (clock_timestamp() AT TIME ZONE 'UTC')::date
         WHERE revoked_at IS NULL AND (expires_at IS NULL OR expires_at > clock_timestamp())
+            AND ($1::text[] IS NULL OR k.key_id = ANY($1))
         ORDER BY k.key_id
         """
-    )
-    return tuple(_entry(row) for row in rows)
+    async with connection.transaction():
+        rows = connection.cursor(query, key_ids, prefetch=ROWS_PER_SLICE)
+        return tuple([_entry(row) async for row in rows])
 
 
 async def revoked_keys(connection: Connection) -> tuple[KeyId, ...]:

@@ -1,8 +1,12 @@
 """Reads the state of the whole fleet."""
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from math import inf
+from types import MappingProxyType
 from typing import Final
+
+import asyncpg
 
 from isochrone.wire.admin import StatusView
 from isochrone.wire.ids import NodeId
@@ -24,10 +28,12 @@ async def read_status(
     silent_after_s: float,
     frozen: str,
     unmet: Sequence[UnmetRequirement],
+    behind: Mapping[str, str] = MappingProxyType({}),
 ) -> StatusView:
     """Return counts and problems; the arguments are what only the answering process knows.
 
-    The silence of nodes that this process has not heard is taken from the store.
+    The silence of nodes that this process has not heard is taken from the store. `behind` are the
+    routers that do not follow the route tables, with the reason.
     """
     row = await fetch_one(
         connection,
@@ -36,21 +42,13 @@ async def read_status(
             CASE WHEN l.expires_at > clock_timestamp() THEN split_part(l.holder, '/', 1)
                 ELSE '' END AS acting_scheduler,
             (SELECT count(*) FROM pop) AS pops,
-            (SELECT count(*) FROM router WHERE NOT revoked) AS routers,
-            (SELECT count(*) FROM router WHERE NOT revoked
-                AND last_seen_at > clock_timestamp() - make_interval(secs => $1)) AS routers_ready,
             (SELECT count(*) FROM deployment WHERE deleted_at IS NULL) AS deployments
         FROM cluster c, lease l
         """,
-        silent_after_s,
     )
-    nodes = await connection.fetch(
-        """
-        SELECT node_id, coalesce(abs(extract(epoch FROM clock_timestamp() - last_seen_at)),
-                                 'infinity')::float8 AS silent_s
-        FROM node WHERE NOT revoked ORDER BY node_id
-        """
-    )
+    routers = await _router_problems(connection, silent_after_s, behind)
+    lagging = {name: reason for name, reason in routers.items() if reason}
+    nodes = await _nodes(connection)
     silent = [
         f"node {node['node_id']} {'is silent' if node['silent_s'] < inf else NEVER_CONNECTED}"
         for node in nodes
@@ -77,6 +75,11 @@ async def read_status(
         acting=is_acting,
         nodes=len(nodes),
         nodes_ready=len(nodes) - len(silent),
+        routers=len(routers),
+        routers_ready=len(routers) - len(lagging),
+        not_following=tuple(
+            f"router {name}: {reason}" for name, reason in islice(lagging.items(), PROBLEMS_MAX)
+        ),
         frozen=frozen,
         replicas={state["state"]: state["n"] for state in states},
         unmet=(
@@ -85,3 +88,34 @@ async def read_status(
             *(row["words"] for row in problems),
         ),
     )
+
+
+async def _router_problems(
+    connection: Connection, silent_after_s: float, behind: Mapping[str, str]
+) -> dict[str, str]:
+    """Return every router, with the reason why it does not follow; empty if it does."""
+    rows = await connection.fetch(
+        """
+        SELECT router_id, coalesce(extract(epoch FROM clock_timestamp() - last_seen_at),
+                                   'infinity')::float8 AS silent_s
+        FROM router WHERE NOT revoked ORDER BY router_id
+        """
+    )
+    return {
+        row["router_id"]: "not connected"
+        if row["silent_s"] >= silent_after_s
+        else behind.get(row["router_id"], "")
+        for row in rows
+    }
+
+
+async def _nodes(connection: Connection) -> list[asyncpg.Record]:
+    """Return the nodes and for how long the store has not heard of each."""
+    rows: list[asyncpg.Record] = await connection.fetch(
+        """
+        SELECT node_id, coalesce(abs(extract(epoch FROM clock_timestamp() - last_seen_at)),
+                                 'infinity')::float8 AS silent_s
+        FROM node WHERE NOT revoked ORDER BY node_id
+        """
+    )
+    return rows

@@ -1,11 +1,12 @@
 """Nodes and their connections: admission, message rates, liveness, and report changes.
 
 `connection_admission` and `message_rate_limit` limit the cost of peers, `liveness` decides which
-nodes are lost, `report_diff` which reports must be written, and `placement_seal` what proves that a
-replica was placed on a node.
+nodes are lost, `following` which routers serve old route tables, `report_diff` which reports must
+be written, and `placement_seal` what proves that a replica was placed on a node.
 """
 
 from scheduler.decide.membership.connection_admission import ConnectionAdmission
+from scheduler.decide.membership.following import RouteFollowing
 from scheduler.decide.membership.liveness import (
     LivenessLimits,
     LivenessView,
@@ -22,6 +23,7 @@ __all__ = (
     "LivenessView",
     "MessageRateLimit",
     "NodeContact",
+    "RouteFollowing",
     "has_changed",
     "judge_liveness",
     "sealed_fields",

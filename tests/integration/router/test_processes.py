@@ -87,7 +87,7 @@ async def test_a_worker_listens_once_it_has_a_table_or_has_waited_long(
     await main.open()
     worker = WorkerIdentity(1, theirs, 0)
     if is_told:
-        assert main.write(a_table([]))
+        assert await main.write_table(a_table([]))
     async with open_router(a_config(tmp_path), an_identity(tmp_path), worker) as app:
         assert app.port
         assert (app.fleet.directory.table is not None) is is_told

@@ -8,16 +8,19 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import pytest
 from aiohttp import web
 
 from isochrone.service import files
+from isochrone.service.control_link import ControlLink
 from isochrone.service.http_server import serve_http
 from isochrone.wire import codec
-from isochrone.wire.control import Challenge, Register, Welcome
-from isochrone.wire.ids import BootId, ClusterId, Epoch, KeyId
+from isochrone.wire.control import TABLE_PARTS, Challenge, Register, Welcome
+from isochrone.wire.ids import BootId, ClusterId, Epoch, KeyId, NodeId, RouterId
 from isochrone.wire.keys import format_key
-from isochrone.wire.routes import SnapshotWanted, diff
-from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
+from isochrone.wire.routes import KeyEntry, SnapshotWanted, diff
+from isochrone.wire.table_parts import split_table
+from isochrone.wire.usage import Demand, RoundTrip, RoundTrips, Usage, UsageAck
 from router.app import RouterApp, open_router
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import (
@@ -378,3 +381,62 @@ async def test_a_router_that_shuts_down_lets_streams_finish(tmp_path: Path) -> N
         text = await response.text()
         assert "t19" in text
         assert text.endswith("data: [DONE]\n\n")
+
+
+async def test_a_table_in_parts_is_adopted_whole_and_followed_by_deltas(tmp_path: Path) -> None:
+    async with a_scheduler() as scheduler, open_node(FakeNode()) as node:
+        config = a_config(tmp_path, schedulers=(f"http://127.0.0.1:{scheduler.port}",))
+        async with open_router(config, an_identity(tmp_path)) as app:
+            (register, *_) = await scheduler.until(Register, 1)
+            assert TABLE_PARTS in register.capabilities
+            more = [a_key(format_key(KeyId(f"{n:012d}"), bytes(32))) for n in range(3000)]
+            table = a_table([a_route(node)], keys=sorted([*more, a_key()], key=id_of_key))
+            frames = list(split_table(table, 64 * 1024))
+            assert len(frames) > 10
+            assert scheduler.socket is not None
+            for frame in frames[:-1]:
+                await scheduler.socket.send_bytes(frame)
+            assert await ask(app) == 401
+            assert generation_of(app) is None
+            await scheduler.socket.send_bytes(frames[-1])
+            await until_generation(app, 1)
+            assert await ask(app) == 200
+            changed = msgspec.structs.replace(table, generation=2, keys=table.keys[1:])
+            await scheduler.send(diff(table, changed))
+            await until_generation(app, 2)
+            assert app.fleet.directory.table == changed
+            assert dict(app.fleet.directory.keys) == {key.key_id: key for key in changed.keys}
+            async with asyncio.timeout(30):
+                while scheduler.of(Demand)[-1:] == [] or (
+                    scheduler.of(Demand)[-1].table_generation != 2
+                ):
+                    await scheduler.until(Demand, len(scheduler.of(Demand)) + 1)
+
+
+def id_of_key(key: KeyEntry) -> str:
+    return key.key_id
+
+
+async def test_a_message_above_the_limit_is_dropped_at_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_scheduler() as scheduler:
+        config = a_config(tmp_path, schedulers=(f"http://127.0.0.1:{scheduler.port}",))
+        async with open_router(config, an_identity(tmp_path)) as app:
+            await scheduler.until(Register, 1)
+            assert isinstance(app.link, ControlLink)
+            async with asyncio.timeout(30):
+                while not app.link.connected:
+                    await app.loops["gauges"].wait_turns(1)
+            rows = tuple(RoundTrip(node_id=NodeId("n" * 60), rtt_ms=1.0) for _ in range(100))
+            large = RoundTrips(router_id=RouterId("router-1"), rows=rows)
+            monkeypatch.setattr(codec, "FRAME_BYTES_MAX", 2000)
+            assert await app.link.send(large)
+            refused = app.metrics.registry.get_sample_value(
+                "isochrone_router_messages_refused_total"
+            )
+            assert refused == 1
+            assert await app.link.send(msgspec.structs.replace(large, rows=rows[:1]))
+            await scheduler.until(RoundTrips, 1)
+            assert [len(message.rows) for message in scheduler.of(RoundTrips)] == [1]
+            assert len(scheduler.of(Register)) == 1

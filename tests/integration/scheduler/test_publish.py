@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 
-from isochrone.wire.ids import NodeId
+from isochrone.wire.admin import KeyBody
+from isochrone.wire.ids import KeyId, NodeId, TenantId
 from scheduler.decide.routing.flap_damping import HOLD_S
 from scheduler.loops.publish_routes import PublishRoutes
-from scheduler.store.pool import Pool
+from scheduler.store import keys
+from scheduler.store.pool import Pool, transaction
+from scheduler.store.status import read_status
 from tests.builders import a_replica_report, a_spec
 from tests.integration.scheduler.scheduler_parts import (
     SchedulerParts,
@@ -97,3 +100,62 @@ async def test_after_a_failed_turn_every_change_is_published(
             await publish.run_once()
     assert (await publish.run_once()).nodes == -1
     assert routed(scheduler) == ["r1"]
+
+
+async def test_a_changed_key_is_read_and_published_alone(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, publish = await a_publisher(pool)
+    async with transaction(pool) as connection:
+        for name in ("k1", "k2"):
+            body = KeyBody(tenant_id=TenantId("t"))
+            await keys.add_key(connection, key_id=KeyId(name), secret_sha256="s", body=body)
+    routes = scheduler.state.routes
+    await publish.run_once()
+    before = routes.table
+    assert before is not None
+    assert [key.key_id for key in before.keys] == ["k1", "k2"]
+    # A whole read or a comparison of whole tables would fail from here on.
+    monkeypatch.setattr("scheduler.loops.publish_routes.read_fleet", None)
+    monkeypatch.setattr("scheduler.loops.publish_routes.diff", None)
+    async with transaction(pool) as connection:
+        body = KeyBody(tenant_id=TenantId("t"))
+        await keys.add_key(connection, key_id=KeyId("k3"), secret_sha256="s", body=body)
+        await keys.revoke_key(connection, "k1", None)
+    for name in ("k1", "k3"):
+        routes.mark_key_changed(KeyId(name))
+    await publish.run_once()
+    after = routes.table
+    assert after is not None
+    assert after.generation == before.generation + 1
+    assert [key.key_id for key in after.keys] == ["k2", "k3"]
+    assert after.keys_revoked == ("k1",)
+    assert after.keys[0] is before.keys[1]
+    assert after.routes is before.routes
+    await publish.run_once()
+    assert routes.table is after
+
+
+async def test_status_does_not_count_a_router_that_does_not_follow(pool: Pool) -> None:
+    await begun(pool)
+    async with transaction(pool) as connection:
+        await connection.execute(
+            "INSERT INTO router (router_id, pop, last_seen_at) "
+            "SELECT name, 'ams', clock_timestamp() - age * interval '1 s' "
+            "FROM (VALUES ('r1', 0), ('r2', 0), ('r3', 99)) AS made (name, age)"
+        )
+        view = await read_status(
+            connection,
+            scheduler="s",
+            is_acting=True,
+            silent_s={},
+            silent_after_s=30.0,
+            frozen="",
+            unmet=(),
+            behind={"r2": "it serves generation 1", "r-gone": "it serves generation 1"},
+        )
+    assert (view.routers, view.routers_ready) == (3, 1)
+    assert view.not_following == (
+        "router r2: it serves generation 1",
+        "router r3: not connected",
+    )

@@ -1,0 +1,91 @@
+"""Which routers do not follow the published route tables, and why."""
+
+from collections import deque
+from typing import Final
+
+from isochrone.wire.ids import Generation
+
+BEHIND_S: Final = 30.0
+"""A router that does not serve a table so long after it was published does not follow. Routers
+report what they serve every few seconds, with their demand."""
+
+PUBLICATIONS_KEPT: Final = 1024
+REASON_CHARS_MAX: Final = 300
+
+
+class _RouterRecord:
+    __slots__ = ("generation", "last_error", "refusal", "reports", "unsendable")
+
+    def __init__(self) -> None:
+        self.generation = Generation(0)
+        self.reports = False
+        self.refusal = ""
+        self.unsendable = ""
+        self.last_error = ""
+
+
+class RouteFollowing:
+    """What each router serves, as far as it says so. It outlives connections."""
+
+    def __init__(self) -> None:
+        self._routers: dict[str, _RouterRecord] = {}
+        self._published: deque[tuple[float, Generation]] = deque(maxlen=PUBLICATIONS_KEPT)
+
+    def clear(self) -> None:
+        """Forget everything: a new term begins."""
+        self._routers.clear()
+        self._published.clear()
+
+    def record_published(self, generation: Generation, now: float) -> None:
+        """Note that a table was published."""
+        self._published.append((now, generation))
+
+    def record_registered(
+        self, router: str, generation: Generation, *, reports: bool, last_error: str
+    ) -> None:
+        """Note a new connection. A router that `reports` says later which table it serves."""
+        record = self._record(router)
+        record.generation, record.reports = generation, reports
+        record.last_error = last_error[:REASON_CHARS_MAX]
+        record.refusal = record.unsendable = ""
+
+    def record_served(self, router: str, generation: Generation, refusal: str) -> None:
+        """Note which table a router serves, and why it does not serve a newer one."""
+        record = self._record(router)
+        record.generation, record.refusal = generation, refusal[:REASON_CHARS_MAX]
+
+    def record_unsendable(self, router: str, reason: str) -> bool:
+        """Note why a router cannot be sent the table; return whether that is new."""
+        record = self._record(router)
+        is_new = not record.unsendable
+        record.unsendable = reason[:REASON_CHARS_MAX]
+        return is_new
+
+    def record_sendable(self, router: str) -> None:
+        """Note that a router was sent the table."""
+        self._record(router).unsendable = ""
+
+    def behind(self, now: float) -> dict[str, str]:
+        """Return the routers that do not follow, each with the reason in words."""
+        overdue = self._overdue_generation(now)
+        return {
+            router: self._reason(record, overdue)
+            for router, record in sorted(self._routers.items())
+            if record.unsendable or (record.reports and record.generation < overdue)
+        }
+
+    def _record(self, router: str) -> _RouterRecord:
+        return self._routers.setdefault(router, _RouterRecord())
+
+    def _overdue_generation(self, now: float) -> Generation:
+        """Return the newest generation that every router should serve by now."""
+        overdue = [generation for at, generation in self._published if at <= now - BEHIND_S]
+        return overdue[-1] if overdue else Generation(0)
+
+    @staticmethod
+    def _reason(record: _RouterRecord, overdue: Generation) -> str:
+        reason = record.unsendable or record.refusal
+        if not reason and record.last_error:
+            reason = f"its last connection ended: {record.last_error}"
+        behind = f"it serves generation {record.generation}, at least {overdue} is due"
+        return f"{behind}: {reason or 'it has not said why'}"

@@ -1,0 +1,79 @@
+"""What each router is sent of the route table."""
+
+from typing import Any, cast
+
+import pytest
+
+from isochrone.wire import codec
+from isochrone.wire.control import TABLE_PARTS
+from isochrone.wire.ids import Generation
+from scheduler.state import published_routes
+from scheduler.state.published_routes import PublishedRoutes, TableParts
+from tests.unit.wire.test_table_parts import a_table
+
+
+class FakeRouter:
+    """A router's connection that keeps what is queued."""
+
+    def __init__(self, name: str, *capabilities: str) -> None:
+        self.name = name
+        self.capabilities = frozenset(capabilities)
+        self.generation = Generation(0)
+        self.queued: list[Any] = []
+
+    def enqueue(self, message: Any) -> None:
+        self.queued.append(message)
+
+
+def published(keys: int) -> PublishedRoutes:
+    routes = PublishedRoutes(lambda: None)
+    routes.replace(a_table(keys, generation=7))
+    return routes
+
+
+def send(routes: PublishedRoutes, router: FakeRouter) -> None:
+    routes.send_table(cast(Any, router))
+
+
+def test_each_part_is_encoded_once_for_all_routers() -> None:
+    routes, first, second = published(3000), FakeRouter("a", TABLE_PARTS), FakeRouter("b")
+    second.capabilities = first.capabilities
+    send(routes, first)
+    send(routes, second)
+    (parts,), (same,) = first.queued, second.queued
+    assert isinstance(parts, TableParts)
+    assert parts is same
+    assert parts.frame(0) is same.frame(0)
+    assert first.generation == second.generation == 7
+
+
+def test_an_older_router_gets_one_frame_while_it_fits() -> None:
+    routes, old = published(10), FakeRouter("old")
+    send(routes, old)
+    assert routes.table is not None
+    assert old.queued == [codec.encode(routes.table)]
+    assert old.generation == 7
+
+
+@pytest.mark.parametrize("keys", [10, 1000])
+def test_an_older_router_that_cannot_be_sent_the_table_is_named(
+    keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec, "FRAME_BYTES_MAX", 2000)
+    routes, old, new = published(keys), FakeRouter("old"), FakeRouter("new", TABLE_PARTS)
+    send(routes, old)
+    send(routes, new)
+    assert (old.queued, old.generation) == ([], 0)
+    assert len(new.queued) == 1
+    assert "upgrade" in routes.following.behind(0.0)["old"]
+    assert list(routes.following.behind(0.0)) == ["old"]
+
+
+def test_a_table_that_no_router_would_take_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(published_routes, "TABLE_ENTRIES_MAX", 9)
+    routes, router = published(10), FakeRouter("r", TABLE_PARTS)
+    send(routes, router)
+    assert router.queued == []
+    assert "10 keys and replicas, the limit is 9" in routes.following.behind(0.0)["r"]
