@@ -1,0 +1,1 @@
+"""Attacks on a fleet of one's own, on loopback: each prints how far it gets."""
