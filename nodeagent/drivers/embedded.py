@@ -49,6 +49,8 @@ class EmbeddedDriver:
     metrics_path = "/metrics"
     resumes = headers.SEEDED
     salted_paths: frozenset[str] = frozenset()
+    sequences_option = "sequences_max"
+    sequences_default = EngineConfig(model_path="", served_name="", socket="").sequences_max
     module = "nodeagent.engine"
     options = OPTIONS
     has_standby = True

@@ -9,6 +9,8 @@ class MockDriver(EmbeddedDriver):
 
     module = "nodeagent.mock"
     has_standby = False
+    sequences_option = "sequences"
+    sequences_default = 0
     options = frozenset(
         {
             "ttft_ms",

@@ -42,6 +42,8 @@ class SglangDriver:
     stats_path = metrics_path = "/metrics"
     resumes = headers.GREEDY
     salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
+    sequences_option = "max_running_requests"
+    sequences_default = 0
 
     def missing(self) -> str:
         """Return an error message if SGLang is not installed, else ""."""

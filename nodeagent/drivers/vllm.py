@@ -44,6 +44,8 @@ class VllmDriver:
     stats_path = metrics_path = "/metrics"
     resumes = headers.GREEDY
     salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
+    sequences_option = "max_num_seqs"
+    sequences_default = 0
 
     def missing(self) -> str:
         """Return an error message if vLLM is not installed, else ""."""
