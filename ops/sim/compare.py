@@ -1,11 +1,11 @@
-"""Other ways of placing, for comparison: what each holds, and how its users are served.
+"""Compare the planner with other placements: what each holds, and how its users are served.
 
     python -m ops.sim.compare --data ../shared/data
 
-Everything everywhere: each PoP takes a replica of every model, the most popular first, while it has
-room, then further ones in proportion to what is asked there. By popularity: the most popular model
-first, seats where most is asked until its peak is carried. Weekly mean: this planner, once, on the
-mean of the week.
+Everything everywhere: each PoP gets a replica of every model while memory is left, the most popular
+first, then further ones by the demand there. By popularity: the most popular model first, with
+replicas where its demand is highest until they carry its peak. Weekly mean: our planner, once, on
+the mean demand of the week.
 """
 
 import json
@@ -18,26 +18,36 @@ import numpy as np
 from isochrone.wire.ids import ClusterId, Generation, NodeId
 from ops.sim.optimality_gap import run_search
 from ops.sim.planet import DAY, FIRST, HOUR
-from ops.sim.planet_world import PlanetWorld, demand_rows, draw, world_parser
-from ops.sim.served import Users
+from ops.sim.planet_world import (
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    PlanetWorld,
+    demand_rows,
+    draw,
+    world_parser,
+)
+from ops.sim.served import UserTraffic
 from scheduler.decide.arrays import Floats
 from scheduler.decide.capacity.device_classes import GIB
 from scheduler.decide.cluster import ClusterState, PopDistance
 from scheduler.decide.placement.fleet.slots import replica_memory_bytes, residency_allows
 from scheduler.decide.placement.search.draft import PlacementDraft
 
-Held = dict[int, list[NodeId]]
-SAMPLED: Final = tuple(range(DAY, 2 * DAY, 3 * HOUR))
+NodesByDeployment = dict[int, list[NodeId]]
+SAMPLED_MINUTES: Final = tuple(range(DAY, 2 * DAY, 3 * HOUR))
+
+TARGET_UTILIZATION: Final = 0.7
+"""Share of its capacity up to which a replica placed by popularity is loaded."""
 
 GOAL_MS: Final = 21.4
-"""What is farther counts as far: 5 % over the p90 of everything everywhere."""
+"""Requests served from beyond this count as far: 5 % over the p90 of everything everywhere."""
 
 SIZES_GIB: Final = (20.0, 250.0)
 SIZE_NAMES: Final = ("small", "middle", "large")
 
 
-class Devices:
-    """Memory left on each device, for placing without a planner."""
+class FreeDevices:
+    """Free memory of each device, for placing without a planner."""
 
     def __init__(self, world: PlanetWorld) -> None:
         self.world = world
@@ -47,8 +57,8 @@ class Devices:
             self._nodes[node.pop].append(node.node_id)
         self.used = 0
 
-    def seat(self, number: int, pop: str) -> NodeId | None:
-        """Take the tightest fit in a PoP for one replica of a deployment."""
+    def place(self, number: int, pop: str) -> NodeId | None:
+        """Place a replica of a deployment in a PoP by best fit; return its node, or None."""
         deployment, model = self.world.deployments[number], self.world.models[number]
         needed, count = replica_memory_bytes(model, deployment.engine), deployment.engine.devices
         best: tuple[int, NodeId, list[int]] | None = None
@@ -65,56 +75,65 @@ class Devices:
         return best[1]
 
 
-def everything_everywhere(world: PlanetWorld, peak: Floats) -> tuple[Held, int]:
-    """Fill every PoP with one of each model, then with more of what is asked."""
-    seats: Held = defaultdict(list)
-    devices = Devices(world)
+def place_everything_everywhere(world: PlanetWorld, peak: Floats) -> tuple[NodesByDeployment, int]:
+    """Fill every PoP with one replica of each model, then with more by demand.
+
+    Return the nodes of each deployment's replicas, and the memory used in bytes.
+    """
+    nodes_of: NodesByDeployment = defaultdict(list)
+    devices = FreeDevices(world)
     pops = {pop.pop: (number, pop) for number, pop in enumerate(world.pops)}
-    held = sorted({node.pop for node in world.nodes})
-    for again in range(3):
-        for name in held:
-            place, pop = pops[name]
-            order = np.argsort(-peak[place]) if again else np.arange(len(world.deployments))
+    pops_with_nodes = sorted({node.pop for node in world.nodes})
+    for round_number in range(3):
+        for name in pops_with_nodes:
+            pop_number, pop = pops[name]
+            by_demand = np.argsort(-peak[pop_number])
+            order = by_demand if round_number else np.arange(len(world.deployments))
             for number in order:
                 if residency_allows(world.deployments[number].policy, pop):
-                    node_id = devices.seat(int(number), name)
+                    node_id = devices.place(int(number), name)
                     if node_id:
-                        seats[int(number)].append(node_id)
-    return seats, devices.used
+                        nodes_of[int(number)].append(node_id)
+    return nodes_of, devices.used
 
 
-def by_popularity(world: PlanetWorld, peak: Floats) -> tuple[Held, int]:
-    """Give the most popular model seats where most is asked, until its peak is carried."""
-    seats: Held = defaultdict(list)
-    devices = Devices(world)
+def place_by_popularity(world: PlanetWorld, peak: Floats) -> tuple[NodesByDeployment, int]:
+    """Place the most popular model first, where its demand is highest, until it carries its peak.
+
+    Return the nodes of each deployment's replicas, and the memory used in bytes.
+    """
+    nodes_of: NodesByDeployment = defaultdict(list)
+    devices = FreeDevices(world)
     pops = {pop.pop: number for number, pop in enumerate(world.pops)}
     nodes = {node.node_id: node for node in world.nodes}
-    held = sorted({node.pop for node in world.nodes}, key=lambda pop: pops[pop])
+    pops_with_nodes = sorted({node.pop for node in world.nodes}, key=lambda pop: pops[pop])
     for number in np.argsort(-peak.sum(axis=0)):
-        wanted, policy = float(peak[:, number].sum()) / 0.7, world.deployments[number].policy
-        order = sorted(held, key=lambda pop: -peak[pops[pop], number])
-        refused: set[str] = set()
-        while wanted > 0 and len(refused) < len(order):
+        needed_per_s = float(peak[:, number].sum()) / TARGET_UTILIZATION
+        policy = world.deployments[number].policy
+        order = sorted(pops_with_nodes, key=lambda pop: -peak[pops[pop], number])
+        full: set[str] = set()
+        while needed_per_s > 0 and len(full) < len(order):
             for pop in order:
-                if wanted <= 0:
+                if needed_per_s <= 0:
                     break
-                if pop in refused:
+                if pop in full:
                     continue
-                may = residency_allows(policy, world.pops[pops[pop]])
-                node_id = devices.seat(int(number), pop) if may else None
+                is_allowed = residency_allows(policy, world.pops[pops[pop]])
+                node_id = devices.place(int(number), pop) if is_allowed else None
                 if node_id is None:
-                    refused.add(pop)
+                    full.add(pop)
                     continue
-                seats[int(number)].append(node_id)
+                nodes_of[int(number)].append(node_id)
                 rate = world.rates[int(number), nodes[node_id].devices[0].device_class]
-                wanted -= 1 / (700 / rate.prefill_tokens_per_s + 250 / rate.decode_tokens_per_s)
-    return seats, devices.used
+                prefill_s = PROMPT_TOKENS / rate.prefill_tokens_per_s
+                needed_per_s -= 1 / (prefill_s + OUTPUT_TOKENS / rate.decode_tokens_per_s)
+    return nodes_of, devices.used
 
 
-def nothing_held(
+def empty_fleet(
     world: PlanetWorld, demand: Floats, distances: tuple[PopDistance, ...] = ()
 ) -> ClusterState:
-    """Return the picture of a fleet that is still empty; `distances` replace the true ones."""
+    """Return the cluster state of an empty fleet; `distances` replace the true ones."""
     return ClusterState(
         cluster_id=ClusterId("planet"),
         generation=Generation(1),
@@ -129,66 +148,73 @@ def nothing_held(
     )
 
 
-def planned(
+def place_by_planner(
     world: PlanetWorld, demand: Floats, distances: tuple[PopDistance, ...] = ()
-) -> tuple[Held, int, PlacementDraft]:
-    """Place by the production planner, from an empty fleet."""
-    draft, _ = run_search(nothing_held(world, demand, distances), FIRST)
-    seats: Held = defaultdict(list)
+) -> tuple[NodesByDeployment, int, PlacementDraft]:
+    """Place by the production search, from an empty fleet.
+
+    Return the nodes of each deployment's replicas, the memory used in bytes, and the draft.
+    """
+    draft, _ = run_search(empty_fleet(world, demand, distances), FIRST)
+    nodes_of: NodesByDeployment = defaultdict(list)
     used = 0
     for state in draft.states:
         for replica in state.replicas:
             if replica.slot:
-                seats[int(state.deployment_id[1:])].append(replica.slot.leader.node_id)
+                node_id = replica.slot.leader.node_id
+                nodes_of[int(state.deployment_id[1:])].append(node_id)
                 used += state.needs.memory_bytes
-    return seats, used, draft
+    return nodes_of, used, draft
 
 
-def fared(world: PlanetWorld, held: Held, memory_bytes: int) -> dict[str, float]:
-    """Return what a way of placing holds, and how eight hours of a day are served by it."""
-    users = Users(world)
-    rows = [users.serve(world.requests(minute), held, set()) for minute in SAMPLED]
-    asked = [row.asked_per_s for row in rows]
+def evaluate(
+    world: PlanetWorld, placement: NodesByDeployment, memory_bytes: int
+) -> dict[str, float]:
+    """Return the size of a placement, and how it serves every third hour of a day."""
+    users = UserTraffic(world)
+    rows = [users.serve(world.requests(minute), placement, set()) for minute in SAMPLED_MINUTES]
+    weights = [row.asked_per_s for row in rows]
 
     def mean(values: list[float], digits: int) -> float:
-        return round(float(np.average(values, weights=asked)), digits)
+        return round(float(np.average(values, weights=weights)), digits)
 
-    far = np.sum([users.beyond(world.requests(m), held, GOAL_MS) for m in SAMPLED], axis=0)
+    beyond = [users.beyond(world.requests(m), placement, GOAL_MS) for m in SAMPLED_MINUTES]
+    far = np.sum(beyond, axis=0)
     sizes = np.digitize([model.weights_bytes / GIB for model in world.models], SIZES_GIB)
     return {
-        "replicas": sum(len(nodes) for nodes in held.values()),
+        "replicas": sum(len(nodes) for nodes in placement.values()),
         "memory_tib": round(memory_bytes / 2**40, 1),
         "served": mean([row.served_share for row in rows], 4),
         "rtt_mean_ms": mean([row.rtt_mean_ms for row in rows], 1),
         "rtt_p90_ms": mean([row.rtt_p90_ms for row in rows], 1),
         "rtt_p90_all_ms": mean([row.rtt_p90_all_ms for row in rows], 1),
     } | {
-        f"far_percent_{name}": round(100 * float(np.sum(far[sizes == number])) / sum(asked), 2)
+        f"far_percent_{name}": round(100 * float(np.sum(far[sizes == number])) / sum(weights), 2)
         for number, name in enumerate(SIZE_NAMES)
     }
 
 
-def peak_of_the_day(world: PlanetWorld) -> Floats:
-    """Return the most of each hour of the day that is sampled, by city and deployment."""
+def daily_peak(world: PlanetWorld) -> Floats:
+    """Return the highest demand of the hours of one day, by city and deployment."""
     hours = [world.requests(DAY + hour * HOUR) for hour in range(24)]
     return np.asarray(np.maximum.reduce(hours), dtype=np.float64)
 
 
-def compared(world: PlanetWorld) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield each way of placing with its memory and how it serves."""
-    peak = peak_of_the_day(world)
+def compare_placements(world: PlanetWorld) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield the name and results of each placement."""
+    peak = daily_peak(world)
     mean = np.mean([world.requests(hour * HOUR) for hour in range(0, 168, 3)], axis=0)
-    yield "planner", fared(world, *planned(world, peak)[:2])
-    yield "everything everywhere", fared(world, *everything_everywhere(world, peak))
-    yield "by popularity", fared(world, *by_popularity(world, peak))
-    yield "weekly mean", fared(world, *planned(world, mean)[:2])
+    yield "planner", evaluate(world, *place_by_planner(world, peak)[:2])
+    yield "everything everywhere", evaluate(world, *place_everything_everywhere(world, peak))
+    yield "by popularity", evaluate(world, *place_by_popularity(world, peak))
+    yield "weekly mean", evaluate(world, *place_by_planner(world, mean)[:2])
 
 
 def main() -> None:
-    """Compare, a line each."""
+    """Print one line per placement."""
     parser = world_parser(__doc__)
-    given = parser.parse_args()
-    for name, row in compared(draw(given.data, given.seed)):
+    arguments = parser.parse_args()
+    for name, row in compare_placements(draw(arguments.data, arguments.seed)):
         print(f"{name:24}", json.dumps(row), flush=True)
 
 

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ops.sim.compare import SAMPLED, nothing_held, peak_of_the_day
+from ops.sim.compare import SAMPLED_MINUTES, daily_peak, empty_fleet
 from ops.sim.lagrangian_bound import DeploymentBound, DeploymentTerms
 from ops.sim.planet import FIRST
 from ops.sim.planet_bound import site_resources, site_use, total_bound
@@ -51,9 +51,9 @@ def terms_at(
     world: PlanetWorld, within_ms: float, as_planned: bool
 ) -> tuple[list[DeploymentTerms], Floats]:
     """Return the terms of each deployment for a latency limit, and the resources of each site."""
-    mean = np.mean([world.requests(minute) for minute in SAMPLED], axis=0)
-    peak = peak_of_the_day(world)
-    draft = empty_draft(nothing_held(world, mean), FIRST)
+    mean = np.mean([world.requests(minute) for minute in SAMPLED_MINUTES], axis=0)
+    peak = daily_peak(world)
+    draft = empty_draft(empty_fleet(world, mean), FIRST)
     terms = []
     for number, state in enumerate(draft.states):
         needs = state.needs

@@ -29,7 +29,7 @@ from isochrone.wire.report import ReplicaState
 from ops.sim.planet_forecast import PlanetForecast
 from ops.sim.planet_rollout import PlanetRollout
 from ops.sim.planet_world import PlanetWorld, demand_rows, draw, world_parser
-from ops.sim.served import Seats, Users
+from ops.sim.served import UserTraffic, WarmNodes
 from scheduler.decide.arrays import Floats
 from scheduler.decide.capacity.start_times import (
     DISK_BYTES_PER_S,
@@ -197,7 +197,7 @@ class Planet:
             self._placed_at[name] = self.minute - DAY
         self.pass_time(0)
 
-    def warm_nodes(self) -> Seats:
+    def warm_nodes(self) -> WarmNodes:
         """Return by deployment the node of each warm replica."""
         nodes: dict[int, list[NodeId]] = defaultdict(list)
         for placement in self.placements.values():
@@ -263,7 +263,7 @@ def run(
     forecast: PlanetForecast | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield one row per minute."""
-    planet, users = Planet(world, seed, forecast), Users(world)
+    planet, users = Planet(world, seed, forecast), UserTraffic(world)
     lost_before: set[NodeId] = set()
     while planet.minute < days * DAY:
         demand, lost = planet.observe_demand(), planet.lost_nodes()

@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
-from ops.sim.compare import planned
+from ops.sim.compare import place_by_planner
 from ops.sim.planet import DAY, HOUR
 from ops.sim.planet_world import draw, world_parser
 
@@ -27,7 +27,7 @@ def main() -> None:
 
     world = draw(args.data, args.seed)
     peak = np.maximum.reduce([world.requests(DAY + hour * HOUR) for hour in range(24)])
-    _, _, draft = planned(world, peak)
+    _, _, draft = place_by_planner(world, peak)
     replicas, used, total = Counter[str](), Counter[str](), Counter[str]()
     for state in draft.states:
         for replica in state.replicas:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from ops.sim.compare import fared, peak_of_the_day, planned
+from ops.sim.compare import daily_peak, evaluate, place_by_planner
 from ops.sim.planet_world import PlanetWorld, draw, world_parser
 from scheduler.decide.arrays import Floats
 from scheduler.decide.capacity.distances import Distances
@@ -83,9 +83,9 @@ def try_prices(world: PlanetWorld, prices: ScorePrices) -> dict[str, float]:
         patch.object(score, "HOLD_PER_GIB", prices.hold_per_gib),
         patch.object(deployment_state, "UNSERVED_MS", prices.unserved_ms),
     ):
-        held, memory, draft = planned(world, peak_of_the_day(world), distances(world, prices))
+        held, memory, draft = place_by_planner(world, daily_peak(world), distances(world, prices))
     lacking = {"unplanned_percent": unplanned_percent(draft)}
-    return prices._asdict() | fared(world, held, memory) | lacking
+    return prices._asdict() | evaluate(world, held, memory) | lacking
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""How users are served by what is warm: the same flows for every way of placing compared.
+"""How users are served by the warm replicas, computed alike for every placement compared.
 
-A deployment whose nearest replicas have room for everyone needs no flow: its users go there. Which
-these are is kept for as long as its replicas stay: a minute of the planet takes milliseconds.
+If a deployment's nearest replicas have capacity for all its users, no load assignment is computed:
+the users go there. The nearest replicas are cached until they change, so that a minute of the
+planet takes milliseconds.
 """
 
 from collections import Counter
@@ -17,12 +18,12 @@ from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.placement.score import UNSERVED_MS
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
 
-Seats = Mapping[int, Iterable[NodeId]]
-"""By the number of a deployment, the node of each warm replica."""
+WarmNodes = Mapping[int, Iterable[NodeId]]
+"""The node of each warm replica, by the number of the deployment."""
 
 
-class Served(NamedTuple):
-    """What users got in one minute. `rtt_p90_all_ms` counts who is not served as farthest."""
+class ServedMinute(NamedTuple):
+    """What users got in one minute. `rtt_p90_all_ms` counts unserved requests as farthest."""
 
     asked_per_s: float
     served_share: float
@@ -32,44 +33,59 @@ class Served(NamedTuple):
     rtt_p90_all_ms: float
 
 
-class Near(NamedTuple):
-    """The open sites of one deployment: where they are, their room, and each city's nearest."""
+class OpenSites(NamedTuple):
+    """The PoPs with warm replicas of one deployment: distances, capacity, nearest per city."""
 
-    held: Counter[NodeId]
-    far: Floats
-    rooms: Floats
+    warm_nodes: Counter[NodeId]
+    rtt_ms: Floats
+    """From each city (row) to each open site (column)."""
+    capacity: Floats
+    """Requests/s of each open site."""
     nearest: Ints
+    """The nearest open site of each city."""
+    nearest_ms: Floats
+
+
+class ServedRates(NamedTuple):
+    """Requests/s that are served, with the latency of each."""
+
     ms: Floats
+    requests_per_s: Floats
 
 
-class Users:
-    """Everybody who asks, in every city."""
+class UserTraffic:
+    """The users of all cities."""
 
     def __init__(self, world: PlanetWorld) -> None:
         self._world = world
-        self._far: Floats = Distances(world.pops, ()).ms
+        self._rtt_ms: Floats = Distances(world.pops, ()).ms
         pops = {pop.pop: number for number, pop in enumerate(world.pops)}
         self._pop_of = {node.node_id: pops[node.pop] for node in world.nodes}
-        self._kind_of = {node.node_id: node.devices[0].device_class for node in world.nodes}
-        self._near: dict[int, Near] = {}
+        self._class_of = {node.node_id: node.devices[0].device_class for node in world.nodes}
+        self._open_sites: dict[int, OpenSites] = {}
 
-    def serve(self, asked: Floats, seats: Seats, lost: set[NodeId]) -> Served:
-        """Serve a minute's requests, each by the nearest warm replica with room."""
+    def serve(self, requests: Floats, warm: WarmNodes, lost: set[NodeId]) -> ServedMinute:
+        """Serve a minute's requests, each by the nearest warm replica with capacity left.
+
+        `requests` are requests/s by city (row) and deployment (column); `lost` nodes serve none.
+        """
         parts = [
-            self._serve_one(number, asked[:, number], Counter(n for n in held if n not in lost))
-            for number, held in seats.items()
+            self._serve_deployment(
+                number, requests[:, number], Counter(node for node in nodes if node not in lost)
+            )
+            for number, nodes in warm.items()
         ]
-        ms = np.concatenate([part[0] for part in parts])
-        weight = np.concatenate([part[1] for part in parts])
+        ms = np.concatenate([part.ms for part in parts])
+        weight = np.concatenate([part.requests_per_s for part in parts])
         order = np.argsort(ms)
-        before = np.cumsum(weight[order])
-        total, served = float(asked.sum()), float(weight.sum())
+        cumulative = np.cumsum(weight[order])
+        total, served = float(requests.sum()), float(weight.sum())
 
-        def percentile(share: float, of: float) -> float:
-            place = int(np.searchsorted(before, share * of))
-            return round(float(ms[order[place]]) if place < len(ms) else UNSERVED_MS, 2)
+        def percentile(share: float, total_per_s: float) -> float:
+            index = int(np.searchsorted(cumulative, share * total_per_s))
+            return round(float(ms[order[index]]) if index < len(ms) else UNSERVED_MS, 2)
 
-        return Served(
+        return ServedMinute(
             asked_per_s=round(total, 1),
             served_share=round(served / total, 5),
             rtt_mean_ms=round(float(ms @ weight / served), 2),
@@ -78,46 +94,47 @@ class Users:
             rtt_p90_all_ms=percentile(0.9, total),
         )
 
-    def beyond(self, asked: Floats, seats: Seats, ms: float) -> Floats:
-        """Return by deployment the requests/s that are served from farther than `ms`, or not."""
-        left: Floats = asked.sum(axis=0)
-        for number, held in seats.items():
-            far, weight = self._serve_one(number, asked[:, number], Counter(held))
-            left[number] -= float(weight[far <= ms].sum())
+    def beyond(self, requests: Floats, warm: WarmNodes, ms: float) -> Floats:
+        """Return the requests/s of each deployment that are served from beyond `ms`, or not."""
+        left: Floats = requests.sum(axis=0)
+        for number, nodes in warm.items():
+            served = self._serve_deployment(number, requests[:, number], Counter(nodes))
+            left[number] -= float(served.requests_per_s[served.ms <= ms].sum())
         return left
 
-    def _serve_one(
-        self, number: int, asked: Floats, held: Counter[NodeId]
-    ) -> tuple[Floats, Floats]:
-        """Return ms and requests/s of all that one deployment serves."""
-        near = self._near.get(number)
-        if near is None or near.held != held:
-            near = self._near[number] = self._look(number, held)
-        if not len(near.rooms):
-            return near.ms, near.ms
-        load = np.bincount(near.nearest, asked, len(near.rooms))
-        if (load <= near.rooms).all():
-            return near.ms, asked
-        cities = np.flatnonzero(asked > 0)
-        requests = asked[cities]
-        flow = LoadAssignment(requests, requests, near.far[cities], near.rooms, UNSERVED_MS)
-        return flow.latencies()
+    def _serve_deployment(
+        self, number: int, requests: Floats, warm_nodes: Counter[NodeId]
+    ) -> ServedRates:
+        """Serve the requests of one deployment."""
+        sites = self._open_sites.get(number)
+        if sites is None or sites.warm_nodes != warm_nodes:
+            sites = self._open_sites[number] = self._find_open_sites(number, warm_nodes)
+        if not len(sites.capacity):
+            return ServedRates(sites.nearest_ms, sites.nearest_ms)
+        load = np.bincount(sites.nearest, requests, len(sites.capacity))
+        if (load <= sites.capacity).all():
+            return ServedRates(sites.nearest_ms, requests)
+        cities = np.flatnonzero(requests > 0)
+        rates = requests[cities]
+        assignment = LoadAssignment(rates, rates, sites.rtt_ms[cities], sites.capacity, UNSERVED_MS)
+        return ServedRates(*assignment.latencies())
 
-    def _look(self, number: int, held: Counter[NodeId]) -> Near:
-        rooms = np.zeros(len(self._world.pops))
-        for node_id, count in held.items():
-            rooms[self._pop_of[node_id]] += count * self._requests_per_s(number, node_id)
-        sites = np.flatnonzero(rooms > 0)
+    def _find_open_sites(self, number: int, warm_nodes: Counter[NodeId]) -> OpenSites:
+        capacity = np.zeros(len(self._world.pops))
+        for node_id, count in warm_nodes.items():
+            capacity[self._pop_of[node_id]] += count * self._requests_per_s(number, node_id)
+        sites = np.flatnonzero(capacity > 0)
         if not len(sites):
             nothing = np.zeros(0)
-            return Near(held, nothing, nothing, sites, nothing)
-        far = np.ascontiguousarray(self._far[:, sites])
-        nearest = far.argmin(axis=1)
-        return Near(held, far, rooms[sites], nearest, far[np.arange(len(far)), nearest])
+            return OpenSites(warm_nodes, nothing, nothing, sites, nothing)
+        rtt_ms = np.ascontiguousarray(self._rtt_ms[:, sites])
+        nearest = rtt_ms.argmin(axis=1)
+        nearest_ms = rtt_ms[np.arange(len(rtt_ms)), nearest]
+        return OpenSites(warm_nodes, rtt_ms, capacity[sites], nearest, nearest_ms)
 
     def _requests_per_s(self, number: int, node_id: NodeId) -> float:
-        """Return what a replica serves at its full capacity, without the planner's headroom."""
-        profile = self._world.rates[number, self._kind_of[node_id]]
+        """Return the requests/s of a replica at full capacity, without the planner's headroom."""
+        profile = self._world.rates[number, self._class_of[node_id]]
         each_s = PROMPT_TOKENS / profile.prefill_tokens_per_s
         each_s += OUTPUT_TOKENS / profile.decode_tokens_per_s
         return 1.0 / each_s

@@ -28,7 +28,7 @@ async def test_the_demo_succeeds_and_stops_all_processes() -> None:
         process.terminate()
     text = (await ended)[0].decode()
     assert process.returncode == 0, f"{text}\n{last_words(STATE)}"
-    assert "warm only in ams" in text
+    assert "one replica, in ams" in text
     assert "after demand grew in sin" in text
     assert "base_url=" in text
     mark = f"{STATE}/".encode()

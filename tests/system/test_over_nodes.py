@@ -184,7 +184,7 @@ async def test_the_parts_of_a_replica_start_and_fail_together() -> None:
 
             async def has_said_why() -> bool:
                 rows = (await fleet.ask("GET", "/v1/events"))["data"]
-                return any("plaintext_rank_ports is not set here" in row["reason"] for row in rows)
+                return any("plaintext_rank_ports is not set on this node" in row["reason"] for row in rows)
 
             await until("it is told why", has_said_why, ENDED_S)
 

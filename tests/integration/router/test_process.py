@@ -182,4 +182,4 @@ async def test_a_second_router_on_the_same_state_folder_exits_with_a_reason(tmp_
             async with asyncio.timeout(START_TIMEOUT_S):
                 output = (await second.communicate())[1].decode()
     assert second.returncode == 2
-    assert "another process does; is it running already?" in output
+    assert "another process uses it; is the service running" in output
