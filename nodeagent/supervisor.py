@@ -24,7 +24,7 @@ from nodeagent.decide.admission import ReplicaAdmission
 from nodeagent.decide.backoff import retry_delay_s
 from nodeagent.decide.health import OBSERVE_INTERVAL_S
 from nodeagent.decide.replica import ReplicaEvent, next_state
-from nodeagent.drivers import sequences_max
+from nodeagent.drivers import is_queue_fair, sequences_max
 from nodeagent.drivers.driver import UnknownOption
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.download import ArtifactError
@@ -54,7 +54,11 @@ class ManagedReplica:
         """True if every restart would fail the same way."""
         self.fetched_bytes = 0
         self.profile = ReplicaProfile()
-        self.admission = ReplicaAdmission(spec.engine.tokens_in_flight_max, sequences_max(spec))
+        self.admission = ReplicaAdmission(
+            spec.engine.tokens_in_flight_max,
+            sequences_max(spec),
+            is_engine_fair=is_queue_fair(spec),
+        )
         self.bytes_out = 0
         self.engine: EngineProcess | None = None
         self.tombstone: Tombstone | None = None

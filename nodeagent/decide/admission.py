@@ -24,19 +24,29 @@ SURPLUS_SHARE: Final = 0.25
 """So many generations are admitted beyond the engine's sequences, as a share of them: the next one
 is there when a sequence ends, without a round trip to a router."""
 
+FAIR_SURPLUS_SHARE: Final = 3.0
+"""The same for an engine whose own queue is fair between tenants. It is less than the engine can
+queue by default (64 for 16 sequences), so that the first one of another tenant still fits."""
+
 SURPLUS_MIN: Final = 2
 
 
 class ReplicaAdmission:
     """Counts the tokens in flight on one replica against a limit."""
 
-    def __init__(self, tokens_max: int, sequences_max: int = 0) -> None:
-        """Admit for an engine that runs `sequences_max` sequences at once; 0 if that is unknown."""
+    def __init__(
+        self, tokens_max: int, sequences_max: int = 0, *, is_engine_fair: bool = False
+    ) -> None:
+        """Admit for an engine that runs `sequences_max` sequences at once; 0 if that is unknown.
+
+        `is_engine_fair` says that its own queue is fair between tenants.
+        """
         self.tokens_max = tokens_max
         self.generations_max = 0
         """The limit of generations in flight; 0 for none."""
+        share = FAIR_SURPLUS_SHARE if is_engine_fair else SURPLUS_SHARE
         if sequences_max:
-            surplus = max(SURPLUS_MIN, int(SURPLUS_SHARE * sequences_max))
+            surplus = max(SURPLUS_MIN, int(share * sequences_max))
             self.generations_max = sequences_max + surplus
         self.is_closed = False
         """True while the engine refuses new requests for lack of memory, whatever the tokens."""

@@ -28,3 +28,9 @@ def sequences_max(spec: ReplicaSpec) -> int:
     # The driver itself refuses to start with any other value.
     is_number = given.isascii() and given.isdigit() and len(given) <= 9
     return int(given) if is_number else driver.sequences_default
+
+
+def is_queue_fair(spec: ReplicaSpec) -> bool:
+    """Return True if the queue of a replica's engine is fair between tenants."""
+    driver = DRIVERS.get(spec.engine.driver)
+    return driver is not None and driver.is_queue_fair

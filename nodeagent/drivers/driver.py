@@ -69,6 +69,9 @@ class EngineDriver(Protocol):
     sequences_default: int
     """The limit without that option, 0 if it depends on the machine."""
 
+    is_queue_fair: bool
+    """Whether the engine's own queue is fair between tenants."""
+
     def missing(self) -> str:
         """Return what the engine lacks on this node, or "" if it can start. Blocks."""
         ...

@@ -51,6 +51,7 @@ class EmbeddedDriver:
     salted_paths: frozenset[str] = frozenset()
     sequences_option = "sequences_max"
     sequences_default = EngineConfig(model_path="", served_name="", socket="").sequences_max
+    is_queue_fair = True
     module = "nodeagent.engine"
     options = OPTIONS
     has_standby = True

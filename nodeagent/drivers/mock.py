@@ -11,6 +11,7 @@ class MockDriver(EmbeddedDriver):
     has_standby = False
     sequences_option = "sequences"
     sequences_default = 0
+    is_queue_fair = False
     options = frozenset(
         {
             "ttft_ms",

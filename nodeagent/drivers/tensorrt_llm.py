@@ -40,6 +40,7 @@ class TensorRtLlmDriver:
     salted_paths = frozenset({CHAT_PATH})
     sequences_option = "max_batch_size"
     sequences_default = 0
+    is_queue_fair = False
 
     def missing(self) -> str:
         """Return an error message if trtllm-serve is not installed, else ""."""

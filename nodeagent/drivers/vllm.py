@@ -46,6 +46,7 @@ class VllmDriver:
     salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
     sequences_option = "max_num_seqs"
     sequences_default = 0
+    is_queue_fair = False
 
     def missing(self) -> str:
         """Return an error message if vLLM is not installed, else ""."""

@@ -128,7 +128,11 @@ def test_every_request_finishes_or_misses_its_deadline(
             (*scheduler.running, *scheduler.waiting), key=lambda s: (s.virtual_start, s.number)
         )
         batch = scheduler.next_batch(now)
-        assert not first.was_admitted or first in scheduler.running or first in batch.late
+        # The first one goes on, unless it gave way to a tenant that ran nothing.
+        tenants = {sequence.scheduling.tenant for sequence in scheduler.running}
+        gave_way = first in scheduler.waiting and tenants - {first.scheduling.tenant}
+        goes_on = first in scheduler.running or first in batch.late
+        assert not first.was_admitted or goes_on or gave_way
         assert batch.tokens <= 12
         assert len(scheduler.running) <= 3
         assert scheduler.running == sorted(

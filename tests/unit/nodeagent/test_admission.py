@@ -31,6 +31,13 @@ def test_a_tenant_gets_the_sequences_and_a_surplus_and_another_tenant_still_ente
     assert [admit(admission, "flood") is not None for _ in range(3)] == [True, True, False]
 
 
+def test_an_engine_with_a_fair_queue_gets_more_but_keeps_places_for_other_tenants() -> None:
+    admission = ReplicaAdmission(1_000_000, sequences_max=16, is_engine_fair=True)
+    flood = [admit(admission, "flood") for _ in range(100)]
+    assert sum(reservation is not None for reservation in flood) == 64
+    assert admit(admission, "small") is not None
+
+
 def test_first_generations_of_many_tenants_are_bounded_too() -> None:
     admission = ReplicaAdmission(tokens_max=1_000_000, sequences_max=4)
     reservations = [admit(admission, f"tenant-{number}") for number in range(100)]
