@@ -25,6 +25,7 @@ from nodeagent.decide.backoff import retry_delay_s
 from nodeagent.decide.blame import BlameLedger
 from nodeagent.decide.health import OBSERVE_INTERVAL_S
 from nodeagent.decide.replica import ReplicaEvent, next_state
+from nodeagent.drivers import is_queue_fair, sequences_max
 from nodeagent.drivers.driver import UnknownOption
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.download import ArtifactError
@@ -54,7 +55,11 @@ class ManagedReplica:
         """True if every restart would fail the same way."""
         self.fetched_bytes = 0
         self.profile = ReplicaProfile()
-        self.admission = ReplicaAdmission(spec.engine.tokens_in_flight_max)
+        self.admission = ReplicaAdmission(
+            spec.engine.tokens_in_flight_max,
+            sequences_max(spec),
+            is_engine_fair=is_queue_fair(spec),
+        )
         self.blame = BlameLedger()
         self.trial_lock = asyncio.Lock()
         """Held by the one suspect request that the engine tries."""

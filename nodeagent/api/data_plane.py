@@ -41,6 +41,7 @@ INFERENCE_PATHS: Final = (
     "/v1/embeddings",
     "/v1/rerank",
 )
+GENERATION_PATHS: Final = INFERENCE_PATHS[:2]
 TO_ENGINE: Final = (
     "content-type",
     "traceparent",
@@ -303,7 +304,10 @@ class DataPlaneServer:
 def _admit(
     request: web.Request, replica: ManagedReplica, body: bytes, estimate: PrefillEstimate
 ) -> TokenReservation:
-    """Reserve the request's tokens on the replica, or raise RequestRefused."""
+    """Reserve the request's tokens on the replica, or raise RequestRefused.
+
+    The cache salt names the tenant.
+    """
     tokens = headers.parse_tokens(request.headers.get(headers.TOKENS, ""))
     if tokens is None:
         tokens = headers.TokenEstimate(len(body) // 4 + 1, OUTPUT_TOKENS_DEFAULT)
@@ -312,6 +316,11 @@ def _admit(
         tokens.output,
         estimate.pending_prefill_tokens,
         router=_router_name(request),
+        generates_for=(
+            request.headers.get(headers.CACHE_SALT, "")
+            if request.path in GENERATION_PATHS
+            else None
+        ),
         prefill_ms=estimate.prefill_ms,
         now_s=monotonic(),
     )

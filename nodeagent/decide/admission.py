@@ -1,11 +1,17 @@
 """Admits requests to one replica by tokens in flight, counted apart for prefill and decode.
 
+Generations are also admitted by number, where the engine's limit of concurrent sequences is known.
+What exceeds it waits in the routers' queues, which are fair between tenants, and not in the
+engine's, which may be first come, first served. A tenant without a request here may enter beside a
+tenant that fills the replica.
+
 Each reservation is released exactly once. A router knows its own requests better than the node
 does, so the load reported to a router also gives the tokens of all other routers. Prompts are
 assumed to be prefilled in arrival order: of the first one, the part already prefilled is estimated
 from the elapsed time.
 """
 
+from collections import Counter
 from typing import Final
 
 from isochrone.wire.headers import ReportedLoad
@@ -14,16 +20,40 @@ PREFILL_SHARE_MAX: Final = 0.95
 """Largest share of a prompt assumed prefilled before its first token. A prompt that takes longer
 than the router predicted still counts for a little."""
 
+SURPLUS_SHARE: Final = 0.25
+"""So many generations are admitted beyond the engine's sequences, as a share of them: the next one
+is there when a sequence ends, without a round trip to a router."""
+
+FAIR_SURPLUS_SHARE: Final = 3.0
+"""The same for an engine whose own queue is fair between tenants. It is less than the engine can
+queue by default (64 for 16 sequences), so that the first one of another tenant still fits."""
+
+SURPLUS_MIN: Final = 2
+
 
 class ReplicaAdmission:
     """Counts the tokens in flight on one replica against a limit."""
 
-    def __init__(self, tokens_max: int) -> None:
+    def __init__(
+        self, tokens_max: int, sequences_max: int = 0, *, is_engine_fair: bool = False
+    ) -> None:
+        """Admit for an engine that runs `sequences_max` sequences at once; 0 if that is unknown.
+
+        `is_engine_fair` says that its own queue is fair between tenants.
+        """
         self.tokens_max = tokens_max
+        self.generations_max = 0
+        """The limit of generations in flight; 0 for none."""
+        share = FAIR_SURPLUS_SHARE if is_engine_fair else SURPLUS_SHARE
+        if sequences_max:
+            surplus = max(SURPLUS_MIN, int(share * sequences_max))
+            self.generations_max = sequences_max + surplus
         self.is_closed = False
         """True while the engine refuses new requests for lack of memory, whatever the tokens."""
         self.running = 0
         """Number of requests in flight."""
+        self._generations: Counter[str] = Counter()
+        """Number of generations in flight, by tenant."""
         self._prefill_tokens = 0
         self._pending_prefill_tokens = 0
         self._decode_tokens = 0
@@ -45,6 +75,7 @@ class ReplicaAdmission:
         pending_prefill_tokens: int | None = None,
         *,
         router: str = "",
+        generates_for: str | None = None,
         prefill_ms: float = 0.0,
         now_s: float = 0.0,
     ) -> "TokenReservation | None":
@@ -53,11 +84,12 @@ class ReplicaAdmission:
         An idle replica admits a request of any size, unless its engine refuses new requests.
         `pending_prefill_tokens` is the router's estimate of the prefill work that the prefix cache
         does not save (default: the whole prompt), and `prefill_ms` of the time that it takes.
+        `generates_for` is the tenant of a generation, None for a request without one.
         """
         needed = prompt_tokens + output_tokens
         in_flight = self._prefill_tokens + self._decode_tokens
         is_full = self.running > 0 and in_flight + needed > self.tokens_max
-        if self.is_closed or is_full:
+        if self.is_closed or is_full or not self._has_place(generates_for):
             return None
         if pending_prefill_tokens is None:
             pending_prefill_tokens = prompt_tokens
@@ -68,12 +100,15 @@ class ReplicaAdmission:
             self._decode_tokens_by_router.get(router, 0) + output_tokens
         )
         self.running += 1
+        if generates_for is not None:
+            self._generations[generates_for] += 1
         reservation = TokenReservation(
             self,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             pending_prefill_tokens=pending_prefill_tokens,
             router=router,
+            generates_for=generates_for,
             prefill_ms=prefill_ms,
             admitted_s=now_s,
         )
@@ -115,6 +150,16 @@ class ReplicaAdmission:
         done_share = max(0.0, min(PREFILL_SHARE_MAX, elapsed_ms / first.prefill_ms))
         return pending - round(first.pending_prefill_tokens * done_share)
 
+    def _has_place(self, tenant: str | None) -> bool:
+        """Return True if a generation for `tenant` is within the limit of generations.
+
+        A tenant with none in flight gets its first one beyond the limit, up to twice the limit.
+        """
+        if tenant is None or not self.generations_max:
+            return True
+        limit = self.generations_max if self._generations[tenant] else 2 * self.generations_max
+        return self._generations.total() < limit
+
     def _end_prefill(self, reservation: "TokenReservation", now_s: float) -> None:
         """Release the prefill tokens of a reservation. Called by TokenReservation only."""
         del self._in_prefill[reservation]
@@ -126,6 +171,11 @@ class ReplicaAdmission:
         """Release the decode tokens of a reservation. Called by TokenReservation only."""
         self.running -= 1
         self._decode_tokens -= reservation.output_tokens
+        tenant = reservation.generates_for
+        if tenant is not None:
+            self._generations[tenant] -= 1
+            if not self._generations[tenant]:
+                del self._generations[tenant]
         router = reservation.router
         left = self._decode_tokens_by_router.get(router, 0) - reservation.output_tokens
         if left:
@@ -141,6 +191,7 @@ class TokenReservation:
         "_admission",
         "_is_prefilled",
         "admitted_s",
+        "generates_for",
         "output_tokens",
         "pending_prefill_tokens",
         "prefill_ms",
@@ -156,6 +207,7 @@ class TokenReservation:
         output_tokens: int,
         pending_prefill_tokens: int,
         router: str,
+        generates_for: str | None,
         prefill_ms: float,
         admitted_s: float,
     ) -> None:
@@ -165,6 +217,7 @@ class TokenReservation:
         self.output_tokens = output_tokens
         self.pending_prefill_tokens = pending_prefill_tokens
         self.router = router
+        self.generates_for = generates_for
         self.prefill_ms = prefill_ms
         self.admitted_s = admitted_s
 

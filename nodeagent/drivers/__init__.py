@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from isochrone.wire.assignment import ReplicaSpec
 from nodeagent.drivers.driver import EngineDriver
 from nodeagent.drivers.embedded import EmbeddedDriver
 from nodeagent.drivers.mock import MockDriver
@@ -16,3 +17,20 @@ DRIVERS: Final[dict[str, EngineDriver]] = {
     "sglang": SglangDriver(),
     "tensorrt_llm": TensorRtLlmDriver(),
 }
+
+
+def sequences_max(spec: ReplicaSpec) -> int:
+    """Return how many sequences a replica's engine runs at once, or 0 if that is unknown."""
+    driver = DRIVERS.get(spec.engine.driver)
+    if driver is None:
+        return 0
+    given = spec.engine.options.get(driver.sequences_option, "")
+    # The driver itself refuses to start with any other value.
+    is_number = given.isascii() and given.isdigit() and len(given) <= 9
+    return int(given) if is_number else driver.sequences_default
+
+
+def is_queue_fair(spec: ReplicaSpec) -> bool:
+    """Return True if the queue of a replica's engine is fair between tenants."""
+    driver = DRIVERS.get(spec.engine.driver)
+    return driver is not None and driver.is_queue_fair

@@ -89,6 +89,14 @@ class EngineDriver(Protocol):
     """The paths whose request bodies have a `cache_salt` field. The embedded engine reads the salt
     from a header instead."""
 
+    sequences_option: str
+    """The option with the limit of concurrent sequences, "" if there is none."""
+    sequences_default: int
+    """The limit without that option, 0 if it depends on the machine."""
+
+    is_queue_fair: bool
+    """Whether the engine's own queue is fair between tenants."""
+
     def missing(self) -> str:
         """Return what the engine lacks on this node, or "" if it can start. Blocks."""
         ...

@@ -25,6 +25,9 @@ class EmbeddedDriver:
     metrics_path = "/metrics"
     resumes = headers.SEEDED
     salted_paths: frozenset[str] = frozenset()
+    sequences_option = "sequences_max"
+    sequences_default = EngineConfig(model_path="", served_name="", socket="").sequences_max
+    is_queue_fair = True
     module = "nodeagent.engine"
     has_standby = True
     """Whether a spare process of this engine can wait for its configuration."""

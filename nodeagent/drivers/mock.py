@@ -9,6 +9,9 @@ class MockDriver(EmbeddedDriver):
 
     module = "nodeagent.mock"
     has_standby = False
+    sequences_option = "sequences"
+    sequences_default = 0
+    is_queue_fair = False
 
     def missing(self) -> str:
         """Return "": the mock engine is part of the agent's package."""

@@ -30,6 +30,9 @@ class SglangDriver:
     stats_path = metrics_path = "/metrics"
     resumes = headers.INEXACT
     salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
+    sequences_option = "max_running_requests"
+    sequences_default = 0
+    is_queue_fair = False
 
     def missing(self) -> str:
         """Return an error message if SGLang is not installed, else ""."""

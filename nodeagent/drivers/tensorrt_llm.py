@@ -31,6 +31,9 @@ class TensorRtLlmDriver:
     stats_path = metrics_path = "/prometheus/metrics"
     resumes = ""
     salted_paths = frozenset({CHAT_PATH})
+    sequences_option = "max_batch_size"
+    sequences_default = 0
+    is_queue_fair = False
 
     def missing(self) -> str:
         """Return an error message if trtllm-serve is not installed, else ""."""

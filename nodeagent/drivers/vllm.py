@@ -32,6 +32,9 @@ class VllmDriver:
     # In bf16 the result of a step depends on the batch, so that greedy answers do, too.
     resumes = headers.INEXACT
     salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
+    sequences_option = "max_num_seqs"
+    sequences_default = 0
+    is_queue_fair = False
 
     def missing(self) -> str:
         """Return an error message if vLLM is not installed, or is too old, else ""."""

@@ -3,7 +3,9 @@
 Rule 1: a step computes at most `batch_tokens_max` tokens. That exceeds `sequences_max`, so that
 every decoding sequence fits into every step, and some prompt tokens do too. Beside decodes, prompts
 get no more tokens than `PrefillBudget` allows, so that the next tokens are not delayed.
-Rule 2: sequences are served in the order of the fair queue (`VirtualClock`, `queue_order`).
+Rule 2: sequences are served in the order of the fair queue (`VirtualClock`, `queue_order`). But a
+tenant that runs nothing is admitted first, if need be in the place of a sequence of the tenant that
+runs most, and tenants share the prompt tokens of a step.
 Rule 3: a sequence whose deadline passes before its first token is dropped.
 Rule 4: a step verifies drafts only if no prompt waits and enough blocks are free.
 Rule 5: a request with several answers is admitted as a whole: its first sequence computes the
@@ -24,7 +26,11 @@ from nodeagent.engine.scheduler.batch import Batch, BatchChunk, StepLimits
 from nodeagent.engine.scheduler.decode import schedule_decodes
 from nodeagent.engine.scheduler.fair_queue import VirtualClock
 from nodeagent.engine.scheduler.pipeline_depth import PipelineDepth
-from nodeagent.engine.scheduler.prefill import admit_waiting, continue_prefills
+from nodeagent.engine.scheduler.prefill import (
+    admit_idle_tenants,
+    admit_waiting,
+    continue_prefills,
+)
 from nodeagent.engine.scheduler.prefill_budget import PrefillBudget
 from nodeagent.engine.scheduler.run_queues import RunQueues
 from nodeagent.engine.scheduler.sequence import Sequence
@@ -50,8 +56,8 @@ class BatchScheduler:
         self.limits = limits
         self.pool = pool
         self.blocks = SequenceBlocks(pool, lower_tiers, swap_or_recompute)
-        self.queues = RunQueues(self.blocks, limits.sequences_max)
         self.virtual_clock = VirtualClock()
+        self.queues = RunQueues(self.blocks, limits.sequences_max, self.virtual_clock)
         self.prefill_budget = prefill_budget or PrefillBudget(float("inf"))
         self.pipeline_depth = pipeline_depth or PipelineDepth()
 
@@ -112,14 +118,16 @@ class BatchScheduler:
         prompt_tokens = self.prefill_budget.prompt_tokens_allowed(
             len(decodes), self.limits.batch_tokens_max - len(decodes)
         )
-        prefills = continue_prefills(self.queues, prompt_tokens)
+        token_s = self.prefill_budget.prefill_token_s
         # A sequence that the decodes just preempted would be admitted only to be preempted again.
-        if self.queues.preemptions == preemptions:
+        has_memory = self.queues.preemptions == preemptions
+        admitted = admit_idle_tenants(self.queues, decodes, token_s) if has_memory else []
+        prefills = continue_prefills(self.queues, prompt_tokens, admitted)
+        if has_memory:
             prompt_tokens -= sum(chunk.tokens for chunk in prefills)
-            token_s = self.prefill_budget.prefill_token_s
             admit_waiting(self.queues, decodes, prefills, prompt_tokens, token_s)
         moves = self.blocks.take_moves()
-        batch = Batch(
+        return Batch(
             decodes=tuple(decodes),
             prefills=tuple(prefills),
             late=late,
@@ -128,8 +136,6 @@ class BatchScheduler:
             restores=moves.restores,
             verifies=tuple(verifies),
         )
-        self.virtual_clock.advance(batch.tokens)
-        return batch
 
     def mark_begun(self, batch: Batch) -> None:
         """Record that `batch` is in flight: batches that begin later see its KV, but no drafts."""

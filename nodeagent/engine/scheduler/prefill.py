@@ -1,21 +1,72 @@
 """Decides the prompt chunks of a step: running prompts continue, then waiting ones are admitted.
 
 When a waiting sequence does not fit, it may preempt a running one of lower priority, unless that
-one is earlier in the fair queue: it would be admitted again at once.
+one is earlier in the fair queue: it would be admitted again at once. The first sequence of a tenant
+that runs nothing may also preempt the last one of the tenant that runs most. A preempted sequence
+finds most of its KV in the prefix cache when it continues.
 """
+
+from collections.abc import Container
+from operator import itemgetter
 
 from nodeagent.engine.scheduler.batch import BatchChunk
 from nodeagent.engine.scheduler.run_queues import RunQueues
 from nodeagent.engine.scheduler.sequence import Sequence, queue_order, sequence_count
 
 
-def continue_prefills(queues: RunQueues, tokens_max: int) -> list[BatchChunk]:
-    """Return the next chunks of the running prompts, `tokens_max` tokens in all at most."""
-    prefills: list[BatchChunk] = []
+def continue_prefills(
+    queues: RunQueues, tokens_max: int, admitted: Container[Sequence] = ()
+) -> list[BatchChunk]:
+    """Return the next chunks of the running prompts, `tokens_max` tokens in all at most.
+
+    `admitted` are those that this step has admitted. Of these only the last token may be pending.
+    Tenants share the tokens equally; what one does not need goes to the others. The prompts of one
+    tenant are computed in queue order.
+    """
+    by_tenant: dict[bytes, list[Sequence]] = {}
     for sequence in queues.running:
-        if tokens_max and sequence.pending_tokens and not sequence.is_decoding:
-            tokens_max -= _add_chunk(prefills, sequence, tokens_max)
+        if sequence in admitted or (sequence.pending_tokens and not sequence.is_decoding):
+            by_tenant.setdefault(sequence.scheduling.tenant, []).append(sequence)
+    pending = [
+        (sum(sequence.pending_tokens for sequence in prompts), prompts)
+        for prompts in by_tenant.values()
+    ]
+    prefills: list[BatchChunk] = []
+    for rank, (_, prompts) in enumerate(sorted(pending, key=itemgetter(0))):
+        # Rounded up, so that each step makes progress. The tenant that needs least is first.
+        share = -(-tokens_max // (len(pending) - rank))
+        for sequence in prompts:
+            if share:
+                tokens = _add_chunk(prefills, sequence, share)
+                share, tokens_max = share - tokens, tokens_max - tokens
     return prefills
+
+
+def admit_idle_tenants(
+    queues: RunQueues, decodes: list[BatchChunk], prefill_token_s: float
+) -> list[Sequence]:
+    """Admit the first waiting sequence of each tenant that runs nothing; return those admitted.
+
+    Where it does not fit, it preempts a sequence of the tenant that runs most, whose chunk is
+    removed from `decodes`.
+    """
+    admitted: list[Sequence] = []
+    running = queues.running_by_tenant()
+    for sequence in list(queues.waiting):
+        tenant = sequence.scheduling.tenant
+        if running[tenant]:
+            continue
+        # Its later sequences wait for their turn, also if this one does not fit.
+        running[tenant] = 1
+        is_admitted = _admit(queues, sequence, prefill_token_s)
+        victim = None if is_admitted else _choose_tenant_victim(queues, sequence)
+        if victim is not None:
+            queues.preempt(victim)
+            _remove_chunks(victim, decodes)
+            is_admitted = _admit(queues, sequence, prefill_token_s)
+        if is_admitted:
+            admitted.append(sequence)
+    return admitted
 
 
 def admit_waiting(
@@ -64,6 +115,19 @@ def _choose_victim(queues: RunQueues, sequence: Sequence) -> Sequence | None:
     if not lower or blocks < sequence.blocks_needed() or slots < sequence_count([sequence]):
         return None
     return lower[-1]
+
+
+def _choose_tenant_victim(queues: RunQueues, sequence: Sequence) -> Sequence | None:
+    """Return the last sequence of the tenant that runs most, or None if preempting cannot help."""
+    ((tenant, count),) = queues.running_by_tenant().most_common(1) or ((b"", 0),)
+    if count < 2:
+        return None
+    victim = next(s for s in reversed(queues.running) if s.scheduling.tenant == tenant)
+    blocks = queues.blocks.pool.free_blocks + len(victim.blocks)
+    slots = queues.free_sequence_slots + sequence_count([victim])
+    is_enough = blocks >= sequence.blocks_needed() and slots >= sequence_count([sequence])
+    has_lower_priority = sequence.scheduling.priority < victim.scheduling.priority
+    return victim if is_enough and not has_lower_priority else None
 
 
 def _add_chunk(chunks: list[BatchChunk], sequence: Sequence, tokens_max: int) -> int:

@@ -5,7 +5,9 @@ position in the waiting queue.
 """
 
 from bisect import insort
+from collections import Counter
 
+from nodeagent.engine.scheduler.fair_queue import VirtualClock
 from nodeagent.engine.scheduler.sequence import Sequence, queue_order, sequence_count
 from nodeagent.engine.scheduler.sequence_blocks import SequenceBlocks
 
@@ -13,8 +15,11 @@ from nodeagent.engine.scheduler.sequence_blocks import SequenceBlocks
 class RunQueues:
     """The sequences of the engine: waiting or running."""
 
-    def __init__(self, blocks: SequenceBlocks, sequences_max: int) -> None:
+    def __init__(
+        self, blocks: SequenceBlocks, sequences_max: int, virtual_clock: VirtualClock
+    ) -> None:
         self.blocks = blocks
+        self.virtual_clock = virtual_clock
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -30,6 +35,10 @@ class RunQueues:
         """How many sequences decode, those in a batch in flight included."""
         return sum(s.is_decoding or not s.pending_tokens for s in self.running)
 
+    def running_by_tenant(self) -> Counter[bytes]:
+        """Return how many sequences run, by tenant."""
+        return Counter(sequence.scheduling.tenant for sequence in self.running)
+
     def enqueue(self, sequence: Sequence) -> None:
         """Add `sequence` to the waiting queue."""
         insort(self.waiting, sequence, key=queue_order)
@@ -38,6 +47,7 @@ class RunQueues:
         """Move a waiting `sequence`, which has its blocks, to the running set."""
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=queue_order)
+        self.virtual_clock.record_admitted(sequence.scheduling, sequence.virtual_start)
 
     def start_fork(self, sequence: Sequence) -> None:
         """Add a fork, which was never in the waiting queue, to the running set."""

@@ -167,6 +167,18 @@ async def test_a_request_is_refused_if_the_queue_is_longer_than_accepted(node: N
     await until("tokens are released", node.idle, 5.0)
 
 
+async def test_a_tenant_that_fills_the_engine_is_refused_and_another_is_not(node: Node) -> None:
+    await node.warm(node.spec(sequences="4"))
+    admission = node.supervisor.replicas[ReplicaId("r1")].admission
+    while admission.admit(10, 10, generates_for="flood") is not None:
+        assert admission.running <= 6
+    for tenant, status in (("flood", 429), ("small", 200)):
+        async with node.ask(sent={headers.CACHE_SALT: tenant}) as response:
+            assert response.status == status
+            assert response.headers.get(headers.REFUSED) == ("busy" if status == 429 else None)
+            await response.read()
+
+
 async def test_a_ping_reports_the_load_of_other_routers(node: Node) -> None:
     await node.warm(node.spec())
     admission = node.supervisor.replicas[ReplicaId("r1")].admission

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.kvcache.block_pool import BlockPool
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.scheduler.batch import StepLimits
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.fair_queue import SchedulingParams, VirtualClock
@@ -30,8 +30,8 @@ def finish_order(scheduler: BatchScheduler) -> list[int]:
 def test_a_session_with_many_requests_alternates_with_another_session() -> None:
     scheduler = make(sequences=1)
     for number in range(6):
-        scheduler.submit(request(number, session=b"many"))
-    scheduler.submit(request(6, session=b"one"))
+        scheduler.submit(request(number, tenant=b"many"))
+    scheduler.submit(request(6, tenant=b"one"))
     assert finish_order(scheduler) == [0, 6, 1, 2, 3, 4, 5]
 
 
@@ -62,7 +62,8 @@ def test_a_sequence_earlier_in_the_queue_is_not_preempted_by_higher_priority() -
     scheduler = make(sequences=1)
     scheduler.submit(request(1, priority=10))
     play(scheduler, scheduler.next_batch())
-    scheduler.virtual_clock.advance(200_000)
+    # The tenant has had much since.
+    scheduler.virtual_clock.record_admitted(SchedulingParams(), 200_000)
     scheduler.submit(request(2, priority=90))
     play(scheduler, scheduler.next_batch())
     assert [s.number for s in scheduler.running] == [1]
@@ -74,18 +75,18 @@ def test_a_sequence_earlier_in_the_queue_is_not_preempted_by_higher_priority() -
 def test_low_priority_does_not_starve_behind_endless_high_priority(
     priority: int, prompt: int
 ) -> None:
-    clock = VirtualClock()
+    clock, endless = VirtualClock(), SchedulingParams(tenant=b"endless", priority=100)
     mine = clock.assign_start(SchedulingParams(priority=priority), 10, 10)
     for _ in range(100_000 // prompt + 2):
-        clock.advance(prompt)
-    assert clock.assign_start(SchedulingParams(priority=100), prompt, 10) > mine
+        clock.record_admitted(endless, clock.assign_start(endless, prompt, 10))
+    assert clock.assign_start(endless, prompt, 10) > mine
 
 
-def test_the_number_of_remembered_sessions_is_bounded() -> None:
+def test_the_number_of_remembered_tenants_is_bounded() -> None:
     clock = VirtualClock()
     for number in range(20_000):
-        clock.assign_start(SchedulingParams(session=b"%d" % number), 10, 10)
-    assert len(clock._session_finish) <= 4096
+        clock.assign_start(SchedulingParams(tenant=b"%d" % number), 10, 10)
+    assert len(clock._tenant_finish) <= 4096
 
 
 @settings(deadline=None, max_examples=60)
@@ -110,9 +111,7 @@ def test_every_request_finishes_or_misses_its_deadline(
     arriving = [
         (
             leap,
-            request(
-                number, prompt, output, priority=priority, session=session, deadline_s=deadline
-            ),
+            request(number, prompt, output, priority=priority, tenant=session, deadline_s=deadline),
         )
         for number, (prompt, output, priority, session, deadline, leap) in enumerate(requests)
     ]
@@ -121,14 +120,19 @@ def test_every_request_finishes_or_misses_its_deadline(
     while arriving or scheduler.has_work:
         if arriving:
             leap, sequence = arriving.pop(0)
-            # Tokens computed meanwhile, which may use up a lead by priority.
-            scheduler.virtual_clock.advance(leap)
+            # Requests admitted meanwhile, which may use up a lead by priority.
+            clock = scheduler.virtual_clock
+            clock.record_admitted(SchedulingParams(), clock._virtual_time + leap)
             scheduler.submit(sequence)
         first = min(
             (*scheduler.running, *scheduler.waiting), key=lambda s: (s.virtual_start, s.number)
         )
         batch = scheduler.next_batch(now)
-        assert not first.was_admitted or first in scheduler.running or first in batch.late
+        # The first one goes on, unless it gave way to a tenant that ran nothing.
+        tenants = {sequence.scheduling.tenant for sequence in scheduler.running}
+        gave_way = first in scheduler.waiting and tenants - {first.scheduling.tenant}
+        goes_on = first in scheduler.running or first in batch.late
+        assert not first.was_admitted or goes_on or gave_way
         assert batch.tokens <= 12
         assert len(scheduler.running) <= 3
         assert scheduler.running == sorted(
@@ -154,3 +158,72 @@ def test_a_sequence_with_output_is_not_dropped_for_its_deadline() -> None:
     scheduler.submit(request(1, deadline_s=5.0))
     play(scheduler, scheduler.next_batch(1.0))
     assert scheduler.next_batch(9.0).late == ()
+
+
+def test_a_flood_does_not_use_up_its_lead_while_a_small_tenant_is_served() -> None:
+    """With computed tokens as virtual time, the small tenant's own ones made up for the lead."""
+    scheduler = make(blocks=64, budget=64, sequences=2)
+    for number in range(20):
+        scheduler.submit(request(number, tenant=b"flood"))
+    numbers = iter(range(20, 1000))
+    mine: Sequence | None = None
+    waited: list[int] = []
+    for _ in range(600):
+        if mine is None or mine not in (*scheduler.running, *scheduler.waiting):
+            mine = request(next(numbers), tenant=b"small")
+            scheduler.submit(mine)
+            waited.append(0)
+        waited[-1] += mine in scheduler.waiting
+        for _ended in play(scheduler, scheduler.next_batch()):
+            if _ended is not mine:
+                scheduler.submit(request(next(numbers), tenant=b"flood"))
+    assert len(waited) > 80
+    # One step: submitted before it, admitted by it.
+    assert max(waited) <= 1
+
+
+def test_a_tenant_that_runs_nothing_takes_the_place_of_the_last_of_the_tenant_that_runs_most() -> (
+    None
+):
+    scheduler = make(blocks=64, budget=64, sequences=3)
+    for number in range(5):
+        scheduler.submit(request(number, output=10, tenant=b"flood"))
+    play(scheduler, scheduler.next_batch())
+    scheduler.submit(request(5, tenant=b"small"))
+    scheduler.submit(request(6, tenant=b"small"))
+    batch = scheduler.next_batch()
+    assert [s.number for s in scheduler.running] == [0, 1, 5]
+    assert sorted(chunk.sequence.number for chunk in batch.chunks) == [0, 1, 5]
+    play(scheduler, batch)
+    # The second one of the small tenant waits for its turn.
+    assert [s.number for s in scheduler.running] == [0, 1, 5]
+    assert finish_order(scheduler)[:1] == [5]
+    assert scheduler.queues.preemptions == 1
+    # Only the last block of the preempted sequence was computed again.
+    assert scheduler.blocks.recomputed_tokens <= BLOCK_TOKENS
+
+
+def test_a_tenant_with_one_running_sequence_keeps_it() -> None:
+    scheduler = make(blocks=64, budget=64, sequences=2)
+    for number, tenant in enumerate((b"a", b"b", b"c")):
+        scheduler.submit(request(number, tenant=tenant))
+    play(scheduler, scheduler.next_batch())
+    assert [s.number for s in scheduler.running] == [0, 1]
+    assert scheduler.queues.preemptions == 0
+
+
+def test_tenants_share_the_prompt_tokens_of_a_step() -> None:
+    scheduler = make(blocks=64, budget=16, sequences=4)
+    for number in range(2):
+        scheduler.submit(request(number, prompt=200, tenant=b"flood"))
+    play(scheduler, scheduler.next_batch())
+    scheduler.submit(request(2, prompt=20, tenant=b"small"))
+    batch = scheduler.next_batch()
+    assert [(chunk.sequence.number, chunk.tokens) for chunk in batch.prefills] == [(2, 8), (0, 8)]
+
+
+def test_what_cancelled_requests_cost_their_tenant_is_bounded() -> None:
+    clock, params = VirtualClock(), SchedulingParams(tenant=b"cancels")
+    for _ in range(1000):
+        clock.assign_start(params, 2000, 100)
+    assert clock.assign_start(params, 2000, 100) <= 65_536

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.headers import SESSION_AFFINITY
 from nodeagent.engine.server.openai.generation_options import generation_options
 from nodeagent.engine.server.openai.request_body import (
     completion_prompts,
@@ -13,6 +14,7 @@ from nodeagent.engine.server.openai.request_body import (
     read_completion,
     template_messages,
 )
+from nodeagent.engine.server.openai.request_headers import scheduling_params
 
 LIMIT = 1_000_000
 HI = [{"role": "user", "content": "hi"}]
@@ -132,3 +134,9 @@ def test_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = read_chat(chat(messages=[{"role": "developer", "content": parts}]), LIMIT)
     assert template_messages(body) == [{"role": "system", "content": "ab"}]
+
+
+def test_the_tenant_is_the_salt_whatever_session_the_client_names() -> None:
+    sent = {SESSION_AFFINITY: "mine"}
+    assert scheduling_params(sent, "tenant", 0.0).tenant == b"tenant"
+    assert scheduling_params(sent, "", 0.0).tenant == b"mine"

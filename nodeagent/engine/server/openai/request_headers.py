@@ -7,18 +7,22 @@ from isochrone.wire.headers import DEADLINE_MS, GENERATED_TOKENS, PRIORITY, SESS
 from nodeagent.engine.scheduler.fair_queue import PRIORITY_MAX, SchedulingParams
 from nodeagent.engine.server.openai.request_errors import invalid_request
 
-_SESSION_BYTES_MAX: Final = 256
+_TENANT_BYTES_MAX: Final = 256
 _DEADLINE_MS_MAX: Final = 86_400_000
 _GENERATED_MAX: Final = 1_000_000
 
 
 def scheduling_params(headers: Mapping[str, str], salt: str, now_s: float) -> SchedulingParams:
-    """Read session, priority and deadline; without a session, the tenant's salt is the session."""
-    session = (headers.get(SESSION_AFFINITY) or salt).encode(errors="surrogateescape")
+    """Read tenant, priority and deadline.
+
+    The node's `salt` names the tenant. Without one the client's session does, which a client may
+    change with every request.
+    """
+    tenant = (salt or headers.get(SESSION_AFFINITY, "")).encode(errors="surrogateescape")
     deadline_ms = _number(headers, DEADLINE_MS, _DEADLINE_MS_MAX)
     priority = _number(headers, PRIORITY, PRIORITY_MAX)
     return SchedulingParams(
-        session=session[:_SESSION_BYTES_MAX],
+        tenant=tenant[:_TENANT_BYTES_MAX],
         priority=SchedulingParams().priority if priority is None else priority,
         deadline_s=None if deadline_ms is None else now_s + deadline_ms / 1000,
     )
