@@ -114,7 +114,8 @@ def main() -> None:
     files.write_snapshot(state / "table.snapshot", codec.encode(route_table(backend_port, 1)))
     config = folder / "router.toml"
     config.write_text(
-        f'state_folder = "{state}"\nport = {port}\nprocesses = {processes}\nparse_bytes_per_key_per_s = {1 << 40}\n'
+        f'state_folder = "{state}"\nport = {port}\nprocesses = {processes}\n'
+        f"parse_bytes_per_key_per_s = {1 << 40}\n"
         'connections_per_address_max = 20_000\nprivate_host = "127.0.0.1"\n'
     )
     print(KEY, flush=True)
