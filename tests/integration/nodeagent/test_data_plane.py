@@ -257,9 +257,12 @@ async def test_a_handoff_ends_with_its_caller_and_fails_with_its_engine(
             await response.content.readany()
             os.kill(engine.pid, signal.SIGKILL)
             assert (await response.read()).endswith(ENGINE_LOST_EVENT)
-        # The peer's engine is gone: the addressed replica serves the request.
+        # The peer's engine is gone: the addressed replica serves the request, unless the machine
+        # stood still for so long that the peer has another engine.
         async with node.ask(peers=peers) as response:
-            assert (response.status, headers.HANDOFF_REPLICA in response.headers) == (200, False)
+            assert response.status == 200
+            has_restarted = other.supervisor.replicas[ReplicaId("r3")].engine is not engine
+            assert has_restarted or headers.HANDOFF_REPLICA not in response.headers
             await response.read()
         reservation.release()
     # The peer's node is gone: the probe costs no more than its timeout.
