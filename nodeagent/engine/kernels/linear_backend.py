@@ -92,7 +92,7 @@ class LinearBackend(ABC):
 
     def from_quantised(self, matrix: QuantisedMatrix) -> Linear:
         """Keep a quantised matrix. Called only where `takes_quantised`."""
-        raise NotImplementedError
+        raise TypeError(f"cannot keep a quantised matrix: backend {self.name!r} takes none")
 
     def takes_rows(self, part_rows: Iterable[int], columns: int) -> bool:
         """Return whether `from_rows` can keep float matrices of these sizes."""
@@ -100,7 +100,7 @@ class LinearBackend(ABC):
 
     def from_rows(self, parts: Sequence[Tensor | RowsInFile]) -> Linear:
         """Keep float matrices, stacked vertically; those in files are read by `start_reads`."""
-        raise NotImplementedError
+        raise TypeError(f"cannot keep rows of a file: backend {self.name!r} takes none")
 
     def quantised_table(self, matrix: QuantisedMatrix) -> EmbeddingTable | None:
         """Keep quantised embeddings; None if they must be handed over as floats."""
@@ -108,7 +108,7 @@ class LinearBackend(ABC):
 
     def rows_table(self, part: Tensor | RowsInFile) -> EmbeddingTable:
         """Keep float embeddings. Called only where `takes_rows`."""
-        raise NotImplementedError
+        raise TypeError(f"cannot keep a table of a file: backend {self.name!r} takes none")
 
     def table(self, weight: Tensor) -> EmbeddingTable:
         """Keep float embeddings."""
