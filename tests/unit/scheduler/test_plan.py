@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -254,7 +255,7 @@ def test_a_loading_replica_does_not_end_an_old_one() -> None:
     ],
 )
 def test_a_broken_old_version_does_not_restart_beside_its_successor(
-    old: dict[str, object], endings: list[str]
+    old: dict[str, Any], endings: list[str]
 ) -> None:
     new = a_placement("new", "ams-1", version=2, state="loading")
     cluster = a_cluster(
