@@ -34,7 +34,7 @@ from nodeagent.drivers.driver import (
     EngineCommand,
     EngineLaunch,
     UnknownOption,
-    with_salt,
+    with_fields,
 )
 from nodeagent.host.processes import (
     Child,
@@ -138,19 +138,7 @@ class EngineProcess:
         """
         if path not in self._driver.salted_paths:
             return body
-        return with_salt(body, salt, self._queue_position(priority))
-
-    def _queue_position(self, priority: int) -> int | None:
-        """Return the value of the body's field `priority`, None if this engine has no such field.
-
-        A client's own value is replaced, with 0 where the engine answers in the order of arrival.
-        """
-        arguments = self._driver.priority_arguments
-        if not arguments:
-            return None
-        given = self.record.command.arguments
-        is_sorted = arguments in {given[n : n + len(arguments)] for n in range(len(given))}
-        return headers.PRIORITY_DEFAULT - priority if is_sorted else 0
+        return with_fields(body, self._driver.body_fields(self.record.command, salt, priority))
 
     async def is_ready(self) -> bool:
         """Return True if the engine reports to be healthy.

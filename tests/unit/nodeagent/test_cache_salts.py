@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from isochrone.wire.errors import ApiError
-from nodeagent.drivers.driver import with_salt
+from nodeagent.drivers.driver import with_fields
 from nodeagent.host.cache_salts import load_cache_salts
 
 SALT = "the tenant's salt"
@@ -50,7 +50,7 @@ def lenient_parse(body: bytes) -> Any:
 def check_salted(body: bytes) -> bool:
     """Return whether the body is forwarded; if so, every key that names the salt has ours."""
     try:
-        salted = with_salt(body, SALT)
+        salted = with_fields(body, {"cache_salt": SALT})
     except ApiError:
         return False
     pairs: list[tuple[str, Any]] = json.loads(salted, object_pairs_hook=list)
