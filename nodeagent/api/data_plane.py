@@ -20,6 +20,7 @@ from isochrone.wire.ids import ReplicaId
 from isochrone.wire.report import ReplicaState
 from nodeagent import metrics
 from nodeagent.api.engine_trials import EngineRequest, engine_request
+from nodeagent.api.handoff_notice import announce_replica
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
 from nodeagent.decide.admission import TokenReservation
@@ -174,12 +175,14 @@ class DataPlaneServer:
         if handoff is None:
             return None
         target = handoff.target
+        await announce_replica(request, target.replica_id)
         try:
             if target.replica_id in local:
                 estimate = PrefillEstimate(target.pending_prefill_tokens, target.prefill_ms)
                 return await self._serve_here(request, local[target.replica_id], body, estimate)
             return await self._relay_to_peer(request, body, handoff)
         except (RequestRefused, PeerReplicaLost):
+            await announce_replica(request, replica.spec.replica_id)
             return None
 
     async def _relay_to_peer(
