@@ -12,6 +12,7 @@ from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId
 from isochrone.wire.model import CatalogModel, Deployment
 from isochrone.wire.report import ReplicaProfile, ReplicaState
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, RolloutEntry, Route, RouteTable
+from scheduler.decide.capacity.replica_capacity import KV_UNKNOWN_TOKENS
 from scheduler.decide.cluster import ClusterState, FleetNode, Placement
 from scheduler.decide.membership.liveness import LivenessView
 from scheduler.decide.membership.report_diff import rate_moved
@@ -120,7 +121,9 @@ def _route(
         pop=node.pop,
         address=node.address,
         role=placement.role,
-        tokens_in_flight_max=deployment.engine.tokens_in_flight_max,
+        tokens_in_flight_max=placement.tokens_in_flight_max
+        or deployment.engine.tokens_in_flight_max
+        or KV_UNKNOWN_TOKENS,
         prefill_tokens_per_s=rates.prefill_tokens_per_s,
         decode_tokens_per_s=rates.decode_tokens_per_s,
     )
