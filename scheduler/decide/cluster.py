@@ -71,6 +71,10 @@ class FleetNode(msgspec.Struct, frozen=True, kw_only=True):
     generation: Generation = Generation(0)
 
 
+TOKENS_IN_FLIGHT_UNKNOWN: Final = 32_768
+"""The limit of a replica whose KV cache in tokens is not known."""
+
+
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """A replica on a node, its last reported state, and whether it is to end.
 

@@ -17,7 +17,6 @@ from isochrone.wire.engine_capabilities import capabilities_of
 from isochrone.wire.model import CatalogModel, EngineSettings
 from scheduler.decide.capacity.device_classes import GIB, class_of
 from scheduler.decide.capacity.replica_capacity import (
-    KV_UNKNOWN_TOKENS,
     CannotFit,
     ReplicaCapacity,
     context_tokens_of,
@@ -33,6 +32,7 @@ from scheduler.decide.capacity.step_time import (
     CONTEXT_TOKENS,
     StepTime,
 )
+from scheduler.decide.cluster import TOKENS_IN_FLIGHT_UNKNOWN
 
 SHORT_CONTEXT_TOKENS: Final = 512
 """The context of short requests, for which the limit of concurrent sequences is made: longer ones
@@ -101,7 +101,7 @@ def replica_sizes(
         context_tokens=SHORT_CONTEXT_TOKENS,
         kv_tokens=kv_tokens or float("inf"),
     )
-    in_flight = min(kv_tokens, sequences * context) if kv_tokens else KV_UNKNOWN_TOKENS
+    in_flight = min(kv_tokens, sequences * context) if kv_tokens else TOKENS_IN_FLIGHT_UNKNOWN
     rates = capacity if isinstance(capacity, ReplicaCapacity) else None
     return ReplicaSizes(
         device_class=device_class,

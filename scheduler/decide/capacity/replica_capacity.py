@@ -26,6 +26,7 @@ from scheduler.decide.capacity.step_time import (
     StepTime,
     kv_spread,
 )
+from scheduler.decide.cluster import TOKENS_IN_FLIGHT_UNKNOWN
 
 ENGINE_OVERHEAD_BYTES: Final = 256 * 1024 * 1024
 """Memory of a small engine beside weights and KV cache: code, a CUDA context."""
@@ -34,9 +35,6 @@ DEVICES_MAX: Final = 64
 
 KV_UNKNOWN_BYTES: Final = 512 * 1024 * 1024
 """The least KV cache of a model whose KV per token is not known."""
-
-KV_UNKNOWN_TOKENS: Final = 32_768
-"""The KV tokens assumed of such a model."""
 
 KV_OPTIONS: Final = ("kv_dtype", "kv_cache_dtype")
 """Names that engines give to the option for the type of the KV cache."""
@@ -234,7 +232,7 @@ def _capacity_of(
     kv = engine.kv_memory_bytes or left
     kv_of_token = kv_bytes_per_token(model, engine)
     per_device = kv_of_token / split.pipeline / kv_spread(model.shape, split)
-    unknown = engine.tokens_in_flight_max or KV_UNKNOWN_TOKENS
+    unknown = engine.tokens_in_flight_max or TOKENS_IN_FLIGHT_UNKNOWN
     kv_tokens = int(kv / per_device) if per_device else unknown
     if kv_tokens < 1:
         return None
