@@ -70,7 +70,7 @@ def test_a_replica_beside_one_with_its_own_size_gets_the_rest() -> None:
         a_deployment("a", "llama", engine=fixed), a_deployment("b", "llama", engine=VLLM)
     )
     assert sum(start.spec.memory_bytes for start in plan.starts) <= H100
-    by_name = {start.spec.deployment_id: start.spec.engine for start in plan.starts}
+    by_name = {str(start.spec.deployment_id): start.spec.engine for start in plan.starts}
     assert by_name["a"].kv_memory_bytes == 20 * GIB
     assert 20 * GIB < by_name["b"].kv_memory_bytes < 30 * GIB
 
