@@ -1,6 +1,7 @@
 """The driver of the embedded PyTorch engine (nodeagent/engine), which runs on any device."""
 
 import sys
+from typing import Final
 
 import msgspec
 
@@ -15,6 +16,10 @@ from nodeagent.drivers.driver import (
     missing_package,
     visible_devices,
 )
+
+KV_BYTES_UNPLANNED: Final = 512 * 1024 * 1024
+"""The KV cache of a replica without a planned size: the mock engine's, which needs none, or one
+that a scheduler of an older release placed."""
 
 
 class EmbeddedDriver:
@@ -65,7 +70,7 @@ class EmbeddedDriver:
             "device": "cpu" if device == "cpu" else "cuda:0",
             "dtype": "fp32" if device == "cpu" else "bf16",
             "threads": launch.threads,
-            "kv_memory_bytes": launch.spec.engine.kv_memory_bytes,
+            "kv_memory_bytes": launch.spec.engine.kv_memory_bytes or KV_BYTES_UNPLANNED,
             "context_tokens_max": launch.spec.context_tokens,
             "options": self._engine_options(launch),
         }
