@@ -238,7 +238,10 @@ class DataPlaneServer:
         # A router sends the tenant's id. The engine gets a salt that no tenant can guess.
         salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
         sent[headers.CACHE_SALT] = salt
-        body = engine.salted(request.path, body, salt)
+        priority = _parse_count(request.headers.get(headers.PRIORITY, ""))
+        if priority is None:
+            priority = headers.PRIORITY_DEFAULT
+        body = engine.salted(request.path, body, salt, priority)
         try:
             async with engine.http.post(request.path, data=body, headers=sent) as answer:
                 return await self._relay_answer(request, replica, answer, reservation, running)

@@ -97,6 +97,10 @@ class EngineDriver(Protocol):
     is_queue_fair: bool
     """Whether the engine's own queue is fair between tenants."""
 
+    priority_arguments: tuple[str, ...]
+    """The arguments with which the engine sorts its queue by the field `priority` of request
+    bodies, lowest first; () if it cannot."""
+
     def missing(self) -> str:
         """Return what the engine lacks on this node, or "" if it can start. Blocks."""
         ...
@@ -137,12 +141,13 @@ def check_options(spec: ReplicaSpec) -> None:
         raise UnknownOption(f"cannot start {spec.engine.driver}: {problem}")
 
 
-def with_salt(body: bytes, salt: str) -> bytes:
+def with_salt(body: bytes, salt: str, priority: int | None = None) -> bytes:
     """Return a request body with `cache_salt` set to `salt`, replacing what the client wrote.
 
     The salt separates the prefix caches of tenants: a cache hit would reveal another tenant's
-    prompt. Raises ApiError 400 for a body that cannot be decoded: the engine's parser may be more
-    lenient, and would read a `cache_salt` of the client's choice.
+    prompt. With a `priority`, that field is set, too. Raises ApiError 400 for a body that cannot be
+    decoded: the engine's parser may be more lenient, and would read a `cache_salt` of the client's
+    choice.
     """
     try:
         check_json_body(body)
@@ -151,7 +156,10 @@ def with_salt(body: bytes, salt: str) -> bytes:
         raise ApiError(
             ErrorCode.INVALID_REQUEST, f"cannot use the request body: {describe(error)}"
         ) from error
-    return msgspec.json.encode({**fields, "cache_salt": salt})
+    fields["cache_salt"] = salt
+    if priority is not None:
+        fields["priority"] = priority
+    return msgspec.json.encode(fields)
 
 
 def visible_devices(spec: ReplicaSpec) -> dict[str, str]:

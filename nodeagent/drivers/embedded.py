@@ -33,6 +33,7 @@ class EmbeddedDriver:
     sequences_option = "sequences_max"
     sequences_default = EngineConfig(model_path="", served_name="", socket="").sequences_max
     is_queue_fair = True
+    priority_arguments: tuple[str, ...] = ()
     module = "nodeagent.engine"
     has_standby = True
     """Whether a spare process of this engine can wait for its configuration."""

@@ -34,6 +34,7 @@ class TensorRtLlmDriver:
     sequences_option = "max_batch_size"
     sequences_default = 0
     is_queue_fair = False
+    priority_arguments: tuple[str, ...] = ()
 
     def missing(self) -> str:
         """Return an error message if trtllm-serve is not installed, else ""."""

@@ -532,7 +532,13 @@ async def test_the_cache_salt_is_in_the_body_for_an_engine_that_needs_it_there(n
         salted = {headers.CACHE_SALT: "acme"}
         async with node.ask(cache_salt="other", sent=salted) as response:
             assert response.status == 200
-        async with node.ask(cache_salt="other") as response:
+        async with node.ask(cache_salt="other", priority=-9) as response:
+            assert response.status == 200
+        sorted_queue = msgspec.structs.replace(
+            engine.record.command, arguments=("vllm", "--scheduling-policy", "priority")
+        )
+        engine.record = msgspec.structs.replace(engine.record, command=sorted_queue)
+        async with node.ask(priority=-9, sent={headers.PRIORITY: "10"}) as response:
             assert response.status == 200
         address = "/v1/chat/completions"
         sent = {headers.REPLICA: "r1", "content-type": "application/json", **salted}
@@ -540,10 +546,12 @@ async def test_the_cache_salt_is_in_the_body_for_an_engine_that_needs_it_there(n
             async with node.http.post(address, data=body, headers=sent) as response:
                 assert response.status == 400, body[:40]
                 assert "cannot use the request body" in (await response.json())["error"]["message"]
-    acme, without_tenant = seen
+    acme, without_tenant, less_urgent = seen
     assert acme["cache_salt"] == SALTS.salt_of("acme")
     assert acme["max_tokens"] == 3
     assert without_tenant["cache_salt"] == SALTS.salt_of("")
+    # A client cannot put itself before others, nor where the engine does not sort its queue.
+    assert (without_tenant["priority"], less_urgent["priority"]) == (0, 40)
 
 
 async def test_a_reused_pid_is_not_signalled_and_orphans_of_an_engine_are_killed(
