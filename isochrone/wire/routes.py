@@ -23,7 +23,7 @@ from isochrone.wire.ids import (
     ReplicaId,
     TenantId,
 )
-from isochrone.wire.model import Price
+from isochrone.wire.model import Deprecation, Price
 
 
 class Pop(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +76,7 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int = 0
     price: Price | None = None
     rollout: RolloutEntry | None = None
+    deprecation: Deprecation | None = None
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -96,8 +97,9 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A client's key as routers hold it: with the SHA-256 of the secret, without the secret.
 
-    `deployments` lists those that the key may use; empty means all. `expires_at` is Unix time, 0
-    for never. A quota of the key is used up until `spent_until` (Unix time).
+    `deployments` lists those that the key may use; empty means all. `regions` are the PoPs or
+    countries that may process its requests; empty means all. `expires_at` is Unix time, 0 for
+    never. A quota of the key is used up until `spent_until` (Unix time).
     """
 
     key_id: KeyId
@@ -107,6 +109,7 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     limits: KeyLimits = KeyLimits()
     expires_at: float = 0.0
     spent_until: float = 0.0
+    regions: tuple[str, ...] = ()
 
 
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):
