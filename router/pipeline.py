@@ -33,7 +33,7 @@ from router.fleet_state import FleetState
 from router.inference_request import InferenceRequest
 from router.metrics import Metrics
 from router.poison_guard import PoisonGuard
-from router.proxy_headers import STREAM_HEADERS, client_headers
+from router.proxy_headers import STREAM_HEADERS, client_headers, deprecation_headers
 from router.record import Recorder
 from router.request_context import (
     OUTCOME_COMPLETE,
@@ -96,6 +96,8 @@ class RequestPipeline:
         now_s = self._clock()
         admitted = self._admit(context, now_s)
         rate_limit_lines = admitted.header_lines(now_s)
+        if request.deployment.deprecation is not None:
+            rate_limit_lines += deprecation_headers(request.deployment.deprecation)
         try:
             self._poison_guard.check(context)
             exchange = await self._send_until_answered(context)

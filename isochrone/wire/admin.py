@@ -19,6 +19,7 @@ from isochrone.wire.ids import (
 from isochrone.wire.model import (
     Amount,
     CatalogModel,
+    Deprecation,
     EngineSettings,
     ModelName,
     Name,
@@ -143,6 +144,7 @@ class DeploymentBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     name: ModelName | None = None
     engine: EngineSettings = EngineSettings()
     policy: PlacementPolicy = PlacementPolicy()
+    deprecation: Deprecation | None = None
 
 
 class NewDeploymentBody(DeploymentBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -163,6 +165,7 @@ class DeploymentView(msgspec.Struct, frozen=True, kw_only=True):
     replicas: dict[str, int]
     unmet: tuple[str, ...]
     etag: int
+    deprecation: Deprecation | None = None
 
 
 class PlacementView(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from isochrone.wire.ids import (
     ReplicaId,
     TenantId,
 )
-from isochrone.wire.model import Price
+from isochrone.wire.model import Deprecation, Price
 
 
 class Pop(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +76,7 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int = 0
     price: Price | None = None
     rollout: RolloutEntry | None = None
+    deprecation: Deprecation | None = None
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):

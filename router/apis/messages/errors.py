@@ -15,6 +15,7 @@ _KINDS: Final = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    410: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
 }

@@ -11,21 +11,28 @@ LIMIT_DEFAULT: Final = 20
 LIMIT_MAX: Final = 1000
 
 
-def model_info(entry: DeploymentEntry) -> dict[str, Any]:
+def model_info(entry: DeploymentEntry, now_unix_s: float) -> dict[str, Any]:
     """Return one model."""
-    created_at = datetime.fromtimestamp(entry.created_at, UTC)
+    deprecation = entry.deprecation
+    retires_at = deprecation.sunset_at if deprecation is not None else 0
+    is_retired = 0 < retires_at <= now_unix_s
+    lifecycle = "active" if deprecation is None else "deprecated"
     return {
         "type": "model",
         "id": entry.name,
         "display_name": entry.name,
-        "created_at": created_at.isoformat().replace("+00:00", "Z"),
-        "lifecycle": "active",
+        "created_at": _rfc3339(entry.created_at),
+        "lifecycle": "retired" if is_retired else lifecycle,
+        "deprecated_at": _rfc3339(deprecation.announced_at) if deprecation is not None else None,
+        "retires_at": _rfc3339(retires_at) if retires_at else None,
         "max_input_tokens": entry.context_tokens,
         "max_tokens": entry.context_tokens,
     }
 
 
-def models_page(entries: Sequence[DeploymentEntry], query: Mapping[str, str]) -> dict[str, Any]:
+def models_page(
+    entries: Sequence[DeploymentEntry], query: Mapping[str, str], now_unix_s: float
+) -> dict[str, Any]:
     """Return a page of chat models. `query` has `limit`, `after_id` and `before_id`.
 
     Raises ApiError 400.
@@ -40,11 +47,15 @@ def models_page(entries: Sequence[DeploymentEntry], query: Mapping[str, str]) ->
     is_backward = "before_id" in query and "after_id" not in query
     page = entries[max(start, end - limit) : end] if is_backward else entries[start:end][:limit]
     return {
-        "data": [model_info(entry) for entry in page],
+        "data": [model_info(entry, now_unix_s) for entry in page],
         "has_more": max(0, end - start) > len(page),
         "first_id": page[0].name if page else None,
         "last_id": page[-1].name if page else None,
     }
+
+
+def _rfc3339(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _limit(text: str) -> int:

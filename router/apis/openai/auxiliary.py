@@ -46,14 +46,15 @@ def auxiliary_app(
         allowed = [entry for entry in fleet.directory.deployments if may_use(key, entry.name)]
         if ANTHROPIC_VERSION in request.headers:
             chats = [entry for entry in allowed if entry.kind == "chat"]
-            return json_response(models_page(chats, request.query))
+            return json_response(models_page(chats, request.query, surface.unix_clock()))
         return json_response({"object": "list", "data": [model_body(entry) for entry in allowed]})
 
     async def show_model(request: web.Request) -> web.Response:
         key = key_of(request)
         entry = surface.deployment(request.match_info["name"], key)
-        is_anthropic = ANTHROPIC_VERSION in request.headers
-        return json_response(model_info(entry) if is_anthropic else model_body(entry))
+        if ANTHROPIC_VERSION in request.headers:
+            return json_response(model_info(entry, surface.unix_clock()))
+        return json_response(model_body(entry))
 
     async def healthz(request: web.Request) -> web.Response:
         if fleet.directory.table is not None:

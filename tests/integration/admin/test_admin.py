@@ -87,6 +87,10 @@ async def test_a_deployment_is_created_changed_and_deleted(admin: Admin) -> None
     first = await admin.ask("PUT", "/v1/deployments/d", changed, if_match='"1"')
     assert first.status == 200
     assert first.body["version"] == 2  # another engine is another version
+    announced = {**changed, "deprecation": {"announced_at": 5, "replacement": "new"}}
+    ending = await admin.ask("PUT", "/v1/deployments/d", announced)
+    assert ending.body["deprecation"] == {"announced_at": 5, "sunset_at": 0, "replacement": "new"}
+    assert ending.body["version"] == 2  # the replicas stay as they are
     moved = await admin.ask("PUT", "/v1/deployments/d", changed, if_match='"1"')
     assert moved.status == 412
     assert moved.body["error"]["code"] == "precondition_failed"
@@ -103,8 +107,13 @@ async def test_a_deployment_is_created_changed_and_deleted(admin: Admin) -> None
     assert (await admin.ask("DELETE", "/v1/models/m")).status == 204
     events = (await admin.ask("GET", "/v1/events")).body["data"]
     kinds = [event["kind"] for event in events if event["subject"] == "d"]
-    assert kinds[2:] == ["deployment.delete", "deployment.put", "deployment.create"]
-    put = next(event for event in events if event["kind"] == "deployment.put")
+    assert kinds[2:] == [
+        "deployment.delete",
+        "deployment.put",
+        "deployment.put",
+        "deployment.create",
+    ]
+    put = [event for event in events if event["kind"] == "deployment.put"][-1]
     assert put["before"]["version"] == 1
     assert put["after"]["version"] == 2
 

@@ -6,6 +6,7 @@ from typing import Any, get_args
 import pytest
 from anthropic.types import (
     Message,
+    ModelInfo,
     RawMessageStreamEvent,
     content_block_param,
     message_count_tokens_params,
@@ -16,9 +17,13 @@ from anthropic.types import (
 from anthropic.types.message_param import UserMessageParam
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import DeploymentId, ModelId
+from isochrone.wire.model import Deprecation
+from isochrone.wire.routes import DeploymentEntry
 from router.apis.messages import schema
 from router.apis.messages.errors import error_body, error_status
 from router.apis.messages.events import MessageEvents, signature_of
+from router.apis.messages.models import model_info
 from router.apis.messages.schema import COUNT_TOKENS_REQUEST, MESSAGES_REQUEST
 from router.apis.messages.translate import to_chat, to_tokenize
 from router.apis.openai.decode import CHAT, decode, resume_body_builder
@@ -456,3 +461,27 @@ def test_errors(code: ErrorCode, status: int, kind: str) -> None:
     error = ApiError(code, "m")
     assert error_status(error) == status
     assert error_body(error, "r")["error"]["type"] == kind
+
+
+@pytest.mark.parametrize(
+    ("deprecation", "lifecycle", "retires_at"),
+    [
+        (None, "active", None),
+        (Deprecation(announced_at=5), "deprecated", None),
+        (Deprecation(announced_at=5, sunset_at=20), "deprecated", "1970-01-01T00:00:20Z"),
+        (Deprecation(announced_at=5, sunset_at=9), "retired", "1970-01-01T00:00:09Z"),
+    ],
+)
+def test_a_model_says_when_it_ends(
+    deprecation: Deprecation | None, lifecycle: str, retires_at: str | None
+) -> None:
+    entry = DeploymentEntry(
+        deployment_id=DeploymentId("d"),
+        name="tiny",
+        model_id=ModelId("m"),
+        context_tokens=512,
+        deprecation=deprecation,
+    )
+    body = model_info(entry, 10.0)
+    ModelInfo.model_validate(body)
+    assert (body["lifecycle"], body["retires_at"]) == (lifecycle, retires_at)
