@@ -12,7 +12,7 @@ from tests.integration.router.fleet_of import KEY, a_bench, a_key, a_route, a_ta
 
 pytestmark = pytest.mark.model
 
-WEATHER: dict[str, Any] = {
+WEATHER: Any = {
     "name": "get_weather",
     "description": "Tell the weather of a city.",
     "input_schema": {
@@ -61,7 +61,7 @@ async def test_the_count_of_tokens_is_that_of_the_answer(claude: anthropic.Async
 
 
 async def test_a_tool_is_called_and_its_result_is_read(claude: anthropic.AsyncAnthropic) -> None:
-    question: dict[str, Any] = {"role": "user", "content": "What is the weather in Paris?"}
+    question: Any = {"role": "user", "content": "What is the weather in Paris?"}
     choice: Any = {"type": "tool", "name": "get_weather"}
     async with claude.messages.stream(
         **GREEDY, max_tokens=80, messages=[question], tools=[WEATHER], tool_choice=choice

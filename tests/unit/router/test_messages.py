@@ -14,7 +14,7 @@ from anthropic.types import (
     tool_param,
     tool_result_block_param,
 )
-from anthropic.types.message_param import UserMessageParam
+from anthropic.types.user_message_param import UserMessageParam
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
