@@ -25,6 +25,7 @@ from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.handoff import Handoff, choose_handoff, is_worth_probing
+from nodeagent.drivers.driver import TOKENIZE_PATH
 from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.supervisor import ManagedReplica, Supervisor
 
@@ -41,6 +42,7 @@ INFERENCE_PATHS: Final = (
     "/v1/completions",
     "/v1/embeddings",
     "/v1/rerank",
+    TOKENIZE_PATH,
 )
 GENERATION_PATHS: Final = INFERENCE_PATHS[:2]
 TO_ENGINE: Final = (
@@ -234,6 +236,11 @@ class DataPlaneServer:
         """Relay the request to the replica's engine, and its answer back."""
         engine = replica.engine
         assert engine is not None
+        if request.path == TOKENIZE_PATH and not engine.tokenize_path:
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                "cannot count tokens: this engine offers no count; see `usage` of an answer",
+            )
         sent = {name: request.headers[name] for name in TO_ENGINE if name in request.headers}
         # A router sends the tenant's id. The engine gets a salt that no tenant can guess.
         salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))

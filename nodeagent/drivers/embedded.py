@@ -9,6 +9,7 @@ from isochrone.wire import headers
 from isochrone.wire.engine import EngineConfig, EngineStats
 from isochrone.wire.engine_options import ENGINE_OPTIONS
 from nodeagent.drivers.driver import (
+    TOKENIZE_PATH,
     EngineCommand,
     EngineLaunch,
     UnknownOption,
@@ -29,6 +30,7 @@ class EmbeddedDriver:
     stats_path = "/stats"
     metrics_path = "/metrics"
     resumes = headers.SEEDED
+    tokenize_path = TOKENIZE_PATH
     salted_paths: frozenset[str] = frozenset()
     sequences_option = "sequences_max"
     sequences_default = EngineConfig(model_path="", served_name="", socket="").sequences_max

@@ -12,6 +12,7 @@ from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (
     CHAT_PATH,
     COMPLETIONS_PATH,
+    TOKENIZE_PATH,
     EngineCommand,
     EngineLaunch,
     UnknownOption,
@@ -36,6 +37,7 @@ class VllmDriver:
     stats_path = metrics_path = "/metrics"
     # In bf16 the result of a step depends on the batch, so that greedy answers do, too.
     resumes = headers.INEXACT
+    tokenize_path = TOKENIZE_PATH
     salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
     sequences_option = "max_num_seqs"
     sequences_default = 0
