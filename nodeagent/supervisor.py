@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S: Final = 0.1
 
+TOKENS_IN_FLIGHT_UNPLANNED: Final = 32_768
+"""The limit of a replica that was placed without a planned one."""
+
 
 class ManagedReplica:
     """One replica of this node: its state, its engine and the task that runs it."""
@@ -58,7 +61,7 @@ class ManagedReplica:
         self.fetched_bytes = 0
         self.profile = ReplicaProfile()
         self.admission = ReplicaAdmission(
-            spec.engine.tokens_in_flight_max,
+            spec.engine.tokens_in_flight_max or TOKENS_IN_FLIGHT_UNPLANNED,
             sequences_max(spec),
             is_engine_fair=is_queue_fair(spec),
         )

@@ -69,6 +69,7 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
 
 CHAT_PATH: Final = "/v1/chat/completions"
 COMPLETIONS_PATH: Final = "/v1/completions"
+TOKENIZE_PATH: Final = "/tokenize"
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -85,6 +86,8 @@ class EngineDriver(Protocol):
     resumes: str
     """Which interrupted answers it can resume: `headers.INEXACT` (all, with another text),
     `headers.GREEDY`, `headers.SEEDED` (greedy and seeded), or "" for none."""
+    tokenize_path: str
+    """Where it counts the tokens of a chat, as vLLM does; "" if it cannot."""
     salted_paths: frozenset[str]
     """The paths whose request bodies get `body_fields`. The embedded engine reads the salt and the
     priority from headers instead."""

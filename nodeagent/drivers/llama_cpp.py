@@ -180,14 +180,14 @@ def _slots(launch: EngineLaunch, model: Path) -> int:
         wanted = f"{given} sequences" if given else "one sequence"
         tokens = int(kv_bytes / token_bytes)
         raise UnknownOption(
-            f"cannot start llama_cpp: {kv_bytes} bytes of KV cache hold {tokens} tokens, too few for"
-            f" {wanted} of {context}; raise --kv-bytes or lower --context-tokens"
+            f"cannot start llama_cpp: {kv_bytes} bytes of KV cache hold {tokens} tokens, too few"
+            f" for {wanted} of {context}; raise --kv-bytes or lower --context-tokens"
         )
     return int(given) if given else min(SLOTS_MAX, fitting)
 
 
 def _gpu_flags(spec: ReplicaSpec) -> tuple[str, ...]:
-    """Return the flags that put all layers on the replica's GPUs, unless an option says how many."""
+    """Return the flags that put all layers on the GPUs, unless an option says how many."""
     return () if "n_gpu_layers" in spec.engine.options else ("--n-gpu-layers", "all")
 
 

@@ -30,6 +30,7 @@ class SglangDriver:
     health_path = "/health"
     stats_path = metrics_path = "/metrics"
     resumes = headers.INEXACT
+    tokenize_path = ""
     salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
     sequences_option = "max_running_requests"
     sequences_default = 0

@@ -30,6 +30,7 @@ class TensorRtLlmDriver:
     health_path = "/health"
     stats_path = metrics_path = "/prometheus/metrics"
     resumes = ""
+    tokenize_path = ""
     salted_paths = frozenset({CHAT_PATH})
     sequences_option = "max_batch_size"
     sequences_default = 0

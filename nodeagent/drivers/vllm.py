@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Final
 
 from isochrone.wire import headers
@@ -12,6 +13,7 @@ from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (
     CHAT_PATH,
     COMPLETIONS_PATH,
+    TOKENIZE_PATH,
     EngineCommand,
     EngineLaunch,
     UnknownOption,
@@ -37,6 +39,7 @@ class VllmDriver:
     stats_path = metrics_path = "/metrics"
     # In bf16 the result of a step depends on the batch, so that greedy answers do, too.
     resumes = headers.INEXACT
+    tokenize_path = TOKENIZE_PATH
     salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
     sequences_option = "max_num_seqs"
     sequences_default = 0
@@ -81,7 +84,7 @@ class VllmDriver:
     def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
         """Return the salt and the priority: its queue is in ascending order, with 0 the default."""
         arguments = command.arguments
-        is_sorted = SORTED_QUEUE in zip(arguments, arguments[1:], strict=False)
+        is_sorted = SORTED_QUEUE in pairwise(arguments)
         position = headers.PRIORITY_DEFAULT - priority if is_sorted else 0
         return {"cache_salt": salt, "priority": position}
 

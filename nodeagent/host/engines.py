@@ -128,6 +128,11 @@ class EngineProcess:
             return f"the engine was killed by {signal.Signals(-code).name}"
         return f"the engine was killed by signal {-code}"
 
+    @property
+    def tokenize_path(self) -> str:
+        """Where the engine counts the tokens of a chat; "" if it cannot."""
+        return self._driver.tokenize_path
+
     def salted(
         self, path: str, body: bytes, salt: str, priority: int = headers.PRIORITY_DEFAULT
     ) -> bytes:
