@@ -8,14 +8,15 @@ Therefore requests ask for no cache, unless the deployment says that its tenants
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
-from isochrone.wire.engine_options import TRUE
+from isochrone.wire.engine_options import FALSE, TRUE
 from nodeagent.drivers.driver import (
     CHAT_PATH,
     COMPLETIONS_PATH,
@@ -48,7 +49,7 @@ SHARED_CACHE_OPTION: Final = "shared_prompt_cache"
 
 SLOTS_MAX: Final = 32
 SLOTS_DEFAULT: Final = 4
-"""Sequences at once: as many as fit in the KV memory at full length, and without a plan for it."""
+"""Sequences at once: at most, if they fit in the KV memory; and without a plan for that memory."""
 
 CPU_BATCH_TOKENS: Final = 128
 """Tokens of a step on a CPU. While a step runs, neither health checks that read the statistics nor
@@ -68,7 +69,8 @@ class LlamaCppDriver:
     stats_path = metrics_path = "/metrics"
     # Quantised products depend on the batch.
     resumes = headers.INEXACT
-    salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
+    tokenize_path = ""
+    salted_paths: frozenset[str] = frozenset({CHAT_PATH, COMPLETIONS_PATH})
     sequences_option = "parallel"
     sequences_default = 0
     is_queue_fair = False
@@ -91,21 +93,20 @@ class LlamaCppDriver:
         options = dict(spec.engine.options)
         shares_cache = options.pop(SHARED_CACHE_OPTION, "false").lower() in TRUE
         model = gguf_file(launch.model_path)
-        slots = _slots(launch, model)
-        options["parallel"] = str(slots)
+        cache = _kv_layout(launch, model)
+        options["parallel"] = str(cache.slots)
+        options["kv_unified"] = str(cache.is_unified).lower()
         on_cpu = spec.device_ids == ("cpu",)
         if on_cpu:
             options.setdefault("batch_size", str(CPU_BATCH_TOKENS))
             options.setdefault("ubatch_size", options["batch_size"])
         options.setdefault("threads", str(launch.threads))
         options.setdefault("threads_batch", options["threads"])
-        # Each slot has its part of the context, which is faster than one cache for all.
-        options.setdefault("kv_unified", "false")
         socket = str(launch.folder / "engine.sock")
         return EngineCommand(
             arguments=(
                 *(PROGRAM, "--model", str(model), "--alias", spec.name, "--host", socket),
-                *("--ctx-size", str(slots * spec.context_tokens)),
+                *("--ctx-size", str(cache.tokens)),
                 *(("--device", "none", "--n-gpu-layers", "0") if on_cpu else _gpu_flags(spec)),
                 *("--offline", "--metrics", "--no-slots", "--no-context-shift"),
                 # The cache of idle slots in host memory takes 8 GiB by default.
@@ -154,19 +155,44 @@ def gguf_file(folder: Path) -> Path:
     return first[0]
 
 
-def _slots(launch: EngineLaunch, model: Path) -> int:
-    """Return how many sequences of full length fit in the planned KV memory.
+class KvLayout(NamedTuple):
+    """The KV cache: its slots (sequences at once), its tokens, and whether slots share them all."""
 
-    Raises UnknownOption if not even one does, or if the option `parallel` asks for more.
+    slots: int
+    tokens: int
+    is_unified: bool
+
+
+def _kv_layout(launch: EngineLaunch, model: Path) -> KvLayout:
+    """Return the KV cache that fits in the planned memory.
+
+    Each slot has a whole context of its own, which is faster than one cache for all, unless more
+    slots are asked for than fit in this way. Raises UnknownOption.
     """
     engine, context = launch.spec.engine, launch.spec.context_tokens
     given = engine.options.get("parallel", "")
     if given and not (given.isascii() and given.isdigit() and 0 < int(given) <= 1024):
         raise UnknownOption(f"cannot use parallel {given!r}: expected a number from 1 to 1024")
-    kv_bytes = engine.kv_memory_bytes * engine.devices
+    is_unified = engine.options.get("kv_unified", "false").lower() in TRUE
+    kv_bytes = engine.kv_memory_bytes * len(launch.spec.device_ids)
     if not kv_bytes:
-        return int(given) if given else SLOTS_DEFAULT
-    kinds = [engine.options.get(name, "f16") for name in ("cache_type_k", "cache_type_v")]
+        slots = int(given) if given else SLOTS_DEFAULT
+        return KvLayout(slots, slots * context, is_unified)
+    tokens = int(kv_bytes / _token_bytes(engine.options, model))
+    slots = int(given) if given else min(SLOTS_MAX, tokens // context)
+    must_share = slots * context > tokens
+    if tokens < context or (must_share and engine.options.get("kv_unified", "") in FALSE):
+        wanted = f"{slots} sequences" if slots > 1 else "one sequence"
+        raise UnknownOption(
+            f"cannot start llama_cpp: {kv_bytes} bytes of KV cache hold {tokens} tokens, too few"
+            f" for {wanted} of {context}; raise --kv-bytes or lower --context-tokens"
+        )
+    return KvLayout(slots, min(tokens, slots * context), is_unified or must_share)
+
+
+def _token_bytes(options: Mapping[str, str], model: Path) -> float:
+    """Return the KV cache of one token in bytes. Raises UnknownOption."""
+    kinds = [options.get(name, "f16") for name in ("cache_type_k", "cache_type_v")]
     if unknown := [kind for kind in kinds if kind not in BYTES_PER_VALUE]:
         known = ", ".join(BYTES_PER_VALUE)
         raise UnknownOption(f"cannot use cache type {unknown[0]!r}: expected one of {known}")
@@ -174,16 +200,7 @@ def _slots(launch: EngineLaunch, model: Path) -> int:
         size = attention_size(model)
     except GgufError as error:
         raise UnknownOption(f"cannot start llama_cpp: {error}") from error
-    token_bytes = size.keys * BYTES_PER_VALUE[kinds[0]] + size.values * BYTES_PER_VALUE[kinds[1]]
-    fitting = int(kv_bytes / token_bytes) // context
-    if fitting < max(1, int(given or 1)):
-        wanted = f"{given} sequences" if given else "one sequence"
-        tokens = int(kv_bytes / token_bytes)
-        raise UnknownOption(
-            f"cannot start llama_cpp: {kv_bytes} bytes of KV cache hold {tokens} tokens, too few"
-            f" for {wanted} of {context}; raise --kv-bytes or lower --context-tokens"
-        )
-    return int(given) if given else min(SLOTS_MAX, fitting)
+    return size.keys * BYTES_PER_VALUE[kinds[0]] + size.values * BYTES_PER_VALUE[kinds[1]]
 
 
 def _gpu_flags(spec: ReplicaSpec) -> tuple[str, ...]:

@@ -133,17 +133,17 @@ class EngineProcess:
         """Where the engine counts the tokens of a chat; "" if it cannot."""
         return self._driver.tokenize_path
 
-    def salted(
-        self, path: str, body: bytes, salt: str, priority: int = headers.PRIORITY_DEFAULT
-    ) -> bytes:
-        """Return the request body with the tenant's cache salt and its priority, from 0 to 100.
+    def salted(self, path: str, body: bytes, salt: str, priority: str = "") -> bytes:
+        """Return the request body with the tenant's cache salt and its priority, from "0" to "100".
 
         The body is unchanged if this engine reads them from headers or not at all. Raises ApiError
         400 for a body that cannot take the salt.
         """
         if path not in self._driver.salted_paths:
             return body
-        return with_fields(body, self._driver.body_fields(self.record.command, salt, priority))
+        is_number = priority.isascii() and priority.isdigit() and len(priority) <= 3
+        rank = int(priority) if is_number else headers.PRIORITY_DEFAULT
+        return with_fields(body, self._driver.body_fields(self.record.command, salt, rank))
 
     async def is_ready(self) -> bool:
         """Return True if the engine reports to be healthy.

@@ -123,7 +123,8 @@ async def chat(fleet: Fleet, prompt: str, began: asyncio.Event | None = None, **
     }
     sent = {"authorization": f"Bearer {fleet.key}", "x-session-affinity": "s1"}
     url = f"{fleet.endpoint('ams')}/v1/chat/completions"
-    text, usage, has_comment, is_done, frames = "", {}, False, False, 0
+    usage: dict[str, Any] = {}
+    text, has_comment, is_done, frames = "", False, False, 0
     async with aiohttp.ClientSession() as http, http.post(url, json=body, headers=sent) as response:
         assert response.status == 200, await response.text()
         async for line in response.content:

@@ -59,6 +59,7 @@ def test_a_driver_reports_what_is_not_installed(monkeypatch: pytest.MonkeyPatch)
         "embedded": "torch is not installed in the agent's environment",
         "mock": "",
         "vllm": "vllm is not on the PATH of the agent",
+        "llama_cpp": "llama-server is not on the PATH of the agent",
         "sglang": "sglang is not installed in the agent's environment",
         "tensorrt_llm": "trtllm-serve is not on the PATH of the agent",
     }
@@ -75,7 +76,13 @@ def test_a_cache_salt_from_the_client_is_replaced() -> None:
     assert b"1.50" in salted, "other fields are unchanged"
     with pytest.raises(ApiError, match="Expected `object`"):
         with_fields(b'["no object"]', {})
-    for driver, paths in (("vllm", 2), ("sglang", 2), ("tensorrt_llm", 1), ("embedded", 0)):
+    for driver, paths in (
+        ("vllm", 2),
+        ("llama_cpp", 2),
+        ("sglang", 2),
+        ("tensorrt_llm", 1),
+        ("embedded", 0),
+    ):
         assert len(DRIVERS[driver].salted_paths) == paths
 
 
