@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Final
 
 from isochrone.wire.headers import ReportedLoad
-from isochrone.wire.ids import DeploymentId, KeyId, PopId, ReplicaId
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route, RouteDelta, RouteTable
+from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
+from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
 from router.decide.affinity import SessionTable
 from router.decide.deployment_routing import DeploymentRouting
 from router.decide.health import ReplicaHealth, split_ejected
@@ -52,12 +52,17 @@ class FleetState:
         """Call `callback` with each deployment that may have got capacity for a request."""
         self._notify_capacity = callback
 
-    def adopt(self, table: RouteTable, keys: dict[KeyId, KeyEntry] | None = None) -> None:
-        """Serve `table` from now on, and drop what is known of replicas that it no longer has.
-
-        `keys` are the table's keys by id, if the caller has them already.
-        """
-        removed = self.directory.adopt(table, keys)
+    def adopt(self, table: RouteTable) -> None:
+        """Serve `table` from now on, and drop what is known of replicas that it no longer has."""
+        current = self.directory.table
+        if current is not None and (
+            table.routes is current.routes
+            and table.deployments is current.deployments
+            and table.pops is current.pops
+        ):
+            self.directory.adopt_keys(table)
+            return
+        removed = self.directory.adopt(table)
         routes = self.directory.routes_by_deployment()
         self._deployments = {name: self.routing(name) for name in routes}
         for deployment_id, deployment in self._deployments.items():
@@ -71,19 +76,6 @@ class FleetState:
         if self._notify_capacity is not None:
             for deployment_id in routes:
                 self._notify_capacity(deployment_id)
-
-    def adopt_delta(self, table: RouteTable, delta: RouteDelta) -> None:
-        """Serve `table`, which is the current one after `delta`."""
-        current = self.directory.table
-        is_only_keys = current is not None and (
-            table.routes is current.routes
-            and table.deployments is current.deployments
-            and table.pops is current.pops
-        )
-        if is_only_keys:
-            self.directory.adopt_keys(table, delta)
-        else:
-            self.adopt(table)
 
     def routing(self, deployment_id: DeploymentId) -> DeploymentRouting:
         """Return what is known of a deployment; nothing of one that the table does not have."""

@@ -1,10 +1,9 @@
 """The route table that this router serves, indexed for look-ups."""
 
 from collections.abc import Collection, Mapping, Sequence, Set
-from types import MappingProxyType
 
-from isochrone.wire.ids import DeploymentId, KeyId, NodeId, ReplicaId
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route, RouteDelta, RouteTable
+from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
+from isochrone.wire.routes import DeploymentEntry, KeyTable, Route, RouteTable
 
 
 class RouteDirectory:
@@ -13,21 +12,15 @@ class RouteDirectory:
     def __init__(self) -> None:
         """Start without a table."""
         self.table: RouteTable | None = None
-        self._keys: dict[KeyId, KeyEntry] = {}
-        self.keys: Mapping[KeyId, KeyEntry] = MappingProxyType(self._keys)
+        self.keys = KeyTable()
         self._deployments_by_name: dict[str, DeploymentEntry] = {}
         self._routes: dict[ReplicaId, Route] = {}
         self._replicas_by_node: dict[NodeId, list[ReplicaId]] = {}
 
-    def adopt(self, table: RouteTable, keys: dict[KeyId, KeyEntry] | None = None) -> Set[ReplicaId]:
-        """Serve `table` from now on; return the replicas that it no longer has.
-
-        `keys` are the table's keys by id, if the caller has them already.
-        """
+    def adopt(self, table: RouteTable) -> Set[ReplicaId]:
+        """Serve `table` from now on; return the replicas that it no longer has."""
         removed = set(self._routes) - {route.replica_id for route in table.routes}
-        self.table = table
-        self._keys = {key.key_id: key for key in table.keys} if keys is None else keys
-        self.keys = MappingProxyType(self._keys)
+        self.table, self.keys = table, table.keys
         self._deployments_by_name = {entry.name: entry for entry in table.deployments}
         self._routes = {route.replica_id: route for route in table.routes}
         self._replicas_by_node = {}
@@ -35,14 +28,9 @@ class RouteDirectory:
             self._replicas_by_node.setdefault(route.node_id, []).append(route.replica_id)
         return removed
 
-    def adopt_keys(self, table: RouteTable, delta: RouteDelta) -> None:
-        """Serve `table`, which differs from the current one only by the keys of `delta`."""
-        for key_id in delta.keys_gone:
-            self._keys.pop(key_id, None)
-        self._keys.update((key.key_id, key) for key in delta.keys_set)
-        self.table = table
-        # A new view: what was remembered about the former keys no longer holds.
-        self.keys = MappingProxyType(self._keys)
+    def adopt_keys(self, table: RouteTable) -> None:
+        """Serve `table`, which differs from the current one only by its keys."""
+        self.table, self.keys = table, table.keys
 
     @property
     def deployments(self) -> tuple[DeploymentEntry, ...]:
