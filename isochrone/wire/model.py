@@ -155,6 +155,18 @@ class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
     prefill_share: Annotated[float, msgspec.Meta(ge=0, le=0.9)] = 0.0
 
 
+class Deprecation(msgspec.Struct, frozen=True, kw_only=True):
+    """The operator's announcement that a deployment will end. Times are Unix time.
+
+    From `sunset_at` on its requests are refused; 0 leaves the end open. `replacement` is the name
+    that clients should use instead.
+    """
+
+    announced_at: NonNegative
+    sunset_at: NonNegative = 0
+    replacement: str = ""
+
+
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """The desired state of serving a model, at one version.
 
@@ -169,3 +181,4 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineSettings = EngineSettings()
     policy: PlacementPolicy = PlacementPolicy()
     created_at: int = 0
+    deprecation: Deprecation | None = None

@@ -25,7 +25,7 @@ from isochrone.wire.ids import (
 from isochrone.wire.key_table import KeyEntry as KeyEntry
 from isochrone.wire.key_table import KeyLimits as KeyLimits
 from isochrone.wire.key_table import KeyTable as KeyTable
-from isochrone.wire.model import Price
+from isochrone.wire.model import Deprecation, Price
 
 
 class Pop(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +78,7 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int = 0
     price: Price | None = None
     rollout: RolloutEntry | None = None
+    deprecation: Deprecation | None = None
 
 
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):

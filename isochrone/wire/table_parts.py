@@ -16,7 +16,6 @@ from isochrone.wire.key_table import KeyTableBuilder
 from isochrone.wire.routes import (
     DeploymentEntry,
     KeyEntry,
-    KeyLimits,
     KeyTable,
     Pop,
     Route,
@@ -205,13 +204,12 @@ class SharedFields:
     def of(self, key: KeyEntry) -> KeyEntry:
         """Return `key` with shared fields."""
         share = self._objects.setdefault
-        limits: KeyLimits = share(key.limits, key.limits)
-        return KeyEntry(
-            key_id=key.key_id,
-            secret_sha256=key.secret_sha256,
+        return msgspec.structs.replace(
+            key,
             tenant_id=share(key.tenant_id, key.tenant_id),
             deployments=share(key.deployments, key.deployments),
-            limits=limits,
+            regions=share(key.regions, key.regions),
+            limits=share(key.limits, key.limits),
             expires_at=key.expires_at or 0.0,
             spent_until=key.spent_until or 0.0,
         )

@@ -142,7 +142,7 @@ class DataPlaneServer:
         try:
             is_suspect = headers.SUSPECT in request.headers
             async with engine_request(replica, is_suspect=is_suspect) as running:
-                if not replica.is_serving:  # a suspect may have waited
+                if running is None:  # a suspect may have waited
                     raise RequestRefused("loading", 503)
                 return await self._relay_to_engine(request, replica, body, reservation, running)
         finally:
@@ -245,7 +245,7 @@ class DataPlaneServer:
             raise ApiError(
                 ErrorCode.UPSTREAM,
                 f"cannot answer: the engine failed ({type(error).__name__})",
-                headers=_loss_headers(running, error),
+                headers=await _loss_headers(running, error),
             ) from error
 
     async def _relay_answer(
@@ -386,7 +386,7 @@ async def _relay_body(
     except aiohttp.ClientError:
         # The router must see an abort, not a regular end: the answer is incomplete.
         metrics.REQUESTS.labels("engine_failed").inc()
-        is_blamed = running is not None and running.is_blamed()
+        is_blamed = running is not None and await running.is_blamed()
         if is_blamed and response.content_type == EVENT_STREAM and chunk.endswith(b"\n\n"):
             with suppress(ConnectionError, aiohttp.ClientConnectionResetError):
                 await response.write(ENGINE_LOST_EVENT)
@@ -399,10 +399,10 @@ async def _relay_body(
     metrics.REQUESTS.labels(outcome).inc()
 
 
-def _loss_headers(running: EngineRequest, error: Exception) -> dict[str, str]:
+async def _loss_headers(running: EngineRequest, error: Exception) -> dict[str, str]:
     """Return the headers of the answer to a request whose engine failed before its first byte."""
     was_sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-    return {headers.ENGINE_LOST: "1"} if was_sent and running.is_blamed() else {}
+    return {headers.ENGINE_LOST: "1"} if was_sent and await running.is_blamed() else {}
 
 
 def _prefill_estimate(request: web.Request) -> PrefillEstimate:

@@ -45,4 +45,4 @@ if [ "$MODE" = read-only ]; then
 fi
 
 exec chroot --userspec="$USER_NAME:$USER_NAME" "$ROOT" env -i HOME="$USER_HOME" USER="$USER_NAME" LANG=C.UTF-8 TERM=dumb \
-    PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin bash -c 'cd "$1" && exec $2' bash "$FOLDER" "$COMMAND"
+    PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin bash -c 'cd "$1" && eval "$2"' bash "$FOLDER" "$COMMAND"

@@ -93,6 +93,7 @@ prepare() {  # SYSTEM USER FOLDER: an empty layer over SYSTEM, with a clone in F
 
 python3 "$HERE/ops/bare/index_settings.py" "$WORK/pip.conf" >"$WORK/mounts"
 table=() failed=0
+declare -A AGAIN=([test]=' || make test-again')
 for combination in "${COMBINATIONS[@]}"; do
     IFS='|' read -r what commands <<<"$combination"
     read -r system user mode folder <<<"$what"
@@ -103,7 +104,8 @@ for combination in "${COMBINATIONS[@]}"; do
         [ "$command" = test ] || make="make up ONESHOT=1"
         echo "--- $make: system $system, as $user, $mode, in '$folder'"
         began=$SECONDS result=passed
-        run_in "$user" "$mode" "$folder" "$make" 2>&1 | tee "$WORK/output" || result=FAILED failed=1
+        # As CI does: a test that fails on a busy machine is run once more.
+        run_in "$user" "$mode" "$folder" "$make${AGAIN[$command]:-}" 2>&1 | tee "$WORK/output" || result=FAILED failed=1
         # The demo prints a row for each city: TTFT, then tokens per second. The first row is the nearest replica's.
         speed=$(awk '/^ams .* ms +[0-9.]+ +[0-9]+\/[0-9]+ / && !seen {print $6; seen = 1}' "$WORK/output")
         table+=("$(printf '%-9s %-5s %-10s %-24s %-18s %-7s %6d s  %s' "$system" "$user" "$mode" "$folder" "$make" \

@@ -20,6 +20,7 @@ from router.apis.request_ids import RequestIds
 from router.apis.responses.adapter import PATH as RESPONSES_PATH
 from router.apis.responses.adapter import read_responses_request
 from router.apis.workers_ai.adapter import is_workers_ai, model_of, read_run_request
+from router.apis.workers_ai.auxiliary import CATALOG_PATHS, catalog_path
 from router.apis.workers_ai.translate import encode_error_envelope
 from router.dataplane.http1 import HeaderFields, format_headers, is_costly_body
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
@@ -31,6 +32,7 @@ from router.metrics import Metrics
 from router.pipeline import RequestPipeline
 
 INFERENCE_PATHS: Final = frozenset(DECODERS) | {RESPONSES_PATH}
+WORKERS_AI_ROUTES: Final = "POST /ai/run/{model} and /ai/v1/..., GET " + ", ".join(CATALOG_PATHS)
 REQUEST_ID: Final = headers.REQUEST_ID.encode()
 
 PREFLIGHT_LINES: Final = (
@@ -104,7 +106,10 @@ class ApiDispatcher:
             request.path = path = _openai_path(path)
             if not _is_inference(path):
                 if is_workers_ai(path):
-                    reason = "the routes of Workers AI are POST /ai/run/{model} and /ai/v1/..."
+                    if listed := catalog_path(path):
+                        request.path = listed
+                        return forward_to_auxiliary(self._upstream, request, client)
+                    reason = f"the routes of Workers AI are {WORKERS_AI_ROUTES}"
                     message = f"cannot find {request.method.decode()} {path[:200]}: {reason}"
                     raise ApiError(ErrorCode.NOT_FOUND, message)
                 return forward_to_auxiliary(self._upstream, request, client)

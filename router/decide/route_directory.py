@@ -1,7 +1,7 @@
 """The route table that this router serves, indexed for look-ups."""
 
 from collections.abc import Collection, Mapping, Sequence, Set
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from isochrone.wire.routes import DeploymentEntry, KeyTable, Route, RouteTable
@@ -15,6 +15,10 @@ class DirectoryChange(NamedTuple):
     routes: Mapping[DeploymentId, list[Route]]
 
 
+REGION_SETS_MAX: Final = 64
+"""Of how many different lists of regions the excluded replicas are remembered."""
+
+
 class RouteDirectory:
     """Deployments, keys, routes and nodes of the current table."""
 
@@ -25,6 +29,7 @@ class RouteDirectory:
         self._deployments_by_name: dict[str, DeploymentEntry] = {}
         self._routes: dict[ReplicaId, Route] = {}
         self._replicas_by_node: dict[NodeId, list[ReplicaId]] = {}
+        self._outside: dict[tuple[str, ...], Set[ReplicaId]] = {}
 
     def adopt(self, table: RouteTable) -> DirectoryChange:
         """Serve `table` from now on; return what changes."""
@@ -32,6 +37,7 @@ class RouteDirectory:
         self.table, self.keys = table, table.keys
         self._deployments_by_name = {entry.name: entry for entry in table.deployments}
         self._routes = {route.replica_id: route for route in table.routes}
+        self._outside = {}
         removed = former.keys() - self._routes.keys()
         changed = []
         for route in table.routes:
@@ -81,6 +87,20 @@ class RouteDirectory:
     def nodes(self) -> Set[NodeId]:
         """Return the nodes of all replicas."""
         return self._replicas_by_node.keys()
+
+    def replicas_outside(self, regions: tuple[str, ...]) -> Set[ReplicaId]:
+        """Return the replicas that a key limited to `regions` (PoPs or countries) must not use."""
+        outside = self._outside.get(regions)
+        if outside is None:
+            pops = self.table.pops if self.table else ()
+            inside = {pop.pop for pop in pops if pop.pop in regions or pop.country in regions}
+            outside = frozenset(
+                route.replica_id for route in self._routes.values() if route.pop not in inside
+            )
+            if len(self._outside) >= REGION_SETS_MAX:
+                self._outside.clear()
+            self._outside[regions] = outside
+        return outside
 
     def replicas_on(self, node_id: NodeId) -> Sequence[ReplicaId]:
         """Return the replicas of a node."""

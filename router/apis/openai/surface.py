@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, Final
 
@@ -123,6 +124,7 @@ class OpenAiSurface:
                 f" {deployment.kind!r}, and this route needs one of kind {kind!r}",
                 param="model",
             )
+        _refuse_retired(deployment, self.unix_clock())
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
         prompt, answer_count = render_prompt(openai), count_answers(openai)
@@ -157,6 +159,21 @@ class OpenAiSurface:
         if limit is None:
             limit = self._config.output_tokens_assumed
         return max(1, min(limit, deployment.context_tokens) * answer_count)
+
+
+def _refuse_retired(deployment: DeploymentEntry, now_unix_s: float) -> None:
+    """Raise ApiError 410 from the day on that the operator announced."""
+    deprecation = deployment.deprecation
+    if deprecation is None or not 0 < deprecation.sunset_at <= now_unix_s:
+        return
+    day = datetime.fromtimestamp(deprecation.sunset_at, UTC).date()
+    instead = f"use {deprecation.replacement!r}" if deprecation.replacement else "use another model"
+    raise ApiError(
+        ErrorCode.MODEL_RETIRED,
+        f"Model has been deprecated: {deployment.name!r} was retired on {day}; {instead}",
+        param="model",
+        headers={"deprecation": f"@{deprecation.announced_at}"},
+    )
 
 
 def _prefix_keys(prompt: bytes, key: KeyEntry, deployment: DeploymentEntry) -> PrefixKeys:

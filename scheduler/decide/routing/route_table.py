@@ -165,6 +165,7 @@ def _entry(
         )
         if rollout is not None
         else None,
+        deprecation=deployment.deprecation,
     )
 
 

@@ -85,6 +85,26 @@ def test_an_entry_larger_than_a_part_goes_alone() -> None:
     assert assembled == table
 
 
+def test_no_field_of_a_key_is_lost() -> None:
+    filled = a_key(
+        7,
+        deployments=("m",),
+        limits=KeyLimits(concurrency=3),
+        expires_at=1.0,
+        spent_until=2.0,
+        regions=("NL",),
+    )
+    defaults = a_key(0)
+    for field in KeyEntry.__struct_fields__:
+        assert getattr(filled, field) != getattr(defaults, field) or field in (
+            "secret_sha256",
+            "tenant_id",
+        )
+    table = msgspec.structs.replace(a_table(0), keys=KeyTable.of([filled]))
+    assert join(TableAssembler(), parts_of(table)) == table
+    assert read_table(b"".join(encode_table(table))) == table
+
+
 def test_equal_keys_of_the_former_table_are_kept_and_equal_fields_are_shared() -> None:
     former = a_table(100).keys
     assembled = join(TableAssembler(), parts_of(a_table(200, generation=2)), former)
