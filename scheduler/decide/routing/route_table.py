@@ -19,7 +19,12 @@ from isochrone.wire.routes import (
     Route,
     RouteTable,
 )
-from scheduler.decide.cluster import ClusterState, FleetNode, Placement
+from scheduler.decide.cluster import (
+    TOKENS_IN_FLIGHT_UNKNOWN,
+    ClusterState,
+    FleetNode,
+    Placement,
+)
 from scheduler.decide.membership.liveness import LivenessView
 from scheduler.decide.membership.report_diff import rate_moved
 from scheduler.decide.rollout.lifecycle import Rollout
@@ -127,7 +132,9 @@ def _route(
         pop=node.pop,
         address=node.address,
         role=placement.role,
-        tokens_in_flight_max=deployment.engine.tokens_in_flight_max,
+        tokens_in_flight_max=placement.tokens_in_flight_max
+        or deployment.engine.tokens_in_flight_max
+        or TOKENS_IN_FLIGHT_UNKNOWN,
         prefill_tokens_per_s=rates.prefill_tokens_per_s,
         decode_tokens_per_s=rates.decode_tokens_per_s,
     )
