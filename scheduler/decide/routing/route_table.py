@@ -11,7 +11,14 @@ import msgspec
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId
 from isochrone.wire.model import CatalogModel, Deployment
 from isochrone.wire.report import ReplicaProfile, ReplicaState
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, RolloutEntry, Route, RouteTable
+from isochrone.wire.routes import (
+    DeploymentEntry,
+    KeyEntry,
+    KeyTable,
+    RolloutEntry,
+    Route,
+    RouteTable,
+)
 from scheduler.decide.cluster import (
     TOKENS_IN_FLIGHT_UNKNOWN,
     ClusterState,
@@ -62,7 +69,7 @@ def build_route_table(
             for deployment in sorted(cluster.deployments, key=lambda d: d.deployment_id)
         ),
         routes=tuple(sorted(routes, key=lambda route: route.replica_id)),
-        keys=tuple(sorted(keys, key=lambda key: key.key_id)),
+        keys=KeyTable.of(keys),
     )
 
 
