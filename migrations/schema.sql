@@ -496,3 +496,13 @@ ALTER TABLE cluster ADD COLUMN authority text NOT NULL DEFAULT '';
 
 -- What was given up of late, in every picture that placement decides from.
 CREATE INDEX placement_failed_idx ON placement (state_since) WHERE state = 'failed';
+
+-- The operator's announcement that a deployment will end; null while there is none.
+ALTER TABLE deployment ADD COLUMN deprecation jsonb;
+
+-- Where a key's requests may be processed: PoPs or countries; empty for everywhere.
+ALTER TABLE api_key ADD COLUMN regions text[] NOT NULL DEFAULT '{}';
+
+-- The number of the secret from which every node computes the cache salts of tenants. The secret is
+-- derived from it and the authority's key, and is not in the database. To replace the secret, add 1.
+ALTER TABLE cluster ADD COLUMN cache_salt_version integer NOT NULL DEFAULT 1;

@@ -28,6 +28,7 @@ from router.apis.dispatch import ApiDispatcher
 from router.apis.openai.auxiliary import auxiliary_app
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
+from router.apis.workers_ai.auxiliary import add_catalog_routes
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import PublicServer
@@ -131,6 +132,7 @@ class RouterApp:
         self._create_reports()
         self.server = self._create_server()
         self.auxiliary_app = auxiliary_app(self.surface, self.fleet, self.metrics, self.request_ids)
+        add_catalog_routes(self.auxiliary_app, self.surface, self.fleet, self.metrics)
         self.loops = {loop.name: loop for loop in self._create_loops()}
         self.follower.on_change(self.on_table_change)
 
@@ -285,9 +287,9 @@ class RouterApp:
     async def on_main_process_message(self, message: Any) -> None:
         """Pass a message of the main process to the part that handles it."""
         if isinstance(message, RouteTablePart):
-            assembled = self.follower.assemble(message)
-            if assembled is not None:
-                self.follower.accept(assembled.table, keys=assembled.keys)
+            table = self.follower.assemble(message)
+            if table is not None:
+                self.follower.accept(table)
             await asyncio.sleep(0)
         elif isinstance(message, Shared):
             self.learn_shared(message)

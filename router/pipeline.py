@@ -33,7 +33,7 @@ from router.fleet_state import FleetState
 from router.inference_request import InferenceRequest
 from router.metrics import Metrics
 from router.poison_guard import PoisonGuard
-from router.proxy_headers import STREAM_HEADERS, client_headers
+from router.proxy_headers import STREAM_HEADERS, client_headers, deprecation_headers
 from router.record import Recorder
 from router.request_context import (
     OUTCOME_COMPLETE,
@@ -96,6 +96,8 @@ class RequestPipeline:
         now_s = self._clock()
         admitted = self._admit(context, now_s)
         rate_limit_lines = admitted.header_lines(now_s)
+        if request.deployment.deprecation is not None:
+            rate_limit_lines += deprecation_headers(request.deployment.deprecation)
         try:
             self._poison_guard.check(context)
             exchange = await self._send_until_answered(context)
@@ -199,7 +201,7 @@ class RequestPipeline:
         `is_full` means that replicas exist but refused the request.
         """
         request = context.request
-        has_no_replica = not self._fleet.snapshot(request.deployment_id).slots
+        has_no_replica = not self._fleet.has_replica(request.deployment_id, request.key.regions)
         if has_no_replica and not context.found_no_replica:
             context.found_no_replica = True
             self._recorder.found_no_replica(context)
@@ -208,9 +210,11 @@ class RequestPipeline:
         except AdmissionRefused as refused:
             if has_no_replica and not is_full:
                 self._metrics.refusals.labels("no_replica").inc()
+                within = ", ".join(request.key.regions)
                 raise ApiError(
                     ErrorCode.UNAVAILABLE,
-                    f"cannot serve {request.deployment.name} now: no replica is ready yet",
+                    f"cannot serve {request.deployment.name} now: no replica is ready yet"
+                    + (f" in the regions of this key ({within})" if within else ""),
                     retry_after_s=spread_retry_after_s(
                         NO_REPLICA_RETRY_AFTER_S, request.request_id
                     ),

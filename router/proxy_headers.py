@@ -1,10 +1,12 @@
 """The headers that the router adds to a node's request and to a client's response. Pure."""
 
 from collections.abc import Sequence
+from email.utils import formatdate
 from typing import Final
 
 from isochrone.wire import headers
 from isochrone.wire.headers import PeerReplica
+from isochrone.wire.model import Deprecation
 from router.decide.ranked_route import RankedRoute
 from router.request_context import RequestContext
 
@@ -61,8 +63,18 @@ def node_headers(
 
 def client_headers(context: RequestContext, ranked: RankedRoute, rate_limit_lines: str) -> str:
     """Return the header lines of a response: limits, request id, the answering replica and why."""
-    route = ranked.route
+    route, regions = ranked.route, context.request.key.regions
+    if regions:
+        rate_limit_lines += f"{headers.REGIONS}: {', '.join(regions)}\r\n"
     return (
         f"{rate_limit_lines}{headers.REQUEST_ID}: {context.request.client_request_id}"
         f"{_POP}{route.pop}{_NODE}{route.node_id}{_WHY}{ranked.reason_header}\r\n"
     )
+
+
+def deprecation_headers(deprecation: Deprecation) -> str:
+    """Return the header lines that announce the end of a deployment (RFC 9745 and RFC 8594)."""
+    lines = f"deprecation: @{deprecation.announced_at}\r\n"
+    if deprecation.sunset_at:
+        lines += f"sunset: {formatdate(deprecation.sunset_at, usegmt=True)}\r\n"
+    return lines

@@ -1,6 +1,7 @@
 """Commands for models, deployments and placements, and the command `explain`."""
 
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -156,6 +157,13 @@ def price_of(text: str) -> dict[str, float]:
     "--priority", type=int, help="0 to 100; the higher is placed first when capacity is scarce."
 )
 @click.option("--prefill-share", type=float, help="Share of a PoP's replicas that only prefill.")
+@click.option(
+    "--sunset",
+    metavar="DATE",
+    help="Announce the end: the UTC date (2027-03-31) from which requests are refused, `open` for"
+    " none yet, '' to withdraw it.",
+)
+@click.option("--replacement", help="With --sunset: the name that clients should use instead.")
 @engine_options
 @click.option("--wait", is_flag=True, help="Wait until a replica is warm.")
 @click.option(
@@ -174,9 +182,21 @@ def deploy(obj: CliContext, /, deployment: str, wait: bool, timeout_s: float, **
         raise click.UsageError("give --model for a new deployment")
     else:
         row = obj.api.ask("POST", "/v1/deployments", {**body, "deployment_id": deployment})
+    for line in _derived_sizes(obj, deployment):
+        stderr.print(line)
     if wait:
         row = _wait_warm(obj, deployment, timeout_s)
     show_one(row, obj.output)
+
+
+def _derived_sizes(obj: CliContext, deployment: str) -> list[str]:
+    """Return the sizes that follow from the devices of the fleet, in words."""
+    try:
+        explained = obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}/explain")
+    except AdminError as error:
+        return [f"the sizes are not known yet: {error}"]
+    lines = list(explained.get("sizes_in_words", ()))
+    return lines or ["the sizes are not known yet: no device of the fleet can hold a replica"]
 
 
 def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -190,9 +210,33 @@ def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str,
     for name in ("keep_warm", "allow", "deny"):
         if given[name]:
             policy[name] = [place for place in given[name] if place]
+    body["deprecation"] = _deprecation(before.get("deprecation"), given)
     body["engine"] = engine_of(before["engine"], given)
     body["policy"] = {**before["policy"], **policy}
     return body
+
+
+def _deprecation(before: dict[str, Any] | None, given: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the announcement after the options; raise click.UsageError for an unknown date."""
+    sunset, replacement = given["sunset"], given["replacement"]
+    if sunset == "" or (before is None and sunset is None):
+        if replacement:
+            raise click.UsageError("--replacement needs --sunset")
+        return None
+    announcement = dict(before or {"announced_at": int(time.time())})
+    if sunset == "open":
+        announcement["sunset_at"] = 0
+    elif sunset is not None:
+        try:
+            day = datetime.strptime(sunset, "%Y-%m-%d").replace(tzinfo=UTC)
+        except ValueError:
+            raise click.UsageError(
+                f"cannot read --sunset {sunset!r}: write a date like 2027-03-31, or open"
+            ) from None
+        announcement["sunset_at"] = int(day.timestamp())
+    if replacement is not None:
+        announcement["replacement"] = replacement
+    return announcement
 
 
 def _wait_warm(obj: CliContext, deployment: str, timeout_s: float) -> dict[str, Any]:
@@ -258,6 +302,8 @@ def explain(obj: CliContext, words: tuple[str, ...]) -> None:
     if obj.output == "json":
         show_one(answer, obj.output)
         return
+    for line in answer.get("sizes_in_words", ()):
+        click.echo(line)
     for title, rows, columns in (
         (
             "here",

@@ -19,6 +19,7 @@ from isochrone.wire.ids import (
 from isochrone.wire.model import (
     Amount,
     CatalogModel,
+    Deprecation,
     EngineSettings,
     ModelName,
     Name,
@@ -143,6 +144,7 @@ class DeploymentBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     name: ModelName | None = None
     engine: EngineSettings = EngineSettings()
     policy: PlacementPolicy = PlacementPolicy()
+    deprecation: Deprecation | None = None
 
 
 class NewDeploymentBody(DeploymentBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -163,6 +165,7 @@ class DeploymentView(msgspec.Struct, frozen=True, kw_only=True):
     replicas: dict[str, int]
     unmet: tuple[str, ...]
     etag: int
+    deprecation: Deprecation | None = None
 
 
 class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,11 +203,15 @@ class LimitsBody(KeyLimits, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class KeyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The request body for a new key: its tenant, the deployments it may use, and its limits."""
+    """The request body for a new key: its tenant, the deployments it may use, and its limits.
+
+    `regions` are the PoPs or countries where its requests may be processed; empty for all.
+    """
 
     tenant_id: Name
     note: Annotated[str, msgspec.Meta(max_length=200)] = ""
     deployments: tuple[str, ...] = ()
+    regions: tuple[str, ...] = ()
     limits: LimitsBody = LimitsBody()
     ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
@@ -226,6 +233,7 @@ class KeyView(msgspec.Struct, frozen=True, kw_only=True):
     tokens_today: int = 0
     spend_today: float = 0.0
     key: str | None = None
+    regions: tuple[str, ...] = ()
 
 
 class UsageView(msgspec.Struct, frozen=True, kw_only=True):

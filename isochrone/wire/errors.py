@@ -16,6 +16,7 @@ class ErrorCode(StrEnum):
     """The kind of error, for programs."""
 
     INVALID_REQUEST = "invalid_request"
+    INCOMPLETE_REQUEST = "incomplete_request"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     INVALID_KEY = "invalid_api_key"
     FORBIDDEN = "forbidden"
@@ -24,6 +25,7 @@ class ErrorCode(StrEnum):
     METHOD_NOT_ALLOWED = "method_not_allowed"
     REQUEST_TIMEOUT = "request_timeout"
     CONFLICT = "conflict"
+    MODEL_RETIRED = "model_retired"
     PRECONDITION_FAILED = "precondition_failed"
     TOO_LARGE = "request_too_large"
     REQUEST_SUSPENDED = "request_suspended"
@@ -44,6 +46,7 @@ class Meaning(NamedTuple):
 
 MEANINGS: Final[dict[ErrorCode, Meaning]] = {
     ErrorCode.INVALID_REQUEST: Meaning(400, 5006),
+    ErrorCode.INCOMPLETE_REQUEST: Meaning(400, 3003),
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: Meaning(400, 5006),
     ErrorCode.INVALID_KEY: Meaning(401, 10000),
     ErrorCode.FORBIDDEN: Meaning(403, 3041),
@@ -52,6 +55,7 @@ MEANINGS: Final[dict[ErrorCode, Meaning]] = {
     ErrorCode.METHOD_NOT_ALLOWED: Meaning(405, 10405),
     ErrorCode.REQUEST_TIMEOUT: Meaning(408, 3007),
     ErrorCode.CONFLICT: Meaning(409, 10409),
+    ErrorCode.MODEL_RETIRED: Meaning(410, 5028),
     ErrorCode.PRECONDITION_FAILED: Meaning(412, 10412),
     ErrorCode.TOO_LARGE: Meaning(413, 3006),
     # Not 503 or 429: SDKs and proxies send those again at once, to another engine.

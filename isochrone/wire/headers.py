@@ -12,6 +12,9 @@ from isochrone.wire.ids import NodeId, ReplicaId
 SESSION_AFFINITY: Final = "x-session-affinity"
 REQUEST_ID: Final = "x-request-id"
 
+API_KEY: Final = "x-api-key"
+"""The API key as Anthropic's clients send it, without `Authorization`."""
+
 TRACEPARENT: Final = "traceparent"
 """The client's position in its trace, as W3C Trace Context defines it."""
 
@@ -24,6 +27,9 @@ one would put it before the requests of other tenants. Engines accept up to 100.
 POP: Final = "x-isochrone-pop"
 NODE: Final = "x-isochrone-node"
 WHY: Final = "x-isochrone-why"
+
+REGIONS: Final = "x-isochrone-regions"
+"""The regions that the request's key is limited to; absent if it is not."""
 
 # Router to node.
 REPLICA: Final = "x-isochrone-replica"

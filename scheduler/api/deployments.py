@@ -197,6 +197,7 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
         model_id=ModelId(body.model_id),
         engine=body.engine,
         policy=body.policy,
+        deprecation=body.deprecation,
     )
 
 

@@ -24,6 +24,7 @@ from scheduler.decide.cluster import (
     StartFailures,
 )
 from scheduler.decide.membership import NodeContact
+from scheduler.store.deployments import read_deprecation
 from scheduler.store.node_reports import NodeReportCache, read_nodes
 from scheduler.store.pool import Connection, as_struct, fetch_one
 from scheduler.store.prefetch import read_prefetches
@@ -104,7 +105,7 @@ async def _read_deployments(
 ) -> tuple[tuple[Deployment, ...], tuple[DeploymentId, ...]]:
     rows = await connection.fetch(
         """
-        SELECT deployment_id, name, model_id, version, engine, policy, deleted_at,
+        SELECT deployment_id, name, model_id, version, engine, policy, deprecation, deleted_at,
             extract(epoch FROM created_at)::bigint AS created_at
         FROM deployment ORDER BY deployment_id
         """
@@ -120,6 +121,7 @@ def _deployment(row: asyncpg.Record) -> Deployment:
         Deployment,
         engine=msgspec.json.decode(row["engine"], type=EngineSettings),
         policy=msgspec.json.decode(row["policy"], type=PlacementPolicy),
+        deprecation=read_deprecation(row["deprecation"]),
     )
 
 
@@ -131,6 +133,8 @@ async def _read_placements(
     rows = await connection.fetch(
         """
         SELECT p.replica_id, deployment_id, version, p.node_id, role, p.memory_bytes, reason, state,
+               coalesce((spec->'engine'->>'tokens_in_flight_max')::int8, 0)
+                   AS tokens_in_flight_max,
                state_reason, restarts, ended_at IS NOT NULL AS is_ending,
                coalesce(leader_id, '') AS leader_id, coalesce(rank_port, 0) AS rank_port,
                greatest(0, extract(epoch FROM clock_timestamp() - state_since))::float8

@@ -6,12 +6,12 @@ import asyncpg
 import msgspec
 
 from isochrone.wire.admin import DeploymentView
-from isochrone.wire.model import Deployment, EngineSettings, PlacementPolicy
+from isochrone.wire.model import Deployment, Deprecation, EngineSettings, PlacementPolicy
 from scheduler.store.catalogue import EtagMoved
 from scheduler.store.pool import Connection, affected_rows, as_json, as_struct
 
 _DEPLOYMENTS: Final = """
-SELECT deployment_id, name, model_id, version, engine, policy, etag, (
+SELECT deployment_id, name, model_id, version, engine, policy, deprecation, etag, (
     SELECT coalesce(json_object_agg(state, replicas), '{}') FROM (
         SELECT CASE WHEN ended_at IS NULL THEN state ELSE 'draining' END AS state,
                count(*) AS replicas
@@ -70,10 +70,11 @@ async def add_deployment(connection: Connection, deployment: Deployment) -> bool
         async with connection.transaction():
             done = await connection.execute(
                 """
-                INSERT INTO deployment AS d (deployment_id, name, model_id, version, engine, policy)
-                VALUES ($1, $2, $3, $4, $5, $6)
+                INSERT INTO deployment AS d
+                    (deployment_id, name, model_id, version, engine, policy, deprecation)
+                VALUES ($1, $2, $3, $4, $5, $6, $7)
                 ON CONFLICT (deployment_id) DO UPDATE SET name = $2, model_id = $3, version = $4,
-                    engine = $5, policy = $6, etag = d.etag + 1, deleted_at = NULL
+                    engine = $5, policy = $6, deprecation = $7, etag = d.etag + 1, deleted_at = NULL
                     WHERE d.deleted_at IS NOT NULL
                 """,
                 deployment.deployment_id,
@@ -82,6 +83,7 @@ async def add_deployment(connection: Connection, deployment: Deployment) -> bool
                 await next_version(connection, deployment.deployment_id),
                 as_json(deployment.engine),
                 as_json(deployment.policy),
+                as_json(deployment.deprecation) if deployment.deprecation else None,
             )
     except asyncpg.UniqueViolationError:
         return False
@@ -102,7 +104,7 @@ async def change_deployment(
                 UPDATE deployment SET name = $2, model_id = $3, engine = $4, policy = $5,
                     version = CASE WHEN model_id = $3 AND engine = $4::jsonb THEN version
                                    ELSE $7 END,
-                    etag = etag + 1
+                    deprecation = $8, etag = etag + 1
                 WHERE deployment_id = $1 AND deleted_at IS NULL
                   AND ($6::bigint IS NULL OR etag = $6)
                 """,
@@ -113,6 +115,7 @@ async def change_deployment(
                 as_json(deployment.policy),
                 etag,
                 await next_version(connection, deployment.deployment_id),
+                as_json(deployment.deprecation) if deployment.deprecation else None,
             )
     except asyncpg.UniqueViolationError:
         return False
@@ -175,12 +178,18 @@ async def delete_deployment(connection: Connection, deployment_id: str, etag: in
     )
 
 
+def read_deprecation(column: str | None) -> Deprecation | None:
+    """Return the value of the column `deprecation`."""
+    return msgspec.json.decode(column, type=Deprecation) if column else None
+
+
 def _deployment(row: asyncpg.Record) -> DeploymentView:
     return as_struct(
         row,
         DeploymentView,
         engine=msgspec.json.decode(row["engine"], type=EngineSettings),
         policy=msgspec.json.decode(row["policy"], type=PlacementPolicy),
+        deprecation=read_deprecation(row["deprecation"]),
         replicas=msgspec.json.decode(row["replicas"]),
         unmet=(),
     )

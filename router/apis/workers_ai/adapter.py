@@ -6,13 +6,17 @@ from typing import Final
 from urllib.parse import unquote
 
 from router.apis.openai.surface import OpenAiSurface
+from router.apis.responses.adapter import read_responses_request
 from router.apis.translating_writer import TranslatingWriter
 from router.apis.workers_ai.translate import (
     encode_error_event,
+    in_envelope,
+    is_responses_request,
     to_openai,
     translate_body,
     translate_frame,
     translate_refusal,
+    with_model,
 )
 from router.dataplane.http_messages import HttpRequest, ResponseWriter
 from router.inference_request import InferenceRequest
@@ -44,12 +48,30 @@ def read_run_request(
 
     Raises ApiError if the request is invalid.
     """
+    if is_responses_request(request.body):
+        return _read_responses_request(openai, request, writer)
     translated = to_openai(request.body, model_of(request.path) or "")
     inference = openai.read(request, translated.path, translated.body, encode_error_event)
     translating = TranslatingWriter(
         writer,
         translate_frame=translate_frame,
-        translate_body=partial(translate_body, is_json=translated.is_json),
+        translate_body=partial(
+            translate_body, is_json=translated.is_json, text_field=translated.text_field
+        ),
         translate_refusal=translate_refusal,
     )
     return inference, translating
+
+
+def _read_responses_request(
+    openai: OpenAiSurface, request: HttpRequest, writer: ResponseWriter
+) -> tuple[InferenceRequest, ResponseWriter]:
+    """Read a body of the Responses surface. Its answer is the result, its events are unchanged."""
+    request.body = with_model(request.body, model_of(request.path) or "")
+    enveloped = TranslatingWriter(
+        writer,
+        translate_frame=bytes,
+        translate_body=in_envelope,
+        translate_refusal=translate_refusal,
+    )
+    return read_responses_request(openai, request, enveloped)

@@ -33,17 +33,31 @@ _COPIED: Final = (
 )
 """Fields that are the same in both formats. The replica's engine refuses those it does not have."""
 
+_TRANSLATION_PROMPT: Final = (
+    "Translate the user's text{source} into {target}. Answer with the translation alone, and keep"
+    " its meaning, its tone and its line breaks."
+)
+_SUMMARY_PROMPT: Final = (
+    "Summarise the user's text in its own language{length}. Answer with the summary alone."
+)
+
 _GENERATION_FIELDS: Final = frozenset(_COPIED) | {
     *("prompt", "messages", "raw", "stream", "stream_options", "max_tokens", "tools", "lora"),
     *("model", "options"),
 }
-_FIELDS_OF_TASK: Final = {
+FIELDS_OF_TASK: Final = {
     "prompt": _GENERATION_FIELDS,
     "messages": _GENERATION_FIELDS - {"raw"},
     "text": frozenset({"text", "model", "options"}),
+    "target_lang": frozenset({"text", "target_lang", "source_lang", "model", "options"}),
+    "input_text": frozenset({"input_text", "max_length", "model", "options"}),
     "query": frozenset({"query", "contexts", "top_k", "model", "options"}),
 }
 """The fields that are honoured, by the field that decides the task."""
+
+_DECIDING_FIELDS: Final = (
+    "'prompt', 'messages', 'input', 'text', 'query', 'target_lang' (with 'text') and 'input_text'"
+)
 
 
 class RunResponseFormat(msgspec.Struct, frozen=True):
@@ -55,7 +69,8 @@ class RunResponseFormat(msgspec.Struct, frozen=True):
 class RunRequest(msgspec.Struct, frozen=True):
     """`/ai/run`: a prompt, messages, texts to embed, or a query with texts to rank.
 
-    Fields of `_COPIED` are copied to the OpenAI request, all others are refused.
+    A chat model also translates `text` into `target_lang` and summarises `input_text`. Fields of
+    `_COPIED` are copied to the OpenAI request, all others are refused.
     """
 
     model: str | None = None
@@ -65,6 +80,10 @@ class RunRequest(msgspec.Struct, frozen=True):
     query: Annotated[str, Meta(min_length=1)] | None = None
     contexts: Annotated[list[RankableDocument], Meta(min_length=1, max_length=1024)] | None = None
     top_k: int | None = None
+    target_lang: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    source_lang: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    input_text: Annotated[str, Meta(min_length=1)] | None = None
+    max_length: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
     response_format: RunResponseFormat | None = None
     lora: str | None = None
     stream: bool = False
@@ -75,13 +94,23 @@ class RunRequest(msgspec.Struct, frozen=True):
 
 
 class OpenAiCall(NamedTuple):
-    """The OpenAI path and body of a translated request; `is_json` if the answer is a JSON value."""
+    """The OpenAI path and body of a translated request.
+
+    `is_json` if the answer is a JSON value. `text_field` names the only field of the result, if the
+    task has one of its own.
+    """
 
     path: str
     body: bytes
-    is_json: bool
+    is_json: bool = False
+    text_field: str = ""
 
 
+class _ResponsesShape(msgspec.Struct, frozen=True):
+    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_RESPONSES_SHAPE: Final = msgspec.json.Decoder(_ResponsesShape)
 _RUN: Final = msgspec.json.Decoder(RunRequest)
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -92,9 +121,11 @@ def to_openai(body: bytes, model: str) -> OpenAiCall:
     sent = {name: value for name, value in _FIELDS.decode(body).items() if bytes(value) != b"null"}
     _check(run, sent, model)
     options = {"options": run.options} if run.options is not None else {}
+    if run.target_lang is not None or run.input_text is not None:
+        return _to_instructed_chat(run, model, options)
     if run.text is not None:
         embedding = {"model": model, "input": run.text, **options}
-        return OpenAiCall(EMBEDDINGS_PATH, msgspec.json.encode(embedding), is_json=False)
+        return OpenAiCall(EMBEDDINGS_PATH, msgspec.json.encode(embedding))
     if run.query is not None:
         reranking: dict[str, Any] = {
             "model": model,
@@ -104,7 +135,7 @@ def to_openai(body: bytes, model: str) -> OpenAiCall:
         }
         if run.top_k is not None:
             reranking["top_n"] = run.top_k
-        return OpenAiCall(RERANK_PATH, msgspec.json.encode(reranking), is_json=False)
+        return OpenAiCall(RERANK_PATH, msgspec.json.encode(reranking))
     fields: dict[str, Any] = {name: sent[name] for name in _COPIED if name in sent}
     fields |= {"model": model, **options}
     if run.max_tokens is not None or "max_completion_tokens" not in sent:
@@ -122,15 +153,35 @@ def to_openai(body: bytes, model: str) -> OpenAiCall:
     return OpenAiCall(CHAT_PATH, chat, is_json)
 
 
+def _to_instructed_chat(run: RunRequest, model: str, options: dict[str, Any]) -> OpenAiCall:
+    """Return a translation or a summary as a request to a chat model."""
+    if run.target_lang is not None:
+        source = f" from {run.source_lang}" if run.source_lang else ""
+        instruction = _TRANSLATION_PROMPT.format(source=source, target=run.target_lang)
+        text, text_field = run.text, "translated_text"
+    else:
+        length = f" in at most {run.max_length} words" if run.max_length else ""
+        instruction = _SUMMARY_PROMPT.format(length=length)
+        text, text_field = run.input_text, "summary"
+    messages = [
+        {"role": "system", "content": instruction},
+        {"role": "user", "content": text},
+    ]
+    chat = {"model": model, "messages": messages, "temperature": 0, **options}
+    return OpenAiCall(CHAT_PATH, msgspec.json.encode(chat), text_field=text_field)
+
+
 def _check(run: RunRequest, sent: dict[str, msgspec.Raw], model: str) -> None:
     """Raise ApiError 400 if a request has no single task, or uses what is not supported."""
-    given = [name for name in _FIELDS_OF_TASK if name in sent]
+    given = [name for name in FIELDS_OF_TASK if name in sent]
+    if given == ["text", "target_lang"]:
+        given.remove("text")
     if len(given) != 1:
         quoted = " and ".join(f"'{name}'" for name in given)
         found = f"it has {quoted}" if given else "it has none"
-        reason = f"it needs exactly one of 'prompt', 'messages', 'text' and 'query'; {found}"
+        reason = f"it needs exactly one of {_DECIDING_FIELDS}; {found}"
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use the request body: {reason}")
-    unsupported = sorted(sent.keys() - _FIELDS_OF_TASK[given[0]])
+    unsupported = sorted(sent.keys() - FIELDS_OF_TASK[given[0]])
     if unsupported:
         name = unsupported[0][:60]
         reason = f"/ai/run does not support it together with '{given[0]}'"
@@ -138,6 +189,9 @@ def _check(run: RunRequest, sent: dict[str, msgspec.Raw], model: str) -> None:
     if run.model not in (None, model):
         reason = f"it is {run.model!r}, and the path names {model!r}"
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field 'model': {reason}")
+    if run.target_lang is not None and not isinstance(run.text, str):
+        reason = "it needs field 'text' with one text to translate"
+        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field 'target_lang': {reason}")
     if run.query is not None and run.contexts is None:
         reason = "it needs field 'contexts' with the texts to rank"
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field 'query': {reason}")
@@ -146,10 +200,32 @@ def _check(run: RunRequest, sent: dict[str, msgspec.Raw], model: str) -> None:
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field 'lora': {reason}")
 
 
-def translate_body(body: bytes, *, is_json: bool) -> bytes:
-    """Translate a complete OpenAI response."""
+def translate_body(body: bytes, *, is_json: bool, text_field: str = "") -> bytes:
+    """Translate a complete OpenAI response; `text_field` names the field of its text alone."""
     result = result_of(body, is_json=is_json)
-    return msgspec.json.encode({"result": result, "success": True, "errors": [], "messages": []})
+    if text_field:
+        result = {text_field: str(result["response"]).strip()}
+    return in_envelope(msgspec.json.encode(result))
+
+
+def in_envelope(result: bytes) -> bytes:
+    """Return a JSON value as the result of a successful answer."""
+    return b'{"result":' + result + b',"success":true,"errors":[],"messages":[]}'
+
+
+def is_responses_request(body: bytes) -> bool:
+    """Return whether a body has the field `input`, by which it is a Responses request.
+
+    Raises ApiError 400 if it is not a JSON object.
+    """
+    if not body:
+        raise ApiError(ErrorCode.INCOMPLETE_REQUEST, "cannot read the request: it has no body")
+    return decode(body, _RESPONSES_SHAPE).input is not msgspec.UNSET
+
+
+def with_model(body: bytes, model: str) -> bytes:
+    """Return a JSON object with the field `model`, which Workers AI has in the path instead."""
+    return msgspec.json.encode({**_FIELDS.decode(body), "model": model})
 
 
 def translate_refusal(body: bytes) -> bytes:
@@ -188,8 +264,8 @@ def result_of(body: bytes, *, is_json: bool = False) -> dict[str, Any]:
     if text is None:
         text = choice.get("text") or ""
     result: dict[str, Any] = {"response": _json_value(text) if is_json else text}
-    if message.get("reasoning_content"):
-        result["reasoning_content"] = message["reasoning_content"]
+    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        result["reasoning_content"] = reasoning
     if message.get("tool_calls"):
         result["tool_calls"] = [_run_tool_call(call["function"]) for call in message["tool_calls"]]
     if answer.get("usage"):
@@ -208,8 +284,8 @@ def translate_frame(frame: bytes) -> bytes:
     choice = chunk.choices[0] if chunk.choices else ChunkChoice()
     delta = choice.delta or ChunkDelta()
     fields: dict[str, Any] = {"response": delta.content or choice.text or ""}
-    if delta.reasoning_content:
-        fields["reasoning_content"] = delta.reasoning_content
+    if delta.reasoning_text:
+        fields["reasoning_content"] = delta.reasoning_text
     if delta.tool_calls:
         fields["tool_calls"] = delta.tool_calls
     if choice.finish_reason:

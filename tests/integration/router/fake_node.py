@@ -102,6 +102,14 @@ class FakeNode:
             self.running -= 1
             await asyncio.shield(self.note())
 
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """Count a chat's tokens: one for each word of a text."""
+        body = await request.read()
+        self.bodies.append(body)
+        messages = json.loads(body)["messages"]
+        count = sum(len(message["content"].split()) for message in messages)
+        return web.json_response({"count": count, "max_model_len": 4096})
+
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         extra = {headers.LOAD: self.load} if self.load else {}
         if self.announces:
@@ -200,6 +208,7 @@ async def open_node(node: FakeNode, port: int = 0) -> AsyncIterator[FakeNode]:
     app.router.add_get("/ping", node.ping)
     app.router.add_post("/v1/chat/completions", node.generate)
     app.router.add_post("/v1/completions", node.generate)
+    app.router.add_post("/tokenize", node.tokenize)
     limits = HttpServerLimits(shutdown_timeout_s=0.2)
     async with serve_http(app, "127.0.0.1", port, limits=limits) as bound:
         node.port = bound

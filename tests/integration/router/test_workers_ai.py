@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 
 import aiohttp
+import jsonschema  # type: ignore[import-untyped]
+import msgspec
 import openai
 import pytest
 
+from isochrone.wire.model import Deprecation
 from tests.integration.router.fake_node import FakeNode
-from tests.integration.router.fleet_of import KEY, a_bench
+from tests.integration.router.fleet_of import KEY, a_bench, a_route, a_table
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -66,7 +69,7 @@ async def test_errors_have_workers_ai_numbers_and_format(tmp_path: Path) -> None
             assert (response.status, answer["errors"][0]["code"]) == (429, 3040)
 
 
-@pytest.mark.parametrize("path", ["/client/v4/accounts/a/ai/models/search", "/ai/nothing"])
+@pytest.mark.parametrize("path", ["/client/v4/accounts/a/ai/nothing", "/ai/nothing"])
 async def test_unknown_paths_answer_in_workers_ais_format(tmp_path: Path, path: str) -> None:
     async with a_bench(tmp_path) as bench:
         async with bench.http.get(f"{bench.url}{path}") as response:
@@ -107,3 +110,134 @@ async def test_openai_clients_of_workers_ai_only_change_the_host(
         async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
             with pytest.raises(openai.AuthenticationError, match="Incorrect API key provided"):
                 await client.embeddings.create(model="tiny", input="hi")
+
+
+async def test_the_lists_name_what_the_key_may_use(tmp_path: Path) -> None:
+    names = ("@cf/meta/tiny", "@cf/baai/other", "plain")
+    async with a_bench(tmp_path) as bench:
+        bench.app.fleet.adopt(a_table([a_route(bench.nodes[0])], generation=2, names=names))
+        found: list[str] = []
+        for page in (1, 2, 3):
+            url = f"{bench.url}/client/v4/accounts/a/ai/models/search?per_page=2&page={page}"
+            async with bench.http.get(url) as response:
+                answer = await response.json()
+                assert answer["result_info"]["total_count"] == 3
+                found += [model["name"] for model in answer["result"]]
+        assert found == list(names)
+        async with bench.http.get(f"{bench.url}/ai/models/search?author=meta") as response:
+            (model,) = (await response.json())["result"]
+            assert model["name"] == "@cf/meta/tiny"
+            assert model["task"]["name"] == "Text Generation"
+            assert {"property_id": "context_window", "value": "4096"} in model["properties"]
+        async with bench.http.get(f"{bench.url}/ai/tasks/search") as response:
+            assert [task["id"] for task in (await response.json())["result"]] == ["chat"]
+        async with bench.http.get(f"{bench.url}/ai/authors/search") as response:
+            authors = [author["name"] for author in (await response.json())["result"]]
+            assert authors == ["baai", "meta"]
+
+
+async def test_a_models_schema_accepts_what_the_model_answers(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        body = {"prompt": "hi", "max_tokens": 3}
+        async with bench.http.post(f"{bench.url}/ai/run/tiny", json=body) as response:
+            result = (await response.json())["result"]
+        async with bench.http.get(f"{bench.url}/ai/models/schema?model=tiny") as response:
+            schema = (await response.json())["result"]
+        jsonschema.Draft202012Validator(schema["input"]).validate(body)
+        jsonschema.Draft202012Validator(schema["output"]).validate(result)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.Draft202012Validator(schema["input"]).validate({"max_tokens": 3})
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "number"),
+    [
+        ("GET", "/ai/models/search?colour=red", 400, 5006),
+        ("GET", "/ai/models/search?page=0", 400, 5006),
+        ("GET", "/ai/models/schema?model=none", 404, 3042),
+        ("POST", "/ai/tasks/search", 405, 10405),
+    ],
+)
+async def test_the_lists_refuse_in_the_envelope(
+    tmp_path: Path, method: str, path: str, status: int, number: int
+) -> None:
+    async with (
+        a_bench(tmp_path) as bench,
+        bench.http.request(method, f"{bench.url}{path}") as response,
+    ):
+        answer = await response.json()
+        assert (response.status, answer["errors"][0]["code"]) == (status, number)
+        assert answer["success"] is False
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "said"),
+    [
+        ({"text": "hi", "target_lang": "fr"}, "translated_text", "into fr"),
+        ({"text": "hi", "source_lang": "de", "target_lang": "fr"}, "translated_text", "from de"),
+        ({"input_text": "hi", "max_length": 7}, "summary", "at most 7 words"),
+    ],
+)
+async def test_a_chat_model_translates_and_summarises(
+    tmp_path: Path, body: dict[str, object], field: str, said: str
+) -> None:
+    async with a_bench(tmp_path) as bench:
+        async with bench.http.post(f"{bench.url}/ai/run/tiny", json=body) as response:
+            answer = await response.json()
+            assert set(answer["result"]) == {field}
+            assert answer["result"][field].startswith("t0 t1")
+        instruction, text = json.loads(bench.nodes[0].bodies[0])["messages"]
+        assert said in instruction["content"]
+        assert text == {"role": "user", "content": "hi"}
+
+
+async def test_an_input_makes_it_a_responses_request(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        url = f"{bench.url}/ai/run/tiny"
+        body = {"input": "hi", "max_output_tokens": 3}
+        async with bench.http.post(url, json=body) as response:
+            answer = await response.json()
+            assert answer["success"] is True
+            assert answer["result"]["object"] == "response"
+            assert answer["result"]["output"][0]["content"][0]["text"] == "t0 t1 t2"
+        async with bench.http.post(url, json={**body, "stream": True}) as response:
+            events = [line for line in (await response.text()).split("\n") if line[:6] == "event:"]
+            assert events[0] == "event: response.created"
+            assert events[-1] == "event: response.completed"
+        async with bench.http.post(url, json={**body, "colour": "red"}) as response:
+            answer = await response.json()
+            assert (response.status, answer["success"]) == (400, False)
+            assert "colour" in answer["errors"][0]["message"]
+
+
+async def test_a_request_without_a_body_is_incomplete(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench, bench.http.post(f"{bench.url}/ai/run/tiny") as response:
+        assert (response.status, (await response.json())["errors"][0]["code"]) == (400, 3003)
+
+
+async def test_an_announced_end_is_shown_and_then_enforced(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+
+        async def adopt(generation: int, deprecation: Deprecation) -> None:
+            table = a_table([a_route(bench.nodes[0])], generation=generation)
+            entry = msgspec.structs.replace(table.deployments[0], deprecation=deprecation)
+            bench.app.fleet.adopt(msgspec.structs.replace(table, deployments=(entry,)))
+
+        await adopt(2, Deprecation(announced_at=1_700_000_000, sunset_at=4_102_444_800))
+        async with bench.chat() as response:
+            assert response.status == 200
+            assert response.headers["deprecation"] == "@1700000000"
+            assert response.headers["sunset"] == "Fri, 01 Jan 2100 00:00:00 GMT"
+        async with bench.http.get(f"{bench.url}/ai/models/search") as response:
+            properties = (await response.json())["result"][0]["properties"]
+            assert {"property_id": "planned_deprecation_date", "value": "2100-01-01"} in properties
+        await adopt(3, Deprecation(announced_at=1, sunset_at=86_400, replacement="large"))
+        async with bench.http.post(f"{bench.url}/ai/run/tiny", json={"prompt": "hi"}) as response:
+            error = (await response.json())["errors"][0]
+            assert (response.status, error["code"]) == (410, 5028)
+            assert "retired on 1970-01-02; use 'large'" in error["message"]
+        async with bench.http.get(f"{bench.url}/ai/models/search") as response:
+            assert (await response.json())["result"] == []
+        listed = f"{bench.url}/ai/models/search?include_deprecated=true"
+        async with bench.http.get(listed) as response:
+            assert len((await response.json())["result"]) == 1

@@ -12,8 +12,8 @@ from router.dataplane.sse import DONE_FRAME, data_frame
 
 
 def translate(**fields: Any) -> tuple[str, dict[str, Any]]:
-    path, body, _ = to_openai(json.dumps(fields).encode(), "@cf/x/tiny")
-    return path, json.loads(body)
+    call = to_openai(json.dumps(fields).encode(), "@cf/x/tiny")
+    return call.path, json.loads(call.body)
 
 
 def test_a_prompt_and_messages_become_a_chat() -> None:
@@ -54,7 +54,7 @@ def test_a_query_becomes_a_reranking_request() -> None:
 )
 def test_a_json_answer_is_returned_as_a_value(response_format: object, expected: object) -> None:
     body = json.dumps({"prompt": "hi", "response_format": response_format}).encode()
-    _, _, is_json = to_openai(body, "tiny")
+    is_json = to_openai(body, "tiny").is_json
     answer = json.dumps({"choices": [{"message": {"content": '{"a":1}'}}]}).encode()
     assert result_of(answer, is_json=is_json) == {"response": expected}
 
@@ -164,5 +164,6 @@ def test_reasoning_is_returned() -> None:
     message = {"role": "assistant", "content": "4", "reasoning_content": "2 + 2"}
     body = json.dumps({"choices": [{"message": message}]}).encode()
     assert result_of(body) == {"response": "4", "reasoning_content": "2 + 2"}
-    frame = data_frame({"choices": [{"index": 0, "delta": {"reasoning_content": "2"}}]})
-    assert json.loads(translate_frame(frame)[6:]) == {"response": "", "reasoning_content": "2"}
+    for name in ("reasoning_content", "reasoning"):
+        frame = data_frame({"choices": [{"index": 0, "delta": {name: "2"}}]})
+        assert json.loads(translate_frame(frame)[6:]) == {"response": "", "reasoning_content": "2"}

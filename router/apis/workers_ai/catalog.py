@@ -1,0 +1,209 @@
+"""Workers AI's lists of models, tasks and authors, made from the route table. Pure.
+
+Fields are those of Cloudflare's REST API reference, "List models" (`/ai/models/search`) and its
+neighbours. `source` is 1 throughout, as there for models that are served by the service itself.
+"""
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.routes import DeploymentEntry
+from router.apis.openai.schema import ChatRequest
+from router.apis.workers_ai.translate import FIELDS_OF_TASK, RunRequest
+
+SOURCE: Final = 1
+PER_PAGE_DEFAULT: Final = 20
+PER_PAGE_MAX: Final = 1000
+
+
+class TaskDescription(NamedTuple):
+    """A task as the lists name it, and the fields of `/ai/run` that decide for it."""
+
+    name: str
+    description: str
+    deciding_fields: tuple[str, ...]
+    output: type
+
+
+class _GeneratedText(msgspec.Struct):
+    response: str | dict[str, Any]
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    usage: dict[str, Any] | None = None
+
+
+class _Vectors(msgspec.Struct):
+    shape: list[int]
+    data: list[list[float]]
+
+
+class _RankedContext(msgspec.Struct):
+    id: int
+    score: float
+
+
+class _Ranking(msgspec.Struct):
+    response: list[_RankedContext]
+
+
+TASKS: Final[Mapping[str, TaskDescription]] = {
+    "chat": TaskDescription(
+        "Text Generation",
+        "Generates text from a prompt or from messages",
+        ("prompt", "messages"),
+        _GeneratedText,
+    ),
+    "embedding": TaskDescription(
+        "Text Embeddings", "Turns texts into vectors of numbers", ("text",), _Vectors
+    ),
+    "rerank": TaskDescription(
+        "Text Classification", "Orders texts by how well they answer a query", ("query",), _Ranking
+    ),
+}
+"""By the kind of model. Workers AI lists its rerankers under Text Classification."""
+
+
+class ModelQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The query parameters of `/ai/models/search`. No model is experimental here."""
+
+    search: str = ""
+    task: str = ""
+    author: str = ""
+    source: int = SOURCE
+    hide_experimental: bool = False
+    include_deprecated: bool = False
+    page: int = 1
+    per_page: int = PER_PAGE_DEFAULT
+
+
+class SchemaQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The query parameter of `/ai/models/schema`."""
+
+    model: str
+
+
+def model_page(
+    entries: Iterable[DeploymentEntry], query: ModelQuery, now_unix_s: float
+) -> dict[str, Any]:
+    """Return one page of the model list, as an envelope; past the last page it is empty."""
+    if query.page < 1 or not 1 <= query.per_page <= PER_PAGE_MAX:
+        reason = f"page counts from 1 and per_page is 1 to {PER_PAGE_MAX}"
+        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot list models: {reason}", param="page")
+    found = [entry for entry in entries if _matches(entry, query, now_unix_s)]
+    first = (query.page - 1) * query.per_page
+    page = found[first : first + query.per_page]
+    info = {
+        "count": len(page),
+        "page": query.page,
+        "per_page": query.per_page,
+        "total_count": len(found),
+    }
+    return {**envelope([_model(entry) for entry in page]), "result_info": info}
+
+
+def task_list(entries: Iterable[DeploymentEntry]) -> list[dict[str, str]]:
+    """Return the tasks that the models of `entries` serve."""
+    return [_task(kind) for kind in TASKS if kind in {entry.kind for entry in entries}]
+
+
+def author_list(entries: Iterable[DeploymentEntry]) -> list[dict[str, str]]:
+    """Return the authors in the names of `entries`."""
+    authors = sorted({author_of(entry.name) for entry in entries} - {""})
+    return [{"id": author, "name": author} for author in authors]
+
+
+def model_schema(entry: DeploymentEntry) -> dict[str, Any]:
+    """Return the JSON Schemas of a model's `/ai/run` input and of its result."""
+    task = TASKS[entry.kind]
+    inputs = [_input_schema(name) for name in task.deciding_fields]
+    # References in a schema begin at its root.
+    definitions: dict[str, Any] = {}
+    for schema in inputs:
+        definitions |= schema.pop("$defs")
+    output = msgspec.json.schema(task.output)
+    return {
+        "input": {"type": "object", "oneOf": inputs, "$defs": definitions},
+        "output": {**output["$defs"][task.output.__name__], "$defs": output["$defs"]},
+    }
+
+
+def author_of(name: str) -> str:
+    """Return the author in a name such as `@cf/meta/llama` or `meta/llama`, or an empty text."""
+    parts = name.split("/")
+    if parts[0].startswith("@"):
+        parts = parts[1:]
+    return parts[0] if len(parts) > 1 else ""
+
+
+def envelope(result: object) -> dict[str, Any]:
+    """Return a successful answer in Workers AI's envelope."""
+    return {"result": result, "success": True, "errors": [], "messages": []}
+
+
+def _matches(entry: DeploymentEntry, query: ModelQuery, now_unix_s: float) -> bool:
+    deprecation = entry.deprecation
+    is_retired = deprecation is not None and 0 < deprecation.sunset_at <= now_unix_s
+    return (
+        query.search.lower() in entry.name.lower()
+        and query.task.lower() in ("", TASKS[entry.kind].name.lower())
+        and query.author.lower() in ("", author_of(entry.name).lower())
+        and query.source == SOURCE
+        and (query.include_deprecated or not is_retired)
+    )
+
+
+def _model(entry: DeploymentEntry) -> dict[str, Any]:
+    properties: list[dict[str, Any]] = [_property("context_window", str(entry.context_tokens))]
+    price = entry.price
+    if price is not None:
+        cached = price.cached_per_million
+        units = {
+            "per M input tokens": price.prompt_per_million,
+            "per M cached input tokens": price.prompt_per_million if cached is None else cached,
+            "per M output tokens": price.output_per_million,
+        }
+        rows = [{"unit": unit, "price": amount} for unit, amount in units.items()]
+        properties.append(_property("price", rows))
+    if entry.deprecation is not None and entry.deprecation.sunset_at:
+        day = datetime.fromtimestamp(entry.deprecation.sunset_at, UTC).date()
+        properties.append(_property("planned_deprecation_date", day.isoformat()))
+    return {
+        "id": entry.deployment_id,
+        "source": SOURCE,
+        "name": entry.name,
+        "description": "",
+        "task": _task(entry.kind),
+        "tags": [],
+        "properties": properties,
+    }
+
+
+def _property(name: str, value: object) -> dict[str, Any]:
+    return {"property_id": name, "value": value}
+
+
+def _task(kind: str) -> dict[str, str]:
+    task = TASKS[kind]
+    return {"id": kind, "name": task.name, "description": task.description}
+
+
+def _input_schema(deciding_field: str) -> dict[str, Any]:
+    """Return the schema of one kind of input: the fields that `/ai/run` honours with it."""
+    honoured = FIELDS_OF_TASK[deciding_field] - {"lora"}
+    types = {field.name: field.type for field in msgspec.structs.fields(ChatRequest)}
+    types |= {field.name: field.type for field in msgspec.structs.fields(RunRequest)}
+    known = sorted(honoured & types.keys())
+    schemas, definitions = msgspec.json.schema_components([types[name] for name in known])
+    properties: dict[str, dict[str, Any]] = {name: {} for name in sorted(honoured)}
+    properties |= zip(known, schemas, strict=True)
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": ["query", "contexts"] if deciding_field == "query" else [deciding_field],
+        "additionalProperties": False,
+        "$defs": definitions,
+    }
