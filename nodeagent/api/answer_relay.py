@@ -1,4 +1,4 @@
-"""Relays an engine's or a peer node's answer to the router, byte for byte."""
+"""Relays an engine's or a peer node's answer to the router, and refuses requests."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
@@ -82,3 +82,17 @@ async def loss_headers(running: EngineRequest, error: Exception) -> dict[str, st
     """Return the headers of the answer to a request whose engine failed before its first byte."""
     was_sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
     return {headers.ENGINE_LOST: "1"} if was_sent and await running.is_blamed() else {}
+
+
+def refusal(word: str, status: int, load: str = "") -> web.Response:
+    """Return a refusal with its word as a header and a retry delay of one second."""
+    error = {"error": {"code": "refused", "message": f"cannot serve the request: {word}"}}
+    response = web.Response(
+        status=status,
+        body=msgspec.json.encode(error),
+        content_type="application/json",
+        headers={headers.REFUSED: word, "retry-after": "1"},
+    )
+    if load:
+        response.headers[headers.LOAD] = load
+    return response

@@ -8,7 +8,6 @@ from time import monotonic
 from typing import Final, NamedTuple
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
 from isochrone.service.http_server import error_middleware, json_error, read_body
@@ -17,7 +16,13 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.report import ReplicaState
 from nodeagent import metrics
-from nodeagent.api.answer_relay import count_bytes, loss_headers, relay_body, response_head
+from nodeagent.api.answer_relay import (
+    count_bytes,
+    loss_headers,
+    refusal,
+    relay_body,
+    response_head,
+)
 from nodeagent.api.engine_trials import EngineRequest, engine_request
 from nodeagent.api.handoff_notice import announce_replica
 from nodeagent.api.metrics_page import add_metrics
@@ -370,17 +375,3 @@ def _router_name(request: web.Request) -> str:
 def _parse_count(value: str) -> int | None:
     """Return a header's number of tokens or milliseconds, or None if it has none."""
     return int(value) if value.isascii() and value.isdigit() and len(value) <= 12 else None
-
-
-def refusal(word: str, status: int, load: str = "") -> web.Response:
-    """Return a refusal with its word as a header and a retry delay of one second."""
-    error = {"error": {"code": "refused", "message": f"cannot serve the request: {word}"}}
-    response = web.Response(
-        status=status,
-        body=msgspec.json.encode(error),
-        content_type="application/json",
-        headers={headers.REFUSED: word, "retry-after": "1"},
-    )
-    if load:
-        response.headers[headers.LOAD] = load
-    return response
