@@ -6,7 +6,7 @@ import logging
 import secrets
 from contextlib import AsyncExitStack
 from hashlib import sha256
-from time import monotonic
+from time import monotonic, time
 from typing import Final, NamedTuple
 
 from isochrone.service.clock import JumpFreeClock, utc_now
@@ -273,7 +273,7 @@ def _upkeep_loops(made: Composition) -> tuple[Loop, ...]:
     delete = DeleteExpiredRows(pool=pool, lease=lease, rules=rules, clock=clock)
     quotas = SumQuotas(pool=pool, lease=lease)
     partitions = RotatePartitions(pool=pool, lease=lease, clock=clock)
-    history = AdvanceHistory(pool=pool, lease=lease, wall_clock=utc_now)
+    history = AdvanceHistory(pool=pool, lease=lease, unix_clock=time)
     garbage = CollectGarbage(made.state.peers)
     return (
         Loop("delete_expired_rows", delete.run_once, 600.0),

@@ -5,7 +5,6 @@ only the time that schedulers have seen passing counts, and a little more, to ma
 in which none ran. Being late costs disk space; being early would cost history.
 """
 
-from datetime import datetime, timedelta
 from typing import Final
 
 CATCH_UP_SHARE: Final = 1 / 24
@@ -15,10 +14,10 @@ BEHIND_S: Final = 3600.0
 """History that is further behind the wall clocks is worth a line in the log."""
 
 
-def advance(at: datetime, elapsed_s: float, wall: datetime) -> datetime:
-    """Return up to when history has advanced from `at`, `elapsed_s` later.
+def advance(at_s: float, elapsed_s: float, wall_s: float) -> float:
+    """Return up to when (Unix time) history has advanced from `at_s`, `elapsed_s` later.
 
-    It does not pass `wall`, the earlier of the wall clocks, and never goes back.
+    It does not pass `wall_s`, the earlier of the wall clocks, and never goes back.
     """
-    ahead = at + timedelta(seconds=max(0.0, elapsed_s) * (1 + CATCH_UP_SHARE))
-    return max(at, min(wall, ahead))
+    ahead_s = at_s + max(0.0, elapsed_s) * (1 + CATCH_UP_SHARE)
+    return max(at_s, min(wall_s, ahead_s))

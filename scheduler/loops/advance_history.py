@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from datetime import datetime
 from typing import NamedTuple
 
 from scheduler import metrics
@@ -23,12 +22,10 @@ class HistoryCounts(NamedTuple):
 class AdvanceHistory:
     """Adds the time that this process has seen passing since its last turn."""
 
-    def __init__(
-        self, *, pool: Pool, lease: LeaseState, wall_clock: Callable[[], datetime]
-    ) -> None:
+    def __init__(self, *, pool: Pool, lease: LeaseState, unix_clock: Callable[[], float]) -> None:
         self._pool = pool
         self._lease = lease
-        self._wall_clock = wall_clock
+        self._unix_clock = unix_clock
         self._turned_at: float | None = None
         self._is_behind = False
 
@@ -41,14 +38,14 @@ class AdvanceHistory:
         elapsed_s = 0.0 if self._turned_at is None else now - self._turned_at
         async with transaction(self._pool) as connection:
             stored = await read_history_clock(connection)
-            wall = min(stored.database_now, self._wall_clock())
-            at = advance(stored.at, elapsed_s, wall)
-            await write_history_clock(connection, self._lease.epoch, at)
+            wall_s = min(stored.database_s, self._unix_clock())
+            at_s = advance(stored.at_s, elapsed_s, wall_s)
+            await write_history_clock(connection, self._lease.epoch, at_s)
         self._turned_at = now
-        behind_s = (wall - at).total_seconds()
+        behind_s = wall_s - at_s
         metrics.HISTORY_BEHIND_S.set(max(0.0, behind_s))
         if behind_s > BEHIND_S and not self._is_behind:
-            fields = {"behind_s": round(behind_s), "history": at.isoformat()}
+            fields = {"behind_s": round(behind_s), "history_unix_s": round(at_s)}
             log.warning("clock is ahead of the time that schedulers saw", extra={"fields": fields})
         self._is_behind = behind_s > BEHIND_S
         return HistoryCounts(behind_s)

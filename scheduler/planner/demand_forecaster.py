@@ -126,7 +126,7 @@ class DemandForecaster:
         async with using(self._pool) as connection:
             pops = await read_pops(connection)
             now = slot_of(await read_clock(connection))
-            history = slot_of((await read_history_clock(connection)).at.timestamp())
+            history = slot_of((await read_history_clock(connection)).at_s)
             # A clock that is a year off must not delete what was learned by the right one.
             too_old, too_new = min(now, history) - FORGET_SLOTS, max(now, history)
             await forget_series(connection, too_old, too_new + PUT_BACK_SLOTS_MAX)
@@ -170,7 +170,7 @@ class DemandForecaster:
             async with transaction(self._pool) as connection:
                 await save_series(connection, rows)
         async with using(self._pool) as connection:
-            history = slot_of((await read_history_clock(connection)).at.timestamp())
+            history = slot_of((await read_history_clock(connection)).at_s)
             await forget_series(connection, min(slot, history) - FORGET_SLOTS)
         return len(due)
 

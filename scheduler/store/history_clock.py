@@ -1,6 +1,5 @@
 """Up to when schedulers have seen time pass (`scheduler/decide/history_time.py`)."""
 
-from datetime import datetime
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import Epoch
@@ -12,19 +11,23 @@ HISTORY_AT: Final = "(SELECT at FROM history_clock)"
 
 
 class HistoryClock(NamedTuple):
-    """The stored time, and what the database's wall clock says."""
+    """The stored time, and what the database's wall clock says: Unix times."""
 
-    at: datetime
-    database_now: datetime
+    at_s: float
+    database_s: float
 
 
 async def read_history_clock(connection: Connection) -> HistoryClock:
     """Return the stored time and the database's."""
-    row = await fetch_one(connection, "SELECT at, clock_timestamp() AS now FROM history_clock")
+    row = await fetch_one(
+        connection,
+        "SELECT extract(epoch FROM at)::float8 AS at,"
+        " extract(epoch FROM clock_timestamp())::float8 AS now FROM history_clock",
+    )
     return HistoryClock(row["at"], row["now"])
 
 
-async def write_history_clock(connection: Connection, epoch: Epoch, at: datetime) -> None:
+async def write_history_clock(connection: Connection, epoch: Epoch, at_s: float) -> None:
     """Store a later time; raises EpochLost."""
     await assert_epoch(connection, epoch)
-    await connection.execute("UPDATE history_clock SET at = $1 WHERE at < $1", at)
+    await connection.execute("UPDATE history_clock SET at = greatest(at, to_timestamp($1))", at_s)

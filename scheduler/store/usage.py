@@ -119,7 +119,7 @@ async def rotate_demand_partitions(connection: Connection, now: datetime) -> int
         if _partition(day) not in existing and not await _has_begun(connection, day):
             await _make_day(connection, day)
             changes += 1
-    history = (await read_history_clock(connection)).at.date()
+    history = datetime.fromtimestamp((await read_history_clock(connection)).at_s, UTC).date()
     oldest = _partition(min(today, now.date(), history) - timedelta(days=DEMAND_DAYS))
     for name in sorted(existing - {"demand_default"}):
         if name < oldest:
