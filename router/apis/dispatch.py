@@ -24,7 +24,7 @@ from router.apis.request_ids import RequestIds
 from router.apis.responses.adapter import PATH as RESPONSES_PATH
 from router.apis.responses.adapter import read_responses_request
 from router.apis.workers_ai.adapter import is_workers_ai, model_of, read_run_request
-from router.apis.workers_ai.auxiliary import CATALOG_PATHS, catalog_path
+from router.apis.workers_ai.auxiliary import AUXILIARY_PATHS, auxiliary_path
 from router.apis.workers_ai.translate import encode_error_envelope
 from router.dataplane.http1 import HeaderFields, format_headers, is_costly_body
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
@@ -36,7 +36,7 @@ from router.metrics import Metrics
 from router.pipeline import RequestPipeline
 
 INFERENCE_PATHS: Final = frozenset(DECODERS) | MESSAGES_PATHS | {RESPONSES_PATH}
-WORKERS_AI_ROUTES: Final = "POST /ai/run/{model} and /ai/v1/..., GET " + ", ".join(CATALOG_PATHS)
+WORKERS_AI_ROUTES: Final = "POST /ai/run/{model} and /ai/v1/..., " + ", ".join(AUXILIARY_PATHS)
 REQUEST_ID: Final = headers.REQUEST_ID.encode()
 
 PREFLIGHT_LINES: Final = (
@@ -114,7 +114,7 @@ class ApiDispatcher:
             request.path = path = _openai_path(path)
             if not _is_inference(path):
                 if is_workers_ai(path):
-                    if listed := catalog_path(path):
+                    if listed := auxiliary_path(path):
                         request.path = listed
                         return forward_to_auxiliary(self._upstream, request, client)
                     raise _not_found(request, WORKERS_AI_ROUTES)

@@ -84,7 +84,8 @@ def auxiliary_app(
             return response
 
     middlewares = [error_middleware(encode_error), anthropic_errors, _explain_not_found]
-    app = web.Application(middlewares=middlewares)
+    # The router has limited the body already.
+    app = web.Application(middlewares=middlewares, client_max_size=BYTES_MAX)
     app.on_response_prepare.append(add_request_id)
     app.router.add_get("/v1/models", list_models)
     app.router.add_get("/v1/models/{name:.{1,200}}", show_model)
