@@ -5,9 +5,9 @@ Bytes between router and engine are not changed. Every answer carries the replic
 
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from time import monotonic
-from typing import Final, NamedTuple
+from typing import Final
 
 import aiohttp
 import msgspec
@@ -23,6 +23,13 @@ from nodeagent.api.engine_trials import EngineRequest, engine_request
 from nodeagent.api.handoff_notice import announce_replica
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
+from nodeagent.api.router_headers import (
+    PrefillEstimate,
+    parse_count,
+    prefill_estimate,
+    queue_tokens_max,
+    router_name,
+)
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.handoff import Handoff, choose_handoff, is_worth_probing
 from nodeagent.drivers.driver import TOKENIZE_PATH
@@ -36,7 +43,6 @@ BODY_TIMEOUT_S: Final = 30.0
 OUTPUT_TOKENS_DEFAULT: Final = 256
 """Output reserved for a request without the router's estimate."""
 
-ROUTER_NAME_BYTES_MAX: Final = 64
 INFERENCE_PATHS: Final = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -83,13 +89,6 @@ class RequestRefused(Exception):
         self.load = load
 
 
-class PrefillEstimate(NamedTuple):
-    """The router's estimate of a prompt's prefill on one replica; None tokens: the whole prompt."""
-
-    pending_prefill_tokens: int | None
-    prefill_ms: int
-
-
 class DataPlaneServer:
     """Serves inference requests, pings, health checks and metrics to routers and other nodes."""
 
@@ -126,7 +125,7 @@ class DataPlaneServer:
             # The replica may have begun to drain in the meantime.
             replica = self._find_replica(request)
             _check_queue(request, replica)
-            return await self._serve_here(request, replica, body, _prefill_estimate(request))
+            return await self._serve_here(request, replica, body, prefill_estimate(request))
         except RequestRefused as refused:
             metrics.REQUESTS.labels(refused.word).inc()
             return refusal(refused.word, refused.status, refused.load)
@@ -144,7 +143,10 @@ class DataPlaneServer:
         reservation = _admit(request, replica, body, estimate)
         try:
             is_suspect = headers.SUSPECT in request.headers
-            async with engine_request(replica, is_suspect=is_suspect) as running:
+            async with (
+                _seat(request, replica),
+                engine_request(replica, is_suspect=is_suspect) as running,
+            ):
                 if running is None:  # a suspect may have waited
                     raise RequestRefused("loading", 503)
                 return await self._relay_to_engine(request, replica, body, reservation, running)
@@ -173,7 +175,7 @@ class DataPlaneServer:
         queues |= {
             name: managed.admission.pending_prefill_tokens(now_s) for name, managed in local.items()
         }
-        handoff = choose_handoff(replicas, queues, _queue_tokens_max(request))
+        handoff = choose_handoff(replicas, queues, queue_tokens_max(request))
         if handoff is None:
             return None
         target = handoff.target
@@ -245,7 +247,7 @@ class DataPlaneServer:
         # A router sends the tenant's id. The engine gets a salt that no tenant can guess.
         salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
         sent[headers.CACHE_SALT] = salt
-        priority = _parse_count(request.headers.get(headers.PRIORITY, ""))
+        priority = parse_count(request.headers.get(headers.PRIORITY, ""))
         if priority is None:
             priority = headers.PRIORITY_DEFAULT
         body = engine.salted(request.path, body, salt, priority)
@@ -301,7 +303,7 @@ class DataPlaneServer:
                     return refusal(refused.word, refused.status)
         now_s = monotonic()
         loads = {
-            replica_id: replica.admission.load(_router_name(request), now_s)
+            replica_id: replica.admission.load(router_name(request), now_s)
             for replica_id, replica in self._supervisor.replicas.items()
             if replica.state is ReplicaState.WARM
         }
@@ -328,7 +330,7 @@ def _admit(
         tokens.prompt,
         tokens.output,
         estimate.pending_prefill_tokens,
-        router=_router_name(request),
+        router=router_name(request),
         generates_for=(
             request.headers.get(headers.CACHE_SALT, "")
             if request.path in GENERATION_PATHS
@@ -342,12 +344,19 @@ def _admit(
     return reservation
 
 
+def _seat(request: web.Request, replica: ManagedReplica) -> AbstractAsyncContextManager[None]:
+    """Return the wait for a seat of the engine, which only generations need."""
+    if request.path not in GENERATION_PATHS:
+        return nullcontext()
+    return replica.seats.seat(request.headers.get(headers.CACHE_SALT, ""))
+
+
 def _check_queue(request: web.Request, replica: ManagedReplica) -> None:
     """Refuse a request if the queue is longer than the router accepts for this replica.
 
     The refusal carries the current load, with which the router may choose another replica.
     """
-    tokens_max = _queue_tokens_max(request)
+    tokens_max = queue_tokens_max(request)
     if tokens_max is None:
         return
     if replica.admission.pending_prefill_tokens(monotonic()) > tokens_max:
@@ -418,28 +427,9 @@ async def _loss_headers(running: EngineRequest, error: Exception) -> dict[str, s
     return {headers.ENGINE_LOST: "1"} if was_sent and await running.is_blamed() else {}
 
 
-def _prefill_estimate(request: web.Request) -> PrefillEstimate:
-    tokens = _parse_count(request.headers.get(headers.PENDING_PREFILL_TOKENS, ""))
-    prefill_ms = _parse_count(request.headers.get(headers.PREFILL_MS, "")) or 0
-    return PrefillEstimate(tokens, prefill_ms)
-
-
-def _queue_tokens_max(request: web.Request) -> int | None:
-    return _parse_count(request.headers.get(headers.QUEUE_TOKENS_MAX, ""))
-
-
 def _load_header(request: web.Request, replica: ManagedReplica) -> str:
     """Return the replica's load as a header value for the router that sent the request."""
-    return headers.format_load(replica.admission.load(_router_name(request), monotonic()))
-
-
-def _router_name(request: web.Request) -> str:
-    return request.headers.get(headers.ROUTER, "")[:ROUTER_NAME_BYTES_MAX]
-
-
-def _parse_count(value: str) -> int | None:
-    """Return a header's number of tokens or milliseconds, or None if it has none."""
-    return int(value) if value.isascii() and value.isdigit() and len(value) <= 12 else None
+    return headers.format_load(replica.admission.load(router_name(request), monotonic()))
 
 
 def refusal(word: str, status: int, load: str = "") -> web.Response:
