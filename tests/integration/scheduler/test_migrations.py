@@ -111,6 +111,6 @@ async def test_rows_of_earlier_releases_survive_each_migration(empty: Pool) -> N
     assert {(one.role.value, one.name) for one in revoked} == {("agent", "n2"), ("router", "r1")}
     assert counted == 5
     async with transaction(empty) as connection:
-        assert await sum_quota_usage(connection).rows == 1
+        assert (await sum_quota_usage(connection)).rows == 1
         assert await rotate_demand_partitions(connection, utc_now()) > 0
         await connection.execute("UPDATE rollout SET state = 'aborted'")
