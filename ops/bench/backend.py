@@ -85,7 +85,8 @@ class BackendProtocol(asyncio.Protocol):
     """One connection. Requests are distinguished by searching, not by parsing."""
 
     def __init__(self) -> None:
-        self._held = b""
+        self._parts: list[bytes] = []
+        self._missing = 0
         self._transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -94,19 +95,29 @@ class BackendProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Answer every complete request."""
-        held = self._held + data if self._held else data
+        if self._missing > len(data):
+            # A large body arrives in many parts.
+            self._parts.append(data)
+            self._missing -= len(data)
+            return
+        held = b"".join([*self._parts, data]) if self._parts else data
+        self._parts.clear()
+        self._missing = 0
         while (end := held.find(b"\r\n\r\n")) >= 0:
             head = held[:end].lower()
             at = head.find(b"content-length:")
             length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
             if len(held) < end + 4 + length:
+                self._missing = end + 4 + length - len(held)
                 break
             body = held[end + 4 : end + 4 + length]
             held = held[end + 4 + length :]
             self._answer(head, body)
-        self._held = held
+        if held:
+            self._parts.append(held)
 
     def _answer(self, head: bytes, body: bytes) -> None:
+        body = body[:4096]
         if head.startswith(b"get"):
             self._transport.write(_MODELS if b"/v1/models" in head else _EMPTY)
         elif b'"stream":true' not in body and b'"stream": true' not in body:
@@ -131,7 +142,10 @@ class BackendProtocol(asyncio.Protocol):
 async def serve(port: int) -> None:
     """Serve until killed."""
     server = await asyncio.get_running_loop().create_server(
-        BackendProtocol, "127.0.0.1", port, backlog=8192
+        BackendProtocol,
+        "0.0.0.0",
+        port,
+        backlog=8192,
     )
     await server.serve_forever()
 
