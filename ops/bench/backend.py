@@ -22,7 +22,8 @@ USAGE = {
     "prompt_tokens": 12,
     "completion_tokens": CHUNKS,
     "total_tokens": 12 + CHUNKS,
-    "prompt_tokens_details": {"cached_tokens": 0},
+    # As an engine reports that has read the same conversation before, as all but the first are.
+    "prompt_tokens_details": {"cached_tokens": 11},
 }
 HEAD = {"id": "c-1", "created": 1, "model": "bench"}
 WHOLE = _json(
