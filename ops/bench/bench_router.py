@@ -44,16 +44,12 @@ from isochrone.wire.routes import (
 KEY = format_key(KeyId("b" * 12), b"\x02" * 32)
 
 
-<<<<<<< HEAD
 def replica_host(number: int) -> str:
     """Return the loopback address of a replica: each has its own, the first the usual one."""
     return "127.0.0.1" if number == 0 else f"127.0.1.{number}"
 
 
-def route_table(backend_port: int, routes: int) -> RouteTable:
-=======
 def route_table(backend_port: int, routes: int, prefill_tokens_per_s: float = 1e6) -> RouteTable:
->>>>>>> integ
     """Return a table of one deployment with `routes` replicas at the backend, and a limited key."""
     parsed = parse_key(KEY)
     assert parsed is not None
