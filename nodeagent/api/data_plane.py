@@ -4,13 +4,11 @@ Bytes between router and engine are not changed. Every answer carries the replic
 """
 
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext
 from time import monotonic
-from typing import Final
+from typing import Final, NamedTuple
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
 from isochrone.service.http_server import error_middleware, json_error, read_body
@@ -19,17 +17,17 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.report import ReplicaState
 from nodeagent import metrics
+from nodeagent.api.answer_relay import (
+    count_bytes,
+    loss_headers,
+    refusal,
+    relay_body,
+    response_head,
+)
 from nodeagent.api.engine_trials import EngineRequest, engine_request
 from nodeagent.api.handoff_notice import announce_replica
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
-from nodeagent.api.router_headers import (
-    PrefillEstimate,
-    parse_count,
-    prefill_estimate,
-    queue_tokens_max,
-    router_name,
-)
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.handoff import Handoff, choose_handoff, is_worth_probing
 from nodeagent.drivers.driver import TOKENIZE_PATH
@@ -69,11 +67,6 @@ among them, so a request is handed off at most once."""
 
 FROM_ENGINE: Final = ("content-type", "retry-after", "cache-control")
 FROM_PEER: Final = (*FROM_ENGINE, headers.LOAD, headers.ENGINE_LOST)
-EVENT_STREAM: Final = "text/event-stream"
-ENGINE_LOST_EVENT: Final = b"data: " + msgspec.json.encode(
-    {"error": {"code": headers.ENGINE_LOST_CODE, "message": "the engine failed"}}
-) + b"\n\n"  # fmt: skip
-"""Ends a stream, between two frames, whose request may have made the engine fail."""
 
 
 class RequestRefused(Exception):
@@ -87,6 +80,13 @@ class RequestRefused(Exception):
         self.word = word
         self.status = status
         self.load = load
+
+
+class PrefillEstimate(NamedTuple):
+    """The router's estimate of a prompt's prefill on one replica; None tokens: the whole prompt."""
+
+    pending_prefill_tokens: int | None
+    prefill_ms: int
 
 
 class DataPlaneServer:
@@ -125,7 +125,7 @@ class DataPlaneServer:
             # The replica may have begun to drain in the meantime.
             replica = self._find_replica(request)
             _check_queue(request, replica)
-            return await self._serve_here(request, replica, body, prefill_estimate(request))
+            return await self._serve_here(request, replica, body, _prefill_estimate(request))
         except RequestRefused as refused:
             metrics.REQUESTS.labels(refused.word).inc()
             return refusal(refused.word, refused.status, refused.load)
@@ -175,7 +175,7 @@ class DataPlaneServer:
         queues |= {
             name: managed.admission.pending_prefill_tokens(now_s) for name, managed in local.items()
         }
-        handoff = choose_handoff(replicas, queues, queue_tokens_max(request))
+        handoff = choose_handoff(replicas, queues, _queue_tokens_max(request))
         if handoff is None:
             return None
         target = handoff.target
@@ -205,10 +205,10 @@ class DataPlaneServer:
         self._supervisor.handoffs_in_progress += 1
         try:
             async with self._peer_replicas.relay(target, request.path, body, sent) as answer:
-                response = _response_head(answer, FROM_PEER)
+                response = response_head(answer, FROM_PEER)
                 response.headers[headers.HANDOFF_REPLICA] = target.replica_id
                 await response.prepare(request)
-                await _relay_body(request, response, answer.content.iter_any(), "handed_off")
+                await relay_body(request, response, answer.content.iter_any(), "handed_off")
                 return response
         finally:
             self._supervisor.handoffs_in_progress -= 1
@@ -247,10 +247,7 @@ class DataPlaneServer:
         # A router sends the tenant's id. The engine gets a salt that no tenant can guess.
         salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
         sent[headers.CACHE_SALT] = salt
-        priority = parse_count(request.headers.get(headers.PRIORITY, ""))
-        if priority is None:
-            priority = headers.PRIORITY_DEFAULT
-        body = engine.salted(request.path, body, salt, priority)
+        body = engine.salted(request.path, body, salt, request.headers.get(headers.PRIORITY, ""))
         try:
             async with engine.http.post(request.path, data=body, headers=sent) as answer:
                 return await self._relay_answer(request, replica, answer, reservation, running)
@@ -260,7 +257,7 @@ class DataPlaneServer:
             raise ApiError(
                 ErrorCode.UPSTREAM,
                 f"cannot answer: the engine failed ({type(error).__name__})",
-                headers=await _loss_headers(running, error),
+                headers=await loss_headers(running, error),
             ) from error
 
     async def _relay_answer(
@@ -272,7 +269,7 @@ class DataPlaneServer:
         running: EngineRequest,
     ) -> web.StreamResponse:
         """Relay the engine's answer, with the replica's load as of the first token."""
-        response = _response_head(answer, FROM_ENGINE)
+        response = response_head(answer, FROM_ENGINE)
         if answer.status == 429:
             response.headers[headers.REFUSED] = "busy"
         if replica.spec.replica_id != request.headers.get(headers.REPLICA):
@@ -285,8 +282,8 @@ class DataPlaneServer:
         running.record_token()
         response.headers[headers.LOAD] = _load_header(request, replica)
         await response.prepare(request)
-        counted = _count_bytes(first_chunk, chunks, replica)
-        await _relay_body(request, response, counted, "answered", running)
+        counted = count_bytes(first_chunk, chunks, replica)
+        await relay_body(request, response, counted, "answered", running)
         return response
 
     async def _ping(self, request: web.Request) -> web.Response:
@@ -303,7 +300,7 @@ class DataPlaneServer:
                     return refusal(refused.word, refused.status)
         now_s = monotonic()
         loads = {
-            replica_id: replica.admission.load(router_name(request), now_s)
+            replica_id: replica.admission.load(headers.router_name(request.headers), now_s)
             for replica_id, replica in self._supervisor.replicas.items()
             if replica.state is ReplicaState.WARM
         }
@@ -330,7 +327,7 @@ def _admit(
         tokens.prompt,
         tokens.output,
         estimate.pending_prefill_tokens,
-        router=router_name(request),
+        router=headers.router_name(request.headers),
         generates_for=(
             request.headers.get(headers.CACHE_SALT, "")
             if request.path in GENERATION_PATHS
@@ -356,91 +353,30 @@ def _check_queue(request: web.Request, replica: ManagedReplica) -> None:
 
     The refusal carries the current load, with which the router may choose another replica.
     """
-    tokens_max = queue_tokens_max(request)
+    tokens_max = _queue_tokens_max(request)
     if tokens_max is None:
         return
     if replica.admission.pending_prefill_tokens(monotonic()) > tokens_max:
         raise RequestRefused(headers.QUEUED, load=_load_header(request, replica))
 
 
-def _response_head(answer: aiohttp.ClientResponse, names: Sequence[str]) -> web.StreamResponse:
-    """Return a response with the status, length and named headers of `answer`."""
-    response = web.StreamResponse(status=answer.status)
-    for name in names:
-        if name in answer.headers:
-            response.headers[name] = answer.headers[name]
-    if answer.content_length is not None:
-        response.content_length = answer.content_length
-    return response
+def _prefill_estimate(request: web.Request) -> PrefillEstimate:
+    tokens = _parse_count(request.headers.get(headers.PENDING_PREFILL_TOKENS, ""))
+    prefill_ms = _parse_count(request.headers.get(headers.PREFILL_MS, "")) or 0
+    return PrefillEstimate(tokens, prefill_ms)
 
 
-async def _count_bytes(
-    first_chunk: bytes, chunks: AsyncIterator[bytes], replica: ManagedReplica
-) -> AsyncIterator[bytes]:
-    """Yield the first chunk and the rest, adding their size to the replica's `bytes_out`."""
-    if first_chunk:
-        replica.bytes_out += len(first_chunk)
-        yield first_chunk
-    async for chunk in chunks:
-        replica.bytes_out += len(chunk)
-        yield chunk
-
-
-async def _relay_body(
-    request: web.Request,
-    response: web.StreamResponse,
-    chunks: AsyncIterator[bytes],
-    outcome: str,
-    running: EngineRequest | None = None,
-) -> None:
-    """Relay an answer's body and count its outcome; abort the connection if the source breaks.
-
-    If the source is an engine and `running` is blamed for its failure, end a stream with
-    ENGINE_LOST_EVENT instead.
-    """
-    chunk = b""
-    try:
-        async for chunk in chunks:
-            await response.write(chunk)
-    except aiohttp.ClientConnectionResetError:
-        metrics.REQUESTS.labels("client_disconnected").inc()
-        return
-    except aiohttp.ClientError:
-        # The router must see an abort, not a regular end: the answer is incomplete.
-        metrics.REQUESTS.labels("engine_failed").inc()
-        is_blamed = running is not None and await running.is_blamed()
-        if is_blamed and response.content_type == EVENT_STREAM and chunk.endswith(b"\n\n"):
-            with suppress(ConnectionError, aiohttp.ClientConnectionResetError):
-                await response.write(ENGINE_LOST_EVENT)
-                await response.write_eof()
-            return
-        if request.transport is not None:
-            request.transport.abort()
-        return
-    await response.write_eof()
-    metrics.REQUESTS.labels(outcome).inc()
-
-
-async def _loss_headers(running: EngineRequest, error: Exception) -> dict[str, str]:
-    """Return the headers of the answer to a request whose engine failed before its first byte."""
-    was_sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-    return {headers.ENGINE_LOST: "1"} if was_sent and await running.is_blamed() else {}
+def _queue_tokens_max(request: web.Request) -> int | None:
+    return _parse_count(request.headers.get(headers.QUEUE_TOKENS_MAX, ""))
 
 
 def _load_header(request: web.Request, replica: ManagedReplica) -> str:
     """Return the replica's load as a header value for the router that sent the request."""
-    return headers.format_load(replica.admission.load(router_name(request), monotonic()))
-
-
-def refusal(word: str, status: int, load: str = "") -> web.Response:
-    """Return a refusal with its word as a header and a retry delay of one second."""
-    error = {"error": {"code": "refused", "message": f"cannot serve the request: {word}"}}
-    response = web.Response(
-        status=status,
-        body=msgspec.json.encode(error),
-        content_type="application/json",
-        headers={headers.REFUSED: word, "retry-after": "1"},
+    return headers.format_load(
+        replica.admission.load(headers.router_name(request.headers), monotonic())
     )
-    if load:
-        response.headers[headers.LOAD] = load
-    return response
+
+
+def _parse_count(value: str) -> int | None:
+    """Return a header's number of tokens or milliseconds, or None if it has none."""
+    return int(value) if value.isascii() and value.isdigit() and len(value) <= 12 else None

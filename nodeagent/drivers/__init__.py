@@ -6,6 +6,7 @@ from isochrone.wire.assignment import ReplicaSpec
 from nodeagent.decide.seats import spare_seats
 from nodeagent.drivers.driver import EngineDriver
 from nodeagent.drivers.embedded import EmbeddedDriver
+from nodeagent.drivers.llama_cpp import LlamaCppDriver
 from nodeagent.drivers.mock import MockDriver
 from nodeagent.drivers.sglang import SglangDriver
 from nodeagent.drivers.tensorrt_llm import TensorRtLlmDriver
@@ -15,6 +16,7 @@ DRIVERS: Final[dict[str, EngineDriver]] = {
     "embedded": EmbeddedDriver(),
     "mock": MockDriver(),
     "vllm": VllmDriver(),
+    "llama_cpp": LlamaCppDriver(),
     "sglang": SglangDriver(),
     "tensorrt_llm": TensorRtLlmDriver(),
 }

@@ -7,8 +7,8 @@ settings. The rules of its batch scheduler are compared in alternating rounds of
 same engine: with `before`, prompts of a small tenant wait for the decodes and prompts of the other
 as in earlier releases. Time is the processor time of this process, which has one thread, so that
 other load on the machine matters little. Prints the small tenant's time to first token, alone and
-beside the flood, and the flood's tokens per second. With two virtual processors (AVX-512) that other
-processes used too, torch 2.13, `--rounds 4 --seconds 6`, and 197 ms the slowest of the probes alone:
+beside the flood, and the flood's tokens per second. Two virtual processors (AVX-512) that other
+processes used too, torch 2.13, `--rounds 4 --seconds 6`; the slowest probe alone took 196 ms:
 
 | | probes | TTFT p50 | p99 | flood tokens/s |
 |---|---|---|---|---|
