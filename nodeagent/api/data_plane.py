@@ -28,6 +28,7 @@ from nodeagent.api.engine_trials import EngineRequest, engine_request
 from nodeagent.api.handoff_notice import announce_replica
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
+from nodeagent.api.pop_loads import PopLoadReader
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.handoff import Handoff, choose_handoff, is_worth_probing
 from nodeagent.drivers.driver import TOKENIZE_PATH
@@ -98,6 +99,7 @@ class DataPlaneServer:
         self._supervisor = supervisor
         self._peer_replicas = peer_replicas
         self._cache_salts = cache_salts
+        self._pop_loads = PopLoadReader(peer_replicas.read_loads, monotonic)
         self.is_draining = False
 
     def app(self) -> web.Application:
@@ -106,6 +108,7 @@ class DataPlaneServer:
         for path in INFERENCE_PATHS:
             app.router.add_post(path, self._serve)
         app.router.add_get("/ping", self._ping)
+        app.router.add_post("/loads", self._pop_loads.handle)
         app.router.add_get("/healthz", self._health)
         add_metrics(app, self._supervisor)
         app.on_cleanup.append(self._close)
