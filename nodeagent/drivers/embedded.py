@@ -35,6 +35,7 @@ class EmbeddedDriver:
     sequences_option = "sequences_max"
     sequences_default = EngineConfig(model_path="", served_name="", socket="").sequences_max
     is_queue_fair = True
+    kv_transfer = True
     priority_arguments: tuple[str, ...] = ()
     module = "nodeagent.engine"
     has_standby = True

@@ -42,6 +42,7 @@ class VllmDriver:
     sequences_option = "max_num_seqs"
     sequences_default = 0
     is_queue_fair = False
+    kv_transfer = False
     priority_arguments: tuple[str, ...] = ("--scheduling-policy", "priority")
 
     def missing(self) -> str:
