@@ -30,6 +30,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     "vllm": EngineCapabilities(
         sequences_option="max_num_seqs", step_tokens_option="max_num_batched_tokens"
     ),
+    "llama_cpp": EngineCapabilities(sequences_option="parallel", step_tokens_option="batch_size"),
     "sglang": EngineCapabilities(
         sequences_option="max_running_requests", step_tokens_option="chunked_prefill_size"
     ),
