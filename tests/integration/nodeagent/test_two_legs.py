@@ -108,10 +108,15 @@ class TwoLegs(NamedTuple):
         *candidates: str,
         stream: bool = False,
         tenant: str = "t",
-        then: Callable[[], None] | None = None,
+        then: Callable[[], object] | None = None,
     ) -> Answer:
         """Send a request as a router does, without hiding interim responses; call `then` after."""
-        options = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": stream}
+        options: dict[str, Any] = {
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": stream,
+        }
         if stream:
             options["stream_options"] = {"include_usage": True}
         body = msgspec.json.encode({"prompt": prompt, **options})
@@ -250,7 +255,7 @@ async def check_cancel(fleet: TwoLegs) -> None:
 async def holds_nothing(http: Any) -> bool:
     async with http.get("/stats") as response:
         stats = await response.json()
-        return stats["kv_transfer_held_blocks"] + stats["kv_transfers_waiting"] == 0
+        return not (stats["kv_transfer_held_blocks"] or stats["kv_transfers_waiting"])
 
 
 async def check_losses(fleet: TwoLegs) -> None:
