@@ -98,6 +98,9 @@ class EngineDriver(Protocol):
     sequences_default: int
     """The limit without that option, 0 if it depends on the machine."""
 
+    kv_transfer: bool
+    """Whether it sends the KV of a prompt to another engine of its kind, and takes it."""
+
     is_queue_fair: bool
     """Whether the engine's own queue is fair between tenants."""
 

@@ -37,6 +37,7 @@ class SglangDriver:
     sequences_default = 0
     is_queue_fair = False
     has_spare_seats = True
+    kv_transfer = False
 
     def missing(self) -> str:
         """Return an error message if SGLang is not installed, else ""."""

@@ -46,6 +46,7 @@ class VllmDriver:
     sequences_default = 0
     is_queue_fair = False
     has_spare_seats = True
+    kv_transfer = False
 
     def missing(self) -> str:
         """Return an error message if vLLM is not installed, or is too old, else ""."""
