@@ -281,6 +281,30 @@ add_command(
 
 
 @click.command()
+@click.pass_obj
+def engines(obj: CliContext) -> None:
+    """List the engines, and what each lacks. `-o json` shows all capabilities and options."""
+    rows = obj.api.list("/v1/engines")
+    if obj.output == "json":
+        show_rows(rows, (), obj.output)
+        return
+    shown = [
+        {
+            "engine": row["driver"],
+            "lacks": ", ".join(row["lacks"]) or "nothing",
+            "resumes": row["capabilities"]["resumes"] or "no",
+            "adapters": row["capabilities"]["adapters"] or "no",
+            "sleep": row["capabilities"]["sleep"] or "no",
+            "versions": row["capabilities"]["version_min"] or "any",
+            "options": len(row["options"]),
+        }
+        for row in rows
+    ]
+    columns = ["engine", "lacks", "resumes", "adapters", "sleep", "versions", "options"]
+    show_rows(shown, columns, obj.output)
+
+
+@click.command()
 @click.option("--deployment", help="Only replicas of this deployment.")
 @click.pass_obj
 def placements(obj: CliContext, deployment: str | None) -> None:

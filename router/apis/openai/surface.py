@@ -24,6 +24,7 @@ from router.apis.openai.decode import (
     wants_usage,
     with_usage_requested,
 )
+from router.apis.openai.engine_features import refuse_lacking
 from router.apis.openai.prompt import (
     OpenAiRequest,
     count_answers,
@@ -125,6 +126,7 @@ class OpenAiSurface:
                 param="model",
             )
         _refuse_retired(deployment, self.unix_clock())
+        refuse_lacking(deployment, path, body)
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
         prompt, answer_count = render_prompt(openai), count_answers(openai)
