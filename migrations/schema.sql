@@ -499,3 +499,6 @@ CREATE INDEX placement_failed_idx ON placement (state_since) WHERE state = 'fail
 
 -- The operator's announcement that a deployment will end; null while there is none.
 ALTER TABLE deployment ADD COLUMN deprecation jsonb;
+
+-- Where a key's requests may be processed: PoPs or countries; empty for everywhere.
+ALTER TABLE api_key ADD COLUMN regions text[] NOT NULL DEFAULT '{}';

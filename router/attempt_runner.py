@@ -70,6 +70,8 @@ class AttemptRunner:
         deployment = fleet.directory.deployment(request.deployment.name) or request.deployment
         version = fleet.draw_version(deployment, request.session or request.request_id)
         excluded = context.excluded.all()
+        if request.key.regions:
+            excluded |= fleet.directory.replicas_outside(request.key.regions)
         routes = rank(snapshot, query, excluded | version.excluded)
         if not routes and version.may_fall_back:
             routes = rank(snapshot, query, excluded)

@@ -110,6 +110,13 @@ class FleetState:
             replicas, now_s, self.health.ejected_until_s(now_s), self._busy_starting(now_s)
         )
 
+    def has_replica(self, deployment_id: DeploymentId, regions: tuple[str, ...] = ()) -> bool:
+        """Return whether the table has a replica of the deployment, in `regions` if there are."""
+        replicas = self.routing(deployment_id).replicas.slots.keys()
+        if not regions:
+            return bool(replicas)
+        return bool(replicas - self.directory.replicas_outside(regions))
+
     def draw_version(self, entry: DeploymentEntry, subject: str) -> VersionDraw:
         """Draw the version that answers a session or request, and exclude the other's replicas."""
         return draw_version(entry, subject, self.pop, self.routing(entry.deployment_id).routes)

@@ -201,7 +201,7 @@ class RequestPipeline:
         `is_full` means that replicas exist but refused the request.
         """
         request = context.request
-        has_no_replica = not self._fleet.snapshot(request.deployment_id).slots
+        has_no_replica = not self._fleet.has_replica(request.deployment_id, request.key.regions)
         if has_no_replica and not context.found_no_replica:
             context.found_no_replica = True
             self._recorder.found_no_replica(context)
@@ -210,9 +210,11 @@ class RequestPipeline:
         except AdmissionRefused as refused:
             if has_no_replica and not is_full:
                 self._metrics.refusals.labels("no_replica").inc()
+                within = ", ".join(request.key.regions)
                 raise ApiError(
                     ErrorCode.UNAVAILABLE,
-                    f"cannot serve {request.deployment.name} now: no replica is ready yet",
+                    f"cannot serve {request.deployment.name} now: no replica is ready yet"
+                    + (f" in the regions of this key ({within})" if within else ""),
                     retry_after_s=spread_retry_after_s(
                         NO_REPLICA_RETRY_AFTER_S, request.request_id
                     ),

@@ -63,7 +63,9 @@ def node_headers(
 
 def client_headers(context: RequestContext, ranked: RankedRoute, rate_limit_lines: str) -> str:
     """Return the header lines of a response: limits, request id, the answering replica and why."""
-    route = ranked.route
+    route, regions = ranked.route, context.request.key.regions
+    if regions:
+        rate_limit_lines += f"{headers.REGIONS}: {', '.join(regions)}\r\n"
     return (
         f"{rate_limit_lines}{headers.REQUEST_ID}: {context.request.client_request_id}"
         f"{_POP}{route.pop}{_NODE}{route.node_id}{_WHY}{ranked.reason_header}\r\n"

@@ -48,6 +48,12 @@ def limit_options(command: F) -> F:
     multiple=True,
     help="A deployment that the key may use; repeatable (default: all).",
 )
+@click.option(
+    "--region",
+    "regions",
+    multiple=True,
+    help="A PoP or country where its requests may be processed; repeatable (default: all).",
+)
 @click.option("--ttl", "ttl_s", type=float, default=None, help="Seconds until the key expires.")
 @limit_options
 @click.pass_obj
@@ -57,6 +63,7 @@ def keys_create(
     tenant: str,
     note: str,
     deployments: tuple[str, ...],
+    regions: tuple[str, ...],
     ttl_s: float | None,
     **limits: float | None,
 ) -> None:
@@ -65,6 +72,7 @@ def keys_create(
         "tenant_id": tenant,
         "note": note,
         "deployments": list(deployments),
+        "regions": list(regions),
         "limits": _given(limits),
         "ttl_s": ttl_s,
     }
@@ -104,7 +112,7 @@ def keys_list(obj: CliContext) -> None:
     if obj.output == "table":
         rows = [_only_set_limits(row) for row in rows]
     columns = [
-        "key_id", "tenant_id", "note", "deployments", "limits", "tokens_today",
+        "key_id", "tenant_id", "note", "deployments", "regions", "limits", "tokens_today",
         "expires_at", "revoked",
     ]  # fmt: skip
     show_rows(rows, columns, obj.output)

@@ -203,11 +203,15 @@ class LimitsBody(KeyLimits, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class KeyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The request body for a new key: its tenant, the deployments it may use, and its limits."""
+    """The request body for a new key: its tenant, the deployments it may use, and its limits.
+
+    `regions` are the PoPs or countries where its requests may be processed; empty for all.
+    """
 
     tenant_id: Name
     note: Annotated[str, msgspec.Meta(max_length=200)] = ""
     deployments: tuple[str, ...] = ()
+    regions: tuple[str, ...] = ()
     limits: LimitsBody = LimitsBody()
     ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
@@ -229,6 +233,7 @@ class KeyView(msgspec.Struct, frozen=True, kw_only=True):
     tokens_today: int = 0
     spend_today: float = 0.0
     key: str | None = None
+    regions: tuple[str, ...] = ()
 
 
 class UsageView(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,9 @@ POP: Final = "x-isochrone-pop"
 NODE: Final = "x-isochrone-node"
 WHY: Final = "x-isochrone-why"
 
+REGIONS: Final = "x-isochrone-regions"
+"""The regions that the request's key is limited to; absent if it is not."""
+
 # Router to node.
 REPLICA: Final = "x-isochrone-replica"
 CACHE_SALT: Final = "x-isochrone-cache-salt"

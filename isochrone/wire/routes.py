@@ -103,8 +103,9 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A client's key as routers hold it: with the SHA-256 of the secret, without the secret.
 
-    `deployments` lists those that the key may use; empty means all. `expires_at` is Unix time, 0
-    for never. A quota of the key is used up until `spent_until` (Unix time).
+    `deployments` lists those that the key may use; empty means all. `regions` are the PoPs or
+    countries that may process its requests; empty means all. `expires_at` is Unix time, 0 for
+    never. A quota of the key is used up until `spent_until` (Unix time).
     """
 
     key_id: KeyId
@@ -114,6 +115,7 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     limits: KeyLimits = KeyLimits()
     expires_at: float = 0.0
     spent_until: float = 0.0
+    regions: tuple[str, ...] = ()
 
 
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):

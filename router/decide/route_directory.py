@@ -2,9 +2,13 @@
 
 from collections.abc import Collection, Mapping, Sequence, Set
 from types import MappingProxyType
+from typing import Final
 
 from isochrone.wire.ids import DeploymentId, KeyId, NodeId, ReplicaId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route, RouteDelta, RouteTable
+
+REGION_SETS_MAX: Final = 64
+"""Of how many different lists of regions the excluded replicas are remembered."""
 
 
 class RouteDirectory:
@@ -18,6 +22,7 @@ class RouteDirectory:
         self._deployments_by_name: dict[str, DeploymentEntry] = {}
         self._routes: dict[ReplicaId, Route] = {}
         self._replicas_by_node: dict[NodeId, list[ReplicaId]] = {}
+        self._outside: dict[tuple[str, ...], Set[ReplicaId]] = {}
 
     def adopt(self, table: RouteTable, keys: dict[KeyId, KeyEntry] | None = None) -> Set[ReplicaId]:
         """Serve `table` from now on; return the replicas that it no longer has.
@@ -30,7 +35,7 @@ class RouteDirectory:
         self.keys = MappingProxyType(self._keys)
         self._deployments_by_name = {entry.name: entry for entry in table.deployments}
         self._routes = {route.replica_id: route for route in table.routes}
-        self._replicas_by_node = {}
+        self._replicas_by_node, self._outside = {}, {}
         for route in self._routes.values():
             self._replicas_by_node.setdefault(route.node_id, []).append(route.replica_id)
         return removed
@@ -71,6 +76,20 @@ class RouteDirectory:
             if route.deployment_id in routes:
                 routes[route.deployment_id].append(route)
         return routes
+
+    def replicas_outside(self, regions: tuple[str, ...]) -> Set[ReplicaId]:
+        """Return the replicas that a key limited to `regions` (PoPs or countries) must not use."""
+        outside = self._outside.get(regions)
+        if outside is None:
+            pops = self.table.pops if self.table else ()
+            inside = {pop.pop for pop in pops if pop.pop in regions or pop.country in regions}
+            outside = frozenset(
+                route.replica_id for route in self._routes.values() if route.pop not in inside
+            )
+            if len(self._outside) >= REGION_SETS_MAX:
+                self._outside.clear()
+            self._outside[regions] = outside
+        return outside
 
     def replicas_on(self, node_id: NodeId) -> Sequence[ReplicaId]:
         """Return the replicas of a node."""

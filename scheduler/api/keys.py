@@ -6,6 +6,7 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.admin import KeyBody, KeyView, LimitsBody
+from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId
 from isochrone.wire.keys import format_key, parse_key
 from scheduler.api.endpoint import (
@@ -17,6 +18,7 @@ from scheduler.api.endpoint import (
     require_found,
 )
 from scheduler.store import keys
+from scheduler.store.cluster import read_pops
 from scheduler.store.deployments import get_deployment
 
 
@@ -25,6 +27,7 @@ async def create_key(request: AdminRequest) -> KeyView:
     body: KeyBody = request.body
     for name in body.deployments:
         require_found(await get_deployment(request.connection, name), "deployment", name)
+    await _check_regions(request, body.regions)
     key_id = KeyId(new_id())
     text = format_key(key_id, secrets.token_bytes(32))
     parsed = parse_key(text)
@@ -52,6 +55,20 @@ async def revoke_key(request: AdminRequest) -> None:
     require_found(await keys.get_key(request.connection, request.name), "key", request.name)
     await keys.revoke_key(request.connection, request.name, request.etag)
     await request.record("key.revoke", request.name)
+
+
+async def _check_regions(request: AdminRequest, regions: tuple[str, ...]) -> None:
+    """Raise ApiError 400 if a region is neither a PoP nor the country of one."""
+    pops = await read_pops(request.connection)
+    known = {str(pop.pop) for pop in pops} | {pop.country for pop in pops}
+    for region in regions:
+        if region not in known:
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                f"cannot create the key: region {region[:60]!r} is neither a PoP nor the country of"
+                f" one; use one of {', '.join(sorted(known)) or 'none: add a PoP first'}",
+                param="regions",
+            )
 
 
 KEY_ENDPOINTS: Final = (

@@ -29,7 +29,7 @@ async def live_keys(
     event loop serves the fleet meanwhile.
     """
     query = """
-        SELECT k.key_id, secret_sha256, tenant_id, deployments, limits,
+        SELECT k.key_id, secret_sha256, tenant_id, deployments, regions, limits,
                coalesce(extract(epoch FROM expires_at), 0)::float8 AS expires_at,
                coalesce(tokens, 0) AS tokens, coalesce(spend, 0) AS spend,
                extract(epoch FROM date_trunc('day', clock_timestamp(), 'UTC')
@@ -77,8 +77,8 @@ async def add_key(
         connection,
         f"""
         INSERT INTO api_key
-            (key_id, secret_sha256, tenant_id, note, deployments, limits, expires_at)
-        VALUES ($1, $2, $3, $4, $5, $6, clock_timestamp() + make_interval(secs => $7))
+            (key_id, secret_sha256, tenant_id, note, deployments, limits, expires_at, regions)
+        VALUES ($1, $2, $3, $4, $5, $6, clock_timestamp() + make_interval(secs => $7), $8)
         RETURNING {_KEY_COLUMNS}
         """,  # noqa: S608
         key_id,
@@ -88,6 +88,7 @@ async def add_key(
         list(body.deployments),
         as_json(body.limits),
         body.ttl_s,
+        list(body.regions),
     )
     return _view(row)
 
@@ -153,7 +154,8 @@ def _entry(row: asyncpg.Record) -> KeyEntry:
 
 
 _KEY_COLUMNS: Final = (
-    "key_id, tenant_id, note, deployments, limits, etag, revoked_at IS NOT NULL AS revoked,"
+    "key_id, tenant_id, note, deployments, regions, limits, etag,"
+    " revoked_at IS NOT NULL AS revoked,"
     " extract(epoch FROM expires_at)::float8 AS expires_at,"
     " (SELECT (tokens, spend) FROM key_day d WHERE d.key_id = api_key.key_id"
     " AND d.day = (clock_timestamp() AT TIME ZONE 'UTC')::date) AS today"

@@ -16,6 +16,7 @@ from openapi_spec_validator import validate
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.model import ArtifactFile
 from scheduler.api.admin import ENDPOINTS
+from scheduler.store.keys import live_keys
 from scheduler.store.pool import Pool, using
 from tests.builders import an_artifact
 from tests.integration.admin.conftest import Admin
@@ -354,3 +355,18 @@ async def test_only_a_known_name_is_revoked_unless_the_operator_insists(admin: A
     insisted = await admin.ask("POST", "/v1/revocations", {**body, "may_be_unknown": True})
     assert insisted.status == 201
     assert (await admin.ask("POST", "/v1/revocations", body)).status == 201
+
+
+async def test_a_key_is_limited_to_regions_that_exist(admin: Admin, pool: Pool) -> None:
+    await admin.pop()
+    unknown = await admin.ask("POST", "/v1/keys", {"tenant_id": "acme", "regions": ["Europe"]})
+    assert unknown.status == 400
+    assert "'Europe' is neither a PoP" in unknown.body["error"]["message"]
+    body = {"tenant_id": "acme", "regions": ["NL", "ams"]}
+    made = (await admin.ask("POST", "/v1/keys", body)).body
+    assert made["regions"] == ["NL", "ams"]
+    async with using(pool) as connection:
+        (entry,) = await live_keys(connection)
+    assert entry.regions == ("NL", "ams")
+    (event,) = (await admin.ask("GET", "/v1/events?limit=1")).body["data"]
+    assert (event["kind"], event["after"]["regions"]) == ("key.create", ["NL", "ams"])
