@@ -8,6 +8,7 @@ Rule 2: a cancellation takes effect before the next step begins.
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -28,8 +29,16 @@ class _PrefetchedGeneration:
     contents: Tensor | None
 
 
-_Message = Generation | _PrefetchedGeneration | int
-"""A submission, or the number of a generation to cancel."""
+@dataclass(frozen=True, slots=True)
+class _IdleTask:
+    """Something to do with the engine core between two steps, and where its end is announced."""
+
+    run: Callable[[EngineCore], None]
+    done: Future[None]
+
+
+_Message = Generation | _PrefetchedGeneration | _IdleTask | int
+"""A submission, a task, or the number of a generation to cancel."""
 
 Publish = Callable[[list[GenerationDelta]], None]
 
@@ -61,6 +70,12 @@ class GenerationThread(StepThread):
                 return
         self._expect_progress()
         self._send(number)
+
+    def run_between_steps(self, task: Callable[[EngineCore], None]) -> Future[None]:
+        """Have `task` run on this thread between two steps; its error does not end the thread."""
+        done: Future[None] = Future()
+        self._send(_IdleTask(task, done))
+        return done
 
     def counts(self) -> Mapping[str, float]:
         """Return the counts after the last step; rates are 0 once they are too old."""
@@ -144,6 +159,14 @@ class GenerationThread(StepThread):
             self._engine.submit(message.generation)
         elif isinstance(message, Generation):
             self._engine.submit(message)
+        elif isinstance(message, _IdleTask):
+            try:
+                message.run(self._engine)
+            # Whoever waits for the task gets the error.
+            except BaseException as error:
+                message.done.set_exception(error)
+            else:
+                message.done.set_result(None)
         else:
             self._engine.cancel(message)
 
