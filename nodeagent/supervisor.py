@@ -300,7 +300,7 @@ class Supervisor:
                     await engine.exited.wait()
             if engine.exited.is_set():
                 return engine.exit_reason
-            is_canary_due = self._clock() >= next_canary_s
+            is_canary_due = watch.is_suspect or self._clock() >= next_canary_s
             if is_canary_due:
                 next_canary_s = self._clock() + self._config.canary_interval_s
                 await asyncio.to_thread(trim_log, engine.log)
@@ -320,8 +320,8 @@ class Supervisor:
                 replica.admission.is_closed = stats.memory_full
                 _update_profile(replica, stats)
             if is_canary_due and running == 0 and stats is not None:
-                failures = 0 if await engine.canary(stats.kind) else watch.canary_failures + 1
-                watch = msgspec.structs.replace(watch, canary_failures=failures)
+                succeeded = await engine.canary(stats.kind)
+                watch = health.after_canary(watch, succeeded=succeeded)
             problem = health.kill_reason(watch, stall_s=self._config.stall_s, in_flight=running)
             if problem:
                 return problem

@@ -12,6 +12,9 @@ from isochrone.wire.ids import NodeId, ReplicaId
 SESSION_AFFINITY: Final = "x-session-affinity"
 REQUEST_ID: Final = "x-request-id"
 
+API_KEY: Final = "x-api-key"
+"""The API key as Anthropic's clients send it, without `Authorization`."""
+
 TRACEPARENT: Final = "traceparent"
 """The client's position in its trace, as W3C Trace Context defines it."""
 

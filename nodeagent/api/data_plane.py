@@ -20,10 +20,12 @@ from isochrone.wire.ids import ReplicaId
 from isochrone.wire.report import ReplicaState
 from nodeagent import metrics
 from nodeagent.api.engine_trials import EngineRequest, engine_request
+from nodeagent.api.handoff_notice import announce_replica
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.handoff import Handoff, choose_handoff, is_worth_probing
+from nodeagent.drivers.driver import TOKENIZE_PATH
 from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.supervisor import ManagedReplica, Supervisor
 
@@ -40,6 +42,7 @@ INFERENCE_PATHS: Final = (
     "/v1/completions",
     "/v1/embeddings",
     "/v1/rerank",
+    TOKENIZE_PATH,
 )
 GENERATION_PATHS: Final = INFERENCE_PATHS[:2]
 TO_ENGINE: Final = (
@@ -142,7 +145,7 @@ class DataPlaneServer:
         try:
             is_suspect = headers.SUSPECT in request.headers
             async with engine_request(replica, is_suspect=is_suspect) as running:
-                if not replica.is_serving:  # a suspect may have waited
+                if running is None:  # a suspect may have waited
                     raise RequestRefused("loading", 503)
                 return await self._relay_to_engine(request, replica, body, reservation, running)
         finally:
@@ -174,12 +177,14 @@ class DataPlaneServer:
         if handoff is None:
             return None
         target = handoff.target
+        await announce_replica(request, target.replica_id)
         try:
             if target.replica_id in local:
                 estimate = PrefillEstimate(target.pending_prefill_tokens, target.prefill_ms)
                 return await self._serve_here(request, local[target.replica_id], body, estimate)
             return await self._relay_to_peer(request, body, handoff)
         except (RequestRefused, PeerReplicaLost):
+            await announce_replica(request, replica.spec.replica_id)
             return None
 
     async def _relay_to_peer(
@@ -231,11 +236,19 @@ class DataPlaneServer:
         """Relay the request to the replica's engine, and its answer back."""
         engine = replica.engine
         assert engine is not None
+        if request.path == TOKENIZE_PATH and not engine.tokenize_path:
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                "cannot count tokens: this engine offers no count; see `usage` of an answer",
+            )
         sent = {name: request.headers[name] for name in TO_ENGINE if name in request.headers}
         # A router sends the tenant's id. The engine gets a salt that no tenant can guess.
         salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
         sent[headers.CACHE_SALT] = salt
-        body = engine.salted(request.path, body, salt)
+        priority = _parse_count(request.headers.get(headers.PRIORITY, ""))
+        if priority is None:
+            priority = headers.PRIORITY_DEFAULT
+        body = engine.salted(request.path, body, salt, priority)
         try:
             async with engine.http.post(request.path, data=body, headers=sent) as answer:
                 return await self._relay_answer(request, replica, answer, reservation, running)
@@ -245,7 +258,7 @@ class DataPlaneServer:
             raise ApiError(
                 ErrorCode.UPSTREAM,
                 f"cannot answer: the engine failed ({type(error).__name__})",
-                headers=_loss_headers(running, error),
+                headers=await _loss_headers(running, error),
             ) from error
 
     async def _relay_answer(
@@ -386,7 +399,7 @@ async def _relay_body(
     except aiohttp.ClientError:
         # The router must see an abort, not a regular end: the answer is incomplete.
         metrics.REQUESTS.labels("engine_failed").inc()
-        is_blamed = running is not None and running.is_blamed()
+        is_blamed = running is not None and await running.is_blamed()
         if is_blamed and response.content_type == EVENT_STREAM and chunk.endswith(b"\n\n"):
             with suppress(ConnectionError, aiohttp.ClientConnectionResetError):
                 await response.write(ENGINE_LOST_EVENT)
@@ -399,10 +412,10 @@ async def _relay_body(
     metrics.REQUESTS.labels(outcome).inc()
 
 
-def _loss_headers(running: EngineRequest, error: Exception) -> dict[str, str]:
+async def _loss_headers(running: EngineRequest, error: Exception) -> dict[str, str]:
     """Return the headers of the answer to a request whose engine failed before its first byte."""
     was_sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-    return {headers.ENGINE_LOST: "1"} if was_sent and running.is_blamed() else {}
+    return {headers.ENGINE_LOST: "1"} if was_sent and await running.is_blamed() else {}
 
 
 def _prefill_estimate(request: web.Request) -> PrefillEstimate:

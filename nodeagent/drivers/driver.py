@@ -69,6 +69,7 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
 
 CHAT_PATH: Final = "/v1/chat/completions"
 COMPLETIONS_PATH: Final = "/v1/completions"
+TOKENIZE_PATH: Final = "/tokenize"
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -85,6 +86,8 @@ class EngineDriver(Protocol):
     resumes: str
     """Which interrupted answers it can resume: `headers.INEXACT` (all, with another text),
     `headers.GREEDY`, `headers.SEEDED` (greedy and seeded), or "" for none."""
+    tokenize_path: str
+    """Where it counts the tokens of a chat, as vLLM does; "" if it cannot."""
     salted_paths: frozenset[str]
     """The paths whose request bodies have a `cache_salt` field. The embedded engine reads the salt
     from a header instead."""
@@ -96,6 +99,10 @@ class EngineDriver(Protocol):
 
     is_queue_fair: bool
     """Whether the engine's own queue is fair between tenants."""
+
+    priority_arguments: tuple[str, ...]
+    """The arguments with which the engine sorts its queue by the field `priority` of request
+    bodies, lowest first; () if it cannot."""
 
     def missing(self) -> str:
         """Return what the engine lacks on this node, or "" if it can start. Blocks."""
@@ -137,12 +144,13 @@ def check_options(spec: ReplicaSpec) -> None:
         raise UnknownOption(f"cannot start {spec.engine.driver}: {problem}")
 
 
-def with_salt(body: bytes, salt: str) -> bytes:
+def with_salt(body: bytes, salt: str, priority: int | None = None) -> bytes:
     """Return a request body with `cache_salt` set to `salt`, replacing what the client wrote.
 
     The salt separates the prefix caches of tenants: a cache hit would reveal another tenant's
-    prompt. Raises ApiError 400 for a body that cannot be decoded: the engine's parser may be more
-    lenient, and would read a `cache_salt` of the client's choice.
+    prompt. With a `priority`, that field is set, too. Raises ApiError 400 for a body that cannot be
+    decoded: the engine's parser may be more lenient, and would read a `cache_salt` of the client's
+    choice.
     """
     try:
         check_json_body(body)
@@ -151,7 +159,10 @@ def with_salt(body: bytes, salt: str) -> bytes:
         raise ApiError(
             ErrorCode.INVALID_REQUEST, f"cannot use the request body: {describe(error)}"
         ) from error
-    return msgspec.json.encode({**fields, "cache_salt": salt})
+    fields["cache_salt"] = salt
+    if priority is not None:
+        fields["priority"] = priority
+    return msgspec.json.encode(fields)
 
 
 def visible_devices(spec: ReplicaSpec) -> dict[str, str]:

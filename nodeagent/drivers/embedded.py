@@ -9,6 +9,7 @@ from isochrone.wire import headers
 from isochrone.wire.engine import EngineConfig, EngineStats
 from isochrone.wire.engine_options import ENGINE_OPTIONS
 from nodeagent.drivers.driver import (
+    TOKENIZE_PATH,
     EngineCommand,
     EngineLaunch,
     UnknownOption,
@@ -29,10 +30,12 @@ class EmbeddedDriver:
     stats_path = "/stats"
     metrics_path = "/metrics"
     resumes = headers.SEEDED
+    tokenize_path = TOKENIZE_PATH
     salted_paths: frozenset[str] = frozenset()
     sequences_option = "sequences_max"
     sequences_default = EngineConfig(model_path="", served_name="", socket="").sequences_max
     is_queue_fair = True
+    priority_arguments: tuple[str, ...] = ()
     module = "nodeagent.engine"
     has_standby = True
     """Whether a spare process of this engine can wait for its configuration."""

@@ -17,6 +17,7 @@ from nodeagent.drivers.driver import (
     read_prometheus,
     visible_devices,
 )
+from nodeagent.drivers.output_parsers import with_parsers
 
 STATIC_SHARE: Final = 0.9
 """The largest share of a replica's memory for weights and KV cache. The rest is for activations and
@@ -29,10 +30,12 @@ class SglangDriver:
     health_path = "/health"
     stats_path = metrics_path = "/metrics"
     resumes = headers.INEXACT
+    tokenize_path = ""
     salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
     sequences_option = "max_running_requests"
     sequences_default = 0
     is_queue_fair = False
+    priority_arguments: tuple[str, ...] = ()
 
     def missing(self) -> str:
         """Return an error message if SGLang is not installed, else ""."""
@@ -43,6 +46,7 @@ class SglangDriver:
         spec = launch.spec
         check_options(spec)
         nodes = spec.group.nodes if spec.group else 1
+        options = with_parsers("sglang", spec.engine.options, launch.model_path)
         return EngineCommand(
             arguments=(
                 *(sys.executable, "-m", "sglang.launch_server"),
@@ -53,7 +57,7 @@ class SglangDriver:
                 *("--tp-size", str(len(spec.device_ids) * nodes)),
                 *_multi_node_flags(spec),
                 *("--enable-metrics", "--enable-cache-report"),
-                *flags("sglang", {**_memory_options(launch), **spec.engine.options}),
+                *flags("sglang", {**_memory_options(launch), **options}),
             ),
             base_url=f"http://127.0.0.1:{launch.port}" if spec.leads else "",
             environment={**visible_devices(spec), "HF_HUB_OFFLINE": "1"},

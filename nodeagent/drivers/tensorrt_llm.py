@@ -30,10 +30,12 @@ class TensorRtLlmDriver:
     health_path = "/health"
     stats_path = metrics_path = "/prometheus/metrics"
     resumes = ""
+    tokenize_path = ""
     salted_paths = frozenset({CHAT_PATH})
     sequences_option = "max_batch_size"
     sequences_default = 0
     is_queue_fair = False
+    priority_arguments: tuple[str, ...] = ()
 
     def missing(self) -> str:
         """Return an error message if trtllm-serve is not installed, else ""."""

@@ -24,6 +24,7 @@ import msgspec
 from isochrone.service.files import write_atomic
 from isochrone.service.http_responses import read_response
 from isochrone.service.threads import wait_to_completion
+from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.ids import DeviceId
@@ -127,12 +128,34 @@ class EngineProcess:
             return f"the engine was killed by {signal.Signals(-code).name}"
         return f"the engine was killed by signal {-code}"
 
-    def salted(self, path: str, body: bytes, salt: str) -> bytes:
-        """Return the request body with the tenant's cache salt, if this engine reads it there.
+    @property
+    def tokenize_path(self) -> str:
+        """Where the engine counts the tokens of a chat; "" if it cannot."""
+        return self._driver.tokenize_path
 
-        Raises ApiError 400 for a body that cannot take the salt.
+    def salted(
+        self, path: str, body: bytes, salt: str, priority: int = headers.PRIORITY_DEFAULT
+    ) -> bytes:
+        """Return the request body with the tenant's cache salt and its priority, from 0 to 100.
+
+        The body is unchanged if this engine reads them from headers or not at all. Raises ApiError
+        400 for a body that cannot take the salt.
         """
-        return with_salt(body, salt) if path in self._driver.salted_paths else body
+        if path not in self._driver.salted_paths:
+            return body
+        return with_salt(body, salt, self._queue_position(priority))
+
+    def _queue_position(self, priority: int) -> int | None:
+        """Return the value of the body's field `priority`, None if this engine has no such field.
+
+        A client's own value is replaced, with 0 where the engine answers in the order of arrival.
+        """
+        arguments = self._driver.priority_arguments
+        if not arguments:
+            return None
+        given = self.record.command.arguments
+        is_sorted = arguments in {given[n : n + len(arguments)] for n in range(len(given))}
+        return headers.PRIORITY_DEFAULT - priority if is_sorted else 0
 
     async def is_ready(self) -> bool:
         """Return True if the engine reports to be healthy.
@@ -266,7 +289,7 @@ class EngineProcesses:
             threads=self._threads,
             memory=await asyncio.to_thread(self._device_memory, spec.device_ids),
         )
-        command = DRIVERS[spec.engine.driver].command(launch)
+        command = await asyncio.to_thread(DRIVERS[spec.engine.driver].command, launch)
         for name, data in command.files.items():
             await asyncio.to_thread(write_atomic, folder / name, data)
         unstarted = EngineRecord(command=command, spec=spec, boot=boot_id())

@@ -47,6 +47,7 @@ class MockServer:
         )
         app.router.add_post("/v1/chat/completions", self._answer)
         app.router.add_post("/v1/completions", self._answer)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/stats", self._stats)
@@ -102,6 +103,14 @@ class MockServer:
             self._in_flight -= 1
             if self._in_flight == 0:
                 self._idle.set()
+
+    async def _tokenize(self, http_request: web.Request) -> web.Response:
+        """Count the tokens of a chat's prompt."""
+        body = openai.decode(
+            await read_body(http_request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
+        )
+        request = openai.mock_request(body, is_chat=True, salt="")
+        return _json({"count": len(request.prompt_words)})
 
     async def _models(self, request: web.Request) -> web.Response:
         entry = {"id": self._config.served_name, "object": "model", "owned_by": "isochrone"}

@@ -36,7 +36,7 @@ from isochrone.wire.routes import DeploymentEntry, KeyEntry, KeyLimits, Pop, Rou
 KEY = format_key(KeyId("b" * 12), b"\x02" * 32)
 
 
-def route_table(backend_port: int, routes: int) -> RouteTable:
+def route_table(backend_port: int, routes: int, prefill_tokens_per_s: float = 1e6) -> RouteTable:
     """Return a table of one deployment with `routes` replicas at the backend, and a limited key."""
     parsed = parse_key(KEY)
     assert parsed is not None
@@ -62,7 +62,7 @@ def route_table(backend_port: int, routes: int) -> RouteTable:
                 pop=PopId("ams"),
                 address=f"127.0.0.1:{backend_port}",
                 tokens_in_flight_max=10_000_000,
-                prefill_tokens_per_s=1e6,
+                prefill_tokens_per_s=prefill_tokens_per_s,
             )
             for n in range(routes)
         ),

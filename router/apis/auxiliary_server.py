@@ -24,7 +24,12 @@ AUXILIARY: Final = NodeId("_auxiliary")
 TIMEOUT_S: Final = 30.0
 BYTES_MAX: Final = 64 * 1024 * 1024
 
-_FORWARDED: Final = frozenset({b"authorization", b"content-type", b"accept", b"x-request-id"})
+_FORWARDED: Final = frozenset(
+    {
+        *(b"authorization", b"content-type", b"accept", b"x-request-id"),
+        *(b"x-api-key", b"anthropic-version"),
+    }
+)
 """Request headers that the auxiliary server uses."""
 
 _REWRITTEN: Final = frozenset(

@@ -1,7 +1,8 @@
 """Dispatches requests by path: inference routes to the pipeline, all others to the aiohttp server.
 
-Inference routes are those that engines answer. Three surfaces have them: OpenAI's, which goes to
-the engines unchanged, and Responses and Workers AI, which are translated to and from it.
+Inference routes are those that engines answer. Four surfaces have them: OpenAI's, which goes to
+the engines unchanged, and Responses, Anthropic's Messages and Workers AI, which are translated to
+and from it.
 """
 
 import math
@@ -15,6 +16,9 @@ from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error, openai_error_event
 from isochrone.wire.routes import KeyEntry
 from router.apis.auxiliary_server import forward_to_auxiliary
+from router.apis.messages.adapter import MESSAGES_PATHS, is_messages, read_messages_request
+from router.apis.messages.adapter import REQUEST_ID as MESSAGES_REQUEST_ID
+from router.apis.messages.errors import error_body, error_status
 from router.apis.openai.surface import DECODERS, OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.apis.responses.adapter import PATH as RESPONSES_PATH
@@ -31,7 +35,7 @@ from router.inference_request import InferenceRequest
 from router.metrics import Metrics
 from router.pipeline import RequestPipeline
 
-INFERENCE_PATHS: Final = frozenset(DECODERS) | {RESPONSES_PATH}
+INFERENCE_PATHS: Final = frozenset(DECODERS) | MESSAGES_PATHS | {RESPONSES_PATH}
 WORKERS_AI_ROUTES: Final = "POST /ai/run/{model} and /ai/v1/..., GET " + ", ".join(CATALOG_PATHS)
 REQUEST_ID: Final = headers.REQUEST_ID.encode()
 
@@ -91,11 +95,15 @@ class ApiDispatcher:
         # A request that was refused while it was read has no id yet.
         request_id = client_request_id or self._request_ids.next("")[1]
         header_lines += f"{headers.REQUEST_ID}: {request_id}\r\n"
-        if not is_workers_ai(_openai_path(path)):
-            body = msgspec.json.encode(openai_error(error))
-        else:
+        status, path = error.meaning.status, _openai_path(path)
+        if is_workers_ai(path):
             body = encode_error_envelope(error.message, error.meaning.number)
-        return HttpResponse(error.meaning.status, body, header_lines)
+        elif is_messages(path):
+            status, body = error_status(error), msgspec.json.encode(error_body(error, request_id))
+            header_lines += f"{MESSAGES_REQUEST_ID}: {request_id}\r\n"
+        else:
+            body = msgspec.json.encode(openai_error(error))
+        return HttpResponse(status, body, header_lines)
 
     def dispatch(self, request: HttpRequest, client: ClientConnection) -> Awaitable[None]:
         """Return an awaitable that answers the request. Raises ApiError if it is invalid."""
@@ -109,9 +117,9 @@ class ApiDispatcher:
                     if listed := catalog_path(path):
                         request.path = listed
                         return forward_to_auxiliary(self._upstream, request, client)
-                    reason = f"the routes of Workers AI are {WORKERS_AI_ROUTES}"
-                    message = f"cannot find {request.method.decode()} {path[:200]}: {reason}"
-                    raise ApiError(ErrorCode.NOT_FOUND, message)
+                    raise _not_found(request, WORKERS_AI_ROUTES)
+                if is_messages(path):
+                    raise _not_found(request, "POST /v1/messages and /v1/messages/count_tokens")
                 return forward_to_auxiliary(self._upstream, request, client)
         sent_id = request.header(REQUEST_ID)
         request.request_id, request.client_request_id = self._request_ids.next(sent_id)
@@ -127,9 +135,17 @@ class ApiDispatcher:
             inference = self._openai.read(request, path, request.body, openai_error_event)
         elif path == RESPONSES_PATH:
             inference, writer = read_responses_request(self._openai, request, client)
+        elif path in MESSAGES_PATHS:
+            inference, writer = read_messages_request(self._openai, request, path, client)
         else:
             inference, writer = read_run_request(self._openai, request, client)
         return self._pipeline.serve(inference, writer)
+
+
+def _not_found(request: HttpRequest, routes: str) -> ApiError:
+    """Return the error for an unknown path of a surface, which has `routes`."""
+    message = f"cannot find {request.method.decode()} {request.path[:200]}: the routes of this API"
+    return ApiError(ErrorCode.NOT_FOUND, f"{message} are {routes}")
 
 
 async def _answer_preflight(client: ClientConnection) -> None:

@@ -18,18 +18,25 @@ class TranslatingWriter:
         translate_frame: Translate,
         translate_body: Translate,
         translate_refusal: Translate,
+        header_lines: str = "",
     ) -> None:
         """Write to `writer`. `translate_frame` may return no frame or several.
 
-        `translate_refusal` takes the body of a replica's 4xx response.
+        `translate_refusal` takes the body of a replica's 4xx response. `header_lines` are added to
+        every response.
         """
         self._writer = writer
         self._translate_frame = translate_frame
         self._translate_body = translate_body
         self._translate_refusal = translate_refusal
+        self._header_lines = header_lines
         # These methods are the same on every surface.
-        self.begin, self.end = writer.begin, writer.end
+        self.end = writer.end
         self.set_source, self.drained = writer.set_source, writer.drained
+
+    def begin(self, status: int, content_type: str, header_lines: str) -> None:
+        """Write the head of a stream."""
+        self._writer.begin(status, content_type, header_lines + self._header_lines)
 
     def send(self, data: bytes) -> None:
         """Write complete frames, each translated."""
@@ -41,4 +48,6 @@ class TranslatingWriter:
         """Write a complete response, or a replica's refusal of the request."""
         translate = self._translate_body if response.status == 200 else self._translate_refusal
         body = translate(response.body)
-        self._writer.reply(HttpResponse(response.status, body, response.header_lines))
+        self._writer.reply(
+            HttpResponse(response.status, body, response.header_lines + self._header_lines)
+        )

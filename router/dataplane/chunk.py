@@ -5,12 +5,37 @@ from typing import Any, Final
 import msgspec
 
 
+class FunctionDelta(msgspec.Struct, frozen=True):
+    """The part of a function call that a frame adds."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """A tool call of a chat completion, or a part of one."""
+
+    index: int = 0
+    id: str | None = None
+    function: FunctionDelta = FunctionDelta()
+
+
 class ChunkDelta(msgspec.Struct):
-    """The output that a frame adds to a choice, or the whole message of a complete response."""
+    """The output that a frame adds to a choice, or the whole message of a complete response.
+
+    vLLM 0.12 and later name the reasoning `reasoning`; earlier ones, and other engines,
+    `reasoning_content`.
+    """
 
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[msgspec.Raw] | None = None
+
+    @property
+    def reasoning_text(self) -> str:
+        """The reasoning, whatever the engine calls it."""
+        return self.reasoning_content or self.reasoning or ""
 
 
 class ChunkChoice(msgspec.Struct):
@@ -21,6 +46,8 @@ class ChunkChoice(msgspec.Struct):
     message: ChunkDelta | None = None
     text: str | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """The stop string or token that ended the text, if the engine says."""
 
 
 class ResponseChunk(msgspec.Struct):
@@ -32,6 +59,8 @@ class ResponseChunk(msgspec.Struct):
 
 _CHUNK: Final = msgspec.json.Decoder(ResponseChunk)
 
+_TOOL_CALL: Final = msgspec.json.Decoder(ToolCallDelta)
+
 
 def decode_chunk(data: bytes) -> ResponseChunk | None:
     """Decode a frame's data; return None if it is not a chunk."""
@@ -39,3 +68,16 @@ def decode_chunk(data: bytes) -> ResponseChunk | None:
         return _CHUNK.decode(data)
     except (msgspec.DecodeError, RecursionError, ValueError):
         return None
+
+
+def tool_calls(choice: ChunkChoice) -> list[ToolCallDelta] | None:
+    """Return the tool calls that a choice adds; None if they cannot be read."""
+    delta = choice.delta or choice.message or ChunkDelta()
+    try:
+        calls = [_TOOL_CALL.decode(raw) for raw in delta.tool_calls or ()]
+    except msgspec.DecodeError:
+        return None
+    if choice.message is None:
+        return calls
+    # Calls of a complete message have no index: each is a call of its own.
+    return [msgspec.structs.replace(call, index=n) for n, call in enumerate(calls)]

@@ -26,6 +26,12 @@ _END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _SPECIAL: Final = re.compile(rb'"usage"\s*:\s*\{|\[DONE\]|"error"')
 
 
+_OUTPUT_NAMES: Final = (
+    *(b'"content":', b'"text":', b'"tool_calls":'),
+    *(b'"reasoning_content":', b'"reasoning":'),
+)
+"""The fields of a frame that hold output."""
+
 REQUEST_ERROR_CODES: Final = frozenset(
     {
         ErrorCode.INVALID_REQUEST.value,
@@ -216,7 +222,7 @@ class StreamRelay:
     def _read_choice(self, choice: ChunkChoice) -> None:
         delta = choice.delta or ChunkDelta()
         text = delta.content or choice.text
-        has_other_output = bool(delta.reasoning_content or delta.tool_calls)
+        has_other_output = bool(delta.reasoning_text or delta.tool_calls)
         if text or has_other_output:
             self._tokens += 1
         if has_other_output or choice.index:
@@ -336,7 +342,7 @@ def _is_engine_lost(body: dict[str, Any] | None) -> bool:
 
 def _has_content(data: bytes) -> bool:
     """Return whether a frame's data holds a non-empty piece of output."""
-    for name in (b'"content":', b'"reasoning_content":', b'"text":', b'"tool_calls":'):
+    for name in _OUTPUT_NAMES:
         position = data.find(name)
         if position >= 0:
             value = data[position + len(name) : position + len(name) + 8].lstrip()

@@ -40,6 +40,8 @@ class GenerationDelta:
     finish: FinishReason | None = None
     error: str = ""
     choice: int = 0
+    stop_string: str = ""
+    """The client's stop string that ended the text, if one did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,4 +112,5 @@ def _delta(
         finish=finish,
         error=error,
         choice=generation.choice,
+        stop_string=generation.stops.matched,
     )

@@ -75,6 +75,7 @@ class GenerationServer(ModelServer):
         app.router.add_post("/sleep", self.fall_asleep)
         app.router.add_post("/wake_up", self.wake_up)
         app.router.add_get("/is_sleeping", self.is_sleeping)
+        app.router.add_post("/tokenize", self.tokenize)
         app.router.add_post("/v1/load_lora_adapter", self.load_adapter)
         app.router.add_post("/v1/unload_lora_adapter", self.unload_adapter)
         return app
@@ -140,6 +141,13 @@ class GenerationServer(ModelServer):
         body = read_completion(await self.body(request), self.config.body_bytes_max)
         prepared = await self._preparer.prepare_completion(body, request.headers)
         return await self._generate(request, prepared, is_chat=False)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """Count the tokens of a chat's prompt. Path and body are vLLM's, without the tokens."""
+        self.inflight.check()
+        body = read_chat(await self.body(request), self.config.body_bytes_max)
+        count = await self._preparer.count_chat_tokens(body)
+        return json_response({"count": count, "max_model_len": self.context_tokens})
 
     async def _close_preparer(self, app: web.Application) -> None:
         self._preparer.close()

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import context_length_message
 from isochrone.wire.headers import CACHE_SALT
-from nodeagent.engine.chat.chat_template import ChatTemplateError
+from nodeagent.engine.chat.chat_template import ChatTemplate, ChatTemplateError
 from nodeagent.engine.loading import LoadedEngine
 from nodeagent.engine.scheduler.fair_queue import SchedulingParams
 from nodeagent.engine.scheduler.sequence import StopConditions
@@ -39,7 +39,7 @@ from nodeagent.engine.server.openai.request_headers import (
     scheduling_params,
     tokens_generated_before,
 )
-from nodeagent.engine.server.openai.tool_fields import requested_tools
+from nodeagent.engine.server.openai.tool_fields import RequestTools, requested_tools
 from nodeagent.engine.server.openai.tool_use import ToolUse
 from nodeagent.engine.structured.compiler import GrammarCompiler
 from nodeagent.engine.structured.constraint import Constraint
@@ -102,26 +102,17 @@ class RequestPreparer:
     async def prepare_chat(self, body: ChatBody, headers: Mapping[str, str]) -> PreparedRequest:
         """Prepare a chat. Raises ApiError."""
         self._check_answers(body, 1)
-        template = self._template
-        if template is None:
-            raise invalid_request(
-                "messages", "cannot chat with this model: it has no chat template"
-            )
+        template = self._chat_template()
         tools = requested_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        try:
-            text = template.render(
-                template_messages(body),
-                tools.described if tools else (),
-                template_arguments(body),
-            )
-        except ChatTemplateError as error:
-            raise invalid_request("messages", str(error)) from error
-        tokens = await self._tokenise(text, "messages", special=False)
-        prefix = template.as_text(answer_prefix(body))
-        tokens += await self._tokenise(prefix, "messages", special=False)
+        tokens = await self._tokenise_chat(body, tools, template)
         tool_use = ToolUse.of(tools, template, self._vocabulary)
         predicted = await self._tokenise(predicted_text(body), "prediction", special=False)
         return await self._prepare(body, headers, [tokens], tool_use, predicted)
+
+    async def count_chat_tokens(self, body: ChatBody) -> int:
+        """Return how many tokens the prompt of a chat has. Raises ApiError."""
+        tools = requested_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+        return len(await self._tokenise_chat(body, tools, self._chat_template()))
 
     async def prepare_completion(
         self, body: CompletionBody, headers: Mapping[str, str]
@@ -145,6 +136,29 @@ class RequestPreparer:
                 "n" if (body.n or 1) > 1 else "prompt",
                 f"cannot give {answers} answers to one request: this engine runs {limit} at once",
             )
+
+    def _chat_template(self) -> ChatTemplate:
+        if self._template is None:
+            raise invalid_request(
+                "messages", "cannot chat with this model: it has no chat template"
+            )
+        return self._template
+
+    async def _tokenise_chat(
+        self, body: ChatBody, tools: RequestTools | None, template: ChatTemplate
+    ) -> list[int]:
+        """Return the prompt of a chat, with the beginning of the answer if the client has one."""
+        try:
+            text = template.render(
+                template_messages(body),
+                tools.described if tools else (),
+                template_arguments(body),
+            )
+        except ChatTemplateError as error:
+            raise invalid_request("messages", str(error)) from error
+        tokens = await self._tokenise(text, "messages", special=False)
+        prefix = template.as_text(answer_prefix(body))
+        return tokens + await self._tokenise(prefix, "messages", special=False)
 
     async def _tokenise(self, text: str, param: str, *, special: bool) -> list[int]:
         encode = self._vocabulary.encode

@@ -53,20 +53,20 @@ class StopStrings:
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
         self._held_back = ""
-        self.matched = False
+        self.matched = ""
 
     def feed(self, text: str, *, early: bool = False) -> str:
-        """Return what may be emitted after `text`; set `matched` once a stop string is complete.
+        """Return what may be emitted after `text`; set `matched` to the first complete stop string.
 
         `early` marks text from before `min_tokens`: it is emitted without a search.
         """
         if early or not self._stops:
             return text
         self._held_back += text
-        starts = [start for stop in self._stops if (start := self._held_back.find(stop)) >= 0]
+        starts = {stop: start for stop in self._stops if (start := self._held_back.find(stop)) >= 0}
         if starts:
-            self.matched = True
-            emitted, self._held_back = self._held_back[: min(starts)], ""
+            self.matched = min(starts, key=starts.__getitem__)
+            emitted, self._held_back = self._held_back[: starts[self.matched]], ""
             return emitted
         keep = max(partial_match_chars(self._held_back, stop) for stop in self._stops)
         emitted = self._held_back[: len(self._held_back) - keep]

@@ -9,6 +9,8 @@ from isochrone.service.http_server import Handler, error_middleware, error_respo
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
+from router.apis.messages.errors import error_body
+from router.apis.messages.models import model_info, models_page
 from router.apis.openai.surface import DECODERS, OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.decide.authentication import authenticate, may_use
@@ -21,8 +23,11 @@ NO_TABLE: Final = (
 )
 
 ROUTES: Final = (
-    f"POST {', '.join(DECODERS)}, /v1/responses and /ai/run/{{model}}, and GET /v1/models"
+    f"POST {', '.join(DECODERS)}, /v1/responses, /v1/messages and /ai/run/{{model}}, and"
+    " GET /v1/models"
 )
+ANTHROPIC_VERSION: Final = "anthropic-version"
+"""A header of each of Anthropic's clients: the list of models then has that API's form."""
 
 
 def auxiliary_app(
@@ -31,18 +36,25 @@ def auxiliary_app(
     """Return the application of all auxiliary routes."""
 
     def key_of(request: web.Request) -> KeyEntry:
-        return authenticate(
-            fleet.directory.keys, request.headers.get("authorization"), surface.unix_clock()
-        )
+        authorization = request.headers.get("authorization")
+        if not authorization and headers.API_KEY in request.headers:
+            authorization = f"Bearer {request.headers[headers.API_KEY]}"
+        return authenticate(fleet.directory.keys, authorization, surface.unix_clock())
 
     async def list_models(request: web.Request) -> web.Response:
         key = key_of(request)
         allowed = [entry for entry in fleet.directory.deployments if may_use(key, entry.name)]
+        if ANTHROPIC_VERSION in request.headers:
+            chats = [entry for entry in allowed if entry.kind == "chat"]
+            return json_response(models_page(chats, request.query, surface.unix_clock()))
         return json_response({"object": "list", "data": [model_body(entry) for entry in allowed]})
 
     async def show_model(request: web.Request) -> web.Response:
         key = key_of(request)
-        return json_response(model_body(surface.deployment(request.match_info["name"], key)))
+        entry = surface.deployment(request.match_info["name"], key)
+        if ANTHROPIC_VERSION in request.headers:
+            return json_response(model_info(entry, surface.unix_clock()))
+        return json_response(model_body(entry))
 
     async def healthz(request: web.Request) -> web.Response:
         if fleet.directory.table is not None:
@@ -59,7 +71,20 @@ def auxiliary_app(
         metrics.errors.labels(error.code.value).inc()
         return error_response(error, msgspec.json.encode(openai_error(error)))
 
-    app = web.Application(middlewares=[error_middleware(encode_error), _explain_not_found])
+    @web.middleware
+    async def anthropic_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer an error in Anthropic's shape to Anthropic's clients."""
+        try:
+            return await handler(request)
+        except ApiError as error:
+            if ANTHROPIC_VERSION not in request.headers:
+                raise
+            response = encode_error(error)
+            response.body = msgspec.json.encode(error_body(error))
+            return response
+
+    middlewares = [error_middleware(encode_error), anthropic_errors, _explain_not_found]
+    app = web.Application(middlewares=middlewares)
     app.on_response_prepare.append(add_request_id)
     app.router.add_get("/v1/models", list_models)
     app.router.add_get("/v1/models/{name:.{1,200}}", show_model)

@@ -146,8 +146,14 @@ def resume_body_builder(
             assert isinstance(request.prompt, str)
             fields["prompt"] = request.prompt + text
         elif text:
-            partial = {"role": "assistant", "content": text}
             messages = msgspec.json.decode(fields["messages"], type=list[msgspec.Raw])
+            partial: dict[str, Any] = {"role": "assistant", "content": ""}
+            if bytes(fields.get("continue_final_message", b"")) == b"true":
+                # The client began the answer itself: the last message holds its beginning.
+                partial = msgspec.json.decode(messages.pop())
+                if not isinstance(partial.get("content"), str):
+                    return None
+            partial["content"] += text
             fields["messages"] = [*messages, partial]
             # Options of vLLM and SGLang: leave the last message open, and begin no new one.
             fields["continue_final_message"] = True

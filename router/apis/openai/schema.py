@@ -17,6 +17,8 @@ CHAT_PATH: Final = "/v1/chat/completions"
 COMPLETIONS_PATH: Final = "/v1/completions"
 EMBEDDINGS_PATH: Final = "/v1/embeddings"
 RERANK_PATH: Final = "/v1/rerank"
+TOKENIZE_PATH: Final = "/tokenize"
+"""Where engines count the tokens of a chat. Clients count through a surface's own route."""
 
 ModelField = Annotated[str, Meta(min_length=1, max_length=128)]
 TokenCount = Annotated[int, Meta(ge=1, le=10_000_000)]

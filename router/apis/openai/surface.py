@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire import headers
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.ids import RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
 from router.apis.openai.decode import (
@@ -37,6 +37,7 @@ from router.apis.openai.schema import (
     COMPLETIONS_PATH,
     EMBEDDINGS_PATH,
     RERANK_PATH,
+    TOKENIZE_PATH,
     ChatRequest,
 )
 from router.config import RouterConfig
@@ -62,6 +63,7 @@ MODELS_NAMED: Final = 8
 
 SESSION_AFFINITY: Final = headers.SESSION_AFFINITY.encode()
 PRIORITY: Final = headers.PRIORITY.encode()
+API_KEY: Final = headers.API_KEY.encode()
 TRACEPARENT: Final = headers.TRACEPARENT.encode()
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -83,6 +85,8 @@ class OpenAiSurface:
     def key_of(self, fields: HeaderFields) -> KeyEntry:
         """Return the API key in a request's headers. Raises ApiError 401."""
         authorization = fields.get(b"authorization", b"")
+        if not authorization and API_KEY in fields:
+            authorization = b"Bearer " + fields[API_KEY]
         return self._admitted.authenticate(
             self._fleet.directory.keys, authorization, self.unix_clock()
         )
@@ -116,16 +120,7 @@ class OpenAiSurface:
         key = request.key
         assert key is not None
         openai: OpenAiRequest = decode(body, DECODERS[path])
-        deployment = self.deployment(openai.model, key)
-        kind = MODEL_KINDS.get(path, "chat")
-        if deployment.kind != kind:
-            raise ApiError(
-                ErrorCode.INVALID_REQUEST,
-                f"cannot use the model {openai.model!r} with {path}: it is a model of kind"
-                f" {deployment.kind!r}, and this route needs one of kind {kind!r}",
-                param="model",
-            )
-        _refuse_retired(deployment, self.unix_clock())
+        deployment = self._deployment_of_kind(openai.model, key, path)
         refuse_lacking(deployment, path, body)
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
@@ -152,6 +147,50 @@ class OpenAiSurface:
             prefix_keys=_prefix_keys(prompt, key, deployment),
             relayed_headers=_relayed_headers(request),
         )
+
+    def read_count(self, request: HttpRequest, body: bytes) -> InferenceRequest:
+        """Return the request for the number of tokens of a chat. Raises ApiError if it is invalid.
+
+        `body` is a chat's. The request is counted, and uses no tokens.
+        """
+        key = request.key
+        assert key is not None
+        openai: OpenAiRequest = decode(body, CHAT)
+        return InferenceRequest(
+            request_id=RequestId(request.request_id),
+            client_request_id=request.client_request_id,
+            key=key,
+            deployment=self._deployment_of_kind(openai.model, key, TOKENIZE_PATH),
+            path=TOKENIZE_PATH,
+            body=body,
+            text_bytes=0,
+            answer_count=1,
+            output_tokens_max=1,
+            is_stream=False,
+            wants_usage=False,
+            session="",
+            reject_if_busy=False,
+            arrived_s=request.arrived_s,
+            started_at=self.unix_clock(),
+            encode_error_event=openai_error_event,
+            build_resume_body=None,
+            determinism="",
+            prefix_keys=NO_KEYS,
+        )
+
+    def _deployment_of_kind(self, name: str, key: KeyEntry, path: str) -> DeploymentEntry:
+        """Return a deployment that `path` can use. Raises ApiError."""
+        deployment = self.deployment(name, key)
+        kind = MODEL_KINDS.get(path, "chat")
+        if deployment.kind != kind:
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                f"cannot use the model {name!r} with {path}: it is a model of kind"
+                f" {deployment.kind!r}, and this route needs one of kind {kind!r}",
+                param="model",
+            )
+        _refuse_retired(deployment, self.unix_clock())
+        return deployment
 
     def _output_tokens(
         self, openai: OpenAiRequest, answer_count: int, deployment: DeploymentEntry

@@ -12,7 +12,7 @@ import msgspec
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.responses.translate import ReasoningSettings, ResponsesRequest, TextFormat
 from router.dataplane import sse
-from router.dataplane.chunk import ChunkChoice, ChunkDelta, decode_chunk
+from router.dataplane.chunk import ChunkChoice, ChunkDelta, ToolCallDelta, decode_chunk, tool_calls
 
 EVENT: Final = b"event: "
 IN_PROGRESS: Final = "in_progress"
@@ -24,24 +24,6 @@ _INCOMPLETE_REASONS: Final = {"length": "max_output_tokens", "content_filter": "
 
 ItemEvent = tuple[str, dict[str, Any]]
 """An event of an output item: its name and its fields."""
-
-
-class FunctionDelta(msgspec.Struct, frozen=True):
-    """The part of a function call that a frame adds."""
-
-    name: str | None = None
-    arguments: str | None = None
-
-
-class ToolCallDelta(msgspec.Struct, frozen=True):
-    """A tool call of a chat completion, or a part of one."""
-
-    index: int = 0
-    id: str | None = None
-    function: FunctionDelta = FunctionDelta()
-
-
-_TOOL_CALL: Final = msgspec.json.Decoder(ToolCallDelta)
 
 
 class TextItem:
@@ -177,16 +159,12 @@ class ResponseEvents:
             return None
         choice = chunk.choices[0] if chunk.choices else ChunkChoice()
         delta = choice.delta or choice.message or ChunkDelta()
-        try:
-            calls = [_TOOL_CALL.decode(raw) for raw in delta.tool_calls or ()]
-        except msgspec.DecodeError:
+        calls = tool_calls(choice)
+        if calls is None:
             return None
-        if choice.message is not None:
-            # Calls of a complete message have no index: each is a call of its own.
-            calls = [msgspec.structs.replace(call, index=n) for n, call in enumerate(calls)]
         self._usage = chunk.usage or self._usage
         self._finish_reason = choice.finish_reason or self._finish_reason
-        events = self._add_text("reasoning_text", delta.reasoning_content)
+        events = self._add_text("reasoning_text", delta.reasoning_text)
         events += self._add_text("output_text", delta.content)
         return events + b"".join([self._add_call(call) for call in calls])
 

@@ -121,6 +121,13 @@ class EngineNode(FakeNode):
         super().__init__()
         self._engine = engine
 
+    async def tokenize(self, request: web.Request) -> web.Response:
+        async with (
+            self._engine.session() as http,
+            http.post(request.path, data=await request.read()) as answer,
+        ):
+            return web.json_response(await answer.json(), status=answer.status)
+
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         self.bodies.append(body)

@@ -42,6 +42,7 @@ async def test_the_continuation_equals_the_uninterrupted_answer(
                 **body,
                 "messages": [*body["messages"], {"role": "assistant", "content": begun}],
                 "continue_final_message": True,
+                "add_generation_prompt": False,
                 "max_tokens": TOKENS - at,
             },
             **{headers.GENERATED_TOKENS: str(at)},

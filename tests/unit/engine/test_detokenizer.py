@@ -46,8 +46,9 @@ def test_stop_strings_are_found_across_pieces_and_never_emitted(
         if matcher.matched:
             break
     ends = [at for stop in stops if (at := fed.find(stop)) >= 0]
-    assert matcher.matched == bool(ends)
+    assert bool(matcher.matched) == bool(ends)
     if ends:
+        assert fed.find(matcher.matched) == min(ends)
         assert emitted == fed[: min(ends)]
     else:
         assert emitted + matcher.flush() == fed

@@ -128,6 +128,8 @@ def test_unsupported_fields_pass_with_values_that_change_nothing() -> None:
     read_completely(
         chat(echo=None, functions=[], typical_p=1, add_generation_prompt=True, suffix="")
     )
+    with pytest.raises(ApiError, match="'add_generation_prompt': false needs"):
+        read_completely(chat(add_generation_prompt=False))
 
 
 def test_text_parts_are_joined() -> None:

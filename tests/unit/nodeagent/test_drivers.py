@@ -188,7 +188,8 @@ def test_a_program_that_cannot_start_is_reported(
     def reason(text: str) -> str:
         program.write_text(text)
         program.chmod(0o755)
-        return installed_version.problem("vllm", (0, 11))
+        versions = installed_version.VersionRange(first=(0, 11), before=(1, 0))
+        return installed_version.problem("vllm", versions)
 
     assert "No such file" in reason("#!/nowhere/python3\n")
     assert "No package metadata was found for vllm" in reason(f"#!{sys.executable}\n")
@@ -196,6 +197,8 @@ def test_a_program_that_cannot_start_is_reported(
     monkeypatch.setattr(installed_version, "_version", lambda *_: "0.10.2")
     assert "0.10.2" in reason("")
     assert "install version 0.11 or later" in reason("")
+    monkeypatch.setattr(installed_version, "_version", lambda *_: "1.0.1")
+    assert "install a version from 0.11 to below 1.0" in reason("")
     monkeypatch.setattr(installed_version, "_version", lambda *_: "0.32.0+cpu")
     assert reason("") == ""
 

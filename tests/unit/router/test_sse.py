@@ -137,7 +137,9 @@ def test_the_frames_of_another_node_continue_the_same_stream() -> None:
 
 
 @pytest.mark.parametrize(
-    "delta", [{"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}], ids=["tools", "reasons"]
+    "delta",
+    [{"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}, {"reasoning": "hm"}],
+    ids=["tools", "reasons", "reasons in vLLM"],
 )
 def test_output_other_than_text_is_not_plain(delta: dict[str, object]) -> None:
     relay = StreamRelay(wants_usage=False)

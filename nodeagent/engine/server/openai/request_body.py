@@ -39,7 +39,6 @@ class UnsupportedFields(StructuredOutputFields, kw_only=True):
     Any other value is refused.
     """
 
-    add_generation_prompt: Any = True
     allowed_token_ids: Any = None
     audio: Any = None
     bad_words: Any = None
@@ -129,6 +128,8 @@ class ChatBody(GenerationFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = None
     """vLLM's field: the answer continues the last message, which is the assistant's."""
+    add_generation_prompt: bool | None = None
+    """vLLM's field: false only if the answer continues a message."""
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's field: values for further variables of the chat template."""
     reasoning_effort: str | None = None
@@ -154,6 +155,9 @@ def read_chat(body: bytes, bytes_max: int) -> ChatBody:
     _refuse_unsupported(chat)
     if set(chat.modalities or ()) - {"text"}:
         raise unsupported_field("modalities", "only 'text' is supported")
+    if chat.add_generation_prompt is False and not chat.continue_final_message:
+        reason = "false needs 'continue_final_message': true"
+        raise unsupported_field("add_generation_prompt", reason)
     if chat.top_logprobs is not None and not chat.logprobs:
         raise invalid_request(
             "top_logprobs", "cannot use field 'top_logprobs': it needs 'logprobs': true"

@@ -42,6 +42,7 @@ class ResponseChoice:
     output_tokens: int = 0
     cached_tokens: int = 0
     finish: str | None = None
+    stop_string: str = ""
 
     def events(self, delta: GenerationDelta) -> list[OutputEvent]:
         """Take `delta` and return the content and calls that it makes certain."""
@@ -55,6 +56,7 @@ class ResponseChoice:
             has_calls = self.parser is not None and self.parser.calls > 0
             is_call_end = has_calls and delta.finish is FinishReason.STOP
             self.finish = "tool_calls" if is_call_end else delta.finish
+            self.stop_string = delta.stop_string
         return events
 
 
@@ -97,7 +99,7 @@ class CompletionResponse:
             for number, part in enumerate(parts)
         ]
         if choice.finish is not None:
-            frames.append(self._chunk(choice.index, {}, None, choice.finish))
+            frames.append(self._chunk(choice.index, {}, None, choice.finish, choice.stop_string))
         return frames
 
     def closing_chunks(self, prompt_tokens: int) -> bytes:
@@ -139,6 +141,8 @@ class CompletionResponse:
             body["text"] = text
         body["logprobs"] = self._logprobs(choice, choice.sampled) if self.logprobs else None
         body["finish_reason"] = choice.finish
+        if choice.stop_string:
+            body["stop_reason"] = choice.stop_string
         return body
 
     def _usage(self, prompt_tokens: int) -> dict[str, Any]:
@@ -170,7 +174,14 @@ class CompletionResponse:
             kind = "chat.completion.chunk" if is_stream else "chat.completion"
         return {"id": self.id, "object": kind, "created": self.created_s, "model": self.model}
 
-    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, finish: str | None) -> bytes:
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: Any,
+        finish: str | None,
+        stop_string: str = "",
+    ) -> bytes:
         choice: dict[str, Any] = {"index": index}
         if self.chat:
             choice["delta"] = delta
@@ -178,6 +189,9 @@ class CompletionResponse:
             choice["text"] = delta.get("content", "")
         choice["logprobs"] = logprobs
         choice["finish_reason"] = finish
+        if stop_string:
+            # vLLM's field, with which a client can tell its stop strings apart.
+            choice["stop_reason"] = stop_string
         body = {**self._head(is_stream=True), "choices": [choice]}
         if self.include_usage:
             body["usage"] = None

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API, stateless, over the same deployments as the other surfaces."""

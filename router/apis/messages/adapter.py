@@ -1,0 +1,88 @@
+"""`POST /v1/messages` and its token counts: translated to engine requests, and back."""
+
+from typing import Any, Final
+
+import msgspec
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from router.apis.messages.errors import translate_refusal
+from router.apis.messages.events import MessageEvents
+from router.apis.messages.schema import (
+    COUNT_TOKENS_PATH,
+    COUNT_TOKENS_REQUEST,
+    MESSAGES_PATH,
+    MESSAGES_REQUEST,
+    ThinkingAdaptive,
+    ThinkingEnabled,
+)
+from router.apis.messages.translate import to_chat, to_tokenize
+from router.apis.openai.decode import decode
+from router.apis.openai.schema import CHAT_PATH
+from router.apis.openai.surface import OpenAiSurface
+from router.apis.translating_writer import TranslatingWriter
+from router.dataplane.http_messages import HttpRequest, ResponseWriter
+from router.inference_request import InferenceRequest
+
+MESSAGES_PATHS: Final = frozenset({MESSAGES_PATH, COUNT_TOKENS_PATH})
+REQUEST_ID: Final = "request-id"
+"""Anthropic's name of the header with the request's id, which its clients show in errors."""
+
+
+def is_messages(path: str) -> bool:
+    """Return whether a path belongs to this surface."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
+def read_messages_request(
+    openai: OpenAiSurface, request: HttpRequest, path: str, writer: ResponseWriter
+) -> tuple[InferenceRequest, ResponseWriter]:
+    """Return the inference request, and a writer that translates its response.
+
+    Raises ApiError if the request is invalid.
+    """
+    if path == COUNT_TOKENS_PATH:
+        return _read_count_request(openai, request, writer)
+    given = decode(request.body, MESSAGES_REQUEST)
+    thinking = given.thinking
+    events = MessageEvents(
+        f"msg_{request.request_id}",
+        given.model,
+        omits_thinking=isinstance(thinking, ThinkingEnabled | ThinkingAdaptive)
+        and thinking.display == "omitted",
+    )
+    inference = openai.read(request, CHAT_PATH, to_chat(given), events.failed)
+    translating = TranslatingWriter(
+        writer,
+        translate_frame=events.translate_frame,
+        translate_body=events.translate_body,
+        translate_refusal=translate_refusal,
+        header_lines=_request_id_line(request),
+    )
+    return inference, translating
+
+
+def _read_count_request(
+    openai: OpenAiSurface, request: HttpRequest, writer: ResponseWriter
+) -> tuple[InferenceRequest, ResponseWriter]:
+    given = decode(request.body, COUNT_TOKENS_REQUEST)
+    translating = TranslatingWriter(
+        writer,
+        translate_frame=bytes,
+        translate_body=translate_count,
+        translate_refusal=translate_refusal,
+        header_lines=_request_id_line(request),
+    )
+    return openai.read_count(request, to_tokenize(given)), translating
+
+
+def translate_count(body: bytes) -> bytes:
+    """Translate an engine's count of tokens. Raises ApiError if there is none."""
+    answer: Any = msgspec.json.decode(body)
+    count = answer.get("count")
+    if not isinstance(count, int):
+        raise ApiError(ErrorCode.UPSTREAM, "cannot answer: the replica did not count the tokens")
+    return msgspec.json.encode({"input_tokens": count})
+
+
+def _request_id_line(request: HttpRequest) -> str:
+    return f"{REQUEST_ID}: {request.client_request_id}\r\n"

@@ -1,0 +1,50 @@
+"""Errors in Anthropic's shape. Names are from Anthropic's API reference, "Errors". Pure."""
+
+from typing import Any, Final
+
+import msgspec
+
+from isochrone.wire.errors import ApiError, ErrorCode
+
+OVERLOADED_STATUS: Final = 529
+"""Anthropic's status for a service that is full. Its clients retry it, as they do a 429, but do not
+tell their user that a limit of the key is reached."""
+
+_KINDS: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    410: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+"""The type of an error by its status. Other statuses from 500 on are `api_error`."""
+
+
+def error_status(error: ApiError) -> int:
+    """Return the HTTP status of an error on this surface."""
+    return OVERLOADED_STATUS if error.code is ErrorCode.OUT_OF_CAPACITY else error.meaning.status
+
+
+def error_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+    """Return an error object; `request_id` is null within a stream, whose headers have it."""
+    status = error_status(error)
+    kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    if status == OVERLOADED_STATUS:
+        kind = "overloaded_error"
+    elif status == 504:
+        kind = "timeout_error"
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": error.message},
+        "request_id": request_id,
+    }
+
+
+def translate_refusal(body: bytes) -> bytes:
+    """Translate a replica's 4xx answer, which has OpenAI's format."""
+    error = msgspec.json.decode(body)["error"]
+    message = error.get("message") if isinstance(error, dict) else error
+    refused = ApiError(ErrorCode.INVALID_REQUEST, str(message)[:400])
+    return msgspec.json.encode(error_body(refused))

@@ -1,0 +1,75 @@
+"""The list of models as Anthropic's API returns it. Pure."""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.routes import DeploymentEntry
+
+LIMIT_DEFAULT: Final = 20
+LIMIT_MAX: Final = 1000
+
+
+def model_info(entry: DeploymentEntry, now_unix_s: float) -> dict[str, Any]:
+    """Return one model."""
+    deprecation = entry.deprecation
+    retires_at = deprecation.sunset_at if deprecation is not None else 0
+    is_retired = 0 < retires_at <= now_unix_s
+    lifecycle = "active" if deprecation is None else "deprecated"
+    return {
+        "type": "model",
+        "id": entry.name,
+        "display_name": entry.name,
+        "created_at": _rfc3339(entry.created_at),
+        "lifecycle": "retired" if is_retired else lifecycle,
+        "deprecated_at": _rfc3339(deprecation.announced_at) if deprecation is not None else None,
+        "retires_at": _rfc3339(retires_at) if retires_at else None,
+        "max_input_tokens": entry.context_tokens,
+        "max_tokens": entry.context_tokens,
+    }
+
+
+def models_page(
+    entries: Sequence[DeploymentEntry], query: Mapping[str, str], now_unix_s: float
+) -> dict[str, Any]:
+    """Return a page of chat models. `query` has `limit`, `after_id` and `before_id`.
+
+    Raises ApiError 400.
+    """
+    limit = _limit(query.get("limit", ""))
+    names = [entry.name for entry in entries]
+    start, end = 0, len(names)
+    if "after_id" in query:
+        start = _position(names, query["after_id"], "after_id") + 1
+    if "before_id" in query:
+        end = _position(names, query["before_id"], "before_id")
+    is_backward = "before_id" in query and "after_id" not in query
+    page = entries[max(start, end - limit) : end] if is_backward else entries[start:end][:limit]
+    return {
+        "data": [model_info(entry, now_unix_s) for entry in page],
+        "has_more": max(0, end - start) > len(page),
+        "first_id": page[0].name if page else None,
+        "last_id": page[-1].name if page else None,
+    }
+
+
+def _rfc3339(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _limit(text: str) -> int:
+    if not text:
+        return LIMIT_DEFAULT
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= LIMIT_MAX):
+        message = f"cannot use 'limit' {text[:20]!r}: expected 1 to {LIMIT_MAX}"
+        raise ApiError(ErrorCode.INVALID_REQUEST, message, param="limit")
+    return int(text)
+
+
+def _position(names: Sequence[str], name: str, field: str) -> int:
+    try:
+        return names.index(name)
+    except ValueError:
+        message = f"cannot use '{field}': there is no model {name[:128]!r}"
+        raise ApiError(ErrorCode.INVALID_REQUEST, message, param=field) from None

@@ -1,0 +1,255 @@
+"""Translates a Messages request to a chat completion request, which engines understand. Pure.
+
+Anthropic puts the results of tools into messages of the user; chat templates expect a message of
+the role `tool` for each. Its images go to the engine as `data:` URLs.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from router.apis.messages.schema import (
+    AnyToolChoice,
+    AutoToolChoice,
+    Base64Image,
+    ContentBlock,
+    CountTokensRequest,
+    CustomTool,
+    DocumentBlock,
+    ImageBlock,
+    InputMessage,
+    MessagesRequest,
+    NamedTool,
+    NoToolChoice,
+    TextBlock,
+    ThinkingAdaptive,
+    ThinkingBlock,
+    ThinkingDisabled,
+    ThinkingEnabled,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+
+BETWEEN_BLOCKS: Final = "\n"
+TOOL_FAILED: Final = "Error: "
+"""Begins the result of a tool that failed: chat templates have no field for that."""
+
+BILLING_LINE: Final = "x-anthropic-billing-header:"
+"""Begins a block of the system prompt that some clients fill with another value in each request.
+It is no part of the prompt, and with it no prefix would ever be cached."""
+
+SYSTEM_BLOCKS: Final = (TextBlock, DocumentBlock)
+USER_BLOCKS: Final = (*SYSTEM_BLOCKS, ImageBlock, ToolResultBlock)
+ASSISTANT_BLOCKS: Final = (TextBlock, ThinkingBlock, ToolUseBlock)
+
+
+def to_chat(request: MessagesRequest) -> bytes:
+    """Return the body of the equivalent chat completion request. Raises ApiError 400."""
+    thinking = request.thinking
+    if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens >= request.max_tokens:
+        raise _invalid_field(
+            "thinking.budget_tokens",
+            f"it is {thinking.budget_tokens}, and must be less than 'max_tokens'"
+            f" ({request.max_tokens})",
+        )
+    chat = {**_conversation(request), "max_tokens": request.max_tokens}
+    optional = {
+        "stop": request.stop_sequences,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+    }
+    chat |= {name: value for name, value in optional.items() if value is not None}
+    if request.output_config is not None and request.output_config.format is not None:
+        schema = {"name": "answer", "schema": request.output_config.format.schema, "strict": True}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if request.stream:
+        chat |= {"stream": True, "stream_options": {"include_usage": True}}
+    return msgspec.json.encode(chat)
+
+
+def to_tokenize(request: CountTokensRequest) -> bytes:
+    """Return the body with which an engine counts the tokens of the same chat."""
+    return msgspec.json.encode(_conversation(request))
+
+
+def _conversation(request: CountTokensRequest) -> dict[str, Any]:
+    """Return the fields that make the prompt."""
+    chat: dict[str, Any] = {"model": request.model, "messages": _messages(request)}
+    if chat["messages"][-1]["role"] == "assistant" and not chat["messages"][-1].get("tool_calls"):
+        # Anthropic continues an answer that the client began. Options of vLLM and SGLang.
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    if request.tools:
+        chat["tools"] = [_function_tool(tool) for tool in request.tools]
+        chat |= _tool_choice(request)
+    elif isinstance(request.tool_choice, AnyToolChoice | NamedTool):
+        raise _invalid_field("tool_choice", "it needs 'tools'")
+    if isinstance(request.thinking, ThinkingDisabled):
+        chat["chat_template_kwargs"] = {"enable_thinking": False}
+    elif isinstance(request.thinking, ThinkingEnabled | ThinkingAdaptive):
+        chat["chat_template_kwargs"] = {"enable_thinking": True}
+    if request.output_config is not None and request.output_config.effort is not None:
+        chat["reasoning_effort"] = request.output_config.effort
+    return chat
+
+
+def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    system = _system_text(request.system)
+    if system:
+        messages.append({"role": "system", "content": system})
+    for message in request.messages:
+        for translated in _translate_message(message):
+            _append(messages, translated)
+    if not any(message["role"] != "system" for message in messages):
+        raise _invalid_field("messages", "no message has any content")
+    return messages
+
+
+def _system_text(system: str | Sequence[TextBlock] | None) -> str:
+    if system is None or isinstance(system, str):
+        return system or ""
+    texts = [block.text for block in system if not block.text.startswith(BILLING_LINE)]
+    return BETWEEN_BLOCKS.join(texts)
+
+
+def _translate_message(message: InputMessage) -> list[dict[str, Any]]:
+    """Return the chat messages of one message; several if it has results of tools."""
+    content = message.content
+    blocks = [TextBlock(text=content)] if isinstance(content, str) else content
+    if message.role == "assistant":
+        return [_assistant_message(blocks)]
+    _check_blocks(message.role, blocks, SYSTEM_BLOCKS if message.role == "system" else USER_BLOCKS)
+    results: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
+    for block in blocks:
+        if isinstance(block, ToolResultBlock):
+            text, images = _tool_result(block)
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+            # A message of a tool is text in most chat templates: images follow it.
+            parts += images
+        else:
+            parts.append(_part(block))
+    if not parts:
+        return results
+    return [*results, {"role": message.role, "content": _content(parts)}]
+
+
+def _assistant_message(blocks: Sequence[ContentBlock]) -> dict[str, Any]:
+    _check_blocks("assistant", blocks, ASSISTANT_BLOCKS)
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [_tool_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
+    message: dict[str, Any] = {"role": "assistant", "content": BETWEEN_BLOCKS.join(texts)}
+    if any(thoughts):
+        message["reasoning_content"] = BETWEEN_BLOCKS.join(thoughts)
+    if calls:
+        message["content"] = message["content"] or None
+        message["tool_calls"] = calls
+    return message
+
+
+def _check_blocks(
+    role: str, blocks: Sequence[ContentBlock], allowed: tuple[type[msgspec.Struct], ...]
+) -> None:
+    for block in blocks:
+        if not isinstance(block, allowed):
+            kind = block.__struct_config__.tag
+            raise _invalid_field(
+                "messages", f"a message of role '{role}' must not have a block of type '{kind}'"
+            )
+
+
+def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Append a message; one of the role of the last message is combined with it."""
+    last: dict[str, Any] = messages[-1] if messages else {"role": ""}
+    if last["role"] != message["role"] or message["role"] not in ("user", "assistant"):
+        messages.append(message)
+        return
+    if message["role"] == "user":
+        last["content"] = _content([*_parts(last["content"]), *_parts(message["content"])])
+        return
+    for name in ("content", "reasoning_content"):
+        texts = [text for text in (last.get(name), message.get(name)) if text]
+        if texts:
+            last[name] = BETWEEN_BLOCKS.join(texts)
+    calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+    if calls:
+        last["tool_calls"] = calls
+
+
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return parts as a message's content: one text if there are no images."""
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return BETWEEN_BLOCKS.join(part["text"] for part in parts)
+
+
+def _part(block: ContentBlock) -> dict[str, Any]:
+    if isinstance(block, ImageBlock):
+        source = block.source
+        if isinstance(source, Base64Image):
+            url = f"data:{source.media_type};base64,{source.data}"
+        else:
+            url = source.url
+        return {"type": "image_url", "image_url": {"url": url}}
+    if isinstance(block, DocumentBlock):
+        texts = [text for text in (block.title, block.context, block.source.data) if text]
+        return {"type": "text", "text": BETWEEN_BLOCKS.join(texts)}
+    assert isinstance(block, TextBlock)
+    return {"type": "text", "text": block.text}
+
+
+def _tool_result(block: ToolResultBlock) -> tuple[str, list[dict[str, Any]]]:
+    """Return the text and the images of a tool's result."""
+    content = block.content or ""
+    parts = _parts(content) if isinstance(content, str) else [_part(item) for item in content]
+    text = BETWEEN_BLOCKS.join(part["text"] for part in parts if part["type"] == "text")
+    images = [part for part in parts if part["type"] != "text"]
+    return (TOOL_FAILED + text if block.is_error else text), images
+
+
+def _tool_call(block: ToolUseBlock) -> dict[str, Any]:
+    arguments = msgspec.json.encode(block.input).decode()
+    function = {"name": block.name, "arguments": arguments}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _function_tool(tool: CustomTool) -> dict[str, Any]:
+    parameters = tool.input_schema
+    if tool.input_examples:
+        parameters = {**parameters, "examples": tool.input_examples}
+    function: dict[str, Any] = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": parameters,
+    }
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    given = {name: value for name, value in function.items() if value is not None}
+    return {"type": "function", "function": given}
+
+
+def _tool_choice(request: CountTokensRequest) -> dict[str, Any]:
+    choice = request.tool_choice
+    if choice is None:
+        return {}
+    if isinstance(choice, NoToolChoice):
+        return {"tool_choice": "none"}
+    chosen: Any = "auto" if isinstance(choice, AutoToolChoice) else "required"
+    if isinstance(choice, NamedTool):
+        chosen = {"type": "function", "function": {"name": choice.name}}
+    if choice.disable_parallel_tool_use is None:
+        return {"tool_choice": chosen}
+    is_parallel = not choice.disable_parallel_tool_use
+    return {"tool_choice": chosen, "parallel_tool_calls": is_parallel}
+
+
+def _invalid_field(field: str, reason: str) -> ApiError:
+    return ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field '{field}': {reason}", param=field)

@@ -1,0 +1,155 @@
+"""The official `anthropic` client, unmodified, with the router."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import MessageParam
+
+from isochrone.wire.routes import KeyLimits
+from tests.integration.router.fake_node import FakeNode
+from tests.integration.router.fleet_of import KEY, Bench, a_bench, a_route, a_table
+
+HELLO: list[MessageParam] = [{"role": "user", "content": "hello there"}]
+
+
+@asynccontextmanager
+async def a_client(bench: Bench, **fields: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    given = {"api_key": KEY, "max_retries": 0, **fields}
+    async with anthropic.AsyncAnthropic(
+        base_url=bench.url,
+        http_client=anthropic.DefaultAsyncHttpxClient(trust_env=False),
+        **given,
+    ) as client:
+        yield client
+
+
+async def test_a_message_is_answered_with_either_kind_of_key(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        for key in ({"api_key": KEY}, {"api_key": None, "auth_token": KEY}):
+            async with a_client(bench, **key) as client:
+                answer = await client.messages.create(model="tiny", max_tokens=3, messages=HELLO)
+                assert [block.type for block in answer.content] == ["text"]
+                assert answer.content[0].type == "text"
+                assert answer.content[0].text == "t0 t1 t2"
+                assert (answer.stop_reason, answer.usage.output_tokens) == ("end_turn", 3)
+                assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == 11
+                assert answer.usage.cache_read_input_tokens == 3
+                assert answer._request_id is not None
+                assert answer._request_id in answer.id
+
+
+async def test_a_stream_is_read_to_its_last_event(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench, a_client(bench) as client:
+        stream = await client.messages.create(
+            model="tiny", max_tokens=4, messages=HELLO, stream=True
+        )
+        kinds = [event.type async for event in stream]
+        assert kinds == [
+            *("message_start", "content_block_start"),
+            *["content_block_delta"] * 4,
+            *("content_block_stop", "message_delta", "message_stop"),
+        ]
+        async with client.messages.stream(model="tiny", max_tokens=4, messages=HELLO) as helper:
+            assert "".join([text async for text in helper.text_stream]) == "t0 t1 t2 t3 "
+            final = await helper.get_final_message()
+        assert (final.stop_reason, final.usage.output_tokens) == ("end_turn", 4)
+        assert (final.usage.input_tokens, final.usage.cache_read_input_tokens) == (8, 3)
+
+
+async def test_tokens_are_counted_and_cost_nothing(tmp_path: Path) -> None:
+    limits = KeyLimits(requests_per_min=2, tokens_per_min=1_000_000)
+    async with a_bench(tmp_path, limits=limits) as bench, a_client(bench) as client:
+        for _ in range(2):
+            count = await client.messages.count_tokens(
+                model="tiny", messages=HELLO, system="be brief"
+            )
+            assert count.input_tokens == 4
+        with pytest.raises(anthropic.RateLimitError):
+            await client.messages.count_tokens(model="tiny", messages=HELLO)
+
+
+async def test_models_are_listed_in_pages_and_retrieved(tmp_path: Path) -> None:
+    names = [f"m{number}" for number in range(5)]
+    async with a_bench(tmp_path) as bench, a_client(bench) as client:
+        bench.app.fleet.adopt(a_table([a_route(bench.nodes[0])], generation=2, names=names))
+        assert [model.id async for model in client.models.list(limit=2)] == names
+        page = await client.models.list(limit=2, before_id="m4")
+        assert ([model.id for model in page.data], page.has_more) == (["m2", "m3"], True)
+        model = await client.models.retrieve("m3")
+        assert (model.display_name, model.max_input_tokens, model.type) == ("m3", 4096, "model")
+        with pytest.raises(anthropic.NotFoundError, match="cannot find the model 'none'"):
+            await client.models.retrieve("none")
+        with pytest.raises(anthropic.BadRequestError, match="cannot use 'limit' '0'"):
+            await client.models.list(limit=0)
+        async with bench.http.get(f"{bench.url}/v1/models") as response:
+            assert (await response.json())["object"] == "list"
+
+
+async def test_errors_raise_the_sdks_own_exceptions(tmp_path: Path) -> None:
+    node = FakeNode()
+    limits = KeyLimits(requests_per_min=3)
+    async with a_bench(tmp_path, [node], limits=limits) as bench, a_client(bench) as client:
+        create = client.messages.create
+        async with a_client(bench, api_key="sk-ant-none") as stranger:
+            with pytest.raises(anthropic.AuthenticationError, match="Incorrect API key") as refused:
+                await stranger.messages.create(model="tiny", max_tokens=3, messages=HELLO)
+            assert refused.value.type == "authentication_error"
+            assert refused.value.request_id
+            with pytest.raises(anthropic.AuthenticationError):
+                await stranger.models.list()
+        with pytest.raises(anthropic.NotFoundError, match="cannot find the model"):
+            await create(model="none", max_tokens=3, messages=HELLO)
+        with pytest.raises(anthropic.BadRequestError, match="cannot use field 'max_tokens'"):
+            await create(model="tiny", messages=HELLO, max_tokens=0)
+        with pytest.raises(anthropic.NotFoundError, match="the routes of this API are"):
+            await client.messages.batches.list()
+        node.refuse = "busy"
+        with pytest.raises(anthropic.OverloadedError) as full:
+            await create(model="tiny", max_tokens=3, messages=HELLO)
+        assert int(full.value.response.headers["retry-after"]) >= 1
+        node.refuse = ""
+        for _ in range(2):
+            await create(model="tiny", max_tokens=3, messages=HELLO)
+        with pytest.raises(anthropic.RateLimitError, match="requests"):
+            await create(model="tiny", max_tokens=3, messages=HELLO)
+
+
+async def test_another_replica_continues_the_stream_of_one_that_fails(tmp_path: Path) -> None:
+    dying, other = FakeNode("n1"), FakeNode("n2")
+    dying.cut_at, other.resumes, other.ttft_s = 2, "greedy", 0.05
+    async with a_bench(tmp_path, [dying, other]) as bench, a_client(bench) as client:
+        async with client.messages.stream(
+            model="tiny", max_tokens=5, messages=HELLO, extra_body={"temperature": 0}
+        ) as stream:
+            text = "".join([text async for text in stream.text_stream])
+            final = await stream.get_final_message()
+        assert text.startswith("t0 t1 t2 ")
+        assert final.stop_reason == "end_turn"
+
+
+async def test_a_stream_that_cannot_continue_raises(tmp_path: Path) -> None:
+    node = FakeNode()
+    node.cut_at = 2
+    async with a_bench(tmp_path, [node]) as bench, a_client(bench) as client:
+        stream = await client.messages.create(
+            model="tiny", max_tokens=5, messages=HELLO, stream=True
+        )
+        with pytest.raises(anthropic.APIStatusError, match="cannot continue this answer"):
+            [event async for event in stream]
+
+
+async def test_closing_a_stream_frees_the_node(tmp_path: Path) -> None:
+    node = FakeNode()
+    node.itl_s = 0.02
+    async with a_bench(tmp_path, [node]) as bench, a_client(bench) as client:
+        stream = await client.messages.create(
+            model="tiny", messages=HELLO, stream=True, max_tokens=4000
+        )
+        async for _ in stream:
+            break
+        await stream.close()
+        await node.until(lambda: node.cancelled == 1)

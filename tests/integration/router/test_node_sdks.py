@@ -1,0 +1,82 @@
+"""The official clients for Node.js, unmodified, with the router: `make test-node` installs them."""
+
+import asyncio
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.router.fake_node import FakeNode
+from tests.integration.router.fleet_of import KEY, Bench, a_bench, a_route, a_table
+
+ROOT = Path(__file__).parents[3]
+MODULES = ROOT / ".node" / "node_modules"
+SCRIPTS = ROOT / "tests" / "node"
+TIMEOUT_S = 120.0
+MODEL = "@cf/meta/tiny:8b"
+
+pytestmark = pytest.mark.skipif(
+    not (MODULES.is_dir() and shutil.which("node")), reason="run `make test-node` to install it"
+)
+
+
+async def run(script: str, bench: Bench) -> dict[str, Any]:
+    """Run a script with Node.js; return the object that it prints."""
+    process = await asyncio.create_subprocess_exec(
+        *("node", str(SCRIPTS / script), bench.url, KEY),
+        env={"PATH": os.environ["PATH"], "NODE_PATH": str(MODULES)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(TIMEOUT_S):
+        printed, complaint = await process.communicate()
+    assert process.returncode == 0, complaint.decode()
+    result: dict[str, Any] = json.loads(printed)
+    return result
+
+
+def a_node() -> FakeNode:
+    node = FakeNode()
+    node.itl_s = 0.005
+    return node
+
+
+async def test_anthropic(tmp_path: Path) -> None:
+    node = a_node()
+    async with a_bench(tmp_path, [node]) as bench:
+        result = await run("anthropic_sdk.cjs", bench)
+        assert result["message"]["content"] == [{"type": "text", "text": "t0 t1 t2 t3"}]
+        assert result["kinds"][0] == "message_start"
+        assert result["kinds"][-2:] == ["message_delta", "message_stop"]
+        final = result["final"]
+        assert final["content"][0]["text"] == "t0 t1 t2 t3 "
+        assert (final["stop_reason"], final["usage"]["output_tokens"]) == ("end_turn", 4)
+        assert result["counted"]["input_tokens"] == 2
+        assert result["models"] == ["tiny"]
+        expected = {"name": "NotFoundError", "status": 404, "type": "not_found_error"}
+        assert result["refused"] == expected
+        await node.until(lambda: node.cancelled == 1)
+
+
+async def test_openai(tmp_path: Path) -> None:
+    node = a_node()
+    async with a_bench(tmp_path, [node]) as bench:
+        result = await run("openai_sdk.cjs", bench)
+        assert result["chat"]["choices"][0]["message"]["content"] == "t0 t1 t2 t3"
+        assert result["text"] == "t0 t1 t2 t3 "
+        assert result["response"]["output_text"] == "t0 t1 t2 t3"
+        assert result["kinds"][-1] == "response.completed"
+        assert result["models"] == ["tiny"]
+        assert (result["refused"]["name"], result["refused"]["status"]) == ("NotFoundError", 404)
+        await node.until(lambda: node.cancelled == 1)
+
+
+async def test_cloudflare(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        bench.app.fleet.adopt(a_table([a_route(bench.nodes[0])], generation=2, names=(MODEL,)))
+        result = await run("cloudflare_sdk.cjs", bench)
+        assert result["answer"]["response"] == "t0 t1 t2 t3"
+        assert (result["refused"]["name"], result["refused"]["status"]) == ("NotFoundError", 404)

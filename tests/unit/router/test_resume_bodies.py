@@ -1,0 +1,42 @@
+"""The embedded engine reads the body with which a router continues an answer."""
+
+import json
+from typing import Any
+
+import pytest
+
+from nodeagent.engine.server.openai.request_body import (
+    answer_prefix,
+    read_chat,
+    read_completion,
+    template_messages,
+)
+from router.apis.openai.decode import CHAT, COMPLETION, decode, resume_body_builder
+
+HI = {"role": "user", "content": "hi"}
+BEGUN = {"role": "assistant", "content": "One, "}
+CONTINUES = {"continue_final_message": True, "add_generation_prompt": False}
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "prefix"),
+    [([HI], {}, "two, "), ([HI, BEGUN], CONTINUES, "One, two, ")],
+)
+def test_a_chat_is_continued(messages: list[Any], fields: dict[str, Any], prefix: str) -> None:
+    body = json.dumps({"model": "m", "messages": messages, "stream": True, **fields}).encode()
+    build = resume_body_builder(body, decode(body, CHAT))
+    assert build is not None
+    resumed = build("two, ", 2)
+    assert resumed is not None
+    chat = read_chat(resumed, 1_000_000)
+    assert template_messages(chat) == [HI]
+    assert answer_prefix(chat) == prefix
+
+
+def test_a_completion_is_continued() -> None:
+    body = json.dumps({"model": "m", "prompt": "One, ", "stream": True}).encode()
+    build = resume_body_builder(body, decode(body, COMPLETION))
+    assert build is not None
+    resumed = build("two, ", 2)
+    assert resumed is not None
+    assert read_completion(resumed, 1_000_000).prompt == "One, two, "
