@@ -1,6 +1,6 @@
 """The metrics of the node agent: name, unit, labels."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 REGISTRY = CollectorRegistry()
 
@@ -31,4 +31,9 @@ UPLOADED = Counter(
 RESTARTS = Gauge(
     "isochrone_node_replica_restarts", "Failures of a replica's engine.", ["replica"],
     registry=REGISTRY,
+)  # fmt: skip
+ASLEEP = Gauge("isochrone_node_replicas_asleep", "Replicas that sleep.", registry=REGISTRY)
+SWITCHES = Histogram(
+    "isochrone_node_sleep_switch_seconds", "Time to put a replica to sleep or to wake it.",
+    ["kind"], buckets=(0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30), registry=REGISTRY,
 )  # fmt: skip

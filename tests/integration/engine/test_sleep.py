@@ -1,6 +1,7 @@
 """An engine that sleeps: its model is dropped, and a wake or a request brings it back."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -28,8 +29,7 @@ async def stats(http: aiohttp.ClientSession) -> dict[str, Any]:
 
 
 def resident_bytes(pid: int) -> int:
-    with open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[1]) * 4096
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
 async def test_a_sleeping_engine_gives_memory_back_and_answers_the_same_after_a_wake(
