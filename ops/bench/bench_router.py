@@ -31,7 +31,15 @@ from isochrone.wire.ids import (
     TenantId,
 )
 from isochrone.wire.keys import format_key, parse_key
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, KeyLimits, Pop, Route, RouteTable
+from isochrone.wire.routes import (
+    DeploymentEntry,
+    KeyEntry,
+    KeyLimits,
+    KeyTable,
+    Pop,
+    Route,
+    RouteTable,
+)
 
 KEY = format_key(KeyId("b" * 12), b"\x02" * 32)
 
@@ -66,17 +74,19 @@ def route_table(backend_port: int, routes: int, prefill_tokens_per_s: float = 1e
             )
             for n in range(routes)
         ),
-        keys=(
-            KeyEntry(
-                key_id=parsed[0],
-                secret_sha256=parsed[1],
-                tenant_id=TenantId("acme"),
-                limits=KeyLimits(
-                    requests_per_min=100_000_000,
-                    tokens_per_min=2_000_000_000,
-                    concurrency=100_000,
-                ),
-            ),
+        keys=KeyTable.of(
+            [
+                KeyEntry(
+                    key_id=parsed[0],
+                    secret_sha256=parsed[1],
+                    tenant_id=TenantId("acme"),
+                    limits=KeyLimits(
+                        requests_per_min=100_000_000,
+                        tokens_per_min=2_000_000_000,
+                        concurrency=100_000,
+                    ),
+                )
+            ]
         ),
     )
 

@@ -12,7 +12,14 @@ from isochrone.wire.engine_capabilities import lacking_features
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId
 from isochrone.wire.model import CatalogModel, Deployment
 from isochrone.wire.report import ReplicaProfile, ReplicaState
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, RolloutEntry, Route, RouteTable
+from isochrone.wire.routes import (
+    DeploymentEntry,
+    KeyEntry,
+    KeyTable,
+    RolloutEntry,
+    Route,
+    RouteTable,
+)
 from scheduler.decide.cluster import (
     TOKENS_IN_FLIGHT_UNKNOWN,
     ClusterState,
@@ -63,7 +70,7 @@ def build_route_table(
             for deployment in sorted(cluster.deployments, key=lambda d: d.deployment_id)
         ),
         routes=tuple(sorted(routes, key=lambda route: route.replica_id)),
-        keys=tuple(sorted(keys, key=lambda key: key.key_id)),
+        keys=KeyTable.of(keys),
     )
 
 
