@@ -10,6 +10,10 @@ from typing import Final, Literal
 import msgspec
 
 from isochrone.wire.headers import INEXACT, SEEDED
+from isochrone.wire.model import EngineSettings
+
+SLEEP_OPTION: Final = "enable_sleep_mode"
+TRUE_VALUES: Final = frozenset({"true"})
 
 FEATURES: Final[Mapping[str, str]] = {
     "chat": "`/v1/chat/completions`",
@@ -85,6 +89,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         features=_TEXT | _FIELDS | _POOLING,
         over_nodes=True,
         adapters="always",
+        sleep="always",
         resumes=SEEDED,
         salt="header",
         priority=True,
@@ -95,12 +100,17 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     ),
     # Numbered tokens, whatever a request asks for.
     "mock": EngineCapabilities(
-        features=frozenset(FEATURES) - _POOLING, resumes=SEEDED, salt="header", has_kv_cache=False
+        features=frozenset(FEATURES) - _POOLING,
+        sleep="always",
+        resumes=SEEDED,
+        salt="header",
+        has_kv_cache=False,
     ),
     "vllm": EngineCapabilities(
         features=_TEXT | _FIELDS | _POOLING | _MEDIA,
         over_nodes=True,
         adapters="with_option",
+        sleep="with_option",
         kv_events=True,
         resumes=INEXACT,
         salt="body",
@@ -153,6 +163,20 @@ def lacking_features(driver: str) -> tuple[str, ...]:
     """Return the features that an engine lacks, in the order of FEATURES."""
     features = capabilities_of(driver).features
     return tuple(name for name in FEATURES if name not in features)
+
+
+def sleep_problem(engine: EngineSettings) -> str:
+    """Return why replicas with these settings cannot sleep, or "" if they can."""
+    sleep = capabilities_of(engine.driver).sleep
+    if not sleep:
+        return f"{engine.driver} cannot sleep"
+    if sleep == "with_option" and engine.options.get(SLEEP_OPTION, "").lower() not in TRUE_VALUES:
+        return f"{engine.driver} sleeps only with --option {SLEEP_OPTION}=true"
+    if engine.nodes > 1:
+        return "a replica over several nodes cannot sleep"
+    if engine.driver == "embedded" and (engine.devices > 1 or engine.options.get("draft_path")):
+        return "embedded cannot sleep with several devices or a draft model"
+    return ""
 
 
 def capability_table() -> str:

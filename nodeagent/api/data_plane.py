@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from time import monotonic
-from typing import Final, NamedTuple
+from typing import Final
 
 import aiohttp
 import msgspec
@@ -23,9 +23,16 @@ from nodeagent.api.engine_trials import EngineRequest, engine_request
 from nodeagent.api.handoff_notice import announce_replica
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
+from nodeagent.api.request_estimates import (
+    PrefillEstimate,
+    parse_count,
+    prefill_estimate,
+    queue_tokens_max,
+)
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.handoff import Handoff, choose_handoff, is_worth_probing
 from nodeagent.drivers.driver import TOKENIZE_PATH
+from nodeagent.host.awake_memory import CannotWake
 from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.supervisor import ManagedReplica, Supervisor
 
@@ -83,13 +90,6 @@ class RequestRefused(Exception):
         self.load = load
 
 
-class PrefillEstimate(NamedTuple):
-    """The router's estimate of a prompt's prefill on one replica; None tokens: the whole prompt."""
-
-    pending_prefill_tokens: int | None
-    prefill_ms: int
-
-
 class DataPlaneServer:
     """Serves inference requests, pings, health checks and metrics to routers and other nodes."""
 
@@ -126,7 +126,7 @@ class DataPlaneServer:
             # The replica may have begun to drain in the meantime.
             replica = self._find_replica(request)
             _check_queue(request, replica)
-            return await self._serve_here(request, replica, body, _prefill_estimate(request))
+            return await self._serve_here(request, replica, body, prefill_estimate(request))
         except RequestRefused as refused:
             metrics.REQUESTS.labels(refused.word).inc()
             return refusal(refused.word, refused.status, refused.load)
@@ -144,10 +144,15 @@ class DataPlaneServer:
         reservation = _admit(request, replica, body, estimate)
         try:
             is_suspect = headers.SUSPECT in request.headers
-            async with engine_request(replica, is_suspect=is_suspect) as running:
+            async with (
+                self._supervisor.awake.use(replica.spec.replica_id),
+                engine_request(replica, is_suspect=is_suspect) as running,
+            ):
                 if running is None:  # a suspect may have waited
                     raise RequestRefused("loading", 503)
                 return await self._relay_to_engine(request, replica, body, reservation, running)
+        except CannotWake as error:
+            raise RequestRefused("loading", 503) from error
         finally:
             reservation.release(monotonic())
 
@@ -173,7 +178,7 @@ class DataPlaneServer:
         queues |= {
             name: managed.admission.pending_prefill_tokens(now_s) for name, managed in local.items()
         }
-        handoff = choose_handoff(replicas, queues, _queue_tokens_max(request))
+        handoff = choose_handoff(replicas, queues, queue_tokens_max(request))
         if handoff is None:
             return None
         target = handoff.target
@@ -245,7 +250,7 @@ class DataPlaneServer:
         # A router sends the tenant's id. The engine gets a salt that no tenant can guess.
         salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
         sent[headers.CACHE_SALT] = salt
-        priority = _parse_count(request.headers.get(headers.PRIORITY, ""))
+        priority = parse_count(request.headers.get(headers.PRIORITY, ""))
         if priority is None:
             priority = headers.PRIORITY_DEFAULT
         body = engine.salted(request.path, body, salt, priority)
@@ -347,7 +352,7 @@ def _check_queue(request: web.Request, replica: ManagedReplica) -> None:
 
     The refusal carries the current load, with which the router may choose another replica.
     """
-    tokens_max = _queue_tokens_max(request)
+    tokens_max = queue_tokens_max(request)
     if tokens_max is None:
         return
     if replica.admission.pending_prefill_tokens(monotonic()) > tokens_max:
@@ -418,16 +423,6 @@ async def _loss_headers(running: EngineRequest, error: Exception) -> dict[str, s
     return {headers.ENGINE_LOST: "1"} if was_sent and await running.is_blamed() else {}
 
 
-def _prefill_estimate(request: web.Request) -> PrefillEstimate:
-    tokens = _parse_count(request.headers.get(headers.PENDING_PREFILL_TOKENS, ""))
-    prefill_ms = _parse_count(request.headers.get(headers.PREFILL_MS, "")) or 0
-    return PrefillEstimate(tokens, prefill_ms)
-
-
-def _queue_tokens_max(request: web.Request) -> int | None:
-    return _parse_count(request.headers.get(headers.QUEUE_TOKENS_MAX, ""))
-
-
 def _load_header(request: web.Request, replica: ManagedReplica) -> str:
     """Return the replica's load as a header value for the router that sent the request."""
     return headers.format_load(replica.admission.load(_router_name(request), monotonic()))
@@ -435,11 +430,6 @@ def _load_header(request: web.Request, replica: ManagedReplica) -> str:
 
 def _router_name(request: web.Request) -> str:
     return request.headers.get(headers.ROUTER, "")[:ROUTER_NAME_BYTES_MAX]
-
-
-def _parse_count(value: str) -> int | None:
-    """Return a header's number of tokens or milliseconds, or None if it has none."""
-    return int(value) if value.isascii() and value.isdigit() and len(value) <= 12 else None
 
 
 def refusal(word: str, status: int, load: str = "") -> web.Response:

@@ -6,8 +6,8 @@ was used least recently sleeps first.
 Rule 3 (hysteresis): a replica that woke stays awake for AWAKE_MIN_S, so that two models that are
 used in turn do not replace each other with every request.
 Rule 4 (fairness): wakes are granted in the order of their first waiting request. Once the first of
-them has waited YIELD_AFTER_S for memory that busy replicas hold, the one that has been awake longest
-takes no new requests, finishes those it has, and sleeps.
+them has waited YIELD_AFTER_S for memory that busy replicas hold, the one that has been awake the
+longest takes no new requests, finishes those it has, and sleeps.
 """
 
 from collections.abc import Mapping, Sequence

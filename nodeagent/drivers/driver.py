@@ -100,6 +100,10 @@ class EngineDriver(Protocol):
     is_queue_fair: bool
     """Whether the engine's own queue is fair between tenants."""
 
+    sleep_path: str
+    wake_path: str
+    """Paths that drop the engine's model and load it again; "" if it cannot sleep."""
+
     priority_arguments: tuple[str, ...]
     """The arguments with which the engine sorts its queue by the field `priority` of request
     bodies, lowest first; () if it cannot."""

@@ -35,6 +35,8 @@ class EmbeddedDriver:
     sequences_option = "sequences_max"
     sequences_default = EngineConfig(model_path="", served_name="", socket="").sequences_max
     is_queue_fair = True
+    sleep_path = "/sleep"
+    wake_path = "/wake_up"
     priority_arguments: tuple[str, ...] = ()
     module = "nodeagent.engine"
     has_standby = True

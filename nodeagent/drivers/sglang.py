@@ -35,6 +35,7 @@ class SglangDriver:
     sequences_option = "max_running_requests"
     sequences_default = 0
     is_queue_fair = False
+    sleep_path = wake_path = ""
     priority_arguments: tuple[str, ...] = ()
 
     def missing(self) -> str:

@@ -35,6 +35,7 @@ class TensorRtLlmDriver:
     sequences_option = "max_batch_size"
     sequences_default = 0
     is_queue_fair = False
+    sleep_path = wake_path = ""
     priority_arguments: tuple[str, ...] = ()
 
     def missing(self) -> str:

@@ -7,7 +7,6 @@ A node without over-committed replicas grants everything at once.
 """
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -17,8 +16,6 @@ from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import DeviceId, ReplicaId
 from nodeagent import metrics
 from nodeagent.decide.sleep import AwakeReplica, plan_wake
-
-log = logging.getLogger(__name__)
 
 WAKE_S_UNKNOWN: Final = 0.5
 """The wake time that is reported until one was measured."""
@@ -178,6 +175,15 @@ class AwakeMemory:
 
     async def _switch_all(self) -> None:
         """Wake the queued replicas, the first one first, until the queue is empty."""
+        try:
+            await self._switch_queued()
+        # A bug must fail the requests that wait, not leave them waiting.
+        except BaseException as error:
+            for resident in list(self._queue):
+                self._resolve(resident, CannotWake(f"internal error of the agent: {error!r}"))
+            raise
+
+    async def _switch_queued(self) -> None:
         while self._queue:
             self._changed.clear()
             resident = self._queue[0]
@@ -189,11 +195,13 @@ class AwakeMemory:
                 resident.is_yielding = False
                 self._resolve(resident, None)
                 continue
+            # Read first: what follows must not change between the plan and its first step.
+            budgets = await self._budgets()
             plan = plan_wake(
                 resident.spec.device_ids,
                 resident.spec.memory_bytes,
                 self._awake_replicas(),
-                await self._budgets(),
+                budgets,
                 now_s=self._clock(),
                 waited_s=self._clock() - resident.asked_s,
             )
@@ -230,7 +238,7 @@ class AwakeMemory:
         for replica_id in replica_ids:
             resident = self._residents.get(replica_id)
             if resident is None or resident.engine is None or resident.requests:
-                return resident is None
+                return False
             # Requests that come from now on wait for a wake.
             resident.is_awake, resident.is_yielding = False, False
             started_s = self._clock()

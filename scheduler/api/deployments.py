@@ -11,6 +11,7 @@ from isochrone.wire.engine_capabilities import (
     EngineEntry,
     capabilities_of,
     lacking_features,
+    sleep_problem,
 )
 from isochrone.wire.engine_options import ENGINE_OPTIONS
 from isochrone.wire.errors import ApiError, ErrorCode
@@ -223,6 +224,13 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
             f" {model.model.kind!r}, which this engine does not serve; `isochrone engines` lists"
             " those that do",
             param="engine.driver",
+        )
+    asleep = sleep_problem(body.engine) if body.policy.overcommit > 1 else ""
+    if asleep:
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot deploy with overcommit {body.policy.overcommit:g}: {asleep}",
+            param="policy.overcommit",
         )
     reason = _policy_problem(body.policy, await read_pops(request.connection))
     if reason:

@@ -162,8 +162,7 @@ class GenerationThread(StepThread):
         elif isinstance(message, _IdleTask):
             try:
                 message.run(self._engine)
-            # Whoever waits for the task gets the error.
-            except BaseException as error:
+            except (ValueError, RuntimeError, OSError) as error:
                 message.done.set_exception(error)
             else:
                 message.done.set_result(None)
