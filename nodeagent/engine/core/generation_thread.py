@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -30,17 +31,18 @@ class _PrefetchedGeneration:
 
 
 @dataclass(frozen=True, slots=True)
-class _IdleTask:
-    """Something to do with the engine core between two steps, and where its end is announced."""
+class _Call:
+    """A function to be called between steps, and where its result goes."""
 
-    run: Callable[[EngineCore], None]
-    done: Future[None]
+    function: Callable[[EngineCore], object]
+    result: Future[Any]
 
 
-_Message = Generation | _PrefetchedGeneration | _IdleTask | int
-"""A submission, a task, or the number of a generation to cancel."""
+_Message = Generation | _PrefetchedGeneration | _Call | int
+"""A submission, a call, or the number of a generation to cancel."""
 
 Publish = Callable[[list[GenerationDelta]], None]
+Result = TypeVar("Result")
 
 
 class GenerationThread(StepThread):
@@ -71,11 +73,15 @@ class GenerationThread(StepThread):
         self._expect_progress()
         self._send(number)
 
-    def run_between_steps(self, task: Callable[[EngineCore], None]) -> Future[None]:
-        """Have `task` run on this thread between two steps; its error does not end the thread."""
-        done: Future[None] = Future()
-        self._send(_IdleTask(task, done))
-        return done
+    def call(self, function: Callable[[EngineCore], Result]) -> Future[Result]:
+        """Have `function` called between two steps; return the future of its result.
+
+        An error in it is fatal, like one in a step.
+        """
+        self._expect_progress()
+        call = _Call(function, Future())
+        self._send(call)
+        return call.result
 
     def counts(self) -> Mapping[str, float]:
         """Return the counts after the last step; rates are 0 once they are too old."""
@@ -159,13 +165,10 @@ class GenerationThread(StepThread):
             self._engine.submit(message.generation)
         elif isinstance(message, Generation):
             self._engine.submit(message)
-        elif isinstance(message, _IdleTask):
-            try:
-                message.run(self._engine)
-            except (ValueError, RuntimeError, OSError) as error:
-                message.done.set_exception(error)
-            else:
-                message.done.set_result(None)
+        elif isinstance(message, _Call):
+            # False if the caller no longer waits: then it must not be called either.
+            if message.result.set_running_or_notify_cancel():
+                message.result.set_result(message.function(self._engine))
         else:
             self._engine.cancel(message)
 

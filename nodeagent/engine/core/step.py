@@ -20,6 +20,7 @@ from nodeagent.engine.core.generation import (
     append_samples,
     error_delta,
 )
+from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.kvcache.block_mover import BlockMover, DeviceBlocks
 from nodeagent.engine.sampling.sampler import InvalidLogits, SampledToken, SamplingRun, sample_step
 from nodeagent.engine.scheduler.batch import Batch, BatchChunk, BlockCopy
@@ -103,9 +104,11 @@ class EngineCore:
         scheduler: BatchScheduler,
         block_mover: BlockMover | None = None,
         speculation: Speculation | None = None,
+        kv_transfers: KvTransfers | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.block_mover = block_mover
+        self.kv_transfers = kv_transfers
         self.speculation = speculation
         self._executor = executor
         self._generations: dict[int, Generation] = {}
@@ -123,6 +126,8 @@ class EngineCore:
         """Queue a generation and its forks."""
         for submitted in (generation, *generation.forks):
             self._generations[submitted.number] = submitted
+        if generation.outgoing is not None and self.kv_transfers is not None:
+            self.kv_transfers.open_outgoing(generation.number, generation.outgoing)
         generation.sequence.forks = [fork.sequence for fork in generation.forks]
         self.scheduler.submit(generation.sequence)
 
@@ -147,26 +152,27 @@ class EngineCore:
         if self.block_mover is not None:
             self.block_mover.import_blocks(digests, contents)
 
-    def fall_asleep(self, save_until_s: float) -> None:
+    def fall_asleep(self, save_until_s: float) -> bool:
         """Drop the model and its KV; cached blocks go to the tiers below, if there are any.
 
-        No generation may be in flight. Blocks that are not saved by `save_until_s` are dropped.
+        Return False, and change nothing, if a generation or a transfer has blocks. Blocks that are
+        not saved by `save_until_s` are dropped.
         """
         pool = self.scheduler.pool
-        if self.has_work:
-            raise ValueError("cannot sleep: generations are in flight")
+        if self.has_work or pool.used_blocks:
+            return False
         if self.block_mover is not None:
             self.block_mover.save_all(pool.cached_blocks(), save_until_s)
         pool.forget_cached()
-        self._executor = SleepingExecutor()
-        if self.block_mover is not None:
-            self.block_mover.use_device(self._executor)
+        self.wake_up(SleepingExecutor())
+        return True
 
     def wake_up(self, executor: "WakenedExecutor") -> None:
         """Go on with a model that was loaded again, with as many KV blocks as before."""
         self._executor = executor
-        if self.block_mover is not None:
-            self.block_mover.use_device(executor)
+        for moving in (self.block_mover, self.kv_transfers):
+            if moving is not None:
+                moving.use_device(executor)
 
     def close(self) -> None:
         """Save the prefix cache of the device for the next process. Call after the last step."""
@@ -299,6 +305,8 @@ class EngineCore:
             added = append_samples(generation, sampled)
             accepted = max(sequence.output_tokens - output_before - 1, 0)
             self.scheduler.mark_computed(chunk, rejected_drafts=len(chunk.drafts) - accepted)
+            if generation.outgoing is not None and self.kv_transfers is not None:
+                self.kv_transfers.hold_computed(sequence)
             if self.speculation is not None and generation.drafter is not None and sampled:
                 self.speculation.record_results(generation.drafter, sampled, len(chunk.drafts))
             # Before the first of them may end and release the blocks that the forks start from.

@@ -73,18 +73,25 @@ class EngineSleep:
             self._waking.add_done_callback(self._end_wake)
         await asyncio.shield(self._waking)
 
+    async def ensure_awake(self) -> None:
+        """Return once the model is loaded. Raises ApiError if it cannot be."""
+        while self.is_asleep:
+            await self.wake()
+
     async def _fall_asleep(self) -> None:
         started_s = time.monotonic()
-        done = self._worker.run_between_steps(
-            lambda engine: engine.fall_asleep(time.monotonic() + SAVE_S)
-        )
-        await asyncio.wrap_future(done)
+        dropped = self._worker.call(lambda engine: engine.fall_asleep(time.monotonic() + SAVE_S))
+        if not await asyncio.wrap_future(dropped):
+            self.is_asleep = False
+            raise ApiError(ErrorCode.CONFLICT, "cannot sleep: a transfer of KV is open")
         await asyncio.to_thread(_give_memory_back)
         log.info("asleep", extra={"fields": {"seconds": round(time.monotonic() - started_s, 3)}})
 
     async def _wake_up(self) -> None:
         if self._falling is not None:
             await asyncio.wait((self._falling,))
+        if not self.is_asleep:
+            return
         started_s = time.monotonic()
         try:
             runner = await asyncio.to_thread(reload_runner, self._config)
@@ -92,8 +99,7 @@ class EngineSleep:
             raise ApiError(
                 ErrorCode.UNAVAILABLE, f"cannot wake up: {error}", retry_after_s=1.0
             ) from error
-        done = self._worker.run_between_steps(lambda engine: engine.wake_up(runner))
-        await asyncio.wrap_future(done)
+        await asyncio.wrap_future(self._worker.call(lambda engine: engine.wake_up(runner)))
         self.is_asleep = False
         self.wakes_total += 1
         self.wake_s = time.monotonic() - started_s
