@@ -60,6 +60,8 @@ class ManagedReplica:
         self.state = ReplicaState.WANTED
         self.state_since_s = clock()
         self.reason = ""
+        self.last_failure = ""
+        """Why the last engine failed, until another one is warm."""
         self.failure_times: list[float] = []
         self.is_failure_permanent = False
         """True if every restart would fail the same way."""
@@ -94,7 +96,14 @@ class ManagedReplica:
     def apply(self, event: ReplicaEvent, reason: str = "") -> None:
         """Move to the next state of the transition table. Raises ImpossibleReplicaEvent."""
         before, self.state = self.state, next_state(self.state, event)
-        self.reason = reason
+        if event is ReplicaEvent.BROKE:
+            self.last_failure = reason
+        elif event is ReplicaEvent.ENGINE_READY:
+            self.last_failure = ""
+        # An engine that fails while it loads is loading most of the time.
+        self.reason = reason or (
+            f"restarted after: {self.last_failure}" if self.last_failure else ""
+        )
         if self.state is not before:
             self.state_since_s = self._clock()
         log.info(

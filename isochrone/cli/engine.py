@@ -11,7 +11,9 @@ from isochrone.wire.model import EngineSettings
 F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS: Final = (
-    click.option("--driver", help="Engine: embedded, mock, vllm, sglang or tensorrt_llm."),
+    click.option(
+        "--driver", help="Engine: embedded, mock, vllm, llama_cpp, sglang or tensorrt_llm."
+    ),
     click.option(
         "--option",
         "options",

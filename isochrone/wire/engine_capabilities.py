@@ -62,7 +62,8 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     `sequences_option`, `step_tokens_option` and `waiting_option` name the options with the limits
     of concurrent sequences, of tokens in one step and of waiting requests; "" if there is none.
-    `has_kv_cache` is false for an engine that needs no memory for KV.
+    `has_kv_cache` is false for an engine that needs no memory for KV, and `sequences_share_kv` for
+    one that gives each sequence an equal part of it.
     """
 
     features: frozenset[str] = frozenset(FEATURES)
@@ -82,6 +83,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens_option: str = ""
     waiting_option: str = ""
     has_kv_cache: bool = True
+    sequences_share_kv: bool = True
 
 
 ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
@@ -118,6 +120,16 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         version_min="0.11",
         sequences_option="max_num_seqs",
         step_tokens_option="max_num_batched_tokens",
+    ),
+    # `--parallel` slots, each with an equal part of the KV cache.
+    "llama_cpp": EngineCapabilities(
+        features=_TEXT | _FIELDS,
+        resumes=INEXACT,
+        salt="body",
+        memory_options=("ctx_size",),
+        sequences_option="parallel",
+        step_tokens_option="batch_size",
+        sequences_share_kv=False,
     ),
     "sglang": EngineCapabilities(
         features=_TEXT | _FIELDS | _POOLING | _MEDIA,

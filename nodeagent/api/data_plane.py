@@ -29,7 +29,6 @@ from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
 from nodeagent.api.request_estimates import (
     PrefillEstimate,
-    parse_count,
     prefill_estimate,
     queue_tokens_max,
 )
@@ -47,7 +46,6 @@ BODY_TIMEOUT_S: Final = 30.0
 OUTPUT_TOKENS_DEFAULT: Final = 256
 """Output reserved for a request without the router's estimate."""
 
-ROUTER_NAME_BYTES_MAX: Final = 64
 INFERENCE_PATHS: Final = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -249,10 +247,7 @@ class DataPlaneServer:
         # A router sends the tenant's id. The engine gets a salt that no tenant can guess.
         salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
         sent[headers.CACHE_SALT] = salt
-        priority = parse_count(request.headers.get(headers.PRIORITY, ""))
-        if priority is None:
-            priority = headers.PRIORITY_DEFAULT
-        body = engine.salted(request.path, body, salt, priority)
+        body = engine.salted(request.path, body, salt, request.headers.get(headers.PRIORITY, ""))
         try:
             async with engine.http.post(request.path, data=body, headers=sent) as answer:
                 return await self._relay_answer(request, replica, answer, reservation, running)
@@ -305,7 +300,7 @@ class DataPlaneServer:
                     return refusal(refused.word, refused.status)
         now_s = monotonic()
         loads = {
-            replica_id: replica.admission.load(_router_name(request), now_s)
+            replica_id: replica.admission.load(headers.router_name(request.headers), now_s)
             for replica_id, replica in self._supervisor.replicas.items()
             if replica.state is ReplicaState.WARM
         }
@@ -332,7 +327,7 @@ def _admit(
         tokens.prompt,
         tokens.output,
         estimate.pending_prefill_tokens,
-        router=_router_name(request),
+        router=headers.router_name(request.headers),
         generates_for=(
             request.headers.get(headers.CACHE_SALT, "")
             if request.path in GENERATION_PATHS
@@ -360,8 +355,6 @@ def _check_queue(request: web.Request, replica: ManagedReplica) -> None:
 
 def _load_header(request: web.Request, replica: ManagedReplica) -> str:
     """Return the replica's load as a header value for the router that sent the request."""
-    return headers.format_load(replica.admission.load(_router_name(request), monotonic()))
-
-
-def _router_name(request: web.Request) -> str:
-    return request.headers.get(headers.ROUTER, "")[:ROUTER_NAME_BYTES_MAX]
+    return headers.format_load(
+        replica.admission.load(headers.router_name(request.headers), monotonic())
+    )

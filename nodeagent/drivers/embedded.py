@@ -1,7 +1,7 @@
 """The driver of the embedded PyTorch engine (nodeagent/engine), which runs on any device."""
 
 import sys
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -37,7 +37,6 @@ class EmbeddedDriver:
     is_queue_fair = True
     sleep_path = "/sleep"
     wake_path = "/wake_up"
-    priority_arguments: tuple[str, ...] = ()
     module = "nodeagent.engine"
     has_standby = True
     """Whether a spare process of this engine can wait for its configuration."""
@@ -60,6 +59,10 @@ class EmbeddedDriver:
             standby=(sys.executable, "-m", self.module, "--standby") if self.has_standby else (),
             files={"config.json": msgspec.json.encode(self._config(launch, socket))},
         )
+
+    def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
+        """Return none: this engine reads salt and priority from headers."""
+        return {}
 
     def read_stats(self, body: bytes) -> EngineStats:
         """Decode the statistics, which the engine reports as EngineStats."""

@@ -1,7 +1,7 @@
 """SGLang (`python -m sglang.launch_server`). Metric names: SGLang's Prometheus endpoint."""
 
 import sys
-from typing import Final
+from typing import Any, Final
 
 from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
@@ -36,7 +36,6 @@ class SglangDriver:
     sequences_default = 0
     is_queue_fair = False
     sleep_path = wake_path = ""
-    priority_arguments: tuple[str, ...] = ()
 
     def missing(self) -> str:
         """Return an error message if SGLang is not installed, else ""."""
@@ -63,6 +62,10 @@ class SglangDriver:
             base_url=f"http://127.0.0.1:{launch.port}" if spec.leads else "",
             environment={**visible_devices(spec), "HF_HUB_OFFLINE": "1"},
         )
+
+    def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
+        """Return the salt."""
+        return {"cache_salt": salt}
 
     def read_stats(self, body: bytes) -> EngineStats:
         """Read the requests running and queued, the KV cache use, and the token counters."""

@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Mapping
-from typing import Final
+from itertools import pairwise
+from typing import Any, Final
 
 from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
@@ -24,6 +25,7 @@ from nodeagent.drivers.driver import (
 from nodeagent.drivers.installed_version import VersionRange
 from nodeagent.drivers.output_parsers import with_parsers
 
+SORTED_QUEUE: Final = ("--scheduling-policy", "priority")
 STAGES_OPTION: Final = "pipeline_parallel_size"
 MEMORY_OPTIONS: Final = frozenset({"kv_cache_memory_bytes", "gpu_memory_utilization"})
 VERSIONS: Final = VersionRange(first=(0, 11), before=(1, 0))
@@ -44,7 +46,6 @@ class VllmDriver:
     is_queue_fair = False
     sleep_path = "/sleep?level=1"
     wake_path = "/wake_up"
-    priority_arguments: tuple[str, ...] = ("--scheduling-policy", "priority")
 
     def missing(self) -> str:
         """Return an error message if vLLM is not installed, or is too old, else ""."""
@@ -84,6 +85,13 @@ class VllmDriver:
                 **_environment(launch, options),
             },
         )
+
+    def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
+        """Return the salt and the priority: its queue is in ascending order, with 0 the default."""
+        arguments = command.arguments
+        is_sorted = SORTED_QUEUE in pairwise(arguments)
+        position = headers.PRIORITY_DEFAULT - priority if is_sorted else 0
+        return {"cache_salt": salt, "priority": position}
 
     def read_stats(self, body: bytes) -> EngineStats:
         """Read the requests running and waiting, the KV cache use, and the token counters."""

@@ -34,7 +34,7 @@ from nodeagent.drivers.driver import (
     EngineCommand,
     EngineLaunch,
     UnknownOption,
-    with_salt,
+    with_fields,
 )
 from nodeagent.host.processes import (
     Child,
@@ -135,29 +135,17 @@ class EngineProcess:
         """Where the engine counts the tokens of a chat; "" if it cannot."""
         return self._driver.tokenize_path
 
-    def salted(
-        self, path: str, body: bytes, salt: str, priority: int = headers.PRIORITY_DEFAULT
-    ) -> bytes:
-        """Return the request body with the tenant's cache salt and its priority, from 0 to 100.
+    def salted(self, path: str, body: bytes, salt: str, priority: str = "") -> bytes:
+        """Return the request body with the tenant's cache salt and its priority, from "0" to "100".
 
         The body is unchanged if this engine reads them from headers or not at all. Raises ApiError
         400 for a body that cannot take the salt.
         """
         if path not in self._driver.salted_paths:
             return body
-        return with_salt(body, salt, self._queue_position(priority))
-
-    def _queue_position(self, priority: int) -> int | None:
-        """Return the value of the body's field `priority`, None if this engine has no such field.
-
-        A client's own value is replaced, with 0 where the engine answers in the order of arrival.
-        """
-        arguments = self._driver.priority_arguments
-        if not arguments:
-            return None
-        given = self.record.command.arguments
-        is_sorted = arguments in {given[n : n + len(arguments)] for n in range(len(given))}
-        return headers.PRIORITY_DEFAULT - priority if is_sorted else 0
+        is_number = priority.isascii() and priority.isdigit() and len(priority) <= 3
+        rank = int(priority) if is_number else headers.PRIORITY_DEFAULT
+        return with_fields(body, self._driver.body_fields(self.record.command, salt, rank))
 
     async def is_ready(self) -> bool:
         """Return True if the engine reports to be healthy.

@@ -101,7 +101,12 @@ class StreamRelay:
         return self.is_done or self.has_failed
 
     def feed(self, data: bytes) -> bytes:
-        """Take received bytes; return the bytes that the client gets now."""
+        """Take received bytes; return the bytes that the client gets now.
+
+        Nothing after an error event reaches the client: vLLM sends `[DONE]` even then.
+        """
+        if self.has_failed:
+            return b""
         received = self._partial + data if self._partial else data
         if received.endswith(b"\n\n") and b"\r" not in received:
             whole, self._partial = received, b""
@@ -157,6 +162,8 @@ class StreamRelay:
 
     def _relay_frame(self, frame: bytes) -> bytes:
         """Return what the client gets of one frame."""
+        if self.has_failed:
+            return b""
         kind = classify(frame)
         if kind.is_done:
             self.is_done = True

@@ -73,11 +73,11 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 async def post(
-    engine: EngineProcess, path: str, body: bytes, salt: str = "", priority: int = 50
+    engine: EngineProcess, path: str, body: bytes, salt: str = "", priority: str = ""
 ) -> Answer:
     """Send a body as the agent sends it."""
     data = engine.salted(path, body, salt, priority)
-    sent = {**JSON, headers.CACHE_SALT: salt, headers.PRIORITY: str(priority)}
+    sent = {**JSON, headers.CACHE_SALT: salt, headers.PRIORITY: priority}
     async with engine.http.post(path, data=data, headers=sent) as response:
         text = await response.text()
         try:

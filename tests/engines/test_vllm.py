@@ -96,7 +96,7 @@ async def test_a_more_urgent_request_is_answered_first(vllm: EngineProcess) -> N
     assert "--scheduling-policy" in vllm.record.command.arguments
     ended: list[str] = []
 
-    async def answer(name: str, priority: int, **fields: Any) -> None:
+    async def answer(name: str, priority: str, **fields: Any) -> None:
         values = {"model": "smol", "messages": user(name), "temperature": 0, **fields}
         done = await post(vllm, CHAT_PATH, msgspec.json.encode(values), name, priority)
         assert done.status == 200, done.body
@@ -104,11 +104,11 @@ async def test_a_more_urgent_request_is_answered_first(vllm: EngineProcess) -> N
 
     async with asyncio.TaskGroup() as tasks:
         for number in range(280):  # more than the 256 sequences of a step
-            tasks.create_task(answer(f"load {number}", 50, max_tokens=8, ignore_eos=True))
+            tasks.create_task(answer(f"load {number}", "50", max_tokens=8, ignore_eos=True))
         while ((await vllm.stats()) or pytest.fail("no statistics")).waiting == 0:
             await asyncio.sleep(0.01)
-        tasks.create_task(answer("patient", 10, max_tokens=8, ignore_eos=True))
-        tasks.create_task(answer("urgent", 50, max_tokens=8, ignore_eos=True))
+        tasks.create_task(answer("patient", "10", max_tokens=8, ignore_eos=True))
+        tasks.create_task(answer("urgent", "50", max_tokens=8, ignore_eos=True))
     assert ended.index("urgent") < ended.index("patient")
     assert ended[-1] == "patient"
 

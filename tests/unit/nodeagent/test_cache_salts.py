@@ -14,7 +14,7 @@ from isochrone.service.identity import Authority
 from isochrone.wire.control import CacheSaltSecret, Welcome
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import ClusterId, Epoch
-from nodeagent.drivers.driver import with_salt
+from nodeagent.drivers.driver import with_fields
 from nodeagent.host.cache_salts import load_cache_salts
 
 SALT = "the tenant's salt"
@@ -55,7 +55,7 @@ def lenient_parse(body: bytes) -> Any:
 def check_salted(body: bytes) -> bool:
     """Return whether the body is forwarded; if so, every key that names the salt has ours."""
     try:
-        salted = with_salt(body, SALT)
+        salted = with_fields(body, {"cache_salt": SALT})
     except ApiError:
         return False
     pairs: list[tuple[str, Any]] = json.loads(salted, object_pairs_hook=list)
