@@ -116,6 +116,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         kv_events=True,
         resumes=INEXACT,
         salt="body",
+        priority=True,
         memory_options=("gpu_memory_utilization", "kv_cache_memory_bytes"),
         version_min="0.11",
         sequences_option="max_num_seqs",
