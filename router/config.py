@@ -73,6 +73,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     queue_bytes_max: Bytes = 128 * 1024 * 1024
     queue_timeout_s: Seconds = 10.0
 
+    # How many requests of batches this router runs at once on each replica, with capacity that
+    # requests of clients leave free; 0: none.
+    batch_requests_max: Annotated[int, msgspec.Meta(ge=0, le=256)] = 4
+
     # Probes of nodes, and reports to the scheduler.
     probe_interval_s: Seconds = 2.0
     probe_timeout_s: Seconds = 2.0
