@@ -4,32 +4,37 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-COMPILED := build/compiled
+COMPILE := $(BIN)/python -m ops.packaging.compile_request_path
 SUITE := BIN=$(BIN) bash ops/suite.sh
 AGAIN :=
 JOBS := 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup up test test-again check compiled test-compiled dist format clean \
-	chaos-tests engine-tests service-tests system-tests test-engines test-node
+	chaos-tests engine-tests service-tests system-tests interpreted-tests test-engines request-path test-node
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
-setup: $(STAMP) ## Create .venv and install the pinned dependencies
+setup: request-path ## Create .venv, install the pinned dependencies, compile the router's request path
 
 $(STAMP): pyproject.toml constraints.txt ops/setup.sh
 	@PYTHON=$(PYTHON) VENV=$(VENV) bash ops/setup.sh
 	@touch $@
 
-up: $(STAMP) ## Run a fleet in three cities on this machine (ONESHOT=1: chat once, then exit)
+# Compiled again after an edit; without a compiler one line says what is slower.
+request-path: $(STAMP)
+	@$(COMPILE)
+
+up: request-path ## Run a fleet in three cities on this machine (ONESHOT=1: chat once, then exit)
 	@exec $(BIN)/python -m ops.fleet $(if $(ONESHOT),--oneshot,)
 
 # Two at a time, the longest first: what waits for processes runs beside what computes. What each has
 # to say comes whole when it has ended, and one that fails does not keep the others from running.
-test: $(STAMP) ## Run every check and every test
+# The router's tests run twice: compiled with all others, and interpreted.
+test: request-path ## Run every check and every test
 	@$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target \
-		chaos-tests engine-tests service-tests system-tests check
+		chaos-tests engine-tests service-tests system-tests interpreted-tests check
 
 test-again: ## Run the checks and the tests that failed in `make test` once more, one suite at a time
 	@$(MAKE) --no-print-directory test AGAIN=--again JOBS=1
@@ -42,6 +47,11 @@ engine-tests: $(STAMP)
 
 service-tests: $(STAMP)
 	$(SUITE) service $(AGAIN) tests/integration --ignore=tests/integration/engine
+
+# Where nothing is compiled, the other targets have run them so.
+interpreted-tests: $(STAMP)
+	! $(COMPILE) --check || ISOCHRONE_COMPILED=0 $(SUITE) interpreted $(AGAIN) -q \
+		tests/unit/router tests/integration/router
 
 system-tests: $(STAMP)
 	$(SUITE) system $(AGAIN) tests/system
@@ -62,16 +72,12 @@ check: $(STAMP) ## Format, lint, import contracts, types, unit and style tests
 	$(BIN)/mypy
 	$(SUITE) unit $(AGAIN) -q tests/unit tests/test_style.py
 
-compiled: $(STAMP) ## Compile the router's hot path, in a copy at build/compiled (takes a minute)
-	@mkdir -p $(COMPILED) && find $(COMPILED) -name '*.py' -not -path '$(COMPILED)/build/*' -delete
-	@git ls-files -co --exclude-standard -z | xargs -0 cp --parents -p -t $(COMPILED)
-	cd $(COMPILED) && ISOCHRONE_COMPILED=1 PYTHONPATH=$(CURDIR)/$(COMPILED) \
-	$(abspath $(BIN))/python setup.py -q build_ext --inplace
+compiled: $(STAMP) ## Compile the router's request path (a minute), or fail
+	@$(COMPILE) --required
 
-test-compiled: compiled ## Run the router's tests and a minute of fuzzing on that copy
-	cd $(COMPILED) && export PYTHONPATH=$(CURDIR)/$(COMPILED) && \
-	$(abspath $(BIN))/pytest -q tests/unit/router tests/integration/router tests/test_style.py && \
-	$(abspath $(BIN))/python -m ops.fuzz.requests 60
+test-compiled: compiled ## Run the router's tests compiled, and a minute of fuzzing
+	ISOCHRONE_COMPILED=1 $(BIN)/pytest -q tests/unit/router tests/integration/router
+	ISOCHRONE_COMPILED=1 $(BIN)/python -m ops.fuzz.requests 60
 
 dist: $(STAMP) ## Build the wheel: compiled request path, prebuilt kernels (PYTHONS="python3.11 python3.13")
 	$(BIN)/pip install -q -c constraints.txt ziglang

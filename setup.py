@@ -1,54 +1,46 @@
-"""Compiles the router's hot path where that is asked for: `ISOCHRONE_COMPILED=1 pip install .`
+"""Compiles the router's hot path into the wheel, where a C compiler and Python's headers are.
 
-mypyc makes extension modules of the sources named here, which lie beside them and are loaded in
-their stead. Left out are modules that hold structs, which only msgspec can make, and those
-that no request passes through. A named tuple is made by interpreted code wherever it is defined:
-what every request makes anew is a plain class.
+mypyc makes extension modules of the sources that `isochrone/compiled.py` names, which lie beside
+them in the wheel and are loaded in their stead. A named tuple is made by interpreted code wherever
+it is defined: what every request makes anew is a plain class.
+
+ISOCHRONE_COMPILED=1 fails where it cannot compile, ISOCHRONE_COMPILED=0 does not compile. An
+editable installation never has extension modules beside its sources, where they would hide every
+later edit: ops/packaging/compile_request_path.py puts them where they cannot.
 """
 
 import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
 import tomllib
 from pathlib import Path
 
 from setuptools import setup
 
-HOT = (
-    "isochrone/wire/keys.py",
-    "router/admission_queue.py",
-    "router/apis/dispatch.py",
-    "router/apis/openai/decode.py",
-    "router/apis/openai/prompt.py",
-    "router/apis/openai/surface.py",
-    "router/apis/request_ids.py",
-    "router/attempt_runner.py",
-    "router/dataplane/body_admission.py",
-    "router/dataplane/body_inflater.py",
-    "router/dataplane/deadlines.py",
-    "router/dataplane/exchange.py",
-    "router/dataplane/http1.py",
-    "router/dataplane/http_messages.py",
-    "router/dataplane/inline_task.py",
-    "router/dataplane/node_connection.py",
-    "router/dataplane/request_reader.py",
-    "router/dataplane/response_checks.py",
-    "router/dataplane/server.py",
-    "router/dataplane/sse.py",
-    "router/dataplane/upstream.py",
-    "router/decide/[a-z]*.py",
-    "router/feedback.py",
-    "router/fleet_state.py",
-    "router/inference_request.py",
-    "router/pipeline.py",
-    "router/poison_guard.py",
-    "router/proxy_headers.py",
-    "router/record.py",
-    "router/request_context.py",
-    "router/request_counts.py",
-    "router/usage_journal.py",
-)
+sys.path.insert(0, str(Path(__file__).parent))
+from isochrone import compiled
+
+SETTING = os.environ.get(compiled.SETTING, "")
+IS_EDITABLE = any(word in sys.argv for word in ("editable_wheel", "develop", "dist_info"))
 
 
-def compiled() -> None:
+def can_compile() -> bool:
+    """Say whether an extension module can be compiled and linked here."""
+    command = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
+    include = f"-I{sysconfig.get_path('include')}"
+    with tempfile.TemporaryDirectory() as name:
+        source = Path(name, "probe.c")
+        source.write_text("#include <Python.h>\nint probe(void) { return Py_IsInitialized(); }\n")
+        options = ["-shared", "-fPIC", include, str(source), "-o", str(source.with_suffix(".so"))]
+        try:
+            return subprocess.run([*command, *options], capture_output=True).returncode == 0
+        except OSError:
+            return False
+
+
+def compiled_setup() -> None:
     """Set up with extension modules. mypyc reads types: it needs whatever the sources import."""
     # Imported before it: mypyc looks whether setuptools is there.
     try:
@@ -58,15 +50,20 @@ def compiled() -> None:
         project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
         setup(setup_requires=["mypy>=1.19", *project["dependencies"]])
         return
-    sources = [str(path) for name in HOT for path in sorted(Path().glob(name))]
-    extensions = mypycify(sources, debug_level="0", group_name="router")
+    hot = compiled.hot_modules(Path())
+    extensions = mypycify(hot, debug_level="0", group_name=compiled.GROUP)
     for extension in extensions:
         # One library of its own: its functions call one another without asking the linker's table.
         extension.extra_compile_args += ["-fno-plt", "-fvisibility=hidden"]
     setup(ext_modules=extensions)
 
 
-if os.environ.get("ISOCHRONE_COMPILED") == "1":
-    compiled()
+if SETTING == "1" or (SETTING != "0" and not IS_EDITABLE and can_compile()):
+    compiled_setup()
 else:
+    if not IS_EDITABLE and SETTING != "0":
+        sys.stderr.write(
+            "no C compiler with Python's headers (packages gcc, libc6-dev, python3-dev):"
+            " the router runs uncompiled, and a short request costs it three times the CPU time\n"
+        )
     setup()

@@ -87,8 +87,9 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
 
     try:
         await _adopt_survivors(node, engines, supervisor)
-        salts = await asyncio.to_thread(load_cache_salts, config.state)
-        server = DataPlaneServer(supervisor, PeerReplicaClient(client_tls, monotonic), salts)
+        server = DataPlaneServer(
+            supervisor, PeerReplicaClient(client_tls, monotonic), node.cache_salts
+        )
         app = _data_plane_app(server, artifacts, config, node)
         async with _listeners(config, app, supervisor, server_tls) as port:
             log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})
@@ -138,7 +139,9 @@ async def _open_node(config: NodeConfig) -> NodeState:
         folder=config.state,
     )
     devices = await asyncio.to_thread(DeviceReader, config.cpu_memory_bytes)
-    node = NodeState(identity, BootId(secrets.token_hex(8)), AssignmentFile(config.state), devices)
+    cache_salts = await asyncio.to_thread(load_cache_salts, config.state)
+    file, boot_id = AssignmentFile(config.state), BootId(secrets.token_hex(8))
+    node = NodeState(identity, boot_id, file, devices, cache_salts)
     await node.restore()
     return node
 

@@ -18,6 +18,7 @@ from isochrone.wire.report import NodeDevice, Refusal
 from nodeagent import metrics
 from nodeagent.decide.reconcile import assignment_problem
 from nodeagent.host.assignment_file import AssignmentFile
+from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.host.devices import DeviceReader
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,12 @@ class NodeState:
     """Holds the current assignment, which is also stored in the assignment file."""
 
     def __init__(
-        self, identity: Identity, boot_id: BootId, file: AssignmentFile, devices: DeviceReader
+        self,
+        identity: Identity,
+        boot_id: BootId,
+        file: AssignmentFile,
+        devices: DeviceReader,
+        cache_salts: CacheSalts,
     ) -> None:
         self.identity = identity
         self.node_id = NodeId(identity.name)
@@ -40,6 +46,7 @@ class NodeState:
         self.nudge_prefetch: Callable[[], None] = lambda: None
         self._file = file
         self.devices = devices
+        self.cache_salts = cache_salts
         self._unsaved: Assignment | None = None
         """The newest assignment, while the disk refuses to store it."""
         self._accept_lock = asyncio.Lock()
@@ -60,8 +67,12 @@ class NodeState:
             metrics.GENERATION.set(stored.generation)
 
     async def on_welcome(self, welcome: Welcome) -> None:
-        """Send a full report at the start of each connection to a scheduler."""
+        """Send a full report at the start of each connection to a scheduler.
+
+        Also take the secret of the cache salts from it.
+        """
         self.nudge_report()
+        await self.cache_salts.take(welcome.cache_salt)
 
     async def on_message(self, message: object) -> None:
         """Accept an assignment from the scheduler, or log why it is refused."""

@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S: Final = 0.1
 
+TOKENS_IN_FLIGHT_UNPLANNED: Final = 32_768
+"""The limit of a replica that was placed without a planned one."""
+
 
 class ManagedReplica:
     """One replica of this node: its state, its engine and the task that runs it."""
@@ -50,13 +53,15 @@ class ManagedReplica:
         self.state = ReplicaState.WANTED
         self.state_since_s = clock()
         self.reason = ""
+        self.last_failure = ""
+        """Why the last engine failed, until another one is warm."""
         self.failure_times: list[float] = []
         self.is_failure_permanent = False
         """True if every restart would fail the same way."""
         self.fetched_bytes = 0
         self.profile = ReplicaProfile()
         self.admission = ReplicaAdmission(
-            spec.engine.tokens_in_flight_max,
+            spec.engine.tokens_in_flight_max or TOKENS_IN_FLIGHT_UNPLANNED,
             sequences_max(spec),
             is_engine_fair=is_queue_fair(spec),
         )
@@ -84,7 +89,14 @@ class ManagedReplica:
     def apply(self, event: ReplicaEvent, reason: str = "") -> None:
         """Move to the next state of the transition table. Raises ImpossibleReplicaEvent."""
         before, self.state = self.state, next_state(self.state, event)
-        self.reason = reason
+        if event is ReplicaEvent.BROKE:
+            self.last_failure = reason
+        elif event is ReplicaEvent.ENGINE_READY:
+            self.last_failure = ""
+        # An engine that fails while it loads is loading most of the time.
+        self.reason = reason or (
+            f"restarted after: {self.last_failure}" if self.last_failure else ""
+        )
         if self.state is not before:
             self.state_since_s = self._clock()
         log.info(
@@ -297,7 +309,7 @@ class Supervisor:
                     await engine.exited.wait()
             if engine.exited.is_set():
                 return engine.exit_reason
-            is_canary_due = self._clock() >= next_canary_s
+            is_canary_due = watch.is_suspect or self._clock() >= next_canary_s
             if is_canary_due:
                 next_canary_s = self._clock() + self._config.canary_interval_s
                 await asyncio.to_thread(trim_log, engine.log)
@@ -317,8 +329,8 @@ class Supervisor:
                 replica.admission.is_closed = stats.memory_full
                 _update_profile(replica, stats)
             if is_canary_due and running == 0 and stats is not None:
-                failures = 0 if await engine.canary(stats.kind) else watch.canary_failures + 1
-                watch = msgspec.structs.replace(watch, canary_failures=failures)
+                succeeded = await engine.canary(stats.kind)
+                watch = health.after_canary(watch, succeeded=succeeded)
             problem = health.kill_reason(watch, stall_s=self._config.stall_s, in_flight=running)
             if problem:
                 return problem

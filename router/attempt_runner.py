@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from isochrone.wire import headers
+from isochrone.wire.ids import ReplicaId
 from router.config import RouterConfig
 from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest
 from router.dataplane.response_checks import check_status, read_usage
@@ -103,6 +104,12 @@ class AttemptRunner:
             stream.open_relay(request),
             is_resumption=is_resumption,
         )
+        if peers:
+
+            def on_handoff(replica_id: ReplicaId) -> None:
+                self._move_to(context, attempt, routes, replica_id)
+
+            exchange.on_handoff = on_handoff
         attempt.take(SENT)
         return attempt, exchange
 
@@ -129,8 +136,9 @@ class AttemptRunner:
     ) -> None:
         """Check and learn from a complete response or a first token; AttemptFailed otherwise."""
         head = exchange.response_head()
-        if head.handed_off_to:
-            self._move_to_peer(context, attempt, routes.route_to(head.handed_off_to))
+        self._move_to(
+            context, attempt, routes, head.handed_off_to or attempt.target.route.replica_id
+        )
         ranked, reservation = attempt.ranked, attempt.reservation
         assert reservation is not None
         node_id = ranked.route.node_id
@@ -150,19 +158,32 @@ class AttemptRunner:
             if times.first_token_at_s is None:
                 times.first_token_at_s = now_s
 
-    def _move_to_peer(
-        self, context: RequestContext, attempt: ReplicaAttempt, peer: RankedRoute | None
+    def _move_to(
+        self,
+        context: RequestContext,
+        attempt: ReplicaAttempt,
+        routes: RankedRoutes,
+        replica_id: ReplicaId,
     ) -> None:
-        """Move the reservation to the peer replica that the node handed the request to."""
-        if peer is None:
+        """Move the reservation to the replica that has the request, unless it is there already.
+
+        The node tells it when it hands the request off or takes it back, and again with its answer.
+        """
+        if replica_id == attempt.ranked.route.replica_id:
+            return
+        target = attempt.target
+        is_back = replica_id == target.route.replica_id
+        ranked = target if is_back else routes.route_to(replica_id)
+        if ranked is None:
             raise AttemptFailed(
                 FailureCause.BROKEN,
-                f"{attempt.target.route.node_id} handed the request to an unknown replica",
+                f"{target.route.node_id} handed the request to an unknown replica",
             )
         attempt.take(AttemptEvent.HANDED_OFF)
+        self._metrics.handoffs.labels("taken_back" if is_back else "handed_off").inc()
         attempt.release_tokens()
         self.forget_prefix(context, attempt)
-        self._reserve(context, attempt, peer)
+        self._reserve(context, attempt, ranked)
 
     def end(self, context: RequestContext, attempt: ReplicaAttempt, error: AttemptFailed) -> bool:
         """End an attempt without an answer; return whether it was only refused."""
@@ -201,8 +222,9 @@ class AttemptRunner:
         route, failed = attempt.target.route, context.excluded.failed
         failed.add(route.replica_id)
         head = attempt.exchange.head if attempt.exchange is not None else None
-        if head is not None and head.handed_off_to:
-            failed.add(head.handed_off_to)
+        replica_id = (head.handed_off_to if head else "") or attempt.ranked.route.replica_id
+        if replica_id != route.replica_id:
+            failed.add(ReplicaId(replica_id))
         elif cause := self._feedback.record_failure(route):
             self._metrics.ejections.labels(cause).inc()
 

@@ -100,7 +100,7 @@ class AttemptFeedback:
         slot = deployment.slot_of(route.replica_id)
         if slot >= 0:
             deployment.replicas.learn_first_token(slot, ranked, took_ms, now_s)
-            fleet.changed.add(route.replica_id)
+            deployment.changed.add(route.replica_id)
 
     def record_success(self, route: Route) -> None:
         """Note a good answer; a replica that becomes healthy by it begins in slow start."""
@@ -156,7 +156,8 @@ class ProbeFeedback:
     def record_round_trip(self, node_id: NodeId, rtt_ms: float) -> None:
         """Note that a node answered a ping after `rtt_ms`."""
         self._fleet.nodes.record_round_trip(node_id, rtt_ms, self._fleet.clock())
-        self._fleet.changed.update(self._fleet.directory.replicas_on(node_id))
+        for replica_id in self._fleet.directory.replicas_on(node_id):
+            self._fleet.note_change(replica_id)
 
     def record_ping_timeout(self, node_id: NodeId) -> None:
         """Note that a node did not answer a ping: postpone requests to its ejected replicas."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Final
 
 from isochrone.wire.headers import ReportedLoad
-from isochrone.wire.ids import DeploymentId, KeyId, PopId, ReplicaId
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route, RouteDelta, RouteTable
+from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
+from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
 from router.decide.affinity import SessionTable
 from router.decide.deployment_routing import DeploymentRouting
 from router.decide.health import ReplicaHealth, split_ejected
@@ -23,6 +23,10 @@ from router.prompt_sharing import PromptOutbox, SharedPrompt
 
 NOT_REPORTED: Final = -1
 """Value of a load field that the node does not report."""
+
+DEPLOYMENTS_SET_AT_ONCE_MAX: Final = 64
+"""A table that changes the routes of more deployments sets those of each when it is used next, so
+that requests do not wait for all."""
 
 
 class FleetState:
@@ -42,67 +46,66 @@ class FleetState:
         self.sessions = SessionTable()
         self.slow_start = SlowStart()
         self.prompt_outbox = PromptOutbox()
-        self.changed: set[ReplicaId] = set()
-        """Replicas whose estimates are out of date."""
-        self.in_flight = InFlightLedger(self._notify_replica_capacity, self.changed.add)
+        self.in_flight = InFlightLedger(self._notify_replica_capacity, self.note_change)
         self._deployments: dict[DeploymentId, DeploymentRouting] = {}
+        self._routes_to_set: dict[DeploymentId, list[Route]] = {}
         self._notify_capacity: Callable[[DeploymentId], None] | None = None
 
     def on_capacity(self, callback: Callable[[DeploymentId], None]) -> None:
         """Call `callback` with each deployment that may have got capacity for a request."""
         self._notify_capacity = callback
 
-    def adopt(self, table: RouteTable, keys: dict[KeyId, KeyEntry] | None = None) -> None:
-        """Serve `table` from now on, and drop what is known of replicas that it no longer has.
-
-        `keys` are the table's keys by id, if the caller has them already.
-        """
-        removed = self.directory.adopt(table, keys)
-        routes = self.directory.routes_by_deployment()
-        self._deployments = {name: self.routing(name) for name in routes}
-        for deployment_id, deployment in self._deployments.items():
-            joined = deployment.set_routes(routes[deployment_id])
-            self.slow_start.begin(joined, self.clock())
+    def adopt(self, table: RouteTable) -> None:
+        """Serve `table` from now on, and drop what is known of replicas that it no longer has."""
+        current = self.directory.table
+        if current is not None and (
+            table.routes is current.routes
+            and table.deployments is current.deployments
+            and table.pops is current.pops
+        ):
+            self.directory.adopt_keys(table)
+            return
+        removed, changed, routes = self.directory.adopt(table)
+        former = self._deployments
+        self._deployments = {
+            entry.deployment_id: former.get(entry.deployment_id) or DeploymentRouting()
+            for entry in table.deployments
+        }
+        self._routes_to_set.update(routes)
+        if len(routes) <= DEPLOYMENTS_SET_AT_ONCE_MAX:
+            for deployment_id in routes:
+                self._set_routes(deployment_id)
         self.health.remove_replicas(removed)
         self.in_flight.remove_replicas(removed)
         self.slow_start.remove_replicas(removed)
-        self.nodes.adopt(table.pops, {route.node_id for route in table.routes}, removed)
-        self.changed.update(route.replica_id for route in table.routes)
+        self.nodes.adopt(table.pops, self.directory.nodes, removed)
+        have_pops_moved = current is None or current.pops != table.pops
+        for route in table.routes if have_pops_moved else changed:
+            deployment = self._deployments.get(route.deployment_id)
+            if deployment is not None:
+                deployment.changed.add(route.replica_id)
         if self._notify_capacity is not None:
             for deployment_id in routes:
                 self._notify_capacity(deployment_id)
 
-    def adopt_delta(self, table: RouteTable, delta: RouteDelta) -> None:
-        """Serve `table`, which is the current one after `delta`."""
-        current = self.directory.table
-        is_only_keys = current is not None and (
-            table.routes is current.routes
-            and table.deployments is current.deployments
-            and table.pops is current.pops
-        )
-        if is_only_keys:
-            self.directory.adopt_keys(table, delta)
-        else:
-            self.adopt(table)
-
     def routing(self, deployment_id: DeploymentId) -> DeploymentRouting:
         """Return what is known of a deployment; nothing of one that the table does not have."""
+        if deployment_id in self._routes_to_set:
+            self._set_routes(deployment_id)
         return self._deployments.get(deployment_id) or DeploymentRouting()
+
+    def note_change(self, replica_id: ReplicaId) -> None:
+        """Note that the estimate of a replica is out of date."""
+        route = self.directory.route(replica_id)
+        if route is not None:
+            self.routing(route.deployment_id).changed.add(replica_id)
 
     def snapshot(self, deployment_id: DeploymentId) -> RoutingSnapshot:
         """Return a frozen view of one deployment as it is now."""
         now_s = self.clock()
         deployment = self.routing(deployment_id)
-        for replica_id in self.changed:
-            route = self.directory.route(replica_id)
-            if route is not None:
-                routing = self.routing(route.deployment_id)
-                slot = routing.slot_of(replica_id)
-                if slot >= 0:
-                    self._refresh(routing.replicas, slot, route, now_s)
-        self.changed.clear()
         replicas = deployment.replicas
-        for slot in deployment.slots_due(now_s):
+        for slot in (*deployment.take_changed(), *deployment.slots_due(now_s)):
             route = replicas.routes[slot]
             if route is not None:
                 self._refresh(replicas, slot, route, now_s)
@@ -165,6 +168,12 @@ class FleetState:
             for route in self.directory.routes
             if self.nodes.is_answering(route, now_s)
         }
+
+    def _set_routes(self, deployment_id: DeploymentId) -> None:
+        routes = self._routes_to_set.pop(deployment_id)
+        deployment = self._deployments.get(deployment_id)
+        if deployment is not None:
+            self.slow_start.begin(deployment.set_routes(routes), self.clock())
 
     def _refresh(self, replicas: ReplicaTable, slot: int, route: Route, now_s: float) -> None:
         """Recompute the estimate of one replica."""

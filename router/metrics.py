@@ -56,6 +56,9 @@ class Metrics(Collector):
             "deployment",
         )
         self.retries = count("retries", "Failed or refused attempts, by cause.", "cause")
+        self.handoffs = count(
+            "handoffs", "Requests that a node handed to a peer replica or took back.", "change"
+        )
         self.retries_denied = count(
             "retries_denied", "Retries not made because the retry budget was spent."
         )

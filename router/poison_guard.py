@@ -47,7 +47,19 @@ class PoisonGuard:
         context.is_suspect = True
         now_s, tenant_id = self._clock(), context.request.key.tenant_id
         replica_id = attempt.ranked.route.replica_id
-        loss = EngineLoss(context.fingerprint, tenant_id, replica_id, attempt.sent_at_s, now_s)
+        stream, relay = context.stream, context.stream.relay
+        sent_token = lost_token = stream.generated.tokens
+        if stream.has_begun and relay is not None:
+            lost_token = relay.generated().tokens
+        loss = EngineLoss(
+            context.fingerprint,
+            tenant_id,
+            replica_id,
+            attempt.sent_at_s,
+            now_s,
+            sent_token,
+            lost_token,
+        )
         self._suspects.record_loss(loss)
         self.outbox.add_loss(loss)
         self._refuse(context, now_s)
@@ -65,7 +77,13 @@ class PoisonGuard:
         for row in shared.losses:
             self._suspects.record_loss(
                 EngineLoss(
-                    row.fingerprint, row.tenant_id, row.replica_id, row.sent_at_s, row.lost_at_s
+                    row.fingerprint,
+                    row.tenant_id,
+                    row.replica_id,
+                    row.sent_at_s,
+                    row.lost_at_s,
+                    row.sent_token,
+                    row.lost_token,
                 )
             )
         for fingerprint in shared.cleared:

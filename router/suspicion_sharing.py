@@ -22,6 +22,8 @@ class SharedLoss(msgspec.Struct, frozen=True, array_like=True):
     replica_id: str
     sent_at_s: float
     lost_at_s: float
+    sent_token: int = 0
+    lost_token: int = 0
 
 
 class SharedSuspicions(msgspec.Struct, frozen=True, tag="suspicions"):
@@ -44,7 +46,13 @@ class SuspicionOutbox:
         """Add a lost engine."""
         if self.is_open and len(self._losses) < OUTBOX_ROWS_MAX:
             row = SharedLoss(
-                loss.fingerprint, loss.tenant_id, loss.replica_id, loss.sent_at_s, loss.lost_at_s
+                loss.fingerprint,
+                loss.tenant_id,
+                loss.replica_id,
+                loss.sent_at_s,
+                loss.lost_at_s,
+                loss.sent_token,
+                loss.lost_token,
             )
             self._losses.append(row)
 

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from hashlib import sha256
-from time import monotonic
+from time import monotonic, time
 from typing import Final, NamedTuple
 
 from isochrone.service.clock import JumpFreeClock, utc_now
@@ -26,6 +26,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.database import Database, open_database
 from scheduler.listeners import admin_app, serve_control
 from scheduler.loops.advance_batches import AdvanceBatches
+from scheduler.loops.advance_history import AdvanceHistory
 from scheduler.loops.advance_rollouts import AdvanceRollouts
 from scheduler.loops.collect_garbage import CollectGarbage
 from scheduler.loops.delete_expired_rows import DeleteExpiredRows
@@ -282,6 +283,7 @@ def _upkeep_loops(made: Composition) -> tuple[Loop, ...]:
     delete = DeleteExpiredRows(pool=pool, lease=lease, rules=rules, clock=clock)
     quotas = SumQuotas(pool=pool, lease=lease)
     partitions = RotatePartitions(pool=pool, lease=lease, clock=clock)
+    history = AdvanceHistory(pool=pool, lease=lease, unix_clock=time)
     garbage = CollectGarbage(made.state.peers)
     batches: tuple[Loop, ...] = ()
     if made.batches is not None:
@@ -299,6 +301,7 @@ def _upkeep_loops(made: Composition) -> tuple[Loop, ...]:
         Loop("delete_expired_rows", delete.run_once, 600.0),
         Loop("sum_quotas", quotas.run_once, config.publish_interval_s),
         Loop("rotate_partitions", partitions.run_once, 30.0),
+        Loop("advance_history", history.run_once, 60.0),
         Loop("collect_garbage", garbage.run_once, 5.0),
     )
 

@@ -61,6 +61,10 @@ FRAMES_REFUSED = Counter(
     "isochrone_scheduler_frames_refused", "Messages that are too large for a peer, by kind.",
     ["kind"], registry=REGISTRY,
 )  # fmt: skip
+HISTORY_BEHIND_S = Gauge(
+    "isochrone_scheduler_history_behind_seconds",
+    "How far the time by which history is deleted is behind the wall clocks.", registry=REGISTRY,
+)  # fmt: skip
 REFUSED_ROWS = Counter(
     "isochrone_scheduler_refused_rows", "Rows of routers that can never be stored, by kind.",
     ["kind"], registry=REGISTRY,

@@ -11,7 +11,9 @@ from isochrone.wire.model import EngineSettings
 F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS: Final = (
-    click.option("--driver", help="Engine: embedded, mock, vllm, sglang or tensorrt_llm."),
+    click.option(
+        "--driver", help="Engine: embedded, mock, vllm, llama_cpp, sglang or tensorrt_llm."
+    ),
     click.option(
         "--option",
         "options",
@@ -25,13 +27,16 @@ _OPTIONS: Final = (
         help="Maximum tokens of a prompt and its answer together.",
     ),
     click.option(
-        "--kv-bytes", "kv_memory_bytes", type=int, help="Memory for KV cache on each device."
+        "--kv-bytes",
+        "kv_memory_bytes",
+        type=int,
+        help="Memory for KV cache on each device; 0 (the default) for what is left of the device.",
     ),
     click.option(
         "--tokens-in-flight",
         "tokens_in_flight_max",
         type=int,
-        help="Maximum tokens in flight on one replica.",
+        help="Maximum tokens in flight on one replica; 0 (the default) follows from its KV cache.",
     ),
     click.option("--devices", type=int, help="GPUs per replica."),
     click.option(

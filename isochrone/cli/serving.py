@@ -182,9 +182,21 @@ def deploy(obj: CliContext, /, deployment: str, wait: bool, timeout_s: float, **
         raise click.UsageError("give --model for a new deployment")
     else:
         row = obj.api.ask("POST", "/v1/deployments", {**body, "deployment_id": deployment})
+    for line in _derived_sizes(obj, deployment):
+        stderr.print(line)
     if wait:
         row = _wait_warm(obj, deployment, timeout_s)
     show_one(row, obj.output)
+
+
+def _derived_sizes(obj: CliContext, deployment: str) -> list[str]:
+    """Return the sizes that follow from the devices of the fleet, in words."""
+    try:
+        explained = obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}/explain")
+    except AdminError as error:
+        return [f"the sizes are not known yet: {error}"]
+    lines = list(explained.get("sizes_in_words", ()))
+    return lines or ["the sizes are not known yet: no device of the fleet can hold a replica"]
 
 
 def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -290,6 +302,8 @@ def explain(obj: CliContext, words: tuple[str, ...]) -> None:
     if obj.output == "json":
         show_one(answer, obj.output)
         return
+    for line in answer.get("sizes_in_words", ()):
+        click.echo(line)
     for title, rows, columns in (
         (
             "here",

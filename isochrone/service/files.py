@@ -104,7 +104,7 @@ def _write_with_digest(file: BinaryIO, pieces: Iterable[bytes]) -> None:
     file.write(digest.digest())
 
 
-def read_snapshot(path: Path) -> bytes | None:
+def read_snapshot(path: Path) -> memoryview | None:
     """Return the newest intact snapshot, else the previous one, else None.
 
     Raises ConfigError if a snapshot exists but cannot be read, and the other is not intact.
@@ -125,9 +125,10 @@ def read_snapshot(path: Path) -> bytes | None:
     return None
 
 
-def _verified_payload(data: bytes) -> bytes | None:
+def _verified_payload(data: bytes) -> memoryview | None:
     start = len(_SNAPSHOT_MAGIC) + hashlib.sha256().digest_size
-    payload = data[start:]
+    # A view: the payload may be hundreds of megabytes.
+    payload = memoryview(data)[start:]
     if (
         data[: len(_SNAPSHOT_MAGIC)] != _SNAPSHOT_MAGIC
         or hashlib.sha256(payload).digest() != data[len(_SNAPSHOT_MAGIC) : start]

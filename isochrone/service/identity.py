@@ -150,6 +150,12 @@ class Authority:
         """Say whether `seal` is the seal of `payload`. Takes constant time."""
         return hmac.compare_digest(self.seal(payload).encode(), seal.encode(errors="replace"))
 
+    def cache_salt_secret(self, version: int) -> bytes:
+        """Return the secret of the nodes' cache salts; it is the same on every scheduler."""
+        payload = b"isochrone-cache-salt-1\0" + version.to_bytes(8, "big")
+        key = hashlib.sha256(b"isochrone-cache-salt-key-1\0" + _key_pem(self._key).encode())
+        return hmac.digest(key.digest(), payload, "sha256")
+
     def cipher(self) -> Fernet:
         """Return the cipher for secrets in the database; it is the same on every scheduler."""
         key = hashlib.sha256(b"isochrone-cipher-1\0" + _key_pem(self._key).encode()).digest()

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from isochrone.wire.ids import PATTERN_DESCRIPTIONS
+from isochrone.wire.key_table import decode_hook, encode_hook
 
 PROTOCOL: Final = 1
 """Version of the control protocol. A peer with another version is refused with a message."""
@@ -20,7 +21,7 @@ tables above it go in parts (`table_parts.py`)."""
 
 T = TypeVar("T")
 
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_hook)
 
 
 class MalformedFrame(ValueError):
@@ -47,11 +48,14 @@ def check_size(frame: bytes, kind: str) -> None:
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     """Return a decoder for `kind`, a struct or a union of tagged structs."""
-    return msgspec.msgpack.Decoder(kind)
+    return msgspec.msgpack.Decoder(kind, dec_hook=decode_hook)
 
 
 def decode(
-    frame: bytes, reader: "msgspec.msgpack.Decoder[T]", *, bytes_max: int = FRAME_BYTES_MAX
+    frame: bytes | memoryview | msgspec.Raw,
+    reader: "msgspec.msgpack.Decoder[T]",
+    *,
+    bytes_max: int = FRAME_BYTES_MAX,
 ) -> T:
     """Decode one msgpack frame. Raises MalformedFrame."""
     if len(frame) > bytes_max:

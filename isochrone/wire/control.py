@@ -71,11 +71,22 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
     last_error: str = ""
 
 
+class CacheSaltSecret(msgspec.Struct, frozen=True, kw_only=True):
+    """The secret from which nodes compute the cache salts of tenants (32 bytes), and its number."""
+
+    version: int
+    secret: bytes
+
+    def __repr__(self) -> str:
+        # Messages may be logged, the secret must not be.
+        return f"CacheSaltSecret(version={self.version})"
+
+
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     """The peer is registered.
 
     A peer that loses this connection reconnects after a random time between 0 and
-    `redial_spread_s`, so that not all peers reconnect at once.
+    `redial_spread_s`, so that not all peers reconnect at once. Only agents get `cache_salt`.
     """
 
     cluster_id: ClusterId
@@ -83,6 +94,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     redial_spread_s: float = 0.0
     relay_token: str = ""
     """With it a router uses the batch service while it is connected; "" if there is none."""
+    cache_salt: CacheSaltSecret | None = None
 
 
 class RegistrationRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):

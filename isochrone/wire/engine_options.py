@@ -146,6 +146,37 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
             {"enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"}
         ),
     ),
+    # `llama-server --help`. `shared_prompt_cache` is our driver's own.
+    "llama_cpp": EngineOptions(
+        values=frozenset(
+            {
+                "parallel",
+                "batch_size",
+                "ubatch_size",
+                "threads",
+                "threads_batch",
+                "poll",
+                "numa",
+                "load_mode",
+                "cache_type_k",
+                "cache_type_v",
+                "cache_reuse",
+                "flash_attn",
+                "n_gpu_layers",
+                "n_cpu_moe",
+                "split_mode",
+                "tensor_split",
+                "main_gpu",
+                "reasoning_format",
+                "reasoning_budget",
+                "spec_type",
+                "spec_draft_model",
+                "spec_draft_n_max",
+            }
+        ),
+        flags=frozenset({"cpu_moe", "swa_full", "shared_prompt_cache"}),
+        negatable=frozenset({"kv_unified", "cont_batching", "repack", "jinja", "kv_offload"}),
+    ),
     # sglang/srt/server_args.py of 0.5.
     "sglang": EngineOptions(
         values=frozenset(

@@ -100,6 +100,14 @@ FETCHED_BYTES: Final = "x-isochrone-fetched-bytes"
 """How much of an artifact the node has, while it is still fetching it."""
 
 
+ROUTER_NAME_BYTES_MAX: Final = 64
+
+
+def router_name(sent: Mapping[str, str]) -> str:
+    """Return the name of the router that sent a request, "" if it sent none."""
+    return sent.get(ROUTER, "")[:ROUTER_NAME_BYTES_MAX]
+
+
 class PeerReplica(msgspec.Struct, frozen=True):
     """A replica of a PoP that could serve a request, as the router estimates it.
 

@@ -116,15 +116,16 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a replica's engine is started.
 
     `driver` names a module of nodeagent/drivers. `options` are the engine's own settings, which
-    `engine_options` lists. `kv_memory_bytes` and `memory_bytes` (0: as computed from the model) are
-    of each device. `devices` is the total over all `nodes`, which are in
-    one PoP and have equally many each.
+    `engine_options` lists. `kv_memory_bytes` and `memory_bytes` are of each device. A size of 0
+    follows from the device and the model: the KV cache is what is left of the device, and tokens in
+    flight follow from it; in a ReplicaSpec the planner has filled them in. `devices` is the total
+    over all `nodes`, which are in one PoP and have equally many each.
     """
 
     driver: str = "embedded"
     context_tokens_max: Positive = 4096
-    kv_memory_bytes: NonNegative = 512 * 1024 * 1024
-    tokens_in_flight_max: Positive = 32_768
+    kv_memory_bytes: NonNegative = 0
+    tokens_in_flight_max: NonNegative = 0
     devices: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     nodes: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
     memory_bytes: NonNegative = 0

@@ -21,8 +21,10 @@ from isochrone.wire.ids import (
     NodeId,
     PopId,
     ReplicaId,
-    TenantId,
 )
+from isochrone.wire.key_table import KeyEntry as KeyEntry
+from isochrone.wire.key_table import KeyLimits as KeyLimits
+from isochrone.wire.key_table import KeyTable as KeyTable
 from isochrone.wire.model import Deprecation, Price
 
 
@@ -39,7 +41,7 @@ class Pop(msgspec.Struct, frozen=True, kw_only=True):
 class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The route to one warm replica. Rates are per replica; 0 if not measured yet.
 
-    gc=False, here and for keys: they form no reference cycles, and a table may have a million.
+    gc=False, as for keys: they form no reference cycles, and a table has many.
     """
 
     replica_id: ReplicaId
@@ -79,41 +81,10 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     deprecation: Deprecation | None = None
 
 
-class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The limits of one key; 0 means no limit.
-
-    Rates and concurrency are limited at each router: a key that uses three PoPs has them three
-    times. Daily quotas (UTC) hold over the whole fleet and take effect a few seconds late.
-    `spend_per_day` counts models that have a price; `tokens_per_day` counts all.
-    """
-
-    requests_per_min: int = 0
-    tokens_per_min: int = 0
-    concurrency: int = 0
-    tokens_per_day: int = 0
-    spend_per_day: float = 0.0
-
-
-class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A client's key as routers hold it: with the SHA-256 of the secret, without the secret.
-
-    `deployments` lists those that the key may use; empty means all. `regions` are the PoPs or
-    countries that may process its requests; empty means all. `expires_at` is Unix time, 0 for
-    never. A quota of the key is used up until `spent_until` (Unix time).
-    """
-
-    key_id: KeyId
-    secret_sha256: str
-    tenant_id: TenantId
-    deployments: tuple[str, ...] = ()
-    limits: KeyLimits = KeyLimits()
-    expires_at: float = 0.0
-    spent_until: float = 0.0
-    regions: tuple[str, ...] = ()
-
-
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):
     """Everything that a router needs to serve on its own. Each tuple is sorted by id.
+
+    Its keys are a list on the wire.
 
     `keys_revoked` are tombstones: a listed key was revoked, while one that is only absent may have
     been lost with a database.
@@ -125,7 +96,7 @@ class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):
     pops: tuple[Pop, ...] = ()
     deployments: tuple[DeploymentEntry, ...] = ()
     routes: tuple[Route, ...] = ()
-    keys: tuple[KeyEntry, ...] = ()
+    keys: KeyTable = KeyTable()
     keys_revoked: tuple[KeyId, ...] = ()
 
 
@@ -180,10 +151,9 @@ _PARTS: Final[dict[str, tuple[str, Callable[[Any], str]]]] = {
     "pops": ("pops", lambda pop: pop.pop),
     "deployments": ("deployments", lambda entry: entry.deployment_id),
     "routes": ("routes", lambda route: route.replica_id),
-    "keys": ("keys", lambda key: key.key_id),
     "keys_revoked": ("revoked", lambda key_id: key_id),
 }
-"""By field of the table: its prefix in a delta's fields, and the id of an entry."""
+"""By field of the table: its prefix in a delta's fields, and the id of an entry. Keys apart."""
 
 
 def diff(old: RouteTable, new: RouteTable) -> RouteDelta:
@@ -192,11 +162,14 @@ def diff(old: RouteTable, new: RouteTable) -> RouteDelta:
     for part, (prefix, id_of) in _PARTS.items():
         changed, gone = _changes(getattr(old, part), getattr(new, part), id_of)
         changes |= {f"{prefix}_set": changed, f"{prefix}_gone": gone}
+    keys = new.keys.changes_from(old.keys)
     return RouteDelta(
         cluster_id=new.cluster_id,
         base=old.generation,
         generation=new.generation,
         epoch=new.epoch,
+        keys_set=keys.changed,
+        keys_gone=keys.gone,
         **changes,
     )
 
@@ -208,7 +181,11 @@ def apply_delta(table: RouteTable, delta: RouteDelta) -> RouteTable:
         changed, gone = getattr(delta, f"{prefix}_set"), getattr(delta, f"{prefix}_gone")
         parts[part] = _merge(getattr(table, part), changed, gone, id_of)
     return RouteTable(
-        cluster_id=table.cluster_id, generation=delta.generation, epoch=delta.epoch, **parts
+        cluster_id=table.cluster_id,
+        generation=delta.generation,
+        epoch=delta.epoch,
+        keys=table.keys.replaced(delta.keys_set, delta.keys_gone),
+        **parts,
     )
 
 
@@ -220,7 +197,7 @@ def _merge(
 ) -> tuple[V, ...]:
     """Return sorted `entries` after the changes; the same tuple if there are none.
 
-    What lies between two changes is copied as a whole: a delta has few entries, a table a million.
+    What lies between two changes is copied as a whole: a delta has few entries, a table many.
     """
     if not changed and not gone:
         return entries

@@ -4,33 +4,36 @@ A table of a million keys takes about 280 MB: too much for one message, and too 
 one piece while requests wait. Parts are made one at a time, and joined one at a time.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from typing import Any, Final
 
 import msgspec
 
 from isochrone.wire import codec
-from isochrone.wire.ids import KeyId
-from isochrone.wire.routes import KeyEntry, KeyLimits, RouteTable, RouteTablePart
+from isochrone.wire.ids import ClusterId, Epoch, Generation, KeyId
+from isochrone.wire.key_table import KeyTableBuilder
+from isochrone.wire.routes import (
+    DeploymentEntry,
+    KeyEntry,
+    KeyTable,
+    Pop,
+    Route,
+    RouteTable,
+    RouteTablePart,
+)
 
-PART_BYTES_MAX: Final = 512 * 1024
-"""Largest part, about 2,000 keys: a router decodes it in some 5 ms. A single entry may be larger,
-up to the limit of a frame."""
+PART_BYTES_MAX: Final = 128 * 1024
+"""Largest part, about 500 keys: a router takes it in some 3 ms. A single entry may be larger, up to
+the limit of a frame."""
 
-ENTRIES_FIRST: Final = 1024
+ENTRIES_FIRST: Final = 256
 """Entries of the first part of each kind; later ones have as many as fit."""
 
 TABLE_ENTRIES_MAX: Final = 4_000_000
 """A router assembles no more entries than this, about 1.5 GB of memory."""
 
 _FIELDS: Final = ("pops", "deployments", "routes", "keys_revoked", "keys")
-
-
-class AssembledTable(NamedTuple):
-    """A whole table and its keys by id."""
-
-    table: RouteTable
-    keys: dict[KeyId, KeyEntry]
 
 
 class BadParts(ValueError):
@@ -41,17 +44,16 @@ def split_table(table: RouteTable, bytes_max: int = PART_BYTES_MAX) -> Iterator[
     """Encode the parts of `table`, each when it is asked for."""
     index = 0
     for field in _FIELDS:
-        entries = getattr(table, field)
-        start, count = 0, ENTRIES_FIRST
-        while start < len(entries):
-            part = _part(table, index, **{field: entries[start : start + count]})
-            frame = codec.encode(part)
-            if len(frame) > bytes_max and count > 1:
-                count //= 2
+        entries = _EntryReader(getattr(table, field))
+        count = ENTRIES_FIRST
+        while taken := entries.take(count):
+            frame = codec.encode(_part(table, index, **{field: taken}))
+            if len(frame) > bytes_max and len(taken) > 1:
+                entries.put_back(taken)
+                count = len(taken) // 2
                 continue
             yield frame
             index += 1
-            start += count
             if len(frame) < bytes_max // 2:
                 count *= 2
     yield codec.encode(_part(table, index, is_last=True))
@@ -62,20 +64,47 @@ def encode_table(table: RouteTable) -> Iterator[bytes]:
 
     For a thread: the interpreter is free between the entries, so that the event loop has its turns.
     """
-    rest = codec.encode(msgspec.structs.replace(table, **dict.fromkeys(_FIELDS, ())))
+    empty: dict[str, Any] = {**dict.fromkeys(_FIELDS, ()), "keys": KeyTable()}
+    rest = codec.encode(msgspec.structs.replace(table, **empty))
     for field in RouteTable.__struct_fields__:
         if field not in _FIELDS:
             continue
         # 0x90 is an empty list; 0xdd begins a list with a length of 32 bits.
         name = msgspec.msgpack.encode(field)
         before, _, rest = rest.partition(name + b"\x90")
-        entries = getattr(table, field)
-        yield before + name + b"\xdd" + len(entries).to_bytes(4, "big")
-        for start in range(0, len(entries), ENTRIES_FIRST):
-            yield b"".join(
-                msgspec.msgpack.encode(entry) for entry in entries[start : start + ENTRIES_FIRST]
-            )
+        yield before + name + b"\xdd" + len(getattr(table, field)).to_bytes(4, "big")
+        entries = _EntryReader(getattr(table, field))
+        while taken := entries.take(ENTRIES_FIRST):
+            yield b"".join(msgspec.msgpack.encode(entry) for entry in taken)
     yield rest
+
+
+class StoredTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):
+    """A whole table as `encode_table` wrote it, with its keys still encoded."""
+
+    cluster_id: ClusterId
+    generation: Generation
+    epoch: Epoch
+    pops: tuple[Pop, ...] = ()
+    deployments: tuple[DeploymentEntry, ...] = ()
+    routes: tuple[Route, ...] = ()
+    keys: list[msgspec.Raw] = []
+    keys_revoked: tuple[KeyId, ...] = ()
+
+
+_STORED: Final = codec.decoder(StoredTable)
+_KEY: Final = codec.decoder(KeyEntry)
+
+
+def read_table(payload: bytes | memoryview) -> RouteTable:
+    """Decode a whole table with one object for all equal fields. Raises MalformedFrame."""
+    stored: StoredTable = codec.decode(payload, _STORED, bytes_max=len(payload))
+    share = SharedFields()
+    fields = {name: getattr(stored, name) for name in StoredTable.__struct_fields__}
+    fields["keys"] = KeyTable.of(
+        share.of(codec.decode(key, _KEY, bytes_max=len(payload))) for key in stored.keys
+    )
+    return RouteTable(**fields)
 
 
 class TableAssembler:
@@ -89,10 +118,11 @@ class TableAssembler:
         self._next_index = 0
         self._entries = 0
         self._lists: dict[str, list[Any]] = {}
-        self._keys: dict[KeyId, KeyEntry] = {}
-        self._shared: dict[Any, Any] = {}
+        self._known = KeyTable()
+        self._keys = KeyTableBuilder()
+        self._share = SharedFields()
 
-    def add(self, part: RouteTablePart, known: Mapping[KeyId, KeyEntry]) -> AssembledTable | None:
+    def add(self, part: RouteTablePart, known: KeyTable) -> RouteTable | None:
         """Take one part; return the table when it is complete.
 
         Raises BadParts, once for each table; the later parts of a refused table are ignored.
@@ -101,49 +131,48 @@ class TableAssembler:
         another does not need twice the memory.
         """
         if part.index == 0:
-            self._begin(part)
+            self._begin(part, known)
         if self._is_refused:
             return None
         if part.index != self._next_index or not self._is_same_table(part):
             self._refuse()
             raise BadParts(f"cannot use part {part.index} of a table: the one before it is missing")
         self._next_index += 1
-        for field in _FIELDS:
-            entries = getattr(part, field)
-            self._entries += len(entries)
-            if self._entries > self._entries_max:
-                self._refuse()
-                raise BadParts(
-                    f"cannot assemble generation {part.generation}: it has more than "
-                    f"{self._entries_max} entries"
-                )
-            if field == "keys":
-                self._add_keys(entries, known)
-            else:
-                self._lists[field] += entries
+        self._entries += sum(len(getattr(part, field)) for field in _FIELDS)
+        if self._entries > self._entries_max:
+            self._refuse()
+            raise BadParts(
+                f"cannot assemble generation {part.generation}: it has more than "
+                f"{self._entries_max} entries"
+            )
+        for field, entries in self._lists.items():
+            entries += getattr(part, field)
+        self._add_keys(part)
         if not part.is_last:
             return None
         table = RouteTable(
             cluster_id=part.cluster_id,
             generation=part.generation,
             epoch=part.epoch,
+            keys=self._keys.build(),
             **{field: tuple(entries) for field, entries in self._lists.items()},
         )
-        assembled = AssembledTable(table, self._keys)
         self.drop()
-        return assembled
+        return table
 
     def drop(self) -> None:
         """Forget a table that is not complete."""
         self._first = None
-        self._lists, self._keys, self._shared = {}, {}, {}
+        self._lists = {}
+        self._known, self._keys, self._share = KeyTable(), KeyTableBuilder(), SharedFields()
 
-    def _begin(self, part: RouteTablePart) -> None:
+    def _begin(self, part: RouteTablePart, known: KeyTable) -> None:
         self.drop()
         self._is_refused = False
         self._first = part
         self._next_index = self._entries = 0
-        self._lists = {field: [] for field in _FIELDS}
+        self._lists = {field: [] for field in _FIELDS if field != "keys"}
+        self._known, self._keys = known, KeyTableBuilder(known)
 
     def _refuse(self) -> None:
         self.drop()
@@ -156,27 +185,49 @@ class TableAssembler:
             == (first.cluster_id, first.generation, first.epoch)
         )
 
-    def _add_keys(self, keys: tuple[KeyEntry, ...], known: Mapping[KeyId, KeyEntry]) -> None:
-        entries = self._lists["keys"]
-        for key in keys:
-            same = known.get(key.key_id)
-            entry = same if same == key else self._with_shared_fields(key)
-            entries.append(entry)
-            self._keys[entry.key_id] = entry
+    def _add_keys(self, part: RouteTablePart) -> None:
+        try:
+            for key in part.keys:
+                same = self._known.get(key.key_id)
+                self._keys.add(same if same == key else self._share.of(key))
+        except ValueError as error:
+            self._refuse()
+            raise BadParts(f"cannot use part {part.index} of a table: {error}") from error
 
-    def _with_shared_fields(self, key: KeyEntry) -> KeyEntry:
-        """Return `key` with one object for all equal limits, tenants and lists of deployments."""
-        share = self._shared.setdefault
-        limits: KeyLimits = share(key.limits, key.limits)
-        return KeyEntry(
-            key_id=key.key_id,
-            secret_sha256=key.secret_sha256,
+
+class SharedFields:
+    """One object for all equal limits, tenants and lists of deployments of many keys."""
+
+    def __init__(self) -> None:
+        self._objects: dict[Any, Any] = {}
+
+    def of(self, key: KeyEntry) -> KeyEntry:
+        """Return `key` with shared fields."""
+        share = self._objects.setdefault
+        return msgspec.structs.replace(
+            key,
             tenant_id=share(key.tenant_id, key.tenant_id),
             deployments=share(key.deployments, key.deployments),
-            limits=limits,
+            regions=share(key.regions, key.regions),
+            limits=share(key.limits, key.limits),
             expires_at=key.expires_at or 0.0,
             spent_until=key.spent_until or 0.0,
         )
+
+
+class _EntryReader:
+    """Reads entries some at a time."""
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        self._rest = iter(entries)
+
+    def take(self, count: int) -> tuple[Any, ...]:
+        """Return the next entries, at most `count`; none after the last."""
+        return tuple(islice(self._rest, count))
+
+    def put_back(self, entries: tuple[Any, ...]) -> None:
+        """Read these again next."""
+        self._rest = chain(entries, self._rest)
 
 
 def _part(table: RouteTable, index: int, **fields: Any) -> RouteTablePart:

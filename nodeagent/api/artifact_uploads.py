@@ -15,7 +15,7 @@ from isochrone.wire import headers
 from isochrone.wire.artifact import check_path
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent import metrics
-from nodeagent.api.data_plane import refusal
+from nodeagent.api.answer_relay import refusal
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.link import TransferLink
 

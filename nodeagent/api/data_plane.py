@@ -4,13 +4,10 @@ Bytes between router and engine are not changed. Every answer carries the replic
 """
 
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from time import monotonic
 from typing import Final, NamedTuple
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
 from isochrone.service.http_server import error_middleware, json_error, read_body
@@ -19,7 +16,15 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.report import ReplicaState
 from nodeagent import metrics
+from nodeagent.api.answer_relay import (
+    count_bytes,
+    loss_headers,
+    refusal,
+    relay_body,
+    response_head,
+)
 from nodeagent.api.engine_trials import EngineRequest, engine_request
+from nodeagent.api.handoff_notice import announce_replica
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
 from nodeagent.decide.admission import TokenReservation
@@ -35,7 +40,6 @@ BODY_TIMEOUT_S: Final = 30.0
 OUTPUT_TOKENS_DEFAULT: Final = 256
 """Output reserved for a request without the router's estimate."""
 
-ROUTER_NAME_BYTES_MAX: Final = 64
 INFERENCE_PATHS: Final = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -62,11 +66,6 @@ among them, so a request is handed off at most once."""
 
 FROM_ENGINE: Final = ("content-type", "retry-after", "cache-control")
 FROM_PEER: Final = (*FROM_ENGINE, headers.LOAD, headers.ENGINE_LOST)
-EVENT_STREAM: Final = "text/event-stream"
-ENGINE_LOST_EVENT: Final = b"data: " + msgspec.json.encode(
-    {"error": {"code": headers.ENGINE_LOST_CODE, "message": "the engine failed"}}
-) + b"\n\n"  # fmt: skip
-"""Ends a stream, between two frames, whose request may have made the engine fail."""
 
 
 class RequestRefused(Exception):
@@ -144,7 +143,7 @@ class DataPlaneServer:
         try:
             is_suspect = headers.SUSPECT in request.headers
             async with engine_request(replica, is_suspect=is_suspect) as running:
-                if not replica.is_serving:  # a suspect may have waited
+                if running is None:  # a suspect may have waited
                     raise RequestRefused("loading", 503)
                 return await self._relay_to_engine(request, replica, body, reservation, running)
         finally:
@@ -176,12 +175,14 @@ class DataPlaneServer:
         if handoff is None:
             return None
         target = handoff.target
+        await announce_replica(request, target.replica_id)
         try:
             if target.replica_id in local:
                 estimate = PrefillEstimate(target.pending_prefill_tokens, target.prefill_ms)
                 return await self._serve_here(request, local[target.replica_id], body, estimate)
             return await self._relay_to_peer(request, body, handoff)
         except (RequestRefused, PeerReplicaLost):
+            await announce_replica(request, replica.spec.replica_id)
             return None
 
     async def _relay_to_peer(
@@ -200,10 +201,10 @@ class DataPlaneServer:
         self._supervisor.handoffs_in_progress += 1
         try:
             async with self._peer_replicas.relay(target, request.path, body, sent) as answer:
-                response = _response_head(answer, FROM_PEER)
+                response = response_head(answer, FROM_PEER)
                 response.headers[headers.HANDOFF_REPLICA] = target.replica_id
                 await response.prepare(request)
-                await _relay_body(request, response, answer.content.iter_any(), "handed_off")
+                await relay_body(request, response, answer.content.iter_any(), "handed_off")
                 return response
         finally:
             self._supervisor.handoffs_in_progress -= 1
@@ -242,7 +243,7 @@ class DataPlaneServer:
         # A router sends the tenant's id. The engine gets a salt that no tenant can guess.
         salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
         sent[headers.CACHE_SALT] = salt
-        body = engine.salted(request.path, body, salt)
+        body = engine.salted(request.path, body, salt, request.headers.get(headers.PRIORITY, ""))
         try:
             async with engine.http.post(request.path, data=body, headers=sent) as answer:
                 return await self._relay_answer(request, replica, answer, reservation, running)
@@ -252,7 +253,7 @@ class DataPlaneServer:
             raise ApiError(
                 ErrorCode.UPSTREAM,
                 f"cannot answer: the engine failed ({type(error).__name__})",
-                headers=_loss_headers(running, error),
+                headers=await loss_headers(running, error),
             ) from error
 
     async def _relay_answer(
@@ -264,7 +265,7 @@ class DataPlaneServer:
         running: EngineRequest,
     ) -> web.StreamResponse:
         """Relay the engine's answer, with the replica's load as of the first token."""
-        response = _response_head(answer, FROM_ENGINE)
+        response = response_head(answer, FROM_ENGINE)
         if answer.status == 429:
             response.headers[headers.REFUSED] = "busy"
         if replica.spec.replica_id != request.headers.get(headers.REPLICA):
@@ -277,8 +278,8 @@ class DataPlaneServer:
         running.record_token()
         response.headers[headers.LOAD] = _load_header(request, replica)
         await response.prepare(request)
-        counted = _count_bytes(first_chunk, chunks, replica)
-        await _relay_body(request, response, counted, "answered", running)
+        counted = count_bytes(first_chunk, chunks, replica)
+        await relay_body(request, response, counted, "answered", running)
         return response
 
     async def _ping(self, request: web.Request) -> web.Response:
@@ -295,7 +296,7 @@ class DataPlaneServer:
                     return refusal(refused.word, refused.status)
         now_s = monotonic()
         loads = {
-            replica_id: replica.admission.load(_router_name(request), now_s)
+            replica_id: replica.admission.load(headers.router_name(request.headers), now_s)
             for replica_id, replica in self._supervisor.replicas.items()
             if replica.state is ReplicaState.WARM
         }
@@ -322,7 +323,7 @@ def _admit(
         tokens.prompt,
         tokens.output,
         estimate.pending_prefill_tokens,
-        router=_router_name(request),
+        router=headers.router_name(request.headers),
         generates_for=(
             request.headers.get(headers.CACHE_SALT, "")
             if request.path in GENERATION_PATHS
@@ -348,70 +349,6 @@ def _check_queue(request: web.Request, replica: ManagedReplica) -> None:
         raise RequestRefused(headers.QUEUED, load=_load_header(request, replica))
 
 
-def _response_head(answer: aiohttp.ClientResponse, names: Sequence[str]) -> web.StreamResponse:
-    """Return a response with the status, length and named headers of `answer`."""
-    response = web.StreamResponse(status=answer.status)
-    for name in names:
-        if name in answer.headers:
-            response.headers[name] = answer.headers[name]
-    if answer.content_length is not None:
-        response.content_length = answer.content_length
-    return response
-
-
-async def _count_bytes(
-    first_chunk: bytes, chunks: AsyncIterator[bytes], replica: ManagedReplica
-) -> AsyncIterator[bytes]:
-    """Yield the first chunk and the rest, adding their size to the replica's `bytes_out`."""
-    if first_chunk:
-        replica.bytes_out += len(first_chunk)
-        yield first_chunk
-    async for chunk in chunks:
-        replica.bytes_out += len(chunk)
-        yield chunk
-
-
-async def _relay_body(
-    request: web.Request,
-    response: web.StreamResponse,
-    chunks: AsyncIterator[bytes],
-    outcome: str,
-    running: EngineRequest | None = None,
-) -> None:
-    """Relay an answer's body and count its outcome; abort the connection if the source breaks.
-
-    If the source is an engine and `running` is blamed for its failure, end a stream with
-    ENGINE_LOST_EVENT instead.
-    """
-    chunk = b""
-    try:
-        async for chunk in chunks:
-            await response.write(chunk)
-    except aiohttp.ClientConnectionResetError:
-        metrics.REQUESTS.labels("client_disconnected").inc()
-        return
-    except aiohttp.ClientError:
-        # The router must see an abort, not a regular end: the answer is incomplete.
-        metrics.REQUESTS.labels("engine_failed").inc()
-        is_blamed = running is not None and running.is_blamed()
-        if is_blamed and response.content_type == EVENT_STREAM and chunk.endswith(b"\n\n"):
-            with suppress(ConnectionError, aiohttp.ClientConnectionResetError):
-                await response.write(ENGINE_LOST_EVENT)
-                await response.write_eof()
-            return
-        if request.transport is not None:
-            request.transport.abort()
-        return
-    await response.write_eof()
-    metrics.REQUESTS.labels(outcome).inc()
-
-
-def _loss_headers(running: EngineRequest, error: Exception) -> dict[str, str]:
-    """Return the headers of the answer to a request whose engine failed before its first byte."""
-    was_sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-    return {headers.ENGINE_LOST: "1"} if was_sent and running.is_blamed() else {}
-
-
 def _prefill_estimate(request: web.Request) -> PrefillEstimate:
     tokens = _parse_count(request.headers.get(headers.PENDING_PREFILL_TOKENS, ""))
     prefill_ms = _parse_count(request.headers.get(headers.PREFILL_MS, "")) or 0
@@ -424,27 +361,11 @@ def _queue_tokens_max(request: web.Request) -> int | None:
 
 def _load_header(request: web.Request, replica: ManagedReplica) -> str:
     """Return the replica's load as a header value for the router that sent the request."""
-    return headers.format_load(replica.admission.load(_router_name(request), monotonic()))
-
-
-def _router_name(request: web.Request) -> str:
-    return request.headers.get(headers.ROUTER, "")[:ROUTER_NAME_BYTES_MAX]
+    return headers.format_load(
+        replica.admission.load(headers.router_name(request.headers), monotonic())
+    )
 
 
 def _parse_count(value: str) -> int | None:
     """Return a header's number of tokens or milliseconds, or None if it has none."""
     return int(value) if value.isascii() and value.isdigit() and len(value) <= 12 else None
-
-
-def refusal(word: str, status: int, load: str = "") -> web.Response:
-    """Return a refusal with its word as a header and a retry delay of one second."""
-    error = {"error": {"code": "refused", "message": f"cannot serve the request: {word}"}}
-    response = web.Response(
-        status=status,
-        body=msgspec.json.encode(error),
-        content_type="application/json",
-        headers={headers.REFUSED: word, "retry-after": "1"},
-    )
-    if load:
-        response.headers[headers.LOAD] = load
-    return response

@@ -5,10 +5,13 @@ Suspects wait for one another before they reach the engine, so that a failure sh
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from time import monotonic
 from typing import Final
 
 from isochrone.wire.report import ReplicaState
+from nodeagent.decide.blame import EXIT_DELAY_S
+from nodeagent.host.engines import EngineProcess
 from nodeagent.supervisor import ManagedReplica
 
 TRIAL_S_MAX: Final = 5.0
@@ -23,10 +26,13 @@ time within which a router by default expects the first byte."""
 class EngineRequest:
     """One request on its way through a replica's engine."""
 
-    def __init__(self, replica: ManagedReplica, *, is_on_trial: bool) -> None:
+    def __init__(
+        self, replica: ManagedReplica, engine: EngineProcess, *, is_on_trial: bool
+    ) -> None:
         """With `is_on_trial` the caller holds the replica's trial lock, which is released here."""
         self._replica = replica
-        self._entry = replica.blame.begin(is_on_trial=is_on_trial)
+        self._engine = engine
+        self._entry = replica.blame.begin(engine.pid, is_on_trial=is_on_trial)
         self._holds_lock = is_on_trial
         self._timer: asyncio.TimerHandle | None = None
         if is_on_trial:
@@ -38,15 +44,25 @@ class EngineRequest:
         self._replica.blame.end_trial(self._entry)
         self._release()
 
-    def is_blamed(self) -> bool:
+    async def is_blamed(self) -> bool:
         """Return whether this request may have made the engine fail, which has just failed.
 
-        It is not to blame for an engine that the agent ends.
+        It is not to blame for an engine that the agent ends, or that had failed before it came.
         """
         is_ending = self._replica.end_ordered.is_set()
         if is_ending or self._replica.state is ReplicaState.DRAINING:
             return False
-        return self._replica.blame.is_blamed(self._entry)
+        ledger = self._replica.blame
+        if ledger.is_late(self._entry, monotonic()) and await self._exits_now():
+            return False
+        return ledger.is_blamed(self._entry, monotonic())
+
+    async def _exits_now(self) -> bool:
+        """Return whether the engine's process has ended or ends within EXIT_DELAY_S."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_DELAY_S):
+                await self._engine.exited.wait()
+        return self._engine.exited.is_set()
 
     def end(self) -> None:
         """Note that the request is over."""
@@ -64,10 +80,19 @@ class EngineRequest:
 @asynccontextmanager
 async def engine_request(
     replica: ManagedReplica, *, is_suspect: bool
-) -> AsyncIterator[EngineRequest]:
-    """Note a request that goes to the replica's engine; a suspect first waits for its trial."""
+) -> AsyncIterator[EngineRequest | None]:
+    """Note a request that goes to the replica's engine; a suspect first waits for its trial.
+
+    Yield None if the replica has no engine to serve it, or no longer.
+    """
     is_on_trial = is_suspect and await _wait_for_trial(replica.trial_lock)
-    request = EngineRequest(replica, is_on_trial=is_on_trial)
+    engine = replica.engine
+    if engine is None or not replica.is_serving:
+        if is_on_trial:
+            replica.trial_lock.release()
+        yield None
+        return
+    request = EngineRequest(replica, engine, is_on_trial=is_on_trial)
     try:
         yield request
     finally:

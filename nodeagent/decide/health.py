@@ -2,7 +2,8 @@
 
 An engine is killed for one of three reasons: with requests in flight, neither its step counter nor
 the bytes it sends change for `stall_s`; when idle, several canary requests in a row fail; or it
-leaves several health checks in a row unanswered.
+leaves several health checks in a row unanswered. If requests were taken away from it while it made
+no progress, as a router does with a stream that is silent, one failed canary is enough.
 
 Time is counted in observations, one each OBSERVE_INTERVAL_S. An agent that was suspended observed
 nothing in that time and does not hold it against the engine.
@@ -15,12 +16,15 @@ import msgspec
 OBSERVE_INTERVAL_S: Final = 1.0
 UNANSWERED_MAX: Final = 3
 CANARY_FAILURES_MAX: Final = 3
+SUSPECT_STALLED_MIN: Final = 3
+"""Observations without progress after which an engine whose requests have gone is suspect."""
 
 
 class EngineWatch(msgspec.Struct, frozen=True, kw_only=True):
     """What the watch of one engine remembers between two observations.
 
     `stalled`, `unanswered` and `canary_failures` count consecutive observations or canaries.
+    `is_suspect` is true from when its requests went away without progress until it makes some.
     """
 
     steps: int = 0
@@ -28,6 +32,7 @@ class EngineWatch(msgspec.Struct, frozen=True, kw_only=True):
     stalled: int = 0
     unanswered: int = 0
     canary_failures: int = 0
+    is_suspect: bool = False
 
 
 def observe(
@@ -41,14 +46,23 @@ def observe(
     """Return the watch after one observation. `steps` counts only if the engine `answered`."""
     if not answered:
         steps = watch.steps
-    is_progress = (steps, bytes_out) != (watch.steps, watch.bytes_out) or in_flight == 0
+    is_progress = (steps, bytes_out) != (watch.steps, watch.bytes_out)
+    was_left = in_flight == 0 and watch.stalled >= SUSPECT_STALLED_MIN
     return msgspec.structs.replace(
         watch,
         steps=steps,
         bytes_out=bytes_out,
-        stalled=0 if is_progress else watch.stalled + 1,
+        stalled=0 if is_progress or in_flight == 0 else watch.stalled + 1,
         unanswered=0 if answered else watch.unanswered + 1,
+        is_suspect=not is_progress and (watch.is_suspect or was_left),
     )
+
+
+def after_canary(watch: EngineWatch, *, succeeded: bool) -> EngineWatch:
+    """Return the watch after a canary request."""
+    if succeeded:
+        return msgspec.structs.replace(watch, canary_failures=0, is_suspect=False)
+    return msgspec.structs.replace(watch, canary_failures=watch.canary_failures + 1)
 
 
 def kill_reason(watch: EngineWatch, *, stall_s: float, in_flight: int) -> str:
@@ -58,6 +72,8 @@ def kill_reason(watch: EngineWatch, *, stall_s: float, in_flight: int) -> str:
     stalled_s = watch.stalled * OBSERVE_INTERVAL_S
     if in_flight and stalled_s > stall_s:
         return f"{in_flight} requests in flight and no token for {stalled_s:.0f} s"
+    if watch.is_suspect and watch.canary_failures:
+        return "its requests left without a token, and then a canary request failed"
     if watch.canary_failures >= CANARY_FAILURES_MAX:
         return f"{watch.canary_failures} canary requests in a row failed"
     return ""

@@ -5,6 +5,7 @@ from typing import Final
 from isochrone.wire.assignment import ReplicaSpec
 from nodeagent.drivers.driver import EngineDriver
 from nodeagent.drivers.embedded import EmbeddedDriver
+from nodeagent.drivers.llama_cpp import LlamaCppDriver
 from nodeagent.drivers.mock import MockDriver
 from nodeagent.drivers.sglang import SglangDriver
 from nodeagent.drivers.tensorrt_llm import TensorRtLlmDriver
@@ -14,6 +15,7 @@ DRIVERS: Final[dict[str, EngineDriver]] = {
     "embedded": EmbeddedDriver(),
     "mock": MockDriver(),
     "vllm": VllmDriver(),
+    "llama_cpp": LlamaCppDriver(),
     "sglang": SglangDriver(),
     "tensorrt_llm": TensorRtLlmDriver(),
 }

@@ -89,8 +89,8 @@ class EngineDriver(Protocol):
     tokenize_path: str
     """Where it counts the tokens of a chat, as vLLM does; "" if it cannot."""
     salted_paths: frozenset[str]
-    """The paths whose request bodies have a `cache_salt` field. The embedded engine reads the salt
-    from a header instead."""
+    """The paths whose request bodies get `body_fields`. The embedded engine reads the salt and the
+    priority from headers instead."""
 
     sequences_option: str
     """The option with the limit of concurrent sequences, "" if there is none."""
@@ -106,6 +106,14 @@ class EngineDriver(Protocol):
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the process to start. Raises UnknownOption."""
+        ...
+
+    def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
+        """Return the fields of a request body that the agent sets, replacing the client's.
+
+        `salt` separates the prefix caches of tenants. `priority` is from 0 to 100. `command` is
+        what the engine was started with.
+        """
         ...
 
     def read_stats(self, body: bytes) -> EngineStats:
@@ -140,12 +148,12 @@ def check_options(spec: ReplicaSpec) -> None:
         raise UnknownOption(f"cannot start {spec.engine.driver}: {problem}")
 
 
-def with_salt(body: bytes, salt: str) -> bytes:
-    """Return a request body with `cache_salt` set to `salt`, replacing what the client wrote.
+def with_fields(body: bytes, values: Mapping[str, Any]) -> bytes:
+    """Return a request body with these fields set, replacing what the client wrote.
 
-    The salt separates the prefix caches of tenants: a cache hit would reveal another tenant's
-    prompt. Raises ApiError 400 for a body that cannot be decoded: the engine's parser may be more
-    lenient, and would read a `cache_salt` of the client's choice.
+    One of them is the salt that separates the prefix caches of tenants: a cache hit would reveal
+    another tenant's prompt. Raises ApiError 400 for a body that cannot be decoded: the engine's
+    parser may be more lenient, and would read a salt of the client's choice.
     """
     try:
         check_json_body(body)
@@ -154,7 +162,7 @@ def with_salt(body: bytes, salt: str) -> bytes:
         raise ApiError(
             ErrorCode.INVALID_REQUEST, f"cannot use the request body: {describe(error)}"
         ) from error
-    return msgspec.json.encode({**fields, "cache_salt": salt})
+    return msgspec.json.encode({**fields, **values})
 
 
 def visible_devices(spec: ReplicaSpec) -> dict[str, str]:

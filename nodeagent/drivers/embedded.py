@@ -1,6 +1,7 @@
 """The driver of the embedded PyTorch engine (nodeagent/engine), which runs on any device."""
 
 import sys
+from typing import Any, Final
 
 import msgspec
 
@@ -16,6 +17,10 @@ from nodeagent.drivers.driver import (
     missing_package,
     visible_devices,
 )
+
+KV_BYTES_UNPLANNED: Final = 512 * 1024 * 1024
+"""The KV cache of a replica without a planned size: the mock engine's, which needs none, or one
+that a scheduler of an older release placed."""
 
 
 class EmbeddedDriver:
@@ -53,6 +58,10 @@ class EmbeddedDriver:
             files={"config.json": msgspec.json.encode(self._config(launch, socket))},
         )
 
+    def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
+        """Return none: this engine reads salt and priority from headers."""
+        return {}
+
     def read_stats(self, body: bytes) -> EngineStats:
         """Decode the statistics, which the engine reports as EngineStats."""
         return msgspec.json.decode(body, type=EngineStats)
@@ -67,7 +76,7 @@ class EmbeddedDriver:
             "device": "cpu" if device == "cpu" else "cuda:0",
             "dtype": "fp32" if device == "cpu" else "bf16",
             "threads": launch.threads,
-            "kv_memory_bytes": launch.spec.engine.kv_memory_bytes,
+            "kv_memory_bytes": launch.spec.engine.kv_memory_bytes or KV_BYTES_UNPLANNED,
             "context_tokens_max": launch.spec.context_tokens,
             "options": self._engine_options(launch),
         }

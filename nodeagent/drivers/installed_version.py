@@ -10,18 +10,35 @@ import shutil
 import subprocess
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 TIMEOUT_S: Final = 10.0
 """A cold start of the interpreter takes about 0.1 s."""
 SCRIPT: Final = "import sys, importlib.metadata as m; print(m.version(sys.argv[1]))"
 
 
+class VersionRange(NamedTuple):
+    """The versions of an engine that its driver knows: from `first` to below `before`."""
+
+    first: tuple[int, ...]
+    before: tuple[int, ...]
+
+    def problem(self, version: str) -> str:
+        """Return what is wrong with a version, or "" if nothing is."""
+        numbers = tuple(int(part) for part in re.findall(r"\d+", version)[: len(self.first)])
+        first, before = (".".join(map(str, limit)) for limit in self)
+        if numbers < self.first:
+            return f"is too old: install version {first} or later, below {before}"
+        if numbers >= self.before:
+            return f"is too new for this agent: install a version from {first} to below {before}"
+        return ""
+
+
 class CannotStart(Exception):
     """Why a program cannot start. Raised, so that only versions are cached."""
 
 
-def problem(program: str, version_min: tuple[int, int]) -> str:
+def problem(program: str, versions: VersionRange) -> str:
     """Return why `program`, the command of a Python package, cannot be used, or "". Blocks."""
     found = shutil.which(program)
     if found is None:
@@ -30,25 +47,22 @@ def problem(program: str, version_min: tuple[int, int]) -> str:
         version = _version(program, found, Path(found).stat().st_mtime_ns)
     except (CannotStart, OSError) as error:
         return f"{program} at {found} cannot start: {error}"
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if numbers < version_min:
-        oldest = ".".join(map(str, version_min))
-        return f"{program} {version} at {found} is too old: install version {oldest} or later"
-    return ""
+    problem = versions.problem(version) if version else ""
+    return f"{program} {version} at {found} {problem}" if problem else ""
 
 
 @lru_cache(maxsize=16)
 def _version(program: str, path: str, _changed_ns: int) -> str:
     """Return the version of the package that the script at `path` runs. Raises CannotStart.
 
-    Returns a version above all others if the program is no Python script: it is then an operator's
-    own wrapper, whose engine is not known.
+    Returns "" if the program is no Python script: it is then an operator's own wrapper, whose
+    engine is not known.
     """
     with Path(path).open("rb") as file:
         first_line = file.readline(4096).decode(errors="replace").strip()
     interpreter = first_line.removeprefix("#!").strip()
     if not first_line.startswith("#!") or not re.search(r"python[\d.]*$", interpreter):
-        return "999.0"
+        return ""
     try:
         done = subprocess.run(
             [*interpreter.split(), "-c", SCRIPT, program],

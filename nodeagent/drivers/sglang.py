@@ -1,7 +1,7 @@
 """SGLang (`python -m sglang.launch_server`). Metric names: SGLang's Prometheus endpoint."""
 
 import sys
-from typing import Final
+from typing import Any, Final
 
 from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
@@ -17,6 +17,7 @@ from nodeagent.drivers.driver import (
     read_prometheus,
     visible_devices,
 )
+from nodeagent.drivers.output_parsers import with_parsers
 
 STATIC_SHARE: Final = 0.9
 """The largest share of a replica's memory for weights and KV cache. The rest is for activations and
@@ -44,6 +45,7 @@ class SglangDriver:
         spec = launch.spec
         check_options(spec)
         nodes = spec.group.nodes if spec.group else 1
+        options = with_parsers("sglang", spec.engine.options, launch.model_path)
         return EngineCommand(
             arguments=(
                 *(sys.executable, "-m", "sglang.launch_server"),
@@ -54,11 +56,15 @@ class SglangDriver:
                 *("--tp-size", str(len(spec.device_ids) * nodes)),
                 *_multi_node_flags(spec),
                 *("--enable-metrics", "--enable-cache-report"),
-                *flags("sglang", {**_memory_options(launch), **spec.engine.options}),
+                *flags("sglang", {**_memory_options(launch), **options}),
             ),
             base_url=f"http://127.0.0.1:{launch.port}" if spec.leads else "",
             environment={**visible_devices(spec), "HF_HUB_OFFLINE": "1"},
         )
+
+    def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
+        """Return the salt."""
+        return {"cache_salt": salt}
 
     def read_stats(self, body: bytes) -> EngineStats:
         """Read the requests running and queued, the KV cache use, and the token counters."""

@@ -1,6 +1,6 @@
 """TensorRT-LLM (`trtllm-serve serve`). Metric names: its Prometheus endpoint."""
 
-from typing import Final
+from typing import Any, Final
 
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers.driver import (
@@ -62,6 +62,10 @@ class TensorRtLlmDriver:
             environment={**visible_devices(spec), "HF_HUB_OFFLINE": "1"},
             files={"extra.yaml": EXTRA_CONFIG + _kv_cache_config(launch)},
         )
+
+    def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
+        """Return the salt."""
+        return {"cache_salt": salt}
 
     def read_stats(self, body: bytes) -> EngineStats:
         """Read the KV cache use and the request counters."""

@@ -1,10 +1,14 @@
 """vLLM (`vllm serve`). Metric names: vLLM's Prometheus endpoint, V1 engine."""
 
-from typing import Final
+import os
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, Final
 
 from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
+from isochrone.wire.engine_options import TRUE
 from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (
     CHAT_PATH,
@@ -18,11 +22,14 @@ from nodeagent.drivers.driver import (
     read_prometheus,
     visible_devices,
 )
+from nodeagent.drivers.installed_version import VersionRange
+from nodeagent.drivers.output_parsers import with_parsers
 
+SORTED_QUEUE: Final = ("--scheduling-policy", "priority")
 STAGES_OPTION: Final = "pipeline_parallel_size"
 MEMORY_OPTIONS: Final = frozenset({"kv_cache_memory_bytes", "gpu_memory_utilization"})
-VERSION_MIN: Final = (0, 11)
-"""The first version with `--kv-cache-memory-bytes` and `--nnodes`."""
+VERSIONS: Final = VersionRange(first=(0, 11), before=(1, 0))
+"""0.11 is the first version with `--kv-cache-memory-bytes` and `--nnodes`. Tested with 0.32."""
 
 
 class VllmDriver:
@@ -40,13 +47,15 @@ class VllmDriver:
 
     def missing(self) -> str:
         """Return an error message if vLLM is not installed, or is too old, else ""."""
-        return installed_version.problem("vllm", VERSION_MIN)
+        return installed_version.problem("vllm", VERSIONS)
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the server's command, split by tensor and pipeline parallelism."""
         spec = launch.spec
         check_options(spec)
-        options = {**_memory_options(launch), **spec.engine.options}
+        given = with_parsers("vllm", spec.engine.options, launch.model_path)
+        defaults = {"scheduling_policy": "priority", **_device_options(spec)}
+        options = {**defaults, **_memory_options(launch), **given}
         pipeline = _pipeline_stages(spec)
         options.pop(STAGES_OPTION, None)
         devices = len(spec.device_ids) * (spec.group.nodes if spec.group else 1)
@@ -68,8 +77,16 @@ class VllmDriver:
                 **visible_devices(spec),
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
+                **_environment(launch, options),
             },
         )
+
+    def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
+        """Return the salt and the priority: its queue is in ascending order, with 0 the default."""
+        arguments = command.arguments
+        is_sorted = SORTED_QUEUE in pairwise(arguments)
+        position = headers.PRIORITY_DEFAULT - priority if is_sorted else 0
+        return {"cache_salt": salt, "priority": position}
 
     def read_stats(self, body: bytes) -> EngineStats:
         """Read the requests running and waiting, the KV cache use, and the token counters."""
@@ -90,6 +107,32 @@ class VllmDriver:
             ),
             steps_total=int(found.get("vllm:iteration_tokens_total_count", 0)),
         )
+
+
+def _device_options(spec: ReplicaSpec) -> dict[str, str]:
+    """Return the options that suit the replica's device.
+
+    On a CPU compiling a model takes minutes of all cores at each start with an empty cache, and
+    changed the greedy answers of vLLM 0.32.
+    """
+    return {"enforce_eager": "true"} if spec.device_ids == ("cpu",) else {}
+
+
+def _environment(launch: EngineLaunch, options: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for settings that vLLM has no option for.
+
+    On a CPU vLLM binds its threads to the cores, all but one: every replica on the node to the same
+    ones, and on a machine of two cores to a single one. Idle threads would spin beside those of
+    other replicas. A variable that the agent's own environment sets is left to the operator.
+    """
+    variables = {}
+    if options.get("enable_lora", "false").lower() in TRUE:
+        # Adapters are loaded and unloaded while the engine runs.
+        variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if launch.spec.device_ids == ("cpu",):
+        threads = {"OMP_NUM_THREADS": str(launch.threads), "KMP_BLOCKTIME": "0"}
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **threads}
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def _memory_options(launch: EngineLaunch) -> dict[str, str]:

@@ -10,6 +10,7 @@ from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.chat.chat_template import ChatTemplate
+from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.distributed.collectives import Communicator
@@ -17,7 +18,7 @@ from nodeagent.engine.draft_loading import Eagle3HeadFiles, open_draft
 from nodeagent.engine.kernels.huge_pages import trim_heap
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.kvcache.kv_format import DTYPES
-from nodeagent.engine.kvcache.tier_setup import open_tiers
+from nodeagent.engine.kvcache.tier_setup import KvBlockForm, block_form, open_tiers
 from nodeagent.engine.model.families import adapters_of, check_weights
 from nodeagent.engine.model.lora import ActiveAdapters
 from nodeagent.engine.scheduler.batch import StepLimits
@@ -57,6 +58,7 @@ class LoadedEngine:
     weights_bytes: int
     load_s: float
     dtype: torch.dtype
+    kv_blocks: KvBlockForm
     active_adapters: ActiveAdapters
     """The modules of the whole model that adapters can change."""
 
@@ -109,6 +111,7 @@ def load_engine(config: EngineConfig, workers: WorkerGroup | None = None) -> Loa
         weights_bytes=weights_bytes,
         load_s=round(time.monotonic() - started_s, 3),
         dtype=dtype,
+        kv_blocks=block_form(config, shape, kv_format(config)),
         active_adapters=adapters,
     )
 
@@ -183,4 +186,5 @@ def _build_core(
         speculation = Speculation(
             config.draft_tokens_max, config.batch_tokens_max, shard.draft_model
         )
-    return EngineCore(executor, scheduler, mover, speculation)
+    transfers = KvTransfers(scheduler.pool, executor, mover)
+    return EngineCore(executor, scheduler, mover, speculation, transfers)

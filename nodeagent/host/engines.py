@@ -24,6 +24,7 @@ import msgspec
 from isochrone.service.files import write_atomic
 from isochrone.service.http_responses import read_response
 from isochrone.service.threads import wait_to_completion
+from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.ids import DeviceId
@@ -33,7 +34,7 @@ from nodeagent.drivers.driver import (
     EngineCommand,
     EngineLaunch,
     UnknownOption,
-    with_salt,
+    with_fields,
 )
 from nodeagent.host.processes import (
     Child,
@@ -132,12 +133,17 @@ class EngineProcess:
         """Where the engine counts the tokens of a chat; "" if it cannot."""
         return self._driver.tokenize_path
 
-    def salted(self, path: str, body: bytes, salt: str) -> bytes:
-        """Return the request body with the tenant's cache salt, if this engine reads it there.
+    def salted(self, path: str, body: bytes, salt: str, priority: str = "") -> bytes:
+        """Return the request body with the tenant's cache salt and its priority, from "0" to "100".
 
-        Raises ApiError 400 for a body that cannot take the salt.
+        The body is unchanged if this engine reads them from headers or not at all. Raises ApiError
+        400 for a body that cannot take the salt.
         """
-        return with_salt(body, salt) if path in self._driver.salted_paths else body
+        if path not in self._driver.salted_paths:
+            return body
+        is_number = priority.isascii() and priority.isdigit() and len(priority) <= 3
+        rank = int(priority) if is_number else headers.PRIORITY_DEFAULT
+        return with_fields(body, self._driver.body_fields(self.record.command, salt, rank))
 
     async def is_ready(self) -> bool:
         """Return True if the engine reports to be healthy.
@@ -271,7 +277,7 @@ class EngineProcesses:
             threads=self._threads,
             memory=await asyncio.to_thread(self._device_memory, spec.device_ids),
         )
-        command = DRIVERS[spec.engine.driver].command(launch)
+        command = await asyncio.to_thread(DRIVERS[spec.engine.driver].command, launch)
         for name, data in command.files.items():
             await asyncio.to_thread(write_atomic, folder / name, data)
         unstarted = EngineRecord(command=command, spec=spec, boot=boot_id())

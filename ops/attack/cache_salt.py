@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 
 from isochrone.wire.errors import ApiError
-from nodeagent.drivers.driver import with_salt
+from nodeagent.drivers.driver import with_fields
 
 VICTIM = "victim"
 OWN_SALT = "attacker"
@@ -31,7 +31,7 @@ def main() -> None:
     for body in bodies():
         sent += 1
         try:
-            forwarded = with_salt(body, OWN_SALT)
+            forwarded = with_fields(body, {"cache_salt": OWN_SALT})
         except ApiError:
             continue
         reached += 1

@@ -1,22 +1,27 @@
 #!/usr/bin/env bash
 # Runs the README's two commands on a minimal Debian, so that a missing install step is noticed.
 #
-#     ops/bare/try.sh [--all] [--keep FOLDER]
+#     ops/bare/try.sh [--all | --only-wheel] [--keep FOLDER] [--wheel FILE]
 #
 # Bootstraps Debian 12 with only the packages that the README names, clones the committed files into it, and runs
 # `make up ONESHOT=1` and `make test` there in each combination below. Nothing of this machine is mounted but the
 # package index settings (pip's configuration, the folders it names, and the certificate authorities).
 #
+# First it installs the wheel of these sources on the system without a compiler, and fails unless that gives the fast
+# build (try_wheel.sh). `--wheel FILE` is that wheel, for Debian's Python; otherwise `make dist` builds it. With
+# `--only-wheel` nothing else is tried.
 # Without options every combination runs `make up`, and the strictest one also `make test`. `--all` runs both everywhere.
 # `--keep FOLDER` keeps the bootstrapped systems there for the next time; otherwise everything is removed at the end.
 # Needs root and debootstrap. The last lines are a table of what ran, how long it took, and tokens per second.
 set -euo pipefail
 usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-ALL='' KEEP=''
+ALL='' KEEP='' WHEEL='' ONLY_WHEEL=''
 while [ $# -gt 0 ]; do
     case $1 in
         --all) ALL=1 ;;
+        --only-wheel) ONLY_WHEEL=1 ;;
         --keep) [ $# -ge 2 ] || usage; KEEP=$(realpath -m "$2"); shift ;;
+        --wheel) [ $# -ge 2 ] || usage; WHEEL=$(realpath "$2"); shift ;;
         *) usage ;;
     esac
     shift
@@ -41,9 +46,9 @@ trap clean_up EXIT
 README_PACKAGES=git,make,python3,python3-venv,ca-certificates
 declare -A PACKAGES=(
     [bare]=$README_PACKAGES
-    [gcc]=$README_PACKAGES,gcc,libc6-dev
+    [gcc]=$README_PACKAGES,gcc,libc6-dev,python3-dev
     [postgres]=$README_PACKAGES,postgresql
-    [full]=$README_PACKAGES,gcc,libc6-dev,postgresql,iproute2
+    [full]=$README_PACKAGES,gcc,libc6-dev,python3-dev,postgresql,iproute2
 )
 # system user root-file-system folder commands
 COMBINATIONS=(
@@ -94,6 +99,21 @@ prepare() {  # SYSTEM USER FOLDER: an empty layer over SYSTEM, with a clone in F
 python3 "$HERE/ops/bare/index_settings.py" "$WORK/pip.conf" >"$WORK/mounts"
 table=() failed=0
 declare -A AGAIN=([test]=' || make test-again')
+if [ -z "$WHEEL" ]; then
+    echo "--- make dist"
+    rm -f "$HERE"/dist/isochrone-*-cp311-*.whl
+    (cd "$HERE" && make dist)
+    WHEEL=$(ls "$HERE"/dist/isochrone-*-cp311-*.whl)
+fi
+bootstrap bare
+prepare bare user /home/user/checkout
+cp "$WHEEL" "$HERE/ops/bare/try_wheel.sh" "$WORK/root/home/user/"
+echo "--- pip install ${WHEEL##*/}: system bare, as user"
+began=$SECONDS result=passed
+run_in user read-only /home/user "bash try_wheel.sh ${WHEEL##*/}" || result=FAILED failed=1
+table+=("$(printf '%-9s %-5s %-10s %-24s %-18s %-7s %6d s' bare user read-only /home/user "pip install WHEEL" \
+    "$result" $((SECONDS - began)))")
+[ -z "$ONLY_WHEEL" ] || COMBINATIONS=()
 for combination in "${COMBINATIONS[@]}"; do
     IFS='|' read -r what commands <<<"$combination"
     read -r system user mode folder <<<"$what"

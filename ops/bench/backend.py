@@ -1,7 +1,8 @@
 """A very cheap backend: prepared OpenAI responses from a plain uvloop protocol.
 
-`python -m ops.bench.backend PORT` serves in one process. A request with `"stream":true` in its body
-gets 100 chunks at once, or one chunk every N ms with `pace=Nms` in its text.
+`python -m ops.bench.backend PORT [REPLICA]` serves in one process. A request with `"stream":true`
+in its body gets 100 chunks at once, or one chunk every N ms with `pace=Nms` in its text. With
+REPLICA, each answer is preceded by the notice that this peer replica has the request.
 """
 
 import asyncio
@@ -10,6 +11,8 @@ import sys
 from typing import Any
 
 import uvloop
+
+from isochrone.wire import headers
 
 CHUNKS = 100
 
@@ -82,10 +85,14 @@ _AT_ONCE = _STREAM_HEAD + b"".join(_CHUNKED) + b"0\r\n\r\n"
 
 
 class BackendProtocol(asyncio.Protocol):
-    """One connection. Requests are distinguished by searching, not by parsing."""
+    """One connection. Requests are distinguished by searching, not by parsing.
 
-    def __init__(self) -> None:
+    `notice` is an interim response that precedes each answer.
+    """
+
+    def __init__(self, notice: bytes = b"") -> None:
         self._held = b""
+        self._notice = notice
         self._transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -107,6 +114,8 @@ class BackendProtocol(asyncio.Protocol):
         self._held = held
 
     def _answer(self, head: bytes, body: bytes) -> None:
+        if self._notice and not head.startswith(b"get"):
+            self._transport.write(self._notice)
         if head.startswith(b"get"):
             self._transport.write(_MODELS if b"/v1/models" in head else _EMPTY)
         elif b'"stream":true' not in body and b'"stream": true' not in body:
@@ -128,13 +137,14 @@ class BackendProtocol(asyncio.Protocol):
         asyncio.get_running_loop().call_later(pace_s, self._send, number + 1, pace_s)
 
 
-async def serve(port: int) -> None:
+async def serve(port: int, peer: str = "") -> None:
     """Serve until killed."""
+    notice = f"HTTP/1.1 103 Early Hints\r\n{headers.HANDOFF_REPLICA}: {peer}\r\n\r\n".encode()
     server = await asyncio.get_running_loop().create_server(
-        BackendProtocol, "127.0.0.1", port, backlog=8192
+        lambda: BackendProtocol(notice if peer else b""), "127.0.0.1", port, backlog=8192
     )
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1])))
+    uvloop.run(serve(int(sys.argv[1]), *sys.argv[2:3]))

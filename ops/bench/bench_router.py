@@ -31,12 +31,20 @@ from isochrone.wire.ids import (
     TenantId,
 )
 from isochrone.wire.keys import format_key, parse_key
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, KeyLimits, Pop, Route, RouteTable
+from isochrone.wire.routes import (
+    DeploymentEntry,
+    KeyEntry,
+    KeyLimits,
+    KeyTable,
+    Pop,
+    Route,
+    RouteTable,
+)
 
 KEY = format_key(KeyId("b" * 12), b"\x02" * 32)
 
 
-def route_table(backend_port: int, routes: int) -> RouteTable:
+def route_table(backend_port: int, routes: int, prefill_tokens_per_s: float = 1e6) -> RouteTable:
     """Return a table of one deployment with `routes` replicas at the backend, and a limited key."""
     parsed = parse_key(KEY)
     assert parsed is not None
@@ -62,21 +70,23 @@ def route_table(backend_port: int, routes: int) -> RouteTable:
                 pop=PopId("ams"),
                 address=f"127.0.0.1:{backend_port}",
                 tokens_in_flight_max=10_000_000,
-                prefill_tokens_per_s=1e6,
+                prefill_tokens_per_s=prefill_tokens_per_s,
             )
             for n in range(routes)
         ),
-        keys=(
-            KeyEntry(
-                key_id=parsed[0],
-                secret_sha256=parsed[1],
-                tenant_id=TenantId("acme"),
-                limits=KeyLimits(
-                    requests_per_min=100_000_000,
-                    tokens_per_min=2_000_000_000,
-                    concurrency=100_000,
-                ),
-            ),
+        keys=KeyTable.of(
+            [
+                KeyEntry(
+                    key_id=parsed[0],
+                    secret_sha256=parsed[1],
+                    tenant_id=TenantId("acme"),
+                    limits=KeyLimits(
+                        requests_per_min=100_000_000,
+                        tokens_per_min=2_000_000_000,
+                        concurrency=100_000,
+                    ),
+                )
+            ]
         ),
     )
 

@@ -18,7 +18,7 @@ from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import DeploymentId, KeyId, ReplicaId, TenantId
 from isochrone.wire.keys import format_key, parse_key
 from isochrone.wire.model import Price
-from isochrone.wire.routes import KeyEntry, KeyLimits
+from isochrone.wire.routes import KeyEntry, KeyLimits, KeyTable
 from router.decide.authentication import authenticate
 from router.decide.fair_queue import FairQueue, Ticket
 from router.decide.health import ReplicaHealth
@@ -54,7 +54,7 @@ def a_key(number: int, limits: KeyLimits) -> tuple[str, KeyEntry]:
 def cases() -> dict[str, Callable[[int], None]]:
     """Return the measured functions by name; each takes the number of the call."""
     all_keys = [a_key(number, ALL) for number in range(KEYS)]
-    keys = {entry.key_id: entry for _, entry in all_keys}
+    keys = KeyTable.of(entry for _, entry in all_keys)
     limiter, health, budget = KeyLimiter(), ReplicaHealth(), RetryBudget()
     price = Price(prompt_per_million=1.0, output_per_million=2.0)
     free = a_key(KEYS, KeyLimits())[1]
@@ -128,7 +128,7 @@ def guess() -> tuple[int, float, float]:
         if number % 100 == 0:
             guessed = format_key(KeyId(tail.rjust(12, "a")), number.to_bytes(32, "big"))
         try:
-            limiter.admit(authenticate({known.key_id: known}, f"Bearer {guessed}", UNIX_S), 1, 0, 0)
+            limiter.admit(authenticate(KeyTable.of([known]), f"Bearer {guessed}", UNIX_S), 1, 0, 0)
         except ApiError:
             continue
     took_us = 1e6 * (time.perf_counter() - began) / GUESSES

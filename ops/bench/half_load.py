@@ -103,7 +103,7 @@ def main() -> None:
         targets = [("direct", BACKEND_PORT, "x")]
         for router in contestants(arguments.peers, folder):
             log = folder / f"{router.port}.log"
-            stack.enter_context(running(router.command, log, router.tree))
+            stack.enter_context(running(router.command, log, router.environment))
             until_open(router.port)
             targets.append(
                 (router.name, router.port, log.read_text().split()[0] if router.is_ours else "x")

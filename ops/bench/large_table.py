@@ -28,7 +28,7 @@ from isochrone.service.identity import Authority, Identity, make_csr, new_key_pe
 from isochrone.wire import codec
 from isochrone.wire.control import Challenge, PeerRole, Welcome
 from isochrone.wire.ids import ClusterId, Epoch, Generation, KeyId, PopId, TenantId
-from isochrone.wire.routes import KeyEntry, KeyLimits, RouteDelta, RouteTable
+from isochrone.wire.routes import KeyEntry, KeyLimits, KeyTable, RouteDelta, RouteTable
 from isochrone.wire.table_parts import split_table
 from router.app import RouterApp, open_router
 from router.config import RouterConfig
@@ -60,7 +60,7 @@ def make_table(keys: int) -> RouteTable:
         cluster_id=CLUSTER,
         generation=Generation(1),
         epoch=Epoch(1),
-        keys=tuple(make_key(n, limits[n % 10]) for n in range(keys)),
+        keys=KeyTable.of(make_key(n, limits[n % 10]) for n in range(keys)),
     )
 
 

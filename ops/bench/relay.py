@@ -28,10 +28,10 @@ from typing import NamedTuple
 
 import psutil
 
+from isochrone import compiled
 from ops.bench import backend
 
 ROOT = Path(__file__).parent.parent.parent
-COMPILED = ROOT / "build" / "compiled"
 BACKEND_PORT = 18101
 PATH = "/v1/chat/completions"
 MESSAGES = '"messages":[{"role":"user","content":"Hello there, how are you today?"}]'
@@ -41,12 +41,12 @@ START_S = 60.0
 
 
 class RouterContestant(NamedTuple):
-    """One router: its name, port, start command, and the source tree to run it in."""
+    """One router: its name, port, start command, and what it adds to the environment."""
 
     name: str
     port: int
     command: list[str]
-    tree: Path = ROOT
+    environment: dict[str, str] = {}  # noqa: RUF012 - never changed
     is_ours: bool = False
 
 
@@ -81,15 +81,16 @@ def contestants(peers: Path, folder: Path) -> list[RouterContestant]:
     """Return our router in its variants, and the other routers that are installed."""
     target = f"http://127.0.0.1:{BACKEND_PORT}"
     routers = []
-    for port, name, tree, processes in (
-        (18102, "isochrone", ROOT, 1),
-        (18103, "isochrone, compiled", COMPILED, 1),
-        (18104, "isochrone, compiled, one process per core", COMPILED, os.cpu_count() or 1),
+    for port, name, setting, processes in (
+        (18102, "isochrone, uncompiled", "0", 1),
+        (18103, "isochrone, compiled", "1", 1),
+        (18104, "isochrone, compiled, one process per core", "1", os.cpu_count() or 1),
     ):
-        if tree.exists():
+        if setting == "0" or compiled.folder().is_dir():
             ours = [sys.executable, "-m", "ops.bench.bench_router", str(port), str(BACKEND_PORT)]
             ours += [str(folder / str(port)), str(processes)]
-            routers.append(RouterContestant(name, port, ours, tree, is_ours=True))
+            environment = {compiled.SETTING: setting}
+            routers.append(RouterContestant(name, port, ours, environment, is_ours=True))
     for number, (name, venv, module, policy) in enumerate(
         (
             ("vllm-router round_robin", "vllm", ["vllm-router"], "round_robin"),
@@ -127,15 +128,18 @@ def contestants(peers: Path, folder: Path) -> list[RouterContestant]:
 
 
 @contextmanager
-def running(command: list[str], log: Path, tree: Path = ROOT) -> Iterator[psutil.Process]:
-    """Run a process in the source `tree`; on exit kill it and its children."""
+def running(
+    command: list[str], log: Path, settings: dict[str, str] | None = None
+) -> Iterator[psutil.Process]:
+    """Run a process with `settings` in its environment; on exit kill it and its children."""
     environment = {
         **os.environ,
+        **(settings or {}),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
     }
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=tree)
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=ROOT)
         try:
             yield psutil.Process(process.pid)
         finally:
@@ -277,7 +281,7 @@ def main() -> None:
         started.append((RouterContestant("direct", BACKEND_PORT, []), direct))
         for router in contestants(arguments.peers.absolute(), folder):
             log = folder / f"{router.port}.log"
-            process = stack.enter_context(running(router.command, log, router.tree))
+            process = stack.enter_context(running(router.command, log, router.environment))
             until_open(router.port)
             started.append((router, process))
         time.sleep(5)

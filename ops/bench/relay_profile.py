@@ -1,11 +1,15 @@
 """Profiles a request in the router: calls and CPU time, by file.
 
     python -m ops.bench.relay_profile [--requests 4000] [--connections 16] [--stream] [--top 25]
+        [--routes 1] [--handoffs named | reported]
 
 The router of `bench_router` runs in this process; the backend and the client are processes of their
 own. The requests are sent twice: without a profiler, for the CPU time of this process, and under
 cProfile, for the calls. The number of calls hardly depends on the load of the machine and is the
 most reliable figure. Time under a profiler only shows shares.
+
+With `--handoffs` each request may be handed to a peer replica (use two or more routes): with
+`named` none is, with `reported` each is and the node says so before it answers.
 """
 
 import argparse
@@ -28,6 +32,10 @@ from router.app import open_router
 from router.config import RouterConfig
 
 BACKEND_PORT = 18151
+FAST_TOKENS_PER_S = 1e6
+SLOW_TOKENS_PER_S = 100.0
+"""So slow that peer replicas are named to the node."""
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -123,10 +131,13 @@ async def profile(arguments: argparse.Namespace) -> None:
         folder = Path(name)
         config = RouterConfig(state_folder=folder / "state", port=0)
         server = [sys.executable, "-m", "ops.bench.backend", str(BACKEND_PORT)]
+        if arguments.handoffs == "reported":
+            server.append("r-001")
         with running(server, folder / "backend.log"):
             until_open(BACKEND_PORT)
             async with open_router(config, identity(folder)) as app:
-                app.fleet.adopt(route_table(BACKEND_PORT, arguments.routes))
+                rate = SLOW_TOKENS_PER_S if arguments.handoffs else FAST_TOKENS_PER_S
+                app.fleet.adopt(route_table(BACKEND_PORT, arguments.routes, rate))
                 await drive(app.port, arguments)
                 before = getrusage(RUSAGE_SELF)
                 await drive(app.port, arguments)
@@ -150,6 +161,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--connections", type=int, default=16)
     parser.add_argument("--routes", type=int, default=1)
+    parser.add_argument("--handoffs", choices=("named", "reported"))
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--top", type=int, default=0)
     parser.add_argument("--client", type=int, metavar="PORT", help=argparse.SUPPRESS)

@@ -41,6 +41,13 @@ def deployment_body(keep_warm: str) -> dict[str, Any]:
     return {
         "deployment_id": DEPLOYMENT,
         "model_id": NAME,
-        "engine": {"driver": "embedded", "context_tokens_max": 2048, "kv_memory_bytes": 256 << 20},
+        # Several replicas share one machine: the sizes that a device would give are too large.
+        "engine": {
+            "driver": "embedded",
+            "context_tokens_max": 2048,
+            "kv_memory_bytes": 256 << 20,
+            "tokens_in_flight_max": 32_768,
+            "options": {"sequences_max": "16", "batch_tokens_max": "256"},
+        },
         "policy": {"replicas_min": 1, "replicas_max": 3, "keep_warm": [keep_warm]},
     }

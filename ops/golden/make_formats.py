@@ -32,7 +32,14 @@ from isochrone.wire.engine import EngineStats
 from isochrone.wire.model import CatalogModel, EngineSettings, PlacementPolicy
 from isochrone.wire.report import Pulse, Report
 from isochrone.wire.rollout import RolloutSpec
-from isochrone.wire.routes import KeyLimits, RouteDelta, RouteTable, SnapshotWanted
+from isochrone.wire.routes import (
+    KeyEntry,
+    KeyLimits,
+    KeyTable,
+    RouteDelta,
+    RouteTable,
+    SnapshotWanted,
+)
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck, UsageRow
 from nodeagent.host.engines import EngineRecord
 from scheduler.decide.whatif.simulation import FORMAT, ClusterSnapshot
@@ -70,6 +77,8 @@ def sample(kind: Any, whole: bool, within: tuple[type, ...] = ()) -> Any:
                 for field in kind.fields
                 if whole or field.required
             }
+        case inspect.CustomType(cls=cls) if cls is KeyTable:
+            return [sample(inspect.type_info(KeyEntry), whole, within)]
         case inspect.UnionType():
             if not whole and kind.includes_none:
                 return None
@@ -128,6 +137,8 @@ def fields_of(kinds: Iterable[Any], *, required: bool) -> dict[str, list[str]]:
                 walk(field.type)
         for part in (*getattr(kind, "types", ()), *getattr(kind, "item_types", ())):
             walk(part)
+        if isinstance(kind, inspect.CustomType) and kind.cls is KeyTable:
+            walk(inspect.type_info(KeyEntry))
         if hasattr(kind, "item_type"):
             walk(kind.item_type)
 

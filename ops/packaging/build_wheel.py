@@ -61,7 +61,11 @@ def build_wheel(checkout: Path, python: str, out: Path, folder: Path) -> Path:
     constraints = ["-c", str(ROOT / "constraints.txt")]
     pip = [str(installed), "-m", "pip", "--disable-pip-version-check"]
     # mypyc reads types, so the dependencies of the sources must be there.
-    subprocess.run([*pip, "install", "-q", *constraints, *REQUIRES, str(checkout)], check=True)
+    subprocess.run(
+        [*pip, "install", "-q", *constraints, *REQUIRES, str(checkout)],
+        check=True,
+        env=os.environ | {"ISOCHRONE_COMPILED": "0"},
+    )
     compiler = f"{installed} -m ziglang cc -target {TARGET}"
     built = folder / "built"
     shutil.rmtree(built, ignore_errors=True)

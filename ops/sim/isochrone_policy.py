@@ -168,14 +168,15 @@ class IsochronePolicy:
         assert self._ranked is not None
         self._book(request, self._ranked, self._ranked[0], now_s)
 
-    def record_handoff(self, request: TraceRequest, replica: int) -> None:
-        """Move what was booked to the peer replica that answers."""
+    def record_handoff(self, request: TraceRequest, replica: int) -> int:
+        """Move what was booked to the replica that has the request now; return where it was."""
         sent = self._in_flight[request.number]
         ranked = sent.routes.route_to(self._routes[replica].replica_id)
         assert ranked is not None, f"replica {replica} is in no table"
         sent.reservation.release()
         self._attempts.undo_sent(sent.ranked.route, sent.sent, router_prefix_keys(request))
         self._book(request, sent.routes, ranked, sent.sent_at_s)
+        return self._replica_of[sent.ranked.route.replica_id]
 
     def record_refusal(self, request: TraceRequest, at_s: float) -> None:
         """Release what was booked: the replica refused the request at `at_s`."""

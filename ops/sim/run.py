@@ -135,8 +135,8 @@ class Simulation:
         self._waiting = [0] * len(world.pops)
         self._served: list[ServedRequest] = []
         self._sends: list[SendEvent] = []
-        self._handed_off_by: dict[int, int] = {}
-        """By request, the replica that handed it off."""
+        self._handed_off: set[int] = set()
+        """Requests that a peer of the addressed replica serves, until their first token."""
         self._in_flight: dict[int, RoutedRequest] = {}
         shares = list(accumulate(world.demand))
         for request in requests:
@@ -244,6 +244,7 @@ class Simulation:
         if verdict is None:
             self._admit(attempt)
         else:
+            self._announce(attempt, _replica_number(verdict.target))
             self._schedule(self.now_s + HANDOFF_S, self._hand_off, attempt, verdict)
 
     def _judge_handoff(self, peers: Sequence[PeerReplica], queue_tokens_max: int) -> Handoff | None:
@@ -269,10 +270,25 @@ class Simulation:
         number = _replica_number(peer)
         if self._replicas[number].admit(job, self.now_s, verdict.queue_tokens_max):
             self._in_flight[routed.request.number] = routed
-            self._handed_off_by[routed.request.number] = attempt.replica
+            self._handed_off.add(routed.request.number)
             self._plan_settle(number)
         else:
+            self._announce(attempt, attempt.replica)
             self._admit(attempt)
+
+    def _announce(self, attempt: SentAttempt, replica: int) -> None:
+        """Let the node tell the router at once which replica has the request."""
+        pop = attempt.routed.pop
+        told_s = self.now_s + self._routers[pop].rtt_ms[attempt.replica] / 2000
+        self._schedule(told_s, self._receive_handoff, attempt.routed, replica)
+
+    def _receive_handoff(self, routed: RoutedRequest, replica: int) -> None:
+        request, router = routed.request, self._routers[routed.pop]
+        policy = self._policies[routed.pop]
+        assert isinstance(policy, IsochronePolicy)
+        was_at = policy.record_handoff(request, replica)
+        router.count(was_at, -1, -request.prompt_tokens, -OUTPUT_TOKENS_ASSUMED, self.now_s)
+        router.count(replica, 1, request.prompt_tokens, OUTPUT_TOKENS_ASSUMED, self.now_s)
 
     def _admit(self, attempt: SentAttempt) -> None:
         """Let the replica admit the request or refuse it."""
@@ -308,7 +324,8 @@ class Simulation:
         events = self._replicas[replica].settle(self.now_s)
         for job in events.first_tokens:
             pop = self._in_flight[job.request.number].pop
-            if job.request.number in self._handed_off_by:
+            if job.request.number in self._handed_off:
+                self._handed_off.remove(job.request.number)
                 job.first_token_at_s += RELAY_S
             back_s = self._routers[pop].rtt_ms[replica] / 2000 + job.first_token_at_s
             self._schedule(back_s, self._receive_first_token, job.request, pop, replica)
@@ -321,11 +338,6 @@ class Simulation:
 
     def _receive_first_token(self, request: TraceRequest, pop: int, replica: int) -> None:
         router, policy = self._routers[pop], self._policies[pop]
-        sent_to = self._handed_off_by.pop(request.number, replica)
-        if isinstance(policy, IsochronePolicy) and sent_to != replica:
-            policy.record_handoff(request, replica)
-            router.count(sent_to, -1, -request.prompt_tokens, -OUTPUT_TOKENS_ASSUMED, self.now_s)
-            router.count(replica, 1, request.prompt_tokens, OUTPUT_TOKENS_ASSUMED, self.now_s)
         router.count(replica, 0, -request.prompt_tokens, 0, self.now_s)
         written_at_s = self.now_s - router.rtt_ms[replica] / 2000
         load = router.record_answer(replica, written_at_s)

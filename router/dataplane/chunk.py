@@ -21,11 +21,21 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class ChunkDelta(msgspec.Struct):
-    """The output that a frame adds to a choice, or the whole message of a complete response."""
+    """The output that a frame adds to a choice, or the whole message of a complete response.
+
+    vLLM 0.12 and later name the reasoning `reasoning`; earlier ones, and other engines,
+    `reasoning_content`.
+    """
 
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[msgspec.Raw] | None = None
+
+    @property
+    def reasoning_text(self) -> str:
+        """The reasoning, whatever the engine calls it."""
+        return self.reasoning_content or self.reasoning or ""
 
 
 class ChunkChoice(msgspec.Struct):

@@ -117,8 +117,8 @@ class NodeExchange:
     __slots__ = (
         "_address", "_bytes_max", "_connection", "_dialing", "_failure", "_held", "_held_bytes",
         "_is_resumption", "_node_id", "_pool", "_stream_ended", "_writer", "body", "due_s", "head",
-        "is_answered", "is_draining", "is_over", "is_paused", "is_stream", "opened", "relay",
-        "request_body", "request_head", "timeout_s", "usage",
+        "is_answered", "is_draining", "is_over", "is_paused", "is_stream", "on_handoff", "opened",
+        "relay", "request_body", "request_head", "timeout_s", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -150,6 +150,9 @@ class NodeExchange:
         self._address = address
         self._bytes_max = bytes_max
         self._is_resumption = is_resumption
+        self.on_handoff: Callable[[ReplicaId], None] | None = None
+        """Called with the replica that has the request, if the node hands it off or takes it back
+        before it answers. May raise AttemptFailed."""
         self.is_answered = False
         """Whether a first token or a complete response has arrived."""
         self._failure: AttemptFailed | None = None
@@ -232,9 +235,17 @@ class NodeExchange:
 
     # Called by the connection.
 
+    def on_interim_head(self, fields: HeaderFields) -> None:
+        """Take a notice of a handoff from the head of an interim response (1xx)."""
+        replica_id = fields.get(_PASSED)
+        if replica_id and self.on_handoff is not None:
+            self.on_handoff(ReplicaId(replica_id.decode("latin-1")))
+
     def on_head(self, head: ResponseHead) -> None:
         """Store the head, which tells whether a stream follows. AttemptFailed ends the exchange."""
         self.head = head
+        if head.handed_off_to and self.on_handoff is not None:
+            self.on_handoff(head.handed_off_to)
         if self.relay is None or head.status != 200:
             return
         if not head.content_type.startswith(EVENT_STREAM):

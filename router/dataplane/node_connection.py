@@ -160,10 +160,13 @@ class NodeConnection:
         self._fields[lower_name(name)] = value
 
     def on_headers_complete(self) -> None:
-        """Pass the head to the exchange, unless it is an interim one (1xx)."""
-        status = self._parser.get_status_code()
-        if status >= 200 and self.exchange is not None:
-            self.exchange.on_head(ResponseHead(status, self._fields))
+        """Pass the head to the exchange."""
+        status, exchange = self._parser.get_status_code(), self.exchange
+        if exchange is not None:
+            if status >= 200:
+                exchange.on_head(ResponseHead(status, self._fields))
+            else:
+                exchange.on_interim_head(self._fields)
         self._fields = {}
 
     def on_body(self, data: bytes) -> None:

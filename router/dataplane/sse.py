@@ -26,6 +26,12 @@ _END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _SPECIAL: Final = re.compile(rb'"usage"\s*:\s*\{|\[DONE\]|"error"')
 
 
+_OUTPUT_NAMES: Final = (
+    *(b'"content":', b'"text":', b'"tool_calls":'),
+    *(b'"reasoning_content":', b'"reasoning":'),
+)
+"""The fields of a frame that hold output."""
+
 REQUEST_ERROR_CODES: Final = frozenset(
     {
         ErrorCode.INVALID_REQUEST.value,
@@ -95,7 +101,12 @@ class StreamRelay:
         return self.is_done or self.has_failed
 
     def feed(self, data: bytes) -> bytes:
-        """Take received bytes; return the bytes that the client gets now."""
+        """Take received bytes; return the bytes that the client gets now.
+
+        Nothing after an error event reaches the client: vLLM sends `[DONE]` even then.
+        """
+        if self.has_failed:
+            return b""
         received = self._partial + data if self._partial else data
         if received.endswith(b"\n\n") and b"\r" not in received:
             whole, self._partial = received, b""
@@ -151,6 +162,8 @@ class StreamRelay:
 
     def _relay_frame(self, frame: bytes) -> bytes:
         """Return what the client gets of one frame."""
+        if self.has_failed:
+            return b""
         kind = classify(frame)
         if kind.is_done:
             self.is_done = True
@@ -216,7 +229,7 @@ class StreamRelay:
     def _read_choice(self, choice: ChunkChoice) -> None:
         delta = choice.delta or ChunkDelta()
         text = delta.content or choice.text
-        has_other_output = bool(delta.reasoning_content or delta.tool_calls)
+        has_other_output = bool(delta.reasoning_text or delta.tool_calls)
         if text or has_other_output:
             self._tokens += 1
         if has_other_output or choice.index:
@@ -336,7 +349,7 @@ def _is_engine_lost(body: dict[str, Any] | None) -> bool:
 
 def _has_content(data: bytes) -> bool:
     """Return whether a frame's data holds a non-empty piece of output."""
-    for name in (b'"content":', b'"reasoning_content":', b'"text":', b'"tool_calls":'):
+    for name in _OUTPUT_NAMES:
         position = data.find(name)
         if position >= 0:
             value = data[position + len(name) : position + len(name) + 8].lstrip()

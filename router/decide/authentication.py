@@ -1,20 +1,16 @@
 """Authenticate API keys by the route table. An unknown key leaves no state behind."""
 
-from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import KeyId
 from isochrone.wire.keys import is_same_secret, parse_key
-from isochrone.wire.routes import KeyEntry
+from isochrone.wire.routes import KeyEntry, KeyTable
 
 _NO_SECRET_SHA256: Final = "0" * 64
 
 
-def authenticate(
-    keys: Mapping[KeyId, KeyEntry], authorization: str | None, now_unix_s: float
-) -> KeyEntry:
+def authenticate(keys: KeyTable, authorization: str | None, now_unix_s: float) -> KeyEntry:
     """Return the entry of the key in an `Authorization` header, or raise ApiError 401."""
     scheme, _, text = (authorization or "").strip().partition(" ")
     text = text.strip()
@@ -42,12 +38,10 @@ class AuthenticationCache:
 
     def __init__(self) -> None:
         """Start empty."""
-        self._keys: Mapping[KeyId, KeyEntry] = {}
+        self._keys = KeyTable()
         self._entries: dict[bytes, KeyEntry] = {}
 
-    def authenticate(
-        self, keys: Mapping[KeyId, KeyEntry], authorization: bytes, now_unix_s: float
-    ) -> KeyEntry:
+    def authenticate(self, keys: KeyTable, authorization: bytes, now_unix_s: float) -> KeyEntry:
         """Return the entry of the key, or raise ApiError 401, as the function `authenticate`."""
         if keys is not self._keys or len(self._entries) > 2 * len(keys):
             self._keys, self._entries = keys, {}

@@ -32,6 +32,8 @@ class DeploymentRouting:
         """Start without replicas."""
         self.replicas = ReplicaTable()
         self.routes: Sequence[Route] = []
+        self.changed: set[ReplicaId] = set()
+        """Replicas whose estimates are out of date."""
         self._prefixes = PrefixIndex()
         self._bytes_per_token: float | None = None
         self._refreshed_at_s: float | None = None
@@ -53,6 +55,15 @@ class DeploymentRouting:
     def slot_of(self, replica_id: ReplicaId) -> int:
         """Return a replica's slot, -1 if it has none."""
         return self.replicas.slots.get(replica_id, -1)
+
+    def take_changed(self) -> Sequence[int]:
+        """Return the slots of replicas that changed since the last call."""
+        if not self.changed:
+            return ()
+        slots = self.replicas.slots
+        changed = [slots[replica_id] for replica_id in self.changed if replica_id in slots]
+        self.changed.clear()
+        return changed
 
     def slots_due(self, now_s: float) -> Sequence[int]:
         """Return the slots whose estimates this snapshot refreshes because of their age."""

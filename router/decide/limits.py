@@ -16,7 +16,7 @@ the seconds until then, or the hours in which no scheduler can be reached.
 """
 
 import math
-from collections.abc import Set
+from collections.abc import Iterable
 from typing import Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
@@ -260,10 +260,14 @@ class KeyLimiter:
             usage.begin_day(unix_s)
         return usage
 
-    def keep_only(self, key_ids: Set[KeyId]) -> None:
+    def key_ids(self) -> list[KeyId]:
+        """Return the keys that have state here."""
+        return list(self._usages)
+
+    def forget(self, key_ids: Iterable[KeyId]) -> None:
         """Drop the state of keys that are no longer in the route table."""
-        for key_id in [key_id for key_id in self._usages if key_id not in key_ids]:
-            del self._usages[key_id]
+        for key_id in key_ids:
+            self._usages.pop(key_id, None)
 
 
 def format_duration(seconds: float) -> str:

@@ -1,11 +1,19 @@
 """The route table that this router serves, indexed for look-ups."""
 
 from collections.abc import Collection, Mapping, Sequence, Set
-from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
-from isochrone.wire.ids import DeploymentId, KeyId, NodeId, ReplicaId
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route, RouteDelta, RouteTable
+from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
+from isochrone.wire.routes import DeploymentEntry, KeyTable, Route, RouteTable
+
+
+class DirectoryChange(NamedTuple):
+    """What a new table changes. `routes` has all routes of each deployment with a change."""
+
+    removed: Set[ReplicaId]
+    changed: Sequence[Route]
+    routes: Mapping[DeploymentId, list[Route]]
+
 
 REGION_SETS_MAX: Final = 64
 """Of how many different lists of regions the excluded replicas are remembered."""
@@ -17,37 +25,45 @@ class RouteDirectory:
     def __init__(self) -> None:
         """Start without a table."""
         self.table: RouteTable | None = None
-        self._keys: dict[KeyId, KeyEntry] = {}
-        self.keys: Mapping[KeyId, KeyEntry] = MappingProxyType(self._keys)
+        self.keys = KeyTable()
         self._deployments_by_name: dict[str, DeploymentEntry] = {}
         self._routes: dict[ReplicaId, Route] = {}
         self._replicas_by_node: dict[NodeId, list[ReplicaId]] = {}
         self._outside: dict[tuple[str, ...], Set[ReplicaId]] = {}
 
-    def adopt(self, table: RouteTable, keys: dict[KeyId, KeyEntry] | None = None) -> Set[ReplicaId]:
-        """Serve `table` from now on; return the replicas that it no longer has.
-
-        `keys` are the table's keys by id, if the caller has them already.
-        """
-        removed = set(self._routes) - {route.replica_id for route in table.routes}
-        self.table = table
-        self._keys = {key.key_id: key for key in table.keys} if keys is None else keys
-        self.keys = MappingProxyType(self._keys)
+    def adopt(self, table: RouteTable) -> DirectoryChange:
+        """Serve `table` from now on; return what changes."""
+        former, known = self._routes, {entry.deployment_id for entry in self.deployments}
+        self.table, self.keys = table, table.keys
         self._deployments_by_name = {entry.name: entry for entry in table.deployments}
         self._routes = {route.replica_id: route for route in table.routes}
-        self._replicas_by_node, self._outside = {}, {}
-        for route in self._routes.values():
+        self._outside = {}
+        removed = former.keys() - self._routes.keys()
+        changed = []
+        for route in table.routes:
+            was = former.get(route.replica_id)
+            if was is not route and was != route:
+                changed.append(route)
+        gone = [former[replica_id] for replica_id in removed]
+        moved = [former[route.replica_id] for route in changed if route.replica_id in former]
+        for route in (*gone, *moved):
+            self._remove_from_node(route)
+        for route in changed:
             self._replicas_by_node.setdefault(route.node_id, []).append(route.replica_id)
-        return removed
+        routes: dict[DeploymentId, list[Route]] = {
+            route.deployment_id: [] for route in (*gone, *moved, *changed)
+        }
+        routes.update(
+            (id_, []) for entry in table.deployments if (id_ := entry.deployment_id) not in known
+        )
+        for route in table.routes:
+            if route.deployment_id in routes:
+                routes[route.deployment_id].append(route)
+        return DirectoryChange(removed, changed, routes)
 
-    def adopt_keys(self, table: RouteTable, delta: RouteDelta) -> None:
-        """Serve `table`, which differs from the current one only by the keys of `delta`."""
-        for key_id in delta.keys_gone:
-            self._keys.pop(key_id, None)
-        self._keys.update((key.key_id, key) for key in delta.keys_set)
-        self.table = table
-        # A new view: what was remembered about the former keys no longer holds.
-        self.keys = MappingProxyType(self._keys)
+    def adopt_keys(self, table: RouteTable) -> None:
+        """Serve `table`, which differs from the current one only by its keys."""
+        self.table, self.keys = table, table.keys
 
     @property
     def deployments(self) -> tuple[DeploymentEntry, ...]:
@@ -67,15 +83,10 @@ class RouteDirectory:
         """Return the route to a replica, None if the table does not have it."""
         return self._routes.get(replica_id)
 
-    def routes_by_deployment(self) -> Mapping[DeploymentId, list[Route]]:
-        """Return the routes of each deployment of the table, none for one without replicas."""
-        routes: dict[DeploymentId, list[Route]] = {
-            entry.deployment_id: [] for entry in self.deployments
-        }
-        for route in self._routes.values():
-            if route.deployment_id in routes:
-                routes[route.deployment_id].append(route)
-        return routes
+    @property
+    def nodes(self) -> Set[NodeId]:
+        """Return the nodes of all replicas."""
+        return self._replicas_by_node.keys()
 
     def replicas_outside(self, regions: tuple[str, ...]) -> Set[ReplicaId]:
         """Return the replicas that a key limited to `regions` (PoPs or countries) must not use."""
@@ -98,3 +109,9 @@ class RouteDirectory:
     def node_addresses(self) -> dict[NodeId, str]:
         """Return the address of every node of the table."""
         return {route.node_id: route.address for route in self._routes.values()}
+
+    def _remove_from_node(self, route: Route) -> None:
+        replicas = self._replicas_by_node[route.node_id]
+        replicas.remove(route.replica_id)
+        if not replicas:
+            del self._replicas_by_node[route.node_id]

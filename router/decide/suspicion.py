@@ -3,7 +3,10 @@
 Rule 1: only what the node blames on a request counts against it (nodeagent/decide/blame.py).
 Rule 2: after LOSSES_MAX engines the request is refused; nobody knows for certain that it is guilty.
 Rule 3: any answer to the same request clears it.
-Rule 4: a request is the same if tenant, deployment, path and body are; the table holds only a keyed
+Rule 4: a poison makes each engine fail at the same token. A request that generated more on its next
+engine was not the cause of the first loss. It is believed PASSES_MAX times: it may be the cause of
+the next.
+Rule 5: a request is the same if tenant, deployment, path and body are; the table holds only a keyed
 digest of them.
 """
 
@@ -12,6 +15,14 @@ from typing import Final
 
 LOSSES_MAX: Final = 2
 """Engines that one request may lose before it is refused."""
+
+PROGRESS_TOKENS_MIN: Final = 4
+"""So many tokens must come after the token at which an engine was lost. The last tokens before a
+loss may not have left the engine, so that the same token seems to be a later one."""
+
+PASSES_MAX: Final = 1
+"""How often the losses of a request are forgotten for its progress. A request that makes engines
+fail at a later token each time therefore costs LOSSES_MAX + PASSES_MAX engines."""
 
 FINGERPRINTS_MAX: Final = 4096
 """Size of the table; the request that was suspected first is forgotten when it is full."""
@@ -22,10 +33,14 @@ FINGERPRINT_BYTES: Final = 16
 class EngineLoss:
     """The loss of an engine while it processed a request. Times are monotonic seconds.
 
-    The request was sent to `replica_id` at `sent_at_s`; the loss was seen at `lost_at_s`.
+    The request was sent to `replica_id` at `sent_at_s`; the loss was seen at `lost_at_s`. Of the
+    whole answer, `sent_token` tokens had come before it was sent, and `lost_token` at the loss.
     """
 
-    __slots__ = ("fingerprint", "lost_at_s", "replica_id", "sent_at_s", "tenant_id")
+    __slots__ = (
+        "fingerprint", "lost_at_s", "lost_token", "replica_id", "sent_at_s", "sent_token",
+        "tenant_id",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -34,24 +49,40 @@ class EngineLoss:
         replica_id: str,
         sent_at_s: float,
         lost_at_s: float,
+        sent_token: int = 0,
+        lost_token: int = 0,
     ) -> None:
         self.fingerprint = fingerprint
         self.tenant_id = tenant_id
         self.replica_id = replica_id
         self.sent_at_s = sent_at_s
         self.lost_at_s = lost_at_s
+        self.sent_token = sent_token
+        self.lost_token = lost_token
 
 
 class _Suspicion:
-    """What is held against one request: when each replica lost its engine, and how many did."""
+    """What is held against one request: when each replica lost its engine, and how many did.
 
-    __slots__ = ("last_lost_at_s", "losses", "lost_at_s", "tenant_id")
+    `lost_token` is the latest token at which one was lost, of the losses that still count.
+    """
+
+    __slots__ = (
+        "last_lost_at_s", "losses", "lost_at_s", "lost_token", "passes_left", "tenant_id",
+    )  # fmt: skip
 
     def __init__(self, tenant_id: str) -> None:
         self.tenant_id = tenant_id
         self.losses = 0
+        self.lost_token = 0
+        self.passes_left = PASSES_MAX
         self.last_lost_at_s = 0.0
         self.lost_at_s: dict[str, float] = {}
+
+    def is_past(self, loss: EngineLoss) -> bool:
+        """Return whether a request came further than where the last engine was lost with it."""
+        last_token = loss.sent_token or self.lost_token
+        return self.losses > 0 and loss.lost_token >= last_token + PROGRESS_TOKENS_MIN
 
 
 class SuspectTable:
@@ -91,7 +122,11 @@ class SuspectTable:
             suspicion = self._add(loss)
         if loss.sent_at_s <= suspicion.lost_at_s.get(loss.replica_id, -1.0):
             return
+        if suspicion.passes_left and suspicion.is_past(loss):
+            suspicion.passes_left -= 1
+            suspicion.losses = suspicion.lost_token = 0
         suspicion.losses += 1
+        suspicion.lost_token = max(suspicion.lost_token, loss.lost_token)
         suspicion.last_lost_at_s = loss.lost_at_s
         suspicion.lost_at_s[loss.replica_id] = loss.lost_at_s
 

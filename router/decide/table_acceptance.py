@@ -7,11 +7,12 @@ once, even from a table that is otherwise refused.
 """
 
 from collections.abc import Set
+from itertools import islice
 from typing import Final, NamedTuple
 
 import msgspec
 
-from isochrone.wire.ids import KeyId, ReplicaId
+from isochrone.wire.ids import ReplicaId
 from isochrone.wire.routes import Route, RouteTable, apply_delta, diff
 
 DROPPED_MIN: Final = 2
@@ -60,11 +61,10 @@ def check_table(
     # A revoked key has a tombstone, and an expired one a date. If all other keys are gone, they
     # were lost with a database. A single one may have been revoked by an older scheduler, which
     # writes no tombstones.
-    lost = [] if new.keys else _keys_not_revoked(old, new)
-    if len(lost) >= DROPPED_MIN:
+    if not new.keys and _lost_keys(old, new) >= DROPPED_MIN:
         return TableRefusal(
-            f"cannot follow generation {new.generation}: it drops every key ({len(lost)} of them "
-            "not revoked), which looks like a lost database",
+            f"cannot follow generation {new.generation}: it drops all {len(old.keys)} keys, not "
+            "as revoked ones, which looks like a lost database",
             is_stale=False,
         )
     return _check_dropped_replicas(old, new, answering)
@@ -77,8 +77,7 @@ def merge_additions(old: RouteTable, new: RouteTable) -> RouteTable:
     leaked key does not outlive its revocation. It keeps the generation of `old`, which is the last
     one accepted.
     """
-    kept = {key.key_id for key in new.keys}
-    revoked = tuple(key_id for key_id in new.keys_revoked if key_id not in kept)
+    revoked = tuple(key_id for key_id in new.keys_revoked if key_id not in new.keys)
     added = msgspec.structs.replace(
         diff(old, new), pops_gone=(), deployments_gone=(), routes_gone=(), keys_gone=revoked
     )
@@ -87,15 +86,18 @@ def merge_additions(old: RouteTable, new: RouteTable) -> RouteTable:
     )
 
 
-def _keys_not_revoked(old: RouteTable, new: RouteTable) -> list[KeyId]:
-    """Return the keys of `old` that neither expire nor are revoked in `new`."""
+def _lost_keys(old: RouteTable, new: RouteTable) -> int:
+    """Count the keys of `old` that neither expire nor are revoked in `new`, up to DROPPED_MIN."""
     revoked = set(new.keys_revoked)
-    return [key.key_id for key in old.keys if key.key_id not in revoked and not key.expires_at]
+    lost = (key for key in old.keys if key.key_id not in revoked and not key.expires_at)
+    return len(list(islice(lost, DROPPED_MIN)))
 
 
 def _check_dropped_replicas(
     old: RouteTable, new: RouteTable, answering: Set[ReplicaId]
 ) -> TableRefusal | None:
+    if new.routes is old.routes:
+        return None
     kept = {route.replica_id for route in new.routes}
     dropped = tuple(route for route in old.routes if route.replica_id not in kept)
     alive = [route for route in dropped if route.replica_id in answering]

@@ -18,9 +18,8 @@ from isochrone.service import files
 from isochrone.service.control_link import Progress
 from isochrone.service.threads import run_to_completion
 from isochrone.wire import codec
-from isochrone.wire.ids import ClusterId, Epoch, Generation, KeyId
+from isochrone.wire.ids import ClusterId, Epoch, Generation
 from isochrone.wire.routes import (
-    KeyEntry,
     Route,
     RouteDelta,
     RouteTable,
@@ -28,7 +27,7 @@ from isochrone.wire.routes import (
     SnapshotWanted,
     apply_delta,
 )
-from isochrone.wire.table_parts import AssembledTable, BadParts, TableAssembler, encode_table
+from isochrone.wire.table_parts import BadParts, TableAssembler, encode_table, read_table
 from router.decide.limits import KeyLimiter
 from router.decide.table_acceptance import TableRefusal, check_table, merge_additions
 from router.fleet_state import FleetState
@@ -36,10 +35,8 @@ from router.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-_TABLE = codec.decoder(RouteTable)
-
-THREAD_KEYS_MIN: Final = 100_000
-"""A delta of a table with so many keys is applied in a thread: it copies some megabytes."""
+KEYS_PER_SLICE: Final = 1_000
+"""How many keys with limits are looked at before requests have their turn."""
 
 PERSIST_SHARE: Final = 0.05
 """The share of the time that writing the table to disk may take: a large one changes all the time,
@@ -116,7 +113,7 @@ class TableFollower:
         if payload is None:
             return False
         try:
-            table: RouteTable = codec.decode(payload, _TABLE, bytes_max=len(payload))
+            table = await asyncio.to_thread(read_table, payload)
             if table.cluster_id != self._cluster_id:
                 # With this table in use, every table of the current cluster would be refused.
                 raise codec.MalformedFrame(f"it is of cluster {table.cluster_id}")
@@ -158,7 +155,7 @@ class TableFollower:
             return
         for table in known:
             if table.generation == message.base:
-                await self._apply(table, message)
+                self._check(apply_delta(table, message))
                 return
         have = known[-1].generation if known else Generation(0)
         await send(SnapshotWanted(have=have))
@@ -181,10 +178,21 @@ class TableFollower:
 
     async def persist(self) -> int:
         """Write the table in use to disk if it changed and it is time; return its generation."""
+        await self._forget_keys()
         if self._clock() >= self._persist_due_at_s:
             return await self.persist_now()
         table = self._fleet.directory.table
         return table.generation if table is not None else 0
+
+    async def _forget_keys(self) -> None:
+        """Drop the limits' state of keys that have left the table, some at a time."""
+        used = self._limiter.key_ids()
+        for start in range(0, len(used), KEYS_PER_SLICE):
+            keys = self._fleet.directory.keys
+            self._limiter.forget(
+                key_id for key_id in used[start : start + KEYS_PER_SLICE] if key_id not in keys
+            )
+            await asyncio.sleep(0)
 
     async def persist_now(self) -> int:
         """Write the table in use to disk if it changed; return its generation."""
@@ -196,28 +204,15 @@ class TableFollower:
             self._persist_due_at_s = now_s + (now_s - began_s) / PERSIST_SHARE
         return table.generation if table is not None else 0
 
-    def accept(
-        self,
-        table: RouteTable,
-        *,
-        keys: dict[KeyId, KeyEntry] | None = None,
-        delta: RouteDelta | None = None,
-    ) -> None:
-        """Serve a table that this process, or the main process of this router, has accepted.
-
-        `keys` are its keys by id, and `delta` is the change from the last table, if known.
-        """
-        current = self._fleet.directory.table
+    def accept(self, table: RouteTable) -> None:
+        """Serve a table that this process, or the main process of this router, has accepted."""
         self.quarantined = None
         self._parts_refusal = ""
         self._confirmed_at_s = self._clock()
-        if delta is not None and current is not None and current.generation == delta.base:
-            self._fleet.adopt_delta(table, delta)
-        else:
-            self._fleet.adopt(table, keys)
+        self._fleet.adopt(table)
         self._after_adoption(table)
 
-    def assemble(self, part: RouteTablePart) -> AssembledTable | None:
+    def assemble(self, part: RouteTablePart) -> RouteTable | None:
         """Take a part of a table; return the table when it is complete. Raises BadParts."""
         return self._assembler.add(part, self._fleet.directory.keys)
 
@@ -226,42 +221,30 @@ class TableFollower:
         # Set in the thread: if the wait is cancelled, the file is written all the same.
         self._on_disk = table
 
-    async def _apply(self, table: RouteTable, delta: RouteDelta) -> None:
-        if len(table.keys) < THREAD_KEYS_MIN:
-            self._check(apply_delta(table, delta), delta=delta)
-            return
-        after = await run_to_completion(apply_delta, table, delta)
-        # The quarantined table may have been accepted meanwhile. If another one is in use now, the
-        # next delta does not fit, and a snapshot is asked for.
-        quarantined = self.quarantined.table if self.quarantined else None
-        if table is self._fleet.directory.table or table is quarantined:
-            self._check(after, delta=delta)
-
     def _add_part(self, part: RouteTablePart) -> None:
         try:
-            assembled = self.assemble(part)
+            table = self.assemble(part)
         except BadParts as error:
             self._parts_refusal = str(error)
             self._log_refusal(self._parts_refusal)
             return
-        if assembled is not None:
-            self._check(assembled.table, keys=assembled.keys)
+        if table is not None:
+            self._check(table)
 
-    def _check(
-        self,
-        table: RouteTable,
-        *,
-        keys: dict[KeyId, KeyEntry] | None = None,
-        delta: RouteDelta | None = None,
-    ) -> None:
+    def _check(self, table: RouteTable) -> None:
         """Accept a table, or quarantine it and serve what it adds."""
         if self._fleet.directory.table is None and table.cluster_id != self._cluster_id:
             self._log_refusal(f"cannot follow: a table of cluster {table.cluster_id}")
             return
         accepted = self.quarantined.accepted if self.quarantined else self._fleet.directory.table
-        refusal = check_table(accepted, table, self._fleet.answering_replicas())
+        # Asked for only where replicas may be dropped: there may be ten thousand.
+        drops_none = (
+            accepted is not None and table.routes is accepted.routes and bool(table.deployments)
+        )
+        answering = frozenset() if drops_none else self._fleet.answering_replicas()
+        refusal = check_table(accepted, table, answering)
         if refusal is None:
-            self.accept(table, keys=keys, delta=delta)
+            self.accept(table)
             return
         self._log_refusal(refusal.reason)
         if not refusal.is_stale and accepted is not None:
@@ -271,7 +254,6 @@ class TableFollower:
             self.quarantined = QuarantinedTable(accepted, table, refusal)
 
     def _after_adoption(self, table: RouteTable) -> None:
-        self._limiter.keep_only(self._fleet.directory.keys.keys())
         self._metrics.table_generation.set(table.generation)
         self._metrics.table_routes.set(len(table.routes))
         if self._on_change is not None:

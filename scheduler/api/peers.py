@@ -18,6 +18,7 @@ from isochrone.service.http_server import json_error
 from isochrone.service.identity import Certificate, IdentityError
 from isochrone.wire import codec
 from isochrone.wire.control import (
+    CacheSaltSecret,
     Challenge,
     PeerRole,
     RefusedCode,
@@ -44,6 +45,7 @@ from scheduler.state.relay_tokens import RelayTokens
 from scheduler.store.events import record_event
 from scheduler.store.identities import may_renew
 from scheduler.store.lease import (
+    ClusterRow,
     acquire_or_renew_lease,
     raise_epoch_and_generation,
     read_cluster_row,
@@ -209,7 +211,7 @@ class PeerServer:
         is_registered = False
         try:
             self._refuse_twin(register)
-            await self._record(register, certificate)
+            cluster = await self._record(register, certificate)
             is_registered = True
         except UnknownPeer as error:
             raise PeerRefused(RefusedCode.IDENTITY, str(error), RETRY_REFUSED_S) from error
@@ -243,9 +245,17 @@ class PeerServer:
                 epoch=self._lease.epoch,
                 redial_spread_s=self._admission.redial_spread_s,
                 relay_token=peer.relay_token,
+                cache_salt=self._cache_salt(role, cluster.cache_salt_version),
             )
         )
         return peer
+
+    def _cache_salt(self, role: PeerRole, version: int) -> CacheSaltSecret | None:
+        """Return the secret of the cache salts for an agent; routers must not have it."""
+        if role is not PeerRole.AGENT:
+            return None
+        secret = self._issuer.authority.cache_salt_secret(version)
+        return CacheSaltSecret(version=version, secret=secret)
 
     def _redirect(self) -> PeerRefused:
         """Refuse a peer because this process does not act, and say when to come back."""
@@ -299,8 +309,11 @@ class PeerServer:
                 retry_after_s=ALIVE_S,
             )
 
-    async def _record(self, register: Register, certificate: Certificate) -> None:
-        """Store the registration. Raise the store's counters if the peer has seen higher ones."""
+    async def _record(self, register: Register, certificate: Certificate) -> ClusterRow:
+        """Store the registration and return the cluster's row.
+
+        Raise the store's counters if the peer has seen higher ones.
+        """
         async with transaction(
             self._intake, timeout_s=INTAKE_TIMEOUT_S, async_commit=True
         ) as connection:
@@ -335,6 +348,7 @@ class PeerServer:
             await self._take_raised_epoch()
         if not self._lease.is_acting:
             raise self._redirect()
+        return cluster
 
     async def _take_raised_epoch(self) -> None:
         requested_at = self._lease.clock()

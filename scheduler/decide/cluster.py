@@ -71,6 +71,10 @@ class FleetNode(msgspec.Struct, frozen=True, kw_only=True):
     generation: Generation = Generation(0)
 
 
+TOKENS_IN_FLIGHT_UNKNOWN: Final = 32_768
+"""The limit of a replica whose KV cache in tokens is not known."""
+
+
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """A replica on a node, its last reported state, and whether it is to end.
 
@@ -94,6 +98,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     is_ending: bool = False
     reason: str = ""
     profile: ReplicaProfile = ReplicaProfile()
+    tokens_in_flight_max: int = 0
     leader_id: ReplicaId = ReplicaId("")
     rank_port: int = 0
     followers: "tuple[Placement, ...]" = ()
@@ -246,6 +251,7 @@ class ReplicaStart(msgspec.Struct, frozen=True, kw_only=True):
             device_ids=self.spec.device_ids,
             memory_bytes=self.spec.memory_bytes,
             role=self.spec.role,
+            tokens_in_flight_max=self.spec.engine.tokens_in_flight_max,
             state=state,
             reason=self.reason,
             leader_id=group.leader_id if group and group.place else ReplicaId(""),

@@ -33,6 +33,7 @@ from scheduler.store.forecast import (
     read_slot,
     save_series,
 )
+from scheduler.store.history_clock import read_history_clock
 from scheduler.store.pool import Pool, transaction, using
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,10 @@ class DemandForecaster:
         async with using(self._pool) as connection:
             pops = await read_pops(connection)
             now = slot_of(await read_clock(connection))
-            await forget_series(connection, now - FORGET_SLOTS, now + PUT_BACK_SLOTS_MAX)
+            history = slot_of((await read_history_clock(connection)).at_s)
+            # A clock that is a year off must not delete what was learned by the right one.
+            too_old, too_new = min(now, history) - FORGET_SLOTS, max(now, history)
+            await forget_series(connection, too_old, too_new + PUT_BACK_SLOTS_MAX)
         self._forecast = FleetForecast({pop.pop: pop.longitude for pop in pops})
         oldest = now
         after: SeriesKey | None = None
@@ -166,7 +170,8 @@ class DemandForecaster:
             async with transaction(self._pool) as connection:
                 await save_series(connection, rows)
         async with using(self._pool) as connection:
-            await forget_series(connection, slot - FORGET_SLOTS)
+            history = slot_of((await read_history_clock(connection)).at_s)
+            await forget_series(connection, min(slot, history) - FORGET_SLOTS)
         return len(due)
 
 

@@ -38,6 +38,7 @@ class ClusterRow(msgspec.Struct, frozen=True, kw_only=True):
     cluster_id: ClusterId
     generation: Generation
     route_generation: Generation
+    cache_salt_version: int
 
 
 async def ensure_cluster(connection: Connection, new_id: ClusterId) -> ClusterRow:
@@ -59,7 +60,8 @@ async def claim_authority(connection: Connection, fingerprint: str) -> str:
 async def read_cluster_row(connection: Connection) -> ClusterRow:
     """Return the cluster's one row."""
     row = await fetch_one(
-        connection, "SELECT cluster_id, generation, route_generation FROM cluster"
+        connection,
+        "SELECT cluster_id, generation, route_generation, cache_salt_version FROM cluster",
     )
     return as_struct(row, ClusterRow)
 

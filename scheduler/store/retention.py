@@ -1,14 +1,16 @@
 """Deletes rows past their retention, in batches, so that no table is locked for long.
 
 A row is expired only if both clocks agree, the database's and the acting scheduler's: one clock
-that is a year ahead must not delete this year's rows. If both are set ahead together, the scheduler
-goes by its monotonic clock from its start (`isochrone/service/clock.py`) and deletes nothing early.
+that is a year ahead must not delete this year's rows. If both are set ahead together, while a
+scheduler runs or before it starts, the time that schedulers have seen passing decides
+(`scheduler/decide/history_time.py`).
 """
 
 from datetime import datetime
 from typing import Final, NamedTuple
 
 from isochrone.service.identity import CERTIFICATE_LIFETIME_S
+from scheduler.store.history_clock import HISTORY_AT
 from scheduler.store.pool import Connection, affected_rows
 
 DAY_S: Final = 86_400.0
@@ -74,7 +76,7 @@ async def delete_expired(
         f"""
         DELETE FROM {rule.table} WHERE ctid IN (
             SELECT ctid FROM {rule.candidates or rule.table}
-            WHERE {rule.age_column} < least(now(), $2) - make_interval(secs => $3)
+            WHERE {rule.age_column} < least(now(), $2, {HISTORY_AT}) - make_interval(secs => $3)
                 AND NOT {rule.unless} LIMIT $1)
         """,  # noqa: S608
         batch,

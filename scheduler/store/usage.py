@@ -7,6 +7,7 @@ from typing import Final
 from isochrone.wire.ids import PopId
 from isochrone.wire.usage import Demand, RoundTrip, UsageRow
 from scheduler.decide.demand import COUNTS, AcceptedDemand
+from scheduler.store.history_clock import read_history_clock
 from scheduler.store.pool import Connection, affected_rows, columns
 from scheduler.store.retention import DEMAND_DAYS
 
@@ -103,8 +104,8 @@ async def rotate_demand_partitions(connection: Connection, now: datetime) -> int
     """Create partitions for today and the next days, drop expired ones; return the changes.
 
     Days to come are reckoned by the database's clock; a day has expired only if the clock of `now`
-    agrees, as in retention.py. A day with rows in the default partition stays there: moving a
-    million minutes would block counting for too long.
+    agrees and history has advanced so far, as in retention.py. A day with rows in the default
+    partition stays there: moving a million minutes would block counting for too long.
     """
     today = await connection.fetchval("SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date")
     days = await connection.fetch(
@@ -118,7 +119,8 @@ async def rotate_demand_partitions(connection: Connection, now: datetime) -> int
         if _partition(day) not in existing and not await _has_begun(connection, day):
             await _make_day(connection, day)
             changes += 1
-    oldest = _partition(min(today, now.date()) - timedelta(days=DEMAND_DAYS))
+    history = datetime.fromtimestamp((await read_history_clock(connection)).at_s, UTC).date()
+    oldest = _partition(min(today, now.date(), history) - timedelta(days=DEMAND_DAYS))
     for name in sorted(existing - {"demand_default"}):
         if name < oldest:
             await connection.execute(f"DROP TABLE {name}")

@@ -5,6 +5,8 @@ delivered tokens, once per request (I5). Nothing stays in flight (I6). Memory re
 (I7). No operator action was needed (I8). No prompt or key is in a log (I10).
 """
 
+import base64
+
 import aiohttp
 import asyncpg
 
@@ -44,10 +46,21 @@ async def invariants(fleet: Fleet, load: Load) -> None:
     for process, before_kib in fleet.baseline_kib.items():
         grown_kib = now_kib.get(process, 0) - before_kib
         assert grown_kib < MEMORY_GROWTH_MAX_KIB, f"{process[0]} grew by {grown_kib} KiB"
+    secrets = salt_secrets(fleet)
     for path in (fleet.folder / "logs").glob("*.log"):
         text = path.read_text(errors="replace")
+        assert not any(form in text for form in secrets), f"a salt's secret is in {path.name}"
         assert fleet.key.split("_")[2] not in text, f"a key's secret is in {path.name}"
         assert PROMPT not in text, f"a prompt is in {path.name}"
+
+
+def salt_secrets(fleet: Fleet) -> set[str]:
+    """Return every form in which the secrets of the nodes' cache salts might be printed."""
+    forms = set()
+    for path in fleet.folder.glob("node-*/*cache_salt.key"):
+        secret = path.read_bytes()
+        forms |= {secret.hex(), base64.b64encode(secret).decode(), repr(secret)[2:-1]}
+    return forms
 
 
 async def nothing_in_flight(fleet: Fleet) -> bool:

@@ -25,6 +25,7 @@ from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.host import engines
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.assignment_file import AssignmentFile
+from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.host.devices import DeviceReader
 from nodeagent.host.download import ArtifactError
 from nodeagent.host.link import TransferLink
@@ -122,7 +123,7 @@ async def test_a_node_accepts_its_assignment_once_the_disk_stores_it(
 ) -> None:
     file = AssignmentFile(disk.folder)
     identity = an_identity(tmp_path)
-    node = NodeState(identity, BootId("b"), file, DeviceReader(1 << 30))
+    node = NodeState(identity, BootId("b"), file, DeviceReader(1 << 30), CacheSalts(bytes(32)))
     first, second = (
         an_assignment(generation=n, node=identity.name, cluster=identity.cluster_id) for n in (1, 2)
     )

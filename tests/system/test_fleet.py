@@ -3,14 +3,17 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import aiohttp
+import asyncpg
 import openai
 import pytest
 import pytest_asyncio
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.chaos.invariants import nothing_in_flight
+from isochrone.cli.client import AdminError
+from tests.chaos.invariants import nothing_in_flight, salt_secrets
 from tests.system.harness import Fleet, a_fleet, until
 
 
@@ -216,3 +219,32 @@ async def test_a_quota_used_up_in_one_city_holds_in_the_other(fleet: Fleet) -> N
         more = {"tokens_per_day": 100_000}
         await fleet.ask("PUT", f"/v1/keys/{made['key_id']}/limits", more)
         await until("a larger quota is granted there", is_served, 10.0)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_nodes_share_the_secret_of_cache_salts_and_nothing_shows_it(fleet: Fleet) -> None:
+    keys = list(fleet.folder.glob("node-*/cluster_cache_salt.key"))
+    assert len(keys) == 2 and len({key.read_bytes() for key in keys}) == 1
+    forms = salt_secrets(fleet)
+    document = await fleet.ask("GET", "/openapi.json")
+    paths = [
+        path
+        for path, methods in document["paths"].items()
+        if "get" in methods and path != "/metrics"
+    ]
+    assert len(paths) > 10
+    answers = []
+    for path in paths:
+        # A parameter that names nothing is a 404; what is listed is whole without parameters.
+        with suppress(AdminError):
+            answers.append(str(await fleet.ask("GET", path.replace("{", "").replace("}", ""))))
+    assert len(answers) > 5
+    texts = answers + [path.read_text() for path in (fleet.folder / "logs").glob("*.log")]
+    assert not [text for text in texts if any(form in text for form in forms)]
+    connection = await asyncpg.connect(fleet.dsn(), timeout=5)
+    try:
+        row = await connection.fetchrow("SELECT * FROM cluster")
+    finally:
+        await connection.close()
+    assert row is not None and row["cache_salt_version"] == 1
+    assert not any(form in str(row) for form in forms)

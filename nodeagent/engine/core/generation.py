@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from nodeagent.engine.core.kv_transfers import OutgoingBlocks
 from nodeagent.engine.sampling.sampler import GrammarFailed, InvalidLogits, SampledToken, Sampler
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence
 from nodeagent.engine.speculative.speculation import Drafter
@@ -21,6 +22,8 @@ class Generation:
     """The index of this answer among those of its request."""
     forks: "tuple[Generation, ...]" = ()
     """Generations with the same prompt, which this one computes for all."""
+    outgoing: OutgoingBlocks | None = None
+    """The blocks of its prompt that are sent to another engine."""
 
     @property
     def number(self) -> int:

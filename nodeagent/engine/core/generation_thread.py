@@ -8,7 +8,9 @@ Rule 2: a cancellation takes effect before the next step begins.
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -28,10 +30,19 @@ class _PrefetchedGeneration:
     contents: Tensor | None
 
 
-_Message = Generation | _PrefetchedGeneration | int
-"""A submission, or the number of a generation to cancel."""
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A function to be called between steps, and where its result goes."""
+
+    function: Callable[[EngineCore], object]
+    result: Future[Any]
+
+
+_Message = Generation | _PrefetchedGeneration | _Call | int
+"""A submission, a call, or the number of a generation to cancel."""
 
 Publish = Callable[[list[GenerationDelta]], None]
+Result = TypeVar("Result")
 
 
 class GenerationThread(StepThread):
@@ -61,6 +72,16 @@ class GenerationThread(StepThread):
                 return
         self._expect_progress()
         self._send(number)
+
+    def call(self, function: Callable[[EngineCore], Result]) -> Future[Result]:
+        """Have `function` called between two steps; return the future of its result.
+
+        An error in it is fatal, like one in a step.
+        """
+        self._expect_progress()
+        call = _Call(function, Future())
+        self._send(call)
+        return call.result
 
     def counts(self) -> Mapping[str, float]:
         """Return the counts after the last step; rates are 0 once they are too old."""
@@ -144,6 +165,10 @@ class GenerationThread(StepThread):
             self._engine.submit(message.generation)
         elif isinstance(message, Generation):
             self._engine.submit(message)
+        elif isinstance(message, _Call):
+            # False if the caller no longer waits: then it must not be called either.
+            if message.result.set_running_or_notify_cancel():
+                message.result.set_result(message.function(self._engine))
         else:
             self._engine.cancel(message)
 

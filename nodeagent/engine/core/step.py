@@ -20,6 +20,7 @@ from nodeagent.engine.core.generation import (
     append_samples,
     error_delta,
 )
+from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.kvcache.block_mover import BlockMover
 from nodeagent.engine.sampling.sampler import InvalidLogits, SampledToken, SamplingRun, sample_step
 from nodeagent.engine.scheduler.batch import Batch, BatchChunk, BlockCopy
@@ -77,9 +78,11 @@ class EngineCore:
         scheduler: BatchScheduler,
         block_mover: BlockMover | None = None,
         speculation: Speculation | None = None,
+        kv_transfers: KvTransfers | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.block_mover = block_mover
+        self.kv_transfers = kv_transfers
         self.speculation = speculation
         self._executor = executor
         self._generations: dict[int, Generation] = {}
@@ -97,6 +100,8 @@ class EngineCore:
         """Queue a generation and its forks."""
         for submitted in (generation, *generation.forks):
             self._generations[submitted.number] = submitted
+        if generation.outgoing is not None and self.kv_transfers is not None:
+            self.kv_transfers.open_outgoing(generation.number, generation.outgoing)
         generation.sequence.forks = [fork.sequence for fork in generation.forks]
         self.scheduler.submit(generation.sequence)
 
@@ -252,6 +257,8 @@ class EngineCore:
             added = append_samples(generation, sampled)
             accepted = max(sequence.output_tokens - output_before - 1, 0)
             self.scheduler.mark_computed(chunk, rejected_drafts=len(chunk.drafts) - accepted)
+            if generation.outgoing is not None and self.kv_transfers is not None:
+                self.kv_transfers.hold_computed(sequence)
             if self.speculation is not None and generation.drafter is not None and sampled:
                 self.speculation.record_results(generation.drafter, sampled, len(chunk.drafts))
             # Before the first of them may end and release the blocks that the forks start from.

@@ -1,8 +1,12 @@
 """Opens the KV tiers that a configuration names."""
 
 import hashlib
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Final
+
+import torch
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.architecture.decoder_shape import DecoderShape
@@ -18,6 +22,35 @@ _SAMPLE_BYTES: Final = 16 * 1024
 _MODEL_FILES: Final = (".gguf", ".safetensors", ".json")
 
 
+@dataclass(frozen=True, slots=True)
+class KvBlockForm:
+    """The form of one KV block, and what identifies the model and the settings that made it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    model_path: Path
+    settings: str
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of one block."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def fingerprint(self) -> bytes:
+        """Return 16 bytes that only engines with interchangeable blocks share. Reads files."""
+        return model_fingerprint(self.model_path, self.settings)
+
+
+def block_form(config: EngineConfig, shape: DecoderShape, kv_format: KvFormat) -> KvBlockForm:
+    """Return the form of the blocks of an engine; of the whole model, however it is split."""
+    return KvBlockForm(
+        (shape.layers, BLOCK_TOKENS, 2 * shape.kv_heads, kv_format.width(shape.head_dim)),
+        kv_format.dtype,
+        Path(config.model_path),
+        f"{shape} {config.dtype} {kv_format} {config.quantisation}",
+    )
+
+
 def open_tiers(
     config: EngineConfig, device: DeviceBlocks, shape: DecoderShape, kv_format: KvFormat
 ) -> BlockMover | None:
@@ -25,7 +58,8 @@ def open_tiers(
 
     Raises CheckpointError if the file tier lacks a folder or host memory, or cannot be opened.
     """
-    block_bytes = kv_format.bytes_per_token(shape) * BLOCK_TOKENS
+    form = block_form(config, shape, kv_format)
+    block_bytes = form.block_bytes
     blocks = config.kv_host_bytes // block_bytes
     if config.kv_file_bytes and not (blocks and config.kv_folder):
         raise CheckpointError(
@@ -34,18 +68,13 @@ def open_tiers(
         )
     if not blocks:
         return None
-    host = HostTier(
-        blocks,
-        (shape.layers, BLOCK_TOKENS, 2 * shape.kv_heads, kv_format.width(shape.head_dim)),
-        kv_format.dtype,
-    )
+    host = HostTier(blocks, form.shape, form.dtype)
     files = None
     if config.kv_file_bytes:
-        fingerprint = model_fingerprint(
-            Path(config.model_path), f"{shape} {config.dtype} {kv_format} {config.quantisation}"
-        )
         try:
-            files = FileTier(Path(config.kv_folder), fingerprint, block_bytes, config.kv_file_bytes)
+            files = FileTier(
+                Path(config.kv_folder), form.fingerprint(), block_bytes, config.kv_file_bytes
+            )
         except OSError as error:
             raise CheckpointError(
                 f"cannot keep KV in {config.kv_folder}: {error.strerror or error}"

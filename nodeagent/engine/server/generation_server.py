@@ -7,10 +7,12 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from aiohttp import web
 
+from isochrone.wire import kv_transfer
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.headers import REQUEST_ID
@@ -21,6 +23,8 @@ from nodeagent.engine.loading import LoadedEngine
 from nodeagent.engine.scheduler.sequence import FinishReason
 from nodeagent.engine.server.adapters import AdapterRegistry
 from nodeagent.engine.server.http_routes import ModelServer, json_response
+from nodeagent.engine.server.kv_receiving import KvReceiver
+from nodeagent.engine.server.kv_sending import KvSender
 from nodeagent.engine.server.open_requests import OpenRequest, OpenRequests
 from nodeagent.engine.server.openai.request_body import read_chat, read_completion
 from nodeagent.engine.server.openai.response_body import CompletionResponse, ResponseChoice
@@ -55,6 +59,9 @@ class GenerationServer(ModelServer):
             asyncio.get_running_loop().add_reader(worker.descriptor, self.worker.fail)
         self.adapters = AdapterRegistry(config, loaded.active_adapters, loaded.dtype)
         self._preparer = RequestPreparer(config, loaded, self.adapters, self.context_tokens)
+        self.kv_sender = KvSender(config, loaded.kv_blocks, self.worker, self.open_requests)
+        waiting_max = config.sequences_max + config.waiting_max
+        self.kv_receiver = KvReceiver(loaded.kv_blocks, self.worker, waiting_max)
 
     def fail_all(self, message: str) -> None:
         """End every open request with an error."""
@@ -68,6 +75,7 @@ class GenerationServer(ModelServer):
         """Build the aiohttp application."""
         app = super().app()
         app.on_cleanup.append(self._close_preparer)
+        self.kv_receiver.attach(app)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.complete)
         app.router.add_post("/tokenize", self.tokenize)
@@ -77,7 +85,8 @@ class GenerationServer(ModelServer):
 
     def counts(self) -> Mapping[str, float]:
         """Return the counts of EngineStats that the step thread lacks, and further ones."""
-        mover, speculation = self.loaded.engine.block_mover, self.loaded.engine.speculation
+        engine = self.loaded.engine
+        mover, speculation, transfers = engine.block_mover, engine.speculation, engine.kv_transfers
         return {
             "block_tokens": BLOCK_TOKENS,
             "open": self.inflight.in_flight,
@@ -86,6 +95,8 @@ class GenerationServer(ModelServer):
             "weights_bytes": self.loaded.weights_bytes,
             "context_tokens": self.context_tokens,
             **(mover.counts() if mover is not None else {}),
+            **(transfers.counts() if transfers is not None else {}),
+            **self.kv_receiver.counts(),
             **(speculation.counts() if speculation is not None else {}),
             "adapters": len(self.adapters.names),
             "adapters_kept": self.adapters.cached,
@@ -133,12 +144,31 @@ class GenerationServer(ModelServer):
     async def _generate(
         self, request: web.Request, prepared: PreparedRequest, *, is_chat: bool
     ) -> web.StreamResponse:
-        """Run a prepared request and write its response."""
+        """Run a prepared request and write its response, or the KV of its prompt."""
         self.check_alive()
+        if request.headers.get(kv_transfer.LEG) == kv_transfer.PREFILL_LEG:
+            return await self.kv_sender.send(request, prepared, _raise_failure)
+        transfer = request.headers.get(kv_transfer.TRANSFER)
+        if transfer is None:
+            return await self._answer(request, prepared, is_chat=is_chat)
+        async with self.kv_receiver.hold(transfer, prepared):
+            return await self._answer(request, prepared, is_chat=is_chat, transfer=transfer)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        prepared: PreparedRequest,
+        *,
+        is_chat: bool,
+        transfer: str | None = None,
+    ) -> web.StreamResponse:
+        """Start the generations of a request and write their response."""
         response = self._response(prepared, is_chat)
         transport = request.transport
         abort = transport.abort if transport is not None else lambda: None
         opened = self.open_requests.open(self.worker, prepared, abort)
+        if transfer is not None:
+            opened.on_first_delta = partial(self.kv_receiver.release, transfer)
         try:
             if prepared.options.stream:
                 return await self._stream(request, response, opened)

@@ -35,6 +35,8 @@ class OpenRequest:
     """Aborts the client's connection."""
     deltas: asyncio.Queue[GenerationDelta] = field(repr=False)
     ended: bool = False
+    on_first_delta: Callable[[], None] | None = None
+    """Called once: its prompt has been computed."""
     cut: bool = False
     """Whether the connection was aborted because the client does not read."""
 
@@ -140,12 +142,16 @@ class OpenRequests:
             StopStrings(options.stops),
             drafter,
             choice,
+            outgoing=prepared.outgoing,
         )
 
     def _deliver(self, deltas: list[GenerationDelta]) -> None:
         for delta in deltas:
             opened = self._by_number.get(delta.number)
             if opened is not None and not opened.ended:
+                on_first_delta, opened.on_first_delta = opened.on_first_delta, None
+                if on_first_delta is not None:
+                    on_first_delta()
                 self._put(opened, delta)
 
     def _put(self, opened: OpenRequest, delta: GenerationDelta) -> None:

@@ -15,6 +15,7 @@ from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import context_length_message
 from isochrone.wire.headers import CACHE_SALT
 from nodeagent.engine.chat.chat_template import ChatTemplate, ChatTemplateError
+from nodeagent.engine.core.kv_transfers import OutgoingBlocks
 from nodeagent.engine.loading import LoadedEngine
 from nodeagent.engine.scheduler.fair_queue import SchedulingParams
 from nodeagent.engine.scheduler.sequence import StopConditions
@@ -71,6 +72,8 @@ class PreparedRequest:
     """Tokens that the client expects in the answer."""
     continues_text: bool = False
     """Whether the answers continue the text at the end of the prompt."""
+    outgoing: OutgoingBlocks | None = None
+    """The blocks of the prompt that are sent to another engine."""
 
     @property
     def answers(self) -> int:

@@ -164,7 +164,7 @@ class ResponseEvents:
             return None
         self._usage = chunk.usage or self._usage
         self._finish_reason = choice.finish_reason or self._finish_reason
-        events = self._add_text("reasoning_text", delta.reasoning_content)
+        events = self._add_text("reasoning_text", delta.reasoning_text)
         events += self._add_text("output_text", delta.content)
         return events + b"".join([self._add_call(call) for call in calls])
 

@@ -264,8 +264,8 @@ def result_of(body: bytes, *, is_json: bool = False) -> dict[str, Any]:
     if text is None:
         text = choice.get("text") or ""
     result: dict[str, Any] = {"response": _json_value(text) if is_json else text}
-    if message.get("reasoning_content"):
-        result["reasoning_content"] = message["reasoning_content"]
+    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        result["reasoning_content"] = reasoning
     if message.get("tool_calls"):
         result["tool_calls"] = [_run_tool_call(call["function"]) for call in message["tool_calls"]]
     if answer.get("usage"):
@@ -284,8 +284,8 @@ def translate_frame(frame: bytes) -> bytes:
     choice = chunk.choices[0] if chunk.choices else ChunkChoice()
     delta = choice.delta or ChunkDelta()
     fields: dict[str, Any] = {"response": delta.content or choice.text or ""}
-    if delta.reasoning_content:
-        fields["reasoning_content"] = delta.reasoning_content
+    if delta.reasoning_text:
+        fields["reasoning_content"] = delta.reasoning_text
     if delta.tool_calls:
         fields["tool_calls"] = delta.tool_calls
     if choice.finish_reason:

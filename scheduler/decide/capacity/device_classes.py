@@ -1,9 +1,10 @@
 """Published figures of device classes: memory, bandwidth, arithmetic.
 
 Rates are dense peaks from the makers' data sheets (NVIDIA: "H100 Tensor Core GPU", "H200", "A100",
-"L40S", "L4", "A10", "T4", "B200"; AMD: "Instinct MI300X"), in decimal units; memory is the total
-that the driver's own tool shows. The share that engines reach is in `replica_capacity.py`. CPUs are
-not listed: cores and memory channels differ too much to estimate, so their rates are measured.
+"L40S", "L4", "A10", "T4", "B200", "Ada GPU architecture" for the RTX 4090; AMD: "Instinct MI300X"),
+in decimal units; memory is the total that the driver's own tool shows. The shares that engines
+reach are calibrated with published throughput (`ops/bench/planner_rates.md`). CPUs are not listed:
+cores and memory channels differ too much to estimate, so their rates are measured.
 """
 
 import re
@@ -16,6 +17,12 @@ GB: Final = 10**9
 GIB: Final = 1024**3
 TERA: Final = 10**12
 
+FLOPS_REACHED: Final = 0.60
+A100_FLOPS_REACHED: Final = 0.75
+EIGHT_BIT_REACHED: Final = 0.55
+"""The shares of the peaks that matrix products of serving engines reach: at 16 bits, at 16 bits on
+an A100 (whose peak its power limit does not cut), and at 8 bits."""
+
 
 class DeviceClass(msgspec.Struct, frozen=True, kw_only=True):
     """One device class. `eight_bit_flops` is 0 if it has no arithmetic below 16 bits."""
@@ -25,6 +32,8 @@ class DeviceClass(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth_bytes_per_s: float
     flops: float
     eight_bit_flops: float = 0.0
+    flops_reached: float = FLOPS_REACHED
+    eight_bit_reached: float = EIGHT_BIT_REACHED
 
 
 def _class(
@@ -40,6 +49,7 @@ def _class(
         bandwidth_bytes_per_s=bandwidth_gb_s * GB,
         flops=tflops * TERA,
         eight_bit_flops=eight_bit_tflops * TERA,
+        flops_reached=A100_FLOPS_REACHED if name.startswith("a100") else FLOPS_REACHED,
     )
 
 
@@ -54,6 +64,7 @@ CLASSES: Final = {
         _class("a100-80g", 81_920, 2039, 312, 624),
         _class("a100-40g", 40_960, 1555, 312, 624),
         _class("l40s-48g", 46_068, 864, 362, 733),
+        _class("4090-24g", 24_564, 1008, 165, 330),
         _class("a10-24g", 23_028, 600, 125, 250),
         _class("l4-24g", 23_034, 300, 121, 242),
         _class("t4-16g", 15_360, 320, 65, 130),

@@ -3,10 +3,8 @@
 Rule 1: measured rates override every estimate.
 Rule 2: a replica that cannot fit is refused with the arithmetic, so that an operator can check it.
 
-The estimate is a roofline. A decode step of a batch takes the longer of reading (the weights it
-touches and the batch's KV, over memory bandwidth) and computing (2 operations per active parameter
-and token); prefill is compute only. Weights and KV are split over devices by tensor, pipeline and
-expert parallelism: tensor within a node, pipeline over nodes of one PoP.
+The estimate is the roofline of `step_time.py`. Weights and KV are split over devices by tensor,
+pipeline and expert parallelism: tensor within a node, pipeline over nodes of one PoP.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,39 +14,30 @@ from typing import Final
 import msgspec
 
 from isochrone.wire import model_shape
+from isochrone.wire.engine_capabilities import capabilities_of
 from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, ModelDimensions
 from isochrone.wire.report import ReplicaProfile
-from scheduler.decide.capacity.device_classes import GIB, DeviceClass, class_of
+from scheduler.decide.capacity.device_classes import CPU, GIB, DeviceClass, class_of
+from scheduler.decide.capacity.step_time import (
+    ACTIVATION_TOKENS,
+    CONTEXT_TOKENS,
+    ITL_TARGET_S,
+    ParallelSplit,
+    StepTime,
+    kv_spread,
+)
+from scheduler.decide.cluster import TOKENS_IN_FLIGHT_UNKNOWN
 
 ENGINE_OVERHEAD_BYTES: Final = 256 * 1024 * 1024
 """Memory of a small engine beside weights and KV cache: code, a CUDA context."""
 
-ACTIVATION_TOKENS: Final = 8192
-"""Tokens whose activations are held at once: a chunk of prefill."""
-
-BANDWIDTH_REACHED: Final = 0.70
-FLOPS_REACHED: Final = 0.45
-"""The shares of published peaks that serving engines reach."""
-
-TENSOR_REACHED_PER_DOUBLING: Final = 0.90
-"""The share of the summed rates that remains per doubling of tensor parallelism, because devices
-exchange activations."""
-
-STEP_OVERHEAD_S: Final = 0.0025
-"""Time of a step beside reading and computing: launches, sampling, latency of the exchange."""
-
-NODE_HOP_S: Final = 0.002
-"""Added per hop from one node of a pipeline to the next, on the PoP's own network."""
-
-BATCH_MAX: Final = 512
 DEVICES_MAX: Final = 64
+
+KV_UNKNOWN_BYTES: Final = 512 * 1024 * 1024
+"""The least KV cache of a model whose KV per token is not known."""
 
 KV_OPTIONS: Final = ("kv_dtype", "kv_cache_dtype")
 """Names that engines give to the option for the type of the KV cache."""
-
-CONTEXT_TOKENS: Final = 2048
-ITL_TARGET_S: Final = 0.050
-"""The mean context of a request, and the target for the time between tokens."""
 
 RATE_MIN: Final = 1e-3
 RATE_MAX: Final = 1e9
@@ -60,17 +49,6 @@ cores. An estimate that is too low adds a replica, one that is too high leaves r
 
 Profiles = Mapping[tuple[str, str], ReplicaProfile]
 """Measured rates by model and device class."""
-
-
-class ParallelSplit(msgspec.Struct, frozen=True, kw_only=True):
-    """How a replica is spread over devices: tensor x pipeline, experts over the tensor group."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    expert: int = 1
-
-    def __str__(self) -> str:
-        return f"TP{self.tensor} x PP{self.pipeline}" + (f", EP{self.expert}" * (self.expert > 1))
 
 
 class ReplicaCapacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,6 +156,51 @@ def kv_bytes_per_token(model: CatalogModel, engine: EngineSettings) -> float:
     return model_shape.kv_bytes_per_token(shape, CONTEXT_TOKENS)
 
 
+def has_kv_cache(model: CatalogModel, engine: EngineSettings) -> bool:
+    """Say whether a replica's engine needs memory for KV."""
+    return model.kind == "chat" and capabilities_of(engine.driver).has_kv_cache
+
+
+def context_tokens_of(model: CatalogModel, engine: EngineSettings) -> int:
+    """Return the largest context of a request, in tokens."""
+    return min(engine.context_tokens_max, model.context_tokens)
+
+
+def stored_kv_bytes_per_token(
+    model: CatalogModel, engine: EngineSettings, device_class: str
+) -> float:
+    """Return the KV bytes of a token on a device class: the embedded engine computes in 32 bits on
+    a CPU, so that without a `kv_dtype` its KV takes 32 bits a value."""
+    stored = kv_bytes_per_token(model, engine)
+    is_wide = (
+        engine.driver == "embedded" and device_class == CPU and "kv_dtype" not in engine.options
+    )
+    if not is_wide or model.shape is None:
+        return stored
+    return stored * 32 / model.shape.kv_bits
+
+
+def kv_minimum_bytes(model: CatalogModel, engine: EngineSettings) -> int:
+    """Return the least KV cache on each device with which an engine starts: one whole context."""
+    if not has_kv_cache(model, engine):
+        return 0
+    shape = model.shape
+    parts = engine.devices
+    if shape is not None:
+        heads = 1 if shape.latent_size else shape.kv_heads
+        parts = max(1, min(engine.devices, heads * engine.nodes))
+    # The class is not known here: a CPU's is the larger.
+    stored = stored_kv_bytes_per_token(model, engine, CPU)
+    if not stored:
+        return KV_UNKNOWN_BYTES
+    return ceil(context_tokens_of(model, engine) * stored / parts)
+
+
+def weights_bytes_per_device(model: CatalogModel, engine: EngineSettings) -> int:
+    """Return the bytes of weights on each device of a replica."""
+    return model.weights_bytes // engine.devices
+
+
 def overhead_bytes(model: CatalogModel) -> int:
     """Return an engine's memory on each device beside weights and KV: CUDA context, activations."""
     if model.shape is None:
@@ -198,30 +221,22 @@ def _weights_per_device(model: CatalogModel, split: ParallelSplit) -> int:
     return int((dense + sparse / split.expert) / split.pipeline) + 1
 
 
-def _kv_spread(shape: ModelDimensions | None, split: ParallelSplit) -> float:
-    """Return over how many devices the KV of one token and layer is spread."""
-    if split.expert > 1:  # each device computes attention for its own sequences
-        return split.expert
-    if shape is None:
-        return split.tensor
-    return 1.0 if shape.latent_size else min(split.tensor, shape.kv_heads)
-
-
 def _capacity_of(
     model: CatalogModel, engine: EngineSettings, kind: DeviceClass, split: ParallelSplit, nodes: int
 ) -> ReplicaCapacity | None:
     weights = _weights_per_device(model, split)
     overhead = overhead_bytes(model)
     left = kind.memory_bytes - weights - overhead
-    if left < engine.kv_memory_bytes:
+    if left < (engine.kv_memory_bytes or kv_minimum_bytes(model, engine)):
         return None
     kv = engine.kv_memory_bytes or left
     kv_of_token = kv_bytes_per_token(model, engine)
-    per_device = kv_of_token / split.pipeline / _kv_spread(model.shape, split)
-    kv_tokens = int(kv / per_device) if per_device else engine.tokens_in_flight_max
+    per_device = kv_of_token / split.pipeline / kv_spread(model.shape, split)
+    unknown = engine.tokens_in_flight_max or TOKENS_IN_FLIGHT_UNKNOWN
+    kv_tokens = int(kv / per_device) if per_device else unknown
     if kv_tokens < 1:
         return None
-    step = _StepTime(model, kind, split, nodes, kv_of_token)
+    step = StepTime(model, kind, split, nodes, kv_of_token)
     batch = step.largest_batch(kv_tokens)
     itl_s = step.itl_s(batch)
     return ReplicaCapacity(
@@ -235,76 +250,6 @@ def _capacity_of(
         decode_tokens_per_s=batch * split.pipeline / itl_s,
         itl_s=itl_s,
     )
-
-
-class _StepTime:
-    """The time of one engine step on given devices, by the roofline model."""
-
-    def __init__(
-        self,
-        model: CatalogModel,
-        kind: DeviceClass,
-        split: ParallelSplit,
-        nodes: int,
-        kv_of_token: float,
-    ) -> None:
-        shape = model.shape
-        bits = shape.weight_bits if shape else 16.0
-        self._parameters = (shape.parameters if shape else 0) or model.weights_bytes * 8 / bits
-        sparse = shape.expert_parameters if shape else 0
-        self._sparse_share = min(1.0, sparse / max(1.0, self._parameters))
-        self._active_share = (
-            shape.experts_active / shape.experts if shape and shape.experts else 1.0
-        )
-        self._weights_bytes = model.weights_bytes
-        # Devices that hold copies of a KV head each read it.
-        copies = split.tensor / _kv_spread(shape, split)
-        self._kv_bytes = kv_of_token * CONTEXT_TOKENS * copies
-        self._split = split
-        self._hops_s = (nodes - 1) * NODE_HOP_S
-        group = split.tensor * float(TENSOR_REACHED_PER_DOUBLING ** log2(split.tensor))
-        # Weights packed into less than 8 bits are unpacked to 16 before they are multiplied.
-        arithmetic = kind.eight_bit_flops if bits == 8 and kind.eight_bit_flops else kind.flops
-        self._read_per_s = group * kind.bandwidth_bytes_per_s * BANDWIDTH_REACHED
-        self._compute_per_s = group * arithmetic * FLOPS_REACHED
-
-    @property
-    def _active_parameters(self) -> float:
-        inactive = self._sparse_share * (1 - self._active_share)
-        return self._parameters * (1 - inactive)
-
-    def itl_s(self, batch: int) -> float:
-        """Return the time between tokens: all pipeline stages, one after another."""
-        # The share of experts that a batch activates when each token picks its own.
-        active = 1 - (1 - self._active_share) ** batch if self._active_share < 1 else 1.0
-        touched = self._weights_bytes * (1 - self._sparse_share * (1 - active))
-        read = (touched + batch * self._kv_bytes) / self._read_per_s
-        compute = 2 * self._active_parameters * batch / self._compute_per_s
-        return max(read, compute) + STEP_OVERHEAD_S + self._hops_s
-
-    def largest_batch(self, kv_tokens: int) -> int:
-        """Return the largest batch that fits in the KV cache and meets the ITL target."""
-        stage_tokens = kv_tokens // self._split.pipeline
-        batch_max = max(1, min(BATCH_MAX, stage_tokens // CONTEXT_TOKENS))
-        # If a single sequence misses the target, allow twice its time: that reaches nearly all the
-        # throughput there is.
-        target_s = max(ITL_TARGET_S, 2 * self.itl_s(1))
-        low, high = 1, batch_max
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.itl_s(middle) <= target_s else (low, middle - 1)
-        return low
-
-    def prefill_tokens_per_s(self) -> float:
-        """Return the rate of prefill: all stages compute at once, each on its own chunk."""
-        rate = self._compute_per_s * self._split.pipeline / (2 * max(1.0, self._active_parameters))
-        return min(
-            rate,
-            self._read_per_s
-            * self._split.pipeline
-            * ACTIVATION_TOKENS
-            / max(1.0, self._weights_bytes),
-        )
 
 
 def devices_needed(
@@ -337,7 +282,7 @@ def _why_too_small(
         )
     weights = min(_weights_per_device(model, split) for split in tried)
     overhead, memory = overhead_bytes(model), kind.memory_bytes
-    kv = engine.kv_memory_bytes
+    kv = engine.kv_memory_bytes or kv_minimum_bytes(model, engine)
     short = weights + overhead + kv - memory
     lacking = "nothing is left for a token of KV cache" if short <= 0 else f"{gib(short)} too much"
     layout = f"{nodes} x ({devices // nodes} x {gib(memory)})" if nodes > 1 else ""

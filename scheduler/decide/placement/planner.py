@@ -32,7 +32,8 @@ import msgspec
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import DeploymentId, ModelId, ReplicaId
 from isochrone.wire.model import CatalogModel, Deployment
-from scheduler.decide.capacity.replica_capacity import Profiles
+from scheduler.decide.capacity.default_sizes import replica_sizes, with_sizes
+from scheduler.decide.capacity.replica_capacity import Profiles, context_tokens_of
 from scheduler.decide.cluster import (
     ClusterState,
     Placement,
@@ -44,6 +45,7 @@ from scheduler.decide.cluster import (
 from scheduler.decide.demand.demand_rates import demand_by_deployment
 from scheduler.decide.membership.liveness import LivenessLimits, LivenessView, judge_liveness
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
+from scheduler.decide.placement.memory_growth import grow_into_free_memory
 from scheduler.decide.placement.multi_node import RankPorts, spread_over_nodes
 from scheduler.decide.placement.retire import (
     end_drained,
@@ -264,11 +266,13 @@ class PlanBuilder:
     def build(self, draft: PlacementDraft) -> PlacementPlan:
         """Return the plan."""
         new = [replica for state in draft.states for replica in state.new_replicas()]
+        grown = grow_into_free_memory(new, draft.ledger.free)
         ports = RankPorts(self._cluster)
         return PlacementPlan(
             based_on=self._cluster.generation,
             starts=tuple(
-                self._start(number, replica, ports) for number, replica in enumerate(new, 1)
+                self._start(number, replica, memory_bytes, ports)
+                for number, (replica, memory_bytes) in enumerate(zip(new, grown, strict=True), 1)
             ),
             endings=tuple(self._endings.values()),
             unmet=tuple(self._unmet),
@@ -284,10 +288,14 @@ class PlanBuilder:
         ]
         return DeploymentState(self.fleet, needs, running)
 
-    def _start(self, number: int, replica: PlannedReplica, ports: RankPorts) -> ReplicaStart:
+    def _start(
+        self, number: int, replica: PlannedReplica, memory_bytes: int, ports: RankPorts
+    ) -> ReplicaStart:
         assert replica.slot is not None
         needs, slot = replica.state.needs, replica.slot
         deployment, model = needs.deployment, needs.model
+        engine = deployment.engine
+        sizes = replica_sizes(model, engine, slot.device_class, memory_bytes)
         spec = ReplicaSpec(
             replica_id=ReplicaId(f"{needs.deployment_id}-{self._cluster.generation}-{number}"),
             deployment_id=needs.deployment_id,
@@ -295,10 +303,10 @@ class PlanBuilder:
             name=deployment.name,
             model_id=ModelId(model.model_id),
             artifact=model.artifact,
-            context_tokens=min(deployment.engine.context_tokens_max, model.context_tokens),
-            engine=deployment.engine,
+            context_tokens=context_tokens_of(model, engine),
+            engine=with_sizes(engine, sizes),
             device_ids=slot.parts[0].device_ids,
-            memory_bytes=slot.memory_bytes,
+            memory_bytes=memory_bytes,
             role=replica.state.role_in(replica.pop),
         )
         if len(slot.parts) == 1:

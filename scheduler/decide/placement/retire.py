@@ -27,6 +27,9 @@ EndReplica = Callable[[PlannedReplica, str], None]
 TERMINAL_STATES = (ReplicaState.FAILED, ReplicaState.STOPPED)
 """The states of a replica that will not serve again."""
 
+RESTARTS_OF_BROKEN: Final = 2
+"""A replica that is not warm after so many restarts is broken. With fewer it may just start."""
+
 KEPT: Final = 0.25
 """A replica ends for lack of demand once it saves less than this share of its hold cost. It is well
 below 1 because demand that leaves at night comes back by day."""
@@ -112,11 +115,17 @@ def replace_old_version(
 
     `state` has the replicas of all versions, `current` only those of the current one. If one more
     replica is not allowed, or would not pay even without the old ones, then the old ones hold
-    better slots than are free: the one missed least ends as soon as the others suffice. Return
-    False where there is neither a new replica nor a slot for one.
+    better slots than are free: the one missed least ends as soon as the others suffice. Old
+    replicas that only restart end at once, because they take memory and time from the new ones.
+    Return False where there is neither a new replica nor a slot for one.
     """
     needs = state.needs
     version = needs.deployment.version
+    for replica in state.replicas if current.replicas else []:
+        if replica.placement and _is_broken(replica.placement, version):
+            restarts = replica.placement.restarts
+            reason = f"version {version} follows, and it is not warm after {restarts} restarts"
+            end_replica(replica, reason)
     coming = sum(1 for r in current.replicas if r.placement and r.placement.state in COMING)
     coming += sum(1 for r in state.replicas if r.slot)
     if coming >= surge_max:
@@ -204,6 +213,12 @@ def _lost_node(fleet: FleetCapacity, placement: Placement) -> str:
         if node is None or not fleet.liveness.is_in_fleet(node):
             return node_id
     return ""
+
+
+def _is_broken(placement: Placement, version: int) -> bool:
+    """Say whether a placement of a version before `version` restarts and does not become warm."""
+    is_restarting = placement.state in COMING and placement.restarts >= RESTARTS_OF_BROKEN
+    return placement.version != version and is_restarting
 
 
 def _may_be_replaced(

@@ -11,8 +11,20 @@ import msgspec
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId
 from isochrone.wire.model import CatalogModel, Deployment
 from isochrone.wire.report import ReplicaProfile, ReplicaState
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, RolloutEntry, Route, RouteTable
-from scheduler.decide.cluster import ClusterState, FleetNode, Placement
+from isochrone.wire.routes import (
+    DeploymentEntry,
+    KeyEntry,
+    KeyTable,
+    RolloutEntry,
+    Route,
+    RouteTable,
+)
+from scheduler.decide.cluster import (
+    TOKENS_IN_FLIGHT_UNKNOWN,
+    ClusterState,
+    FleetNode,
+    Placement,
+)
 from scheduler.decide.membership.liveness import LivenessView
 from scheduler.decide.membership.report_diff import rate_moved
 from scheduler.decide.rollout.lifecycle import Rollout
@@ -57,7 +69,7 @@ def build_route_table(
             for deployment in sorted(cluster.deployments, key=lambda d: d.deployment_id)
         ),
         routes=tuple(sorted(routes, key=lambda route: route.replica_id)),
-        keys=tuple(sorted(keys, key=lambda key: key.key_id)),
+        keys=KeyTable.of(keys),
     )
 
 
@@ -120,7 +132,9 @@ def _route(
         pop=node.pop,
         address=node.address,
         role=placement.role,
-        tokens_in_flight_max=deployment.engine.tokens_in_flight_max,
+        tokens_in_flight_max=placement.tokens_in_flight_max
+        or deployment.engine.tokens_in_flight_max
+        or TOKENS_IN_FLIGHT_UNKNOWN,
         prefill_tokens_per_s=rates.prefill_tokens_per_s,
         decode_tokens_per_s=rates.decode_tokens_per_s,
     )

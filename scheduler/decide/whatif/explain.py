@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
+from scheduler.decide.capacity.default_sizes import ReplicaSizes, in_words, replica_sizes
 from scheduler.decide.capacity.start_times import MB
 from scheduler.decide.cluster import ClusterState, FleetNode, PlacementPlan
 from scheduler.decide.membership.liveness import LivenessLimits, judge_liveness
@@ -49,7 +50,10 @@ class CityDemand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a deployment runs here, why not elsewhere, and what the next plan would do."""
+    """Why a deployment runs here, why not elsewhere, and what the next plan would do.
+
+    `sizes` are those of a replica on an empty device of each class that could hold one.
+    """
 
     deployment_id: DeploymentId
     frozen: str
@@ -59,6 +63,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     next_moves: tuple[str, ...]
     prefetches: tuple[str, ...]
     unmet: tuple[str, ...]
+    sizes: tuple[ReplicaSizes, ...] = ()
+    sizes_in_words: tuple[str, ...] = ()
 
 
 def explain_placement(
@@ -93,6 +99,7 @@ def explain_placement(
         for part in placement.parts
         if part.node_id in nodes
     )
+    sizes = _sizes(builder.fleet, state) if state else ()
     return Explanation(
         deployment_id=deployment_id,
         frozen=plan.frozen,
@@ -102,6 +109,23 @@ def explain_placement(
         next_moves=_moves(plan, deployment_id, {p.replica_id for p in placements}),
         prefetches=_prefetches(cluster, deployment_id),
         unmet=tuple(u.reason for u in plan.unmet if u.deployment_id == deployment_id),
+        sizes=sizes,
+        sizes_in_words=tuple(in_words(of_class) for of_class in sizes),
+    )
+
+
+def _sizes(fleet: FleetCapacity, state: DeploymentState) -> tuple[ReplicaSizes, ...]:
+    """Return the sizes of a replica on the largest device of each class that could hold one."""
+    needs = state.needs
+    largest: dict[str, int] = {}
+    for site, nodes in needs.eligible_nodes.items():
+        name = fleet.sites[site].device_class
+        for device in (device for node in nodes for device in node.devices):
+            if device.device_class == name:
+                largest[name] = max(largest.get(name, 0), device.memory_bytes)
+    return tuple(
+        replica_sizes(needs.model, needs.deployment.engine, name, size)
+        for name, size in sorted(largest.items())
     )
 
 

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -25,7 +26,8 @@ from isochrone.wire.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.ids import Generation, NodeId, ReplicaId
 from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.report import ReplicaState
-from nodeagent.api.data_plane import ENGINE_LOST_EVENT, DataPlaneServer
+from nodeagent.api.answer_relay import ENGINE_LOST_EVENT
+from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import LOAD_MAX_AGE_S, PeerReplicaClient
 from nodeagent.config import NodeConfig
@@ -237,6 +239,44 @@ async def test_a_request_is_handed_off_to_a_replica_that_starts_sooner(node: Nod
         assert node.supervisor.handoffs_in_progress == 0
 
 
+async def test_a_handoff_and_its_end_are_announced_before_the_answer(node: Node) -> None:
+    """The router hears at once which replica has its request."""
+    await asyncio.gather(node.warm(node.spec()), node.warm(node.spec("r2", in_flight=100)))
+    admission = {name: node.supervisor.replicas[ReplicaId(name)].admission for name in ("r1", "r2")}
+    queued = admission["r1"].admit(300, 1, 300)
+    assert queued is not None
+    peers = headers.format_peer_replicas([node.peer("r1"), node.peer("r2")])
+    body = msgspec.json.encode(
+        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": True}
+    )
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: n\r\ncontent-type: application/json\r\n"
+        f"{headers.REPLICA}: r1\r\n{headers.TOKENS}: p=10;o=3\r\n"
+        f"{headers.PEER_REPLICAS}: {peers}\r\ncontent-length: {len(body)}\r\n"
+        "connection: close\r\n\r\n"
+    )
+
+    async def response_heads() -> list[str]:
+        """Return the status of each head, with the replica that it names."""
+        host, _, port = node.address.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head.encode() + body)
+        whole = (await reader.read()).decode()
+        writer.close()
+        assert whole.endswith("data: [DONE]\n\n\r\n0\r\n\r\n")
+        found = re.findall(r"HTTP/1.1 (\d+)|x-isochrone-passed: (\w+)", whole)
+        return [status or replica for status, replica in found]
+
+    assert await response_heads() == ["103", "r2", "200", "r2"]
+    # The peer is as quick as it seemed, but full.
+    full = admission["r2"].admit(95, 1, 0)
+    assert full is not None
+    assert await response_heads() == ["103", "r2", "103", "r1", "200"]
+    queued.release()
+    assert await response_heads() == ["200"]
+    full.release()
+
+
 async def test_a_handoff_ends_with_its_caller_and_fails_with_its_engine(
     node: Node,
 ) -> None:
@@ -417,12 +457,13 @@ async def test_a_failure_during_a_trial_blames_the_suspect_and_not_what_runs_or_
             return replica.trial_lock.locked()
 
         await until("the poison is on trial", is_on_trial)
-        waiting = asyncio.create_task(send())
+        waiting = [asyncio.create_task(send()) for _ in range(8)]
         with pytest.raises((aiohttp.ClientError, ConnectionError)):
             await streaming.read()
     assert await on_trial == (502, True)
-    status, is_blamed = await waiting
-    assert status in (502, 503) and not is_blamed
+    # Some of them are sent before the engine's end is known.
+    for status, is_blamed in await asyncio.gather(*waiting):
+        assert status in (502, 503) and not is_blamed
     await until("tokens are released", node.idle, 5.0)
     await until("started again", lambda: is_restarted(node), 15.0)
     assert await send() == (200, False)
@@ -492,7 +533,13 @@ async def test_the_cache_salt_is_in_the_body_for_an_engine_that_needs_it_there(n
         salted = {headers.CACHE_SALT: "acme"}
         async with node.ask(cache_salt="other", sent=salted) as response:
             assert response.status == 200
-        async with node.ask(cache_salt="other") as response:
+        async with node.ask(cache_salt="other", priority=-9) as response:
+            assert response.status == 200
+        sorted_queue = msgspec.structs.replace(
+            engine.record.command, arguments=("vllm", "--scheduling-policy", "priority")
+        )
+        engine.record = msgspec.structs.replace(engine.record, command=sorted_queue)
+        async with node.ask(priority=-9, sent={headers.PRIORITY: "10"}) as response:
             assert response.status == 200
         address = "/v1/chat/completions"
         sent = {headers.REPLICA: "r1", "content-type": "application/json", **salted}
@@ -500,10 +547,12 @@ async def test_the_cache_salt_is_in_the_body_for_an_engine_that_needs_it_there(n
             async with node.http.post(address, data=body, headers=sent) as response:
                 assert response.status == 400, body[:40]
                 assert "cannot use the request body" in (await response.json())["error"]["message"]
-    acme, without_tenant = seen
+    acme, without_tenant, less_urgent = seen
     assert acme["cache_salt"] == SALTS.salt_of("acme")
     assert acme["max_tokens"] == 3
     assert without_tenant["cache_salt"] == SALTS.salt_of("")
+    # A client cannot put itself before others, nor where the engine does not sort its queue.
+    assert (without_tenant["priority"], less_urgent["priority"]) == (0, 40)
 
 
 async def test_a_reused_pid_is_not_signalled_and_orphans_of_an_engine_are_killed(

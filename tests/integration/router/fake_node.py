@@ -10,6 +10,8 @@ from aiohttp import web
 
 from isochrone.service.http_server import HttpServerLimits, serve_http
 from isochrone.wire import headers
+from isochrone.wire.ids import ReplicaId
+from nodeagent.api.handoff_notice import announce_replica
 
 
 class FakeNode:
@@ -17,6 +19,8 @@ class FakeNode:
 
     - `cut_at`, `hang_at`, `error_at`: the token at which a stream breaks, stalls or fails.
     - `refuse`: the reason in its refusals. `handed_off_to`: the replica that it names as answering.
+    - `announces`: whether it announces `handed_off_to` in an interim response, then waits for
+      `may_answer`; with `takes_back` it says that it serves the request itself after all.
     - `resumes`: how it says that it continues a text; empty if it cannot.
     - `preface`: frames that a stream begins with, before its first token.
     - `splits_bytes`: send a stream byte by byte. `filler` is added to each token.
@@ -45,6 +49,8 @@ class FakeNode:
         self.cached_tokens: int | None = 3
         self.load = ""
         self.handed_off_to = ""
+        self.announces = self.takes_back = False
+        self.may_answer = asyncio.Event()
         self.disowned: set[str] = set()
         self.bodies: list[bytes] = []
         self.request_headers: list[dict[str, str]] = []
@@ -106,7 +112,12 @@ class FakeNode:
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         extra = {headers.LOAD: self.load} if self.load else {}
-        if self.handed_off_to:
+        if self.announces:
+            await announce_replica(request, ReplicaId(self.handed_off_to))
+            await self.may_answer.wait()
+        if self.takes_back:
+            await announce_replica(request, ReplicaId(request.headers[headers.REPLICA]))
+        elif self.handed_off_to:
             extra[headers.HANDOFF_REPLICA] = self.handed_off_to
         if headers.GENERATED_TOKENS in request.headers and self.resumes:
             extra[headers.RESUMED] = self.resumes

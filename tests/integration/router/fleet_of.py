@@ -23,7 +23,15 @@ from isochrone.wire.ids import (
     TenantId,
 )
 from isochrone.wire.keys import format_key, parse_key
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, KeyLimits, Pop, Route, RouteTable
+from isochrone.wire.routes import (
+    DeploymentEntry,
+    KeyEntry,
+    KeyLimits,
+    KeyTable,
+    Pop,
+    Route,
+    RouteTable,
+)
 from router.app import RouterApp, open_router
 from router.config import RouterConfig
 from tests.integration.router.fake_node import FakeNode, open_node
@@ -82,7 +90,7 @@ def a_table(
             for n, name in enumerate(names, 1)
         ),
         routes=tuple(sorted(routes, key=lambda route: route.replica_id)),
-        keys=tuple(keys) or (a_key(),),
+        keys=KeyTable.of(list(keys) or [a_key()]),
     )
 
 

@@ -505,6 +505,40 @@ async def test_a_handed_off_request_is_recorded_at_the_peer_and_its_failure_at_n
         await until_idle(bench)
 
 
+@pytest.mark.parametrize("takes_back", [False, True])
+async def test_a_handoff_counts_at_the_peer_before_there_is_a_token(
+    tmp_path: Path, takes_back: bool
+) -> None:
+    async with a_bench(tmp_path, 2, usage_interval_s=600) as bench:
+        target, peer = bench.nodes
+        fleet = bench.app.fleet
+        slow = a_route(peer, prefill_tokens_per_s=1000.0)
+        fleet.adopt(a_table([a_route(target, prefill_tokens_per_s=9000.0), slow], generation=2))
+        target.handed_off_to, target.announces, target.takes_back = "r-n2", True, takes_back
+
+        def requests() -> tuple[int, ...]:
+            loads = [fleet.in_flight.load_of(ReplicaId(name)) for name in ("r-n1", "r-n2")]
+            return tuple(load.requests for load in loads)
+
+        stream = asyncio.create_task(the_stream(bench, content="word " * 300))
+        async with asyncio.timeout(30):
+            while requests() != (0, 1):
+                await asyncio.sleep(0.005)
+        assert fleet.in_flight.load_of(ReplicaId("r-n2")).prefill_tokens > 0
+        target.may_answer.set()
+        response_headers, events = await stream
+        assert words(events).split() == [f"t{n}" for n in range(8)]
+        assert response_headers["x-isochrone-node"] == ("n1" if takes_back else "n2")
+        (row,) = await usage(bench)
+        assert row.node_id == ("n1" if takes_back else "n2")
+        await until_idle(bench)
+        assert requests() == (0, 0)
+        # The prompt is cached only where it was read.
+        target.announces, target.handed_off_to, target.takes_back = False, "", False
+        async with bench.chat("word " * 300) as response:
+            assert response.headers["x-isochrone-node"] == ("n1" if takes_back else "n2")
+
+
 async def test_a_failed_attempt_leaves_no_prefix_in_the_index(
     tmp_path: Path,
 ) -> None:

@@ -188,7 +188,7 @@ async def test_a_rollout_continues_after_a_kill_at_each_step(
     scheduler = SchedulerProcess(tmp_path, database_dsn)
     try:
         await scheduler.start()
-        body = {"engine": {"driver": "mock"}, "bounds": {"step_min_s": 0.0}}
+        body = {"engine": {"driver": "mock", "kv_memory_bytes": 1}, "bounds": {"step_min_s": 0.0}}
         made = await scheduler.ask("POST", "/v1/deployments/d/rollouts", body)
         path = f"/v1/rollouts/{made['rollout_id']}"
         for step in range(3):

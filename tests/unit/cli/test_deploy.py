@@ -43,7 +43,9 @@ def test_an_end_is_announced_moved_and_withdrawn() -> None:
     api: Any = Api()
     sent: list[dict[str, Any]] = []
 
-    def ask(method: str, path: str, body: dict[str, Any], **_: Any) -> dict[str, Any]:
+    def ask(method: str, path: str, body: Any = None, **_: Any) -> dict[str, Any]:
+        if path.endswith("/explain"):
+            return {"sizes_in_words": []}
         sent.append(body)
         api.row["deprecation"] = body["deprecation"]
         return dict(api.row)

@@ -242,7 +242,7 @@ def test_where_the_system_compiler_fails_the_packaged_one_builds(
     packaged.chmod(0o700)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(building, "_NEEDED", ())
-    monkeypatch.setattr(building, "_compilers", lambda: [("false",), (str(packaged), "cc")])
+    monkeypatch.setattr(building, "compilers", lambda: [("false",), (str(packaged), "cc")])
     path = kernels_library()
     assert path.read_text() == "library\n"
     assert kernels_library() == path
@@ -259,7 +259,7 @@ def test_a_prebuilt_library_is_used_on_processors_that_have_its_features(
         )
         assert kernels_library() == tmp_path / building.prebuilt_name(variant)
     monkeypatch.setattr(building, "_features", lambda: "flags : avx512f avx512bw avx512_vnni")
-    monkeypatch.setattr(building, "_compilers", list)
+    monkeypatch.setattr(building, "compilers", list)
     with pytest.raises(KernelsUnavailable, match="there is no C compiler"):
         kernels_library()
 

@@ -1,15 +1,20 @@
 """No body reaches an engine without the tenant's salt, however leniently the engine reads it."""
 
 import json
+import shutil
 import stat
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from isochrone.service.identity import Authority
+from isochrone.wire.control import CacheSaltSecret, Welcome
 from isochrone.wire.errors import ApiError
-from nodeagent.drivers.driver import with_salt
+from isochrone.wire.ids import ClusterId, Epoch
+from nodeagent.drivers.driver import with_fields
 from nodeagent.host.cache_salts import load_cache_salts
 
 SALT = "the tenant's salt"
@@ -50,7 +55,7 @@ def lenient_parse(body: bytes) -> Any:
 def check_salted(body: bytes) -> bool:
     """Return whether the body is forwarded; if so, every key that names the salt has ours."""
     try:
-        salted = with_salt(body, SALT)
+        salted = with_fields(body, {"cache_salt": SALT})
     except ApiError:
         return False
     pairs: list[tuple[str, Any]] = json.loads(salted, object_pairs_hook=list)
@@ -83,6 +88,43 @@ def test_no_mutated_object_reaches_an_engine_without_the_salt(
             st.sampled_from(PIECES)
         )
     check_salted(bytes(body))
+
+
+async def test_nodes_with_the_clusters_secret_compute_equal_salts(tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "a", "test", datetime.now(UTC))
+    again = Authority.load(tmp_path / "a")
+    secrets = {version: authority.cache_salt_secret(version) for version in (1, 2)}
+    assert secrets[1] == again.cache_salt_secret(1) != secrets[2]
+    other = Authority.create(tmp_path / "b", "test", datetime.now(UTC))
+    assert other.cache_salt_secret(1) != secrets[1]
+    folders = [tmp_path / name for name in ("n1", "n2")]
+    for folder in folders:
+        folder.mkdir()
+    nodes = [load_cache_salts(folder) for folder in folders]
+    assert not any(salts.is_shared for salts in nodes)
+    for version, secret in secrets.items():
+        offered = CacheSaltSecret(version=version, secret=secret)
+        welcome = Welcome(cluster_id=ClusterId("c"), epoch=Epoch(1), cache_salt=offered)
+        assert repr(secret) not in f"{welcome!r} {offered}" and "version" in str(welcome)
+        before = nodes[0].salt_of("acme")
+        for salts in nodes:
+            await salts.take(offered)
+        assert nodes[0].salt_of("acme") == nodes[1].salt_of("acme") != before
+        assert secret.hex() not in nodes[0].salt_of("acme") and "acme" not in repr(nodes[0])
+    # A restart without a scheduler, and a scheduler of a release that sends no secret.
+    restarted = load_cache_salts(folders[0])
+    await restarted.take(None)
+    assert restarted.is_shared and restarted.salt_of("acme") == nodes[1].salt_of("acme")
+    assert stat.S_IMODE((folders[0] / "cluster_cache_salt.key").stat().st_mode) == 0o600
+
+
+async def test_a_full_disk_does_not_keep_a_node_from_the_clusters_salts(tmp_path: Path) -> None:
+    folder = tmp_path / "n1"
+    folder.mkdir()
+    salts = load_cache_salts(folder)
+    shutil.rmtree(folder)
+    await salts.take(CacheSaltSecret(version=1, secret=bytes(32)))
+    assert salts.is_shared
 
 
 def test_salts_differ_by_tenant_and_node_and_survive_a_restart(tmp_path: Path) -> None:

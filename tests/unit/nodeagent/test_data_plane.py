@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from nodeagent import metrics
-from nodeagent.api.data_plane import _relay_body
+from nodeagent.api.answer_relay import relay_body
 
 
 class FakeExchange:
@@ -56,6 +56,6 @@ async def test_an_answer_is_counted_by_how_it_ended(
     outcomes = ("answered", "engine_failed", "client_disconnected")
     before = {name: counted(name) for name in outcomes}
     exchange: Any = FakeExchange(is_disconnected=is_disconnected)
-    await _relay_body(exchange, exchange, chunks(error), "answered")
+    await relay_body(exchange, exchange, chunks(error), "answered")
     assert {name for name in outcomes if counted(name) > before[name]} == {outcome}
     assert exchange.aborted == (outcome == "engine_failed")

@@ -209,6 +209,23 @@ def test_an_engine_without_progress_or_answers_is_killed(
     assert bool(reason) is is_unhealthy
 
 
+def test_one_failed_canary_is_enough_once_requests_left_a_silent_engine() -> None:
+    """A router takes a silent stream to another replica before the stall is long enough."""
+    silent = [(True, 1, 9, 0), *[(True, 1, 9, 1)] * 5]
+    assert not observed(silent).is_suspect
+    left = observed([*silent, (True, 1, 9, 0)])
+    assert left.is_suspect
+    assert observed([*silent, *[(True, 1, 9, 0)] * 9]).is_suspect
+    failed = health.after_canary(left, succeeded=False)
+    assert "canary" in health.kill_reason(failed, stall_s=15.0, in_flight=0)
+    # A canary's answer clears the suspicion, and so does any other progress.
+    assert not health.after_canary(left, succeeded=True).is_suspect
+    assert not observed([*silent, (True, 1, 9, 0), (True, 2, 9, 0)]).is_suspect
+    assert not observed([(True, 1, 9, 1), (True, 1, 9, 0)]).is_suspect, "a client that left"
+    one_failure = health.after_canary(health.EngineWatch(), succeeded=False)
+    assert health.kill_reason(one_failure, stall_s=15.0, in_flight=0) == ""
+
+
 def test_an_engine_whose_canaries_fail_is_killed() -> None:
     watch = msgspec.structs.replace(health.EngineWatch(), canary_failures=3)
     assert "canary" in health.kill_reason(watch, stall_s=15.0, in_flight=0)

@@ -15,7 +15,7 @@ from isochrone.wire.ids import DeviceId
 from isochrone.wire.model import EngineSettings
 from nodeagent.drivers import DRIVERS, installed_version
 from nodeagent.drivers import driver as driver_module
-from nodeagent.drivers.driver import DeviceMemory, EngineLaunch, UnknownOption, with_salt
+from nodeagent.drivers.driver import DeviceMemory, EngineLaunch, UnknownOption, with_fields
 from nodeagent.host.devices import DeviceReader, device_class
 from nodeagent.host.processes import passed_environment
 from tests.builders import GIB, a_spec
@@ -59,6 +59,7 @@ def test_a_driver_reports_what_is_not_installed(monkeypatch: pytest.MonkeyPatch)
         "embedded": "torch is not installed in the agent's environment",
         "mock": "",
         "vllm": "vllm is not on the PATH of the agent",
+        "llama_cpp": "llama-server is not on the PATH of the agent",
         "sglang": "sglang is not installed in the agent's environment",
         "tensorrt_llm": "trtllm-serve is not on the PATH of the agent",
     }
@@ -69,13 +70,19 @@ def test_a_cache_salt_from_the_client_is_replaced() -> None:
     body = (
         b'{"cache_salt":"b","model":"m", "stream":true,"cache_salt":null,"messages":[{"a":1.50}]}'
     )
-    salted = with_salt(body, 'a"b')
+    salted = with_fields(body, {"cache_salt": 'a"b'})
     assert msgspec.json.decode(salted) == {**msgspec.json.decode(body), "cache_salt": 'a"b'}
     assert salted.count(b"cache_salt") == 1
     assert b"1.50" in salted, "other fields are unchanged"
     with pytest.raises(ApiError, match="Expected `object`"):
-        with_salt(b'["no object"]', "a")
-    for driver, paths in (("vllm", 2), ("sglang", 2), ("tensorrt_llm", 1), ("embedded", 0)):
+        with_fields(b'["no object"]', {})
+    for driver, paths in (
+        ("vllm", 2),
+        ("llama_cpp", 2),
+        ("sglang", 2),
+        ("tensorrt_llm", 1),
+        ("embedded", 0),
+    ):
         assert len(DRIVERS[driver].salted_paths) == paths
 
 
@@ -188,7 +195,8 @@ def test_a_program_that_cannot_start_is_reported(
     def reason(text: str) -> str:
         program.write_text(text)
         program.chmod(0o755)
-        return installed_version.problem("vllm", (0, 11))
+        versions = installed_version.VersionRange(first=(0, 11), before=(1, 0))
+        return installed_version.problem("vllm", versions)
 
     assert "No such file" in reason("#!/nowhere/python3\n")
     assert "No package metadata was found for vllm" in reason(f"#!{sys.executable}\n")
@@ -196,6 +204,8 @@ def test_a_program_that_cannot_start_is_reported(
     monkeypatch.setattr(installed_version, "_version", lambda *_: "0.10.2")
     assert "0.10.2" in reason("")
     assert "install version 0.11 or later" in reason("")
+    monkeypatch.setattr(installed_version, "_version", lambda *_: "1.0.1")
+    assert "install a version from 0.11 to below 1.0" in reason("")
     monkeypatch.setattr(installed_version, "_version", lambda *_: "0.32.0+cpu")
     assert reason("") == ""
 

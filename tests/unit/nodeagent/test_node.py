@@ -7,6 +7,7 @@ from typing import Any
 
 from isochrone.wire.assignment import Assignment
 from isochrone.wire.ids import BootId
+from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.node import NodeState
 from tests.unit.nodeagent.test_decide import an_assignment
 
@@ -31,7 +32,7 @@ async def test_the_newest_assignment_is_accepted_once_the_disk_stores_it() -> No
     file: Any = FullDisk()
     identity: Any = SimpleNamespace(name="n1", cluster_id="c")
     devices: Any = None
-    node = NodeState(identity, BootId("b"), file, devices)
+    node = NodeState(identity, BootId("b"), file, devices, CacheSalts(bytes(32)))
     file.may_proceed.set()
     await node.accept(an_assignment(generation=5))
     file.may_proceed.clear()

@@ -229,6 +229,25 @@ async def test_a_failed_engine_is_not_warm_while_it_is_stopped(fixture: Supervis
     await fixture.warm(engines=2)
 
 
+async def test_a_restarted_replica_reports_why_until_it_is_warm(
+    fixture: SupervisorFixture,
+) -> None:
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    reasons: list[tuple[ReplicaState, str]] = []
+
+    async def is_ready(self: FakeEngine) -> bool:
+        reasons.append((fixture.replica.state, fixture.replica.report().reason))
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeEngine, "is_ready", is_ready)
+        fixture.engines.started[0].exited.set()
+        await fixture.warm(engines=2)
+    assert reasons == [(ReplicaState.LOADING, "restarted after: the engine exited: the last line")]
+    assert fixture.replica.report().reason == ""
+
+
 async def test_an_engine_kept_at_shutdown_is_released_and_not_stopped(
     fixture: SupervisorFixture,
 ) -> None:

@@ -20,7 +20,7 @@ from isochrone.wire.ids import (
     TenantId,
 )
 from isochrone.wire.keys import format_key, parse_key
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route, RouteTable
+from isochrone.wire.routes import DeploymentEntry, KeyEntry, KeyTable, Route, RouteTable
 from router.apis.openai.decode import CHAT, decode, wants_usage, with_usage_requested
 from router.decide.authentication import AuthenticationCache, authenticate, may_use
 from router.decide.table_acceptance import check_table, merge_additions
@@ -64,7 +64,7 @@ def test_the_error_says_what_is_wrong_with_a_key(
     header: str | None, key: KeyEntry, words: str
 ) -> None:
     with pytest.raises(ApiError, match=words) as caught:
-        authenticate({key.key_id: key}, header, 100.0)
+        authenticate(KeyTable.of([key]), header, 100.0)
     assert caught.value.code is ErrorCode.INVALID_KEY
     assert TEXT[17:50] not in caught.value.message
 
@@ -73,28 +73,28 @@ def test_the_error_says_what_is_wrong_with_a_key(
 @given(st.text() | st.text(min_size=67, max_size=67).map(lambda text: f"Bearer {text}"))
 def test_any_other_text_in_place_of_a_key_is_refused(header: str) -> None:
     with pytest.raises(ApiError) as caught:
-        authenticate({a_key().key_id: a_key()}, header, 100.0)
+        authenticate(KeyTable.of([a_key()]), header, 100.0)
     assert caught.value.code is ErrorCode.INVALID_KEY
 
 
 def test_a_valid_key_may_use_its_deployments() -> None:
     key = a_key(expires_at=200.0, deployments=("a",))
-    assert authenticate({key.key_id: key}, f"bearer  {TEXT} ", 100.0) is key
+    assert authenticate(KeyTable.of([key]), f"bearer  {TEXT} ", 100.0) is key
     assert (may_use(key, "a"), may_use(key, "b"), may_use(a_key(), "b")) == (True, False, True)
 
 
 def test_a_cached_key_is_accepted_only_as_long_as_the_table_has_it() -> None:
     cache, header = AuthenticationCache(), f"Bearer {TEXT}".encode()
     key = a_key(expires_at=200.0)
-    keys = {key.key_id: key}
+    keys = KeyTable.of([key])
     assert cache.authenticate(keys, header, 100.0) is key
     assert cache.authenticate(keys, header, 199.0) is key
     with pytest.raises(ApiError, match="expired"):
         cache.authenticate(keys, header, 200.0)
-    renewed = {key.key_id: a_key()}
-    assert cache.authenticate(renewed, header, 300.0) is renewed[key.key_id]
+    renewed = KeyTable.of([a_key()])
+    assert cache.authenticate(renewed, header, 300.0) is renewed.get(key.key_id)
     with pytest.raises(ApiError, match="Incorrect API key provided: it is unknown or revoked"):
-        cache.authenticate({}, header, 300.0)
+        cache.authenticate(KeyTable(), header, 300.0)
     with pytest.raises(ApiError, match="form"):
         cache.authenticate(renewed, header[:-1], 300.0)
 
@@ -132,7 +132,7 @@ def a_table(
             )
             for name in replicas
         ),
-        keys=tuple(
+        keys=KeyTable.of(
             KeyEntry(
                 key_id=KeyId(f"k{n}"),
                 secret_sha256="",

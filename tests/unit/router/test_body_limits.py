@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId, TenantId
-from isochrone.wire.routes import KeyEntry, KeyLimits
+from isochrone.wire.routes import KeyEntry, KeyLimits, KeyTable
 from ops.bench.bench_router import KEY, route_table
 from router.config import RouterConfig
 from router.dataplane.body_inflater import OUTPUT_SLICE_BYTES, BodyInflater
@@ -250,8 +250,8 @@ def test_a_compressed_body_that_is_cut_short_or_followed_by_more_is_refused(cut:
 def test_a_key_over_its_rate_is_refused_before_a_costly_body_is_read(tmp_path: Path) -> None:
     loop = ManualLoop()
     table = route_table(1, 2)
-    key = replace(table.keys[0], limits=KeyLimits(requests_per_min=1))
-    router = RequestPath(loop, replace(table, keys=(key,)), tmp_path)
+    key = replace(next(iter(table.keys)), limits=KeyLimits(requests_per_min=1))
+    router = RequestPath(loop, replace(table, keys=KeyTable.of([key])), tmp_path)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\n"
     costly = (
         b"content-length: 100000\r\n",

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from isochrone import compiled
+
 ROOT = Path(__file__).parent.parent.parent.parent
 
 
 def hot() -> Iterator[Path]:
-    for node in ast.parse((ROOT / "setup.py").read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "HOT":
-            for name in ast.literal_eval(node.value):
-                found = sorted(ROOT.glob(name))
-                assert found, f"setup.py: no {name} to compile"
-                yield from found
+    for name in compiled.HOT:
+        assert list(ROOT.glob(name)), f"isochrone/compiled.py: no {name} to compile"
+    yield from (ROOT / name for name in compiled.hot_modules(ROOT))
 
 
 def rel(path: Path) -> str:

@@ -11,7 +11,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId, TenantId
 from isochrone.wire.keys import format_key
 from isochrone.wire.model import Price
-from isochrone.wire.routes import KeyEntry, KeyLimits
+from isochrone.wire.routes import KeyEntry, KeyLimits, KeyTable
 from router.decide.authentication import authenticate
 from router.decide.limits import DAY_S, AdmittedRequest, KeyLimiter, LimitExceeded, format_duration
 
@@ -193,10 +193,12 @@ def test_guessed_keys_leave_no_state() -> None:
     for n in range(2000):
         text = format_key(KeyId(f"{n:012d}"), n.to_bytes(32, "big"))
         with pytest.raises(ApiError):
-            authenticate({known.key_id: known}, f"Bearer {text}", 0.0)
+            authenticate(KeyTable.of([known]), f"Bearer {text}", 0.0)
     assert len(limiter) == 0
     limiter.admit(known, 1, 0.0, NOON)
-    limiter.keep_only({KeyId("other")})
+    limiter.forget([KeyId("other")])
+    assert limiter.key_ids() == [known.key_id]
+    limiter.forget([known.key_id])
     assert len(limiter) == 0
 
 

@@ -120,9 +120,10 @@ def test_an_unsupported_request_is_refused_with_its_field(fields: Any, param: st
     assert refused.value.param == param
 
 
-def test_a_complete_answer_becomes_a_response() -> None:
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_a_complete_answer_becomes_a_response(name: str) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
-    message = {"reasoning_content": "hm", "content": "hello", "tool_calls": [call]}
+    message = {name: "hm", "content": "hello", "tool_calls": [call]}
     choice = {"message": message, "finish_reason": "tool_calls"}
     body = json.dumps({"choices": [choice], "usage": USAGE}).encode()
     events = ResponseEvents(a_new_response(tools=[TOOL]))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from router.dataplane.exchange import AttemptFailed
 from router.dataplane.response_checks import read_usage
 from router.dataplane.sse import (
+    DONE_FRAME,
     FRAME_BYTES_MAX,
     UNREAD_BYTES_MAX,
     MalformedStream,
@@ -136,8 +137,24 @@ def test_the_frames_of_another_node_continue_the_same_stream() -> None:
     assert relay.generated() == (3, "abc", True, None)
 
 
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_stream_that_ends_well_after_an_error_event_is_not_done(is_split: bool) -> None:
+    """vLLM whose engine core has died sends an error event and then `[DONE]`."""
+    relay = StreamRelay(wants_usage=True)
+    relay.feed(FRAMES[0] + token("a"))
+    failure = data_frame({"error": {"message": "EngineCore encountered an issue", "code": 500}})
+    parts = [failure, DONE_FRAME] if is_split else [failure + DONE_FRAME]
+    assert b"".join(relay.feed(part) for part in parts) == b""
+    assert (relay.has_failed, relay.is_done) == (True, False)
+    relay.resume()
+    assert relay.feed(FRAMES[0] + token("b") + DONE_FRAME) == token("b") + DONE_FRAME
+    assert relay.is_done
+
+
 @pytest.mark.parametrize(
-    "delta", [{"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}], ids=["tools", "reasons"]
+    "delta",
+    [{"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}, {"reasoning": "hm"}],
+    ids=["tools", "reasons", "reasons in vLLM"],
 )
 def test_output_other_than_text_is_not_plain(delta: dict[str, object]) -> None:
     relay = StreamRelay(wants_usage=False)

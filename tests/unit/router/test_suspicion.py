@@ -2,7 +2,12 @@
 
 import msgspec
 
-from router.decide.suspicion import FINGERPRINTS_MAX, EngineLoss, SuspectTable
+from router.decide.suspicion import (
+    FINGERPRINTS_MAX,
+    PROGRESS_TOKENS_MIN,
+    EngineLoss,
+    SuspectTable,
+)
 from router.metrics import Metrics
 from router.poison_guard import PoisonGuard
 from router.suspicion_sharing import OUTBOX_ROWS_MAX, SharedSuspicions, SuspicionOutbox
@@ -41,6 +46,30 @@ def test_equal_requests_that_ran_on_one_engine_count_its_loss_once() -> None:
     # The replica's next engine.
     table.record_loss(a_loss(1.1, 1.2))
     assert table.refused_for_s(b"f", 1.2) > 0.0
+
+
+def at_tokens(loss: EngineLoss, sent: int, lost: int) -> EngineLoss:
+    loss.sent_token, loss.lost_token = sent, lost
+    return loss
+
+
+def test_a_request_that_came_further_on_its_next_engine_is_not_refused_once() -> None:
+    table = a_table()
+    table.record_loss(at_tokens(a_loss(0.0, 1.0, "r1"), 0, 10))
+    # A bystander of two losses: the rest of its answer was on its way.
+    table.record_loss(at_tokens(a_loss(1.1, 2.0, "r2"), 10, 10 + PROGRESS_TOKENS_MIN))
+    assert table.refused_for_s(b"f", 2.0) == 0.0 and table.is_suspect(b"f", 2.0)
+    # A poison that fails later each time costs one engine more than others, and no further one.
+    table.record_loss(at_tokens(a_loss(2.1, 3.0, "r1"), 14, 40))
+    assert table.refused_for_s(b"f", 3.0) > 0.0
+
+
+def test_a_request_that_makes_engines_fail_at_the_same_token_is_refused() -> None:
+    for sent, lost in ((5, 5), (5, 5 + PROGRESS_TOKENS_MIN - 1), (0, 5), (0, 0), (0, 8)):
+        table = a_table()
+        table.record_loss(at_tokens(a_loss(0.0, 1.0, "r1"), 0, 5))
+        table.record_loss(at_tokens(a_loss(1.1, 2.0, "r2"), sent, lost))
+        assert table.refused_for_s(b"f", 2.0) > 0.0, (sent, lost)
 
 
 def test_an_answer_clears_a_request_and_only_that_one() -> None:

@@ -164,5 +164,6 @@ def test_reasoning_is_returned() -> None:
     message = {"role": "assistant", "content": "4", "reasoning_content": "2 + 2"}
     body = json.dumps({"choices": [{"message": message}]}).encode()
     assert result_of(body) == {"response": "4", "reasoning_content": "2 + 2"}
-    frame = data_frame({"choices": [{"index": 0, "delta": {"reasoning_content": "2"}}]})
-    assert json.loads(translate_frame(frame)[6:]) == {"response": "", "reasoning_content": "2"}
+    for name in ("reasoning_content", "reasoning"):
+        frame = data_frame({"choices": [{"index": 0, "delta": {name: "2"}}]})
+        assert json.loads(translate_frame(frame)[6:]) == {"response": "", "reasoning_content": "2"}

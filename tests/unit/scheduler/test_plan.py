@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -242,6 +243,30 @@ def test_a_loading_replica_does_not_end_an_old_one() -> None:
         ),
     )
     assert [ending.replica_id for ending in plan_deployments(cluster).endings] == ["crashed"]
+
+
+@pytest.mark.parametrize(
+    ("old", "endings"),
+    [
+        ({"state": "wanted", "restarts": 2}, ["old"]),
+        ({"state": "loading", "restarts": 4}, ["old"]),
+        ({"state": "loading", "restarts": 1}, []),
+        ({"state": "warm", "restarts": 4}, []),
+    ],
+)
+def test_a_broken_old_version_does_not_restart_beside_its_successor(
+    old: dict[str, Any], endings: list[str]
+) -> None:
+    new = a_placement("new", "ams-1", version=2, state="loading")
+    cluster = a_cluster(
+        nodes=NODES,
+        deployments=(a_deployment(version=2),),
+        placements=(a_placement("old", "ams-1", **old), new),
+    )
+    assert [ending.replica_id for ending in plan_deployments(cluster).endings] == endings
+    # Before the new version has a replica, the old one may still become warm.
+    alone = msgspec.structs.replace(cluster, placements=cluster.placements[:1])
+    assert plan_deployments(alone).endings == ()
 
 
 def test_a_preempted_replica_does_not_count_for_a_draining_one() -> None:

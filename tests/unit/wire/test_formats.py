@@ -16,6 +16,7 @@ import pytest
 from isochrone.service import files
 from isochrone.wire.control import register_payload
 from isochrone.wire.ids import BootId, ClusterId
+from isochrone.wire.key_table import decode_hook, encode_hook
 from ops.golden.make_formats import FILE, TO_ALL, TO_SCHEDULERS, fields_of
 from router.usage_journal import UsageJournal
 from scheduler.store.migrate import read_migrations
@@ -26,8 +27,8 @@ BEFORE = json.loads(FILE.read_text())
 @pytest.mark.parametrize("kind", [*TO_SCHEDULERS, *TO_ALL], ids=lambda kind: str(kind.__name__))
 def test_formats_of_the_previous_release_are_read(kind: Any) -> None:
     for written in BEFORE[kind.__name__].values():
-        read = msgspec.json.decode(json.dumps(written), type=kind)
-        assert agrees(written, json.loads(msgspec.json.encode(read)))
+        read = msgspec.json.decode(json.dumps(written), type=kind, dec_hook=decode_hook)
+        assert agrees(written, json.loads(msgspec.json.encode(read, enc_hook=encode_hook)))
 
 
 def agrees(written: Any, read: Any) -> bool:

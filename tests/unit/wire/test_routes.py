@@ -23,6 +23,7 @@ from isochrone.wire.ids import (
 from isochrone.wire.routes import (
     DeploymentEntry,
     KeyEntry,
+    KeyTable,
     Pop,
     Route,
     RouteTable,
@@ -85,7 +86,7 @@ def tables(draw: st.DrawFn, generation: int) -> RouteTable:
         pops=rows(pop),
         deployments=rows(entry),
         routes=rows(route),
-        keys=rows(key),
+        keys=KeyTable.of(rows(key)),
         keys_revoked=rows(lambda name, _: KeyId(f"x-{name}")),
     )
 

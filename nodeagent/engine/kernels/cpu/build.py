@@ -79,13 +79,13 @@ def kernels_library() -> Path:
         path = PREBUILT_FOLDER / prebuilt_name(variant)
         if set(variant.features) <= set(features.split()) and path.is_file():
             return path
-    compilers = _compilers()
-    paths = [_folder() / f"kernels-{_digest(command, features)}.so" for command in compilers]
+    commands = compilers()
+    paths = [_folder() / f"kernels-{_digest(command, features)}.so" for command in commands]
     for path in paths:
         if path.is_file():
             return path
     failures = []
-    for compiler, path in zip(compilers, paths, strict=True):
+    for compiler, path in zip(commands, paths, strict=True):
         try:
             _build(compiler, path)
             return path
@@ -132,7 +132,7 @@ def _build(compiler: tuple[str, ...], path: Path) -> None:
         new.replace(path)
 
 
-def _compilers() -> list[tuple[str, ...]]:
+def compilers() -> list[tuple[str, ...]]:
     """Return the commands of the C compilers here, the preferred one first."""
     found = next(filter(None, map(shutil.which, _COMPILERS)), None)
     commands: list[tuple[str, ...]] = [(found,)] if found else []

@@ -9,7 +9,12 @@ import msgspec
 from isochrone.wire.ids import DeviceId, NodeId, PopId
 from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, PlacementPolicy
 from isochrone.wire.routes import Pop
-from scheduler.decide.capacity.replica_capacity import gib, overhead_bytes
+from scheduler.decide.capacity.replica_capacity import (
+    gib,
+    kv_minimum_bytes,
+    overhead_bytes,
+    weights_bytes_per_device,
+)
 from scheduler.decide.cluster import FleetNode, Liveness, Placement
 
 DISK_MARGIN_BYTES: Final = 1024**3
@@ -40,15 +45,23 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
         """The node whose engine accepts requests."""
         return self.parts[0].node
 
+    @property
+    def device_class(self) -> str:
+        """The class of its devices, which are all of one."""
+        first = self.parts[0].device_ids[0]
+        return next(d.device_class for d in self.leader.devices if d.device_id == first)
+
 
 def replica_memory_bytes(model: CatalogModel, engine: EngineSettings) -> int:
     """Return the bytes that a replica takes of each of its devices.
 
-    Weights are split over the devices; KV cache and overhead are needed on each.
+    Weights are split over the devices; KV cache and overhead are needed on each. Without a KV size
+    this is the least that the replica can start with; `grow_into_free_memory` adds to it.
     """
     if engine.memory_bytes:
         return engine.memory_bytes
-    return model.weights_bytes // engine.devices + engine.kv_memory_bytes + overhead_bytes(model)
+    kv_bytes = engine.kv_memory_bytes or kv_minimum_bytes(model, engine)
+    return weights_bytes_per_device(model, engine) + kv_bytes + overhead_bytes(model)
 
 
 def free_memory(nodes: Iterable[FleetNode], placements: Iterable[Placement]) -> FreeMemory:

@@ -1,0 +1,144 @@
+"""Finds the compiled request path of a checkout: extension modules made from exactly its sources.
+
+A wheel has its extension modules beside the sources, where Python finds them by itself. A checkout
+has them in `build/request_path/DIGEST`, where DIGEST is of every source that the compiler read. A
+source that was edited since has another digest, so a stale extension module is never loaded: the
+sources run instead until `python -m ops.packaging.compile_request_path` has compiled them again.
+
+In a checkout the environment variable ISOCHRONE_COMPILED chooses: `0` runs the sources, `1` refuses
+to start without extension modules, and otherwise they are used if they are there.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+HOT: Final = (
+    "isochrone/wire/keys.py",
+    "router/admission_queue.py",
+    "router/apis/dispatch.py",
+    "router/apis/openai/decode.py",
+    "router/apis/openai/prompt.py",
+    "router/apis/openai/surface.py",
+    "router/apis/request_ids.py",
+    "router/attempt_runner.py",
+    "router/dataplane/body_admission.py",
+    "router/dataplane/body_inflater.py",
+    "router/dataplane/deadlines.py",
+    "router/dataplane/exchange.py",
+    "router/dataplane/http1.py",
+    "router/dataplane/http_messages.py",
+    "router/dataplane/inline_task.py",
+    "router/dataplane/node_connection.py",
+    "router/dataplane/request_reader.py",
+    "router/dataplane/response_checks.py",
+    "router/dataplane/server.py",
+    "router/dataplane/sse.py",
+    "router/dataplane/upstream.py",
+    "router/decide/[a-z]*.py",
+    "router/feedback.py",
+    "router/fleet_state.py",
+    "router/inference_request.py",
+    "router/pipeline.py",
+    "router/poison_guard.py",
+    "router/proxy_headers.py",
+    "router/record.py",
+    "router/request_context.py",
+    "router/request_counts.py",
+    "router/usage_journal.py",
+)
+"""The modules that are compiled, as patterns. Left out are modules with structs, which only msgspec
+can make, and those that no request passes through."""
+
+GROUP: Final = "router"
+"""The library that holds the code of all modules is named after it."""
+
+SETTING: Final = "ISOCHRONE_COMPILED"
+ROOT: Final = Path(__file__).parents[1]
+BUILDS: Final = Path("build", "request_path")
+_READ: Final = ("setup.py", "isochrone/*.py", "isochrone/wire", "isochrone/service", "router")
+"""What the compiler reads of this project: it builds constants and types of uncompiled modules
+into the compiled ones, too."""
+
+
+def hot_modules(root: Path) -> list[str]:
+    """Return the paths of the modules to compile, relative to `root`."""
+    return [str(path.relative_to(root)) for name in HOT for path in sorted(root.glob(name))]
+
+
+def sources(root: Path) -> list[Path]:
+    """Return the files of a checkout that its compiled request path depends on."""
+    found: list[Path] = []
+    for name in _READ:
+        folder = root / name
+        found += sorted(folder.rglob("*.py") if folder.is_dir() else root.glob(name))
+    return found
+
+
+def digest(root: Path) -> str:
+    """Return the digest of a checkout's sources and of the interpreter that extensions fit."""
+    hashed = hashlib.sha256(EXTENSION_SUFFIXES[0].encode())
+    for path in sources(root):
+        text = path.read_bytes()
+        hashed.update(f"\0{path.relative_to(root)}\0{len(text)}\0".encode())
+        hashed.update(text)
+    return hashed.hexdigest()[:32]
+
+
+def folder(root: Path = ROOT) -> Path:
+    """Return where the compiled request path of a checkout is, or would be."""
+    return root / BUILDS / digest(root)
+
+
+class CompiledRequestPath(MetaPathFinder):
+    """Finds the extension modules of a checkout before Python finds their sources."""
+
+    def __init__(self, root: Path) -> None:
+        """Look in the checkout `root`."""
+        self._root = root
+        self._hot: dict[str, str] | None = None
+        self._folder: Path | None = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the extension module `fullname`, None if it is not a compiled one."""
+        if not fullname.startswith(("router", "isochrone.wire.")):
+            return None
+        name = self._files().get(fullname)
+        if name is None or self._folder is None:
+            return None
+        file = str(self._folder / name)
+        return spec_from_file_location(fullname, file, loader=ExtensionFileLoader(fullname, file))
+
+    def _files(self) -> dict[str, str]:
+        """Return the file of each extension module; read the sources when it is first needed."""
+        if self._hot is None:
+            suffix = EXTENSION_SUFFIXES[0]
+            stems = [name.removesuffix(".py") for name in hot_modules(self._root)]
+            stems.append(f"{GROUP}__mypyc")
+            self._hot = {stem.replace("/", "."): stem + suffix for stem in stems}
+            built = folder(self._root)
+            if built.is_dir():
+                self._folder = built
+            elif os.environ.get(SETTING) == "1":
+                raise ImportError(
+                    f"cannot load the compiled request path: these sources are not compiled;"
+                    f" run `make compiled`, or unset {SETTING}"
+                )
+        return self._hot
+
+
+def install() -> None:
+    """Use the compiled request path of this checkout, if there may be one and it is wanted."""
+    setting = os.environ.get(SETTING, "")
+    is_checkout = (ROOT / "setup.py").is_file()
+    if is_checkout and (setting == "1" or (setting != "0" and (ROOT / BUILDS).is_dir())):
+        sys.meta_path.insert(0, CompiledRequestPath(ROOT))

@@ -1,0 +1,54 @@
+"""The transfer of a prompt's KV blocks from a prefill engine to a decode engine.
+
+The decode node's agent runs it. It sends the request to its own engine with TRANSFER, which names
+the transfer, and the same request with TRANSFER and LEG to the prefill replica's node. That one
+answers with the blocks of the prompt as they are computed (CONTENT_TYPE, see the engine's
+`kvcache/transfer_frames.py`), and the agent passes them to its own engine under TRANSFERS_PATH:
+
+GET describes the prompt (ExpectedPrompt), POST takes blocks (ReceivedBlocks), and DELETE tells the
+engine to compute what has not arrived.
+"""
+
+from typing import Final
+
+import msgspec
+
+LEG: Final = "x-isochrone-leg"
+PREFILL_LEG: Final = "prefill"
+"""The value of LEG: read the prompt and answer with its KV blocks, without generating text."""
+
+TRANSFER: Final = "x-isochrone-kv-transfer"
+"""The transfer's id, 32 random hexadecimal digits. Digests in the stream depend on it."""
+
+FIRST_BLOCK: Final = "x-isochrone-kv-first-block"
+"""The first block that the decode engine lacks."""
+
+CONTENT_TYPE: Final = "application/x-isochrone-kv"
+TRANSFERS_PATH: Final = "/kv/transfers/"
+
+
+class ExpectedPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompt of a request that waits for its KV.
+
+    Of its `blocks` full blocks, the first `cached_blocks` are on the device, and the first
+    `held_blocks` in some tier of the engine.
+    """
+
+    prompt_tokens: int
+    blocks: int
+    cached_blocks: int
+    held_blocks: int
+    block_tokens: int
+
+
+class ReceivedBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a complete transfer. `cached_tokens` were in the prefill engine's cache."""
+
+    blocks: int
+    transfer_bytes: int
+    cached_tokens: int
+
+
+def is_transfer_id(text: str) -> bool:
+    """Return whether `text` can be the id of a transfer."""
+    return len(text) == 32 and all(digit in "0123456789abcdef" for digit in text)

@@ -1,0 +1,227 @@
+"""llama.cpp (`llama-server`), for CPUs and consumer GPUs. Its models are GGUF files.
+
+Its prefix cache cannot be separated by tenant: a prompt is compared with what a slot holds, whoever
+sent that, and `cached_tokens` would show a tenant which prompts of others begin like its own.
+Therefore requests ask for no cache, unless the deployment says that its tenants may share one.
+"""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from isochrone.wire import headers
+from isochrone.wire.assignment import ReplicaSpec
+from isochrone.wire.engine import EngineStats
+from isochrone.wire.engine_options import FALSE, TRUE
+from nodeagent.drivers.driver import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    EngineCommand,
+    EngineLaunch,
+    UnknownOption,
+    check_options,
+    flags,
+    missing_program,
+    read_prometheus,
+    require_one_node,
+    visible_devices,
+)
+from nodeagent.drivers.gguf_metadata import GgufError, attention_size
+
+PROGRAM: Final = "llama-server"
+HELP_TIMEOUT_S: Final = 10.0
+NO_CACHE: Final = "--no-cache-prompt"
+ARGUMENTS: Final = (
+    NO_CACHE,
+    *("--model", "--alias", "--host", "--ctx-size", "--parallel", "--threads", "--threads-batch"),
+    *("--batch-size", "--ubatch-size", "--cache-ram", "--n-gpu-layers", "--device"),
+    *("--offline", "--metrics", "--no-slots", "--no-context-shift", "--no-kv-unified"),
+)
+"""The arguments that this driver gives. A version that lacks one of them is refused: releases have
+numbers of builds, and the help is what says what a build can do."""
+
+SHARED_CACHE_OPTION: Final = "shared_prompt_cache"
+"""An option of this driver, which llama.cpp does not get."""
+
+SLOTS_MAX: Final = 32
+SLOTS_DEFAULT: Final = 4
+"""Sequences at once: at most, if they fit in the KV memory; and without a plan for that memory."""
+
+CPU_BATCH_TOKENS: Final = 128
+"""Tokens of a step on a CPU. While a step runs, neither health checks that read the statistics nor
+other requests are answered: an 8B model prefills some 30 tokens/s on 8 cores."""
+
+BYTES_PER_VALUE: Final = {
+    **{"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 32, "q5_0": 22 / 32},
+    **{"q4_1": 20 / 32, "q4_0": 18 / 32, "iq4_nl": 18 / 32},
+}
+"""By type of the KV cache (ggml's blocks of 32 values)."""
+
+
+class LlamaCppDriver:
+    """Starts llama.cpp's server on a Unix socket."""
+
+    health_path = "/health"
+    stats_path = metrics_path = "/metrics"
+    # Quantised products depend on the batch.
+    resumes = headers.INEXACT
+    tokenize_path = ""
+    salted_paths: frozenset[str] = frozenset({CHAT_PATH, COMPLETIONS_PATH})
+    sequences_option = "parallel"
+    sequences_default = 0
+    is_queue_fair = False
+
+    def missing(self) -> str:
+        """Return an error message if llama-server is missing or cannot be used, else ""."""
+        found = shutil.which(PROGRAM)
+        if found is None:
+            return missing_program(PROGRAM)
+        try:
+            return _problem(found, Path(found).stat().st_mtime_ns)
+        except OSError as error:
+            return f"{PROGRAM} at {found} cannot start: {error}"
+
+    def command(self, launch: EngineLaunch) -> EngineCommand:
+        """Return the server's command. Raises UnknownOption."""
+        spec = launch.spec
+        check_options(spec)
+        require_one_node(spec, "llama.cpp runs on one node; use vllm, sglang or embedded")
+        options = dict(spec.engine.options)
+        shares_cache = options.pop(SHARED_CACHE_OPTION, "false").lower() in TRUE
+        model = gguf_file(launch.model_path)
+        cache = _kv_layout(launch, model)
+        options["parallel"] = str(cache.slots)
+        options["kv_unified"] = str(cache.is_unified).lower()
+        on_cpu = spec.device_ids == ("cpu",)
+        if on_cpu:
+            options.setdefault("batch_size", str(CPU_BATCH_TOKENS))
+            options.setdefault("ubatch_size", options["batch_size"])
+        options.setdefault("threads", str(launch.threads))
+        options.setdefault("threads_batch", options["threads"])
+        socket = str(launch.folder / "engine.sock")
+        return EngineCommand(
+            arguments=(
+                *(PROGRAM, "--model", str(model), "--alias", spec.name, "--host", socket),
+                *("--ctx-size", str(cache.tokens)),
+                *(("--device", "none", "--n-gpu-layers", "0") if on_cpu else _gpu_flags(spec)),
+                *("--offline", "--metrics", "--no-slots", "--no-context-shift"),
+                # The cache of idle slots in host memory takes 8 GiB by default.
+                *("--cache-ram", "0", *(() if shares_cache else (NO_CACHE,))),
+                *flags("llama_cpp", options),
+            ),
+            base_url="http://localhost",
+            socket=socket,
+            environment=visible_devices(spec),
+        )
+
+    def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
+        """Return the fields that keep a tenant from the prompts of others. There is no priority."""
+        return {"cache_prompt": NO_CACHE not in command.arguments, "id_slot": -1}
+
+    def read_stats(self, body: bytes) -> EngineStats:
+        """Read the requests running and waiting, the speeds and the token counters."""
+        found = read_prometheus(body)
+        cached = int(found.get("llamacpp:prompt_tokens_cached_total", 0))
+        return EngineStats(
+            running=int(found.get("llamacpp:requests_processing", 0)),
+            waiting=int(found.get("llamacpp:requests_deferred", 0)),
+            prefill_tokens_per_s=found.get("llamacpp:prompt_tokens_seconds", 0.0),
+            decode_tokens_per_s=found.get("llamacpp:predicted_tokens_seconds", 0.0),
+            tokens_out_total=int(found.get("llamacpp:tokens_predicted_total", 0)),
+            prompt_tokens_total=int(found.get("llamacpp:prompt_tokens_total", 0)) + cached,
+            prefix_hit_tokens_total=cached,
+            steps_total=int(found.get("llamacpp:n_decode_total", 0)),
+        )
+
+
+def gguf_file(folder: Path) -> Path:
+    """Return the GGUF file of a model's folder: its first part, if it has several.
+
+    Raises UnknownOption if there is none, or more than one model.
+    """
+    files = [path for path in sorted(folder.glob("*.gguf")) if not path.name.startswith("mmproj")]
+    parts = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
+    first = [path for path in files if (m := parts.search(path.name)) is None or m[1] == "00001"]
+    if len(first) != 1:
+        found = ", ".join(path.name for path in first) or "none"
+        raise UnknownOption(
+            f"cannot start llama_cpp: it needs a model of one GGUF file, found {found}; convert "
+            "the model, or add it to the catalogue with --file"
+        )
+    return first[0]
+
+
+class KvLayout(NamedTuple):
+    """The KV cache: its slots (sequences at once), its tokens, and whether slots share them all."""
+
+    slots: int
+    tokens: int
+    is_unified: bool
+
+
+def _kv_layout(launch: EngineLaunch, model: Path) -> KvLayout:
+    """Return the KV cache that fits in the planned memory.
+
+    Each slot has a whole context of its own, which is faster than one cache for all, unless more
+    slots are asked for than fit in this way. Raises UnknownOption.
+    """
+    engine, context = launch.spec.engine, launch.spec.context_tokens
+    given = engine.options.get("parallel", "")
+    if given and not (given.isascii() and given.isdigit() and 0 < int(given) <= 1024):
+        raise UnknownOption(f"cannot use parallel {given!r}: expected a number from 1 to 1024")
+    is_unified = engine.options.get("kv_unified", "false").lower() in TRUE
+    kv_bytes = engine.kv_memory_bytes * len(launch.spec.device_ids)
+    if not kv_bytes:
+        slots = int(given) if given else SLOTS_DEFAULT
+        return KvLayout(slots, slots * context, is_unified)
+    tokens = int(kv_bytes / _token_bytes(engine.options, model))
+    slots = int(given) if given else min(SLOTS_MAX, tokens // context)
+    must_share = slots * context > tokens
+    if tokens < context or (must_share and engine.options.get("kv_unified", "") in FALSE):
+        wanted = f"{slots} sequences" if slots > 1 else "one sequence"
+        raise UnknownOption(
+            f"cannot start llama_cpp: {kv_bytes} bytes of KV cache hold {tokens} tokens, too few"
+            f" for {wanted} of {context}; raise --kv-bytes or lower --context-tokens"
+        )
+    return KvLayout(slots, min(tokens, slots * context), is_unified or must_share)
+
+
+def _token_bytes(options: Mapping[str, str], model: Path) -> float:
+    """Return the KV cache of one token in bytes. Raises UnknownOption."""
+    kinds = [options.get(name, "f16") for name in ("cache_type_k", "cache_type_v")]
+    if unknown := [kind for kind in kinds if kind not in BYTES_PER_VALUE]:
+        known = ", ".join(BYTES_PER_VALUE)
+        raise UnknownOption(f"cannot use cache type {unknown[0]!r}: expected one of {known}")
+    try:
+        size = attention_size(model)
+    except GgufError as error:
+        raise UnknownOption(f"cannot start llama_cpp: {error}") from error
+    return size.keys * BYTES_PER_VALUE[kinds[0]] + size.values * BYTES_PER_VALUE[kinds[1]]
+
+
+def _gpu_flags(spec: ReplicaSpec) -> tuple[str, ...]:
+    """Return the flags that put all layers on the GPUs, unless an option says how many."""
+    return () if "n_gpu_layers" in spec.engine.options else ("--n-gpu-layers", "all")
+
+
+@lru_cache(maxsize=16)
+def _problem(path: str, _changed_ns: int) -> str:
+    """Return what the program at `path` lacks, or "". Raises OSError, which is not cached."""
+    try:
+        done = subprocess.run(
+            [path, "--help"], capture_output=True, text=True, timeout=HELP_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"it printed no help within {HELP_TIMEOUT_S:g} s") from error
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
+        raise OSError(lines[-1][:200])
+    known = set(re.findall(r"--[a-z][a-z-]+", done.stdout + done.stderr))
+    if lacking := [argument for argument in ARGUMENTS if argument not in known]:
+        names = ", ".join(lacking)
+        return f"{PROGRAM} at {path} is too old: it has no {names}; install a newer build"
+    return ""

@@ -1,0 +1,185 @@
+"""Chooses how an engine finds tool calls and reasoning in a model's output.
+
+vLLM and SGLang have a parser for each way of writing them, and do not choose by themselves. The
+chat template shows which one a model learned: the marks that it writes around earlier calls.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+FILE_BYTES_MAX: Final = 4 * 1024 * 1024
+"""A chat template has up to 30 kB; a tokenizer_config.json with many added tokens up to 3 MB."""
+THINKING_SWITCH: Final = "enable_thinking"
+GENERATION_PROMPT: Final = "add_generation_prompt"
+TOOLS_OPTION: Final = "tool_call_parser"
+REASONING_OPTION: Final = "reasoning_parser"
+AUTO_TOOLS_FLAG: Final = "enable_auto_tool_choice"
+
+
+class OutputParsers(msgspec.Struct, frozen=True):
+    """The names of an engine's parsers; "" where it has none for the model, or needs none."""
+
+    tools: str = ""
+    reasoning: str = ""
+
+
+class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """A way of writing tool calls and reasoning, and the parsers for it.
+
+    A model has it if its chat template has all `marks`, or if it is of type `model_type`.
+    `reasons` is what its template has besides, if the model reasons; THINKING_SWITCH stands for any
+    template that lets the caller choose or that begins each answer with `<think>`.
+    """
+
+    marks: tuple[str, ...] = ()
+    model_type: str = ""
+    vllm: OutputParsers
+    sglang: OutputParsers
+    reasons: str = THINKING_SWITCH
+
+
+FORMATS: Final = (
+    OutputFormat(
+        model_type="gpt_oss",
+        vllm=OutputParsers("openai", "openai_gptoss"),
+        sglang=OutputParsers("gpt-oss", "gpt-oss"),
+        reasons="",
+    ),
+    OutputFormat(
+        model_type="llama4",
+        vllm=OutputParsers("llama4_pythonic"),
+        sglang=OutputParsers("pythonic"),
+    ),
+    # DeepSeek V3 and R1 write the arguments in a block of Markdown, V3.1 does not.
+    OutputFormat(
+        marks=("<｜tool▁calls▁begin｜>", "```json"),
+        vllm=OutputParsers("deepseek_v3", "deepseek_r1"),
+        sglang=OutputParsers("deepseekv3", "deepseek-r1"),
+    ),
+    OutputFormat(
+        marks=("<｜tool▁calls▁begin｜>",),
+        vllm=OutputParsers("deepseek_v31", "deepseek_v3"),
+        sglang=OutputParsers("deepseekv31", "deepseek-v3"),
+        reasons="thinking",
+    ),
+    OutputFormat(
+        marks=("<|tool_calls_section_begin|>",),
+        vllm=OutputParsers("kimi_k2", "kimi_k2"),
+        sglang=OutputParsers("kimi_k2", "kimi_k2"),
+        reasons="reasoning_content",
+    ),
+    OutputFormat(
+        marks=("<minimax:tool_call>",),
+        vllm=OutputParsers("minimax_m2", "minimax_m2"),
+        sglang=OutputParsers("minimax-m2", "minimax"),
+    ),
+    OutputFormat(
+        marks=("<seed:tool_call>",),
+        vllm=OutputParsers("seed_oss", "seed_oss"),
+        sglang=OutputParsers(),
+        reasons="<seed:think>",
+    ),
+    OutputFormat(
+        marks=("<arg_key>",),
+        vllm=OutputParsers("glm45", "glm45"),
+        sglang=OutputParsers("glm45", "glm45"),
+    ),
+    # Qwen3-Coder
+    OutputFormat(
+        marks=("<function=", "<parameter="),
+        vllm=OutputParsers("qwen3_coder", "qwen3"),
+        sglang=OutputParsers("qwen3_coder", "qwen3"),
+    ),
+    # Hermes, Qwen2.5 and Qwen3
+    OutputFormat(
+        marks=("<tool_call>",),
+        vllm=OutputParsers("hermes", "qwen3"),
+        sglang=OutputParsers("qwen", "qwen3"),
+    ),
+    OutputFormat(
+        marks=("[TOOL_CALLS]",),
+        vllm=OutputParsers("mistral", "mistral"),
+        sglang=OutputParsers("mistral", "mistral"),
+        reasons="[THINK]",
+    ),
+    # Llama 3.1 and later
+    OutputFormat(
+        marks=("<|start_header_id|>", "ipython"),
+        vllm=OutputParsers("llama3_json"),
+        sglang=OutputParsers("llama3"),
+    ),
+    # A distilled DeepSeek R1 whose template knows no tools.
+    OutputFormat(
+        marks=("<think>",),
+        vllm=OutputParsers("", "deepseek_r1"),
+        sglang=OutputParsers("", "deepseek-r1"),
+    ),
+)
+"""The first one that fits a model counts. The names are those of vLLM 0.32 and SGLang 0.5.23."""
+
+
+def with_parsers(engine: str, options: Mapping[str, str], model_path: Path) -> dict[str, str]:
+    """Return a deployment's options with the parsers for its model, where they name none. Blocks.
+
+    `none` as the name of a parser, or `enable_auto_tool_choice=false`, turns it off.
+    """
+    chosen = output_parsers(engine, model_path)
+    parsers = {
+        TOOLS_OPTION: options.get(TOOLS_OPTION, chosen.tools),
+        REASONING_OPTION: options.get(REASONING_OPTION, chosen.reasoning),
+    }
+    named = {option: name for option, name in parsers.items() if name.lower() not in ("", "none")}
+    others = {name: value for name, value in options.items() if name not in parsers}
+    if engine == "vllm" and TOOLS_OPTION in named:
+        # vLLM ignores its parser without this flag, and answers 400 to tool_choice "auto".
+        others.setdefault(AUTO_TOOLS_FLAG, "true")
+    return {**others, **named}
+
+
+def output_parsers(engine: str, model_path: Path) -> OutputParsers:
+    """Return the parsers of `engine`, "vllm" or "sglang", for the model in a folder.
+
+    Return none for a model whose template shows no tool calls and no reasoning, and for a folder
+    without a config.json or a chat template, such as one with a GGUF file. Blocks.
+    """
+    model_type = _field(model_path / "config.json", "model_type")
+    template = _read(model_path / "chat_template.jinja") or _field(
+        model_path / "tokenizer_config.json", "chat_template"
+    )
+    for form in FORMATS:
+        has_marks = bool(form.marks) and all(mark in template for mark in form.marks)
+        if has_marks or (form.model_type and form.model_type == model_type):
+            parsers = form.vllm if engine == "vllm" else form.sglang
+            reasons = _reasons(template, form.reasons)
+            return OutputParsers(parsers.tools, parsers.reasoning if reasons else "")
+    return OutputParsers()
+
+
+def _reasons(template: str, mark: str) -> bool:
+    """Say whether the answers of a model with this template begin with reasoning."""
+    if mark != THINKING_SWITCH:
+        return mark in template
+    begins_with_think = "<think>" in template.rpartition(GENERATION_PROMPT)[2]
+    return THINKING_SWITCH in template or begins_with_think
+
+
+def _field(path: Path, name: str) -> str:
+    """Return a text field of a JSON object in a file, "" if there is none."""
+    try:
+        value = msgspec.json.decode(_read(path) or "{}", type=dict[str, msgspec.Raw]).get(name)
+        return msgspec.json.decode(value, type=str) if value is not None else ""
+    except msgspec.DecodeError:
+        return ""
+
+
+def _read(path: Path) -> str:
+    """Return a file's text, "" if there is none or if it is too long to be the right one."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(FILE_BYTES_MAX + 1)
+    except OSError:
+        return ""
+    return text.decode(errors="replace") if len(text) <= FILE_BYTES_MAX else ""

@@ -1,0 +1,165 @@
+"""The KV blocks that transfers hold on the device: those to be sent, and those that arrived.
+
+Rule 1: everything here runs on the step thread, between steps.
+Rule 2: a block to be sent is referenced from when it is computed until it is read; a block that
+arrived, until its sequence has been admitted. Whoever opens a hold closes it, in every case.
+Rule 3: the content of a block that makes room is saved to the tiers below first.
+Rule 4: arrived blocks leave a free block for each sequence that waits for its KV. With that block
+the first of them can be admitted; without any, all would wait for each other.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from nodeagent.engine.kvcache.block_mover import BlockMover, DeviceBlocks
+from nodeagent.engine.kvcache.block_pool import BlockPool
+from nodeagent.engine.scheduler.sequence import Sequence as TokenSequence
+
+OnComputed = Callable[[int], None]
+"""Called on the step thread with the number of blocks that can be read or have been read."""
+
+
+class OutgoingBlocks:
+    """The blocks of one prompt that are to be sent: from `first_block` on, `total` in all."""
+
+    def __init__(self, first_block: int, total: int, on_computed: OnComputed) -> None:
+        self.next_block = first_block
+        self.total = total
+        self.on_computed = on_computed
+        self.held: deque[int] = deque()
+        """Blocks on the device that are computed and not yet read."""
+
+
+class IncomingBlocks(NamedTuple):
+    """The blocks of one prompt on the device: those that were cached, and those that arrived."""
+
+    cached: list[int]
+    arrived: list[int]
+
+
+class HeldPrefix(NamedTuple):
+    """How many blocks of a prompt's prefix are cached: on the device, and in all tiers."""
+
+    on_device: int
+    in_all_tiers: int
+
+
+class KvTransfers:
+    """The holds of all transfers of one engine."""
+
+    def __init__(self, pool: BlockPool, device: DeviceBlocks, mover: BlockMover | None) -> None:
+        self._pool = pool
+        self._device = device
+        self._mover = mover
+        self._outgoing: dict[int, OutgoingBlocks] = {}
+        self._incoming: dict[str, IncomingBlocks] = {}
+        self.sent_blocks_total = 0
+        self.received_blocks_total = 0
+
+    @property
+    def held_blocks(self) -> int:
+        """References that transfers hold."""
+        outgoing = sum(len(blocks.held) for blocks in self._outgoing.values())
+        incoming = self._incoming.values()
+        return outgoing + sum(len(blocks.cached) + len(blocks.arrived) for blocks in incoming)
+
+    def counts(self) -> dict[str, float]:
+        """Return the metrics of the transfers, by name."""
+        return {
+            "kv_transfer_held_blocks": self.held_blocks,
+            "kv_transfer_sent_blocks_total": self.sent_blocks_total,
+            "kv_transfer_received_blocks_total": self.received_blocks_total,
+        }
+
+    def open_outgoing(self, number: int, outgoing: OutgoingBlocks) -> None:
+        """Hold the blocks of generation `number` from now on, as they are computed."""
+        self._outgoing[number] = outgoing
+
+    def hold_computed(self, sequence: TokenSequence) -> None:
+        """Hold what a step has computed of a prompt that is being sent."""
+        outgoing = self._outgoing.get(sequence.number)
+        if outgoing is None:
+            return
+        computed = min(sequence.published_blocks, outgoing.total)
+        if computed > outgoing.next_block:
+            blocks = sequence.blocks[outgoing.next_block : computed]
+            outgoing.held.extend(self._pool.add_reference(blocks))
+            outgoing.next_block = computed
+            outgoing.on_computed(computed)
+
+    def read_outgoing(self, number: int, count: int) -> Tensor | None:
+        """Return the next `count` blocks on the host [blocks, ...], and let go of them.
+
+        None if the transfer was closed.
+        """
+        outgoing = self._outgoing.get(number)
+        if outgoing is None or len(outgoing.held) < count:
+            return None
+        blocks = [outgoing.held.popleft() for _ in range(count)]
+        contents = self._device.read_blocks(blocks)
+        self._pool.release(blocks)
+        self.sent_blocks_total += count
+        return contents
+
+    def close_outgoing(self, number: int) -> None:
+        """Let go of what was not read. Does nothing the second time."""
+        outgoing = self._outgoing.pop(number, None)
+        if outgoing is not None:
+            self._pool.release(list(outgoing.held))
+
+    def open_incoming(self, transfer: str, digests: Sequence[bytes]) -> HeldPrefix:
+        """Hold the prefix of a prompt that is cached on the device; return how long it is."""
+        cached = self._pool.match_prefix(digests)
+        held = self._pool.allocate(cached, 0) or []
+        if self._pool.free_blocks <= len(self._incoming):
+            self._pool.release(held)
+            held = []
+        self._incoming[transfer] = IncomingBlocks(held, [])
+        found = len(cached)
+        if self._mover is not None:
+            while found < len(digests) and digests[found] in self._mover.host:
+                found += 1
+        return HeldPrefix(len(cached), found)
+
+    def store_incoming(self, transfer: str, digests: Sequence[bytes], contents: Tensor) -> bool:
+        """Store blocks that arrived, and hold them.
+
+        If it was closed or too few blocks are free, let go of all its blocks and return False.
+        """
+        incoming = self._incoming.get(transfer)
+        if incoming is None:
+            return False
+        new = [index for index, d in enumerate(digests) if not self._pool.has_digest(d)]
+        cached = [block for digest in digests for block in self._pool.match_prefix((digest,))]
+        blocks = self._pool.allocate(cached, len(new))
+        if blocks is None or self._pool.free_blocks < len(self._incoming):
+            self._pool.release(blocks or [])
+            self.close_incoming(transfer)
+            return False
+        incoming.arrived.extend(blocks)
+        fresh = blocks[len(cached) :]
+        if not fresh:
+            return True
+        evicted = self._pool.take_evicted()
+        if self._mover is not None and evicted:
+            self._mover.move(evicted, (), lambda: None)
+        self._device.write_blocks(fresh, contents[new] if len(new) < len(digests) else contents)
+        for block, index in zip(fresh, new, strict=True):
+            self._pool.cache(block, digests[index])
+        self.received_blocks_total += len(fresh)
+        return True
+
+    def close_incoming(self, transfer: str, *, is_wrong: bool = False) -> None:
+        """Let go of what arrived. Does nothing the second time.
+
+        With `is_wrong` the peer sent wrong blocks: those that no sequence uses are forgotten.
+        """
+        incoming = self._incoming.pop(transfer, None)
+        if incoming is None:
+            return
+        if is_wrong:
+            self._pool.uncache(incoming.arrived)
+        self._pool.release([*incoming.cached, *incoming.arrived])

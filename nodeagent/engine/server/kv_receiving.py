@@ -1,0 +1,242 @@
+"""The decode leg: a request waits until the KV of its prompt has arrived from another engine.
+
+Rule 1: the request knows its own tokens before anything is accepted, and takes no other blocks.
+Rule 2: whatever goes wrong, the request begins: what did not arrive is computed here. After wrong
+blocks, everything of that transfer is computed here.
+Rule 3: blocks in memory and not yet on the device are bounded by STORE_BYTES_MAX per transfer.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Final
+
+import torch
+from aiohttp import web
+
+from isochrone.wire import kv_transfer
+from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.core.kv_transfers import HeldPrefix
+from nodeagent.engine.core.step import EngineCore
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.kvcache.tier_setup import KvBlockForm
+from nodeagent.engine.kvcache.transfer_frames import (
+    ReceivedBlock,
+    TransferReader,
+    WrongTransfer,
+)
+from nodeagent.engine.scheduler.sequence import Sequence as TokenSequence
+from nodeagent.engine.scheduler.sequence import StopConditions
+from nodeagent.engine.server.http_routes import json_response
+from nodeagent.engine.server.openai.request_errors import invalid_request
+from nodeagent.engine.server.prepared_request import PreparedRequest
+from nodeagent.engine.weights.lora_adapter import prefix_cache_salt
+
+STORE_BYTES_MAX: Final = 4 * 1024 * 1024
+"""How much is copied to the device at once: the step thread decodes nothing meanwhile."""
+
+EXPECT_TIMEOUT_S: Final = 30.0
+"""How long a description waits for the request that it describes."""
+
+
+class WaitingPrompt:
+    """A request whose KV is being transferred.
+
+    `digests` name its blocks in the prefix cache, `wire_digests` in the transfer.
+    """
+
+    def __init__(
+        self, tokens: int, digests: Sequence[bytes], wire_digests: Sequence[bytes]
+    ) -> None:
+        self.tokens = tokens
+        self.digests = digests
+        self.wire_digests = wire_digests
+        self.held = HeldPrefix(0, 0)
+        self.is_receiving = False
+        self.may_begin = asyncio.Event()
+
+
+class KvReceiver:
+    """The requests that wait for KV, by the id of their transfer."""
+
+    def __init__(self, form: KvBlockForm, worker: GenerationThread, waiting_max: int) -> None:
+        self._form = form
+        self._worker = worker
+        self._waiting_max = waiting_max
+        self._waiting: dict[str, WaitingPrompt] = {}
+        self._changed = asyncio.Condition()
+        self._store_blocks_max = max(1, STORE_BYTES_MAX // form.block_bytes)
+        self.complete_total = 0
+        self.wrong_total = 0
+
+    def attach(self, app: web.Application) -> None:
+        """Add the routes of transfers."""
+        path = kv_transfer.TRANSFERS_PATH + "{transfer}"
+        app.router.add_get(path, self._describe, allow_head=False)
+        app.router.add_post(path, self._receive)
+        app.router.add_delete(path, self._give_up)
+
+    @asynccontextmanager
+    async def hold(self, transfer: str, prepared: PreparedRequest) -> AsyncIterator[WaitingPrompt]:
+        """Wait for the KV of a request, and hold it on the device while the context is open.
+
+        Raises ApiError if the request cannot wait.
+        """
+        if not kv_transfer.is_transfer_id(transfer) or transfer in self._waiting:
+            raise invalid_request(kv_transfer.TRANSFER, f"cannot use transfer id {transfer[:40]!r}")
+        if len(self._waiting) >= self._waiting_max:
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY,
+                f"cannot wait for KV: {len(self._waiting)} requests do, the limit is"
+                f" {self._waiting_max}",
+                retry_after_s=1.0,
+            )
+        waiting = _waiting_prompt(transfer, prepared)
+        try:
+            opening = self._worker.call(lambda core: _open(core, transfer, waiting.digests))
+            waiting.held = await asyncio.wrap_future(opening)
+            async with self._changed:
+                self._waiting[transfer] = waiting
+                self._changed.notify_all()
+            await waiting.may_begin.wait()
+            yield waiting
+        finally:
+            self._waiting.pop(transfer, None)
+            waiting.may_begin.set()
+            self.release(transfer)
+
+    def release(self, transfer: str) -> None:
+        """Let go of the blocks: the sequence has been admitted, or is gone."""
+        self._worker.call(lambda core: _close(core, transfer, is_wrong=False))
+
+    def counts(self) -> dict[str, float]:
+        """Return the metrics, by name."""
+        return {
+            "kv_transfers_waiting": len(self._waiting),
+            "kv_transfers_complete_total": self.complete_total,
+            "kv_transfers_wrong_total": self.wrong_total,
+        }
+
+    async def _describe(self, request: web.Request) -> web.Response:
+        """Describe the prompt of a request, as soon as it has been tokenised."""
+        transfer = request.match_info["transfer"]
+        try:
+            async with asyncio.timeout(EXPECT_TIMEOUT_S), self._changed:
+                await self._changed.wait_for(lambda: transfer in self._waiting)
+        except TimeoutError:
+            raise _unknown_transfer() from None
+        waiting = self._get(transfer)
+        return json_response(
+            kv_transfer.ExpectedPrompt(
+                prompt_tokens=waiting.tokens,
+                blocks=len(waiting.digests),
+                cached_blocks=waiting.held.on_device,
+                held_blocks=waiting.held.in_all_tiers,
+                block_tokens=BLOCK_TOKENS,
+            )
+        )
+
+    async def _give_up(self, request: web.Request) -> web.Response:
+        """Let a request begin with what has arrived."""
+        self._get(request.match_info["transfer"]).may_begin.set()
+        return web.Response(status=204)
+
+    async def _receive(self, request: web.Request) -> web.Response:
+        """Store the blocks in the body; the request begins once the transfer is complete."""
+        transfer = request.match_info["transfer"]
+        waiting = self._get(transfer)
+        if waiting.is_receiving or waiting.may_begin.is_set():
+            raise _unknown_transfer()
+        waiting.is_receiving = True
+        try:
+            received = await self._read(transfer, waiting, request)
+        except WrongTransfer as error:
+            self.wrong_total += 1
+            self._worker.call(lambda core: _close(core, transfer, is_wrong=True))
+            waiting.may_begin.set()
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST, f"cannot use these KV blocks: {error}"
+            ) from error
+        finally:
+            waiting.is_receiving = False
+        self.complete_total += 1
+        waiting.may_begin.set()
+        return json_response(received)
+
+    async def _read(
+        self, transfer: str, waiting: WaitingPrompt, request: web.Request
+    ) -> kv_transfer.ReceivedBlocks:
+        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        first = waiting.held.on_device
+        reader = TransferReader(fingerprint, self._form.block_bytes, waiting.wire_digests, first)
+        arrived: list[ReceivedBlock] = []
+        async for data in request.content.iter_any():
+            arrived += reader.feed(data)
+            while len(arrived) >= self._store_blocks_max:
+                await self._store(transfer, waiting, arrived[: self._store_blocks_max])
+                del arrived[: self._store_blocks_max]
+        if arrived:
+            await self._store(transfer, waiting, arrived)
+        if reader.end is None:
+            raise ApiError(ErrorCode.INVALID_REQUEST, "cannot use these KV blocks: no end")
+        blocks = len(waiting.digests) - first
+        return kv_transfer.ReceivedBlocks(
+            blocks=blocks,
+            transfer_bytes=blocks * self._form.block_bytes,
+            cached_tokens=reader.end.cached_tokens,
+        )
+
+    async def _store(
+        self, transfer: str, waiting: WaitingPrompt, blocks: Sequence[ReceivedBlock]
+    ) -> None:
+        data = bytearray().join(block.content for block in blocks)
+        contents = torch.frombuffer(data, dtype=self._form.dtype).view(-1, *self._form.shape)
+        digests = [waiting.digests[block.number] for block in blocks]
+        call = self._worker.call(lambda core: _store(core, transfer, digests, contents))
+        if not await asyncio.wrap_future(call):
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY, "cannot take KV blocks: none is free", retry_after_s=1.0
+            )
+
+    def _get(self, transfer: str) -> WaitingPrompt:
+        waiting = self._waiting.get(transfer)
+        if waiting is None:
+            raise _unknown_transfer()
+        return waiting
+
+
+def _waiting_prompt(transfer: str, prepared: PreparedRequest) -> WaitingPrompt:
+    """Return what is to arrive for a request: of one prompt, all full blocks before its last
+    token; of several, nothing.
+    """
+    tokens = prepared.prompts[0].tokens
+    blocks = (len(tokens) - 1) // BLOCK_TOKENS if len(prepared.prompts) == 1 else 0
+    own, wire = (
+        TokenSequence(
+            0, tokens, StopConditions(1, frozenset()), prefix_cache_salt(salt, prepared.adapter)
+        ).block_digests(blocks)
+        for salt in (prepared.salt, transfer.encode())
+    )
+    return WaitingPrompt(len(tokens), own, wire)
+
+
+def _open(core: EngineCore, transfer: str, digests: Sequence[bytes]) -> HeldPrefix:
+    transfers = core.kv_transfers
+    return transfers.open_incoming(transfer, digests) if transfers else HeldPrefix(0, 0)
+
+
+def _store(
+    core: EngineCore, transfer: str, digests: Sequence[bytes], contents: torch.Tensor
+) -> bool:
+    transfers = core.kv_transfers
+    return transfers is not None and transfers.store_incoming(transfer, digests, contents)
+
+
+def _close(core: EngineCore, transfer: str, *, is_wrong: bool) -> None:
+    if core.kv_transfers is not None:
+        core.kv_transfers.close_incoming(transfer, is_wrong=is_wrong)
+
+
+def _unknown_transfer() -> ApiError:
+    return ApiError(ErrorCode.NOT_FOUND, "cannot find this transfer: no request waits for it")

@@ -1,0 +1,220 @@
+"""The prefill leg: reads a prompt and answers with its KV blocks while later ones are computed.
+
+Rule 1: blocks stay on the device until the receiver takes them. A receiver that disconnects, or
+reads nothing for `client_stall_s`, ends the transfer, and with it every hold.
+Rule 2: what is copied off the device and not yet sent is bounded by READ_BYTES_MAX per transfer.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Final
+
+import torch
+from aiohttp import web
+from torch import Tensor
+
+from isochrone.wire import kv_transfer
+from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.core.generation import GenerationDelta
+from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.core.kv_transfers import OutgoingBlocks
+from nodeagent.engine.core.step import EngineCore
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.kvcache.tier_setup import KvBlockForm
+from nodeagent.engine.kvcache.transfer_frames import (
+    TransferEnd,
+    TransferHead,
+    encode_block,
+    encode_end,
+    encode_head,
+)
+from nodeagent.engine.sampling.sampler import SamplingParams
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
+from nodeagent.engine.server.open_requests import OpenRequest, OpenRequests
+from nodeagent.engine.server.openai.generation_options import GenerationOptions
+from nodeagent.engine.server.openai.request_errors import invalid_request
+from nodeagent.engine.server.prepared_request import PreparedRequest, TokenisedPrompt
+from nodeagent.engine.weights.lora_adapter import prefix_cache_salt
+
+READ_BYTES_MAX: Final = 16 * 1024 * 1024
+"""How much is copied off the device at once: the step thread computes nothing meanwhile."""
+
+_READ_ONLY: Final = GenerationOptions(
+    params=SamplingParams(temperature=0),
+    max_tokens=1,
+    stops=(),
+    stop_ids=frozenset(),
+    ignore_eos=True,
+    stream=False,
+    include_usage=False,
+    speculate=False,
+)
+"""Read the prompt; the one token that a prompt always yields is dropped."""
+
+RaiseFailure = Callable[[GenerationDelta], None]
+
+
+class ComputedBlocks:
+    """How many blocks of a prompt are computed, told by the step thread to the event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._is_over = False
+        self.blocks = 0
+
+    def record(self, blocks: int) -> None:
+        """Note that `blocks` are computed. Called on the step thread."""
+        self._loop.call_soon_threadsafe(self._set, blocks)
+
+    def end(self) -> None:
+        """Note that no more will be computed."""
+        self._is_over = True
+        self._changed.set()
+
+    async def more_than(self, blocks: int) -> bool:
+        """Wait until more than `blocks` are computed; False if they never will be."""
+        while self.blocks <= blocks and not self._is_over:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.blocks > blocks
+
+    def _set(self, blocks: int) -> None:
+        self.blocks = blocks
+        self._changed.set()
+
+
+class KvSender:
+    """Answers prefill legs."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        form: KvBlockForm,
+        worker: GenerationThread,
+        open_requests: OpenRequests,
+    ) -> None:
+        self._form = form
+        self._worker = worker
+        self._open_requests = open_requests
+        self._stall_s = config.client_stall_s
+        self._read_blocks_max = max(1, READ_BYTES_MAX // form.block_bytes)
+
+    async def send(
+        self, request: web.Request, prepared: PreparedRequest, raise_failure: RaiseFailure
+    ) -> web.StreamResponse:
+        """Read the prompt, and stream its blocks from the first that the receiver lacks."""
+        transfer, first_block = _transfer_of(request.headers)
+        if len(prepared.prompts) != 1:
+            raise invalid_request("prompt", "cannot send the KV of several prompts")
+        # The receiver computes the last token, so its block need not be full.
+        tokens = prepared.prompts[0].tokens
+        tokens = tokens[: (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS]
+        blocks = len(tokens) // BLOCK_TOKENS
+        if first_block >= blocks:
+            raise invalid_request(
+                kv_transfer.FIRST_BLOCK, f"cannot send block {first_block}: there are {blocks}"
+            )
+        salt = prefix_cache_salt(transfer.encode(), prepared.adapter)
+        digests = Sequence(0, tokens, StopConditions(1, frozenset()), salt).block_digests(blocks)
+        head = TransferHead(
+            fingerprint=await asyncio.to_thread(self._form.fingerprint),
+            block_bytes=self._form.block_bytes,
+            first_block=first_block,
+            blocks=blocks - first_block,
+        )
+        computed = ComputedBlocks()
+        reading = replace(
+            prepared,
+            options=_READ_ONLY,
+            prompts=[TokenisedPrompt(tokens, StopConditions(1, frozenset()))],
+            constraint=None,
+            tool_use=None,
+            outgoing=OutgoingBlocks(first_block, blocks, computed.record),
+        )
+        opened = self._open_requests.open(self._worker, reading, lambda: None)
+        try:
+            return await self._stream(request, opened, computed, digests, head, raise_failure)
+        finally:
+            self._open_requests.close(self._worker, opened)
+            number = opened.numbers[0]
+            self._worker.call(lambda core: _close_outgoing(core, number))
+
+    async def _stream(
+        self,
+        request: web.Request,
+        opened: OpenRequest,
+        computed: ComputedBlocks,
+        digests: list[bytes],
+        head: TransferHead,
+        raise_failure: RaiseFailure,
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": kv_transfer.CONTENT_TYPE})
+        ended = asyncio.create_task(opened.deltas.get())
+        ended.add_done_callback(lambda _: computed.end())
+        try:
+            sent = head.first_block
+            while sent < len(digests):
+                if not await computed.more_than(sent):
+                    raise_failure(ended.result())
+                    raise ConnectionResetError("the prompt was not computed")
+                if sent == head.first_block:
+                    await response.prepare(request)
+                    await self._write(response, [encode_head(head)])
+                count = min(computed.blocks - sent, self._read_blocks_max)
+                contents = await self._read(opened.numbers[0], count)
+                pieces: list[bytes | memoryview] = []
+                for digest, content in zip(digests[sent : sent + count], contents, strict=True):
+                    pieces += encode_block(digest, _bytes(content))
+                await self._write(response, pieces)
+                sent += count
+            last = await ended
+            raise_failure(last)
+            opened.ended = last.finish is not None
+            await self._write(response, [encode_end(TransferEnd(cached_tokens=last.cached_tokens))])
+            await response.write_eof()
+            return response
+        finally:
+            ended.cancel()
+
+    async def _read(self, number: int, count: int) -> Tensor:
+        call = self._worker.call(lambda core: _read_outgoing(core, number, count))
+        contents = await asyncio.wrap_future(call)
+        if contents is None:
+            raise ConnectionResetError("the transfer was closed")
+        return contents
+
+    async def _write(self, response: web.StreamResponse, pieces: list[bytes | memoryview]) -> None:
+        try:
+            async with asyncio.timeout(self._stall_s):
+                for piece in pieces:
+                    await response.write(piece)
+        except TimeoutError as error:
+            raise ConnectionResetError("the receiver does not read") from error
+
+
+def _transfer_of(headers: Mapping[str, str]) -> tuple[str, int]:
+    """Return the id of the transfer and its first block. Raises ApiError 400."""
+    transfer = headers.get(kv_transfer.TRANSFER, "")
+    if not kv_transfer.is_transfer_id(transfer):
+        raise invalid_request(kv_transfer.TRANSFER, f"cannot use transfer id {transfer[:40]!r}")
+    first = headers.get(kv_transfer.FIRST_BLOCK, "0")
+    if not (first.isascii() and first.isdigit() and len(first) <= 9):
+        raise invalid_request(kv_transfer.FIRST_BLOCK, f"cannot use first block {first[:40]!r}")
+    return transfer, int(first)
+
+
+def _close_outgoing(core: EngineCore, number: int) -> None:
+    if core.kv_transfers is not None:
+        core.kv_transfers.close_outgoing(number)
+
+
+def _read_outgoing(core: EngineCore, number: int, blocks: int) -> Tensor | None:
+    transfers = core.kv_transfers
+    return transfers.read_outgoing(number, blocks) if transfers is not None else None
+
+
+def _bytes(content: Tensor) -> memoryview:
+    flat = content.contiguous().view(torch.uint8).numpy().reshape(-1)
+    return memoryview(flat.data)

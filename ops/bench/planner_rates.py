@@ -1,0 +1,138 @@
+"""Compares the planner's estimated rates with published throughput.
+
+    python -m ops.bench.planner_rates
+
+Each published figure is of a stated input and output length, at full load or with a stated number
+of concurrent requests. The planner's step times (`scheduler/decide/capacity/step_time.py`) give the
+throughput of the same setting: a request takes its share of the device for its prefill, and a place
+in a batch for its output. Full load means as many sequences as the KV cache holds.
+"""
+
+from statistics import median
+from typing import Final, NamedTuple
+
+import msgspec
+
+from isochrone.wire.model import CatalogModel, EngineSettings, ModelDimensions
+from isochrone.wire.model_shape import kv_bytes_per_token
+from scheduler.decide.capacity.device_classes import CLASSES
+from scheduler.decide.capacity.replica_capacity import ReplicaCapacity, replica_capacity
+from scheduler.decide.capacity.step_time import StepTime
+from tests.builders import a_model
+
+SERVER_BATCH_MAX: Final = 2048
+"""The batch limit of the published runs at full load."""
+
+GOAL: Final = 1.25
+"""An estimate is within the goal if it is off by at most this factor."""
+
+TRTLLM: Final = "TensorRT-LLM 0.14, docs/source/performance/perf-overview.md"
+A100_40: Final = "vLLM 0.23, johnmusgrave.com/p/vllm-throughput-latency-sweep-on"
+RTX4090: Final = "vLLM, mushfiqrahman.dev (Mistral 7B on an RTX 4090)"
+
+_DENSE: Final = {"kv_heads": 8, "head_size": 128}
+LLAMA_8B: Final = ModelDimensions(
+    layers=32, hidden_size=4096, heads=32, parameters=8_030_000_000, **_DENSE
+)
+MISTRAL_7B: Final = msgspec.structs.replace(LLAMA_8B, parameters=7_250_000_000)
+LLAMA_70B: Final = ModelDimensions(
+    layers=80, hidden_size=8192, heads=64, parameters=70_600_000_000, **_DENSE
+)
+MIXTRAL: Final = msgspec.structs.replace(
+    LLAMA_8B,
+    parameters=46_700_000_000,
+    expert_parameters=45_100_000_000,
+    experts=8,
+    experts_active=2,
+)
+LENGTHS: Final = (
+    (1000, 1000), (128, 128), (128, 2048), (2048, 128), (2048, 2048), (500, 2000), (5000, 500)
+)  # fmt: skip
+
+
+class PublishedRate(NamedTuple):
+    """One published figure. `concurrency` 0 is full load."""
+
+    model: str
+    shape: ModelDimensions
+    bits: int
+    device_class: str
+    devices: int
+    input_tokens: int
+    output_tokens: int
+    concurrency: int
+    tokens_per_s: float
+    source: str
+
+
+_FULL_LOAD: Final = (
+    ("Llama 3.1 8B", LLAMA_8B, 16, "h100-80g", 1, (7055, 15572, 9151, 1904, 4160, 7498, 1708)),
+    ("Llama 3.1 8B", LLAMA_8B, 8, "h100-80g", 1, (14108, 26933, 18995, 3460, 8778, 14993, 3258)),
+    ("Llama 3.1 8B", LLAMA_8B, 8, "h200-141g", 1, (16415, 27779, 22949, 3619, 11033, 19510, 3788)),
+    ("Llama 3.1 8B", LLAMA_8B, 16, "a100-80g", 1, (3634, 6702, 4963, 795, 2265, 3945, 791)),
+    ("Llama 3.1 8B", LLAMA_8B, 8, "l40s-48g", 1, (3727, 8640, 5102, 987, 2018, 4065, 856)),
+    ("Llama 3 70B", LLAMA_70B, 16, "h100-80g", 4, (3730, 5838, 5072, 671, 2387, 3698, 831)),
+    ("Llama 3 70B", LLAMA_70B, 8, "h100-80g", 2, (4092, 5192, 5852, 691, 2445, 4602, 897)),
+    ("Llama 3 70B", LLAMA_70B, 16, "a100-80g", 4, (1766, 2421, 2484, 279, 1230, 2113, 362)),
+    ("Llama 3 70B", LLAMA_70B, 16, "h100-80g", 8, (5963, 10598, 7554, 1289, 3991, 6321, 1446)),
+    ("Mixtral 8x7B", MIXTRAL, 16, "h100-80g", 4, (15509, 27719, 21293, 3355, 9143, 17087, 3544)),
+    ("Mixtral 8x7B", MIXTRAL, 16, "a100-80g", 4, (7357, 11329, 10929, 1352, 4964, 8930, 1604)),
+)
+"""Published rates at full load, one for each of LENGTHS."""
+
+PUBLISHED: Final = (
+    *(
+        PublishedRate(model, shape, bits, device, devices, inputs, outputs, 0, rate, TRTLLM)
+        for model, shape, bits, device, devices, rates in _FULL_LOAD
+        for (inputs, outputs), rate in zip(LENGTHS, rates, strict=True)
+    ),
+    PublishedRate("Llama 3.1 8B", LLAMA_8B, 16, "a100-40g", 1, 1024, 128, 1, 75, A100_40),
+    *(
+        PublishedRate("Mistral 7B", MISTRAL_7B, 16, "4090-24g", 1, 256, 128, load, rate, RTX4090)
+        for load, rate in ((4, 210), (8, 377), (16, 644), (32, 975), (48, 1190))
+    ),
+)
+
+
+def estimated_tokens_per_s(row: PublishedRate) -> float:
+    """Return the planner's estimate of output tokens/s in a published setting."""
+    shape = msgspec.structs.replace(row.shape, weight_bits=row.bits, kv_bits=row.bits)
+    model: CatalogModel = msgspec.structs.replace(
+        a_model("m"), shape=shape, weights_bytes=int(shape.parameters * row.bits / 8)
+    )
+    kind = CLASSES[row.device_class]
+    engine = EngineSettings(driver="tensorrt_llm", devices=row.devices)
+    capacity = replica_capacity(model, engine, kind)
+    assert isinstance(capacity, ReplicaCapacity), capacity
+    # The published runs split by tensors alone.
+    split = msgspec.structs.replace(capacity.split, tensor=row.devices, pipeline=1, expert=1)
+    context = row.input_tokens + row.output_tokens / 2
+    kv_of_token = kv_bytes_per_token(shape)
+    step = StepTime(model, kind, split, 1, kv_of_token, context)
+    kv_tokens = row.devices * capacity.kv_bytes / kv_of_token
+    batch = row.concurrency or int(min(SERVER_BATCH_MAX, kv_tokens / context))
+    prefill_s = row.input_tokens / step.prefill_tokens_per_s()
+    decode_s = row.output_tokens * step.itl_s(batch) / batch
+    return row.output_tokens / (prefill_s + decode_s)
+
+
+def main() -> None:
+    """Print the table and how many estimates are within the goal."""
+    print("| model | bits | devices | in / out | load | published tok/s | estimated | ratio |")
+    print("|---|---|---|---|---|---|---|---|")
+    ratios = []
+    for row in PUBLISHED:
+        estimate = estimated_tokens_per_s(row)
+        ratios.append(estimate / row.tokens_per_s)
+        print(
+            f"| {row.model} | {row.bits} | {row.devices} x {row.device_class}"
+            f" | {row.input_tokens} / {row.output_tokens} | {row.concurrency or 'full'}"
+            f" | {row.tokens_per_s:,.0f} | {estimate:,.0f} | {ratios[-1]:.2f} |"
+        )
+    within = sum(1 / GOAL <= ratio <= GOAL for ratio in ratios)
+    print(f"\nwithin 25 %: {within} of {len(ratios)}; median ratio {median(ratios):.2f}")
+    print("sources:", "; ".join(sorted({row.source for row in PUBLISHED})))
+
+
+if __name__ == "__main__":
+    main()

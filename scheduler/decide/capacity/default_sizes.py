@@ -1,0 +1,203 @@
+"""The sizes of a replica that its deployment leaves open: KV cache, tokens in flight, batch.
+
+Rule 1: what a deployment sets is kept. A size of 0, or an option that is not given, is derived.
+Rule 2: a replica without a KV size is placed with the least it can start with (one whole context),
+so that the search for slots needs no device. Then it gets what is left on its devices, up to what a
+full batch of its class can use; new replicas on one device share it.
+Rule 3: the result is in the replica's spec, so that the agent, the engine and the routers use the
+sizes that were planned.
+"""
+
+from math import ceil
+from typing import Final
+
+import msgspec
+
+from isochrone.wire.engine_capabilities import capabilities_of
+from isochrone.wire.model import CatalogModel, EngineSettings
+from scheduler.decide.capacity.device_classes import GIB, class_of
+from scheduler.decide.capacity.replica_capacity import (
+    CannotFit,
+    ReplicaCapacity,
+    context_tokens_of,
+    has_kv_cache,
+    kv_minimum_bytes,
+    overhead_bytes,
+    replica_capacity,
+    stored_kv_bytes_per_token,
+    weights_bytes_per_device,
+)
+from scheduler.decide.capacity.step_time import (
+    BATCH_MAX,
+    CONTEXT_TOKENS,
+    StepTime,
+)
+from scheduler.decide.cluster import TOKENS_IN_FLIGHT_UNKNOWN
+
+SHORT_CONTEXT_TOKENS: Final = 512
+"""The context of short requests, for which the limit of concurrent sequences is made: longer ones
+are limited by tokens in flight."""
+
+SEQUENCES_UNKNOWN: Final = 16
+STEP_TOKENS_UNKNOWN: Final = 256
+"""The sizes where neither rates nor the KV of a token are known: those of a few CPU cores."""
+
+STEP_TARGET_S: Final = 0.25
+STEP_TOKENS_MIN: Final = 256
+STEP_TOKENS_MAX: Final = 8192
+"""A step prefills what the device computes in this time, within these limits."""
+
+WAITING_PER_SEQUENCE: Final = 4
+"""How many requests may wait in an engine that is fair between tenants, per sequence."""
+
+
+class ReplicaSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes of one replica. `memory_bytes` and `kv_bytes` are of each device.
+
+    `kv_tokens` is 0 where the KV of a token is not known.
+    """
+
+    device_class: str
+    memory_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+    tokens_in_flight: int
+    sequences: int
+    step_tokens: int
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+
+
+def derives_kv(model: CatalogModel, engine: EngineSettings) -> bool:
+    """Say whether a replica's KV cache is what is left on its devices."""
+    return not engine.kv_memory_bytes and not engine.memory_bytes and has_kv_cache(model, engine)
+
+
+def replica_sizes(
+    model: CatalogModel, engine: EngineSettings, device_class: str, memory_bytes: int
+) -> ReplicaSizes:
+    """Return the sizes of a replica that may take `memory_bytes` of each of its devices."""
+    capacity = _capacity_within(model, engine, device_class, memory_bytes)
+    fixed_bytes = weights_bytes_per_device(model, engine) + overhead_bytes(model)
+    kv_bytes, kv_tokens = engine.kv_memory_bytes, 0
+    context = context_tokens_of(model, engine)
+    kv_of_token = stored_kv_bytes_per_token(model, engine, device_class) / _kv_parts(engine, model)
+    if not kv_bytes and has_kv_cache(model, engine):
+        least = kv_minimum_bytes(model, engine)
+        kv_bytes = max(least, memory_bytes - fixed_bytes)
+        if derives_kv(model, engine) and kv_of_token:
+            batch = _largest_batch(
+                model, engine, device_class, capacity, context_tokens=CONTEXT_TOKENS
+            )
+            tokens = max(batch * min(CONTEXT_TOKENS, context), context)
+            kv_bytes = max(least, min(kv_bytes, ceil(tokens * kv_of_token)))
+    if kv_of_token and kv_bytes:
+        kv_tokens = int(kv_bytes / kv_of_token)
+    sequences = _largest_batch(
+        model,
+        engine,
+        device_class,
+        capacity,
+        context_tokens=SHORT_CONTEXT_TOKENS,
+        kv_tokens=kv_tokens or float("inf"),
+    )
+    in_flight = min(kv_tokens, sequences * context) if kv_tokens else TOKENS_IN_FLIGHT_UNKNOWN
+    rates = capacity if isinstance(capacity, ReplicaCapacity) else None
+    return ReplicaSizes(
+        device_class=device_class,
+        memory_bytes=engine.memory_bytes or fixed_bytes + kv_bytes,
+        kv_bytes=kv_bytes,
+        kv_tokens=kv_tokens,
+        tokens_in_flight=engine.tokens_in_flight_max or max(1, in_flight),
+        sequences=sequences,
+        step_tokens=_step_tokens(rates),
+        prefill_tokens_per_s=rates.prefill_tokens_per_s if rates else 0.0,
+        decode_tokens_per_s=rates.decode_tokens_per_s if rates else 0.0,
+    )
+
+
+def with_sizes(engine: EngineSettings, sizes: ReplicaSizes) -> EngineSettings:
+    """Return a deployment's engine settings with the sizes that it leaves open."""
+    names = capabilities_of(engine.driver)
+    derived = {
+        names.sequences_option: str(sizes.sequences),
+        names.step_tokens_option: str(sizes.step_tokens),
+        names.waiting_option: str(WAITING_PER_SEQUENCE * _given_sequences(engine, sizes)),
+    }
+    derived.pop("", None)
+    return msgspec.structs.replace(
+        engine,
+        kv_memory_bytes=engine.kv_memory_bytes or sizes.kv_bytes,
+        tokens_in_flight_max=engine.tokens_in_flight_max or sizes.tokens_in_flight,
+        options={**derived, **engine.options},
+    )
+
+
+def in_words(sizes: ReplicaSizes) -> str:
+    """Return the sizes in one line, for `deploy` and `explain`."""
+    kv = f"KV {sizes.kv_bytes / GIB:.1f} GiB on each device"
+    if sizes.kv_tokens:
+        kv += f" ({sizes.kv_tokens:,} tokens)"
+    line = (
+        f"on {sizes.device_class}: {sizes.memory_bytes / GIB:.1f} GiB of each device, {kv}, "
+        f"{sizes.tokens_in_flight:,} tokens in flight, {sizes.sequences} sequences, "
+        f"{sizes.step_tokens:,} tokens a step"
+    )
+    if not sizes.decode_tokens_per_s:
+        return f"{line}; rates are measured when it runs"
+    return (
+        f"{line}; estimated {sizes.prefill_tokens_per_s:,.0f} tokens/s of prefill and "
+        f"{sizes.decode_tokens_per_s:,.0f} of decode"
+    )
+
+
+def _capacity_within(
+    model: CatalogModel, engine: EngineSettings, device_class: str, memory_bytes: int
+) -> ReplicaCapacity | CannotFit | None:
+    kind = class_of(device_class)
+    if kind is None:
+        return None
+    limited = msgspec.structs.replace(kind, memory_bytes=min(kind.memory_bytes, memory_bytes))
+    return replica_capacity(model, engine, limited)
+
+
+def _largest_batch(
+    model: CatalogModel,
+    engine: EngineSettings,
+    device_class: str,
+    capacity: ReplicaCapacity | CannotFit | None,
+    *,
+    context_tokens: int,
+    kv_tokens: float = float("inf"),
+) -> int:
+    """Return the largest batch within the ITL target and within `kv_tokens` of KV cache."""
+    kind = class_of(device_class)
+    if kind is None or not isinstance(capacity, ReplicaCapacity):
+        return SEQUENCES_UNKNOWN
+    kv_of_token = stored_kv_bytes_per_token(model, engine, device_class)
+    step = StepTime(model, kind, capacity.split, engine.nodes, kv_of_token, context_tokens)
+    return min(BATCH_MAX, capacity.split.pipeline * step.largest_batch(kv_tokens))
+
+
+def _step_tokens(rates: ReplicaCapacity | None) -> int:
+    """Return the largest power of two that the device prefills in STEP_TARGET_S."""
+    if rates is None:
+        return STEP_TOKENS_UNKNOWN
+    tokens = int(rates.prefill_tokens_per_s * STEP_TARGET_S)
+    if tokens < STEP_TOKENS_MIN:
+        return STEP_TOKENS_MIN
+    return min(STEP_TOKENS_MAX, 1 << (tokens.bit_length() - 1))
+
+
+def _kv_parts(engine: EngineSettings, model: CatalogModel) -> float:
+    """Return over how many devices of a replica the KV of a token is divided."""
+    shape = model.shape
+    if shape is None:
+        return engine.devices
+    heads = 1 if shape.latent_size else shape.kv_heads
+    return max(1, min(engine.devices, heads * engine.nodes))
+
+
+def _given_sequences(engine: EngineSettings, sizes: ReplicaSizes) -> int:
+    given = engine.options.get(capabilities_of(engine.driver).sequences_option, "")
+    return int(given) if given.isascii() and given.isdigit() else sizes.sequences

@@ -1,0 +1,69 @@
+"""The engines that the tests share. Each is started once, when the first test needs it."""
+
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+import pytest_asyncio
+
+from isochrone.wire.ids import DeviceId
+from isochrone.wire.model import EngineSettings
+from nodeagent.drivers import DRIVERS
+from nodeagent.host.engines import EngineProcess
+from tests.builders import GIB, a_spec
+from tests.engines.real_engines import MODEL, VLLM_COMMANDS, running_engine
+
+TOOLS_TEMPLATE: Final = (
+    "{% if tools %}<|im_start|>system\nCall a function as "
+    '<tool_call>{"name": "...", "arguments": {}}</tool_call>. Functions: {{ tools | tojson }}'
+    "<|im_end|>\n{% endif %}"
+)
+"""Put before the chat template of SmolLM2, which knows no tools."""
+
+
+@pytest.fixture(scope="session")
+def model_with_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chat model, with a chat template that mentions tools in the way of Hermes."""
+    folder = tmp_path_factory.mktemp("models") / "smollm2"
+    folder.mkdir()
+    for path in MODEL.iterdir():
+        (folder / path.name).symlink_to(path)
+    template = folder / "chat_template.jinja"
+    text = template.read_text()
+    template.unlink()
+    template.write_text(TOOLS_TEMPLATE + text)
+    config = folder / "tokenizer_config.json"
+    fields = json.loads(config.read_text())
+    if fields.pop("chat_template", ""):
+        config.unlink()
+        config.write_text(json.dumps(fields))
+    return folder
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def vllm(
+    tmp_path_factory: pytest.TempPathFactory, model_with_tools: Path
+) -> AsyncIterator[EngineProcess]:
+    """A warm vLLM with adapters enabled. The last test of test_vllm.py kills it."""
+    spec = a_spec(
+        name="smol",
+        context_tokens=2048,
+        device_ids=(DeviceId("cpu"),),
+        memory_bytes=3 * GIB,
+        engine=EngineSettings(
+            driver="vllm",
+            kv_memory_bytes=GIB // 4,
+            options={"enable_lora": "true", "max_lora_rank": "8"},
+        ),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{VLLM_COMMANDS}:{os.environ['PATH']}")
+        assert DRIVERS["vllm"].missing() == ""
+        folder = tmp_path_factory.mktemp("vllm")
+        async with running_engine(spec, model_with_tools, folder) as engine:
+            yield engine
+    shutil.rmtree(folder, ignore_errors=True)

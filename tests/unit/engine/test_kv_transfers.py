@@ -1,0 +1,201 @@
+"""What transfers hold on the device: exact, bounded, and let go of in every case."""
+
+import hashlib
+import tracemalloc
+from collections.abc import Sequence
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from torch import Tensor
+
+from nodeagent.engine.core.kv_transfers import HeldPrefix, KvTransfers, OutgoingBlocks
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
+from nodeagent.engine.scheduler.sequence import Sequence as TokenSequence
+from nodeagent.engine.scheduler.sequence import StopConditions
+
+TOTAL = 12
+
+
+class Memory:
+    """Blocks of one number each."""
+
+    def __init__(self, total: int) -> None:
+        self.rows = torch.zeros(total, 1)
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        return self.rows[list(blocks)]
+
+    def write_blocks(self, blocks: Sequence[int], contents: Tensor) -> None:
+        self.rows[list(blocks)] = contents
+
+
+def digest(name: str, number: int) -> bytes:
+    return hashlib.sha256(f"{name}{number}".encode()).digest()
+
+
+def a_sequence(pool: BlockPool, number: int, blocks: int) -> TokenSequence:
+    """Return a sequence with its blocks, of which none is computed."""
+    tokens = [number] * (blocks * BLOCK_TOKENS)
+    sequence = TokenSequence(number, tokens, StopConditions(1, frozenset()))
+    allocated = pool.allocate((), blocks)
+    assert allocated is not None
+    sequence.blocks = allocated
+    return sequence
+
+
+class TransferMachine(RuleBasedStateMachine):
+    """Opens, computes, reads, stores and closes transfers at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.memory = BlockPool(TOTAL), Memory(TOTAL)
+        self.transfers = KvTransfers(self.pool, self.memory, None)
+        self.sequences: dict[int, TokenSequence] = {}
+        self.sent: dict[int, int] = {}
+        self.waiting: dict[str, int] = {}
+        self.count = 0
+
+    @rule(blocks=st.integers(1, 4), first=st.integers(0, 2))
+    def open_outgoing(self, blocks: int, first: int) -> None:
+        if self.pool.free_blocks < blocks or first >= blocks:
+            return
+        self.count += 1
+        sequence = self.sequences[self.count] = a_sequence(self.pool, self.count, blocks)
+        for block in sequence.blocks:
+            self.memory.rows[block] = block
+        self.sent[self.count] = first
+        self.transfers.open_outgoing(
+            self.count, OutgoingBlocks(first, blocks, lambda computed: None)
+        )
+
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        if self.sequences:
+            sequence = self.sequences[data.draw(st.sampled_from(sorted(self.sequences)))]
+            sequence.published_blocks = data.draw(
+                st.integers(sequence.published_blocks, len(sequence.blocks))
+            )
+            self.transfers.hold_computed(sequence)
+
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
+        if self.sequences:
+            number = data.draw(st.sampled_from(sorted(self.sequences)))
+            contents = self.transfers.read_outgoing(number, 1)
+            if contents is not None:
+                block = self.sequences[number].blocks[self.sent[number]]
+                assert contents.tolist() == [[block]]
+                self.sent[number] += 1
+
+    @rule(data=st.data(), first=st.booleans())
+    def end_outgoing(self, data: st.DataObject, first: bool) -> None:
+        """The sequence may end before the transfer or after it."""
+        if self.sequences:
+            number = data.draw(st.sampled_from(sorted(self.sequences)))
+            sequence = self.sequences.pop(number)
+            if first:
+                self.transfers.close_outgoing(number)
+            self.pool.release(sequence.blocks)
+            self.transfers.close_outgoing(number)
+
+    @rule(name=st.sampled_from("abc"))
+    def open_incoming(self, name: str) -> None:
+        if name not in self.waiting:
+            held = self.transfers.open_incoming(name, [digest(name, n) for n in range(4)])
+            self.waiting[name] = held.on_device
+
+    @rule(name=st.sampled_from("abc"), count=st.integers(1, 3))
+    def store(self, name: str, count: int) -> None:
+        first = self.waiting.get(name, 0)
+        digests = [digest(name, n) for n in range(first, min(4, first + count))]
+        if not digests:
+            return
+        free = self.pool.free_blocks
+        contents = torch.full((len(digests), 1), float(ord(name)))
+        if self.transfers.store_incoming(name, digests, contents):
+            assert name in self.waiting
+            self.waiting[name] = first + len(digests)
+            blocks = self.pool.match_prefix([digest(name, n) for n in range(first, first + 1)])
+            assert self.memory.rows[blocks[0]].item() == ord(name)
+            assert self.pool.free_blocks >= len(self.waiting)
+        else:
+            self.waiting.pop(name, None)
+            assert self.pool.free_blocks >= free
+
+    @rule(name=st.sampled_from("abc"), wrong=st.booleans())
+    def close_incoming(self, name: str, wrong: bool) -> None:
+        stored = self.waiting.pop(name, 0)
+        self.transfers.close_incoming(name, is_wrong=wrong)
+        assert stored >= 0
+
+    @invariant()
+    def nothing_is_used_but_what_is_open(self) -> None:
+        sequences = sum(len(sequence.blocks) for sequence in self.sequences.values())
+        assert self.pool.used_blocks <= sequences + self.transfers.held_blocks
+        if not self.sequences and not self.waiting:
+            assert self.transfers.held_blocks == self.pool.used_blocks == 0
+
+    def teardown(self) -> None:
+        for name in list(self.waiting):
+            self.transfers.close_incoming(name)
+        for number, sequence in self.sequences.items():
+            self.pool.release(sequence.blocks)
+            self.transfers.close_outgoing(number)
+        assert self.pool.used_blocks == 0
+
+
+TransferTest = TransferMachine.TestCase
+TransferTest.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_wrong_blocks_are_forgotten_and_others_stay() -> None:
+    pool = BlockPool(TOTAL)
+    transfers = KvTransfers(pool, Memory(TOTAL), None)
+    good, bad = ([digest(name, n) for n in range(3)] for name in "gb")
+    for name, digests in (("good", good), ("bad", bad)):
+        assert transfers.open_incoming(name, digests) == HeldPrefix(0, 0)
+        assert transfers.store_incoming(name, digests, torch.zeros(3, 1))
+    transfers.close_incoming("good")
+    transfers.close_incoming("bad", is_wrong=True)
+    assert (len(pool.match_prefix(good)), len(pool.match_prefix(bad))) == (3, 0)
+    assert pool.used_blocks == 0
+
+
+def test_a_hundred_thousand_abandoned_transfers_leave_nothing() -> None:
+    pool = BlockPool(TOTAL)
+    transfers = KvTransfers(pool, Memory(TOTAL), None)
+    digests = [digest("x", n) for n in range(3)]
+    contents = torch.zeros(3, 1)
+
+    def abandon(number: int) -> None:
+        sequence = a_sequence(pool, number, 2)
+        transfers.open_outgoing(number, OutgoingBlocks(0, 2, lambda computed: None))
+        sequence.published_blocks = 2
+        transfers.hold_computed(sequence)
+        pool.release(sequence.blocks)
+        held = transfers.open_incoming(str(number), digests).on_device
+        assert transfers.store_incoming(str(number), digests[held:], contents[held:])
+        assert transfers.held_blocks == 5
+        transfers.close_outgoing(number)
+        transfers.close_incoming(str(number))
+
+    abandon(0)
+    tracemalloc.start()
+    try:
+        for number in range(1, 1000):
+            abandon(number)
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        for number in range(1000, 99_000):
+            abandon(number)
+        tracemalloc.start()
+        for number in range(99_000, 100_000):
+            abandon(number)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert pool.used_blocks == transfers.held_blocks == 0
+    assert len(pool.cached_blocks()) <= TOTAL
+    assert after < before + 100_000

@@ -1,0 +1,221 @@
+"""The driver of llama.cpp: its command, its memory, its privacy, and GGUF headers."""
+
+import struct
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isochrone.wire import headers
+from isochrone.wire.ids import DeviceId
+from isochrone.wire.model import EngineSettings
+from nodeagent.drivers import DRIVERS
+from nodeagent.drivers.driver import CHAT_PATH, EngineLaunch, UnknownOption, with_fields
+from nodeagent.drivers.gguf_metadata import GgufError, attention_size, read_metadata
+from nodeagent.drivers.llama_cpp import ARGUMENTS, NO_CACHE, gguf_file
+from tests.builders import a_spec
+
+DRIVER = DRIVERS["llama_cpp"]
+TOKEN_BYTES = 2 * 3 * (16 + 16) * 2
+"""f16 keys and values of 16, of 3 heads in 2 layers."""
+
+
+def text(value: str) -> bytes:
+    data = value.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def entry(key: str, kind: int, value: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def uint(key: str, value: int) -> bytes:
+    return entry(key, 4, struct.pack("<I", value))
+
+
+def array(key: str, kind: int, items: list[bytes]) -> bytes:
+    return entry(key, 9, struct.pack("<IQ", kind, len(items)) + b"".join(items))
+
+
+def gguf(*entries: bytes) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(entries)) + b"".join(entries)
+
+
+LLAMA = (
+    entry("general.architecture", 8, text("llama")),
+    array("tokenizer.ggml.tokens", 8, [text("a"), text("bc")]),
+    array("tokenizer.ggml.scores", 6, [struct.pack("<f", 0.5)] * 2),
+    uint("llama.block_count", 2),
+    uint("llama.embedding_length", 96),
+    uint("llama.attention.head_count", 6),
+    uint("llama.attention.head_count_kv", 3),
+)
+
+
+def a_launch(folder: Path, device: str = "cpu", **fields: Any) -> EngineLaunch:
+    (folder / "m.gguf").write_bytes(gguf(*LLAMA))
+    engine = EngineSettings(driver="llama_cpp", **{"kv_memory_bytes": 0, **fields})
+    return EngineLaunch(
+        spec=a_spec(name="m", engine=engine, context_tokens=100, device_ids=(DeviceId(device),)),
+        model_path=folder,
+        folder=folder,
+        port=1,
+        threads=6,
+    )
+
+
+def line(launch: EngineLaunch) -> str:
+    return " ".join(DRIVER.command(launch).arguments)
+
+
+def test_on_a_cpu_it_gets_the_threads_and_short_steps(tmp_path: Path) -> None:
+    command = DRIVER.command(a_launch(tmp_path))
+    text = " ".join(command.arguments)
+    assert text.startswith(f"llama-server --model {tmp_path}/m.gguf --alias m --host {tmp_path}/")
+    assert "--ctx-size 400 --device none --n-gpu-layers 0" in text
+    for part in ("--threads 6", "--batch-size 128", "--parallel 4", "--no-kv-unified", "--offline"):
+        assert part in text
+    assert (command.base_url, command.socket) == ("http://localhost", f"{tmp_path}/engine.sock")
+    given = {argument for argument in command.arguments if argument.startswith("--")}
+    assert given <= set(ARGUMENTS), "the check of the version knows them all"
+
+
+def test_on_a_gpu_it_puts_all_layers_there(tmp_path: Path) -> None:
+    assert "--n-gpu-layers all" in line(a_launch(tmp_path, "gpu0"))
+    some = line(a_launch(tmp_path, "gpu0", options={"n_gpu_layers": "7"}))
+    assert "--n-gpu-layers 7" in some
+    assert "--n-gpu-layers all" not in some
+    assert "--batch-size" not in some
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "options", "expected"),
+    [
+        (950, {}, "--parallel 9 --no-kv-unified --ctx-size 900"),
+        (100_000, {}, "--parallel 32 --no-kv-unified --ctx-size 3200"),
+        (950, {"parallel": "2"}, "--parallel 2 --no-kv-unified --ctx-size 200"),
+        (950, {"parallel": "20"}, "--parallel 20 --kv-unified --ctx-size 950"),
+        (950, {"kv_unified": "true"}, "--parallel 9 --kv-unified --ctx-size 900"),
+        (950, {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}, "--parallel 17 --ctx-size 1700"),
+        (99, {}, "hold 99 tokens, too few for one sequence"),
+        (950, {"parallel": "20", "kv_unified": "false"}, "too few for 20 sequences of 100"),
+        (950, {"parallel": "many"}, "cannot use parallel 'many'"),
+        (950, {"cache_type_k": "f8"}, "cannot use cache type 'f8': expected one of f32"),
+    ],
+)
+def test_its_kv_cache_stays_within_the_plan(
+    tmp_path: Path, kv_tokens: int, options: dict[str, str], expected: str
+) -> None:
+    launch = a_launch(tmp_path, kv_memory_bytes=kv_tokens * TOKEN_BYTES, options=options)
+    if not expected.startswith("--"):
+        with pytest.raises(UnknownOption, match=expected):
+            DRIVER.command(launch)
+        return
+    for part in ("--" + part.strip() for part in expected.split("--")[1:]):
+        assert part in line(launch)
+
+
+def test_tenants_share_no_prompts_unless_the_deployment_says_so(tmp_path: Path) -> None:
+    alone = DRIVER.command(a_launch(tmp_path))
+    assert NO_CACHE in alone.arguments
+    sent = with_fields(b'{"cache_prompt":true,"id_slot":3}', DRIVER.body_fields(alone, "s", 50))
+    assert msgspec.json.decode(sent) == {"cache_prompt": False, "id_slot": -1}
+    shared = DRIVER.command(a_launch(tmp_path, options={"shared_prompt_cache": "true"}))
+    assert NO_CACHE not in shared.arguments
+    assert DRIVER.body_fields(shared, "s", 50)["cache_prompt"]
+    assert not any("shared" in argument for argument in shared.arguments)
+    assert CHAT_PATH in DRIVER.salted_paths
+    assert DRIVER.resumes == headers.INEXACT
+
+
+def test_its_statistics_are_read() -> None:
+    page = (
+        b"llamacpp:prompt_tokens_total 30\nllamacpp:prompt_tokens_cached_total 12\n"
+        b"llamacpp:tokens_predicted_total 7\nllamacpp:n_decode_total 9\n"
+        b"llamacpp:requests_processing 2\nllamacpp:requests_deferred 1\n"
+        b"llamacpp:predicted_tokens_seconds 55.5\n"
+    )
+    stats = DRIVER.read_stats(page)
+    assert (stats.prompt_tokens_total, stats.prefix_hit_tokens_total) == (42, 12)
+    assert (stats.tokens_out_total, stats.steps_total) == (7, 9)
+    assert (stats.running, stats.waiting, stats.decode_tokens_per_s) == (2, 1, 55.5)
+
+
+def test_a_folder_must_hold_one_model(tmp_path: Path) -> None:
+    with pytest.raises(UnknownOption, match="found none"):
+        gguf_file(tmp_path)
+    for name in ("x-00001-of-00002.gguf", "x-00002-of-00002.gguf", "mmproj-x.gguf"):
+        (tmp_path / name).touch()
+    assert gguf_file(tmp_path).name == "x-00001-of-00002.gguf"
+    (tmp_path / "y.gguf").touch()
+    with pytest.raises(UnknownOption, match=r"found x-00001-of-00002.gguf, y.gguf; convert"):
+        gguf_file(tmp_path)
+
+
+def test_a_build_without_our_arguments_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "llama-server"
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def missing(script: str) -> str:
+        program.write_text(f"#!{sys.executable}\n{script}")
+        program.chmod(0o755)
+        return DRIVER.missing()
+
+    assert missing(f"print({' '.join(ARGUMENTS)!r})") == ""
+    few = " ".join(argument for argument in ARGUMENTS if argument != "--cache-ram")
+    assert "is too old: it has no --cache-ram" in missing(f"print({few!r})  # old")
+    assert "libllama.so" in missing("import sys; sys.exit('cannot open libllama.so')")
+
+
+def test_a_gguf_header_gives_the_size_of_the_attention(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+
+    def size(*entries: bytes) -> tuple[int, int]:
+        path.write_bytes(gguf(entry("general.architecture", 8, text("llama")), *entries))
+        found = attention_size(path)
+        return found.keys, found.values
+
+    assert size(*LLAMA[1:]) == (96, 96)
+    per_layer = [struct.pack("<i", heads) for heads in (1, 3)]
+    wide = (uint("llama.attention.key_length", 32), uint("llama.attention.value_length", 8))
+    assert size(*LLAMA[1:6], array("llama.attention.head_count_kv", 5, per_layer)) == (64, 64)
+    assert size(*LLAMA[1:], *wide) == (192, 48)
+    latent = (uint("llama.attention.kv_lora_rank", 512), uint("llama.rope.dimension_count", 64))
+    assert size(*LLAMA[1:], *latent) == (2 * 576, 0)
+    with pytest.raises(GgufError, match="no dimensions of its attention"):
+        size()
+
+
+@given(st.integers(0, 400), st.binary(max_size=12))
+def test_a_damaged_header_is_refused(tmp_path_factory: Any, cut: int, noise: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.gguf"
+    whole = gguf(*LLAMA)
+    path.write_bytes(whole[:cut] + noise + whole[cut + len(noise) :] * (cut % 2))
+    with suppress(GgufError):
+        read_metadata(path)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"GGUF",
+        b"\x7fELF" + bytes(40),
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 2**62),
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 2**62),
+        gguf(entry("a", 77, b"")),
+        gguf(entry("a", 9, struct.pack("<IQ", 4, 2**60))),
+    ],
+)
+def test_a_hostile_header_is_refused_without_reading_much(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    with pytest.raises(GgufError, match=r"^cannot "):
+        read_metadata(path)

@@ -1,0 +1,128 @@
+"""Which parsers for tool calls and reasoning an engine gets, from the model's chat template."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from isochrone.wire.engine_options import ENGINE_OPTIONS
+from isochrone.wire.ids import DeviceId
+from isochrone.wire.model import EngineSettings
+from nodeagent.drivers import DRIVERS
+from nodeagent.drivers.driver import EngineLaunch
+from nodeagent.drivers.output_parsers import FORMATS, output_parsers, with_parsers
+from tests.builders import a_spec
+
+HERMES = "{% if tools %}<tool_call>{% endif %}"
+QWEN3 = HERMES + "{% if add_generation_prompt and enable_thinking is false %}<think></think>"
+R1 = (
+    "<｜tool▁calls▁begin｜>```json{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
+)
+OLD_TURNS = HERMES + "{# strip <think> #}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+
+
+def a_folder(folder: Path, template: str, model_type: str = "llama", *, alone: bool = True) -> Path:
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    if alone:
+        (folder / "chat_template.jinja").write_text(template)
+    else:
+        text = json.dumps({"bos_token": {}, "chat_template": template})
+        (folder / "tokenizer_config.json").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("template", "model_type", "vllm", "sglang"),
+    [
+        (HERMES, "llama", ("hermes", ""), ("qwen", "")),
+        (QWEN3, "qwen3", ("hermes", "qwen3"), ("qwen", "qwen3")),
+        (OLD_TURNS, "qwen3", ("hermes", ""), ("qwen", "")),
+        (R1, "deepseek_v3", ("deepseek_v3", "deepseek_r1"), ("deepseekv3", "deepseek-r1")),
+        (
+            "<｜tool▁calls▁begin｜>{% if thinking %}",
+            "deepseek_v3",
+            ("deepseek_v31", "deepseek_v3"),
+            ("deepseekv31", "deepseek-v3"),
+        ),
+        ("<seed:tool_call><function=<parameter=", "seed_oss", ("seed_oss", ""), ("", "")),
+        ("<tool_call><function=a><parameter=b>", "qwen3", ("qwen3_coder", ""), ("qwen3_coder", "")),
+        ("[TOOL_CALLS][ARGS][THINK]", "mistral", ("mistral", "mistral"), ("mistral", "mistral")),
+        ("<|start_header_id|>ipython", "llama", ("llama3_json", ""), ("llama3", "")),
+        ("", "gpt_oss", ("openai", "openai_gptoss"), ("gpt-oss", "gpt-oss")),
+        ("{{ messages }}", "llama", ("", ""), ("", "")),
+    ],
+)
+def test_the_chat_template_shows_the_parsers(
+    tmp_path: Path,
+    template: str,
+    model_type: str,
+    vllm: tuple[str, str],
+    sglang: tuple[str, str],
+) -> None:
+    for alone in (True, False):
+        folder = tmp_path / str(alone)
+        folder.mkdir()
+        a_folder(folder, template, model_type, alone=alone)
+        for engine, expected in (("vllm", vllm), ("sglang", sglang)):
+            found = output_parsers(engine, folder)
+            assert (found.tools, found.reasoning) == expected
+
+
+@pytest.mark.parametrize("config", ["", "[]", '{"model_type":3}', '{"model_type"', "\xff"])
+def test_a_folder_that_cannot_be_read_gets_no_parser(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config, encoding="latin-1")
+    assert with_parsers("vllm", {}, tmp_path) == {}
+
+
+def test_options_replace_and_remove_the_chosen_parsers(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path, QWEN3)
+    chosen = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    auto = {"enable_auto_tool_choice": "true"}
+    assert with_parsers("vllm", {}, folder) == {**chosen, **auto}
+    assert with_parsers("sglang", {}, folder) == {**chosen, "tool_call_parser": "qwen"}
+    given = {"tool_call_parser": "mistral", "reasoning_parser": "none"}
+    assert with_parsers("vllm", given, folder) == {"tool_call_parser": "mistral", **auto}
+    off = {"enable_auto_tool_choice": "false", "seed": "1"}
+    assert with_parsers("vllm", off, folder) == {**chosen, **off}
+    removed = {"tool_call_parser": "none"}
+    assert with_parsers("vllm", removed, folder) == {"reasoning_parser": "qwen3"}
+
+
+def test_each_format_names_parsers_of_vllm() -> None:
+    assert all(form.vllm.tools or form.vllm.reasoning for form in FORMATS)
+    assert all(form.marks or form.model_type for form in FORMATS)
+    for engine in ("vllm", "sglang"):
+        assert {"tool_call_parser", "reasoning_parser"} <= ENGINE_OPTIONS[engine].names
+
+
+def test_vllm_on_a_cpu_shares_its_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def launch(device: str, **options: str) -> EngineLaunch:
+        engine = EngineSettings(driver="vllm", options=options)
+        return EngineLaunch(
+            spec=a_spec(engine=engine, device_ids=(DeviceId(device),)),
+            model_path=a_folder(tmp_path, QWEN3),
+            folder=tmp_path,
+            port=1,
+            threads=6,
+        )
+
+    for name in ("OMP_NUM_THREADS", "KMP_BLOCKTIME", "VLLM_CPU_OMP_THREADS_BIND"):
+        monkeypatch.delenv(name, raising=False)
+    driver = DRIVERS["vllm"]
+    command = driver.command(launch("cpu", enable_lora="true"))
+    line = " ".join(command.arguments)
+    assert "--enable-auto-tool-choice --enable-lora --enforce-eager" in line
+    assert "--scheduling-policy priority" in line
+    assert "--reasoning-parser qwen3" in line
+    assert "--tool-call-parser hermes" in line
+    assert command.environment["OMP_NUM_THREADS"] == "6"
+    assert command.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    compiled = driver.command(launch("cpu", enforce_eager="false"))
+    assert "--enforce-eager" not in compiled.arguments
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in driver.command(launch("cpu")).environment
+    on_gpu = driver.command(launch("gpu0"))
+    assert "--enforce-eager" not in on_gpu.arguments
+    assert "OMP_NUM_THREADS" not in on_gpu.environment
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in on_gpu.environment

@@ -1,0 +1,105 @@
+"""A fleet state that adopts one table after another knows the same as one that adopts the last."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isochrone.wire.ids import (
+    ClusterId,
+    DeploymentId,
+    Epoch,
+    Generation,
+    ModelId,
+    NodeId,
+    PopId,
+    ReplicaId,
+)
+from isochrone.wire.routes import DeploymentEntry, Route, RouteTable, apply_delta, diff
+from router import fleet_state
+from router.decide.deployment_routing import DeploymentRouting
+from router.fleet_state import FleetState
+
+# Replica -> (deployment, node).
+ROUTES = st.dictionaries(
+    st.integers(0, 12), st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=12
+)
+STEPS = st.lists(st.tuples(ROUTES, st.sets(st.integers(0, 5))), min_size=1, max_size=5)
+
+
+def a_table(
+    generation: int, routes: dict[int, tuple[int, int]], deployments: set[int]
+) -> RouteTable:
+    return RouteTable(
+        cluster_id=ClusterId("c"),
+        generation=Generation(generation),
+        epoch=Epoch(1),
+        deployments=tuple(
+            DeploymentEntry(
+                deployment_id=DeploymentId(f"d{number}"),
+                name=f"m{number}",
+                model_id=ModelId("m"),
+                context_tokens=4096,
+            )
+            for number in sorted(deployments)
+        ),
+        routes=tuple(
+            Route(
+                replica_id=ReplicaId(f"r{replica:02d}"),
+                deployment_id=DeploymentId(f"d{deployment}"),
+                version=1,
+                node_id=NodeId(f"n{node}"),
+                pop=PopId("ams"),
+                address=f"n{node}:1",
+            )
+            for replica, (deployment, node) in sorted(routes.items())
+        ),
+    )
+
+
+def known(fleet: FleetState) -> dict[str, object]:
+    """Return what the fleet state knows, without the order in which it learned it."""
+    return {
+        "nodes": fleet.directory.node_addresses(),
+        "replicas": {n: sorted(fleet.directory.replicas_on(NodeId(f"n{n}"))) for n in range(5)},
+        "slots": {n: sorted(routing_of(fleet, n).replicas.slots) for n in range(6)},
+        "routes": {n: list(routing_of(fleet, n).routes) for n in range(6)},
+    }
+
+
+def routing_of(fleet: FleetState, number: int) -> DeploymentRouting:
+    return fleet.routing(DeploymentId(f"d{number}"))
+
+
+@pytest.mark.parametrize("at_once_max", [0, 64])
+@settings(deadline=None, max_examples=80)
+@given(STEPS, st.booleans())
+def test_tables_add_up(
+    at_once_max: int, steps: list[tuple[dict[int, tuple[int, int]], set[int]]], by_delta: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet_state, "DEPLOYMENTS_SET_AT_ONCE_MAX", at_once_max)
+        fleet = FleetState(PopId("ams"), lambda: 1.0)
+        table: RouteTable | None = None
+        for generation, (routes, deployments) in enumerate(steps, 1):
+            new = a_table(generation, routes, deployments)
+            table = apply_delta(table, diff(table, new)) if by_delta and table else new
+            fleet.adopt(table)
+            assert table == new
+        fresh = FleetState(PopId("ams"), lambda: 1.0)
+        assert table is not None
+        fresh.adopt(table)
+        assert known(fleet) == known(fresh)
+
+
+def test_a_change_marks_only_its_replica_as_out_of_date() -> None:
+    fleet = FleetState(PopId("ams"), lambda: 1.0)
+    table = a_table(1, {1: (0, 0), 2: (0, 1), 3: (1, 1)}, {0, 1})
+    fleet.adopt(table)
+    for number in (0, 1):
+        routing_of(fleet, number).take_changed()
+    fleet.adopt(a_table(2, {1: (0, 2), 2: (0, 1), 3: (1, 1)}, {0, 1}))
+    assert routing_of(fleet, 0).changed == {"r01"}
+    assert not routing_of(fleet, 1).changed
+    fleet.note_change(ReplicaId("r03"))
+    fleet.note_change(ReplicaId("unknown"))
+    assert routing_of(fleet, 1).changed == {"r03"}

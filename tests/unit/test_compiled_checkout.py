@@ -1,0 +1,58 @@
+"""The compiled request path of a checkout is loaded only if it was made from these very sources."""
+
+from pathlib import Path
+
+import pytest
+
+from isochrone import compiled
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with a few sources of the request path, compiled."""
+    for name in ("setup.py", "isochrone/wire/keys.py", "isochrone/wire/geo.py", "router/record.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# {name}\n")
+    compiled.folder(tmp_path).mkdir(parents=True)
+    return tmp_path
+
+
+def origin(checkout: Path, module: str) -> str | None:
+    spec = compiled.CompiledRequestPath(checkout).find_spec(module, None)
+    return None if spec is None else spec.origin
+
+
+def test_the_modules_of_the_request_path_are_found_in_the_build(checkout: Path) -> None:
+    found = origin(checkout, "router.record")
+    assert found is not None and Path(found).is_relative_to(compiled.folder(checkout))
+    assert origin(checkout, "isochrone.wire.keys") is not None
+    assert origin(checkout, "router__mypyc") is not None
+    # Neither of these is compiled.
+    assert origin(checkout, "isochrone.wire.geo") is None
+    assert origin(checkout, "json") is None
+
+
+@pytest.mark.parametrize("name", ["router/record.py", "isochrone/wire/geo.py", "setup.py"])
+def test_an_edited_source_is_never_hidden_by_a_stale_build(checkout: Path, name: str) -> None:
+    # Constants of wire/geo.py may have been built into compiled modules.
+    path = checkout / name
+    before = path.read_text()
+    path.write_text("# edited\n")
+    assert origin(checkout, "router.record") is None
+    path.write_text(before)
+    assert origin(checkout, "router.record") is not None
+
+
+def test_a_new_source_makes_a_build_stale(checkout: Path) -> None:
+    (checkout / "router" / "new.py").write_text("")
+    assert origin(checkout, "router.record") is None
+
+
+def test_a_build_that_must_be_there_is_missed_at_once(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkout / "router" / "record.py").write_text("# edited\n")
+    monkeypatch.setenv(compiled.SETTING, "1")
+    with pytest.raises(ImportError, match="these sources are not compiled"):
+        origin(checkout, "router.record")
