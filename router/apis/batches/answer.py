@@ -1,6 +1,6 @@
 """Answers one item of a batch through the pipeline, like a request of its key's client."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import msgspec
@@ -8,7 +8,7 @@ import msgspec
 from isochrone.wire import headers
 from isochrone.wire.batches import ANSWER_BYTES_MAX, ItemResult, LeasedItem
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
-from isochrone.wire.ids import KeyId
+from isochrone.wire.key_table import KeyTable
 from isochrone.wire.routes import KeyEntry
 from router.apis.request_ids import RequestIds
 from router.dataplane.http_messages import (
@@ -73,7 +73,7 @@ class ItemAnswerer:
     def __init__(
         self,
         *,
-        keys: Callable[[], Mapping[KeyId, KeyEntry]],
+        keys: Callable[[], KeyTable],
         read: ReadInference,
         serve: Serve,
         request_ids: RequestIds,
