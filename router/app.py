@@ -251,6 +251,7 @@ class RouterApp:
             serve=self.pipeline.serve,
             request_ids=self.request_ids,
             clock=time.monotonic,
+            unix_clock=time.time,
         )
         self.answer_batches = AnswerBatches(
             client=self.batch_client,

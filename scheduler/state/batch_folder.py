@@ -6,6 +6,7 @@ name only when it is complete and on disk.
 
 import asyncio
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import BinaryIO, Final
 
 CHUNK_BYTES: Final = 256 * 1024
 UNFINISHED: Final = ".part"
+UNFINISHED_S: Final = 86_400.0
 
 
 class BatchFolder:
@@ -22,11 +24,15 @@ class BatchFolder:
         self._folder = folder
 
     def prepare(self) -> None:
-        """Create the folder, and delete what an earlier process left unfinished."""
+        """Create the folder, and delete what a process left unfinished long ago.
+
+        Another scheduler may be writing: its files are younger.
+        """
         self._folder.mkdir(0o700, parents=True, exist_ok=True)
         for path in self._folder.glob(f"*{UNFINISHED}"):
             with suppress(FileNotFoundError):
-                path.unlink()
+                if time.time() - path.stat().st_mtime > UNFINISHED_S:
+                    path.unlink()
 
     @contextmanager
     def writing(self, file_id: str) -> Iterator[BinaryIO]:

@@ -78,7 +78,10 @@ class ItemAnswerer:
         serve: Serve,
         request_ids: RequestIds,
         clock: Callable[[], float],
+        unix_clock: Callable[[], float],
     ) -> None:
+        """`clock` returns monotonic seconds, `unix_clock` Unix time."""
+        self._unix_clock = unix_clock
         self._keys = keys
         self._read = read
         self._serve = serve
@@ -115,10 +118,13 @@ class ItemAnswerer:
     def _key_of(self, item: LeasedItem) -> KeyEntry:
         key = self._keys().get(item.key_id)
         if key is None or key.tenant_id != item.tenant_id:
-            raise ApiError(
-                ErrorCode.INVALID_KEY, "cannot answer: the key that began the batch is revoked"
-            )
-        return key
+            reason = "is revoked"
+        elif key.expires_at and key.expires_at <= self._unix_clock():
+            reason = "has expired"
+        else:
+            return key
+        message = f"cannot answer: the key that began the batch {reason}"
+        raise ApiError(ErrorCode.INVALID_KEY, message)
 
 
 def _result_of(item: LeasedItem, request: HttpRequest, error: ApiError) -> ItemResult:

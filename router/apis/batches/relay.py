@@ -2,13 +2,14 @@
 
 import asyncio
 import re
-from typing import Final
+from typing import Any, Final
 
 from isochrone.wire import batches as wire
 from isochrone.wire import headers
 from router.batch_client import BatchClient
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 from router.dataplane.inline_task import InlineEvent
+from router.dataplane.upload_spool import SpooledBody
 
 _PATH: Final = re.compile(r"/v1/(?:files|batches)(?:/[A-Za-z0-9_-]{1,64}){0,2}")
 _CONTENT: Final = re.compile(r"/v1/files/[^/]+/content")
@@ -43,13 +44,16 @@ async def _relay(client: BatchClient, request: HttpRequest, writer: ResponseWrit
     sent = {wire.TENANT: key.tenant_id, wire.KEY: key.key_id}
     if b"content-type" in request.headers:
         sent["content-type"] = request.headers[b"content-type"].decode("latin-1")
+    body: Any = request.body or None
+    if isinstance(request.upload, SpooledBody):
+        body = request.upload.reader()
     header_lines = f"{headers.REQUEST_ID}: {request.client_request_id}\r\n"
     async with client.request(
         request.method.decode(),
         f"{wire.PUBLIC_PREFIX}{request.path}",
         headers=sent,
         query=request.query,
-        body=request.body or None,
+        body=body,
     ) as response:
         if not _CONTENT.fullmatch(request.path):
             body = await response.read()

@@ -1,5 +1,6 @@
 """Files and batches with the official `openai` client: router, scheduler, Postgres, fake nodes."""
 
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -198,6 +199,24 @@ async def test_files_belong_to_their_tenant(bench: BatchBench) -> None:
     assert (await bench.client.files.delete(file_id)).deleted
     with pytest.raises(openai.NotFoundError):
         await bench.client.files.content(file_id)
+
+
+async def test_large_files_are_streamed(bench: BatchBench) -> None:
+    bench.app.server.bodies.uploads._bytes_max = 30_000_000
+    text = b"0123456789abcdef" * 1_500_000
+    file = await bench.client.files.create(file=("large", text), purpose="batch")
+    assert file.bytes == len(text)
+    async with bench.client.files.with_streaming_response.content(file.id) as response:
+        digest, size = hashlib.sha256(), 0
+        async for part in response.iter_bytes():
+            digest.update(part)
+            size += len(part)
+    assert (size, digest.hexdigest()) == (len(text), hashlib.sha256(text).hexdigest())
+    with pytest.raises(openai.APIStatusError) as refused:
+        await bench.client.files.create(file=("larger", text + text), purpose="batch")
+    assert refused.value.status_code == 413
+    # Nothing is left of either: the limit of all uploads is free again.
+    assert bench.app.server.bodies.uploads._size_bytes == 0
 
 
 async def test_what_cannot_be_used_is_refused(bench: BatchBench) -> None:
