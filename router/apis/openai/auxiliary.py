@@ -9,6 +9,7 @@ from isochrone.service.http_server import Handler, error_middleware, error_respo
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
+from router.apis.auxiliary_server import BYTES_MAX
 from router.apis.messages.errors import error_body
 from router.apis.messages.models import model_info, models_page
 from router.apis.openai.surface import DECODERS, OpenAiSurface

@@ -4,16 +4,16 @@ Measured rates change with every report. A change of up to a tenth changes no ro
 enough to send a new table to every router, so the table keeps the rates that it had.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 
 import msgspec
 
+from isochrone.wire.engine_capabilities import lacking_features
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId
 from isochrone.wire.model import CatalogModel, Deployment
 from isochrone.wire.report import ReplicaProfile, ReplicaState
 from isochrone.wire.routes import (
     DeploymentEntry,
-    KeyEntry,
     KeyTable,
     RolloutEntry,
     Route,
@@ -33,7 +33,7 @@ from scheduler.decide.rollout.lifecycle import Rollout
 def build_route_table(
     cluster: ClusterState,
     view: LivenessView,
-    keys: Sequence[KeyEntry],
+    keys: KeyTable,
     *,
     generation: Generation,
     epoch: Epoch,
@@ -69,7 +69,7 @@ def build_route_table(
             for deployment in sorted(cluster.deployments, key=lambda d: d.deployment_id)
         ),
         routes=tuple(sorted(routes, key=lambda route: route.replica_id)),
-        keys=KeyTable.of(keys),
+        keys=keys,
     )
 
 
@@ -159,6 +159,11 @@ def _entry(
 ) -> DeploymentEntry:
     model = models.get(deployment.model_id)
     context = deployment.engine.context_tokens_max
+    driver = deployment.engine.driver
+    lacks = lacking_features(driver)
+    if rollout is not None and rollout.spec.engine.driver != driver:
+        # Either version may get a request: refuse what one of them cannot do.
+        lacks = tuple(dict.fromkeys((*lacks, *lacking_features(rollout.spec.engine.driver))))
     return DeploymentEntry(
         deployment_id=deployment.deployment_id,
         name=deployment.name,
@@ -173,6 +178,8 @@ def _entry(
         if rollout is not None
         else None,
         deprecation=deployment.deprecation,
+        engine=driver,
+        engine_lacks=lacks,
     )
 
 

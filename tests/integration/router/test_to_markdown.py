@@ -102,7 +102,6 @@ async def test_a_converter_that_dies_or_babbles_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("files", "fields", "said"),
     [
-        ((), {"conversionOptions": "{}"}, "no field 'files'"),
         ((("a.txt", b"x"),), {"colour": "red"}, "no field 'colour'"),
         ((("a.txt", b"x"),), {"conversionOptions": '{"pdf":{}}'}, "'pdf'"),
         ((("a.txt", b"x"),) * 9, {}, "more than 8 files"),
