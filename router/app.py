@@ -22,6 +22,7 @@ from isochrone.service.tls import CERTIFICATE_CHECK_S, client_context, load_tls_
 from isochrone.wire.control import TABLE_PARTS, PeerRole, ToRouter, Welcome
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.routes import RouteDelta, RouteTable, RouteTablePart
+from isochrone.wire.suspicions import SUSPICIONS, FleetSuspicions
 from isochrone.wire.usage import UsageAck
 from router import build
 from router.apis.batches.answer import ItemAnswerer
@@ -61,6 +62,7 @@ from router.processes import (
 )
 from router.prompt_sharing import SharedPrompts
 from router.record import Recorder
+from router.suspicion_sharing import FleetSuspicionOutbox, from_fleet
 from router.usage_journal import UsageJournal
 
 log = logging.getLogger(__name__)
@@ -170,7 +172,7 @@ class RouterApp:
             rng=random.Random(),  # noqa: S311 - jitter, not a secret
             folder=self.config.state_folder,
             contexts=() if self.node_tls is None else (self.node_tls,),
-            capabilities=(TABLE_PARTS,),
+            capabilities=(TABLE_PARTS, SUSPICIONS),
             on_too_large=self.metrics.messages_refused.inc,
         )
         count = max(0, (self.config.processes or 1) - 1) if worker is None else 0
@@ -189,11 +191,13 @@ class RouterApp:
         self.recorder = Recorder(self.identity.pop, self.metrics, self.journal)
         self.deadlines = Deadlines(time.monotonic)
         self.upstream = Upstream(self.config, self.deadlines, time.monotonic, self.node_tls)
-        # The same key in each process of the router, so that they can tell each other.
-        digest_key = hashlib.sha256(b"isochrone-suspects-1\0" + self.identity.key_pem.encode())
+        # The same key in each process of each router, so that they can tell each other. It is no
+        # secret: it keeps what one cluster suspects apart from another's.
+        digest_key = hashlib.sha256(b"isochrone-suspects-1\0" + self.identity.ca_pem.encode())
         suspects = SuspectTable(digest_key.digest(), self.config.suspect_refusal_s)
         self.poison_guard = PoisonGuard(suspects, self.metrics, time.monotonic)
-        self.poison_guard.outbox.is_open = self.fleet.prompt_outbox.is_open
+        self.poison_guard.outbox.is_open = True
+        self.fleet_suspicions = FleetSuspicionOutbox()
         self.pipeline = RequestPipeline(
             config=self.config,
             fleet=self.fleet,
@@ -235,7 +239,13 @@ class RouterApp:
             resend_s=self.config.usage_resend_s,
         )
         self.sharer = PromptSharer(
-            self.fleet.prompt_outbox, self.poison_guard.outbox, self.parent, self.workers
+            self.fleet.prompt_outbox,
+            self.poison_guard.outbox,
+            self.parent,
+            self.workers,
+            self.fleet_suspicions,
+            self.link.send,
+            time.monotonic,
         )
         self.gauges = GaugeSetter(
             fleet=self.fleet,
@@ -320,6 +330,10 @@ class RouterApp:
         elif isinstance(message, UsageAck):
             await self.shipper.on_ack(message)
             self.workers.broadcast(message)
+        elif isinstance(message, FleetSuspicions):
+            suspicions = from_fleet(message, time.monotonic())
+            self.poison_guard.learn(suspicions)
+            self.workers.broadcast(suspicions)
 
     async def on_main_process_message(self, message: Any) -> None:
         """Pass a message of the main process to the part that handles it."""
@@ -343,6 +357,8 @@ class RouterApp:
             self.fleet.learn_prompts(message.rows)
         else:
             self.poison_guard.learn(message)
+            if self.parent is None:
+                self.fleet_suspicions.add(message)
 
     def on_table_change(self) -> None:
         """Write the new table to disk and send it to the workers soon."""
