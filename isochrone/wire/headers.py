@@ -56,6 +56,9 @@ PEER_REPLICAS: Final = "x-isochrone-siblings"
 
 PEER_REPLICAS_MAX: Final = 4
 
+PREFILL_REPLICAS: Final = "x-isochrone-prefill-replicas"
+"""The replicas of the PoP that could read the prompt for the addressed one, which comes first."""
+
 SUSPECT: Final = "x-isochrone-suspect"
 """An engine failed while it processed this request: try it while no other such request is tried."""
 
@@ -79,6 +82,9 @@ LOADS_MAX: Final = 64
 
 HANDOFF_REPLICA: Final = "x-isochrone-passed"
 """The peer replica that answers instead of the addressed one."""
+
+PREFILL_REPLICA: Final = "x-isochrone-prefill-replica"
+"""The replica that reads the prompt: a prefill replica, or again the addressed one."""
 
 REFUSED: Final = "x-isochrone-refused"
 """The word for why a node refuses a request."""

@@ -1,9 +1,9 @@
 """Admits requests to one replica by tokens in flight, counted apart for prefill and decode.
 
 Generations are also admitted by number, where the engine's limit of concurrent sequences is known.
-What exceeds it waits in the routers' queues, which are fair between tenants, and not in the
-engine's, which may be first come, first served. A tenant without a request here may enter beside a
-tenant that fills the replica.
+What exceeds it waits in the routers' queues, which are fair between tenants. The surplus that is
+admitted waits on the node if the engine's own queue is first come, first served (`seats.py`).
+A tenant without a request here may enter beside a tenant that fills the replica.
 
 Each reservation is released exactly once. A router knows its own requests better than the node
 does, so the load reported to a router also gives the tokens of all other routers. Prompts are
@@ -154,6 +154,11 @@ class ReplicaAdmission:
         done_share = max(0.0, min(PREFILL_SHARE_MAX, elapsed_ms / first.prefill_ms))
         return pending - round(first.pending_prefill_tokens * done_share)
 
+    @property
+    def decoding(self) -> int:
+        """Number of requests in flight whose prompt does not queue here."""
+        return self.running - len(self._in_prefill)
+
     def _has_place(self, tenant: str | None) -> bool:
         """Return True if a generation for `tenant` is within the limit of generations.
 
@@ -170,6 +175,15 @@ class ReplicaAdmission:
         self._last_prefill_end_s = max(self._last_prefill_end_s, now_s)
         self._prefill_tokens -= reservation.prompt_tokens
         self._pending_prefill_tokens -= reservation.pending_prefill_tokens
+
+    def _move_prefill(self, reservation: "TokenReservation", *, away: bool) -> None:
+        """Take a prompt out of the queue, or back into it. Called by TokenReservation only."""
+        if away:
+            del self._in_prefill[reservation]
+            self._pending_prefill_tokens -= reservation.pending_prefill_tokens
+        else:
+            self._in_prefill[reservation] = None
+            self._pending_prefill_tokens += reservation.pending_prefill_tokens
 
     def _end_request(self, reservation: "TokenReservation") -> None:
         """Release the decode tokens of a reservation. Called by TokenReservation only."""
@@ -193,6 +207,7 @@ class TokenReservation:
 
     __slots__ = (
         "_admission",
+        "_is_elsewhere",
         "_is_prefilled",
         "admitted_s",
         "generates_for",
@@ -216,7 +231,7 @@ class TokenReservation:
         admitted_s: float,
     ) -> None:
         self._admission: ReplicaAdmission | None = admission
-        self._is_prefilled = False
+        self._is_prefilled = self._is_elsewhere = False
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
         self.pending_prefill_tokens = pending_prefill_tokens
@@ -225,9 +240,17 @@ class TokenReservation:
         self.prefill_ms = prefill_ms
         self.admitted_s = admitted_s
 
+    def set_prefill_elsewhere(self, is_elsewhere: bool) -> None:
+        """Note whether another replica prefills the prompt: then it does not queue here."""
+        if self._admission is None or self._is_prefilled or self._is_elsewhere == is_elsewhere:
+            return
+        self._is_elsewhere = is_elsewhere
+        self._admission._move_prefill(self, away=is_elsewhere)
+
     def first_token(self, now_s: float = 0.0) -> None:
         """Release the prompt's tokens: the engine has prefilled it."""
         if not self._is_prefilled and self._admission is not None:
+            self.set_prefill_elsewhere(False)
             self._is_prefilled = True
             self._admission._end_prefill(self, now_s)
 

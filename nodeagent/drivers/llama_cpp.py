@@ -74,6 +74,8 @@ class LlamaCppDriver:
     sequences_option = "parallel"
     sequences_default = 0
     is_queue_fair = False
+    has_spare_seats = False
+    kv_transfer = False
     sleep_path = wake_path = ""
 
     def missing(self) -> str:

@@ -121,6 +121,11 @@ class EngineProcess:
         return self._driver.resumes
 
     @property
+    def sends_kv(self) -> bool:
+        """Whether engines of this kind send each other the KV of prompts."""
+        return self._driver.kv_transfer
+
+    @property
     def exit_reason(self) -> str:
         """How the process ended, with the signal if one killed it."""
         code = self._child.poll() if self._child is not None else None
