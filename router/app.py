@@ -291,6 +291,8 @@ class RouterApp:
             if table is not None:
                 self.follower.accept(table)
             await asyncio.sleep(0)
+        elif isinstance(message, RouteDelta):
+            self.follower.accept_change(message)
         elif isinstance(message, Shared):
             self.learn_shared(message)
         else:
