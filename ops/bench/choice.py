@@ -41,6 +41,7 @@ WARM_UP_ROUNDS: Final = 3000
 PROMPTS: Final = 300
 HASHED_PROMPTS: Final = 2000
 DEPLOYMENT: Final = DeploymentId("d")
+BEST_OF: Final = "all, best of 4"
 
 
 class ManualClock:
@@ -136,8 +137,13 @@ def traffic_turn(
 def time_rankings(
     fleet: FleetState, prompts: list[PrefixKeys], turn: Callable[[int], None]
 ) -> dict[str, list[float]]:
-    """Return the microseconds of each step of many rankings, with traffic between them."""
-    took_us: dict[str, list[float]] = {"snapshot": [], "prefix match": [], "rank": [], "all": []}
+    """Return the microseconds of each step of many rankings, with traffic between them.
+
+    `best of 4` repeats a ranking and takes the fastest: on a busy machine the others show mostly
+    what other processes do to caches.
+    """
+    steps = ("snapshot", "prefix match", "rank", "all", BEST_OF)
+    took_us: dict[str, list[float]] = {step: [] for step in steps}
     for number in range(ROUNDS):
         turn(number)
         keys = prompts[number % len(prompts)]
@@ -153,6 +159,14 @@ def time_rankings(
         took_us["snapshot"].append((frozen - matched) / 1000)
         took_us["rank"].append((ended - frozen) / 1000)
         took_us["all"].append((ended - began) / 1000)
+        fastest = ended - began
+        for _ in range(3):
+            began = thread_time_ns()
+            matches = fleet.routing(DEPLOYMENT).prefix_matches(keys)
+            query = RouteQuery(f"r{number}", 6000, 300, matches=matches)
+            first = rank(fleet.snapshot(DEPLOYMENT), query)[0]
+            fastest = min(fastest, thread_time_ns() - began)
+        took_us[BEST_OF].append(fastest / 1000)
     return took_us
 
 

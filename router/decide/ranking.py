@@ -211,7 +211,7 @@ def _prefer_nearest(snapshot: RoutingSnapshot, costs: SlotCosts, best: int) -> i
     """
     if best in snapshot.nearest or snapshot.is_spilling:
         return best
-    nearest = min(snapshot.nearest, key=costs.at)
+    nearest = costs.cheapest_of(snapshot.nearest)
     best_ms = costs.at(best)
     margin_ms = max(SPILLOVER_MS, SPILLOVER_RATIO * best_ms)
     return nearest if costs.at(nearest) <= best_ms + margin_ms else best

@@ -5,7 +5,7 @@ the PoPs in the order of the best that one of their replicas may offer and stops
 worse than what was found. Both give the same numbers, so ranking decides the same with either.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from math import inf
 from typing import Final, NamedTuple
 
@@ -44,6 +44,10 @@ class SlotCosts:
     def at(self, slot: int) -> float:
         """Return the cost of one slot."""
         raise NotImplementedError
+
+    def cheapest_of(self, slots: Collection[int]) -> int:
+        """Return the first of these slots that has the lowest cost of them."""
+        return min(slots, key=self.at)
 
     def all(self) -> list[float]:
         """Return the costs of all slots."""
@@ -161,6 +165,18 @@ class SearchedCosts(SlotCosts):
                 saved = holders.saved
         return self._costs([slot], saved)[0]
 
+    def cheapest_of(self, slots: Collection[int]) -> int:
+        """Return the first of these slots that has the lowest cost of them."""
+        candidates = list(slots)
+        costs = self._costs(candidates, 0.0)
+        self._save_at_many(candidates, costs)
+        for place, slot in enumerate(candidates):
+            if slot in self._skip:
+                costs[place] = inf
+            elif slot in self._few:
+                costs[place] = self._few[slot]
+        return candidates[costs.index(min(costs))]
+
     def all(self) -> list[float]:
         """Return the costs of all slots."""
         return self._scan_all().all()
@@ -269,16 +285,21 @@ class SearchedCosts(SlotCosts):
         snapshot = self._snapshot
         slots = snapshot.pop_slots[pop]
         costs = self._costs(slots, 0.0)
-        for holders in self._many:
-            bits, saved = holders.bits, holders.saved
-            for place, slot in enumerate(slots):
-                if bits[slot >> 3] >> (slot & 7) & 1:
-                    costs[place] -= saved * snapshot.estimates[slot].ms_per_token
+        self._save_at_many(slots, costs)
         for slot in self._apart.get(pop, ()):
             costs[slots.index(slot)] = inf
         self._pops[pop] = costs
         if min(costs) <= self._second_ms:
             self._note_best(slots, costs)
+
+    def _save_at_many(self, slots: list[int], costs: list[float]) -> None:
+        """Lower the costs of the slots that are among many holders."""
+        estimates = self._snapshot.estimates
+        for holders in self._many:
+            bits, saved = holders.bits, holders.saved
+            for place, slot in enumerate(slots):
+                if bits[slot >> 3] >> (slot & 7) & 1:
+                    costs[place] -= saved * estimates[slot].ms_per_token
 
     def _note_best(self, slots: list[int], costs: list[float]) -> None:
         best, best_ms, second_ms = self._best, self._best_ms, self._second_ms

@@ -153,6 +153,8 @@ def test_the_cost_of_a_slot_is_the_same_however_it_is_found(seed: int) -> None:
     assert searched.best_two() == scanned.best_two()
     slots = list(snapshot.slots.values())
     assert [searched.at(slot) for slot in slots] == [scanned.at(slot) for slot in slots]
+    some_slots = chance.sample(slots, len(slots) // 2)
+    assert searched.cheapest_of(some_slots) == scanned.cheapest_of(some_slots)
     for limit_ms in (-1.0, scanned.best_two().second_ms, 300.0):
         assert searched.up_to(limit_ms) == [
             slot for slot in scanned.up_to(limit_ms) if snapshot.routes[slot] is not None
