@@ -41,6 +41,7 @@ HOT: Final = (
     "router/dataplane/response_checks.py",
     "router/dataplane/server.py",
     "router/dataplane/sse.py",
+    "router/dataplane/token_gatherer.py",
     "router/dataplane/upstream.py",
     "router/decide/[a-z]*.py",
     "router/feedback.py",

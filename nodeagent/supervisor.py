@@ -25,10 +25,11 @@ from nodeagent.decide.backoff import retry_delay_s
 from nodeagent.decide.blame import BlameLedger
 from nodeagent.decide.health import OBSERVE_INTERVAL_S
 from nodeagent.decide.replica import ReplicaEvent, next_state
-from nodeagent.drivers import is_queue_fair, sequences_max
+from nodeagent.drivers import is_queue_fair, sequences_max, spare_seats_of
 from nodeagent.drivers.driver import UnknownOption
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.download import ArtifactError
+from nodeagent.host.engine_seats import EngineSeats
 from nodeagent.host.engines import (
     EngineProcess,
     EngineProcesses,
@@ -65,6 +66,9 @@ class ManagedReplica:
             sequences_max(spec),
             is_engine_fair=is_queue_fair(spec),
         )
+        seats = 0 if is_queue_fair(spec) else sequences_max(spec)
+        self.seats = EngineSeats(seats, spare_seats_of(spec))
+        """Where what the engine's own queue would serve unfairly waits."""
         self.blame = BlameLedger()
         self.trial_lock = asyncio.Lock()
         """Held by the one suspect request that the engine tries."""

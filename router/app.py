@@ -207,6 +207,7 @@ class RouterApp:
             dropped=self.follower.dropped,
             on_node_lost=self.pipeline.fail_node,
             timeout_s=self.config.probe_timeout_s,
+            interval_s=self.config.probe_interval_s,
         )
         self.spool = UsageSpool(self.config.state_folder / "usage", self.config.spool_bytes_max)
         self.shipper = ReportShipper(
@@ -291,6 +292,8 @@ class RouterApp:
             if table is not None:
                 self.follower.accept(table)
             await asyncio.sleep(0)
+        elif isinstance(message, RouteDelta):
+            self.follower.accept_change(message)
         elif isinstance(message, Shared):
             self.learn_shared(message)
         else:

@@ -1,9 +1,9 @@
 """Run a router as several processes behind one port, each worker led by the main process.
 
-The main process holds the connection to the scheduler. Over a socket pair it sends each route table
-to the workers, and receives their demand and usage, which it forwards unchanged. Each process tells
-the others once a second which prompts were read where (prompt_sharing.py), and which requests are
-suspected of making engines fail (suspicion_sharing.py). Nothing else is shared:
+The main process holds the connection to the scheduler. Over a socket pair it sends the route table
+and its changes to the workers, and receives their demand and usage, which it forwards unchanged.
+Each process tells the others once a second which prompts were read where (prompt_sharing.py), and
+which requests are suspected of making engines fail (suspicion_sharing.py). Nothing else is shared:
 each worker has its own limits, fleet state, connections and usage journal. The kernel spreads
 connections over the processes (SO_REUSEPORT). A worker that ends or hangs is replaced.
 """
@@ -13,14 +13,14 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from isochrone.wire import codec
-from isochrone.wire.routes import RouteTable, RouteTablePart
+from isochrone.wire.routes import RouteDelta, RouteTable, RouteTablePart, diff
 from isochrone.wire.table_parts import split_table
 from isochrone.wire.usage import Demand, Usage, UsageAck
 from router.config import RouterConfig
@@ -37,6 +37,9 @@ WORKER_ENV: Final = "ISOCHRONE_WORKER"
 UNREAD_BYTES_MAX: Final = 4 * 1024 * 1024
 """A process that is this far behind with reading gets no more messages."""
 
+DELTA_BYTES_MAX: Final = 512 * 1024
+"""A worker is sent a larger change as a whole table, in parts."""
+
 SILENCE_S: Final = 15.0
 """A worker that sends nothing for twice this long is replaced. It hangs, but keeps its share of the
 port's connections, and systemd watches only the main process."""
@@ -45,7 +48,7 @@ Shared = SharedPrompts | SharedSuspicions
 """What any process tells all others."""
 
 _FROM_WORKER: Final = codec.decoder(Demand | Usage | Shared)
-_FROM_MAIN: Final = codec.decoder(RouteTablePart | UsageAck | Shared)
+_FROM_MAIN: Final = codec.decoder(RouteTablePart | RouteDelta | UsageAck | Shared)
 
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
@@ -111,15 +114,17 @@ class WorkerPipe:
         self._write_frame(transport, codec.encode(message))
         return True
 
-    async def write_table(self, table: RouteTable) -> bool:
-        """Send a table in parts, each when the other end has read enough; False if it is gone."""
+    async def write_table(self, table: RouteTable, former: RouteTable | None) -> bool:
+        """Send the change from the `former` table, or the whole in parts, each when the other end
+        has read enough. Return False if it is gone.
+        """
         if self._streams is None:
             return False
         writer = self._streams[1]
         # The parts of two tables must not be mixed.
         async with self._table_lock:
             try:
-                for frame in split_table(table):
+                for frame in _table_frames(table, former):
                     if writer.transport.is_closing():
                         return False
                     self._write_frame(writer.transport, frame)
@@ -177,10 +182,12 @@ class WorkerPool:
         table = self._table()
         if table is None:
             return 0
-        behind = [pipe for pipe, sent_table in self._sent_tables.items() if sent_table is not table]
+        behind = {pipe: sent for pipe, sent in self._sent_tables.items() if sent is not table}
         for pipe in behind:
             self._sent_tables[pipe] = table
-        taken = await asyncio.gather(*(pipe.write_table(table) for pipe in behind))
+        taken = await asyncio.gather(
+            *(pipe.write_table(table, former) for pipe, former in behind.items())
+        )
         for pipe, is_taken in zip(behind, taken, strict=True):
             if not is_taken and self._sent_tables.get(pipe) is table:
                 self._sent_tables[pipe] = None
@@ -253,6 +260,15 @@ class WorkerPool:
                 with suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
+
+
+def _table_frames(table: RouteTable, former: RouteTable | None) -> Iterator[bytes]:
+    """Return what a worker that has the `former` table needs: its change, or all parts."""
+    if former is not None:
+        delta = codec.encode(diff(former, table))
+        if len(delta) <= DELTA_BYTES_MAX:
+            return iter((delta,))
+    return split_table(table)
 
 
 async def _next_message(pipe: WorkerPipe) -> Any:

@@ -271,7 +271,8 @@ def _upkeep_loops(made: Composition) -> tuple[Loop, ...]:
     )
     clock = JumpFreeClock()
     delete = DeleteExpiredRows(pool=pool, lease=lease, rules=rules, clock=clock)
-    quotas = SumQuotas(pool=pool, lease=lease)
+    routes = made.state.routes
+    quotas = SumQuotas(pool=pool, lease=lease, routes=routes, unix_clock=time)
     partitions = RotatePartitions(pool=pool, lease=lease, clock=clock)
     history = AdvanceHistory(pool=pool, lease=lease, unix_clock=time)
     garbage = CollectGarbage(made.state.peers)

@@ -33,9 +33,16 @@ def check_json_body(body: bytes) -> None:
     The syntax is left to the decoder that follows.
     """
     _check_encoding(body)
-    containers = body.count(b"[") + body.count(b"{")
-    if containers > JSON_DEPTH_MAX:
-        _check_nesting(body)
+    opened = 0
+    for bracket in (b"[", b"{"):
+        # A search for one byte is a hundred times as fast as a count, and most bodies have few.
+        position = body.find(bracket)
+        while position >= 0:
+            opened += 1
+            if opened > JSON_DEPTH_MAX:
+                _check_nesting(body)
+                return
+            position = body.find(bracket, position + 1)
 
 
 def _check_encoding(body: bytes) -> None:
@@ -44,7 +51,8 @@ def _check_encoding(body: bytes) -> None:
             body.decode()
         except UnicodeDecodeError as error:
             raise UnsafeJson("not valid UTF-8") from error
-    if _SURROGATE.search(body) is None:
+    first = body.find(b"\\")
+    if first < 0 or _SURROGATE.search(body, first) is None:
         return
     # A placeholder for escaped backslashes: `\\ud800` is no escape, and what stands around one
     # must not become adjacent.

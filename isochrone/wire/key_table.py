@@ -119,6 +119,19 @@ class KeyTable:
             return piece[place]
         return None
 
+    def between(self, after: KeyId, until: KeyId | None) -> "KeyTable":
+        """Return the keys after one, up to and with the other; all the rest if that is None."""
+        first = max(0, bisect_right(self._first_ids, after) - 1)
+        pieces = []
+        for piece in self.pieces[first:]:
+            if until is not None and piece[0].key_id > until:
+                break
+            start = bisect_right(piece, after, key=_id_of)
+            end = len(piece) if until is None else bisect_right(piece, until, key=_id_of)
+            if start < end:
+                pieces.append(piece[start:end])
+        return KeyTable(pieces)
+
     def replaced(self, changed: Iterable[KeyEntry], gone: Iterable[KeyId]) -> "KeyTable":
         """Return a table with these keys set and those removed; this one if there are none.
 

@@ -4,6 +4,7 @@ Bytes between router and engine are not changed. Every answer carries the replic
 """
 
 import logging
+from contextlib import AbstractAsyncContextManager, nullcontext
 from time import monotonic
 from typing import Final, NamedTuple
 
@@ -27,6 +28,7 @@ from nodeagent.api.engine_trials import EngineRequest, engine_request
 from nodeagent.api.handoff_notice import announce_replica
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
+from nodeagent.api.pop_loads import PopLoadReader
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.handoff import Handoff, choose_handoff, is_worth_probing
 from nodeagent.drivers.driver import TOKENIZE_PATH
@@ -97,6 +99,7 @@ class DataPlaneServer:
         self._supervisor = supervisor
         self._peer_replicas = peer_replicas
         self._cache_salts = cache_salts
+        self._pop_loads = PopLoadReader(peer_replicas.read_loads, monotonic)
         self.is_draining = False
 
     def app(self) -> web.Application:
@@ -105,6 +108,7 @@ class DataPlaneServer:
         for path in INFERENCE_PATHS:
             app.router.add_post(path, self._serve)
         app.router.add_get("/ping", self._ping)
+        app.router.add_post("/loads", self._pop_loads.handle)
         app.router.add_get("/healthz", self._health)
         add_metrics(app, self._supervisor)
         app.on_cleanup.append(self._close)
@@ -142,7 +146,10 @@ class DataPlaneServer:
         reservation = _admit(request, replica, body, estimate)
         try:
             is_suspect = headers.SUSPECT in request.headers
-            async with engine_request(replica, is_suspect=is_suspect) as running:
+            async with (
+                _seat(request, replica),
+                engine_request(replica, is_suspect=is_suspect) as running,
+            ):
                 if running is None:  # a suspect may have waited
                     raise RequestRefused("loading", 503)
                 return await self._relay_to_engine(request, replica, body, reservation, running)
@@ -335,6 +342,13 @@ def _admit(
     if reservation is None:
         raise RequestRefused("busy", load=_load_header(request, replica))
     return reservation
+
+
+def _seat(request: web.Request, replica: ManagedReplica) -> AbstractAsyncContextManager[None]:
+    """Return the wait for a seat of the engine, which only generations need."""
+    if request.path not in GENERATION_PATHS:
+        return nullcontext()
+    return replica.seats.seat(request.headers.get(headers.CACHE_SALT, ""))
 
 
 def _check_queue(request: web.Request, replica: ManagedReplica) -> None:

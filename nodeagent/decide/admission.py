@@ -1,9 +1,9 @@
 """Admits requests to one replica by tokens in flight, counted apart for prefill and decode.
 
 Generations are also admitted by number, where the engine's limit of concurrent sequences is known.
-What exceeds it waits in the routers' queues, which are fair between tenants, and not in the
-engine's, which may be first come, first served. A tenant without a request here may enter beside a
-tenant that fills the replica.
+What exceeds it waits in the routers' queues, which are fair between tenants. The surplus that is
+admitted waits on the node if the engine's own queue is first come, first served (`seats.py`).
+A tenant without a request here may enter beside a tenant that fills the replica.
 
 Each reservation is released exactly once. A router knows its own requests better than the node
 does, so the load reported to a router also gives the tokens of all other routers. Prompts are

@@ -75,6 +75,7 @@ class LlamaCppDriver:
     sequences_option = "parallel"
     sequences_default = 0
     is_queue_fair = False
+    has_spare_seats = False
 
     def missing(self) -> str:
         """Return an error message if llama-server is missing or cannot be used, else ""."""

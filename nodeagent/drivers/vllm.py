@@ -22,6 +22,7 @@ from nodeagent.drivers.driver import (
     flags,
     read_prometheus,
     visible_devices,
+    with_spare_seats,
 )
 from nodeagent.drivers.installed_version import VersionRange
 from nodeagent.drivers.output_parsers import with_parsers
@@ -46,6 +47,7 @@ class VllmDriver:
     sequences_option = "max_num_seqs"
     sequences_default = 0
     is_queue_fair = False
+    has_spare_seats = True
 
     def missing(self) -> str:
         """Return an error message if vLLM is not installed, or is too old, else ""."""
@@ -58,6 +60,7 @@ class VllmDriver:
         given = with_parsers("vllm", spec.engine.options, launch.model_path)
         defaults = {"scheduling_policy": "priority", **_device_options(spec)}
         options = {**defaults, **_memory_options(launch), **given}
+        options = with_spare_seats(options, self.sequences_option)
         pipeline = _pipeline_stages(spec)
         options.pop(STAGES_OPTION, None)
         devices = len(spec.device_ids) * (spec.group.nodes if spec.group else 1)

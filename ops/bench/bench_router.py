@@ -44,6 +44,11 @@ from isochrone.wire.routes import (
 KEY = format_key(KeyId("b" * 12), b"\x02" * 32)
 
 
+def replica_host(number: int) -> str:
+    """Return the loopback address of a replica: each has its own, the first the usual one."""
+    return "127.0.0.1" if number == 0 else f"127.0.1.{number}"
+
+
 def route_table(backend_port: int, routes: int, prefill_tokens_per_s: float = 1e6) -> RouteTable:
     """Return a table of one deployment with `routes` replicas at the backend, and a limited key."""
     parsed = parse_key(KEY)
@@ -68,7 +73,7 @@ def route_table(backend_port: int, routes: int, prefill_tokens_per_s: float = 1e
                 version=1,
                 node_id=NodeId(f"n-{n:03d}"),
                 pop=PopId("ams"),
-                address=f"127.0.0.1:{backend_port}",
+                address=f"{replica_host(n)}:{backend_port}",
                 tokens_in_flight_max=10_000_000,
                 prefill_tokens_per_s=prefill_tokens_per_s,
             )
@@ -118,10 +123,13 @@ def main() -> None:
     """Write the state of a router that ran before, and become that router."""
     port, backend_port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     processes = int(sys.argv[4]) if len(sys.argv) > 4 else 1
+    replicas = int(sys.argv[5]) if len(sys.argv) > 5 else 1
     state = folder / "state"
     state.mkdir(parents=True, exist_ok=True)
     save_identity(state, identity(folder))
-    files.write_snapshot(state / "table.snapshot", codec.encode(route_table(backend_port, 1)))
+    files.write_snapshot(
+        state / "table.snapshot", codec.encode(route_table(backend_port, replicas))
+    )
     config = folder / "router.toml"
     config.write_text(
         f'state_folder = "{state}"\nport = {port}\nprocesses = {processes}\n'

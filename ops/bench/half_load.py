@@ -1,6 +1,7 @@
 """Measures the latency that a router adds at a fixed request rate (an open-loop load).
 
-`python -m ops.bench.half_load RATE [SECONDS] [ROUNDS] [--connections 32] [--peers FOLDER]`. The
+`python -m ops.bench.half_load RATE [SECONDS] [ROUNDS] [--connections 32] [--peers FOLDER] [--kib 0]
+[--replicas 1]`. The
 backend alone and then each router before it (ours, also compiled if it is built, and those in
 FOLDER, see relay.py) get the rate in turn. A latency counts from when the request was due, so that
 a stall shows in every request that it delayed.
@@ -22,7 +23,15 @@ from pathlib import Path
 from statistics import median
 
 from ops.bench import backend
-from ops.bench.relay import PATH, PLAIN, contestants, running, until_open
+from ops.bench.relay import (
+    PATH,
+    LoadPattern,
+    contestants,
+    load_pattern,
+    router_key,
+    running,
+    until_open,
+)
 
 BACKEND_PORT = 18101
 WARM_UP_S = 2.0
@@ -31,14 +40,14 @@ WARM_UP_S = 2.0
 class PollingConnection:
     """A non-blocking connection with at most one open request."""
 
-    def __init__(self, port: int, key: str) -> None:
-        body = PLAIN.encode()
+    def __init__(self, port: int, key: str, body: bytes) -> None:
         self._request = (
             f"POST {PATH} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         ).encode() + body
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * len(body) + 65_536)
         self.socket.setblocking(False)
         self._due_s = 0.0
         self._received = b""
@@ -47,7 +56,8 @@ class PollingConnection:
         """Send a request that was due at `due_s`."""
         self._due_s = due_s
         self._received = b""
-        self.socket.send(self._request)
+        if self.socket.send(self._request) != len(self._request):
+            raise SystemExit("cannot measure: a request did not fit into the socket's buffer")
 
     def read_latency_ms(self) -> float | None:
         """Read; return the latency of the response, None while it is incomplete."""
@@ -59,9 +69,12 @@ class PollingConnection:
         return 1000 * (now_s - self._due_s) if self._received.endswith(backend.WHOLE) else None
 
 
-def send_at(rate: float, seconds: float, port: int, key: str, connections: int) -> list[float]:
+def send_at(rate: float, seconds: float, port: int, key: str, load: LoadPattern) -> list[float]:
     """Send `rate` requests a second over some connections; return the latencies in ms."""
-    clients = [PollingConnection(port, key) for _ in range(connections)]
+    clients = [
+        PollingConnection(port, key, load.bodies[number % len(load.bodies)].encode())
+        for number in range(load.connections)
+    ]
     by_fd = {client.socket.fileno(): client for client in clients}
     poll = select.epoll()
     for fd in by_fd:
@@ -92,7 +105,10 @@ def main() -> None:
     parser.add_argument("rounds", type=int, nargs="?", default=3)
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--peers", type=Path, default=Path("none"))
+    parser.add_argument("--kib", type=int, default=0, help="size of a body; 0: a short question")
+    parser.add_argument("--replicas", type=int, default=1)
     arguments = parser.parse_args()
+    load = load_pattern(arguments.kib, arguments.connections, is_stream=False)
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary)
@@ -101,21 +117,17 @@ def main() -> None:
         stack.enter_context(running(backend_command, folder / "backend.log"))
         until_open(BACKEND_PORT)
         targets = [("direct", BACKEND_PORT, "x")]
-        for router in contestants(arguments.peers, folder):
+        for router in contestants(arguments.peers.absolute(), folder, arguments.replicas):
             log = folder / f"{router.port}.log"
             stack.enter_context(running(router.command, log, router.environment))
             until_open(router.port)
-            targets.append(
-                (router.name, router.port, log.read_text().split()[0] if router.is_ours else "x")
-            )
+            targets.append((router.name, router.port, router_key(router, folder)))
         os.sched_setaffinity(0, cores[:1])
         results: dict[str, list[list[float]]] = {}
         for _ in range(arguments.rounds):
             for name, port, key in targets:
-                send_at(arguments.rate, WARM_UP_S, port, key, arguments.connections)
-                latencies_ms = send_at(
-                    arguments.rate, arguments.seconds, port, key, arguments.connections
-                )
+                send_at(arguments.rate, WARM_UP_S, port, key, load)
+                latencies_ms = send_at(arguments.rate, arguments.seconds, port, key, load)
                 results.setdefault(name, []).append(sorted(latencies_ms))
     print("| router | responses | p50 ms | p90 ms | p99 ms | p99.9 ms |\n|---|---|---|---|---|---|")
     for name, rounds in results.items():

@@ -1,10 +1,15 @@
 """Measures what a request costs in our router and in other routers, with the same backend.
 
-`python -m ops.bench.relay --peers FOLDER [--seconds 4] [--rounds 3]`. FOLDER holds a virtual
-environment for each other router: `vllm` (vllm-router), `sgl` (sglang-router), `smg`, `litellm`
-(litellm[proxy]); missing ones are skipped. Needs `wrk`. The routers take turns within each round,
-so that noise of the machine affects all of them. The most reliable figure is CPU per request (user
-and system time of the router's processes, from /proc), as the median over the rounds.
+    python -m ops.bench.relay --peers FOLDER [--seconds 4] [--rounds 3] [--replicas 1 8 64]
+        [--sizes 0 4 16 100 1024] [--connections 16] [--stream] [--only NAME ...]
+
+Bodies have 0.1 (size 0), 4, 16 and 100 KiB of conversation, or 1 MiB with an image; replicas are at
+addresses of their own. A client repeats CONVERSATIONS different conversations with a common system
+prompt, as large as half of the body but 4 KiB at most. FOLDER holds a virtual environment for each
+other router: `vllm` (vllm-router), `sgl` (sglang-router), `smg`, `litellm` (litellm[proxy]); those
+missing are skipped. Needs `wrk`. The routers take turns within each round, so that noise of the
+machine affects all of them. The most reliable figure is CPU per request (user and system time of
+the router's processes, from /proc), as the median over the rounds.
 
 Our router runs as in production: authentication, limits, ranking, token accounting, usage journal
 and metrics. Every router's response body is compared byte by byte with the backend's.
@@ -30,13 +35,15 @@ import psutil
 
 from isochrone import compiled
 from ops.bench import backend
+from ops.bench.bench_router import replica_host
 
 ROOT = Path(__file__).parent.parent.parent
 BACKEND_PORT = 18101
 PATH = "/v1/chat/completions"
 MESSAGES = '"messages":[{"role":"user","content":"Hello there, how are you today?"}]'
 PLAIN = f'{{"model":"bench",{MESSAGES}}}'
-STREAM = f'{{"model":"bench","stream":true,"stream_options":{{"include_usage":true}},{MESSAGES}}}'
+STREAM_OPTIONS = '{"stream":true,"stream_options":{"include_usage":true},'
+STREAM = STREAM_OPTIONS + PLAIN[1:]
 START_S = 60.0
 
 
@@ -51,10 +58,10 @@ class RouterContestant(NamedTuple):
 
 
 class LoadPattern(NamedTuple):
-    """A request body, and the number of connections that send it."""
+    """The request bodies, and the number of connections that send them."""
 
     name: str
-    body: str
+    bodies: list[str]
     connections: int
 
 
@@ -70,16 +77,45 @@ class RelayMeasurement(NamedTuple):
     steal: float
 
 
-LOADS = (
-    LoadPattern("plain c=1", PLAIN, 1),
-    LoadPattern("plain c=16", PLAIN, 16),
-    LoadPattern("stream c=16", STREAM, 16),
-)
+CONVERSATIONS = 16
+SYSTEM_PROMPT_BYTES_MAX = 4096
+IMAGE_KIB = 1024
+_WORDS = "the replica with a warm cache answers sooner than its neighbour across the sea "
 
 
-def contestants(peers: Path, folder: Path) -> list[RouterContestant]:
+def conversation(kib: int, number: int) -> str:
+    """Return a request body of `kib` KiB; from IMAGE_KIB on nearly all of it is an image."""
+    if kib >= IMAGE_KIB:
+        image = f"{number:04d}" * (256 * kib)
+        content = (
+            f'[{{"type":"text","text":"What is in picture {number}?"}},{{"type":"image_url",'
+            f'"image_url":{{"url":"data:image/png;base64,{image}"}}}}]'
+        )
+        return f'{{"model":"bench","messages":[{{"role":"user","content":{content}}}]}}'
+    system_bytes = min(SYSTEM_PROMPT_BYTES_MAX, 512 * kib)
+    # A line break in every line, as prompts have: an escape that a decoder has to translate.
+    system = (_WORDS + "\\n") * (system_bytes // len(_WORDS))
+    text = (f"{number} " + _WORDS + "\\n") * ((1024 * kib - system_bytes) // len(_WORDS))
+    return (
+        f'{{"model":"bench","messages":[{{"role":"system","content":"{system}"}},'
+        f'{{"role":"user","content":"{text}"}}]}}'
+    )
+
+
+def load_pattern(kib: int, connections: int, *, is_stream: bool) -> LoadPattern:
+    """Return the load with bodies of `kib` KiB; 0 is a short question."""
+    kind = "stream" if is_stream else "plain"
+    size = f"{kib} KiB" if kib else "0.1 KiB"
+    bodies = [conversation(kib, number) for number in range(CONVERSATIONS)] if kib else [PLAIN]
+    if is_stream:
+        bodies = [STREAM_OPTIONS + body[1:] for body in bodies]
+    return LoadPattern(f"{kind} {size} c={connections}", bodies, connections)
+
+
+def contestants(peers: Path, folder: Path, replicas: int = 1) -> list[RouterContestant]:
     """Return our router in its variants, and the other routers that are installed."""
     target = f"http://127.0.0.1:{BACKEND_PORT}"
+    targets = [f"http://{replica_host(number)}:{BACKEND_PORT}" for number in range(replicas)]
     routers = []
     for port, name, setting, processes in (
         (18102, "isochrone, uncompiled", "0", 1),
@@ -88,7 +124,7 @@ def contestants(peers: Path, folder: Path) -> list[RouterContestant]:
     ):
         if setting == "0" or compiled.folder().is_dir():
             ours = [sys.executable, "-m", "ops.bench.bench_router", str(port), str(BACKEND_PORT)]
-            ours += [str(folder / str(port)), str(processes)]
+            ours += [str(folder / str(port)), str(processes), str(replicas)]
             environment = {compiled.SETTING: setting}
             routers.append(RouterContestant(name, port, ours, environment, is_ours=True))
     for number, (name, venv, module, policy) in enumerate(
@@ -108,10 +144,12 @@ def contestants(peers: Path, folder: Path) -> list[RouterContestant]:
         if not binary.exists():
             continue
         port = 18110 + number
-        listen = ["--host", "127.0.0.1", "--port", str(port), "--worker-urls", target]
+        listen = ["--host", "127.0.0.1", "--port", str(port), "--worker-urls", *targets]
         metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(port + 1000)]
         level = "warning" if venv == "vllm" else "warn"
         command = [str(binary), *module[1:], *listen, "--policy", policy, *metrics]
+        # Their defaults refuse requests beyond some hundred at a time, or set no limit.
+        command += ["--max-concurrent-requests", "100000" if venv == "vllm" else "-1"]
         routers.append(RouterContestant(name, port, [*command, "--log-level", level]))
     litellm = peers / "litellm" / "bin" / "litellm"
     if litellm.exists():
@@ -198,21 +236,26 @@ def is_same(port: int, key: str) -> str:
 
 
 def measure(
-    router: RouterContestant, process: psutil.Process, load: LoadPattern, key: str, seconds: float
+    router: RouterContestant, process: psutil.Process, load: LoadPattern, key: str, seconds: int
 ) -> RelayMeasurement:
     """Run wrk against a router."""
     script = Path(tempfile.gettempdir()) / f"relay-{os.getpid()}.lua"
+    bodies = ",".join(json.dumps(body) for body in load.bodies)
     script.write_text(
-        'wrk.method="POST"\nwrk.headers["Content-Type"]="application/json"\n'
-        f'wrk.headers["Authorization"]="Bearer {key}"\nwrk.body={json.dumps(load.body)}\n'
+        'local fields={["Content-Type"]="application/json",'
+        f'["Authorization"]="Bearer {key}"}}\nlocal bodies={{{bodies}}}\n'
+        "local requests={}\nlocal number=0\n"
+        f"""function init() for n,body in ipairs(bodies) do
+            requests[n]=wrk.format("POST","{PATH}",fields,body) end end\n"""
+        "function request() number=number%#requests+1 return requests[number] end\n"
     )
     before_s, before = cpu_s(process), psutil.cpu_times()
     output = subprocess.run(
         [
-            *("wrk", "-t1", f"-c{load.connections}", f"-d{seconds:g}s", "--latency"),
+            *("wrk", "-t1", f"-c{load.connections}", f"-d{seconds}s", "--latency"),
             *("-s", str(script), f"http://127.0.0.1:{router.port}{PATH}"),
         ],
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
     ).stdout
@@ -267,9 +310,24 @@ def main() -> None:
     """Measure all routers in turn and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", type=Path, default=Path("peers"))
-    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--seconds", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[0, 4, 16, 100, 1024])
+    parser.add_argument("--connections", type=int, default=16)
+    parser.add_argument("--stream", action="store_true", help="ask for streams")
+    parser.add_argument("--only", nargs="+", default=[], help="routers whose name has one of these")
     arguments = parser.parse_args()
+    for replicas in arguments.replicas:
+        measure_all(arguments, replicas)
+
+
+def measure_all(arguments: argparse.Namespace, replicas: int) -> None:
+    """Measure all routers before a number of replicas and print the table."""
+    loads = [
+        load_pattern(kib, arguments.connections, is_stream=arguments.stream)
+        for kib in arguments.sizes
+    ]
     rows: dict[tuple[str, str], list[RelayMeasurement]] = {}
     same: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
@@ -279,27 +337,31 @@ def main() -> None:
         direct = stack.enter_context(running(server, folder / "backend.log"))
         until_open(BACKEND_PORT)
         started.append((RouterContestant("direct", BACKEND_PORT, []), direct))
-        for router in contestants(arguments.peers.absolute(), folder):
+        for router in contestants(arguments.peers.absolute(), folder, replicas):
+            if arguments.only and not any(part in router.name for part in arguments.only):
+                continue
             log = folder / f"{router.port}.log"
             process = stack.enter_context(running(router.command, log, router.environment))
             until_open(router.port)
             started.append((router, process))
         time.sleep(5)
-        keys = {router.name: _key(router, folder) for router, _ in started}
+        keys = {router.name: router_key(router, folder) for router, _ in started}
         same = {router.name: is_same(router.port, keys[router.name]) for router, _ in started}
         for round_ in range(arguments.rounds):
-            for load in LOADS:
+            for load in loads:
                 for router, process in started:
                     key = keys[router.name]
                     run = measure(router, process, load, key, arguments.seconds)
                     rows.setdefault((router.name, load.name), []).append(run)
                     print(f"{round_} {router.name} {load.name} {run}", file=sys.stderr, flush=True)
     steal = median(run.steal for runs in rows.values() for run in runs)
+    print(f"\n{replicas} replicas\n")
     print("\n".join(table(rows, same)))
     print(f"\nmedian steal {steal:.1%}, {arguments.rounds} rounds of {arguments.seconds:g} s")
 
 
-def _key(router: RouterContestant, folder: Path) -> str:
+def router_key(router: RouterContestant, folder: Path) -> str:
+    """Return the API key of a router: ours prints it first."""
     return (folder / f"{router.port}.log").read_text().split()[0] if router.is_ours else "x"
 
 

@@ -165,6 +165,11 @@ class NodeExchange:
         self._connection: ExchangeConnection | None = None
         self._dialing: asyncio.Task[None] | None = None
 
+    @property
+    def is_relaying(self) -> bool:
+        """Whether the tokens of a stream go to a client as they come."""
+        return self._writer is not None
+
     def response_head(self) -> ResponseHead:
         """Return the response's head once `opened` is set; raise AttemptFailed if it failed."""
         if self._failure is not None:

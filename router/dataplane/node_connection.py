@@ -9,6 +9,7 @@ from isochrone.wire.ids import NodeId
 from router.dataplane.deadlines import NEVER
 from router.dataplane.exchange import AttemptFailed, Dialer, NodeExchange, ResponseHead
 from router.dataplane.http1 import HeaderFields, lower_name
+from router.dataplane.token_gatherer import TokenGatherer
 from router.decide.attempt import FailureCause
 
 HEAD_BYTES_MAX: Final = 32 * 1024
@@ -18,6 +19,8 @@ ONE_WRITE_BYTES_MAX: Final = 16 * 1024
 
 class NodeConnectionPool(Dialer, Protocol):
     """Opens connections and takes them back."""
+
+    gatherer: TokenGatherer
 
     def keep(self, connection: "NodeConnection") -> None:
         """Take back a connection whose exchange ended well."""
@@ -123,6 +126,10 @@ class NodeConnection:
                 self._unparsed_bytes += len(data)
                 if self._unparsed_bytes > HEAD_BYTES_MAX:
                     raise self._broken(f"more than {HEAD_BYTES_MAX} bytes of head or trailer")
+            if exchange.is_relaying and not self._is_complete:
+                self._pool.gatherer.note_token()
+            else:
+                self._pool.gatherer.note_other()
             if self._is_complete and self.exchange is exchange:
                 self._finish(exchange)
             exchange.notify()

@@ -18,6 +18,7 @@ from router.dataplane import http1, sse
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest
 from router.dataplane.node_connection import NodeConnection
+from router.dataplane.token_gatherer import TokenGatherer
 from router.decide.attempt import FailureCause
 
 KEEPALIVE_S: Final = 20.0
@@ -44,6 +45,7 @@ class Upstream:
         self.in_process: dict[NodeId, Callable[[], socket.socket]] = {}
         self.clock = clock
         self.deadlines = deadlines
+        self.gatherer = TokenGatherer(config.token_gather_ms / 1000, clock)
         self._config = config
         self._ssl = ssl_context
         self._idle: dict[NodeId, list[NodeConnection]] = {}
@@ -74,6 +76,7 @@ class Upstream:
             self, node_id, address, head, body, bytes_max, relay, is_resumption=is_resumption
         )
         exchange.set_timeout(timeout_s)
+        self.gatherer.note_other()
         idle = self._idle.get(node_id)
         if idle:
             exchange.start(idle.pop())

@@ -9,6 +9,7 @@ Blocks grow with depth, to a sixteenth of what is before them, so a long prompt 
 the matched length is never wrong by more than that.
 """
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
 from functools import lru_cache
@@ -90,14 +91,18 @@ class SentPrompt(NamedTuple):
 
 def block_ends(size: int, block: int = BLOCK_BYTES, keys_max: int = KEYS_MAX) -> Sequence[int]:
     """Return where a prompt of `size` bytes is cut: whole blocks only, growing with depth."""
+    ends = _all_block_ends(block, keys_max)
+    return ends[: bisect_right(ends, size)]
+
+
+@lru_cache(maxsize=16)
+def _all_block_ends(block: int, keys_max: int) -> list[int]:
+    """Return where a prompt without end is cut."""
     ends: list[int] = []
     end = 0
     while len(ends) < keys_max:
         # Powers of two, so that prompts of any size are cut at the same places.
-        width = max(block, 1 << max(0, (end // DEPTH_PER_BLOCK).bit_length() - 1))
-        end += width
-        if end > size:
-            break
+        end += max(block, 1 << max(0, (end // DEPTH_PER_BLOCK).bit_length() - 1))
         ends.append(end)
     return ends
 
@@ -206,21 +211,22 @@ class PrefixIndex:
         inserted_before = cache.inserted
         # From the last block to the first, so that the end of a prompt is evicted before its
         # beginning, as engines do.
-        for index in range(len(keys.keys) - 1, -1, -1):
-            key, end = keys.keys[index], keys.ends[index]
-            begin = keys.ends[index - 1] if index else 0
-            block = cache.blocks.pop(key, None)
+        blocks, holders, all_keys, ends = cache.blocks, self._holders, keys.keys, keys.ends
+        for index in range(len(all_keys) - 1, -1, -1):
+            key, end = all_keys[index], ends[index]
+            block = blocks.get(key)
             if block is None:
-                self._holders[key] = self._holders.get(key, 0) | bit
+                size = end - ends[index - 1] if index else end
+                holders[key] = holders.get(key, 0) | bit
                 self._pairs += 1
-                cache.size += end - begin
-                cache.inserted += end - begin
-                cache.blocks[key] = _CachedBlock(end - begin, cache.inserted, now_s)
+                cache.size += size
+                cache.inserted += size
+                blocks[key] = _CachedBlock(size, cache.inserted, now_s)
                 continue
             if not share:
                 share, age = end / keys.size, inserted_before - block.used_at_inserted
             block.used_at_inserted, block.used_at_s = cache.inserted, now_s
-            cache.blocks[key] = block
+            blocks.move_to_end(key)
         self._evict(slot, cache, now_s)
         return SentPrompt(slot, share, age)
 
@@ -253,16 +259,26 @@ class PrefixIndex:
                     self._remove_holder(key, slot)
 
     def _evict(self, slot: int, cache: _ReplicaCache, now_s: float) -> None:
-        while cache.blocks:
-            key, block = next(iter(cache.blocks.items()))
-            is_over = cache.size > cache.capacity or now_s - block.used_at_s > TTL_S
-            is_crowded = self._pairs > self._pairs_max and len(cache.blocks) > 1
-            if not is_over and not is_crowded:
+        blocks = cache.blocks
+        while blocks and (
+            cache.size > cache.capacity or (self._pairs > self._pairs_max and len(blocks) > 1)
+        ):
+            key, block = blocks.popitem(last=False)
+            self._forget_block(slot, cache, key, block)
+        while blocks:
+            key = next(iter(blocks))
+            block = blocks[key]
+            if now_s - block.used_at_s <= TTL_S:
                 return
-            self._remove_block(slot, cache, key)
+            del blocks[key]
+            self._forget_block(slot, cache, key, block)
 
     def _remove_block(self, slot: int, cache: _ReplicaCache, key: int) -> None:
-        cache.size -= cache.blocks.pop(key).size
+        self._forget_block(slot, cache, key, cache.blocks.pop(key))
+
+    def _forget_block(self, slot: int, cache: _ReplicaCache, key: int, block: _CachedBlock) -> None:
+        """Count a block no longer that has left the cache."""
+        cache.size -= block.size
         self._pairs -= 1
         self._remove_holder(key, slot)
 

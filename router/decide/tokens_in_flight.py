@@ -248,6 +248,10 @@ class InFlightLedger:
             if not load.requests:
                 del self._loads[replica_id]
 
+    def busy_replicas(self) -> list[ReplicaId]:
+        """Return the replicas with requests of this router."""
+        return [replica_id for replica_id, load in self._loads.items() if load.requests]
+
     @property
     def requests(self) -> int:
         """Requests in flight at all replicas."""

@@ -212,6 +212,12 @@ class TableFollower:
         self._fleet.adopt(table)
         self._after_adoption(table)
 
+    def accept_change(self, delta: RouteDelta) -> None:
+        """Serve the table in use after a change that the main process has accepted."""
+        table = self._fleet.directory.table
+        if table is not None:
+            self.accept(apply_delta(table, delta))
+
     def assemble(self, part: RouteTablePart) -> RouteTable | None:
         """Take a part of a table; return the table when it is complete. Raises BadParts."""
         return self._assembler.add(part, self._fleet.directory.keys)

@@ -1,19 +1,21 @@
 """Publishes the route table to routers whenever its contents have changed.
 
 A node's report is followed by reading that node alone, and published at once, except that a replica
-which keeps coming and going is published a little later each time (`flap_damping.py`). A changed
-key is read and published alone. The whole
+which keeps coming and going is published a little later each time (`flap_damping.py`). The whole
 fleet is read now and then, for changes without a report: nodes that fell silent, rates that drift.
+
+A changed key is read and published alone. There may be a million keys, so all are read only when a
+term begins. After that a page of them is compared at a time, for changes that nothing announced.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from typing import Final, NamedTuple
 
 import msgspec
 
 from isochrone.wire import codec
 from isochrone.wire.ids import Generation, KeyId, NodeId
-from isochrone.wire.routes import KeyEntry, RouteDelta, RouteTable, apply_delta, diff
+from isochrone.wire.routes import KeyTable, RouteDelta, RouteTable, apply_delta, diff
 from scheduler import metrics
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.membership import LivenessLimits, judge_liveness
@@ -30,16 +32,27 @@ from scheduler.state.lease_state import LeaseState
 from scheduler.state.peer_registry import PeerRegistry
 from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.cluster import read_fleet, read_fleet_nodes
-from scheduler.store.keys import live_keys, next_route_generation, revoked_keys
+from scheduler.store.keys import (
+    ROWS_PER_PAGE,
+    live_keys,
+    next_route_generation,
+    read_all_keys,
+    read_key_page,
+    revoked_among,
+    revoked_keys,
+)
 from scheduler.store.node_reports import NodeReportCache
-from scheduler.store.pool import Pool, transaction
+from scheduler.store.pool import Pool, transaction, using
 
 WHOLE_READ_SHARE: Final = 0.05
 """The share of the time that timed reads of the whole fleet may take."""
 
 DELTA_BYTES_MAX: Final = 4 * 1024 * 1024
-"""Largest delta, about 15,000 keys: a router decodes it in one piece. After a larger change routers
-get the whole table, which is in parts."""
+"""Largest delta, about 20,000 routes: a router decodes it in one piece. After a larger change
+routers get the whole table, which is in parts."""
+
+KEYS_PER_DELTA: Final = 500
+"""How many changed keys are published at once; a router takes them in some 3 ms."""
 
 
 class PublishCounts(NamedTuple):
@@ -78,27 +91,32 @@ class PublishRoutes:
         self._group_nodes: Set[NodeId] = frozenset()
         self._departures: DeparturesByReplica = {}
         self._whole_due_at = float("-inf")
+        self._compared_until = KeyId("")
 
     async def run_once(self) -> PublishCounts:
         """Build the table, compare it with the published one, number and send what changed."""
         if not self._lease.is_acting:
             return PublishCounts()
-        changed, changed_keys = self._routes.take_changed(), self._routes.take_changed_keys()
+        if self._routes.table is None:
+            # Keys that change while they are read are in the next turn.
+            self._routes.keys = await read_all_keys(self._pool, self._routes.keys)
+        changed, changed_keys = self._routes.take_changed(), frozenset[KeyId]()
         try:
-            # A whole read has the keys, too.
-            if changed_keys and changed is not None and self._routes.table is not None:
+            if self._routes.table is not None:
+                changed_keys = self._routes.take_changed_keys(KEYS_PER_DELTA)
+            if changed_keys and self._routes.table is not None:
                 await self._publish_keys(self._routes.table, changed_keys)
-            elif changed_keys:
-                changed = None
             return await self._publish(changed)
         except BaseException:
-            self._routes.restore_all()
+            self._routes.restore_all(changed_keys)
             raise
 
     async def _publish(self, changed: set[NodeId] | None) -> PublishCounts:
         before, fleet = self._routes.table, self._fleet
         if before is None or fleet is None or changed is None or self._needs_whole_read(changed):
             table = keep_unchanged_rates(before, await self._read_whole())
+            if before is not None:
+                await self._compare_keys(before.keys)
             nodes_read = -1
         elif changed:
             part = await self._read_nodes(fleet, changed)
@@ -118,13 +136,13 @@ class PublishRoutes:
         routers = self._send(before, table)
         return PublishCounts(generation, len(table.routes), routers, nodes_read)
 
-    async def _publish_keys(self, before: RouteTable, key_ids: Set[KeyId]) -> None:
+    async def _publish_keys(self, before: RouteTable, key_ids: frozenset[KeyId]) -> None:
         """Read and publish these keys alone: with a million keys, all are read in seconds."""
         async with transaction(self._pool) as connection:
             live = await live_keys(connection, sorted(key_ids))
-            revoked = await revoked_keys(connection)
+            revoked = await revoked_among(connection, sorted(key_ids))
             generation = await next_route_generation(connection, self._lease.epoch)
-        was_revoked = set(before.keys_revoked)
+        was_revoked = key_ids.intersection(before.keys_revoked)
         delta = RouteDelta(
             cluster_id=before.cluster_id,
             base=before.generation,
@@ -132,10 +150,22 @@ class PublishRoutes:
             epoch=before.epoch,
             keys_set=live,
             keys_gone=tuple(sorted(key_ids - {key.key_id for key in live})),
-            revoked_set=tuple(sorted(set(revoked) - was_revoked)),
-            revoked_gone=tuple(sorted(was_revoked - set(revoked))),
+            revoked_set=tuple(sorted(revoked - was_revoked)),
+            revoked_gone=tuple(sorted(was_revoked - revoked)),
         )
         self._send(before, apply_delta(before, delta), delta)
+
+    async def _compare_keys(self, published: KeyTable) -> None:
+        """Read the next page of keys and publish what differs from the table soon."""
+        after = self._compared_until
+        async with using(self._pool) as connection:
+            page = await read_key_page(connection, after)
+        # Without a further key the page ends the table.
+        until = page[-1].key_id if len(page) >= ROWS_PER_PAGE else None
+        changes = KeyTable.of(page).changes_from(published.between(after, until))
+        for key_id in (*(key.key_id for key in changes.changed), *changes.gone):
+            self._routes.mark_key_changed(key_id)
+        self._compared_until = until or KeyId("")
 
     def _send(
         self, before: RouteTable | None, table: RouteTable, change: RouteDelta | None = None
@@ -163,9 +193,8 @@ class PublishRoutes:
         began = self._lease.clock()
         async with transaction(self._pool, isolation="repeatable_read") as connection:
             fleet = await read_fleet(connection, self._heartbeats.observed(), self._reports)
-            keys = await live_keys(connection)
             revoked = await revoked_keys(connection)
-        table = self._table_of(fleet, keys)
+        table = self._table_of(fleet)
         self._fleet = msgspec.structs.replace(fleet, nodes=(), placements=())
         self._group_nodes = multi_node_hosts(fleet.placements)
         now = self._lease.clock()
@@ -179,10 +208,10 @@ class PublishRoutes:
             part = await read_fleet_nodes(
                 connection, fleet, sorted(node_ids), self._heartbeats.observed(), self._reports
             )
-        return self._table_of(part, ())
+        return self._table_of(part)
 
-    def _table_of(self, fleet: ClusterState, keys: Sequence[KeyEntry]) -> RouteTable:
+    def _table_of(self, fleet: ClusterState) -> RouteTable:
         view = judge_liveness(fleet.nodes, fleet.acting_for_s, self._limits)
         return build_route_table(
-            fleet, view, keys, generation=Generation(0), epoch=self._lease.epoch
+            fleet, view, self._routes.keys, generation=Generation(0), epoch=self._lease.epoch
         )

@@ -1,8 +1,10 @@
-"""Adds new usage to each key's daily total, so that the next route table marks spent quotas."""
+"""Adds new usage to each key's daily total, and publishes the keys whose quota is spent."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from scheduler.state.lease_state import LeaseState
+from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.pool import Pool, transaction
 from scheduler.store.quotas import sum_quota_usage
 
@@ -16,13 +18,27 @@ class QuotaCounts(NamedTuple):
 class SumQuotas:
     """Counts only keys that have a daily quota."""
 
-    def __init__(self, *, pool: Pool, lease: LeaseState) -> None:
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        lease: LeaseState,
+        routes: PublishedRoutes,
+        unix_clock: Callable[[], float],
+    ) -> None:
         self._pool = pool
         self._lease = lease
+        self._routes = routes
+        self._unix_clock = unix_clock
 
     async def run_once(self) -> QuotaCounts:
         """Add what was used since the last turn to its day."""
         if not self._lease.is_acting:
             return QuotaCounts()
         async with transaction(self._pool) as connection:
-            return QuotaCounts(await sum_quota_usage(connection))
+            usage = await sum_quota_usage(connection)
+        for key_id in usage.spent:
+            published = self._routes.keys.get(key_id)
+            if published is not None and published.spent_until <= self._unix_clock():
+                self._routes.mark_key_changed(key_id)
+        return QuotaCounts(usage.rows)

@@ -1,13 +1,14 @@
 """The route table that routers were sent, and the nodes whose routes may have changed since."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Final
 
 from isochrone.wire import codec
 from isochrone.wire.control import TABLE_PARTS
 from isochrone.wire.ids import KeyId, NodeId
-from isochrone.wire.routes import RouteTable
+from isochrone.wire.routes import KeyTable, RouteTable
 from isochrone.wire.table_parts import TABLE_ENTRIES_MAX, split_table
 from scheduler import metrics
 from scheduler.decide.membership import RouteFollowing
@@ -42,6 +43,8 @@ class PublishedRoutes:
     def __init__(self, nudge_publish: Callable[[], None]) -> None:
         """Call `nudge_publish` whenever something may have changed."""
         self.table: RouteTable | None = None
+        self.keys = KeyTable()
+        """The keys of the table, also while a new term has none yet."""
         self.following = RouteFollowing()
         self._parts: TableParts | None = None
         self._frame = b""
@@ -53,6 +56,8 @@ class PublishedRoutes:
         """Make `table` the one that routers get; None at the beginning of a term."""
         if table is None:
             self.following.clear()
+        else:
+            self.keys = table.keys
         self.table = table
         self._parts = None
         self._frame = b""
@@ -124,14 +129,18 @@ class PublishedRoutes:
         changed, self._changed = self._changed, set()
         return changed
 
-    def take_changed_keys(self) -> set[KeyId]:
-        """Return the keys that have changed since the last call."""
-        changed, self._changed_keys = self._changed_keys, set()
-        return changed
+    def take_changed_keys(self, keys_max: int) -> frozenset[KeyId]:
+        """Return up to `keys_max` keys that have changed; the others are left for the next turn."""
+        taken = frozenset(islice(self._changed_keys, keys_max))
+        self._changed_keys -= taken
+        if self._changed_keys:
+            self._nudge_publish()
+        return taken
 
-    def restore_all(self) -> None:
-        """Consider the whole table changed: a turn failed and may have lost some changes."""
+    def restore_all(self, key_ids: Iterable[KeyId]) -> None:
+        """Consider these keys and all routes changed: a turn failed and may have lost some."""
         self._changed = None
+        self._changed_keys.update(key_ids)
 
     def _note_unsendable(self, router: PeerConnection, reason: str) -> None:
         metrics.FRAMES_REFUSED.labels("route_table").inc()

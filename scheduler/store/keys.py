@@ -8,41 +8,77 @@ import msgspec
 
 from isochrone.wire.admin import KeyBody, KeyView
 from isochrone.wire.ids import Epoch, Generation, KeyId
-from isochrone.wire.routes import KeyEntry, KeyLimits
+from isochrone.wire.key_table import KeyTableBuilder
+from isochrone.wire.routes import KeyEntry, KeyLimits, KeyTable
+from isochrone.wire.table_parts import SharedFields
 from scheduler.store.catalogue import EtagMoved
 from scheduler.store.lease import assert_epoch
-from scheduler.store.pool import Connection, affected_rows, as_json, as_struct, fetch_one
+from scheduler.store.pool import (
+    Connection,
+    Pool,
+    affected_rows,
+    as_json,
+    as_struct,
+    fetch_one,
+    using,
+)
 from scheduler.store.quotas import recount_today
 
 TOMBSTONE_DAYS: Final = 30
 TOMBSTONES_MAX: Final = 10_000
-ROWS_PER_SLICE: Final = 1_000
+"""Of more keys that were revoked within these days, only the newest have tombstones. They matter
+only where a table is refused: any other table revokes a key by not having it."""
+
+ROWS_PER_PAGE: Final = 1_000
 """How many keys are read before the event loop has its turn."""
 
+_LIVE: Final = """
+    SELECT k.key_id, secret_sha256, tenant_id, deployments, regions, limits,
+           coalesce(extract(epoch FROM expires_at), 0)::float8 AS expires_at,
+           coalesce(tokens, 0) AS tokens, coalesce(spend, 0) AS spend,
+           extract(epoch FROM date_trunc('day', clock_timestamp(), 'UTC')
+                              + interval '1 day')::float8 AS midnight
+    FROM api_key k LEFT JOIN key_day d
+        ON d.key_id = k.key_id AND d.day = (clock_timestamp() AT TIME ZONE 'UTC')::date
+    WHERE revoked_at IS NULL AND (expires_at IS NULL OR expires_at > clock_timestamp())
+"""
 
-async def live_keys(
-    connection: Connection, key_ids: Sequence[KeyId] | None = None
-) -> tuple[KeyEntry, ...]:
-    """Return the valid keys for the route table; keys with a spent quota say until when.
 
-    With `key_ids`, return only those. All keys are read in slices: there may be a million, and the
-    event loop serves the fleet meanwhile.
+async def live_keys(connection: Connection, key_ids: Sequence[KeyId]) -> tuple[KeyEntry, ...]:
+    """Return those of these keys that are valid; keys with a spent quota say until when."""
+    rows = await connection.fetch(f"{_LIVE} AND k.key_id = ANY($1)", key_ids)
+    return tuple(_entry(row) for row in rows)
+
+
+async def read_key_page(connection: Connection, after: KeyId) -> tuple[KeyEntry, ...]:
+    """Return the next valid keys after one, up to ROWS_PER_PAGE, in the order of routers."""
+    rows = await connection.fetch(
+        f"""
+        {_LIVE} AND k.key_id COLLATE "C" > $1 ORDER BY k.key_id COLLATE "C" LIMIT $2
+        """,
+        after,
+        ROWS_PER_PAGE,
+    )
+    return tuple(_entry(row) for row in rows)
+
+
+async def read_all_keys(pool: Pool, known: KeyTable) -> KeyTable:
+    """Return all valid keys; those that are the same in `known` are taken from there.
+
+    They are read page by page, each by a statement of its own: a change meanwhile may be missed,
+    and is published by itself (`PublishedRoutes.mark_key_changed`).
     """
-    query = """
-        SELECT k.key_id, secret_sha256, tenant_id, deployments, regions, limits,
-               coalesce(extract(epoch FROM expires_at), 0)::float8 AS expires_at,
-               coalesce(tokens, 0) AS tokens, coalesce(spend, 0) AS spend,
-               extract(epoch FROM date_trunc('day', clock_timestamp(), 'UTC')
-                                  + interval '1 day')::float8 AS midnight
-        FROM api_key k LEFT JOIN key_day d
-            ON d.key_id = k.key_id AND d.day = (clock_timestamp() AT TIME ZONE 'UTC')::date
-        WHERE revoked_at IS NULL AND (expires_at IS NULL OR expires_at > clock_timestamp())
-            AND ($1::text[] IS NULL OR k.key_id = ANY($1))
-        ORDER BY k.key_id
-        """
-    async with connection.transaction():
-        rows = connection.cursor(query, key_ids, prefetch=ROWS_PER_SLICE)
-        return tuple([_entry(row) async for row in rows])
+    builder, share = KeyTableBuilder(known), SharedFields()
+    after = KeyId("")
+    while True:
+        async with using(pool) as connection:
+            page = await read_key_page(connection, after)
+        for key in page:
+            same = known.get(key.key_id)
+            builder.add(same if same == key else share.of(key))
+        if len(page) < ROWS_PER_PAGE:
+            return builder.build()
+        after = page[-1].key_id
 
 
 async def revoked_keys(connection: Connection) -> tuple[KeyId, ...]:
@@ -57,6 +93,14 @@ async def revoked_keys(connection: Connection) -> tuple[KeyId, ...]:
         TOMBSTONES_MAX,
     )
     return tuple(sorted(KeyId(row["key_id"]) for row in rows))
+
+
+async def revoked_among(connection: Connection, key_ids: Sequence[KeyId]) -> set[KeyId]:
+    """Return those of these keys that are revoked."""
+    rows = await connection.fetch(
+        "SELECT key_id FROM api_key WHERE key_id = ANY($1) AND revoked_at IS NOT NULL", key_ids
+    )
+    return {KeyId(row["key_id"]) for row in rows}
 
 
 async def next_route_generation(connection: Connection, epoch: Epoch) -> Generation:

@@ -1,11 +1,23 @@
 """Daily totals of keys with a quota, exact however often a router sends its usage."""
 
-from scheduler.store.pool import Connection
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from isochrone.wire.ids import KeyId
+from scheduler.store.pool import Connection, fetch_one
 
 
-async def sum_quota_usage(connection: Connection) -> int:
-    """Move usage since the last call into the daily totals; return the number of rows."""
-    rows: int = await connection.fetchval(
+class QuotaUsage(NamedTuple):
+    """How many rows of usage were added, and the keys among them whose quota of today is spent."""
+
+    rows: int
+    spent: Sequence[KeyId]
+
+
+async def sum_quota_usage(connection: Connection) -> QuotaUsage:
+    """Move usage since the last call into the daily totals."""
+    row = await fetch_one(
+        connection,
         """
         WITH taken AS (DELETE FROM key_use RETURNING key_id, day, tokens, spend),
         added AS (
@@ -14,11 +26,17 @@ async def sum_quota_usage(connection: Connection) -> int:
             GROUP BY key_id, day ORDER BY key_id, day
             ON CONFLICT (key_id, day) DO UPDATE
                 SET tokens = d.tokens + excluded.tokens, spend = d.spend + excluded.spend
+            RETURNING key_id, day, tokens, spend
         )
-        SELECT count(*) FROM taken
-        """
+        SELECT (SELECT count(*) FROM taken) AS rows, (
+            SELECT coalesce(array_agg(a.key_id), '{}') FROM added a JOIN api_key k USING (key_id)
+            WHERE a.day = (clock_timestamp() AT TIME ZONE 'UTC')::date AND (
+                a.tokens >= nullif((k.limits->>'tokens_per_day')::float8, 0)
+                OR a.spend >= nullif((k.limits->>'spend_per_day')::float8, 0))
+        ) AS spent
+        """,
     )
-    return rows
+    return QuotaUsage(row["rows"], row["spent"])
 
 
 async def recount_today(connection: Connection, key_id: str) -> None:

@@ -4,7 +4,7 @@ Measured rates change with every report. A change of up to a tenth changes no ro
 enough to send a new table to every router, so the table keeps the rates that it had.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 
 import msgspec
 
@@ -13,7 +13,6 @@ from isochrone.wire.model import CatalogModel, Deployment
 from isochrone.wire.report import ReplicaProfile, ReplicaState
 from isochrone.wire.routes import (
     DeploymentEntry,
-    KeyEntry,
     KeyTable,
     RolloutEntry,
     Route,
@@ -33,7 +32,7 @@ from scheduler.decide.rollout.lifecycle import Rollout
 def build_route_table(
     cluster: ClusterState,
     view: LivenessView,
-    keys: Sequence[KeyEntry],
+    keys: KeyTable,
     *,
     generation: Generation,
     epoch: Epoch,
@@ -69,7 +68,7 @@ def build_route_table(
             for deployment in sorted(cluster.deployments, key=lambda d: d.deployment_id)
         ),
         routes=tuple(sorted(routes, key=lambda route: route.replica_id)),
-        keys=KeyTable.of(keys),
+        keys=keys,
     )
 
 

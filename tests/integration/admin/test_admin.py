@@ -366,7 +366,7 @@ async def test_a_key_is_limited_to_regions_that_exist(admin: Admin, pool: Pool) 
     made = (await admin.ask("POST", "/v1/keys", body)).body
     assert made["regions"] == ["NL", "ams"]
     async with using(pool) as connection:
-        (entry,) = await live_keys(connection)
+        (entry,) = await live_keys(connection, [made["key_id"]])
     assert entry.regions == ("NL", "ams")
     (event,) = (await admin.ask("GET", "/v1/events?limit=1")).body["data"]
     assert (event["kind"], event["after"]["regions"]) == ("key.create", ["NL", "ams"])

@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from isochrone.wire import codec
-from isochrone.wire.ids import DeploymentId, ReplicaId
+from isochrone.wire.ids import DeploymentId, KeyId, ReplicaId
+from isochrone.wire.keys import format_key
 from isochrone.wire.usage import Usage
 from router import build, processes
 from router.app import SHARE_INTERVAL_S, open_router
@@ -27,7 +28,7 @@ from router.processes import WorkerIdentity, WorkerPipe, WorkerPool
 from router.prompt_sharing import SharedPrompt, SharedPrompts
 from tests.cuts import held
 from tests.integration.router.fake_node import FakeNode, open_node
-from tests.integration.router.fleet_of import KEY, a_config, a_table, an_identity
+from tests.integration.router.fleet_of import KEY, a_config, a_key, a_table, an_identity
 from tests.integration.router.test_process import BODY, START_TIMEOUT_S, a_process, prepare
 
 REQUESTS = 60
@@ -87,10 +88,33 @@ async def test_a_worker_listens_once_it_has_a_table_or_has_waited_long(
     await main.open()
     worker = WorkerIdentity(1, theirs, 0)
     if is_told:
-        assert await main.write_table(a_table([]))
+        assert await main.write_table(a_table([]), None)
     async with open_router(a_config(tmp_path), an_identity(tmp_path), worker) as app:
         assert app.port
         assert (app.fleet.directory.table is not None) is is_told
+        main.close()
+        await app.stopping.wait()
+
+
+async def test_a_worker_is_sent_only_what_changed(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    main = WorkerPipe(ours, None)
+    await main.open()
+    keys = [a_key(format_key(KeyId(f"{n:012d}"), bytes(32))) for n in range(3000)]
+    first = a_table([], keys=keys)
+    second = a_table([], generation=2, keys=keys[1:])
+    sending = asyncio.create_task(main.write_table(first, None))
+    worker = WorkerIdentity(1, theirs, 0)
+    async with open_router(a_config(tmp_path), an_identity(tmp_path), worker) as app:
+        assert await sending
+        assert app.fleet.directory.table == first
+        (frame,) = processes._table_frames(second, first)
+        assert len(frame) < 1000
+        assert await main.write_table(second, first)
+        async with asyncio.timeout(30):
+            while app.follower.progress().generation != 2:
+                await asyncio.sleep(0.01)
+        assert app.fleet.directory.table == second
         main.close()
         await app.stopping.wait()
 

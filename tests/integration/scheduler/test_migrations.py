@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from isochrone.service.clock import utc_now
+from isochrone.wire.ids import KeyId
 from isochrone.wire.rollout import RolloutState
 from scheduler.decide.membership import NodeContact
 from scheduler.store import keys
@@ -96,7 +97,7 @@ async def test_rows_of_earlier_releases_survive_each_migration(empty: Pool) -> N
     async with transaction(empty, isolation="repeatable_read") as connection:
         cluster = await read_cluster(connection, NodeContact(acting_for_s=1000.0))
         (rollout,) = await list_rollouts(connection, "", 9)
-        (key,) = await keys.live_keys(connection)
+        (key,) = await keys.read_key_page(connection, KeyId(""))
         tokens = await list_join_tokens(connection, "", 9)
         revoked = await list_revocations(connection, "", 9)
         counted = await connection.fetchval("SELECT sum(requests)::int FROM demand")
@@ -110,6 +111,6 @@ async def test_rows_of_earlier_releases_survive_each_migration(empty: Pool) -> N
     assert {(one.role.value, one.name) for one in revoked} == {("agent", "n2"), ("router", "r1")}
     assert counted == 5
     async with transaction(empty) as connection:
-        assert await sum_quota_usage(connection) == 1
+        assert (await sum_quota_usage(connection)).rows == 1
         assert await rotate_demand_partitions(connection, utc_now()) > 0
         await connection.execute("UPDATE rollout SET state = 'aborted'")

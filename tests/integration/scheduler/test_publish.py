@@ -1,13 +1,16 @@
 """Publishing route tables from a real store: the whole fleet, or one node after its report."""
 
+from time import time
 from typing import Any
 
 import pytest
 
-from isochrone.wire.admin import KeyBody
+from isochrone.wire.admin import KeyBody, LimitsBody
 from isochrone.wire.ids import KeyId, NodeId, TenantId
 from scheduler.decide.routing.flap_damping import HOLD_S
+from scheduler.loops import publish_routes
 from scheduler.loops.publish_routes import PublishRoutes
+from scheduler.loops.sum_quotas import SumQuotas
 from scheduler.store import keys
 from scheduler.store.pool import Pool, transaction
 from scheduler.store.status import read_status
@@ -160,3 +163,114 @@ async def test_status_does_not_count_a_router_that_does_not_follow(pool: Pool) -
         "router r2: it serves generation 1",
         "router r3: not connected",
     )
+
+
+async def add_keys(pool: Pool, *names: str) -> None:
+    async with transaction(pool) as connection:
+        for name in names:
+            body = KeyBody(tenant_id=TenantId("t"))
+            await keys.add_key(connection, key_id=KeyId(name), secret_sha256="s", body=body)
+
+
+def key_names(scheduler: SchedulerParts) -> list[str]:
+    assert scheduler.state.routes.table is not None
+    return [key.key_id for key in scheduler.state.routes.table.keys]
+
+
+async def test_keys_are_read_in_pages_and_sorted_as_routers_sort_them(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "ROWS_PER_PAGE", 2)
+    names = ["B", "Z", "a", "b2", "b10", "zz", "0"]
+    scheduler, publish = await a_publisher(pool)
+    await add_keys(pool, *names)
+    await publish.run_once()
+    assert key_names(scheduler) == sorted(names)
+
+
+async def test_a_key_that_changed_unannounced_is_found_page_by_page(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (keys, publish_routes):
+        monkeypatch.setattr(module, "ROWS_PER_PAGE", 2)
+    scheduler, publish = await a_publisher(pool)
+    await add_keys(pool, *(f"k{n}" for n in range(7)))
+    await publish.run_once()
+    async with transaction(pool) as connection:
+        await connection.execute("UPDATE api_key SET tenant_id = 'other' WHERE key_id = 'k4'")
+        await connection.execute("DELETE FROM api_key WHERE key_id IN ('k0', 'k6')")
+    await add_keys(pool, "k3a", "k9")
+    for _ in range(5):
+        scheduler.clock.now_s += 100.0
+        await scheduler.hold_lease.run_once()
+        await publish.run_once()
+    await publish.run_once()
+    assert key_names(scheduler) == ["k1", "k2", "k3", "k3a", "k4", "k5", "k9"]
+    table = scheduler.state.routes.table
+    assert table is not None
+    changed = table.keys.get(KeyId("k4"))
+    assert changed is not None
+    assert changed.tenant_id == "other"
+
+
+async def test_many_changed_keys_are_published_some_at_a_time(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish_routes, "KEYS_PER_DELTA", 3)
+    scheduler, publish = await a_publisher(pool)
+    await publish.run_once()
+    names = [f"k{n}" for n in range(8)]
+    await add_keys(pool, *names)
+    for name in names:
+        scheduler.state.routes.mark_key_changed(KeyId(name))
+    seen = []
+    for _ in range(3):
+        await publish.run_once()
+        seen.append(len(key_names(scheduler)))
+    assert seen == [3, 6, 8]
+
+
+async def test_keys_of_a_failed_turn_are_published_in_the_next(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, publish = await a_publisher(pool)
+    await publish.run_once()
+    await add_keys(pool, "k1")
+    scheduler.state.routes.mark_key_changed(KeyId("k1"))
+
+    async def broken(*_: Any, **__: Any) -> None:
+        raise ConnectionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("scheduler.loops.publish_routes.live_keys", broken)
+        with pytest.raises(ConnectionError):
+            await publish.run_once()
+    await publish.run_once()
+    assert key_names(scheduler) == ["k1"]
+
+
+async def test_a_key_is_published_when_its_quota_is_spent(pool: Pool) -> None:
+    scheduler, publish = await a_publisher(pool)
+    routes = scheduler.state.routes
+    async with transaction(pool) as connection:
+        body = KeyBody(tenant_id="t", limits=LimitsBody(tokens_per_day=5))
+        await keys.add_key(connection, key_id=KeyId("k1"), secret_sha256="s", body=body)
+    await publish.run_once()
+    job = SumQuotas(pool=pool, lease=scheduler.state.lease, routes=routes, unix_clock=time)
+    published = []
+    for tokens in (3, 3, 3):
+        async with transaction(pool) as connection:
+            await connection.execute(
+                "INSERT INTO key_use (key_id, day, tokens, spend) VALUES"
+                " ('k1', (clock_timestamp() AT TIME ZONE 'UTC')::date, $1, 0)",
+                tokens,
+            )
+        await job.run_once()
+        await publish.run_once()
+        assert routes.table is not None
+        entry = routes.table.keys.get(KeyId("k1"))
+        assert entry is not None
+        published.append((entry.spent_until > time(), routes.table.generation))
+    # Published once: the third use changes nothing.
+    assert [is_spent for is_spent, _ in published] == [False, True, True]
+    assert published[1][1] == published[2][1] == published[0][1] + 1

@@ -52,7 +52,7 @@ async def record(pool: Pool, *rows: UsageRow) -> None:
 
 async def sum_quotas(pool: Pool) -> int:
     async with transaction(pool) as connection:
-        return await sum_quota_usage(connection)
+        return (await sum_quota_usage(connection)).rows
 
 
 async def limited(pool: Pool, **limits: float) -> None:
@@ -63,7 +63,7 @@ async def limited(pool: Pool, **limits: float) -> None:
 
 async def spent_until(pool: Pool) -> float:
     async with transaction(pool) as connection:
-        (entry,) = await keys.live_keys(connection)
+        (entry,) = await keys.read_key_page(connection, KeyId(""))
         return entry.spent_until
 
 

@@ -13,6 +13,7 @@ from router.dataplane.http_messages import HttpRequest, HttpResponse
 from router.dataplane.node_connection import NodeConnection
 from router.dataplane.request_reader import HEAD_BYTES_MAX, RequestReader
 from router.dataplane.server import WRITE_BUFFER_BYTES, ClientConnection, PublicServer
+from router.dataplane.token_gatherer import TokenGatherer
 from tests.unit.router.in_memory import FakeTransport, ManualLoop
 
 CHUNKED = b"transfer-encoding: chunked\r\n"
@@ -44,6 +45,7 @@ class FakePool:
     def __init__(self) -> None:
         self.kept: list[NodeConnection] = []
         self.clock: Callable[[], float] = lambda: 0.0
+        self.gatherer = TokenGatherer(0.0, self.clock)
 
     async def connect(self, node_id: NodeId, address: str) -> NodeConnection:
         raise AssertionError

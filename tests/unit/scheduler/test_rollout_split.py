@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, ModelId, NodeId, PopId
+from isochrone.wire.key_table import KeyTable
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.rollout import RolloutSpec, RolloutState, RolloutStep
 from isochrone.wire.routes import RolloutEntry
@@ -108,7 +109,7 @@ def test_routers_get_the_share_and_each_versions_limits() -> None:
     cluster = rolling(RolloutStep(share=0.25, pops=(AMS,)))
     cluster = msgspec.structs.replace(cluster, placements=(*cluster.placements, new))
     view = judge_liveness(cluster.nodes, cluster.acting_for_s, None)
-    table = build_route_table(cluster, view, (), generation=Generation(1), epoch=Epoch(1))
+    table = build_route_table(cluster, view, KeyTable(), generation=Generation(1), epoch=Epoch(1))
     (entry,) = table.deployments
     assert entry.rollout == RolloutEntry(version=2, share=0.25, pops=(AMS,))
     limits = {route.replica_id: route.tokens_in_flight_max for route in table.routes}

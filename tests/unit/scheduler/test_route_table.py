@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import Epoch, Generation, NodeId
+from isochrone.wire.key_table import KeyTable
 from isochrone.wire.report import ReplicaState
 from isochrone.wire.routes import RouteTable
 from scheduler.decide.cluster import ClusterState
@@ -33,7 +34,7 @@ def a_fleet(states: list[ReplicaState | None]) -> ClusterState:
 
 def a_table(cluster: ClusterState) -> RouteTable:
     view = judge_liveness(cluster.nodes, cluster.acting_for_s)
-    return build_route_table(cluster, view, (), generation=Generation(1), epoch=Epoch(1))
+    return build_route_table(cluster, view, KeyTable(), generation=Generation(1), epoch=Epoch(1))
 
 
 def part_of(cluster: ClusterState, names: set[NodeId]) -> ClusterState:

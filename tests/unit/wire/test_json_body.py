@@ -1,11 +1,13 @@
 """Which bodies are accepted: UTF-8, whole surrogate pairs, bounded nesting."""
 
 import json
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isochrone.wire import json_body
 from isochrone.wire.json_body import (
     JSON_CONTAINERS_MAX,
     JSON_DEPTH_MAX,
@@ -67,3 +69,17 @@ def test_exactly_the_texts_with_a_lone_surrogate_are_refused(inner: str) -> None
         assert has_lone_surrogate
     else:
         assert not has_lone_surrogate
+
+
+@given(st.lists(st.sampled_from(["[" * 40, "{" * 30, "]" * 20, "}", '"', "\\"]), max_size=12))
+def test_a_body_of_few_brackets_needs_no_check_of_its_nesting(parts: list[str]) -> None:
+    body = "".join(parts).encode()
+
+    def refusal(check: Callable[[bytes], None]) -> str:
+        try:
+            check(body)
+        except UnsafeJson as unsafe:
+            return str(unsafe)
+        return ""
+
+    assert refusal(check_json_body) == refusal(json_body._check_nesting)

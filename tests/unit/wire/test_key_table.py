@@ -106,3 +106,16 @@ def test_no_change_gives_the_same_table() -> None:
     table = KeyTable.of([a_key(1)])
     assert table.replaced([], []) is table
     assert table.replaced([], [KeyId("001")]) == KeyTable()
+
+
+@settings(deadline=None, max_examples=150)
+@given(TABLES, IDS, st.none() | IDS)
+def test_a_range_has_the_keys_between_its_ends(
+    start: dict[int, int], after: int, until: int | None
+) -> None:
+    table = KeyTable.of(keys_of(start))
+    last = None if until is None else KeyId(f"{until:03d}")
+    check(
+        table.between(KeyId(f"{after:03d}"), last),
+        {n: s for n, s in start.items() if n > after and (until is None or n <= until)},
+    )
