@@ -51,19 +51,28 @@ def install(target: Path) -> Path:
         # Only the source is wanted: without isolation pip prepares no build of its own.
         options = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", folder)
         package = f"llama-cpp-python=={VERSION}"
-        subprocess.run([*pip, "download", "-q", *options, package], check=True)
+        download: list[str | Path] = [*pip, "download", "-q", *options, package]
+        subprocess.run(download, check=True)
         (archive,) = folder.glob("llama_cpp_python-*.tar.gz")
         with tarfile.open(archive) as file:
             file.extractall(folder, filter="data")
         (source,) = folder.glob("llama_cpp_python-*/vendor/llama.cpp")
         build, ninja = folder / "build", tools / "ninja"
         settings = [f"-D{setting}" for setting in (*SETTINGS, f"CMAKE_MAKE_PROGRAM={ninja}")]
-        cmake = [tools / "cmake", "-S", source, "-B", build, "-G", "Ninja", *settings]
+        cmake: list[str | Path] = [
+            tools / "cmake",
+            "-S",
+            source,
+            "-B",
+            build,
+            "-G",
+            "Ninja",
+            *settings,
+        ]
         subprocess.run(cmake, check=True, stdout=subprocess.DEVNULL)
         jobs = str(os.cpu_count() or 1)
-        subprocess.run(
-            [ninja, "-C", build, "-j", jobs, *PROGRAMS], check=True, stdout=subprocess.DEVNULL
-        )
+        compilation: list[str | Path] = [ninja, "-C", build, "-j", jobs, *PROGRAMS]
+        subprocess.run(compilation, check=True, stdout=subprocess.DEVNULL)
         for program in PROGRAMS:
             shutil.copy2(build / "bin" / program, commands / program)
     done.write_text(VERSION)
@@ -78,7 +87,13 @@ def prepare_model(commands: Path, gguf: Path, folder: Path) -> Path:
     if not published.exists():
         shutil.copy2(gguf, published)
     if not q4_0.exists():
-        quantize = [commands / "llama-quantize", "--allow-requantize", published, q4_0, "Q4_0"]
+        quantize: list[str | Path] = [
+            commands / "llama-quantize",
+            "--allow-requantize",
+            published,
+            q4_0,
+            "Q4_0",
+        ]
         subprocess.run(quantize, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return folder
 

@@ -12,15 +12,15 @@ class EngineTraits(msgspec.Struct, frozen=True, kw_only=True):
     `cached_block_tokens` is the unit in which prompts are cached, 0 if no prompt is by default.
     `ends_by_itself` is false where an answer always has `max_tokens`. `checks_model_name` is false
     where a request for any model is answered. `checks_sampling` is false where sampling settings
-    out of their range are not refused. `context_error_status` is the status for a prompt that is
-    too long. A feature that is false is refused or ignored.
+    out of their range are not refused.
+    `has_named_tools` is false where a tool that the request names may be answered with
+    text. A feature that is false is refused or ignored.
     """
 
     cached_block_tokens: int = 16
     ends_by_itself: bool = True
     checks_model_name: bool = True
     checks_sampling: bool = True
-    context_error_status: int = 400
     has_stop_strings: bool = True
     has_seeds: bool = True
     has_json_schema: bool = True
@@ -44,7 +44,7 @@ TRAITS: Final[Mapping[str, EngineTraits]] = {
         has_logprobs=False,
         has_choices=False,
     ),
-    "vllm": EngineTraits(cached_block_tokens=128),
+    "vllm": EngineTraits(cached_block_tokens=128, has_named_tools=False),
     "llama_cpp": EngineTraits(
         cached_block_tokens=0,
         checks_model_name=False,

@@ -85,7 +85,11 @@ async def test_a_stream_has_the_same_text_and_ends_with_its_usage(engine: Engine
 
 
 async def test_a_text_is_completed(engine: EngineProcess, traits: EngineTraits) -> None:
-    fields = {"path": COMPLETIONS_PATH, "prompt": "The capital of France is", "max_tokens": 4}
+    fields: dict[str, Any] = {
+        "path": COMPLETIONS_PATH,
+        "prompt": "The capital of France is",
+        "max_tokens": 4,
+    }
     whole = await ask(engine, **fields)
     assert whole.body["object"] == "text_completion"
     assert whole.text
@@ -100,7 +104,7 @@ async def test_a_text_is_completed(engine: EngineProcess, traits: EngineTraits) 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 async def test_an_answer_ends_at_its_limit(engine: EngineProcess, name: str) -> None:
-    fields = {"max_tokens": None, name: 3}
+    fields: dict[str, Any] = {"max_tokens": None, name: 3}
     answer = await ask(engine, messages=user("Tell a long story."), **fields)
     assert answer.body["usage"]["completion_tokens"] == 3
     assert answer.body["choices"][0]["finish_reason"] == "length"
@@ -119,7 +123,7 @@ async def test_a_stop_string_ends_the_answer(engine: EngineProcess, traits: Engi
 
 async def test_a_seed_repeats_an_answer(engine: EngineProcess, traits: EngineTraits) -> None:
     async def text(seed: int) -> str:
-        fields = {"temperature": 1.0, "seed": seed, "max_tokens": 12}
+        fields: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": 12}
         return (await ask(engine, messages=user("Invent a name."), **fields)).text
 
     first = await text(7)
@@ -143,7 +147,12 @@ async def test_a_client_cannot_choose_its_cache(engine: EngineProcess) -> None:
     """Its own words for the salt, the slot and the priority are replaced."""
     messages = user(f"Another prompt of one tenant. {LONG_PROMPT}")
     await ask(engine, "owner", messages=messages, max_tokens=1)
-    guesses = {"cache_salt": "owner", "cache_prompt": True, "id_slot": 0, "priority": -99}
+    guesses: dict[str, Any] = {
+        "cache_salt": "owner",
+        "cache_prompt": True,
+        "id_slot": 0,
+        "priority": -99,
+    }
     guess = await ask(engine, "stranger", messages=messages, max_tokens=1, **guesses)
     assert guess.status == 200, guess.body
     assert guess.cached_tokens == 0
@@ -194,7 +203,7 @@ async def test_tools_are_accepted_and_a_named_one_is_called(
 async def test_log_probabilities_are_returned(engine: EngineProcess, traits: EngineTraits) -> None:
     if not traits.has_logprobs:
         return
-    fields = {"logprobs": True, "top_logprobs": 2, "max_tokens": 3}
+    fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "max_tokens": 3}
     answer = await ask(engine, messages=user(FRANCE), **fields)
     tokens = answer.body["choices"][0]["logprobs"]["content"]
     assert len(tokens) == 3
@@ -205,7 +214,7 @@ async def test_log_probabilities_are_returned(engine: EngineProcess, traits: Eng
 
 
 async def test_several_choices_are_returned(engine: EngineProcess, traits: EngineTraits) -> None:
-    fields = {"n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 8}
+    fields: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 8}
     answer = await ask(engine, messages=user("Invent a name."), **fields)
     if not traits.has_choices:
         assert answer.status == 400
@@ -219,7 +228,7 @@ async def test_an_interrupted_answer_is_resumed(engine: EngineProcess) -> None:
     whole = (await ask(engine, messages=question, max_tokens=24)).text
     # Cut where a token begins, as a stream is: a space belongs to the word that follows.
     begun = whole[: whole.index(" ", 12)]
-    fields = {"add_generation_prompt": False, "continue_final_message": True}
+    fields: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
     messages = [*question, {"role": "assistant", "content": begun}]
     chunks = await stream(engine, messages=messages, max_tokens=12, **fields)
     rest = text_of(chunks)
