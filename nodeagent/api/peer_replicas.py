@@ -19,6 +19,7 @@ from isochrone.service.tls import node_url
 from isochrone.wire import headers
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
+from nodeagent.decide.handoff import PeerReplicaLost
 
 PROBE_TIMEOUT_S: Final = 0.05
 PROBE_HEADERS: Final = {headers.ROUTER: "a-node"}
@@ -32,10 +33,6 @@ PING_TIMEOUT_S: Final = 2.0
 MISSED_PINGS_MAX: Final = 2
 NODES_MAX: Final = 256
 CONNECTIONS_MAX: Final = 1024
-
-
-class PeerReplicaLost(Exception):
-    """The peer replica refused the request, or its node does not answer."""
 
 
 class PeerReplicaClient:

@@ -101,11 +101,17 @@ class EngineDriver(Protocol):
     sequences_default: int
     """The limit without that option, 0 if it depends on the machine."""
 
+    kv_transfer: bool
+    """Whether it sends the KV of a prompt to another engine of its kind, and takes it."""
+
     is_queue_fair: bool
     """Whether the engine's own queue is fair between tenants."""
 
     has_spare_seats: bool
     """Whether it is started with more seats than `sequences_option` says (decide/seats.py)."""
+    sleep_path: str
+    wake_path: str
+    """Paths that drop the engine's model and load it again; "" if it cannot sleep."""
 
     def missing(self) -> str:
         """Return what the engine lacks on this node, or "" if it can start. Blocks."""

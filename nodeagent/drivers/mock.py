@@ -13,6 +13,7 @@ class MockDriver(EmbeddedDriver):
     sequences_default = 0
     is_queue_fair = False
     has_spare_seats = False
+    kv_transfer = False
 
     def missing(self) -> str:
         """Return "": the mock engine is part of the agent's package."""

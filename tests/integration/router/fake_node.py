@@ -11,7 +11,7 @@ from aiohttp import web
 from isochrone.service.http_server import HttpServerLimits, serve_http
 from isochrone.wire import headers
 from isochrone.wire.ids import ReplicaId
-from nodeagent.api.handoff_notice import announce_replica
+from nodeagent.api.handoff_notice import announce_prefill, announce_replica
 from nodeagent.api.pop_loads import PopLoadReader
 
 
@@ -22,6 +22,7 @@ class FakeNode:
     - `refuse`: the reason in its refusals. `handed_off_to`: the replica that it names as answering.
     - `announces`: whether it announces `handed_off_to` in an interim response, then waits for
       `may_answer`; with `takes_back` it says that it serves the request itself after all.
+    - `read_by`: the replicas that read a prompt, one after the other; it waits for `may_answer`.
     - `resumes`: how it says that it continues a text; empty if it cannot.
     - `preface`: frames that a stream begins with, before its first token.
     - `loads`: the header of its pongs, after `ping_s`. `loads_reader`: how it answers for its PoP.
@@ -56,6 +57,7 @@ class FakeNode:
         self.handed_off_to = ""
         self.announces = self.takes_back = False
         self.may_answer = asyncio.Event()
+        self.read_by: list[str] = []
         self.disowned: set[str] = set()
         self.bodies: list[bytes] = []
         self.request_headers: list[dict[str, str]] = []
@@ -126,6 +128,10 @@ class FakeNode:
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         extra = {headers.LOAD: self.load} if self.load else {}
+        for replica_id in self.read_by:
+            await announce_prefill(request, ReplicaId(replica_id))
+            await self.may_answer.wait()
+            self.may_answer.clear()
         if self.announces:
             await announce_replica(request, ReplicaId(self.handed_off_to))
             await self.may_answer.wait()
