@@ -1,5 +1,6 @@
 """Commands for models, deployments and placements, and the command `explain`."""
 
+import re
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from isochrone.cli.engine import engine_of, engine_options
 from isochrone.cli.manifest import artifact_of, config_values
 from isochrone.cli.output import show_one, show_rows, stderr
 from isochrone.cli.simple_commands import add_command, list_command
+from isochrone.wire.model import ROLES_PATTERN
 
 WAIT_INTERVAL_S: Final = 0.5
 PLACEMENT_COLUMNS: Final = [
@@ -156,7 +158,12 @@ def price_of(text: str) -> dict[str, float]:
 @click.option(
     "--priority", type=int, help="0 to 100; the higher is placed first when capacity is scarce."
 )
-@click.option("--prefill-share", type=float, help="Share of a PoP's replicas that only prefill.")
+@click.option(
+    "--roles",
+    metavar="ROLES",
+    help="How a PoP's replicas divide the work: `unified`, a ratio such as `prefill=2,decode=4`, or"
+    " `auto` to follow the demand.",
+)
 @click.option(
     "--sunset",
     metavar="DATE",
@@ -205,8 +212,15 @@ def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str,
         "name": given["name"] or before.get("name"),
     }
     body: dict[str, Any] = {field: value for field, value in names.items() if value}
-    bounds = ("replicas_min", "replicas_max", "priority", "prefill_share")
+    bounds = ("replicas_min", "replicas_max", "priority", "roles")
     policy = {name: given[name] for name in bounds if given[name] is not None}
+    if "roles" in policy:
+        if not re.match(ROLES_PATTERN, policy["roles"]):
+            raise click.UsageError(
+                f"cannot read roles {policy['roles']!r}: write unified, auto, or a ratio such as"
+                " prefill=2,decode=4"
+            )
+        policy["prefill_share"] = 0.0
     for name in ("keep_warm", "allow", "deny"):
         if given[name]:
             policy[name] = [place for place in given[name] if place]
