@@ -24,11 +24,13 @@ from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.routes import RouteDelta, RouteTable, RouteTablePart
 from isochrone.wire.usage import UsageAck
 from router import build
+from router.apis.batches.answer import ItemAnswerer
 from router.apis.dispatch import ApiDispatcher
 from router.apis.openai.auxiliary import auxiliary_app
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.apis.workers_ai.auxiliary import add_catalog_routes
+from router.batch_client import BatchAccess, BatchClient
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import PublicServer
@@ -37,6 +39,7 @@ from router.decide.limits import KeyLimiter
 from router.decide.suspicion import SuspectTable
 from router.fleet_state import FleetState
 from router.listeners import open_listeners
+from router.loops.answer_batches import AnswerBatches
 from router.loops.follow_routes import TableFollower
 from router.loops.probe_nodes import NodeProber
 from router.loops.set_gauges import GaugeSetter
@@ -65,6 +68,7 @@ ROUND_TRIPS_INTERVAL_S: Final = 10.0
 GAUGES_INTERVAL_S: Final = 1.0
 SHARE_INTERVAL_S: Final = 1.0
 SEND_TABLE_INTERVAL_S: Final = 1.0
+BATCHES_INTERVAL_S: Final = 0.5
 RECHECK_INTERVAL_S: Final = 1.0
 WORKER_ENDS_S: Final = 10.0
 """Time for a worker to close connections and save usage, after its open requests have ended."""
@@ -196,6 +200,8 @@ class RouterApp:
             clock=time.monotonic,
         )
         self.surface = OpenAiSurface(self.config, self.fleet, time.time)
+        uses_tls = any(url.startswith("https:") for url in self.config.schedulers)
+        self.batch_client = BatchClient(client_context(self.identity) if uses_tls else None)
         self.request_ids = RequestIds(self.boot_id)
 
     def _create_reports(self) -> None:
@@ -207,6 +213,7 @@ class RouterApp:
             dropped=self.follower.dropped,
             on_node_lost=self.pipeline.fail_node,
             timeout_s=self.config.probe_timeout_s,
+            interval_s=self.config.probe_interval_s,
         )
         self.spool = UsageSpool(self.config.state_folder / "usage", self.config.spool_bytes_max)
         self.shipper = ReportShipper(
@@ -234,9 +241,25 @@ class RouterApp:
         )
 
     def _create_server(self) -> PublicServer:
-        """Return the server of the public port."""
+        """Return the server of the public port, and create what answers batches."""
         dispatcher = ApiDispatcher(
-            self.surface, self.pipeline, self.upstream, self.request_ids, self.metrics
+            *(self.surface, self.pipeline, self.upstream, self.request_ids, self.metrics),
+            self.batch_client,
+        )
+        answerer = ItemAnswerer(
+            keys=lambda: self.fleet.directory.keys,
+            read=dispatcher.read_inference,
+            serve=self.pipeline.serve,
+            request_ids=self.request_ids,
+            clock=time.monotonic,
+            unix_clock=time.time,
+        )
+        self.answer_batches = AnswerBatches(
+            client=self.batch_client,
+            fleet=self.fleet,
+            answer=answerer.answer,
+            is_busy=lambda: self.pipeline.queue.depth > 0,
+            per_replica_max=0 if self.parent is not None else self.config.batch_requests_max,
         )
         return PublicServer(
             config=self.config,
@@ -268,13 +291,22 @@ class RouterApp:
             Loop("round_trips", self.shipper.ship_round_trips, ROUND_TRIPS_INTERVAL_S),
             Loop("gauges", self.gauges.run_once, GAUGES_INTERVAL_S),
             Loop("share", self.sharer.run_once, SHARE_INTERVAL_S),
-            Loop("send_table", self.workers.send_table, SEND_TABLE_INTERVAL_S),
+            Loop("send_table", self.send_table, SEND_TABLE_INTERVAL_S),
+            Loop("batches", self.answer_batches.run_once, BATCHES_INTERVAL_S, jitter=jitter),
         )
+
+    async def send_table(self) -> int:
+        """Send workers the route table that they lack, and the access to the batch service."""
+        if self.batch_client.access.token:
+            self.workers.broadcast(self.batch_client.access)
+        return await self.workers.send_table()
 
     async def on_welcome(self, welcome: Welcome) -> None:
         """Note that a scheduler has accepted this router."""
         log.info("following", extra={"fields": {"epoch": welcome.epoch}})
         self.shipper.on_welcome()
+        assert isinstance(self.link, ControlLink)
+        self.batch_client.access = BatchAccess(self.link.url, welcome.relay_token)
 
     async def on_message(self, message: Any) -> None:
         """Pass a message of the scheduler to the part that handles it."""
@@ -295,6 +327,8 @@ class RouterApp:
             self.follower.accept_change(message)
         elif isinstance(message, Shared):
             self.learn_shared(message)
+        elif isinstance(message, BatchAccess):
+            self.batch_client.access = message
         else:
             await self.shipper.on_ack(message)
 
@@ -330,8 +364,10 @@ async def open_router(
         app.deadlines.start()
         stack.callback(app.deadlines.stop)
         stack.push_async_callback(app.upstream.close)
+        stack.push_async_callback(app.batch_client.close)
         stack.push_async_callback(_save_to_disk, app)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        stack.callback(app.answer_batches.close)
         for loop in app.loops.values():
             stack.callback(tasks.create_task(loop.run(), name=loop.name).cancel)
         stack.callback(tasks.create_task(feed_watchdog(), name="watchdog").cancel)

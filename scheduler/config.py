@@ -6,6 +6,7 @@ from typing import Annotated
 import msgspec
 
 from isochrone.service.identity import CERTIFICATE_LIFETIME_S
+from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.membership import LivenessLimits
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
@@ -55,3 +56,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # When a silent node counts as lost: `[liveness]` in TOML, with the fields of LivenessLimits.
     liveness: LivenessLimits = LivenessLimits()
     event_retention_days: Positive = 90.0
+
+    # Files and results of batches (`/v1/files`, `/v1/batches`), for clients of the routers. All
+    # schedulers of a cluster share the folder. Without one there are no batches. The limits of a
+    # tenant are `[batches]` in TOML, with the fields of BatchLimits.
+    batch_folder: Path | None = None
+    batches: BatchLimits = BatchLimits()

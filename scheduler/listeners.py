@@ -23,6 +23,7 @@ from scheduler import metrics
 from scheduler.api.access import OPEN_PATHS, check_token
 from scheduler.api.admin import ENDPOINTS
 from scheduler.api.agents import AgentEndpoint
+from scheduler.api.batch_service import BatchService, BatchStorage
 from scheduler.api.certificates import CertificateIssuer
 from scheduler.api.endpoint import AdminContext, endpoint_handler
 from scheduler.api.join import JoinEndpoint
@@ -31,6 +32,7 @@ from scheduler.api.peers import PeerServer
 from scheduler.api.routers import RouterEndpoint
 from scheduler.config import SchedulerConfig
 from scheduler.database import Database
+from scheduler.state.relay_tokens import RelayTokens
 from scheduler.state.scheduler_state import SchedulerState
 
 
@@ -81,6 +83,7 @@ async def serve_control(
     state: SchedulerState,
     authority: Authority,
     nudge_place: Callable[[], None],
+    batches: BatchStorage | None = None,
 ) -> AsyncIterator[int]:
     """Serve agents and routers; yield the bound port."""
     issuer = CertificateIssuer(authority, lifetime_s=config.certificate_lifetime_s)
@@ -88,7 +91,7 @@ async def serve_control(
         connections_per_address_max=config.control_connections_per_address_max
     )
     async with serve_http(
-        control_app(database, state, issuer, nudge_place),
+        control_app(database, state, issuer, nudge_place, batches),
         config.control_host,
         config.control_port,
         limits=limits,
@@ -102,8 +105,10 @@ def control_app(
     state: SchedulerState,
     issuer: CertificateIssuer,
     nudge_place: Callable[[], None],
+    batches: BatchStorage | None = None,
 ) -> web.Application:
-    """Return the application of the control listener."""
+    """Return the application of the control listener; with a storage it serves batches."""
+    relay_tokens = RelayTokens() if batches is not None else None
     server = PeerServer(
         intake=database.intake,
         reserved=database.reserved,
@@ -115,6 +120,7 @@ def control_app(
         heartbeats=state.heartbeats,
         admission=state.admission,
         unregistered=state.unregistered,
+        relay_tokens=relay_tokens,
     )
     agents = AgentEndpoint(
         server=server,
@@ -154,4 +160,6 @@ def control_app(
     app.router.add_get("/v1/agent", agents.handle)
     app.router.add_get("/v1/router", routers.handle)
     app.router.add_post("/v1/join", join.handle)
+    if batches is not None and relay_tokens is not None:
+        BatchService(database.pool, batches, relay_tokens).add_routes(app)
     return app

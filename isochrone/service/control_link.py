@@ -89,6 +89,8 @@ class ControlLink:
         message that is not sent because the scheduler would refuse its size.
         """
         self.connected = False
+        self.url = ""
+        """The scheduler that accepted this peer last."""
         self.last_refusal = ""
         self._on_too_large = on_too_large
         self._capabilities = tuple(capabilities)
@@ -192,6 +194,7 @@ class ControlLink:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 welcome = self._welcome = await self._register(socket)
             self._socket = socket
+            self.url = url
             self.connected = True
             self.last_refusal = ""
             log.info("registered", extra={"fields": {"scheduler": url, "epoch": welcome.epoch}})

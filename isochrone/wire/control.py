@@ -92,6 +92,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     cluster_id: ClusterId
     epoch: Epoch
     redial_spread_s: float = 0.0
+    relay_token: str = ""
+    """With it a router uses the batch service while it is connected; "" if there is none."""
     cache_salt: CacheSaltSecret | None = None
 
 

@@ -154,6 +154,10 @@ class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
     release, as a share of replicas.
     While a replica is replaced or moved there may be one more than `replicas_max`, because the old
     one ends only when the new one is warm.
+
+    With `overcommit` above 1 its replicas share device memory with other such replicas: idle ones
+    sleep, and the planner counts 1/`overcommit` of their memory. `awake_min` replicas in each PoP
+    never sleep, and at least one in each PoP of `keep_warm`.
     """
 
     replicas_min: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 1
@@ -164,6 +168,8 @@ class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[int, msgspec.Meta(ge=0, le=100)] = 50
     prefill_share: Annotated[float, msgspec.Meta(ge=0, le=0.9)] = 0.0
     roles: Annotated[str, msgspec.Meta(pattern=ROLES_PATTERN)] = UNIFIED_ROLES
+    overcommit: Annotated[float, msgspec.Meta(ge=1, le=64)] = 1.0
+    awake_min: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
 
 
 class Deprecation(msgspec.Struct, frozen=True, kw_only=True):

@@ -131,8 +131,18 @@ class PeerReplicaClient:
     ) -> Mapping[ReplicaId, headers.ReportedLoad]:
         """Return the loads of all replicas on the peer replica's node."""
         async with asyncio.timeout(timeout_s):
-            async with await self._request("GET", peer, "/ping", headers=PROBE_HEADERS) as pong:
-                return headers.parse_loads(pong.headers.get(headers.LOADS, ""))
+            return headers.parse_loads(await self.read_loads(peer.node_id, peer.address))
+
+    async def read_loads(self, node_id: NodeId, address: str) -> str:
+        """Ping a node; return the header with the loads of its replicas."""
+        async with self._http.get(
+            f"{node_url(address, self._context)}/ping",
+            headers=PROBE_HEADERS,
+            server_hostname=node_id,
+            ssl=self._context or True,
+            allow_redirects=False,
+        ) as pong:
+            return pong.headers.get(headers.LOADS, "")
 
     async def _node_loads(self, peer: PeerReplica) -> Mapping[ReplicaId, headers.ReportedLoad]:
         """Return the loads on the peer replica's node, {} if it does not answer in time."""

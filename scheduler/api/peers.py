@@ -41,6 +41,7 @@ from scheduler.state.lease_state import LeaseState, NotActing
 from scheduler.state.peer_admission import PeerAdmission
 from scheduler.state.peer_connection import PeerConnection
 from scheduler.state.peer_registry import PeerRegistry
+from scheduler.state.relay_tokens import RelayTokens
 from scheduler.store.events import record_event
 from scheduler.store.identities import may_renew
 from scheduler.store.lease import (
@@ -97,7 +98,10 @@ class PeerServer:
         heartbeats: Heartbeats,
         admission: PeerAdmission,
         unregistered: ConnectionCount,
+        relay_tokens: RelayTokens | None = None,
     ) -> None:
+        """Serve with the parts of the state. Without `relay_tokens` there is no batch service."""
+        self._relay_tokens = relay_tokens
         self._intake = intake
         self._reserved = reserved
         self._cluster_id = cluster_id
@@ -138,6 +142,8 @@ class PeerServer:
         except PeerRefused as refusal:
             await peer.refuse(refusal.refused)
         finally:
+            if self._relay_tokens is not None:
+                self._relay_tokens.revoke(peer.relay_token)
             self._peers.remove(peer)
             self._admission.release(peer.role, peer.name)
             sender.cancel()
@@ -231,11 +237,14 @@ class PeerServer:
         peer.generation = register.generation
         peer.capabilities = frozenset(register.capabilities)
         peer.last_error = register.last_error
+        if role is PeerRole.ROUTER and self._relay_tokens is not None:
+            peer.relay_token = self._relay_tokens.issue(peer.name)
         peer.enqueue(
             Welcome(
                 cluster_id=self._cluster_id,
                 epoch=self._lease.epoch,
                 redial_spread_s=self._admission.redial_spread_s,
+                relay_token=peer.relay_token,
                 cache_salt=self._cache_salt(role, cluster.cache_salt_version),
             )
         )
