@@ -70,6 +70,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         clock=monotonic,
         rng=rng,
         on_change=lambda: node.nudge_report(),
+        device_budgets=node.device_budgets,
     )
     link = ControlLink(
         urls=config.schedulers,

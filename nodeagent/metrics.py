@@ -1,6 +1,6 @@
 """The metrics of the node agent: name, unit, labels."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 REGISTRY = CollectorRegistry()
 
@@ -31,4 +31,33 @@ UPLOADED = Counter(
 RESTARTS = Gauge(
     "isochrone_node_replica_restarts", "Failures of a replica's engine.", ["replica"],
     registry=REGISTRY,
+)  # fmt: skip
+LEG_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+PREFILL_LEGS = Counter(
+    "isochrone_node_prefill_legs",
+    "Requests that a prefill replica could have read, by where and why they were read.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+PREFILL_ATTEMPTS_FAILED = Counter(
+    "isochrone_node_prefill_attempts_failed", "Prefill legs that broke or were refused.",
+    registry=REGISTRY,
+)  # fmt: skip
+PREFILL_LEG_SECONDS = Histogram(
+    "isochrone_node_prefill_leg_seconds", "From the start of a prefill leg to its last KV block.",
+    buckets=LEG_BUCKETS_S, registry=REGISTRY,
+)  # fmt: skip
+DECODE_WAIT_SECONDS = Histogram(
+    "isochrone_node_decode_wait_seconds", "From a prompt's last KV block to its first token.",
+    buckets=LEG_BUCKETS_S, registry=REGISTRY,
+)  # fmt: skip
+KV_TRANSFER_BYTES = Counter(
+    "isochrone_node_kv_transfer_bytes",
+    "Bytes of KV received from prefill replicas.",
+    registry=REGISTRY,
+)
+ASLEEP = Gauge("isochrone_node_replicas_asleep", "Replicas that sleep.", registry=REGISTRY)
+SWITCHES = Histogram(
+    "isochrone_node_sleep_switch_seconds", "Time to put a replica to sleep or to wake it.",
+    ["kind"], buckets=(0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30), registry=REGISTRY,
 )  # fmt: skip

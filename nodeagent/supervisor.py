@@ -7,8 +7,9 @@ between the events: fetch the artifact, start the engine, watch it, restart it, 
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +17,7 @@ import msgspec
 
 from isochrone.wire.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.engine import EngineStats
-from isochrone.wire.ids import ReplicaId
+from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.report import ReplicaProfile, ReplicaReport, ReplicaState
 from nodeagent.config import NodeConfig
 from nodeagent.decide import health
@@ -25,10 +26,12 @@ from nodeagent.decide.backoff import retry_delay_s
 from nodeagent.decide.blame import BlameLedger
 from nodeagent.decide.health import OBSERVE_INTERVAL_S
 from nodeagent.decide.replica import ReplicaEvent, next_state
-from nodeagent.drivers import is_queue_fair, sequences_max
+from nodeagent.drivers import is_queue_fair, sequences_max, spare_seats_of
 from nodeagent.drivers.driver import UnknownOption
 from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.awake_memory import AwakeMemory
 from nodeagent.host.download import ArtifactError
+from nodeagent.host.engine_seats import EngineSeats
 from nodeagent.host.engines import (
     EngineProcess,
     EngineProcesses,
@@ -43,6 +46,11 @@ POLL_INTERVAL_S: Final = 0.1
 
 TOKENS_IN_FLIGHT_UNPLANNED: Final = 32_768
 """The limit of a replica that was placed without a planned one."""
+
+
+async def no_budgets() -> Mapping[DeviceId, int]:
+    """Return no devices: nothing is over-committed."""
+    return {}
 
 
 class ManagedReplica:
@@ -65,6 +73,9 @@ class ManagedReplica:
             sequences_max(spec),
             is_engine_fair=is_queue_fair(spec),
         )
+        seats = 0 if is_queue_fair(spec) else sequences_max(spec)
+        self.seats = EngineSeats(seats, spare_seats_of(spec))
+        """Where what the engine's own queue would serve unfairly waits."""
         self.blame = BlameLedger()
         self.trial_lock = asyncio.Lock()
         """Held by the one suspect request that the engine tries."""
@@ -142,7 +153,10 @@ class Supervisor:
         clock: Callable[[], float],
         rng: random.Random,
         on_change: Callable[[], None],
+        device_budgets: Callable[[], Awaitable[Mapping[DeviceId, int]]] = no_budgets,
     ) -> None:
+        """`device_budgets` returns the bytes of each device that replicas may take."""
+        self.awake = AwakeMemory(device_budgets, clock)
         self.replicas: dict[ReplicaId, ManagedReplica] = {}
         self.handoffs_in_progress = 0
         """Requests that this node relays to peer replicas on other nodes."""
@@ -169,6 +183,7 @@ class Supervisor:
     def start(self, spec: ReplicaSpec, survivor: EngineRecord | None = None) -> None:
         """Start a replica, adopting its engine process if one survived an earlier agent."""
         replica = ManagedReplica(spec, self._clock)
+        replica.admission.wake_ms = partial(self.awake.wake_ms, spec.replica_id)
         if survivor is not None:
             # Adopted before the task runs, so that a shutdown in between stops or releases it.
             replica.engine = self._engines.adopt(survivor)
@@ -233,6 +248,7 @@ class Supervisor:
                     await self._wait_to_retry(replica, problem)
             await self._drain(replica)
         finally:
+            self.awake.forget(replica.spec.replica_id)
             if replica.engine is not None:
                 await asyncio.shield(replica.stop_engine())
 
@@ -246,6 +262,7 @@ class Supervisor:
             await asyncio.gather(replica.attempt, return_exceptions=True)
         if replica.end_ordered.is_set():
             return ""
+        self.awake.forget(replica.spec.replica_id)
         problem = _failure_of(replica, replica.attempt)
         replica.apply(ReplicaEvent.BROKE, problem)
         await replica.stop_engine(kill=True)
@@ -262,12 +279,19 @@ class Supervisor:
             replica.apply(ReplicaEvent.ENGINE_ADOPTED)
         else:
             artifact_path = await self._fetch_artifact(replica)
+            await self.awake.admit(replica.spec)
             engine = replica.engine = await self._engines.start(replica.spec, artifact_path)
         problem = await self._wait_ready(engine)
         if problem:
             return problem
-        if not is_adopted and replica.spec.leads:
-            await _warm_up(engine)
+        if is_adopted:
+            stats = await engine.stats()
+            is_asleep = stats is not None and stats.is_asleep
+            self.awake.adopt(replica.spec, engine, is_asleep=is_asleep)
+        else:
+            if replica.spec.leads:
+                await _warm_up(engine)
+            self.awake.settle(replica.spec.replica_id, engine)
         replica.apply(ReplicaEvent.ENGINE_READY)
         if not is_adopted:
             load_s = self._clock() - start_s
@@ -317,7 +341,9 @@ class Supervisor:
                 # The leader sees whether this part makes progress, and ends it with its own.
                 continue
             stats = await engine.stats()
-            running = replica.admission.running
+            is_awake = self.awake.is_awake(replica.spec.replica_id)
+            # Requests that wait for a wake are not the engine's.
+            running = replica.admission.running if is_awake else 0
             watch = health.observe(
                 watch,
                 answered=stats is not None,
@@ -328,8 +354,9 @@ class Supervisor:
             if stats is not None:
                 replica.admission.is_closed = stats.memory_full
                 _update_profile(replica, stats)
-            if is_canary_due and running == 0 and stats is not None:
-                succeeded = await engine.canary(stats.kind)
+            if is_canary_due and running == 0 and stats is not None and is_awake:
+                async with self.awake.use(replica.spec.replica_id):
+                    succeeded = await engine.canary(stats.kind)
                 watch = health.after_canary(watch, succeeded=succeeded)
             problem = health.kill_reason(watch, stall_s=self._config.stall_s, in_flight=running)
             if problem:

@@ -213,6 +213,7 @@ class RouterApp:
             dropped=self.follower.dropped,
             on_node_lost=self.pipeline.fail_node,
             timeout_s=self.config.probe_timeout_s,
+            interval_s=self.config.probe_interval_s,
         )
         self.spool = UsageSpool(self.config.state_folder / "usage", self.config.spool_bytes_max)
         self.shipper = ReportShipper(

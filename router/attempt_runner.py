@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from isochrone.wire import headers
+from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import ReplicaId
 from router.config import RouterConfig
 from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest
@@ -92,8 +93,11 @@ class AttemptRunner:
         is_resumption = stream.generated.tokens > 0
         # A suspect must lose one engine at most, so it is not handed on.
         peers = [] if is_resumption or context.is_suspect else handoff_peers(routes, target)
+        readers = (
+            [] if is_resumption or context.is_suspect else self._prefill_peers(context, target)
+        )
         header_lines = node_headers(
-            context, target, peers, router=self._fleet.name, timeout_s=timeout_s
+            context, target, peers, readers, router=self._fleet.name, timeout_s=timeout_s
         )
         exchange = attempt.exchange = self._upstream.send(
             target.route.node_id,
@@ -110,6 +114,12 @@ class AttemptRunner:
                 self._move_to(context, attempt, routes, replica_id)
 
             exchange.on_handoff = on_handoff
+        if readers:
+
+            def on_prefill(replica_id: ReplicaId) -> None:
+                self._record_prefill(context, attempt, replica_id)
+
+            exchange.on_prefill = on_prefill
         attempt.take(SENT)
         return attempt, exchange
 
@@ -127,6 +137,40 @@ class AttemptRunner:
         attempt.ranked = ranked
         attempt.sent_prompt = self._feedback.record_sent(ranked, context.request.prefix_keys)
 
+    def _prefill_peers(self, context: RequestContext, target: RankedRoute) -> list[PeerReplica]:
+        """Return the replicas of the PoP that could read the prompt for `target`; mostly none."""
+        replicas = self._fleet.routing(context.request.deployment_id).prefill_replicas
+        if not replicas:
+            return []
+        return replicas.candidates(
+            target,
+            context.expected.prompt,
+            self._fleet.in_flight,
+            context.excluded.all(),
+            self._clock(),
+        )
+
+    def _record_prefill(
+        self, context: RequestContext, attempt: ReplicaAttempt, replica_id: ReplicaId
+    ) -> None:
+        """Move the prompt's tokens to the replica that reads it now."""
+        attempt.end_prefill()
+        ranked = attempt.ranked
+        if replica_id == ranked.route.replica_id:
+            attempt.prefill_id = None
+            attempt.release_tokens()
+            self.forget_prefix(context, attempt)
+            self._reserve(context, attempt, ranked)
+            return
+        attempt.prefill_id = replica_id
+        if attempt.reservation is not None:
+            attempt.reservation.finish_prefill()
+        if self._fleet.directory.route(replica_id) is not None:
+            # An account of a replica that the table does not have would stay forever.
+            attempt.prefill_reservation = self._fleet.in_flight.reserve(
+                replica_id, prefill=context.expected.prompt, decode=0
+            )
+
     def take_answer(
         self,
         context: RequestContext,
@@ -139,6 +183,7 @@ class AttemptRunner:
         self._move_to(
             context, attempt, routes, head.handed_off_to or attempt.target.route.replica_id
         )
+        attempt.end_prefill()
         ranked, reservation = attempt.ranked, attempt.reservation
         assert reservation is not None
         node_id = ranked.route.node_id
@@ -154,7 +199,8 @@ class AttemptRunner:
             times.attempt_token_at_s = now_s
             times.attempt_ttft_ms = 1000 * (now_s - attempt.sent_at_s)
             times.tokens_before = context.stream.generated.tokens
-            self._feedback.record_first_token(ranked, times.attempt_ttft_ms, reservation)
+            if attempt.prefill_id is None:
+                self._feedback.record_first_token(ranked, times.attempt_ttft_ms, reservation)
             if times.first_token_at_s is None:
                 times.first_token_at_s = now_s
 
@@ -240,13 +286,14 @@ class AttemptRunner:
         if counted is not None:
             routing = self._fleet.routing(request.deployment_id)
             routing.learn_prompt_tokens(request.text_bytes, counted.prompt_tokens)
-            self._feedback.learn_cached_tokens(
-                route,
-                attempt.sent_prompt,
-                counted.prompt_tokens,
-                counted.cached_tokens,
-                request.prefix_keys,
-            )
+            if attempt.prefill_id is None:
+                self._feedback.learn_cached_tokens(
+                    route,
+                    attempt.sent_prompt,
+                    counted.prompt_tokens,
+                    counted.cached_tokens,
+                    request.prefix_keys,
+                )
         if request.session and context.outcome is OUTCOME_COMPLETE:
             usage, now_s = context.usage(), self._clock()
             session_tokens = usage.prompt_tokens + usage.output_tokens

@@ -153,6 +153,27 @@ class ProbeFeedback:
             if load is not None and route is not None:
                 fleet.record_load(route, load, answered_at_s)
 
+    def record_relayed(
+        self, node_id: NodeId, age_s: float, loads: Mapping[ReplicaId, ReportedLoad]
+    ) -> None:
+        """Note the loads of a node that another node of its PoP has read `age_s` ago.
+
+        They count the requests of all routers, this one's too.
+        """
+        fleet = self._fleet
+        now_s = fleet.clock()
+        fleet.nodes.record_answer(node_id, now_s - age_s)
+        for replica_id in fleet.directory.replicas_on(node_id):
+            load, route = loads.get(replica_id), fleet.directory.route(replica_id)
+            if load is None or route is None or load.others_pending_prefill_tokens < 0:
+                continue
+            fleet.in_flight.record_report(
+                replica_id,
+                load.others_pending_prefill_tokens,
+                load.others_decode_tokens,
+                now_s - age_s - fleet.nodes.rtt_ms(route) / 2000,
+            )
+
     def record_round_trip(self, node_id: NodeId, rtt_ms: float) -> None:
         """Note that a node answered a ping after `rtt_ms`."""
         self._fleet.nodes.record_round_trip(node_id, rtt_ms, self._fleet.clock())

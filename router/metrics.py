@@ -128,6 +128,12 @@ class Metrics(Collector):
         self.usage_dropped = count(
             "usage_rows_dropped", "Rows of usage lost because the spool was full."
         )
+        self.pop_loads = count(
+            "pop_loads", "Loads of nodes that another node of their PoP answered for."
+        )
+        self.pop_loads_failures = count(
+            "pop_loads_failures", "Nodes that did not answer for their PoP; another was asked."
+        )
         self.probe_failures = count("probe_failures", "Pings without an answer.")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -31,13 +31,15 @@ def node_headers(
     context: RequestContext,
     target: RankedRoute,
     peers: Sequence[PeerReplica],
+    readers: Sequence[PeerReplica],
     *,
     router: str,
     timeout_s: float,
 ) -> str:
     """Return the header lines of a request to a node.
 
-    `peers` are the replicas that the node may hand the request to. `router` names this start of the
+    `peers` are the replicas that the node may hand the request to, and `readers` those that may
+    read its prompt. `router` names this start of the
     router. The answer must begin within `timeout_s`.
     """
     request, expected = context.request, context.expected
@@ -58,17 +60,22 @@ def node_headers(
         lines += f"{headers.GENERATED_TOKENS}: {generated}\r\n"
     elif peers:
         lines += f"{headers.PEER_REPLICAS}: {headers.format_peer_replicas(peers)}\r\n"
+    if readers:
+        lines += f"{headers.PREFILL_REPLICAS}: {headers.format_peer_replicas(readers)}\r\n"
     return lines
 
 
 def client_headers(context: RequestContext, ranked: RankedRoute, rate_limit_lines: str) -> str:
     """Return the header lines of a response: limits, request id, the answering replica and why."""
     route, regions = ranked.route, context.request.key.regions
+    why, attempt = ranked.reason_header, context.attempt
+    if attempt is not None and attempt.prefill_id is not None:
+        why += f" read-at={attempt.prefill_id}"
     if regions:
         rate_limit_lines += f"{headers.REGIONS}: {', '.join(regions)}\r\n"
     return (
         f"{rate_limit_lines}{headers.REQUEST_ID}: {context.request.client_request_id}"
-        f"{_POP}{route.pop}{_NODE}{route.node_id}{_WHY}{ranked.reason_header}\r\n"
+        f"{_POP}{route.pop}{_NODE}{route.node_id}{_WHY}{why}\r\n"
     )
 
 

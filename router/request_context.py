@@ -48,10 +48,14 @@ class ReplicaAttempt:
 
     `target` is the replica that it was sent to. `ranked` is the one that answers: the target, or
     the peer replica that the target handed the request to. `sent_prompt` is what the prefix index
-    expects that replica to have cached.
+    expects that replica to have cached. `prefill_id` is the replica that reads the prompt for it,
+    if another one does, and `prefill_reservation` the prompt's tokens there.
     """
 
-    __slots__ = ("exchange", "ranked", "reservation", "sent_at_s", "sent_prompt", "state", "target")
+    __slots__ = (
+        "exchange", "prefill_id", "prefill_reservation", "ranked", "reservation", "sent_at_s",
+        "sent_prompt", "state", "target",
+    )  # fmt: skip
 
     def __init__(self, target: RankedRoute) -> None:
         self.state = RANKED
@@ -59,6 +63,8 @@ class ReplicaAttempt:
         self.ranked = target
         self.sent_prompt: SentPrompt | None = None
         self.reservation: Reservation | None = None
+        self.prefill_id: ReplicaId | None = None
+        self.prefill_reservation: Reservation | None = None
         self.exchange: NodeExchange | None = None
         self.sent_at_s = 0.0
 
@@ -79,6 +85,13 @@ class ReplicaAttempt:
         """Give back the tokens in flight. A second call has no effect."""
         if self.reservation is not None:
             self.reservation.release()
+        self.end_prefill()
+
+    def end_prefill(self) -> None:
+        """Give back the tokens at the replica that reads the prompt, which is read or given up."""
+        reservation, self.prefill_reservation = self.prefill_reservation, None
+        if reservation is not None:
+            reservation.release()
 
 
 class ExcludedReplicas:

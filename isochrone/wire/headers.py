@@ -56,6 +56,9 @@ PEER_REPLICAS: Final = "x-isochrone-siblings"
 
 PEER_REPLICAS_MAX: Final = 4
 
+PREFILL_REPLICAS: Final = "x-isochrone-prefill-replicas"
+"""The replicas of the PoP that could read the prompt for the addressed one, which comes first."""
+
 SUSPECT: Final = "x-isochrone-suspect"
 """An engine failed while it processed this request: try it while no other such request is tried."""
 
@@ -79,6 +82,9 @@ LOADS_MAX: Final = 64
 
 HANDOFF_REPLICA: Final = "x-isochrone-passed"
 """The peer replica that answers instead of the addressed one."""
+
+PREFILL_REPLICA: Final = "x-isochrone-prefill-replica"
+"""The replica that reads the prompt: a prefill replica, or again the addressed one."""
 
 REFUSED: Final = "x-isochrone-refused"
 """The word for why a node refuses a request."""
@@ -131,7 +137,8 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     in the prefix cache. The unit is the cost of a token at the start of a prompt: later tokens take
     longer and count for more. `others_pending_prefill_tokens` and `others_decode_tokens` leave out
     the requests of the router that asked, and the estimated progress on the current prompt.
-    -1 means that the node does not report the value.
+    -1 means that the node does not report the value. A replica that sleeps needs `wake_ms` before
+    it can serve.
     """
 
     prefill_tokens: int
@@ -141,6 +148,7 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     pending_prefill_tokens: int = -1
     others_pending_prefill_tokens: int = -1
     others_decode_tokens: int = -1
+    wake_ms: int = 0
 
 
 class TokenEstimate(NamedTuple):
@@ -157,6 +165,8 @@ def format_load(load: ReportedLoad) -> str:
         value += f";u={load.pending_prefill_tokens}"
     if load.others_pending_prefill_tokens >= 0:
         value += f";o={load.others_pending_prefill_tokens};e={load.others_decode_tokens}"
+    if load.wake_ms:
+        value += f";z={load.wake_ms}"
     return value
 
 
@@ -169,7 +179,14 @@ def parse_load(value: str) -> ReportedLoad | None:
             return None
         fields[name] = int(number)
     try:
-        load = ReportedLoad(fields["p"], fields["d"], fields["r"], fields["w"], fields.get("u", -1))
+        load = ReportedLoad(
+            fields["p"],
+            fields["d"],
+            fields["r"],
+            fields["w"],
+            fields.get("u", -1),
+            wake_ms=fields.get("z", 0),
+        )
     except KeyError:
         return None
     if "o" not in fields or "e" not in fields:

@@ -42,11 +42,16 @@ class ExpectedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReceivedBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a complete transfer. `cached_tokens` were in the prefill engine's cache."""
+    """The result of a complete transfer.
+
+    `cached_tokens` were in the prefill engine's cache. The transfer ended `after_prefill_ms` after
+    the prompt was computed.
+    """
 
     blocks: int
     transfer_bytes: int
     cached_tokens: int
+    after_prefill_ms: float = 0.0
 
 
 def is_transfer_id(text: str) -> bool:

@@ -4,14 +4,15 @@ Bytes between router and engine are not changed. Every answer carries the replic
 """
 
 import logging
+from contextlib import AbstractAsyncContextManager, nullcontext
 from time import monotonic
-from typing import Final, NamedTuple
+from typing import Final
 
 import aiohttp
 from aiohttp import web
 
 from isochrone.service.http_server import error_middleware, json_error, read_body
-from isochrone.wire import headers
+from isochrone.wire import headers, kv_transfer
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.report import ReplicaState
@@ -23,13 +24,27 @@ from nodeagent.api.answer_relay import (
     relay_body,
     response_head,
 )
+from nodeagent.api.decode_leg import DecodeLegs, apply_leg
 from nodeagent.api.engine_trials import EngineRequest, engine_request
 from nodeagent.api.handoff_notice import announce_replica
 from nodeagent.api.metrics_page import add_metrics
-from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
+from nodeagent.api.peer_replicas import PeerReplicaClient
+from nodeagent.api.pop_loads import PopLoadReader
+from nodeagent.api.request_estimates import (
+    PrefillEstimate,
+    prefill_estimate,
+    queue_tokens_max,
+)
 from nodeagent.decide.admission import TokenReservation
-from nodeagent.decide.handoff import Handoff, choose_handoff, is_worth_probing
+from nodeagent.decide.handoff import (
+    Handoff,
+    PeerReplicaLost,
+    choose_handoff,
+    is_worth_probing,
+)
+from nodeagent.disaggregation.two_legs import PrefillLeg
 from nodeagent.drivers.driver import TOKENIZE_PATH
+from nodeagent.host.awake_memory import CannotWake
 from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.supervisor import ManagedReplica, Supervisor
 
@@ -57,10 +72,13 @@ TO_ENGINE: Final = (
     headers.PRIORITY,
     headers.DEADLINE_MS,
     headers.GENERATED_TOKENS,
+    kv_transfer.LEG,
+    kv_transfer.TRANSFER,
+    kv_transfer.FIRST_BLOCK,
 )
 """Request headers that are relayed to the engine."""
 
-TO_PEER: Final = (*TO_ENGINE, headers.TOKENS, headers.ROUTER)
+TO_PEER: Final = (*TO_ENGINE[:-3], headers.TOKENS, headers.ROUTER)
 """Request headers that are relayed to a peer replica's node. The list of peer replicas is not
 among them, so a request is handed off at most once."""
 
@@ -81,13 +99,6 @@ class RequestRefused(Exception):
         self.load = load
 
 
-class PrefillEstimate(NamedTuple):
-    """The router's estimate of a prompt's prefill on one replica; None tokens: the whole prompt."""
-
-    pending_prefill_tokens: int | None
-    prefill_ms: int
-
-
 class DataPlaneServer:
     """Serves inference requests, pings, health checks and metrics to routers and other nodes."""
 
@@ -97,6 +108,8 @@ class DataPlaneServer:
         self._supervisor = supervisor
         self._peer_replicas = peer_replicas
         self._cache_salts = cache_salts
+        self._pop_loads = PopLoadReader(peer_replicas.read_loads, monotonic)
+        self._decode_legs = DecodeLegs(peer_replicas)
         self.is_draining = False
 
     def app(self) -> web.Application:
@@ -105,6 +118,7 @@ class DataPlaneServer:
         for path in INFERENCE_PATHS:
             app.router.add_post(path, self._serve)
         app.router.add_get("/ping", self._ping)
+        app.router.add_post("/loads", self._pop_loads.handle)
         app.router.add_get("/healthz", self._health)
         add_metrics(app, self._supervisor)
         app.on_cleanup.append(self._close)
@@ -124,7 +138,7 @@ class DataPlaneServer:
             # The replica may have begun to drain in the meantime.
             replica = self._find_replica(request)
             _check_queue(request, replica)
-            return await self._serve_here(request, replica, body, _prefill_estimate(request))
+            return await self._serve_here(request, replica, body, prefill_estimate(request))
         except RequestRefused as refused:
             metrics.REQUESTS.labels(refused.word).inc()
             return refusal(refused.word, refused.status, refused.load)
@@ -142,10 +156,16 @@ class DataPlaneServer:
         reservation = _admit(request, replica, body, estimate)
         try:
             is_suspect = headers.SUSPECT in request.headers
-            async with engine_request(replica, is_suspect=is_suspect) as running:
+            async with (
+                _seat(request, replica),
+                self._supervisor.awake.use(replica.spec.replica_id),
+                engine_request(replica, is_suspect=is_suspect) as running,
+            ):
                 if running is None:  # a suspect may have waited
                     raise RequestRefused("loading", 503)
                 return await self._relay_to_engine(request, replica, body, reservation, running)
+        except CannotWake as error:
+            raise RequestRefused("loading", 503) from error
         finally:
             reservation.release(monotonic())
 
@@ -171,7 +191,7 @@ class DataPlaneServer:
         queues |= {
             name: managed.admission.pending_prefill_tokens(now_s) for name, managed in local.items()
         }
-        handoff = choose_handoff(replicas, queues, _queue_tokens_max(request))
+        handoff = choose_handoff(replicas, queues, queue_tokens_max(request))
         if handoff is None:
             return None
         target = handoff.target
@@ -243,10 +263,14 @@ class DataPlaneServer:
         # A router sends the tenant's id. The engine gets a salt that no tenant can guess.
         salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
         sent[headers.CACHE_SALT] = salt
-        body = engine.salted(request.path, body, salt, request.headers.get(headers.PRIORITY, ""))
+        priority = request.headers.get(headers.PRIORITY, "")
+        salted = engine.salted(request.path, body, salt, priority)
+        leg = self._decode_legs.open(request, replica, engine, body, reservation, TO_PEER)
+        if leg is not None:
+            sent[kv_transfer.TRANSFER] = leg.transfer
         try:
-            async with engine.http.post(request.path, data=body, headers=sent) as answer:
-                return await self._relay_answer(request, replica, answer, reservation, running)
+            async with engine.http.post(request.path, data=salted, headers=sent) as answer:
+                return await self._relay_answer(request, replica, answer, reservation, running, leg)
         except (aiohttp.ClientError, OSError) as error:
             # Nothing was sent to the router yet, so that it may use another replica.
             metrics.REQUESTS.labels("engine_failed").inc()
@@ -255,6 +279,9 @@ class DataPlaneServer:
                 f"cannot answer: the engine failed ({type(error).__name__})",
                 headers=await loss_headers(running, error),
             ) from error
+        finally:
+            if leg is not None:
+                await leg.close()
 
     async def _relay_answer(
         self,
@@ -263,6 +290,7 @@ class DataPlaneServer:
         answer: aiohttp.ClientResponse,
         reservation: TokenReservation,
         running: EngineRequest,
+        leg: PrefillLeg | None,
     ) -> web.StreamResponse:
         """Relay the engine's answer, with the replica's load as of the first token."""
         response = response_head(answer, FROM_ENGINE)
@@ -274,11 +302,13 @@ class DataPlaneServer:
             response.headers[headers.RESUMED] = replica.engine.resumes
         chunks = answer.content.iter_any()
         first_chunk = await anext(chunks, b"")
-        reservation.first_token(monotonic())
+        if kv_transfer.LEG not in request.headers:
+            # The KV of a prompt begins to arrive before all of it is read.
+            reservation.first_token(monotonic())
         running.record_token()
         response.headers[headers.LOAD] = _load_header(request, replica)
+        counted = apply_leg(leg, response, count_bytes(first_chunk, chunks, replica))
         await response.prepare(request)
-        counted = count_bytes(first_chunk, chunks, replica)
         await relay_body(request, response, counted, "answered", running)
         return response
 
@@ -337,26 +367,23 @@ def _admit(
     return reservation
 
 
+def _seat(request: web.Request, replica: ManagedReplica) -> AbstractAsyncContextManager[None]:
+    """Return the wait for a seat of the engine, which only generations need."""
+    if request.path not in GENERATION_PATHS:
+        return nullcontext()
+    return replica.seats.seat(request.headers.get(headers.CACHE_SALT, ""))
+
+
 def _check_queue(request: web.Request, replica: ManagedReplica) -> None:
     """Refuse a request if the queue is longer than the router accepts for this replica.
 
     The refusal carries the current load, with which the router may choose another replica.
     """
-    tokens_max = _queue_tokens_max(request)
+    tokens_max = queue_tokens_max(request)
     if tokens_max is None:
         return
     if replica.admission.pending_prefill_tokens(monotonic()) > tokens_max:
         raise RequestRefused(headers.QUEUED, load=_load_header(request, replica))
-
-
-def _prefill_estimate(request: web.Request) -> PrefillEstimate:
-    tokens = _parse_count(request.headers.get(headers.PENDING_PREFILL_TOKENS, ""))
-    prefill_ms = _parse_count(request.headers.get(headers.PREFILL_MS, "")) or 0
-    return PrefillEstimate(tokens, prefill_ms)
-
-
-def _queue_tokens_max(request: web.Request) -> int | None:
-    return _parse_count(request.headers.get(headers.QUEUE_TOKENS_MAX, ""))
 
 
 def _load_header(request: web.Request, replica: ManagedReplica) -> str:
@@ -364,8 +391,3 @@ def _load_header(request: web.Request, replica: ManagedReplica) -> str:
     return headers.format_load(
         replica.admission.load(headers.router_name(request.headers), monotonic())
     )
-
-
-def _parse_count(value: str) -> int | None:
-    """Return a header's number of tokens or milliseconds, or None if it has none."""
-    return int(value) if value.isascii() and value.isdigit() and len(value) <= 12 else None

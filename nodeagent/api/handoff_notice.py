@@ -16,8 +16,18 @@ from isochrone.wire.ids import ReplicaId
 
 
 async def announce_replica(request: web.Request, replica_id: ReplicaId) -> None:
+    """Say which replica has the request."""
+    await _send(request, headers.HANDOFF_REPLICA, replica_id)
+
+
+async def announce_prefill(request: web.Request, replica_id: ReplicaId) -> None:
+    """Say which replica reads the prompt of the request."""
+    await _send(request, headers.PREFILL_REPLICA, replica_id)
+
+
+async def _send(request: web.Request, name: str, replica_id: ReplicaId) -> None:
     """Send the notice. If the router has disconnected, the request is cancelled as usual."""
-    lines = f"HTTP/1.1 103 Early Hints\r\n{headers.HANDOFF_REPLICA}: {replica_id}\r\n\r\n"
+    lines = f"HTTP/1.1 103 Early Hints\r\n{name}: {replica_id}\r\n\r\n"
     with suppress(aiohttp.ClientConnectionResetError):
         await request.writer.write(lines.encode("latin-1", "replace"))
         # aiohttp counts only the bytes of the final response.

@@ -19,6 +19,7 @@ from isochrone.service.tls import node_url
 from isochrone.wire import headers
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
+from nodeagent.decide.handoff import PeerReplicaLost
 
 PROBE_TIMEOUT_S: Final = 0.05
 PROBE_HEADERS: Final = {headers.ROUTER: "a-node"}
@@ -32,10 +33,6 @@ PING_TIMEOUT_S: Final = 2.0
 MISSED_PINGS_MAX: Final = 2
 NODES_MAX: Final = 256
 CONNECTIONS_MAX: Final = 1024
-
-
-class PeerReplicaLost(Exception):
-    """The peer replica refused the request, or its node does not answer."""
 
 
 class PeerReplicaClient:
@@ -134,8 +131,18 @@ class PeerReplicaClient:
     ) -> Mapping[ReplicaId, headers.ReportedLoad]:
         """Return the loads of all replicas on the peer replica's node."""
         async with asyncio.timeout(timeout_s):
-            async with await self._request("GET", peer, "/ping", headers=PROBE_HEADERS) as pong:
-                return headers.parse_loads(pong.headers.get(headers.LOADS, ""))
+            return headers.parse_loads(await self.read_loads(peer.node_id, peer.address))
+
+    async def read_loads(self, node_id: NodeId, address: str) -> str:
+        """Ping a node; return the header with the loads of its replicas."""
+        async with self._http.get(
+            f"{node_url(address, self._context)}/ping",
+            headers=PROBE_HEADERS,
+            server_hostname=node_id,
+            ssl=self._context or True,
+            allow_redirects=False,
+        ) as pong:
+            return pong.headers.get(headers.LOADS, "")
 
     async def _node_loads(self, peer: PeerReplica) -> Mapping[ReplicaId, headers.ReportedLoad]:
         """Return the loads on the peer replica's node, {} if it does not answer in time."""

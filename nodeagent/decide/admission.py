@@ -1,9 +1,9 @@
 """Admits requests to one replica by tokens in flight, counted apart for prefill and decode.
 
 Generations are also admitted by number, where the engine's limit of concurrent sequences is known.
-What exceeds it waits in the routers' queues, which are fair between tenants, and not in the
-engine's, which may be first come, first served. A tenant without a request here may enter beside a
-tenant that fills the replica.
+What exceeds it waits in the routers' queues, which are fair between tenants. The surplus that is
+admitted waits on the node if the engine's own queue is first come, first served (`seats.py`).
+A tenant without a request here may enter beside a tenant that fills the replica.
 
 Each reservation is released exactly once. A router knows its own requests better than the node
 does, so the load reported to a router also gives the tokens of all other routers. Prompts are
@@ -12,6 +12,7 @@ from the elapsed time.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Final
 
 from isochrone.wire.headers import ReportedLoad
@@ -50,6 +51,8 @@ class ReplicaAdmission:
             self.generations_max = sequences_max + surplus
         self.is_closed = False
         """True while the engine refuses new requests for lack of memory, whatever the tokens."""
+        self.wake_ms: Callable[[], int] = lambda: 0
+        """How long a request would wait for the replica to wake; 0 while it is awake."""
         self.running = 0
         """Number of requests in flight."""
         self._generations: Counter[str] = Counter()
@@ -133,6 +136,7 @@ class ReplicaAdmission:
             pending_prefill_tokens=self._pending_prefill_tokens,
             others_pending_prefill_tokens=others_pending,
             others_decode_tokens=others_decode,
+            wake_ms=self.wake_ms(),
         )
 
     def pending_prefill_tokens(self, now_s: float, excluding_router: str | None = None) -> int:
@@ -150,6 +154,11 @@ class ReplicaAdmission:
         done_share = max(0.0, min(PREFILL_SHARE_MAX, elapsed_ms / first.prefill_ms))
         return pending - round(first.pending_prefill_tokens * done_share)
 
+    @property
+    def decoding(self) -> int:
+        """Number of requests in flight whose prompt does not queue here."""
+        return self.running - len(self._in_prefill)
+
     def _has_place(self, tenant: str | None) -> bool:
         """Return True if a generation for `tenant` is within the limit of generations.
 
@@ -166,6 +175,15 @@ class ReplicaAdmission:
         self._last_prefill_end_s = max(self._last_prefill_end_s, now_s)
         self._prefill_tokens -= reservation.prompt_tokens
         self._pending_prefill_tokens -= reservation.pending_prefill_tokens
+
+    def _move_prefill(self, reservation: "TokenReservation", *, away: bool) -> None:
+        """Take a prompt out of the queue, or back into it. Called by TokenReservation only."""
+        if away:
+            del self._in_prefill[reservation]
+            self._pending_prefill_tokens -= reservation.pending_prefill_tokens
+        else:
+            self._in_prefill[reservation] = None
+            self._pending_prefill_tokens += reservation.pending_prefill_tokens
 
     def _end_request(self, reservation: "TokenReservation") -> None:
         """Release the decode tokens of a reservation. Called by TokenReservation only."""
@@ -189,6 +207,7 @@ class TokenReservation:
 
     __slots__ = (
         "_admission",
+        "_is_elsewhere",
         "_is_prefilled",
         "admitted_s",
         "generates_for",
@@ -212,7 +231,7 @@ class TokenReservation:
         admitted_s: float,
     ) -> None:
         self._admission: ReplicaAdmission | None = admission
-        self._is_prefilled = False
+        self._is_prefilled = self._is_elsewhere = False
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
         self.pending_prefill_tokens = pending_prefill_tokens
@@ -221,9 +240,17 @@ class TokenReservation:
         self.prefill_ms = prefill_ms
         self.admitted_s = admitted_s
 
+    def set_prefill_elsewhere(self, is_elsewhere: bool) -> None:
+        """Note whether another replica prefills the prompt: then it does not queue here."""
+        if self._admission is None or self._is_prefilled or self._is_elsewhere == is_elsewhere:
+            return
+        self._is_elsewhere = is_elsewhere
+        self._admission._move_prefill(self, away=is_elsewhere)
+
     def first_token(self, now_s: float = 0.0) -> None:
         """Release the prompt's tokens: the engine has prefilled it."""
         if not self._is_prefilled and self._admission is not None:
+            self.set_prefill_elsewhere(False)
             self._is_prefilled = True
             self._admission._end_prefill(self, now_s)
 

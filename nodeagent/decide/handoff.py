@@ -15,6 +15,10 @@ MARGIN_MS: Final = 5.0
 """Time that a handoff must save: it costs a probe, a LAN round trip and one more relay."""
 
 
+class PeerReplicaLost(Exception):
+    """The peer replica refused the request, or its node does not answer."""
+
+
 class Handoff(NamedTuple):
     """The replica that takes over a request, and the longest queue with which it is worth it."""
 

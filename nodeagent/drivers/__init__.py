@@ -3,6 +3,7 @@
 from typing import Final
 
 from isochrone.wire.assignment import ReplicaSpec
+from nodeagent.decide.seats import spare_seats
 from nodeagent.drivers.driver import EngineDriver
 from nodeagent.drivers.embedded import EmbeddedDriver
 from nodeagent.drivers.llama_cpp import LlamaCppDriver
@@ -36,3 +37,9 @@ def is_queue_fair(spec: ReplicaSpec) -> bool:
     """Return True if the queue of a replica's engine is fair between tenants."""
     driver = DRIVERS.get(spec.engine.driver)
     return driver is not None and driver.is_queue_fair
+
+
+def spare_seats_of(spec: ReplicaSpec) -> int:
+    """Return how many seats a replica's engine has beyond `sequences_max`."""
+    driver, seats = DRIVERS.get(spec.engine.driver), sequences_max(spec)
+    return spare_seats(seats) if seats and driver is not None and driver.has_spare_seats else 0

@@ -16,6 +16,7 @@ from isochrone.wire.engine import EngineStats
 from isochrone.wire.engine_options import ENGINE_OPTIONS, TRUE
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.json_body import check_json_body
+from nodeagent.decide.seats import spare_seats
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,8 +98,17 @@ class EngineDriver(Protocol):
     sequences_default: int
     """The limit without that option, 0 if it depends on the machine."""
 
+    kv_transfer: bool
+    """Whether it sends the KV of a prompt to another engine of its kind, and takes it."""
+
     is_queue_fair: bool
     """Whether the engine's own queue is fair between tenants."""
+
+    has_spare_seats: bool
+    """Whether it is started with more seats than `sequences_option` says (decide/seats.py)."""
+    sleep_path: str
+    wake_path: str
+    """Paths that drop the engine's model and load it again; "" if it cannot sleep."""
 
     def missing(self) -> str:
         """Return what the engine lacks on this node, or "" if it can start. Blocks."""
@@ -146,6 +156,14 @@ def check_options(spec: ReplicaSpec) -> None:
     problem = ENGINE_OPTIONS[spec.engine.driver].problem(spec.engine.options)
     if problem:
         raise UnknownOption(f"cannot start {spec.engine.driver}: {problem}")
+
+
+def with_spare_seats(options: Mapping[str, str], name: str) -> dict[str, str]:
+    """Return the options with the spare seats added to the limit of concurrent sequences `name`."""
+    seats = options.get(name, "")
+    if not seats.isascii() or not seats.isdigit() or not int(seats):
+        return dict(options)
+    return {**options, name: str(int(seats) + spare_seats(int(seats)))}
 
 
 def with_fields(body: bytes, values: Mapping[str, Any]) -> bytes:

@@ -74,6 +74,9 @@ class LlamaCppDriver:
     sequences_option = "parallel"
     sequences_default = 0
     is_queue_fair = False
+    has_spare_seats = False
+    kv_transfer = False
+    sleep_path = wake_path = ""
 
     def missing(self) -> str:
         """Return an error message if llama-server is missing or cannot be used, else ""."""

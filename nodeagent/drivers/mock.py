@@ -12,6 +12,8 @@ class MockDriver(EmbeddedDriver):
     sequences_option = "sequences"
     sequences_default = 0
     is_queue_fair = False
+    has_spare_seats = False
+    kv_transfer = False
 
     def missing(self) -> str:
         """Return "": the mock engine is part of the agent's package."""

@@ -16,6 +16,7 @@ from nodeagent.drivers.driver import (
     missing_package,
     read_prometheus,
     visible_devices,
+    with_spare_seats,
 )
 from nodeagent.drivers.output_parsers import with_parsers
 
@@ -35,6 +36,9 @@ class SglangDriver:
     sequences_option = "max_running_requests"
     sequences_default = 0
     is_queue_fair = False
+    has_spare_seats = True
+    kv_transfer = False
+    sleep_path = wake_path = ""
 
     def missing(self) -> str:
         """Return an error message if SGLang is not installed, else ""."""
@@ -45,7 +49,9 @@ class SglangDriver:
         spec = launch.spec
         check_options(spec)
         nodes = spec.group.nodes if spec.group else 1
-        options = with_parsers("sglang", spec.engine.options, launch.model_path)
+        options = with_spare_seats(
+            with_parsers("sglang", spec.engine.options, launch.model_path), self.sequences_option
+        )
         return EngineCommand(
             arguments=(
                 *(sys.executable, "-m", "sglang.launch_server"),

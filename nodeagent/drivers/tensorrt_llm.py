@@ -35,6 +35,9 @@ class TensorRtLlmDriver:
     sequences_option = "max_batch_size"
     sequences_default = 0
     is_queue_fair = False
+    has_spare_seats = False
+    kv_transfer = False
+    sleep_path = wake_path = ""
 
     def missing(self) -> str:
         """Return an error message if trtllm-serve is not installed, else ""."""

@@ -21,6 +21,7 @@ from nodeagent.drivers.driver import (
     flags,
     read_prometheus,
     visible_devices,
+    with_spare_seats,
 )
 from nodeagent.drivers.installed_version import VersionRange
 from nodeagent.drivers.output_parsers import with_parsers
@@ -44,6 +45,10 @@ class VllmDriver:
     sequences_option = "max_num_seqs"
     sequences_default = 0
     is_queue_fair = False
+    has_spare_seats = True
+    kv_transfer = False
+    sleep_path = "/sleep?level=1"
+    wake_path = "/wake_up"
 
     def missing(self) -> str:
         """Return an error message if vLLM is not installed, or is too old, else ""."""
@@ -56,9 +61,11 @@ class VllmDriver:
         given = with_parsers("vllm", spec.engine.options, launch.model_path)
         defaults = {"scheduling_policy": "priority", **_device_options(spec)}
         options = {**defaults, **_memory_options(launch), **given}
+        options = with_spare_seats(options, self.sequences_option)
         pipeline = _pipeline_stages(spec)
         options.pop(STAGES_OPTION, None)
         devices = len(spec.device_ids) * (spec.group.nodes if spec.group else 1)
+        can_sleep = options.get("enable_sleep_mode", "false").lower() in TRUE
         return EngineCommand(
             arguments=(
                 *("vllm", "serve", str(launch.model_path)),
@@ -77,6 +84,8 @@ class VllmDriver:
                 **visible_devices(spec),
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
+                # The server has its sleep endpoints in this mode only; it listens on loopback.
+                **({"VLLM_SERVER_DEV_MODE": "1"} if can_sleep else {}),
                 **_environment(launch, options),
             },
         )

@@ -76,6 +76,7 @@ class ResponseHead:
 _LOAD: Final = headers.LOAD.encode()
 _RESUMED: Final = headers.RESUMED.encode()
 _REFUSED: Final = headers.REFUSED.encode()
+_PREFILL_REPLICA: Final = headers.PREFILL_REPLICA.encode()
 _PASSED: Final = headers.HANDOFF_REPLICA.encode()
 
 
@@ -117,8 +118,8 @@ class NodeExchange:
     __slots__ = (
         "_address", "_bytes_max", "_connection", "_dialing", "_failure", "_held", "_held_bytes",
         "_is_resumption", "_node_id", "_pool", "_stream_ended", "_writer", "body", "due_s", "head",
-        "is_answered", "is_draining", "is_over", "is_paused", "is_stream", "on_handoff", "opened",
-        "relay", "request_body", "request_head", "timeout_s", "usage",
+        "is_answered", "is_draining", "is_over", "is_paused", "is_stream", "on_handoff",
+        "on_prefill", "opened", "relay", "request_body", "request_head", "timeout_s", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -153,6 +154,8 @@ class NodeExchange:
         self.on_handoff: Callable[[ReplicaId], None] | None = None
         """Called with the replica that has the request, if the node hands it off or takes it back
         before it answers. May raise AttemptFailed."""
+        self.on_prefill: Callable[[ReplicaId], None] | None = None
+        """Called with the replica that reads the prompt, each time the node changes it."""
         self.is_answered = False
         """Whether a first token or a complete response has arrived."""
         self._failure: AttemptFailed | None = None
@@ -241,10 +244,13 @@ class NodeExchange:
     # Called by the connection.
 
     def on_interim_head(self, fields: HeaderFields) -> None:
-        """Take a notice of a handoff from the head of an interim response (1xx)."""
+        """Take a notice of a handoff, or of a prefill leg, from an interim response (1xx)."""
         replica_id = fields.get(_PASSED)
         if replica_id and self.on_handoff is not None:
             self.on_handoff(ReplicaId(replica_id.decode("latin-1")))
+        reader_id = fields.get(_PREFILL_REPLICA)
+        if reader_id and self.on_prefill is not None:
+            self.on_prefill(ReplicaId(reader_id.decode("latin-1")))
 
     def on_head(self, head: ResponseHead) -> None:
         """Store the head, which tells whether a stream follows. AttemptFailed ends the exchange."""

@@ -6,6 +6,7 @@ from typing import Final
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.routes import Route
 from router.decide.latency import moving_average
+from router.decide.prefill_replicas import PrefillReplicas
 from router.decide.prefix_index import (
     NO_MATCHES,
     PrefixIndex,
@@ -31,6 +32,7 @@ class DeploymentRouting:
     def __init__(self) -> None:
         """Start without replicas."""
         self.replicas = ReplicaTable()
+        self.prefill_replicas = PrefillReplicas()
         self.routes: Sequence[Route] = []
         self.changed: set[ReplicaId] = set()
         """Replicas whose estimates are out of date."""
@@ -42,10 +44,13 @@ class DeploymentRouting:
     def set_routes(self, routes: Sequence[Route]) -> Sequence[ReplicaId]:
         """Hold these replicas and no others; return those that join a deployment in service.
 
+        Prefill replicas are held apart: no request is sent to them.
+
         The first replicas of a deployment, or of this router, are not returned: all are equally
         new.
         """
         replicas = self.replicas
+        routes = self.prefill_replicas.split(routes)
         joined = [route.replica_id for route in routes if route.replica_id not in replicas.slots]
         is_in_service = bool(replicas.slots)
         self.routes = routes

@@ -147,7 +147,8 @@ class FairQueue(Generic[T]):
         """
         ousted = self._make_space(ticket)
         flow = self._get_or_create_flow(ticket)
-        flow.given = max(flow.lane.now, flow.given - ticket.tokens)
+        # Behind a tenant that has just come: a node refuses one tenant and may admit another.
+        flow.given = max(flow.lane.now + 1, flow.given - ticket.tokens)
         self._insert(flow, ticket)
         # Ahead of the tenant's later tickets, behind its earlier ones that were put back before.
         earlier = list(takewhile(lambda number: number < ticket.number, flow.tickets))

@@ -165,7 +165,7 @@ class ReplicaTable:
         tokens = load.prefill_tokens + load.decode_tokens + others_prefill + others.decode
         self.estimates[slot] = ReplicaEstimate(
             base_ms + 1000 * load.busy_until_s - rtt_ms / 2,
-            base_ms + load.queued_ms + others_prefill * ms_per_token,
+            base_ms + load.wake_ms + load.queued_ms + others_prefill * ms_per_token,
             ms_per_token,
             route.tokens_in_flight_max - tokens if tokens >= 1 else inf,
             rtt_ms,

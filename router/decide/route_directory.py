@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Final, NamedTuple
 
-from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
+from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
 from isochrone.wire.routes import DeploymentEntry, KeyTable, Route, RouteTable
 
 
@@ -109,6 +109,10 @@ class RouteDirectory:
     def node_addresses(self) -> dict[NodeId, str]:
         """Return the address of every node of the table."""
         return {route.node_id: route.address for route in self._routes.values()}
+
+    def node_pops(self) -> dict[NodeId, PopId]:
+        """Return the PoP of every node of the table."""
+        return {route.node_id: route.pop for route in self._routes.values()}
 
     def _remove_from_node(self, route: Route) -> None:
         replicas = self._replicas_by_node[route.node_id]

@@ -37,9 +37,13 @@ class TransferHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a complete transfer. `cached_tokens` were in the sender's prefix cache."""
+    """The end of a complete transfer, so long after the prompt was computed.
+
+    `cached_tokens` were in the sender's prefix cache.
+    """
 
     cached_tokens: int
+    after_prefill_ms: float = 0.0
 
 
 class ReceivedBlock(NamedTuple):

@@ -6,6 +6,9 @@ get no more tokens than `PrefillBudget` allows, so that the next tokens are not 
 Rule 2: sequences are served in the order of the fair queue (`VirtualClock`, `queue_order`). But a
 tenant that runs nothing is admitted first, if need be in the place of a sequence of the tenant that
 runs most, and tenants share the prompt tokens of a step.
+Beside a tenant with more than half of what runs, the short prompt of a tenant that runs nothing
+else gets a step without decodes, but never two such steps in a row. For SHORT_STEPS_S afterwards
+the other's prompts are computed in short steps, because the next small prompt has to wait for one.
 Rule 3: a sequence whose deadline passes before its first token is dropped.
 Rule 4: a step verifies drafts only if no prompt waits and enough blocks are free.
 Rule 5: a request with several answers is admitted as a whole: its first sequence computes the
@@ -18,7 +21,8 @@ next chunk of a prompt need not wait for the one before.
 preempted for a waiting one.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Sized
+from typing import Final
 
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.kvcache.swap_or_recompute import SwapOrRecompute
@@ -30,11 +34,15 @@ from nodeagent.engine.scheduler.prefill import (
     admit_idle_tenants,
     admit_waiting,
     continue_prefills,
+    prompts_before_decodes,
 )
 from nodeagent.engine.scheduler.prefill_budget import PrefillBudget
 from nodeagent.engine.scheduler.run_queues import RunQueues
 from nodeagent.engine.scheduler.sequence import Sequence
 from nodeagent.engine.scheduler.sequence_blocks import SequenceBlocks
+
+SHORT_STEPS_S: Final = 10.0
+"""How long steps stay short after a small tenant's prompt: until its next one, if it is active."""
 
 
 class BatchScheduler:
@@ -60,6 +68,11 @@ class BatchScheduler:
         self.queues = RunQueues(self.blocks, limits.sequences_max, self.virtual_clock)
         self.prefill_budget = prefill_budget or PrefillBudget(float("inf"))
         self.pipeline_depth = pipeline_depth or PipelineDepth()
+        self.favours_small_tenants = True
+        """False only in benchmarks, to measure what rule 2 does for tenants that run little."""
+        self._has_deferred_decodes = False
+        """Whether the last step computed prompts before the decodes that could have run."""
+        self._short_steps_until_s = float("-inf")
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -116,14 +129,20 @@ class BatchScheduler:
             self.queues, self._decodes_per_batch(), may_draft=self.may_draft
         )
         prompt_tokens = self.prefill_budget.prompt_tokens_allowed(
-            len(decodes), self.limits.batch_tokens_max - len(decodes)
+            len(decodes),
+            self.limits.batch_tokens_max - len(decodes),
+            may_delay_others=now_s >= self._short_steps_until_s,
         )
         token_s = self.prefill_budget.prefill_token_s
         # A sequence that the decodes just preempted would be admitted only to be preempted again.
         has_memory = self.queues.preemptions == preemptions
         admitted = admit_idle_tenants(self.queues, decodes, token_s) if has_memory else []
-        prefills = continue_prefills(self.queues, prompt_tokens, admitted)
-        if has_memory:
+        first = self._prompts_before_decodes(decodes)
+        if first:
+            decodes, verifies = [], []
+            self._short_steps_until_s = now_s + SHORT_STEPS_S
+        prefills = first or continue_prefills(self.queues, prompt_tokens, admitted)
+        if has_memory and not first:
             prompt_tokens -= sum(chunk.tokens for chunk in prefills)
             admit_waiting(self.queues, decodes, prefills, prompt_tokens, token_s)
         moves = self.blocks.take_moves()
@@ -164,6 +183,15 @@ class BatchScheduler:
     def reserve_drafts(self, sequence: Sequence, drafts: int) -> int:
         """Allocate blocks for `drafts` draft tokens if many are free; return how many fit."""
         return self.blocks.reserve_drafts(sequence, drafts, len(self.running))
+
+    def _prompts_before_decodes(self, decodes: Sized) -> list[BatchChunk]:
+        """Return the prompts that go before `decodes`; none if the last step had such prompts."""
+        first: list[BatchChunk] = []
+        if decodes and self.favours_small_tenants and not self._has_deferred_decodes:
+            tokens_max = self.prefill_budget.prompt_tokens_alone(self.limits.batch_tokens_max)
+            first = prompts_before_decodes(self.queues, tokens_max)
+        self._has_deferred_decodes = bool(first)
+        return first
 
     def _decodes_per_batch(self) -> int:
         batches = self.batches_in_flight_max

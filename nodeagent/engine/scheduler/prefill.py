@@ -42,6 +42,30 @@ def continue_prefills(
     return prefills
 
 
+def prompts_before_decodes(queues: RunQueues, tokens_max: int) -> list[BatchChunk]:
+    """Return the prompts that a step computes before it goes on with the decodes, if any.
+
+    They are of tenants that run nothing else, beside a tenant with more than half of what runs,
+    whose decodes make each step long. Only whole prompts, `tokens_max` tokens in all at most.
+    """
+    running = queues.running_by_tenant()
+    ((_, most),) = running.most_common(1) or ((b"", 0),)
+    if most < 2 or 2 * most <= running.total():
+        return []
+    prompts = [
+        sequence
+        for sequence in queues.running
+        if running[sequence.scheduling.tenant] == 1
+        and sequence.pending_tokens
+        and not sequence.output_tokens
+    ]
+    chunks: list[BatchChunk] = []
+    for sequence in prompts:
+        if sequence.pending_tokens <= tokens_max:
+            tokens_max -= _add_chunk(chunks, sequence, tokens_max)
+    return chunks
+
+
 def admit_idle_tenants(
     queues: RunQueues, decodes: list[BatchChunk], prefill_token_s: float
 ) -> list[Sequence]:

@@ -11,6 +11,9 @@ from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 _DECAY: Final = 0.8
 """Weight of the old estimate when steps get faster. When they get slower it is replaced at once."""
 
+SHORT_STEP_SHARE: Final = 0.2
+"""The share of the interval that the prompts of a short step may take."""
+
 
 class PrefillBudget:
     """Estimates of what recent steps cost, and the prompt tokens that fit into the next one."""
@@ -41,12 +44,26 @@ class PrefillBudget:
             token_s = (seconds - decodes_s) / prefill_tokens
             self._prefill_token_s = _updated(self._prefill_token_s, token_s)
 
-    def prompt_tokens_allowed(self, decodes: int, tokens_max: int) -> int:
-        """Return how many prompt tokens, at most `tokens_max`, fit beside `decodes` decodes."""
+    def prompt_tokens_allowed(
+        self, decodes: int, tokens_max: int, *, may_delay_others: bool = True
+    ) -> int:
+        """Return how many prompt tokens, at most `tokens_max`, fit beside `decodes` decodes.
+
+        Unless the step `may_delay_others`, tenants with their first prompt, it is kept short.
+        """
         if not decodes or not self._prefill_token_s:
             return tokens_max
-        fitting = max((self.interval_s - self._decodes_s) / self._prefill_token_s, BLOCK_TOKENS)
+        left_s = self.interval_s - self._decodes_s
+        if not may_delay_others:
+            left_s = min(left_s, SHORT_STEP_SHARE * self.interval_s)
+        fitting = max(left_s / self._prefill_token_s, BLOCK_TOKENS)
         return tokens_max if fitting >= tokens_max else int(fitting)
+
+    def prompt_tokens_alone(self, tokens_max: int) -> int:
+        """Return how many prompt tokens, at most `tokens_max`, a step without decodes may have."""
+        if not self._prefill_token_s:
+            return tokens_max
+        return int(min(tokens_max, max(self.interval_s / self._prefill_token_s, BLOCK_TOKENS)))
 
 
 def _updated(estimate: float, measured: float) -> float:

@@ -53,7 +53,7 @@ class WaitingPrompt:
         self.digests = digests
         self.wire_digests = wire_digests
         self.held = HeldPrefix(0, 0)
-        self.is_receiving = False
+        self.receiving = asyncio.Lock()
         self.may_begin = asyncio.Event()
 
 
@@ -146,20 +146,19 @@ class KvReceiver:
         """Store the blocks in the body; the request begins once the transfer is complete."""
         transfer = request.match_info["transfer"]
         waiting = self._get(transfer)
-        if waiting.is_receiving or waiting.may_begin.is_set():
-            raise _unknown_transfer()
-        waiting.is_receiving = True
-        try:
-            received = await self._read(transfer, waiting, request)
-        except WrongTransfer as error:
-            self.wrong_total += 1
-            self._worker.call(lambda core: _close(core, transfer, is_wrong=True))
-            waiting.may_begin.set()
-            raise ApiError(
-                ErrorCode.INVALID_REQUEST, f"cannot use these KV blocks: {error}"
-            ) from error
-        finally:
-            waiting.is_receiving = False
+        # The end of a broken transfer may be noticed after the next one begins.
+        async with waiting.receiving:
+            if waiting.may_begin.is_set():
+                raise _unknown_transfer()
+            try:
+                received = await self._read(transfer, waiting, request)
+            except WrongTransfer as error:
+                self.wrong_total += 1
+                self._worker.call(lambda core: _close(core, transfer, is_wrong=True))
+                waiting.may_begin.set()
+                raise ApiError(
+                    ErrorCode.INVALID_REQUEST, f"cannot use these KV blocks: {error}"
+                ) from error
         self.complete_total += 1
         waiting.may_begin.set()
         return json_response(received)
@@ -185,6 +184,7 @@ class KvReceiver:
             blocks=blocks,
             transfer_bytes=blocks * self._form.block_bytes,
             cached_tokens=reader.end.cached_tokens,
+            after_prefill_ms=reader.end.after_prefill_ms,
         )
 
     async def _store(

@@ -6,6 +6,7 @@ Rule 2: what is copied off the device and not yet sent is bounded by READ_BYTES_
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
@@ -62,6 +63,7 @@ class ComputedBlocks:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._is_over = False
+        self.ended_s = 0.0
         self.blocks = 0
 
     def record(self, blocks: int) -> None:
@@ -70,7 +72,7 @@ class ComputedBlocks:
 
     def end(self) -> None:
         """Note that no more will be computed."""
-        self._is_over = True
+        self._is_over, self.ended_s = True, time.monotonic()
         self._changed.set()
 
     async def more_than(self, blocks: int) -> bool:
@@ -151,8 +153,7 @@ class KvSender:
         raise_failure: RaiseFailure,
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": kv_transfer.CONTENT_TYPE})
-        ended = asyncio.create_task(opened.deltas.get())
-        ended.add_done_callback(lambda _: computed.end())
+        ended = asyncio.create_task(_last_delta(opened, computed))
         try:
             sent = head.first_block
             while sent < len(digests):
@@ -172,7 +173,9 @@ class KvSender:
             last = await ended
             raise_failure(last)
             opened.ended = last.finish is not None
-            await self._write(response, [encode_end(TransferEnd(cached_tokens=last.cached_tokens))])
+            after_ms = 1000 * (time.monotonic() - computed.ended_s)
+            end = TransferEnd(cached_tokens=last.cached_tokens, after_prefill_ms=after_ms)
+            await self._write(response, [encode_end(end)])
             await response.write_eof()
             return response
         finally:
@@ -203,6 +206,13 @@ def _transfer_of(headers: Mapping[str, str]) -> tuple[str, int]:
     if not (first.isascii() and first.isdigit() and len(first) <= 9):
         raise invalid_request(kv_transfer.FIRST_BLOCK, f"cannot use first block {first[:40]!r}")
     return transfer, int(first)
+
+
+async def _last_delta(opened: OpenRequest, computed: ComputedBlocks) -> GenerationDelta:
+    """Return the only delta of a prompt that is read, at its end."""
+    delta = await opened.deltas.get()
+    computed.end()
+    return delta
 
 
 def _close_outgoing(core: EngineCore, number: int) -> None:

@@ -49,6 +49,13 @@ _STATEFUL: Final = frozenset(
 )
 """Options that give a generation a state which its text alone does not hold."""
 
+TRANSFER_FIELDS: Final = (
+    "kv_transfer_params",
+    "disaggregated_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+)
 _INCLUDE_USAGE: Final = b'"stream_options":{"include_usage":true}'
 
 
@@ -106,6 +113,20 @@ def with_usage_requested(body: bytes, request: OpenAiRequest) -> bytes:
     options = msgspec.json.decode(fields["stream_options"]) or {}
     fields["stream_options"] = {**options, "include_usage": True}
     return msgspec.json.encode(fields)
+
+
+def without_transfer_fields(body: bytes, request: OpenAiRequest) -> bytes:
+    """Return the body without the fields in which engines tell each other where KV is.
+
+    They name hosts to pull from: a client that could set them would have an engine connect to any.
+    """
+    if isinstance(request, EmbeddingRequest | RerankRequest):
+        return body
+    given = [name for name in TRANSFER_FIELDS if bytes(getattr(request, name))]
+    if not given:
+        return body
+    fields: dict[str, Any] = _FIELDS.decode(body)
+    return msgspec.json.encode({name: fields[name] for name in fields if name not in given})
 
 
 def determinism_of(request: OpenAiRequest) -> str:

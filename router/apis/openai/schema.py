@@ -97,6 +97,11 @@ class _GenerationRequest(RefusedOpenAiFields, frozen=True, kw_only=True):
     stop: StopTexts | None = None
     seed: int | None = None
     options: RouterOptions | None = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
+    disaggregated_params: msgspec.Raw = msgspec.Raw()
+    bootstrap_host: msgspec.Raw = msgspec.Raw()
+    bootstrap_port: msgspec.Raw = msgspec.Raw()
+    bootstrap_room: msgspec.Raw = msgspec.Raw()
 
 
 class ChatRequest(_GenerationRequest, frozen=True, kw_only=True):

@@ -23,7 +23,9 @@ from router.apis.openai.decode import (
     resume_body_builder,
     wants_usage,
     with_usage_requested,
+    without_transfer_fields,
 )
+from router.apis.openai.engine_features import refuse_lacking
 from router.apis.openai.prompt import (
     OpenAiRequest,
     count_answers,
@@ -120,8 +122,10 @@ class OpenAiSurface:
         assert key is not None
         openai: OpenAiRequest = decode(body, DECODERS[path])
         deployment = self._deployment_of_kind(openai.model, key, path)
+        refuse_lacking(deployment, path, body)
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
+        body = without_transfer_fields(body, openai)
         prompt, answer_count = render_prompt(openai), count_answers(openai)
         return InferenceRequest(
             request_id=RequestId(request.request_id),

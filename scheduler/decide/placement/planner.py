@@ -308,6 +308,7 @@ class PlanBuilder:
             device_ids=slot.parts[0].device_ids,
             memory_bytes=memory_bytes,
             role=replica.state.role_in(replica.pop),
+            overcommit=slot.overcommit,
         )
         if len(slot.parts) == 1:
             return ReplicaStart(node_id=slot.leader.node_id, spec=spec, reason=replica.reason)

@@ -11,7 +11,8 @@ from aiohttp import web
 from isochrone.service.http_server import serve_http
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
-from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
+from nodeagent.api.peer_replicas import PeerReplicaClient
+from nodeagent.decide.handoff import PeerReplicaLost
 
 PING_S = 0.1
 

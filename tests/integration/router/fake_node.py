@@ -11,7 +11,8 @@ from aiohttp import web
 from isochrone.service.http_server import HttpServerLimits, serve_http
 from isochrone.wire import headers
 from isochrone.wire.ids import ReplicaId
-from nodeagent.api.handoff_notice import announce_replica
+from nodeagent.api.handoff_notice import announce_prefill, announce_replica
+from nodeagent.api.pop_loads import PopLoadReader
 
 
 class FakeNode:
@@ -21,8 +22,10 @@ class FakeNode:
     - `refuse`: the reason in its refusals. `handed_off_to`: the replica that it names as answering.
     - `announces`: whether it announces `handed_off_to` in an interim response, then waits for
       `may_answer`; with `takes_back` it says that it serves the request itself after all.
+    - `read_by`: the replicas that read a prompt, one after the other; it waits for `may_answer`.
     - `resumes`: how it says that it continues a text; empty if it cannot.
     - `preface`: frames that a stream begins with, before its first token.
+    - `loads`: the header of its pongs, after `ping_s`. `loads_reader`: how it answers for its PoP.
     - `splits_bytes`: send a stream byte by byte. `filler` is added to each token.
     """
 
@@ -47,10 +50,14 @@ class FakeNode:
         self.error_at: int | None = None
         self.error_code: str | int = "internal_error"
         self.cached_tokens: int | None = 3
-        self.load = ""
+        self.load = self.loads = ""
+        self.pings = self.pop_queries = 0
+        self.ping_s = 0.0
+        self.loads_reader: PopLoadReader | None = None
         self.handed_off_to = ""
         self.announces = self.takes_back = False
         self.may_answer = asyncio.Event()
+        self.read_by: list[str] = []
         self.disowned: set[str] = set()
         self.bodies: list[bytes] = []
         self.request_headers: list[dict[str, str]] = []
@@ -83,7 +90,16 @@ class FakeNode:
         """Answer a probe."""
         if request.headers.get(headers.REPLICA) in self.disowned:
             return web.Response(status=429, headers={headers.REFUSED: "unknown_replica"})
-        return web.Response(status=204)
+        self.pings += 1
+        await asyncio.sleep(self.ping_s)
+        return web.Response(status=204, headers={headers.LOADS: self.loads})
+
+    async def pop_loads(self, request: web.Request) -> web.Response:
+        """Answer for nodes of the PoP, as a real node does; 404 as one of an older release."""
+        self.pop_queries += 1
+        if self.loads_reader is None:
+            return web.Response(status=404)
+        return await self.loads_reader.handle(request)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Answer a request, with the configured faults."""
@@ -112,6 +128,10 @@ class FakeNode:
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         extra = {headers.LOAD: self.load} if self.load else {}
+        for replica_id in self.read_by:
+            await announce_prefill(request, ReplicaId(replica_id))
+            await self.may_answer.wait()
+            self.may_answer.clear()
         if self.announces:
             await announce_replica(request, ReplicaId(self.handed_off_to))
             await self.may_answer.wait()
@@ -209,6 +229,7 @@ async def open_node(node: FakeNode, port: int = 0) -> AsyncIterator[FakeNode]:
     app.router.add_post("/v1/chat/completions", node.generate)
     app.router.add_post("/v1/completions", node.generate)
     app.router.add_post("/tokenize", node.tokenize)
+    app.router.add_post("/loads", node.pop_loads)
     limits = HttpServerLimits(shutdown_timeout_s=0.2)
     async with serve_http(app, "127.0.0.1", port, limits=limits) as bound:
         node.port = bound

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 from multidict import CIMultiDict
 
+from isochrone.wire.assignment import Role
 from isochrone.wire.headers import parse_peer_replicas
 from isochrone.wire.ids import Generation, ReplicaId
 from isochrone.wire.routes import KeyLimits, RolloutEntry
@@ -537,6 +538,71 @@ async def test_a_handoff_counts_at_the_peer_before_there_is_a_token(
         target.announces, target.handed_off_to, target.takes_back = False, "", False
         async with bench.chat("word " * 300) as response:
             assert response.headers["x-isochrone-node"] == ("n1" if takes_back else "n2")
+
+
+async def test_a_prompt_counts_where_it_is_read(tmp_path: Path) -> None:
+    """A prefill replica gets no requests, but the tokens of the prompts that it reads."""
+    async with a_bench(tmp_path, 3, usage_interval_s=600) as bench:
+        target, first, second = bench.nodes
+        fleet = bench.app.fleet
+        fleet.adopt(
+            a_table(
+                [
+                    a_route(target, role=Role.DECODE, prefill_tokens_per_s=1000.0),
+                    a_route(first, role=Role.PREFILL),
+                    a_route(second, role=Role.PREFILL),
+                ],
+                generation=2,
+            )
+        )
+        target.read_by = ["r-n2", "r-n3", "r-n1"]
+
+        def prefill_tokens() -> list[int]:
+            loads = [fleet.in_flight.load_of(a_route(node).replica_id) for node in bench.nodes]
+            return [load.prefill_tokens for load in loads]
+
+        stream = asyncio.create_task(the_stream(bench, content="word " * 300))
+        for slot in (1, 2, 0):
+            async with asyncio.timeout(30):
+                while [tokens > 0 for tokens in prefill_tokens()] != [n == slot for n in range(3)]:
+                    await asyncio.sleep(0.005)
+            assert fleet.in_flight.load_of(ReplicaId("r-n1")).requests == 1
+            target.may_answer.set()
+        response_headers, events = await stream
+        assert words(events).split() == [f"t{n}" for n in range(8)]
+        assert "read-at" not in response_headers["x-isochrone-why"]
+        named = parse_peer_replicas(target.request_headers[0]["x-isochrone-prefill-replicas"])
+        assert named[0].replica_id == "r-n1"
+        assert {replica.replica_id for replica in named[1:]} == {"r-n2", "r-n3"}
+        assert named[1].prefill_ms < named[0].prefill_ms
+        for reader in ("r-n2", "unknown"):
+            target.read_by = [reader]
+            target.may_answer.set()
+            response_headers, _ = await the_stream(bench, content=f"{reader} " * 300)
+            assert response_headers["x-isochrone-why"].endswith(f" read-at={reader}")
+        assert not fleet.in_flight.load_of(ReplicaId("unknown")).requests
+        await until_idle(bench)
+        assert prefill_tokens() == [0, 0, 0]
+        assert (first.requests, second.requests) == (0, 0)
+
+
+async def test_a_clients_own_transfer_fields_do_not_reach_an_engine(tmp_path: Path) -> None:
+    """They name hosts to pull KV from; also if a name is written with escapes."""
+    async with a_bench(tmp_path) as bench:
+        fields: dict[str, Any] = {
+            "kv_transfer_params": {"remote_host": "evil"},
+            "bootstrap_room": 7,
+        }
+        async with bench.chat(**fields, bootstrap_host="evil", disaggregated_params=None) as got:
+            assert got.status == 200
+        sent = json.loads(bench.nodes[0].bodies[0])
+        assert set(sent) == {"model", "messages"} | (set(sent) & {"max_tokens", "stream"})
+        body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x"}]})
+        escaped = body[:-1] + ', "kv_tr\\u0061nsfer_params": {"remote_host": "evil"}}'
+        path, head = f"{bench.url}/v1/chat/completions", {"content-type": "application/json"}
+        async with bench.http.post(path, data=escaped, headers=head) as got:
+            assert got.status == 200
+        assert b"evil" not in bench.nodes[0].bodies[1]
 
 
 async def test_a_failed_attempt_leaves_no_prefix_in_the_index(

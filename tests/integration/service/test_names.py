@@ -17,7 +17,8 @@ from isochrone.wire.assignment import PeerSource
 from isochrone.wire.control import PeerRole
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, PopId, ReplicaId
-from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
+from nodeagent.api.peer_replicas import PeerReplicaClient
+from nodeagent.decide.handoff import PeerReplicaLost
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.download import ArtifactError
 from nodeagent.host.link import TransferLink

@@ -4,9 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
-from nodeagent.engine.scheduler.batch import StepLimits
-from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
+from nodeagent.engine.scheduler.batch import Batch, StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import SHORT_STEPS_S, BatchScheduler
 from nodeagent.engine.scheduler.fair_queue import SchedulingParams, VirtualClock
+from nodeagent.engine.scheduler.prefill_budget import SHORT_STEP_SHARE, PrefillBudget
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from tests.unit.engine.test_batch_scheduler import make, play
 
@@ -193,7 +194,8 @@ def test_a_tenant_that_runs_nothing_takes_the_place_of_the_last_of_the_tenant_th
     scheduler.submit(request(6, tenant=b"small"))
     batch = scheduler.next_batch()
     assert [s.number for s in scheduler.running] == [0, 1, 5]
-    assert sorted(chunk.sequence.number for chunk in batch.chunks) == [0, 1, 5]
+    # Its short prompt is computed before the decodes of the flood go on.
+    assert [chunk.sequence.number for chunk in batch.chunks] == [5]
     play(scheduler, batch)
     # The second one of the small tenant waits for its turn.
     assert [s.number for s in scheduler.running] == [0, 1, 5]
@@ -201,6 +203,61 @@ def test_a_tenant_that_runs_nothing_takes_the_place_of_the_last_of_the_tenant_th
     assert scheduler.queues.preemptions == 1
     # Only the last block of the preempted sequence was computed again.
     assert scheduler.blocks.recomputed_tokens <= BLOCK_TOKENS
+
+
+def flooded(budget: int = 64, **params: int) -> BatchScheduler:
+    """Return a scheduler in which three sequences of a flood decode and two wait."""
+    scheduler = make(blocks=128, budget=budget, sequences=4)
+    for number in range(3):
+        scheduler.submit(request(number, output=50, tenant=b"flood", **params))
+    while not all(s.is_decoding for s in scheduler.running) or not scheduler.running:
+        play(scheduler, scheduler.next_batch())
+    return scheduler
+
+
+def numbers(batch: Batch) -> list[int]:
+    return [chunk.sequence.number for chunk in batch.chunks]
+
+
+def test_decodes_are_deferred_for_a_small_tenants_prompt_but_not_twice_in_a_row() -> None:
+    scheduler = flooded()
+    order = []
+    for number in range(4, 10):
+        scheduler.submit(request(number, output=1, tenant=b"small"))
+        batch = scheduler.next_batch()
+        order.append(numbers(batch))
+        play(scheduler, batch)
+    assert order[0] == [4]
+    # The next prompt came beside decodes, the third one alone again.
+    assert order[1] == [0, 1, 2, 5]
+    assert order[2] == [6] and len(order[3]) == 4
+
+
+def test_a_long_prompt_or_tenants_that_share_the_engine_defer_no_decodes() -> None:
+    scheduler = flooded()
+    scheduler.submit(request(4, prompt=65, tenant=b"small"))
+    assert set(numbers(scheduler.next_batch())) == {0, 1, 2, 4}
+    shared = make(blocks=128, budget=64, sequences=4)
+    for number, tenant in enumerate((b"a", b"a", b"b")):
+        shared.submit(request(number, output=50, tenant=tenant))
+    while not all(s.is_decoding for s in shared.running) or not shared.running:
+        play(shared, shared.next_batch())
+    shared.submit(request(4, tenant=b"c"))
+    assert set(numbers(shared.next_batch())) == {0, 1, 2, 4}
+
+
+def test_prompts_of_a_flood_are_short_while_a_small_tenant_is_active() -> None:
+    scheduler = flooded()
+    budget = scheduler.prefill_budget = PrefillBudget(1.0)
+    budget.record_step(0, 3, 0.1)
+    budget.record_step(50, 3, 0.6)  # 10 ms a token
+    scheduler.submit(request(4, output=1, tenant=b"small"))
+    play(scheduler, scheduler.next_batch(now_s=5.0))
+    scheduler.submit(request(5, prompt=60, tenant=b"flood"))
+    tokens = [chunk.tokens for chunk in scheduler.next_batch(now_s=5.5).prefills]
+    assert tokens == [int(SHORT_STEP_SHARE / 0.01)]
+    tokens = [chunk.tokens for chunk in scheduler.next_batch(now_s=5.0 + SHORT_STEPS_S).prefills]
+    assert tokens == [60]
 
 
 def test_a_tenant_with_one_running_sequence_keeps_it() -> None:

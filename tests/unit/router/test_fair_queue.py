@@ -87,6 +87,21 @@ def test_a_ticket_refused_after_its_turn_keeps_its_place() -> None:
     assert queue.head(D) is second
 
 
+def test_a_new_tenant_passes_a_head_that_a_node_refused() -> None:
+    """The node may refuse one more request of the first tenant, and admit one of the second."""
+    queue = a_queue("aaa")
+    refused = queue.head(D)
+    assert refused is not None
+    queue.take(refused, 0.0)
+    queue.put_back(refused)
+    assert queue.head(D) is refused
+    small = a_ticket("b")
+    queue.push(small)
+    assert queue.head(D) is small
+    queue.take(small, 0.0)
+    assert queue.head(D) is refused
+
+
 def test_in_a_full_queue_the_tenant_with_most_loses_its_newest() -> None:
     queue = a_queue("aaaa", depth_max=4)
     with pytest.raises(QueueFull):

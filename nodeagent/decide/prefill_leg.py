@@ -1,0 +1,133 @@
+"""Decides whether a prompt is read on a prefill replica of the PoP, and on which.
+
+Reading it here delays the sequences that decode here. Reading it there costs a transfer of its KV.
+Both are predicted from measured rates: there is no fixed threshold of tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from isochrone.wire.headers import PeerReplica
+from isochrone.wire.ids import ReplicaId
+
+MARGIN_MS: Final = 5.0
+"""Time that a prefill leg must save: it costs a probe, a LAN round trip and two relays."""
+
+DELAYED_SEQUENCES_MAX: Final = 8
+"""The delay of more decoding sequences than this counts no more."""
+
+TIMEOUT_FACTOR: Final = 4.0
+TIMEOUT_MIN_S: Final = 2.0
+"""A leg may take so many times its predicted time, and at least this long."""
+
+_SMOOTHING: Final = 0.3
+
+
+class LegChoice(StrEnum):
+    """Why a prompt is read on a prefill replica, or here."""
+
+    PREFILL = "prefill"
+    NO_CANDIDATE = "no_candidate"
+    """No prefill replica answered in time."""
+    SHORT = "short"
+    """Too little would be gained, even if a prefill replica were idle."""
+    CACHED = "cached"
+    """Most of the prompt is cached here."""
+    BUSY = "busy"
+    """The prefill replicas have longer queues than this one."""
+
+
+class WaitingPromptSize(NamedTuple):
+    """A prompt at the decode replica: its full blocks that are cached, and those that are not."""
+
+    cached_tokens: int
+    uncached_tokens: int
+
+
+class DecodeLoad(NamedTuple):
+    """What the decode replica has to do: prompt tokens before this prompt, and its sequences."""
+
+    queued_tokens: int
+    decoding: int
+
+
+class PrefillPlan(NamedTuple):
+    """The prefill replicas to try, in order, and the time that each may take; none to try."""
+
+    choice: LegChoice
+    candidates: Sequence[PeerReplica] = ()
+    timeout_s: float = 0.0
+
+
+class TransferRate:
+    """The measured size of a token's KV, and the rate at which transfers end after the prompt."""
+
+    def __init__(self) -> None:
+        self._token_bytes = 0.0
+        self._after_ms_per_mb = 0.0
+
+    def record(self, tokens: int, transfer_bytes: int, after_prefill_s: float) -> None:
+        """Learn from a transfer that took `after_prefill_s` longer than the prompt."""
+        if tokens <= 0 or transfer_bytes <= 0:
+            return
+        self._token_bytes = transfer_bytes / tokens
+        sample = 1000 * max(0.0, after_prefill_s) / (transfer_bytes / 1e6)
+        known = self._after_ms_per_mb
+        self._after_ms_per_mb = known + _SMOOTHING * (sample - known) if known else sample
+
+    def after_ms(self, tokens: int) -> float:
+        """Return how much longer than its prompt the transfer of `tokens` takes; 0 if unknown."""
+        return tokens * self._token_bytes / 1e6 * self._after_ms_per_mb
+
+
+def is_too_short(here: PeerReplica) -> bool:
+    """Return True if reading the prompt here takes so little time that no leg can save any."""
+    return here.prefill_ms * (1 + DELAYED_SEQUENCES_MAX) <= MARGIN_MS
+
+
+def plan_prefill(
+    replicas: Sequence[PeerReplica],
+    queued_tokens: Mapping[ReplicaId, int],
+    size: WaitingPromptSize,
+    local: DecodeLoad,
+    rate: TransferRate,
+) -> PrefillPlan:
+    """Return where to read a prompt.
+
+    `replicas` begins with the decode replica itself; the others are prefill replicas.
+    `queued_tokens` has those of them that answered a probe.
+    """
+    here, others = replicas[0], replicas[1:]
+    here_ms = size.uncached_tokens * here.token_us / 1000
+    delayed = min(local.decoding, DELAYED_SEQUENCES_MAX)
+    # Each decoding sequence waits while the prompt is read, in chunks of its steps.
+    cost_here_ms = here_ms * (1 + delayed) + local.queued_tokens * here.token_us / 1000
+    transfer_ms = rate.after_ms(size.uncached_tokens) + MARGIN_MS
+    idle_ms = [_read_ms(peer, size) + transfer_ms for peer in others]
+    if not idle_ms:
+        return PrefillPlan(LegChoice.NO_CANDIDATE)
+    if min(idle_ms) >= cost_here_ms:
+        is_cached = size.cached_tokens > size.uncached_tokens
+        return PrefillPlan(LegChoice.CACHED if is_cached else LegChoice.SHORT)
+    known = [peer for peer in others if peer.replica_id in queued_tokens]
+    if not known:
+        return PrefillPlan(LegChoice.NO_CANDIDATE)
+    times_ms = {
+        peer.replica_id: _read_ms(peer, size)
+        + queued_tokens[peer.replica_id] * peer.token_us / 1000
+        + transfer_ms
+        for peer in known
+    }
+    chosen = [peer for peer in known if times_ms[peer.replica_id] < cost_here_ms]
+    if not chosen:
+        return PrefillPlan(LegChoice.BUSY)
+    chosen.sort(key=lambda peer: times_ms[peer.replica_id])
+    timeout_s = TIMEOUT_FACTOR * max(times_ms[peer.replica_id] for peer in chosen) / 1000
+    return PrefillPlan(LegChoice.PREFILL, chosen, max(TIMEOUT_MIN_S, timeout_s))
+
+
+def _read_ms(peer: PeerReplica, size: WaitingPromptSize) -> float:
+    """Return how long an idle prefill replica takes; it may have a prefix cached."""
+    tokens = min(size.cached_tokens + size.uncached_tokens, peer.pending_prefill_tokens)
+    return tokens * peer.token_us / 1000

@@ -1,0 +1,84 @@
+"""Which generations a vendor engine runs, and which wait on the node: fairly between tenants.
+
+A vendor engine serves first come, first served, so no more are sent to it than it runs at once.
+What was admitted beyond that waits here, and takes a seat the moment one is free.
+
+Rule 1: the next seat goes to the tenant with fewest seats, and within a tenant in order of arrival.
+Rule 2: a tenant without a seat may also take one of the spare seats. The engine is started with so
+many more than its option says, so that a tenant that floods it still gets all that are in the
+option.
+"""
+
+from collections import Counter, deque
+from typing import Final
+
+SPARE_SHARE: Final = 0.125
+"""Spare seats, as a share of the seats in the engine's option; at least one."""
+
+
+def spare_seats(seats: int) -> int:
+    """Return how many seats an engine gets beyond those in its option."""
+    return max(1, int(SPARE_SHARE * seats))
+
+
+class SeatRequest:
+    """One generation that waits for a seat or has one. `number` gives the order of arrival."""
+
+    __slots__ = ("is_seated", "number", "tenant")
+
+    def __init__(self, tenant: str, number: int) -> None:
+        self.tenant = tenant
+        self.number = number
+        self.is_seated = False
+
+
+class Seats:
+    """The seats of one engine. With `seats_max` 0 there is no limit."""
+
+    def __init__(self, seats_max: int, spare: int = 0) -> None:
+        self._seats_max = seats_max
+        self._spare = spare
+        self._next_number = 0
+        self._taken: Counter[str] = Counter()
+        self._waiting: dict[str, deque[SeatRequest]] = {}
+
+    def request(self, tenant: str) -> SeatRequest:
+        """Ask for a seat; the request has it at once if one is free."""
+        request = SeatRequest(tenant, self._next_number)
+        self._next_number += 1
+        self._waiting.setdefault(tenant, deque()).append(request)
+        self._fill()
+        return request
+
+    def release(self, request: SeatRequest) -> list[SeatRequest]:
+        """Give a seat back, or stop waiting for one; return those that have one now."""
+        if request.is_seated:
+            request.is_seated = False
+            self._taken[request.tenant] -= 1
+            if not self._taken[request.tenant]:
+                del self._taken[request.tenant]
+        elif request in self._waiting.get(request.tenant, ()):
+            self._remove(request)
+        return self._fill()
+
+    def _fill(self) -> list[SeatRequest]:
+        seated = []
+        while self._waiting:
+            request = min((queue[0] for queue in self._waiting.values()), key=self._order)
+            limit = self._seats_max + (0 if self._taken[request.tenant] else self._spare)
+            if self._seats_max and self._taken.total() >= limit:
+                break
+            self._remove(request)
+            self._taken[request.tenant] += 1
+            request.is_seated = True
+            seated.append(request)
+        return seated
+
+    def _order(self, request: SeatRequest) -> tuple[int, int]:
+        return self._taken[request.tenant], request.number
+
+    def _remove(self, request: SeatRequest) -> None:
+        queue = self._waiting[request.tenant]
+        queue.remove(request)
+        if not queue:
+            del self._waiting[request.tenant]

@@ -1,0 +1,196 @@
+"""Runs the prefill leg of a request beside its decode leg, on the decode replica's node.
+
+The engine waits with the request until its KV has arrived, or until it is told to compute the
+prompt itself. So every way in which a prefill leg can end lets the request begin.
+
+Rule 1: the leg is decided once the engine knows the prompt's size and what it has cached.
+Rule 2: prefill replicas are tried one after the other. What a broken transfer brought is kept.
+Rule 3: the leg ends with its request: closing its connection ends the work at the prefill replica.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import Final, Protocol
+
+import aiohttp
+import msgspec
+
+from isochrone.wire import headers, kv_transfer
+from isochrone.wire.headers import PeerReplica
+from isochrone.wire.ids import ReplicaId
+from nodeagent import metrics
+from nodeagent.decide.handoff import PeerReplicaLost
+from nodeagent.decide.prefill_leg import (
+    DecodeLoad,
+    LegChoice,
+    TransferRate,
+    WaitingPromptSize,
+    plan_prefill,
+)
+
+ENGINE_TIMEOUT_S: Final = 5.0
+"""For the engine's answer when it is told to begin."""
+
+FAILED: Final = "failed"
+
+
+class LegRefused(Exception):
+    """A prefill replica or the decode engine did not complete the transfer."""
+
+
+class PrefillPeers(Protocol):
+    """Connections to the nodes of prefill replicas."""
+
+    async def queued_tokens(self, replicas: Sequence[PeerReplica]) -> dict[ReplicaId, int]:
+        """Return the pending prefill tokens of each replica whose node answers in time."""
+
+    def relay(
+        self, peer: PeerReplica, path: str, body: bytes, sent: Mapping[str, str]
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Send a request and yield its answer. Raises PeerReplicaLost if there is none."""
+
+
+class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request at the decode replica: what is sent to a prefill replica, and who may read it.
+
+    `replicas` begins with the decode replica itself. `announce` tells the router which replica
+    reads the prompt.
+    """
+
+    transfer: str
+    path: str
+    body: bytes
+    sent: Mapping[str, str]
+    replicas: Sequence[PeerReplica]
+    load: Callable[[], DecodeLoad]
+    announce: Callable[[ReplicaId], Awaitable[None]]
+
+
+class PrefillLeg:
+    """The prefill leg of one request; `close` it in every case."""
+
+    def __init__(
+        self,
+        engine: aiohttp.ClientSession,
+        peers: PrefillPeers,
+        rate: TransferRate,
+        request: LegRequest,
+        clock: Callable[[], float],
+    ) -> None:
+        """Start the leg for a request that is sent to `engine` with this transfer's id."""
+        self._engine = engine
+        self._peers = peers
+        self._rate = rate
+        self._request = request
+        self._clock = clock
+        self.transfer = request.transfer
+        self._path = kv_transfer.TRANSFERS_PATH + request.transfer
+        self.received: kv_transfer.ReceivedBlocks | None = None
+        """What arrived; None as long as the transfer is not complete."""
+        self.received_s = 0.0
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """End the leg."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        if not self._task.cancelled():
+            self._task.result()
+
+    async def _run(self) -> None:
+        """Decide, and try the prefill replicas; then let the engine begin."""
+        outcome: str = FAILED
+        try:
+            outcome = await self._read_elsewhere()
+        finally:
+            metrics.PREFILL_LEGS.labels(outcome).inc()
+            if self.received is None:
+                await self._begin_alone()
+
+    async def _read_elsewhere(self) -> str:
+        """Have the prompt read on a prefill replica; return what came of it."""
+        request = self._request
+        expected = await self._describe()
+        if expected is None:
+            return FAILED
+        size = WaitingPromptSize(
+            expected.held_blocks * expected.block_tokens,
+            (expected.blocks - expected.held_blocks) * expected.block_tokens,
+        )
+        queues = await self._peers.queued_tokens(request.replicas[1:])
+        plan = plan_prefill(request.replicas, queues, size, request.load(), self._rate)
+        for candidate in plan.candidates:
+            await request.announce(candidate.replica_id)
+            began_s = self._clock()
+            try:
+                async with asyncio.timeout(plan.timeout_s):
+                    received = await self._transfer(candidate, expected)
+            except (LegRefused, PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
+                metrics.PREFILL_ATTEMPTS_FAILED.inc()
+                continue
+            self.received_s = self._clock()
+            self.received = received
+            metrics.PREFILL_LEG_SECONDS.observe(self.received_s - began_s)
+            metrics.KV_TRANSFER_BYTES.inc(received.transfer_bytes)
+            self._rate.record(
+                received.blocks * expected.block_tokens,
+                received.transfer_bytes,
+                received.after_prefill_ms / 1000,
+            )
+            return LegChoice.PREFILL
+        if plan.candidates:
+            await request.announce(request.replicas[0].replica_id)
+            return FAILED
+        return plan.choice
+
+    async def _describe(self) -> kv_transfer.ExpectedPrompt | None:
+        """Return the prompt's size once the engine knows it; None if it does not say."""
+        try:
+            async with self._engine.get(self._path) as answer:
+                if answer.status != 200:
+                    return None
+                return msgspec.json.decode(await answer.read(), type=kv_transfer.ExpectedPrompt)
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError):
+            return None
+
+    async def _transfer(
+        self, candidate: PeerReplica, expected: kv_transfer.ExpectedPrompt
+    ) -> kv_transfer.ReceivedBlocks:
+        """Have one replica read the prompt, and pass its KV to the engine as it comes."""
+        request = self._request
+        sent = {
+            **request.sent,
+            headers.REPLICA: candidate.replica_id,
+            headers.TOKENS: f"p={expected.prompt_tokens};o=0",
+            headers.PENDING_PREFILL_TOKENS: str(candidate.pending_prefill_tokens),
+            headers.PREFILL_MS: str(candidate.prefill_ms),
+            kv_transfer.LEG: kv_transfer.PREFILL_LEG,
+            kv_transfer.TRANSFER: request.transfer,
+            kv_transfer.FIRST_BLOCK: str(expected.cached_blocks),
+        }
+        async with self._peers.relay(candidate, request.path, request.body, sent) as leg:
+            if leg.status != 200 or leg.content_type != kv_transfer.CONTENT_TYPE:
+                raise LegRefused(f"{candidate.replica_id} answered {leg.status}")
+            blocks = _pieces(leg.content)
+            async with self._engine.post(self._path, data=blocks) as answer:
+                body = await answer.read()
+                if answer.status != 200:
+                    raise LegRefused(f"the engine answered {answer.status}")
+        try:
+            return msgspec.json.decode(body, type=kv_transfer.ReceivedBlocks)
+        except msgspec.DecodeError as error:
+            raise LegRefused("the engine sent no result") from error
+
+    async def _begin_alone(self) -> None:
+        """Tell the engine to compute what has not arrived."""
+        with suppress(aiohttp.ClientError, OSError, TimeoutError):
+            async with asyncio.timeout(ENGINE_TIMEOUT_S):
+                async with self._engine.delete(self._path):
+                    pass
+
+
+async def _pieces(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield what has arrived, in pieces of any size."""
+    async for piece in content.iter_any():
+        yield piece

@@ -1,0 +1,96 @@
+"""The prefill replicas of a deployment: no request is sent to them, but nodes of their PoP may have
+prompts read there.
+
+The router names them in the order of their queues as it knows them; the node that gets the request
+asks for the current ones and decides.
+"""
+
+from collections.abc import Sequence, Set
+from typing import Final
+
+from isochrone.wire.assignment import Role
+from isochrone.wire.headers import PEER_REPLICAS_MAX, PeerReplica
+from isochrone.wire.ids import PopId, ReplicaId
+from isochrone.wire.routes import Route
+from router.decide.handoff import HANDOFF_MS_MIN
+from router.decide.latency import prefill_ms
+from router.decide.ranked_route import RankedRoute
+from router.decide.tokens_in_flight import InFlightLedger
+
+# Looked up once, because access to an enum member runs interpreted code.
+PREFILL: Final = Role.PREFILL
+
+
+class PrefillReplicas:
+    """The prefill replicas of one deployment, by PoP."""
+
+    def __init__(self) -> None:
+        self._by_pop: dict[PopId, list[Route]] = {}
+
+    def split(self, routes: Sequence[Route]) -> Sequence[Route]:
+        """Hold the prefill replicas among `routes` and no others; return the rest.
+
+        If there are none but prefill replicas, all of them take requests.
+        """
+        self._by_pop = {}
+        serving: list[Route] = []
+        for route in routes:
+            if route.role is PREFILL:
+                self._by_pop.setdefault(route.pop, []).append(route)
+            else:
+                serving.append(route)
+        if not serving:
+            # Their engines can do both: better than no answer.
+            self._by_pop = {}
+        return serving if self._by_pop else routes
+
+    def __bool__(self) -> bool:
+        return bool(self._by_pop)
+
+    def candidates(
+        self,
+        target: RankedRoute,
+        prompt_tokens: int,
+        ledger: InFlightLedger,
+        excluded: Set[ReplicaId],
+        now_s: float,
+    ) -> list[PeerReplica]:
+        """Return the target and the prefill replicas that could read its prompt; [] if none."""
+        here = target.route
+        if target.prefill_ms < HANDOFF_MS_MIN:
+            return []
+        peers: list[tuple[float, PeerReplica]] = []
+        for route in self._by_pop.get(here.pop, ()):
+            if route.version != here.version or route.replica_id in excluded:
+                continue
+            token_ms = prefill_ms(1, route.prefill_tokens_per_s)
+            in_flight = ledger.tokens_at(route.replica_id, now_s)
+            queued = in_flight.prefill_tokens + in_flight.others_prefill_tokens
+            peers.append((queued * token_ms, _peer(route, prompt_tokens, token_ms)))
+        if not peers:
+            return []
+        peers.sort(key=_queue_ms)
+        first = PeerReplica(
+            here.replica_id,
+            here.node_id,
+            here.address,
+            target.pending_prefill_tokens,
+            round(target.prefill_ms),
+            round(1000 * target.ms_per_token),
+        )
+        return [first, *[peer for _, peer in peers[: PEER_REPLICAS_MAX - 1]]]
+
+
+def _queue_ms(candidate: tuple[float, PeerReplica]) -> float:
+    return candidate[0]
+
+
+def _peer(route: Route, prompt_tokens: int, token_ms: float) -> PeerReplica:
+    return PeerReplica(
+        route.replica_id,
+        route.node_id,
+        route.address,
+        prompt_tokens,
+        round(prompt_tokens * token_ms),
+        max(1, round(1000 * token_ms)),
+    )

@@ -1,0 +1,120 @@
+"""Whom a router asks for the loads of all nodes.
+
+In a small fleet it pings each node. In a large one a round of pings takes longer than a load stays
+true, so one node of a PoP answers for up to 64. Which one is the same for all routers, up to a
+choice between two: nodes ping each other once for many routers.
+
+Some nodes are pinged by the router itself, too: those with its own requests, because the wait for
+their answers depends on whether they are alive; those for which nobody answers; and each in turn,
+because only a router's own ping shows whether it can reach the node.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Final
+
+from isochrone.wire.ids import NodeId, PopId
+from router.decide.affinity import hash64
+
+PING_ALL_NODES_MAX: Final = 256
+"""Up to so many nodes are pinged one by one: four rounds of 64 at a time, 0.4 s at 100 ms."""
+
+GROUP_NODES_MAX: Final = 64
+ANSWERERS: Final = 2
+"""How many nodes of a group share the routers, while both answer."""
+
+TURN_S: Final = 30.0
+"""Within this time the router pings each node itself, whoever answers for it."""
+
+FAILED_FOR_S: Final = 10.0
+"""A node that did not answer for its group is not asked to again for this long."""
+
+LOAD_AGE_MAX_MS: Final = 5_000.0
+"""An older load is not used. The choice of replicas is proven for loads up to this age."""
+
+
+class ProbeGroup:
+    """Nodes of one PoP, and which of them to ask about all, in order of preference."""
+
+    __slots__ = ("answerers", "node_ids")
+
+    def __init__(self, node_ids: Sequence[NodeId], answerers: Sequence[NodeId]) -> None:
+        self.node_ids = node_ids
+        self.answerers = answerers
+
+
+class ProbePlan:
+    """The groups of one round, and the nodes to ping besides."""
+
+    __slots__ = ("groups", "pinged")
+
+    def __init__(self, groups: Sequence[ProbeGroup], pinged: Set[NodeId]) -> None:
+        self.groups = groups
+        self.pinged = pinged
+
+
+def plan_probes(
+    pops: Mapping[NodeId, PopId],
+    *,
+    router: str,
+    used: Set[NodeId],
+    pinged_at_s: Mapping[NodeId, float],
+    failed_at_s: Mapping[NodeId, float],
+    interval_s: float,
+    now_s: float,
+) -> ProbePlan:
+    """Return whom to ask in this round. `pops` has all nodes of the route table.
+
+    `used` are nodes with requests of this router, `pinged_at_s` when it pinged each node last, and
+    `failed_at_s` when a node failed to answer for its group.
+    """
+    if len(pops) <= PING_ALL_NODES_MAX:
+        return ProbePlan((), pops.keys())
+    by_pop: dict[PopId, list[NodeId]] = {}
+    for node_id, pop in pops.items():
+        by_pop.setdefault(pop, []).append(node_id)
+    groups: list[ProbeGroup] = []
+    pinged = {node_id for node_id in used if node_id in pops}
+    for node_ids in by_pop.values():
+        node_ids.sort()
+        for start in range(0, len(node_ids), GROUP_NODES_MAX):
+            members = node_ids[start : start + GROUP_NODES_MAX]
+            answerers = choose_answerers(members, router, failed_at_s, now_s)
+            if len(members) > 1 and answerers:
+                groups.append(ProbeGroup(members, answerers))
+            else:
+                pinged.update(members)
+    return ProbePlan(groups, pinged | _in_turn(pops, pinged_at_s, interval_s, now_s))
+
+
+def choose_answerers(
+    members: Sequence[NodeId], router: str, failed_at_s: Mapping[NodeId, float], now_s: float
+) -> Sequence[NodeId]:
+    """Return the nodes to ask about `members`, the best first; none if all failed lately."""
+    able = [
+        node_id for node_id in members if now_s - failed_at_s.get(node_id, -1e18) >= FAILED_FOR_S
+    ]
+    able.sort(key=hash64)
+    first = able[:ANSWERERS]
+    if len(first) > 1 and hash64(router) % ANSWERERS:
+        first.reverse()
+    return first
+
+
+def unanswered(members: Iterable[NodeId], ages_ms: Mapping[NodeId, float]) -> set[NodeId]:
+    """Return the members whose loads are missing or too old: the router pings them itself."""
+    return {
+        node_id for node_id in members if not 0.0 <= ages_ms.get(node_id, -1.0) <= LOAD_AGE_MAX_MS
+    }
+
+
+def _in_turn(
+    pops: Mapping[NodeId, PopId],
+    pinged_at_s: Mapping[NodeId, float],
+    interval_s: float,
+    now_s: float,
+) -> set[NodeId]:
+    """Return the nodes whose turn it is: those pinged longest ago, a share of all each round."""
+    due = [(pinged_at_s.get(node_id, -1e18), node_id) for node_id in pops]
+    due.sort()
+    count = int(len(due) * min(1.0, interval_s / TURN_S)) + 1
+    return {node_id for at_s, node_id in due[:count] if now_s - at_s >= TURN_S / 2}

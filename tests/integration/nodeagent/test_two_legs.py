@@ -1,0 +1,289 @@
+"""A request with two legs over three nodes: prefill replicas read its prompt, another answers."""
+
+import asyncio
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from isochrone.wire import headers
+from isochrone.wire.artifact import manifest_digest
+from isochrone.wire.assignment import ReplicaSpec
+from isochrone.wire.headers import PeerReplica
+from isochrone.wire.ids import NodeId, ReplicaId
+from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
+from nodeagent import metrics
+from nodeagent.api.peer_replicas import LOAD_MAX_AGE_S
+from ops.golden import tiny
+from tests.builders import a_spec
+from tests.integration.nodeagent.test_data_plane import Node, a_node
+from tests.system.harness import until
+
+TOKENS = 24
+NAMES = ("d", "p1", "p2")
+
+
+def artifact_of(folder: Path) -> Artifact:
+    files = tuple(
+        ArtifactFile(
+            path=path.name,
+            size_bytes=path.stat().st_size,
+            sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        )
+        for path in sorted(folder.iterdir())
+    )
+    return Artifact(source=f"file:{folder}", files=files, digest=manifest_digest(files))
+
+
+def spec_of(name: str, artifact: Artifact) -> ReplicaSpec:
+    engine = EngineSettings(
+        driver="embedded",
+        kv_memory_bytes=4 * 1024 * 1024,
+        tokens_in_flight_max=100_000,
+        options={"batch_tokens_max": "32"},
+    )
+    return a_spec(name, engine=engine, artifact=artifact, context_tokens=512)
+
+
+class Answer(NamedTuple):
+    """What a router sees of one request."""
+
+    heads: list[str]
+    """Statuses, and the replicas that the interim responses name."""
+    body: str
+
+    @property
+    def text(self) -> str:
+        return "".join(re.findall(r'"text":"((?:[^"\\]|\\.)*)"', self.body))
+
+    @property
+    def cached_tokens(self) -> int:
+        return int(re.findall(r'"cached_tokens":(\d+)', self.body)[-1])
+
+
+class TwoLegs(NamedTuple):
+    """Three nodes, of which the first one decodes."""
+
+    nodes: list[Node]
+
+    def idle(self) -> bool:
+        for node, name in zip(self.nodes, NAMES, strict=True):
+            admission = node.supervisor.replicas[ReplicaId(name)].admission
+            if admission.load() != headers.ReportedLoad(0, 0, 0, 0, 0):
+                return False
+        return True
+
+    async def is_idle(self) -> bool:
+        return self.idle()
+
+    def peers(self, *names: str) -> list[PeerReplica]:
+        """Describe the decode replica, slow at reading, and these prefill replicas."""
+        by_name = dict(zip(NAMES, self.nodes, strict=True))
+        return [
+            PeerReplica(
+                ReplicaId(name),
+                NodeId(by_name[name].address),
+                by_name[name].address,
+                200,
+                4000 if name == "d" else 20,
+                20_000 if name == "d" else 100,
+            )
+            for name in names
+        ]
+
+    async def ask(
+        self,
+        prompt: list[int],
+        *candidates: str,
+        stream: bool = False,
+        tenant: str = "t",
+        then: Callable[[], object] | None = None,
+    ) -> Answer:
+        """Send a request as a router does, without hiding interim responses; call `then` after."""
+        options: dict[str, Any] = {
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": stream,
+        }
+        if stream:
+            options["stream_options"] = {"include_usage": True}
+        body = msgspec.json.encode({"prompt": prompt, **options})
+        lines = {
+            "host": "n",
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            headers.REPLICA: "d",
+            headers.CACHE_SALT: tenant,
+            headers.TOKENS: f"p={len(prompt)};o={TOKENS}",
+            headers.PENDING_PREFILL_TOKENS: str(len(prompt)),
+            headers.PREFILL_MS: "4000",
+        }
+        if candidates:
+            peers = self.peers("d", *candidates)
+            lines[headers.PREFILL_REPLICAS] = headers.format_peer_replicas(peers)
+        host, _, port = self.nodes[0].address.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        try:
+            writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + body)
+            if then is not None:
+                then()
+            whole = (await reader.read()).decode()
+        finally:
+            writer.close()
+        found = re.findall(r"HTTP/1.1 (\d+)|x-isochrone-prefill-replica: (\w+)", whole)
+        return Answer([status or name for status, name in found], whole)
+
+
+@pytest.fixture(autouse=True)
+def long_probe_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a peer's node enough time to answer a probe on a busy machine."""
+    monkeypatch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 10.0)
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[TwoLegs]:
+    folder = Path(tempfile.mkdtemp(prefix="iso-"))
+    tiny.write_folder(folder, "qwen3")
+    tiny.write_tokenizer(folder)
+    try:
+        async with AsyncExitStack() as stack:
+            nodes = [await stack.enter_async_context(a_node()) for _ in NAMES]
+            artifact = artifact_of(folder)
+            for node, name in zip(nodes, NAMES, strict=True):
+                node.supervisor.start(spec_of(name, artifact))
+            for node in nodes:
+                await until("warm", partial(is_warm, node), 120.0)
+            yield TwoLegs(nodes)
+    finally:
+        shutil.rmtree(folder)
+
+
+async def is_warm(node: Node) -> bool:
+    return all(replica.is_serving for replica in node.supervisor.replicas.values())
+
+
+def a_prompt() -> list[int]:
+    return [secrets.randbelow(60) + 1 for _ in range(200)]
+
+
+def outcomes() -> dict[str, float]:
+    """Return how many requests had each outcome of their prefill leg."""
+    (family,) = metrics.PREFILL_LEGS.collect()
+    return {
+        sample.labels["outcome"]: sample.value
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }
+
+
+def prefilled() -> float:
+    return outcomes().get("prefill", 0.0)
+
+
+async def test_two_legs_answer_as_one_replica_does_whatever_fails(fleet: TwoLegs) -> None:
+    """One test, because starting engines takes most of its time."""
+    await check_answers(fleet)
+    await check_choices(fleet)
+    await check_cancel(fleet)
+    await check_losses(fleet)
+
+
+async def check_answers(fleet: TwoLegs) -> None:
+    for stream in (False, True):
+        prompt, before = a_prompt(), prefilled()
+        alone = await fleet.ask(prompt, tenant="alone", stream=stream)
+        assert (alone.heads, alone.cached_tokens) == (["200"], 0)
+        answer = await fleet.ask(prompt, "p1", "p2", stream=stream)
+        assert answer.heads[0] == "103"
+        assert (answer.heads[1] in ("p1", "p2"), answer.heads[2:]) == (True, ["200"])
+        assert answer.text == alone.text != ""
+        # The decode engine found all of it in its cache, the prefill engine nothing.
+        assert answer.cached_tokens == 0
+        assert prefilled() == before + 1
+        await until("tokens are released", fleet.is_idle, 10.0)
+    # Now the decode engine itself has the prompt, so nothing is transferred.
+    again = await fleet.ask(prompt, "p1", "p2", stream=True)
+    assert (again.heads, again.text) == (["200"], answer.text)
+    assert again.cached_tokens >= 190
+
+
+async def check_choices(fleet: TwoLegs) -> None:
+    short = await fleet.ask([1, 2, 3], "p1")
+    assert short.heads == ["200"]
+    # The prefill replica has a longer queue than the decode replica.
+    admission = fleet.nodes[1].supervisor.replicas[ReplicaId("p1")].admission
+    queue = admission.admit(90_000, 1, 90_000)
+    assert queue is not None
+    await asyncio.sleep(2 * LOAD_MAX_AGE_S)
+    before = outcomes()
+    assert (await fleet.ask(a_prompt(), "p1")).heads == ["200"]
+    assert outcomes() == {**before, "busy": before.get("busy", 0) + 1}
+    queue.release()
+    await asyncio.sleep(2 * LOAD_MAX_AGE_S)
+    await until("tokens are released", fleet.is_idle, 10.0)
+
+
+async def check_cancel(fleet: TwoLegs) -> None:
+    """A request whose router disconnects ends on both legs, at whatever moment."""
+    for delay in range(12):
+        asking = asyncio.create_task(fleet.ask(a_prompt(), "p1", "p2", stream=True))
+        for _ in range(delay * 3):
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait({asking})
+    await until("tokens are released", fleet.is_idle, 10.0)
+    for node in fleet.nodes:
+        (replica,) = node.supervisor.replicas.values()
+        assert replica.engine is not None
+        await until("no block is held", partial(holds_nothing, replica.engine.http), 10.0)
+
+
+async def holds_nothing(http: Any) -> bool:
+    async with http.get("/stats") as response:
+        stats = await response.json()
+        return not (stats["kv_transfer_held_blocks"] or stats["kv_transfers_waiting"])
+
+
+async def check_losses(fleet: TwoLegs) -> None:
+    """Prefill engines are killed at different moments: no answer is lost or different."""
+    for moment in (0, 2):
+        prompt = a_prompt()
+        alone = await fleet.ask(prompt, tenant="alone")
+        victim = fleet.nodes[1].supervisor.replicas[ReplicaId("p1")]
+        assert victim.engine is not None
+        pid = victim.engine.record.pid
+        loop = asyncio.get_running_loop()
+        kill = partial(loop.call_later, 0.02 * moment, os.kill, pid, signal.SIGKILL)
+        answer = await fleet.ask(prompt, "p1", "p2", then=kill)
+        assert answer.heads[-1] == "200"
+        assert answer.text == alone.text != ""
+        await until("tokens are released", fleet.is_idle, 30.0)
+        if not moment:
+            await until("restarted", partial(is_restarted, fleet.nodes[1], pid), 120.0)
+    # Without any prefill replica the decode replica answers alone.
+    prompt = a_prompt()
+    gone = PeerReplica(ReplicaId("p9"), NodeId("x"), "127.0.0.1:9", 200, 20, 100)
+    peers = [*fleet.peers("d"), gone]
+    sent = {headers.PREFILL_REPLICAS: headers.format_peer_replicas(peers)}
+    async with fleet.nodes[0].ask("d", sent=sent) as response:
+        assert response.status in (200, 400)
+    await until("tokens are released", fleet.is_idle, 10.0)
+
+
+async def is_restarted(node: Node, pid: int) -> bool:
+    (replica,) = node.supervisor.replicas.values()
+    return replica.is_serving and replica.engine is not None and replica.engine.record.pid != pid
