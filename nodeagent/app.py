@@ -73,6 +73,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         rng=rng,
         on_change=lambda: node.nudge_report(),
         device_budgets=node.device_budgets,
+        memory_used=node.devices.used_by,
     )
     link = ControlLink(
         urls=config.schedulers,

@@ -43,6 +43,7 @@ from router.fleet_state import FleetState
 from router.listeners import open_listeners
 from router.loops.answer_batches import AnswerBatches
 from router.loops.follow_routes import TableFollower
+from router.loops.pop_loads import PopLoadPoller
 from router.loops.probe_nodes import NodeProber
 from router.loops.set_gauges import GaugeSetter
 from router.loops.share_prompts import PromptSharer
@@ -215,6 +216,12 @@ class RouterApp:
 
     def _create_reports(self) -> None:
         """Create what probes nodes, reports to the scheduler, and sets gauges."""
+        self.pop_loads = PopLoadPoller(
+            fleet=self.fleet,
+            upstream=self.upstream,
+            metrics=self.metrics,
+            timeout_s=self.config.probe_timeout_s,
+        )
         self.prober = NodeProber(
             fleet=self.fleet,
             upstream=self.upstream,
@@ -223,6 +230,7 @@ class RouterApp:
             on_node_lost=self.pipeline.fail_node,
             timeout_s=self.config.probe_timeout_s,
             interval_s=self.config.probe_interval_s,
+            unanswered=lambda: self.pop_loads.unanswered,
         )
         self.spool = UsageSpool(self.config.state_folder / "usage", self.config.spool_bytes_max)
         self.shipper = ReportShipper(
@@ -300,6 +308,8 @@ class RouterApp:
             *tls,
             Loop("persist", self.follower.persist, 30.0),
             Loop("recheck", self.follower.recheck, RECHECK_INTERVAL_S),
+            # Twice as often: what others answer is a little older than a pong.
+            Loop("pop_loads", self.pop_loads.run_once, config.probe_interval_s / 2, jitter=jitter),
             Loop("probe", self.prober.run_once, config.probe_interval_s, jitter=jitter),
             demand,
             Loop("usage", self.shipper.ship_usage, config.usage_interval_s, jitter=jitter),

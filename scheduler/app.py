@@ -199,6 +199,7 @@ def _peer_loops(made: Composition) -> tuple[Loop, ...]:
         leadership=state.leadership,
         admission=state.admission,
         routes=state.routes,
+        assignments=state.assignments,
         nudge_place=made.nudges.place.set,
     )
     flush = FlushPulses(

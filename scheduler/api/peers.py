@@ -30,7 +30,7 @@ from isochrone.wire.control import (
     register_payload,
 )
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import ClusterId, NodeId
+from isochrone.wire.ids import ClusterId, Epoch, NodeId
 from isochrone.wire.suspicions import SUSPICIONS, FleetSuspicions
 from scheduler import metrics
 from scheduler.api.certificates import CertificateIssuer
@@ -341,7 +341,9 @@ class PeerServer:
                     connection,
                     holder=self._lease.holder,
                     generation=register.generation,
-                    epoch=register.epoch,
+                    # Raised in any case, so that a new term begins: what this one has published
+                    # and believes to be stored is behind the fleet, too.
+                    epoch=Epoch(max(register.epoch, epoch + 1)),
                 )
             await record_registration(
                 connection,
