@@ -52,6 +52,12 @@ DECODE_WAIT_SECONDS = Histogram(
     buckets=LEG_BUCKETS_S, registry=REGISTRY,
 )  # fmt: skip
 KV_TRANSFER_BYTES = Counter(
-    "isochrone_node_kv_transfer_bytes", "Bytes of KV received from prefill replicas.",
+    "isochrone_node_kv_transfer_bytes",
+    "Bytes of KV received from prefill replicas.",
     registry=REGISTRY,
+)
+ASLEEP = Gauge("isochrone_node_replicas_asleep", "Replicas that sleep.", registry=REGISTRY)
+SWITCHES = Histogram(
+    "isochrone_node_sleep_switch_seconds", "Time to put a replica to sleep or to wake it.",
+    ["kind"], buckets=(0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30), registry=REGISTRY,
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from isochrone.service.control_link import Progress
 from isochrone.service.identity import Identity
@@ -13,7 +13,7 @@ from isochrone.wire.assignment import (
     RevokedCertificate,
 )
 from isochrone.wire.control import Welcome
-from isochrone.wire.ids import BootId, Epoch, Generation, NodeId
+from isochrone.wire.ids import BootId, DeviceId, Epoch, Generation, NodeId
 from isochrone.wire.report import NodeDevice, Refusal
 from nodeagent import metrics
 from nodeagent.decide.reconcile import assignment_problem
@@ -124,3 +124,7 @@ class NodeState:
     async def read_devices(self) -> Sequence[NodeDevice]:
         """Return the current devices of this machine."""
         return await asyncio.to_thread(self.devices.read)
+
+    async def device_budgets(self) -> Mapping[DeviceId, int]:
+        """Return the bytes of each device that replicas may take."""
+        return {device.device_id: device.memory_bytes for device in await self.read_devices()}

@@ -7,8 +7,9 @@ between the events: fetch the artifact, start the engine, watch it, restart it, 
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +17,7 @@ import msgspec
 
 from isochrone.wire.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.engine import EngineStats
-from isochrone.wire.ids import ReplicaId
+from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.report import ReplicaProfile, ReplicaReport, ReplicaState
 from nodeagent.config import NodeConfig
 from nodeagent.decide import health
@@ -28,6 +29,7 @@ from nodeagent.decide.replica import ReplicaEvent, next_state
 from nodeagent.drivers import is_queue_fair, sequences_max, spare_seats_of
 from nodeagent.drivers.driver import UnknownOption
 from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.awake_memory import AwakeMemory
 from nodeagent.host.download import ArtifactError
 from nodeagent.host.engine_seats import EngineSeats
 from nodeagent.host.engines import (
@@ -44,6 +46,11 @@ POLL_INTERVAL_S: Final = 0.1
 
 TOKENS_IN_FLIGHT_UNPLANNED: Final = 32_768
 """The limit of a replica that was placed without a planned one."""
+
+
+async def no_budgets() -> Mapping[DeviceId, int]:
+    """Return no devices: nothing is over-committed."""
+    return {}
 
 
 class ManagedReplica:
@@ -146,7 +153,13 @@ class Supervisor:
         clock: Callable[[], float],
         rng: random.Random,
         on_change: Callable[[], None],
+        device_budgets: Callable[[], Awaitable[Mapping[DeviceId, int]]] = no_budgets,
+        memory_used: Callable[[int, Sequence[DeviceId]], int] = lambda _leader, _devices: 0,
     ) -> None:
+        """`device_budgets` returns the bytes of each device that replicas may take, and
+        `memory_used` what a process group takes of one of some devices; it may block."""
+        self._memory_used = memory_used
+        self.awake = AwakeMemory(device_budgets, clock)
         self.replicas: dict[ReplicaId, ManagedReplica] = {}
         self.handoffs_in_progress = 0
         """Requests that this node relays to peer replicas on other nodes."""
@@ -173,6 +186,7 @@ class Supervisor:
     def start(self, spec: ReplicaSpec, survivor: EngineRecord | None = None) -> None:
         """Start a replica, adopting its engine process if one survived an earlier agent."""
         replica = ManagedReplica(spec, self._clock)
+        replica.admission.wake_ms = partial(self.awake.wake_ms, spec.replica_id)
         if survivor is not None:
             # Adopted before the task runs, so that a shutdown in between stops or releases it.
             replica.engine = self._engines.adopt(survivor)
@@ -237,6 +251,7 @@ class Supervisor:
                     await self._wait_to_retry(replica, problem)
             await self._drain(replica)
         finally:
+            self.awake.forget(replica.spec.replica_id)
             if replica.engine is not None:
                 await asyncio.shield(replica.stop_engine())
 
@@ -250,6 +265,7 @@ class Supervisor:
             await asyncio.gather(replica.attempt, return_exceptions=True)
         if replica.end_ordered.is_set():
             return ""
+        self.awake.forget(replica.spec.replica_id)
         problem = _failure_of(replica, replica.attempt)
         replica.apply(ReplicaEvent.BROKE, problem)
         await replica.stop_engine(kill=True)
@@ -266,12 +282,19 @@ class Supervisor:
             replica.apply(ReplicaEvent.ENGINE_ADOPTED)
         else:
             artifact_path = await self._fetch_artifact(replica)
+            await self.awake.admit(replica.spec)
             engine = replica.engine = await self._engines.start(replica.spec, artifact_path)
         problem = await self._wait_ready(engine)
         if problem:
             return problem
-        if not is_adopted and replica.spec.leads:
-            await _warm_up(engine)
+        if is_adopted:
+            stats = await engine.stats()
+            is_asleep = stats is not None and stats.is_asleep
+            self.awake.adopt(replica.spec, engine, is_asleep=is_asleep)
+        else:
+            if replica.spec.leads:
+                await _warm_up(engine)
+            self.awake.settle(replica.spec.replica_id, engine)
         replica.apply(ReplicaEvent.ENGINE_READY)
         if not is_adopted:
             load_s = self._clock() - start_s
@@ -317,11 +340,14 @@ class Supervisor:
             if is_canary_due:
                 next_canary_s = self._clock() + self._config.canary_interval_s
                 await asyncio.to_thread(trim_log, engine.log)
+                await self._measure_memory(replica, engine)
             if not replica.spec.leads:
                 # The leader sees whether this part makes progress, and ends it with its own.
                 continue
             stats = await engine.stats()
-            running = replica.admission.running
+            is_awake = self.awake.is_awake(replica.spec.replica_id)
+            # Requests that wait for a wake are not the engine's.
+            running = replica.admission.running if is_awake else 0
             watch = health.observe(
                 watch,
                 answered=stats is not None,
@@ -332,12 +358,19 @@ class Supervisor:
             if stats is not None:
                 replica.admission.is_closed = stats.memory_full
                 _update_profile(replica, stats)
-            if is_canary_due and running == 0 and stats is not None:
-                succeeded = await engine.canary(stats.kind)
+            if is_canary_due and running == 0 and stats is not None and is_awake:
+                async with self.awake.use(replica.spec.replica_id):
+                    succeeded = await engine.canary(stats.kind)
                 watch = health.after_canary(watch, succeeded=succeeded)
             problem = health.kill_reason(watch, stall_s=self._config.stall_s, in_flight=running)
             if problem:
                 return problem
+
+    async def _measure_memory(self, replica: ManagedReplica, engine: EngineProcess) -> None:
+        """Record the most memory that the engine's processes were seen to take of one device."""
+        used = await asyncio.to_thread(self._memory_used, engine.pid, replica.spec.device_ids)
+        if used > replica.profile.used_bytes:
+            replica.profile = msgspec.structs.replace(replica.profile, used_bytes=used)
 
     async def _wait_to_retry(self, replica: ManagedReplica, problem: str) -> None:
         """Wait out the backoff; a replica that is given up waits for its end to be ordered."""

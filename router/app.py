@@ -22,13 +22,17 @@ from isochrone.service.tls import CERTIFICATE_CHECK_S, client_context, load_tls_
 from isochrone.wire.control import TABLE_PARTS, PeerRole, ToRouter, Welcome
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.routes import RouteDelta, RouteTable, RouteTablePart
+from isochrone.wire.suspicions import SUSPICIONS, FleetSuspicions
 from isochrone.wire.usage import UsageAck
 from router import build
+from router.apis.batches.answer import ItemAnswerer
 from router.apis.dispatch import ApiDispatcher
 from router.apis.openai.auxiliary import auxiliary_app
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
-from router.apis.workers_ai.auxiliary import add_catalog_routes
+from router.apis.workers_ai.auxiliary import EnvelopeRoutes, add_catalog_routes
+from router.apis.workers_ai.markdown import add_markdown_routes
+from router.batch_client import BatchAccess, BatchClient
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import PublicServer
@@ -37,6 +41,7 @@ from router.decide.limits import KeyLimiter
 from router.decide.suspicion import SuspectTable
 from router.fleet_state import FleetState
 from router.listeners import open_listeners
+from router.loops.answer_batches import AnswerBatches
 from router.loops.follow_routes import TableFollower
 from router.loops.pop_loads import PopLoadPoller
 from router.loops.probe_nodes import NodeProber
@@ -58,6 +63,7 @@ from router.processes import (
 )
 from router.prompt_sharing import SharedPrompts
 from router.record import Recorder
+from router.suspicion_sharing import FleetSuspicionOutbox, from_fleet
 from router.usage_journal import UsageJournal
 
 log = logging.getLogger(__name__)
@@ -66,6 +72,7 @@ ROUND_TRIPS_INTERVAL_S: Final = 10.0
 GAUGES_INTERVAL_S: Final = 1.0
 SHARE_INTERVAL_S: Final = 1.0
 SEND_TABLE_INTERVAL_S: Final = 1.0
+BATCHES_INTERVAL_S: Final = 0.5
 RECHECK_INTERVAL_S: Final = 1.0
 WORKER_ENDS_S: Final = 10.0
 """Time for a worker to close connections and save usage, after its open requests have ended."""
@@ -133,7 +140,11 @@ class RouterApp:
         self._create_reports()
         self.server = self._create_server()
         self.auxiliary_app = auxiliary_app(self.surface, self.fleet, self.metrics, self.request_ids)
-        add_catalog_routes(self.auxiliary_app, self.surface, self.fleet, self.metrics)
+        routes = EnvelopeRoutes(
+            self.auxiliary_app, self.surface, self.fleet, self.metrics, time.monotonic
+        )
+        add_catalog_routes(routes, self.surface, self.fleet)
+        add_markdown_routes(routes, self.limiter)
         self.loops = {loop.name: loop for loop in self._create_loops()}
         self.follower.on_change(self.on_table_change)
 
@@ -162,7 +173,7 @@ class RouterApp:
             rng=random.Random(),  # noqa: S311 - jitter, not a secret
             folder=self.config.state_folder,
             contexts=() if self.node_tls is None else (self.node_tls,),
-            capabilities=(TABLE_PARTS,),
+            capabilities=(TABLE_PARTS, SUSPICIONS),
             on_too_large=self.metrics.messages_refused.inc,
         )
         count = max(0, (self.config.processes or 1) - 1) if worker is None else 0
@@ -181,11 +192,13 @@ class RouterApp:
         self.recorder = Recorder(self.identity.pop, self.metrics, self.journal)
         self.deadlines = Deadlines(time.monotonic)
         self.upstream = Upstream(self.config, self.deadlines, time.monotonic, self.node_tls)
-        # The same key in each process of the router, so that they can tell each other.
-        digest_key = hashlib.sha256(b"isochrone-suspects-1\0" + self.identity.key_pem.encode())
+        # The same key in each process of each router, so that they can tell each other. It is no
+        # secret: it keeps what one cluster suspects apart from another's.
+        digest_key = hashlib.sha256(b"isochrone-suspects-1\0" + self.identity.ca_pem.encode())
         suspects = SuspectTable(digest_key.digest(), self.config.suspect_refusal_s)
         self.poison_guard = PoisonGuard(suspects, self.metrics, time.monotonic)
-        self.poison_guard.outbox.is_open = self.fleet.prompt_outbox.is_open
+        self.poison_guard.outbox.is_open = True
+        self.fleet_suspicions = FleetSuspicionOutbox()
         self.pipeline = RequestPipeline(
             config=self.config,
             fleet=self.fleet,
@@ -197,6 +210,8 @@ class RouterApp:
             clock=time.monotonic,
         )
         self.surface = OpenAiSurface(self.config, self.fleet, time.time)
+        uses_tls = any(url.startswith("https:") for url in self.config.schedulers)
+        self.batch_client = BatchClient(client_context(self.identity) if uses_tls else None)
         self.request_ids = RequestIds(self.boot_id)
 
     def _create_reports(self) -> None:
@@ -232,7 +247,13 @@ class RouterApp:
             resend_s=self.config.usage_resend_s,
         )
         self.sharer = PromptSharer(
-            self.fleet.prompt_outbox, self.poison_guard.outbox, self.parent, self.workers
+            self.fleet.prompt_outbox,
+            self.poison_guard.outbox,
+            self.parent,
+            self.workers,
+            self.fleet_suspicions,
+            self.link.send,
+            time.monotonic,
         )
         self.gauges = GaugeSetter(
             fleet=self.fleet,
@@ -243,9 +264,25 @@ class RouterApp:
         )
 
     def _create_server(self) -> PublicServer:
-        """Return the server of the public port."""
+        """Return the server of the public port, and create what answers batches."""
         dispatcher = ApiDispatcher(
-            self.surface, self.pipeline, self.upstream, self.request_ids, self.metrics
+            *(self.surface, self.pipeline, self.upstream, self.request_ids, self.metrics),
+            self.batch_client,
+        )
+        answerer = ItemAnswerer(
+            keys=lambda: self.fleet.directory.keys,
+            read=dispatcher.read_inference,
+            serve=self.pipeline.serve,
+            request_ids=self.request_ids,
+            clock=time.monotonic,
+            unix_clock=time.time,
+        )
+        self.answer_batches = AnswerBatches(
+            client=self.batch_client,
+            fleet=self.fleet,
+            answer=answerer.answer,
+            is_busy=lambda: self.pipeline.queue.depth > 0,
+            per_replica_max=0 if self.parent is not None else self.config.batch_requests_max,
         )
         return PublicServer(
             config=self.config,
@@ -279,13 +316,22 @@ class RouterApp:
             Loop("round_trips", self.shipper.ship_round_trips, ROUND_TRIPS_INTERVAL_S),
             Loop("gauges", self.gauges.run_once, GAUGES_INTERVAL_S),
             Loop("share", self.sharer.run_once, SHARE_INTERVAL_S),
-            Loop("send_table", self.workers.send_table, SEND_TABLE_INTERVAL_S),
+            Loop("send_table", self.send_table, SEND_TABLE_INTERVAL_S),
+            Loop("batches", self.answer_batches.run_once, BATCHES_INTERVAL_S, jitter=jitter),
         )
+
+    async def send_table(self) -> int:
+        """Send workers the route table that they lack, and the access to the batch service."""
+        if self.batch_client.access.token:
+            self.workers.broadcast(self.batch_client.access)
+        return await self.workers.send_table()
 
     async def on_welcome(self, welcome: Welcome) -> None:
         """Note that a scheduler has accepted this router."""
         log.info("following", extra={"fields": {"epoch": welcome.epoch}})
         self.shipper.on_welcome()
+        assert isinstance(self.link, ControlLink)
+        self.batch_client.access = BatchAccess(self.link.url, welcome.relay_token)
 
     async def on_message(self, message: Any) -> None:
         """Pass a message of the scheduler to the part that handles it."""
@@ -294,6 +340,10 @@ class RouterApp:
         elif isinstance(message, UsageAck):
             await self.shipper.on_ack(message)
             self.workers.broadcast(message)
+        elif isinstance(message, FleetSuspicions):
+            suspicions = from_fleet(message, time.monotonic())
+            self.poison_guard.learn(suspicions)
+            self.workers.broadcast(suspicions)
 
     async def on_main_process_message(self, message: Any) -> None:
         """Pass a message of the main process to the part that handles it."""
@@ -306,6 +356,8 @@ class RouterApp:
             self.follower.accept_change(message)
         elif isinstance(message, Shared):
             self.learn_shared(message)
+        elif isinstance(message, BatchAccess):
+            self.batch_client.access = message
         else:
             await self.shipper.on_ack(message)
 
@@ -315,6 +367,8 @@ class RouterApp:
             self.fleet.learn_prompts(message.rows)
         else:
             self.poison_guard.learn(message)
+            if self.parent is None:
+                self.fleet_suspicions.add(message)
 
     def on_table_change(self) -> None:
         """Write the new table to disk and send it to the workers soon."""
@@ -341,8 +395,10 @@ async def open_router(
         app.deadlines.start()
         stack.callback(app.deadlines.stop)
         stack.push_async_callback(app.upstream.close)
+        stack.push_async_callback(app.batch_client.close)
         stack.push_async_callback(_save_to_disk, app)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        stack.callback(app.answer_batches.close)
         for loop in app.loops.values():
             stack.callback(tasks.create_task(loop.run(), name=loop.name).cancel)
         stack.callback(tasks.create_task(feed_watchdog(), name="watchdog").cancel)

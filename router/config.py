@@ -37,6 +37,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     connections_max: Count = 20_000
     connections_per_address_max: Count = 5_000
     body_bytes_max: Bytes = 8 * 1024 * 1024
+    # Uploads (`POST /v1/files`) are kept on disk, in the state folder, until they are relayed:
+    # the largest one, and all of a process at once.
+    upload_bytes_max: Bytes = 200 * 1024 * 1024
+    uploads_bytes_max: Bytes = 2 * 1024 * 1024 * 1024
     # Unfinished request bodies in memory: of one key, of one client network (an IPv4 address or an
     # IPv6 /64; raise it behind a proxy, whose clients share one), and of all. Divided by the
     # processes, but each can hold one body of body_bytes_max.
@@ -75,6 +79,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     queue_depth_max: Count = 256
     queue_bytes_max: Bytes = 128 * 1024 * 1024
     queue_timeout_s: Seconds = 10.0
+
+    # How many requests of batches this router runs at once on each replica, with capacity that
+    # requests of clients leave free; 0: none.
+    batch_requests_max: Annotated[int, msgspec.Meta(ge=0, le=256)] = 4
 
     # Probes of nodes, and reports to the scheduler.
     probe_interval_s: Seconds = 2.0

@@ -127,6 +127,7 @@ class FleetState:
     def record_load(self, route: Route, load: ReportedLoad, reported_at_s: float) -> None:
         """Note a replica's load as it was at `reported_at_s`."""
         replica_id = route.replica_id
+        self.in_flight.record_wake(replica_id, float(load.wake_ms))
         if load.others_pending_prefill_tokens > NOT_REPORTED:
             self.in_flight.record_other_routers(
                 replica_id,
@@ -156,7 +157,7 @@ class FleetState:
             return 0
         ejected_until_s = self.health.ejected_until_s(self.clock())
         return sum(
-            bool(split_ejected(list(deployment.replicas.slots), ejected_until_s).last_resort)
+            bool(split_ejected(deployment.replicas.slots.keys(), ejected_until_s).last_resort)
             for deployment in self._deployments.values()
         )
 

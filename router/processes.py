@@ -23,6 +23,7 @@ from isochrone.wire import codec
 from isochrone.wire.routes import RouteDelta, RouteTable, RouteTablePart, diff
 from isochrone.wire.table_parts import split_table
 from isochrone.wire.usage import Demand, Usage, UsageAck
+from router.batch_client import BatchAccess
 from router.config import RouterConfig
 from router.prompt_sharing import SharedPrompts
 from router.suspicion_sharing import SharedSuspicions
@@ -48,7 +49,7 @@ Shared = SharedPrompts | SharedSuspicions
 """What any process tells all others."""
 
 _FROM_WORKER: Final = codec.decoder(Demand | Usage | Shared)
-_FROM_MAIN: Final = codec.decoder(RouteTablePart | RouteDelta | UsageAck | Shared)
+_FROM_MAIN: Final = codec.decoder(RouteTablePart | RouteDelta | UsageAck | BatchAccess | Shared)
 
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
@@ -193,7 +194,9 @@ class WorkerPool:
                 self._sent_tables[pipe] = None
         return sum(taken)
 
-    def broadcast(self, message: UsageAck | Shared, sender: WorkerPipe | None = None) -> None:
+    def broadcast(
+        self, message: UsageAck | BatchAccess | Shared, sender: WorkerPipe | None = None
+    ) -> None:
         """Send `message` to every worker except its sender. Workers that are behind miss it."""
         for pipe in self._sent_tables:
             if pipe is not sender:

@@ -4,11 +4,13 @@ import asyncio
 import gc
 import logging
 import secrets
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from hashlib import sha256
 from time import monotonic, time
 from typing import Final, NamedTuple
 
+from isochrone.service.allowed_hosts import HostAllowList, own_names
 from isochrone.service.clock import JumpFreeClock, utc_now
 from isochrone.service.config import ConfigError, read_secret
 from isochrone.service.connection_count import ConnectionCount
@@ -19,10 +21,12 @@ from isochrone.service.loop import Loop
 from isochrone.service.systemd import notify
 from isochrone.service.tls import CERTIFICATE_CHECK_S, ReloadingCertificate, load_tls_certificate
 from scheduler import metrics
+from scheduler.api.batch_service import BatchStorage
 from scheduler.api.endpoint import AdminContext
 from scheduler.config import SchedulerConfig
 from scheduler.database import Database, open_database
 from scheduler.listeners import admin_app, serve_control
+from scheduler.loops.advance_batches import AdvanceBatches
 from scheduler.loops.advance_history import AdvanceHistory
 from scheduler.loops.advance_rollouts import AdvanceRollouts
 from scheduler.loops.collect_garbage import CollectGarbage
@@ -40,6 +44,7 @@ from scheduler.loops.rotate_partitions import RotatePartitions
 from scheduler.loops.sum_quotas import SumQuotas
 from scheduler.planner.client import PlannerClient
 from scheduler.planner.messages import PlannerSettings
+from scheduler.state.batch_folder import BatchFolder
 from scheduler.state.scheduler_state import SchedulerState
 from scheduler.store.lease import release_lease
 from scheduler.store.node_reports import NodeReportCache
@@ -50,6 +55,7 @@ log = logging.getLogger(__name__)
 
 ADMIN_TOKEN_LENGTH_MIN: Final = 16
 STALL_LOGGED_S: Final = 0.25
+ADVANCE_BATCHES_S: Final = 1.0
 
 
 class JobNudges(NamedTuple):
@@ -59,6 +65,7 @@ class JobNudges(NamedTuple):
     publish: asyncio.Event
     prefetch: asyncio.Event
     disconnect: asyncio.Event
+    batches: asyncio.Event
 
 
 class Composition(NamedTuple):
@@ -71,6 +78,7 @@ class Composition(NamedTuple):
     authority: Authority
     nudges: JobNudges
     reports: NodeReportCache
+    batches: BatchStorage | None
 
 
 async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
@@ -96,7 +104,10 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         )
         running.push_async_callback(planner.stop)
         state = _make_state(config, database, nudges)
-        made = Composition(config, database, state, planner, authority, nudges, NodeReportCache())
+        made = Composition(
+            *(config, database, state, planner, authority, nudges, NodeReportCache()),
+            batches=await _open_batch_storage(config, nudges.batches.set),
+        )
         loops = _periodic_loops(made, certificate)
         context = AdminContext(
             scheduler_name=config.name,
@@ -111,16 +122,17 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             nudge_place=nudges.place.set,
             nudge_disconnect=nudges.disconnect.set,
         )
+        hosts = HostAllowList((*config.admin_hosts, *await asyncio.to_thread(own_names)))
         await running.enter_async_context(
             serve_http(
-                admin_app(context, token_sha256, loops),
+                admin_app(context, token_sha256, loops, hosts),
                 config.admin_host,
                 config.admin_port,
                 ssl_context=None if certificate is None else certificate.context,
             )
         )
         await running.enter_async_context(
-            serve_control(config, database, state, authority, nudges.place.set)
+            serve_control(config, database, state, authority, nudges.place.set, made.batches)
         )
         renewal = LeaseRenewalThread(
             database_url=config.database_url, interval_s=config.lease_renew_s, lease=state.lease
@@ -187,6 +199,7 @@ def _peer_loops(made: Composition) -> tuple[Loop, ...]:
         leadership=state.leadership,
         admission=state.admission,
         routes=state.routes,
+        assignments=state.assignments,
         nudge_place=made.nudges.place.set,
     )
     flush = FlushPulses(
@@ -276,13 +289,40 @@ def _upkeep_loops(made: Composition) -> tuple[Loop, ...]:
     partitions = RotatePartitions(pool=pool, lease=lease, clock=clock)
     history = AdvanceHistory(pool=pool, lease=lease, unix_clock=time)
     garbage = CollectGarbage(made.state.peers)
+    batches: tuple[Loop, ...] = ()
+    if made.batches is not None:
+        folder, limits, _ = made.batches
+        advance = AdvanceBatches(pool=pool, lease=lease, folder=folder, limits=limits)
+        batches = (
+            Loop(
+                *("advance_batches", advance.run_once, ADVANCE_BATCHES_S),
+                share_max=0.5,
+                nudged=made.nudges.batches,
+            ),
+        )
     return (
+        *batches,
         Loop("delete_expired_rows", delete.run_once, 600.0),
         Loop("sum_quotas", quotas.run_once, config.publish_interval_s),
         Loop("rotate_partitions", partitions.run_once, 30.0),
         Loop("advance_history", history.run_once, 60.0),
         Loop("collect_garbage", garbage.run_once, 5.0),
     )
+
+
+async def _open_batch_storage(
+    config: SchedulerConfig, nudge: Callable[[], None]
+) -> BatchStorage | None:
+    """Return where batches are stored, if the settings say so; raises ConfigError."""
+    if config.batch_folder is None:
+        return None
+    folder = BatchFolder(config.batch_folder)
+    try:
+        await asyncio.to_thread(folder.prepare)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"cannot use batch_folder {config.batch_folder}: {reason}") from error
+    return BatchStorage(folder, config.batches, nudge)
 
 
 def _note_stall(stall: LoopStall) -> None:

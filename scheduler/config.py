@@ -6,6 +6,7 @@ from typing import Annotated
 import msgspec
 
 from isochrone.service.identity import CERTIFICATE_LIFETIME_S
+from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.membership import LivenessLimits
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
@@ -24,6 +25,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     admin_token_file: Path  # its bearer token, mode 0600
     admin_host: str = "127.0.0.1"
     admin_port: Port = 7000
+    # Names with a dot by which clients reach the admin API, such as a load balancer's; "*" for any.
+    # Addresses, localhost and this machine's own names need no entry.
+    admin_hosts: tuple[str, ...] = ()
     tls_certificate: Path | None = None  # set both or neither; reloaded when the files change
     tls_key: Path | None = None
 
@@ -55,3 +59,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # When a silent node counts as lost: `[liveness]` in TOML, with the fields of LivenessLimits.
     liveness: LivenessLimits = LivenessLimits()
     event_retention_days: Positive = 90.0
+
+    # Files and results of batches (`/v1/files`, `/v1/batches`), for clients of the routers. All
+    # schedulers of a cluster share the folder. Without one there are no batches. The limits of a
+    # tenant are `[batches]` in TOML, with the fields of BatchLimits.
+    batch_folder: Path | None = None
+    batches: BatchLimits = BatchLimits()

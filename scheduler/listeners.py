@@ -7,6 +7,7 @@ import msgspec
 from aiohttp import web
 
 from isochrone import __version__
+from isochrone.service.allowed_hosts import HostAllowList, refuse_unknown_hosts
 from isochrone.service.clock import utc_now
 from isochrone.service.http_server import (
     Handler,
@@ -23,6 +24,7 @@ from scheduler import metrics
 from scheduler.api.access import OPEN_PATHS, check_token
 from scheduler.api.admin import ENDPOINTS
 from scheduler.api.agents import AgentEndpoint
+from scheduler.api.batch_service import BatchService, BatchStorage
 from scheduler.api.certificates import CertificateIssuer
 from scheduler.api.endpoint import AdminContext, endpoint_handler
 from scheduler.api.join import JoinEndpoint
@@ -31,11 +33,14 @@ from scheduler.api.peers import PeerServer
 from scheduler.api.routers import RouterEndpoint
 from scheduler.config import SchedulerConfig
 from scheduler.database import Database
+from scheduler.state.relay_tokens import RelayTokens
 from scheduler.state.scheduler_state import SchedulerState
 
 
-def admin_app(context: AdminContext, token_sha256: str, loops: tuple[Loop, ...]) -> web.Application:
-    """Return the application of the admin listener."""
+def admin_app(
+    context: AdminContext, token_sha256: str, loops: tuple[Loop, ...], hosts: HostAllowList
+) -> web.Application:
+    """Return the application of the admin listener, which is reached by the names in `hosts`."""
 
     @web.middleware
     async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -65,7 +70,8 @@ def admin_app(context: AdminContext, token_sha256: str, loops: tuple[Loop, ...])
     async def describe(request: web.Request) -> web.Response:
         return web.Response(body=openapi, content_type="application/json")
 
-    app = web.Application(middlewares=[error_middleware(json_error), authenticate])
+    check_host = refuse_unknown_hosts(hosts, "admin_hosts")
+    app = web.Application(middlewares=[error_middleware(json_error), check_host, authenticate])
     app.router.add_get("/healthz", health)
     app.router.add_get("/metrics", show_metrics)
     app.router.add_get("/openapi.json", describe)
@@ -81,6 +87,7 @@ async def serve_control(
     state: SchedulerState,
     authority: Authority,
     nudge_place: Callable[[], None],
+    batches: BatchStorage | None = None,
 ) -> AsyncIterator[int]:
     """Serve agents and routers; yield the bound port."""
     issuer = CertificateIssuer(authority, lifetime_s=config.certificate_lifetime_s)
@@ -88,7 +95,7 @@ async def serve_control(
         connections_per_address_max=config.control_connections_per_address_max
     )
     async with serve_http(
-        control_app(database, state, issuer, nudge_place),
+        control_app(database, state, issuer, nudge_place, batches),
         config.control_host,
         config.control_port,
         limits=limits,
@@ -102,8 +109,10 @@ def control_app(
     state: SchedulerState,
     issuer: CertificateIssuer,
     nudge_place: Callable[[], None],
+    batches: BatchStorage | None = None,
 ) -> web.Application:
-    """Return the application of the control listener."""
+    """Return the application of the control listener; with a storage it serves batches."""
+    relay_tokens = RelayTokens() if batches is not None else None
     server = PeerServer(
         intake=database.intake,
         reserved=database.reserved,
@@ -115,6 +124,7 @@ def control_app(
         heartbeats=state.heartbeats,
         admission=state.admission,
         unregistered=state.unregistered,
+        relay_tokens=relay_tokens,
     )
     agents = AgentEndpoint(
         server=server,
@@ -154,4 +164,6 @@ def control_app(
     app.router.add_get("/v1/agent", agents.handle)
     app.router.add_get("/v1/router", routers.handle)
     app.router.add_post("/v1/join", join.handle)
+    if batches is not None and relay_tokens is not None:
+        BatchService(database.pool, batches, relay_tokens).add_routes(app)
     return app

@@ -90,6 +90,7 @@ for command in (
     serving.models,
     serving.deploy,
     serving.deployments,
+    serving.engines,
     serving.placements,
     serving.explain,
     planning.plan,

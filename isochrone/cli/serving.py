@@ -156,6 +156,12 @@ def price_of(text: str) -> dict[str, float]:
 @click.option(
     "--priority", type=int, help="0 to 100; the higher is placed first when capacity is scarce."
 )
+@click.option(
+    "--overcommit",
+    type=float,
+    help="Idle replicas sleep and share device memory: 4 plans a quarter of it for each; 1 is off.",
+)
+@click.option("--awake-min", type=int, help="With --overcommit: how many never sleep in each PoP.")
 @click.option("--prefill-share", type=float, help="Share of a PoP's replicas that only prefill.")
 @click.option(
     "--sunset",
@@ -205,7 +211,14 @@ def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str,
         "name": given["name"] or before.get("name"),
     }
     body: dict[str, Any] = {field: value for field, value in names.items() if value}
-    bounds = ("replicas_min", "replicas_max", "priority", "prefill_share")
+    bounds = (
+        "replicas_min",
+        "replicas_max",
+        "priority",
+        "prefill_share",
+        "overcommit",
+        "awake_min",
+    )
     policy = {name: given[name] for name in bounds if given[name] is not None}
     for name in ("keep_warm", "allow", "deny"):
         if given[name]:
@@ -278,6 +291,30 @@ add_command(
     deployments, "delete", "DELETE", DEPLOYMENT,
     "Delete a deployment. Its replicas drain and stop.", "{} is being deleted",
 )  # fmt: skip
+
+
+@click.command()
+@click.pass_obj
+def engines(obj: CliContext) -> None:
+    """List the engines, and what each lacks. `-o json` shows all capabilities and options."""
+    rows = obj.api.list("/v1/engines")
+    if obj.output == "json":
+        show_rows(rows, (), obj.output)
+        return
+    shown = [
+        {
+            "engine": row["driver"],
+            "lacks": ", ".join(row["lacks"]) or "nothing",
+            "resumes": row["capabilities"]["resumes"] or "no",
+            "adapters": row["capabilities"]["adapters"] or "no",
+            "sleep": row["capabilities"]["sleep"] or "no",
+            "versions": row["capabilities"]["version_min"] or "any",
+            "options": len(row["options"]),
+        }
+        for row in rows
+    ]
+    columns = ["engine", "lacks", "resumes", "adapters", "sleep", "versions", "options"]
+    show_rows(shown, columns, obj.output)
 
 
 @click.command()

@@ -1,6 +1,7 @@
 """Scheduler to node: the assignment, the complete numbered desired state of one node."""
 
 from enum import StrEnum
+from math import ceil
 from typing import Annotated
 
 import msgspec
@@ -58,7 +59,10 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     Nodes report the spec back, and a scheduler whose database lost it adopts it from there.
     Therefore each field has the constraints of the catalogue. `memory_bytes` is the limit on each
     device. With `group`, this is one node's part of a replica, and `device_ids` are the devices of
-    this node. `seal` proves to a scheduler that the replica was placed on this node.
+    this node. `seal` proves to a scheduler that the replica was placed on this node. With
+    `overcommit` above 1 it shares its memory with other such replicas: it may have to sleep, and
+    the planner counts this part of its memory only. `extra_bytes` of `memory_bytes` were added
+    because such replicas were measured to take more than computed.
     """
 
     replica_id: Annotated[ReplicaId, msgspec.Meta(pattern=ID_PATTERN)]
@@ -74,6 +78,13 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     role: Role = Role.UNIFIED
     group: ReplicaGroup | None = None
     seal: str = ""
+    overcommit: Annotated[float, msgspec.Meta(ge=1, le=64)] = 1.0
+    extra_bytes: NonNegative = 0
+
+    @property
+    def planned_bytes(self) -> int:
+        """The bytes of each device that the planner counts for this replica."""
+        return ceil(self.memory_bytes / self.overcommit)
 
     @property
     def leads(self) -> bool:

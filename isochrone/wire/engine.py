@@ -96,7 +96,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of `GET /stats`: the engine's load and its measured speed.
 
     `kind` is the kind of model: `chat`, `embedding` or `rerank`. While `memory_full` is true, new
-    requests are refused.
+    requests are refused. While `is_asleep` is true, the model is not in memory; `wake_s` is how
+    long the last wake took.
     """
 
     kind: str = "chat"
@@ -116,3 +117,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     memory_full: bool = False
     load_s: float = 0.0
     weights_bytes: int = 0
+    is_asleep: bool = False
+    wake_s: float = 0.0

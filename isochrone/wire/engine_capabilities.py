@@ -1,49 +1,257 @@
-"""What each engine can do, as data for the CLI, the router, the scheduler and the agent."""
+"""What each engine can do, as data for the CLI, the router, the scheduler and the agent.
+
+A difference between engines is a row here, not an exception elsewhere. The table in docs/engine.md
+is made from it.
+"""
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
+
+from isochrone.wire.headers import INEXACT, SEEDED
+from isochrone.wire.model import EngineSettings
+
+MIB: Final = 1024 * 1024
+SLEEP_OPTION: Final = "enable_sleep_mode"
+TRUE_VALUES: Final = frozenset({"true"})
+
+FEATURES: Final[Mapping[str, str]] = {
+    "chat": "`/v1/chat/completions`",
+    "completions": "`/v1/completions`",
+    "embeddings": "`/v1/embeddings`",
+    "rerank": "`/v1/rerank`",
+    "tools": "`tools`",
+    "forced_tools": "`tool_choice` required or a named tool",
+    "structured_output": "`response_format` of type json_object or json_schema",
+    "logprobs": "`logprobs`",
+    "logit_bias": "`logit_bias`",
+    "several_answers": "`n` above 1",
+    "seed": "`seed`",
+    "images": "image parts of a message",
+    "audio": "audio parts of a message",
+    "suffix": "`suffix` of a completion",
+}
+"""What a request may use and an engine may lack, by the name of the feature."""
+
+_TEXT: Final = frozenset({"chat", "completions"})
+_FIELDS: Final = frozenset(
+    {
+        "tools",
+        "forced_tools",
+        "structured_output",
+        "logprobs",
+        "logit_bias",
+        "several_answers",
+        "seed",
+    }
+)
+_POOLING: Final = frozenset({"embeddings", "rerank"})
+_MEDIA: Final = frozenset({"images", "audio"})
 
 
 class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine can do.
 
+    `features` are names of FEATURES: the surfaces and request fields that it honours. `roles` are
+    the phases that its replicas can run apart, and `handshake` the protocol between them. `resumes`
+    says which interrupted answers it continues exactly: SEEDED (greedy and seeded), INEXACT (with
+    another text), or "" for none. `salt` says where it reads the tenant's cache salt, and
+    `priority` whether it orders its own queue by priority. `memory_options` name what limits its
+    memory; the agent sets them from the plan. Versions are those that were tried: at least
+    `version_min`, below `version_below`; "" for any.
+
     `sequences_option`, `step_tokens_option` and `waiting_option` name the options with the limits
     of concurrent sequences, of tokens in one step and of waiting requests; "" if there is none.
-    `has_kv_cache` is false for an engine that needs no memory for KV.
+    Beside weights, KV cache and activations it takes `overhead_bytes` of each device (code, a CUDA
+    context, communication buffers), and `graph_bytes` for CUDA graphs unless the flag
+    `no_graphs_option` is set. `has_kv_cache` is false for an engine that needs no memory for KV,
+    and `sequences_share_kv` for one that gives each sequence an equal part of it.
     """
 
+    features: frozenset[str] = frozenset(FEATURES)
+    roles: tuple[str, ...] = ("unified",)
+    handshake: str = ""
+    over_nodes: bool = False
+    adapters: Literal["", "with_option", "always"] = ""
+    sleep: Literal["", "with_option", "always"] = ""
+    kv_events: bool = False
+    resumes: str = ""
+    salt: Literal["", "body", "chat_body", "header"] = ""
+    priority: bool = False
+    memory_options: tuple[str, ...] = ()
+    version_min: str = ""
+    version_below: str = ""
     sequences_option: str = ""
     step_tokens_option: str = ""
     waiting_option: str = ""
+    overhead_bytes: int = 256 * MIB
+    graph_bytes: int = 0
+    no_graphs_option: str = ""
     has_kv_cache: bool = True
+    sequences_share_kv: bool = True
 
 
 ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     "embedded": EngineCapabilities(
+        features=_TEXT | _FIELDS | _POOLING,
+        over_nodes=True,
+        adapters="always",
+        sleep="always",
+        resumes=SEEDED,
+        salt="header",
+        priority=True,
+        memory_options=("kv_memory_bytes",),
         sequences_option="sequences_max",
         step_tokens_option="batch_tokens_max",
         waiting_option="waiting_max",
     ),
-    "mock": EngineCapabilities(has_kv_cache=False),
+    # Numbered tokens, whatever a request asks for.
+    "mock": EngineCapabilities(
+        features=frozenset(FEATURES) - _POOLING,
+        sleep="always",
+        resumes=SEEDED,
+        salt="header",
+        has_kv_cache=False,
+    ),
     "vllm": EngineCapabilities(
-        sequences_option="max_num_seqs", step_tokens_option="max_num_batched_tokens"
+        features=_TEXT | _FIELDS | _POOLING | _MEDIA,
+        over_nodes=True,
+        adapters="with_option",
+        sleep="with_option",
+        kv_events=True,
+        resumes=INEXACT,
+        overhead_bytes=768 * MIB,
+        graph_bytes=768 * MIB,
+        no_graphs_option="enforce_eager",
+        salt="body",
+        priority=True,
+        memory_options=("gpu_memory_utilization", "kv_cache_memory_bytes"),
+        version_min="0.11",
+        sequences_option="max_num_seqs",
+        step_tokens_option="max_num_batched_tokens",
     ),
-    "llama_cpp": EngineCapabilities(sequences_option="parallel", step_tokens_option="batch_size"),
+    # `--parallel` slots, each with an equal part of the KV cache.
+    "llama_cpp": EngineCapabilities(
+        features=_TEXT | _FIELDS,
+        resumes=INEXACT,
+        overhead_bytes=512 * MIB,
+        salt="body",
+        memory_options=("ctx_size",),
+        sequences_option="parallel",
+        step_tokens_option="batch_size",
+        sequences_share_kv=False,
+    ),
     "sglang": EngineCapabilities(
-        sequences_option="max_running_requests", step_tokens_option="chunked_prefill_size"
+        features=_TEXT | _FIELDS | _POOLING | _MEDIA,
+        over_nodes=True,
+        adapters="with_option",
+        resumes=INEXACT,
+        overhead_bytes=768 * MIB,
+        graph_bytes=1024 * MIB,
+        no_graphs_option="disable_cuda_graph",
+        salt="body",
+        memory_options=("mem_fraction_static",),
+        sequences_option="max_running_requests",
+        step_tokens_option="chunked_prefill_size",
     ),
+    # `tool_choice` of its openai_protocol.py is none, auto or a named tool, and a named one is not
+    # enforced.
     "tensorrt_llm": EngineCapabilities(
-        sequences_option="max_batch_size", step_tokens_option="max_num_tokens"
+        features=_TEXT | (_FIELDS - {"forced_tools"}) | {"images"},
+        overhead_bytes=1024 * MIB,
+        graph_bytes=512 * MIB,
+        salt="chat_body",
+        memory_options=("kv_cache_config.max_gpu_total_bytes",),
+        sequences_option="max_batch_size",
+        step_tokens_option="max_num_tokens",
     ),
 }
 """By driver. `ENGINE_OPTIONS` has the same keys."""
 
 UNKNOWN_ENGINE: Final = EngineCapabilities()
-"""Assumed of an engine that a newer version of the other side knows."""
+"""Assumed of an engine that only a newer version of the other side knows: it can do all."""
+
+
+class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine in the admin API: its name, capabilities and options."""
+
+    driver: str
+    capabilities: EngineCapabilities
+    lacks: tuple[str, ...]
+    options: tuple[str, ...]
 
 
 def capabilities_of(driver: str) -> EngineCapabilities:
     """Return what an engine can do."""
     return ENGINE_CAPABILITIES.get(driver, UNKNOWN_ENGINE)
+
+
+def lacking_features(driver: str) -> tuple[str, ...]:
+    """Return the features that an engine lacks, in the order of FEATURES."""
+    features = capabilities_of(driver).features
+    return tuple(name for name in FEATURES if name not in features)
+
+
+def sleep_problem(engine: EngineSettings) -> str:
+    """Return why replicas with these settings cannot sleep, or "" if they can."""
+    sleep = capabilities_of(engine.driver).sleep
+    if not sleep:
+        return f"{engine.driver} cannot sleep"
+    if sleep == "with_option" and engine.options.get(SLEEP_OPTION, "").lower() not in TRUE_VALUES:
+        return f"{engine.driver} sleeps only with --option {SLEEP_OPTION}=true"
+    if engine.nodes > 1:
+        return "a replica over several nodes cannot sleep"
+    if engine.driver == "embedded" and (engine.devices > 1 or engine.options.get("draft_path")):
+        return "embedded cannot sleep with several devices or a draft model"
+    return ""
+
+
+def capability_table() -> str:
+    """Return the capabilities of all engines as a Markdown table."""
+    rows = [("", *ENGINE_CAPABILITIES)]
+    engines = ENGINE_CAPABILITIES.values()
+    for feature, words in FEATURES.items():
+        rows.append((words, *("yes" if feature in one.features else "no" for one in engines)))
+    resumed = {SEEDED: "greedy and seeded exactly", INEXACT: "with another text", "": "no"}
+    salts = {"": "none", "body": "`cache_salt`", "chat_body": "`cache_salt`, chat only"}
+    rows += [
+        ("over several nodes", *(_yes(one.over_nodes) for one in engines)),
+        ("adapters (LoRA)", *(_condition(one.adapters) for one in engines)),
+        ("sleep of idle replicas", *(_condition(one.sleep) for one in engines)),
+        ("phases apart", *(one.handshake or "no" for one in engines)),
+        ("KV events", *(_yes(one.kv_events) for one in engines)),
+        ("resumes a cut answer", *(resumed[one.resumes] for one in engines)),
+        ("cache salt of a tenant", *(salts.get(one.salt, one.salt) for one in engines)),
+        ("orders its queue by priority", *(_yes(one.priority) for one in engines)),
+        ("memory set by", *(_names(one.memory_options) for one in engines)),
+        ("memory beside weights, KV and activations", *(_memory(one) for one in engines)),
+        ("limit of sequences", *(_names((one.sequences_option,)) for one in engines)),
+        ("tokens of a step", *(_names((one.step_tokens_option,)) for one in engines)),
+        ("versions", *(_versions(one) for one in engines)),
+    ]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def _yes(is_able: bool) -> str:
+    return "yes" if is_able else "no"
+
+
+def _condition(when: str) -> str:
+    return {"": "no", "always": "yes", "with_option": "with an option"}[when]
+
+
+def _names(options: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in options if name) or "none"
+
+
+def _memory(one: EngineCapabilities) -> str:
+    graphs = f" + {one.graph_bytes // MIB} for graphs" if one.graph_bytes else ""
+    return f"{one.overhead_bytes // MIB} MiB{graphs}"
+
+
+def _versions(one: EngineCapabilities) -> str:
+    least = f"from {one.version_min}" if one.version_min else ""
+    below = f"below {one.version_below}" if one.version_below else ""
+    return " ".join(word for word in (least, below) if word) or "any"

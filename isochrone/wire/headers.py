@@ -137,7 +137,8 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     in the prefix cache. The unit is the cost of a token at the start of a prompt: later tokens take
     longer and count for more. `others_pending_prefill_tokens` and `others_decode_tokens` leave out
     the requests of the router that asked, and the estimated progress on the current prompt.
-    -1 means that the node does not report the value.
+    -1 means that the node does not report the value. A replica that sleeps needs `wake_ms` before
+    it can serve.
     """
 
     prefill_tokens: int
@@ -147,6 +148,7 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     pending_prefill_tokens: int = -1
     others_pending_prefill_tokens: int = -1
     others_decode_tokens: int = -1
+    wake_ms: int = 0
 
 
 class TokenEstimate(NamedTuple):
@@ -163,6 +165,8 @@ def format_load(load: ReportedLoad) -> str:
         value += f";u={load.pending_prefill_tokens}"
     if load.others_pending_prefill_tokens >= 0:
         value += f";o={load.others_pending_prefill_tokens};e={load.others_decode_tokens}"
+    if load.wake_ms:
+        value += f";z={load.wake_ms}"
     return value
 
 
@@ -175,7 +179,14 @@ def parse_load(value: str) -> ReportedLoad | None:
             return None
         fields[name] = int(number)
     try:
-        load = ReportedLoad(fields["p"], fields["d"], fields["r"], fields["w"], fields.get("u", -1))
+        load = ReportedLoad(
+            fields["p"],
+            fields["d"],
+            fields["r"],
+            fields["w"],
+            fields.get("u", -1),
+            wake_ms=fields.get("z", 0),
+        )
     except KeyError:
         return None
     if "o" not in fields or "e" not in fields:

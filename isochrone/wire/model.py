@@ -97,7 +97,8 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True):
     """A catalogue entry: the model, its files, its memory and its price.
 
     `kv_bytes_per_token` is the KV cache of one token of context; 0 if unknown. With `shape`, the
-    memory on any devices is computed from the model's dimensions.
+    memory on any devices is computed from the model's dimensions. `extra_bytes` of each device are
+    added to what the planner computes for an engine with this model.
     """
 
     model_id: ModelName
@@ -110,6 +111,7 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = "chat"
     price: Price | None = None
     shape: ModelDimensions | None = None
+    extra_bytes: NonNegative = 0
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +147,10 @@ class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
     share of a PoP's replicas that only prefill, if the PoP has two or more; 0 makes all unified.
     While a replica is replaced or moved there may be one more than `replicas_max`, because the old
     one ends only when the new one is warm.
+
+    With `overcommit` above 1 its replicas share device memory with other such replicas: idle ones
+    sleep, and the planner counts 1/`overcommit` of their memory. `awake_min` replicas in each PoP
+    never sleep, and at least one in each PoP of `keep_warm`.
     """
 
     replicas_min: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 1
@@ -154,6 +160,8 @@ class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
     deny: tuple[str, ...] = ()
     priority: Annotated[int, msgspec.Meta(ge=0, le=100)] = 50
     prefill_share: Annotated[float, msgspec.Meta(ge=0, le=0.9)] = 0.0
+    overcommit: Annotated[float, msgspec.Meta(ge=1, le=64)] = 1.0
+    awake_min: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
 
 
 class Deprecation(msgspec.Struct, frozen=True, kw_only=True):

@@ -68,7 +68,11 @@ class RolloutEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router needs of a deployment: the name that clients use, its limits and its price."""
+    """What a router needs of a deployment: the name that clients use, its limits and its price.
+
+    `engine` is the name of its driver, and `engine_lacks` what that engine cannot do, as names of
+    `engine_capabilities.FEATURES`.
+    """
 
     deployment_id: DeploymentId
     name: str
@@ -79,6 +83,8 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     price: Price | None = None
     rollout: RolloutEntry | None = None
     deprecation: Deprecation | None = None
+    engine: str = ""
+    engine_lacks: tuple[str, ...] = ()
 
 
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):

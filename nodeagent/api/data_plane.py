@@ -6,7 +6,7 @@ Bytes between router and engine are not changed. Every answer carries the replic
 import logging
 from contextlib import AbstractAsyncContextManager, nullcontext
 from time import monotonic
-from typing import Final, NamedTuple
+from typing import Final
 
 import aiohttp
 from aiohttp import web
@@ -30,6 +30,11 @@ from nodeagent.api.handoff_notice import announce_replica
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.pop_loads import PopLoadReader
+from nodeagent.api.request_estimates import (
+    PrefillEstimate,
+    prefill_estimate,
+    queue_tokens_max,
+)
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.handoff import (
     Handoff,
@@ -39,6 +44,7 @@ from nodeagent.decide.handoff import (
 )
 from nodeagent.disaggregation.two_legs import PrefillLeg
 from nodeagent.drivers.driver import TOKENIZE_PATH
+from nodeagent.host.awake_memory import CannotWake
 from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.supervisor import ManagedReplica, Supervisor
 
@@ -93,13 +99,6 @@ class RequestRefused(Exception):
         self.load = load
 
 
-class PrefillEstimate(NamedTuple):
-    """The router's estimate of a prompt's prefill on one replica; None tokens: the whole prompt."""
-
-    pending_prefill_tokens: int | None
-    prefill_ms: int
-
-
 class DataPlaneServer:
     """Serves inference requests, pings, health checks and metrics to routers and other nodes."""
 
@@ -139,7 +138,7 @@ class DataPlaneServer:
             # The replica may have begun to drain in the meantime.
             replica = self._find_replica(request)
             _check_queue(request, replica)
-            return await self._serve_here(request, replica, body, _prefill_estimate(request))
+            return await self._serve_here(request, replica, body, prefill_estimate(request))
         except RequestRefused as refused:
             metrics.REQUESTS.labels(refused.word).inc()
             return refusal(refused.word, refused.status, refused.load)
@@ -159,11 +158,14 @@ class DataPlaneServer:
             is_suspect = headers.SUSPECT in request.headers
             async with (
                 _seat(request, replica),
+                self._supervisor.awake.use(replica.spec.replica_id),
                 engine_request(replica, is_suspect=is_suspect) as running,
             ):
                 if running is None:  # a suspect may have waited
                     raise RequestRefused("loading", 503)
                 return await self._relay_to_engine(request, replica, body, reservation, running)
+        except CannotWake as error:
+            raise RequestRefused("loading", 503) from error
         finally:
             reservation.release(monotonic())
 
@@ -189,7 +191,7 @@ class DataPlaneServer:
         queues |= {
             name: managed.admission.pending_prefill_tokens(now_s) for name, managed in local.items()
         }
-        handoff = choose_handoff(replicas, queues, _queue_tokens_max(request))
+        handoff = choose_handoff(replicas, queues, queue_tokens_max(request))
         if handoff is None:
             return None
         target = handoff.target
@@ -377,21 +379,11 @@ def _check_queue(request: web.Request, replica: ManagedReplica) -> None:
 
     The refusal carries the current load, with which the router may choose another replica.
     """
-    tokens_max = _queue_tokens_max(request)
+    tokens_max = queue_tokens_max(request)
     if tokens_max is None:
         return
     if replica.admission.pending_prefill_tokens(monotonic()) > tokens_max:
         raise RequestRefused(headers.QUEUED, load=_load_header(request, replica))
-
-
-def _prefill_estimate(request: web.Request) -> PrefillEstimate:
-    tokens = _parse_count(request.headers.get(headers.PENDING_PREFILL_TOKENS, ""))
-    prefill_ms = _parse_count(request.headers.get(headers.PREFILL_MS, "")) or 0
-    return PrefillEstimate(tokens, prefill_ms)
-
-
-def _queue_tokens_max(request: web.Request) -> int | None:
-    return _parse_count(request.headers.get(headers.QUEUE_TOKENS_MAX, ""))
 
 
 def _load_header(request: web.Request, replica: ManagedReplica) -> str:
@@ -399,8 +391,3 @@ def _load_header(request: web.Request, replica: ManagedReplica) -> str:
     return headers.format_load(
         replica.admission.load(headers.router_name(request.headers), monotonic())
     )
-
-
-def _parse_count(value: str) -> int | None:
-    """Return a header's number of tokens or milliseconds, or None if it has none."""
-    return int(value) if value.isascii() and value.isdigit() and len(value) <= 12 else None

@@ -33,6 +33,7 @@ def _update_gauges(supervisor: Supervisor) -> None:
     metrics.REPLICAS.clear()
     metrics.IN_FLIGHT.clear()
     metrics.RESTARTS.clear()
+    metrics.ASLEEP.set(supervisor.awake.asleep_count())
     for replica_id, replica in supervisor.replicas.items():
         load = replica.admission.load()
         metrics.REPLICAS.labels(replica.state.value).inc()

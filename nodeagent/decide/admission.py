@@ -12,6 +12,7 @@ from the elapsed time.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Final
 
 from isochrone.wire.headers import ReportedLoad
@@ -50,6 +51,8 @@ class ReplicaAdmission:
             self.generations_max = sequences_max + surplus
         self.is_closed = False
         """True while the engine refuses new requests for lack of memory, whatever the tokens."""
+        self.wake_ms: Callable[[], int] = lambda: 0
+        """How long a request would wait for the replica to wake; 0 while it is awake."""
         self.running = 0
         """Number of requests in flight."""
         self._generations: Counter[str] = Counter()
@@ -133,6 +136,7 @@ class ReplicaAdmission:
             pending_prefill_tokens=self._pending_prefill_tokens,
             others_pending_prefill_tokens=others_pending,
             others_decode_tokens=others_decode,
+            wake_ms=self.wake_ms(),
         )
 
     def pending_prefill_tokens(self, now_s: float, excluding_router: str | None = None) -> int:

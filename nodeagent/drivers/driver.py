@@ -106,6 +106,9 @@ class EngineDriver(Protocol):
 
     has_spare_seats: bool
     """Whether it is started with more seats than `sequences_option` says (decide/seats.py)."""
+    sleep_path: str
+    wake_path: str
+    """Paths that drop the engine's model and load it again; "" if it cannot sleep."""
 
     def missing(self) -> str:
         """Return what the engine lacks on this node, or "" if it can start. Blocks."""

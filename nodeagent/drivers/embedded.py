@@ -37,6 +37,8 @@ class EmbeddedDriver:
     is_queue_fair = True
     has_spare_seats = False
     kv_transfer = True
+    sleep_path = "/sleep"
+    wake_path = "/wake_up"
     module = "nodeagent.engine"
     has_standby = True
     """Whether a spare process of this engine can wait for its configuration."""

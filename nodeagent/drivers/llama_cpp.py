@@ -76,6 +76,7 @@ class LlamaCppDriver:
     is_queue_fair = False
     has_spare_seats = False
     kv_transfer = False
+    sleep_path = wake_path = ""
 
     def missing(self) -> str:
         """Return an error message if llama-server is missing or cannot be used, else ""."""

@@ -38,6 +38,7 @@ class SglangDriver:
     is_queue_fair = False
     has_spare_seats = True
     kv_transfer = False
+    sleep_path = wake_path = ""
 
     def missing(self) -> str:
         """Return an error message if SGLang is not installed, else ""."""

@@ -37,6 +37,7 @@ class TensorRtLlmDriver:
     is_queue_fair = False
     has_spare_seats = False
     kv_transfer = False
+    sleep_path = wake_path = ""
 
     def missing(self) -> str:
         """Return an error message if trtllm-serve is not installed, else ""."""

@@ -47,6 +47,8 @@ class VllmDriver:
     is_queue_fair = False
     has_spare_seats = True
     kv_transfer = False
+    sleep_path = "/sleep?level=1"
+    wake_path = "/wake_up"
 
     def missing(self) -> str:
         """Return an error message if vLLM is not installed, or is too old, else ""."""
@@ -63,6 +65,7 @@ class VllmDriver:
         pipeline = _pipeline_stages(spec)
         options.pop(STAGES_OPTION, None)
         devices = len(spec.device_ids) * (spec.group.nodes if spec.group else 1)
+        can_sleep = options.get("enable_sleep_mode", "false").lower() in TRUE
         return EngineCommand(
             arguments=(
                 *("vllm", "serve", str(launch.model_path)),
@@ -81,6 +84,8 @@ class VllmDriver:
                 **visible_devices(spec),
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
+                # The server has its sleep endpoints in this mode only; it listens on loopback.
+                **({"VLLM_SERVER_DEV_MODE": "1"} if can_sleep else {}),
                 **_environment(launch, options),
             },
         )

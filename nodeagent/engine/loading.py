@@ -116,6 +116,30 @@ def load_engine(config: EngineConfig, workers: WorkerGroup | None = None) -> Loa
     )
 
 
+def can_sleep(config: EngineConfig) -> bool:
+    """Say whether the model of this process can be dropped and loaded again by itself."""
+    return parallel_config(config).ranks == 1 and not config.draft_path
+
+
+def reload_runner(config: EngineConfig) -> ModelRunner:
+    """Load the model of an engine that slept. Raises CheckpointError.
+
+    The vocabulary, the scheduler and the tiers of the KV cache were kept.
+    """
+    source = open_checkpoint(Path(config.model_path))
+    try:
+        check_memory(config, source, 0)
+        shard = load_shard(config, source, Communicator(parallel_config(config)))
+        shard.wait_weights()
+    finally:
+        source.close()
+    if config.graphs:
+        shard.runner.capture(
+            config.sequences_max, min(config.context_tokens_max, source.shape.context_tokens)
+        )
+    return shard.runner
+
+
 def _read_vocabulary(config: EngineConfig, source: Checkpoint) -> Vocabulary:
     vocabulary = read_vocabulary(source)
     if vocabulary.size > source.shape.vocabulary:

@@ -58,6 +58,8 @@ SECOND_HAND: Final = re.compile(rb"root cause|Engine core initialization failed"
 TERM_TIMEOUT_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 4.0
 CANARY_TIMEOUT_S: Final = 20.0
+SLEEP_TIMEOUT_S: Final = 30.0
+WAKE_TIMEOUT_S: Final = 120.0
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 CANARIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "chat": (
@@ -184,6 +186,22 @@ class EngineProcess:
         status, _ = await self._request("POST", path, CANARY_TIMEOUT_S, body)
         # A full engine refuses with 429 and is healthy.
         return status in (200, 429)
+
+    async def fall_asleep(self) -> bool:
+        """Have the engine drop its model; return False if it refuses or cannot."""
+        path = self._driver.sleep_path
+        if not path:
+            return False
+        status, _ = await self._request("POST", path, SLEEP_TIMEOUT_S)
+        return status == 200
+
+    async def wake_up(self) -> bool:
+        """Have the engine load its model again; return False if it does not."""
+        path = self._driver.wake_path
+        if not path:
+            return False
+        status, _ = await self._request("POST", path, WAKE_TIMEOUT_S)
+        return status == 200
 
     async def _request(
         self, method: str, path: str, timeout_s: float, body: Any = None

@@ -37,6 +37,7 @@ class MockServer:
         self._config = config
         self._in_flight = 0
         self._is_draining = False
+        self._is_asleep = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -53,6 +54,8 @@ class MockServer:
         app.router.add_get("/stats", self._stats)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/drain", self._drain)
+        app.router.add_post("/sleep", self._sleep)
+        app.router.add_post("/wake_up", self._wake_up)
         return app
 
     async def serve(self) -> None:
@@ -78,6 +81,9 @@ class MockServer:
                 "cannot serve the request: this engine is draining",
                 retry_after_s=1,
             )
+        if self._is_asleep:
+            # Unlike a real engine: a test must see that the agent did not wake it.
+            raise ApiError(ErrorCode.UNAVAILABLE, "cannot serve the request: this engine sleeps")
         body = openai.decode(
             await read_body(http_request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
         )
@@ -104,6 +110,16 @@ class MockServer:
             if self._in_flight == 0:
                 self._idle.set()
 
+    async def _sleep(self, http_request: web.Request) -> web.Response:
+        if self._in_flight:
+            raise ApiError(ErrorCode.CONFLICT, "cannot sleep: requests are open")
+        self._is_asleep = True
+        return web.json_response({"is_sleeping": True})
+
+    async def _wake_up(self, http_request: web.Request) -> web.Response:
+        self._is_asleep = False
+        return web.json_response({"is_sleeping": False})
+
     async def _tokenize(self, http_request: web.Request) -> web.Response:
         """Count the tokens of a chat's prompt."""
         body = openai.decode(
@@ -129,7 +145,7 @@ class MockServer:
         return _json(health)
 
     async def _stats(self, request: web.Request) -> web.Response:
-        return _json(self._engine.stats())
+        return _json(msgspec.structs.replace(self._engine.stats(), is_asleep=self._is_asleep))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         stats = msgspec.structs.asdict(self._engine.stats())

@@ -91,7 +91,7 @@ def mutate_request(chance: random.Random) -> bytes:
 def read_in_pieces(data: bytes, chance: random.Random) -> list[HttpRequest]:
     """Feed the reader in random pieces; return the requests it accepted before an error."""
     collector = RequestCollector()
-    reader = RequestReader(collector, _allow_all, BYTES_MAX, lambda: 0.0)
+    reader = RequestReader(collector, _allow_all, lambda _: None, BYTES_MAX, lambda: 0.0)
     while data:
         size = chance.randint(1, len(data))
         try:

@@ -16,6 +16,7 @@ from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error, openai_error_event
 from isochrone.wire.routes import KeyEntry
 from router.apis.auxiliary_server import forward_to_auxiliary
+from router.apis.batches.relay import is_batch_path, relay_to_batch_service
 from router.apis.messages.adapter import MESSAGES_PATHS, is_messages, read_messages_request
 from router.apis.messages.adapter import REQUEST_ID as MESSAGES_REQUEST_ID
 from router.apis.messages.errors import error_body, error_status
@@ -24,8 +25,9 @@ from router.apis.request_ids import RequestIds
 from router.apis.responses.adapter import PATH as RESPONSES_PATH
 from router.apis.responses.adapter import read_responses_request
 from router.apis.workers_ai.adapter import is_workers_ai, model_of, read_run_request
-from router.apis.workers_ai.auxiliary import CATALOG_PATHS, catalog_path
+from router.apis.workers_ai.auxiliary import AUXILIARY_PATHS, auxiliary_path
 from router.apis.workers_ai.translate import encode_error_envelope
+from router.batch_client import BatchClient
 from router.dataplane.http1 import HeaderFields, format_headers, is_costly_body
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 from router.dataplane.server import ClientConnection
@@ -36,7 +38,7 @@ from router.metrics import Metrics
 from router.pipeline import RequestPipeline
 
 INFERENCE_PATHS: Final = frozenset(DECODERS) | MESSAGES_PATHS | {RESPONSES_PATH}
-WORKERS_AI_ROUTES: Final = "POST /ai/run/{model} and /ai/v1/..., GET " + ", ".join(CATALOG_PATHS)
+WORKERS_AI_ROUTES: Final = "POST /ai/run/{model} and /ai/v1/..., " + ", ".join(AUXILIARY_PATHS)
 REQUEST_ID: Final = headers.REQUEST_ID.encode()
 
 PREFLIGHT_LINES: Final = (
@@ -62,8 +64,10 @@ class ApiDispatcher:
         upstream: Upstream,
         request_ids: RequestIds,
         metrics: Metrics,
+        batches: BatchClient,
     ) -> None:
         """Use the parts that the whole router shares; `upstream` reaches the auxiliary server."""
+        self._batches = batches
         self._openai = openai
         self._pipeline = pipeline
         self._upstream = upstream
@@ -77,7 +81,9 @@ class ApiDispatcher:
         body whose key is over a limit. The refusal closes the connection, which costs less than
         reading such a body and more than reading a small one: that is refused once it is read.
         """
-        if method != b"POST" or not _is_inference(path):
+        if is_batch_path(_openai_path(path)):
+            return self._openai.key_of(fields)
+        if method != b"POST" or not (_is_inference(path) or auxiliary_path(path)):
             return None
         key = self._openai.key_of(fields)
         if is_costly_body(fields):
@@ -113,8 +119,12 @@ class ApiDispatcher:
         if path not in INFERENCE_PATHS:
             request.path = path = _openai_path(path)
             if not _is_inference(path):
+                if is_batch_path(path):
+                    sent_id = request.header(REQUEST_ID)
+                    _, request.client_request_id = self._request_ids.next(sent_id)
+                    return relay_to_batch_service(self._batches, request, client)
                 if is_workers_ai(path):
-                    if listed := catalog_path(path):
+                    if listed := auxiliary_path(path):
                         request.path = listed
                         return forward_to_auxiliary(self._upstream, request, client)
                     raise _not_found(request, WORKERS_AI_ROUTES)
@@ -129,17 +139,23 @@ class ApiDispatcher:
                 f"cannot use the method {request.method.decode()} for {path}: use POST",
                 headers={"allow": "POST"},
             )
-        inference: InferenceRequest
-        writer: ResponseWriter = client
-        if path in DECODERS:
-            inference = self._openai.read(request, path, request.body, openai_error_event)
-        elif path == RESPONSES_PATH:
-            inference, writer = read_responses_request(self._openai, request, client)
-        elif path in MESSAGES_PATHS:
-            inference, writer = read_messages_request(self._openai, request, path, client)
-        else:
-            inference, writer = read_run_request(self._openai, request, client)
+        inference, writer = self.read_inference(request, path, client)
         return self._pipeline.serve(inference, writer)
+
+    def read_inference(
+        self, request: HttpRequest, path: str, writer: ResponseWriter
+    ) -> tuple[InferenceRequest, ResponseWriter]:
+        """Return an inference request, and the writer of its response, which writes to `writer`.
+
+        Raises ApiError if the request is invalid.
+        """
+        if path in DECODERS:
+            return self._openai.read(request, path, request.body, openai_error_event), writer
+        if path == RESPONSES_PATH:
+            return read_responses_request(self._openai, request, writer)
+        if path in MESSAGES_PATHS:
+            return read_messages_request(self._openai, request, path, writer)
+        return read_run_request(self._openai, request, writer)
 
 
 def _not_found(request: HttpRequest, routes: str) -> ApiError:

@@ -13,6 +13,7 @@ from router.dataplane.body_inflater import BodyInflater
 from router.dataplane.http1 import HeaderFields
 from router.dataplane.http_messages import HttpRequest
 from router.dataplane.inline_task import inline_sleep
+from router.dataplane.upload_spool import UploadSpool
 from router.decide.body_limits import INFLATED_WEIGHT, HeldBytes, ParseBudget, inflated_bytes_max
 
 KEYLESS_BODY_BYTES_MAX: Final = 64 * 1024
@@ -24,6 +25,7 @@ class BodyAdmission:
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float]) -> None:
         """Use the limits of `config`. `clock` returns monotonic seconds."""
+        self.uploads = UploadSpool(config.state_folder / "uploads", config)
         self._clock = clock
         self._bytes_max = config.body_bytes_max
         self._budget = ParseBudget(config.parse_bytes_per_key_per_s)
@@ -47,6 +49,12 @@ class BodyAdmission:
         """Count the bytes of a complete or abandoned body no longer."""
         self.held.release(_key_id(request), network, request.held_bytes)
         request.held_bytes = 0
+
+    def drop(self, request: HttpRequest, network: str) -> None:
+        """Drop the body of a request that is answered or given up."""
+        self.release(request, network)
+        if request.upload is not None:
+            request.upload.close()
 
     async def prepare(self, request: HttpRequest) -> None:
         """Charge a complete body to its key's parse budget, and inflate it. Raises ApiError."""

@@ -6,6 +6,18 @@ from isochrone.wire.routes import KeyEntry
 from router.dataplane.http1 import HeaderFields
 
 
+class UploadedBody(Protocol):
+    """A body that is kept on disk, at most `bytes_max` bytes of it; `body` is then empty."""
+
+    bytes_max: int
+
+    def write(self, data: bytes) -> None:
+        """Append a part. Raises ApiError."""
+
+    def close(self) -> None:
+        """Drop the body. A second call has no effect."""
+
+
 class HttpRequest:
     """One client request. Header names are lower case; repeated headers are joined by commas.
 
@@ -17,7 +29,7 @@ class HttpRequest:
 
     __slots__ = (
         "arrived_s", "body", "client_request_id", "headers", "held_bytes", "is_http10",
-        "keep_alive", "key", "method", "path", "query", "request_id",
+        "keep_alive", "key", "method", "path", "query", "request_id", "upload",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -27,6 +39,7 @@ class HttpRequest:
         self.headers: HeaderFields = {}
         self.body = b""
         self.key: KeyEntry | None = None
+        self.upload: UploadedBody | None = None
         self.keep_alive = False
         self.is_http10 = False
         self.arrived_s = 0.0

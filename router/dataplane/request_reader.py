@@ -14,12 +14,16 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.routes import KeyEntry
 from router.dataplane import http1
 from router.dataplane.body_admission import KEYLESS_BODY_BYTES_MAX
-from router.dataplane.http_messages import HttpRequest
+from router.dataplane.http_messages import HttpRequest, UploadedBody
 
 HEAD_BYTES_MAX: Final = 32 * 1024
 
 Authorize = Callable[[bytes, str, http1.HeaderFields], KeyEntry | None]
 """(method, path, headers) to the request's API key; raises ApiError before the body is read."""
+
+
+OpenUpload = Callable[[HttpRequest], UploadedBody | None]
+"""An authorized head to where its body is kept, if that is not memory; raises ApiError."""
 
 
 class RequestReceiver(Protocol):
@@ -40,20 +44,22 @@ class RequestReader:
 
     __slots__ = (
         "_authorize", "_body_bytes", "_body_bytes_max", "_bytes_max", "_clock",
-        "_fields_bytes", "_first_part", "_ignores_head", "_length", "_other_parts", "_parser",
-        "_receiver", "_request", "_requests_read", "_target", "_unparsed_bytes",
+        "_fields_bytes", "_first_part", "_ignores_head", "_length", "_open_upload", "_other_parts",
+        "_parser", "_receiver", "_request", "_requests_read", "_target", "_unparsed_bytes",
     )  # fmt: skip
 
     def __init__(
         self,
         receiver: RequestReceiver,
         authorize: Authorize,
+        open_upload: OpenUpload,
         bytes_max: int,
         clock: Callable[[], float],
     ) -> None:
         """Accept bodies of at most `bytes_max` bytes. `clock` returns monotonic seconds."""
         self._receiver = receiver
         self._authorize = authorize
+        self._open_upload = open_upload
         self._bytes_max = self._body_bytes_max = bytes_max
         self._clock = clock
         self._parser = httptools.HttpRequestParser(self)
@@ -76,6 +82,11 @@ class RequestReader:
     def is_in_body(self) -> bool:
         """Whether the head is complete and the body is not."""
         return self._length is not None
+
+    @property
+    def uploaded_bytes(self) -> int:
+        """How much of a body that is kept on disk has arrived."""
+        return self._body_bytes if self._request.upload is not None else 0
 
     @property
     def path(self) -> str:
@@ -150,6 +161,9 @@ class RequestReader:
         self._body_bytes_max = self._bytes_max
         if request.key is None and self._bytes_max > KEYLESS_BODY_BYTES_MAX:
             self._body_bytes_max = KEYLESS_BODY_BYTES_MAX
+        upload = request.upload = self._open_upload(request)
+        if upload is not None:
+            self._body_bytes_max = upload.bytes_max
         length = int(headers.get(b"content-length", b"0"))
         if length > self._body_bytes_max:
             raise self._body_too_large()
@@ -164,6 +178,10 @@ class RequestReader:
         self._unparsed_bytes = 0
         if self._body_bytes > self._body_bytes_max:
             raise self._body_too_large()
+        upload = self._request.upload
+        if upload is not None:
+            upload.write(body)
+            return
         if self._body_bytes != self._length or before:
             # Not a body that arrived whole, which most do.
             self._receiver.on_body_held(self._request, len(body))

@@ -30,6 +30,7 @@ from router.dataplane.request_reader import Authorize, RequestReader
 
 log = logging.getLogger(__name__)
 
+UPLOAD_STEP_BYTES: Final = 1024 * 1024  # for which an upload has `body_timeout_s`
 PIPELINED_MAX: Final = 4
 """Complete requests of one connection that may wait; from there on reading is paused."""
 
@@ -151,7 +152,9 @@ class ClientConnection:
         self._server = server
         self._transport: asyncio.Transport | None = None
         self._reader = RequestReader(
-            self, server.authorize, server.config.body_bytes_max, server.clock
+            *(self, server.authorize, server.bodies.uploads.open),
+            server.config.body_bytes_max,
+            server.clock,
         )
         self._task: InlineTask | None = None
         self._pending: deque[HttpRequest] = deque()
@@ -189,9 +192,9 @@ class ClientConnection:
         """Leave the server and cancel the request that is being answered."""
         self._server.on_closed(self, self._network)
         self._transport = None
-        self._server.bodies.release(self._reader.give_up(), self._network)
+        self._server.bodies.drop(self._reader.give_up(), self._network)
         for request in self._pending:
-            self._server.bodies.release(request, self._network)
+            self._server.bodies.drop(request, self._network)
         self._pending.clear()
         if self._task is not None:
             self._task.cancel()
@@ -206,11 +209,12 @@ class ClientConnection:
             return
         reader = self._reader
         had_begun, was_in_body = reader.arrived_s > 0, reader.is_in_body
+        uploaded_steps = reader.uploaded_bytes // UPLOAD_STEP_BYTES
         try:
             reader.feed(data)
         except ApiError as error:
             self._malformed = error
-            self._server.bodies.release(reader.give_up(), self._network)
+            self._server.bodies.drop(reader.give_up(), self._network)
         if self._task is not None:
             return
         if self._pending:
@@ -223,7 +227,9 @@ class ClientConnection:
             return
         # An incomplete request gets a deadline: a head from its first byte, a body from the end
         # of its head.
-        if reader.is_in_body and not was_in_body:
+        if reader.is_in_body and (
+            not was_in_body or reader.uploaded_bytes // UPLOAD_STEP_BYTES > uploaded_steps
+        ):
             self.due_s = self._server.clock() + self._server.config.body_timeout_s
         elif reader.arrived_s and not had_begun:
             self.due_s = reader.arrived_s + self._server.config.head_timeout_s
@@ -400,6 +406,7 @@ class ClientConnection:
             )
         finally:
             self._source = None
+            self._server.bodies.drop(request, self._network)
 
     def _answer_error(self, request: HttpRequest, error: ApiError) -> None:
         if self._has_begun:
@@ -415,7 +422,7 @@ class ClientConnection:
         reset the connection, and the client would not see the answer.
         """
         self._malformed = error
-        self._server.bodies.release(self._reader.give_up(), self._network)
+        self._server.bodies.drop(self._reader.give_up(), self._network)
         if self._task is None and self._transport is not None:
             self.reply(self._server.encode_error(error, self._reader.path, ""))
             if self._transport.can_write_eof():

@@ -112,6 +112,8 @@ class ReplicaLoad:
         self.pending_ms = 0.0
         """Sum of `pending`, kept because a busy replica has hundreds of them."""
         self.busy_until_s = -1e18
+        self.wake_ms = 0.0
+        """How long a request would wait for the replica to wake, as it reported last."""
         self.others = OtherRoutersLoad()
         self.history: deque[OwnTokens] = deque(maxlen=HISTORY_MAX)
 
@@ -227,6 +229,15 @@ class InFlightLedger:
             max(0, output_tokens - own.output_tokens),
             reported_at_s,
         )
+
+    def record_wake(self, replica_id: ReplicaId, wake_ms: float) -> None:
+        """Take a replica's report of how long it needs to wake; 0 if it is awake."""
+        if wake_ms == 0.0 and replica_id not in self._loads:
+            return
+        load = self._get_or_create(replica_id)
+        if load.wake_ms != wake_ms:
+            load.wake_ms = wake_ms
+            self._on_change(replica_id)
 
     def record_other_routers(
         self,

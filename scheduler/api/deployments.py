@@ -6,6 +6,13 @@ from typing import Final, NamedTuple
 import msgspec
 
 from isochrone.wire.admin import DeploymentBody, DeploymentView, NewDeploymentBody
+from isochrone.wire.engine_capabilities import (
+    ENGINE_CAPABILITIES,
+    EngineEntry,
+    capabilities_of,
+    lacking_features,
+    sleep_problem,
+)
 from isochrone.wire.engine_options import ENGINE_OPTIONS
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
@@ -19,7 +26,8 @@ from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
 from scheduler.store.rollouts import conflicts_with_rollout
 
-OVER_NODES: Final = frozenset({"embedded", "vllm", "sglang"})
+KIND_FEATURES: Final = {"chat": "chat", "embedding": "embeddings", "rerank": "rerank"}
+"""The feature that an engine needs for each kind of model."""
 
 
 async def list_deployments(request: AdminRequest) -> Page:
@@ -125,7 +133,26 @@ async def explain_deployment(request: AdminRequest) -> Explanation:
     return require_found(explained, "deployment", request.name)
 
 
+async def list_engines(request: AdminRequest) -> Page:
+    """List the engines that a deployment can name, with what each can do."""
+    entries = [
+        EngineEntry(
+            driver=name,
+            capabilities=capabilities_of(name),
+            lacks=lacking_features(name),
+            options=tuple(sorted(ENGINE_OPTIONS[name].names)),
+        )
+        for name in sorted(ENGINE_OPTIONS)
+        if name > (request.after or "")
+    ]
+    return request.page(entries[: request.limit + 1], lambda entry: entry.driver)
+
+
 DEPLOYMENT_ENDPOINTS: Final = (
+    Endpoint(
+        "GET", "/v1/engines", list_engines, "List engines and what each can do", EngineEntry,
+        is_list=True,
+    ),
     Endpoint(
         "GET", "/v1/deployments", list_deployments, "List deployments", DeploymentView, is_list=True
     ),
@@ -164,8 +191,9 @@ def engine_problem(engine: EngineSettings) -> EngineProblem | None:
     if engine.driver not in ENGINE_OPTIONS:
         known = ", ".join(sorted(ENGINE_OPTIONS))
         return EngineProblem("driver", f"there is no driver {engine.driver!r}; use one of {known}")
-    if engine.nodes > 1 and engine.driver not in OVER_NODES:
-        known = ", ".join(sorted(OVER_NODES))
+    if engine.nodes > 1 and not capabilities_of(engine.driver).over_nodes:
+        able = (name for name, one in ENGINE_CAPABILITIES.items() if one.over_nodes)
+        known = ", ".join(sorted(able))
         return EngineProblem(
             "nodes", f"{engine.driver} cannot run over several nodes; only {known} can"
         )
@@ -184,9 +212,25 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
             f"cannot deploy: {problem.reason}",
             param=f"engine.{problem.field}",
         )
-    if await catalogue.get_model(request.connection, body.model_id) is None:
+    model = await catalogue.get_model(request.connection, body.model_id)
+    if model is None:
         raise ApiError(
             ErrorCode.NOT_FOUND, f"cannot deploy: no model {body.model_id}", param="model_id"
+        )
+    if KIND_FEATURES.get(model.model.kind) in lacking_features(body.engine.driver):
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot deploy {body.model_id} with {body.engine.driver}: it is a model of kind"
+            f" {model.model.kind!r}, which this engine does not serve; `isochrone engines` lists"
+            " those that do",
+            param="engine.driver",
+        )
+    asleep = sleep_problem(body.engine) if body.policy.overcommit > 1 else ""
+    if asleep:
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot deploy with overcommit {body.policy.overcommit:g}: {asleep}",
+            param="policy.overcommit",
         )
     reason = _policy_problem(body.policy, await read_pops(request.connection))
     if reason:

@@ -30,7 +30,8 @@ from isochrone.wire.control import (
     register_payload,
 )
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import ClusterId, NodeId
+from isochrone.wire.ids import ClusterId, Epoch, NodeId
+from isochrone.wire.suspicions import SUSPICIONS, FleetSuspicions
 from scheduler import metrics
 from scheduler.api.certificates import CertificateIssuer
 from scheduler.api.control_socket import REGISTER_BYTES_MAX, ControlSocket
@@ -41,6 +42,7 @@ from scheduler.state.lease_state import LeaseState, NotActing
 from scheduler.state.peer_admission import PeerAdmission
 from scheduler.state.peer_connection import PeerConnection
 from scheduler.state.peer_registry import PeerRegistry
+from scheduler.state.relay_tokens import RelayTokens
 from scheduler.store.events import record_event
 from scheduler.store.identities import may_renew
 from scheduler.store.lease import (
@@ -97,7 +99,10 @@ class PeerServer:
         heartbeats: Heartbeats,
         admission: PeerAdmission,
         unregistered: ConnectionCount,
+        relay_tokens: RelayTokens | None = None,
     ) -> None:
+        """Serve with the parts of the state. Without `relay_tokens` there is no batch service."""
+        self._relay_tokens = relay_tokens
         self._intake = intake
         self._reserved = reserved
         self._cluster_id = cluster_id
@@ -138,6 +143,8 @@ class PeerServer:
         except PeerRefused as refusal:
             await peer.refuse(refusal.refused)
         finally:
+            if self._relay_tokens is not None:
+                self._relay_tokens.revoke(peer.relay_token)
             self._peers.remove(peer)
             self._admission.release(peer.role, peer.name)
             sender.cancel()
@@ -231,15 +238,24 @@ class PeerServer:
         peer.generation = register.generation
         peer.capabilities = frozenset(register.capabilities)
         peer.last_error = register.last_error
+        if role is PeerRole.ROUTER and self._relay_tokens is not None:
+            peer.relay_token = self._relay_tokens.issue(peer.name)
         peer.enqueue(
             Welcome(
                 cluster_id=self._cluster_id,
                 epoch=self._lease.epoch,
                 redial_spread_s=self._admission.redial_spread_s,
+                relay_token=peer.relay_token,
                 cache_salt=self._cache_salt(role, cluster.cache_salt_version),
             )
         )
         return peer
+
+    def pass_to_other_routers(self, sender: PeerConnection, message: FleetSuspicions) -> None:
+        """Pass a router's message on to all other routers whose version can read it."""
+        for router in self._peers.routers():
+            if router is not sender and SUSPICIONS in router.capabilities:
+                router.enqueue(message)
 
     def _cache_salt(self, role: PeerRole, version: int) -> CacheSaltSecret | None:
         """Return the secret of the cache salts for an agent; routers must not have it."""
@@ -325,7 +341,9 @@ class PeerServer:
                     connection,
                     holder=self._lease.holder,
                     generation=register.generation,
-                    epoch=register.epoch,
+                    # Raised in any case, so that a new term begins: what this one has published
+                    # and believes to be stored is behind the fleet, too.
+                    epoch=Epoch(max(register.epoch, epoch + 1)),
                 )
             await record_registration(
                 connection,

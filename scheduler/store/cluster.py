@@ -135,6 +135,8 @@ async def _read_placements(
         SELECT p.replica_id, deployment_id, version, p.node_id, role, p.memory_bytes, reason, state,
                coalesce((spec->'engine'->>'tokens_in_flight_max')::int8, 0)
                    AS tokens_in_flight_max,
+               coalesce((spec->>'overcommit')::float8, 1) AS overcommit,
+               coalesce((spec->>'extra_bytes')::int8, 0) AS extra_bytes,
                state_reason, restarts, ended_at IS NOT NULL AS is_ending,
                coalesce(leader_id, '') AS leader_id, coalesce(rank_port, 0) AS rank_port,
                greatest(0, extract(epoch FROM clock_timestamp() - state_since))::float8

@@ -26,7 +26,7 @@ async def add_placement(
         spec.version,
         node_id,
         spec.role,
-        spec.memory_bytes,
+        spec.planned_bytes,
         as_json(spec),
         reason,
         state,
@@ -37,5 +37,5 @@ async def add_placement(
         INSERT INTO placement_device (replica_id, node_id, device_id, memory_bytes)
         VALUES ($1, $2, $3, $4)
         """,
-        [(spec.replica_id, node_id, d, spec.memory_bytes) for d in spec.device_ids],
+        [(spec.replica_id, node_id, d, spec.planned_bytes) for d in spec.device_ids],
     )

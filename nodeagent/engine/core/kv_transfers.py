@@ -59,6 +59,10 @@ class KvTransfers:
         self.sent_blocks_total = 0
         self.received_blocks_total = 0
 
+    def use_device(self, device: DeviceBlocks) -> None:
+        """Move blocks of another device from now on: a model that was loaded again."""
+        self._device = device
+
     @property
     def held_blocks(self) -> int:
         """References that transfers hold."""

@@ -21,7 +21,7 @@ from nodeagent.engine.core.generation import (
     error_delta,
 )
 from nodeagent.engine.core.kv_transfers import KvTransfers
-from nodeagent.engine.kvcache.block_mover import BlockMover
+from nodeagent.engine.kvcache.block_mover import BlockMover, DeviceBlocks
 from nodeagent.engine.sampling.sampler import InvalidLogits, SampledToken, SamplingRun, sample_step
 from nodeagent.engine.scheduler.batch import Batch, BatchChunk, BlockCopy
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
@@ -49,6 +49,32 @@ class ModelExecutor(Protocol):
     def copy(self, copies: abc.Sequence[BlockCopy]) -> None:
         """Copy blocks on the device."""
         ...
+
+
+class WakenedExecutor(ModelExecutor, DeviceBlocks, Protocol):
+    """A model in this process, with its KV blocks."""
+
+
+class SleepingExecutor:
+    """Stands in for the model of an engine that sleeps: it has none, and no KV."""
+
+    def begin(self, batch: Batch) -> abc.Callable[[], Tensor]:
+        """Raise RuntimeError: a generation must wake the engine first."""
+        raise RuntimeError("cannot run a step: the engine sleeps")
+
+    def clear(self, blocks: abc.Sequence[int]) -> None:
+        """Do nothing: there are no blocks."""
+
+    def copy(self, copies: abc.Sequence[BlockCopy]) -> None:
+        """Do nothing: there are no blocks."""
+
+    def read_blocks(self, blocks: abc.Sequence[int]) -> Tensor:
+        """Raise RuntimeError: there are no blocks."""
+        raise RuntimeError("cannot read KV: the engine sleeps")
+
+    def write_blocks(self, blocks: abc.Sequence[int], contents: Tensor) -> None:
+        """Raise RuntimeError: there are no blocks."""
+        raise RuntimeError("cannot write KV: the engine sleeps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +151,28 @@ class EngineCore:
         """Store KV blocks that another engine with the same model computed."""
         if self.block_mover is not None:
             self.block_mover.import_blocks(digests, contents)
+
+    def fall_asleep(self, save_until_s: float) -> bool:
+        """Drop the model and its KV; cached blocks go to the tiers below, if there are any.
+
+        Return False, and change nothing, if a generation or a transfer has blocks. Blocks that are
+        not saved by `save_until_s` are dropped.
+        """
+        pool = self.scheduler.pool
+        if self.has_work or pool.used_blocks:
+            return False
+        if self.block_mover is not None:
+            self.block_mover.save_all(pool.cached_blocks(), save_until_s)
+        pool.forget_cached()
+        self.wake_up(SleepingExecutor())
+        return True
+
+    def wake_up(self, executor: "WakenedExecutor") -> None:
+        """Go on with a model that was loaded again, with as many KV blocks as before."""
+        self._executor = executor
+        for moving in (self.block_mover, self.kv_transfers):
+            if moving is not None:
+                moving.use_device(executor)
 
     def close(self) -> None:
         """Save the prefix cache of the device for the next process. Call after the last step."""

@@ -82,6 +82,10 @@ class BlockMover:
         for thread in self._threads:
             thread.start()
 
+    def use_device(self, device: DeviceBlocks) -> None:
+        """Move blocks of another device from now on: a model that was loaded again."""
+        self._device = device
+
     def move(
         self,
         evicted: Sequence[CachedBlock],

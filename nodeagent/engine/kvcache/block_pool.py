@@ -128,6 +128,14 @@ class BlockPool:
                 self._digest[block] = None
         return unshared
 
+    def forget_cached(self) -> None:
+        """Empty the prefix cache: what the blocks held is gone. No sequence may have a block."""
+        if self.used_blocks:
+            raise ValueError(f"cannot forget the cache: {self.used_blocks} blocks are in use")
+        self._digest = [None] * self.total
+        self._by_digest.clear()
+        self._evicted.clear()
+
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each of `blocks`.
 

@@ -29,6 +29,7 @@ from nodeagent.engine.server.open_requests import OpenRequest, OpenRequests
 from nodeagent.engine.server.openai.request_body import read_chat, read_completion
 from nodeagent.engine.server.openai.response_body import CompletionResponse, ResponseChoice
 from nodeagent.engine.server.prepared_request import PreparedRequest, RequestPreparer
+from nodeagent.engine.server.sleep import EngineSleep
 from nodeagent.engine.workers.worker_group import WorkerGroup
 
 _FAILURES: Final = frozenset({FinishReason.ERROR, FinishReason.LATE, FinishReason.INVALID})
@@ -57,6 +58,7 @@ class GenerationServer(ModelServer):
         for worker in workers.workers:
             # The descriptor becomes readable when the worker process ends.
             asyncio.get_running_loop().add_reader(worker.descriptor, self.worker.fail)
+        self.sleep = EngineSleep(config, self.worker, self.inflight)
         self.adapters = AdapterRegistry(config, loaded.active_adapters, loaded.dtype)
         self._preparer = RequestPreparer(config, loaded, self.adapters, self.context_tokens)
         self.kv_sender = KvSender(config, loaded.kv_blocks, self.worker, self.open_requests)
@@ -78,6 +80,9 @@ class GenerationServer(ModelServer):
         self.kv_receiver.attach(app)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.complete)
+        app.router.add_post("/sleep", self.fall_asleep)
+        app.router.add_post("/wake_up", self.wake_up)
+        app.router.add_get("/is_sleeping", self.is_sleeping)
         app.router.add_post("/tokenize", self.tokenize)
         app.router.add_post("/v1/load_lora_adapter", self.load_adapter)
         app.router.add_post("/v1/unload_lora_adapter", self.unload_adapter)
@@ -94,6 +99,9 @@ class GenerationServer(ModelServer):
             "load_s": self.loaded.load_s,
             "weights_bytes": self.loaded.weights_bytes,
             "context_tokens": self.context_tokens,
+            "is_asleep": self.sleep.is_asleep,
+            "wakes_total": self.sleep.wakes_total,
+            "wake_s": round(self.sleep.wake_s, 4),
             **(mover.counts() if mover is not None else {}),
             **(transfers.counts() if transfers is not None else {}),
             **self.kv_receiver.counts(),
@@ -107,6 +115,20 @@ class GenerationServer(ModelServer):
     def other_names(self) -> Sequence[str]:
         """The adapters' names."""
         return self.adapters.names
+
+    async def fall_asleep(self, request: web.Request) -> web.Response:
+        """Drop the model and its KV until a wake; 409 while requests are open."""
+        await self.sleep.sleep()
+        return json_response({"is_sleeping": True})
+
+    async def wake_up(self, request: web.Request) -> web.Response:
+        """Load the model again."""
+        await self.sleep.wake()
+        return json_response({"is_sleeping": False, "wake_s": self.sleep.wake_s})
+
+    async def is_sleeping(self, request: web.Request) -> web.Response:
+        """Say whether the model is dropped."""
+        return json_response({"is_sleeping": self.sleep.is_asleep})
 
     async def load_adapter(self, request: web.Request) -> web.Response:
         """Load an adapter, so that requests may name it as their model."""
@@ -146,6 +168,7 @@ class GenerationServer(ModelServer):
     ) -> web.StreamResponse:
         """Run a prepared request and write its response, or the KV of its prompt."""
         self.check_alive()
+        await self.sleep.ensure_awake()
         if request.headers.get(kv_transfer.LEG) == kv_transfer.PREFILL_LEG:
             return await self.kv_sender.send(request, prepared, _raise_failure)
         transfer = request.headers.get(kv_transfer.TRANSFER)
@@ -164,6 +187,7 @@ class GenerationServer(ModelServer):
     ) -> web.StreamResponse:
         """Start the generations of a request and write their response."""
         response = self._response(prepared, is_chat)
+        await self.sleep.ensure_awake()
         transport = request.transport
         abort = transport.abort if transport is not None else lambda: None
         opened = self.open_requests.open(self.worker, prepared, abort)

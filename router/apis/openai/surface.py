@@ -25,6 +25,7 @@ from router.apis.openai.decode import (
     with_usage_requested,
     without_transfer_fields,
 )
+from router.apis.openai.engine_features import refuse_lacking
 from router.apis.openai.prompt import (
     OpenAiRequest,
     count_answers,
@@ -121,6 +122,7 @@ class OpenAiSurface:
         assert key is not None
         openai: OpenAiRequest = decode(body, DECODERS[path])
         deployment = self._deployment_of_kind(openai.model, key, path)
+        refuse_lacking(deployment, path, body)
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
         body = without_transfer_fields(body, openai)

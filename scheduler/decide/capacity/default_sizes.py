@@ -47,6 +47,9 @@ STEP_TOKENS_MIN: Final = 256
 STEP_TOKENS_MAX: Final = 8192
 """A step prefills what the device computes in this time, within these limits."""
 
+SLOTS_MAX: Final = 32
+"""The most sequences of an engine in which each has a part of the KV cache of its own."""
+
 WAITING_PER_SEQUENCE: Final = 4
 """How many requests may wait in an engine that is fair between tenants, per sequence."""
 
@@ -78,7 +81,7 @@ def replica_sizes(
 ) -> ReplicaSizes:
     """Return the sizes of a replica that may take `memory_bytes` of each of its devices."""
     capacity = _capacity_within(model, engine, device_class, memory_bytes)
-    fixed_bytes = weights_bytes_per_device(model, engine) + overhead_bytes(model)
+    fixed_bytes = weights_bytes_per_device(model, engine) + overhead_bytes(model, engine)
     kv_bytes, kv_tokens = engine.kv_memory_bytes, 0
     context = context_tokens_of(model, engine)
     kv_of_token = stored_kv_bytes_per_token(model, engine, device_class) / _kv_parts(engine, model)
@@ -101,6 +104,8 @@ def replica_sizes(
         context_tokens=SHORT_CONTEXT_TOKENS,
         kv_tokens=kv_tokens or float("inf"),
     )
+    if not capabilities_of(engine.driver).sequences_share_kv and kv_tokens:
+        sequences = max(1, min(sequences, SLOTS_MAX, kv_tokens // context))
     in_flight = min(kv_tokens, sequences * context) if kv_tokens else TOKENS_IN_FLIGHT_UNKNOWN
     rates = capacity if isinstance(capacity, ReplicaCapacity) else None
     return ReplicaSizes(

@@ -33,7 +33,7 @@ def grow_into_free_memory(
         slot = replica.slot
         assert slot is not None
         if not _grows(replica):
-            memory_bytes.append(slot.memory_bytes)
+            memory_bytes.append(slot.awake_bytes)
             continue
         devices = _devices_of(slot)
         share = min(max(0, left[device]) // growing[device] for device in devices)
@@ -54,7 +54,8 @@ def grow_into_free_memory(
 
 def _grows(replica: PlannedReplica) -> bool:
     needs = replica.state.needs
-    return derives_kv(needs.model, needs.deployment.engine)
+    shares = needs.deployment.policy.overcommit > 1
+    return not shares and derives_kv(needs.model, needs.deployment.engine)
 
 
 def _devices_of(slot: Slot) -> list[DeviceKey]:

@@ -81,7 +81,8 @@ def slot_refusals(
         return refusals
     sites = {
         node.node_id: [
-            (node.pop, name) for name in classes_with_space(node, engine, needs.model, free)
+            (node.pop, name)
+            for name in classes_with_space(node, needs.deployment, needs.model, free)
         ]
         for node in nodes
         if not refusals[node.node_id]

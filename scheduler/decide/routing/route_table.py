@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Set
 
 import msgspec
 
+from isochrone.wire.engine_capabilities import lacking_features
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId
 from isochrone.wire.model import CatalogModel, Deployment
 from isochrone.wire.report import ReplicaProfile, ReplicaState
@@ -158,6 +159,11 @@ def _entry(
 ) -> DeploymentEntry:
     model = models.get(deployment.model_id)
     context = deployment.engine.context_tokens_max
+    driver = deployment.engine.driver
+    lacks = lacking_features(driver)
+    if rollout is not None and rollout.spec.engine.driver != driver:
+        # Either version may get a request: refuse what one of them cannot do.
+        lacks = tuple(dict.fromkeys((*lacks, *lacking_features(rollout.spec.engine.driver))))
     return DeploymentEntry(
         deployment_id=deployment.deployment_id,
         name=deployment.name,
@@ -172,6 +178,8 @@ def _entry(
         if rollout is not None
         else None,
         deprecation=deployment.deprecation,
+        engine=driver,
+        engine_lacks=lacks,
     )
 
 

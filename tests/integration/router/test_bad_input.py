@@ -162,7 +162,7 @@ async def test_idle_connections_are_closed_and_slow_requests_get_408(tmp_path: P
         await still_serves(bench)
 
 
-@pytest.mark.parametrize("target", [b"/v1/files", b"/v1/chat/completions/", b"/healthz"])
+@pytest.mark.parametrize("target", [b"/v1/uploads", b"/v1/chat/completions/", b"/healthz"])
 async def test_routes_without_a_key_accept_only_small_bodies(tmp_path: Path, target: bytes) -> None:
     head = b"POST " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
     chunks = b"Transfer-Encoding: chunked\r\n\r\n20000\r\n" + b"x" * 0x20000

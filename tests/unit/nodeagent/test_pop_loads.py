@@ -17,13 +17,15 @@ class Pop:
         self.now_s = 100.0
         self.pings: list[NodeId] = []
         self.silent: set[NodeId] = set()
-        self.answers = asyncio.Event()
+        self.two_asked, self.answers = asyncio.Event(), asyncio.Event()
         self.answers.set()
         self.reader = PopLoadReader(self.ping, lambda: self.now_s)
 
     async def ping(self, node_id: NodeId, address: str) -> str:
         assert address == f"{node_id}:1"
         self.pings.append(node_id)
+        if len(self.pings) == 2:
+            self.two_asked.set()
         await self.answers.wait()
         if node_id in self.silent:
             raise TimeoutError
@@ -41,8 +43,7 @@ async def test_a_node_is_pinged_once_for_many_routers() -> None:
     pop = Pop()
     pop.answers.clear()
     queries = [asyncio.create_task(pop.read("a", "b")) for _ in range(50)]
-    while len(pop.pings) < 2:
-        await asyncio.sleep(0)
+    await pop.two_asked.wait()
     pop.answers.set()
     assert all([await query == {"a": 0.0, "b": 0.0} for query in queries])
     pop.now_s += REUSED_S / 2

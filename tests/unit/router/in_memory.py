@@ -11,6 +11,7 @@ from isochrone.wire.routes import RouteTable
 from router.apis.dispatch import ApiDispatcher
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
+from router.batch_client import BatchClient
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import PublicServer
@@ -194,7 +195,8 @@ class RequestPath:
         )
         surface = OpenAiSurface(config, self.fleet, clock)
         ids = RequestIds(BootId("0"))
-        dispatcher = ApiDispatcher(surface, self.pipeline, self.upstream, ids, metrics)
+        parts = (surface, self.pipeline, self.upstream, ids, metrics)
+        dispatcher = ApiDispatcher(*parts, BatchClient(None))
         self.server = PublicServer(
             config=config,
             authorize=dispatcher.authorize,

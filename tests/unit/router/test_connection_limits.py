@@ -58,7 +58,9 @@ class FakePool:
 
 
 def a_reader(receiver: CollectingReceiver) -> RequestReader:
-    return RequestReader(receiver, lambda method, path, fields: None, 10**6, lambda: 0.0)
+    return RequestReader(
+        receiver, lambda method, path, fields: None, lambda _: None, 10**6, lambda: 0.0
+    )
 
 
 def feed_endless_header(feed: Callable[[bytes], None]) -> None:

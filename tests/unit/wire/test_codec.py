@@ -191,3 +191,9 @@ def test_a_key_is_known_by_its_digest_only(secret: bytes) -> None:
     assert text.split("_")[2] not in parsed[1]
     mistyped = text[:-7] + ("0" if text[-7] != "0" else "1") + text[-6:]
     assert keys.parse_key(mistyped) is None
+
+
+def test_a_load_says_how_long_a_sleeping_replica_needs_to_wake() -> None:
+    asleep = headers.ReportedLoad(1, 2, 1, 0, 3, 4, 5, wake_ms=250)
+    assert headers.format_load(asleep) == "p=1;d=2;r=1;w=0;u=3;o=4;e=5;z=250"
+    assert headers.parse_load(headers.format_load(asleep)) == asleep

@@ -15,7 +15,7 @@ from scheduler.decide.membership.liveness import LivenessView
 from scheduler.decide.placement.fleet.sites import SiteTable, eligible_nodes_of
 from scheduler.decide.placement.fleet.slots import (
     DISK_MARGIN_BYTES,
-    replica_memory_bytes,
+    awake_memory_bytes,
     residency_allows,
 )
 from scheduler.decide.placement.fleet.start_backoff import StartHistory
@@ -87,7 +87,7 @@ class FleetCapacity:
     ) -> dict[int, list[FleetNode]]:
         """Return by site the nodes that could take a replica of a deployment if they were empty."""
         engine = deployment.engine
-        needed = replica_memory_bytes(model, engine)
+        needed = awake_memory_bytes(model, deployment)
         count = engine.devices_per_node
         if count * engine.nodes != engine.devices or self.start_history.backoff_of(
             deployment.deployment_id

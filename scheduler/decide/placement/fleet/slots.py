@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping
+from math import ceil
 from typing import Final
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from isochrone.wire.ids import DeviceId, NodeId, PopId
 from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, PlacementPolicy
 from isochrone.wire.routes import Pop
+from scheduler.decide.capacity.default_sizes import derives_kv
 from scheduler.decide.capacity.replica_capacity import (
     gib,
     kv_minimum_bytes,
@@ -19,6 +21,9 @@ from scheduler.decide.cluster import FleetNode, Liveness, Placement
 
 DISK_MARGIN_BYTES: Final = 1024**3
 """Space that must stay free on a disk after weights were fetched to it."""
+
+OVERCOMMITTED_CONTEXTS: Final = 4
+"""The KV cache, in whole contexts, of an over-committed replica without a KV size."""
 
 FreeMemory = Mapping[tuple[NodeId, DeviceId], int]
 """Bytes free on each device."""
@@ -34,11 +39,14 @@ class SlotPart(msgspec.Struct, frozen=True, kw_only=True):
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
     """Devices that could hold a replica, on one node or on several with the leader's part first.
 
-    `memory_bytes` is taken of each device.
+    `memory_bytes` is taken of each device. An over-committed replica takes `awake_bytes` while it
+    is awake, and `overcommit` times less in the plan.
     """
 
     parts: tuple[SlotPart, ...]
     memory_bytes: int
+    awake_bytes: int
+    overcommit: float = 1.0
 
     @property
     def leader(self) -> FleetNode:
@@ -61,7 +69,27 @@ def replica_memory_bytes(model: CatalogModel, engine: EngineSettings) -> int:
     if engine.memory_bytes:
         return engine.memory_bytes
     kv_bytes = engine.kv_memory_bytes or kv_minimum_bytes(model, engine)
-    return weights_bytes_per_device(model, engine) + kv_bytes + overhead_bytes(model)
+    return weights_bytes_per_device(model, engine) + kv_bytes + overhead_bytes(model, engine)
+
+
+def awake_memory_bytes(model: CatalogModel, deployment: Deployment) -> int:
+    """Return the bytes that an awake replica takes of each of its devices."""
+    engine = deployment.engine
+    if deployment.policy.overcommit > 1 and derives_kv(model, engine):
+        # It cannot have what the device has left, because it shares the device.
+        kv_bytes = OVERCOMMITTED_CONTEXTS * kv_minimum_bytes(model, engine)
+        engine = msgspec.structs.replace(engine, kv_memory_bytes=kv_bytes)
+    return replica_memory_bytes(model, engine)
+
+
+def planned_memory_bytes(model: CatalogModel, deployment: Deployment) -> int:
+    """Return the bytes that the plan counts for a replica, on each of its devices."""
+    return ceil(awake_memory_bytes(model, deployment) / deployment.policy.overcommit)
+
+
+def awake_minimum(policy: PlacementPolicy, pop: PopId) -> int:
+    """Return how many replicas of a deployment never sleep in a PoP."""
+    return max(policy.awake_min, int(pop in policy.keep_warm))
 
 
 def free_memory(nodes: Iterable[FleetNode], placements: Iterable[Placement]) -> FreeMemory:
@@ -121,25 +149,23 @@ def why_no_slot(
 ) -> str:
     """Return why `node` can hold no replica, or no part of one over several nodes; "" if it can."""
     reason = why_ineligible(node, pop=pop, liveness=liveness, deployment=deployment, model=model)
-    if reason or classes_with_space(node, deployment.engine, model, free):
+    if reason or classes_with_space(node, deployment, model, free):
         return reason
-    return _why_too_full(
-        node, deployment.engine, replica_memory_bytes(model, deployment.engine), free
-    )
+    return _why_too_full(node, deployment.engine, planned_memory_bytes(model, deployment), free)
 
 
 def classes_with_space(
-    node: FleetNode, engine: EngineSettings, model: CatalogModel, free: FreeMemory
+    node: FleetNode, deployment: Deployment, model: CatalogModel, free: FreeMemory
 ) -> set[str]:
     """Return the device classes of which a node has enough free devices for a replica, or for its
     part of one."""
-    needed = replica_memory_bytes(model, engine)
+    needed = planned_memory_bytes(model, deployment)
     fitting = Counter(
         device.device_class
         for device in node.devices
         if device.healthy and free[node.node_id, device.device_id] >= needed
     )
-    return {name for name, count in fitting.items() if count >= engine.devices_per_node}
+    return {name for name, count in fitting.items() if count >= deployment.engine.devices_per_node}
 
 
 def why_ineligible(

@@ -20,7 +20,7 @@ from scheduler.decide.capacity.start_times import COMING
 from scheduler.decide.cluster import Placement
 from scheduler.decide.demand.demand_rates import DeploymentDemand, demand_load
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
-from scheduler.decide.placement.fleet.slots import Slot, replica_memory_bytes
+from scheduler.decide.placement.fleet.slots import Slot, planned_memory_bytes
 from scheduler.decide.placement.score import (
     ABSENT,
     HEADROOM,
@@ -85,9 +85,7 @@ class DeploymentNeeds:
         self.weight = weight_of(deployment.policy)
         self.replicas_max = deployment.policy.replicas_max
         self.replicas_min = min(deployment.policy.replicas_min, self.replicas_max)
-        self.memory_bytes = (
-            replica_memory_bytes(model, deployment.engine) * deployment.engine.devices
-        )
+        self.memory_bytes = planned_memory_bytes(model, deployment) * deployment.engine.devices
         self.hold_cost = hold_cost(self.memory_bytes)
         self.eligible_nodes = fleet.eligible_nodes(deployment, model)
         classes = fleet.table.device_classes

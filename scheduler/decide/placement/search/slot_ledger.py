@@ -6,21 +6,24 @@ Slots are taken and given back many times while a plan is sought.
 from collections import defaultdict
 from collections.abc import Sequence
 from heapq import nsmallest
+from math import ceil
 from operator import itemgetter
 from typing import Final
 
 import msgspec
 
-from isochrone.wire.ids import DeploymentId, DeviceId, NodeId
+from isochrone.wire.ids import DeploymentId, DeviceId, NodeId, PopId
 from isochrone.wire.model import CatalogModel, Deployment
 from scheduler.decide.capacity.start_times import queued_bytes
 from scheduler.decide.cluster import ClusterState, FleetNode, Placement
+from scheduler.decide.placement.fleet.device_sharing import DeviceSharing
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.fleet.slots import (
     Slot,
     SlotPart,
+    awake_memory_bytes,
+    awake_minimum,
     free_memory,
-    replica_memory_bytes,
 )
 from scheduler.decide.placement.score import FAILED_HERE, start_cost
 
@@ -55,6 +58,8 @@ class SlotLedger:
                 if d.model_id in models
             },
         )
+        self._awake_in_pop: dict[tuple[DeploymentId, PopId], int] = defaultdict(int)
+        self._sharing = DeviceSharing(cluster)
         self._releasing: dict[tuple[NodeId, DeviceId], int] = defaultdict(int)
         self._replicas_in_domain: dict[tuple[DeploymentId, str], int] = defaultdict(int)
         self._groups_led: dict[NodeId, int] = defaultdict(int)
@@ -67,6 +72,9 @@ class SlotLedger:
             self._groups_led[placement.node_id] += placement.rank_port > 0
             for part in placement.parts:
                 if part.node_id in fleet.nodes:
+                    if part.overcommit <= 1 and not placement.is_ending:
+                        pop = fleet.nodes[part.node_id].pop
+                        self._awake_in_pop[part.deployment_id, pop] += 1
                     domain = fleet.failure_domain(part.node_id)
                     self._replicas_in_domain[part.deployment_id, domain] += 1
 
@@ -130,12 +138,23 @@ class SlotLedger:
     ) -> Candidate | None:
         fleet, engine = self._fleet, deployment.engine
         deployment_id = deployment.deployment_id
-        needed = replica_memory_bytes(model, engine)
+        awake_bytes = awake_memory_bytes(model, deployment)
+        pop = fleet.sites[site].pop
+        is_short = self._awake_in_pop[deployment_id, pop] < awake_minimum(deployment.policy, pop)
+        overcommit = 1.0 if is_short else deployment.policy.overcommit
+        needed = ceil(awake_bytes / overcommit)
         found: list[tuple[tuple[float, int, int, str], FleetNode, tuple[DeviceId, ...], float]] = []
         for node in nodes:
             devices = self._tightest_devices(
                 node, site, needed, engine.devices_per_node, count_releasing
             )
+            if any(
+                not self._sharing.has_room(
+                    key, awake_bytes, overcommit, self._releasing[key] if count_releasing else 0
+                )
+                for key in ((node.node_id, device) for device in devices)
+            ):
+                continue
             if not devices:
                 continue
             start_s = fleet.start_times.start_s(node, model, self._queued_bytes[node.node_id])
@@ -155,7 +174,9 @@ class SlotLedger:
         start_s = max(start_s for _, _, _, start_s in chosen)
         failures = max(fleet.failures_on(deployment_id, part.node.node_id) for part in parts)
         return Candidate(
-            slot=Slot(parts=parts, memory_bytes=needed),
+            slot=Slot(
+                parts=parts, memory_bytes=needed, awake_bytes=awake_bytes, overcommit=overcommit
+            ),
             site=site,
             start_s=start_s,
             start_cost=start_cost(start_s) + FAILED_HERE * failures,
@@ -191,10 +212,15 @@ class SlotLedger:
     def _book(self, slot: Slot, deployment: Deployment, replicas: int) -> None:
         """Add `replicas` (1 or -1) on a slot's devices."""
         self._groups_led[slot.leader.node_id] += replicas * (len(slot.parts) > 1)
+        if slot.overcommit <= 1:
+            self._awake_in_pop[deployment.deployment_id, slot.leader.pop] += replicas
         for part in slot.parts:
             node_id = part.node.node_id
             self._invalidate(node_id)
             for device_id in part.device_ids:
                 self.free[node_id, device_id] -= replicas * slot.memory_bytes
+                self._sharing.book(
+                    (node_id, device_id), slot.awake_bytes, slot.overcommit, replicas
+                )
             domain = self._fleet.failure_domain(node_id)
             self._replicas_in_domain[deployment.deployment_id, domain] += replicas

@@ -1,0 +1,101 @@
+"""Which replicas of an over-committed device sleep, so that another one can wake.
+
+Rule 1: the awake replicas of a device take at most its memory.
+Rule 2: a replica that the planner did not over-commit never sleeps. Of the others the idle one that
+was used least recently sleeps first.
+Rule 3 (hysteresis): a replica that woke stays awake for AWAKE_MIN_S, so that two models that are
+used in turn do not replace each other with every request.
+Rule 4 (fairness): wakes are granted in the order of their first waiting request. Once the first of
+them has waited YIELD_AFTER_S for memory that busy replicas hold, the one that has been awake the
+longest takes no new requests, finishes those it has, and sleeps.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from isochrone.wire.ids import DeviceId, ReplicaId
+
+AWAKE_MIN_S: Final = 0.5
+YIELD_AFTER_S: Final = 1.0
+
+
+class AwakeReplica(NamedTuple):
+    """A replica whose model is in memory. `requests` are those it serves now."""
+
+    replica_id: ReplicaId
+    device_ids: tuple[DeviceId, ...]
+    memory_bytes: int
+    may_sleep: bool
+    requests: int
+    used_s: float
+    awake_since_s: float
+    is_yielding: bool = False
+
+
+class WakePlan(NamedTuple):
+    """How a replica can wake now: the replicas that sleep first; None if they would not do.
+
+    Else `retry_s` is when to ask again at the latest, and `yielding` a busy replica that takes no
+    new requests from now on.
+    """
+
+    sleeping: tuple[ReplicaId, ...] | None
+    retry_s: float = 0.0
+    yielding: ReplicaId | None = None
+
+
+def plan_wake(
+    device_ids: Sequence[DeviceId],
+    memory_bytes: int,
+    awake: Sequence[AwakeReplica],
+    budgets: Mapping[DeviceId, int],
+    *,
+    now_s: float,
+    waited_s: float,
+) -> WakePlan:
+    """Return how a replica that takes `memory_bytes` of each of `device_ids` can wake.
+
+    `budgets` are the bytes of each device that replicas may take.
+    """
+    excess = {
+        device: memory_bytes
+        + sum(replica.memory_bytes for replica in awake if device in replica.device_ids)
+        - budgets.get(device, 0)
+        for device in device_ids
+    }
+    sleeping: list[ReplicaId] = []
+    rested_s = 0.0
+    for replica in sorted(awake, key=lambda one: (not one.is_yielding, one.used_s)):
+        if all(bytes_over <= 0 for bytes_over in excess.values()):
+            break
+        helps = any(excess.get(device, 0) > 0 for device in replica.device_ids)
+        if not helps or not replica.may_sleep or replica.requests:
+            continue
+        awake_s = now_s - replica.awake_since_s
+        if awake_s < AWAKE_MIN_S and not replica.is_yielding:
+            rested_s = max(rested_s, AWAKE_MIN_S - awake_s)
+            continue
+        sleeping.append(replica.replica_id)
+        for device in replica.device_ids:
+            if device in excess:
+                excess[device] -= replica.memory_bytes
+    if all(bytes_over <= 0 for bytes_over in excess.values()):
+        return WakePlan(tuple(sleeping))
+    return WakePlan(None, rested_s or YIELD_AFTER_S, _to_yield(excess, awake, waited_s))
+
+
+def _to_yield(
+    excess: Mapping[DeviceId, int], awake: Sequence[AwakeReplica], waited_s: float
+) -> ReplicaId | None:
+    """Return the busy replica that makes room for one that has waited for long; None for none."""
+    if waited_s < YIELD_AFTER_S or any(replica.is_yielding for replica in awake):
+        return None
+    busy = [
+        replica
+        for replica in awake
+        if replica.may_sleep
+        and replica.requests
+        and any(excess.get(device, 0) > 0 for device in replica.device_ids)
+    ]
+    oldest = min(busy, key=lambda one: (one.awake_since_s, one.replica_id), default=None)
+    return oldest.replica_id if oldest is not None else None

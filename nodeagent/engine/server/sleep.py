@@ -1,0 +1,118 @@
+"""Sleep of an idle engine: the model and its KV are dropped, the process stays.
+
+The weights remain in their files, and so in the page cache as long as the machine has memory for
+them. The paths are vLLM's: `POST /sleep`, `POST /wake_up`, `GET /is_sleeping`.
+
+Rule 1: an engine with a request in flight does not fall asleep.
+Rule 2: a request wakes a sleeping engine and waits for it. So an engine that nobody woke answers,
+too; the agent wakes it first, because only the agent knows what else is on the device.
+"""
+
+import asyncio
+import gc
+import logging
+import time
+from typing import Final
+
+import torch
+
+from isochrone.wire.engine import EngineConfig
+from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.kernels.huge_pages import trim_heap
+from nodeagent.engine.loading import can_sleep, reload_runner
+from nodeagent.engine.server.inflight_limit import InflightLimit
+
+log = logging.getLogger(__name__)
+
+SAVE_S: Final = 2.0
+"""Time to save the prefix cache to the tiers below before the KV is dropped."""
+
+
+class EngineSleep:
+    """Puts the engine of this process to sleep and wakes it. Used on the event loop only."""
+
+    def __init__(
+        self, config: EngineConfig, worker: GenerationThread, inflight: InflightLimit
+    ) -> None:
+        self._config = config
+        self._worker = worker
+        self._inflight = inflight
+        self._waking: asyncio.Task[None] | None = None
+        self._falling: asyncio.Task[None] | None = None
+        self.is_asleep = False
+        self.wakes_total = 0
+        self.wake_s = 0.0
+        """How long the last wake took."""
+
+    async def sleep(self) -> None:
+        """Drop the model. Raises ApiError if a request is in flight, or if it cannot sleep."""
+        if not can_sleep(self._config):
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                "cannot sleep: a model over several ranks, or with a draft model, stays loaded",
+            )
+        if self.is_asleep:
+            return
+        if self._inflight.in_flight:
+            raise ApiError(
+                ErrorCode.CONFLICT, f"cannot sleep: {self._inflight.in_flight} requests are open"
+            )
+        # From here on requests wait for a wake.
+        self.is_asleep = True
+        self._falling = asyncio.create_task(self._fall_asleep())
+        await asyncio.shield(self._falling)
+
+    async def wake(self) -> None:
+        """Load the model again, if it was dropped. Raises ApiError if that fails."""
+        if not self.is_asleep:
+            return
+        if self._waking is None:
+            self._waking = asyncio.create_task(self._wake_up())
+            self._waking.add_done_callback(self._end_wake)
+        await asyncio.shield(self._waking)
+
+    async def ensure_awake(self) -> None:
+        """Return once the model is loaded. Raises ApiError if it cannot be."""
+        while self.is_asleep:
+            await self.wake()
+
+    async def _fall_asleep(self) -> None:
+        started_s = time.monotonic()
+        dropped = self._worker.call(lambda engine: engine.fall_asleep(time.monotonic() + SAVE_S))
+        if not await asyncio.wrap_future(dropped):
+            self.is_asleep = False
+            raise ApiError(ErrorCode.CONFLICT, "cannot sleep: a transfer of KV is open")
+        await asyncio.to_thread(_give_memory_back)
+        log.info("asleep", extra={"fields": {"seconds": round(time.monotonic() - started_s, 3)}})
+
+    async def _wake_up(self) -> None:
+        if self._falling is not None:
+            await asyncio.wait((self._falling,))
+        if not self.is_asleep:
+            return
+        started_s = time.monotonic()
+        try:
+            runner = await asyncio.to_thread(reload_runner, self._config)
+        except (CheckpointError, OSError) as error:
+            raise ApiError(
+                ErrorCode.UNAVAILABLE, f"cannot wake up: {error}", retry_after_s=1.0
+            ) from error
+        await asyncio.wrap_future(self._worker.call(lambda engine: engine.wake_up(runner)))
+        self.is_asleep = False
+        self.wakes_total += 1
+        self.wake_s = time.monotonic() - started_s
+        log.info("awake", extra={"fields": {"seconds": round(self.wake_s, 3)}})
+
+    def _end_wake(self, task: "asyncio.Task[None]") -> None:
+        self._waking = None
+        if not task.cancelled():
+            task.exception()  # each waiting request has raised it
+
+
+def _give_memory_back() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    trim_heap()

@@ -1,0 +1,279 @@
+"""Grants the memory of devices to the replicas that are awake, and puts others to sleep for it.
+
+Decisions are those of `decide/sleep.py`. Switches are done one after the other, because loading
+weights takes all of the node's cores or of its bus.
+
+A node without over-committed replicas grants everything at once.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Final, Protocol
+
+from isochrone.wire.assignment import ReplicaSpec
+from isochrone.wire.ids import DeviceId, ReplicaId
+from nodeagent import metrics
+from nodeagent.decide.sleep import AwakeReplica, plan_wake
+
+WAKE_S_UNKNOWN: Final = 0.5
+"""The wake time that is reported until one was measured."""
+
+WAKE_WEIGHT: Final = 0.3
+"""The weight of the latest wake in the reported one."""
+
+SLEEP_REFUSED_S: Final = 0.1
+"""A replica whose engine refused to sleep is tried again after this time."""
+
+
+class SleepingEngine(Protocol):
+    """An engine that can drop its model and load it again."""
+
+    async def fall_asleep(self) -> bool:
+        """Drop the model; return False if the engine refuses."""
+        ...
+
+    async def wake_up(self) -> bool:
+        """Load the model; return False if that fails."""
+        ...
+
+
+class CannotWake(Exception):
+    """A replica's engine did not wake up, or ended meanwhile."""
+
+
+class _Resident:
+    """One replica as this module knows it: awake, asleep, or without an engine."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self.spec = spec
+        self.engine: SleepingEngine | None = None
+        self.is_awake = False
+        self.is_yielding = False
+        self.requests = 0
+        self.used_s = 0.0
+        self.awake_since_s = 0.0
+        self.wake_s = WAKE_S_UNKNOWN
+        self.waiting: asyncio.Future[None] | None = None
+        """Resolved once it is awake, for all who wait."""
+        self.asked_s = 0.0
+
+
+class AwakeMemory:
+    """The replicas of this node, and which of them have their model in memory."""
+
+    def __init__(
+        self,
+        budgets: Callable[[], Awaitable[Mapping[DeviceId, int]]],
+        clock: Callable[[], float],
+    ) -> None:
+        """`budgets` returns the bytes of each device that replicas may take."""
+        self._budgets = budgets
+        self._clock = clock
+        self._residents: dict[ReplicaId, _Resident] = {}
+        self._queue: deque[_Resident] = deque()
+        self._switching: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    async def admit(self, spec: ReplicaSpec) -> None:
+        """Wait until a replica that is about to start may take its memory.
+
+        It is in use from then on, until `settle`.
+        """
+        resident = self._residents[spec.replica_id] = _Resident(spec)
+        if not self._is_overcommitted():
+            self._set_awake(resident)
+        else:
+            await self._wait_awake(resident)
+        resident.requests += 1
+
+    def adopt(self, spec: ReplicaSpec, engine: SleepingEngine, *, is_asleep: bool) -> None:
+        """Hold the replica of an engine that was running before this agent."""
+        resident = self._residents[spec.replica_id] = _Resident(spec)
+        resident.engine = engine
+        if not is_asleep:
+            self._set_awake(resident)
+
+    def settle(self, replica_id: ReplicaId, engine: SleepingEngine) -> None:
+        """The engine of an admitted replica is warm: it may sleep when it is idle."""
+        resident = self._residents[replica_id]
+        resident.engine = engine
+        self._end_use(resident)
+
+    def forget(self, replica_id: ReplicaId) -> None:
+        """A replica's engine has ended: its memory is free."""
+        resident = self._residents.pop(replica_id, None)
+        if resident is None:
+            return
+        resident.is_awake = False
+        if resident in self._queue:
+            self._queue.remove(resident)
+        if resident.waiting is not None and not resident.waiting.done():
+            resident.waiting.set_exception(CannotWake("the engine ended"))
+            resident.waiting.exception()
+        self._changed.set()
+
+    @asynccontextmanager
+    async def use(self, replica_id: ReplicaId) -> AsyncIterator[None]:
+        """Use a replica, after waking it if it sleeps. Raises CannotWake."""
+        resident = self._residents.get(replica_id)
+        if resident is None:
+            yield
+            return
+        while not resident.is_awake or resident.is_yielding:
+            await self._wait_awake(resident)
+        resident.requests += 1
+        try:
+            yield
+        finally:
+            self._end_use(resident)
+
+    def is_awake(self, replica_id: ReplicaId) -> bool:
+        """Return True unless a replica sleeps or is about to."""
+        resident = self._residents.get(replica_id)
+        return resident is None or (resident.is_awake and not resident.is_yielding)
+
+    def wake_ms(self, replica_id: ReplicaId) -> int:
+        """Return how long a request would wait for a replica to wake; 0 if it is awake."""
+        if self.is_awake(replica_id):
+            return 0
+        resident = self._residents[replica_id]
+        ahead = self._queue.index(resident) if resident in self._queue else len(self._queue)
+        return max(1, round(1000 * resident.wake_s * (1 + ahead)))
+
+    def asleep_count(self) -> int:
+        """Return how many replicas sleep."""
+        return sum(
+            not resident.is_awake and resident.engine is not None
+            for resident in self._residents.values()
+        )
+
+    def _is_overcommitted(self) -> bool:
+        return any(resident.spec.overcommit > 1 for resident in self._residents.values())
+
+    def _set_awake(self, resident: _Resident) -> None:
+        resident.is_awake, resident.is_yielding = True, False
+        resident.awake_since_s = resident.used_s = self._clock()
+
+    def _end_use(self, resident: _Resident) -> None:
+        resident.requests -= 1
+        resident.used_s = self._clock()
+        if self._queue:
+            self._changed.set()
+
+    async def _wait_awake(self, resident: _Resident) -> None:
+        """Queue a replica for a wake, and wait for it."""
+        if resident.waiting is None or resident.waiting.done():
+            resident.waiting = asyncio.get_running_loop().create_future()
+            resident.asked_s = self._clock()
+            self._queue.append(resident)
+        self._changed.set()
+        if self._switching is None or self._switching.done():
+            self._switching = asyncio.create_task(self._switch_all())
+        await asyncio.shield(resident.waiting)
+
+    async def _switch_all(self) -> None:
+        """Wake the queued replicas, the first one first, until the queue is empty."""
+        try:
+            await self._switch_queued()
+        # A bug must fail the requests that wait, not leave them waiting.
+        except BaseException as error:
+            for resident in list(self._queue):
+                self._resolve(resident, CannotWake(f"internal error of the agent: {error!r}"))
+            raise
+
+    async def _switch_queued(self) -> None:
+        while self._queue:
+            self._changed.clear()
+            resident = self._queue[0]
+            if resident.is_awake and not resident.is_yielding:
+                self._resolve(resident, None)
+                continue
+            if resident.is_yielding and resident.is_awake:
+                # Its own turn came before it could sleep: it stays.
+                resident.is_yielding = False
+                self._resolve(resident, None)
+                continue
+            # Read first: what follows must not change between the plan and its first step.
+            budgets = await self._budgets()
+            plan = plan_wake(
+                resident.spec.device_ids,
+                resident.spec.memory_bytes,
+                self._awake_replicas(),
+                budgets,
+                now_s=self._clock(),
+                waited_s=self._clock() - resident.asked_s,
+            )
+            if plan.yielding is not None:
+                self._residents[plan.yielding].is_yielding = True
+            if plan.sleeping is None:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(plan.retry_s):
+                        await self._changed.wait()
+                continue
+            if not await self._put_to_sleep(plan.sleeping):
+                await asyncio.sleep(SLEEP_REFUSED_S)
+                continue
+            await self._wake(resident)
+
+    def _awake_replicas(self) -> list[AwakeReplica]:
+        return [
+            AwakeReplica(
+                replica_id=replica_id,
+                device_ids=resident.spec.device_ids,
+                memory_bytes=resident.spec.memory_bytes,
+                may_sleep=resident.spec.overcommit > 1 and resident.engine is not None,
+                requests=resident.requests,
+                used_s=resident.used_s,
+                awake_since_s=resident.awake_since_s,
+                is_yielding=resident.is_yielding,
+            )
+            for replica_id, resident in self._residents.items()
+            if resident.is_awake
+        ]
+
+    async def _put_to_sleep(self, replica_ids: tuple[ReplicaId, ...]) -> bool:
+        """Put replicas to sleep; return whether all of them do."""
+        for replica_id in replica_ids:
+            resident = self._residents.get(replica_id)
+            if resident is None or resident.engine is None or resident.requests:
+                return False
+            # Requests that come from now on wait for a wake.
+            resident.is_awake, resident.is_yielding = False, False
+            started_s = self._clock()
+            if not await resident.engine.fall_asleep():
+                if replica_id in self._residents:
+                    self._set_awake(resident)
+                return False
+            metrics.SWITCHES.labels("sleep").observe(self._clock() - started_s)
+        return True
+
+    async def _wake(self, resident: _Resident) -> None:
+        """Wake a replica whose memory is free, or let its engine start."""
+        if resident.engine is None:
+            self._set_awake(resident)
+            self._resolve(resident, None)
+            return
+        started_s = self._clock()
+        woke = await resident.engine.wake_up()
+        took_s = self._clock() - started_s
+        if not woke or self._residents.get(resident.spec.replica_id) is not resident:
+            self._resolve(resident, CannotWake("the engine did not wake up"))
+            return
+        resident.wake_s += WAKE_WEIGHT * (took_s - resident.wake_s)
+        metrics.SWITCHES.labels("wake").observe(took_s)
+        self._set_awake(resident)
+        self._resolve(resident, None)
+
+    def _resolve(self, resident: _Resident, error: CannotWake | None) -> None:
+        if resident in self._queue:
+            self._queue.remove(resident)
+        waiting = resident.waiting
+        if waiting is None or waiting.done():
+            return
+        if error is None:
+            waiting.set_result(None)
+        else:
+            waiting.set_exception(error)
+            waiting.exception()

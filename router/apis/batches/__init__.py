@@ -1,0 +1,1 @@
+"""OpenAI's files and batches: relayed to the scheduler, which stores them."""

@@ -1,0 +1,142 @@
+"""Answers one item of a batch through the pipeline, like a request of its key's client."""
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+
+from isochrone.wire import headers
+from isochrone.wire.batches import ANSWER_BYTES_MAX, ItemResult, LeasedItem
+from isochrone.wire.errors import ApiError, ErrorCode, openai_error
+from isochrone.wire.key_table import KeyTable
+from isochrone.wire.routes import KeyEntry
+from router.apis.request_ids import RequestIds
+from router.dataplane.http_messages import (
+    HttpRequest,
+    HttpResponse,
+    PausableSource,
+    ResponseWriter,
+)
+from router.inference_request import InferenceRequest
+
+LOWEST_PRIORITY: Final = b"0"
+RETRY_AFTER_S: Final = 5.0
+RETRY_AFTER_MAX_S: Final = 3600.0
+
+_NOT_NOW: Final = frozenset(
+    {
+        *(ErrorCode.RATE_LIMITED, ErrorCode.QUOTA_EXCEEDED, ErrorCode.OUT_OF_CAPACITY),
+        ErrorCode.UNAVAILABLE,
+    }
+)
+"""Errors that say nothing about the item: it waits, and its client never sees them."""
+
+_FAILED: Final = frozenset({ErrorCode.UPSTREAM, ErrorCode.INTERNAL})
+"""Errors after which the item is tried again a few times."""
+
+ReadInference = Callable[
+    [HttpRequest, str, ResponseWriter], tuple[InferenceRequest, ResponseWriter]
+]
+Serve = Callable[[InferenceRequest, ResponseWriter], Awaitable[None]]
+
+
+class CollectingWriter:
+    """A ResponseWriter that keeps the one complete response."""
+
+    def __init__(self) -> None:
+        self.response: HttpResponse | None = None
+
+    def begin(self, status: int, content_type: str, header_lines: str) -> None:
+        """Refuse a stream: items of batches are not streamed."""
+        raise RuntimeError("an item of a batch is not streamed")
+
+    def send(self, data: bytes) -> None:
+        """Take no stream."""
+
+    def end(self) -> None:
+        """Take no stream."""
+
+    def reply(self, response: HttpResponse) -> None:
+        """Keep the response."""
+        self.response = response
+
+    def set_source(self, source: PausableSource | None) -> None:
+        """Never pause a source."""
+
+    async def drained(self) -> None:
+        """Return at once."""
+
+
+class ItemAnswerer:
+    """Answers items for the loop that leases them."""
+
+    def __init__(
+        self,
+        *,
+        keys: Callable[[], KeyTable],
+        read: ReadInference,
+        serve: Serve,
+        request_ids: RequestIds,
+        clock: Callable[[], float],
+        unix_clock: Callable[[], float],
+    ) -> None:
+        """`clock` returns monotonic seconds, `unix_clock` Unix time."""
+        self._unix_clock = unix_clock
+        self._keys = keys
+        self._read = read
+        self._serve = serve
+        self._request_ids = request_ids
+        self._clock = clock
+
+    async def answer(self, item: LeasedItem) -> ItemResult:
+        """Return the result of an item. It raises nothing but CancelledError."""
+        request = HttpRequest()
+        request.method, request.path, request.body = b"POST", item.endpoint, item.body
+        request.headers = {headers.PRIORITY.encode(): LOWEST_PRIORITY}
+        request.arrived_s = self._clock()
+        request.request_id, request.client_request_id = self._request_ids.next("")
+        try:
+            request.key = self._key_of(item)
+            writer = CollectingWriter()
+            inference, translating = self._read(request, item.endpoint, writer)
+            # Interactive requests must not wait behind it.
+            inference.reject_if_busy = True
+            await self._serve(inference, translating)
+        except ApiError as error:
+            return _result_of(item, request, error)
+        response = writer.response
+        if response is None or len(response.body) > ANSWER_BYTES_MAX:
+            too_large = ApiError(ErrorCode.TOO_LARGE, "cannot store the answer: it is too large")
+            return _result_of(item, request, too_large)
+        return ItemResult(
+            ref=item.ref,
+            status_code=response.status,
+            request_id=request.client_request_id,
+            body=response.body,
+        )
+
+    def _key_of(self, item: LeasedItem) -> KeyEntry:
+        key = self._keys().get(item.key_id)
+        if key is None or key.tenant_id != item.tenant_id:
+            reason = "is revoked"
+        elif key.expires_at and key.expires_at <= self._unix_clock():
+            reason = "has expired"
+        else:
+            return key
+        message = f"cannot answer: the key that began the batch {reason}"
+        raise ApiError(ErrorCode.INVALID_KEY, message)
+
+
+def _result_of(item: LeasedItem, request: HttpRequest, error: ApiError) -> ItemResult:
+    """Return an error as the item's result, or let it be tried again."""
+    if error.code in _NOT_NOW or error.code in _FAILED:
+        after_s = min(max(error.retry_after_s or RETRY_AFTER_S, 1.0), RETRY_AFTER_MAX_S)
+        return ItemResult(
+            ref=item.ref, retry_after_s=after_s, counts_as_attempt=error.code in _FAILED
+        )
+    return ItemResult(
+        ref=item.ref,
+        status_code=error.meaning.status,
+        request_id=request.client_request_id,
+        body=msgspec.json.encode(openai_error(error)),
+    )

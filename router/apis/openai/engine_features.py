@@ -1,0 +1,113 @@
+"""Refuses what the engine of a deployment cannot do, before the request is sent anywhere.
+
+The scheduler tells with each deployment what its engine lacks (`engine_capabilities.py`). Only for
+a deployment that lacks something is the body read a second time.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from isochrone.wire.engine_capabilities import FEATURES
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.routes import DeploymentEntry
+from router.apis.openai.schema import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    EMBEDDINGS_PATH,
+    RERANK_PATH,
+)
+
+_SURFACES: Final[Mapping[str, str]] = {
+    CHAT_PATH: "chat",
+    COMPLETIONS_PATH: "completions",
+    EMBEDDINGS_PATH: "embeddings",
+    RERANK_PATH: "rerank",
+}
+
+
+class _UsedPart(msgspec.Struct, frozen=True):
+    type: str = ""
+
+
+class _UsedMessage(msgspec.Struct, frozen=True):
+    content: str | list[_UsedPart] | None = None
+
+
+class _UsedFormat(msgspec.Struct, frozen=True):
+    type: str = ""
+
+
+class _UsedFields(msgspec.Struct, frozen=True):
+    """The fields of a request that some engines lack. Others are skipped."""
+
+    messages: list[_UsedMessage] = []
+    tools: list[msgspec.Raw] | None = None
+    tool_choice: Any = None
+    response_format: _UsedFormat | None = None
+    logprobs: bool | int | None = None
+    logit_bias: dict[str, float] | None = None
+    n: int | None = None
+    seed: int | None = None
+    suffix: str | None = None
+
+    def has_part(self, *kinds: str) -> bool:
+        """Return True if a message has a part of one of these types."""
+        return any(
+            part.type in kinds
+            for message in self.messages
+            if isinstance(message.content, list)
+            for part in message.content
+        )
+
+
+_DECODER: Final = msgspec.json.Decoder(_UsedFields)
+
+_USES: Final[Mapping[str, tuple[str, Callable[[_UsedFields], bool]]]] = {
+    "tools": ("tools", lambda used: bool(used.tools) and used.tool_choice != "none"),
+    "forced_tools": (
+        "tool_choice",
+        lambda used: used.tool_choice == "required" or isinstance(used.tool_choice, dict),
+    ),
+    "structured_output": (
+        "response_format",
+        lambda used: used.response_format is not None and used.response_format.type != "text",
+    ),
+    "logprobs": ("logprobs", lambda used: used.logprobs not in (None, False)),
+    "logit_bias": ("logit_bias", lambda used: bool(used.logit_bias)),
+    "several_answers": ("n", lambda used: (used.n or 1) > 1),
+    "seed": ("seed", lambda used: used.seed is not None),
+    "images": ("messages", lambda used: used.has_part("image_url", "input_image")),
+    "audio": ("messages", lambda used: used.has_part("audio_url", "input_audio")),
+    "suffix": ("suffix", lambda used: bool(used.suffix)),
+}
+"""By feature: the field that uses it, and whether a request does."""
+
+
+def refuse_lacking(deployment: DeploymentEntry, path: str, body: bytes) -> None:
+    """Raise ApiError 400 if a request uses what the deployment's engine lacks."""
+    lacks = deployment.engine_lacks
+    if not lacks:
+        return
+    if _SURFACES.get(path) in lacks:
+        raise _refusal(deployment, _SURFACES[path], "model")
+    # Other fields of a wrong type are the engine's to refuse.
+    try:
+        used = _DECODER.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return
+    for feature in lacks:
+        if feature in _USES:
+            field, uses = _USES[feature]
+            if uses(used):
+                raise _refusal(deployment, feature, field)
+
+
+def _refusal(deployment: DeploymentEntry, feature: str, field: str) -> ApiError:
+    return ApiError(
+        ErrorCode.INVALID_REQUEST,
+        f"cannot use {FEATURES[feature]} with the model {deployment.name!r}: its engine"
+        f" ({deployment.engine}) does not have it; leave it out, or ask for another model",
+        param=field,
+    )

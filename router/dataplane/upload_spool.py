@@ -1,0 +1,102 @@
+"""Keeps uploaded files on disk while they arrive: they are too large for memory.
+
+A file has no name, so nothing of it is left when the process ends. Parts are written as they come:
+a write copies them to the page cache.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from router.config import RouterConfig
+from router.dataplane.http_messages import HttpRequest
+
+UPLOAD_PATHS: Final = ("/v1/files", "/ai/v1/files")
+
+
+class SpooledBody:
+    """One upload on disk."""
+
+    def __init__(self, spool: "UploadSpool", file: BinaryIO, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self._spool = spool
+        self._file = file
+        self._size_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        """Append a part. Raises ApiError if the disk or the limit of all uploads is full."""
+        self._spool.take(len(data))
+        self._size_bytes += len(data)
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise _disk_failed(error) from error
+
+    def reader(self) -> BinaryIO:
+        """Return a file to read the body from, which the reader closes."""
+        try:
+            self._file.flush()
+            return os.fdopen(os.dup(self._file.fileno()), "rb", closefd=True)
+        except OSError as error:
+            raise _disk_failed(error) from error
+        finally:
+            if not self._file.closed:
+                os.lseek(self._file.fileno(), 0, os.SEEK_SET)
+
+    def close(self) -> None:
+        """Drop the body. A second call has no effect."""
+        self._spool.give_back(self._size_bytes)
+        self._size_bytes = 0
+        self._file.close()
+
+
+class UploadSpool:
+    """The uploads of one process."""
+
+    def __init__(self, folder: Path, config: RouterConfig) -> None:
+        self._folder = folder
+        self._bytes_max = config.upload_bytes_max
+        self._all_bytes_max = config.uploads_bytes_max
+        self._size_bytes = 0
+
+    def open(self, request: HttpRequest) -> SpooledBody | None:
+        """Return where the body of an authorized upload is kept; None for other requests."""
+        if request.key is None or request.method != b"POST":
+            return None
+        if not request.path.endswith(UPLOAD_PATHS):
+            return None
+        if request.headers.get(b"content-encoding", b"identity") != b"identity":
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                "cannot read the upload: it must not be compressed as a whole",
+            )
+        try:
+            self._folder.mkdir(0o700, parents=True, exist_ok=True)
+            file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - closed by `close`
+        except OSError as error:
+            raise _disk_failed(error) from error
+        return SpooledBody(self, file, self._bytes_max)
+
+    def take(self, count: int) -> None:
+        """Count bytes of an upload. Raises ApiError."""
+        if self._size_bytes + count > self._all_bytes_max:
+            raise ApiError(
+                ErrorCode.UNAVAILABLE,
+                "cannot take the upload now: other uploads use all of the space for them",
+                retry_after_s=10.0,
+            )
+        self._size_bytes += count
+
+    def give_back(self, count: int) -> None:
+        """Count bytes of an upload no longer."""
+        self._size_bytes -= count
+
+
+def _disk_failed(error: OSError) -> ApiError:
+    return ApiError(
+        ErrorCode.UNAVAILABLE,
+        f"cannot keep the upload on disk: {error.strerror or error}",
+        retry_after_s=10.0,
+    )

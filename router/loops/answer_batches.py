@@ -1,0 +1,205 @@
+"""Answers items of batches with what interactive requests leave free, and returns the results.
+
+Items are leased from the scheduler a little ahead of their turn and answered like other requests,
+at the lowest priority. A turn sends results, renews leases and leases more. An item whose lease was
+lost is dropped: another router answers it, or its batch has ended.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from isochrone.wire import batches as wire
+from isochrone.wire.batches import (
+    ItemRef,
+    ItemResult,
+    ItemResults,
+    LeasedItem,
+    LeasedItems,
+    LeaseItems,
+)
+from isochrone.wire.errors import ApiError
+from isochrone.wire.routes import DeploymentEntry
+from router.batch_client import BatchClient
+from router.decide.batch_room import QUEUE_FACTOR, ReplicaRoom, requests_max
+from router.fleet_state import FleetState
+
+log = logging.getLogger(__name__)
+
+OUTPUT_TOKENS_ASSUMED: Final = 256
+BYTES_PER_TOKEN: Final = 4
+RESULT_BYTES_MAX: Final = wire.WORK_BYTES_MAX // 2
+
+AnswerItem = Callable[[LeasedItem], Awaitable[ItemResult]]
+_LEASED: Final = msgspec.msgpack.Decoder(LeasedItems)
+
+
+class AnsweredCounts(NamedTuple):
+    """What one turn did."""
+
+    leased: int
+    returned: int
+
+
+class DeploymentWork:
+    """The items of one deployment that this router holds."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[LeasedItem] = deque()
+        self.running: dict[ItemRef, asyncio.Task[None]] = {}
+        self.item_tokens = 2 * OUTPUT_TOKENS_ASSUMED
+        """The average of what recent items were expected to take."""
+
+    @property
+    def refs(self) -> list[ItemRef]:
+        """The items held, waiting or running."""
+        return [*self.running, *[item.ref for item in self.waiting]]
+
+
+class AnswerBatches:
+    """The periodic job of a router's main process."""
+
+    def __init__(
+        self,
+        *,
+        client: BatchClient,
+        fleet: FleetState,
+        answer: AnswerItem,
+        is_busy: Callable[[], bool],
+        per_replica_max: int,
+    ) -> None:
+        """`is_busy` says whether requests of clients wait for capacity."""
+        self._client = client
+        self._fleet = fleet
+        self._answer = answer
+        self._is_busy = is_busy
+        self._per_replica_max = per_replica_max
+        self._work: dict[str, DeploymentWork] = {}
+        self._results: deque[ItemResult] = deque()
+
+    async def run_once(self) -> AnsweredCounts:
+        """Send results, renew leases, lease more items and start what may run."""
+        if not self._client.access.token or not self._per_replica_max:
+            return AnsweredCounts(0, 0)
+        try:
+            returned = await self._return_results()
+            leased = await self._lease()
+        except ApiError as error:
+            # Results are kept, and the leases run for a while.
+            log.warning("batch service", extra={"fields": {"reason": error.message[:200]}})
+            return AnsweredCounts(0, 0)
+        for name in list(self._work):
+            self._start(name)
+        return AnsweredCounts(leased, returned)
+
+    def close(self) -> None:
+        """Stop answering. The leases run out, and other routers answer the items."""
+        for work in self._work.values():
+            for task in work.running.values():
+                task.cancel()
+
+    async def _return_results(self) -> int:
+        """Send all results; each is forgotten once the scheduler has stored it."""
+        returned = 0
+        while self._results:
+            part: list[ItemResult] = []
+            size_bytes = 0
+            for result in self._results:
+                size_bytes += len(result.body)
+                if part and (len(part) == wire.LEASED_MAX or size_bytes > RESULT_BYTES_MAX):
+                    break
+                part.append(result)
+            await self._client.post(wire.RESULTS_PATH, ItemResults(results=tuple(part)))
+            for _ in part:
+                self._results.popleft()
+            returned += len(part)
+        return returned
+
+    async def _lease(self) -> int:
+        """Renew the leases of what is held, and lease as much as may run soon."""
+        wanted: dict[str, int] = {}
+        for entry in self._fleet.directory.deployments:
+            limit = min(wire.LEASED_MAX, QUEUE_FACTOR * self._requests_max(entry))
+            work = self._work.get(entry.name)
+            count = limit - (len(work.refs) if work is not None else 0)
+            if count > 0 and len(wanted) < wire.LEASED_MAX:
+                wanted[entry.name] = count
+        holds = [ref for work in self._work.values() for ref in work.refs]
+        if not wanted and not holds:
+            return 0
+        body = await self._client.post(
+            wire.LEASE_PATH, LeaseItems(wanted=wanted, holds=tuple(holds[: 4 * wire.LEASED_MAX]))
+        )
+        leased = _LEASED.decode(body)
+        self._drop(leased.lost)
+        for item in leased.items:
+            name = _model_of(item.body)
+            self._work.setdefault(name, DeploymentWork()).waiting.append(item)
+        return len(leased.items)
+
+    def _drop(self, lost: Sequence[ItemRef]) -> None:
+        for work in self._work.values():
+            for ref in lost:
+                task = work.running.get(ref)
+                if task is not None:
+                    task.cancel()
+            work.waiting = deque(item for item in work.waiting if item.ref not in lost)
+
+    def _requests_max(self, entry: DeploymentEntry) -> int:
+        """Return how many items of a deployment may run now."""
+        if self._is_busy():
+            return 0
+        work = self._work.get(entry.name)
+        now_s, in_flight = self._fleet.clock(), self._fleet.in_flight
+        rooms = [
+            ReplicaRoom(
+                route.tokens_in_flight_max, in_flight.tokens_at(route.replica_id, now_s).tokens
+            )
+            for route in self._fleet.routing(entry.deployment_id).routes
+        ]
+        return requests_max(
+            rooms,
+            len(work.running) if work is not None else 0,
+            work.item_tokens if work is not None else 2 * OUTPUT_TOKENS_ASSUMED,
+            self._per_replica_max,
+        )
+
+    def _start(self, name: str) -> None:
+        """Start waiting items of a deployment, as many as may run."""
+        work = self._work[name]
+        entry = self._fleet.directory.deployment(name)
+        # Without the deployment each item gets its error at once.
+        limit = self._requests_max(entry) if entry is not None else wire.LEASED_MAX
+        while work.waiting and len(work.running) < limit:
+            item = work.waiting.popleft()
+            tokens = len(item.body) // BYTES_PER_TOKEN + OUTPUT_TOKENS_ASSUMED
+            work.item_tokens = (7 * work.item_tokens + tokens) // 8
+            work.running[item.ref] = asyncio.create_task(self._run(name, item))
+        if not work.waiting and not work.running:
+            del self._work[name]
+
+    async def _run(self, name: str, item: LeasedItem) -> None:
+        """Answer one item, and start the next one."""
+        work = self._work[name]
+        try:
+            self._results.append(await self._answer(item))
+        finally:
+            del work.running[item.ref]
+        if name in self._work:
+            self._start(name)
+
+
+class _NamedModel(msgspec.Struct):
+    model: str = ""
+
+
+_MODEL: Final = msgspec.json.Decoder(_NamedModel)
+
+
+def _model_of(body: bytes) -> str:
+    """Return the model in an item's body, which the scheduler has checked."""
+    return _MODEL.decode(body).model

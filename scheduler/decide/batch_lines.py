@@ -1,0 +1,88 @@
+"""Reads the lines of a batch's input file: what each asks for, or why it fails alone. Pure."""
+
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from isochrone.wire.json_body import UnsafeJson, check_json_body
+
+ENDPOINTS: Final = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/responses",
+)
+CUSTOM_ID_CHARS_MAX: Final = 512
+
+
+class BatchLine(msgspec.Struct, frozen=True):
+    """One line of an input file, as OpenAI defines it."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: dict[str, msgspec.Raw]
+
+
+class ParsedLine(NamedTuple):
+    """A line's id and model; or its error, which answers it without a request."""
+
+    custom_id: str = ""
+    model: str = ""
+    error_code: str = ""
+    message: str = ""
+
+
+_LINE: Final = msgspec.json.Decoder(BatchLine)
+_TEXT: Final = msgspec.json.Decoder(str)
+
+
+def parse_line(line: bytes, endpoint: str, model: str) -> ParsedLine:
+    """Read one line of a batch for `endpoint`; `model` is that of the lines before, or empty."""
+    try:
+        check_json_body(line)
+        given = _LINE.decode(line)
+    except (UnsafeJson, msgspec.DecodeError, RecursionError, ValueError) as error:
+        reason = f"cannot read the line: {str(error)[:300]}"
+        return ParsedLine(error_code="invalid_json_line", message=reason)
+    custom_id = given.custom_id.replace("\0", "")[:CUSTOM_ID_CHARS_MAX]
+    if given.method != "POST":
+        message = f"cannot use 'method' {given.method[:20]!r}: expected 'POST'"
+        return ParsedLine(custom_id, error_code="invalid_method", message=message)
+    if given.url != endpoint:
+        message = f"cannot use 'url' {given.url[:60]!r}: this batch is for {endpoint!r}"
+        return ParsedLine(custom_id, error_code="invalid_url", message=message)
+    try:
+        named = _TEXT.decode(given.body.get("model", b""))
+    except msgspec.DecodeError:
+        message = "cannot use 'body.model': expected the name of a model"
+        return ParsedLine(custom_id, error_code="model_not_found", message=message)
+    if model and named != model:
+        message = f"cannot use the model {named[:60]!r}: the lines before name {model!r}"
+        return ParsedLine(custom_id, error_code="mismatched_model", message=message)
+    if bytes(given.body.get("stream", b"false")) not in (b"false", b"null"):
+        message = "cannot use 'body.stream': answers of a batch are not streamed"
+        return ParsedLine(custom_id, error_code="invalid_request", message=message)
+    return ParsedLine(custom_id, named)
+
+
+def request_body(line: bytes) -> bytes:
+    """Return the body of the request in a line that `parse_line` accepted."""
+    fields: dict[str, Any] = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    return bytes(fields["body"])
+
+
+def result_line(
+    *, item_id: str, custom_id: str, status_code: int, request_id: str, body: bytes
+) -> bytes:
+    """Return the line of an output file for an answer, whether it is a success or an error."""
+    response = {"status_code": status_code, "request_id": request_id, "body": msgspec.Raw(body)}
+    line = {"id": item_id, "custom_id": custom_id, "response": response, "error": None}
+    return msgspec.json.encode(line) + b"\n"
+
+
+def error_line(*, item_id: str, custom_id: str, code: str, message: str) -> bytes:
+    """Return the line of an error file for an item that was not answered."""
+    error = {"code": code, "message": message}
+    line = {"id": item_id, "custom_id": custom_id or None, "response": None, "error": error}
+    return msgspec.json.encode(line) + b"\n"

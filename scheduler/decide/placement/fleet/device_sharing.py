@@ -1,0 +1,54 @@
+"""Devices on which over-committed replicas take turns: each of them must fit beside the others.
+
+The plan counts a part of an over-committed replica's memory. So that it can wake, all of its memory
+must be free beside the replicas of the device that never sleep.
+"""
+
+from collections import Counter, defaultdict
+
+from isochrone.wire.ids import DeviceId, NodeId
+from scheduler.decide.cluster import ClusterState
+
+DeviceKey = tuple[NodeId, DeviceId]
+
+
+class DeviceSharing:
+    """What the replicas of each device take that never sleep, and the largest that may sleep."""
+
+    def __init__(self, cluster: ClusterState) -> None:
+        self._total = {
+            (node.node_id, device.device_id): device.memory_bytes
+            for node in cluster.nodes
+            for device in node.devices
+        }
+        self._fixed: defaultdict[DeviceKey, int] = defaultdict(int)
+        self._sleeping: defaultdict[DeviceKey, Counter[int]] = defaultdict(Counter)
+        for placement in cluster.placements:
+            for part in placement.parts:
+                awake_bytes = int(part.memory_bytes * part.overcommit)
+                for device_id in part.device_ids:
+                    self.book((part.node_id, device_id), awake_bytes, part.overcommit, 1)
+
+    def has_room(
+        self, key: DeviceKey, awake_bytes: int, overcommit: float, releasing_bytes: int = 0
+    ) -> bool:
+        """Say whether all over-committed replicas of a device could wake beside a new one.
+
+        `releasing_bytes` are of replicas that are about to end.
+        """
+        largest = max(self._sleeping.get(key, ()), default=0)
+        if overcommit <= 1 and not largest:
+            return True  # the plan counts all memory of this device
+        largest = 0 if overcommit > 1 else largest
+        fixed = self._fixed[key] - releasing_bytes
+        return fixed + awake_bytes + largest <= self._total[key]
+
+    def book(self, key: DeviceKey, awake_bytes: int, overcommit: float, replicas: int) -> None:
+        """Add `replicas` (1 or -1) to a device."""
+        if overcommit <= 1:
+            self._fixed[key] += replicas * awake_bytes
+            return
+        sleeping = self._sleeping[key]
+        sleeping[awake_bytes] += replicas
+        if not sleeping[awake_bytes]:
+            del sleeping[awake_bytes]

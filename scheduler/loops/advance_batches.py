@@ -1,0 +1,260 @@
+"""Takes each open batch a step on: reads its input, ends it, writes its files.
+
+Every step is one transaction that begins anew after a failure: a step that was interrupted leaves
+neither items nor files behind. Items are answered by routers meanwhile (`api/batch_service.py`).
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import BinaryIO, Final, NamedTuple
+
+from scheduler.decide.batch_limits import BatchLimits
+from scheduler.decide.batch_lines import error_line, result_line
+from scheduler.state.batch_folder import BatchFolder
+from scheduler.state.batch_input import BatchInput
+from scheduler.state.lease_state import LeaseState
+from scheduler.store.batch_files import add_file, delete_expired_files
+from scheduler.store.batch_items import (
+    AnsweredItem,
+    add_items,
+    count_failed,
+    delete_items,
+    each_item,
+    fail_repeated_ids,
+    leased_items,
+)
+from scheduler.store.batches import (
+    StoredBatch,
+    begin_finalizing,
+    end_batch,
+    fail_batch,
+    open_batches,
+    start_batch,
+)
+from scheduler.store.pool import Pool, transaction, using
+
+log = logging.getLogger(__name__)
+
+BUFFER_BYTES: Final = 1024 * 1024
+DELETED_MAX: Final = 5_000
+FILES_DELETED_MAX: Final = 100
+UNANSWERED: Final = {
+    "expired": ("batch_expired", "the batch expired before this request was answered"),
+    "cancelled": ("batch_cancelled", "the batch was cancelled before this request was answered"),
+}
+"""The error of an item without an answer, by the end of its batch."""
+
+
+class BatchCounts(NamedTuple):
+    """What one turn did."""
+
+    begun: int
+    ended: int
+    items_deleted: int
+    files_deleted: int
+
+
+class BatchChanged(Exception):
+    """The batch was cancelled or ended meanwhile: the step is undone."""
+
+
+class ResultFile:
+    """A file of results that is being written, with a buffer."""
+
+    def __init__(self, output: BinaryIO) -> None:
+        self.size_bytes = 0
+        self._output = output
+        self._buffer: list[bytes] = []
+        self._buffered_bytes = 0
+
+    async def write(self, line: bytes) -> None:
+        """Write a line, when enough of them are buffered."""
+        self._buffer.append(line)
+        self._buffered_bytes += len(line)
+        if self._buffered_bytes >= BUFFER_BYTES:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write what is buffered."""
+        text, self._buffer = b"".join(self._buffer), []
+        self.size_bytes += len(text)
+        self._buffered_bytes = 0
+        await asyncio.to_thread(self._output.write, text)
+
+
+class AdvanceBatches:
+    """The periodic job of the acting scheduler."""
+
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        lease: LeaseState,
+        folder: BatchFolder,
+        limits: BatchLimits,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._pool = pool
+        self._lease = lease
+        self._folder = folder
+        self._limits = limits
+        self._unix_clock = unix_clock
+
+    async def run_once(self) -> BatchCounts:
+        """Take every open batch one step on, then delete what is no longer needed."""
+        if not self._lease.is_acting:
+            return BatchCounts(0, 0, 0, 0)
+        async with using(self._pool) as connection:
+            batches = await open_batches(connection)
+        begun = ended = 0
+        for batch in batches:
+            try:
+                if batch.status == "validating":
+                    begun += await self._read_input(batch)
+                elif batch.status == "finalizing" or await self._must_end(batch):
+                    await self._end(batch)
+                    ended += 1
+            except BatchChanged:
+                log.info("batch changed meanwhile", extra={"fields": {"batch": batch.batch_id}})
+        return BatchCounts(begun, ended, await self._delete_items(), await self._delete_files())
+
+    async def _read_input(self, batch: StoredBatch) -> bool:
+        """Store the items of a new batch; fail the batch if its input cannot be used."""
+        try:
+            source = await asyncio.to_thread(self._folder.open, batch.input_file_id)
+        except FileNotFoundError:
+            await self._fail(batch, "file_not_found", "the input file was deleted")
+            return False
+        with source:
+            lines = BatchInput(source, batch.endpoint)
+            try:
+                async with transaction(self._pool) as connection:
+                    while items := await lines.next_items():
+                        if lines.lines > self._limits.items_max:
+                            raise _TooManyLines
+                        await add_items(connection, batch.batch_id, items)
+                    await fail_repeated_ids(connection, batch.batch_id)
+                    failed = await count_failed(connection, batch.batch_id)
+                    if not lines.lines:
+                        raise _NoLines
+                    if not await start_batch(
+                        connection,
+                        batch.batch_id,
+                        deployment=lines.model,
+                        total=lines.lines,
+                        failed=failed,
+                    ):
+                        raise BatchChanged
+            except _NoLines:
+                await self._fail(batch, "empty_file", "the input file has no lines")
+                return False
+            except _TooManyLines:
+                message = f"the input file has more than {self._limits.items_max} lines"
+                await self._fail(batch, "too_many_lines", message)
+                return False
+        return True
+
+    async def _fail(self, batch: StoredBatch, code: str, message: str) -> None:
+        async with transaction(self._pool) as connection:
+            error = {"code": code, "message": message, "line": None, "param": None}
+            await fail_batch(connection, batch.batch_id, [error])
+
+    async def _must_end(self, batch: StoredBatch) -> bool:
+        """Begin the end of a batch whose time has come."""
+        is_over = batch.unanswered == 0 or batch.expires_at <= self._unix_clock()
+        async with transaction(self._pool) as connection:
+            if batch.status == "cancelling":
+                # What is being answered may still be finished: routers give it up or return it.
+                is_over = await leased_items(connection, batch.batch_id) == 0
+            return is_over and await begin_finalizing(connection, batch.batch_id)
+
+    async def _end(self, batch: StoredBatch) -> None:
+        """Write the files of a batch, and end it."""
+        status = "cancelled" if batch.cancelling_at else "completed"
+        written: list[str] = []
+        try:
+            async with transaction(self._pool) as connection:
+                if status == "completed" and batch.unanswered:
+                    status = "expired"
+                file_ids: list[str | None] = []
+                with ExitStack() as files:
+                    results = []
+                    for _ in range(2):
+                        file_id = f"file-{secrets.token_hex(12)}"
+                        written.append(file_id)
+                        results.append(
+                            ResultFile(files.enter_context(self._folder.writing(file_id)))
+                        )
+                    async for item in each_item(connection, batch.batch_id):
+                        line = _line_of(batch, item, status)
+                        await results[item.is_error].write(line)
+                    for result in results:
+                        await result.flush()
+                names = (f"{batch.batch_id}_output.jsonl", f"{batch.batch_id}_error.jsonl")
+                for file_id, name, result in zip(written, names, results, strict=True):
+                    if not result.size_bytes:
+                        await self._folder.delete(file_id)
+                        file_ids.append(None)
+                        continue
+                    await add_file(
+                        connection,
+                        file_id=file_id,
+                        tenant_id=batch.tenant_id,
+                        purpose="batch_output",
+                        filename=name,
+                        size_bytes=result.size_bytes,
+                        expires_after_s=None,
+                    )
+                    file_ids.append(file_id)
+                if not await end_batch(
+                    connection,
+                    batch.batch_id,
+                    status=status,
+                    output_file_id=file_ids[0],
+                    error_file_id=file_ids[1],
+                ):
+                    raise BatchChanged
+        except BaseException:
+            for file_id in written:
+                await self._folder.delete(file_id)
+            raise
+
+    async def _delete_items(self) -> int:
+        async with transaction(self._pool) as connection:
+            return await delete_items(connection, DELETED_MAX)
+
+    async def _delete_files(self) -> int:
+        async with transaction(self._pool) as connection:
+            file_ids = await delete_expired_files(connection, FILES_DELETED_MAX)
+        for file_id in file_ids:
+            await self._folder.delete(file_id)
+        return len(file_ids)
+
+
+class _NoLines(Exception):
+    """An input file has no lines."""
+
+
+class _TooManyLines(Exception):
+    """An input file has more lines than a batch may have items."""
+
+
+def _line_of(batch: StoredBatch, item: AnsweredItem, status: str) -> bytes:
+    """Return the line of an item in the output or error file."""
+    item_id = f"batch_req_{batch.batch_id.removeprefix('batch_')}_{item.line}"
+    if item.is_done and not item.error_code:
+        return result_line(
+            item_id=item_id,
+            custom_id=item.custom_id,
+            status_code=item.status_code,
+            request_id=item.request_id,
+            body=item.result,
+        )
+    code, message = item.error_code, item.result.decode(errors="replace")
+    if not item.is_done:
+        code, message = UNANSWERED.get(status, UNANSWERED["expired"])
+    return error_line(item_id=item_id, custom_id=item.custom_id, code=code, message=message)

@@ -1,0 +1,56 @@
+"""Reads a batch's input file line by line, a part at a time, in a thread."""
+
+import asyncio
+from typing import BinaryIO, Final
+
+from isochrone.wire.batches import ITEM_BYTES_MAX
+from scheduler.decide.batch_lines import parse_line
+from scheduler.store.batch_items import NewItem
+
+LINES_MAX: Final = 5_000
+PART_BYTES_MAX: Final = 16 * 1024 * 1024
+"""A part has at most so many lines, and ends with the line that makes it so large."""
+
+
+class BatchInput:
+    """An open input file. `model` is the model of its lines, empty until one names it."""
+
+    def __init__(self, source: BinaryIO, endpoint: str) -> None:
+        self.model = ""
+        self.lines = 0
+        self._source = source
+        self._endpoint = endpoint
+        self._offset = 0
+
+    async def next_items(self) -> list[NewItem]:
+        """Return the items of the next part; none at the end."""
+        return await asyncio.to_thread(self._next_items)
+
+    def _next_items(self) -> list[NewItem]:
+        items: list[NewItem] = []
+        begin = self._offset
+        while len(items) < LINES_MAX and self._offset - begin < PART_BYTES_MAX:
+            line = self._source.readline(ITEM_BYTES_MAX + 1)
+            if not line:
+                break
+            offset = self._offset
+            self._offset += len(line)
+            is_too_long = len(line) > ITEM_BYTES_MAX
+            while is_too_long and line and not line.endswith(b"\n"):
+                line = self._source.readline(PART_BYTES_MAX)
+                self._offset += len(line)
+            text = line.strip()
+            if text or is_too_long:
+                self.lines += 1
+                items.append(self._item(offset, line, is_too_long=is_too_long))
+        return items
+
+    def _item(self, offset: int, line: bytes, *, is_too_long: bool) -> NewItem:
+        if is_too_long:
+            message = f"cannot read the line: it has more than {ITEM_BYTES_MAX} bytes"
+            return NewItem(self.lines, "", offset, 0, "request_too_large", message)
+        parsed = parse_line(line, self._endpoint, self.model)
+        self.model = self.model or parsed.model
+        return NewItem(
+            self.lines, parsed.custom_id, offset, len(line), parsed.error_code, parsed.message
+        )

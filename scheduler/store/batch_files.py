@@ -1,0 +1,124 @@
+"""The rows of files of the public API. Their contents lie in the batch folder."""
+
+from typing import Any
+
+import msgspec
+
+from scheduler.store.pool import Connection, as_struct
+
+
+class BatchFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One file. Times are Unix time in seconds."""
+
+    file_id: str
+    tenant_id: str
+    purpose: str
+    filename: str
+    size_bytes: int
+    created_at: int
+    expires_at: int | None
+
+
+_COLUMNS = (
+    "file_id, tenant_id, purpose, filename, size_bytes,"
+    " extract(epoch FROM created_at)::bigint AS created_at,"
+    " extract(epoch FROM expires_at)::bigint AS expires_at"
+)
+
+
+async def add_file(
+    connection: Connection,
+    *,
+    file_id: str,
+    tenant_id: str,
+    purpose: str,
+    filename: str,
+    size_bytes: int,
+    expires_after_s: int | None,
+) -> BatchFile:
+    """Add a file whose contents are stored already."""
+    row = await connection.fetchrow(
+        f"""
+        INSERT INTO batch_file (file_id, tenant_id, purpose, filename, size_bytes, expires_at)
+        VALUES ($1, $2, $3, $4, $5, now() + $6 * interval '1 second')
+        RETURNING {_COLUMNS}
+        """,  # noqa: S608 - a constant
+        file_id,
+        tenant_id,
+        purpose,
+        filename,
+        size_bytes,
+        expires_after_s,
+    )
+    assert row is not None
+    return as_struct(row, BatchFile)
+
+
+async def read_file(connection: Connection, tenant_id: str, file_id: str) -> BatchFile | None:
+    """Return a tenant's file."""
+    row = await connection.fetchrow(
+        f"SELECT {_COLUMNS} FROM batch_file WHERE tenant_id = $1 AND file_id = $2",  # noqa: S608
+        tenant_id,
+        file_id,
+    )
+    return as_struct(row, BatchFile) if row else None
+
+
+async def list_files(
+    connection: Connection, tenant_id: str, *, purpose: str, after: str, limit: int, newest: bool
+) -> list[BatchFile]:
+    """Return a tenant's files after the file `after`, in the order of their creation."""
+    order, compare = ("DESC", "<") if newest else ("ASC", ">")
+    rows = await connection.fetch(
+        f"""
+        SELECT {_COLUMNS} FROM batch_file
+        WHERE tenant_id = $1 AND ($2 = '' OR purpose = $2)
+            AND ($3 = '' OR (batch_file.created_at, file_id) {compare}
+                (SELECT f.created_at, f.file_id FROM batch_file f WHERE f.file_id = $3))
+        ORDER BY batch_file.created_at {order}, file_id {order} LIMIT $4
+        """,  # noqa: S608 - constants
+        tenant_id,
+        purpose,
+        after,
+        limit,
+    )
+    return [as_struct(row, BatchFile) for row in rows]
+
+
+async def delete_file(connection: Connection, tenant_id: str, file_id: str) -> bool:
+    """Delete a file's row; return False if there is none, or an open batch reads it."""
+    deleted = await connection.fetchval(
+        """
+        DELETE FROM batch_file f WHERE tenant_id = $1 AND file_id = $2 AND NOT EXISTS (
+            SELECT FROM batch b WHERE b.tenant_id = $1 AND b.input_file_id = f.file_id
+                AND status IN ('validating', 'in_progress', 'finalizing', 'cancelling'))
+        RETURNING true
+        """,
+        tenant_id,
+        file_id,
+    )
+    return bool(deleted)
+
+
+async def delete_expired_files(connection: Connection, limit: int) -> list[str]:
+    """Delete the rows of expired files that no open batch reads; return their ids."""
+    rows: list[Any] = await connection.fetch(
+        """
+        DELETE FROM batch_file WHERE file_id IN (
+            SELECT file_id FROM batch_file f WHERE expires_at < now() AND NOT EXISTS (
+                SELECT FROM batch b WHERE b.input_file_id = f.file_id
+                    AND status IN ('validating', 'in_progress', 'finalizing', 'cancelling'))
+            LIMIT $1)
+        RETURNING file_id
+        """,
+        limit,
+    )
+    return [row["file_id"] for row in rows]
+
+
+async def stored_bytes(connection: Connection, tenant_id: str) -> int:
+    """Return the size of all files of a tenant."""
+    size = await connection.fetchval(
+        "SELECT coalesce(sum(size_bytes), 0) FROM batch_file WHERE tenant_id = $1", tenant_id
+    )
+    return int(size)

@@ -1,0 +1,208 @@
+"""The rows of batches. A batch's row is locked before the rows of its items."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from scheduler.store.pool import Connection, affected_rows, as_json, as_struct
+
+OPEN: Final = ("validating", "in_progress", "finalizing", "cancelling")
+
+
+class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One batch. Times are Unix time in seconds."""
+
+    batch_id: str
+    tenant_id: str
+    key_id: str
+    endpoint: str
+    input_file_id: str
+    output_file_id: str | None
+    error_file_id: str | None
+    deployment: str
+    status: str
+    metadata: dict[str, str]
+    errors: list[dict[str, Any]]
+    total: int
+    completed: int
+    failed: int
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+
+    @property
+    def unanswered(self) -> int:
+        """How many items have no result yet."""
+        return self.total - self.completed - self.failed
+
+
+_TIMES: Final = (
+    *("created_at", "expires_at", "in_progress_at", "finalizing_at", "completed_at"),
+    *("failed_at", "expired_at", "cancelling_at", "cancelled_at"),
+)
+_COLUMNS: Final = (
+    "batch_id, tenant_id, key_id, endpoint, input_file_id, output_file_id, error_file_id,"
+    " deployment, status, metadata, errors, total, completed, failed, "
+    + ", ".join(f"extract(epoch FROM {name})::bigint AS {name}" for name in _TIMES)
+)
+
+
+def _batch(row: Any) -> StoredBatch:
+    metadata, errors = msgspec.json.decode(row["metadata"]), msgspec.json.decode(row["errors"])
+    return as_struct(row, StoredBatch, metadata=metadata, errors=errors)
+
+
+async def add_batch(
+    connection: Connection,
+    *,
+    batch_id: str,
+    tenant_id: str,
+    key_id: str,
+    endpoint: str,
+    input_file_id: str,
+    metadata: Mapping[str, str],
+    expires_after_s: float,
+) -> StoredBatch:
+    """Add a batch whose input is still to be read."""
+    row = await connection.fetchrow(
+        f"""
+        INSERT INTO batch
+            (batch_id, tenant_id, key_id, endpoint, input_file_id, metadata, expires_at)
+        VALUES ($1, $2, $3, $4, $5, $6, now() + $7 * interval '1 second') RETURNING {_COLUMNS}
+        """,  # noqa: S608 - a constant
+        batch_id,
+        tenant_id,
+        key_id,
+        endpoint,
+        input_file_id,
+        as_json(metadata),
+        expires_after_s,
+    )
+    return _batch(row)
+
+
+async def read_batch(
+    connection: Connection, batch_id: str, *, tenant_id: str | None = None, lock: bool = False
+) -> StoredBatch | None:
+    """Return a batch, of the tenant if one is given."""
+    row = await connection.fetchrow(
+        f"SELECT {_COLUMNS} FROM batch WHERE batch_id = $1 AND ($2::text IS NULL OR tenant_id = $2)"  # noqa: S608
+        + (" FOR UPDATE" if lock else ""),
+        batch_id,
+        tenant_id,
+    )
+    return _batch(row) if row else None
+
+
+async def list_batches(
+    connection: Connection, tenant_id: str, after: str, limit: int
+) -> list[StoredBatch]:
+    """Return a tenant's batches after the batch `after`, the newest first."""
+    rows = await connection.fetch(
+        f"""
+        SELECT {_COLUMNS} FROM batch WHERE tenant_id = $1
+            AND ($2 = '' OR (batch.created_at, batch_id) <
+                (SELECT b.created_at, b.batch_id FROM batch b WHERE b.batch_id = $2))
+        ORDER BY batch.created_at DESC, batch_id DESC LIMIT $3
+        """,  # noqa: S608 - a constant
+        tenant_id,
+        after,
+        limit,
+    )
+    return [_batch(row) for row in rows]
+
+
+async def open_batches(connection: Connection) -> list[StoredBatch]:
+    """Return all batches that have not ended, the oldest first."""
+    rows = await connection.fetch(
+        f"SELECT {_COLUMNS} FROM batch WHERE status = ANY($1) ORDER BY batch.created_at",  # noqa: S608
+        OPEN,
+    )
+    return [_batch(row) for row in rows]
+
+
+async def unanswered_items(connection: Connection, tenant_id: str) -> int:
+    """Return how many items of a tenant's open batches have no answer."""
+    count = await connection.fetchval(
+        "SELECT coalesce(sum(total - completed - failed), 0) FROM batch"
+        " WHERE tenant_id = $1 AND status = ANY($2)",
+        tenant_id,
+        OPEN,
+    )
+    return int(count)
+
+
+async def cancel_batch(connection: Connection, batch_id: str) -> None:
+    """Let a batch begin no further items."""
+    await connection.execute(
+        "UPDATE batch SET status = 'cancelling', cancelling_at = now()"
+        " WHERE batch_id = $1 AND status IN ('validating', 'in_progress')",
+        batch_id,
+    )
+
+
+async def start_batch(
+    connection: Connection, batch_id: str, *, deployment: str, total: int, failed: int
+) -> bool:
+    """Let routers lease the items of a batch, whose input has been read; False if it is no longer
+    being read.
+    """
+    changed = await connection.execute(
+        "UPDATE batch SET status = 'in_progress', in_progress_at = now(), deployment = $2,"
+        " total = $3, failed = $4 WHERE batch_id = $1 AND status = 'validating'",
+        batch_id,
+        deployment,
+        total,
+        failed,
+    )
+    return affected_rows(changed) > 0
+
+
+async def fail_batch(
+    connection: Connection, batch_id: str, errors: Sequence[Mapping[str, Any]]
+) -> None:
+    """End a batch whose input cannot be used."""
+    await connection.execute(
+        "UPDATE batch SET status = 'failed', failed_at = now(), errors = $2"
+        " WHERE batch_id = $1 AND status = 'validating'",
+        batch_id,
+        as_json(list(errors)),
+    )
+
+
+async def begin_finalizing(connection: Connection, batch_id: str) -> bool:
+    """Accept no further results of a batch; return False if it is not open."""
+    changed = await connection.execute(
+        "UPDATE batch SET status = 'finalizing', finalizing_at = now()"
+        " WHERE batch_id = $1 AND status IN ('in_progress', 'cancelling')",
+        batch_id,
+    )
+    return affected_rows(changed) > 0
+
+
+async def end_batch(
+    connection: Connection,
+    batch_id: str,
+    *,
+    status: str,
+    output_file_id: str | None,
+    error_file_id: str | None,
+) -> bool:
+    """End a batch as `completed`, `cancelled` or `expired`; return False if it has ended."""
+    column = {"completed": "completed_at", "cancelled": "cancelled_at", "expired": "expired_at"}
+    changed = await connection.execute(
+        f"UPDATE batch SET status = $2, {column[status]} = now(), output_file_id = $3,"  # noqa: S608
+        " error_file_id = $4 WHERE batch_id = $1 AND status = 'finalizing'",
+        batch_id,
+        status,
+        output_file_id,
+        error_file_id,
+    )
+    return affected_rows(changed) > 0

@@ -1,0 +1,298 @@
+"""Files and batches with the official `openai` client: router, scheduler, Postgres, fake nodes."""
+
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from isochrone.service.joining import join
+from isochrone.wire.control import PeerRole
+from isochrone.wire.ids import KeyId, TenantId
+from isochrone.wire.keys import format_key
+from router.app import RouterApp, open_router
+from scheduler.store.pool import Pool, using
+from tests.integration.admin.conftest import Admin, admin
+from tests.integration.router.fake_node import FakeNode, open_node
+from tests.integration.router.fleet_of import KEY, a_config, a_key, a_route, a_table
+from tests.system.harness import until
+
+__all__ = ["admin"]
+
+OTHER_KEY = format_key(KeyId("o" * 12), b"\x03" * 32)
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    """Settings of the scheduler."""
+    return {"batch_folder": tmp_path / "batches"}
+
+
+class BatchBench:
+    """A router that is registered with a scheduler, its node, and clients of two tenants."""
+
+    def __init__(
+        self, app: RouterApp, node: FakeNode, client: openai.AsyncOpenAI, other: openai.AsyncOpenAI
+    ) -> None:
+        self.app = app
+        self.node = node
+        self.client = client
+        self.other = other
+
+    async def upload(self, *lines: Any, client: openai.AsyncOpenAI | None = None) -> str:
+        """Upload a file with one line each; a string is a line as it is."""
+        text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+        file = await (client or self.client).files.create(
+            file=("in.jsonl", text.encode()), purpose="batch"
+        )
+        return file.id
+
+    async def run(self, *lines: Any, endpoint: Any = "/v1/chat/completions") -> Any:
+        """Run a batch to its end; return it."""
+        created = await self.client.batches.create(
+            input_file_id=await self.upload(*lines),
+            endpoint=endpoint,
+            completion_window="24h",
+        )
+        return await self.ended(created.id)
+
+    async def ended(self, batch_id: str) -> Any:
+        """Wait until a batch has ended; return it."""
+
+        async def has_ended() -> Any:
+            batch = await self.client.batches.retrieve(batch_id)
+            is_open = batch.status in ("validating", "in_progress", "finalizing", "cancelling")
+            return None if is_open else batch
+
+        return await until("the batch ends", has_ended, WAIT_S)
+
+    async def lines(self, file_id: str | None) -> list[Any]:
+        """Return the decoded lines of a file."""
+        assert file_id is not None
+        content = await self.client.files.content(file_id)
+        return [json.loads(line) for line in content.text.splitlines()]
+
+
+def a_line(name: str, **fields: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": name}], "max_tokens": 3}
+    return {
+        "custom_id": name,
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {**body, **fields},
+    }
+
+
+@asynccontextmanager
+async def a_client(url: str, key: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{url}/v1",
+        api_key=key,
+        max_retries=0,
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+async def bench(admin: Admin, tmp_path: Path) -> AsyncIterator[BatchBench]:
+    await admin.pop()
+    body = {"pop": "ams", "role": "router"}
+    token = (await admin.ask("POST", "/v1/join-tokens", body)).body["token"]
+    identity = await join(
+        urls=[admin.control_url],
+        token=token,
+        role=PeerRole.ROUTER,
+        name="r",
+        folder=tmp_path / "identity",
+    )
+    node = FakeNode()
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(open_node(node))
+        config = a_config(tmp_path, schedulers=(admin.control_url,))
+        app = await stack.enter_async_context(open_router(config, identity))
+
+        async def has_table() -> bool:
+            return app.fleet.directory.table is not None and bool(app.batch_client.access.token)
+
+        await until("the router has a table", has_table, WAIT_S)
+        keys = [a_key(), msgspec.structs.replace(a_key(OTHER_KEY), tenant_id=TenantId("other"))]
+        table = a_table([a_route(node)], generation=1_000, keys=keys)
+        app.fleet.adopt(table)
+        url = f"http://127.0.0.1:{app.port}"
+        client = await stack.enter_async_context(a_client(url, KEY))
+        other = await stack.enter_async_context(a_client(url, OTHER_KEY))
+        yield BatchBench(app, node, client, other)
+
+
+async def test_a_batch_is_answered_line_by_line(bench: BatchBench) -> None:
+    batch = await bench.run(
+        a_line("one"),
+        "",
+        "this is not JSON",
+        a_line("two"),
+        a_line("one"),
+        a_line("other model", model="large"),
+        a_line("streamed", stream=True),
+        a_line("bad", temperature=9),
+        {**a_line("elsewhere"), "url": "/v1/embeddings"},
+    )
+    assert batch.status == "completed"
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (8, 2, 6)
+    output = await bench.lines(batch.output_file_id)
+    assert [line["custom_id"] for line in output] == ["one", "two"]
+    for line in output:
+        assert line["response"]["status_code"] == 200
+        assert line["response"]["body"]["choices"][0]["message"]["content"] == "t0 t1 t2"
+        assert line["error"] is None
+    errors = await bench.lines(batch.error_file_id)
+    codes = [(line["error"] or {}).get("code") for line in errors]
+    assert codes == [
+        *("invalid_json_line", "duplicate_custom_id", "mismatched_model", "invalid_request"),
+        *(None, "invalid_url"),
+    ]
+    assert errors[4]["response"]["status_code"] == 400
+    assert errors[4]["response"]["body"]["error"]["param"] == "temperature"
+    assert bench.node.requests == 2
+    assert {sent["x-isochrone-priority"] for sent in bench.node.request_headers} == {"0"}
+
+
+async def test_all_endpoints_are_answered(bench: BatchBench) -> None:
+    body = {"model": "tiny", "input": "hi", "max_output_tokens": 3}
+    line = {"custom_id": "r", "method": "POST", "url": "/v1/responses", "body": body}
+    batch = await bench.run(line, endpoint="/v1/responses")
+    (answered,) = await bench.lines(batch.output_file_id)
+    assert answered["response"]["body"]["output"][0]["content"][0]["text"] == "t0 t1 t2"
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 3}
+    line = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
+    batch = await bench.run(line, endpoint="/v1/completions")
+    assert batch.request_counts.completed == 1
+
+
+async def test_files_belong_to_their_tenant(bench: BatchBench) -> None:
+    file_id = await bench.upload(a_line("mine"))
+    assert (await bench.client.files.content(file_id)).text == json.dumps(a_line("mine"))
+    described = await bench.client.files.retrieve(file_id)
+    assert (described.filename, described.purpose) == ("in.jsonl", "batch")
+    for call in (
+        bench.other.files.retrieve(file_id),
+        bench.other.files.content(file_id),
+        bench.other.files.delete(file_id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await call
+    with pytest.raises(openai.BadRequestError, match="cannot find the file"):
+        await bench.other.batches.create(
+            input_file_id=file_id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+    theirs = [await bench.upload(a_line("t"), client=bench.other) for _ in range(3)]
+    listed = [file.id async for file in bench.other.files.list(limit=2)]
+    assert listed == theirs[::-1]
+    assert [file.id async for file in bench.client.files.list()] == [file_id]
+    assert (await bench.client.files.delete(file_id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await bench.client.files.content(file_id)
+
+
+async def test_large_files_are_streamed(bench: BatchBench) -> None:
+    bench.app.server.bodies.uploads._bytes_max = 30_000_000
+    text = b"0123456789abcdef" * 1_500_000
+    file = await bench.client.files.create(file=("large", text), purpose="batch")
+    assert file.bytes == len(text)
+    async with bench.client.files.with_streaming_response.content(file.id) as response:
+        digest, size = hashlib.sha256(), 0
+        async for part in response.iter_bytes():
+            digest.update(part)
+            size += len(part)
+    assert (size, digest.hexdigest()) == (len(text), hashlib.sha256(text).hexdigest())
+    with pytest.raises(openai.APIStatusError) as refused:
+        await bench.client.files.create(file=("larger", text + text), purpose="batch")
+    assert refused.value.status_code == 413
+    # Nothing is left of either: the limit of all uploads is free again.
+    assert bench.app.server.bodies.uploads._size_bytes == 0
+
+
+async def test_what_cannot_be_used_is_refused(bench: BatchBench) -> None:
+    with pytest.raises(openai.BadRequestError, match="expected 'batch'"):
+        await bench.client.files.create(file=("a.txt", b"a"), purpose="user_data")
+    file_id = await bench.upload(a_line("one"))
+    for fields in ({"endpoint": "/v1/moderations"}, {"completion_window": "1h"}):
+        wanted: Any = {"endpoint": "/v1/completions", "completion_window": "24h", **fields}
+        with pytest.raises(openai.BadRequestError):
+            await bench.client.batches.create(input_file_id=file_id, **wanted)
+    with pytest.raises(openai.NotFoundError):
+        await bench.client.batches.retrieve("batch_none")
+    with pytest.raises(openai.AuthenticationError):
+        await bench.client.with_options(api_key="none").files.list()
+    empty = await bench.run("", "  ")
+    assert (empty.status, empty.errors.data[0].code) == ("failed", "empty_file")
+
+
+async def test_a_batch_is_cancelled(bench: BatchBench) -> None:
+    bench.node.ttft_s = 0.3
+    created = await bench.client.batches.create(
+        input_file_id=await bench.upload(*[a_line(f"n{number}") for number in range(200)]),
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+        metadata={"team": "a"},
+    )
+    await bench.node.until(lambda: bench.node.requests >= 8)
+    with pytest.raises(openai.ConflictError, match="a batch is reading it"):
+        await bench.client.files.delete(created.input_file_id)
+    cancelled = await bench.client.batches.cancel(created.id)
+    assert (cancelled.status, cancelled.metadata) == ("cancelling", {"team": "a"})
+    batch = await bench.ended(created.id)
+    assert batch.status == "cancelled"
+    answered = await bench.lines(batch.output_file_id)
+    unanswered = await bench.lines(batch.error_file_id)
+    assert len(answered) == batch.request_counts.completed
+    assert len(answered) + len(unanswered) == 200
+    assert {line["error"]["code"] for line in unanswered} == {"batch_cancelled"}
+    assert [each.id async for each in bench.client.batches.list()] == [batch.id]
+    assert [each.id async for each in bench.other.batches.list()] == []
+
+
+async def test_a_batch_expires_with_what_it_has(bench: BatchBench, pool: Pool) -> None:
+    bench.node.refuse = "busy"
+    created = await bench.client.batches.create(
+        input_file_id=await bench.upload(a_line("one")),
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+    )
+    # A node without capacity is no error of the item: it waits.
+    await bench.node.until(lambda: bench.node.requests >= 2)
+    async with using(pool) as connection:
+        await connection.execute("UPDATE batch SET expires_at = now()")
+    batch = await bench.ended(created.id)
+    assert (batch.status, batch.output_file_id) == ("expired", None)
+    (line,) = await bench.lines(batch.error_file_id)
+    assert line["error"]["code"] == "batch_expired"
+
+
+async def test_tenants_take_turns(bench: BatchBench) -> None:
+    bench.node.ttft_s = 0.05
+    many = await bench.client.batches.create(
+        input_file_id=await bench.upload(*[a_line(f"many{number}") for number in range(300)]),
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+    )
+    await bench.node.until(lambda: bench.node.requests >= 8)
+    few = await bench.other.batches.create(
+        input_file_id=await bench.upload(a_line("few"), client=bench.other),
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+    )
+
+    async def few_has_ended() -> bool:
+        return (await bench.other.batches.retrieve(few.id)).status == "completed"
+
+    await until("the small batch ends", few_has_ended, WAIT_S)
+    assert (await bench.client.batches.retrieve(many.id)).status == "in_progress"
+    await bench.client.batches.cancel(many.id)

@@ -1,0 +1,102 @@
+"""Lines of batches are read one by one, and tenants take turns."""
+
+import io
+import json
+from typing import Any
+
+import pytest
+
+from isochrone.wire.batches import ITEM_BYTES_MAX
+from scheduler.decide.batch_lines import (
+    ParsedLine,
+    error_line,
+    parse_line,
+    request_body,
+    result_line,
+)
+from scheduler.decide.batch_shares import WaitingBatch, share_items
+from scheduler.state.batch_input import BatchInput
+
+CHAT = "/v1/chat/completions"
+
+
+def a_line(**fields: Any) -> bytes:
+    body = {"model": "m", "messages": []}
+    line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": body, **fields}
+    return json.dumps(line).encode()
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (b"not JSON", "invalid_json_line"),
+        (b"[]", "invalid_json_line"),
+        (b'{"custom_id": 3}', "invalid_json_line"),
+        (b"\xff\xfe", "invalid_json_line"),
+        (b"[" * 100_000, "invalid_json_line"),
+        (a_line(method="GET"), "invalid_method"),
+        (a_line(url="/v1/embeddings"), "invalid_url"),
+        (a_line(body={}), "model_not_found"),
+        (a_line(body={"model": 3}), "model_not_found"),
+        (a_line(body={"model": "other"}), "mismatched_model"),
+        (a_line(body={"model": "m", "stream": True}), "invalid_request"),
+    ],
+)
+def test_a_line_that_cannot_be_used_has_its_own_error(line: bytes, code: str) -> None:
+    parsed = parse_line(line, CHAT, "m")
+    assert parsed.error_code == code
+    assert parsed.message.startswith("cannot")
+
+
+def test_a_line_names_its_model_and_has_a_body() -> None:
+    assert parse_line(a_line(), CHAT, "") == ParsedLine("a", "m")
+    assert json.loads(request_body(a_line())) == {"model": "m", "messages": []}
+    assert parse_line(a_line(body={"model": "m", "stream": False}), CHAT, "m").error_code == ""
+
+
+def test_lines_of_output_and_error_files() -> None:
+    answered = json.loads(
+        result_line(item_id="i", custom_id="a", status_code=200, request_id="r", body=b'{"x":1}')
+    )
+    assert answered == {
+        "id": "i",
+        "custom_id": "a",
+        "response": {"status_code": 200, "request_id": "r", "body": {"x": 1}},
+        "error": None,
+    }
+    failed = json.loads(error_line(item_id="i", custom_id="", code="c", message="m"))
+    assert failed["error"] == {"code": "c", "message": "m"}
+    assert failed["custom_id"] is None
+
+
+async def test_an_input_is_read_in_parts_with_the_place_of_each_line() -> None:
+    texts = [a_line(custom_id=str(number)) for number in range(12_000)]
+    texts[7] = b"x" * (ITEM_BYTES_MAX + 20_000_000)
+    whole = b"\r\n\n".join(texts)
+    lines = BatchInput(io.BytesIO(whole), CHAT)
+    items = []
+    while part := await lines.next_items():
+        items += part
+    assert [item.line for item in items] == list(range(1, 12_001))
+    assert items[7].error_code == "request_too_large"
+    assert (lines.model, lines.lines) == ("m", 12_000)
+    for number in (0, 6, 8, 11_999):
+        item = items[number]
+        place = slice(item.byte_offset, item.byte_offset + item.byte_length)
+        assert whole[place].strip() == texts[number]
+        assert item.custom_id == str(number)
+
+
+def test_tenants_take_turns_and_the_oldest_batch_of_each_comes_first() -> None:
+    batches = [
+        WaitingBatch("a1", "a", "m", 100),
+        WaitingBatch("a2", "a", "m", 100),
+        WaitingBatch("b1", "b", "m", 2),
+        WaitingBatch("b2", "b", "m", 9),
+        WaitingBatch("c1", "c", "other", 9),
+    ]
+    assert share_items(batches, {}, {"m": 10}) == {"a1": 5, "b1": 2, "b2": 3}
+    assert share_items(batches, {"a": 8}, {"m": 10}) == {"a1": 1, "b1": 2, "b2": 7}
+    assert share_items(batches, {}, {"m": 500}) == {"a1": 100, "a2": 100, "b1": 2, "b2": 9}
+    assert share_items(batches, {}, {"other": 1, "none": 5}) == {"c1": 1}
+    assert share_items(batches, {}, {}) == {}

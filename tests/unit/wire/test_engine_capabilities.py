@@ -1,0 +1,39 @@
+"""The capabilities of engines agree with the drivers, the options and the document."""
+
+import pytest
+
+from isochrone.wire.engine_capabilities import (
+    ENGINE_CAPABILITIES,
+    FEATURES,
+    capabilities_of,
+    lacking_features,
+)
+from isochrone.wire.engine_options import ENGINE_OPTIONS
+from nodeagent.drivers import DRIVERS
+from ops.engines.capability_table import DOCUMENT, with_table
+
+
+def test_every_engine_has_capabilities() -> None:
+    assert ENGINE_CAPABILITIES.keys() == ENGINE_OPTIONS.keys() == DRIVERS.keys()
+
+
+@pytest.mark.parametrize("driver", sorted(ENGINE_CAPABILITIES))
+def test_capabilities_agree_with_the_driver(driver: str) -> None:
+    stated, actual = ENGINE_CAPABILITIES[driver], DRIVERS[driver]
+    assert stated.features <= FEATURES.keys()
+    assert stated.resumes == actual.resumes
+    salted = {"": 0, "header": 0, "chat_body": 1, "body": 2}
+    assert len(actual.salted_paths) == salted[stated.salt]
+    assert stated.sequences_option == actual.sequences_option or driver == "mock"
+    sized = {stated.sequences_option, stated.step_tokens_option, stated.waiting_option} - {""}
+    assert sized <= ENGINE_OPTIONS[driver].names
+
+
+def test_an_unknown_engine_lacks_nothing() -> None:
+    assert lacking_features("of a later release") == ()
+    assert capabilities_of("tensorrt_llm").features < set(FEATURES)
+
+
+def test_the_document_has_the_current_table() -> None:
+    text = DOCUMENT.read_text()
+    assert with_table(text) == text, "run python -m ops.engines.capability_table"
