@@ -72,10 +72,11 @@ test-node: $(STAMP) ## Install SDKs for Node.js into .node (170 MB) and test wit
 	npm ci --prefix .node --no-audit --no-fund
 	$(BIN)/pytest tests/integration/router/test_node_sdks.py
 
-check: $(STAMP) ## Format, lint, import contracts, types, unit and style tests
+check: $(STAMP) ## Format, lint, import contracts, secrets, types, unit and style tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m ops.secret_scan
 	$(BIN)/mypy
 	$(SUITE) unit $(AGAIN) -q tests/unit tests/test_style.py
 

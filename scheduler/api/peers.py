@@ -31,6 +31,7 @@ from isochrone.wire.control import (
 )
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import ClusterId, Epoch, NodeId
+from isochrone.wire.suspicions import SUSPICIONS, FleetSuspicions
 from scheduler import metrics
 from scheduler.api.certificates import CertificateIssuer
 from scheduler.api.control_socket import REGISTER_BYTES_MAX, ControlSocket
@@ -249,6 +250,12 @@ class PeerServer:
             )
         )
         return peer
+
+    def pass_to_other_routers(self, sender: PeerConnection, message: FleetSuspicions) -> None:
+        """Pass a router's message on to all other routers whose version can read it."""
+        for router in self._peers.routers():
+            if router is not sender and SUSPICIONS in router.capabilities:
+                router.enqueue(message)
 
     def _cache_salt(self, role: PeerRole, version: int) -> CacheSaltSecret | None:
         """Return the secret of the cache salts for an agent; routers must not have it."""
