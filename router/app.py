@@ -29,7 +29,8 @@ from router.apis.dispatch import ApiDispatcher
 from router.apis.openai.auxiliary import auxiliary_app
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
-from router.apis.workers_ai.auxiliary import add_catalog_routes
+from router.apis.workers_ai.auxiliary import EnvelopeRoutes, add_catalog_routes
+from router.apis.workers_ai.markdown import add_markdown_routes
 from router.batch_client import BatchAccess, BatchClient
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
@@ -136,7 +137,11 @@ class RouterApp:
         self._create_reports()
         self.server = self._create_server()
         self.auxiliary_app = auxiliary_app(self.surface, self.fleet, self.metrics, self.request_ids)
-        add_catalog_routes(self.auxiliary_app, self.surface, self.fleet, self.metrics)
+        routes = EnvelopeRoutes(
+            self.auxiliary_app, self.surface, self.fleet, self.metrics, time.monotonic
+        )
+        add_catalog_routes(routes, self.surface, self.fleet)
+        add_markdown_routes(routes, self.limiter)
         self.loops = {loop.name: loop for loop in self._create_loops()}
         self.follower.on_change(self.on_table_change)
 
