@@ -1,5 +1,6 @@
 """Commands for models, deployments and placements, and the command `explain`."""
 
+import re
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from isochrone.cli.engine import engine_of, engine_options
 from isochrone.cli.manifest import artifact_of, config_values
 from isochrone.cli.output import show_one, show_rows, stderr
 from isochrone.cli.simple_commands import add_command, list_command
+from isochrone.wire.model import ROLES_PATTERN
 
 WAIT_INTERVAL_S: Final = 0.5
 PLACEMENT_COLUMNS: Final = [
@@ -162,7 +164,12 @@ def price_of(text: str) -> dict[str, float]:
     help="Idle replicas sleep and share device memory: 4 plans a quarter of it for each; 1 is off.",
 )
 @click.option("--awake-min", type=int, help="With --overcommit: how many never sleep in each PoP.")
-@click.option("--prefill-share", type=float, help="Share of a PoP's replicas that only prefill.")
+@click.option(
+    "--roles",
+    metavar="ROLES",
+    help="How a PoP's replicas divide the work: `unified`, a ratio such as `prefill=2,decode=4`, or"
+    " `auto` to follow the demand.",
+)
 @click.option(
     "--sunset",
     metavar="DATE",
@@ -215,11 +222,18 @@ def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str,
         "replicas_min",
         "replicas_max",
         "priority",
-        "prefill_share",
+        "roles",
         "overcommit",
         "awake_min",
     )
     policy = {name: given[name] for name in bounds if given[name] is not None}
+    if "roles" in policy:
+        if not re.match(ROLES_PATTERN, policy["roles"]):
+            raise click.UsageError(
+                f"cannot read roles {policy['roles']!r}: write unified, auto, or a ratio such as"
+                " prefill=2,decode=4"
+            )
+        policy["prefill_share"] = 0.0
     for name in ("keep_warm", "allow", "deny"):
         if given[name]:
             policy[name] = [place for place in given[name] if place]

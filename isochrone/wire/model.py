@@ -1,6 +1,6 @@
 """Artifacts, models, engine settings, and deployments: the desired state of serving a model."""
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
@@ -139,12 +139,21 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.devices // self.nodes
 
 
+UNIFIED_ROLES: Final = "unified"
+AUTO_ROLES: Final = "auto"
+ROLES_PATTERN: Final = r"^(unified|auto|prefill=[1-9]\d{0,3},decode=[1-9]\d{0,3})$"
+"""How the replicas of a PoP divide the work: see PlacementPolicy."""
+
+
 class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The constraints of a deployment on its placement.
 
     `keep_warm` lists the PoPs that always have a replica. `allow` and `deny` name PoPs (`ams`) or
-    countries (`NL`); an empty `allow` allows every place that is not denied. `prefill_share` is the
-    share of a PoP's replicas that only prefill, if the PoP has two or more; 0 makes all unified.
+    countries (`NL`); an empty `allow` allows every place that is not denied. With `roles`
+    "unified" each replica reads prompts and generates; "prefill=2,decode=4" is the ratio of those
+    that only read prompts for others and those that generate, in each PoP with two or more; with
+    "auto" it follows from the demand. `prefill_share` says the same for deployments of an earlier
+    release, as a share of replicas.
     While a replica is replaced or moved there may be one more than `replicas_max`, because the old
     one ends only when the new one is warm.
 
@@ -160,6 +169,7 @@ class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
     deny: tuple[str, ...] = ()
     priority: Annotated[int, msgspec.Meta(ge=0, le=100)] = 50
     prefill_share: Annotated[float, msgspec.Meta(ge=0, le=0.9)] = 0.0
+    roles: Annotated[str, msgspec.Meta(pattern=ROLES_PATTERN)] = UNIFIED_ROLES
     overcommit: Annotated[float, msgspec.Meta(ge=1, le=64)] = 1.0
     awake_min: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
 

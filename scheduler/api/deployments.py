@@ -16,7 +16,7 @@ from isochrone.wire.engine_capabilities import (
 from isochrone.wire.engine_options import ENGINE_OPTIONS
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
-from isochrone.wire.model import Deployment, EngineSettings, PlacementPolicy
+from isochrone.wire.model import UNIFIED_ROLES, Deployment, EngineSettings, PlacementPolicy
 from isochrone.wire.routes import Pop
 from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
 from scheduler.decide.placement import policy_contradiction, residency_allows
@@ -25,6 +25,9 @@ from scheduler.store import catalogue, deployments
 from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
 from scheduler.store.rollouts import conflicts_with_rollout
+
+SENDS_KV: Final = frozenset({"embedded"})
+"""The drivers whose engines can read prompts for one another (`kv_transfer` of the driver)."""
 
 KIND_FEATURES: Final = {"chat": "chat", "embedding": "embeddings", "rerank": "rerank"}
 """The feature that an engine needs for each kind of model."""
@@ -232,7 +235,8 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
             f"cannot deploy with overcommit {body.policy.overcommit:g}: {asleep}",
             param="policy.overcommit",
         )
-    reason = _policy_problem(body.policy, await read_pops(request.connection))
+    reason = roles_problem(body.engine, body.policy)
+    reason = reason or _policy_problem(body.policy, await read_pops(request.connection))
     if reason:
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot deploy: {reason}", param="policy")
     return Deployment(
@@ -242,6 +246,17 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
         engine=body.engine,
         policy=body.policy,
         deprecation=body.deprecation,
+    )
+
+
+def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
+    """Return why replicas of this engine cannot have roles of their own; empty if they can."""
+    if policy.roles == UNIFIED_ROLES or engine.driver in SENDS_KV:
+        return ""
+    known = ", ".join(sorted(SENDS_KV))
+    return (
+        f"roles {policy.roles!r} need an engine that sends the KV of prompts to another:"
+        f" {engine.driver} does not, {known} does"
     )
 
 

@@ -29,8 +29,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from isochrone.wire.assignment import ReplicaSpec
-from isochrone.wire.ids import DeploymentId, ModelId, ReplicaId
+from isochrone.wire.assignment import ReplicaSpec, Role
+from isochrone.wire.ids import DeploymentId, ModelId, PopId, ReplicaId
 from isochrone.wire.model import CatalogModel, Deployment
 from scheduler.decide.capacity.default_sizes import replica_sizes, with_sizes
 from scheduler.decide.capacity.measured_memory import measured_excess, with_excess
@@ -275,8 +275,10 @@ class PlanBuilder:
         return PlacementPlan(
             based_on=self._cluster.generation,
             starts=tuple(
-                self._start(number, replica, memory_bytes, ports)
-                for number, (replica, memory_bytes) in enumerate(zip(new, grown, strict=True), 1)
+                self._start(number, replica, memory_bytes, ports, role)
+                for number, (replica, memory_bytes, role) in enumerate(
+                    zip(new, grown, _roles_of(new), strict=True), 1
+                )
             ),
             endings=tuple(self._endings.values()),
             unmet=tuple(self._unmet),
@@ -293,7 +295,12 @@ class PlanBuilder:
         return DeploymentState(self.fleet, needs, running)
 
     def _start(
-        self, number: int, replica: PlannedReplica, memory_bytes: int, ports: RankPorts
+        self,
+        number: int,
+        replica: PlannedReplica,
+        memory_bytes: int,
+        ports: RankPorts,
+        role: Role,
     ) -> ReplicaStart:
         assert replica.slot is not None
         needs, slot = replica.state.needs, replica.slot
@@ -311,7 +318,7 @@ class PlanBuilder:
             engine=with_sizes(engine, sizes),
             device_ids=slot.parts[0].device_ids,
             memory_bytes=memory_bytes,
-            role=replica.state.role_in(replica.pop),
+            role=role,
             overcommit=slot.overcommit,
             extra_bytes=model.extra_bytes - self._models[model.model_id].extra_bytes,
         )
@@ -321,3 +328,15 @@ class PlanBuilder:
 
     def _refuse(self, deployment: Deployment, reason: str) -> None:
         self._unmet.append(UnmetRequirement(deployment_id=deployment.deployment_id, reason=reason))
+
+
+def _roles_of(starts: Sequence[PlannedReplica]) -> list[Role]:
+    """Return the role of each replica to start, in order."""
+    started: dict[tuple[DeploymentId, PopId], list[Role]] = defaultdict(list)
+    roles: list[Role] = []
+    for replica in starts:
+        in_pop = started[replica.state.deployment_id, replica.pop]
+        role = replica.state.role_in(replica.pop, in_pop)
+        in_pop.append(role)
+        roles.append(role)
+    return roles

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -203,14 +204,23 @@ def test_a_node_that_holds_the_weights_starts_sooner() -> None:
     assert starts(plan_deployments(cluster)) == [("d", "ams-2")]
 
 
-def test_prefill_share_splits_the_replicas_of_a_pop_by_role() -> None:
-    policy = PlacementPolicy(replicas_min=3, prefill_share=0.34)
-    deployment = msgspec.structs.replace(a_deployment(), policy=policy)
+@pytest.mark.parametrize("policy", [{"roles": "prefill=1,decode=2"}, {"prefill_share": 0.34}])
+def test_roles_split_the_replicas_of_a_pop(policy: dict[str, Any]) -> None:
+    deployment = msgspec.structs.replace(
+        a_deployment(), policy=PlacementPolicy(replicas_min=3, **policy)
+    )
     held = (a_placement("r1", "ams-1"), a_placement("r2", "ams-1", role=Role.PREFILL))
     cluster = a_cluster(nodes=(a_node("ams-1", "ams"),), deployments=(deployment,), placements=held)
     assert plan_deployments(cluster).starts[0].spec.role is Role.DECODE
     one = msgspec.structs.replace(cluster, placements=held[:1])
-    assert plan_deployments(one).starts[0].spec.role in (Role.PREFILL, Role.UNIFIED)
+    assert [start.spec.role for start in plan_deployments(one).starts] == [
+        Role.PREFILL,
+        Role.DECODE,
+    ]
+    # Replicas of one plan count for each other.
+    none = msgspec.structs.replace(cluster, placements=())
+    roles = [start.spec.role for start in plan_deployments(none).starts]
+    assert roles == [Role.UNIFIED, Role.PREFILL, Role.DECODE]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Load is measured in replicas of the slowest device class (see `demand/demand_rat
 on a faster class has more capacity in the same unit.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -15,12 +16,13 @@ from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.model import CatalogModel, Deployment
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.arrays import NO_FLOATS, Floats
-from scheduler.decide.capacity.replica_capacity import Profiles, replica_rates
+from scheduler.decide.capacity.replica_capacity import UNMEASURED, Profiles, replica_rates
 from scheduler.decide.capacity.start_times import COMING
 from scheduler.decide.cluster import Placement
 from scheduler.decide.demand.demand_rates import DeploymentDemand, demand_load
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.fleet.slots import Slot, planned_memory_bytes
+from scheduler.decide.placement.roles import RoleCounts, TokenMix, next_role, prefill_share
 from scheduler.decide.placement.score import (
     ABSENT,
     HEADROOM,
@@ -91,6 +93,13 @@ class DeploymentNeeds:
         classes = fleet.table.device_classes
         rates = {name: replica_rates(name, deployment, model, profiles) for name in classes}
         load = demand_load(demand, rates)
+        slowest = min(rates.values(), key=lambda rate: rate.decode_tokens_per_s, default=UNMEASURED)
+        self.token_mix = TokenMix(
+            uncached_per_s=float(demand.prompt_tokens_per_s.sum()),
+            output_per_s=float(demand.output_tokens_per_s.sum()),
+            prefill_rate=slowest.prefill_tokens_per_s,
+            decode_rate=slowest.decode_tokens_per_s,
+        )
         self.load = load.replicas
         self.cities, self.requests_per_s = demand.cities, demand.requests_per_s
         self.total_requests_per_s = float(self.requests_per_s.sum())
@@ -280,15 +289,18 @@ class DeploymentState:
         self.replicas, self.assignment = replicas, assignment
         self.version += 1
 
-    def role_in(self, pop: PopId) -> Role:
-        """Return the role that one more replica in `pop` should have."""
-        share = self.needs.deployment.policy.prefill_share
-        roles = [r.placement.role for r in self.replicas if r.pop == pop and r.placement]
-        roles += [Role.UNIFIED for r in self.replicas if r.pop == pop and not r.placement]
-        if not share or not roles:
-            return Role.UNIFIED
-        prefill = sum(role is Role.PREFILL for role in roles)
-        return Role.PREFILL if prefill < round(share * (len(roles) + 1)) else Role.DECODE
+    def role_in(self, pop: PopId, started: Sequence[Role]) -> Role:
+        """Return the role of one more replica in `pop`, after those that this plan has `started`.
+
+        Replicas that run keep their roles.
+        """
+        roles = Counter(started)
+        roles.update(r.placement.role for r in self.replicas if r.pop == pop and r.placement)
+        counts = RoleCounts(
+            unified=roles[Role.UNIFIED], prefill=roles[Role.PREFILL], decode=roles[Role.DECODE]
+        )
+        needs = self.needs
+        return next_role(prefill_share(needs.deployment.policy, needs.token_mix, counts), counts)
 
     def _distinct_pops(self) -> frozenset[PopId]:
         if self._pops_cache[0] != self.version:

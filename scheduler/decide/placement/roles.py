@@ -1,0 +1,84 @@
+"""The roles of a deployment's replicas: how many of a PoP's replicas only read prompts.
+
+A role counts in its own unit: a prefill replica in uncached prompt tokens per second, a decode
+replica in output tokens per second. With `auto`, the share of prefill replicas is the share of the
+replicas' time that reading prompts takes. A replica keeps its role as long as it runs, so a new
+share takes effect as replicas start and end.
+"""
+
+import re
+from typing import Final
+
+import msgspec
+
+from isochrone.wire.assignment import Role
+from isochrone.wire.model import AUTO_ROLES, PlacementPolicy
+
+HYSTERESIS: Final = 0.1
+"""In `auto`, the present share of prefill replicas stays while the best one is as near as this."""
+
+AUTO_SHARE_MIN: Final = 0.15
+"""In `auto`, replicas stay unified while reading prompts takes a smaller share of their time."""
+
+_FIXED: Final = re.compile(r"prefill=(\d+),decode=(\d+)")
+
+
+class RoleCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """The replicas of a deployment in one PoP, by role."""
+
+    unified: int = 0
+    prefill: int = 0
+    decode: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.unified + self.prefill + self.decode
+
+
+class TokenMix(msgspec.Struct, frozen=True, kw_only=True):
+    """A deployment's demand and one replica's rates, each in tokens per second."""
+
+    uncached_per_s: float
+    output_per_s: float
+    prefill_rate: float
+    decode_rate: float
+
+
+def prefill_share(policy: PlacementPolicy, mix: TokenMix, counts: RoleCounts) -> float:
+    """Return the share of a PoP's replicas that should only prefill; 0 for unified replicas."""
+    fixed = _FIXED.fullmatch(policy.roles)
+    if fixed is not None:
+        prefill, decode = int(fixed[1]), int(fixed[2])
+        return prefill / (prefill + decode)
+    if policy.roles == AUTO_ROLES:
+        return _auto_share(mix, counts)
+    return policy.prefill_share
+
+
+def next_role(share: float, counts: RoleCounts) -> Role:
+    """Return the role of one more replica in a PoP that has `counts`.
+
+    The first one is unified, and there is always one that generates.
+    """
+    if share <= 0 or not counts.total:
+        return Role.UNIFIED
+    total = counts.total + 1
+    wanted = min(max(1, round(share * total)), total - 1)
+    generating = counts.unified + counts.decode
+    return Role.PREFILL if counts.prefill < wanted and generating else Role.DECODE
+
+
+def _auto_share(mix: TokenMix, counts: RoleCounts) -> float:
+    """Return the share of time that reading prompts takes, or the present share if it is near."""
+    if mix.prefill_rate <= 0 or mix.decode_rate <= 0:
+        return 0.0
+    reading = mix.uncached_per_s / mix.prefill_rate
+    generating = mix.output_per_s / mix.decode_rate
+    if reading + generating <= 0:
+        return 0.0
+    share = reading / (reading + generating)
+    present = counts.prefill / counts.total if counts.total else 0.0
+    if present and abs(share - present) <= HYSTERESIS:
+        return present
+    return share if share >= AUTO_SHARE_MIN else 0.0
