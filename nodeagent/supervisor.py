@@ -7,7 +7,7 @@ between the events: fetch the artifact, start the engine, watch it, restart it, 
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -154,8 +154,11 @@ class Supervisor:
         rng: random.Random,
         on_change: Callable[[], None],
         device_budgets: Callable[[], Awaitable[Mapping[DeviceId, int]]] = no_budgets,
+        memory_used: Callable[[int, Sequence[DeviceId]], int] = lambda _leader, _devices: 0,
     ) -> None:
-        """`device_budgets` returns the bytes of each device that replicas may take."""
+        """`device_budgets` returns the bytes of each device that replicas may take, and
+        `memory_used` what a process group takes of one of some devices; it may block."""
+        self._memory_used = memory_used
         self.awake = AwakeMemory(device_budgets, clock)
         self.replicas: dict[ReplicaId, ManagedReplica] = {}
         self.handoffs_in_progress = 0
@@ -337,6 +340,7 @@ class Supervisor:
             if is_canary_due:
                 next_canary_s = self._clock() + self._config.canary_interval_s
                 await asyncio.to_thread(trim_log, engine.log)
+                await self._measure_memory(replica, engine)
             if not replica.spec.leads:
                 # The leader sees whether this part makes progress, and ends it with its own.
                 continue
@@ -361,6 +365,12 @@ class Supervisor:
             problem = health.kill_reason(watch, stall_s=self._config.stall_s, in_flight=running)
             if problem:
                 return problem
+
+    async def _measure_memory(self, replica: ManagedReplica, engine: EngineProcess) -> None:
+        """Record the most memory that the engine's processes were seen to take of one device."""
+        used = await asyncio.to_thread(self._memory_used, engine.pid, replica.spec.device_ids)
+        if used > replica.profile.used_bytes:
+            replica.profile = msgspec.structs.replace(replica.profile, used_bytes=used)
 
     async def _wait_to_retry(self, replica: ManagedReplica, problem: str) -> None:
         """Wait out the backoff; a replica that is given up waits for its end to be ordered."""

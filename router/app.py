@@ -22,6 +22,7 @@ from isochrone.service.tls import CERTIFICATE_CHECK_S, client_context, load_tls_
 from isochrone.wire.control import TABLE_PARTS, PeerRole, ToRouter, Welcome
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.routes import RouteDelta, RouteTable, RouteTablePart
+from isochrone.wire.suspicions import SUSPICIONS, FleetSuspicions
 from isochrone.wire.usage import UsageAck
 from router import build
 from router.apis.batches.answer import ItemAnswerer
@@ -29,7 +30,8 @@ from router.apis.dispatch import ApiDispatcher
 from router.apis.openai.auxiliary import auxiliary_app
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
-from router.apis.workers_ai.auxiliary import add_catalog_routes
+from router.apis.workers_ai.auxiliary import EnvelopeRoutes, add_catalog_routes
+from router.apis.workers_ai.markdown import add_markdown_routes
 from router.batch_client import BatchAccess, BatchClient
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
@@ -41,6 +43,7 @@ from router.fleet_state import FleetState
 from router.listeners import open_listeners
 from router.loops.answer_batches import AnswerBatches
 from router.loops.follow_routes import TableFollower
+from router.loops.pop_loads import PopLoadPoller
 from router.loops.probe_nodes import NodeProber
 from router.loops.set_gauges import GaugeSetter
 from router.loops.share_prompts import PromptSharer
@@ -60,6 +63,7 @@ from router.processes import (
 )
 from router.prompt_sharing import SharedPrompts
 from router.record import Recorder
+from router.suspicion_sharing import FleetSuspicionOutbox, from_fleet
 from router.usage_journal import UsageJournal
 
 log = logging.getLogger(__name__)
@@ -136,7 +140,11 @@ class RouterApp:
         self._create_reports()
         self.server = self._create_server()
         self.auxiliary_app = auxiliary_app(self.surface, self.fleet, self.metrics, self.request_ids)
-        add_catalog_routes(self.auxiliary_app, self.surface, self.fleet, self.metrics)
+        routes = EnvelopeRoutes(
+            self.auxiliary_app, self.surface, self.fleet, self.metrics, time.monotonic
+        )
+        add_catalog_routes(routes, self.surface, self.fleet)
+        add_markdown_routes(routes, self.limiter)
         self.loops = {loop.name: loop for loop in self._create_loops()}
         self.follower.on_change(self.on_table_change)
 
@@ -165,7 +173,7 @@ class RouterApp:
             rng=random.Random(),  # noqa: S311 - jitter, not a secret
             folder=self.config.state_folder,
             contexts=() if self.node_tls is None else (self.node_tls,),
-            capabilities=(TABLE_PARTS,),
+            capabilities=(TABLE_PARTS, SUSPICIONS),
             on_too_large=self.metrics.messages_refused.inc,
         )
         count = max(0, (self.config.processes or 1) - 1) if worker is None else 0
@@ -184,11 +192,13 @@ class RouterApp:
         self.recorder = Recorder(self.identity.pop, self.metrics, self.journal)
         self.deadlines = Deadlines(time.monotonic)
         self.upstream = Upstream(self.config, self.deadlines, time.monotonic, self.node_tls)
-        # The same key in each process of the router, so that they can tell each other.
-        digest_key = hashlib.sha256(b"isochrone-suspects-1\0" + self.identity.key_pem.encode())
+        # The same key in each process of each router, so that they can tell each other. It is no
+        # secret: it keeps what one cluster suspects apart from another's.
+        digest_key = hashlib.sha256(b"isochrone-suspects-1\0" + self.identity.ca_pem.encode())
         suspects = SuspectTable(digest_key.digest(), self.config.suspect_refusal_s)
         self.poison_guard = PoisonGuard(suspects, self.metrics, time.monotonic)
-        self.poison_guard.outbox.is_open = self.fleet.prompt_outbox.is_open
+        self.poison_guard.outbox.is_open = True
+        self.fleet_suspicions = FleetSuspicionOutbox()
         self.pipeline = RequestPipeline(
             config=self.config,
             fleet=self.fleet,
@@ -206,6 +216,12 @@ class RouterApp:
 
     def _create_reports(self) -> None:
         """Create what probes nodes, reports to the scheduler, and sets gauges."""
+        self.pop_loads = PopLoadPoller(
+            fleet=self.fleet,
+            upstream=self.upstream,
+            metrics=self.metrics,
+            timeout_s=self.config.probe_timeout_s,
+        )
         self.prober = NodeProber(
             fleet=self.fleet,
             upstream=self.upstream,
@@ -214,6 +230,7 @@ class RouterApp:
             on_node_lost=self.pipeline.fail_node,
             timeout_s=self.config.probe_timeout_s,
             interval_s=self.config.probe_interval_s,
+            unanswered=lambda: self.pop_loads.unanswered,
         )
         self.spool = UsageSpool(self.config.state_folder / "usage", self.config.spool_bytes_max)
         self.shipper = ReportShipper(
@@ -230,7 +247,13 @@ class RouterApp:
             resend_s=self.config.usage_resend_s,
         )
         self.sharer = PromptSharer(
-            self.fleet.prompt_outbox, self.poison_guard.outbox, self.parent, self.workers
+            self.fleet.prompt_outbox,
+            self.poison_guard.outbox,
+            self.parent,
+            self.workers,
+            self.fleet_suspicions,
+            self.link.send,
+            time.monotonic,
         )
         self.gauges = GaugeSetter(
             fleet=self.fleet,
@@ -285,6 +308,8 @@ class RouterApp:
             *tls,
             Loop("persist", self.follower.persist, 30.0),
             Loop("recheck", self.follower.recheck, RECHECK_INTERVAL_S),
+            # Twice as often: what others answer is a little older than a pong.
+            Loop("pop_loads", self.pop_loads.run_once, config.probe_interval_s / 2, jitter=jitter),
             Loop("probe", self.prober.run_once, config.probe_interval_s, jitter=jitter),
             demand,
             Loop("usage", self.shipper.ship_usage, config.usage_interval_s, jitter=jitter),
@@ -315,6 +340,10 @@ class RouterApp:
         elif isinstance(message, UsageAck):
             await self.shipper.on_ack(message)
             self.workers.broadcast(message)
+        elif isinstance(message, FleetSuspicions):
+            suspicions = from_fleet(message, time.monotonic())
+            self.poison_guard.learn(suspicions)
+            self.workers.broadcast(suspicions)
 
     async def on_main_process_message(self, message: Any) -> None:
         """Pass a message of the main process to the part that handles it."""
@@ -338,6 +367,8 @@ class RouterApp:
             self.fleet.learn_prompts(message.rows)
         else:
             self.poison_guard.learn(message)
+            if self.parent is None:
+                self.fleet_suspicions.add(message)
 
     def on_table_change(self) -> None:
         """Write the new table to disk and send it to the workers soon."""

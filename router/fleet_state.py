@@ -157,7 +157,7 @@ class FleetState:
             return 0
         ejected_until_s = self.health.ejected_until_s(self.clock())
         return sum(
-            bool(split_ejected(list(deployment.replicas.slots), ejected_until_s).last_resort)
+            bool(split_ejected(deployment.replicas.slots.keys(), ejected_until_s).last_resort)
             for deployment in self._deployments.values()
         )
 

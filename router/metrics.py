@@ -93,6 +93,10 @@ class Metrics(Collector):
             " no_replica, or suspended: engines failed while they processed it.",
             "cause",
         )
+        self.suspicions_told = self._counter(
+            "suspicions_told",
+            "Engines that other routers or processes lost while they processed a request.",
+        )
         self.waiting = gauge("waiting_requests", "Requests waiting for capacity.")
         self.waiting_bytes = gauge(
             "waiting_bytes", "Bytes of the bodies of requests waiting for capacity."

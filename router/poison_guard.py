@@ -73,7 +73,8 @@ class PoisonGuard:
                 self.outbox.add_cleared(context.fingerprint)
 
     def learn(self, shared: SharedSuspicions) -> None:
-        """Count what another process of this router has seen."""
+        """Count what another router has seen, or another process of this one."""
+        self._metrics.suspicions_told.inc(len(shared.losses))
         for row in shared.losses:
             self._suspects.record_loss(
                 EngineLoss(

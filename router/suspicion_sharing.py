@@ -1,13 +1,17 @@
-"""What the processes of one router tell each other of suspect requests, once a second.
+"""What the processes of one router, and all routers, tell each other of suspect requests.
 
-A client's next request may reach any of the processes. All have the same digest key and, as they
-are on one machine, the same monotonic clock.
+A client's next request may reach any router and any of its processes. Once a second each process
+tells the main process, which tells the others and, through the scheduler, the other routers. All
+have the same digest key. The processes have the same monotonic clock; other routers are told how
+long ago something was.
 """
 
+from collections import deque
 from typing import Final
 
 import msgspec
 
+from isochrone.wire.suspicions import SUSPICION_ROWS_MAX, FleetLoss, FleetSuspicions
 from router.decide.suspicion import EngineLoss
 
 OUTBOX_ROWS_MAX: Final = 1024
@@ -31,6 +35,63 @@ class SharedSuspicions(msgspec.Struct, frozen=True, tag="suspicions"):
 
     losses: tuple[SharedLoss, ...] = ()
     cleared: tuple[bytes, ...] = ()
+
+
+class FleetSuspicionOutbox:
+    """What the other routers are to be told. Times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._losses: deque[SharedLoss] = deque(maxlen=SUSPICION_ROWS_MAX)
+        self._cleared: deque[bytes] = deque(maxlen=SUSPICION_ROWS_MAX)
+
+    def add(self, shared: SharedSuspicions) -> None:
+        """Add what a process of this router has seen; the oldest is dropped if it is too much."""
+        self._losses.extend(shared.losses)
+        self._cleared.extend(shared.cleared)
+
+    def take(self) -> SharedSuspicions | None:
+        """Return what is to be told and forget it; None if there is nothing."""
+        if not self._losses and not self._cleared:
+            return None
+        shared = SharedSuspicions(tuple(self._losses), tuple(self._cleared))
+        self._losses.clear()
+        self._cleared.clear()
+        return shared
+
+
+def to_fleet(shared: SharedSuspicions, now_s: float) -> FleetSuspicions:
+    """Return the message for other routers, to be sent now."""
+    losses = (
+        FleetLoss(
+            row.fingerprint,
+            row.tenant_id,
+            row.replica_id,
+            max(0.0, now_s - row.lost_at_s),
+            max(0.0, row.lost_at_s - row.sent_at_s),
+            row.sent_token,
+            row.lost_token,
+        )
+        for row in shared.losses
+    )
+    return FleetSuspicions(losses=tuple(losses), cleared=shared.cleared)
+
+
+def from_fleet(message: FleetSuspicions, now_s: float) -> SharedSuspicions:
+    """Return what another router has seen, with times of this machine."""
+    losses = (
+        SharedLoss(
+            row.fingerprint,
+            row.tenant_id,
+            row.replica_id,
+            now_s - row.lost_ago_s - row.ran_s,
+            now_s - row.lost_ago_s,
+            row.sent_token,
+            row.lost_token,
+        )
+        for row in message.losses
+    )
+    return SharedSuspicions(tuple(losses), message.cleared)
 
 
 class SuspicionOutbox:

@@ -10,6 +10,7 @@ from hashlib import sha256
 from time import monotonic, time
 from typing import Final, NamedTuple
 
+from isochrone.service.allowed_hosts import HostAllowList, own_names
 from isochrone.service.clock import JumpFreeClock, utc_now
 from isochrone.service.config import ConfigError, read_secret
 from isochrone.service.connection_count import ConnectionCount
@@ -121,9 +122,10 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             nudge_place=nudges.place.set,
             nudge_disconnect=nudges.disconnect.set,
         )
+        hosts = HostAllowList((*config.admin_hosts, *await asyncio.to_thread(own_names)))
         await running.enter_async_context(
             serve_http(
-                admin_app(context, token_sha256, loops),
+                admin_app(context, token_sha256, loops, hosts),
                 config.admin_host,
                 config.admin_port,
                 ssl_context=None if certificate is None else certificate.context,
@@ -197,6 +199,7 @@ def _peer_loops(made: Composition) -> tuple[Loop, ...]:
         leadership=state.leadership,
         admission=state.admission,
         routes=state.routes,
+        assignments=state.assignments,
         nudge_place=made.nudges.place.set,
     )
     flush = FlushPulses(

@@ -25,6 +25,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     admin_token_file: Path  # its bearer token, mode 0600
     admin_host: str = "127.0.0.1"
     admin_port: Port = 7000
+    # Names with a dot by which clients reach the admin API, such as a load balancer's; "*" for any.
+    # Addresses, localhost and this machine's own names need no entry.
+    admin_hosts: tuple[str, ...] = ()
     tls_certificate: Path | None = None  # set both or neither; reloaded when the files change
     tls_key: Path | None = None
 

@@ -7,6 +7,7 @@ import msgspec
 from aiohttp import web
 
 from isochrone import __version__
+from isochrone.service.allowed_hosts import HostAllowList, refuse_unknown_hosts
 from isochrone.service.clock import utc_now
 from isochrone.service.http_server import (
     Handler,
@@ -36,8 +37,10 @@ from scheduler.state.relay_tokens import RelayTokens
 from scheduler.state.scheduler_state import SchedulerState
 
 
-def admin_app(context: AdminContext, token_sha256: str, loops: tuple[Loop, ...]) -> web.Application:
-    """Return the application of the admin listener."""
+def admin_app(
+    context: AdminContext, token_sha256: str, loops: tuple[Loop, ...], hosts: HostAllowList
+) -> web.Application:
+    """Return the application of the admin listener, which is reached by the names in `hosts`."""
 
     @web.middleware
     async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -67,7 +70,8 @@ def admin_app(context: AdminContext, token_sha256: str, loops: tuple[Loop, ...])
     async def describe(request: web.Request) -> web.Response:
         return web.Response(body=openapi, content_type="application/json")
 
-    app = web.Application(middlewares=[error_middleware(json_error), authenticate])
+    check_host = refuse_unknown_hosts(hosts, "admin_hosts")
+    app = web.Application(middlewares=[error_middleware(json_error), check_host, authenticate])
     app.router.add_get("/healthz", health)
     app.router.add_get("/metrics", show_metrics)
     app.router.add_get("/openapi.json", describe)

@@ -184,15 +184,20 @@ class ControlLink:
     async def _serve_connection(self, http: aiohttp.ClientSession, url: str) -> None:
         self._welcome = None
         path = f"{url}/v1/{self._identity.role.value}"
-        async with http.ws_connect(
-            path,
-            max_msg_size=codec.FRAME_BYTES_MAX,
-            heartbeat=SILENCE_S / 2,
-            server_hostname=identities.SCHEDULER_NAME,
-            ssl=self._ssl,
-        ) as socket:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                welcome = self._welcome = await self._register(socket)
+        async with (
+            # The kernel accepts connections for a process that hangs, so the answer to the upgrade
+            # has a limit too.
+            asyncio.timeout(CONNECT_TIMEOUT_S + HANDSHAKE_TIMEOUT_S) as handshake,
+            http.ws_connect(
+                path,
+                max_msg_size=codec.FRAME_BYTES_MAX,
+                heartbeat=SILENCE_S / 2,
+                server_hostname=identities.SCHEDULER_NAME,
+                ssl=self._ssl,
+            ) as socket,
+        ):
+            welcome = self._welcome = await self._register(socket)
+            handshake.reschedule(None)
             self._socket = socket
             self.url = url
             self.connected = True

@@ -61,7 +61,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     device. With `group`, this is one node's part of a replica, and `device_ids` are the devices of
     this node. `seal` proves to a scheduler that the replica was placed on this node. With
     `overcommit` above 1 it shares its memory with other such replicas: it may have to sleep, and
-    the planner counts this part of its memory only.
+    the planner counts this part of its memory only. `extra_bytes` of `memory_bytes` were added
+    because such replicas were measured to take more than computed.
     """
 
     replica_id: Annotated[ReplicaId, msgspec.Meta(pattern=ID_PATTERN)]
@@ -78,6 +79,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     group: ReplicaGroup | None = None
     seal: str = ""
     overcommit: Annotated[float, msgspec.Meta(ge=1, le=64)] = 1.0
+    extra_bytes: NonNegative = 0
 
     @property
     def planned_bytes(self) -> int:

@@ -15,6 +15,7 @@ from isochrone.wire.assignment import Assignment
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, PopId
 from isochrone.wire.report import Pulse, Report
 from isochrone.wire.routes import RouteDelta, RouteTable, RouteTablePart, SnapshotWanted
+from isochrone.wire.suspicions import FleetSuspicions
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 
 TABLE_PARTS: Final = "table_parts"
@@ -138,7 +139,7 @@ class JoinReply(msgspec.Struct, frozen=True, kw_only=True):
 
 FromAgent = Register | Report | Pulse | Renew
 ToAgent = Challenge | Welcome | RegistrationRefused | Assignment | Renewed
-FromRouter = Register | Demand | Usage | RoundTrips | SnapshotWanted | Renew
+FromRouter = Register | Demand | Usage | RoundTrips | SnapshotWanted | FleetSuspicions | Renew
 ToRouter = (
     Challenge
     | Welcome
@@ -147,6 +148,7 @@ ToRouter = (
     | RouteTablePart
     | RouteDelta
     | UsageAck
+    | FleetSuspicions
     | Renewed
 )
 

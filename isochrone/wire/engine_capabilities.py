@@ -12,6 +12,7 @@ import msgspec
 from isochrone.wire.headers import INEXACT, SEEDED
 from isochrone.wire.model import EngineSettings
 
+MIB: Final = 1024 * 1024
 SLEEP_OPTION: Final = "enable_sleep_mode"
 TRUE_VALUES: Final = frozenset({"true"})
 
@@ -62,8 +63,10 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     `sequences_option`, `step_tokens_option` and `waiting_option` name the options with the limits
     of concurrent sequences, of tokens in one step and of waiting requests; "" if there is none.
-    `has_kv_cache` is false for an engine that needs no memory for KV, and `sequences_share_kv` for
-    one that gives each sequence an equal part of it.
+    Beside weights, KV cache and activations it takes `overhead_bytes` of each device (code, a CUDA
+    context, communication buffers), and `graph_bytes` for CUDA graphs unless the flag
+    `no_graphs_option` is set. `has_kv_cache` is false for an engine that needs no memory for KV,
+    and `sequences_share_kv` for one that gives each sequence an equal part of it.
     """
 
     features: frozenset[str] = frozenset(FEATURES)
@@ -82,6 +85,9 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     sequences_option: str = ""
     step_tokens_option: str = ""
     waiting_option: str = ""
+    overhead_bytes: int = 256 * MIB
+    graph_bytes: int = 0
+    no_graphs_option: str = ""
     has_kv_cache: bool = True
     sequences_share_kv: bool = True
 
@@ -115,6 +121,9 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         sleep="with_option",
         kv_events=True,
         resumes=INEXACT,
+        overhead_bytes=768 * MIB,
+        graph_bytes=768 * MIB,
+        no_graphs_option="enforce_eager",
         salt="body",
         priority=True,
         memory_options=("gpu_memory_utilization", "kv_cache_memory_bytes"),
@@ -126,6 +135,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     "llama_cpp": EngineCapabilities(
         features=_TEXT | _FIELDS,
         resumes=INEXACT,
+        overhead_bytes=512 * MIB,
         salt="body",
         memory_options=("ctx_size",),
         sequences_option="parallel",
@@ -137,6 +147,9 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         over_nodes=True,
         adapters="with_option",
         resumes=INEXACT,
+        overhead_bytes=768 * MIB,
+        graph_bytes=1024 * MIB,
+        no_graphs_option="disable_cuda_graph",
         salt="body",
         memory_options=("mem_fraction_static",),
         sequences_option="max_running_requests",
@@ -146,6 +159,8 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     # enforced.
     "tensorrt_llm": EngineCapabilities(
         features=_TEXT | (_FIELDS - {"forced_tools"}) | {"images"},
+        overhead_bytes=1024 * MIB,
+        graph_bytes=512 * MIB,
         salt="chat_body",
         memory_options=("kv_cache_config.max_gpu_total_bytes",),
         sequences_option="max_batch_size",
@@ -210,6 +225,7 @@ def capability_table() -> str:
         ("cache salt of a tenant", *(salts.get(one.salt, one.salt) for one in engines)),
         ("orders its queue by priority", *(_yes(one.priority) for one in engines)),
         ("memory set by", *(_names(one.memory_options) for one in engines)),
+        ("memory beside weights, KV and activations", *(_memory(one) for one in engines)),
         ("limit of sequences", *(_names((one.sequences_option,)) for one in engines)),
         ("tokens of a step", *(_names((one.step_tokens_option,)) for one in engines)),
         ("versions", *(_versions(one) for one in engines)),
@@ -228,6 +244,11 @@ def _condition(when: str) -> str:
 
 def _names(options: tuple[str, ...]) -> str:
     return ", ".join(f"`{name}`" for name in options if name) or "none"
+
+
+def _memory(one: EngineCapabilities) -> str:
+    graphs = f" + {one.graph_bytes // MIB} for graphs" if one.graph_bytes else ""
+    return f"{one.overhead_bytes // MIB} MiB{graphs}"
 
 
 def _versions(one: EngineCapabilities) -> str:

@@ -97,7 +97,8 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True):
     """A catalogue entry: the model, its files, its memory and its price.
 
     `kv_bytes_per_token` is the KV cache of one token of context; 0 if unknown. With `shape`, the
-    memory on any devices is computed from the model's dimensions.
+    memory on any devices is computed from the model's dimensions. `extra_bytes` of each device are
+    added to what the planner computes for an engine with this model.
     """
 
     model_id: ModelName
@@ -110,6 +111,7 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = "chat"
     price: Price | None = None
     shape: ModelDimensions | None = None
+    extra_bytes: NonNegative = 0
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,12 +44,17 @@ class NodeDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements of a replica on its devices; 0 if not measured yet."""
+    """Measurements of a replica on its devices; 0 if not measured yet.
+
+    `memory_bytes` is that of its weights, and `used_bytes` the most that all of its processes took
+    of one device.
+    """
 
     load_s: Amount = 0.0
     memory_bytes: NonNegative = 0
     prefill_tokens_per_s: Amount = 0.0
     decode_tokens_per_s: Amount = 0.0
+    used_bytes: NonNegative = 0
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
 import psutil
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.report import NodeDevice
 from nodeagent.drivers.driver import DeviceMemory
+from nodeagent.host.processes import group_members
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,27 @@ class DeviceReader:
             free_bytes=min(int(memory.free) for memory in memories),
         )
 
+    def used_by(self, leader: int, device_ids: Sequence[DeviceId]) -> int:
+        """Return the most that a process group takes of one of these devices. Blocks.
+
+        On a CPU it is the group's share of resident memory; 0 if it cannot be read.
+        """
+        members = group_members(leader)
+        if self._nvml is None or CPU in device_ids:
+            return sum(_proportional_bytes(pid) for pid in members)
+        most = 0
+        try:
+            for device_id in device_ids:
+                index = int(device_id.removeprefix("gpu"))
+                handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+                running = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+                used = sum(int(one.usedGpuMemory or 0) for one in running if one.pid in members)
+                most = max(most, used)
+        except (ValueError, self._nvml.NVMLError) as error:
+            log.warning("cannot read who uses a GPU", extra={"fields": {"reason": str(error)}})
+            return 0
+        return most
+
     def _gpu(self, index: int) -> NodeDevice:
         handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
         memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
@@ -77,6 +100,15 @@ class DeviceReader:
             device_class=device_class(name, memory.total),
             memory_bytes=int(memory.total * GPU_MEMORY_SHARE),
         )
+
+
+def _proportional_bytes(pid: int) -> int:
+    """Return a process's resident memory, with pages that others share divided among them."""
+    with suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def device_class(name: str, memory_bytes: int) -> str:

@@ -102,6 +102,16 @@ def group_that_writes(log: Path) -> int:
     return 0
 
 
+def group_members(leader: int) -> list[int]:
+    """Return the processes of a group. Blocks."""
+    members = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        fields = _stat(int(folder.name))
+        if fields is not None and int(fields[2]) == leader:
+            members.append(int(folder.name))
+    return members
+
+
 def signal_group(leader: int, started: int, number: signal.Signals) -> None:
     """Signal the process group of `leader`, a process that started at `started`.
 

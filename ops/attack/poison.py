@@ -2,12 +2,14 @@
 
 `python -m ops.attack.poison` starts a fleet with two mock engines. One tenant streams answers
 without pause; another sends the same poison request every few seconds, which kills the engine at
-its first token. A third tenant's request kills in the middle of its stream. Prints how many engines
-were lost and how many of the other tenant's answers failed. Takes about a minute.
+its first token. A third tenant's request kills in the middle of its stream, and that of a fourth
+goes to two routers in turn. Prints how many engines
+were lost and how many of the other tenant's answers failed. Takes about two minutes.
 """
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Final
 
 import aiohttp
@@ -21,7 +23,7 @@ ENGINES: Final = 2
 STREAMS: Final = 4
 SUSPENDED_MESSAGE: Final = "engines failed while they processed"
 WATCH_INTERVAL_S: Final = 0.02
-ATTACK_S_MAX: Final = 180.0
+ATTACK_S_MAX: Final = 300.0
 
 
 class LostEngines:
@@ -43,14 +45,25 @@ class LostEngines:
         return max(0, len(self._seen - {0}) - ENGINES)
 
 
-async def poison(fleet: Fleet, key: str, times: int, tokens: int, at_token: int) -> Counter[str]:
-    """Send one and the same poison request several times; return how the answers ended."""
+async def poison(
+    fleet: Fleet,
+    key: str,
+    times: int,
+    tokens: int,
+    at_token: int,
+    pops: Sequence[str] = ("ams",),
+) -> Counter[str]:
+    """Send one and the same poison request several times, to each of the routers in turn.
+
+    Return how the answers ended.
+    """
     ends: Counter[str] = Counter()
     fault: dict[str, Any] = {"mock": {"crash_at_token": at_token}}
     timeout = aiohttp.ClientTimeout(total=60.0)
     async with aiohttp.ClientSession(timeout=timeout) as http:
-        for _ in range(times):
-            ended = await one_stream(fleet, http, "ams", tokens, key=key, **fault)
+        for number in range(times):
+            pop = pops[number % len(pops)]
+            ended = await one_stream(fleet, http, pop, tokens, key=key, **fault)
             code = "suspended" if SUSPENDED_MESSAGE in ended.detail else ended.how
             ends[code] += 1
             await asyncio.sleep(POISON_INTERVAL_S)
@@ -62,7 +75,7 @@ async def attack(fleet: Fleet) -> tuple[str, LostEngines, Load]:
     lost = LostEngines(fleet)
     keys = [
         (await fleet.ask("POST", "/v1/keys", {"tenant_id": name}))["key"]
-        for name in ("first-token", "mid-stream")
+        for name in ("first-token", "mid-stream", "two-routers")
     ]
     await fleet.routers_know()
     watching = asyncio.create_task(lost.watch())
@@ -77,12 +90,16 @@ async def attack(fleet: Fleet) -> tuple[str, LostEngines, Load]:
             await until("two warm engines", lambda: fleet.is_warm(ENGINES))
             mid = await poison(fleet, keys[1], POISONS // 2, tokens=8, at_token=5)
             await until("two warm engines", lambda: fleet.is_warm(ENGINES))
+            lost_two = lost.count
+            both = await poison(fleet, keys[2], POISONS, tokens=8, at_token=0, pops=("ams", "sin"))
+            await until("two warm engines", lambda: fleet.is_warm(ENGINES))
     finally:
         watching.cancel()
     summary = (
         f"killing at the first token: {POISONS} requests {dict(first)}, engines lost {lost_first};"
         f" in mid-stream: {POISONS // 2} requests {dict(mid)},"
-        f" engines lost {lost.count - lost_first}"
+        f" engines lost {lost_two - lost_first}; by turns at two routers: {POISONS} requests"
+        f" {dict(both)}, engines lost {lost.count - lost_two}"
     )
     return summary, lost, load
 

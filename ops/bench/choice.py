@@ -1,4 +1,4 @@
-"""What ranking costs: snapshot, prefix match and ranking over 200 routes with 64 prefix keys.
+"""What ranking costs: snapshot, prefix match and ranking over up to 10,000 routes with 64 keys.
 
     python -m ops.bench.choice
 
@@ -41,6 +41,7 @@ WARM_UP_ROUNDS: Final = 3000
 PROMPTS: Final = 300
 HASHED_PROMPTS: Final = 2000
 DEPLOYMENT: Final = DeploymentId("d")
+BEST_OF: Final = "all, best of 4"
 
 
 class ManualClock:
@@ -54,8 +55,8 @@ class ManualClock:
         return self.now_s
 
 
-def make_fleet(clock: ManualClock, routes: int, seed: int) -> FleetState:
-    """Return the fleet state of one PoP's router, with `routes` replicas in POPS PoPs."""
+def make_fleet(clock: ManualClock, routes: int, seed: int, pop_count: int = POPS) -> FleetState:
+    """Return the fleet state of one PoP's router, with `routes` replicas in `pop_count` PoPs."""
     chance = random.Random(seed)
     fleet = FleetState(PopId("p00"), clock)
     pops = tuple(
@@ -66,7 +67,7 @@ def make_fleet(clock: ManualClock, routes: int, seed: int) -> FleetState:
             latitude=chance.uniform(-50, 60),
             longitude=chance.uniform(-180, 180),
         )
-        for n in range(POPS)
+        for n in range(pop_count)
     )
     fleet.adopt(
         RouteTable(
@@ -81,11 +82,11 @@ def make_fleet(clock: ManualClock, routes: int, seed: int) -> FleetState:
             ),
             routes=tuple(
                 Route(
-                    replica_id=ReplicaId(f"r{n:03}"),
+                    replica_id=ReplicaId(f"r{n:05}"),
                     deployment_id=DEPLOYMENT,
                     version=1,
-                    node_id=NodeId(f"n{n:03}"),
-                    pop=pops[n % POPS].pop,
+                    node_id=NodeId(f"n{n:05}"),
+                    pop=pops[n % pop_count].pop,
                     address="x:1",
                     tokens_in_flight_max=400_000,
                     prefill_tokens_per_s=chance.choice((5300.0, 9600.0)),
@@ -136,8 +137,13 @@ def traffic_turn(
 def time_rankings(
     fleet: FleetState, prompts: list[PrefixKeys], turn: Callable[[int], None]
 ) -> dict[str, list[float]]:
-    """Return the microseconds of each step of many rankings, with traffic between them."""
-    took_us: dict[str, list[float]] = {"snapshot": [], "prefix match": [], "rank": [], "all": []}
+    """Return the microseconds of each step of many rankings, with traffic between them.
+
+    `best of 4` repeats a ranking and takes the fastest: on a busy machine the others show mostly
+    what other processes do to caches.
+    """
+    steps = ("snapshot", "prefix match", "rank", "all", BEST_OF)
+    took_us: dict[str, list[float]] = {step: [] for step in steps}
     for number in range(ROUNDS):
         turn(number)
         keys = prompts[number % len(prompts)]
@@ -153,6 +159,14 @@ def time_rankings(
         took_us["snapshot"].append((frozen - matched) / 1000)
         took_us["rank"].append((ended - frozen) / 1000)
         took_us["all"].append((ended - began) / 1000)
+        fastest = ended - began
+        for _ in range(3):
+            began = thread_time_ns()
+            matches = fleet.routing(DEPLOYMENT).prefix_matches(keys)
+            query = RouteQuery(f"r{number}", 6000, 300, matches=matches)
+            first = rank(fleet.snapshot(DEPLOYMENT), query)[0]
+            fastest = min(fastest, thread_time_ns() - began)
+        took_us[BEST_OF].append(fastest / 1000)
     return took_us
 
 
@@ -172,13 +186,15 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     print("| case | p50 us | p90 us | p99 us |\n|---|---|---|---|")
-    for name, routes, is_equally_near in (
-        (f"{ROUTES} routes in {POPS} PoPs", ROUTES, False),
-        (f"{ROUTES} routes, all equally near", ROUTES, True),
-        ("3 routes", 3, False),
+    for name, routes, pop_count, is_equally_near in (
+        (f"{ROUTES} routes in {POPS} PoPs", ROUTES, POPS, False),
+        (f"{ROUTES} routes, all equally near", ROUTES, POPS, True),
+        ("3 routes", 3, POPS, False),
+        ("1,000 routes in 20 PoPs", 1000, 20, False),
+        ("10,000 routes in 200 PoPs", 10_000, 200, False),
     ):
         clock, chance = ManualClock(), random.Random(1)
-        fleet = make_fleet(clock, routes, 2)
+        fleet = make_fleet(clock, routes, 2, pop_count)
         turn = traffic_turn(fleet, clock, chance, routes * 2)
         if is_equally_near:
             probes = ProbeFeedback(fleet)

@@ -105,7 +105,12 @@ def hash_of(name: str) -> int:
 def devices_for(model: CatalogModel, kv_memory_bytes: int, memory_bytes: int) -> int:
     """Return the fewest devices (1, 2, 4 or 8) of a size that hold a replica, or 16."""
     for count in (1, 2, 4, 8):
-        if model.weights_bytes / count + kv_memory_bytes + overhead_bytes(model) <= memory_bytes:
+        if (
+            model.weights_bytes / count
+            + kv_memory_bytes
+            + overhead_bytes(model, EngineSettings(driver="vllm"))
+            <= memory_bytes
+        ):
             return count
     return 16
 

@@ -21,7 +21,7 @@ from router.dataplane.server import ClientConnection
 from router.dataplane.upstream import Upstream
 
 AUXILIARY: Final = NodeId("_auxiliary")
-TIMEOUT_S: Final = 30.0
+TIMEOUT_S: Final = 60.0
 BYTES_MAX: Final = 64 * 1024 * 1024
 
 _FORWARDED: Final = frozenset(

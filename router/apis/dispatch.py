@@ -25,7 +25,7 @@ from router.apis.request_ids import RequestIds
 from router.apis.responses.adapter import PATH as RESPONSES_PATH
 from router.apis.responses.adapter import read_responses_request
 from router.apis.workers_ai.adapter import is_workers_ai, model_of, read_run_request
-from router.apis.workers_ai.auxiliary import CATALOG_PATHS, catalog_path
+from router.apis.workers_ai.auxiliary import AUXILIARY_PATHS, auxiliary_path
 from router.apis.workers_ai.translate import encode_error_envelope
 from router.batch_client import BatchClient
 from router.dataplane.http1 import HeaderFields, format_headers, is_costly_body
@@ -38,7 +38,7 @@ from router.metrics import Metrics
 from router.pipeline import RequestPipeline
 
 INFERENCE_PATHS: Final = frozenset(DECODERS) | MESSAGES_PATHS | {RESPONSES_PATH}
-WORKERS_AI_ROUTES: Final = "POST /ai/run/{model} and /ai/v1/..., GET " + ", ".join(CATALOG_PATHS)
+WORKERS_AI_ROUTES: Final = "POST /ai/run/{model} and /ai/v1/..., " + ", ".join(AUXILIARY_PATHS)
 REQUEST_ID: Final = headers.REQUEST_ID.encode()
 
 PREFLIGHT_LINES: Final = (
@@ -83,7 +83,7 @@ class ApiDispatcher:
         """
         if is_batch_path(_openai_path(path)):
             return self._openai.key_of(fields)
-        if method != b"POST" or not _is_inference(path):
+        if method != b"POST" or not (_is_inference(path) or auxiliary_path(path)):
             return None
         key = self._openai.key_of(fields)
         if is_costly_body(fields):
@@ -124,7 +124,7 @@ class ApiDispatcher:
                     _, request.client_request_id = self._request_ids.next(sent_id)
                     return relay_to_batch_service(self._batches, request, client)
                 if is_workers_ai(path):
-                    if listed := catalog_path(path):
+                    if listed := auxiliary_path(path):
                         request.path = listed
                         return forward_to_auxiliary(self._upstream, request, client)
                     raise _not_found(request, WORKERS_AI_ROUTES)

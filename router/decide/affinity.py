@@ -4,7 +4,7 @@ Adding a replica moves only the sessions it wins; removing one moves only its ow
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import log
 from typing import Final, NamedTuple
 
@@ -49,7 +49,7 @@ def rendezvous_winner(
 
 
 def within_load_bound(
-    slots: Sequence[int], tokens: Sequence[float], weights: Sequence[float]
+    slots: Sequence[int], tokens: Mapping[int, float], weights: Sequence[float]
 ) -> list[int]:
     """Return the slots with at most LOAD_BOUND times their share of the tokens, at least one."""
     total = sum([tokens[slot] for slot in slots])

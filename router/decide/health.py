@@ -190,7 +190,7 @@ def split_ejected(
     replicas: Collection[ReplicaId], ejected_until_s: Mapping[ReplicaId, float]
 ) -> EjectionSplit:
     """Exclude the ejected ones of `replicas`, or make them the last resort if they are the most."""
-    unhealthy = frozenset(replica_id for replica_id in replicas if replica_id in ejected_until_s)
+    unhealthy = frozenset(replica_id for replica_id in ejected_until_s if replica_id in replicas)
     if 2 * len(unhealthy) <= len(replicas):
         return EjectionSplit(unhealthy, frozenset())
     return EjectionSplit(frozenset(), unhealthy)

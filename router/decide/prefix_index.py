@@ -9,6 +9,7 @@ Blocks grow with depth, to a sixteenth of what is before them, so a long prompt 
 the matched length is never wrong by more than that.
 """
 
+import re
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
@@ -40,6 +41,9 @@ TTL_S: Final = 3600.0
 
 HIT_RATIO_MIN: Final = 0.75
 """An answer with less than this of the expected cached share proves that the rest was evicted."""
+
+
+_NOT_ZERO: Final = re.compile(rb"[^\0]")
 
 
 class PrefixKeys(NamedTuple):
@@ -296,9 +300,10 @@ def slots_of(mask: int) -> Sequence[int]:
     if mask.bit_count() <= 2:
         return list(_bits(mask))
     slots: list[int] = []
-    for index, byte in enumerate(mask.to_bytes((mask.bit_length() + 7) // 8, "little")):
-        if byte:
-            slots += _slots_of_byte(index, byte)
+    # Ten thousand slots have a thousand bytes, and of most masks few of them are not zero.
+    held = mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+    for found in _NOT_ZERO.finditer(held):
+        slots += _slots_of_byte(found.start(), held[found.start()])
     return slots
 
 

@@ -42,38 +42,35 @@ class ProbeGroup:
         self.answerers = answerers
 
 
-class ProbePlan:
-    """The groups of one round, and the nodes to ping besides."""
+class GroupPlan:
+    """The groups of one round, and the nodes for which no other node can answer."""
 
-    __slots__ = ("groups", "pinged")
+    __slots__ = ("alone", "groups")
 
-    def __init__(self, groups: Sequence[ProbeGroup], pinged: Set[NodeId]) -> None:
+    def __init__(self, groups: Sequence[ProbeGroup], alone: Set[NodeId]) -> None:
         self.groups = groups
-        self.pinged = pinged
+        self.alone = alone
 
 
-def plan_probes(
+def plan_groups(
     pops: Mapping[NodeId, PopId],
     *,
     router: str,
-    used: Set[NodeId],
-    pinged_at_s: Mapping[NodeId, float],
     failed_at_s: Mapping[NodeId, float],
-    interval_s: float,
     now_s: float,
-) -> ProbePlan:
-    """Return whom to ask in this round. `pops` has all nodes of the route table.
+) -> GroupPlan:
+    """Return whom to ask for the loads of others; nobody in a small fleet.
 
-    `used` are nodes with requests of this router, `pinged_at_s` when it pinged each node last, and
-    `failed_at_s` when a node failed to answer for its group.
+    `pops` has all nodes of the route table, and `failed_at_s` when a node failed to answer for its
+    group.
     """
+    groups: list[ProbeGroup] = []
+    alone: set[NodeId] = set()
     if len(pops) <= PING_ALL_NODES_MAX:
-        return ProbePlan((), pops.keys())
+        return GroupPlan(groups, alone)
     by_pop: dict[PopId, list[NodeId]] = {}
     for node_id, pop in pops.items():
         by_pop.setdefault(pop, []).append(node_id)
-    groups: list[ProbeGroup] = []
-    pinged = {node_id for node_id in used if node_id in pops}
     for node_ids in by_pop.values():
         node_ids.sort()
         for start in range(0, len(node_ids), GROUP_NODES_MAX):
@@ -82,8 +79,27 @@ def plan_probes(
             if len(members) > 1 and answerers:
                 groups.append(ProbeGroup(members, answerers))
             else:
-                pinged.update(members)
-    return ProbePlan(groups, pinged | _in_turn(pops, pinged_at_s, interval_s, now_s))
+                alone.update(members)
+    return GroupPlan(groups, alone)
+
+
+def nodes_to_ping(
+    node_ids: Set[NodeId],
+    *,
+    used: Set[NodeId],
+    unanswered: Set[NodeId],
+    pinged_at_s: Mapping[NodeId, float],
+    interval_s: float,
+    now_s: float,
+) -> Set[NodeId]:
+    """Return the nodes that the router pings itself in this round.
+
+    `used` are nodes with requests of this router, `unanswered` those of which no other node knows
+    the load, and `pinged_at_s` says when the router pinged each node last.
+    """
+    if len(node_ids) <= PING_ALL_NODES_MAX:
+        return node_ids
+    return (used | unanswered) & node_ids | _in_turn(node_ids, pinged_at_s, interval_s, now_s)
 
 
 def choose_answerers(
@@ -108,13 +124,13 @@ def unanswered(members: Iterable[NodeId], ages_ms: Mapping[NodeId, float]) -> se
 
 
 def _in_turn(
-    pops: Mapping[NodeId, PopId],
+    node_ids: Set[NodeId],
     pinged_at_s: Mapping[NodeId, float],
     interval_s: float,
     now_s: float,
 ) -> set[NodeId]:
     """Return the nodes whose turn it is: those pinged longest ago, a share of all each round."""
-    due = [(pinged_at_s.get(node_id, -1e18), node_id) for node_id in pops]
+    due = [(pinged_at_s.get(node_id, -1e18), node_id) for node_id in node_ids]
     due.sort()
     count = int(len(due) * min(1.0, interval_s / TURN_S)) + 1
     return {node_id for at_s, node_id in due[:count] if now_s - at_s >= TURN_S / 2}

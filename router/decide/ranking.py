@@ -8,18 +8,18 @@ request is also charged for the delay that its prefill causes to those behind it
 charge), which favours replicas that have its prompt cached.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from math import inf
 from typing import Final
 
 from isochrone.wire.ids import ReplicaId
-from router.decide.affinity import SessionBinding, hash64, rendezvous_winner, within_load_bound
-from router.decide.health import split_ejected
+from router.decide.affinity import hash64, rendezvous_winner, within_load_bound
 from router.decide.latency import prefill_work
-from router.decide.prefix_index import NO_MATCHES, PrefixMatches, slots_of
+from router.decide.prefix_index import NO_MATCHES
 from router.decide.ranked_route import RankedRoute
 from router.decide.replica_table import RoutingSnapshot
-from router.decide.slow_start import is_held_back
+from router.decide.route_query import RouteQuery as RouteQuery
+from router.decide.slot_costs import SlotCosts, slot_costs
 
 ALIKE_MS: Final = 2.0
 ALIKE_RATIO: Final = 0.05
@@ -46,30 +46,6 @@ UNEXPECTED_QUEUE_MS: Final = 20.0
 """A replica refuses a request only if its queue is longer than predicted by more than this."""
 
 
-class RouteQuery:
-    """What ranking needs to know of a request.
-
-    `matches` says how much of the prompt each slot has cached. `binding`, where the session was
-    answered last, counts only if there are no matches.
-    """
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt_tokens: int,
-        output_tokens: int,
-        session: str = "",
-        binding: SessionBinding | None = None,
-        matches: PrefixMatches = NO_MATCHES,
-    ) -> None:
-        self.request_id = request_id
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        self.session = session
-        self.binding = binding
-        self.matches = matches
-
-
 class RankedRoutes(Sequence[RankedRoute]):
     """The replicas with capacity, best first. A route is computed when it is read.
 
@@ -80,28 +56,23 @@ class RankedRoutes(Sequence[RankedRoute]):
         self,
         snapshot: RoutingSnapshot,
         query: RouteQuery,
-        costs: list[float],
-        excluded_count: int,
+        costs: SlotCosts,
         first: int = -1,
         reason: str = "",
         next_best_ms: float = inf,
     ) -> None:
-        """Put slot `first` at the head; `next_best_ms` is the lowest cost of the other slots.
-
-        `costs` are by slot, infinite for a slot that is full, empty or excluded. `excluded_count`
-        of these are not full.
-        """
+        """Put slot `first` at the head; `next_best_ms` is the lowest cost of the other slots."""
         self._snapshot = snapshot
         self._query = query
         self._costs = costs
-        self._excluded_count = excluded_count
         self._first = first
         self._reason = reason
         self._next_best_ms = next_best_ms
         self._order: Sequence[int] | None = None
 
     def __len__(self) -> int:
-        return len(self._costs) - self._costs.count(inf)
+        costs = self._costs.all()
+        return len(costs) - costs.count(inf)
 
     def __bool__(self) -> bool:
         return self._first >= 0
@@ -115,7 +86,7 @@ class RankedRoutes(Sequence[RankedRoute]):
     @property
     def full_count(self) -> int:
         """Return how many replicas were passed over because they have no capacity."""
-        return self._costs.count(inf) - self._excluded_count
+        return self._costs.all().count(inf) - self._costs.excluded_count()
 
     def route_to(self, replica_id: ReplicaId) -> RankedRoute | None:
         """Return the route to the replica that a request was handed to, None if it is unknown."""
@@ -127,15 +98,15 @@ class RankedRoutes(Sequence[RankedRoute]):
         snapshot, costs = self._snapshot, self._costs
         route = snapshot.routes[self._first]
         in_pop = snapshot.slots_by_pop.get(route.pop, ()) if route is not None else ()
-        peers = [slot for slot in in_pop if costs[slot] < inf and slot != self._first]
+        peers = [slot for slot in in_pop if costs.at(slot) < inf and slot != self._first]
         if not peers:
             return []
-        peers.sort(key=costs.__getitem__)
+        peers.sort(key=costs.at)
         return [self._route(slot, "") for slot in (self._first, *peers[: count_max - 1])]
 
     def _slots(self) -> Sequence[int]:
         if self._order is None:
-            costs = self._costs
+            costs = self._costs.all()
             rest = [slot for slot in range(len(costs)) if costs[slot] < inf and slot != self._first]
             rest.sort(key=costs.__getitem__)
             self._order = [self._first, *rest] if self._first >= 0 else rest
@@ -151,7 +122,7 @@ class RankedRoutes(Sequence[RankedRoute]):
         snapshot, estimate = self._snapshot, self._snapshot.estimates[self._first]
         reported_ms = estimate.wait_min_ms - estimate.assumed_queue_ms
         known_ms = max(estimate.ready_at_ms - snapshot.now_ms, reported_ms) - estimate.base_ms
-        ahead_ms = max(0.0, self._next_best_ms - self._costs[self._first])
+        ahead_ms = max(0.0, self._next_best_ms - self._costs.at(self._first))
         limit_ms = known_ms + ahead_ms + estimate.rtt_ms + UNEXPECTED_QUEUE_MS
         return max(1, round(limit_ms / estimate.ms_per_token))
 
@@ -182,114 +153,21 @@ def rank(
     snapshot: RoutingSnapshot, query: RouteQuery, excluded: Set[ReplicaId] = frozenset()
 ) -> RankedRoutes:
     """Rank the replicas that have capacity, best first, without those `excluded`."""
-    costs = _costs(snapshot, query)
-    excluded_count = len(costs) - len(snapshot.slots)
-    if excluded or snapshot.ejected_until_s:
-        excluded_count += _exclude_unhealthy(snapshot, excluded, costs)
-    if snapshot.starting:
-        excluded_count += _exclude_starting(snapshot, query, costs)
-    best, second_ms = _best_two(costs)
+    return rank_by_costs(snapshot, query, slot_costs(snapshot, query, excluded))
+
+
+def rank_by_costs(snapshot: RoutingSnapshot, query: RouteQuery, costs: SlotCosts) -> RankedRoutes:
+    """Rank the replicas that have capacity by their costs, best first."""
+    best, second_ms = costs.best_two()
     if best < 0:
-        return RankedRoutes(snapshot, query, costs, excluded_count)
+        return RankedRoutes(snapshot, query, costs)
     first, reason = _choose(snapshot, query, costs, best, second_ms)
-    next_best_ms = second_ms if first == best else costs[best]
-    return RankedRoutes(snapshot, query, costs, excluded_count, first, reason, next_best_ms)
-
-
-def _costs(snapshot: RoutingSnapshot, query: RouteQuery) -> list[float]:
-    """Return the predicted time of each slot with the congestion charge; infinite if it is full."""
-    now_ms = snapshot.now_ms
-    tokens, depth_cost = query.prompt_tokens, snapshot.depth_cost_per_token
-    needed = tokens + query.output_tokens
-    charged = 1.0 + snapshot.congestion_charge
-    work = charged * prefill_work(tokens, tokens * query.matches.all_share, depth_cost)
-    estimates = snapshot.estimates
-    costs = [
-        inf
-        if needed > estimate.free_tokens
-        else work * estimate.ms_per_token
-        + (
-            wait
-            if (wait := estimate.ready_at_ms - now_ms) > (wait_min := estimate.wait_min_ms)
-            else wait_min
-        )
-        for estimate in estimates
-    ]
-    for mask, share in query.matches.longer:
-        saved = work - charged * prefill_work(tokens, tokens * share, depth_cost)
-        for slot in slots_of(mask):
-            costs[slot] -= saved * estimates[slot].ms_per_token
-    if query.binding is not None and query.matches is NO_MATCHES:
-        slot = snapshot.slots.get(query.binding.replica_id, -1)
-        if slot >= 0:
-            cached = min(query.binding.cached_tokens, tokens)
-            saved = work - charged * prefill_work(tokens, cached, depth_cost)
-            costs[slot] -= saved * estimates[slot].ms_per_token
-    return costs
-
-
-def _best_two(costs: list[float]) -> tuple[int, float]:
-    """Return the slot of lowest cost, -1 if none has capacity, and the second lowest cost."""
-    best, best_ms, second_ms = -1, inf, inf
-    for slot, cost in enumerate(costs):
-        if cost < best_ms:
-            best, best_ms, second_ms = slot, cost, best_ms
-        elif cost < second_ms:
-            second_ms = cost
-    return best, second_ms
-
-
-def _exclude_unhealthy(
-    snapshot: RoutingSnapshot, excluded: Set[ReplicaId], costs: list[float]
-) -> int:
-    """Set the cost of excluded and ejected replicas to infinity; return how many were excluded.
-
-    Replicas of last resort are excluded only if another replica has capacity, and then only those
-    of them that have capacity are counted.
-    """
-    last_resort = frozenset[ReplicaId]()
-    if snapshot.ejected_until_s:
-        split = split_ejected(list(snapshot.slots), snapshot.ejected_until_s)
-        excluded, last_resort = excluded | split.excluded, split.last_resort
-    count = 0
-    for replica_id in excluded:
-        slot = snapshot.slots.get(replica_id, -1)
-        if slot >= 0:
-            count += 1
-            costs[slot] = inf
-    last = [snapshot.slots[replica] for replica in last_resort if replica in snapshot.slots]
-    if last and any(cost < inf for slot, cost in enumerate(costs) if slot not in last):
-        count += _exclude_slots(last, costs)
-    return count
-
-
-def _exclude_starting(snapshot: RoutingSnapshot, query: RouteQuery, costs: list[float]) -> int:
-    """Exclude the replicas in slow start that hold this request back, if another has capacity.
-
-    Return how many replicas with capacity were excluded.
-    """
-    held_back = {
-        slot
-        for replica_id, share in snapshot.starting.items()
-        if (slot := snapshot.slots.get(replica_id, -1)) >= 0
-        and is_held_back(replica_id, share, query.session or query.request_id)
-    }
-    if held_back and any(cost < inf for slot, cost in enumerate(costs) if slot not in held_back):
-        return _exclude_slots(held_back, costs)
-    return 0
-
-
-def _exclude_slots(slots: Iterable[int], costs: list[float]) -> int:
-    """Set the cost of slots to infinity; return how many of them had capacity."""
-    count = 0
-    for slot in slots:
-        count += costs[slot] < inf
-        costs[slot] = inf
-    return count
+    next_best_ms = second_ms if first == best else costs.at(best)
+    return RankedRoutes(snapshot, query, costs, first, reason, next_best_ms)
 
 
 def _choose(
-    snapshot: RoutingSnapshot, query: RouteQuery, costs: list[float], best: int, second_ms: float
+    snapshot: RoutingSnapshot, query: RouteQuery, costs: SlotCosts, best: int, second_ms: float
 ) -> tuple[int, str]:
     """Return the slot that goes first, and why: the session's replica, or one like the best.
 
@@ -297,7 +175,7 @@ def _choose(
     """
     bound = query.binding
     slot = snapshot.slots.get(bound.replica_id, -1) if bound is not None else -1
-    if slot >= 0 and costs[slot] <= _sticky_limit_ms(costs[best]):
+    if slot >= 0 and costs.at(slot) <= _sticky_limit_ms(costs.at(best)):
         return slot, "session"
     best = _prefer_nearest(snapshot, costs, best)
     is_new = bool(query.session) and query.matches is NO_MATCHES
@@ -306,7 +184,7 @@ def _choose(
         nearest = sorted(snapshot.nearest)
         hashed = hash64(query.session)
         slot = rendezvous_winner(hashed, nearest, snapshot.hashes, snapshot.weights)
-        if costs[slot] <= _sticky_limit_ms(costs[best]):
+        if costs.at(slot) <= _sticky_limit_ms(costs.at(best)):
             return slot, "session-new nearest-warm"
     slot = _choose_among_alike(snapshot, query, costs, best, second_ms, is_new=is_new)
     reason = _place_reason(snapshot, slot)
@@ -325,7 +203,7 @@ def _sticky_limit_ms(best_ms: float) -> float:
     return best_ms + max(STICKY_MS, STICKY_RATIO * best_ms)
 
 
-def _prefer_nearest(snapshot: RoutingSnapshot, costs: Sequence[float], best: int) -> int:
+def _prefer_nearest(snapshot: RoutingSnapshot, costs: SlotCosts, best: int) -> int:
     """Return the best of the nearest slots unless `best`, further away, saves enough.
 
     Spilling over must save more than the noise of predictions. Once requests spill over they go on
@@ -333,22 +211,23 @@ def _prefer_nearest(snapshot: RoutingSnapshot, costs: Sequence[float], best: int
     """
     if best in snapshot.nearest or snapshot.is_spilling:
         return best
-    nearest = min(snapshot.nearest, key=costs.__getitem__)
-    margin_ms = max(SPILLOVER_MS, SPILLOVER_RATIO * costs[best])
-    return nearest if costs[nearest] <= costs[best] + margin_ms else best
+    nearest = costs.cheapest_of(snapshot.nearest)
+    best_ms = costs.at(best)
+    margin_ms = max(SPILLOVER_MS, SPILLOVER_RATIO * best_ms)
+    return nearest if costs.at(nearest) <= best_ms + margin_ms else best
 
 
 def _choose_among_alike(
     snapshot: RoutingSnapshot,
     query: RouteQuery,
-    costs: list[float],
+    costs: SlotCosts,
     best: int,
     second_ms: float,
     *,
     is_new: bool,
 ) -> int:
     """Return one of the slots that are as good as `best`, by the hash of the request or session."""
-    best_ms = costs[best]
+    best_ms = costs.at(best)
     noise_ms = max(ALIKE_RATIO * best_ms, ALIKE_SPREADS * snapshot.estimates[best].error_ms)
     slack_ms = max(ALIKE_MS, noise_ms)
     if is_new:
@@ -356,10 +235,10 @@ def _choose_among_alike(
     limit_ms = best_ms + slack_ms
     if second_ms > limit_ms:
         return best
-    alike = [slot for slot, cost in enumerate(costs) if cost <= limit_ms]
+    alike = costs.up_to(limit_ms)
     if not is_new:
         return alike[hash64(query.request_id) % len(alike)]
-    tokens = [estimate.in_flight_tokens for estimate in snapshot.estimates]
+    tokens = {slot: snapshot.estimates[slot].in_flight_tokens for slot in alike}
     alike = within_load_bound(alike, tokens, snapshot.weights)
     return rendezvous_winner(hash64(query.session), alike, snapshot.hashes, snapshot.weights)
 

@@ -1,6 +1,6 @@
 """What ranking needs to know of one deployment: a slot for each replica, with its estimates.
 
-Estimates are replaced, never changed, so a snapshot of hundreds of replicas is a copy of one list.
+Estimates are replaced, never changed, so a snapshot of the replicas shares them (estimates.py).
 A replica keeps its slot for as long as the route table has it; the slot is then reused.
 """
 
@@ -11,6 +11,7 @@ from typing import Final
 from isochrone.wire.ids import PopId, ReplicaId
 from isochrone.wire.routes import Route
 from router.decide.affinity import hash64
+from router.decide.estimates import EMPTY_SLOT, Estimates, PopBounds, ReplicaEstimate
 from router.decide.latency import (
     UNUSED_REPLICA_MS,
     DepthCost,
@@ -44,57 +45,6 @@ QUEUE_SHARE_MAX: Final = 0.1
 """An answer with more queueing than this share of its prefill does not teach the depth cost."""
 
 
-class ReplicaEstimate:
-    """What a request meets at one replica. All times are in ms; an estimate is never changed.
-
-    `ready_at_ms` is the monotonic time at which the replica is through with this router's queue,
-    plus round trip and overhead, less the time a request takes to get there. `wait_min_ms` is the
-    least wait whatever the clock says, round trip and overhead included. `free_tokens` is how many
-    more tokens fit: infinite for an idle replica, which itself decides whether one request fits
-    at all, and -1 for a slot without a replica.
-
-    `base_ms` is the round trip and all overhead, `error_ms` the usual error of predictions, and
-    `assumed_queue_ms` the part of the wait that no report tells of but that is usual.
-    """
-
-    __slots__ = (
-        "assumed_queue_ms",
-        "base_ms",
-        "error_ms",
-        "free_tokens",
-        "in_flight_tokens",
-        "ms_per_token",
-        "ready_at_ms",
-        "rtt_ms",
-        "wait_min_ms",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        ready_at_ms: float,
-        wait_min_ms: float,
-        ms_per_token: float,
-        free_tokens: float,
-        rtt_ms: float,
-        base_ms: float,
-        error_ms: float,
-        in_flight_tokens: float,
-        assumed_queue_ms: float,
-    ) -> None:
-        self.ready_at_ms = ready_at_ms
-        self.wait_min_ms = wait_min_ms
-        self.ms_per_token = ms_per_token
-        self.free_tokens = free_tokens
-        self.rtt_ms = rtt_ms
-        self.base_ms = base_ms
-        self.error_ms = error_ms
-        self.in_flight_tokens = in_flight_tokens
-        self.assumed_queue_ms = assumed_queue_ms
-
-
-EMPTY_SLOT: Final = ReplicaEstimate(0.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-
-
 class ReplicaTable:
     """The replicas of one deployment by slot, kept up to date one at a time."""
 
@@ -102,7 +52,8 @@ class ReplicaTable:
         """Start without replicas."""
         self.slots: dict[ReplicaId, int] = {}
         self.routes: list[Route | None] = []
-        self.estimates: list[ReplicaEstimate] = []
+        self.estimates = Estimates()
+        self.bounds = PopBounds([], 0)
         self.corrections: list[LatencyCorrection] = []
         self.hashes: list[int] = []
         self.weights: list[float] = []
@@ -144,6 +95,7 @@ class ReplicaTable:
         for route in routes:
             self.slots_by_pop.setdefault(route.pop, []).append(self.slots[route.replica_id])
         self.all_slots_mask = sum(1 << slot for slot in self.slots.values())
+        self.bounds = PopBounds(self.slots_by_pop.values(), len(self.routes))
         return freed
 
     def refresh(self, slot: int, rtt_ms: float, load: ReplicaLoad, now_s: float) -> None:
@@ -152,7 +104,7 @@ class ReplicaTable:
         if route is None:
             return
         if rtt_ms != self.estimates[slot].rtt_ms:
-            self._nearest = None
+            self._note_round_trip(slot, rtt_ms)
         correction = self.corrections[slot]
         # As gain_at and overhead_ms_at do, but fading once: this runs a dozen times per request.
         retained = correction.retained(now_s)
@@ -163,7 +115,7 @@ class ReplicaTable:
         others = load.others.estimate(now_s)
         others_prefill = others.reported_prefill + others.assumed_prefill
         tokens = load.prefill_tokens + load.decode_tokens + others_prefill + others.decode
-        self.estimates[slot] = ReplicaEstimate(
+        estimate = ReplicaEstimate(
             base_ms + 1000 * load.busy_until_s - rtt_ms / 2,
             base_ms + load.wake_ms + load.queued_ms + others_prefill * ms_per_token,
             ms_per_token,
@@ -174,6 +126,8 @@ class ReplicaTable:
             tokens,
             others.assumed_prefill * ms_per_token,
         )
+        self.estimates.replace(slot, estimate)
+        self.bounds.lower(slot, estimate)
 
     def prefill_time_ms(self, slot: int, prompt_tokens: float, cached_tokens: float) -> float:
         """Return how long a replica takes to read the uncached part of a prompt."""
@@ -214,15 +168,19 @@ class ReplicaTable:
     def nearest(self) -> frozenset[int]:
         """Return the slots of the nearest replicas."""
         if self._nearest is None:
-            self._nearest = self._find_nearest()
+            self._nearest = self.bounds.nearest(self.estimates, NEAREST_RATIO, NEAREST_MS)
         return self._nearest
 
-    def _find_nearest(self) -> frozenset[int]:
-        used = list(self.slots.values())
-        if not used:
-            return frozenset()
-        limit_ms = NEAREST_RATIO * min(self.estimates[slot].rtt_ms for slot in used) + NEAREST_MS
-        return frozenset(slot for slot in used if self.estimates[slot].rtt_ms <= limit_ms)
+    def _note_round_trip(self, slot: int, rtt_ms: float) -> None:
+        """Forget which replicas are nearest if a new round trip may change that."""
+        nearest = self._nearest
+        if nearest is None or slot in nearest:
+            self._nearest = None
+            return
+        # One of these has the shortest round trip, so this is at least the limit.
+        farthest_ms = NEAREST_RATIO * max([self.estimates[near].rtt_ms for near in nearest])
+        if rtt_ms <= farthest_ms + NEAREST_MS:
+            self._nearest = None
 
     def _assign_slot(self, route: Route) -> int:
         if self._free_slots:
@@ -241,7 +199,7 @@ class ReplicaTable:
 
     def _free_slot(self, slot: int) -> None:
         self.routes[slot] = None
-        self.estimates[slot] = EMPTY_SLOT
+        self.estimates.replace(slot, EMPTY_SLOT)
         self._free_slots.append(slot)
 
 
@@ -263,7 +221,13 @@ class RoutingSnapshot:
         self.slots, self.routes = table.slots, table.routes
         self.slots_by_pop, self.nearest = table.slots_by_pop, table.nearest
         self.hashes, self.weights = table.hashes, table.weights
+        bounds = table.bounds
+        bounds.tighten_next(table.estimates)
         self.estimates = table.estimates.copy()
+        self.pop_slots, self.pop_of = bounds.slots, bounds.pop_of
+        self.pop_wait_min_ms = bounds.wait_min_ms.copy()
+        self.pop_ready_at_ms = bounds.ready_at_ms.copy()
+        self.pop_ms_per_token = bounds.ms_per_token.copy()
         self.depth_cost_per_token = table.depth_cost.per_token
         self.congestion_charge = CONGESTION_CHARGE_MAX * table.queued_share
         self.is_spilling = self.now_ms - table.spilled_at_ms < SPILLOVER_LASTS_MS

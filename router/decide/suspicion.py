@@ -11,6 +11,7 @@ digest of them.
 """
 
 from hashlib import blake2b
+from math import inf
 from typing import Final
 
 LOSSES_MAX: Final = 2
@@ -120,7 +121,7 @@ class SuspectTable:
         suspicion = self._suspicions.get(loss.fingerprint)
         if suspicion is None:
             suspicion = self._add(loss)
-        if loss.sent_at_s <= suspicion.lost_at_s.get(loss.replica_id, -1.0):
+        if loss.sent_at_s <= suspicion.lost_at_s.get(loss.replica_id, -inf):
             return
         if suspicion.passes_left and suspicion.is_past(loss):
             suspicion.passes_left -= 1

@@ -1,8 +1,13 @@
-"""Share with the other processes of this router which prompts were read where, and suspicions."""
+"""Share with the other processes of this router which prompts were read where, and suspicions.
 
-from router.processes import ParentLink, WorkerPool
+Suspicions go to all other routers, too.
+"""
+
+from collections.abc import Callable
+
+from router.processes import ParentLink, Send, WorkerPool
 from router.prompt_sharing import PromptOutbox, SharedPrompts
-from router.suspicion_sharing import SuspicionOutbox
+from router.suspicion_sharing import FleetSuspicionOutbox, SuspicionOutbox, to_fleet
 
 
 class PromptSharer:
@@ -16,12 +21,22 @@ class PromptSharer:
         suspicions: SuspicionOutbox,
         parent: ParentLink | None,
         workers: WorkerPool,
+        fleet_suspicions: FleetSuspicionOutbox,
+        send: Send,
+        clock: Callable[[], float],
     ) -> None:
-        """A worker process has a `parent`; the main process has `workers`."""
+        """A worker process has a `parent`; the main process has `workers`.
+
+        The main process sends `fleet_suspicions` to the scheduler with `send`. `clock` returns
+        monotonic seconds.
+        """
         self._outbox = outbox
         self._suspicions = suspicions
         self._parent = parent
         self._workers = workers
+        self._fleet_suspicions = fleet_suspicions
+        self._send = send
+        self._clock = clock
 
     async def run_once(self) -> int:
         """Send the prompts since the last turn; return how many."""
@@ -34,6 +49,14 @@ class PromptSharer:
         else:
             if suspicions is not None:
                 self._workers.broadcast(suspicions)
+                self._fleet_suspicions.add(suspicions)
             if rows:
                 self._workers.broadcast(SharedPrompts(rows))
+            await self._tell_fleet()
         return len(rows)
+
+    async def _tell_fleet(self) -> None:
+        """Send what the other routers do not know yet; keep it while no scheduler is connected."""
+        suspicions = self._fleet_suspicions.take()
+        if suspicions is not None and not await self._send(to_fleet(suspicions, self._clock())):
+            self._fleet_suspicions.add(suspicions)

@@ -31,6 +31,9 @@ REFRESH_S: Final = 300.0
 """A report without news is stored again after this time all the same."""
 
 
+REGISTER_AGAIN_S: Final = 1.0
+
+
 class AgentEndpoint:
     """`GET /v1/agent`."""
 
@@ -89,6 +92,8 @@ class AgentEndpoint:
                     connection, self._lease.epoch, report, self._has_valid_seal
                 )
             metrics.REPORTS.labels("stale" if effect.stale else "taken").inc()
+            if effect.is_boot_unknown:
+                _require_registration(peer)
             if effect.stale:
                 return
             peer.generation = report.generation
@@ -136,3 +141,14 @@ class AgentEndpoint:
                 reason=reason[:300],
             )
         raise PeerRefused(RefusedCode.IDENTITY, reason, RETRY_REFUSED_S)
+
+
+def _require_registration(peer: PeerConnection) -> NoReturn:
+    """Refuse a node whose reports the store takes for those of another boot.
+
+    A registration may be lost with a crash of the database or a restored backup. Unless the node
+    registers again, none of its reports would be stored.
+    """
+    reason = f"the store does not know boot {peer.boot_id} of {peer.name}; register again"
+    log.warning("report not taken", extra={"fields": {"reason": reason}})
+    raise PeerRefused(RefusedCode.BUSY, reason, REGISTER_AGAIN_S)

@@ -30,7 +30,8 @@ from isochrone.wire.control import (
     register_payload,
 )
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import ClusterId, NodeId
+from isochrone.wire.ids import ClusterId, Epoch, NodeId
+from isochrone.wire.suspicions import SUSPICIONS, FleetSuspicions
 from scheduler import metrics
 from scheduler.api.certificates import CertificateIssuer
 from scheduler.api.control_socket import REGISTER_BYTES_MAX, ControlSocket
@@ -250,6 +251,12 @@ class PeerServer:
         )
         return peer
 
+    def pass_to_other_routers(self, sender: PeerConnection, message: FleetSuspicions) -> None:
+        """Pass a router's message on to all other routers whose version can read it."""
+        for router in self._peers.routers():
+            if router is not sender and SUSPICIONS in router.capabilities:
+                router.enqueue(message)
+
     def _cache_salt(self, role: PeerRole, version: int) -> CacheSaltSecret | None:
         """Return the secret of the cache salts for an agent; routers must not have it."""
         if role is not PeerRole.AGENT:
@@ -334,7 +341,9 @@ class PeerServer:
                     connection,
                     holder=self._lease.holder,
                     generation=register.generation,
-                    epoch=register.epoch,
+                    # Raised in any case, so that a new term begins: what this one has published
+                    # and believes to be stored is behind the fleet, too.
+                    epoch=Epoch(max(register.epoch, epoch + 1)),
                 )
             await record_registration(
                 connection,

@@ -9,6 +9,7 @@ from aiohttp import web
 from isochrone.wire.control import TABLE_PARTS, FromRouter, PeerRole, RefusedCode
 from isochrone.wire.ids import PopId
 from isochrone.wire.routes import SnapshotWanted
+from isochrone.wire.suspicions import FleetSuspicions
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from scheduler import metrics
 from scheduler.api.peers import RETRY_REFUSED_S, PeerRefused, PeerServer
@@ -50,7 +51,9 @@ class RouterEndpoint:
         return await self._server.serve(request, PeerRole.ROUTER, FromRouter, self._handle_message)
 
     async def _handle_message(
-        self, peer: PeerConnection, message: Demand | Usage | RoundTrips | SnapshotWanted | None
+        self,
+        peer: PeerConnection,
+        message: Demand | Usage | RoundTrips | SnapshotWanted | FleetSuspicions | None,
     ) -> None:
         if message is None:
             self._routes.following.record_registered(
@@ -62,6 +65,8 @@ class RouterEndpoint:
             self._routes.send_table(peer)
         elif isinstance(message, SnapshotWanted):
             self._routes.send_table(peer)
+        elif isinstance(message, FleetSuspicions):
+            self._server.pass_to_other_routers(peer, message)
         elif message.router_id != peer.name:
             reason = f"{peer.name} cannot speak for {message.router_id}"
             raise PeerRefused(RefusedCode.IDENTITY, reason, RETRY_REFUSED_S)

@@ -100,6 +100,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     profile: ReplicaProfile = ReplicaProfile()
     tokens_in_flight_max: int = 0
     overcommit: float = 1.0
+    extra_bytes: int = 0
     leader_id: ReplicaId = ReplicaId("")
     rank_port: int = 0
     followers: "tuple[Placement, ...]" = ()
@@ -252,6 +253,7 @@ class ReplicaStart(msgspec.Struct, frozen=True, kw_only=True):
             device_ids=self.spec.device_ids,
             memory_bytes=self.spec.planned_bytes,
             overcommit=self.spec.overcommit,
+            extra_bytes=self.spec.extra_bytes,
             role=self.spec.role,
             tokens_in_flight_max=self.spec.engine.tokens_in_flight_max,
             state=state,

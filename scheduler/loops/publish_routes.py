@@ -130,7 +130,8 @@ class PublishRoutes:
         if before is not None and table == before:
             return PublishCounts(before.generation, len(before.routes), nodes=nodes_read)
         async with transaction(self._pool) as connection:
-            generation = await next_route_generation(connection, self._lease.epoch)
+            published = Generation(0) if before is None else before.generation
+            generation = await next_route_generation(connection, self._lease.epoch, published)
         self._departures = departures
         table = msgspec.structs.replace(table, generation=generation)
         routers = self._send(before, table)
@@ -141,7 +142,9 @@ class PublishRoutes:
         async with transaction(self._pool) as connection:
             live = await live_keys(connection, sorted(key_ids))
             revoked = await revoked_among(connection, sorted(key_ids))
-            generation = await next_route_generation(connection, self._lease.epoch)
+            generation = await next_route_generation(
+                connection, self._lease.epoch, before.generation
+            )
         was_revoked = key_ids.intersection(before.keys_revoked)
         delta = RouteDelta(
             cluster_id=before.cluster_id,

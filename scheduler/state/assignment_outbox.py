@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from isochrone.wire.ids import ClusterId, NodeId
+from isochrone.wire.ids import ClusterId, Generation, NodeId
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peer_connection import PeerConnection
 from scheduler.state.peer_registry import PeerRegistry
@@ -21,6 +21,8 @@ class AssignmentOutbox:
         self._peers = peers
         self._lease = lease
         self._cluster_id = cluster_id
+        self.newest_generation = Generation(0)
+        """The newest generation of all assignments that were sent."""
 
     async def send(self, peer: PeerConnection) -> None:
         """Queue a node's whole assignment. After an error it follows the node's next report."""
@@ -30,6 +32,7 @@ class AssignmentOutbox:
                 assignment = await read_assignment(
                     connection, node_id, cluster_id=self._cluster_id, epoch=self._lease.epoch
                 )
+            self.newest_generation = max(self.newest_generation, assignment.generation)
             peer.enqueue(assignment)
 
     async def send_to(self, node_ids: Iterable[str]) -> int:

@@ -26,8 +26,10 @@ class LeaseState:
         """When the event loop last tried to take or renew the lease."""
         self.free_at = float("-inf")
         """When this standby may take the lease; in the past while another scheduler renews it."""
+        self.newest_epoch = Epoch(0)
+        """The newest epoch that this process ever held."""
         self._lease: Lease | None = None
-        self._renewed_at = 0.0
+        self._acting_since = 0.0
         self._trusted_until = 0.0
 
     @property
@@ -52,13 +54,16 @@ class LeaseState:
         """Return for how long this process has acted; 0 on a standby."""
         if self._lease is None:
             return 0.0
-        return self._lease.acting_for_s + self.clock() - self._renewed_at
+        return self.clock() - self._acting_since
 
     def take(self, lease: Lease, requested_at: float) -> bool:
         """Hold `lease`, which was requested at `requested_at`; say whether its epoch is new."""
         is_new = self._lease is None or self._lease.epoch != lease.epoch
         self._lease = lease
-        self._renewed_at = requested_at
+        self.newest_epoch = max(self.newest_epoch, lease.epoch)
+        if is_new:
+            # Read once: the database's clock may be set while this process acts.
+            self._acting_since = requested_at - max(0.0, lease.acting_for_s)
         self.extend(lease, requested_at)
         metrics.ACTING.set(1)
         metrics.EPOCH.set(lease.epoch)

@@ -136,6 +136,7 @@ async def _read_placements(
                coalesce((spec->'engine'->>'tokens_in_flight_max')::int8, 0)
                    AS tokens_in_flight_max,
                coalesce((spec->>'overcommit')::float8, 1) AS overcommit,
+               coalesce((spec->>'extra_bytes')::int8, 0) AS extra_bytes,
                state_reason, restarts, ended_at IS NOT NULL AS is_ending,
                coalesce(leader_id, '') AS leader_id, coalesce(rank_port, 0) AS rank_port,
                greatest(0, extract(epoch FROM clock_timestamp() - state_since))::float8

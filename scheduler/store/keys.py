@@ -103,12 +103,16 @@ async def revoked_among(connection: Connection, key_ids: Sequence[KeyId]) -> set
     return {KeyId(row["key_id"]) for row in rows}
 
 
-async def next_route_generation(connection: Connection, epoch: Epoch) -> Generation:
-    """Return the next route table's generation; raises EpochLost."""
+async def next_route_generation(
+    connection: Connection, epoch: Epoch, above: Generation
+) -> Generation:
+    """Return the next route table's generation, higher than `above`; raises EpochLost."""
     await assert_epoch(connection, epoch)
     return Generation(
         await connection.fetchval(
-            "UPDATE cluster SET route_generation = route_generation + 1 RETURNING route_generation"
+            "UPDATE cluster SET route_generation = greatest(route_generation, $1) + 1"
+            " RETURNING route_generation",
+            above,
         )
     )
 

@@ -16,6 +16,10 @@ from scheduler.store.pool import Connection, affected_rows, as_struct, fetch_one
 
 TTL_S: Final = 6.0
 MARGIN_S: Final = 1.0
+TTL_RATIO_MAX: Final = 10
+"""No scheduler's TTL is so many times another's. A lease that expires later than that was written
+before the database's clock was set back, and counts as expired."""
+
 _RETURNING: Final = (
     "RETURNING epoch, extract(epoch FROM clock_timestamp() - acting_since)::float8 AS acting_for_s"
 )
@@ -77,7 +81,9 @@ async def acquire_or_renew_lease(
         f"""
         UPDATE lease SET epoch = epoch + 1, acting_since = clock_timestamp(), holder = $1,
             expires_at = clock_timestamp() + make_interval(secs => $2)
-        WHERE expires_at <= clock_timestamp() {_RETURNING}
+        WHERE expires_at <= clock_timestamp()
+            OR expires_at > clock_timestamp() + make_interval(secs => $2 * {TTL_RATIO_MAX})
+        {_RETURNING}
         """,  # noqa: S608
         holder,
         ttl_s,
@@ -122,11 +128,14 @@ async def raise_epoch_and_generation(
     """Raise the counters of a database that was restored from a backup above what its fleet has.
 
     Return whether anything was raised. The caller's epoch may then be outdated; its next renewal of
-    the lease returns the new one.
+    the lease returns the new one, and with it a new term begins.
     """
     # The epoch is locked first, as in every transaction.
     raised_epoch = await connection.execute(
-        "UPDATE lease SET epoch = $1 + 1 WHERE holder = $2 AND epoch < $1", epoch, holder
+        "UPDATE lease SET epoch = $1 + 1, acting_since = clock_timestamp()"
+        " WHERE holder = $2 AND epoch < $1",
+        epoch,
+        holder,
     )
     raised_generation = await connection.execute(
         """

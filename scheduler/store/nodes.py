@@ -31,9 +31,13 @@ MAY_FETCH: Final = ("wanted", "fetching", "failed")
 
 
 class ReportEffect(msgspec.Struct, frozen=True, kw_only=True):
-    """How many rows a report changed. A `stale` report is older than the stored one."""
+    """How many rows a report changed.
+
+    A `stale` report is older than the stored one, or of a boot whose registration is not stored.
+    """
 
     stale: bool = False
+    is_boot_unknown: bool = False
     changed: int = 0
     adopted: int = 0
     released: int = 0
@@ -149,7 +153,10 @@ async def record_report(
         report.generation,
     )
     if row is None:
-        return ReportEffect(stale=True)
+        is_known = await connection.fetchval(
+            "SELECT boot_id = $2 FROM node WHERE node_id = $1", report.node_id, report.boot_id
+        )
+        return ReportEffect(stale=True, is_boot_unknown=not is_known)
     before = decode_report(row["report"])
     changed = adopted = 0
     # Only reports write devices, in the same transaction: an unchanged list needs no writing.

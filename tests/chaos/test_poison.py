@@ -90,6 +90,33 @@ async def test_a_poison_request_costs_two_engines_and_no_other_request(
     await invariants(fleet, load)
 
 
+async def test_what_one_router_refuses_the_others_refuse_soon(fleet: Fleet) -> None:
+    key = (await fleet.ask("POST", "/v1/keys", {"tenant_id": "wanderer"}))["key"]
+    await fleet.routers_know()
+    poison: dict[str, Any] = {"key": key, "mock": {"crash_at_token": 0}}
+    async with counting_engines(fleet) as new_engines, aiohttp.ClientSession() as http:
+        first = await one_stream(fleet, http, "ams", 8, **poison)
+        assert first.how == "refused"
+        await until("two warm engines", lambda: fleet.is_warm(REPLICAS))
+        # Routers tell each other once a second; with others busy this may take longer.
+        await until("the other router was told", lambda: suspects_known(fleet, "sin"), 30.0)
+        for pop in ("sin", "ams", "sin"):
+            again = await one_stream(fleet, http, pop, 8, **poison)
+            assert again.how == "refused" and "2 engines failed" in again.detail, (pop, again)
+    assert len(new_engines) <= ENGINES_LOST_MAX
+
+
+async def suspects_known(fleet: Fleet, pop: str) -> bool:
+    """Return whether a router has been told of a suspect request by another one."""
+    async with (
+        aiohttp.ClientSession() as http,
+        http.get(f"{fleet.endpoint(pop)}/metrics") as response,
+    ):
+        text = await response.text()
+    name = "isochrone_router_suspicions_told_total"
+    return any(float(line.split()[1]) > 0 for line in text.splitlines() if line.startswith(name))
+
+
 async def test_a_request_that_ran_beside_a_killed_engine_twice_is_not_refused(fleet: Fleet) -> None:
     """Equal requests share a fingerprint: the answers of the others clear it."""
     async with under_load(fleet, ["ams"], streams=4, tokens=20) as load:

@@ -222,6 +222,24 @@ async def test_a_quota_used_up_in_one_city_holds_in_the_other(fleet: Fleet) -> N
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_page_under_a_strangers_name_reaches_neither_admin_api_nor_node(
+    fleet: Fleet,
+) -> None:
+    """DNS rebinding: the browser takes this server for the page's own, and sends its name."""
+    async with aiohttp.ClientSession() as http:
+        for port in (fleet.ports["admin-a"], fleet.ports["node-ams"]):
+            for path in ("/healthz", "/metrics", "/ping", "/v1/chat/completions"):
+                url = f"http://127.0.0.1:{port}{path}"
+                rebound = {"host": f"evil.example:{port}"}
+                async with http.get(url, headers=rebound) as response:
+                    assert response.status == 403 and "evil.example" in await response.text()
+                async with http.post(url, headers=rebound, json={}) as response:
+                    assert response.status == 403
+            async with http.get(f"http://localhost:{port}/healthz") as response:
+                assert response.status == 200
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_nodes_share_the_secret_of_cache_salts_and_nothing_shows_it(fleet: Fleet) -> None:
     keys = list(fleet.folder.glob("node-*/cluster_cache_salt.key"))
     assert len(keys) == 2 and len({key.read_bytes() for key in keys}) == 1

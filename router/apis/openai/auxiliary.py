@@ -9,6 +9,7 @@ from isochrone.service.http_server import Handler, error_middleware, error_respo
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
+from router.apis.auxiliary_server import BYTES_MAX
 from router.apis.messages.errors import error_body
 from router.apis.messages.models import model_info, models_page
 from router.apis.openai.surface import DECODERS, OpenAiSurface
@@ -84,7 +85,8 @@ def auxiliary_app(
             return response
 
     middlewares = [error_middleware(encode_error), anthropic_errors, _explain_not_found]
-    app = web.Application(middlewares=middlewares)
+    # The router has limited the body already.
+    app = web.Application(middlewares=middlewares, client_max_size=BYTES_MAX)
     app.on_response_prepare.append(add_request_id)
     app.router.add_get("/v1/models", list_models)
     app.router.add_get("/v1/models/{name:.{1,200}}", show_model)

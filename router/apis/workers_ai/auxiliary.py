@@ -1,4 +1,4 @@
-"""Workers AI routes without inference, on aiohttp: the lists of models, tasks and authors."""
+"""Workers AI routes without inference, on aiohttp. Errors have Workers AI's envelope."""
 
 import re
 from collections.abc import Awaitable, Callable
@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.routes import KeyEntry
+from isochrone.wire.routes import DeploymentEntry, KeyEntry
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.workers_ai.catalog import (
     ModelQuery,
@@ -24,11 +24,13 @@ from router.decide.authentication import authenticate, may_use
 from router.fleet_state import FleetState
 from router.metrics import Metrics
 
-CATALOG_PATHS: Final = (
+AUXILIARY_PATHS: Final = (
     "/ai/models/search",
     "/ai/models/schema",
     "/ai/tasks/search",
     "/ai/authors/search",
+    "/ai/tomarkdown",
+    "/ai/tomarkdown/supported",
 )
 
 _BELOW_ACCOUNT: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?(/ai/[a-z/]{1,40})$")
@@ -36,71 +38,97 @@ _BELOW_ACCOUNT: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?(/ai/[a
 Q = TypeVar("Q")
 
 
-class CatalogReply(msgspec.Struct, frozen=True):
-    """The body of a list's answer."""
+class WorkersAiReply(msgspec.Struct, frozen=True):
+    """The body of an answer."""
 
     body: object
 
 
-Answer = Callable[[web.Request, KeyEntry], CatalogReply]
+Answer = Callable[[web.Request, KeyEntry], Awaitable[WorkersAiReply]]
 
 
-def catalog_path(path: str) -> str:
-    """Return the path of a list without the account before it; empty if it is no such path."""
+def auxiliary_path(path: str) -> str:
+    """Return the path of such a route without the account before it; empty for other paths."""
     match = _BELOW_ACCOUNT.match(path)
-    return match.group(1) if match and match.group(1) in CATALOG_PATHS else ""
+    return match.group(1) if match and match.group(1) in AUXILIARY_PATHS else ""
 
 
-def add_catalog_routes(
-    app: web.Application, surface: OpenAiSurface, fleet: FleetState, metrics: Metrics
-) -> None:
-    """Add the routes, which answer errors in Workers AI's envelope."""
+class EnvelopeRoutes:
+    """Adds routes to the auxiliary server; each authenticates its request first."""
 
-    def key_of(request: web.Request) -> KeyEntry:
-        authorization = request.headers.get("authorization")
-        return authenticate(fleet.directory.keys, authorization, surface.unix_clock())
+    def __init__(
+        self,
+        app: web.Application,
+        surface: OpenAiSurface,
+        fleet: FleetState,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        """Use the parts that the whole router shares. `clock` returns monotonic seconds."""
+        self.clock = clock
+        self.unix_clock = surface.unix_clock
+        self._app = app
+        self._fleet = fleet
+        self._metrics = metrics
 
-    def models(request: web.Request, key: KeyEntry) -> CatalogReply:
-        query = _query(request, ModelQuery)
-        entries = [entry for entry in fleet.directory.deployments if may_use(key, entry.name)]
-        return CatalogReply(model_page(entries, query, surface.unix_clock()))
+    def add(self, method: str, path: str, answer: Answer) -> None:
+        """Answer `method` on `path`, and refuse other methods."""
 
-    def schema(request: web.Request, key: KeyEntry) -> CatalogReply:
-        entry = surface.deployment(_query(request, SchemaQuery).model, key)
-        return CatalogReply(envelope(model_schema(entry)))
-
-    def tasks(_: web.Request, key: KeyEntry) -> CatalogReply:
-        entries = [entry for entry in fleet.directory.deployments if may_use(key, entry.name)]
-        return CatalogReply(envelope(task_list(entries)))
-
-    def authors(_: web.Request, key: KeyEntry) -> CatalogReply:
-        entries = [entry for entry in fleet.directory.deployments if may_use(key, entry.name)]
-        return CatalogReply(envelope(author_list(entries)))
-
-    def handler(answer: Answer) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             try:
-                if request.method != "GET":
+                if request.method != method:
                     raise ApiError(
                         ErrorCode.METHOD_NOT_ALLOWED,
-                        f"cannot use the method {request.method} for {request.path}: use GET",
-                        headers={"allow": "GET"},
+                        f"cannot use the method {request.method} for {path}: use {method}",
+                        headers={"allow": method},
                     )
-                body = msgspec.json.encode(answer(request, key_of(request)).body)
+                reply = await answer(request, self._key_of(request))
+                body = msgspec.json.encode(reply.body)
                 return web.Response(body=body, content_type="application/json")
             except ApiError as error:
-                metrics.errors.labels(error.code.value).inc()
-                return web.Response(
-                    status=error.meaning.status,
-                    body=encode_error_envelope(error.message, error.meaning.number),
-                    content_type="application/json",
-                    headers=error.headers,
-                )
+                return self._refuse(error)
 
-        return handle
+        self._app.router.add_route("*", path, handle)
 
-    for path, answer in zip(CATALOG_PATHS, (models, schema, tasks, authors), strict=True):
-        app.router.add_route("*", path, handler(answer))
+    def _key_of(self, request: web.Request) -> KeyEntry:
+        authorization = request.headers.get("authorization")
+        return authenticate(self._fleet.directory.keys, authorization, self.unix_clock())
+
+    def _refuse(self, error: ApiError) -> web.Response:
+        self._metrics.errors.labels(error.code.value).inc()
+        response = web.Response(
+            status=error.meaning.status,
+            body=encode_error_envelope(error.message, error.meaning.number),
+            content_type="application/json",
+            headers=error.headers,
+        )
+        if error.retry_after_s is not None:
+            response.headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        return response
+
+
+def add_catalog_routes(routes: EnvelopeRoutes, surface: OpenAiSurface, fleet: FleetState) -> None:
+    """Add the lists of what a key may use."""
+
+    def usable(key: KeyEntry) -> list[DeploymentEntry]:
+        return [entry for entry in fleet.directory.deployments if may_use(key, entry.name)]
+
+    async def models(request: web.Request, key: KeyEntry) -> WorkersAiReply:
+        query = _query(request, ModelQuery)
+        return WorkersAiReply(model_page(usable(key), query, routes.unix_clock()))
+
+    async def schema(request: web.Request, key: KeyEntry) -> WorkersAiReply:
+        entry = surface.deployment(_query(request, SchemaQuery).model, key)
+        return WorkersAiReply(envelope(model_schema(entry)))
+
+    async def tasks(_: web.Request, key: KeyEntry) -> WorkersAiReply:
+        return WorkersAiReply(envelope(task_list(usable(key))))
+
+    async def authors(_: web.Request, key: KeyEntry) -> WorkersAiReply:
+        return WorkersAiReply(envelope(author_list(usable(key))))
+
+    for path, answer in zip(AUXILIARY_PATHS, (models, schema, tasks, authors), strict=False):
+        routes.add("GET", path, answer)
 
 
 def _query(request: web.Request, struct: type[Q]) -> Q:

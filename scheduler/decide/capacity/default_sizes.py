@@ -81,7 +81,7 @@ def replica_sizes(
 ) -> ReplicaSizes:
     """Return the sizes of a replica that may take `memory_bytes` of each of its devices."""
     capacity = _capacity_within(model, engine, device_class, memory_bytes)
-    fixed_bytes = weights_bytes_per_device(model, engine) + overhead_bytes(model)
+    fixed_bytes = weights_bytes_per_device(model, engine) + overhead_bytes(model, engine)
     kv_bytes, kv_tokens = engine.kv_memory_bytes, 0
     context = context_tokens_of(model, engine)
     kv_of_token = stored_kv_bytes_per_token(model, engine, device_class) / _kv_parts(engine, model)

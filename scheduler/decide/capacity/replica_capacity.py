@@ -15,6 +15,7 @@ import msgspec
 
 from isochrone.wire import model_shape
 from isochrone.wire.engine_capabilities import capabilities_of
+from isochrone.wire.engine_options import TRUE
 from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, ModelDimensions
 from isochrone.wire.report import ReplicaProfile
 from scheduler.decide.capacity.device_classes import CPU, GIB, DeviceClass, class_of
@@ -27,9 +28,6 @@ from scheduler.decide.capacity.step_time import (
     kv_spread,
 )
 from scheduler.decide.cluster import TOKENS_IN_FLIGHT_UNKNOWN
-
-ENGINE_OVERHEAD_BYTES: Final = 256 * 1024 * 1024
-"""Memory of a small engine beside weights and KV cache: code, a CUDA context."""
 
 DEVICES_MAX: Final = 64
 
@@ -201,13 +199,20 @@ def weights_bytes_per_device(model: CatalogModel, engine: EngineSettings) -> int
     return model.weights_bytes // engine.devices
 
 
-def overhead_bytes(model: CatalogModel) -> int:
-    """Return an engine's memory on each device beside weights and KV: CUDA context, activations."""
+def overhead_bytes(model: CatalogModel, engine: EngineSettings) -> int:
+    """Return an engine's memory on each device beside weights and KV.
+
+    It is what the engine itself takes, its CUDA graphs, and activations; `extra_bytes` of the model
+    are what agents measured beyond that.
+    """
+    of_engine = capabilities_of(engine.driver)
+    has_graphs = engine.options.get(of_engine.no_graphs_option, "false").lower() not in TRUE
+    fixed = of_engine.overhead_bytes + (of_engine.graph_bytes if has_graphs else 0)
+    fixed += model.extra_bytes
     if model.shape is None:
-        return ENGINE_OVERHEAD_BYTES
+        return fixed
     # Hidden states of a chunk, their residual and the widest inner layer, at 16 bits.
-    activations = ACTIVATION_TOKENS * model.shape.hidden_size * 6 * 2
-    return ENGINE_OVERHEAD_BYTES + activations
+    return fixed + ACTIVATION_TOKENS * model.shape.hidden_size * 6 * 2
 
 
 def _weights_per_device(model: CatalogModel, split: ParallelSplit) -> int:
@@ -225,7 +230,7 @@ def _capacity_of(
     model: CatalogModel, engine: EngineSettings, kind: DeviceClass, split: ParallelSplit, nodes: int
 ) -> ReplicaCapacity | None:
     weights = _weights_per_device(model, split)
-    overhead = overhead_bytes(model)
+    overhead = overhead_bytes(model, engine)
     left = kind.memory_bytes - weights - overhead
     if left < (engine.kv_memory_bytes or kv_minimum_bytes(model, engine)):
         return None
@@ -281,7 +286,7 @@ def _why_too_small(
             f"{heads or 'devices'} do not divide by them; use another number of devices"
         )
     weights = min(_weights_per_device(model, split) for split in tried)
-    overhead, memory = overhead_bytes(model), kind.memory_bytes
+    overhead, memory = overhead_bytes(model, engine), kind.memory_bytes
     kv = engine.kv_memory_bytes or kv_minimum_bytes(model, engine)
     short = weights + overhead + kv - memory
     lacking = "nothing is left for a token of KV cache" if short <= 0 else f"{gib(short)} too much"

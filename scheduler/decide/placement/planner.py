@@ -33,6 +33,7 @@ from isochrone.wire.assignment import ReplicaSpec, Role
 from isochrone.wire.ids import DeploymentId, ModelId, PopId, ReplicaId
 from isochrone.wire.model import CatalogModel, Deployment
 from scheduler.decide.capacity.default_sizes import replica_sizes, with_sizes
+from scheduler.decide.capacity.measured_memory import measured_excess, with_excess
 from scheduler.decide.capacity.replica_capacity import Profiles, context_tokens_of
 from scheduler.decide.cluster import (
     ClusterState,
@@ -144,6 +145,9 @@ class PlanBuilder:
             if not placement.is_ending and not placement.leader_id:
                 self._running[placement.deployment_id].append(placement)
         self._demand = demand_by_deployment(cluster.demand, self.fleet.distances.index)
+        self._excess = measured_excess(
+            cluster.placements, {d.deployment_id: d for d in cluster.deployments}
+        )
         self._endings: dict[ReplicaId, ReplicaEnding] = {}
         self._unmet: list[UnmetRequirement] = []
 
@@ -210,7 +214,7 @@ class PlanBuilder:
         needs = DeploymentNeeds(
             self.fleet,
             deployment,
-            model,
+            with_excess(model, deployment, self._excess),
             self._demand[deployment.deployment_id],
             self._profiles,
         )
@@ -316,6 +320,7 @@ class PlanBuilder:
             memory_bytes=memory_bytes,
             role=role,
             overcommit=slot.overcommit,
+            extra_bytes=model.extra_bytes - self._models[model.model_id].extra_bytes,
         )
         if len(slot.parts) == 1:
             return ReplicaStart(node_id=slot.leader.node_id, spec=spec, reason=replica.reason)

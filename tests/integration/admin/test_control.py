@@ -3,6 +3,7 @@
 import asyncio
 import random
 import re
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import asyncpg
 import msgpack
 import pytest
 from aiohttp import web
@@ -62,7 +64,7 @@ class Agent:
         self.assignments: list[Assignment] = []
         self.welcomes: list[Welcome] = []
         self.link = ControlLink(
-            urls=[fields.get("url", admin.control_url)],
+            urls=[*fields.get("first_urls", ()), fields.get("url", admin.control_url)],
             identity=identity,
             boot_id=BootId(boot),
             incoming=ToAgent,
@@ -86,6 +88,9 @@ class Agent:
 
     async def is_welcome(self) -> bool:
         return bool(self.welcomes)
+
+    async def is_welcome_again(self) -> bool:
+        return len(self.welcomes) > 1
 
     async def is_refused(self) -> bool:
         return bool(self.link.last_refusal)
@@ -207,6 +212,35 @@ async def test_a_peer_with_higher_counters_raises_the_stores(admin: Admin, tmp_p
         await until("an assignment", agent.is_told)
         assert agent.assignments[0].generation > 5_000
         assert agent.assignments[0].epoch > 77
+
+
+async def test_a_node_whose_registration_the_store_has_lost_registers_again(
+    admin: Admin, tmp_path: Path, database_dsn: str
+) -> None:
+    identity = await joined(admin, tmp_path)
+    async with dialling(Agent(admin, identity, "boot-2")) as agent:
+        await until("welcome", agent.is_welcome)
+        connection = await asyncpg.connect(database_dsn)
+        # As in a backup, or after a crash of the database that lost the last commits.
+        await connection.execute("UPDATE node SET boot_id = 'boot-1', report_seq = 4")
+        await connection.close()
+        await agent.link.send(a_report("n1", 9, boot_id=BootId("boot-2")))
+        await until("it has registered again", agent.is_welcome_again)
+        await agent.link.send(a_report("n1", 10, boot_id=BootId("boot-2")))
+        await until("its report is stored", agent.is_told)
+
+
+async def test_a_scheduler_that_hangs_does_not_keep_a_peer_from_the_other(
+    admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel accepts connections, and nothing answers on them."""
+    for limit in ("CONNECT_TIMEOUT_S", "HANDSHAKE_TIMEOUT_S"):
+        monkeypatch.setattr(f"isochrone.service.control_link.{limit}", 1.0)
+    identity = await joined(admin, tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        urls = [f"http://127.0.0.1:{hanging.getsockname()[1]}"]
+        async with dialling(Agent(admin, identity, "boot-1", first_urls=urls)) as agent:
+            await until("the other scheduler welcomes it", agent.is_welcome)
 
 
 async def test_a_revoked_node_is_refused(admin: Admin, tmp_path: Path) -> None:

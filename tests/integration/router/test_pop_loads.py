@@ -75,7 +75,7 @@ async def test_another_node_answers_if_the_first_does_not(tmp_path: Path) -> Non
         for node in bench.nodes:
             node.loads = node.loads.replace("e=40", "e=60")
         await until(bench, lambda: known_loads(bench) == [60] * 4)
-        assert len(asked(bench.nodes)) == 2
+        assert len(asked(bench.nodes)) >= 2
         assert bench.app.metrics.pop_loads_failures._value.get() >= 1
 
 

@@ -70,6 +70,7 @@ class SchedulerParts:
             leadership=self.state.leadership,
             admission=self.state.admission,
             routes=self.state.routes,
+            assignments=self.state.assignments,
             nudge_place=no_nudge,
         )
 

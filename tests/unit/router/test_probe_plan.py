@@ -1,6 +1,7 @@
 """Whom a router asks for the loads of all nodes."""
 
 from collections import Counter
+from collections.abc import Set
 
 import pytest
 
@@ -11,8 +12,9 @@ from router.decide.probe_plan import (
     LOAD_AGE_MAX_MS,
     PING_ALL_NODES_MAX,
     TURN_S,
-    ProbePlan,
-    plan_probes,
+    GroupPlan,
+    nodes_to_ping,
+    plan_groups,
     unanswered,
 )
 
@@ -27,27 +29,37 @@ def plan(
     pops: dict[NodeId, PopId],
     *,
     router: str = "r1",
-    used: set[NodeId] | None = None,
-    pinged: dict[NodeId, float] | None = None,
     failed: dict[NodeId, float] | None = None,
     now_s: float = 1000.0,
-) -> ProbePlan:
-    recently = dict.fromkeys(pops, now_s)
-    return plan_probes(
-        pops,
-        router=router,
-        used=used or set(),
-        pinged_at_s=recently if pinged is None else pinged,
-        failed_at_s=failed or {},
-        interval_s=INTERVAL_S,
-        now_s=now_s,
+) -> GroupPlan:
+    return plan_groups(pops, router=router, failed_at_s=failed or {}, now_s=now_s)
+
+
+def pinged(
+    fleet: dict[NodeId, PopId],
+    *,
+    used: Set[NodeId] = frozenset(),
+    unanswered: Set[NodeId] = frozenset(),
+    pinged_at_s: dict[NodeId, float] | None = None,
+    now_s: float = 1000.0,
+) -> set[NodeId]:
+    recently = dict.fromkeys(fleet, now_s)
+    return set(
+        nodes_to_ping(
+            fleet.keys(),
+            used=used,
+            unanswered=unanswered,
+            pinged_at_s=recently if pinged_at_s is None else pinged_at_s,
+            interval_s=INTERVAL_S,
+            now_s=now_s,
+        )
     )
 
 
 def test_a_small_fleet_is_pinged_node_by_node() -> None:
-    pops = nodes(PING_ALL_NODES_MAX, 3)
-    made = plan(pops)
-    assert (len(made.groups), set(made.pinged)) == (0, set(pops))
+    fleet = nodes(PING_ALL_NODES_MAX, 3)
+    assert not plan(fleet).groups
+    assert pinged(fleet) == set(fleet)
 
 
 @pytest.mark.parametrize(("count", "pops"), [(257, 3), (5000, 190), (10_000, 190), (10_000, 1)])
@@ -55,7 +67,7 @@ def test_in_a_large_fleet_each_node_is_in_one_group_of_its_pop(count: int, pops:
     fleet = nodes(count, pops)
     made = plan(fleet)
     members = [node_id for group in made.groups for node_id in group.node_ids]
-    assert sorted([*members, *made.pinged]) == sorted(fleet)
+    assert sorted([*members, *made.alone]) == sorted(fleet)
     for group in made.groups:
         assert len(group.node_ids) <= GROUP_NODES_MAX
         assert len({fleet[node_id] for node_id in group.node_ids}) == 1
@@ -88,14 +100,15 @@ def test_nodes_of_which_none_can_answer_are_pinged() -> None:
     fleet = nodes(640, 10)
     pop = [node_id for node_id, name in fleet.items() if name == "p000"]
     made = plan(fleet, failed=dict.fromkeys(pop, 1000.0))
-    assert set(made.pinged) >= set(pop)
+    assert set(made.alone) == set(pop)
     assert len(made.groups) == 9
 
 
-def test_nodes_with_own_requests_are_pinged_too() -> None:
+def test_nodes_with_own_requests_and_unanswered_ones_are_pinged() -> None:
     fleet = nodes(640, 10)
     used = {NodeId("n00007"), NodeId("gone")}
-    assert set(plan(fleet, used=used).pinged) == {NodeId("n00007")}
+    assert pinged(fleet, used=used) == {NodeId("n00007")}
+    assert pinged(fleet, unanswered={NodeId("n00008")}) == {NodeId("n00008")}
 
 
 def test_each_node_is_pinged_in_its_turn() -> None:
@@ -103,9 +116,9 @@ def test_each_node_is_pinged_in_its_turn() -> None:
     pinged_at_s: dict[NodeId, float] = {}
     now_s, most = 1000.0, 0
     while len(pinged_at_s) < len(fleet):
-        made = plan(fleet, pinged=pinged_at_s, now_s=now_s)
-        most = max(most, len(made.pinged))
-        pinged_at_s.update(dict.fromkeys(made.pinged, now_s))
+        turn = pinged(fleet, pinged_at_s=pinged_at_s, now_s=now_s)
+        most = max(most, len(turn))
+        pinged_at_s.update(dict.fromkeys(turn, now_s))
         now_s += INTERVAL_S
     assert now_s - 1000.0 <= TURN_S + INTERVAL_S
     assert most <= len(fleet) * INTERVAL_S / TURN_S + 1

@@ -2,15 +2,27 @@
 
 import msgspec
 
+from isochrone.wire.suspicions import SUSPICION_ROWS_MAX, FleetSuspicions
 from router.decide.suspicion import (
     FINGERPRINTS_MAX,
     PROGRESS_TOKENS_MIN,
     EngineLoss,
     SuspectTable,
 )
+from router.loops.share_prompts import PromptSharer
 from router.metrics import Metrics
 from router.poison_guard import PoisonGuard
-from router.suspicion_sharing import OUTBOX_ROWS_MAX, SharedSuspicions, SuspicionOutbox
+from router.processes import WorkerPool
+from router.prompt_sharing import PromptOutbox
+from router.suspicion_sharing import (
+    OUTBOX_ROWS_MAX,
+    FleetSuspicionOutbox,
+    SharedLoss,
+    SharedSuspicions,
+    SuspicionOutbox,
+    from_fleet,
+    to_fleet,
+)
 
 KEY = b"k" * 32
 REFUSAL_S = 600.0
@@ -109,6 +121,52 @@ def test_a_fingerprint_is_of_tenant_deployment_path_and_body_under_a_key() -> No
         SuspectTable(b"other", REFUSAL_S).fingerprint(*parts, b"body"),
     }
     assert len(others) == 5 and first not in others
+
+
+async def test_routers_tell_each_other_of_losses_whatever_their_clocks_say() -> None:
+    first, second = FleetSuspicionOutbox(), a_table()
+    guard = PoisonGuard(second, Metrics(), lambda: 0.0)
+    links: list[FleetSuspicions] = []
+    is_connected = False
+
+    async def send(message: msgspec.Struct) -> bool:
+        if is_connected:
+            frame = msgspec.msgpack.encode(message)
+            links.append(msgspec.msgpack.decode(frame, type=FleetSuspicions))
+        return is_connected
+
+    own, workers = SuspicionOutbox(), WorkerPool(0, send, lambda: None, lambda _: None, 1.0)
+    own.is_open = True
+    now_s = 1000.0
+    sharer = PromptSharer(PromptOutbox(), own, None, workers, first, send, lambda: now_s)
+    own.add_loss(a_loss(998.0, 999.0))
+    await sharer.run_once()
+    assert not links
+    # It is told once the scheduler is there, with what a worker process has seen.
+    is_connected, now_s = True, 1010.0
+    first.add(SharedSuspicions((SharedLoss(b"f", "acme", "r2", 1008.0, 1009.0, 3, 3),)))
+    await sharer.run_once()
+    await sharer.run_once()
+    (message,) = links
+    assert [(loss.lost_ago_s, loss.ran_s) for loss in message.losses] == [(11.0, 1.0), (1.0, 1.0)]
+    guard.learn(from_fleet(message, 50.0))
+    assert second.refused_for_s(b"f", 50.0) == REFUSAL_S - 1.0
+    own.add_cleared(b"f")
+    await sharer.run_once()
+    guard.learn(from_fleet(links[-1], 51.0))
+    assert not second.is_suspect(b"f", 51.0)
+
+
+def test_what_routers_are_to_be_told_is_bounded() -> None:
+    outbox = FleetSuspicionOutbox()
+    row = SharedLoss(b"f", "acme", "r1", 0.0, 1.0)
+    for _ in range(3):
+        outbox.add(SharedSuspicions((row,) * SUSPICION_ROWS_MAX, (b"f",) * SUSPICION_ROWS_MAX))
+    shared = outbox.take()
+    assert shared is not None and len(shared.losses) == len(shared.cleared) == SUSPICION_ROWS_MAX
+    frame = msgspec.msgpack.encode(to_fleet(shared, 2.0))
+    assert msgspec.msgpack.decode(frame, type=FleetSuspicions)
+    assert outbox.take() is None
 
 
 def test_processes_of_a_router_share_losses_and_clearings() -> None:

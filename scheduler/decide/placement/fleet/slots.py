@@ -69,7 +69,7 @@ def replica_memory_bytes(model: CatalogModel, engine: EngineSettings) -> int:
     if engine.memory_bytes:
         return engine.memory_bytes
     kv_bytes = engine.kv_memory_bytes or kv_minimum_bytes(model, engine)
-    return weights_bytes_per_device(model, engine) + kv_bytes + overhead_bytes(model)
+    return weights_bytes_per_device(model, engine) + kv_bytes + overhead_bytes(model, engine)
 
 
 def awake_memory_bytes(model: CatalogModel, deployment: Deployment) -> int:

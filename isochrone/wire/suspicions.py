@@ -1,0 +1,41 @@
+"""What routers tell each other, through the scheduler, of requests that make engines fail.
+
+The scheduler passes a message on to every other router that registered with SUSPICIONS. It keeps
+nothing, and no request waits for it: a router without a scheduler counts for itself.
+"""
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+SUSPICIONS: Final = "suspicions"
+"""Capability of a router: it reads FleetSuspicions."""
+
+SUSPICION_ROWS_MAX: Final = 1024
+"""The most losses, and the most cleared fingerprints, in one message."""
+
+Fingerprint = Annotated[bytes, Meta(max_length=64)]
+
+
+class FleetLoss(msgspec.Struct, frozen=True, array_like=True):
+    """An engine that was lost with a request, `lost_ago_s` seconds before the message was sent.
+
+    It ran there for `ran_s` seconds. The other fields are those of the router's EngineLoss. Clocks
+    are not compared between machines.
+    """
+
+    fingerprint: Fingerprint
+    tenant_id: Annotated[str, Meta(max_length=256)]
+    replica_id: Annotated[str, Meta(max_length=256)]
+    lost_ago_s: Annotated[float, Meta(ge=0.0)]
+    ran_s: Annotated[float, Meta(ge=0.0)]
+    sent_token: int = 0
+    lost_token: int = 0
+
+
+class FleetSuspicions(msgspec.Struct, frozen=True, kw_only=True, tag="fleet_suspicions"):
+    """What one router has seen: engines lost with a request, and requests that were answered."""
+
+    losses: Annotated[tuple[FleetLoss, ...], Meta(max_length=SUSPICION_ROWS_MAX)] = ()
+    cleared: Annotated[tuple[Fingerprint, ...], Meta(max_length=SUSPICION_ROWS_MAX)] = ()

@@ -1,0 +1,115 @@
+"""`/ai/tomarkdown`: documents in, Markdown out; and the list of formats."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Final, NamedTuple
+from uuid import uuid4
+
+import msgspec
+from aiohttp import BodyPartReader, web
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.routes import KeyEntry
+from router.apis.workers_ai.auxiliary import EnvelopeRoutes, WorkersAiReply
+from router.apis.workers_ai.catalog import envelope
+from router.decide.deployment_routing import BYTES_PER_TOKEN_DEFAULT
+from router.decide.limits import KeyLimiter
+from router.documents.converter import ConvertedDocument, DocumentConverter
+from router.documents.formats import FORMATS
+
+TO_MARKDOWN_PATH: Final = "/ai/tomarkdown"
+SUPPORTED_PATH: Final = "/ai/tomarkdown/supported"
+OPTIONS: Final = "conversionOptions"
+FILES_MAX: Final = 8
+NAME_BYTES_MAX: Final = 255
+
+
+class UploadedDocument(NamedTuple):
+    """A file of a form."""
+
+    name: str
+    content: bytes
+
+
+def add_markdown_routes(routes: EnvelopeRoutes, limiter: KeyLimiter) -> None:
+    """Add the routes. Each request for a conversion counts as one of its key's requests."""
+    converter = DocumentConverter()
+
+    async def supported(_: web.Request, key: KeyEntry) -> WorkersAiReply:
+        rows = [
+            {"extension": extension, "mimeType": known.media_type}
+            for extension, known in FORMATS.items()
+        ]
+        return WorkersAiReply(envelope(rows))
+
+    async def convert(request: web.Request, key: KeyEntry) -> WorkersAiReply:
+        admitted = limiter.admit(key, 0, routes.clock(), routes.unix_clock())
+        try:
+            documents = [document async for document in _uploads(request)]
+            if not documents:
+                raise _invalid("it has no field 'files' with a document")
+            converted = await asyncio.gather(
+                *(converter.convert(document.name, document.content) for document in documents)
+            )
+        finally:
+            admitted.settle(0, routes.clock())
+        return WorkersAiReply(envelope([*map(_row, documents, converted)]))
+
+    routes.add("GET", SUPPORTED_PATH, supported)
+    routes.add("POST", TO_MARKDOWN_PATH, convert)
+
+
+async def _uploads(request: web.Request) -> AsyncIterator[UploadedDocument]:
+    """Yield the documents of a form. Raises ApiError 400."""
+    try:
+        reader = await request.multipart()
+    except (AssertionError, ValueError) as error:
+        raise _invalid("it must be a form (multipart/form-data) with fields 'files'") from error
+    count = 0
+    try:
+        async for part in reader:
+            if not isinstance(part, BodyPartReader):
+                raise _invalid("a part of the form is a form itself")
+            if part.name not in ("files", OPTIONS):
+                raise _invalid(f"there is no field {str(part.name)[:60]!r}")
+            content = bytes(await part.read(decode=True))
+            if part.name == OPTIONS:
+                _check_options(content)
+                continue
+            count += 1
+            if count > FILES_MAX:
+                raise _invalid(f"it has more than {FILES_MAX} files")
+            name = (part.filename or "")[:NAME_BYTES_MAX]
+            if not name:
+                raise _invalid("each file needs a file name, whose ending says what it is")
+            yield UploadedDocument(name, content)
+    except (ValueError, RuntimeError) as error:
+        raise _invalid(f"the form is malformed: {str(error)[:200]}") from error
+
+
+def _check_options(content: bytes) -> None:
+    """Raise ApiError 400 unless there are no options: none of Workers AI's exists here."""
+    try:
+        options = msgspec.json.decode(content, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _invalid("'conversionOptions' is not a JSON object") from error
+    if options:
+        raise _invalid(f"'conversionOptions' has {sorted(options)[0][:60]!r}, which does not exist")
+
+
+def _row(document: UploadedDocument, converted: ConvertedDocument) -> dict[str, Any]:
+    suffix = document.name[document.name.rfind(".") :].lower()
+    known = FORMATS.get(suffix)
+    row = {
+        "id": str(uuid4()),
+        "name": document.name,
+        "mimeType": known.media_type if known else "application/octet-stream",
+    }
+    if converted.error:
+        return {**row, "format": "error", "error": f"cannot convert: {converted.error}"}
+    tokens = round(len(converted.data.encode(errors="replace")) / BYTES_PER_TOKEN_DEFAULT)
+    return {**row, "format": "markdown", "tokens": tokens, "data": converted.data}
+
+
+def _invalid(reason: str) -> ApiError:
+    return ApiError(ErrorCode.INVALID_REQUEST, f"cannot use the request body: {reason}")

@@ -1,0 +1,28 @@
+"""What ranking needs to know of a request."""
+
+from router.decide.affinity import SessionBinding
+from router.decide.prefix_index import NO_MATCHES, PrefixMatches
+
+
+class RouteQuery:
+    """What ranking needs to know of a request.
+
+    `matches` says how much of the prompt each slot has cached. `binding`, where the session was
+    answered last, counts only if there are no matches.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        output_tokens: int,
+        session: str = "",
+        binding: SessionBinding | None = None,
+        matches: PrefixMatches = NO_MATCHES,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.session = session
+        self.binding = binding
+        self.matches = matches

@@ -1,0 +1,1 @@
+"""Converts documents of clients to Markdown, each in a process that can reach nothing else."""

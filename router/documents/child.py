@@ -1,0 +1,53 @@
+"""`python -m router.documents.child EXTENSION`: converts the document on its standard input.
+
+Writes one JSON object: `data` with the Markdown, or `error` with the reason.
+"""
+
+import io
+import json
+import sys
+from importlib import import_module
+from typing import Final
+
+from router.documents.formats import FORMATS
+from router.documents.sandbox import CannotConfine, confine
+
+MARKDOWN_CHARACTERS_MAX: Final = 4_000_000
+
+
+def convert(document: bytes, extension: str) -> str:
+    """Return a document as Markdown. Raises whatever a damaged document provokes."""
+    markitdown = import_module("markitdown")
+    converters = import_module("markitdown.converters")
+    converter = markitdown.MarkItDown(enable_builtins=False, enable_plugins=False)
+    converter.register_converter(getattr(converters, FORMATS[extension].converter)())
+    info = markitdown.StreamInfo(extension=extension, mimetype=FORMATS[extension].media_type)
+    return str(converter.convert_stream(io.BytesIO(document), stream_info=info).text_content)
+
+
+def main() -> None:
+    """Confine this process, read the document and convert it.
+
+    It catches `Exception`: parsers of documents raise every kind, and the client is told.
+    """
+    document = sys.stdin.buffer.read()
+    answer: dict[str, str]
+    try:
+        confine()
+        markdown = convert(document, sys.argv[1])
+        answer = {"data": markdown}
+        if len(markdown) > MARKDOWN_CHARACTERS_MAX:
+            answer = {"error": f"its text has more than {MARKDOWN_CHARACTERS_MAX} characters"}
+    except CannotConfine as error:
+        answer = {"error": f"cannot be read safely here: {error}"}
+    except ModuleNotFoundError as error:
+        answer = {"error": f"the router lacks {error.name}: install isochrone[documents]"}
+    except MemoryError:
+        answer = {"error": "it needs too much memory"}
+    except Exception as error:
+        answer = {"error": f"it cannot be read ({type(error).__name__}: {str(error)[:200]})"}
+    sys.stdout.write(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""`/ai/tomarkdown` through the router: a real document converter, confined."""
+
+import asyncio
+import io
+import os
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from isochrone.wire.routes import KeyLimits
+from router.documents.converter import DocumentConverter
+from router.documents.sandbox import landlock_version
+from tests.integration.router.fleet_of import Bench, a_bench
+
+needs_landlock = pytest.mark.skipif(
+    landlock_version() < 1, reason="needs a kernel with Landlock (Linux 5.13)"
+)
+
+
+async def convert(bench: Bench, *files: tuple[str, bytes], **fields: str) -> tuple[int, Any]:
+    form = aiohttp.FormData(fields)
+    for name, content in files:
+        form.add_field("files", io.BytesIO(content), filename=name)
+    url = f"{bench.url}/client/v4/accounts/acme/ai/tomarkdown"
+    async with bench.http.post(url, data=form) as response:
+        return response.status, await response.json()
+
+
+@needs_landlock
+async def test_documents_become_markdown_and_damaged_ones_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("markitdown")
+    async with a_bench(tmp_path) as bench:
+        status, answer = await convert(
+            bench,
+            ("page.HTML", b"<h1>Title</h1><p>Text <b>in bold</b></p>"),
+            ("rows.csv", b"name,count\nx,1\n"),
+            ("broken.docx", b"PK\x03\x04 no archive"),
+            ("program.exe", b"MZ"),
+        )
+        assert (status, answer["success"]) == (200, True)
+        page, rows, broken, program = answer["result"]
+        assert (page["format"], page["mimeType"]) == ("markdown", "text/html")
+        assert page["data"] == "# Title\n\nText **in bold**"
+        assert page["tokens"] > 0
+        assert "| x | 1 |" in rows["data"]
+        assert (broken["format"], program["format"]) == ("error", "error")
+        assert "does not end in one of" in program["error"]
+
+
+@needs_landlock
+async def test_a_bomb_ends_with_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("markitdown")
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("word/document.xml", b"<w:p>" + b"a" * (3 * 1024**3 // 64))
+        archive.writestr("[Content_Types].xml", b" " * (1024**3))
+    async with a_bench(tmp_path) as bench:
+        status, answer = await convert(bench, ("bomb.docx", packed.getvalue()))
+        assert status == 200
+        assert answer["result"][0]["format"] == "error"
+
+
+@needs_landlock
+async def test_a_confined_process_reads_no_other_file_and_writes_none(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("hidden")
+    program = f"""
+import socket
+from router.documents.sandbox import confine
+confine()
+def tried(act):
+    try:
+        act()
+        return "done"
+    except OSError as error:
+        return type(error).__name__
+print(tried(lambda: open({str(secret)!r}).read()),
+      tried(lambda: open({str(tmp_path / "new")!r}, "w")),
+      tried(lambda: open("/etc/passwd").read()),
+      tried(lambda: socket.create_connection(("127.0.0.1", 9), 1)))
+"""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", program),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    output, _ = await process.communicate()
+    assert output.decode().split()[:3] == ["PermissionError"] * 3
+    assert output.decode().split()[3] in ("PermissionError", "ConnectionRefusedError")
+
+
+async def test_a_converter_that_dies_or_babbles_is_an_error() -> None:
+    for program in ("import os; os.abort()", "print('x' * 100)"):
+        converter = DocumentConverter(lambda _, program=program: [sys.executable, "-c", program])  # type: ignore[misc]
+        assert (await converter.convert("a.txt", b"")).error
+
+
+@pytest.mark.parametrize(
+    ("files", "fields", "said"),
+    [
+        ((("a.txt", b"x"),), {"colour": "red"}, "no field 'colour'"),
+        ((("a.txt", b"x"),), {"conversionOptions": '{"pdf":{}}'}, "'pdf'"),
+        ((("a.txt", b"x"),) * 9, {}, "more than 8 files"),
+    ],
+)
+async def test_a_form_that_cannot_be_used_is_refused(
+    tmp_path: Path, files: tuple[tuple[str, bytes], ...], fields: dict[str, str], said: str
+) -> None:
+    async with a_bench(tmp_path) as bench:
+        status, answer = await convert(bench, *files, **fields)
+        assert (status, answer["errors"][0]["code"]) == (400, 5006)
+        assert said in answer["errors"][0]["message"]
+
+
+async def test_no_form_a_limited_key_and_the_formats(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, limits=KeyLimits(requests_per_min=1)) as bench:
+        url = f"{bench.url}/ai/tomarkdown"
+        async with bench.http.get(f"{url}/supported") as response:
+            rows = (await response.json())["result"]
+            assert {"extension": ".pdf", "mimeType": "application/pdf"} in rows
+        async with bench.http.post(url, json={}) as response:
+            assert response.status == 400
+        async with bench.http.post(url, json={}) as response:
+            assert response.status == 429
+            assert int(response.headers["retry-after"]) >= 1

@@ -1,0 +1,202 @@
+"""What must hold at every moment of a history, and what must hold once all faults are over.
+
+At every moment:
+1. Writes are fenced: no write under an older epoch than one that has written, none under an epoch
+   of another process (checked by the store).
+2. An engine that works is stopped by a tombstone only (checked by the machine).
+3. The engines of a node fit into its devices, and no replica runs twice.
+4. While no engine is lost through a fault, a deployment does not fall below its replicas.
+5. A router that had routes keeps some as long as a replica is warm somewhere.
+6. No event is deleted before its time, whatever the clocks say.
+7. No job fails with an error that is not expected of a fault.
+
+Once faults are over, within SETTLE_S: one scheduler acts; everything acknowledged is stored; every
+deployment has its replicas, on nodes that live; no engine runs without a placement; every router
+has the routes of exactly the warm replicas, every key, and no revoked one.
+"""
+
+import logging
+from collections import Counter
+from typing import Final
+
+from tests.builders import GIB
+from tests.simulation.faults import Nemesis
+from tests.simulation.store import EPOCH_UNIX_S
+from tests.simulation.world import DEVICE_GIB, MODEL_GIB, OLD_EVENT_AGE_S, Deployed, World
+
+SETTLE_S: Final = 240.0
+"""More than a new term's grace of 60 s and the backoff of engines that could not start."""
+
+REPLICAS_PER_NODE: Final = int(DEVICE_GIB / (1.25 * MODEL_GIB))
+LONG_WARM_S: Final = 60.0
+EXPECTED_ERRORS: Final = frozenset({"EpochLost", "NotActing"})
+
+
+class Watch(logging.Handler):
+    """Checks the invariants of every moment."""
+
+    def __init__(self, world: World, nemesis: Nemesis) -> None:
+        super().__init__(logging.ERROR)
+        self._world, self._nemesis = world, nemesis
+        self._had_routes: set[str] = set()
+        self._complete: dict[str, Deployed] = {}
+        self._warm_since: dict[str, float] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a job's unexpected error as a problem."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or type(error).__name__ in EXPECTED_ERRORS:
+            return
+        is_crash = isinstance(error, OSError | TimeoutError)
+        if not is_crash:
+            self._world.problems.append(f"{record.getMessage()}: {error!r}")
+
+    def check(self) -> list[str]:
+        """Return what does not hold now."""
+        world = self._world
+        found = [*world.problems, *world.store.problems, *world.loop.errors]
+        found += self._engines() + self._capacity() + self._routes() + self._events()
+        return found
+
+    def _engines(self) -> list[str]:
+        found = []
+        runs: Counter[str] = Counter()
+        for node in self._world.nodes.values():
+            runs.update(node.engines.keys())
+            taken = sum(engine.spec.memory_bytes for engine in node.engines.values())
+            if taken > DEVICE_GIB * GIB:
+                found.append(
+                    f"the engines of {node.name} take {taken} bytes: {node.engines.keys()}"
+                )
+        found += [
+            f"{replica_id} runs {times} times" for replica_id, times in runs.items() if times > 1
+        ]
+        return found
+
+    def _capacity(self) -> list[str]:
+        """While no fault takes engines, none may be missing once they have been there."""
+        if self._nemesis.profile.loses_engines or self._nemesis.profile.restores:
+            return []
+        found = []
+        serving = self._serving()
+        for name, deployed in self._world.deployed.items():
+            count = serving[name]
+            if count >= deployed.replicas_min:
+                self._complete[name] = deployed
+            elif self._complete.get(name) is deployed:
+                found.append(f"{name} has {count} of {deployed.replicas_min} replicas")
+        return found
+
+    def _serving(self) -> Counter[str]:
+        """Count the engines by deployment that are ready and not to end, agent or not."""
+        now, placements = self._world.loop.now_s, self._world.store.tables.placements
+        return Counter(
+            engine.spec.deployment_id
+            for node in self._world.nodes.values()
+            for replica_id, engine in node.engines.items()
+            if engine.ready_at <= now
+            and ((row := placements.get(replica_id)) is None or row.ended_at is None)
+        )
+
+    def _routes(self) -> list[str]:
+        world, now = self._world, self._world.loop.now_s
+        warm = {replica_id for node in world.nodes.values() for replica_id in node.warm()}
+        self._warm_since = {
+            replica_id: self._warm_since.get(replica_id, now) for replica_id in warm
+        }
+        has_served_long = any(now - since > LONG_WARM_S for since in self._warm_since.values())
+        found = []
+        for router in world.routers.values():
+            is_empty = router.table is not None and not router.table.routes
+            had = router.name in self._had_routes
+            if router.table is not None and router.table.routes:
+                self._had_routes.add(router.name)
+            if had and is_empty and has_served_long:
+                found.append(f"{router.name} has no routes while {sorted(warm)} are warm")
+        return found
+
+    def _events(self) -> list[str]:
+        if self._nemesis.has_restored:
+            return []
+        events = self._world.store.tables.events
+        lost = [number for number in range(1, 4) if number not in events]
+        age_days = OLD_EVENT_AGE_S / 86_400
+        return [f"events {lost} of {age_days:.0f} days ago are deleted"] if lost else []
+
+
+def unsettled(world: World, nemesis: Nemesis) -> list[str]:
+    """Return what does not hold yet after the faults."""
+    found = []
+    if world.acting() is None:
+        found.append("not exactly one scheduler acts")
+    found += _not_stored(world, nemesis) + _misplaced(world) + _not_followed(world)
+    return found
+
+
+def _not_stored(world: World, nemesis: Nemesis) -> list[str]:
+    """Return what was acknowledged and is lost. A restored backup may have lost it."""
+    if nemesis.has_restored:
+        return []
+    tables = world.store.tables
+    found = [f"key {key} is lost" for key in world.keys if key not in tables.keys]
+    found += [f"{key} is not revoked" for key in world.revoked if key not in tables.revoked_keys]
+    for name, deployed in world.deployed.items():
+        stored = tables.deployments.get(name)
+        if stored is None or stored.policy.replicas_min != deployed.replicas_min:
+            found.append(f"deployment {name} is not stored with {deployed.replicas_min} replicas")
+    return found
+
+
+def _misplaced(world: World) -> list[str]:
+    tables = world.store.tables
+    found = []
+    running: Counter[str] = Counter()
+    for node in world.nodes.values():
+        for replica_id, engine in node.engines.items():
+            row = tables.placements.get(replica_id)
+            if row is None or row.released_at is not None:
+                found.append(f"{replica_id} runs on {node.name} without a placement")
+            elif row.ended_at is None and replica_id in node.warm():
+                running[engine.spec.deployment_id] += 1
+    alive = {node.name for node in world.nodes.values() if not node.is_destroyed}
+    for row in tables.placements.values():
+        is_expected = row.node_id in alive and row.released_at is None
+        if is_expected and row.replica_id not in world.nodes[row.node_id].engines:
+            found.append(f"{row.replica_id} ({row.state}) does not run on {row.node_id}")
+    room = REPLICAS_PER_NODE * len(alive)
+    # A replica beyond the least number is not ended at once where another deployment needs room.
+    needed = sum(
+        max(row.policy.replicas_min, running[name]) for name, row in tables.deployments.items()
+    )
+    is_full = room < needed
+    for name, deployment in tables.deployments.items():
+        policy, count = deployment.policy, running[name]
+        if count > policy.replicas_max or (count < policy.replicas_min and not is_full):
+            found.append(f"{name} has {count} replicas, not {policy.replicas_min}")
+    if is_full and sum(running.values()) < room:
+        found.append(f"{sum(running.values())} replicas run, there is room for {room}")
+    return found
+
+
+def _not_followed(world: World) -> list[str]:
+    tables = world.store.tables
+    keys = set(tables.keys) - set(tables.revoked_keys)
+    warm = {
+        replica_id
+        for node in world.nodes.values()
+        for replica_id in node.warm()
+        if (row := tables.placements.get(replica_id)) is not None and row.ended_at is None
+    }
+    found = []
+    for router in world.routers.values():
+        if router.table is None:
+            found.append(f"{router.name} has no table")
+            continue
+        if router.routes() != warm:
+            found.append(f"{router.name} has {sorted(router.routes())}, warm are {sorted(warm)}")
+        if {key.key_id for key in router.table.keys} != keys:
+            found.append(f"{router.name} has not the keys {sorted(keys)}")
+    return found
+
+
+__all__ = ("EPOCH_UNIX_S", "SETTLE_S", "Watch", "unsettled")

@@ -1,0 +1,145 @@
+"""A bounded number of histories, and proof that they find faults: fixes taken out are missed.
+
+`python -m tests.simulation --count 10000 --processes 2` runs more.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import pytest
+
+from isochrone.service.clock import JumpFreeClock
+from scheduler.decide.membership import judge_liveness
+from scheduler.loops.hold_lease import HoldLease
+from scheduler.state.lease_state import LeaseState
+from scheduler.state.peer_registry import PeerRegistry
+from tests.simulation import store_lease, store_reports
+from tests.simulation.history import run_history
+from tests.simulation.patches import replace_function, simulated
+
+HISTORIES: Final = 30
+
+
+@pytest.fixture
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with simulated() as patch:
+        yield patch
+
+
+def test_histories_keep_the_invariants(patch: pytest.MonkeyPatch) -> None:
+    for seed in range(HISTORIES):
+        history = run_history(seed)
+        assert not history.problems, str(history)
+
+
+def test_a_seed_is_one_history(patch: pytest.MonkeyPatch) -> None:
+    one, again = (run_history(8, echo=True) for _ in range(2))
+    assert one.log == again.log
+
+
+class Mutation(NamedTuple):
+    """A fix to take out, the faults that need it, and how many seeds may pass unnoticed."""
+
+    name: str
+    take_out: Callable[[pytest.MonkeyPatch], None]
+    faults: Collection[str]
+    seeds: int
+
+
+def count_names_that_never_connected(patch: pytest.MonkeyPatch) -> None:
+    def judge(nodes: Any, acting_for_s: float, limits: Any = None) -> Any:
+        silent = [msgspec.structs.replace(node, has_connected=True) for node in nodes]
+        return judge_liveness(silent, acting_for_s, limits)
+
+    for module in ("placement.planner", "placement.fleet.sites"):
+        name = f"scheduler.decide.{module}.judge_liveness"
+        patch.setattr(name, judge, raising=False)
+    for loop in ("publish_routes", "record_node_loss"):
+        patch.setattr(f"scheduler.loops.{loop}.judge_liveness", judge)
+
+
+def trust_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(JumpFreeClock, "now", lambda self: self._wall())
+
+
+def keep_the_counters_of_a_backup(patch: pytest.MonkeyPatch) -> None:
+    async def nothing_raised(connection: Any, **counters: Any) -> bool:
+        return False
+
+    replace_function(patch, "raise_epoch_and_generation", nothing_raised)
+
+
+def overlook_lost_history(patch: pytest.MonkeyPatch) -> None:
+    async def overlook(self: Any, lease: Any, stored: Any) -> Any:
+        return lease
+
+    patch.setattr(HoldLease, "_begin_after_loss", overlook)
+
+
+def adopt_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(store_reports, "_adopt", lambda *arguments: 0)
+
+
+def believe_a_stored_report(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PeerRegistry, "forget_stored_reports", lambda self: None)
+    patch.setattr(PeerRegistry, "require_reports", lambda self, node_ids=None: None)
+
+
+def follow_the_databases_clock(patch: pytest.MonkeyPatch) -> None:
+    take = LeaseState.take
+
+    def take_each_time(self: Any, lease: Any, requested_at: float) -> bool:
+        is_new = take(self, lease, requested_at)
+        self._acting_since = requested_at - lease.acting_for_s
+        return is_new
+
+    patch.setattr(LeaseState, "take", take_each_time)
+
+
+def wait_out_a_lease_of_the_future(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(store_lease, "TTL_RATIO_MAX", 10**9)
+
+
+def wait_for_a_hung_scheduler(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("isochrone.service.control_link.HANDSHAKE_TIMEOUT_S", 1e9)
+
+
+MUTATIONS: Final = (
+    Mutation(
+        "names that never connected count as silent",
+        count_names_that_never_connected, ("destroy",), 40,
+    ),
+    Mutation("a clock that jumps deletes history", trust_the_wall_clock, ("jump",), 60),
+    Mutation("a restored backup keeps its counters", keep_the_counters_of_a_backup,
+             ("restore", "operate", "crash_scheduler"), 40),
+    Mutation("history lost under a scheduler goes unnoticed", overlook_lost_history,
+             ("restore", "operate"), 40),
+    Mutation("replicas that a backup lacks are not adopted", adopt_nothing,
+             ("restore", "operate"), 40),
+    Mutation("stored reports are believed after a loss", believe_a_stored_report,
+             ("restore", "operate", "crash_database"), 200),
+    Mutation("the grace of a term follows the database's clock", follow_the_databases_clock,
+             ("jump", "destroy", "crash_scheduler"), 60),
+    Mutation("a lease that expires in an hour is waited for", wait_out_a_lease_of_the_future,
+             ("jump", "crash_scheduler", "hang_scheduler"), 200),
+    Mutation("a peer waits for a scheduler that hangs", wait_for_a_hung_scheduler,
+             ("hang_scheduler", "pause_scheduler", "cut_all"), 40),
+)  # fmt: skip
+
+
+@contextmanager
+def taken_out(mutation: Mutation) -> Iterator[None]:
+    with simulated() as patch:
+        mutation.take_out(patch)
+        yield
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_fix_that_is_taken_out_is_missed(mutation: Mutation) -> None:
+    with taken_out(mutation):
+        for seed in range(mutation.seeds):
+            if run_history(seed, only=mutation.faults).problems:
+                return
+    raise AssertionError(f"{mutation.seeds} histories found nothing wrong without the fix")
