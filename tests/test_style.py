@@ -40,6 +40,7 @@ CATCH_ALL_ALLOWED = {
     "isochrone/service/http_server.py": "the edge of an aiohttp request: logged, answered with 500",
     "router/dataplane/server.py": "the edge of a request of the router's own server: the same",
     "router/dataplane/inline_task.py": "the edge of a coroutine without a task",
+    "router/documents/child.py": "the edge of a process: parsers of documents raise anything",
     "scheduler/planner/__main__.py": "the edge of a request to the planner: answered as a failure",
     "nodeagent/supervisor.py": "the edge of one replica's task: it fails alone and restarts",
     "nodeagent/engine/core/step_thread.py": "the edge of a thread: logged, then the engine ends",

@@ -1,5 +1,6 @@
 """The interface of an engine driver, and helpers that the drivers share."""
 
+import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -55,7 +56,8 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
 
     `base_url` is `http://localhost` with a Unix `socket`, else `http://127.0.0.1:port`. It is empty
     for a part of a replica that another node leads, which has no HTTP server; such a part creates
-    an empty file at `socket`, if one is given, once all parts have met.
+    an empty file at `socket`, if one is given, once all parts have met. Without `keep_alive` each
+    request has a connection of its own.
     `standby` is the command of a spare process that can become this engine: `arguments` up to
     their first option, and `--standby`.
     """
@@ -65,6 +67,7 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     socket: str = ""
     environment: dict[str, str] = {}
     files: dict[str, bytes] = {}
+    keep_alive: bool = True
     standby: tuple[str, ...] = ()
 
 
@@ -187,6 +190,24 @@ def visible_devices(spec: ReplicaSpec) -> dict[str, str]:
     """Return the environment that limits an engine to the replica's GPUs."""
     gpus = [device.removeprefix("gpu") for device in spec.device_ids if device != "cpu"]
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+
+
+def cpu_threads(launch: EngineLaunch) -> dict[str, str]:
+    """Return the environment of an engine that computes with OpenMP's threads on a CPU.
+
+    Threads that wait for each other must sleep: those that spin, the default, take the cores from
+    the threads that they wait for as soon as a machine has other work. On two cores with a load of
+    16 both vLLM and llama.cpp then generated 0.6 to 1.3 tokens/s, and 17 to 80 with this setting. A
+    variable that the agent's own environment sets is left to the operator.
+    """
+    if launch.spec.device_ids != ("cpu",):
+        return {}
+    variables = {
+        "OMP_NUM_THREADS": str(launch.threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+    }
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def flags(driver: str, options: Mapping[str, str], separator: str = "-") -> tuple[str, ...]:

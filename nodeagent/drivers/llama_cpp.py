@@ -24,6 +24,7 @@ from nodeagent.drivers.driver import (
     EngineLaunch,
     UnknownOption,
     check_options,
+    cpu_threads,
     flags,
     missing_program,
     read_prometheus,
@@ -118,7 +119,9 @@ class LlamaCppDriver:
             ),
             base_url="http://localhost",
             socket=socket,
-            environment=visible_devices(spec),
+            # It closes connections without saying so in the answer before.
+            keep_alive=False,
+            environment={**visible_devices(spec), **cpu_threads(launch)},
         )
 
     def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:

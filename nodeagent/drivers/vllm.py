@@ -18,6 +18,7 @@ from nodeagent.drivers.driver import (
     EngineLaunch,
     UnknownOption,
     check_options,
+    cpu_threads,
     flags,
     read_prometheus,
     visible_devices,
@@ -27,6 +28,7 @@ from nodeagent.drivers.installed_version import VersionRange
 from nodeagent.drivers.output_parsers import with_parsers
 
 SORTED_QUEUE: Final = ("--scheduling-policy", "priority")
+BINDING: Final = "VLLM_CPU_OMP_THREADS_BIND"
 STAGES_OPTION: Final = "pipeline_parallel_size"
 MEMORY_OPTIONS: Final = frozenset({"kv_cache_memory_bytes", "gpu_memory_utilization"})
 VERSIONS: Final = VersionRange(first=(0, 11), before=(1, 0))
@@ -121,8 +123,7 @@ class VllmDriver:
 def _device_options(spec: ReplicaSpec) -> dict[str, str]:
     """Return the options that suit the replica's device.
 
-    On a CPU compiling a model takes minutes of all cores at each start with an empty cache, and
-    changed the greedy answers of vLLM 0.32.
+    On a CPU a start with compilation and an empty cache takes minutes of all cores.
     """
     return {"enforce_eager": "true"} if spec.device_ids == ("cpu",) else {}
 
@@ -131,17 +132,15 @@ def _environment(launch: EngineLaunch, options: Mapping[str, str]) -> dict[str, 
     """Return the variables for settings that vLLM has no option for.
 
     On a CPU vLLM binds its threads to the cores, all but one: every replica on the node to the same
-    ones, and on a machine of two cores to a single one. Idle threads would spin beside those of
-    other replicas. A variable that the agent's own environment sets is left to the operator.
+    ones, and on a machine of two cores to a single one. Here the kernel places them.
     """
     variables = {}
     if options.get("enable_lora", "false").lower() in TRUE:
         # Adapters are loaded and unloaded while the engine runs.
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    if launch.spec.device_ids == ("cpu",):
-        threads = {"OMP_NUM_THREADS": str(launch.threads), "KMP_BLOCKTIME": "0"}
-        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **threads}
-    return {name: value for name, value in variables.items() if name not in os.environ}
+    if launch.spec.device_ids == ("cpu",) and BINDING not in os.environ:
+        variables[BINDING] = "nobind"
+    return {**variables, **cpu_threads(launch)}
 
 
 def _memory_options(launch: EngineLaunch) -> dict[str, str]:

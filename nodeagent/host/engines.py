@@ -98,7 +98,9 @@ class EngineProcess:
         self._child = child
         self._driver = DRIVERS[record.spec.engine.driver]
         connector = (
-            aiohttp.UnixConnector(record.command.socket, limit=0)
+            aiohttp.UnixConnector(
+                record.command.socket, limit=0, force_close=not record.command.keep_alive
+            )
             if record.command.socket
             else aiohttp.TCPConnector(limit=0)
         )

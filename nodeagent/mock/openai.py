@@ -27,8 +27,12 @@ class MockMessage(msgspec.Struct, frozen=True):
     content: str | tuple[MockTextPart, ...] | None = None
 
 
-class MockRequestBody(msgspec.Struct, frozen=True):
-    """`POST /v1/chat/completions` with messages, or `POST /v1/completions` with a prompt."""
+class MockRequestBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /v1/chat/completions` with messages, or `POST /v1/completions` with a prompt.
+
+    Fields of type Any change none of its numbered tokens. Misspelt fields are refused, so that a
+    mistake of a router or a test shows.
+    """
 
     messages: Annotated[tuple[MockMessage, ...], msgspec.Meta(min_length=1)] | None = None
     prompt: str | tuple[str | int, ...] | None = None
@@ -39,6 +43,24 @@ class MockRequestBody(msgspec.Struct, frozen=True):
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     mock: dict[str, float] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    seed: Any = None
+    stop: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    ignore_eos: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    response_format: Any = None
+    chat_template_kwargs: Any = None
+    reasoning_effort: Any = None
+    user: Any = None
+    metadata: Any = None
+    options: Any = None
 
 
 _decoder = msgspec.json.Decoder(MockRequestBody)

@@ -16,6 +16,7 @@ from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error, openai_error_event
 from isochrone.wire.routes import KeyEntry
 from router.apis.auxiliary_server import forward_to_auxiliary
+from router.apis.batches.queued_runs import answer_queued_run, is_queued_run
 from router.apis.batches.relay import is_batch_path, relay_to_batch_service
 from router.apis.messages.adapter import MESSAGES_PATHS, is_messages, read_messages_request
 from router.apis.messages.adapter import REQUEST_ID as MESSAGES_REQUEST_ID
@@ -139,6 +140,10 @@ class ApiDispatcher:
                 f"cannot use the method {request.method.decode()} for {path}: use POST",
                 headers={"allow": "POST"},
             )
+        if is_queued_run(request, path):
+            assert request.key is not None
+            self._openai.deployment(model_of(path) or "", request.key)
+            return answer_queued_run(self._batches, request, path, client)
         inference, writer = self.read_inference(request, path, client)
         return self._pipeline.serve(inference, writer)
 

@@ -24,6 +24,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId, TenantId
 from scheduler.api.batch_files import FileEndpoints
 from scheduler.api.batches import BatchEndpoints
+from scheduler.api.queued_runs import QueuedRuns
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.batch_lines import request_body
 from scheduler.decide.batch_shares import share_items
@@ -67,12 +68,18 @@ class BatchService:
         """Add the service to the control listener."""
         files = FileEndpoints(self._pool, self._folder, self._limits)
         batches = BatchEndpoints(self._pool, self._limits)
+        runs = QueuedRuns(self._pool, self._folder, self._limits)
 
         async def create_batch(request: web.Request, tenant_id: str) -> web.StreamResponse:
             key_id = request.headers.get(wire.KEY, "")
             created = await batches.create(request, tenant_id, key_id)
             self._nudge()
             return created
+
+        async def queue_runs(request: web.Request, tenant_id: str) -> web.StreamResponse:
+            queued = await runs.create(request, tenant_id, request.headers.get(wire.KEY, ""))
+            self._nudge()
+            return queued
 
         routes: Sequence[tuple[str, str, PublicHandler]] = (
             ("POST", "/v1/files", files.create),
@@ -84,6 +91,8 @@ class BatchService:
             ("GET", "/v1/batches", batches.list),
             ("GET", "/v1/batches/{batch_id}", batches.show),
             ("POST", "/v1/batches/{batch_id}/cancel", batches.cancel),
+            ("POST", "/ai/queued", queue_runs),
+            ("GET", "/ai/queued/{batch_id}", runs.show),
         )
         for method, path, handler in routes:
             app.router.add_route(method, f"{wire.PUBLIC_PREFIX}{path}", self._public(handler))

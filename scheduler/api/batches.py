@@ -22,7 +22,7 @@ from scheduler.store.batches import (
     read_batch,
     unanswered_items,
 )
-from scheduler.store.pool import Pool, transaction, using
+from scheduler.store.pool import Connection, Pool, transaction, using
 
 WINDOW_S: Final = 86_400.0
 BODY_BYTES_MAX: Final = 64 * 1024
@@ -75,12 +75,7 @@ class BatchEndpoints:
                     f"cannot find the file {given.input_file_id!r}",
                     param="input_file_id",
                 )
-            if await unanswered_items(connection, tenant_id) >= self._limits.tenant_items_max:
-                raise ApiError(
-                    ErrorCode.QUOTA_EXCEEDED,
-                    f"cannot begin a batch: {self._limits.tenant_items_max} items of this tenant"
-                    " wait for their answer; begin it when some are answered",
-                )
+            await check_unanswered(connection, tenant_id, self._limits)
             batch = await add_batch(
                 connection,
                 batch_id=f"batch_{secrets.token_hex(12)}",
@@ -122,6 +117,16 @@ class BatchEndpoints:
             await cancel_batch(connection, batch_id)
             batch = _found(await read_batch(connection, batch_id), request)
         return web.json_response(batch_body(batch))
+
+
+async def check_unanswered(connection: Connection, tenant_id: str, limits: BatchLimits) -> None:
+    """Raise ApiError 429 if too many items of a tenant wait for their answer."""
+    if await unanswered_items(connection, tenant_id) >= limits.tenant_items_max:
+        raise ApiError(
+            ErrorCode.QUOTA_EXCEEDED,
+            f"cannot begin a batch: {limits.tenant_items_max} items of this tenant wait for their"
+            " answer; begin it when some are answered",
+        )
 
 
 def batch_body(batch: StoredBatch) -> dict[str, Any]:

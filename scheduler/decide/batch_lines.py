@@ -12,6 +12,9 @@ ENDPOINTS: Final = (
     "/v1/embeddings",
     "/v1/responses",
 )
+RUN_PREFIX: Final = "/ai/run/"
+"""Before the model in the endpoint of requests that Workers AI's clients queued."""
+
 CUSTOM_ID_CHARS_MAX: Final = 512
 
 
@@ -86,3 +89,27 @@ def error_line(*, item_id: str, custom_id: str, code: str, message: str) -> byte
     error = {"code": code, "message": message}
     line = {"id": item_id, "custom_id": custom_id or None, "response": None, "error": error}
     return msgspec.json.encode(line) + b"\n"
+
+
+def run_response(line: bytes) -> dict[str, Any]:
+    """Return Workers AI's response for a line of an output or error file.
+
+    The custom id is the number of the request and the client's own reference.
+    """
+    given = msgspec.json.decode(line)
+    number, _, reference = (given["custom_id"] or "0 ").partition(" ")
+    response = {"id": int(number), "external_reference": reference or None}
+    if given["error"] is not None:
+        error = {"code": 5000, "message": f"AiError: {given['error']['message']}"}
+        return {**response, "result": None, "success": False, "errors": [error]}
+    body = given["response"]["body"]
+    if not isinstance(body, dict) or "success" not in body:
+        message = (body.get("error") or {}).get("message") if isinstance(body, dict) else body
+        error = {"code": given["response"]["status_code"], "message": f"AiError: {message}"}
+        return {**response, "result": None, "success": False, "errors": [error]}
+    return {
+        **response,
+        "result": body["result"],
+        "success": body["success"],
+        **({"errors": body["errors"]} if body["errors"] else {}),
+    }

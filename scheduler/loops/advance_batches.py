@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import BinaryIO, Final, NamedTuple
 
 from scheduler.decide.batch_limits import BatchLimits
-from scheduler.decide.batch_lines import error_line, result_line
+from scheduler.decide.batch_lines import RUN_PREFIX, error_line, result_line
 from scheduler.state.batch_folder import BatchFolder
 from scheduler.state.batch_input import BatchInput
 from scheduler.state.lease_state import LeaseState
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 BUFFER_BYTES: Final = 1024 * 1024
 DELETED_MAX: Final = 5_000
 FILES_DELETED_MAX: Final = 100
+RUN_RESULTS_S: Final = 7 * 86_400
 UNANSWERED: Final = {
     "expired": ("batch_expired", "the batch expired before this request was answered"),
     "cancelled": ("batch_cancelled", "the batch was cancelled before this request was answered"),
@@ -207,7 +208,10 @@ class AdvanceBatches:
                         purpose="batch_output",
                         filename=name,
                         size_bytes=result.size_bytes,
-                        expires_after_s=None,
+                        # Clients that queued runs of Workers AI know nothing of files.
+                        expires_after_s=RUN_RESULTS_S
+                        if batch.endpoint.startswith(RUN_PREFIX)
+                        else None,
                     )
                     file_ids.append(file_id)
                 if not await end_batch(

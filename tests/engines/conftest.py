@@ -10,12 +10,23 @@ from typing import Final
 import pytest
 import pytest_asyncio
 
+from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.model import EngineSettings
 from nodeagent.drivers import DRIVERS
 from nodeagent.host.engines import EngineProcess
+from ops.engines.vllm_cpu import small_chat_model
 from tests.builders import GIB, a_spec
-from tests.engines.real_engines import MODEL, VLLM_COMMANDS, running_engine
+from tests.engines.engine_traits import TRAITS, EngineTraits
+from tests.engines.real_engines import (
+    LLAMA_CPP_COMMANDS,
+    LLAMA_CPP_MODEL,
+    MODEL,
+    VLLM_COMMANDS,
+    needs_llama_cpp,
+    needs_vllm,
+    running_engine,
+)
 
 TOOLS_TEMPLATE: Final = (
     "{% if tools %}<|im_start|>system\nCall a function as "
@@ -23,6 +34,37 @@ TOOLS_TEMPLATE: Final = (
     "<|im_end|>\n{% endif %}"
 )
 """Put before the chat template of SmolLM2, which knows no tools."""
+
+
+CONFORMING: Final = (
+    *("embedded", "mock"),
+    pytest.param("vllm", marks=needs_vllm),
+    pytest.param("llama_cpp", marks=needs_llama_cpp),
+)
+
+
+def a_chat_spec(driver: str, **options: str) -> ReplicaSpec:
+    """Return a replica of the chat model on the CPU."""
+    return a_spec(
+        name="smol",
+        context_tokens=2048,
+        device_ids=(DeviceId("cpu"),),
+        memory_bytes=3 * GIB,
+        engine=EngineSettings(driver=driver, kv_memory_bytes=GIB // 4, options=options),
+    )
+
+
+@pytest.fixture(scope="session", params=CONFORMING)
+def engine(request: pytest.FixtureRequest) -> EngineProcess:
+    """Each engine that the conformance suite runs with, in turn."""
+    found: EngineProcess = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture
+def traits(engine: EngineProcess) -> EngineTraits:
+    """How the engine differs from others."""
+    return TRAITS[engine.record.spec.engine.driver]
 
 
 @pytest.fixture(scope="session")
@@ -49,17 +91,7 @@ async def vllm(
     tmp_path_factory: pytest.TempPathFactory, model_with_tools: Path
 ) -> AsyncIterator[EngineProcess]:
     """A warm vLLM with adapters enabled. The last test of test_vllm.py kills it."""
-    spec = a_spec(
-        name="smol",
-        context_tokens=2048,
-        device_ids=(DeviceId("cpu"),),
-        memory_bytes=3 * GIB,
-        engine=EngineSettings(
-            driver="vllm",
-            kv_memory_bytes=GIB // 4,
-            options={"enable_lora": "true", "max_lora_rank": "8"},
-        ),
-    )
+    spec = a_chat_spec("vllm", enable_lora="true", max_lora_rank="8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{VLLM_COMMANDS}:{os.environ['PATH']}")
         assert DRIVERS["vllm"].missing() == ""
@@ -67,3 +99,31 @@ async def vllm(
         async with running_engine(spec, model_with_tools, folder) as engine:
             yield engine
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def embedded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineProcess]:
+    """The embedded engine."""
+    spec = a_chat_spec("embedded", waiting_max="64")
+    folder = tmp_path_factory.mktemp("emb")
+    async with running_engine(spec, small_chat_model().parent, folder) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def mock(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineProcess]:
+    """The mock engine."""
+    folder = tmp_path_factory.mktemp("mock")
+    async with running_engine(a_chat_spec("mock", itl_ms="1"), folder, folder / "e") as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def llama_cpp(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineProcess]:
+    """llama.cpp's server, if ops/engines/llama_cpp.py has built it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{LLAMA_CPP_COMMANDS}:{os.environ['PATH']}")
+        assert DRIVERS["llama_cpp"].missing() == ""
+        folder = tmp_path_factory.mktemp("llama")
+        async with running_engine(a_chat_spec("llama_cpp"), LLAMA_CPP_MODEL, folder) as engine:
+            yield engine

@@ -32,6 +32,12 @@ needs_vllm: Final = pytest.mark.skipif(
     not ((ENGINES / "vllm" / ".complete").exists() and (MODEL / "config.json").exists()),
     reason=f"no vLLM below {ENGINES}: run `make test-engines`, which installs it",
 )
+LLAMA_CPP_COMMANDS: Final = ENGINES / "llama_cpp" / "bin"
+LLAMA_CPP_MODEL: Final = ENGINES / "smollm2-gguf" / "published"
+needs_llama_cpp: Final = pytest.mark.skipif(
+    not ((ENGINES / "llama_cpp" / ".complete").exists() and LLAMA_CPP_MODEL.exists()),
+    reason=f"no llama.cpp below {ENGINES}: run `python -m ops.engines.llama_cpp`",
+)
 
 
 @asynccontextmanager
@@ -73,7 +79,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 async def post(
-    engine: EngineProcess, path: str, body: bytes, salt: str = "", priority: str = ""
+    engine: EngineProcess, path: str, body: bytes, salt: str = "", priority: str = "50"
 ) -> Answer:
     """Send a body as the agent sends it."""
     data = engine.salted(path, body, salt, priority)

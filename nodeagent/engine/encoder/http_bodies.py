@@ -17,7 +17,7 @@ INPUTS_MAX: Final = 2048
 DOCUMENTS_MAX: Final = 1024
 
 
-class EmbeddingBody(msgspec.Struct, kw_only=True):
+class EmbeddingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/embeddings`."""
 
     input: str | Annotated[list[str | int | list[int]], Meta(min_length=1, max_length=1_000_000)]
@@ -26,6 +26,9 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     dimensions: int | None = None
     normalize: Literal[True] | None = None
     truncate_prompt_tokens: None = None
+    user: Any = None
+    options: Any = None
+    """The router's own options."""
 
 
 class RerankDocument(msgspec.Struct):
@@ -34,7 +37,7 @@ class RerankDocument(msgspec.Struct):
     text: str
 
 
-class RerankBody(msgspec.Struct, kw_only=True):
+class RerankBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/rerank`."""
 
     query: Annotated[str, Meta(min_length=1)]
@@ -42,6 +45,9 @@ class RerankBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool = False
+    user: Any = None
+    options: Any = None
+    """The router's own options."""
 
 
 embedding_decoder: Final = msgspec.json.Decoder(EmbeddingBody)

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections.abc import Coroutine
 from typing import Any, Final
 
 from isochrone.wire import batches as wire
@@ -24,12 +25,14 @@ def is_batch_path(path: str) -> bool:
 async def relay_to_batch_service(
     client: BatchClient, request: HttpRequest, writer: ResponseWriter
 ) -> None:
-    """Answer a request with the scheduler's answer. Raises ApiError.
+    """Answer a request with the scheduler's answer. Raises ApiError. An inline task."""
+    await in_a_task(_relay(client, request, writer))
 
-    It is an inline task, which cannot await HTTP: an asyncio task does that.
-    """
+
+async def in_a_task(work: Coroutine[Any, Any, None]) -> None:
+    """Wait in an inline task, which cannot await HTTP, for `work` in an asyncio task."""
     done = InlineEvent()
-    task = asyncio.get_running_loop().create_task(_relay(client, request, writer))
+    task = asyncio.get_running_loop().create_task(work)
     task.add_done_callback(lambda _: done.set())
     try:
         await done

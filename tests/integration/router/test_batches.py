@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import openai
 import pytest
@@ -199,6 +200,50 @@ async def test_files_belong_to_their_tenant(bench: BatchBench) -> None:
     assert (await bench.client.files.delete(file_id)).deleted
     with pytest.raises(openai.NotFoundError):
         await bench.client.files.content(file_id)
+
+
+async def test_workers_ai_queues_runs(bench: BatchBench) -> None:
+    url = f"http://127.0.0.1:{bench.app.port}/client/v4/accounts/acme/ai/run/tiny"
+    headers = {"authorization": f"Bearer {KEY}"}
+
+    async def ask(body: Any, status: int = 200) -> Any:
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.post(f"{url}?queueRequest=true", json=body) as response,
+        ):
+            assert response.status == status
+            answer = await response.json()
+            return answer["result"] if answer["success"] else answer["errors"]
+
+    queued = await ask(
+        {
+            "requests": [
+                {"prompt": "one", "max_tokens": 3, "external_reference": "my one"},
+                {"prompt": "two", "unheard_of": 1},
+                {"messages": [{"role": "user", "content": "three"}], "max_tokens": 2},
+            ]
+        }
+    )
+    assert (queued["status"], queued["model"]) == ("queued", "tiny")
+
+    async def has_responses() -> Any:
+        answer = await ask({"request_id": queued["request_id"]})
+        assert "responses" in answer or answer["status"] in ("queued", "running")
+        return answer if "responses" in answer else None
+
+    answer = await until("the runs are answered", has_responses, WAIT_S)
+    one, two, three = answer["responses"]
+    assert (one["id"], one["external_reference"], one["success"]) == (0, "my one", True)
+    assert one["result"]["response"] == "t0 t1 t2"
+    assert (two["success"], two["result"], two["external_reference"]) == (False, None, None)
+    assert "unheard_of" in two["errors"][0]["message"]
+    assert three["result"]["response"] == "t0 t1"
+    assert answer["usage"] == {
+        "prompt_tokens": 22, "completion_tokens": 5, "total_tokens": 27,
+    }  # fmt: skip
+    assert (await ask({"request_id": "batch_none"}, 404))[0]["code"] == 7003
+    assert (await ask({}, 400))[0]["code"] == 5006
+    assert (await ask({"requests": [{"external_reference": 3}]}, 400))[0]["code"] == 5006
 
 
 async def test_large_files_are_streamed(bench: BatchBench) -> None:

@@ -1,4 +1,4 @@
-"""Request bodies: invalid values are refused, unknown fields pass, options are translated."""
+"""Request bodies: invalid values and unknown fields are refused, options are translated."""
 
 import json
 from typing import Any
@@ -38,7 +38,7 @@ def read_completely(body: bytes) -> None:
         (b"[]", "Expected `object`"),
         (b"\xff", "cannot read body"),
         (b'{"messages":' + b"[" * 100_000, r"cannot use field 'messages\[0\]'"),
-        (b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b',"messages":[]}', "cannot read body"),
+        (b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b',"messages":[]}', "field 'x'"),
         (b"{}", "messages"),
         (chat(messages=[]), "length >= 1"),
         (chat(messages="hi"), "cannot use field 'messages': expected `array`, got `str`"),
@@ -108,11 +108,11 @@ def test_an_invalid_prompt_is_refused(prompt: Any) -> None:
         completion_prompts(body)
 
 
-def test_fields_become_options_and_unknown_fields_pass() -> None:
+def test_fields_become_options_and_unknown_fields_are_refused() -> None:
     body = chat(
         temperature=0.000001, top_k=-1, seed=7, stop="x", max_completion_tokens=5, max_tokens=9,
         logprobs=True, top_logprobs=3, stream=True, stream_options={"include_usage": True},
-        logit_bias={"5": -100}, wholly_unknown={"a": [1]}, user="u",
+        logit_bias={"5": -100}, user="u", options={"rejectIfBusy": True},
     )  # fmt: skip
     ask = generation_options(read_chat(body, LIMIT))
     assert ask.params.temperature == 0
@@ -121,6 +121,13 @@ def test_fields_become_options_and_unknown_fields_pass() -> None:
     assert (ask.max_tokens, ask.stops) == (5, ("x",))
     assert ask.stream
     assert ask.include_usage
+
+
+@pytest.mark.parametrize("read", [read_chat, read_completion])
+def test_a_misspelt_field_is_refused_by_name(read: Any) -> None:
+    with pytest.raises(ApiError, match="cannot use field 'temprature': this engine") as refused:
+        read(b'{"temprature": 0}', LIMIT)
+    assert refused.value.param == "temprature"
 
 
 def test_unsupported_fields_pass_with_values_that_change_nothing() -> None:

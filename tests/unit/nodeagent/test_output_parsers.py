@@ -106,7 +106,12 @@ def test_vllm_on_a_cpu_shares_its_cores(monkeypatch: pytest.MonkeyPatch, tmp_pat
             threads=6,
         )
 
-    for name in ("OMP_NUM_THREADS", "KMP_BLOCKTIME", "VLLM_CPU_OMP_THREADS_BIND"):
+    for name in (
+        "OMP_NUM_THREADS",
+        "OMP_WAIT_POLICY",
+        "KMP_BLOCKTIME",
+        "VLLM_CPU_OMP_THREADS_BIND",
+    ):
         monkeypatch.delenv(name, raising=False)
     driver = DRIVERS["vllm"]
     command = driver.command(launch("cpu", enable_lora="true"))
@@ -116,6 +121,7 @@ def test_vllm_on_a_cpu_shares_its_cores(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "--reasoning-parser qwen3" in line
     assert "--tool-call-parser hermes" in line
     assert command.environment["OMP_NUM_THREADS"] == "6"
+    assert command.environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert command.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     compiled = driver.command(launch("cpu", enforce_eager="false"))

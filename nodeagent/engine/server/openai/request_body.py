@@ -1,6 +1,7 @@
 """Request bodies of chats and plain completions: decoded, checked, and read part by part.
 
-Wrong types and values are refused with the field and the reason; unknown fields are ignored.
+Wrong types and values are refused with the field and the reason, and so are unknown fields: a
+misspelt option must not be ignored.
 """
 
 import re
@@ -66,6 +67,23 @@ class UnsupportedFields(StructuredOutputFields, kw_only=True):
     web_search_options: Any = None
 
 
+class AcceptedFields(UnsupportedFields, kw_only=True):
+    """Fields that change no answer of this engine. Routers check those of OpenAI's."""
+
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    store: Literal[False] | None = None
+    service_tier: str | None = None
+    moderation: None = None
+    options: Any = None
+    """The router's own options."""
+
+
+_UNKNOWN_FIELD: Final = re.compile(r"contains unknown field `(?P<field>.{1,60})`", re.DOTALL)
 _FIELD_ERROR: Final = re.compile(
     r"cannot read body: (?P<reason>.*) - at `\$\.(?P<field>.*)`", re.DOTALL
 )
@@ -73,7 +91,7 @@ _FIELD_ERROR: Final = re.compile(
 _UNSUPPORTED_DEFAULTS: Final = UnsupportedFields()
 
 
-class GenerationFields(UnsupportedFields, kw_only=True):
+class GenerationFields(AcceptedFields, kw_only=True):
     """The fields that chats and plain completions share."""
 
     model: str | None = None
@@ -116,7 +134,7 @@ class PredictionSpec(msgspec.Struct):
     type: Literal["content"] = "content"
 
 
-class ChatBody(GenerationFields, kw_only=True):
+class ChatBody(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[MessageSpec], Meta(min_length=1, max_length=10_000)]
@@ -133,11 +151,13 @@ class ChatBody(GenerationFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's field: values for further variables of the chat template."""
     reasoning_effort: str | None = None
+    function_call: None = None
+    verbosity: Literal["medium"] | None = None
     modalities: list[str] | None = None
     prediction: PredictionSpec | None = None
 
 
-class CompletionBody(GenerationFields, kw_only=True):
+class CompletionBody(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/completions`."""
 
     prompt: str | Annotated[list[Any], Meta(min_length=1)]
@@ -230,6 +250,9 @@ def decode_body(body: bytes, decoder: Any, bytes_max: int) -> Any:
     try:
         return decode_json(body, decoder, bytes_max=bytes_max)
     except MalformedFrame as error:
+        unknown = _UNKNOWN_FIELD.search(str(error))
+        if unknown is not None:
+            raise unsupported_field(unknown["field"]) from error
         found = _FIELD_ERROR.fullmatch(str(error))
         if found is None:
             raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error

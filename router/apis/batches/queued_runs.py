@@ -1,0 +1,100 @@
+"""`POST /ai/run/{model}?queueRequest=true`: Workers AI's batches, on those of the scheduler."""
+
+from typing import Annotated, Any, Final
+from urllib.parse import parse_qs, quote
+
+import msgspec
+from msgspec import Meta
+
+from isochrone.wire import batches as wire
+from isochrone.wire.errors import ApiError, ErrorCode
+from router.apis.batches.relay import in_a_task
+from router.apis.openai.decode import decode
+from router.apis.workers_ai.adapter import model_of
+from router.batch_client import BatchClient
+from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
+
+REQUESTS_MAX: Final = 10_000
+REFERENCE_CHARS_MAX: Final = 256
+
+
+class QueuedRequests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The requests to queue, or the id of a queue to ask for."""
+
+    requests: (
+        Annotated[list[dict[str, msgspec.Raw]], Meta(min_length=1, max_length=REQUESTS_MAX)] | None
+    ) = None
+    request_id: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
+
+
+_QUEUED: Final = msgspec.json.Decoder(QueuedRequests)
+_TEXT: Final = msgspec.json.Decoder(str | None)
+
+
+def is_queued_run(request: HttpRequest, path: str) -> bool:
+    """Return whether a request queues runs, or asks for queued ones."""
+    if "queueRequest" not in request.query or model_of(path) is None:
+        return False
+    return parse_qs(request.query).get("queueRequest") == ["true"]
+
+
+async def answer_queued_run(
+    client: BatchClient, request: HttpRequest, path: str, writer: ResponseWriter
+) -> None:
+    """Queue runs, or return the state of queued ones. Raises ApiError. An inline task."""
+    model = model_of(path) or ""
+    given = decode(request.body, _QUEUED)
+    if (given.requests is None) == (given.request_id is None):
+        reason = "it needs either 'requests' to queue, or the 'request_id' of queued ones"
+        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use the request body: {reason}")
+    await in_a_task(_answer(client, request, given, model, writer))
+
+
+async def _answer(
+    client: BatchClient,
+    request: HttpRequest,
+    given: QueuedRequests,
+    model: str,
+    writer: ResponseWriter,
+) -> None:
+    key = request.key
+    assert key is not None
+    sent = {wire.TENANT: key.tenant_id, wire.KEY: key.key_id}
+    path, query, body = f"/ai/queued/{given.request_id}", "", None
+    method = "GET"
+    if given.requests is not None:
+        method, path, query = "POST", "/ai/queued", f"model={quote(model, safe='')}"
+        lines = [_line(number, run, model) for number, run in enumerate(given.requests)]
+        body = b"\n".join(lines)
+    async with client.request(
+        method, f"{wire.PUBLIC_PREFIX}{path}", headers=sent, query=query, body=body
+    ) as response:
+        result = msgspec.Raw(await response.read())
+    envelope = {"result": result, "success": True, "errors": [], "messages": []}
+    writer.reply(HttpResponse(200, msgspec.json.encode(envelope)))
+
+
+def _line(number: int, run: dict[str, msgspec.Raw], model: str) -> bytes:
+    """Return the line of a batch for one run. Raises ApiError 400."""
+    try:
+        reference = _TEXT.decode(run.get("external_reference", b"null")) or ""
+    except msgspec.DecodeError:
+        reference = "\0"
+    if len(reference) > REFERENCE_CHARS_MAX or "\0" in reference:
+        field = f"requests[{number}].external_reference"
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot use field '{field}': expected a text of at most {REFERENCE_CHARS_MAX}"
+            " characters",
+            param=field,
+        )
+    fields: dict[str, Any] = {
+        name: value for name, value in run.items() if name != "external_reference"
+    }
+    line = {
+        "custom_id": f"{number} {reference}",
+        "method": "POST",
+        "url": f"/ai/run/{model}",
+        "body": {**fields, "model": model},
+    }
+    return msgspec.json.encode(line)
