@@ -69,7 +69,7 @@ class BenchRequest(NamedTuple):
     output_tokens: int
 
 
-class BenchNode(NamedTuple):
+class PairedNode(NamedTuple):
     """A node with one engine: its data plane and its rate of reading."""
 
     name: str
@@ -130,7 +130,7 @@ def a_spec(name: str, model: Path) -> ReplicaSpec:
 
 
 @asynccontextmanager
-async def a_node(name: str, model: Path, folder: Path) -> AsyncIterator[BenchNode]:
+async def a_node(name: str, model: Path, folder: Path) -> AsyncIterator[PairedNode]:
     """Run a node with one warm engine of one thread."""
     config = NodeConfig(name=name, schedulers=(), state=folder, address="")
     supervisor = Supervisor(
@@ -155,12 +155,12 @@ async def a_node(name: str, model: Path, folder: Path) -> AsyncIterator[BenchNod
             while not replica.is_serving:  # noqa: ASYNC110 - a benchmark may poll
                 await asyncio.sleep(0.2)
             try:
-                yield BenchNode(name, address, http)
+                yield PairedNode(name, address, http)
             finally:
                 await supervisor.shut_down(keep_engines=False)
 
 
-def describe(nodes: Sequence[BenchNode], tokens: int, token_us: int) -> str:
+def describe(nodes: Sequence[PairedNode], tokens: int, token_us: int) -> str:
     """Return the header that names the decode replica and the prefill replica."""
     return headers.format_peer_replicas(
         [
@@ -178,7 +178,7 @@ def describe(nodes: Sequence[BenchNode], tokens: int, token_us: int) -> str:
 
 
 async def ask(
-    node: BenchNode, request: BenchRequest, tenant: str, token_us: int, readers: str = ""
+    node: PairedNode, request: BenchRequest, tenant: str, token_us: int, readers: str = ""
 ) -> TimedAnswer:
     """Send a request as a router does, and time its tokens."""
     tokens = len(request.prompt)
@@ -214,7 +214,7 @@ async def ask(
 
 
 async def run(
-    nodes: Sequence[BenchNode],
+    nodes: Sequence[PairedNode],
     requests: Sequence[BenchRequest],
     speed: float,
     token_us: int,
@@ -284,7 +284,7 @@ def transferred() -> tuple[float, float]:
     )
 
 
-async def measure_transfer(nodes: Sequence[BenchNode], token_us: int) -> None:
+async def measure_transfer(nodes: Sequence[PairedNode], token_us: int) -> None:
     """Transfer a prompt that the prefill engine has cached, three times; print the best."""
     chance = random.Random(3)
     best_s, count = float("inf"), 0.0
