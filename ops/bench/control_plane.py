@@ -25,12 +25,15 @@ import asyncpg
 import msgspec
 
 from isochrone.service.files import write_atomic
-from isochrone.service.identity import Authority
+from isochrone.service.identity import Authority, save_identity
 from isochrone.wire.ids import ClusterId
 from ops.bench import control_plane_report as report
-from ops.bench.control_plane_fleet import deal, make_fleet, seed_store, write_orders
+from ops.bench.control_plane_fleet import deal, make_fleet, seed_keys, seed_store, write_orders
 from ops.bench.control_plane_peers import SwarmLog, SwarmOrders
+from ops.bench.control_plane_report import NewKey
+from ops.bench.control_plane_router import RealRouterFigures
 from ops.fleet.processes import Processes
+from scheduler.decide.membership.following import BEHIND_S
 from scheduler.embedded_postgres import EmbeddedPostgres
 from scheduler.store.migrate import migrate
 from scheduler.store.pool import open_pool
@@ -51,6 +54,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+ROUTER_PORT: Final = free_port()
+KEYS_MADE: Final = 10
 PORTS: Final = {name: (free_port(), free_port()) for name in ("a", "b")}
 
 
@@ -75,6 +80,31 @@ class AdminProbe:
             return bool((await self.ask(name, "GET", "/healthz")).get("acting"))
         return False
 
+    async def is_accepted(self, key: str) -> bool:
+        """Say whether the real router accepts a key."""
+        url = f"http://127.0.0.1:{ROUTER_PORT}/v1/models"
+        async with self._http.get(url, headers={"authorization": f"Bearer {key}"}) as response:
+            return response.status == 200
+
+    async def router_is_ready(self) -> bool:
+        """Say whether the real router listens and has a table."""
+        with suppress(aiohttp.ClientError, TimeoutError):
+            url = f"http://127.0.0.1:{ROUTER_PORT}/healthz"
+            async with self._http.get(url) as response:
+                return response.status == 200
+        return False
+
+    async def all_follow(self, name: str, routers: int, timeout_s: float) -> None:
+        """Wait until so many routers follow, as the scheduler says."""
+        deadline = monotonic() + timeout_s
+        await asyncio.sleep(BEHIND_S)
+        while monotonic() < deadline:
+            status = await self.ask(name, "GET", "/v1/status")
+            if status["routers_ready"] >= routers:
+                return
+            await asyncio.sleep(1.0)
+        raise SystemExit(f"cannot go on: of {routers} routers {status['routers_ready']} follow")
+
     async def metric(self, name: str, prefix: str) -> float:
         """Return the value of the first metric line with this prefix; 0 if there is none."""
         for line in await self.metrics(name):
@@ -95,7 +125,7 @@ class AdminProbe:
         requests = [
             ("GET", "/v1/status", None),
             ("GET", "/v1/nodes?limit=100", None),
-            ("GET", "/v1/placements?deployment_id=d007", None),
+            ("GET", "/v1/placements?deployment_id=d0007", None),
             ("GET", "/v1/nodes/n00042", None),
             ("POST", "/v1/join-tokens", {"pop": "aaa"}),
         ]
@@ -139,10 +169,13 @@ class ControlPlaneBench:
             authority,
             CLUSTER,
             agents=options.agents,
-            routers=options.routers,
+            routers=options.routers + 1,
             devices=options.devices,
         )
         await seed_store(self.postgres.dsn, fleet)
+        await seed_keys(self.postgres.dsn, options.keys)
+        # The last router is a real one.
+        save_identity(self.folder / "router", fleet.routers.pop().identity)
         urls = tuple(f"http://127.0.0.1:{PORTS[name][1]}" for name in ("a", "b"))
         agents = deal(fleet.agents, options.processes)
         for index, peers in enumerate(agents):
@@ -172,6 +205,9 @@ class ControlPlaneBench:
             "ADMIN_PORT": str(admin),
             "CONTROL_PORT": str(control),
             "CONTROL_CONNECTIONS_PER_ADDRESS_MAX": "20000",
+            # All peers come from one address.
+            "UNREGISTERED_PEERS_MAX": "20000",
+            "UNREGISTERED_PEERS_PER_NETWORK_MAX": "20000",
         }
         env = {f"ISOCHRONE_SCHEDULER_{key}": value for key, value in settings.items()}
         await self.processes.start(name, ["scheduler", "serve"], env)
@@ -190,6 +226,31 @@ class ControlPlaneBench:
                 ],
             )
 
+    async def start_router(self) -> None:
+        """Start the real router."""
+        urls = [f"http://127.0.0.1:{PORTS[name][1]}" for name in ("a", "b")]
+        folder, figures = self.folder / "router", self.folder / "router.json"
+        arguments = [str(folder), str(ROUTER_PORT), str(figures), *urls]
+        await self.processes.start("router", ["ops.bench.control_plane_router", *arguments])
+
+    async def new_keys(self, admin: "AdminProbe", name: str) -> list[NewKey]:
+        """Create keys one by one; return when each was made, and accepted by the real router."""
+        made = []
+        for number in range(KEYS_MADE):
+            reply = await admin.ask(name, "POST", "/v1/keys", {"tenant_id": f"new-{number}"})
+            at = monotonic()
+            while not await admin.is_accepted(reply["key"]):  # noqa: ASYNC110 - no hook needed
+                await asyncio.sleep(0.01)
+            made.append(NewKey(reply["key_id"], at, monotonic()))
+            await asyncio.sleep(1.0)
+        return made
+
+    def real_router(self) -> RealRouterFigures:
+        """Return what the real router has written so far."""
+        return msgspec.json.decode(
+            (self.folder / "router.json").read_bytes(), type=RealRouterFigures
+        )
+
     async def stop_peers(self) -> list[SwarmLog]:
         """Stop the simulated peers and return their logs."""
         await asyncio.gather(*(self.processes.stop(name) for name in self.peers))
@@ -200,7 +261,7 @@ class ControlPlaneBench:
 
     async def all_connected(self, admin: AdminProbe, name: str) -> float:
         """Wait until every peer is connected to this scheduler; return the time."""
-        expected = self.options.agents + self.options.routers
+        expected = self.options.agents + self.options.routers + 1
         deadline = monotonic() + CONNECT_TIMEOUT_S
         while monotonic() < deadline:
             agents = await admin.metric(name, 'isochrone_scheduler_peers{role="agent"}')
@@ -225,8 +286,13 @@ async def measure(options: Namespace, folder: Path) -> report.ControlPlaneRun:
             await bench.start_scheduler("b")
             began = monotonic()
             await bench.start_peers()
+            await bench.start_router()
             connected_at = await bench.all_connected(admin, "a")
             print(f"all connected after {connected_at - began:.1f} s", flush=True)
+            await bench.processes.wait("router", admin.router_is_ready, CONNECT_TIMEOUT_S)
+            await admin.all_follow("a", options.routers + 1, CONNECT_TIMEOUT_S)
+            followed_at = monotonic()
+            print(f"all have the table after {followed_at - began:.1f} s", flush=True)
             await asyncio.sleep(SETTLE_S)
             steady = report.ResourceWindow(bench.processes.pid("a"), bench.postgres.pid)
             probing = asyncio.create_task(admin.probe("a"))
@@ -234,6 +300,8 @@ async def measure(options: Namespace, folder: Path) -> report.ControlPlaneRun:
             await steady.watch(options.seconds)
             growth = report.MetricsGrowth(before, await admin.metrics("a"))
             probing.cancel()
+            made = await bench.new_keys(admin, "a")
+            real = bench.real_router()
             killed_at = monotonic()
             os.kill(bench.processes.pid("a"), signal.SIGKILL)
             after = report.ResourceWindow(bench.processes.pid("b"), bench.postgres.pid)
@@ -263,6 +331,9 @@ async def measure(options: Namespace, folder: Path) -> report.ControlPlaneRun:
         killed_at=killed_at,
         acting_at=acting_at,
         again_at=again_at,
+        followed_at=followed_at,
+        made=made,
+        real=real,
     )
 
 
@@ -271,6 +342,7 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--agents", type=int, default=5000)
     parser.add_argument("--routers", type=int, default=400)
+    parser.add_argument("--keys", type=int, default=1_000_000)
     parser.add_argument("--devices", type=int, default=8, help="devices of each node")
     parser.add_argument(
         "--changes", type=float, default=2.0, help="replicas that change their state in a second"

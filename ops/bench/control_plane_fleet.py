@@ -40,7 +40,7 @@ from ops.bench.control_plane_peers import SimulatedPeer
 
 GIB: Final = 1024**3
 POPS: Final = 190
-MODELS: Final = 100
+MODELS: Final = 1000
 COUNTRIES: Final = ("NL", "DE", "US", "SG", "BR", "JP", "IN", "ZA", "AU", "GB")
 
 
@@ -94,7 +94,7 @@ def make_fleet(
             SimulatedPeer(identity=identity(PeerRole.ROUTER, f"r{index:05}", pops[index % POPS]))
             for index in range(routers)
         ],
-        deployments=[f"d{index:03}" for index in range(MODELS)],
+        deployments=[f"d{index:04}" for index in range(MODELS)],
     )
 
 
@@ -102,6 +102,22 @@ def pop_names() -> list[str]:
     """Return the names of the PoPs."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     return ["".join(name) for name in product(letters[:8], letters, letters)][:POPS]
+
+
+async def seed_keys(dsn: str, keys: int) -> None:
+    """Write so many keys of a thousand tenants to the database."""
+    connection = await asyncpg.connect(dsn, command_timeout=600.0)
+    await connection.execute(
+        """
+        INSERT INTO api_key (key_id, secret_sha256, tenant_id, limits)
+        SELECT substr(md5(n::text), 1, 12), md5(n::text) || md5((-n)::text), 'tenant-' || n % 1000,
+               jsonb_build_object('requests_per_min', 600 + n % 10, 'tokens_per_min', 1000000)
+        FROM generate_series(1, $1) n
+        """,
+        keys,
+    )
+    await connection.execute("ANALYZE api_key")
+    await connection.close()
 
 
 async def seed_store(dsn: str, fleet: SimulatedFleet) -> None:
@@ -197,10 +213,10 @@ def _model(index: int) -> CatalogModel:
         for part in range(4)
     )
     return CatalogModel(
-        model_id=f"m{index:03}",
+        model_id=f"m{index:04}",
         architecture="LlamaForCausalLM",
         artifact=Artifact(
-            source=f"hf:bench/m{index:03}@v1", files=files, digest=manifest_digest(files)
+            source=f"hf:bench/m{index:04}@v1", files=files, digest=manifest_digest(files)
         ),
         context_tokens=32_768,
         weights_bytes=36 * GIB,
@@ -211,7 +227,7 @@ def _spec(index: int) -> ReplicaSpec:
     model = _model(index % MODELS)
     return ReplicaSpec(
         replica_id=ReplicaId(f"rep-{index:05}"),
-        deployment_id=DeploymentId(f"d{index % MODELS:03}"),
+        deployment_id=DeploymentId(f"d{index % MODELS:04}"),
         version=1,
         name=f"bench/{model.model_id}",
         model_id=ModelId(model.model_id),

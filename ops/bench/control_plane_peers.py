@@ -8,6 +8,7 @@ each change. One process simulates thousands and writes its log to a file when i
 import asyncio
 import random
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -19,7 +20,13 @@ from isochrone.service.control_link import ControlLink, Progress
 from isochrone.service.identity import Identity
 from isochrone.service.run import run_service
 from isochrone.wire.assignment import Assignment, ReplicaSpec
-from isochrone.wire.control import Challenge, RegistrationRefused, ToAgent, Welcome
+from isochrone.wire.control import (
+    TABLE_PARTS,
+    Challenge,
+    RegistrationRefused,
+    ToAgent,
+    Welcome,
+)
 from isochrone.wire.ids import BootId, DeploymentId, Epoch, Generation, NodeId, RouterId
 from isochrone.wire.report import (
     NodeDevice,
@@ -81,6 +88,7 @@ class SwarmLog(msgspec.Struct):
     changes: list[ReplicaChange] = []
     updates: list[RouteUpdate] = []
     snapshots: list[float] = []
+    keys: dict[str, list[float]] = {}
     late_s_max: float = 0.0
 
 
@@ -96,6 +104,19 @@ class LightTable(msgspec.Struct, frozen=True, tag="route_table"):
     generation: int
 
 
+class LightPart(msgspec.Struct, frozen=True, tag="route_table_part"):
+    """The part of a table's part that a simulated router decodes."""
+
+    generation: int
+    is_last: bool = False
+
+
+class LightKey(msgspec.Struct, frozen=True):
+    """The part of a key that a simulated router decodes."""
+
+    key_id: str
+
+
 class LightDelta(msgspec.Struct, frozen=True, tag="route_delta"):
     """The part of a delta that a simulated router decodes."""
 
@@ -103,6 +124,7 @@ class LightDelta(msgspec.Struct, frozen=True, tag="route_delta"):
     generation: int
     routes_set: tuple[LightRoute, ...] = ()
     routes_gone: tuple[str, ...] = ()
+    keys_set: tuple[LightKey, ...] = ()
 
 
 class LightAck(msgspec.Struct, frozen=True, tag="usage_ack"):
@@ -112,7 +134,9 @@ class LightAck(msgspec.Struct, frozen=True, tag="usage_ack"):
 class PeerSwarm:
     """Many peers: a control link each, and turns that are spread over time slots."""
 
-    def __init__(self, orders: SwarmOrders, incoming: object) -> None:
+    def __init__(
+        self, orders: SwarmOrders, incoming: object, capabilities: Sequence[str] = ()
+    ) -> None:
         self.orders = orders
         self.log = SwarmLog()
         self.rng = random.Random(orders.peers[0].identity.name)
@@ -126,6 +150,7 @@ class PeerSwarm:
                 on_welcome=partial(self.welcomed, index),
                 on_message=partial(self.received, index),
                 rng=self.rng,
+                capabilities=capabilities,
             )
             for index, peer in enumerate(orders.peers)
         ]
@@ -246,7 +271,15 @@ class RouterSwarm(PeerSwarm):
 
     def __init__(self, orders: SwarmOrders) -> None:
         super().__init__(
-            orders, Challenge | Welcome | RegistrationRefused | LightTable | LightDelta | LightAck
+            orders,
+            Challenge
+            | Welcome
+            | RegistrationRefused
+            | LightTable
+            | LightPart
+            | LightDelta
+            | LightAck,
+            (TABLE_PARTS,),
         )
         self.have = [0] * len(orders.peers)
         self.seq = [0] * len(orders.peers)
@@ -260,7 +293,9 @@ class RouterSwarm(PeerSwarm):
     async def received(self, index: int, message: object) -> None:
         """Record a table or a delta; after a gap ask for a whole table."""
         now = monotonic()
-        if isinstance(message, LightTable):
+        if isinstance(message, LightPart) and not message.is_last:
+            return
+        if isinstance(message, LightTable | LightPart):
             self.have[index] = message.generation
             self.log.snapshots.append(now)
         elif isinstance(message, LightDelta):
@@ -268,6 +303,8 @@ class RouterSwarm(PeerSwarm):
                 await self.links[index].send(SnapshotWanted(have=Generation(self.have[index])))
                 return
             self.have[index] = message.generation
+            for key in message.keys_set:
+                self.log.keys.setdefault(key.key_id, []).append(now)
             update = self._updates.get(message.generation)
             if update is None:
                 set_ids = tuple(route.replica_id for route in message.routes_set)
@@ -298,6 +335,7 @@ class RouterSwarm(PeerSwarm):
                 seq=self.seq[index],
                 window_s=DEMAND_S,
                 rows=rows,
+                table_generation=Generation(self.have[index]),
             )
         )
 

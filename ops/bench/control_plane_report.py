@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from ops.bench.control_plane_fleet import MODELS
 from ops.bench.control_plane_peers import SwarmLog
 
 TICKS_PER_S: Final = sysconf("SC_CLK_TCK")
@@ -83,6 +84,14 @@ def _values(page: Sequence[str]) -> dict[str, float]:
     return {name: float(value) for name, _, value in lines}
 
 
+class NewKey(msgspec.Struct, frozen=True):
+    """A key: when it was created, and when the real router accepted it."""
+
+    key_id: str
+    made_at: float
+    accepted_at: float
+
+
 class ControlPlaneRun(msgspec.Struct, kw_only=True):
     """Everything that a run measured. Times are the machine's monotonic clock."""
 
@@ -98,6 +107,9 @@ class ControlPlaneRun(msgspec.Struct, kw_only=True):
     killed_at: float
     acting_at: float
     again_at: float
+    followed_at: float
+    made: list[NewKey]
+    real: Any
 
 
 def latencies_s(measured: ControlPlaneRun, from_s: float, to_s: float) -> list[float]:
@@ -127,6 +139,17 @@ def latencies_s(measured: ControlPlaneRun, from_s: float, to_s: float) -> list[f
         after = [times for times in received[replica_id, is_warm] if at <= min(times) < until]
         if after:
             found += [time - at for time in min(after, key=min)]
+    return found
+
+
+def everywhere_s(measured: ControlPlaneRun) -> list[float]:
+    """Return how long each new key took to reach the last of all routers."""
+    found = []
+    for key in measured.made:
+        received = [at for log in measured.logs for at in log.keys.get(key.key_id, ())]
+        complete = len(received) >= measured.options["routers"]
+        last = max([*received, key.accepted_at]) if complete else float("inf")
+        found.append(last - key.made_at)
     return found
 
 
@@ -160,6 +183,9 @@ def table(measured: ControlPlaneRun) -> str:
     for at in again:
         per_s[int(at)] += 1
     peers = options["agents"] + options["routers"]
+    real, stalls = measured.real, measured.real.later_stalls_ms
+    accepted = [key.accepted_at - key.made_at for key in measured.made]
+    everywhere = everywhere_s(measured)
     rows = [
         ("peers connected, after all connect at once", f"{peers}",
          f"{measured.connected_at - measured.started_at:.1f} s"),
@@ -189,6 +215,18 @@ def table(measured: ControlPlaneRun) -> str:
          f"{_mean(after.cpu_shares):.2f} / {max(after.cpu_shares):.2f}"),
         ("report to route table once all peers are back", f"p50 / p99 of {len(settled)}",
          f"{quantile(settled, 0.5):.2f} / {quantile(settled, 0.99):.2f} s"),
+        ("all routers have the first table, from the start", "",
+         f"{measured.followed_at - measured.started_at:.0f} s"),
+        ("new key: accepted by a real router / known to all routers",
+         f"p50 / max of {len(measured.made)}",
+         f"{quantile(accepted, 0.5):.2f} / {max(accepted):.2f} s; "
+         f"{quantile(everywhere, 0.5):.2f} / {max(everywhere):.2f} s"),
+        ("the real router's table", "keys / replicas", f"{real.keys} / {real.routes}"),
+        ("the real router's memory", "now / peak",
+         f"{real.memory_mib:.0f} / {real.peak_mib:.0f} MiB"),
+        ("its event loop's longest stall", "first table / afterwards, median and longest second",
+         f"{real.first_table_stall_ms:.0f} ms / {quantile(stalls, 0.5):.0f} and "
+         f"{max(stalls, default=0):.0f} ms"),
         ("whole route tables sent / admin failures / max lateness of simulators", "",
          f"{sum(len(log.snapshots) for log in measured.logs)} / {measured.admin_failures} / "
          f"{max(log.late_s_max for log in measured.logs):.2f} s"),
@@ -197,7 +235,8 @@ def table(measured: ControlPlaneRun) -> str:
         "# The control plane at scale",
         "",
         f"{options['agents']} agents ({options['devices']} devices and a warm replica each) and "
-        f"{options['routers']} routers on one scheduler; pulses every 2 s, reports every 10 s, "
+        f"{options['routers']} routers, {options['keys']} keys and {MODELS} deployments on one "
+        f"scheduler; pulses every 2 s, reports every 10 s, "
         f"demand every 5 s, {options['changes']:g} replica state changes a second; "
         f"{options['seconds']:g} s.",
         "",
@@ -206,7 +245,8 @@ def table(measured: ControlPlaneRun) -> str:
         f"{datetime.now(UTC):%Y-%m-%d}.",
         "",
         f"    python -m ops.bench.control_plane --agents {options['agents']} "
-        f"--routers {options['routers']} --for {options['seconds']:g} --write",
+        f"--routers {options['routers']} --keys {options['keys']} "
+        f"--for {options['seconds']:g} --write",
         "",
         "| what | | measured |",
         "|---|---|---|",

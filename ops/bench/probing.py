@@ -116,7 +116,11 @@ class NodeProtocol(asyncio.Protocol):
 
     def _answer_later(self, answer: bytes) -> None:
         loop = asyncio.get_running_loop()
-        loop.call_later(self._nodes.rtt_s, self._transport.write, answer)
+        loop.call_later(self._nodes.rtt_s, self._write, answer)
+
+    def _write(self, answer: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(answer)
 
 
 def node_at(host: str) -> str:

@@ -40,6 +40,11 @@ class ShippedUsage(NamedTuple):
     waiting: int
 
 
+DEMAND_ROWS_PER_BATCH_MAX: Final = 10_000
+"""A window with more rows (deployments times PoPs of clients) is sent in several batches: of one
+batch the scheduler refuses the rows beyond 20,000."""
+
+
 class _DemandWindow(NamedTuple):
     demand: Demand
     ended_at_s: float
@@ -92,19 +97,20 @@ class ReportShipper:
         """
         now_s = self._clock()
         window_s, self._window_began_s = now_s - self._window_began_s, now_s
-        rows = self._recorder.take_demand()
-        self._seq += 1
-        self._windows[self._seq] = _DemandWindow(
-            Demand(
-                router_id=self._router_id,
-                boot_id=self._boot_id,
-                seq=self._seq,
-                window_s=window_s,
-                rows=rows,
-                trials=self._recorder.trials.take(),
-            ),
-            ended_at_s=now_s,
-        )
+        rows, trials = self._recorder.take_demand(), self._recorder.trials.take()
+        for start in range(0, max(1, len(rows)), DEMAND_ROWS_PER_BATCH_MAX):
+            self._seq += 1
+            self._windows[self._seq] = _DemandWindow(
+                Demand(
+                    router_id=self._router_id,
+                    boot_id=self._boot_id,
+                    seq=self._seq,
+                    window_s=window_s,
+                    rows=rows[start : start + DEMAND_ROWS_PER_BATCH_MAX],
+                    trials=() if start else trials,
+                ),
+                ended_at_s=now_s,
+            )
         self._drop_old_windows(now_s)
         sent = 0
         for seq, window in list(reversed(self._windows.items())):

@@ -1,0 +1,71 @@
+"""One real router of the control plane benchmark, which records how long its event loop stalls.
+
+    python -m ops.bench.control_plane_router STATE_FOLDER PORT FIGURES URL...
+
+It serves as any router does. When it is stopped it writes its figures to a file.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+
+from isochrone.service.files import write_atomic
+from isochrone.service.identity import load_identity
+from isochrone.service.run import run_service
+from ops.bench.large_table import StallWatch, peak_mib, resident_mib
+from router.app import open_router
+from router.config import RouterConfig
+
+
+class RealRouterFigures(msgspec.Struct):
+    """What the router's process observed: its memory, and its longest stalls."""
+
+    keys: int = 0
+    routes: int = 0
+    memory_mib: float = 0.0
+    peak_mib: float = 0.0
+    first_table_stall_ms: float = 0.0
+    later_stalls_ms: list[float] = []
+    """The longest stall of each second after the first table."""
+
+
+async def serve(folder: Path, port: int, figures: Path, urls: tuple[str, ...]) -> int:
+    """Run the router until it is stopped."""
+    identity = load_identity(folder)
+    assert identity is not None
+    config = RouterConfig(
+        state_folder=folder, schedulers=urls, host="127.0.0.1", port=port, processes=1
+    )
+    watch, seen = StallWatch(), RealRouterFigures()
+    async with open_router(config, identity) as app:
+        watching = asyncio.create_task(watch.run())
+        stopping = asyncio.create_task(app.stopping.wait())
+        while app.fleet.directory.table is None:  # noqa: ASYNC110 - no hook needed
+            await asyncio.sleep(0.05)
+        seen.first_table_stall_ms = watch.take_ms()
+        while not stopping.done():
+            await asyncio.wait({stopping}, timeout=1.0)
+            seen.later_stalls_ms.append(watch.take_ms())
+            table = app.fleet.directory.table
+            seen.keys, seen.routes = len(table.keys), len(table.routes)
+            seen.memory_mib, seen.peak_mib = resident_mib(), peak_mib()
+            # Written now and then, so that a kill loses nothing.
+            await asyncio.to_thread(write_atomic, figures, msgspec.json.encode(seen))
+        watching.cancel()
+    return 0
+
+
+async def run(stopping: asyncio.Event) -> int:
+    """Run the router in the background until the process is stopped."""
+    folder, port, figures, *urls = sys.argv[1:]
+    serving = asyncio.create_task(serve(Path(folder), int(port), Path(figures), tuple(urls)))
+    await stopping.wait()
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run_service(run)
