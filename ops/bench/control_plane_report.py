@@ -174,6 +174,35 @@ def quantile(values: list[float], share: float) -> float:
 def table(measured: ControlPlaneRun) -> str:
     """Return the run as a page of Markdown."""
     options = measured.options
+    rows = _rows(measured)
+    lines = [
+        "# The control plane at scale",
+        "",
+        f"{options['agents']} agents ({options['devices']} devices and a warm replica each) and "
+        f"{options['routers']} routers, {options['keys']} keys and {MODELS} deployments on one "
+        f"scheduler; pulses every 2 s, reports every 10 s, "
+        f"demand every 5 s, {options['changes']:g} replica state changes a second; "
+        f"{options['seconds']:g} s.",
+        "",
+        f"2 vCPU, Debian 12, shared by the simulators, Postgres and both schedulers; Python "
+        f"{python_version()}, aiohttp {version('aiohttp')}, asyncpg {version('asyncpg')}; "
+        f"{datetime.now(UTC):%Y-%m-%d}.",
+        "",
+        f"    python -m ops.bench.control_plane --agents {options['agents']} "
+        f"--routers {options['routers']} --keys {options['keys']} "
+        f"--for {options['seconds']:g} --write",
+        "",
+        "| what | | measured |",
+        "|---|---|---|",
+        *(f"| {what} | {unit} | {value} |" for what, unit, value in rows),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _rows(measured: ControlPlaneRun) -> list[tuple[str, str, str]]:
+    """Return what was measured: its name, the unit, and the value."""
+    options = measured.options
     steady, after, growth = measured.steady, measured.after, measured.growth
     # Changes of the last seconds are published by the next scheduler, and belong to the failover.
     steady_s = latencies_s(measured, measured.connected_at, measured.killed_at - 10.0)
@@ -186,7 +215,7 @@ def table(measured: ControlPlaneRun) -> str:
     real, stalls = measured.real, measured.real.later_stalls_ms
     accepted = [key.accepted_at - key.made_at for key in measured.made]
     everywhere = everywhere_s(measured)
-    rows = [
+    return [
         ("peers connected, after all connect at once", f"{peers}",
          f"{measured.connected_at - measured.started_at:.1f} s"),
         ("scheduler CPU, share of one core", "mean / p99 of 1 s",
@@ -231,29 +260,6 @@ def table(measured: ControlPlaneRun) -> str:
          f"{sum(len(log.snapshots) for log in measured.logs)} / {measured.admin_failures} / "
          f"{max(log.late_s_max for log in measured.logs):.2f} s"),
     ]  # fmt: skip
-    lines = [
-        "# The control plane at scale",
-        "",
-        f"{options['agents']} agents ({options['devices']} devices and a warm replica each) and "
-        f"{options['routers']} routers, {options['keys']} keys and {MODELS} deployments on one "
-        f"scheduler; pulses every 2 s, reports every 10 s, "
-        f"demand every 5 s, {options['changes']:g} replica state changes a second; "
-        f"{options['seconds']:g} s.",
-        "",
-        f"2 vCPU, Debian 12, shared by the simulators, Postgres and both schedulers; Python "
-        f"{python_version()}, aiohttp {version('aiohttp')}, asyncpg {version('asyncpg')}; "
-        f"{datetime.now(UTC):%Y-%m-%d}.",
-        "",
-        f"    python -m ops.bench.control_plane --agents {options['agents']} "
-        f"--routers {options['routers']} --keys {options['keys']} "
-        f"--for {options['seconds']:g} --write",
-        "",
-        "| what | | measured |",
-        "|---|---|---|",
-        *(f"| {what} | {unit} | {value} |" for what, unit, value in rows),
-        "",
-    ]
-    return "\n".join(lines)
 
 
 def _mean(values: list[float]) -> float:
