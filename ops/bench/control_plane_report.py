@@ -183,9 +183,6 @@ def table(measured: ControlPlaneRun) -> str:
     for at in again:
         per_s[int(at)] += 1
     peers = options["agents"] + options["routers"]
-    real, stalls = measured.real, measured.real.later_stalls_ms
-    accepted = [key.accepted_at - key.made_at for key in measured.made]
-    everywhere = everywhere_s(measured)
     rows = [
         ("peers connected, after all connect at once", f"{peers}",
          f"{measured.connected_at - measured.started_at:.1f} s"),
@@ -215,18 +212,7 @@ def table(measured: ControlPlaneRun) -> str:
          f"{_mean(after.cpu_shares):.2f} / {max(after.cpu_shares):.2f}"),
         ("report to route table once all peers are back", f"p50 / p99 of {len(settled)}",
          f"{quantile(settled, 0.5):.2f} / {quantile(settled, 0.99):.2f} s"),
-        ("all routers have the first table, from the start", "",
-         f"{measured.followed_at - measured.started_at:.0f} s"),
-        ("new key: accepted by a real router / known to all routers",
-         f"p50 / max of {len(measured.made)}",
-         f"{quantile(accepted, 0.5):.2f} / {max(accepted):.2f} s; "
-         f"{quantile(everywhere, 0.5):.2f} / {max(everywhere):.2f} s"),
-        ("the real router's table", "keys / replicas", f"{real.keys} / {real.routes}"),
-        ("the real router's memory", "now / peak",
-         f"{real.memory_mib:.0f} / {real.peak_mib:.0f} MiB"),
-        ("its event loop's longest stall", "first table / afterwards, median and longest second",
-         f"{real.first_table_stall_ms:.0f} ms / {quantile(stalls, 0.5):.0f} and "
-         f"{max(stalls, default=0):.0f} ms"),
+        *_router_rows(measured),
         ("whole route tables sent / admin failures / max lateness of simulators", "",
          f"{sum(len(log.snapshots) for log in measured.logs)} / {measured.admin_failures} / "
          f"{max(log.late_s_max for log in measured.logs):.2f} s"),
@@ -254,6 +240,27 @@ def table(measured: ControlPlaneRun) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _router_rows(measured: ControlPlaneRun) -> list[tuple[str, str, str]]:
+    """Return the rows about new keys and about the real router."""
+    real, stalls = measured.real, measured.real.later_stalls_ms
+    accepted = [key.accepted_at - key.made_at for key in measured.made]
+    everywhere = everywhere_s(measured)
+    return [
+        ("all routers have the first table, from the start", "",
+         f"{measured.followed_at - measured.started_at:.0f} s"),
+        ("new key: accepted by a real router / known to all routers",
+         f"p50 / max of {len(measured.made)}",
+         f"{quantile(accepted, 0.5):.2f} / {max(accepted):.2f} s; "
+         f"{quantile(everywhere, 0.5):.2f} / {max(everywhere):.2f} s"),
+        ("the real router's table", "keys / replicas", f"{real.keys} / {real.routes}"),
+        ("the real router's memory", "now / peak",
+         f"{real.memory_mib:.0f} / {real.peak_mib:.0f} MiB"),
+        ("its event loop's longest stall", "first table / afterwards, median and longest second",
+         f"{real.first_table_stall_ms:.0f} ms / {quantile(stalls, 0.5):.0f} and "
+         f"{max(stalls, default=0):.0f} ms"),
+    ]  # fmt: skip
 
 
 def _mean(values: list[float]) -> float:
