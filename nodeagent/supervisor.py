@@ -347,7 +347,7 @@ class Supervisor:
             stats = await engine.stats()
             is_awake = self.awake.is_awake(replica.spec.replica_id)
             # Requests that wait for a wake are not the engine's.
-            running = replica.admission.running if is_awake else 0
+            running = replica.admission.in_engine if is_awake else 0
             watch = health.observe(
                 watch,
                 answered=stats is not None,

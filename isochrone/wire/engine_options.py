@@ -177,7 +177,7 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
         flags=frozenset({"cpu_moe", "swa_full", "shared_prompt_cache"}),
         negatable=frozenset({"kv_unified", "cont_batching", "repack", "jinja", "kv_offload"}),
     ),
-    # sglang/srt/server_args.py of 0.5.
+    # sglang/srt/server_args.py of 0.5.23, which renamed cuda_graph_max_bs.
     "sglang": EngineOptions(
         values=frozenset(
             {
@@ -193,7 +193,8 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "attention_backend",
                 "sampling_backend",
                 "grammar_backend",
-                "cuda_graph_max_bs",
+                "cuda_graph_max_bs_decode",
+                "cuda_graph_max_bs_prefill",
                 "ep_size",
                 "speculative_algorithm",
                 "speculative_draft_model_path",

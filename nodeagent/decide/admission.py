@@ -55,6 +55,8 @@ class ReplicaAdmission:
         """How long a request would wait for the replica to wake; 0 while it is awake."""
         self.running = 0
         """Number of requests in flight."""
+        self._read_elsewhere = 0
+        """Number of requests whose prompt another replica reads: the engine waits with them."""
         self._generations: Counter[str] = Counter()
         """Number of generations in flight, by tenant."""
         self._prefill_tokens = 0
@@ -155,6 +157,11 @@ class ReplicaAdmission:
         return pending - round(first.pending_prefill_tokens * done_share)
 
     @property
+    def in_engine(self) -> int:
+        """Number of requests in flight that the engine works on or could begin."""
+        return self.running - self._read_elsewhere
+
+    @property
     def decoding(self) -> int:
         """Number of requests in flight whose prompt does not queue here."""
         return self.running - len(self._in_prefill)
@@ -178,6 +185,7 @@ class ReplicaAdmission:
 
     def _move_prefill(self, reservation: "TokenReservation", *, away: bool) -> None:
         """Take a prompt out of the queue, or back into it. Called by TokenReservation only."""
+        self._read_elsewhere += 1 if away else -1
         if away:
             del self._in_prefill[reservation]
             self._pending_prefill_tokens -= reservation.pending_prefill_tokens

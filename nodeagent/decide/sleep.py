@@ -1,8 +1,9 @@
 """Which replicas of an over-committed device sleep, so that another one can wake.
 
 Rule 1: the awake replicas of a device take at most its memory.
-Rule 2: a replica that the planner did not over-commit never sleeps. Of the others the idle one that
-was used least recently sleeps first.
+Rule 2: a replica that the planner did not over-commit never sleeps. Of the others the idle one with
+the fewest recent requests sleeps first, and of equals the one that was used least recently. Thus a
+request for a rare model does not displace a common one.
 Rule 3 (hysteresis): a replica that woke stays awake for AWAKE_MIN_S, so that two models that are
 used in turn do not replace each other with every request.
 Rule 4 (fairness): wakes are granted in the order of their first waiting request. Once the first of
@@ -16,11 +17,35 @@ from typing import Final, NamedTuple
 from isochrone.wire.ids import DeviceId, ReplicaId
 
 AWAKE_MIN_S: Final = 0.5
+DEMAND_HALF_LIFE_S: Final = 120.0
+"""A request counts half after this time."""
 YIELD_AFTER_S: Final = 1.0
 
 
+class RecentDemand:
+    """Counts the requests of a replica; each fades with time."""
+
+    __slots__ = ("_at_s", "_count")
+
+    def __init__(self) -> None:
+        self._count = 0.0
+        self._at_s = 0.0
+
+    def add(self, now_s: float) -> None:
+        """Count a request."""
+        self._count, self._at_s = self.at(now_s) + 1.0, now_s
+
+    def at(self, now_s: float) -> float:
+        """Return the recent requests as of `now_s`."""
+        elapsed_s = max(0.0, now_s - self._at_s)
+        return float(self._count * 0.5 ** (elapsed_s / DEMAND_HALF_LIFE_S))
+
+
 class AwakeReplica(NamedTuple):
-    """A replica whose model is in memory. `requests` are those it serves now."""
+    """A replica whose model is in memory.
+
+    `requests` are those it serves now, and `demand` is the number of recent ones.
+    """
 
     replica_id: ReplicaId
     device_ids: tuple[DeviceId, ...]
@@ -30,6 +55,7 @@ class AwakeReplica(NamedTuple):
     used_s: float
     awake_since_s: float
     is_yielding: bool = False
+    demand: float = 0.0
 
 
 class WakePlan(NamedTuple):
@@ -65,7 +91,7 @@ def plan_wake(
     }
     sleeping: list[ReplicaId] = []
     rested_s = 0.0
-    for replica in sorted(awake, key=lambda one: (not one.is_yielding, one.used_s)):
+    for replica in sorted(awake, key=_sleeps_first):
         if all(bytes_over <= 0 for bytes_over in excess.values()):
             break
         helps = any(excess.get(device, 0) > 0 for device in replica.device_ids)
@@ -82,6 +108,10 @@ def plan_wake(
     if all(bytes_over <= 0 for bytes_over in excess.values()):
         return WakePlan(tuple(sleeping))
     return WakePlan(None, rested_s or YIELD_AFTER_S, _to_yield(excess, awake, waited_s))
+
+
+def _sleeps_first(replica: AwakeReplica) -> tuple[bool, float, float]:
+    return (not replica.is_yielding, replica.demand, replica.used_s)
 
 
 def _to_yield(

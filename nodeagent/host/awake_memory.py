@@ -15,7 +15,7 @@ from typing import Final, Protocol
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import DeviceId, ReplicaId
 from nodeagent import metrics
-from nodeagent.decide.sleep import AwakeReplica, plan_wake
+from nodeagent.decide.sleep import AwakeReplica, RecentDemand, plan_wake
 
 WAKE_S_UNKNOWN: Final = 0.5
 """The wake time that is reported until one was measured."""
@@ -58,6 +58,7 @@ class _Resident:
         self.waiting: asyncio.Future[None] | None = None
         """Resolved once it is awake, for all who wait."""
         self.asked_s = 0.0
+        self.demand = RecentDemand()
 
 
 class AwakeMemory:
@@ -121,6 +122,7 @@ class AwakeMemory:
         if resident is None:
             yield
             return
+        resident.demand.add(self._clock())
         while not resident.is_awake or resident.is_yielding:
             await self._wait_awake(resident)
         resident.requests += 1
@@ -228,6 +230,7 @@ class AwakeMemory:
                 used_s=resident.used_s,
                 awake_since_s=resident.awake_since_s,
                 is_yielding=resident.is_yielding,
+                demand=resident.demand.at(self._clock()),
             )
             for replica_id, resident in self._residents.items()
             if resident.is_awake

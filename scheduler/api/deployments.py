@@ -69,6 +69,18 @@ async def require_same_kind(
         )
 
 
+async def require_served_kind(request: AdminRequest, model_id: str, driver: str) -> None:
+    """Raise ApiError 400 if an engine does not serve models of the kind of `model_id`."""
+    found = await catalogue.get_model(request.connection, model_id)
+    if found is not None and KIND_FEATURES.get(found.model.kind) in lacking_features(driver):
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot deploy {model_id} with {driver}: it is a model of kind {found.model.kind!r},"
+            " which this engine does not serve; `isochrone engines` lists those that do",
+            param="engine.driver",
+        )
+
+
 def _with_unmet(request: AdminRequest, view: DeploymentView) -> DeploymentView:
     unmet = tuple(
         unmet.reason
@@ -82,6 +94,7 @@ async def create_deployment(request: AdminRequest) -> DeploymentView:
     """Create a deployment of a model."""
     body: NewDeploymentBody = request.body
     deployment = await _validated(request, body, body.deployment_id)
+    await require_served_kind(request, body.model_id, body.engine.driver)
     if not await deployments.add_deployment(request.connection, deployment):
         raise ApiError(
             ErrorCode.CONFLICT,
@@ -100,6 +113,7 @@ async def put_deployment(request: AdminRequest) -> DeploymentView:
     body: DeploymentBody = request.body
     deployment = await _validated(request, body, name)
     await require_same_kind(request, before, body.model_id)
+    await require_served_kind(request, body.model_id, body.engine.driver)
     if await conflicts_with_rollout(request.connection, deployment):
         reason = f"cannot change {name}: a rollout of it is active; abort it first"
         raise ApiError(ErrorCode.CONFLICT, reason)
@@ -215,18 +229,9 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
             f"cannot deploy: {problem.reason}",
             param=f"engine.{problem.field}",
         )
-    model = await catalogue.get_model(request.connection, body.model_id)
-    if model is None:
+    if await catalogue.get_model(request.connection, body.model_id) is None:
         raise ApiError(
             ErrorCode.NOT_FOUND, f"cannot deploy: no model {body.model_id}", param="model_id"
-        )
-    if KIND_FEATURES.get(model.model.kind) in lacking_features(body.engine.driver):
-        raise ApiError(
-            ErrorCode.INVALID_REQUEST,
-            f"cannot deploy {body.model_id} with {body.engine.driver}: it is a model of kind"
-            f" {model.model.kind!r}, which this engine does not serve; `isochrone engines` lists"
-            " those that do",
-            param="engine.driver",
         )
     asleep = sleep_problem(body.engine) if body.policy.overcommit > 1 else ""
     if asleep:

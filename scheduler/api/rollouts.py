@@ -5,10 +5,16 @@ from typing import Final
 
 import msgspec
 
+from isochrone.wire.engine_capabilities import sleep_problem
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.rollout import RolloutBody, RolloutSpec, RolloutView
-from scheduler.api.deployments import engine_problem, require_deployment, require_same_kind
+from scheduler.api.deployments import (
+    engine_problem,
+    require_deployment,
+    require_same_kind,
+    require_served_kind,
+)
 from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
 from scheduler.decide.rollout import (
     IN_PROGRESS,
@@ -39,7 +45,10 @@ async def create_rollout(request: AdminRequest) -> RolloutView:
         reason = f"cannot roll out: no model {spec.model_id}"
         raise ApiError(ErrorCode.NOT_FOUND, reason, param="model_id")
     await require_same_kind(request, deployment, spec.model_id)
+    await require_served_kind(request, spec.model_id, spec.engine.driver)
     problem = await _problem(request, spec)
+    if not problem and deployment.policy.overcommit > 1:
+        problem = sleep_problem(spec.engine)
     if (spec.model_id, spec.engine) == (deployment.model_id, deployment.engine):
         problem = "this model and engine are already deployed"
     if problem:

@@ -8,14 +8,15 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import aiohttp
 import pytest
 import pytest_asyncio
 
-from tests.chaos.invariants import invariants
+from tests.chaos.invariants import invariants, nothing_in_flight
 from tests.system.harness import LEASE_S, Fleet, a_fleet, until
-from tests.system.load import one_stream, under_load, wait_ended
+from tests.system.load import Load, one_stream, under_load, wait_ended
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -71,6 +72,27 @@ async def test_an_agent_killed_or_upgraded_leaves_its_engine_which_is_adopted(fl
         await wait_ended(load, 8)
     assert fleet.engine_pids() == before, "the engine was restarted, not adopted"
     assert fleet.engine_processes() == 2
+    await invariants(fleet, load)
+
+
+async def test_a_burst_of_cancelled_streams_leaves_nothing_in_flight(fleet: Fleet) -> None:
+    """Clients leave while they are queued, before their first token and within their answer."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+
+        async def leave_after(delay_s: float, pop: str) -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await one_stream(fleet, http, pop, 5_000)
+
+        await asyncio.gather(
+            *(
+                leave_after(0.01 * (number % 80), ("ams", "sin")[number % 2])
+                for number in range(200)
+            )
+        )
+        await until("nothing in flight", lambda: nothing_in_flight(fleet), 10.0)
+        load = Load([await one_stream(fleet, http, pop, 10) for pop in ("ams", "sin", "ams")])
+    assert not load.failures()
     await invariants(fleet, load)
 
 

@@ -8,6 +8,7 @@ import aiohttp
 import asyncpg
 import pytest
 
+from isochrone.cli.client import AdminError
 from tests.system.harness import Fleet, a_fleet, until
 from tests.system.load import one_stream
 
@@ -68,28 +69,13 @@ async def test_a_scheduler_pointed_at_an_empty_database_stops_nothing(fleet: Fle
 async def test_a_database_backup_an_hour_old_stops_nothing_and_adopts_replicas(
     fleet: Fleet,
 ) -> None:
-    # "An hour ago" knows the nodes and routers, and no deployment.
-    await fleet.processes.stop("postgres")
-    shutil.copytree(fleet.folder / "pg", fleet.folder / "pg-old", symlinks=True)
-    owner = (fleet.folder / "pg").stat()
-    for path in (fleet.folder / "pg-old", *(fleet.folder / "pg-old").rglob("*")):
-        os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
-    await fleet.start_postgres()
-    await until("the scheduler acts again", fleet.acts)
+    await back_up(fleet)
     await fleet.deploy(replicas=2)
     before = fleet.engine_pids()
     await fleet.kill("scheduler-a")
-    await fleet.processes.stop("postgres")
-    shutil.move(fleet.folder / "pg", fleet.folder / "pg-new")
-    shutil.move(fleet.folder / "pg-old", fleet.folder / "pg")
-    await fleet.start_postgres()
+    await restore(fleet)
     await fleet.start_scheduler("a")
-
-    async def learned() -> bool:
-        rows = (await fleet.ask("GET", "/v1/placements"))["data"]
-        return len([r for r in rows if "adopted" in r["reason"] and r["state"] == "warm"]) == 2
-
-    await until("both replicas are adopted", learned, 20.0)
+    await until("both replicas are adopted", lambda: has_adopted(fleet), 20.0)
     await quiet_turns(fleet)
     deployments = (await fleet.ask("GET", "/v1/deployments"))["data"]
     assert [row["name"] for row in deployments] == ["mock"]
@@ -98,6 +84,51 @@ async def test_a_database_backup_an_hour_old_stops_nothing_and_adopts_replicas(
     assert fleet.engine_pids() == before
     assert fleet.engine_processes() == 2
     await serves(fleet)
+
+
+async def test_a_backup_restored_under_a_running_scheduler_is_followed_by_all(
+    fleet: Fleet,
+) -> None:
+    await back_up(fleet)
+    await fleet.deploy(replicas=2)
+    before = fleet.engine_pids()
+    await restore(fleet)
+    await until("both replicas are adopted", lambda: has_adopted(fleet))
+    kinds = {e["kind"] for e in (await fleet.ask("GET", "/v1/events"))["data"]}
+    assert {"database.lost_history", "replica.adopted"} <= kinds
+    # Routers refuse generations that they have seen: a new key proves that they follow.
+    fleet.key = (await fleet.ask("POST", "/v1/keys", {"tenant_id": "test"}))["key"]
+    await fleet.routers_know()
+    await serves(fleet)
+    assert fleet.engine_pids() == before
+    assert fleet.engine_processes() == 2
+
+
+async def back_up(fleet: Fleet) -> None:
+    """Copy the database as it is "an hour ago": with nodes and routers, and no deployment."""
+    await fleet.processes.stop("postgres")
+    shutil.copytree(fleet.folder / "pg", fleet.folder / "pg-old", symlinks=True)
+    owner = (fleet.folder / "pg").stat()
+    for path in (fleet.folder / "pg-old", *(fleet.folder / "pg-old").rglob("*")):
+        os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+    await fleet.start_postgres()
+    await until("the scheduler acts again", fleet.acts)
+
+
+async def restore(fleet: Fleet) -> None:
+    """Put the copy in the database's place."""
+    await fleet.processes.stop("postgres")
+    shutil.move(fleet.folder / "pg", fleet.folder / "pg-new")
+    shutil.move(fleet.folder / "pg-old", fleet.folder / "pg")
+    await fleet.start_postgres()
+
+
+async def has_adopted(fleet: Fleet) -> bool:
+    try:
+        rows = (await fleet.ask("GET", "/v1/placements"))["data"]
+    except AdminError:
+        return False
+    return len([r for r in rows if "adopted" in r["reason"] and r["state"] == "warm"]) == 2
 
 
 async def test_placement_freezes_while_all_agents_are_silent(fleet: Fleet) -> None:

@@ -75,6 +75,7 @@ class LegsMachine(RuleBasedStateMachine):
         assert load.decode_tokens == sum(r.output_tokens for r in everything)
         assert load.running == len(everything)
         assert self.admission.pending_prefill_tokens(50.0) >= 0
+        assert self.admission.in_engine == len(everything) - len(self.elsewhere)
         assert self.admission.decoding == len(everything) - len(self.here)
 
 

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import DeviceId, ReplicaId
-from nodeagent.decide.sleep import AWAKE_MIN_S, YIELD_AFTER_S, AwakeReplica, plan_wake
+from nodeagent.decide.sleep import (
+    AWAKE_MIN_S,
+    DEMAND_HALF_LIFE_S,
+    YIELD_AFTER_S,
+    AwakeReplica,
+    RecentDemand,
+    plan_wake,
+)
 from nodeagent.host.awake_memory import AwakeMemory, CannotWake
 from tests.builders import a_spec
 
@@ -42,6 +49,8 @@ def victims(
         ([awake("a", used_s=50.0, requests=1), awake("b")], ("b",)),
         ([awake("a", used_s=50.0, may_sleep=False), awake("b")], ("b",)),
         ([awake("a", 2, used_s=1.0), awake("b", 2, used_s=2.0), awake("c")], ("a", "b")),
+        # Fewer recent requests count before a longer time without any.
+        ([awake("a", used_s=50.0, demand=3.0), awake("b", demand=1.0)], ("b",)),
         # Only as many as needed, and of the device that is full.
         ([awake("a", used_s=50.0)._replace(device_ids=(DeviceId("gpu1"),)), awake("b")], ()),
     ],
@@ -87,6 +96,14 @@ def test_a_granted_wake_fits_and_no_busy_or_fixed_replica_sleeps(
     slept = [r for r in replicas if r.replica_id in plan.sleeping]
     assert all(r.may_sleep and not r.requests for r in slept)
     assert not slept or sum(r.memory_bytes for r in staying) + wanted <= 10
+
+
+def test_recent_demand_fades() -> None:
+    demand = RecentDemand()
+    demand.add(0.0)
+    demand.add(0.0)
+    assert demand.at(DEMAND_HALF_LIFE_S) == 1.0
+    assert demand.at(20 * DEMAND_HALF_LIFE_S) < 0.01
 
 
 class FakeEngine:

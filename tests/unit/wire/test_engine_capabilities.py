@@ -7,8 +7,10 @@ from isochrone.wire.engine_capabilities import (
     FEATURES,
     capabilities_of,
     lacking_features,
+    sleep_problem,
 )
 from isochrone.wire.engine_options import ENGINE_OPTIONS
+from isochrone.wire.model import EngineSettings
 from nodeagent.drivers import DRIVERS
 from ops.engines.capability_table import DOCUMENT, with_table
 
@@ -37,3 +39,23 @@ def test_an_unknown_engine_lacks_nothing() -> None:
 def test_the_document_has_the_current_table() -> None:
     text = DOCUMENT.read_text()
     assert with_table(text) == text, "run python -m ops.engines.capability_table"
+
+
+@pytest.mark.parametrize(
+    ("engine", "problem"),
+    [
+        (EngineSettings(driver="embedded"), ""),
+        (EngineSettings(driver="embedded", devices=2), "several devices"),
+        (EngineSettings(driver="embedded", options={"draft_path": "x"}), "draft model"),
+        (EngineSettings(driver="vllm"), "enable_sleep_mode=true"),
+        (EngineSettings(driver="vllm", options={"enable_sleep_mode": "true"}), ""),
+        (EngineSettings(driver="sglang"), "sglang cannot sleep"),
+        (EngineSettings(driver="mock", devices=2, nodes=2), "several nodes"),
+    ],
+)
+def test_over_commitment_needs_an_engine_that_can_sleep(
+    engine: EngineSettings, problem: str
+) -> None:
+    found = sleep_problem(engine)
+    assert problem in found
+    assert bool(found) == bool(problem)

@@ -1,0 +1,45 @@
+"""Replicas of a real agent's node that share a device: a request wakes the one it names."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from isochrone.wire import headers
+from isochrone.wire.ids import DeviceId, ReplicaId
+from nodeagent.host.awake_memory import AwakeMemory
+from tests.integration.nodeagent.test_data_plane import Node, a_node
+
+NAMES = ("r1", "r2", "r3")
+
+
+async def budgets() -> Mapping[DeviceId, int]:
+    return {DeviceId("cpu"): 8}
+
+
+async def answered(node: Node, name: str) -> None:
+    async with node.ask(name) as response:
+        assert response.status == 200, await response.text()
+        assert b"t0" in await response.read()
+
+
+async def test_a_request_wakes_a_sleeping_replica_and_answers_tell_of_it() -> None:
+    async with a_node() as node:
+        memory = node.supervisor.awake = AwakeMemory(budgets, time.monotonic)
+        for name in NAMES:
+            spec = msgspec.structs.replace(node.spec(name), memory_bytes=4, overcommit=2.0)
+            await node.warm(spec)
+        assert memory.asleep_count() == 1
+        async with node.http.get("/ping") as response:
+            loads = headers.parse_loads(response.headers[headers.LOADS])
+        asleep = [name for name in NAMES if loads[ReplicaId(name)].wake_ms]
+        assert asleep == [name for name in NAMES if not memory.is_awake(ReplicaId(name))]
+        for name in (*asleep, *NAMES):
+            await answered(node, name)
+        await asyncio.gather(*(answered(node, name) for name in NAMES * 3))
+        assert memory.asleep_count() == 1
+        async with node.http.get("/metrics") as response:
+            page = await response.text()
+        assert "isochrone_node_replicas_asleep 1.0" in page
+        assert 'isochrone_node_sleep_switch_seconds_count{kind="wake"}' in page
