@@ -174,35 +174,6 @@ def quantile(values: list[float], share: float) -> float:
 def table(measured: ControlPlaneRun) -> str:
     """Return the run as a page of Markdown."""
     options = measured.options
-    rows = _rows(measured)
-    lines = [
-        "# The control plane at scale",
-        "",
-        f"{options['agents']} agents ({options['devices']} devices and a warm replica each) and "
-        f"{options['routers']} routers, {options['keys']} keys and {MODELS} deployments on one "
-        f"scheduler; pulses every 2 s, reports every 10 s, "
-        f"demand every 5 s, {options['changes']:g} replica state changes a second; "
-        f"{options['seconds']:g} s.",
-        "",
-        f"2 vCPU, Debian 12, shared by the simulators, Postgres and both schedulers; Python "
-        f"{python_version()}, aiohttp {version('aiohttp')}, asyncpg {version('asyncpg')}; "
-        f"{datetime.now(UTC):%Y-%m-%d}.",
-        "",
-        f"    python -m ops.bench.control_plane --agents {options['agents']} "
-        f"--routers {options['routers']} --keys {options['keys']} "
-        f"--for {options['seconds']:g} --write",
-        "",
-        "| what | | measured |",
-        "|---|---|---|",
-        *(f"| {what} | {unit} | {value} |" for what, unit, value in rows),
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _rows(measured: ControlPlaneRun) -> list[tuple[str, str, str]]:
-    """Return what was measured: its name, the unit, and the value."""
-    options = measured.options
     steady, after, growth = measured.steady, measured.after, measured.growth
     # Changes of the last seconds are published by the next scheduler, and belong to the failover.
     steady_s = latencies_s(measured, measured.connected_at, measured.killed_at - 10.0)
@@ -212,10 +183,7 @@ def _rows(measured: ControlPlaneRun) -> list[tuple[str, str, str]]:
     for at in again:
         per_s[int(at)] += 1
     peers = options["agents"] + options["routers"]
-    real, stalls = measured.real, measured.real.later_stalls_ms
-    accepted = [key.accepted_at - key.made_at for key in measured.made]
-    everywhere = everywhere_s(measured)
-    return [
+    rows = [
         ("peers connected, after all connect at once", f"{peers}",
          f"{measured.connected_at - measured.started_at:.1f} s"),
         ("scheduler CPU, share of one core", "mean / p99 of 1 s",
@@ -244,6 +212,42 @@ def _rows(measured: ControlPlaneRun) -> list[tuple[str, str, str]]:
          f"{_mean(after.cpu_shares):.2f} / {max(after.cpu_shares):.2f}"),
         ("report to route table once all peers are back", f"p50 / p99 of {len(settled)}",
          f"{quantile(settled, 0.5):.2f} / {quantile(settled, 0.99):.2f} s"),
+        *_router_rows(measured),
+        ("whole route tables sent / admin failures / max lateness of simulators", "",
+         f"{sum(len(log.snapshots) for log in measured.logs)} / {measured.admin_failures} / "
+         f"{max(log.late_s_max for log in measured.logs):.2f} s"),
+    ]  # fmt: skip
+    lines = [
+        "# The control plane at scale",
+        "",
+        f"{options['agents']} agents ({options['devices']} devices and a warm replica each) and "
+        f"{options['routers']} routers, {options['keys']} keys and {MODELS} deployments on one "
+        f"scheduler; pulses every 2 s, reports every 10 s, "
+        f"demand every 5 s, {options['changes']:g} replica state changes a second; "
+        f"{options['seconds']:g} s.",
+        "",
+        f"2 vCPU, Debian 12, shared by the simulators, Postgres and both schedulers; Python "
+        f"{python_version()}, aiohttp {version('aiohttp')}, asyncpg {version('asyncpg')}; "
+        f"{datetime.now(UTC):%Y-%m-%d}.",
+        "",
+        f"    python -m ops.bench.control_plane --agents {options['agents']} "
+        f"--routers {options['routers']} --keys {options['keys']} "
+        f"--for {options['seconds']:g} --write",
+        "",
+        "| what | | measured |",
+        "|---|---|---|",
+        *(f"| {what} | {unit} | {value} |" for what, unit, value in rows),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _router_rows(measured: ControlPlaneRun) -> list[tuple[str, str, str]]:
+    """Return the rows about new keys and about the real router."""
+    real, stalls = measured.real, measured.real.later_stalls_ms
+    accepted = [key.accepted_at - key.made_at for key in measured.made]
+    everywhere = everywhere_s(measured)
+    return [
         ("all routers have the first table, from the start", "",
          f"{measured.followed_at - measured.started_at:.0f} s"),
         ("new key: accepted by a real router / known to all routers",
@@ -256,9 +260,6 @@ def _rows(measured: ControlPlaneRun) -> list[tuple[str, str, str]]:
         ("its event loop's longest stall", "first table / afterwards, median and longest second",
          f"{real.first_table_stall_ms:.0f} ms / {quantile(stalls, 0.5):.0f} and "
          f"{max(stalls, default=0):.0f} ms"),
-        ("whole route tables sent / admin failures / max lateness of simulators", "",
-         f"{sum(len(log.snapshots) for log in measured.logs)} / {measured.admin_failures} / "
-         f"{max(log.late_s_max for log in measured.logs):.2f} s"),
     ]  # fmt: skip
 
 
