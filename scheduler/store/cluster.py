@@ -241,13 +241,14 @@ async def _read_distances(connection: Connection) -> tuple[PopDistance, ...]:
 
 async def _read_profiles(connection: Connection) -> tuple[MeasuredProfile, ...]:
     rows = await connection.fetch("SELECT * FROM profile ORDER BY model_id, device_class")
+    # What a replica has used of its device is known of running ones only, and has no column.
     return tuple(
         MeasuredProfile(
             model_id=row["model_id"],
             device_class=row["device_class"],
             # Zeros included: the planner knows which values were measured (`capacity.is_measured`).
             profile=ReplicaProfile(
-                **{field: row[field] for field in ReplicaProfile.__struct_fields__}
+                **{field: row[field] for field in ReplicaProfile.__struct_fields__ if field in row}
             ),
         )
         for row in rows
