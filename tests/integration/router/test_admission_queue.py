@@ -137,26 +137,47 @@ async def test_a_request_that_cannot_wait_neither_waits_nor_overtakes() -> None:
     await waiting
 
 
-async def test_a_request_that_a_node_refused_returns_to_the_head() -> None:
+async def test_a_request_that_a_node_refused_goes_before_the_later_ones_of_its_tenant() -> None:
     lane = OneLane(capacity=0)
     entry = QueueEntry(D, TenantId("a"), 1, asyncio.get_running_loop().time() + 5)
     first = asyncio.create_task(lane.queue.wait(entry))
     await lane.until(lambda: lane.queue.depth == 1)
-    others = [asyncio.create_task(lane.serve(name)) for name in ("a2", "b1")]
-    await lane.until(lambda: lane.queue.depth == 3)
+    other = asyncio.create_task(lane.serve("a2"))
+    await lane.until(lambda: lane.queue.depth == 2)
     lane.queue.wake(D)
     await first
     assert lane.queue.admit(entry) is not None
-    assert lane.queue.depth == 2
+    assert lane.queue.depth == 1
     again = asyncio.create_task(lane.queue.wait(entry))
-    await lane.until(lambda: lane.queue.depth == 3)
+    await lane.until(lambda: lane.queue.depth == 2)
     assert not lane.queue.must_wait(entry)
     lane.queue.wake(D)
     await again
     lane.queue.admit(entry)
-    lane.free(2)
-    await asyncio.gather(*others)
-    assert lane.order == ["b1", "a2"]
+    lane.free()
+    await other
+    assert lane.order == ["a2"]
+
+
+async def test_a_tenant_that_has_just_come_passes_a_refused_request() -> None:
+    """A node that refuses one tenant may admit another."""
+    lane = OneLane(capacity=0)
+    entry = QueueEntry(D, TenantId("a"), 1, asyncio.get_running_loop().time() + 5)
+    first = asyncio.create_task(lane.queue.wait(entry))
+    await lane.until(lambda: lane.queue.depth == 1)
+    other = asyncio.create_task(lane.serve("b1"))
+    await lane.until(lambda: lane.queue.depth == 2)
+    lane.queue.wake(D)
+    await first
+    lane.queue.admit(entry)
+    again = asyncio.create_task(lane.queue.wait(entry))
+    await lane.until(lambda: lane.queue.depth == 2)
+    assert lane.queue.must_wait(entry)
+    lane.free()
+    await other
+    lane.queue.wake(D)
+    await again
+    assert lane.order == ["b1"]
 
 
 async def test_the_bodies_of_one_tenant_leave_space_for_another() -> None:
