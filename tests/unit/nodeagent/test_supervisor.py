@@ -46,6 +46,7 @@ class FakeEngine:
 
     log = Path("r1")
     exit_reason = "the engine exited"
+    pid = 1
 
     def __init__(self) -> None:
         self.exited = asyncio.Event()
