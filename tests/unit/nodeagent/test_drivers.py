@@ -190,6 +190,9 @@ def test_a_program_that_cannot_start_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "vllm"
+    # The first line of a script cannot name a path with a space, which the checkout's may have.
+    interpreter = tmp_path / "python3"
+    interpreter.symlink_to(sys.executable)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def reason(text: str) -> str:
@@ -199,7 +202,7 @@ def test_a_program_that_cannot_start_is_reported(
         return installed_version.problem("vllm", versions)
 
     assert "No such file" in reason("#!/nowhere/python3\n")
-    assert "No package metadata was found for vllm" in reason(f"#!{sys.executable}\n")
+    assert "No package metadata was found for vllm" in reason(f"#!{interpreter}\n")
     assert reason("#!/bin/sh\nexec elsewhere\n") == "", "an operator's wrapper is not examined"
     monkeypatch.setattr(installed_version, "_version", lambda *_: "0.10.2")
     assert "0.10.2" in reason("")

@@ -161,10 +161,13 @@ def test_a_build_without_our_arguments_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "llama-server"
+    # The first line of a script cannot name a path with a space, which the checkout's may have.
+    interpreter = tmp_path / "python3"
+    interpreter.symlink_to(sys.executable)
     monkeypatch.setenv("PATH", str(tmp_path))
 
     def missing(script: str) -> str:
-        program.write_text(f"#!{sys.executable}\n{script}")
+        program.write_text(f"#!{interpreter}\n{script}")
         program.chmod(0o755)
         return DRIVER.missing()
 
