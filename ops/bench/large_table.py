@@ -168,7 +168,7 @@ class StallWatch:
             self._longest_s = max(self._longest_s, time.monotonic() - began - TICK_S)
 
     def take_ms(self) -> float:
-        """Return the longest stall in ms, and begin anew."""
+        """Return the longest stall in ms since the last call."""
         longest_ms, self._longest_s = 1000 * self._longest_s, 0.0
         return longest_ms
 

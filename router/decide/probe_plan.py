@@ -5,8 +5,8 @@ true, so one node of a PoP answers for up to 64. Which one is the same for all r
 choice between two: nodes ping each other once for many routers.
 
 Some nodes are pinged by the router itself, too: those with its own requests, because the wait for
-their answers depends on whether they are alive; those for which nobody answers; and each in turn,
-because only a router's own ping shows whether it can reach the node.
+their answers depends on whether they are alive; those that no other node answered for; and each in
+turn, because only a router's own ping shows whether it can reach the node.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -59,7 +59,7 @@ def plan_groups(
     failed_at_s: Mapping[NodeId, float],
     now_s: float,
 ) -> GroupPlan:
-    """Return whom to ask for the loads of others; nobody in a small fleet.
+    """Return which nodes to ask for the loads of others; none in a small fleet.
 
     `pops` has all nodes of the route table, and `failed_at_s` when a node failed to answer for its
     group.

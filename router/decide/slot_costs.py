@@ -39,7 +39,10 @@ class BestTwo(NamedTuple):
 
 
 class SlotCosts:
-    """The costs of one query by slot, infinite for a slot that is full, empty or excluded."""
+    """The costs of one query by slot, infinite for a slot that is full, empty or excluded.
+
+    An interface with two implementations below; a plain class, which mypyc compiles.
+    """
 
     def at(self, slot: int) -> float:
         """Return the cost of one slot."""
