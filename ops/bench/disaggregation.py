@@ -44,7 +44,7 @@ from ops.bench.disaggregation_load import (
     read_trace,
     run,
 )
-from ops.bench.engine_node import BenchNode, NodeSetup, bench_node
+from ops.bench.engine_node import NodeClient, NodeSetup, bench_node
 from ops.fleet.model import FOLDER, PACKAGE
 from ops.sim import data
 from ops.sim.measure import percentile
@@ -105,7 +105,7 @@ def figures(answers: Sequence[TimedAnswer], began_s: float) -> SettingFigures:
 @asynccontextmanager
 async def engines(
     model: Path, kv_dtype: str, interval_ms: int, count: int = len(NAMES)
-) -> AsyncIterator[list[BenchNode]]:
+) -> AsyncIterator[list[NodeClient]]:
     """Run nodes with one engine each."""
     options = {"interval_ms": str(interval_ms), "draft_tokens_max": "0", "kv_dtype": kv_dtype}
     with tempfile.TemporaryDirectory(prefix="dis") as folder:
@@ -241,7 +241,7 @@ def raw_copy_s(count: int) -> float:
         return took_s
 
 
-async def measure_transfer(nodes: Sequence[BenchNode], token_us: int) -> None:
+async def measure_transfer(nodes: Sequence[NodeClient], token_us: int) -> None:
     """Transfer a prompt that the prefill engine has cached, three times; print the best."""
     byte_name = "isochrone_node_kv_transfer_bytes_total"
     time_name = "isochrone_node_prefill_leg_seconds_sum"

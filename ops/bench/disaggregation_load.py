@@ -13,7 +13,7 @@ import msgspec
 from isochrone.wire import headers
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
-from ops.bench.engine_node import BenchNode
+from ops.bench.engine_node import NodeClient
 from ops.sim.traces import MOONCAKE_BLOCK, TraceSlice, mooncake
 
 PROMPT_TOKENS_MAX: Final = 1800
@@ -69,7 +69,7 @@ def read_trace(path: Path, count: int, scale: MixScale) -> list[BenchRequest]:
     return requests
 
 
-def describe(nodes: Sequence[BenchNode], tokens: int, token_us: int) -> str:
+def describe(nodes: Sequence[NodeClient], tokens: int, token_us: int) -> str:
     """Return the header that names the decode replica and the prefill replica."""
     return headers.format_peer_replicas(
         [
@@ -87,7 +87,7 @@ def describe(nodes: Sequence[BenchNode], tokens: int, token_us: int) -> str:
 
 
 async def ask(
-    node: BenchNode,
+    node: NodeClient,
     request: BenchRequest,
     tenant: str,
     token_us: int,
@@ -141,7 +141,7 @@ class UnifiedRouter:
     It knows exactly what each engine has read, and forgets nothing.
     """
 
-    def __init__(self, nodes: Sequence[BenchNode], tenant: str, token_us: int, scale: int) -> None:
+    def __init__(self, nodes: Sequence[NodeClient], tenant: str, token_us: int, scale: int) -> None:
         self._nodes = nodes
         self._tenant = tenant
         self._token_us = token_us
@@ -153,7 +153,7 @@ class UnifiedRouter:
     async def send(self, request: BenchRequest) -> TimedAnswer:
         """Send a request to one of the engines."""
 
-        def cost(node: BenchNode) -> tuple[int, int]:
+        def cost(node: NodeClient) -> tuple[int, int]:
             return self._queued[node.name] + self._uncached(node, request), self._running[node.name]
 
         node = min(self._nodes, key=cost)
@@ -174,7 +174,7 @@ class UnifiedRouter:
             release()
             self._running[node.name] -= 1
 
-    def _uncached(self, node: BenchNode, request: BenchRequest) -> int:
+    def _uncached(self, node: NodeClient, request: BenchRequest) -> int:
         known = itertools.takewhile(self._known[node.name].__contains__, request.blocks)
         return max(1, len(request.prompt) - sum(1 for _ in known) * self._block_tokens)
 

@@ -49,7 +49,7 @@ class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, str] = {}
 
 
-class BenchNode(msgspec.Struct, frozen=True, kw_only=True):
+class NodeClient(msgspec.Struct, frozen=True, kw_only=True):
     """A running node, as a client sees it."""
 
     name: str
@@ -65,7 +65,7 @@ class BenchNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @asynccontextmanager
-async def bench_node(setup: NodeSetup) -> AsyncIterator[BenchNode]:
+async def bench_node(setup: NodeSetup) -> AsyncIterator[NodeClient]:
     """Run a node as a process; yield it once its engine is warm."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "ops.bench.engine_node", msgspec.json.encode(setup).decode()),
@@ -81,7 +81,7 @@ async def bench_node(setup: NodeSetup) -> AsyncIterator[BenchNode]:
             raise SystemExit(f"cannot measure: node {setup.name} did not become warm")
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(f"http://{address}", timeout=timeout) as http:
-            yield BenchNode(name=setup.name, address=address, http=http)
+            yield NodeClient(name=setup.name, address=address, http=http)
     finally:
         process.stdin.close()
         try:
