@@ -17,7 +17,7 @@ REQUESTS: Final = 3000
 WARM_UP: Final = 1000
 
 
-class PublishedRate(NamedTuple):
+class PublishedThroughput(NamedTuple):
     """Output tokens per second at one length of prompts and answers."""
 
     prompt_tokens: int
@@ -27,14 +27,14 @@ class PublishedRate(NamedTuple):
 
 
 PUBLISHED: Final = (
-    PublishedRate(128, 2048, 6651, 4336),
-    PublishedRate(500, 2000, 5222, 3666),
-    PublishedRate(1000, 1000, 4205, 2909),
-    PublishedRate(1000, 2000, 4146, 2994),
-    PublishedRate(2048, 128, 762, 442),
-    PublishedRate(2048, 2048, 3082, 2003),
-    PublishedRate(5000, 500, 898, 566),
-    PublishedRate(20_000, 2000, 437, 283),
+    PublishedThroughput(128, 2048, 6651, 4336),
+    PublishedThroughput(500, 2000, 5222, 3666),
+    PublishedThroughput(1000, 1000, 4205, 2909),
+    PublishedThroughput(1000, 2000, 4146, 2994),
+    PublishedThroughput(2048, 128, 762, 442),
+    PublishedThroughput(2048, 2048, 3082, 2003),
+    PublishedThroughput(5000, 500, 898, 566),
+    PublishedThroughput(20_000, 2000, 437, 283),
 )
 
 
