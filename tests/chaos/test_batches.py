@@ -1,4 +1,4 @@
-"""kill -9 of each part while a batch runs: every item is answered, and answered once."""
+"""kill -9 of each part while a batch and background responses run: each is answered once."""
 
 import json
 import os
@@ -12,6 +12,7 @@ import pytest
 from tests.system.harness import LEASE_S, Fleet, a_fleet, until
 
 ITEMS = 400
+RESPONSES = 20
 TOKENS = 8
 WAIT_S = 180.0
 
@@ -23,6 +24,7 @@ async def fleet() -> AsyncIterator[Fleet]:
             running.settings[name] = {
                 "batch_folder": str(running.folder / "batches"),
                 "batches": {"lease_s": 4.0},
+                "responses": {"lease_s": 4.0},
             }
         await running.up()
         await running.deploy(replicas=2)
@@ -54,6 +56,13 @@ async def test_each_item_is_answered_once_whatever_dies(fleet: Fleet) -> None:
         created = await client.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
         )
+
+        promised = [
+            await client.responses.create(
+                model="mock", input=f"{number}", background=True, max_output_tokens=TOKENS
+            )
+            for number in range(RESPONSES)
+        ]
 
         async def state() -> Any:
             try:
@@ -92,6 +101,7 @@ async def test_each_item_is_answered_once_whatever_dies(fleet: Fleet) -> None:
         batch = await until("the batch is complete", has_ended, WAIT_S)
         counts = batch.request_counts
         assert (counts.total, counts.completed, counts.failed) == (ITEMS, ITEMS, 0)
+        await are_answered(client, [response.id for response in promised])
         content = await client.files.content(batch.output_file_id)
         answers = [json.loads(line) for line in content.text.splitlines()]
         assert [answer["custom_id"] for answer in answers] == [f"item {n}" for n in range(ITEMS)]
@@ -99,3 +109,18 @@ async def test_each_item_is_answered_once_whatever_dies(fleet: Fleet) -> None:
         for answer in answers:
             message = answer["response"]["body"]["choices"][0]["message"]
             assert message["content"].strip() == expected
+
+
+async def are_answered(client: openai.AsyncOpenAI, response_ids: list[str]) -> None:
+    """Check that every background response that was promised has its one answer."""
+    expected = " ".join(f"t{number}" for number in range(TOKENS))
+    for response_id in response_ids:
+
+        async def has_ended(response_id: str = response_id) -> Any:
+            response = await client.responses.retrieve(response_id)
+            return None if response.status in ("queued", "in_progress") else response
+
+        response = await until("the response is answered", has_ended, WAIT_S)
+        assert (response.status, response.output_text.strip()) == ("completed", expected)
+        (item,) = (await client.responses.input_items.list(response_id)).data
+        assert item.type == "message"
