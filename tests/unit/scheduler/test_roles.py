@@ -10,11 +10,13 @@ from isochrone.wire.model import EngineSettings, PlacementPolicy
 from nodeagent.drivers import DRIVERS
 from scheduler.api.deployments import SENDS_KV, roles_problem
 from scheduler.decide.placement.roles import (
+    AUTO_ROUNDING,
     HYSTERESIS,
     RoleCounts,
     TokenMix,
     next_role,
     prefill_share,
+    role_of_next,
 )
 
 NO_MIX = TokenMix(uncached_per_s=0, output_per_s=0, prefill_rate=1000, decode_rate=100)
@@ -80,6 +82,25 @@ def test_auto_follows_the_demand() -> None:
     assert prefill_share(AUTO, NO_MIX, RoleCounts()) == 0
     unknown = msgspec.structs.replace(mix(1000, 100), decode_rate=0.0)
     assert prefill_share(AUTO, unknown, RoleCounts()) == 0
+
+
+@given(uncached=st.floats(0, 1e6), output=st.floats(0, 1e6), replicas=st.integers(1, 20))
+def test_auto_gives_no_prefill_replica_less_than_nearly_its_time(
+    uncached: float, output: float, replicas: int
+) -> None:
+    counts = RoleCounts()
+    for _ in range(replicas):
+        role = role_of_next(AUTO, mix(uncached, output), counts).value
+        counts = msgspec.structs.replace(counts, **{role: getattr(counts, role) + 1})
+    share = prefill_share(AUTO, mix(uncached, output), RoleCounts())
+    assert counts.prefill <= share * replicas + AUTO_ROUNDING + 1e-6
+    assert counts.prefill + 1 >= (share - HYSTERESIS) * (replicas - 1)
+
+
+def test_two_replicas_of_an_output_heavy_deployment_stay_unified() -> None:
+    one = RoleCounts(unified=1)
+    assert role_of_next(AUTO, mix(400, 60), one) is Role.UNIFIED
+    assert role_of_next(AUTO, mix(1000, 60), one) is Role.PREFILL
 
 
 @given(uncached=st.floats(0, 1e6), output=st.floats(0, 1e6), prefill=st.integers(1, 9))
