@@ -30,7 +30,7 @@ from scheduler.decide.response_limits import ResponseLimits
 from scheduler.store.conversations import add_items, all_items, conversation_of, read_conversation
 from scheduler.store.pool import Connection, Pool, transaction, using
 from scheduler.store.responses import (
-    StoredResponse,
+    ResponseRow,
     add_response,
     delete_response,
     end_response,
@@ -151,7 +151,7 @@ class ResponseWork:
         )
 
     async def _extend_conversation(
-        self, connection: Connection, row: StoredResponse, body: bytes
+        self, connection: Connection, row: ResponseRow, body: bytes
     ) -> None:
         """Append a response's input and output to its conversation, if that still exists."""
         assert row.conversation_id is not None
@@ -217,7 +217,7 @@ class ResponseEndpoints:
         )
         return items_response(page)
 
-    async def _response(self, request: web.Request, tenant_id: str) -> StoredResponse:
+    async def _response(self, request: web.Request, tenant_id: str) -> ResponseRow:
         response_id = request.match_info["response_id"]
         async with using(self._pool) as connection:
             row = await read_response(connection, response_id, tenant_id=tenant_id)
@@ -264,7 +264,7 @@ def items_response(page: ItemPage) -> web.Response:
     return _json(msgspec.json.encode(body))
 
 
-def _body(row: StoredResponse) -> bytes:
+def _body(row: ResponseRow) -> bytes:
     """Return the response as it is now: a background response begins as queued."""
     if row.is_open and row.is_background:
         response: dict[str, Any] = msgspec.json.decode(row.body)

@@ -16,7 +16,7 @@ _COLUMNS: Final = (
 )
 
 
-class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseRow(msgspec.Struct, frozen=True, kw_only=True):
     """One response of a tenant."""
 
     response_id: str
@@ -92,7 +92,7 @@ async def add_response(
 
 async def read_response(
     connection: Connection, response_id: str, *, tenant_id: str | None = None, lock: bool = False
-) -> StoredResponse | None:
+) -> ResponseRow | None:
     """Return a response, of a tenant if one is given."""
     row = await connection.fetchrow(
         f"SELECT {_COLUMNS} FROM stored_response WHERE response_id = $1"  # noqa: S608
@@ -100,7 +100,7 @@ async def read_response(
         response_id,
         tenant_id,
     )
-    return None if row is None else as_struct(row, StoredResponse)
+    return None if row is None else as_struct(row, ResponseRow)
 
 
 async def end_response(
@@ -201,7 +201,7 @@ async def renew_responses(
     return [ref for ref in refs if ref not in kept]
 
 
-async def abandoned_responses(connection: Connection, limit: int) -> list[StoredResponse]:
+async def abandoned_responses(connection: Connection, limit: int) -> list[ResponseRow]:
     """Return responses whose router is gone and whose client waited for it, and lock them."""
     rows: list[Any] = await connection.fetch(
         f"SELECT {_COLUMNS} FROM stored_response"  # noqa: S608
@@ -209,4 +209,4 @@ async def abandoned_responses(connection: Connection, limit: int) -> list[Stored
         " ORDER BY available_at LIMIT $1 FOR UPDATE SKIP LOCKED",
         limit,
     )
-    return [as_struct(row, StoredResponse) for row in rows]
+    return [as_struct(row, ResponseRow) for row in rows]
