@@ -89,8 +89,8 @@ def end_leaderless(placements: Sequence[Placement], end: EndPlacement) -> None:
 def end_drained(
     fleet: FleetCapacity, running: Sequence[Placement], replicas_min: int, end: EndPlacement
 ) -> None:
-    """End what runs on draining nodes or unhealthy devices, once `replicas_min` replicas are warm on
-    others and none is coming."""
+    """End what runs on draining nodes or unhealthy devices, once `replicas_min` replicas are warm
+    on others and none is coming."""
     if not fleet.may_leave:
         return
     staying = [p for p in running if is_staying(fleet, p)]
