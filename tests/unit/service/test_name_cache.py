@@ -17,11 +17,13 @@ class Dns:
         self.addresses: Sequence[str] = ("10.0.0.1",)
         self.queries: list[str] = []
         self.fails = False
+        self.asked = asyncio.Event()
         self.answers = asyncio.Event()
         self.answers.set()
 
     async def look_up(self, host: str) -> Sequence[str]:
         self.queries.append(host)
+        self.asked.set()
         await self.answers.wait()
         if self.fails:
             raise OSError(f"cannot resolve {host}")
@@ -60,9 +62,9 @@ async def test_many_wait_for_one_lookup_and_none_cancels_it_for_the_others() -> 
     dns.answers.clear()
     names = NameCache(dns.look_up, Clock())
     waiting = [asyncio.create_task(names.addresses("n1")) for _ in range(5)]
-    await asyncio.sleep(0)
+    await dns.asked.wait()
     waiting[0].cancel()
-    await asyncio.sleep(0)
+    await asyncio.gather(waiting[0], return_exceptions=True)
     dns.answers.set()
     assert await asyncio.gather(*waiting[1:]) == [("10.0.0.1",)] * 4
     assert dns.queries == ["n1"]
@@ -77,8 +79,8 @@ async def test_a_lookup_that_hangs_delays_connections_once(
     dns.answers.clear()
     clock.now_s += FRESH_S
     first = asyncio.create_task(names.addresses("n1"))
-    while len(dns.queries) < 2:
-        await asyncio.sleep(0)
+    dns.asked.clear()
+    await dns.asked.wait()
     assert not first.done()
     clock.now_s += WAIT_S
     with caplog.at_level(logging.INFO):
@@ -137,8 +139,7 @@ async def test_closing_ends_the_lookups() -> None:
     dns.answers.clear()
     names = NameCache(dns.look_up, Clock())
     waiting = asyncio.create_task(names.addresses("n1"))
-    while not dns.queries:
-        await asyncio.sleep(0)
+    await dns.asked.wait()
     await names.aclose()
     with pytest.raises(asyncio.CancelledError):
         await waiting
