@@ -84,6 +84,12 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # requests of clients leave free; 0: none.
     batch_requests_max: Annotated[int, msgspec.Meta(ge=0, le=256)] = 4
 
+    # Whether a response of `/v1/responses` is stored if its request does not say so (`store`). At
+    # OpenAI it is. Here only requests that ask for it wait for the scheduler and its database.
+    store_responses: bool = False
+    # How many background responses this router answers at once; 0: none.
+    background_responses_max: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 64
+
     # Probes of nodes, and reports to the scheduler.
     probe_interval_s: Seconds = 2.0
     probe_timeout_s: Seconds = 2.0

@@ -1,7 +1,8 @@
 """Client of the data-plane servers of the PoP's other nodes: reads their queues, relays requests.
 
-Rule 1: a handoff must not cost more time than it can save. A probe ends within PROBE_TIMEOUT_S, and
-a node that is silent or fails is not tried again for BACKOFF_S.
+Rule 1: a handoff must not cost more time than it can save. A probe ends within PROBE_TIMEOUT_S, or
+a share of the time that a prefill leg can save. A node that is silent or fails is not tried again
+for BACKOFF_S.
 Rule 2: a request is handed off at most once: it is relayed without its list of peer replicas.
 Rule 3: while an answer is awaited, its node is pinged. After two unanswered pings in a row the
 replica counts as lost.
@@ -61,11 +62,19 @@ class PeerReplicaClient:
         """Close the connections."""
         await self._http.close()
 
-    async def queued_tokens(self, replicas: Sequence[PeerReplica]) -> dict[ReplicaId, int]:
-        """Return the pending prefill tokens of each replica whose node answers in time."""
+    async def queued_tokens(
+        self, replicas: Sequence[PeerReplica], timeout_s: float = 0.0
+    ) -> dict[ReplicaId, int]:
+        """Return the pending prefill tokens of each replica whose node answers in time.
+
+        That is `timeout_s`, or PROBE_TIMEOUT_S if that is longer.
+        """
+        timeout_s = max(timeout_s, PROBE_TIMEOUT_S)
         by_node = {peer.node_id: peer for peer in replicas if self._may_probe(peer.node_id)}
         async with asyncio.TaskGroup() as tasks:
-            probes = [tasks.create_task(self._node_loads(peer)) for peer in by_node.values()]
+            probes = [
+                tasks.create_task(self._node_loads(peer, timeout_s)) for peer in by_node.values()
+            ]
         replica_ids = {peer.replica_id for peer in replicas}
         return {
             replica_id: load.others_pending_prefill_tokens
@@ -144,13 +153,15 @@ class PeerReplicaClient:
         ) as pong:
             return pong.headers.get(headers.LOADS, "")
 
-    async def _node_loads(self, peer: PeerReplica) -> Mapping[ReplicaId, headers.ReportedLoad]:
+    async def _node_loads(
+        self, peer: PeerReplica, timeout_s: float
+    ) -> Mapping[ReplicaId, headers.ReportedLoad]:
         """Return the loads on the peer replica's node, {} if it does not answer in time."""
         read_s, loads = self._loads.get(peer.node_id, (-LOAD_MAX_AGE_S, {}))
         if self._clock() - read_s < LOAD_MAX_AGE_S:
             return loads
         try:
-            loads = await self._ping(peer, PROBE_TIMEOUT_S)
+            loads = await self._ping(peer, timeout_s)
         except (aiohttp.ClientError, OSError, TimeoutError):
             self._back_off(peer.node_id)
             return {}

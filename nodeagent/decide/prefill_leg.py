@@ -17,6 +17,11 @@ MARGIN_MS: Final = 5.0
 DELAYED_SEQUENCES_MAX: Final = 8
 """The delay of more decoding sequences than this counts no more."""
 
+PROBE_SHARE_MAX: Final = 0.1
+PROBE_S_MAX: Final = 0.5
+"""A probe of prefill replicas may take this share of the time that reading the prompt here takes,
+and at most this long: on a busy machine their nodes answer late, and are still worth asking."""
+
 TIMEOUT_FACTOR: Final = 4.0
 TIMEOUT_MIN_S: Final = 2.0
 """A leg may take so many times its predicted time, and at least this long."""
@@ -84,6 +89,12 @@ class TransferRate:
 def is_too_short(here: PeerReplica) -> bool:
     """Return True if reading the prompt here takes so little time that no leg can save any."""
     return here.prefill_ms * (1 + DELAYED_SEQUENCES_MAX) <= MARGIN_MS
+
+
+def probe_timeout_s(here: PeerReplica, size: WaitingPromptSize) -> float:
+    """Return how long the prefill replicas' nodes may take to say how long their queues are."""
+    here_s = size.uncached_tokens * here.token_us / 1e6
+    return min(PROBE_S_MAX, PROBE_SHARE_MAX * here_s)
 
 
 def plan_prefill(

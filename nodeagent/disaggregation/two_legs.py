@@ -27,6 +27,7 @@ from nodeagent.decide.prefill_leg import (
     TransferRate,
     WaitingPromptSize,
     plan_prefill,
+    probe_timeout_s,
 )
 
 ENGINE_TIMEOUT_S: Final = 5.0
@@ -42,7 +43,9 @@ class LegRefused(Exception):
 class PrefillPeers(Protocol):
     """Connections to the nodes of prefill replicas."""
 
-    async def queued_tokens(self, replicas: Sequence[PeerReplica]) -> dict[ReplicaId, int]:
+    async def queued_tokens(
+        self, replicas: Sequence[PeerReplica], timeout_s: float = 0.0
+    ) -> dict[ReplicaId, int]:
         """Return the pending prefill tokens of each replica whose node answers in time."""
 
     def relay(
@@ -118,7 +121,8 @@ class PrefillLeg:
             expected.held_blocks * expected.block_tokens,
             (expected.blocks - expected.held_blocks) * expected.block_tokens,
         )
-        queues = await self._peers.queued_tokens(request.replicas[1:])
+        timeout_s = probe_timeout_s(request.replicas[0], size)
+        queues = await self._peers.queued_tokens(request.replicas[1:], timeout_s)
         plan = plan_prefill(request.replicas, queues, size, request.load(), self._rate)
         for candidate in plan.candidates:
             await request.announce(candidate.replica_id)

@@ -26,9 +26,6 @@ from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
 from scheduler.store.rollouts import conflicts_with_rollout
 
-SENDS_KV: Final = frozenset({"embedded"})
-"""The drivers whose engines can read prompts for one another (`kv_transfer` of the driver)."""
-
 KIND_FEATURES: Final = {"chat": "chat", "embedding": "embeddings", "rerank": "rerank"}
 """The feature that an engine needs for each kind of model."""
 
@@ -256,9 +253,9 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
 
 def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
     """Return why replicas of this engine cannot have roles of their own; empty if they can."""
-    if policy.roles == UNIFIED_ROLES or engine.driver in SENDS_KV:
+    if policy.roles == UNIFIED_ROLES or capabilities_of(engine.driver).sends_kv:
         return ""
-    known = ", ".join(sorted(SENDS_KV))
+    known = ", ".join(name for name, one in ENGINE_CAPABILITIES.items() if one.sends_kv)
     return (
         f"roles {policy.roles!r} need an engine that sends the KV of prompts to another:"
         f" {engine.driver} does not, {known} does"

@@ -102,10 +102,7 @@ async def _explain_not_found(request: web.Request, handler: Handler) -> web.Stre
     if not isinstance(request.match_info.http_exception, web.HTTPNotFound):
         return await handler(request)
     path = request.path[:200]
-    if "responses" in path.split("/"):
-        reason = "responses are not stored, only POST /v1/responses exists"
-    else:
-        reason = f"there is no such path; the routes are {ROUTES}"
+    reason = f"there is no such path; the routes are {ROUTES}"
     raise ApiError(ErrorCode.NOT_FOUND, f"cannot find {request.method} {path}: {reason}")
 
 

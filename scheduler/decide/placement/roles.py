@@ -20,6 +20,11 @@ HYSTERESIS: Final = 0.1
 AUTO_SHARE_MIN: Final = 0.15
 """In `auto`, replicas stay unified while reading prompts takes a smaller share of their time."""
 
+AUTO_ROUNDING: Final = 0.1
+"""In `auto`, so much of a prefill replica may lack work. A decode replica can read the prompts that
+prefill replicas have no time for, but a prefill replica cannot generate, so the rest is rounded
+down: two replicas stay unified until reading takes nearly half of their time."""
+
 _FIXED: Final = re.compile(r"prefill=(\d+),decode=(\d+)")
 
 
@@ -54,6 +59,15 @@ def prefill_share(policy: PlacementPolicy, mix: TokenMix, counts: RoleCounts) ->
     if policy.roles == AUTO_ROLES:
         return _auto_share(mix, counts)
     return policy.prefill_share
+
+
+def role_of_next(policy: PlacementPolicy, mix: TokenMix, counts: RoleCounts) -> Role:
+    """Return the role of one more replica in a PoP that has `counts`."""
+    share = prefill_share(policy, mix, counts)
+    if policy.roles == AUTO_ROLES:
+        total = counts.total + 1
+        share = int(share * total + AUTO_ROUNDING) / total
+    return next_role(share, counts)
 
 
 def next_role(share: float, counts: RoleCounts) -> Role:

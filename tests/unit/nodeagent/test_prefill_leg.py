@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from nodeagent.decide.prefill_leg import (
+    PROBE_S_MAX,
     TIMEOUT_MIN_S,
     DecodeLoad,
     LegChoice,
@@ -15,6 +16,7 @@ from nodeagent.decide.prefill_leg import (
     WaitingPromptSize,
     is_too_short,
     plan_prefill,
+    probe_timeout_s,
 )
 
 
@@ -105,3 +107,9 @@ def test_candidates_are_known_in_order_and_have_time(
     assert (found.choice is LegChoice.PREFILL) == bool(names)
     assert [queues[name] for name in names] == sorted(queues[name] for name in names)
     assert not names or found.timeout_s >= TIMEOUT_MIN_S
+
+
+def test_a_probe_takes_a_share_of_what_reading_here_takes() -> None:
+    assert probe_timeout_s(HERE, LONG) == pytest.approx(0.04)
+    assert probe_timeout_s(HERE, WaitingPromptSize(4000, 0)) == 0
+    assert probe_timeout_s(HERE, WaitingPromptSize(0, 10**9)) == PROBE_S_MAX

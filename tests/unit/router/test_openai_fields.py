@@ -43,7 +43,6 @@ REFUSED_RESPONSES: dict[str, Any] = {
     "moderation": {},
     "reasoning": {"summary": "detailed"},
     "service_tier": "priority",
-    "store": True,
     "stream_options": {"include_obfuscation": True},
     "text": {"verbosity": "high"},
     "unheard_of": 1,

@@ -6,15 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isochrone.wire.assignment import Role
+from isochrone.wire.engine_capabilities import capabilities_of
 from isochrone.wire.model import EngineSettings, PlacementPolicy
 from nodeagent.drivers import DRIVERS
-from scheduler.api.deployments import SENDS_KV, roles_problem
+from scheduler.api.deployments import roles_problem
 from scheduler.decide.placement.roles import (
+    AUTO_ROUNDING,
     HYSTERESIS,
     RoleCounts,
     TokenMix,
     next_role,
     prefill_share,
+    role_of_next,
 )
 
 NO_MIX = TokenMix(uncached_per_s=0, output_per_s=0, prefill_rate=1000, decode_rate=100)
@@ -82,6 +85,25 @@ def test_auto_follows_the_demand() -> None:
     assert prefill_share(AUTO, unknown, RoleCounts()) == 0
 
 
+@given(uncached=st.floats(0, 1e6), output=st.floats(0, 1e6), replicas=st.integers(1, 20))
+def test_auto_gives_no_prefill_replica_less_than_nearly_its_time(
+    uncached: float, output: float, replicas: int
+) -> None:
+    counts = RoleCounts()
+    for _ in range(replicas):
+        role = role_of_next(AUTO, mix(uncached, output), counts).value
+        counts = msgspec.structs.replace(counts, **{role: getattr(counts, role) + 1})
+    share = prefill_share(AUTO, mix(uncached, output), RoleCounts())
+    assert counts.prefill <= share * replicas + AUTO_ROUNDING + 1e-6
+    assert counts.prefill + 1 >= (share - HYSTERESIS) * (replicas - 1)
+
+
+def test_two_replicas_of_an_output_heavy_deployment_stay_unified() -> None:
+    one = RoleCounts(unified=1)
+    assert role_of_next(AUTO, mix(400, 60), one) is Role.UNIFIED
+    assert role_of_next(AUTO, mix(1000, 60), one) is Role.PREFILL
+
+
 @given(uncached=st.floats(0, 1e6), output=st.floats(0, 1e6), prefill=st.integers(1, 9))
 def test_auto_keeps_the_present_share_while_it_is_near(
     uncached: float, output: float, prefill: int
@@ -96,11 +118,12 @@ def test_auto_keeps_the_present_share_while_it_is_near(
 
 
 def test_only_engines_that_send_kv_have_roles() -> None:
+    for name, driver in DRIVERS.items():
+        assert capabilities_of(name).sends_kv == driver.kv_transfer
     split = PlacementPolicy(roles="prefill=1,decode=2")
     assert roles_problem(EngineSettings(driver="embedded"), split) == ""
     assert roles_problem(EngineSettings(driver="vllm"), PlacementPolicy()) == ""
     reason = roles_problem(EngineSettings(driver="vllm"), split)
     assert reason.startswith("roles 'prefill=1,decode=2' need an engine that sends the KV")
-    assert {name for name, driver in DRIVERS.items() if driver.kv_transfer} == SENDS_KV
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"roles": "prefill=0,decode=1"}, PlacementPolicy)

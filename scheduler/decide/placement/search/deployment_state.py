@@ -22,7 +22,7 @@ from scheduler.decide.cluster import Placement
 from scheduler.decide.demand.demand_rates import DeploymentDemand, demand_load
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.fleet.slots import Slot, planned_memory_bytes
-from scheduler.decide.placement.roles import RoleCounts, TokenMix, next_role, prefill_share
+from scheduler.decide.placement.roles import RoleCounts, TokenMix, role_of_next
 from scheduler.decide.placement.score import (
     ABSENT,
     HEADROOM,
@@ -335,7 +335,7 @@ class DeploymentState:
             unified=roles[Role.UNIFIED], prefill=roles[Role.PREFILL], decode=roles[Role.DECODE]
         )
         needs = self.needs
-        return next_role(prefill_share(needs.deployment.policy, needs.token_mix, counts), counts)
+        return role_of_next(needs.deployment.policy, needs.token_mix, counts)
 
     def _distinct_pops(self) -> frozenset[PopId]:
         if self._pops_cache[0] != self.version:

@@ -1,0 +1,154 @@
+"""A node with one engine of one thread, as a process of its own: for benchmarks of several nodes.
+
+    python -m ops.bench.engine_node '{"name": "a", "model": "MODEL.gguf", "folder": "/tmp/a"}'
+
+Prints the address of its data plane once the engine is warm, and ends when its input does.
+"""
+
+import asyncio
+import hashlib
+import random
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+import msgspec
+
+from isochrone.service.http_server import serve_http
+from isochrone.wire.artifact import manifest_digest
+from isochrone.wire.assignment import ReplicaSpec
+from isochrone.wire.ids import DeploymentId, DeviceId, ModelId, ReplicaId
+from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
+from nodeagent.api.data_plane import DataPlaneServer
+from nodeagent.api.peer_replicas import PeerReplicaClient
+from nodeagent.config import NodeConfig
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.cache_salts import CacheSalts
+from nodeagent.host.engines import EngineProcesses
+from nodeagent.host.link import TransferLink
+from nodeagent.host.sources import ArtifactSources
+from nodeagent.supervisor import Supervisor
+
+SECRET: Final = CacheSalts(b"a secret of this benchmark......")
+WARM_S: Final = 300.0
+END_S: Final = 30.0
+
+
+class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine of a node: its options are those of the embedded driver."""
+
+    name: str
+    model: str
+    folder: str
+    kv_memory_bytes: int = 600 * 1024**2
+    context_tokens: int = 2048
+    options: dict[str, str] = {}
+
+
+class NodeClient(msgspec.Struct, frozen=True, kw_only=True):
+    """A running node, as a client sees it."""
+
+    name: str
+    address: str
+    http: aiohttp.ClientSession
+
+    async def counters(self, prefix: str) -> dict[str, float]:
+        """Return the samples of the node's metrics page whose names begin with `prefix`."""
+        async with self.http.get("/metrics") as response:
+            lines = (await response.text()).splitlines()
+        samples = [line.rpartition(" ") for line in lines if line.startswith(prefix)]
+        return {name: float(value) for name, _, value in samples}
+
+
+@asynccontextmanager
+async def bench_node(setup: NodeSetup) -> AsyncIterator[NodeClient]:
+    """Run a node as a process; yield it once its engine is warm."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "ops.bench.engine_node", msgspec.json.encode(setup).decode()),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(WARM_S):
+            address = (await process.stdout.readline()).decode().strip()
+        if not address:
+            raise SystemExit(f"cannot measure: node {setup.name} did not become warm")
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(f"http://{address}", timeout=timeout) as http:
+            yield NodeClient(name=setup.name, address=address, http=http)
+    finally:
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(END_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+
+
+def a_spec(setup: NodeSetup) -> ReplicaSpec:
+    """Return the replica of a node."""
+    model = Path(setup.model)
+    content = model.read_bytes()
+    file = ArtifactFile(
+        path=model.name, size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest()
+    )
+    artifact = Artifact(
+        source=f"file:{model.parent}", files=(file,), digest=manifest_digest([file])
+    )
+    return ReplicaSpec(
+        replica_id=ReplicaId(setup.name),
+        deployment_id=DeploymentId("bench"),
+        version=1,
+        name="bench",
+        model_id=ModelId("bench"),
+        artifact=artifact,
+        context_tokens=setup.context_tokens,
+        engine=EngineSettings(
+            driver="embedded",
+            kv_memory_bytes=setup.kv_memory_bytes,
+            tokens_in_flight_max=1_000_000,
+            options=setup.options,
+        ),
+        device_ids=(DeviceId("cpu"),),
+        memory_bytes=2 * 1024**3,
+    )
+
+
+async def serve(setup: NodeSetup) -> None:
+    """Run the node until the input of this process ends."""
+    folder = Path(setup.folder)
+    supervisor = Supervisor(
+        config=NodeConfig(name=setup.name, schedulers=(), state=folder, address=""),
+        artifacts=ArtifactStore(
+            folder / "artifacts",
+            ArtifactSources(private=True, hf_url=""),
+            1 << 34,
+            link=TransferLink(0, time.monotonic),
+        ),
+        engines=EngineProcesses(folder / "engines", 1),
+        clock=time.monotonic,
+        rng=random.Random(1),
+        on_change=lambda: None,
+    )
+    app = DataPlaneServer(supervisor, PeerReplicaClient(None, time.monotonic), SECRET).app()
+    async with serve_http(app, "127.0.0.1", 0) as port:
+        supervisor.start(a_spec(setup))
+        replica = supervisor.replicas[ReplicaId(setup.name)]
+        input_ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+        try:
+            while not (replica.is_serving or input_ended.done()):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            print(f"127.0.0.1:{port}", flush=True)
+            await input_ended
+        finally:
+            await supervisor.shut_down(keep_engines=False)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=NodeSetup)))
