@@ -19,6 +19,7 @@ from scheduler.decide.placement.fleet.slots import (
     residency_allows,
 )
 from scheduler.decide.placement.fleet.start_backoff import StartHistory
+from scheduler.decide.placement.fleet.start_bounds import StartBounds
 
 
 class FleetCapacity:
@@ -32,6 +33,7 @@ class FleetCapacity:
         self.table = SiteTable(cluster.nodes, self.distances)
         self.sites = self.table.sites
         self.start_times = StartTimes(cluster.nodes, self.distances)
+        self.start_bounds = StartBounds(self.sites, self.nodes, self.start_times, self.distances)
         self.start_history = StartHistory(cluster)
         ready = {
             node.node_id
