@@ -363,7 +363,7 @@ async def simulate(kind: str, orders_path: Path, log_path: Path, stopping: async
 
 
 if __name__ == "__main__":
-    setup_logs(sys.argv[1], "warning")
+    setup_logs(sys.argv[1], "WARNING")
     run_service(
         lambda stopping: simulate(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), stopping)
     )

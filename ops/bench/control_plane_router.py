@@ -69,5 +69,5 @@ async def run(stopping: asyncio.Event) -> int:
 
 
 if __name__ == "__main__":
-    setup_logs("router", "info")
+    setup_logs("router", "INFO")
     run_service(run)

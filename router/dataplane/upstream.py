@@ -180,14 +180,25 @@ class Upstream:
             await loop.create_connection(protocol, sock=self.in_process[node_id]())
             return
         host, _, port = _host(address).rpartition(":")
-        await loop.create_connection(
-            protocol,
-            host.strip("[]"),
-            int(port),
-            ssl=self._ssl,
-            server_hostname=node_id if self._ssl is not None else None,
-            local_addr=(self._config.source_address, 0) if self._config.source_address else None,
-        )
+        # The loop's own lookup: uvloop's would wait behind every name that hangs.
+        found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        for number, info in enumerate(found, 1):
+            try:
+                await loop.create_connection(
+                    protocol,
+                    str(info[4][0]),
+                    int(port),
+                    ssl=self._ssl,
+                    server_hostname=node_id if self._ssl is not None else None,
+                    local_addr=(self._config.source_address, 0)
+                    if self._config.source_address
+                    else None,
+                )
+            except OSError:
+                if number == len(found):
+                    raise
+            else:
+                return
 
 
 @lru_cache(maxsize=1024)
