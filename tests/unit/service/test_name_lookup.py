@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from isochrone.service.name_lookup import LOOKUP_TIMEOUT_S, THREADS_MAX, ServiceLoop, is_numeric
+from isochrone.service.name_lookup import LOOKUPS_MAX, ServiceLoop, is_numeric
 
 ADDRESS = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 9000))
 GENEROUS_S = 60.0
@@ -22,13 +22,12 @@ class NameServer:
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
         self.released = threading.Event()
-        self.is_down = False
 
     def getaddrinfo(self, host: str, *_rest: Any) -> list[Any]:
         self.asked[host] += 1
-        if self.is_down or host.startswith("hang"):
+        if host.startswith("hang"):
             self.released.wait(GENEROUS_S)
-        if self.is_down or host == "nowhere":
+        if host == "nowhere":
             raise socket.gaierror(-2, "Name or service not known")
         return [ADDRESS]
 
@@ -53,9 +52,9 @@ def test_a_numeric_address_is_connected_to_while_more_names_hang_than_there_are_
         server = await asyncio.start_server(lambda _r, writer: writer.close(), "127.0.0.1", 0)
         hanging = [
             asyncio.create_task(loop.getaddrinfo(f"hang-{number}", 9000))
-            for number in range(4 * THREADS_MAX)
+            for number in range(4 * LOOKUPS_MAX)
         ]
-        while len(names.asked) < THREADS_MAX:
+        while len(names.asked) < LOOKUPS_MAX:
             await asyncio.sleep(0)
         with socket.socket() as client:
             client.setblocking(False)
@@ -68,39 +67,22 @@ def test_a_numeric_address_is_connected_to_while_more_names_hang_than_there_are_
     run(main())
 
 
-def test_callers_share_one_lookup_of_a_name_and_its_result(names: NameServer) -> None:
+def test_a_lookup_that_was_given_up_holds_its_thread_until_it_ends(names: NameServer) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        callers = [asyncio.create_task(loop.getaddrinfo("hang", 9000)) for _ in range(50)]
-        await asyncio.sleep(0)
-        callers[0].cancel()
+        hanging = [
+            asyncio.create_task(loop.getaddrinfo(f"hang-{number}", 9000))
+            for number in range(LOOKUPS_MAX)
+        ]
+        while len(names.asked) < LOOKUPS_MAX:
+            await asyncio.sleep(0)
+        for task in hanging:
+            task.cancel()
+        waiting = asyncio.create_task(loop.getaddrinfo("node", 9000))
+        await asyncio.gather(*hanging, return_exceptions=True)
+        assert not names.asked["node"]
         names.released.set()
-        found = await asyncio.gather(*callers[1:])
-        assert found == [[ADDRESS]] * 49
-        assert await loop.getaddrinfo("hang", 9000) == [ADDRESS]
-        assert names.asked == {"hang": 1}
-
-    run(main())
-
-
-@pytest.mark.parametrize("hangs", [False, True])
-def test_a_name_keeps_its_addresses_while_dns_fails_or_hangs(
-    names: NameServer, monkeypatch: pytest.MonkeyPatch, hangs: bool
-) -> None:
-    monkeypatch.setattr("isochrone.service.name_lookup.FRESH_S", 0.0)
-    monkeypatch.setattr("isochrone.service.name_lookup.LOOKUP_TIMEOUT_S", 0.01 * LOOKUP_TIMEOUT_S)
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        assert await loop.getaddrinfo("node", 9000) == [ADDRESS]
-        names.is_down = True
-        if not hangs:
-            names.released.set()
-        assert await loop.getaddrinfo("node", 9000) == [ADDRESS]
-        assert names.asked["node"] == 2
-        names.released.set()
-        with pytest.raises(socket.gaierror):
-            await loop.getaddrinfo("another", 9000)
+        assert await waiting == [ADDRESS]
 
     run(main())
 
