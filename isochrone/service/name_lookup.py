@@ -88,7 +88,7 @@ class ServiceLoop(uvloop.Loop):
         failure: Exception | None = None
         try:
             infos = list(socket.getaddrinfo(*pending.query))
-        except Exception as error:
+        except (OSError, OverflowError, TypeError, ValueError) as error:
             failure = error
         with suppress(RuntimeError):  # the loop is closed
             self.call_soon_threadsafe(self._finish, pending.found, infos, failure)

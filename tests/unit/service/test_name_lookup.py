@@ -21,15 +21,22 @@ class NameServer:
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
+        self.started = threading.Semaphore(0)
         self.released = threading.Event()
 
     def getaddrinfo(self, host: str, *_rest: Any) -> list[Any]:
         self.asked[host] += 1
+        self.started.release()
         if host.startswith("hang"):
             self.released.wait(GENEROUS_S)
         if host == "nowhere":
             raise socket.gaierror(-2, "Name or service not known")
         return [ADDRESS]
+
+    async def wait_for(self, lookups: int) -> None:
+        """Wait until so many lookups have begun."""
+        for _ in range(lookups):
+            assert await asyncio.to_thread(self.started.acquire, timeout=GENEROUS_S)
 
 
 @pytest.fixture
@@ -54,8 +61,7 @@ def test_a_numeric_address_is_connected_to_while_more_names_hang_than_there_are_
             asyncio.create_task(loop.getaddrinfo(f"hang-{number}", 9000))
             for number in range(4 * LOOKUPS_MAX)
         ]
-        while len(names.asked) < LOOKUPS_MAX:
-            await asyncio.sleep(0)
+        await names.wait_for(LOOKUPS_MAX)
         with socket.socket() as client:
             client.setblocking(False)
             await loop.sock_connect(client, server.sockets[0].getsockname())
@@ -74,8 +80,7 @@ def test_a_lookup_that_was_given_up_holds_its_thread_until_it_ends(names: NameSe
             asyncio.create_task(loop.getaddrinfo(f"hang-{number}", 9000))
             for number in range(LOOKUPS_MAX)
         ]
-        while len(names.asked) < LOOKUPS_MAX:
-            await asyncio.sleep(0)
+        await names.wait_for(LOOKUPS_MAX)
         for task in hanging:
             task.cancel()
         waiting = asyncio.create_task(loop.getaddrinfo("node", 9000))
