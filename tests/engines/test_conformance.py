@@ -160,7 +160,7 @@ async def test_a_client_cannot_choose_its_cache(
     }
     for name, value in guesses.items():
         fields: dict[str, Any] = {name: value}
-        guess = await ask(engine, "stranger", messages=messages, max_tokens=1, **fields)
+        guess = await ask(engine, f"not {name}", messages=messages, max_tokens=1, **fields)
         if traits.refuses_unknown_fields:
             assert (guess.status, name in str(guess.body)) == (400, True), guess.body
         else:
