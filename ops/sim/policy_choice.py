@@ -18,6 +18,14 @@ from ops.sim.policies import (
     SkyLbPolicy,
 )
 from ops.sim.replica import SimulatedReplica
+from ops.sim.rivals import (
+    AibrixPolicy,
+    DynamoPolicy,
+    LlmdPolicy,
+    ProductionStackPolicy,
+    SkyLbSourcePolicy,
+    SmgPolicy,
+)
 from ops.sim.router import SimulatedRouter
 from ops.sim.traces import TraceRequest
 
@@ -34,7 +42,15 @@ POLICY_NAMES: Final = (
     "SkyLB",
 )
 
-RIVAL_NAMES: Final = ("SkyLB", "cache aware")
+RIVAL_NAMES: Final = (
+    "llm-d",
+    "Dynamo",
+    "smg cache_aware",
+    "AIBrix",
+    "production-stack",
+    "SkyLB, its source",
+)
+"""Other routers as their sources define them (rivals.py)."""
 
 
 def create_policies(
@@ -65,5 +81,11 @@ def create_policies(
         "consistent hash": lambda _: ConsistentHashPolicy(len(replicas)),
         "cache aware": lambda _: CacheAwarePolicy(),
         "SkyLB": lambda _: SkyLbPolicy(),
+        "llm-d": lambda pop: LlmdPolicy(pop, replicas),
+        "Dynamo": lambda pop: DynamoPolicy(pop, replicas),
+        "smg cache_aware": SmgPolicy,
+        "AIBrix": AibrixPolicy,
+        "production-stack": ProductionStackPolicy,
+        "SkyLB, its source": SkyLbSourcePolicy,
     }
     return [create[name](router.pop) for router in routers]

@@ -11,7 +11,7 @@ with what it had generated, as in vLLM.
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final, NamedTuple
@@ -68,6 +68,13 @@ class ReplicaJob:
         return self.request.prompt_tokens + self.generated_tokens
 
 
+class EngineLoad(NamedTuple):
+    """What an engine's own metrics say: requests not begun, and the used share of KV memory."""
+
+    waiting: int
+    kv_usage: float
+
+
 class SimulatedLoadReport(NamedTuple):
     """What a node can report of a replica at one moment: each router is told the others' part."""
 
@@ -75,6 +82,8 @@ class SimulatedLoadReport(NamedTuple):
     pending_by_pop: Mapping[int, int]
     decode_by_pop: Mapping[int, int]
     reading: ReplicaJob | None
+    kv_tokens: float = 0.0
+    """KV memory of the sequences that run or are being read."""
 
     def to_router(self, pop: int, at_s: float) -> ReportedLoad:
         """Return the load as reported to one router at `at_s` (nodeagent/decide/admission.py)."""
@@ -230,9 +239,7 @@ class SimulatedReplica:
         self._now_s = now_s
         self._record_load(now_s)
 
-    def cached(
-        self, request: TraceRequest, blocks_to_come: frozenset[int] | set[int] = frozenset()
-    ) -> int:
+    def cached(self, request: TraceRequest, blocks_to_come: Set[int] = frozenset()) -> int:
         """Return how many tokens of the prompt are cached, counting also `blocks_to_come`."""
         count = self._memory.matched_blocks(request, blocks_to_come)
         return min(count * request.block_tokens, request.prompt_tokens - 1)
@@ -255,8 +262,16 @@ class SimulatedReplica:
 
     def load_at(self, at_s: float, pop: int) -> ReportedLoad:
         """Return the load at `at_s` as it is reported to a PoP's router."""
-        index = max(0, bisect_right(self._history_at_s, at_s) - 1)
-        return self._history[index].to_router(pop, at_s)
+        return self._report_at(at_s).to_router(pop, at_s)
+
+    def engine_load_at(self, at_s: float) -> EngineLoad:
+        """Return the engine's own metrics at `at_s`."""
+        report, profile = self._report_at(at_s), self.site.profile
+        tokens_max = profile.pool_tokens or profile.kv_tokens_max
+        return EngineLoad(report.load.waiting, min(1.0, report.kv_tokens / tokens_max))
+
+    def _report_at(self, at_s: float) -> SimulatedLoadReport:
+        return self._history[max(0, bisect_right(self._history_at_s, at_s) - 1)]
 
     def _read_speed(self) -> float:
         return self.read_speed() if self.reading is not None else 0.0
@@ -366,6 +381,10 @@ class SimulatedReplica:
         self._history_at_s.append(now_s)
         self._history.append(
             SimulatedLoadReport(
-                load, dict(self._pending_by_pop), dict(self._decode_by_pop), self.reading
+                load,
+                dict(self._pending_by_pop),
+                dict(self._decode_by_pop),
+                self.reading,
+                self._context_tokens() + (self.reading.read_tokens if self.reading else 0),
             )
         )

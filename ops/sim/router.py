@@ -78,6 +78,10 @@ class SimulatedRouter:
             now.decode_tokens + max(0, load.decode_tokens - then.decode_tokens),
         )
 
+    def own_requests(self, replica: int) -> int:
+        """Return how many requests of this router are at a replica."""
+        return self._own[replica].requests
+
     def has_capacity(self, believed: BelievedLoad, replica: int, request: TraceRequest) -> bool:
         """Say whether the request fits there, as far as is known."""
         needed = request.prompt_tokens + OUTPUT_TOKENS_ASSUMED

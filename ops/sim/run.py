@@ -17,9 +17,11 @@ from nodeagent.decide.handoff import Handoff, choose_handoff, is_worth_probing
 from ops.sim.isochrone_policy import IsochronePolicy
 from ops.sim.losses import UNLISTED_AFTER_S, ReplicaLoss
 from ops.sim.oracle import OraclePolicy
+from ops.sim.outcome import RunOutcome, SendEvent, ServedRequest
 from ops.sim.policies import RoutingPolicy
 from ops.sim.policy_choice import create_policies
 from ops.sim.replica import ReplicaJob, SimulatedReplica
+from ops.sim.rivals import RivalPolicy
 from ops.sim.router import OUTPUT_TOKENS_ASSUMED, SimulatedRouter
 from ops.sim.traces import TraceRequest
 from ops.sim.world import RoutingWorld
@@ -34,37 +36,6 @@ SHARE_INTERVAL_S: Final = 1.0
 QUEUE_TIMEOUT_S: Final = 10.0
 QUEUE_DEPTH_MAX: Final = 256
 RETRY_INTERVAL_S: Final = 0.1
-
-
-class ServedRequest(NamedTuple):
-    """One request's result. A refused request has replica -1 and an infinite `ttft_s`."""
-
-    number: int
-    replica: int
-    ttft_s: float
-    itl_s: float
-    prompt_tokens: int
-    cached_tokens: int
-    is_away: bool
-    """Whether it was served outside the nearest PoP that has replicas."""
-
-
-class SendEvent(NamedTuple):
-    """One request sent by a PoP's router to a replica."""
-
-    at_s: float
-    pop: int
-    replica: int
-
-
-class RunOutcome(NamedTuple):
-    """All requests of a run, and how busy each replica was."""
-
-    served: Sequence[ServedRequest]
-    busy: Sequence[float]
-    errors_ms: Sequence[float]
-    """Errors of our own predictions."""
-    sends: Sequence[SendEvent]
 
 
 class RoutedRequest(NamedTuple):
@@ -183,14 +154,17 @@ class Simulation:
         refused = routed.refused | dead if dead else routed.refused
         replica = policy.choose(router, request, refused, self.now_s)
         if replica is None:
-            is_over = self.now_s - routed.began_s >= QUEUE_TIMEOUT_S
-            if is_over or self._waiting[pop] >= QUEUE_DEPTH_MAX:
+            timeout_s, retry_s = QUEUE_TIMEOUT_S, RETRY_INTERVAL_S
+            if isinstance(policy, RivalPolicy):
+                timeout_s, retry_s = policy.queue_timeout_s, policy.retry_interval_s
+            is_over = self.now_s - routed.began_s >= timeout_s
+            if is_over or (self._waiting[pop] >= QUEUE_DEPTH_MAX and timeout_s < inf):
                 self._served.append(
                     ServedRequest(request.number, -1, inf, 0.0, request.prompt_tokens, 0, False)
                 )
                 return
             self._waiting[pop] += 1
-            self._schedule(self.now_s + RETRY_INTERVAL_S, self._look_again, routed)
+            self._schedule(self.now_s + retry_s, self._look_again, routed)
             return
         policy.record_sent(request, replica, self.now_s)
         router.count(replica, 1, request.prompt_tokens, OUTPUT_TOKENS_ASSUMED, self.now_s)
@@ -291,6 +265,8 @@ class Simulation:
         if isinstance(policy, IsochronePolicy):
             policy.record_refusal(request, refused_at_s)
             policy.record_load(replica, load, refused_at_s)
+        elif isinstance(policy, RivalPolicy):
+            policy.record_end(request, replica)
         router.count(replica, -1, -request.prompt_tokens, -OUTPUT_TOKENS_ASSUMED, self.now_s)
         self._send(routed._replace(refused=routed.refused | {replica}))
 
@@ -374,6 +350,8 @@ class Simulation:
         router, policy = self._routers[routed.pop], self._policies[routed.pop]
         if isinstance(policy, IsochronePolicy):
             policy.record_failure(routed.request)
+        elif isinstance(policy, RivalPolicy):
+            policy.record_end(routed.request, replica)
         prompt_tokens = 0 if first_token_at_s else -routed.request.prompt_tokens
         router.count(replica, -1, prompt_tokens, -OUTPUT_TOKENS_ASSUMED, self.now_s)
         router.known_dead |= {replica}
@@ -387,6 +365,8 @@ class Simulation:
         if isinstance(policy, IsochronePolicy):
             policy.record_first_token(request, self.now_s)
             policy.record_load(replica, load, written_at_s)
+        elif isinstance(policy, RivalPolicy):
+            policy.record_first_token(request, replica)
 
     def _receive_end(self, job: ReplicaJob, pop: int, replica: int, ended_s: float) -> None:
         request, router = job.request, self._routers[pop]
@@ -394,6 +374,8 @@ class Simulation:
         policy = self._policies[pop]
         if isinstance(policy, IsochronePolicy):
             policy.record_end(request, job.cached_tokens, self.now_s)
+        elif isinstance(policy, RivalPolicy):
+            policy.record_end(request, replica)
         began_s = self._in_flight.pop(request.number).began_s
         back_s = router.rtt_ms[replica] / 2000
         answer = self._began.pop(request.number, None) or BegunAnswer(
