@@ -151,6 +151,7 @@ def control_app(
         intake=database.intake,
         routes=state.routes,
         nudge_place=nudge_place,
+        key_use=state.key_use,
     )
     join = JoinEndpoint(
         pool=database.pool,
