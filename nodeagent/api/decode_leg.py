@@ -13,7 +13,13 @@ from nodeagent import metrics
 from nodeagent.api.answer_relay import EVENT_STREAM
 from nodeagent.api.handoff_notice import announce_prefill
 from nodeagent.decide.admission import TokenReservation
-from nodeagent.decide.prefill_leg import DecodeLoad, LegChoice, TransferRate, is_too_short
+from nodeagent.decide.prefill_leg import (
+    DecodeLoad,
+    ExpectedDecoding,
+    LegChoice,
+    TransferRate,
+    is_too_short,
+)
 from nodeagent.disaggregation.two_legs import LegRequest, PrefillLeg, PrefillPeers
 from nodeagent.disaggregation.usage_rewriter import UsageRewriter, rewrite_json
 from nodeagent.host.engines import EngineProcess
@@ -30,6 +36,7 @@ class DecodeLegs:
     def __init__(self, peers: PrefillPeers) -> None:
         self._peers = peers
         self._rates: dict[ReplicaId, TransferRate] = {}
+        self._decoding: dict[ReplicaId, ExpectedDecoding] = {}
 
     def open(
         self,
@@ -57,7 +64,7 @@ class DecodeLegs:
         def load() -> DecodeLoad:
             queued = admission.pending_prefill_tokens(monotonic())
             before = max(0, queued - reservation.pending_prefill_tokens)
-            return DecodeLoad(before, admission.decoding)
+            return DecodeLoad(before, expected.record(admission.decoding))
 
         async def announce(replica_id: ReplicaId) -> None:
             reservation.set_prefill_elsewhere(replica_id != own)
@@ -66,6 +73,8 @@ class DecodeLegs:
         if len(self._rates) > 2 * len(replicas) + 64:
             # Replicas come and go.
             self._rates.clear()
+            self._decoding.clear()
+        expected = self._decoding.setdefault(own, ExpectedDecoding())
         return PrefillLeg(
             engine.http,
             self._peers,

@@ -51,10 +51,29 @@ class WaitingPromptSize(NamedTuple):
 
 
 class DecodeLoad(NamedTuple):
-    """What the decode replica has to do: prompt tokens before this prompt, and its sequences."""
+    """What the decode replica has to do: prompt tokens before this prompt, and its sequences.
+
+    `decoding` is how many sequences are expected to decode while the prompt is read.
+    """
 
     queued_tokens: int
-    decoding: int
+    decoding: float
+
+
+class ExpectedDecoding:
+    """How many sequences decode while a prompt is read: now, or usually, whichever is more.
+
+    An idle replica in a busy time is idle for a moment only: those that arrive while it reads a
+    prompt would wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._average = 0.0
+
+    def record(self, decoding: int) -> float:
+        """Learn from what an arriving request finds decoding; return what it may expect."""
+        self._average += _SMOOTHING * (decoding - self._average)
+        return max(float(decoding), self._average)
 
 
 class PrefillPlan(NamedTuple):

@@ -250,7 +250,7 @@ async def measure_transfer(nodes: Sequence[NodeClient], token_us: int) -> None:
         request = random_request(100 + number, TRANSFER_TOKENS, 2)
         await ask(nodes[1], request, f"t{number}", token_us)
         before = await nodes[0].counters("isochrone_node_")
-        readers = describe(nodes, len(request.prompt), 20 * token_us)
+        readers = describe(nodes, len(request.prompt), token_us, 20)
         await ask(nodes[0], request, f"t{number}", token_us, readers)
         after = await nodes[0].counters("isochrone_node_")
         count = max(count, after[byte_name] - before[byte_name])
