@@ -256,9 +256,11 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
 
 def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
     """Return why replicas of this engine cannot have roles of their own; empty if they can."""
+    known = ", ".join(sorted(SENDS_KV))
+    if engine.share_kv and engine.driver not in SENDS_KV:
+        return f"share_kv needs an engine that sends KV: {engine.driver} does not, {known} does"
     if policy.roles == UNIFIED_ROLES or engine.driver in SENDS_KV:
         return ""
-    known = ", ".join(sorted(SENDS_KV))
     return (
         f"roles {policy.roles!r} need an engine that sends the KV of prompts to another:"
         f" {engine.driver} does not, {known} does"

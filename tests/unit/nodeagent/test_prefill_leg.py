@@ -53,9 +53,11 @@ def plan(
         ({"p1": 3000, "p2": 100}, LONG, DecodeLoad(0, 1), LegChoice.PREFILL, "p2"),
         ({"p2": 100}, LONG, DecodeLoad(0, 1), LegChoice.PREFILL, "p2"),
         ({}, LONG, DecodeLoad(0, 1), LegChoice.NO_CANDIDATE, ""),
-        ({"p1": 9000, "p2": 9000}, LONG, DecodeLoad(0, 1), LegChoice.BUSY, ""),
+        # A wait there is shorter than what pauses of the answers here are worth, up to a point.
+        ({"p1": 9000, "p2": 12_000}, LONG, DecodeLoad(0, 1), LegChoice.PREFILL, "p1"),
+        ({"p1": 19_000, "p2": 19_000}, LONG, DecodeLoad(0, 1), LegChoice.BUSY, ""),
         ({"p1": 0, "p2": 0}, WaitingPromptSize(3990, 10), DecodeLoad(0, 8), LegChoice.CACHED, ""),
-        ({"p1": 0, "p2": 0}, WaitingPromptSize(0, 4), DecodeLoad(0, 8), LegChoice.SHORT, ""),
+        ({"p1": 0, "p2": 0}, WaitingPromptSize(0, 1), DecodeLoad(0, 8), LegChoice.SHORT, ""),
     ],
 )
 def test_the_prompt_is_read_where_that_costs_least(

@@ -120,6 +120,9 @@ def test_only_engines_that_send_kv_have_roles() -> None:
     split = PlacementPolicy(roles="prefill=1,decode=2")
     assert roles_problem(EngineSettings(driver="embedded"), split) == ""
     assert roles_problem(EngineSettings(driver="vllm"), PlacementPolicy()) == ""
+    shared = EngineSettings(driver="vllm", share_kv=True)
+    assert roles_problem(shared, PlacementPolicy()).startswith("share_kv needs an engine that")
+    assert roles_problem(EngineSettings(share_kv=True), PlacementPolicy()) == ""
     reason = roles_problem(EngineSettings(driver="vllm"), split)
     assert reason.startswith("roles 'prefill=1,decode=2' need an engine that sends the KV")
     assert {name for name, driver in DRIVERS.items() if driver.kv_transfer} == SENDS_KV
