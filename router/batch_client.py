@@ -1,4 +1,7 @@
-"""The router's client of the scheduler's batch service: HTTP beside the control connection."""
+"""The router's client of what schedulers store: HTTP beside the control connection.
+
+That is files and batches, stored responses and conversations.
+"""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -18,10 +21,14 @@ ERROR_BYTES_MAX: Final = 64 * 1024
 
 
 class BatchAccess(msgspec.Struct, frozen=True, tag="batch_access"):
-    """Where the batch service is, and the token for it; an empty token: there is none."""
+    """Where the acting scheduler is, and the token for it; an empty token: it stores nothing.
+
+    Without `has_batches` it stores no files and batches.
+    """
 
     url: str = ""
     token: str = ""
+    has_batches: bool = True
 
 
 class BatchClient:
@@ -38,6 +45,15 @@ class BatchClient:
         if self._http is not None:
             await self._http.close()
 
+    def require_batches(self) -> None:
+        """Raise ApiError 503 if the scheduler stores no files and batches."""
+        if self.access.token and not self.access.has_batches:
+            raise ApiError(
+                ErrorCode.UNAVAILABLE,
+                "cannot use files and batches: the operator has not set the scheduler's"
+                " `batch_folder`",
+            )
+
     @asynccontextmanager
     async def request(
         self,
@@ -53,8 +69,8 @@ class BatchClient:
         if not access.token:
             raise ApiError(
                 ErrorCode.UNAVAILABLE,
-                "cannot use files and batches: no scheduler is connected, or the operator has not"
-                " set its `batch_folder`",
+                "cannot use what is stored (files, batches, responses, conversations): no scheduler"
+                " is connected",
                 retry_after_s=5.0,
             )
         if self._http is None:
@@ -80,7 +96,7 @@ class BatchClient:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ApiError(
                 ErrorCode.UNAVAILABLE,
-                f"cannot reach the scheduler for files and batches ({type(error).__name__})",
+                f"cannot reach the scheduler, which stores it ({type(error).__name__})",
                 retry_after_s=2.0,
             ) from error
 

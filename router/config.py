@@ -73,6 +73,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     retry_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
     # A request with which two engines failed is refused for so long, unless it is changed.
     suspect_refusal_s: Seconds = 600.0
+    # The largest image of a chat, by its header: 64 megapixels decode to 192 MB in an engine.
+    image_pixels_max: Count = 64_000_000
     output_tokens_assumed: Count = 256  # for a request without max_tokens
 
     # The queue of requests for which no replica has capacity.
@@ -83,6 +85,12 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # How many requests of batches this router runs at once on each replica, with capacity that
     # requests of clients leave free; 0: none.
     batch_requests_max: Annotated[int, msgspec.Meta(ge=0, le=256)] = 4
+
+    # Whether a response of `/v1/responses` is stored if its request does not say so (`store`). At
+    # OpenAI it is. Here only requests that ask for it wait for the scheduler and its database.
+    store_responses: bool = False
+    # How many background responses this router answers at once; 0: none.
+    background_responses_max: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 64
 
     # Probes of nodes, and reports to the scheduler.
     probe_interval_s: Seconds = 2.0

@@ -41,6 +41,9 @@ class Metrics(Collector):
     def _define_requests(self) -> None:
         count = self._counter
         self.requests = count("requests", "Requests by outcome.", "deployment", "outcome")
+        self.stored_responses = count(
+            "stored_responses", "Responses that are stored, by how they ended.", "outcome"
+        )
         self.errors = count("errors", "Error answers, by code.", "code")
         self.tokens = count("tokens", "Tokens by kind.", "deployment", "kind")
         self.ttft = self._histogram(

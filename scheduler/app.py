@@ -32,6 +32,7 @@ from scheduler.loops.advance_rollouts import AdvanceRollouts
 from scheduler.loops.collect_garbage import CollectGarbage
 from scheduler.loops.delete_expired_rows import DeleteExpiredRows
 from scheduler.loops.disconnect_revoked import DisconnectRevoked
+from scheduler.loops.end_responses import EndResponses
 from scheduler.loops.flush_pulses import FlushPulses
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.learn_demand import LearnDemand
@@ -56,6 +57,7 @@ log = logging.getLogger(__name__)
 ADMIN_TOKEN_LENGTH_MIN: Final = 16
 STALL_LOGGED_S: Final = 0.25
 ADVANCE_BATCHES_S: Final = 1.0
+END_RESPONSES_S: Final = 5.0
 
 
 class JobNudges(NamedTuple):
@@ -302,6 +304,7 @@ def _upkeep_loops(made: Composition) -> tuple[Loop, ...]:
         )
     return (
         *batches,
+        Loop("end_responses", EndResponses(pool=pool, lease=lease).run_once, END_RESPONSES_S),
         Loop("delete_expired_rows", delete.run_once, 600.0),
         Loop("sum_quotas", quotas.run_once, config.publish_interval_s),
         Loop("rotate_partitions", partitions.run_once, 30.0),

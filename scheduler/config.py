@@ -8,6 +8,7 @@ import msgspec
 from isochrone.service.identity import CERTIFICATE_LIFETIME_S
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.membership import LivenessLimits
+from scheduler.decide.response_limits import ResponseLimits
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -65,3 +66,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # tenant are `[batches]` in TOML, with the fields of BatchLimits.
     batch_folder: Path | None = None
     batches: BatchLimits = BatchLimits()
+
+    # Stored responses and conversations of the public API, in the database: `[responses]` in TOML,
+    # with the fields of ResponseLimits. `tenant_bytes_max = 0` stores none.
+    responses: ResponseLimits = ResponseLimits()

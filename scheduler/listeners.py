@@ -30,9 +30,11 @@ from scheduler.api.endpoint import AdminContext, endpoint_handler
 from scheduler.api.join import JoinEndpoint
 from scheduler.api.openapi import document
 from scheduler.api.peers import PeerServer
+from scheduler.api.response_service import add_response_routes
 from scheduler.api.routers import RouterEndpoint
 from scheduler.config import SchedulerConfig
 from scheduler.database import Database
+from scheduler.decide.response_limits import ResponseLimits
 from scheduler.state.relay_tokens import RelayTokens
 from scheduler.state.scheduler_state import SchedulerState
 
@@ -95,7 +97,7 @@ async def serve_control(
         connections_per_address_max=config.control_connections_per_address_max
     )
     async with serve_http(
-        control_app(database, state, issuer, nudge_place, batches),
+        control_app(database, state, issuer, nudge_place, batches, config.responses),
         config.control_host,
         config.control_port,
         limits=limits,
@@ -110,9 +112,13 @@ def control_app(
     issuer: CertificateIssuer,
     nudge_place: Callable[[], None],
     batches: BatchStorage | None = None,
+    response_limits: ResponseLimits | None = None,
 ) -> web.Application:
-    """Return the application of the control listener; with a storage it serves batches."""
-    relay_tokens = RelayTokens() if batches is not None else None
+    """Return the application of the control listener.
+
+    With a storage it serves batches, and with limits stored responses.
+    """
+    relay_tokens = RelayTokens()
     server = PeerServer(
         intake=database.intake,
         reserved=database.reserved,
@@ -125,6 +131,7 @@ def control_app(
         admission=state.admission,
         unregistered=state.unregistered,
         relay_tokens=relay_tokens,
+        has_batches=batches is not None,
     )
     agents = AgentEndpoint(
         server=server,
@@ -164,6 +171,8 @@ def control_app(
     app.router.add_get("/v1/agent", agents.handle)
     app.router.add_get("/v1/router", routers.handle)
     app.router.add_post("/v1/join", join.handle)
-    if batches is not None and relay_tokens is not None:
+    if batches is not None:
         BatchService(database.pool, batches, relay_tokens).add_routes(app)
+    if response_limits is not None:
+        add_response_routes(app, database.pool, response_limits, relay_tokens)
     return app

@@ -15,6 +15,7 @@ from isochrone.cli.engine import engine_of, engine_options
 from isochrone.cli.manifest import artifact_of, config_values
 from isochrone.cli.output import show_one, show_rows, stderr
 from isochrone.cli.simple_commands import add_command, list_command
+from isochrone.wire.engine_capabilities import EngineCapabilities
 from isochrone.wire.model import ROLES_PATTERN
 
 WAIT_INTERVAL_S: Final = 0.5
@@ -322,7 +323,7 @@ def engines(obj: CliContext) -> None:
             "resumes": row["capabilities"]["resumes"] or "no",
             "adapters": row["capabilities"]["adapters"] or "no",
             "sleep": row["capabilities"]["sleep"] or "no",
-            "versions": row["capabilities"]["version_min"] or "any",
+            "versions": msgspec.convert(row["capabilities"], EngineCapabilities).versions,
             "options": len(row["options"]),
         }
         for row in rows

@@ -34,6 +34,15 @@ FEATURES: Final[Mapping[str, str]] = {
 }
 """What a request may use and an engine may lack, by the name of the feature."""
 
+KV_TYPE_BITS: Final[Mapping[str, float]] = {
+    **{"fp32": 32, "f32": 32, "float32": 32},
+    **{"bf16": 16, "fp16": 16, "f16": 16, "bfloat16": 16, "float16": 16},
+    **{"fp8": 8, "fp8_e4m3": 8, "fp8_e5m2": 8, "fp8_inc": 8, "fp8_ds_mla": 8},
+    # ggml's blocks of 32 values, with their scales
+    **{"q8_0": 8.5, "q5_1": 6, "q5_0": 5.5, "q4_1": 5, "q4_0": 4.5, "iq4_nl": 4.5},
+}
+"""Bits of a value in the KV cache, by the names that engines have for its type."""
+
 _TEXT: Final = frozenset({"chat", "completions"})
 _FIELDS: Final = frozenset(
     {
@@ -67,6 +76,14 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     context, communication buffers), and `graph_bytes` for CUDA graphs unless the flag
     `no_graphs_option` is set. `has_kv_cache` is false for an engine that needs no memory for KV,
     and `sequences_share_kv` for one that gives each sequence an equal part of it.
+    `kv_type_options` name the options with the type of the KV cache, of keys and values apart where
+    there are two; `cpu_kv_bits` is the size of a value on a CPU without them, 0 for the model's.
+
+    Prompts are cached in units of at most `cache_block_tokens`, 0 if none is by default.
+    `generates_text` is false for an engine whose answers do not depend on the request's fields. It
+    may answer a request for an unknown model unless it `checks_model_name`, one with sampling
+    settings out of range unless it `checks_sampling`, and one that names a tool with a text unless
+    it `forces_named_tools`.
     """
 
     features: frozenset[str] = frozenset(FEATURES)
@@ -90,11 +107,32 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     no_graphs_option: str = ""
     has_kv_cache: bool = True
     sequences_share_kv: bool = True
+    kv_type_options: tuple[str, ...] = ()
+    cpu_kv_bits: float = 0.0
+    cache_block_tokens: int = 16
+    generates_text: bool = True
+    checks_model_name: bool = True
+    checks_sampling: bool = True
+    forces_named_tools: bool = True
+
+    @property
+    def sends_kv(self) -> bool:
+        """True if a prefill replica sends the KV of prompts to a decode replica."""
+        return "prefill" in self.roles
+
+    @property
+    def versions(self) -> str:
+        """The versions that were tried, in words."""
+        least = f"from {self.version_min}" if self.version_min else ""
+        below = f"below {self.version_below}" if self.version_below else ""
+        return " ".join(word for word in (least, below) if word) or "any"
 
 
 ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     "embedded": EngineCapabilities(
         features=_TEXT | _FIELDS | _POOLING,
+        roles=("unified", "prefill", "decode"),
+        handshake="frames over HTTP",
         over_nodes=True,
         adapters="always",
         sleep="always",
@@ -105,6 +143,9 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         sequences_option="sequences_max",
         step_tokens_option="batch_tokens_max",
         waiting_option="waiting_max",
+        kv_type_options=("kv_dtype",),
+        # It computes in 32 bits there.
+        cpu_kv_bits=32.0,
     ),
     # Numbered tokens, whatever a request asks for.
     "mock": EngineCapabilities(
@@ -113,6 +154,10 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         resumes=SEEDED,
         salt="header",
         has_kv_cache=False,
+        generates_text=False,
+        checks_model_name=False,
+        checks_sampling=False,
+        forces_named_tools=False,
     ),
     "vllm": EngineCapabilities(
         features=_TEXT | _FIELDS | _POOLING | _MEDIA,
@@ -128,8 +173,13 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         priority=True,
         memory_options=("gpu_memory_utilization", "kv_cache_memory_bytes"),
         version_min="0.11",
+        version_below="1.0",
         sequences_option="max_num_seqs",
         step_tokens_option="max_num_batched_tokens",
+        kv_type_options=("kv_cache_dtype",),
+        # 16 on GPUs.
+        cache_block_tokens=128,
+        forces_named_tools=False,
     ),
     # `--parallel` slots, each with an equal part of the KV cache.
     "llama_cpp": EngineCapabilities(
@@ -141,6 +191,12 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         sequences_option="parallel",
         step_tokens_option="batch_size",
         sequences_share_kv=False,
+        kv_type_options=("cache_type_k", "cache_type_v"),
+        # A slot's prompt is not separated by tenant.
+        cache_block_tokens=0,
+        checks_model_name=False,
+        checks_sampling=False,
+        forces_named_tools=False,
     ),
     "sglang": EngineCapabilities(
         features=_TEXT | _FIELDS | _POOLING | _MEDIA,
@@ -152,8 +208,11 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         no_graphs_option="disable_cuda_graph",
         salt="body",
         memory_options=("mem_fraction_static",),
+        version_min="0.5",
+        version_below="0.6",
         sequences_option="max_running_requests",
         step_tokens_option="chunked_prefill_size",
+        kv_type_options=("kv_cache_dtype",),
     ),
     # `tool_choice` of its openai_protocol.py is none, auto or a named tool, and a named one is not
     # enforced.
@@ -163,6 +222,8 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         graph_bytes=512 * MIB,
         salt="chat_body",
         memory_options=("kv_cache_config.max_gpu_total_bytes",),
+        version_min="1.2",
+        version_below="2.0",
         sequences_option="max_batch_size",
         step_tokens_option="max_num_tokens",
     ),
@@ -222,13 +283,18 @@ def capability_table() -> str:
         ("phases apart", *(one.handshake or "no" for one in engines)),
         ("KV events", *(_yes(one.kv_events) for one in engines)),
         ("resumes a cut answer", *(resumed[one.resumes] for one in engines)),
+        ("prompts cached in units of", *(_tokens(one.cache_block_tokens) for one in engines)),
         ("cache salt of a tenant", *(salts.get(one.salt, one.salt) for one in engines)),
         ("orders its queue by priority", *(_yes(one.priority) for one in engines)),
+        ("always calls a tool that is named", *(_yes(one.forces_named_tools) for one in engines)),
+        ("refuses other models' names", *(_yes(one.checks_model_name) for one in engines)),
+        ("refuses sampling out of range", *(_yes(one.checks_sampling) for one in engines)),
+        ("type of the KV cache", *(_names(one.kv_type_options) for one in engines)),
         ("memory set by", *(_names(one.memory_options) for one in engines)),
         ("memory beside weights, KV and activations", *(_memory(one) for one in engines)),
         ("limit of sequences", *(_names((one.sequences_option,)) for one in engines)),
         ("tokens of a step", *(_names((one.step_tokens_option,)) for one in engines)),
-        ("versions", *(_versions(one) for one in engines)),
+        ("versions", *(one.versions for one in engines)),
     ]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
@@ -242,6 +308,10 @@ def _condition(when: str) -> str:
     return {"": "no", "always": "yes", "with_option": "with an option"}[when]
 
 
+def _tokens(count: int) -> str:
+    return f"{count} tokens" if count else "not cached"
+
+
 def _names(options: tuple[str, ...]) -> str:
     return ", ".join(f"`{name}`" for name in options if name) or "none"
 
@@ -249,9 +319,3 @@ def _names(options: tuple[str, ...]) -> str:
 def _memory(one: EngineCapabilities) -> str:
     graphs = f" + {one.graph_bytes // MIB} for graphs" if one.graph_bytes else ""
     return f"{one.overhead_bytes // MIB} MiB{graphs}"
-
-
-def _versions(one: EngineCapabilities) -> str:
-    least = f"from {one.version_min}" if one.version_min else ""
-    below = f"below {one.version_below}" if one.version_below else ""
-    return " ".join(word for word in (least, below) if word) or "any"

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -34,17 +35,30 @@ class VersionRange(NamedTuple):
         return ""
 
 
+def package_problem(package: str, versions: VersionRange) -> str:
+    """Return why a package of the agent's own environment cannot be used, or ""."""
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return f"{package} is not installed in the agent's environment"
+    problem = versions.problem(version)
+    return f"{package} {version} {problem}" if problem else ""
+
+
 class CannotStart(Exception):
     """Why a program cannot start. Raised, so that only versions are cached."""
 
 
-def problem(program: str, versions: VersionRange) -> str:
-    """Return why `program`, the command of a Python package, cannot be used, or "". Blocks."""
+def problem(program: str, versions: VersionRange, package: str = "") -> str:
+    """Return why `program`, the command of a Python package, cannot be used, or "". Blocks.
+
+    The package has the name of its command, unless it has another one.
+    """
     found = shutil.which(program)
     if found is None:
         return f"{program} is not on the PATH of the agent"
     try:
-        version = _version(program, found, Path(found).stat().st_mtime_ns)
+        version = _version(package or program, found, Path(found).stat().st_mtime_ns)
     except (CannotStart, OSError) as error:
         return f"{program} at {found} cannot start: {error}"
     problem = versions.problem(version) if version else ""
@@ -52,7 +66,7 @@ def problem(program: str, versions: VersionRange) -> str:
 
 
 @lru_cache(maxsize=16)
-def _version(program: str, path: str, _changed_ns: int) -> str:
+def _version(package: str, path: str, _changed_ns: int) -> str:
     """Return the version of the package that the script at `path` runs. Raises CannotStart.
 
     Returns "" if the program is no Python script: it is then an operator's own wrapper, whose
@@ -65,7 +79,7 @@ def _version(program: str, path: str, _changed_ns: int) -> str:
         return ""
     try:
         done = subprocess.run(
-            [*interpreter.split(), "-c", SCRIPT, program],
+            [*interpreter.split(), "-c", SCRIPT, package],
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,

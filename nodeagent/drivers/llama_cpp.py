@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
+from isochrone.wire.engine_capabilities import KV_TYPE_BITS
 from isochrone.wire.engine_options import FALSE, TRUE
 from nodeagent.drivers.driver import (
     CHAT_PATH,
@@ -56,11 +57,8 @@ CPU_BATCH_TOKENS: Final = 128
 """Tokens of a step on a CPU. While a step runs, neither health checks that read the statistics nor
 other requests are answered: an 8B model prefills some 30 tokens/s on 8 cores."""
 
-BYTES_PER_VALUE: Final = {
-    **{"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 32, "q5_0": 22 / 32},
-    **{"q4_1": 20 / 32, "q4_0": 18 / 32, "iq4_nl": 18 / 32},
-}
-"""By type of the KV cache (ggml's blocks of 32 values)."""
+CACHE_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+"""The types of the KV cache."""
 
 
 class LlamaCppDriver:
@@ -199,14 +197,15 @@ def _kv_layout(launch: EngineLaunch, model: Path) -> KvLayout:
 def _token_bytes(options: Mapping[str, str], model: Path) -> float:
     """Return the KV cache of one token in bytes. Raises UnknownOption."""
     kinds = [options.get(name, "f16") for name in ("cache_type_k", "cache_type_v")]
-    if unknown := [kind for kind in kinds if kind not in BYTES_PER_VALUE]:
-        known = ", ".join(BYTES_PER_VALUE)
+    if unknown := [kind for kind in kinds if kind not in CACHE_TYPES]:
+        known = ", ".join(CACHE_TYPES)
         raise UnknownOption(f"cannot use cache type {unknown[0]!r}: expected one of {known}")
     try:
         size = attention_size(model)
     except GgufError as error:
         raise UnknownOption(f"cannot start llama_cpp: {error}") from error
-    return size.keys * BYTES_PER_VALUE[kinds[0]] + size.values * BYTES_PER_VALUE[kinds[1]]
+    key_bits, value_bits = (KV_TYPE_BITS[kind] for kind in kinds)
+    return (size.keys * key_bits + size.values * value_bits) / 8
 
 
 def _gpu_flags(spec: ReplicaSpec) -> tuple[str, ...]:

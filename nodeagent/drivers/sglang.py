@@ -6,6 +6,7 @@ from typing import Any, Final
 from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
+from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (
     CHAT_PATH,
     COMPLETIONS_PATH,
@@ -13,16 +14,19 @@ from nodeagent.drivers.driver import (
     EngineLaunch,
     check_options,
     flags,
-    missing_package,
     read_prometheus,
     visible_devices,
     with_spare_seats,
 )
+from nodeagent.drivers.installed_version import VersionRange
 from nodeagent.drivers.output_parsers import with_parsers
 
 STATIC_SHARE: Final = 0.9
 """The largest share of a replica's memory for weights and KV cache. The rest is for activations and
 CUDA graphs; SGLang's own default is close to it."""
+
+VERSIONS: Final = VersionRange(first=(0, 5), before=(0, 6))
+"""Options are those of 0.5.23, whose own parser is given our command lines in a test."""
 
 
 class SglangDriver:
@@ -41,8 +45,8 @@ class SglangDriver:
     sleep_path = wake_path = ""
 
     def missing(self) -> str:
-        """Return an error message if SGLang is not installed, else ""."""
-        return missing_package("sglang")
+        """Return an error message if SGLang is not installed, or of another version, else ""."""
+        return installed_version.package_problem("sglang", VERSIONS)
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the server's command, with tensor parallelism over the replica's devices."""

@@ -3,6 +3,7 @@
 from typing import Any, Final
 
 from isochrone.wire.engine import EngineStats
+from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (
     CHAT_PATH,
     EngineCommand,
@@ -10,11 +11,11 @@ from nodeagent.drivers.driver import (
     UnknownOption,
     check_options,
     flags,
-    missing_program,
     read_prometheus,
     require_one_node,
     visible_devices,
 )
+from nodeagent.drivers.installed_version import VersionRange
 
 EXTRA_CONFIG: Final = b"return_perf_metrics: true\nenable_iter_perf_stats: true\n"
 """Enables the metrics, which have no command-line flag."""
@@ -22,6 +23,9 @@ EXTRA_CONFIG: Final = b"return_perf_metrics: true\nenable_iter_perf_stats: true\
 FRACTION_OPTION: Final = "kv_cache_free_gpu_memory_fraction"
 FREE_FRACTION: Final = 0.9
 """The share of a replica's memory for weights and KV cache; TensorRT-LLM's own default."""
+
+VERSIONS: Final = VersionRange(first=(1, 2), before=(2, 0))
+"""1.1 has no `--tool_parser`. tests/engines/tensorrt_llm_options.json has the options of both."""
 
 
 class TensorRtLlmDriver:
@@ -40,8 +44,8 @@ class TensorRtLlmDriver:
     sleep_path = wake_path = ""
 
     def missing(self) -> str:
-        """Return an error message if trtllm-serve is not installed, else ""."""
-        return missing_program("trtllm-serve")
+        """Return an error message if trtllm-serve is not installed, or too old, else ""."""
+        return installed_version.problem("trtllm-serve", VERSIONS, "tensorrt_llm")
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the server's command, with tensor parallelism over the replica's devices."""
@@ -62,7 +66,11 @@ class TensorRtLlmDriver:
                 *flags("tensorrt_llm", spec.engine.options, separator="_"),
             ),
             base_url=f"http://127.0.0.1:{launch.port}",
-            environment={**visible_devices(spec), "HF_HUB_OFFLINE": "1"},
+            environment={
+                **visible_devices(spec),
+                "HF_HUB_OFFLINE": "1",
+                "TRTLLM_NO_USAGE_STATS": "1",
+            },
             files={"extra.yaml": EXTRA_CONFIG + _kv_cache_config(launch)},
         )
 
@@ -71,7 +79,7 @@ class TensorRtLlmDriver:
         return {"cache_salt": salt}
 
     def read_stats(self, body: bytes) -> EngineStats:
-        """Read the KV cache use and the request counters."""
+        """Read the KV cache use, and the counters of requests and tokens."""
         found = read_prometheus(body)
         used = found.get("trtllm_kv_cache_utilization", 0.0)
         finished = int(found.get("trtllm_request_success_total", 0))
@@ -80,6 +88,10 @@ class TensorRtLlmDriver:
             waiting=int(found.get("trtllm_num_requests_waiting", 0)),
             kv_blocks_used=int(used * 1000),
             kv_blocks_total=1000,
+            # Counted when a request ends. Older versions have none of them.
+            tokens_out_total=int(found.get("trtllm_generation_tokens_total", 0)),
+            prompt_tokens_total=int(found.get("trtllm_prompt_tokens_total", 0)),
+            prefix_hit_tokens_total=int(found.get("trtllm_prompt_cached_tokens_total", 0)),
             # No counter moves before a request ends. The KV cache use moves block by block.
             steps_total=finished + int(used * 1_000_000),
         )

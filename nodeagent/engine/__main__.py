@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -55,6 +56,9 @@ def main() -> None:
         raise SystemExit(2) from error
     if config.group is not None and config.group.place:
         run_remote_workers(config, config.group)
+    # The objects of imported modules, nearly all there are, are not searched for garbage again. At
+    # each sleep that would take as long as loading a small model.
+    gc.freeze()
     workers = fork_workers(len(local_ranks(config)), partial(run_worker, config))
     setup_logs("engine")
     run_service(lambda stopping: _serve_with_workers(workers, config, stopping))

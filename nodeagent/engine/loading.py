@@ -29,6 +29,8 @@ from nodeagent.engine.speculative.speculation import Speculation
 from nodeagent.engine.tokenizer.loading import read_vocabulary
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.checkpoint import Checkpoint, open_checkpoint
+from nodeagent.engine.weights.gguf_file import GgufFile
+from nodeagent.engine.weights.gguf_header import KnownHeader
 from nodeagent.engine.workers.commands import LoadShard
 from nodeagent.engine.workers.rank0 import Rank0Executor
 from nodeagent.engine.workers.rendezvous import WorkerRendezvous
@@ -61,6 +63,8 @@ class LoadedEngine:
     kv_blocks: KvBlockForm
     active_adapters: ActiveAdapters
     """The modules of the whole model that adapters can change."""
+    known: KnownHeader | None
+    """The header of the model's GGUF file, to load it again after a sleep."""
 
 
 def load_engine(config: EngineConfig, workers: WorkerGroup | None = None) -> LoadedEngine:
@@ -113,6 +117,7 @@ def load_engine(config: EngineConfig, workers: WorkerGroup | None = None) -> Loa
         dtype=dtype,
         kv_blocks=block_form(config, shape, kv_format(config)),
         active_adapters=adapters,
+        known=source.known if isinstance(source, GgufFile) else None,
     )
 
 
@@ -121,12 +126,13 @@ def can_sleep(config: EngineConfig) -> bool:
     return parallel_config(config).ranks == 1 and not config.draft_path
 
 
-def reload_runner(config: EngineConfig) -> ModelRunner:
+def reload_runner(config: EngineConfig, known: KnownHeader | None) -> ModelRunner:
     """Load the model of an engine that slept. Raises CheckpointError.
 
-    The vocabulary, the scheduler and the tiers of the KV cache were kept.
+    The vocabulary, the scheduler and the tiers of the KV cache were kept, and what is `known` of
+    its file.
     """
-    source = open_checkpoint(Path(config.model_path))
+    source = open_checkpoint(Path(config.model_path), known)
     try:
         check_memory(config, source, 0)
         shard = load_shard(config, source, Communicator(parallel_config(config)))

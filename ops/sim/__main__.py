@@ -18,7 +18,8 @@ from typing import Final
 from ops.sim import data
 from ops.sim.cases import CASES, HELD_OUT, SimulationCase, case_world, speed_for_load
 from ops.sim.measure import PolicyRun, RunFigures, RunSetting, summarize, write_runs
-from ops.sim.run import POLICY_NAMES, simulate
+from ops.sim.policy_choice import POLICY_NAMES
+from ops.sim.run import simulate
 from ops.sim.traces import TraceRequest, TraceSlice
 from ops.sim.world import RoutingWorld
 

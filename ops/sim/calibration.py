@@ -19,7 +19,8 @@ import numpy as np
 from ops.fleet.cities import CITIES, round_trip_ms
 from ops.sim.cpu_share import OTHER_CPU_SHARE_MAX
 from ops.sim.measure import percentile
-from ops.sim.run import RunOutcome, simulate
+from ops.sim.outcome import RunOutcome
+from ops.sim.run import simulate
 from ops.sim.traces import TraceRequest
 from ops.sim.world import EngineProfile, ReplicaSite, RoutingWorld
 

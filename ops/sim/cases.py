@@ -40,6 +40,9 @@ MOONCAKE: Final = SimulationCase(
 AZURE: Final = SimulationCase(
     "Azure 2023 conversation", traces.azure, f"traces/{traces.AZURE}", LLAMA_8B, 0.0
 )
+CODE: Final = SimulationCase(
+    "Azure 2023 code", traces.azure, "traces/azure2023_code.csv.gz", LLAMA_8B, 0.0
+)
 SERVEGEN: Final = SimulationCase("ServeGen sessions", traces.sessions, "servegen", LLAMA_8B, 0.77)
 CASES: Final = (MOONCAKE, AZURE, SERVEGEN)
 
@@ -77,7 +80,9 @@ def fleet_seconds_per_request(
             read = tokens * (1 - cached_share) * (1 + depth / profile.attention_tokens)
             work += max(read, profile.step_s * site.true_rate)
         # Beside a prompt, an output token costs only what it adds to the step.
-        busy_s = work / len(requests) / site.true_rate + outputs * profile.step_per_sequence_s
+        context = sum(request.prompt_tokens for request in requests) / len(requests) + outputs / 2
+        output_s = profile.step_per_sequence_s + context * profile.step_per_context_token_s
+        busy_s = work / len(requests) / site.true_rate + outputs * output_s
         per_s += 1 / busy_s
     return 1 / per_s
 

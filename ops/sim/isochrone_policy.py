@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from msgspec import structs
+
 from isochrone.wire.headers import PeerReplica, ReportedLoad
 from isochrone.wire.ids import (
     ClusterId,
@@ -108,15 +110,18 @@ class IsochronePolicy:
     ) -> None:
         self.fleet = FleetState(PopId(router.world.pops[router.pop]), clock)
         self.fleet.adopt(table)
+        self._router = router
         self.errors_ms: list[float] = []
         self._attempts = AttemptFeedback(self.fleet)
         self._replica_of = {route.replica_id: n for n, route in enumerate(table.routes)}
         self._routes = table.routes
+        self._table = table
+        self._unlisted: frozenset[ReplicaId] = frozenset()
         self._reported_at_s = -1.0
         self._ranked: RankedRoutes | None = None
         self._refusals: dict[int, int] = {}
         self._in_flight: dict[int, SentRequest] = {}
-        probes = ProbeFeedback(self.fleet)
+        self._probes = probes = ProbeFeedback(self.fleet)
         for site in router.world.sites:
             for _ in range(RTT_SAMPLES):
                 rtt_ms = router.rtt_ms[site.replica]
@@ -185,13 +190,39 @@ class IsochronePolicy:
         sent.reservation.release(at_s)
         self._attempts.undo_sent(sent.ranked.route, sent.sent, router_prefix_keys(request))
 
+    def record_failure(self, request: TraceRequest) -> None:
+        """Note that the connection of a request was reset: its node is lost."""
+        sent = self._in_flight.pop(request.number)
+        sent.reservation.release()
+        route = sent.ranked.route
+        self._attempts.undo_sent(route, sent.sent, router_prefix_keys(request))
+        self._attempts.record_failure(route)
+        self._probes.eject_node(route.node_id)
+
+    def list_replica(self, replica: int, is_listed: bool) -> None:
+        """Adopt a table without a replica that died, or with it again."""
+        replica_id = self._routes[replica].replica_id
+        self._unlisted = (
+            self._unlisted - {replica_id} if is_listed else self._unlisted | {replica_id}
+        )
+        routes = tuple(r for r in self._routes if r.replica_id not in self._unlisted)
+        self.fleet.adopt(structs.replace(self._table, routes=routes))
+        if is_listed:
+            for _ in range(RTT_SAMPLES):
+                rtt_ms = self._router.rtt_ms[replica]
+                self._probes.record_round_trip(self._routes[replica].node_id, rtt_ms)
+
     def record_load(self, replica: int, load: ReportedLoad, reported_at_s: float) -> None:
         """Take the load in the head of an answer."""
-        self.fleet.record_load(self._routes[replica], load, reported_at_s)
+        route = self._routes[replica]
+        if route.replica_id not in self._unlisted:
+            self.fleet.record_load(route, load, reported_at_s)
 
     def record_first_token(self, request: TraceRequest, now_s: float) -> None:
         """Learn from a first token, and note the error of its prediction."""
-        sent = self._in_flight[request.number]
+        sent = self._in_flight.get(request.number)
+        if sent is None:
+            return  # Its connection was reset while this token was on its way.
         took_ms = 1000 * (now_s - sent.sent_at_s)
         self.errors_ms.append(took_ms - sent.ranked.ttft_ms)
         self._attempts.record_first_token(sent.ranked, took_ms, sent.reservation)
@@ -231,5 +262,7 @@ class IsochronePolicy:
             return
         self._reported_at_s = reported_at_s
         for replica, route in enumerate(self._routes):
+            if replica in router.known_dead:
+                continue
             load = router.replicas[replica].load_at(reported_at_s, router.pop)
             self.fleet.record_load(route, load, reported_at_s)

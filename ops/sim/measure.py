@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from ops.sim.run import RunOutcome
+from ops.sim.outcome import RunOutcome
 
 
 class RunFigures(NamedTuple):

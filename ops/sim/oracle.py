@@ -2,15 +2,43 @@
 
 It takes the replica that gives the first token soonest, and charges a request its own prefill time
 `congestion_charge` times more, for the requests behind it. With 0 it is greedy, and fills replicas
-with prompts that another replica has cached. It also sees the requests on their way, but not the
-requests to come.
+with prompts that another replica has cached. It also sees the requests on their way.
+
+With `foresight` it knows one thing of the future: the next request of the same conversation, and
+where it will come from. It charges, that many times, what the time to first token of that request
+will be at least if this one is read here: a first turn goes where the later turns are answered
+soonest. Of the oracles with all charges and both foresights the best one counts, for each figure
+apart and with hindsight (`ops.sim.hard_table`), so that no single policy has to be best at all.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ops.sim.replica import SimulatedReplica
 from ops.sim.router import OUTPUT_TOKENS_ASSUMED, SimulatedRouter
 from ops.sim.traces import TraceRequest
+from ops.sim.world import RoutingWorld, pop_of_request
+
+
+class NextTurn(NamedTuple):
+    """The next request that begins with a request's whole prompt, and the PoP it will come from."""
+
+    request: TraceRequest
+    pop: int
+
+
+def next_turns(requests: Sequence[TraceRequest], world: RoutingWorld) -> Mapping[int, NextTurn]:
+    """Return the next turn of each request that has one, by number."""
+    ended_by: dict[int, int] = {}
+    turns: dict[int, NextTurn] = {}
+    for request in requests:
+        for block in request.blocks:
+            number = ended_by.pop(block, None)
+            if number is not None:
+                turns[number] = NextTurn(request, pop_of_request(world, request))
+        if request.blocks:
+            ended_by[request.blocks[-1]] = request.number
+    return turns
 
 
 class ComingRequest(NamedTuple):
@@ -23,9 +51,17 @@ class ComingRequest(NamedTuple):
 class OraclePolicy:
     """One instance is shared by all routers."""
 
-    def __init__(self, replicas: list[SimulatedReplica], congestion_charge: float) -> None:
+    def __init__(
+        self,
+        replicas: list[SimulatedReplica],
+        congestion_charge: float,
+        foresight: float = 0.0,
+        turns: Mapping[int, NextTurn] | None = None,
+    ) -> None:
         self._replicas = replicas
         self._congestion_charge = congestion_charge
+        self._foresight = foresight
+        self._turns = turns or {}
         self._coming: list[dict[int, ComingRequest]] = [{} for _ in replicas]
         """By replica, then by number of the request."""
 
@@ -79,7 +115,14 @@ class OraclePolicy:
             waiting += replica.reading.work_left
         work = replica.work(request, replica.cached(request, self._blocks_to_come(number)))
         wait_s = max(0.0, waiting / speed - one_way_s)
-        return 2 * one_way_s + wait_s + (1 + self._congestion_charge) * work / speed
+        cost_s = 2 * one_way_s + wait_s + (1 + self._congestion_charge) * work / speed
+        turn = self._turns.get(request.number)
+        if turn is not None:
+            cached = len(request.blocks) * request.block_tokens
+            to_read = replica.work(turn.request, min(cached, turn.request.prompt_tokens - 1))
+            rtt_s = router.world.rtt_to(turn.pop, number) / 1000
+            cost_s += self._foresight * (rtt_s + to_read / replica.site.true_rate)
+        return cost_s
 
     def _blocks_to_come(self, number: int) -> set[int]:
         """Return the blocks that a replica will have cached when it has read all before us."""

@@ -3,12 +3,16 @@
 Between two events everything goes on at constant speed, so a replica jumps from event to event.
 While a prompt is read, each step is a chunk of it and one token of every running sequence; else a
 step is one token of each sequence. The end of a sequence is kept in tokens it has yet to get.
+
+Where one pool holds cached prefixes and running sequences, a prompt waits until it fits, and when
+the running sequences outgrow the pool the newest is preempted: it is read again from the beginning,
+with what it had generated, as in vLLM.
 """
 
 from bisect import bisect_right
-from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
-from heapq import heappop, heappush
+from collections import Counter, deque
+from collections.abc import Mapping, Set
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final, NamedTuple
 
@@ -16,6 +20,7 @@ from msgspec import structs
 
 from isochrone.wire.headers import ReportedLoad
 from nodeagent.decide.admission import PREFILL_SHARE_MAX
+from ops.sim.replica_memory import replica_memory
 from ops.sim.traces import TraceRequest
 from ops.sim.world import ReplicaSite
 
@@ -30,8 +35,8 @@ class ReplicaJob:
     """One request at a replica."""
 
     __slots__ = (
-        "began_s", "cached_tokens", "first_token_at_s", "needed_tokens", "pending_prefill_tokens",
-        "pop", "prefill_ms", "request", "work_left",
+        "began_s", "cached_tokens", "first_token_at_s", "generated_tokens", "given_at_join",
+        "needed_tokens", "pending_prefill_tokens", "pop", "prefill_ms", "request", "work_left",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +58,21 @@ class ReplicaJob:
         self.cached_tokens = 0
         self.work_left = 0.0
         self.first_token_at_s = 0.0
+        self.generated_tokens = 0
+        """Tokens that it had got when it was preempted; they are read again with the prompt."""
+        self.given_at_join = 0.0
+
+    @property
+    def read_tokens(self) -> int:
+        """Tokens to be read before its next token."""
+        return self.request.prompt_tokens + self.generated_tokens
+
+
+class EngineLoad(NamedTuple):
+    """What an engine's own metrics say: requests not begun, and the used share of KV memory."""
+
+    waiting: int
+    kv_usage: float
 
 
 class SimulatedLoadReport(NamedTuple):
@@ -62,6 +82,8 @@ class SimulatedLoadReport(NamedTuple):
     pending_by_pop: Mapping[int, int]
     decode_by_pop: Mapping[int, int]
     reading: ReplicaJob | None
+    kv_tokens: float = 0.0
+    """KV memory of the sequences that run or are being read."""
 
     def to_router(self, pop: int, at_s: float) -> ReportedLoad:
         """Return the load as reported to one router at `at_s` (nodeagent/decide/admission.py)."""
@@ -107,8 +129,11 @@ class SimulatedReplica:
         """Tokens that a sequence running from the beginning would have got."""
         self._decoding: list[tuple[float, int, ReplicaJob]] = []
         """Heap of (tokens given at its end, number, job)."""
-        self._cache: OrderedDict[int, None] = OrderedDict()
-        self._cache_tokens = 0
+        self._memory = replica_memory(site.profile)
+        self._context_base = 0.0
+        """With the tokens given to each running sequence added, the sum of their contexts."""
+        self._joined_tokens = 0
+        """The sum of the contexts of the running sequences when they began to decode."""
         self._pending_by_pop: Counter[int] = Counter()
         self._decode_by_pop: Counter[int] = Counter()
         self._history_at_s = [-1.0]
@@ -151,21 +176,24 @@ class SimulatedReplica:
         events = StepEvents([], [])
         if self.reading is not None and self.reading.work_left <= _TOLERANCE:
             job = self.reading
-            job.first_token_at_s = now_s
-            self.prefill_tokens -= job.request.prompt_tokens
-            self.pending_prefill_tokens -= job.pending_prefill_tokens
-            self._pending_by_pop[job.pop] -= job.pending_prefill_tokens
-            self._cache_prompt(job.request)
-            ends_at = self._tokens_given + job.request.output_tokens - 1
-            heappush(self._decoding, (ends_at, job.request.number, job))
-            events.first_tokens.append(job)
+            if not job.first_token_at_s:
+                job.first_token_at_s = now_s
+                self.prefill_tokens -= job.request.prompt_tokens
+                self.pending_prefill_tokens -= job.pending_prefill_tokens
+                self._pending_by_pop[job.pop] -= job.pending_prefill_tokens
+                events.first_tokens.append(job)
+            self._memory.put(job.request, self._grown_tokens())
+            self._begin_decoding(job)
             self._read_next()
         while self._decoding and self._decoding[0][0] <= self._tokens_given + _TOLERANCE:
             job = heappop(self._decoding)[2]
+            self._end_decoding(job)
             self.running -= 1
             self.decode_tokens -= job.needed_tokens - job.request.prompt_tokens
             self._decode_by_pop[job.pop] -= job.needed_tokens - job.request.prompt_tokens
             events.ended.append(job)
+        while self._must_preempt() and self._memory.free_tokens(self._grown_tokens()) <= 0.5:
+            self._preempt_newest()
         if self.reading is None:
             self._read_next()
         if events.first_tokens or events.ended:
@@ -181,25 +209,47 @@ class SimulatedReplica:
         if self._decoding:
             left = max(0.0, self._decoding[0][0] - self._tokens_given)
             at_s = min(at_s, self._now_s + left / decode_speed)
+            if self._must_preempt():
+                free = self._memory.free_tokens(self._grown_tokens())
+                full_s = max(0.0, free) / (len(self._decoding) * decode_speed)
+                at_s = min(at_s, self._now_s + full_s)
         return at_s
 
-    def cached(
-        self, request: TraceRequest, blocks_to_come: frozenset[int] | set[int] = frozenset()
-    ) -> int:
+    def lose(self) -> list[ReplicaJob]:
+        """Lose all requests and the cache: the replica dies. Return the requests."""
+        lost = [*self.queue, *(entry[2] for entry in self._decoding)]
+        if self.reading is not None:
+            lost.append(self.reading)
+        self.queue.clear()
+        self._decoding.clear()
+        self.reading = None
+        self.prefill_tokens = self.pending_prefill_tokens = self.decode_tokens = self.running = 0
+        self._context_base, self._joined_tokens = 0.0, 0
+        self._pending_by_pop.clear()
+        self._decode_by_pop.clear()
+        self._memory.clear()
+        return lost
+
+    def generated(self, job: ReplicaJob) -> int:
+        """Return how many tokens a sequence had got when it was lost or preempted."""
+        return job.generated_tokens + 1 + int(self._tokens_given - job.given_at_join)
+
+    def restart(self, now_s: float) -> None:
+        """Serve again, with an empty cache."""
+        self._now_s = now_s
+        self._record_load(now_s)
+
+    def cached(self, request: TraceRequest, blocks_to_come: Set[int] = frozenset()) -> int:
         """Return how many tokens of the prompt are cached, counting also `blocks_to_come`."""
-        cache, count = self._cache, 0
-        for block in request.blocks:
-            if block not in cache and block not in blocks_to_come:
-                break
-            count += 1
+        count = self._memory.matched_blocks(request, blocks_to_come)
         return min(count * request.block_tokens, request.prompt_tokens - 1)
 
-    def work(self, request: TraceRequest, cached: int) -> float:
+    def work(self, request: TraceRequest, cached: int, generated_tokens: int = 0) -> float:
         """Return a prompt's prefill work in tokens at the beginning of a prompt.
 
         Deeper tokens cost more; a short prompt takes at least one step.
         """
-        tokens = request.prompt_tokens
+        tokens = request.prompt_tokens + generated_tokens
         depth = (tokens + cached) / 2
         profile = self.site.profile
         work = (tokens - cached) * (1 + depth / profile.attention_tokens)
@@ -212,8 +262,16 @@ class SimulatedReplica:
 
     def load_at(self, at_s: float, pop: int) -> ReportedLoad:
         """Return the load at `at_s` as it is reported to a PoP's router."""
-        index = max(0, bisect_right(self._history_at_s, at_s) - 1)
-        return self._history[index].to_router(pop, at_s)
+        return self._report_at(at_s).to_router(pop, at_s)
+
+    def engine_load_at(self, at_s: float) -> EngineLoad:
+        """Return the engine's own metrics at `at_s`."""
+        report, profile = self._report_at(at_s), self.site.profile
+        tokens_max = profile.pool_tokens or profile.kv_tokens_max
+        return EngineLoad(report.load.waiting, min(1.0, report.kv_tokens / tokens_max))
+
+    def _report_at(self, at_s: float) -> SimulatedLoadReport:
+        return self._history[max(0, bisect_right(self._history_at_s, at_s) - 1)]
 
     def _read_speed(self) -> float:
         return self.read_speed() if self.reading is not None else 0.0
@@ -223,12 +281,27 @@ class SimulatedReplica:
         if self.reading is not None:
             return 1.0 / self._prefill_step().took_s
         profile = self.site.profile
-        return 1.0 / (profile.step_s + len(self._decoding) * profile.step_per_sequence_s)
+        return 1.0 / (profile.step_s + self._decodes_s())
+
+    def _decodes_s(self) -> float:
+        """Return what the running sequences add to a step."""
+        profile = self.site.profile
+        took_s = len(self._decoding) * profile.step_per_sequence_s
+        if profile.step_per_context_token_s:
+            took_s += self._context_tokens() * profile.step_per_context_token_s
+        return took_s
+
+    def _context_tokens(self) -> float:
+        return self._context_base + len(self._decoding) * self._tokens_given
+
+    def _grown_tokens(self) -> float:
+        """Return what the running sequences have got since they began to decode."""
+        return self._context_tokens() - self._joined_tokens
 
     def _prefill_step(self) -> StepProgress:
         """Return what a step reads of a prompt, and how long it takes."""
         profile, rate = self.site.profile, self.site.true_rate
-        decodes_s = len(self._decoding) * profile.step_per_sequence_s
+        decodes_s = self._decodes_s()
         whole_s = profile.chunk_tokens / rate + decodes_s
         if not self._decoding or whole_s <= profile.interval_s:
             return StepProgress(profile.chunk_tokens, whole_s)
@@ -249,24 +322,53 @@ class SimulatedReplica:
 
     def _read_next(self) -> None:
         self.reading = None
-        if self.queue and len(self._decoding) < self.site.profile.sequences_max:
-            job = self.reading = self.queue.popleft()
-            job.began_s = self._now_s
-            job.cached_tokens = self.cached(job.request)
-            job.work_left = self.work(job.request, job.cached_tokens)
+        if not self.queue or len(self._decoding) >= self.site.profile.sequences_max:
+            return
+        job, grown_tokens = self.queue[0], self._grown_tokens()
+        if self._decoding and not self._memory.has_room(
+            job.request, job.generated_tokens, grown_tokens
+        ):
+            return
+        self.reading = self.queue.popleft()
+        job.began_s = self._now_s
+        self._memory.trim(grown_tokens)
+        cached_tokens = self.cached(job.request)
+        if not job.first_token_at_s:
+            job.cached_tokens = cached_tokens
+        job.work_left = self.work(job.request, cached_tokens, job.generated_tokens)
+        self._memory.hold(job.request, job.generated_tokens)
 
-    def _cache_prompt(self, request: TraceRequest) -> None:
-        """Put a prompt's blocks into the cache, and evict the least recently used."""
-        cache = self._cache
-        for block in reversed(request.blocks):
-            if block in cache:
-                cache.move_to_end(block)
-            else:
-                cache[block] = None
-                self._cache_tokens += request.block_tokens
-        while self._cache_tokens > self.site.profile.cache_tokens:
-            cache.popitem(last=False)
-            self._cache_tokens -= request.block_tokens
+    def _begin_decoding(self, job: ReplicaJob) -> None:
+        left = job.request.output_tokens - 1 - job.generated_tokens
+        heappush(self._decoding, (self._tokens_given + left, job.request.number, job))
+        job.given_at_join = self._tokens_given
+        self._joined_tokens += job.read_tokens
+        self._context_base += job.read_tokens - job.given_at_join
+
+    def _end_decoding(self, job: ReplicaJob) -> None:
+        """Take a sequence that is no longer on the heap out of the sums."""
+        self._joined_tokens -= job.read_tokens
+        self._context_base -= job.read_tokens - job.given_at_join
+        self._memory.release(job.request, job.generated_tokens)
+
+    def _must_preempt(self) -> bool:
+        """Return whether a full pool would stop a sequence: one alone goes on."""
+        running = len(self._decoding) + (self.reading is not None)
+        return self.site.profile.pool_tokens > 0 and bool(self._decoding) and running > 1
+
+    def _preempt_newest(self) -> None:
+        """Put the sequence that began last back to the head of the queue."""
+        newest = max(self._decoding, key=lambda entry: (entry[2].began_s, entry[1]))
+        job = newest[2]
+        if self.reading is not None and self.reading.began_s >= job.began_s:
+            job, self.reading = self.reading, None
+            self._memory.release(job.request, job.generated_tokens, is_read=False)
+        else:
+            self._decoding.remove(newest)
+            heapify(self._decoding)
+            self._end_decoding(job)
+            job.generated_tokens = self.generated(job)
+        self.queue.appendleft(job)
 
     def _record_load(self, now_s: float) -> None:
         load = ReportedLoad(
@@ -279,6 +381,10 @@ class SimulatedReplica:
         self._history_at_s.append(now_s)
         self._history.append(
             SimulatedLoadReport(
-                load, dict(self._pending_by_pop), dict(self._decode_by_pop), self.reading
+                load,
+                dict(self._pending_by_pop),
+                dict(self._decode_by_pop),
+                self.reading,
+                self._context_tokens() + (self.reading.read_tokens if self.reading else 0),
             )
         )

@@ -41,6 +41,8 @@ class SimulatedRouter:
         self.replicas = replicas
         self.rtt_ms = [world.rtt_to(pop, site.replica) for site in world.sites]
         self.by_distance = sorted(range(len(replicas)), key=lambda r: (self.rtt_ms[r], r))
+        self.known_dead: frozenset[int] = frozenset()
+        """Replicas that failed a request, or that the route table no longer has."""
         self._report_interval_s = age_s / 2
         self._own = [BelievedLoad(0, 0, 0)] * len(replicas)
         self._answered_at_s = [0.0] * len(replicas)
@@ -56,6 +58,13 @@ class SimulatedRouter:
         self._answered_at_s[replica] = max(self._answered_at_s[replica], at_s)
         return self.replicas[replica].load_at(at_s, self.pop)
 
+    def list_replica(self, replica: int, is_listed: bool) -> None:
+        """Take a replica that has died out of the table, or one that is back into it."""
+        if is_listed:
+            self.known_dead -= {replica}
+        else:
+            self.known_dead |= {replica}
+
     def believed(self, replica: int, now_s: float) -> BelievedLoad:
         """Return a replica's load: the newest report less what was ours then, plus what is now."""
         at_s = max(self.reported_at_s(now_s), self._answered_at_s[replica])
@@ -68,6 +77,10 @@ class SimulatedRouter:
             now.prefill_tokens + max(0, load.prefill_tokens - then.prefill_tokens),
             now.decode_tokens + max(0, load.decode_tokens - then.decode_tokens),
         )
+
+    def own_requests(self, replica: int) -> int:
+        """Return how many requests of this router are at a replica."""
+        return self._own[replica].requests
 
     def has_capacity(self, believed: BelievedLoad, replica: int, request: TraceRequest) -> bool:
         """Say whether the request fits there, as far as is known."""

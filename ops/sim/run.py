@@ -14,21 +14,14 @@ from typing import Any, Final, NamedTuple
 
 from isochrone.wire.headers import PeerReplica
 from nodeagent.decide.handoff import Handoff, choose_handoff, is_worth_probing
-from ops.sim.isochrone_policy import IsochronePolicy, route_table
+from ops.sim.isochrone_policy import IsochronePolicy
+from ops.sim.losses import UNLISTED_AFTER_S, ReplicaLoss
 from ops.sim.oracle import OraclePolicy
-from ops.sim.policies import (
-    CacheAwarePolicy,
-    ConsistentHashPolicy,
-    LeastRequestsPolicy,
-    LeastTokensNearPolicy,
-    LeastTokensPolicy,
-    NearestOnlyPolicy,
-    RandomPolicy,
-    RoundRobinPolicy,
-    RoutingPolicy,
-    SkyLbPolicy,
-)
+from ops.sim.outcome import RunOutcome, SendEvent, ServedRequest
+from ops.sim.policies import RoutingPolicy
+from ops.sim.policy_choice import create_policies
 from ops.sim.replica import ReplicaJob, SimulatedReplica
+from ops.sim.rivals import RivalPolicy
 from ops.sim.router import OUTPUT_TOKENS_ASSUMED, SimulatedRouter
 from ops.sim.traces import TraceRequest
 from ops.sim.world import RoutingWorld
@@ -43,49 +36,6 @@ SHARE_INTERVAL_S: Final = 1.0
 QUEUE_TIMEOUT_S: Final = 10.0
 QUEUE_DEPTH_MAX: Final = 256
 RETRY_INTERVAL_S: Final = 0.1
-POLICY_NAMES: Final = (
-    "ours",
-    "random",
-    "round robin",
-    "nearest only",
-    "least requests",
-    "least tokens",
-    "least tokens, near",
-    "consistent hash",
-    "cache aware",
-    "SkyLB",
-)
-
-
-class ServedRequest(NamedTuple):
-    """One request's result. A refused request has replica -1 and an infinite `ttft_s`."""
-
-    number: int
-    replica: int
-    ttft_s: float
-    itl_s: float
-    prompt_tokens: int
-    cached_tokens: int
-    is_away: bool
-    """Whether it was served outside the nearest PoP that has replicas."""
-
-
-class SendEvent(NamedTuple):
-    """One request sent by a PoP's router to a replica."""
-
-    at_s: float
-    pop: int
-    replica: int
-
-
-class RunOutcome(NamedTuple):
-    """All requests of a run, and how busy each replica was."""
-
-    served: Sequence[ServedRequest]
-    busy: Sequence[float]
-    errors_ms: Sequence[float]
-    """Errors of our own predictions."""
-    sends: Sequence[SendEvent]
 
 
 class RoutedRequest(NamedTuple):
@@ -95,6 +45,15 @@ class RoutedRequest(NamedTuple):
     pop: int
     began_s: float
     refused: frozenset[int] = frozenset()
+
+
+class BegunAnswer(NamedTuple):
+    """An answer as it began, also if another replica goes on with it."""
+
+    request: TraceRequest
+    ttft_s: float
+    first_token_at_s: float
+    cached_tokens: int
 
 
 class SentAttempt(NamedTuple):
@@ -117,6 +76,7 @@ class Simulation:
         age_s: float,
         policy: str,
         processes: int = 1,
+        losses: Sequence[ReplicaLoss] = (),
     ) -> None:
         self.now_s = 0.0
         self._processes = processes
@@ -131,13 +91,20 @@ class Simulation:
         self._routers = [
             SimulatedRouter(pop, world, self._replicas, age_s) for pop in range(len(world.pops))
         ]
-        self._policies = self._create_policies(policy)
+        self._policies = create_policies(
+            policy, self._routers, self._replicas, requests, lambda: self.now_s
+        )
         self._waiting = [0] * len(world.pops)
         self._served: list[ServedRequest] = []
         self._sends: list[SendEvent] = []
         self._handed_off: set[int] = set()
         """Requests that a peer of the addressed replica serves, until their first token."""
         self._in_flight: dict[int, RoutedRequest] = {}
+        self._began: dict[int, BegunAnswer] = {}
+        """Answers that had begun when their replica died."""
+        self._dead: set[int] = set()
+        for loss in losses:
+            self._schedule(loss.at_s, self._lose_replica, loss)
         shares = list(accumulate(world.demand))
         for request in requests:
             pop = min(len(shares) - 1, bisect_right(shares, request.place))
@@ -159,27 +126,6 @@ class Simulation:
         ]
         busy = [replica.busy_s / max(1e-9, self.now_s) for replica in self._replicas]
         return RunOutcome(self._served, busy, errors, self._sends)
-
-    def _create_policies(self, name: str) -> list[RoutingPolicy]:
-        pops = range(len(self._world.pops))
-        if name.startswith("oracle"):
-            oracle = OraclePolicy(self._replicas, float(name.partition(" ")[2] or 0))
-            return [oracle for _ in pops]
-        if name == "ours":
-            table = route_table(self._world)
-            return [IsochronePolicy(self._routers[pop], table, lambda: self.now_s) for pop in pops]
-        create: dict[str, Callable[[int], RoutingPolicy]] = {
-            "random": RandomPolicy,
-            "round robin": RoundRobinPolicy,
-            "nearest only": NearestOnlyPolicy,
-            "least requests": lambda _: LeastRequestsPolicy(),
-            "least tokens": lambda _: LeastTokensPolicy(),
-            "least tokens, near": lambda _: LeastTokensNearPolicy(),
-            "consistent hash": lambda _: ConsistentHashPolicy(len(self._replicas)),
-            "cache aware": lambda _: CacheAwarePolicy(),
-            "SkyLB": lambda _: SkyLbPolicy(),
-        }
-        return [create[name](pop) for pop in pops]
 
     def _share_prompts(self) -> None:
         """Share prompts between the processes of each router, as the main process does."""
@@ -204,16 +150,21 @@ class Simulation:
         """Choose a replica and send the request, or wait for capacity, or refuse it."""
         request, pop = routed.request, routed.pop
         router, policy = self._routers[pop], self._policies[pop]
-        replica = policy.choose(router, request, routed.refused, self.now_s)
+        dead = self._dead if isinstance(policy, OraclePolicy) else router.known_dead
+        refused = routed.refused | dead if dead else routed.refused
+        replica = policy.choose(router, request, refused, self.now_s)
         if replica is None:
-            is_over = self.now_s - routed.began_s >= QUEUE_TIMEOUT_S
-            if is_over or self._waiting[pop] >= QUEUE_DEPTH_MAX:
+            timeout_s, retry_s = QUEUE_TIMEOUT_S, RETRY_INTERVAL_S
+            if isinstance(policy, RivalPolicy):
+                timeout_s, retry_s = policy.queue_timeout_s, policy.retry_interval_s
+            is_over = self.now_s - routed.began_s >= timeout_s
+            if is_over or (self._waiting[pop] >= QUEUE_DEPTH_MAX and timeout_s < inf):
                 self._served.append(
                     ServedRequest(request.number, -1, inf, 0.0, request.prompt_tokens, 0, False)
                 )
                 return
             self._waiting[pop] += 1
-            self._schedule(self.now_s + RETRY_INTERVAL_S, self._look_again, routed)
+            self._schedule(self.now_s + retry_s, self._look_again, routed)
             return
         policy.record_sent(request, replica, self.now_s)
         router.count(replica, 1, request.prompt_tokens, OUTPUT_TOKENS_ASSUMED, self.now_s)
@@ -230,6 +181,9 @@ class Simulation:
         policy, request = self._policies[routed.pop], routed.request
         if isinstance(policy, OraclePolicy):
             policy.record_arrival(request, replica)
+        if replica in self._dead:
+            self._fail(routed, replica)
+            return
         needed = request.prompt_tokens + OUTPUT_TOKENS_ASSUMED
         if not isinstance(policy, IsochronePolicy):
             job = ReplicaJob(request, needed, request.prompt_tokens, routed.pop, 0.0)
@@ -252,6 +206,7 @@ class Simulation:
         queued = {
             peer.replica_id: self._replicas[_replica_number(peer)].queued_tokens(self.now_s)
             for peer in peers
+            if _replica_number(peer) not in self._dead
         }
         if not peers or not is_worth_probing(peers[0], queued[peers[0].replica_id]):
             return None
@@ -268,7 +223,8 @@ class Simulation:
             peer.prefill_ms,
         )
         number = _replica_number(peer)
-        if self._replicas[number].admit(job, self.now_s, verdict.queue_tokens_max):
+        is_dead = number in self._dead
+        if not is_dead and self._replicas[number].admit(job, self.now_s, verdict.queue_tokens_max):
             self._in_flight[routed.request.number] = routed
             self._handed_off.add(routed.request.number)
             self._plan_settle(number)
@@ -293,7 +249,9 @@ class Simulation:
     def _admit(self, attempt: SentAttempt) -> None:
         """Let the replica admit the request or refuse it."""
         routed, replica = attempt.routed, attempt.replica
-        if self._replicas[replica].admit(attempt.job, self.now_s, attempt.queue_tokens_max):
+        if replica in self._dead:
+            self._fail(routed, replica)
+        elif self._replicas[replica].admit(attempt.job, self.now_s, attempt.queue_tokens_max):
             self._in_flight[routed.request.number] = routed
             self._plan_settle(replica)
         else:
@@ -307,6 +265,8 @@ class Simulation:
         if isinstance(policy, IsochronePolicy):
             policy.record_refusal(request, refused_at_s)
             policy.record_load(replica, load, refused_at_s)
+        elif isinstance(policy, RivalPolicy):
+            policy.record_end(request, replica)
         router.count(replica, -1, -request.prompt_tokens, -OUTPUT_TOKENS_ASSUMED, self.now_s)
         self._send(routed._replace(refused=routed.refused | {replica}))
 
@@ -319,7 +279,7 @@ class Simulation:
 
     def _settle(self, replica: int, number: int) -> None:
         """Let a replica reach its next event, unless that was planned anew since."""
-        if number != self._settle_numbers[replica]:
+        if number != self._settle_numbers[replica] or replica in self._dead:
             return
         events = self._replicas[replica].settle(self.now_s)
         for job in events.first_tokens:
@@ -336,6 +296,67 @@ class Simulation:
             self._schedule(back_s, self._receive_end, job, pop, replica, ended_s)
         self._plan_settle(replica)
 
+    def _lose_replica(self, loss: ReplicaLoss) -> None:
+        """Kill a replica: its connections are reset, and it comes back with an empty cache."""
+        replica = loss.replica
+        self._dead.add(replica)
+        for job in self._replicas[replica].lose():
+            routed = self._in_flight.pop(job.request.number)
+            self._handed_off.discard(job.request.number)
+            if job.first_token_at_s:
+                routed = self._resume(routed, job, replica)
+            self._fail(routed, replica, job.first_token_at_s)
+        for router, policy in zip(self._routers, self._policies, strict=True):
+            self._schedule(loss.at_s + UNLISTED_AFTER_S, self._list, router, policy, replica, False)
+            self._schedule(loss.back_s, self._list, router, policy, replica, True)
+        self._schedule(loss.back_s, self._restart_replica, replica)
+
+    def _restart_replica(self, replica: int) -> None:
+        self._dead.remove(replica)
+        self._replicas[replica].restart(self.now_s)
+
+    def _resume(self, routed: RoutedRequest, job: ReplicaJob, replica: int) -> RoutedRequest:
+        """Return the request that continues an answer: what was generated is part of the prompt."""
+        request = job.request
+        back_s = self._routers[routed.pop].rtt_ms[replica] / 2000
+        ttft_s = job.first_token_at_s + back_s - routed.began_s
+        began = BegunAnswer(request, ttft_s, job.first_token_at_s, job.cached_tokens)
+        self._began.setdefault(request.number, began)
+        generated = min(request.output_tokens - 1, self._replicas[replica].generated(job))
+        return routed._replace(
+            request=request._replace(
+                prompt_tokens=request.prompt_tokens + generated,
+                output_tokens=request.output_tokens - generated,
+            )
+        )
+
+    def _list(
+        self, router: SimulatedRouter, policy: RoutingPolicy, replica: int, is_listed: bool
+    ) -> None:
+        """Take a replica into a router's table, or out of it."""
+        router.list_replica(replica, is_listed)
+        if isinstance(policy, IsochronePolicy):
+            policy.list_replica(replica, is_listed)
+
+    def _fail(self, routed: RoutedRequest, replica: int, first_token_at_s: float = 0.0) -> None:
+        """Reset the connection of a request to a dead replica."""
+        back_s = self.now_s + self._routers[routed.pop].rtt_ms[replica] / 2000
+        self._schedule(back_s, self._receive_failure, routed, replica, first_token_at_s)
+
+    def _receive_failure(
+        self, routed: RoutedRequest, replica: int, first_token_at_s: float
+    ) -> None:
+        """Note that a request's connection was reset, and send it elsewhere."""
+        router, policy = self._routers[routed.pop], self._policies[routed.pop]
+        if isinstance(policy, IsochronePolicy):
+            policy.record_failure(routed.request)
+        elif isinstance(policy, RivalPolicy):
+            policy.record_end(routed.request, replica)
+        prompt_tokens = 0 if first_token_at_s else -routed.request.prompt_tokens
+        router.count(replica, -1, prompt_tokens, -OUTPUT_TOKENS_ASSUMED, self.now_s)
+        router.known_dead |= {replica}
+        self._send(routed._replace(refused=routed.refused | {replica}))
+
     def _receive_first_token(self, request: TraceRequest, pop: int, replica: int) -> None:
         router, policy = self._routers[pop], self._policies[pop]
         router.count(replica, 0, -request.prompt_tokens, 0, self.now_s)
@@ -344,6 +365,8 @@ class Simulation:
         if isinstance(policy, IsochronePolicy):
             policy.record_first_token(request, self.now_s)
             policy.record_load(replica, load, written_at_s)
+        elif isinstance(policy, RivalPolicy):
+            policy.record_first_token(request, replica)
 
     def _receive_end(self, job: ReplicaJob, pop: int, replica: int, ended_s: float) -> None:
         request, router = job.request, self._routers[pop]
@@ -351,17 +374,26 @@ class Simulation:
         policy = self._policies[pop]
         if isinstance(policy, IsochronePolicy):
             policy.record_end(request, job.cached_tokens, self.now_s)
+        elif isinstance(policy, RivalPolicy):
+            policy.record_end(request, replica)
         began_s = self._in_flight.pop(request.number).began_s
-        steps = max(1, request.output_tokens - 1)
+        back_s = router.rtt_ms[replica] / 2000
+        answer = self._began.pop(request.number, None) or BegunAnswer(
+            request,
+            job.first_token_at_s + back_s - began_s,
+            job.first_token_at_s,
+            job.cached_tokens,
+        )
+        steps = max(1, answer.request.output_tokens - 1)
         nearest_pop = self._world.sites[router.by_distance[0]].pop
         self._served.append(
             ServedRequest(
                 request.number,
                 replica,
-                job.first_token_at_s + router.rtt_ms[replica] / 2000 - began_s,
-                (ended_s - job.first_token_at_s) / steps,
-                request.prompt_tokens,
-                job.cached_tokens,
+                answer.ttft_s,
+                (ended_s - answer.first_token_at_s) / steps,
+                answer.request.prompt_tokens,
+                answer.cached_tokens,
                 self._world.sites[replica].pop != nearest_pop,
             )
         )
@@ -378,10 +410,12 @@ def simulate(
     age_s: float,
     policy: str,
     processes: int = 1,
+    losses: Sequence[ReplicaLoss] = (),
 ) -> RunOutcome:
     """Run once; the same arguments give the same outcome.
 
     `speed` divides the arrival times of the trace. With `processes`, each so many consecutive PoPs
-    are processes of one router, which share what was answered where.
+    are processes of one router, which share what was answered where. `losses` are the replicas that
+    die during the run.
     """
-    return Simulation(world, requests, speed, age_s, policy, processes).run()
+    return Simulation(world, requests, speed, age_s, policy, processes, losses).run()

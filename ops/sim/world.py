@@ -6,11 +6,14 @@ A100 and an H100 server of eight for a large model, and of two A100s for Llama-3
 """
 
 import random
+from bisect import bisect_right
+from itertools import accumulate
 from math import inf
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from ops.sim import data
+from ops.sim.traces import TraceRequest
 
 
 class SimulatedCity(NamedTuple):
@@ -59,6 +62,11 @@ class EngineProfile(NamedTuple):
     chunk_tokens: int = 1024
     interval_s: float = inf
     """Limit on a step that decodes: it reads only as much of a prompt as fits into this time."""
+    step_per_context_token_s: float = 0.0
+    """What each token of context of the running sequences adds to a step: its KV is read."""
+    pool_tokens: int = 0
+    """KV memory in one pool for cached prefixes and running sequences; with 0 the cache has
+    `cache_tokens` of its own, and running sequences are limited by `kv_tokens_max` alone."""
 
 
 class SimulatedModel(NamedTuple):
@@ -76,6 +84,20 @@ LLAMA_8B: Final = SimulatedModel(
     EngineProfile("a100x2", 16_500.0, 0.0083, 0.00024, 31_000, 700_000, 900_000),
     EngineProfile("a100x1", 9_000.0, 0.0125, 0.0004, 31_000, 350_000, 450_000),
 )
+
+LLAMA_70B_TODAY: Final = SimulatedModel(
+    EngineProfile(
+        "h100x2", 13_800.0, 0.013, 0.00005, 54_000, 450_000, 450_000,
+        sequences_max=512, chunk_tokens=2048, step_per_context_token_s=3.1e-8, pool_tokens=450_000,
+    ),
+    EngineProfile(
+        "h200x1", 7_900.0, 0.018, 0.00005, 54_000, 335_000, 335_000,
+        sequences_max=512, chunk_tokens=2048, step_per_context_token_s=4.3e-8, pool_tokens=335_000,
+    ),
+)  # fmt: skip
+"""Llama 3.3 70B with FP8 weights and KV on two H100 or one H200, from NVIDIA's published throughput
+(TensorRT-LLM 1.0, perf-overview.md) and 80 % of the memory's bandwidth; `ops.sim.published` has the
+comparison."""
 
 
 class ReplicaSite(NamedTuple):
@@ -100,6 +122,12 @@ class RoutingWorld(NamedTuple):
     def rtt_to(self, pop: int, replica: int) -> float:
         """Return the round trip in ms from a PoP to a replica."""
         return self.rtt_ms[pop][self.sites[replica].pop]
+
+
+def pop_of_request(world: RoutingWorld, request: TraceRequest) -> int:
+    """Return the PoP that a request comes to, by the shares of demand."""
+    ends = list(accumulate(world.demand))
+    return min(len(ends) - 1, bisect_right(ends, request.place))
 
 
 def build_world(latencies: Path, model: SimulatedModel, seed: int = 1) -> RoutingWorld:

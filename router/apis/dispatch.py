@@ -25,6 +25,7 @@ from router.apis.openai.surface import DECODERS, OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.apis.responses.adapter import PATH as RESPONSES_PATH
 from router.apis.responses.adapter import read_responses_request
+from router.apis.responses.stored_routes import StoredRoutes, is_stored_path
 from router.apis.workers_ai.adapter import is_workers_ai, model_of, read_run_request
 from router.apis.workers_ai.auxiliary import AUXILIARY_PATHS, auxiliary_path
 from router.apis.workers_ai.translate import encode_error_envelope
@@ -66,9 +67,11 @@ class ApiDispatcher:
         request_ids: RequestIds,
         metrics: Metrics,
         batches: BatchClient,
+        stored: StoredRoutes,
     ) -> None:
         """Use the parts that the whole router shares; `upstream` reaches the auxiliary server."""
         self._batches = batches
+        self._stored = stored
         self._openai = openai
         self._pipeline = pipeline
         self._upstream = upstream
@@ -82,7 +85,8 @@ class ApiDispatcher:
         body whose key is over a limit. The refusal closes the connection, which costs less than
         reading such a body and more than reading a small one: that is refused once it is read.
         """
-        if is_batch_path(_openai_path(path)):
+        openai_path = _openai_path(path)
+        if is_batch_path(openai_path) or is_stored_path(openai_path):
             return self._openai.key_of(fields)
         if method != b"POST" or not (_is_inference(path) or auxiliary_path(path)):
             return None
@@ -124,6 +128,11 @@ class ApiDispatcher:
                     sent_id = request.header(REQUEST_ID)
                     _, request.client_request_id = self._request_ids.next(sent_id)
                     return relay_to_batch_service(self._batches, request, client)
+                if is_stored_path(path):
+                    sent_id = request.header(REQUEST_ID)
+                    ids = self._request_ids.next(sent_id)
+                    request.request_id, request.client_request_id = ids
+                    return self._stored.answer(request, client)
                 if is_workers_ai(path):
                     if listed := auxiliary_path(path):
                         request.path = listed
@@ -144,6 +153,8 @@ class ApiDispatcher:
             assert request.key is not None
             self._openai.deployment(model_of(path) or "", request.key)
             return answer_queued_run(self._batches, request, path, client)
+        if self._stored.is_needed(request, path):
+            return self._stored.create(request, client)
         inference, writer = self.read_inference(request, path, client)
         return self._pipeline.serve(inference, writer)
 

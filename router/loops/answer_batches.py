@@ -83,7 +83,8 @@ class AnswerBatches:
 
     async def run_once(self) -> AnsweredCounts:
         """Send results, renew leases, lease more items and start what may run."""
-        if not self._client.access.token or not self._per_replica_max:
+        access = self._client.access
+        if not (access.token and access.has_batches and self._per_replica_max):
             return AnsweredCounts(0, 0)
         try:
             returned = await self._return_results()

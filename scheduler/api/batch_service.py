@@ -5,13 +5,12 @@ results. Only the acting scheduler serves it, as only its routers hold a token.
 """
 
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 import msgspec
 from aiohttp import web
 
-from isochrone.service.http_server import read_body
 from isochrone.wire import batches as wire
 from isochrone.wire.batches import (
     ItemRef,
@@ -20,11 +19,11 @@ from isochrone.wire.batches import (
     LeasedItems,
     LeaseItems,
 )
-from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId, TenantId
 from scheduler.api.batch_files import FileEndpoints
 from scheduler.api.batches import BatchEndpoints
 from scheduler.api.queued_runs import QueuedRuns
+from scheduler.api.relayed import PublicHandler, public_route, work_route
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.batch_lines import request_body
 from scheduler.decide.batch_shares import share_items
@@ -39,11 +38,8 @@ from scheduler.store.batch_items import (
     waiting_batches,
 )
 from scheduler.store.batches import StoredBatch, read_batch
-from scheduler.store.pool import UNAVAILABLE, Pool, transaction
+from scheduler.store.pool import Pool, transaction
 
-WORK_TIMEOUT_S: Final = 30.0
-
-PublicHandler = Callable[[web.Request, str], Awaitable[web.StreamResponse]]
 _LEASE: Final = msgspec.msgpack.Decoder(LeaseItems)
 _RESULTS: Final = msgspec.msgpack.Decoder(ItemResults)
 
@@ -95,42 +91,11 @@ class BatchService:
             ("GET", "/ai/queued/{batch_id}", runs.show),
         )
         for method, path, handler in routes:
-            app.router.add_route(method, f"{wire.PUBLIC_PREFIX}{path}", self._public(handler))
-        app.router.add_post(wire.LEASE_PATH, self._work(self._lease))
-        app.router.add_post(wire.RESULTS_PATH, self._work(self._store_results))
-
-    def _public(self, handler: PublicHandler) -> Callable[[web.Request], Awaitable[Any]]:
-        """Return the aiohttp handler of a public route."""
-
-        async def handle(request: web.Request) -> web.StreamResponse:
-            self._tokens.router_of(request.headers.get(wire.RELAY_TOKEN, ""))
-            tenant_id = request.headers.get(wire.TENANT, "")
-            if not tenant_id:
-                raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot answer without {wire.TENANT}")
-            try:
-                return await handler(request, tenant_id)
-            except UNAVAILABLE as error:
-                raise _unreachable() from error
-
-        return handle
-
-    def _work(
-        self, handler: Callable[[bytes], Awaitable[msgspec.Struct | None]]
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """Return the aiohttp handler of a route for routers' own work."""
-
-        async def handle(request: web.Request) -> web.Response:
-            self._tokens.router_of(request.headers.get(wire.RELAY_TOKEN, ""))
-            body = await read_body(request, bytes_max=wire.WORK_BYTES_MAX, timeout_s=WORK_TIMEOUT_S)
-            try:
-                answer = await handler(body)
-            except msgspec.DecodeError as error:
-                raise ApiError(ErrorCode.INVALID_REQUEST, str(error)[:300]) from error
-            except UNAVAILABLE as error:
-                raise _unreachable() from error
-            return web.Response(body=b"" if answer is None else msgspec.msgpack.encode(answer))
-
-        return handle
+            app.router.add_route(
+                method, f"{wire.PUBLIC_PREFIX}{path}", public_route(self._tokens, handler)
+            )
+        app.router.add_post(wire.LEASE_PATH, work_route(self._tokens, self._lease))
+        app.router.add_post(wire.RESULTS_PATH, work_route(self._tokens, self._store_results))
 
     async def _lease(self, body: bytes) -> LeasedItems:
         """Renew a router's leases, and lease further items to it."""
@@ -196,9 +161,3 @@ class BatchService:
             is_batch_answered = await store_results(connection, request.results)
         if is_batch_answered:
             self._nudge()
-
-
-def _unreachable() -> ApiError:
-    return ApiError(
-        ErrorCode.UNAVAILABLE, "cannot answer: the database is unreachable", retry_after_s=2
-    )

@@ -26,9 +26,6 @@ from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
 from scheduler.store.rollouts import conflicts_with_rollout
 
-SENDS_KV: Final = frozenset({"embedded"})
-"""The drivers whose engines can read prompts for one another (`kv_transfer` of the driver)."""
-
 KIND_FEATURES: Final = {"chat": "chat", "embedding": "embeddings", "rerank": "rerank"}
 """The feature that an engine needs for each kind of model."""
 
@@ -256,10 +253,11 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
 
 def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
     """Return why replicas of this engine cannot have roles of their own; empty if they can."""
-    known = ", ".join(sorted(SENDS_KV))
-    if engine.share_kv and engine.driver not in SENDS_KV:
+    known = ", ".join(name for name, one in ENGINE_CAPABILITIES.items() if one.sends_kv)
+    sends_kv = capabilities_of(engine.driver).sends_kv
+    if engine.share_kv and not sends_kv:
         return f"share_kv needs an engine that sends KV: {engine.driver} does not, {known} does"
-    if policy.roles == UNIFIED_ROLES or engine.driver in SENDS_KV:
+    if policy.roles == UNIFIED_ROLES or sends_kv:
         return ""
     return (
         f"roles {policy.roles!r} need an engine that sends the KV of prompts to another:"

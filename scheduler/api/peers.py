@@ -100,9 +100,11 @@ class PeerServer:
         admission: PeerAdmission,
         unregistered: ConnectionCount,
         relay_tokens: RelayTokens | None = None,
+        has_batches: bool = False,
     ) -> None:
-        """Serve with the parts of the state. Without `relay_tokens` there is no batch service."""
+        """Serve with the parts of the state. Without `relay_tokens` nothing is relayed."""
         self._relay_tokens = relay_tokens
+        self._has_batches = has_batches
         self._intake = intake
         self._reserved = reserved
         self._cluster_id = cluster_id
@@ -246,6 +248,7 @@ class PeerServer:
                 epoch=self._lease.epoch,
                 redial_spread_s=self._admission.redial_spread_s,
                 relay_token=peer.relay_token,
+                has_batches=self._has_batches,
                 cache_salt=self._cache_salt(role, cluster.cache_salt_version),
             )
         )

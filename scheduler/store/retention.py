@@ -48,6 +48,8 @@ FIXED_RULES: Final = (
         USAGE_DAYS * DAY_S,
         "EXISTS (SELECT FROM placement p WHERE p.deployment_id = deployment.deployment_id)",
     ),
+    RetentionRule("stored_response", "expires_at", 0.0),
+    RetentionRule("conversation", "expires_at", 0.0),
     RetentionRule("join_token", "expires_at", 7 * DAY_S),
 )
 

@@ -11,13 +11,13 @@ import pytest
 import pytest_asyncio
 
 from isochrone.wire.assignment import ReplicaSpec
+from isochrone.wire.engine_capabilities import EngineCapabilities, capabilities_of
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.model import EngineSettings
 from nodeagent.drivers import DRIVERS
 from nodeagent.host.engines import EngineProcess
 from ops.engines.vllm_cpu import small_chat_model
 from tests.builders import GIB, a_spec
-from tests.engines.engine_traits import TRAITS, EngineTraits
 from tests.engines.real_engines import (
     LLAMA_CPP_COMMANDS,
     LLAMA_CPP_MODEL,
@@ -62,9 +62,9 @@ def engine(request: pytest.FixtureRequest) -> EngineProcess:
 
 
 @pytest.fixture
-def traits(engine: EngineProcess) -> EngineTraits:
+def traits(engine: EngineProcess) -> EngineCapabilities:
     """How the engine differs from others."""
-    return TRAITS[engine.record.spec.engine.driver]
+    return capabilities_of(engine.record.spec.engine.driver)
 
 
 @pytest.fixture(scope="session")

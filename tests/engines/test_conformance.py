@@ -1,6 +1,6 @@
 """One contract for all engines: what a router and an agent rely on, whichever engine answers.
 
-Each test runs with each engine. Where engines differ, `engine_traits.py` says so.
+Each test runs with each engine. Where engines differ, their capabilities say so.
 """
 
 import asyncio
@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from isochrone.wire import headers
+from isochrone.wire.engine_capabilities import EngineCapabilities
 from isochrone.wire.errors import ApiError
 from nodeagent.drivers.driver import CHAT_PATH, COMPLETIONS_PATH
 from nodeagent.host.engines import EngineProcess
-from tests.engines.engine_traits import EngineTraits
 from tests.engines.real_engines import EXIT_S, JSON, Answer, ask, post, stream, text_of, user
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -84,7 +84,7 @@ async def test_a_stream_has_the_same_text_and_ends_with_its_usage(engine: Engine
     check_usage(chunks[-1]["usage"], 8)
 
 
-async def test_a_text_is_completed(engine: EngineProcess, traits: EngineTraits) -> None:
+async def test_a_text_is_completed(engine: EngineProcess, traits: EngineCapabilities) -> None:
     fields: dict[str, Any] = {
         "path": COMPLETIONS_PATH,
         "prompt": "The capital of France is",
@@ -97,9 +97,8 @@ async def test_a_text_is_completed(engine: EngineProcess, traits: EngineTraits) 
     chunks = await stream(engine, **fields)
     assert text_of(chunks) == whole.text
     check_usage(chunks[-1]["usage"], 4)
-    if traits.has_token_prompts:
-        by_ids = await ask(engine, path=COMPLETIONS_PATH, prompt=[504, 3575, 282], max_tokens=4)
-        assert by_ids.body["usage"]["prompt_tokens"] == 3
+    by_ids = await ask(engine, path=COMPLETIONS_PATH, prompt=[504, 3575, 282], max_tokens=4)
+    assert by_ids.body["usage"]["prompt_tokens"] == 3
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
@@ -110,8 +109,10 @@ async def test_an_answer_ends_at_its_limit(engine: EngineProcess, name: str) -> 
     assert answer.body["choices"][0]["finish_reason"] == "length"
 
 
-async def test_a_stop_string_ends_the_answer(engine: EngineProcess, traits: EngineTraits) -> None:
-    if not traits.has_stop_strings:
+async def test_a_stop_string_ends_the_answer(
+    engine: EngineProcess, traits: EngineCapabilities
+) -> None:
+    if not traits.generates_text:
         return
     messages = user("Repeat exactly: one two three four five")
     plain = (await ask(engine, messages=messages)).text
@@ -121,26 +122,28 @@ async def test_a_stop_string_ends_the_answer(engine: EngineProcess, traits: Engi
     assert answer.body["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_a_seed_repeats_an_answer(engine: EngineProcess, traits: EngineTraits) -> None:
+async def test_a_seed_repeats_an_answer(engine: EngineProcess, traits: EngineCapabilities) -> None:
     async def text(seed: int) -> str:
         fields: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": 12}
         return (await ask(engine, messages=user("Invent a name."), **fields)).text
 
     first = await text(7)
     assert await text(7) == first
-    if traits.has_seeds:
+    if traits.generates_text:
         assert {await text(seed) for seed in (8, 9, 10)} != {first}
 
 
-async def test_tenants_share_no_cached_prompt(engine: EngineProcess, traits: EngineTraits) -> None:
+async def test_tenants_share_no_cached_prompt(
+    engine: EngineProcess, traits: EngineCapabilities
+) -> None:
     messages = user(f"A prompt of this test alone. {LONG_PROMPT}")
     counts = [
         (await ask(engine, salt, messages=messages, max_tokens=1)).cached_tokens
         for salt in ("tenant a", "tenant b", "tenant a")
     ]
     assert counts[:2] == [0, 0]
-    assert counts[2] >= traits.cached_block_tokens
-    assert bool(counts[2]) == bool(traits.cached_block_tokens)
+    assert counts[2] >= traits.cache_block_tokens
+    assert bool(counts[2]) == bool(traits.cache_block_tokens)
 
 
 async def test_a_client_cannot_choose_its_cache(engine: EngineProcess) -> None:
@@ -158,8 +161,10 @@ async def test_a_client_cannot_choose_its_cache(engine: EngineProcess) -> None:
     assert guess.cached_tokens == 0
 
 
-async def test_an_answer_follows_a_json_schema(engine: EngineProcess, traits: EngineTraits) -> None:
-    if not traits.has_json_schema:
+async def test_an_answer_follows_a_json_schema(
+    engine: EngineProcess, traits: EngineCapabilities
+) -> None:
+    if not traits.generates_text:
         return
     schema = {
         "type": "object",
@@ -178,10 +183,10 @@ async def test_an_answer_follows_a_json_schema(engine: EngineProcess, traits: En
 
 @pytest.mark.parametrize("choice", ["auto", "none", "named"])
 async def test_tools_are_accepted_and_a_named_one_is_called(
-    engine: EngineProcess, traits: EngineTraits, choice: str
+    engine: EngineProcess, traits: EngineCapabilities, choice: str
 ) -> None:
     """A model of 135M seldom calls a tool by itself."""
-    if not traits.has_tools:
+    if not traits.generates_text:
         return
     named = {"type": "function", "function": {"name": "get_weather"}}
     answer = await ask(
@@ -193,15 +198,17 @@ async def test_tools_are_accepted_and_a_named_one_is_called(
     )
     assert answer.status == 200, answer.body
     (reply,) = answer.body["choices"]
-    if choice == "named" and traits.has_named_tools:
+    if choice == "named" and traits.forces_named_tools:
         (call,) = reply["message"]["tool_calls"]
         assert call["function"]["name"] == "get_weather"
         assert "Paris" in call["function"]["arguments"]
     assert reply["finish_reason"] in ("stop", "length", "tool_calls")
 
 
-async def test_log_probabilities_are_returned(engine: EngineProcess, traits: EngineTraits) -> None:
-    if not traits.has_logprobs:
+async def test_log_probabilities_are_returned(
+    engine: EngineProcess, traits: EngineCapabilities
+) -> None:
+    if not traits.generates_text:
         return
     fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "max_tokens": 3}
     answer = await ask(engine, messages=user(FRANCE), **fields)
@@ -213,10 +220,12 @@ async def test_log_probabilities_are_returned(engine: EngineProcess, traits: Eng
         assert token["token"] == token["top_logprobs"][0]["token"], "greedy takes the likeliest"
 
 
-async def test_several_choices_are_returned(engine: EngineProcess, traits: EngineTraits) -> None:
+async def test_several_choices_are_returned(
+    engine: EngineProcess, traits: EngineCapabilities
+) -> None:
     fields: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 8}
     answer = await ask(engine, messages=user("Invent a name."), **fields)
-    if not traits.has_choices:
+    if not traits.generates_text:
         assert answer.status == 400
         return
     assert [choice["index"] for choice in answer.body["choices"]] == [0, 1]
@@ -272,7 +281,7 @@ async def test_a_bad_body_is_refused_with_a_message(engine: EngineProcess, name:
     "fields", [{"temperature": -1}, {"top_p": 3}, {"max_tokens": -7}, {"n": 100_000}]
 )
 async def test_settings_out_of_range_are_refused(
-    engine: EngineProcess, traits: EngineTraits, fields: dict[str, Any]
+    engine: EngineProcess, traits: EngineCapabilities, fields: dict[str, Any]
 ) -> None:
     if traits.checks_sampling:
         answer = await ask(engine, messages=user("a"), **fields)
@@ -280,7 +289,9 @@ async def test_settings_out_of_range_are_refused(
         assert answer.body["error"]["message"]
 
 
-async def test_an_unknown_model_is_refused(engine: EngineProcess, traits: EngineTraits) -> None:
+async def test_an_unknown_model_is_refused(
+    engine: EngineProcess, traits: EngineCapabilities
+) -> None:
     answer = await ask(engine, messages=user("a"), model="unknown", max_tokens=1)
     assert answer.status == (404 if traits.checks_model_name else 200)
 
@@ -308,11 +319,11 @@ async def test_its_statistics_move_with_its_work(engine: EngineProcess) -> None:
 
 
 async def test_a_client_that_disconnects_frees_its_place(
-    engine: EngineProcess, traits: EngineTraits
+    engine: EngineProcess, traits: EngineCapabilities
 ) -> None:
     fields: dict[str, Any] = {"messages": user("Tell a story."), "stream": True}
     fields |= {"model": engine.record.spec.name, "max_tokens": 1500, "ignore_eos": True}
-    if not traits.ends_by_itself:
+    if not traits.generates_text:
         fields["mock"] = {"itl_ms": 20}
     body = engine.salted(CHAT_PATH, msgspec.json.encode(fields), "t")
 

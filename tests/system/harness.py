@@ -25,6 +25,7 @@ from tests.postgres import a_folder
 
 ROOT = Path(__file__).parents[2]
 CITIES = {"ams": ("NL", 52.3, 4.8), "sin": ("SG", 1.35, 104.0)}
+LOOPBACK = "127.0.0.1"
 READY_TIMEOUT_S = 60.0
 STEP_S = 0.05
 LEASE_S = 8.0
@@ -81,6 +82,10 @@ class Fleet:
         self.settings: dict[str, dict[str, Any]] = {}
         """By process: settings that override its configuration file."""
         self.environment: dict[str, dict[str, str]] = {}
+        self.prefixes: dict[str, tuple[str, ...]] = {}
+        """By process: the command that runs it, for example in a network namespace."""
+        self.hosts: dict[str, str] = {}
+        """By process: the address at which this process reaches it, if not 127.0.0.1."""
         self.processes = Processes(folder / "logs", ROOT)
         self.ports = {
             f"{kind}-{name}": free_port()
@@ -93,13 +98,18 @@ class Fleet:
         (folder / "logs").mkdir()
 
     def api(self, scheduler: str = "a") -> AdminClient:
-        return AdminClient(f"http://127.0.0.1:{self.ports[f'admin-{scheduler}']}", self.token)
+        host = self.hosts.get(f"scheduler-{scheduler}", LOOPBACK)
+        return AdminClient(f"http://{host}:{self.ports[f'admin-{scheduler}']}", self.token)
 
     async def ask(self, method: str, path: str, body: Any = None, *, of: str = "a") -> Any:
         return await asyncio.to_thread(self.api(of).ask, method, path, body)
 
     def endpoint(self, pop: str) -> str:
-        return f"http://127.0.0.1:{self.ports[f'router-{pop}']}"
+        return self.url(f"router-{pop}")
+
+    def url(self, name: str) -> str:
+        """Return the address of a router or node."""
+        return f"http://{self.hosts.get(name, LOOPBACK)}:{self.ports[name]}"
 
     async def start_postgres(self) -> None:
         log = self.folder / "logs" / "postgres.log"
@@ -138,7 +148,10 @@ class Fleet:
         write_atomic(config, text.encode())
         part = f"scheduler-{name}"
         await self.processes.start(
-            part, ("scheduler", "serve", "--config", str(config)), self.env(part)
+            part,
+            ("scheduler", "serve", "--config", str(config)),
+            self.env(part),
+            self.prefixes.get(part, ()),
         )
         await until(f"scheduler {name} answers", lambda: self._status(name))
 
@@ -173,9 +186,12 @@ class Fleet:
         )
         write_atomic(self.folder / f"{name}.toml", text.encode())
         await self.processes.start(
-            name, ("nodeagent", "--config", f"{self.folder}/{name}.toml"), self.env(name)
+            name,
+            ("nodeagent", "--config", f"{self.folder}/{name}.toml"),
+            self.env(name),
+            self.prefixes.get(name, ()),
         )
-        await until(f"{name} answers", lambda: self.is_up(self.ports[name], "/healthz"))
+        await until(f"{name} answers", lambda: self.is_up(name, "/healthz"))
 
     async def start_router(self, pop: str) -> None:
         name = f"router-{pop}"
@@ -193,15 +209,20 @@ class Fleet:
             "drain_timeout_s = 5.0\nprocesses = 1\n"
         )
         write_atomic(self.folder / f"{name}.toml", text.encode())
-        await self.processes.start(name, ("router", "--config", f"{self.folder}/{name}.toml"), env)
-        await until(f"{name} answers", lambda: self.is_up(self.ports[name], "/healthz"))
+        await self.processes.start(
+            name,
+            ("router", "--config", f"{self.folder}/{name}.toml"),
+            env,
+            self.prefixes.get(name, ()),
+        )
+        await until(f"{name} answers", lambda: self.is_up(name, "/healthz"))
 
-    async def is_up(self, port: int, path: str) -> bool:
+    async def is_up(self, name: str, path: str) -> bool:
         try:
             timeout = aiohttp.ClientTimeout(total=2.0)
             async with (
                 aiohttp.ClientSession(timeout=timeout) as http,
-                http.get(f"http://127.0.0.1:{port}{path}") as response,
+                http.get(f"{self.url(name)}{path}") as response,
             ):
                 return response.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError):

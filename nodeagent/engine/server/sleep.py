@@ -23,6 +23,7 @@ from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.kernels.huge_pages import trim_heap
 from nodeagent.engine.loading import can_sleep, reload_runner
 from nodeagent.engine.server.inflight_limit import InflightLimit
+from nodeagent.engine.weights.gguf_header import KnownHeader
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +35,15 @@ class EngineSleep:
     """Puts the engine of this process to sleep and wakes it. Used on the event loop only."""
 
     def __init__(
-        self, config: EngineConfig, worker: GenerationThread, inflight: InflightLimit
+        self,
+        config: EngineConfig,
+        worker: GenerationThread,
+        inflight: InflightLimit,
+        known: KnownHeader | None,
     ) -> None:
+        """`known` is the header of the model's file, if it is a GGUF file."""
         self._config = config
+        self._known = known
         self._worker = worker
         self._inflight = inflight
         self._waking: asyncio.Task[None] | None = None
@@ -94,7 +101,7 @@ class EngineSleep:
             return
         started_s = time.monotonic()
         try:
-            runner = await asyncio.to_thread(reload_runner, self._config)
+            runner = await asyncio.to_thread(reload_runner, self._config, self._known)
         except (CheckpointError, OSError) as error:
             raise ApiError(
                 ErrorCode.UNAVAILABLE, f"cannot wake up: {error}", retry_after_s=1.0

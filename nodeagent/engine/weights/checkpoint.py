@@ -4,6 +4,7 @@ from pathlib import Path
 
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.weights.gguf_file import GgufFile
+from nodeagent.engine.weights.gguf_header import KnownHeader
 from nodeagent.engine.weights.gguf_parts import first_part
 from nodeagent.engine.weights.quantised_folder import QuantisedFolder, quantisation_of
 from nodeagent.engine.weights.safetensors_folder import SafetensorsFolder
@@ -11,12 +12,15 @@ from nodeagent.engine.weights.safetensors_folder import SafetensorsFolder
 Checkpoint = GgufFile | SafetensorsFolder
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a GGUF file, any part of a split one, or a folder with config.json or one GGUF model."""
+def open_checkpoint(path: Path, known: KnownHeader | None = None) -> Checkpoint:
+    """Open a GGUF file, any part of a split one, or a folder with config.json or one GGUF model.
+
+    `known` is the header of a GGUF file that was open before: only its weights can be read then.
+    """
     try:
         path = _resolve(path)
         if not path.is_dir():
-            return GgufFile(path)
+            return GgufFile(path, known)
         quantisation = quantisation_of(path)
         return QuantisedFolder(path, quantisation) if quantisation else SafetensorsFolder(path)
     except OSError as error:

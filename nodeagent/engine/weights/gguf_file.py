@@ -21,7 +21,7 @@ from torch import Tensor
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.distributed.shards import WeightSlice
 from nodeagent.engine.kernels.matrix_formats import PANEL_ROWS, GgufBlocks, RowsInFile
-from nodeagent.engine.weights.gguf_header import TensorEntry
+from nodeagent.engine.weights.gguf_header import KnownHeader, TensorEntry
 from nodeagent.engine.weights.gguf_parts import read_all_headers
 from nodeagent.engine.weights.gguf_shape import shape_of
 from nodeagent.engine.weights.gguf_unpacking import BITS_OF, FLOATS, IN_GROUPS, blocks_of, unpack
@@ -65,9 +65,12 @@ _INTERLEAVED_FAMILIES: Final = frozenset({"llama", "mixtral"})
 class GgufFile(WeightSource):
     """One GGUF file, or all parts of a split one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, known: KnownHeader | None = None) -> None:
+        """With the header of these files that is `known`, `metadata` lacks the vocabulary."""
         self._path = path
-        header = read_all_headers(path)
+        is_known = known is not None and known.path == path and known.is_current()
+        header = known.header if known is not None and is_known else read_all_headers(path)
+        self.known = known if is_known else KnownHeader(path, header)
         self._tensors, self.metadata = header.tensors, header.metadata
         self.shape = shape_of(path, header)
         self._files: dict[Path, int] = {}

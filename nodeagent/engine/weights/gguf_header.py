@@ -40,6 +40,8 @@ _KEYS_MAX: Final = 65_536
 _TENSORS_MAX: Final = 65_536
 _DIMENSIONS_MAX: Final = 4
 _NAME_BYTES_MAX: Final = 65_535
+_SHORT_ARRAY_ITEMS: Final = 1024
+"""Arrays that say something of each layer, and none of each token, have at most this many items."""
 _ITEMS_MAX: Final = 8 * 1024 * 1024
 """Array items of a file. A vocabulary has a few hundred thousand; each becomes a Python object."""
 
@@ -104,6 +106,40 @@ class GgufHeader:
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorEntry]
+
+    def without_vocabulary(self) -> "GgufHeader":
+        """Return the header with what weights need: without long arrays."""
+        short = {
+            key: value
+            for key, value in self.metadata.items()
+            if not isinstance(value, PackedStrings)
+            and not (isinstance(value, list) and len(value) > _SHORT_ARRAY_ITEMS)
+        }
+        return GgufHeader(short, self.tensors)
+
+
+class KnownHeader:
+    """The header of a model whose files were read before, to open them again.
+
+    Reading it takes as long as reading the weights of a small model, most of it for the vocabulary.
+    """
+
+    def __init__(self, path: Path, header: GgufHeader) -> None:
+        self.path = path
+        self.header = header.without_vocabulary()
+        self._stamps = self._read_stamps()
+
+    def is_current(self) -> bool:
+        """Say whether the files are still those that were read."""
+        try:
+            return self._read_stamps() == self._stamps
+        except OSError:
+            return False
+
+    def _read_stamps(self) -> list[tuple[int, int, int]]:
+        parts = {self.path, *(entry.path for entry in self.header.tensors.values())}
+        stats = [part.stat() for part in sorted(parts)]
+        return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
 class _HeaderCursor:

@@ -23,7 +23,7 @@ LOWEST_PRIORITY: Final = b"0"
 RETRY_AFTER_S: Final = 5.0
 RETRY_AFTER_MAX_S: Final = 3600.0
 
-_NOT_NOW: Final = frozenset(
+NOT_NOW: Final = frozenset(
     {
         *(ErrorCode.RATE_LIMITED, ErrorCode.QUOTA_EXCEEDED, ErrorCode.OUT_OF_CAPACITY),
         ErrorCode.UNAVAILABLE,
@@ -129,7 +129,7 @@ class ItemAnswerer:
 
 def _result_of(item: LeasedItem, request: HttpRequest, error: ApiError) -> ItemResult:
     """Return an error as the item's result, or let it be tried again."""
-    if error.code in _NOT_NOW or error.code in _FAILED:
+    if error.code in NOT_NOW or error.code in _FAILED:
         after_s = min(max(error.retry_after_s or RETRY_AFTER_S, 1.0), RETRY_AFTER_MAX_S)
         return ItemResult(
             ref=item.ref, retry_after_s=after_s, counts_as_attempt=error.code in _FAILED

@@ -42,6 +42,7 @@ async def answer_queued_run(
     client: BatchClient, request: HttpRequest, path: str, writer: ResponseWriter
 ) -> None:
     """Queue runs, or return the state of queued ones. Raises ApiError. An inline task."""
+    client.require_batches()
     model = model_of(path) or ""
     given = decode(request.body, _QUEUED)
     if (given.requests is None) == (given.request_id is None):

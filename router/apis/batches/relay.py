@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import Coroutine
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from isochrone.wire import batches as wire
 from isochrone.wire import headers
@@ -15,6 +15,7 @@ from router.dataplane.upload_spool import SpooledBody
 _PATH: Final = re.compile(r"/v1/(?:files|batches)(?:/[A-Za-z0-9_-]{1,64}){0,2}")
 _CONTENT: Final = re.compile(r"/v1/files/[^/]+/content")
 CHUNK_BYTES: Final = 64 * 1024
+T = TypeVar("T")
 
 
 def is_batch_path(path: str) -> bool:
@@ -29,8 +30,8 @@ async def relay_to_batch_service(
     await in_a_task(_relay(client, request, writer))
 
 
-async def in_a_task(work: Coroutine[Any, Any, None]) -> None:
-    """Wait in an inline task, which cannot await HTTP, for `work` in an asyncio task."""
+async def in_a_task(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, run in an asyncio task: an inline task cannot await HTTP."""
     done = InlineEvent()
     task = asyncio.get_running_loop().create_task(work)
     task.add_done_callback(lambda _: done.set())
@@ -38,12 +39,14 @@ async def in_a_task(work: Coroutine[Any, Any, None]) -> None:
         await done
     finally:
         task.cancel()
-    task.result()
+    return task.result()
 
 
 async def _relay(client: BatchClient, request: HttpRequest, writer: ResponseWriter) -> None:
     key = request.key
     assert key is not None
+    if is_batch_path(request.path):
+        client.require_batches()
     sent = {wire.TENANT: key.tenant_id, wire.KEY: key.key_id}
     if b"content-type" in request.headers:
         sent["content-type"] = request.headers[b"content-type"].decode("latin-1")

@@ -102,21 +102,27 @@ async def _explain_not_found(request: web.Request, handler: Handler) -> web.Stre
     if not isinstance(request.match_info.http_exception, web.HTTPNotFound):
         return await handler(request)
     path = request.path[:200]
-    if "responses" in path.split("/"):
-        reason = "responses are not stored, only POST /v1/responses exists"
-    else:
-        reason = f"there is no such path; the routes are {ROUTES}"
+    reason = f"there is no such path; the routes are {ROUTES}"
     raise ApiError(ErrorCode.NOT_FOUND, f"cannot find {request.method} {path}: {reason}")
 
 
 def model_body(entry: DeploymentEntry) -> dict[str, Any]:
     """Return one entry of the model list."""
+    price = entry.price
+    cached = price and price.cached_per_million
     return {
         "id": entry.name,
         "object": "model",
         "created": entry.created_at,
         "owned_by": "isochrone",
+        "kind": entry.kind,
         "context_window": entry.context_tokens,
+        "price": price
+        and {
+            "prompt_per_million": price.prompt_per_million,
+            "cached_per_million": price.prompt_per_million if cached is None else cached,
+            "output_per_million": price.output_per_million,
+        },
     }
 
 

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, stateless: no response is stored for a later request."""
+"""OpenAI's Responses and Conversations. What is stored of them is stored by the scheduler."""

@@ -2,11 +2,12 @@
 
 from typing import Final
 
+from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.openai.decode import decode
 from router.apis.openai.schema import CHAT_PATH
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.responses.events import ResponseEvents, new_response
-from router.apis.responses.translate import RESPONSES_REQUEST, to_chat
+from router.apis.responses.translate import RESPONSES_REQUEST, ResponsesRequest, to_chat
 from router.apis.translating_writer import TranslatingWriter
 from router.dataplane.http_messages import HttpRequest, ResponseWriter
 from router.inference_request import InferenceRequest
@@ -14,14 +15,23 @@ from router.inference_request import InferenceRequest
 PATH: Final = "/v1/responses"
 
 
+def refuse_stored(request: ResponsesRequest) -> None:
+    """Raise ApiError 400 for fields that store the response or need a stored one."""
+    for field in ("store", "background", "previous_response_id", "conversation"):
+        if getattr(request, field):
+            message = f"cannot use field '{field}' in a batch: its responses are not stored"
+            raise ApiError(ErrorCode.INVALID_REQUEST, message, param=field)
+
+
 def read_responses_request(
     openai: OpenAiSurface, request: HttpRequest, writer: ResponseWriter
 ) -> tuple[InferenceRequest, ResponseWriter]:
     """Return the inference request, and a writer that translates its response.
 
-    Raises ApiError if the request is invalid.
+    Raises ApiError if the request is invalid, or needs what is stored.
     """
     responses_request = decode(request.body, RESPONSES_REQUEST)
+    refuse_stored(responses_request)
     response_id = f"resp_{request.request_id}"
     events = ResponseEvents(new_response(responses_request, response_id, int(openai.unix_clock())))
     inference = openai.read(request, CHAT_PATH, to_chat(responses_request), events.failed)

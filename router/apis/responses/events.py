@@ -118,6 +118,8 @@ class ResponseEvents:
         self._item: TextItem | FunctionCallItem | None = None
         self._finish_reason: str | None = None
         self._usage: Any = None
+        self.final: dict[str, Any] | None = None
+        """The response as it ended; None before."""
 
     def translate_frame(self, frame: bytes) -> bytes:
         """Return the events of one frame; comments and frames that are events stay unchanged."""
@@ -146,6 +148,7 @@ class ResponseEvents:
         error_body = {"code": "server_error", "message": error.message}
         output = [*self._output, *([self._item.body(INCOMPLETE)] if self._item else [])]
         response = {**self._response, "status": "failed", "error": error_body, "output": output}
+        self.final = response
         return self._event("failed", {"response": response})
 
     def _first_events(self) -> bytes:
@@ -216,13 +219,14 @@ class ResponseEvents:
 
     def _final_response(self) -> dict[str, Any]:
         reason = _INCOMPLETE_REASONS.get(self._finish_reason or "")
-        return {
+        self.final = {
             **self._response,
             "status": self._status(),
             "incomplete_details": {"reason": reason} if reason else None,
             "output": self._output,
             "usage": _translate_usage(self._usage),
         }
+        return self.final
 
     def _output_event(self, name: str, fields: dict[str, Any]) -> bytes:
         return self._event(name, {"output_index": len(self._output), **fields})
@@ -237,18 +241,22 @@ class ResponseEvents:
         return b"event: response.%b\n%b" % (name.encode(), sse.data_frame(body))
 
 
-def new_response(request: ResponsesRequest, response_id: str, created_at: int) -> dict[str, Any]:
+def new_response(
+    request: ResponsesRequest, response_id: str, created_at: int, *, is_stored: bool = False
+) -> dict[str, Any]:
     """Return the response to `request` before anything is generated."""
     text_format = (request.text and request.text.format) or TextFormat()
     is_schema = text_format.type == "json_schema"
     # Optional in OpenAI's reference, where it may not be null.
-    user = {} if request.user is None else {"user": request.user}
+    optional: dict[str, Any] = {} if request.user is None else {"user": request.user}
+    if request.conversation_id:
+        optional["conversation"] = {"id": request.conversation_id}
     return {
         "id": response_id,
         "object": "response",
         "created_at": created_at,
         "status": IN_PROGRESS,
-        "background": False,
+        "background": bool(request.background),
         "error": None,
         "incomplete_details": None,
         "instructions": request.instructions,
@@ -257,9 +265,10 @@ def new_response(request: ResponsesRequest, response_id: str, created_at: int) -
         "model": request.model,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": request.previous_response_id,
         "reasoning": request.reasoning or ReasoningSettings(),
-        "store": False,
+        "service_tier": "flex" if request.service_tier == "flex" else "default",
+        "store": is_stored,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         # Only this format has a name and a schema.
         "text": {"format": text_format if is_schema else {"type": text_format.type}},
@@ -268,7 +277,7 @@ def new_response(request: ResponsesRequest, response_id: str, created_at: int) -
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",
         "usage": None,
-        **user,
+        **optional,
     }
 
 

@@ -1,17 +1,18 @@
 """Translates a Responses request to a chat completion request, which engines understand. Pure.
 
-Field names are from OpenAI's API reference, "Responses". A request that needs stored responses, or
-tools that would run in the router, is refused.
+Field names are from OpenAI's API reference, "Responses". A request for tools that would run in the
+router is refused.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from router.apis.openai.decode import refuse_storing
 from router.apis.openai.schema import (
+    DataUrl,
     Fraction,
     ModelField,
     RefusedOpenAiFields,
@@ -21,14 +22,17 @@ from router.apis.openai.schema import (
 )
 
 ITEMS_MAX: Final = 10_000
+StoredId = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """A part of an input item's content; only text is accepted."""
+    """A part of an input item's content: a text, or an image in a `data:` URL."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: DataUrl | None = None
+    detail: str | None = None
 
 
 Content = str | Annotated[list[ContentPart], Meta(max_length=1024)]
@@ -96,8 +100,17 @@ class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=
     include_obfuscation: bool | None = None
 
 
+class ConversationReference(msgspec.Struct, frozen=True):
+    """The conversation that a response continues."""
+
+    id: StoredId
+
+
 class ResponsesRequest(RefusedOpenAiFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/responses`. No engine sees its unknown fields, so they are refused."""
+    """`POST /v1/responses`. No engine sees its unknown fields, so they are refused.
+
+    `stored.py` honours `store`, `background`, `previous_response_id` and `conversation`.
+    """
 
     model: ModelField
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=ITEMS_MAX)]
@@ -123,17 +136,24 @@ class ResponsesRequest(RefusedOpenAiFields, frozen=True, kw_only=True, forbid_un
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
 
-    # Fields that are not supported: see `_refuse_unsupported`.
-    previous_response_id: str | None = None
-    conversation: Any = None
-    prompt: Any = None
+    previous_response_id: StoredId | None = None
+    conversation: StoredId | ConversationReference | None = None
     background: bool | None = None
+
+    # Fields that are not supported: see `_refuse_unsupported`.
+    prompt: Any = None
     truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: int | None = None
     stream_options: ResponsesStreamOptions | None = None
     access_programs: None = None
     context_management: None = None
     image: None = None
+
+    @property
+    def conversation_id(self) -> str:
+        """The id of the conversation that is continued; "" without one."""
+        given = self.conversation
+        return given.id if isinstance(given, ConversationReference) else given or ""
 
 
 RESPONSES_REQUEST: Final = msgspec.json.Decoder(ResponsesRequest)
@@ -149,6 +169,8 @@ def to_chat(request: ResponsesRequest) -> bytes:
         "top_p": request.top_p,
         "parallel_tool_calls": request.parallel_tool_calls,
         "options": request.options,
+        "service_tier": request.service_tier,
+        "prompt_cache_key": request.prompt_cache_key,
     }
     chat |= {name: value for name, value in optional.items() if value is not None}
     if request.stream:
@@ -169,18 +191,14 @@ def to_chat(request: ResponsesRequest) -> bytes:
 
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:
-    """Raise ApiError 400 for fields that need stored responses or tools run by the router."""
+    """Raise ApiError 400 for fields that need stored prompts or tools run by the router."""
     unsupported = {
-        "previous_response_id": "responses are not stored: send the earlier items as 'input'",
-        "conversation": "conversations are not stored: send their items as 'input'",
         "prompt": "prompts are not stored: send the text as 'instructions'",
-        "background": "responses are not stored: set 'stream' to true instead",
         "top_logprobs": "use POST /v1/chat/completions for log probabilities",
     }
     for field, reason in unsupported.items():
         if getattr(request, field):
             raise _invalid_field(field, reason)
-    refuse_storing(request.store)
     if request.stream_options and request.stream_options.include_obfuscation:
         raise _invalid_field("stream_options.include_obfuscation", "events are not padded")
     if request.truncation == "auto":
@@ -196,6 +214,11 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
             raise _invalid_field("tools", "a function needs a 'name', beside its 'type'")
 
 
+def check_items(items: Sequence[InputItem]) -> None:
+    """Raise ApiError 400 if an item cannot be translated."""
+    _add_messages([], items)
+
+
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
     """Return the input as chat messages."""
     messages: list[dict[str, Any]] = []
@@ -203,9 +226,15 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
         messages.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
         return [*messages, {"role": "user", "content": request.input}]
-    for item in request.input:
+    _add_messages(messages, request.input)
+    return messages
+
+
+def _add_messages(messages: list[dict[str, Any]], items: Sequence[InputItem]) -> None:
+    """Append the messages of items. Raises ApiError 400."""
+    for item in items:
         if item.type == "message":
-            messages.append({"role": item.role, "content": _text(item.content or "")})
+            messages.append({"role": item.role, "content": _content(item.content or "")})
         elif item.type == "function_call":
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
@@ -217,7 +246,22 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         elif item.type != "reasoning":
             raise _invalid_field("input", f"items of type {item.type[:60]!r} are not supported")
-    return messages
+
+
+def _content(content: Content) -> str | list[dict[str, Any]]:
+    """Return the content of a message: one text, or parts if it has images. Raises ApiError 400."""
+    if isinstance(content, str) or not any(part.type == "input_image" for part in content):
+        return _text(content)
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if part.type != "input_image":
+            parts.append({"type": "text", "text": _text([part])})
+        elif part.image_url is None:
+            raise _invalid_field("input", "an image needs an 'image_url': files are not stored")
+        else:
+            image = {"url": part.image_url, **({"detail": part.detail} if part.detail else {})}
+            parts.append({"type": "image_url", "image_url": image})
+    return parts
 
 
 def _text(content: Content) -> str:

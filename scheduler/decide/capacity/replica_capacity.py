@@ -9,12 +9,13 @@ pipeline and expert parallelism: tensor within a node, pipeline over nodes of on
 
 from collections.abc import Iterator, Mapping
 from math import ceil, log2
+from statistics import fmean
 from typing import Final
 
 import msgspec
 
 from isochrone.wire import model_shape
-from isochrone.wire.engine_capabilities import capabilities_of
+from isochrone.wire.engine_capabilities import KV_TYPE_BITS, capabilities_of
 from isochrone.wire.engine_options import TRUE
 from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, ModelDimensions
 from isochrone.wire.report import ReplicaProfile
@@ -33,9 +34,6 @@ DEVICES_MAX: Final = 64
 
 KV_UNKNOWN_BYTES: Final = 512 * 1024 * 1024
 """The least KV cache of a model whose KV per token is not known."""
-
-KV_OPTIONS: Final = ("kv_dtype", "kv_cache_dtype")
-"""Names that engines give to the option for the type of the KV cache."""
 
 RATE_MIN: Final = 1e-3
 RATE_MAX: Final = 1e9
@@ -149,8 +147,10 @@ def kv_bytes_per_token(model: CatalogModel, engine: EngineSettings) -> float:
     if model.shape is None:
         return float(model.kv_bytes_per_token)
     shape = model.shape
-    if any(engine.options.get(name, "").startswith("fp8") for name in KV_OPTIONS):
-        shape = msgspec.structs.replace(shape, kv_bits=8.0)
+    options = capabilities_of(engine.driver).kv_type_options
+    if given := [engine.options.get(name, "") for name in options]:
+        bits = fmean(KV_TYPE_BITS.get(kind, shape.kv_bits) for kind in given)
+        shape = msgspec.structs.replace(shape, kv_bits=bits)
     return model_shape.kv_bytes_per_token(shape, CONTEXT_TOKENS)
 
 
@@ -167,15 +167,13 @@ def context_tokens_of(model: CatalogModel, engine: EngineSettings) -> int:
 def stored_kv_bytes_per_token(
     model: CatalogModel, engine: EngineSettings, device_class: str
 ) -> float:
-    """Return the KV bytes of a token on a device class: the embedded engine computes in 32 bits on
-    a CPU, so that without a `kv_dtype` its KV takes 32 bits a value."""
+    """Return the KV bytes of a token on a device class."""
     stored = kv_bytes_per_token(model, engine)
-    is_wide = (
-        engine.driver == "embedded" and device_class == CPU and "kv_dtype" not in engine.options
-    )
-    if not is_wide or model.shape is None:
+    able = capabilities_of(engine.driver)
+    has_own_type = any(name in engine.options for name in able.kv_type_options)
+    if device_class != CPU or not able.cpu_kv_bits or has_own_type or model.shape is None:
         return stored
-    return stored * 32 / model.shape.kv_bits
+    return stored * able.cpu_kv_bits / model.shape.kv_bits
 
 
 def kv_minimum_bytes(model: CatalogModel, engine: EngineSettings) -> int:

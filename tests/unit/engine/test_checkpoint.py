@@ -17,6 +17,7 @@ from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.encoder.bert_folder import _pooling
 from nodeagent.engine.model.families import FAMILIES
 from nodeagent.engine.weights.checkpoint import open_checkpoint
+from nodeagent.engine.weights.gguf_file import GgufFile
 from nodeagent.engine.weights.gguf_header import read_header
 from nodeagent.engine.weights.hf_config import MODEL_TYPES
 from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles, SafetensorsFolder
@@ -143,6 +144,32 @@ def test_a_model_in_parts_opens_by_its_folder_and_by_each_part(tmp_path: Path) -
             assert stored.path in parts
         source.close()
     whole.close()
+
+
+def test_weights_need_no_vocabulary(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path)
+    whole = read_header(path)
+    kept = whole.without_vocabulary()
+    assert whole.metadata.keys() - kept.metadata.keys() == {"tokenizer.ggml.tokens"}
+
+
+def test_a_known_header_is_not_read_again_unless_a_file_changed(tmp_path: Path) -> None:
+    parts = parts_in(tmp_path)
+    first = open_checkpoint(tmp_path)
+    assert isinstance(first, GgufFile)
+    again = open_checkpoint(tmp_path, first.known)
+    assert isinstance(again, GgufFile)
+    assert again.known is first.known
+    assert again.shape == first.shape
+    name, shape = "model.layers.2.mlp.down_proj.weight", (32, 48)
+    assert again.tensor(name, shape).equal(first.tensor(name, shape))
+    os.utime(parts[1], (1, 1))
+    changed = open_checkpoint(tmp_path, first.known)
+    assert isinstance(changed, GgufFile)
+    assert changed.known is not first.known
+    for source in (first, again, changed):
+        source.close()
 
 
 def say(path: Path, key: str, value: int) -> None:

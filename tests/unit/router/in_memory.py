@@ -23,6 +23,7 @@ from router.metrics import Metrics
 from router.pipeline import RequestPipeline
 from router.poison_guard import PoisonGuard
 from router.record import Recorder
+from router.stored_answers import compose_stored_answers
 from router.usage_journal import UsageJournal
 
 BUFFER_BYTES = 2_000
@@ -196,7 +197,14 @@ class RequestPath:
         surface = OpenAiSurface(config, self.fleet, clock)
         ids = RequestIds(BootId("0"))
         parts = (surface, self.pipeline, self.upstream, ids, metrics)
-        dispatcher = ApiDispatcher(*parts, BatchClient(None))
+        client = BatchClient(None)
+        stored = compose_stored_answers(
+            *(config, client, surface, self.pipeline.serve, metrics),
+            keys=lambda: self.fleet.directory.keys,
+            request_ids=ids,
+            is_main_process=True,
+        )
+        dispatcher = ApiDispatcher(*parts, client, stored.routes)
         self.server = PublicServer(
             config=config,
             authorize=dispatcher.authorize,

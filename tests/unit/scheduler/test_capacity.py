@@ -183,12 +183,25 @@ def test_prefill_uses_the_arithmetic_rate_of_the_weight_bits(
     assert got.prefill_tokens_per_s == pytest.approx(reckoned, rel=0.01)
 
 
-@pytest.mark.parametrize("option", [{"kv_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e5m2"}])
-def test_an_eight_bit_kv_option_halves_the_kv_cache(option: dict[str, str]) -> None:
-    model, halved = of(LLAMA_8B, 16e9), msgspec.structs.replace(ALL_OF_IT, options=option)
-    got = replica_capacity(model, halved, CLASSES["h100-80g"])
-    assert isinstance(got, ReplicaCapacity)
-    assert got.kv_tokens == pytest.approx(2 * carried(model, "h100-80g").kv_tokens, abs=1)
+@pytest.mark.parametrize(
+    ("driver", "options", "bits"),
+    [
+        ("embedded", {"kv_dtype": "fp8"}, 8),
+        ("embedded", {"kv_dtype": "fp32"}, 32),
+        ("vllm", {"kv_cache_dtype": "fp8_e5m2"}, 8),
+        ("vllm", {"kv_cache_dtype": "auto"}, 16),
+        ("vllm", {"kv_dtype": "fp8"}, 16),
+        ("llama_cpp", {"cache_type_k": "q8_0", "cache_type_v": "q4_0"}, 6.5),
+        ("llama_cpp", {"cache_type_k": "q8_0"}, 12.25),
+    ],
+)
+def test_the_type_of_the_kv_cache_sizes_it(
+    driver: str, options: dict[str, str], bits: float
+) -> None:
+    model, plain = of(LLAMA_8B, 16e9), EngineSettings(driver=driver)
+    typed = msgspec.structs.replace(plain, options=options)
+    ratio = kv_bytes_per_token(model, typed) / kv_bytes_per_token(model, plain)
+    assert ratio == pytest.approx(bits / 16)
 
 
 def test_family_defaults_fill_in_what_a_config_omits() -> None:

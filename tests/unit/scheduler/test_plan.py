@@ -157,6 +157,33 @@ def test_a_draining_node_is_left_only_when_another_is_warm() -> None:
     assert "draining" in second.endings[0].reason
 
 
+def test_a_replica_on_an_unhealthy_device_moves_once_another_is_warm() -> None:
+    gpus = tuple(
+        a_device(8.0, name, healthy=name == "gpu1", reason="GPU is lost")
+        for name in ("gpu0", "gpu1")
+    )
+    lost = a_placement("r1", "ams-1", device_ids=(DeviceId("gpu0"),))
+    cluster = a_cluster(nodes=(a_node("ams-1", "ams", devices=gpus),), placements=(lost,))
+    first = plan_deployments(cluster)
+    assert [start.spec.device_ids for start in first.starts] == [("gpu1",)]
+    assert not first.endings
+    second = plan_deployments(after_plan(cluster, first, "warm"))
+    assert [ending.replica_id for ending in second.endings] == ["r1"]
+    assert second.endings[0].reason == (
+        "gpu0 of node ams-1 is unhealthy (GPU is lost), others are warm"
+    )
+
+
+def test_a_replica_on_an_unhealthy_device_stays_while_no_other_has_room() -> None:
+    device = a_device(8.0, healthy=False)
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams", devices=(device,)),), placements=(a_placement("r1", "ams-1"),)
+    )
+    plan = plan_deployments(cluster)
+    assert not plan.starts
+    assert not plan.endings
+
+
 def test_replicas_of_one_failure_domain_separate_when_another_node_is_free() -> None:
     # As after a drain of ams-1 that was reverted: both replicas on the only other node.
     cluster = a_cluster(

@@ -9,7 +9,8 @@ from ops.sim.cases import CASES, case_world, speed_for_load
 from ops.sim.data import EXTRACT, NoData
 from ops.sim.measure import RunFigures, summarize
 from ops.sim.planet_world import world_parser
-from ops.sim.run import POLICY_NAMES, simulate
+from ops.sim.policy_choice import POLICY_NAMES
+from ops.sim.run import simulate
 
 MOONCAKE = CASES[0]
 REQUESTS = traces.mooncake(EXTRACT / MOONCAKE.path, traces.TraceSlice(250))

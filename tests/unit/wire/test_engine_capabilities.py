@@ -11,7 +11,8 @@ from isochrone.wire.engine_capabilities import (
 )
 from isochrone.wire.engine_options import ENGINE_OPTIONS
 from isochrone.wire.model import EngineSettings
-from nodeagent.drivers import DRIVERS
+from nodeagent.drivers import DRIVERS, sglang, tensorrt_llm, vllm
+from nodeagent.drivers.installed_version import VersionRange
 from ops.engines.capability_table import DOCUMENT, with_table
 
 
@@ -29,6 +30,25 @@ def test_capabilities_agree_with_the_driver(driver: str) -> None:
     assert stated.sequences_option == actual.sequences_option or driver == "mock"
     sized = {stated.sequences_option, stated.step_tokens_option, stated.waiting_option} - {""}
     assert sized <= ENGINE_OPTIONS[driver].names
+
+
+@pytest.mark.parametrize(
+    ("driver", "versions"),
+    [
+        ("vllm", vllm.VERSIONS),
+        ("sglang", sglang.VERSIONS),
+        ("tensorrt_llm", tensorrt_llm.VERSIONS),
+    ],
+)
+def test_the_versions_are_those_that_the_driver_checks(driver: str, versions: VersionRange) -> None:
+    stated = ENGINE_CAPABILITIES[driver]
+    first, before = (".".join(map(str, limit)) for limit in versions)
+    assert (stated.version_min, stated.version_below) == (first, before)
+
+
+@pytest.mark.parametrize("driver", sorted(ENGINE_CAPABILITIES))
+def test_the_options_for_the_type_of_the_kv_cache_are_options(driver: str) -> None:
+    assert set(ENGINE_CAPABILITIES[driver].kv_type_options) <= ENGINE_OPTIONS[driver].names
 
 
 def test_an_unknown_engine_lacks_nothing() -> None:

@@ -29,6 +29,11 @@ class DeviceSharing:
                 for device_id in part.device_ids:
                     self.book((part.node_id, device_id), awake_bytes, part.overcommit, 1)
 
+    @property
+    def is_used(self) -> bool:
+        """Say whether any over-committed replica was ever booked."""
+        return bool(self._sleeping)
+
     def has_room(
         self, key: DeviceKey, awake_bytes: int, overcommit: float, releasing_bytes: int = 0
     ) -> bool:

@@ -19,6 +19,7 @@ from scheduler.decide.placement.fleet.slots import (
     residency_allows,
 )
 from scheduler.decide.placement.fleet.start_backoff import StartHistory
+from scheduler.decide.placement.fleet.start_bounds import StartBounds
 
 
 class FleetCapacity:
@@ -32,6 +33,7 @@ class FleetCapacity:
         self.table = SiteTable(cluster.nodes, self.distances)
         self.sites = self.table.sites
         self.start_times = StartTimes(cluster.nodes, self.distances)
+        self.start_bounds = StartBounds(self.sites, self.nodes, self.start_times, self.distances)
         self.start_history = StartHistory(cluster)
         ready = {
             node.node_id
@@ -48,7 +50,14 @@ class FleetCapacity:
             for node in cluster.nodes
             if not node.draining and liveness.is_in_fleet(node)
         }
-        self.has_draining_nodes = any(node.draining for node in cluster.nodes)
+        self._unhealthy = {
+            (node.node_id, device.device_id): device.reason or "it is reported as unhealthy"
+            for node in cluster.nodes
+            for device in node.devices
+            if not device.healthy
+        }
+        self.may_leave = bool(self._unhealthy) or any(node.draining for node in cluster.nodes)
+        """Whether any placement may have a `leaving_reason`."""
         self._allowed_pops: dict[tuple[tuple[str, ...], tuple[str, ...]], frozenset[PopId]] = {}
 
     def failure_domain(self, node_id: NodeId) -> str:
@@ -56,8 +65,21 @@ class FleetCapacity:
         return self.nodes[node_id].failure_domain or str(node_id)
 
     def stays(self, placement: Placement) -> bool:
-        """Say whether all nodes of a placement stay in the fleet."""
-        return self._staying.issuperset(placement.node_ids)
+        """Say whether all nodes of a placement stay in the fleet, and its devices are healthy."""
+        return self._staying.issuperset(placement.node_ids) and not self.leaving_reason(placement)
+
+    def leaving_reason(self, placement: Placement) -> str:
+        """Return why a placement should move: a draining node or an unhealthy device; else ""."""
+        if not self.may_leave:
+            return ""
+        for part in placement.parts:
+            node = self.nodes.get(part.node_id)
+            if node is not None and node.draining:
+                return f"node {node.node_id} is draining"
+            for device_id in part.device_ids if self._unhealthy else ():
+                if reason := self._unhealthy.get((part.node_id, device_id)):
+                    return f"{device_id} of node {part.node_id} is unhealthy ({reason})"
+        return ""
 
     def is_heard(self, placement: Placement) -> bool:
         """Say whether all nodes of a placement are in contact now."""

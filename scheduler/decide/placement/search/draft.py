@@ -4,24 +4,19 @@ from collections.abc import Iterable, Sequence
 from math import inf
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.score import START
+from scheduler.decide.placement.search.blocked_gains import BlockedGains
 from scheduler.decide.placement.search.deployment_state import (
     DeploymentState,
     Need,
     PlannedReplica,
 )
-from scheduler.decide.placement.search.load_assignment import LoadAssignment
+from scheduler.decide.placement.search.load_assignment import EPSILON, LoadAssignment
 from scheduler.decide.placement.search.slot_ledger import Candidate, SlotLedger
-
-
-class BlockedGain(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica that would lower the cost by `net`, at a site whose devices are full."""
-
-    state: DeploymentState
-    site: int
-    net: float
 
 
 class Gain(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +49,7 @@ class PlacementDraft:
         self.fleet = fleet
         self.ledger = ledger
         self.states = states
-        self.blocked: dict[tuple[int, int], BlockedGain] = {}
+        self.blocked = BlockedGains()
         self._starts_left = starts_max
         self._site_pops = [site.pop for site in fleet.sites]
         for number, state in enumerate(states):
@@ -68,6 +63,25 @@ class PlacementDraft:
     def largest_first(self) -> list[DeploymentState]:
         """Return all states by memory, largest first: they fit in the fewest places."""
         return sorted(self.states, key=lambda state: -state.needs.memory_bytes)
+
+    def has_room(self, state: DeploymentState) -> NDArray[np.bool_]:
+        """Say for each site whether a replica of a deployment may find devices that are free.
+
+        Without room there is no slot; with room a slot may yet be refused for another reason.
+        """
+        needs = state.needs
+        engine = needs.deployment.engine
+        per_device = needs.memory_bytes // engine.devices
+        has_room: NDArray[np.bool_] = (
+            self.ledger.largest_free(engine.devices_per_node) >= per_device
+        ) & (needs.site_capacity > 0)
+        return has_room
+
+    def is_out_of_room(self, state: DeploymentState) -> bool:
+        """Say whether a deployment has load that nothing serves, and no room for a replica."""
+        if state.is_full or state.assignment.unserved() <= EPSILON:
+            return False
+        return not self.has_room(state).any()
 
     def need_at(self, state: DeploymentState, site: int) -> Need:
         """Return what one more replica at a site is worth besides latency."""
@@ -89,9 +103,14 @@ class PlacementDraft:
         if gain.candidate is not None:
             return gain
         if gain.net > START and not count_releasing:
-            blocked = BlockedGain(state=state, site=site, net=gain.net - START)
-            self.blocked[state.number, site] = blocked
+            self.blocked.note(state, site, gain.net - START)
         return None
+
+    def net_without_slot(self, state: DeploymentState, site: int) -> float:
+        """Return what one more replica at a site gains, if it finds a slot with the weights at
+        hand."""
+        worth = self.need_at(state, site).worth
+        return state.saves_at(site) + worth - state.needs.hold_cost - START
 
     def take(self, state: DeploymentState, gain: Gain, reason: str = "") -> None:
         """Add a replica that this plan would start."""
@@ -141,7 +160,7 @@ class PlacementDraft:
     ) -> Gain:
         needs = state.needs
         need = self.need_at(state, site)
-        saves = state.assignment.gain(site, float(needs.site_capacity[site]))
+        saves = state.saves_at(site)
         net = saves + need.worth - needs.hold_cost
         # Below START it would not pay even where the weights are at hand: do not look for a slot.
         candidate = None

@@ -54,11 +54,13 @@ class LocalSearch:
             return
         savepoint = draft.savepoint(draft.states)
         for count in sorted(counts, reverse=True):
-            fill(
-                draft, only=[s for s in draft.states if s.needs.deployment.engine.devices >= count]
-            )
+            large = [s for s in draft.states if s.needs.deployment.engine.devices >= count]
+            fill(draft, only=large)
             self._move_new_replicas()
-        fill(draft)
+            if any(draft.is_out_of_room(state) for state in large):
+                break
+        else:
+            fill(draft)
         is_scarce = any(state.assignment.unserved() > EPSILON for state in draft.states)
         if is_scarce or not draft.has_starts_left:
             savepoint.roll_back()

@@ -7,12 +7,14 @@ thus leave a PoP to its neighbours.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Final
 
 import numpy as np
 
+from scheduler.decide.placement.search.blocked_gains import BlockedGain
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
-from scheduler.decide.placement.search.draft import BlockedGain, PlacementDraft, Savepoint
+from scheduler.decide.placement.search.draft import PlacementDraft, Savepoint
 from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN, EffortBudget
 from scheduler.decide.placement.search.eviction import cheapest_evictions, new_holders
 from scheduler.decide.placement.search.greedy_fill import fill
@@ -88,7 +90,7 @@ class Perturbation:
         tried from the same starting point. `swap.py` continues the chain.
         """
         draft = self._draft
-        for blocked in self._swap.blocked_gains(evicted)[:EVICTED_SITES_MAX] if evicted else []:
+        for blocked in islice(self._swap.blocked_gains(evicted), EVICTED_SITES_MAX):
             if not self._effort.spend(5):
                 return False
             inner = draft.savepoint(draft.states)

@@ -1,0 +1,153 @@
+"""The KV memory of a simulated replica.
+
+PrefixCache has memory of its own, besides that of the running sequences. KvPool has one pool for
+both, as engines have today: what the running sequences hold is not left for cached prefixes, and a
+block that several of them share is held once.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Set
+from typing import Final
+
+from ops.sim.traces import TraceRequest
+from ops.sim.world import EngineProfile
+
+WATERMARK: Final = 0.01
+"""Share of a pool that stays free when a prompt is admitted to it, as in vLLM."""
+
+
+class PrefixCache:
+    """Blocks of prompts that were read, the least recently used evicted first."""
+
+    def __init__(self, tokens_max: int) -> None:
+        self._blocks: OrderedDict[int, int] = OrderedDict()
+        """By block, its tokens; the least recently used first."""
+        self._tokens = 0
+        self._tokens_max = tokens_max
+
+    def matched_blocks(self, request: TraceRequest, blocks_to_come: Set[int]) -> int:
+        """Return how many leading blocks of the prompt are cached, or among those to come."""
+        blocks, count = self._blocks, 0
+        for block in request.blocks:
+            if block not in blocks and block not in blocks_to_come:
+                break
+            count += 1
+        return count
+
+    def has_room(self, request: TraceRequest, more_tokens: int, grown_tokens: float) -> bool:
+        """Return whether the prompt, and `more_tokens` to be read after it, may begin."""
+        return True
+
+    def hold(self, request: TraceRequest, more_tokens: int) -> None:
+        """Take memory for a prompt that begins to be read."""
+
+    def release(self, request: TraceRequest, more_tokens: int, *, is_read: bool = True) -> None:
+        """Give back the memory of a sequence that ended; if its prompt was read it stays cached."""
+
+    def free_tokens(self, grown_tokens: float) -> float:
+        """Return how many tokens the running sequences may still grow; `grown_tokens` are theirs
+        since they began to decode."""
+        return float("inf")
+
+    def put(self, request: TraceRequest, grown_tokens: float) -> None:
+        """Cache a prompt that was read, and evict what does not fit."""
+        self._put_blocks(request)
+        self.trim(grown_tokens)
+
+    def trim(self, grown_tokens: float) -> None:
+        """Evict what does not fit beside the running sequences."""
+        self._evict(self._tokens_max)
+
+    def clear(self) -> None:
+        """Forget everything: the engine has restarted."""
+        self._blocks.clear()
+        self._tokens = 0
+
+    def _put_blocks(self, request: TraceRequest) -> None:
+        # From the last block to the first, so that the end of a prompt is evicted first.
+        blocks = self._blocks
+        for block in reversed(request.blocks):
+            if block in blocks:
+                blocks.move_to_end(block)
+            else:
+                blocks[block] = request.block_tokens
+                self._tokens += request.block_tokens
+
+    def _evict(self, tokens_max: float) -> None:
+        while self._blocks and self._tokens > tokens_max:
+            self._tokens -= self._blocks.popitem(last=False)[1]
+
+
+class KvPool(PrefixCache):
+    """One pool for cached prefixes and running sequences."""
+
+    def __init__(self, tokens_max: int) -> None:
+        super().__init__(tokens_max)
+        self._users: Counter[int] = Counter()
+        """By block, how many running sequences hold it; these are not in the cache."""
+        self._held_tokens = 0
+
+    def matched_blocks(self, request: TraceRequest, blocks_to_come: Set[int]) -> int:
+        """Return how many leading blocks of the prompt are cached or held, or to come."""
+        blocks, users, count = self._blocks, self._users, 0
+        for block in request.blocks:
+            if block not in blocks and block not in users and block not in blocks_to_come:
+                break
+            count += 1
+        return count
+
+    def has_room(self, request: TraceRequest, more_tokens: int, grown_tokens: float) -> bool:
+        """Return whether the prompt fits without evicting a running sequence."""
+        shared = sum(block in self._users for block in request.blocks) * request.block_tokens
+        needed = request.prompt_tokens + more_tokens - shared
+        return self.free_tokens(grown_tokens) - needed >= WATERMARK * self._tokens_max
+
+    def hold(self, request: TraceRequest, more_tokens: int) -> None:
+        """Take memory for a prompt: cached blocks of it are no longer up for eviction."""
+        for block in request.blocks:
+            if block in self._blocks:
+                self._tokens -= self._blocks.pop(block)
+            if block not in self._users:
+                self._held_tokens += request.block_tokens
+            self._users[block] += 1
+        self._held_tokens += _own_tokens(request) + more_tokens
+
+    def release(self, request: TraceRequest, more_tokens: int, *, is_read: bool = True) -> None:
+        """Give memory back; blocks that no other sequence holds become the newest of the cache."""
+        for block in reversed(request.blocks):
+            self._users[block] -= 1
+            if not self._users[block]:
+                del self._users[block]
+                self._held_tokens -= request.block_tokens
+                if is_read:
+                    self._blocks[block] = request.block_tokens
+                    self._tokens += request.block_tokens
+        self._held_tokens -= _own_tokens(request) + more_tokens
+
+    def free_tokens(self, grown_tokens: float) -> float:
+        """Return how many tokens the running sequences may still grow."""
+        return self._tokens_max - self._held_tokens - grown_tokens
+
+    def put(self, request: TraceRequest, grown_tokens: float) -> None:
+        """Evict what does not fit; the prompt's blocks are held until its sequence ends."""
+        self.trim(grown_tokens)
+
+    def trim(self, grown_tokens: float) -> None:
+        """Evict what does not fit beside the running sequences."""
+        self._evict(max(0.0, self.free_tokens(grown_tokens)))
+
+    def clear(self) -> None:
+        """Forget everything, held blocks too."""
+        super().clear()
+        self._users.clear()
+        self._held_tokens = 0
+
+
+def _own_tokens(request: TraceRequest) -> int:
+    """Return the tokens of a prompt after its last whole block."""
+    return max(0, request.prompt_tokens - len(request.blocks) * request.block_tokens)
+
+
+def replica_memory(profile: EngineProfile) -> PrefixCache:
+    """Return the memory of a replica with this profile."""
+    return KvPool(profile.pool_tokens) if profile.pool_tokens else PrefixCache(profile.cache_tokens)

@@ -1,0 +1,90 @@
+"""Answers one background response through the pipeline, like a request of its key's client."""
+
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.key_table import KeyTable
+from isochrone.wire.responses import FinishResponse, LeasedResponse
+from isochrone.wire.routes import KeyEntry
+from router.apis.batches.answer import NOT_NOW, CollectingWriter
+from router.apis.openai.surface import OpenAiSurface
+from router.apis.request_ids import RequestIds
+from router.apis.responses.stored import BackgroundRun, Serve, finish_message, read_background
+from router.dataplane.http_messages import HttpRequest
+
+RETRY_AFTER_S: Final = 5.0
+RETRY_AFTER_MAX_S: Final = 600.0
+
+_FAILED: Final = frozenset({ErrorCode.UPSTREAM, ErrorCode.INTERNAL})
+"""Errors after which a response is tried again a few times."""
+
+_RUN: Final = msgspec.msgpack.Decoder(BackgroundRun)
+
+
+class BackgroundAnswerer:
+    """Answers background responses for the loop that leases them."""
+
+    def __init__(
+        self,
+        openai: OpenAiSurface,
+        serve: Serve,
+        keys: Callable[[], KeyTable],
+        request_ids: RequestIds,
+        clock: Callable[[], float],
+    ) -> None:
+        """`clock` returns monotonic seconds."""
+        self._openai = openai
+        self._serve = serve
+        self._keys = keys
+        self._request_ids = request_ids
+        self._clock = clock
+
+    async def answer(self, leased: LeasedResponse) -> FinishResponse:
+        """Return how a response ended. It raises nothing but CancelledError.
+
+        Without capacity, or over a limit of its key, it waits and is tried again.
+        """
+        request = self._request_of(leased)
+        writer = CollectingWriter()
+        try:
+            request.key = self._key_of(leased)
+            inference, translating, events = read_background(self._openai, request, leased, writer)
+            await self._serve(inference, translating)
+            response = writer.response
+            if response is None or response.status != 200 or events.final is None:
+                text = b"" if response is None else response.body[:300]
+                message = f"cannot answer: the replica refused it: {text.decode(errors='replace')}"
+                raise ApiError(ErrorCode.INVALID_REQUEST, message)
+            return finish_message(leased.ref, events.final)
+        except ApiError as error:
+            if error.code in NOT_NOW or error.code in _FAILED:
+                after_s = min(max(error.retry_after_s or RETRY_AFTER_S, 1.0), RETRY_AFTER_MAX_S)
+                return FinishResponse(
+                    ref=leased.ref, retry_after_s=after_s, counts_as_attempt=error.code in _FAILED
+                )
+            failure = {"code": "invalid_prompt", "message": error.message}
+            body = {**msgspec.json.decode(leased.body), "status": "failed", "error": failure}
+            return finish_message(leased.ref, body)
+
+    def _request_of(self, leased: LeasedResponse) -> HttpRequest:
+        run = _RUN.decode(leased.run)
+        request = HttpRequest()
+        request.method, request.path, request.body = b"POST", "/v1/responses", run.body
+        request.headers = {
+            name.encode(): value.encode("latin-1") for name, value in run.headers.items() if value
+        }
+        request.arrived_s = self._clock()
+        request.request_id, request.client_request_id = self._request_ids.next("")
+        return request
+
+    def _key_of(self, leased: LeasedResponse) -> KeyEntry:
+        key = self._keys().get(leased.key_id)
+        if key is not None and key.tenant_id == leased.tenant_id:
+            expires_at = key.expires_at
+            if not expires_at or expires_at > self._openai.unix_clock():
+                return key
+        message = "cannot answer: the key that began the response is revoked or has expired"
+        raise ApiError(ErrorCode.INVALID_KEY, message)

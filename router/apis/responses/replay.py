@@ -1,0 +1,78 @@
+"""The events of a stored response, the same each time: a client may read on where it stopped. Pure.
+
+The text of an item is one event, because what the engine sent in which parts is not stored.
+"""
+
+from typing import Any, Final
+
+from router.dataplane import sse
+
+FINAL: Final = frozenset({"completed", "incomplete", "failed", "cancelled"})
+OPENING_EVENTS: Final = 2
+
+
+class EventLog:
+    """Numbers events, and leaves out those that a client has."""
+
+    def __init__(self, starting_after: int) -> None:
+        """Leave out events up to the number `starting_after`; -1 for none."""
+        self._starting_after = starting_after
+        self._next_number = 0
+        self.frames: list[bytes] = []
+
+    def add(self, name: str, fields: dict[str, Any]) -> None:
+        """Add an event."""
+        number, self._next_number = self._next_number, self._next_number + 1
+        if number > self._starting_after:
+            body = {"type": f"response.{name}", "sequence_number": number, **fields}
+            self.frames.append(b"event: response.%b\n%b" % (name.encode(), sse.data_frame(body)))
+
+
+def opening_events(response: dict[str, Any], starting_after: int) -> list[bytes]:
+    """Return the events of a response that has not ended."""
+    log = EventLog(starting_after)
+    _open(log, response)
+    return log.frames
+
+
+def closing_events(response: dict[str, Any], starting_after: int) -> list[bytes]:
+    """Return the events after the opening ones of a response that has ended."""
+    log = EventLog(max(starting_after, OPENING_EVENTS - 1))
+    _open(log, response)
+    for index, item in enumerate(response["output"]):
+        _add_item(log, index, item)
+    # OpenAI has no event for a response that was cancelled.
+    status = "failed" if response["status"] == "cancelled" else response["status"]
+    log.add(status, {"response": response})
+    return log.frames
+
+
+def _open(log: EventLog, response: dict[str, Any]) -> None:
+    begun = {**response, "status": "in_progress", "output": [], "usage": None, "error": None}
+    begun["incomplete_details"] = None
+    log.add("created", {"response": begun})
+    log.add("in_progress", {"response": begun})
+
+
+def _add_item(log: EventLog, index: int, item: dict[str, Any]) -> None:
+    at = {"item_id": item["id"], "output_index": index}
+    is_call = item["type"] == "function_call"
+    empty: dict[str, Any] = {"arguments": ""} if is_call else {"content": []}
+    opened = {**item, **empty, "status": "in_progress"}
+    log.add("output_item.added", {"output_index": index, "item": opened})
+    if is_call:
+        text = item["arguments"]
+        log.add("function_call_arguments.delta", {**at, "delta": text})
+        log.add("function_call_arguments.done", {**at, "name": item["name"], "arguments": text})
+    else:
+        for number, part in enumerate(item["content"]):
+            _add_part(log, {**at, "content_index": number}, part)
+    log.add("output_item.done", {"output_index": index, "item": item})
+
+
+def _add_part(log: EventLog, at: dict[str, Any], part: dict[str, Any]) -> None:
+    log.add("content_part.added", {**at, "part": {**part, "text": ""}})
+    logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+    log.add(f"{part['type']}.delta", {**at, "delta": part["text"], **logprobs})
+    log.add(f"{part['type']}.done", {**at, "text": part["text"], **logprobs})
+    log.add("content_part.done", {**at, "part": part})

@@ -1,0 +1,270 @@
+"""Responses that are stored: `store`, `previous_response_id`, `conversation` and `background`.
+
+Rule 1: a response is stored before its id is sent to a client, and its end before the last event.
+Rule 2: it ends once. If this router dies, the scheduler ends it; if the scheduler does, the end is
+sent again until another scheduler has stored it.
+Rule 3: only requests that ask for it wait for the scheduler.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+
+from isochrone.wire import headers
+from isochrone.wire import responses as wire
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import KeyId, TenantId
+from router.apis.batches.relay import in_a_task
+from router.apis.openai.decode import decode
+from router.apis.openai.schema import CHAT_PATH
+from router.apis.openai.surface import OpenAiSurface
+from router.apis.responses.events import ResponseEvents, new_response
+from router.apis.responses.finishing_writer import FinishingWriter
+from router.apis.responses.items import input_of, parse_items
+from router.apis.responses.translate import RESPONSES_REQUEST, ResponsesRequest, to_chat
+from router.apis.translating_writer import TranslatingWriter
+from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
+from router.inference_request import InferenceRequest
+from router.metrics import Metrics
+from router.response_client import ResponseClient
+
+_FIELDS: Final = (b'"store"', b'"background"', b'"previous_response_id"', b'"conversation"')
+_RELAYED: Final = (headers.SESSION_AFFINITY, headers.PRIORITY, headers.TRACEPARENT)
+
+Serve = Callable[[InferenceRequest, ResponseWriter], Awaitable[None]]
+
+
+class BackgroundRun(msgspec.Struct, frozen=True, array_like=True):
+    """What is stored of a request until it is answered in the background.
+
+    The body, and the headers that change how it is answered.
+    """
+
+    body: bytes
+    headers: dict[str, str]
+
+
+class StoredResponses:
+    """Answers requests whose responses are stored, or that continue stored ones."""
+
+    def __init__(
+        self,
+        *,
+        client: ResponseClient,
+        openai: OpenAiSurface,
+        serve: Serve,
+        metrics: Metrics,
+        is_default: bool,
+    ) -> None:
+        """`is_default` says whether responses are stored whose request does not say."""
+        self._client = client
+        self._openai = openai
+        self._serve = serve
+        self._metrics = metrics
+        self._is_default = is_default
+        self.open: set[wire.ResponseRef] = set()
+        """The responses that clients of this process wait for; their leases are renewed."""
+        self._finishing: set[asyncio.Task[bool]] = set()
+
+    def is_needed(self, body: bytes) -> bool:
+        """Return whether a request's response is to be stored, or continues a stored one."""
+        if not (self._is_default or any(field in body for field in _FIELDS)):
+            return False
+        given = decode(body, RESPONSES_REQUEST)
+        return self._is_stored(given) or _has_state(given)
+
+    def _is_stored(self, given: ResponsesRequest) -> bool:
+        if given.store is not None:
+            return given.store
+        return _has_state(given) or self._is_default
+
+    async def create(self, request: HttpRequest, writer: ResponseWriter) -> wire.ResponseRef | None:
+        """Answer `POST /v1/responses`; return a background response instead of answering it.
+
+        Raises ApiError if nothing was written yet. An inline task.
+        """
+        given = decode(request.body, RESPONSES_REQUEST)
+        is_stored = self._is_stored(given)
+        _refuse_contradictions(given, is_stored)
+        response_id = f"resp_{secrets.token_hex(16)}"
+        response = new_response(
+            given, response_id, int(self._openai.unix_clock()), is_stored=is_stored
+        )
+        # Whatever is wrong with the request is said before anything is stored.
+        encode_error = ResponseEvents(response).failed
+        self._openai.read(request, CHAT_PATH, to_chat(given), encode_error)
+        items = input_of(request.body, f"{response_id}_in")
+        begun = await in_a_task(self._begin(request, given, response, items, is_stored))
+        ref = wire.ResponseRef(response_id, begun.lease_id)
+        if given.background:
+            self._metrics.stored_responses.labels("background").inc()
+            if not given.stream:
+                writer.reply(
+                    HttpResponse(200, msgspec.json.encode(_queued(response)), _id(request))
+                )
+                return None
+            return ref
+        context_items = msgspec.json.decode(begun.context_items, type=list[msgspec.Raw])
+        earlier = parse_items(context_items, "previous_response_id")
+        whole = msgspec.structs.replace(given, input=[*earlier, *parse_items(items, "input")])
+        events = ResponseEvents(response)
+        inference = self._openai.read(request, CHAT_PATH, to_chat(whole), events.failed)
+        if not is_stored:
+            await self._serve(inference, _translating(writer, events))
+        else:
+            await self._answer(ref, inference, events, writer)
+        return None
+
+    async def _begin(
+        self,
+        request: HttpRequest,
+        given: ResponsesRequest,
+        response: dict[str, Any],
+        items: list[dict[str, Any]],
+        is_stored: bool,
+    ) -> wire.BegunResponse:
+        """Store the response that begins; return what it builds on. Raises ApiError."""
+        key = request.key
+        assert key is not None
+        run = b""
+        if given.background:
+            relayed = {name: request.header(name.encode()) for name in _RELAYED}
+            run = msgspec.msgpack.encode(BackgroundRun(request.body, relayed))
+            response = _queued(response)
+        message = wire.BeginResponse(
+            response_id=response["id"],
+            tenant_id=TenantId(key.tenant_id),
+            key_id=KeyId(key.key_id),
+            body=msgspec.json.encode(response),
+            input_items=msgspec.json.encode(items),
+            run=run,
+            previous_response_id=given.previous_response_id or "",
+            conversation_id=given.conversation_id,
+            is_stored=is_stored,
+        )
+        return await self._client.begin(message)
+
+    async def _answer(
+        self,
+        ref: wire.ResponseRef,
+        inference: InferenceRequest,
+        events: ResponseEvents,
+        writer: ResponseWriter,
+    ) -> None:
+        """Answer a response that has begun, and store its end before the client gets it."""
+        self.open.add(ref)
+        holding = FinishingWriter(writer, lambda: events.final is not None)
+        outcome = "cancelled"
+        try:
+            await self._serve(inference, _translating(holding, events))
+            if holding.is_refused or events.final is None:
+                message = "cannot answer: the replica refused the request"
+                events.failed(ApiError(ErrorCode.INVALID_REQUEST, message))
+            outcome = "lost"
+            assert events.final is not None
+            # A client that leaves now must not end this.
+            is_stored = await in_a_task(_result_of(self._finish_in_a_task(ref, events.final)))
+            if is_stored or holding.is_refused:
+                outcome = events.final["status"]
+                holding.release()
+            else:
+                lost = ApiError(
+                    ErrorCode.UNAVAILABLE,
+                    "cannot store the response: it was deleted, or no scheduler was reachable;"
+                    " send the request again",
+                    retry_after_s=1.0,
+                )
+                holding.fail(lost, events.failed(lost))
+            await writer.drained()
+        except ApiError as error:
+            outcome = "failed"
+            events.failed(error)
+            raise
+        finally:
+            self._metrics.stored_responses.labels(outcome).inc()
+            if outcome in ("cancelled", "failed"):
+                # The client has left, or gets an error: nobody waits for the end.
+                self._finish_soon(ref, events, outcome)
+
+    def _finish_soon(self, ref: wire.ResponseRef, events: ResponseEvents, status: str) -> None:
+        """Store the end of a response without waiting for it."""
+        if events.final is None:
+            events.failed(ApiError(ErrorCode.REQUEST_TIMEOUT, "the client disconnected"))
+        final = {**(events.final or {}), "status": status}
+        self._finish_in_a_task(ref, final)
+
+    def _finish_in_a_task(
+        self, ref: wire.ResponseRef, response: dict[str, Any]
+    ) -> asyncio.Task[bool]:
+        """Store the end of a response; its lease is renewed until then."""
+        task = asyncio.get_running_loop().create_task(
+            self._client.finish(finish_message(ref, response))
+        )
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+        task.add_done_callback(lambda _: self.open.discard(ref))
+        return task
+
+
+def finish_message(ref: wire.ResponseRef, response: dict[str, Any]) -> wire.FinishResponse:
+    """Return the message about the end of a response."""
+    body = msgspec.json.encode(response)
+    return wire.FinishResponse(ref=ref, status=response["status"], body=body)
+
+
+def read_background(
+    openai: OpenAiSurface, request: HttpRequest, leased: wire.LeasedResponse, writer: ResponseWriter
+) -> tuple[InferenceRequest, ResponseWriter, ResponseEvents]:
+    """Return the inference request of a background response, and what translates its answer."""
+    given = msgspec.structs.replace(decode(request.body, RESPONSES_REQUEST), stream=None)
+    earlier = msgspec.json.decode(leased.context_items, type=list[msgspec.Raw])
+    items = input_of(request.body, "in")
+    whole = msgspec.structs.replace(
+        given,
+        input=[*parse_items(earlier, "previous_response_id"), *parse_items(items, "input")],
+    )
+    events = ResponseEvents({**msgspec.json.decode(leased.body), "status": "in_progress"})
+    inference = openai.read(request, CHAT_PATH, to_chat(whole), events.failed)
+    return inference, _translating(writer, events), events
+
+
+async def _result_of(task: asyncio.Task[bool]) -> bool:
+    """Return a task's result; it goes on if this is cancelled."""
+    return await asyncio.shield(task)
+
+
+def _translating(writer: ResponseWriter, events: ResponseEvents) -> ResponseWriter:
+    return TranslatingWriter(
+        writer,
+        translate_frame=events.translate_frame,
+        translate_body=events.translate_body,
+        # A refusal is in OpenAI's format already.
+        translate_refusal=bytes,
+    )
+
+
+def _has_state(given: ResponsesRequest) -> bool:
+    """Return whether a request needs what is stored."""
+    return bool(given.previous_response_id or given.conversation or given.background)
+
+
+def _refuse_contradictions(given: ResponsesRequest, is_stored: bool) -> None:
+    """Raise ApiError 400 for fields that exclude each other."""
+    if given.previous_response_id and given.conversation:
+        field, reason = "conversation", "it excludes 'previous_response_id'"
+    elif not is_stored and (given.background or given.conversation):
+        field, reason = "store", "a background response or a conversation is always stored"
+    else:
+        return
+    raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field '{field}': {reason}", param=field)
+
+
+def _queued(response: dict[str, Any]) -> dict[str, Any]:
+    return {**response, "status": "queued"}
+
+
+def _id(request: HttpRequest) -> str:
+    return f"{headers.REQUEST_ID}: {request.client_request_id}\r\n"

@@ -1,0 +1,150 @@
+"""`/v1/responses/{id}` and `/v1/conversations`: relayed to the scheduler, on behalf of a key."""
+
+import re
+from typing import Any, Final
+from urllib.parse import parse_qs
+
+import msgspec
+
+from isochrone.wire import batches, headers
+from isochrone.wire.errors import ApiError, ErrorCode
+from router.apis.batches.relay import in_a_task, relay_to_batch_service
+from router.apis.openai.decode import decode
+from router.apis.responses.adapter import PATH
+from router.apis.responses.items import identified, parse_items
+from router.apis.responses.replay import FINAL, closing_events, opening_events
+from router.apis.responses.stored import StoredResponses
+from router.batch_client import BatchClient
+from router.dataplane.http_messages import HttpRequest, ResponseWriter
+from router.dataplane.inline_task import inline_sleep
+
+FOLLOW_S: Final = 3600.0
+"""How long a client may follow a background response; then it connects again."""
+
+POLL_MIN_S: Final = 0.25
+POLL_MAX_S: Final = 2.0
+KEEP_ALIVE: Final = b": waiting\n\n"
+
+_ID: Final = r"[A-Za-z0-9_-]{1,64}"
+_RESPONSE: Final = re.compile(rf"/v1/responses/{_ID}")
+_PATHS: Final = re.compile(
+    rf"/v1/responses/{_ID}(?:/cancel|/input_items)?"
+    rf"|/v1/conversations(?:/{_ID}(?:/items(?:/{_ID})?)?)?"
+)
+_WITH_ITEMS: Final = re.compile(rf"/v1/conversations(?:/{_ID}/items)?")
+_NOT_HONOURED: Final = ("include", "include[]")
+
+
+class _Given(msgspec.Struct, frozen=True):
+    items: list[dict[str, Any]] | None = None
+
+
+_GIVEN: Final = msgspec.json.Decoder(_Given)
+_FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def is_stored_path(path: str) -> bool:
+    """Return whether a path is one of stored responses or conversations."""
+    return path.startswith("/v1/") and _PATHS.fullmatch(path) is not None
+
+
+class StoredRoutes:
+    """Answers requests for what is stored."""
+
+    def __init__(self, client: BatchClient, stored: StoredResponses) -> None:
+        self._client = client
+        self._stored = stored
+
+    def is_needed(self, request: HttpRequest, path: str) -> bool:
+        """Return whether a request for a new response is answered here. Raises ApiError 400."""
+        return path == PATH and self._stored.is_needed(request.body)
+
+    async def create(self, request: HttpRequest, writer: ResponseWriter) -> None:
+        """Answer `POST /v1/responses`. Raises ApiError. An inline task."""
+        followed = await self._stored.create(request, writer)
+        if followed is not None:
+            request.path = f"{PATH}/{followed.response_id}"
+            await self._follow(request, -1, writer)
+
+    async def answer(self, request: HttpRequest, writer: ResponseWriter) -> None:
+        """Answer a request for what is stored. Raises ApiError. An inline task."""
+        query = parse_qs(request.query)
+        for name in _NOT_HONOURED:
+            if any(value != "reasoning.encrypted_content" for value in query.get(name, ())):
+                raise _invalid("include", "no other fields of an item are stored")
+        is_stream = _flag(query, "stream")
+        if _flag(query, "include_obfuscation"):
+            raise _invalid("include_obfuscation", "events are not padded")
+        if request.method == b"GET" and is_stream and _RESPONSE.fullmatch(request.path):
+            await self._follow(request, _starting_after(query), writer)
+            return
+        if request.method == b"POST" and _WITH_ITEMS.fullmatch(request.path):
+            request.body = _with_ids(request)
+        await relay_to_batch_service(self._client, request, writer)
+
+    async def _follow(
+        self, request: HttpRequest, starting_after: int, writer: ResponseWriter
+    ) -> None:
+        """Stream the events of a stored response; the client may begin after any of them."""
+        response = await in_a_task(self._read(request))
+        lines = f"{headers.REQUEST_ID}: {request.client_request_id}\r\ncache-control: no-store\r\n"
+        writer.begin(200, "text/event-stream; charset=utf-8", lines)
+        for frame in opening_events(response, starting_after):
+            writer.send(frame)
+        pause_s, waited_s = POLL_MIN_S, 0.0
+        while response["status"] not in FINAL and waited_s < FOLLOW_S:
+            await inline_sleep(pause_s)
+            waited_s += pause_s
+            pause_s = min(1.5 * pause_s, POLL_MAX_S)
+            try:
+                response = await in_a_task(self._read(request))
+            except ApiError as error:
+                if error.code is not ErrorCode.UNAVAILABLE:
+                    # It was deleted meanwhile.
+                    response = {**response, "status": "cancelled"}
+            if response["status"] not in FINAL:
+                writer.send(KEEP_ALIVE)
+                await writer.drained()
+        if response["status"] in FINAL:
+            for frame in closing_events(response, starting_after):
+                writer.send(frame)
+        writer.end()
+        await writer.drained()
+
+    async def _read(self, request: HttpRequest) -> dict[str, Any]:
+        """Return a stored response. Raises ApiError."""
+        key = request.key
+        assert key is not None
+        sent = {batches.TENANT: key.tenant_id, batches.KEY: key.key_id}
+        path = f"{batches.PUBLIC_PREFIX}{request.path}"
+        async with self._client.request("GET", path, headers=sent) as response:
+            read: dict[str, Any] = msgspec.json.decode(await response.read())
+            return read
+
+
+def _with_ids(request: HttpRequest) -> bytes:
+    """Return the body of a request that adds items, each with an id. Raises ApiError 400."""
+    items = decode(request.body, _GIVEN).items
+    if items is None:
+        return request.body
+    parse_items(items, "items")
+    stored = identified(items, request.request_id[:32], "items")
+    return msgspec.json.encode(_FIELDS.decode(request.body) | {"items": stored})
+
+
+def _flag(query: dict[str, list[str]], name: str) -> bool:
+    values = query.get(name, ["false"])
+    if values[-1].lower() not in ("true", "false"):
+        raise _invalid(name, f"expected true or false, got {values[-1][:20]!r}")
+    return values[-1].lower() == "true"
+
+
+def _starting_after(query: dict[str, list[str]]) -> int:
+    text = query.get("starting_after", ["-1"])[-1]
+    if text == "-1" or (text.isascii() and text.isdigit() and len(text) < 10):
+        return int(text)
+    raise _invalid("starting_after", f"expected the number of an event, got {text[:20]!r}")
+
+
+def _invalid(field: str, reason: str) -> ApiError:
+    return ApiError(ErrorCode.INVALID_REQUEST, f"cannot use '{field}': {reason}", param=field)

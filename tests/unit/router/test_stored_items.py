@@ -1,0 +1,123 @@
+"""Items get ids when they are stored, and the events of a stored response are always the same."""
+
+import json
+from typing import Any, get_args
+
+import pytest
+from openai.types.responses import ResponseStreamEvent
+
+from isochrone.wire.errors import ApiError
+from router.apis.responses.items import identified, input_of, parse_items
+from router.apis.responses.replay import closing_events, opening_events
+from router.dataplane import sse
+
+EVENTS = {
+    get_args(kind.model_fields["type"].annotation)[0]: kind
+    for kind in get_args(get_args(ResponseStreamEvent)[0])
+}
+TEXT = {"type": "output_text", "text": "hi", "annotations": [], "logprobs": []}
+OUTPUT: list[dict[str, Any]] = [
+    {
+        "id": "rs_0",
+        "type": "reasoning",
+        "summary": [],
+        "status": "completed",
+        "content": [{"type": "reasoning_text", "text": "hm"}],
+    },
+    {
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [TEXT],
+    },
+    {
+        "id": "fc_2",
+        "type": "function_call",
+        "status": "completed",
+        "call_id": "c",
+        "name": "f",
+        "arguments": '{"a":1}',
+    },
+]
+RESPONSE: dict[str, Any] = {
+    "id": "resp_1",
+    "object": "response",
+    "created_at": 7,
+    "model": "tiny",
+    "status": "completed",
+    "output": OUTPUT,
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+    "error": None,
+    "incomplete_details": None,
+    "usage": None,
+}
+
+
+def events_of(frames: list[bytes]) -> list[dict[str, Any]]:
+    return [json.loads(sse.frame_data(frame) or b"") for frame in frames]
+
+
+def test_text_becomes_an_item() -> None:
+    (item,) = input_of(b'{"model":"m","input":"hi"}', "r")
+    assert item == {
+        "type": "message",
+        "role": "user",
+        "status": "completed",
+        "id": "msg_r_0",
+        "content": [{"type": "input_text", "text": "hi"}],
+    }
+
+
+def test_items_keep_their_ids_and_fields() -> None:
+    given: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "a", "id": "mine", "extra": 1},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "1"},
+    ]
+    stored = identified(given, "r", "input")
+    assert [item["id"] for item in stored] == ["mine", "fc_r_1", "fco_r_2"]
+    assert stored[0]["extra"] == 1
+    assert stored[0]["content"][0]["type"] == "output_text"
+    assert len(parse_items(stored, "input")) == 3
+
+
+@pytest.mark.parametrize(
+    ("items", "param"),
+    [
+        ([{"id": "a/b", "content": "x"}], "items[0].id"),
+        ([{"id": 3, "content": "x"}], "items[0].id"),
+        ([{"id": "a", "content": "x"}, {"id": "a", "content": "x"}], "items[1].id"),
+    ],
+)
+def test_an_id_that_cannot_be_used_is_refused(items: list[dict[str, Any]], param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        identified(items, "r", "items")
+    assert refused.value.param == param
+
+
+def test_a_stored_response_has_valid_events_in_order() -> None:
+    frames = [*opening_events(RESPONSE, -1), *closing_events(RESPONSE, -1)]
+    events = events_of(frames)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for event in events:
+        EVENTS[event["type"]].model_validate(event)
+    assert events[-1]["response"]["output"] == OUTPUT
+    deltas = [event["delta"] for event in events if event["type"].endswith(".delta")]
+    assert deltas == ["hm", "hi", '{"a":1}']
+
+
+@pytest.mark.parametrize("starting_after", [-1, 0, 1, 5, 99])
+def test_a_client_goes_on_where_it_stopped(starting_after: int) -> None:
+    whole = [*opening_events(RESPONSE, -1), *closing_events(RESPONSE, -1)]
+    rest = [*opening_events(RESPONSE, starting_after), *closing_events(RESPONSE, starting_after)]
+    assert rest == whole[starting_after + 1 :]
+
+
+def test_a_cancelled_response_ends_its_stream() -> None:
+    frames = closing_events({**RESPONSE, "status": "cancelled", "output": []}, -1)
+    (last,) = events_of(frames)
+    assert last["type"] == "response.failed"
+    assert last["response"]["status"] == "cancelled"
