@@ -18,7 +18,7 @@ help: ## List the targets
 
 setup: request-path ## Create .venv, install the pinned dependencies, compile the router's request path
 
-$(STAMP): pyproject.toml constraints.txt ops/setup.sh
+$(STAMP): pyproject.toml constraints.txt ops/packaging/hashes.txt ops/setup.sh
 	@PYTHON=$(PYTHON) VENV=$(VENV) bash ops/setup.sh
 	@touch $@
 
