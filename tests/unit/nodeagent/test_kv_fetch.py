@@ -113,8 +113,8 @@ def test_a_fetch_is_predicted_to_pay_and_keeps_to_the_budget(
     assert held + plan.blocks <= max(counts)
     compute_s = plan.blocks * 16 * token_us / 1e6
     predicted_s = OVERHEAD_S + plan.blocks * block_bytes / bytes_per_s
-    assert predicted_s < COST_SHARE_MAX * compute_s
-    assert plan.timeout_s >= compute_s
+    assert predicted_s < COST_SHARE_MAX * compute_s * (1 + 1e-9)
+    assert plan.timeout_s >= compute_s * (1 - 1e-9)
 
 
 def test_a_link_that_got_slow_is_believed_at_once_and_tried_again_in_time() -> None:
