@@ -89,7 +89,6 @@ class KvSharingRoutes:
     async def _make_copies(self) -> None:
         while True:
             copy = await self._copies.get()
-            outcome = "failed"
             query = kv_sharing.KeepQuery(source=copy.here, digests=copy.digests)
             body = msgspec.msgpack.encode(query)
             sent = {headers.REPLICA: copy.store.replica_id}
@@ -100,7 +99,7 @@ class KvSharingRoutes:
                     ) as answer:
                         outcome = "kept" if answer.status == 200 else "refused"
             except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
-                pass
+                outcome = "failed"
             metrics.KV_COPIES.labels(outcome).inc()
 
     async def _locate(self, request: web.Request) -> web.Response:
