@@ -128,11 +128,11 @@ def test_a_pop_whose_prefill_replicas_are_busy_is_ranked_behind() -> None:
     for route in (near, far):
         fleet.in_flight.reserve(route.replica_id, prefill=0, decode=50)
     before = rank(fleet.snapshot(near.deployment_id), query)
-    waits = {route.route.replica_id: route.queue_ms for route in before}
+    waits = {str(route.route.replica_id): route.queue_ms for route in before}
     assert waits["near"] == waits["far"]
     fleet.in_flight.reserve(reader.replica_id, prefill=5000, decode=0)
     fleet.note_change(near.replica_id)
     after = rank(fleet.snapshot(near.deployment_id), query)
     assert after[0].route.replica_id == "far"
-    waits = {route.route.replica_id: route.queue_ms for route in after}
+    waits = {str(route.route.replica_id): route.queue_ms for route in after}
     assert waits["near"] - waits["far"] == pytest.approx(5000)
