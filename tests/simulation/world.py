@@ -80,7 +80,7 @@ class World:
 
     def generations(self) -> dict[str, tuple[int, int]]:
         """Return the epoch and generation of each node's assignment and each router's table."""
-        found = {
+        found: dict[str, tuple[int, int]] = {
             node.name: (node.stored_assignment.epoch, node.stored_assignment.generation)
             for node in self.nodes.values()
             if node.stored_assignment is not None
