@@ -66,6 +66,7 @@ class AttemptRunner:
             request.session,
             fleet.sessions.lookup(request.session, self._clock()),
             routing.prefix_matches(request.prefix_keys),
+            context.excluded.queue_refusals,
         )
         snapshot = fleet.snapshot(request.deployment_id)
         # The deployment as the table has it now: a rollout may advance while the request waits.
