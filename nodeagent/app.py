@@ -74,6 +74,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         on_change=lambda: node.nudge_report(),
         device_budgets=node.device_budgets,
         memory_used=node.devices.used_by,
+        device_memory=node.devices.memory,
     )
     link = ControlLink(
         urls=config.schedulers,
@@ -92,7 +93,10 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     try:
         await _adopt_survivors(node, engines, supervisor)
         server = DataPlaneServer(
-            supervisor, PeerReplicaClient(client_tls, monotonic), node.cache_salts
+            supervisor,
+            PeerReplicaClient(client_tls, monotonic),
+            node.cache_salts,
+            kv_bytes_per_s=config.kv_share_bytes_per_s,
         )
         app = _data_plane_app(server, artifacts, config, node)
         async with _listeners(config, app, supervisor, server_tls) as port:

@@ -7,6 +7,7 @@ between the events: fetch the artifact, start the engine, watch it, restart it, 
 import asyncio
 import logging
 import random
+import signal
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,6 +20,7 @@ from isochrone.wire.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.report import ReplicaProfile, ReplicaReport, ReplicaState
+from nodeagent.bring_up import POLL_INTERVAL_S, wait_ready, warm_up
 from nodeagent.config import NodeConfig
 from nodeagent.decide import health
 from nodeagent.decide.admission import ReplicaAdmission
@@ -27,22 +29,16 @@ from nodeagent.decide.blame import BlameLedger
 from nodeagent.decide.health import OBSERVE_INTERVAL_S
 from nodeagent.decide.replica import ReplicaEvent, next_state
 from nodeagent.drivers import is_queue_fair, sequences_max, spare_seats_of
-from nodeagent.drivers.driver import UnknownOption
+from nodeagent.drivers.driver import DeviceMemory, UnknownOption
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.awake_memory import AwakeMemory
 from nodeagent.host.download import ArtifactError
+from nodeagent.host.engine_log import last_error, trim_log
 from nodeagent.host.engine_seats import EngineSeats
-from nodeagent.host.engines import (
-    EngineProcess,
-    EngineProcesses,
-    EngineRecord,
-    last_error,
-    trim_log,
-)
+from nodeagent.host.engines import EngineProcess, EngineProcesses, EngineRecord
+from nodeagent.host.memory_guard import MemoryGuard, RunningReplica
 
 log = logging.getLogger(__name__)
-
-POLL_INTERVAL_S: Final = 0.1
 
 TOKENS_IN_FLIGHT_UNPLANNED: Final = 32_768
 """The limit of a replica that was placed without a planned one."""
@@ -155,9 +151,12 @@ class Supervisor:
         on_change: Callable[[], None],
         device_budgets: Callable[[], Awaitable[Mapping[DeviceId, int]]] = no_budgets,
         memory_used: Callable[[int, Sequence[DeviceId]], int] = lambda _leader, _devices: 0,
+        device_memory: Callable[[Sequence[DeviceId]], DeviceMemory | None] = lambda _: None,
     ) -> None:
-        """`device_budgets` returns the bytes of each device that replicas may take, and
-        `memory_used` what a process group takes of one of some devices; it may block."""
+        """`device_budgets` returns the bytes of each device that replicas may take, `memory_used`
+        what a process group takes of one of some devices, and `device_memory` the memory of the
+        smallest of them; `memory_used` may block."""
+        self._memory_guard = MemoryGuard(device_memory, memory_used)
         self._memory_used = memory_used
         self.awake = AwakeMemory(device_budgets, clock)
         self.replicas: dict[ReplicaId, ManagedReplica] = {}
@@ -284,7 +283,11 @@ class Supervisor:
             artifact_path = await self._fetch_artifact(replica)
             await self.awake.admit(replica.spec)
             engine = replica.engine = await self._engines.start(replica.spec, artifact_path)
-        problem = await self._wait_ready(engine)
+        timeout_s = self._config.load_timeout_s
+        guard = partial(self._memory_problem, replica)
+        problem = await wait_ready(engine, self._clock, timeout_s, guard)
+        if not problem and replica.spec.leads and not is_adopted:
+            problem = await warm_up(engine)
         if problem:
             return problem
         if is_adopted:
@@ -292,8 +295,6 @@ class Supervisor:
             is_asleep = stats is not None and stats.is_asleep
             self.awake.adopt(replica.spec, engine, is_asleep=is_asleep)
         else:
-            if replica.spec.leads:
-                await _warm_up(engine)
             self.awake.settle(replica.spec.replica_id, engine)
         replica.apply(ReplicaEvent.ENGINE_READY)
         if not is_adopted:
@@ -315,16 +316,14 @@ class Supervisor:
         self._on_change()
         return path
 
-    async def _wait_ready(self, engine: EngineProcess) -> str:
-        """Wait until the engine has loaded its model; return why it did not, or ""."""
-        deadline_s = self._clock() + self._config.load_timeout_s
-        while not await engine.is_ready():
-            if engine.exited.is_set():
-                return f"{engine.exit_reason} while loading"
-            if self._clock() > deadline_s:
-                return f"the engine was not ready after {self._config.load_timeout_s:g} s"
-            await asyncio.sleep(POLL_INTERVAL_S)
-        return ""
+    async def _memory_problem(self, replica: ManagedReplica) -> str:
+        """Return why a replica must end for lack of memory, or ""."""
+        running = [
+            RunningReplica(one.spec, one.engine.pid)
+            for one in self.replicas.values()
+            if one.engine is not None
+        ]
+        return await self._memory_guard.problem(replica.spec, running)
 
     async def _watch_engine(self, replica: ManagedReplica, engine: EngineProcess) -> str:
         """Observe the engine every second until it exits or must be killed; return the reason."""
@@ -336,6 +335,8 @@ class Supervisor:
                     await engine.exited.wait()
             if engine.exited.is_set():
                 return engine.exit_reason
+            if problem := await self._memory_problem(replica):
+                return problem
             is_canary_due = watch.is_suspect or self._clock() >= next_canary_s
             if is_canary_due:
                 next_canary_s = self._clock() + self._config.canary_interval_s
@@ -417,20 +418,12 @@ def _failure_of(replica: ManagedReplica, attempt: "asyncio.Task[str]") -> str:
     except Exception as error:
         log.exception("replica failed", extra={"fields": {"replica": replica.spec.replica_id}})
         problem = f"internal error of the agent: {error!r}"
+    if signal.SIGKILL.name in problem:
+        problem += ", as the kernel does when memory is short (see dmesg)"
     if replica.engine is not None:
         log_line = last_error(replica.engine.log)
         problem = f"{problem}: {log_line}" if log_line else problem
     return problem
-
-
-async def _warm_up(engine: EngineProcess) -> None:
-    """Request one token before the engine gets traffic, because its first takes longest.
-
-    The result is ignored here: the watch sends canaries of its own and judges them.
-    """
-    stats = await engine.stats()
-    if stats is not None:
-        await engine.canary(stats.kind)
 
 
 def _update_profile(replica: ManagedReplica, stats: EngineStats) -> None:

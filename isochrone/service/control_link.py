@@ -7,6 +7,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any, Final, NamedTuple, NoReturn
@@ -19,6 +20,7 @@ from isochrone.service import identity as identities
 from isochrone.service.certificate_renewal import CertificateRenewal
 from isochrone.service.clock import utc_now
 from isochrone.service.identity import Identity
+from isochrone.service.name_cache import CachedResolver, NameCache
 from isochrone.service.tls import client_context
 from isochrone.wire import codec
 from isochrone.wire.control import (
@@ -125,9 +127,13 @@ class ControlLink:
     async def run(self) -> NoReturn:
         """Connect again and again, to each URL in turn, with jittered backoff in between."""
         backoff_s = BACKOFF_MIN_S
-        async with aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        ) as http:
+        async with (
+            aclosing(NameCache()) as names,
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(resolver=CachedResolver(names), use_dns_cache=False),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            ) as http,
+        ):
             while True:
                 url = self._urls[self._next_url % len(self._urls)]
                 wait_s = 0.0

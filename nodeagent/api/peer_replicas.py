@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from isochrone.service.name_cache import CachedResolver, NameCache
 from isochrone.service.tls import node_url
 from isochrone.wire import headers
 from isochrone.wire.headers import PeerReplica
@@ -49,8 +50,11 @@ class PeerReplicaClient:
         self._context = context
         self._clock = clock
         self._ping_timeout_s = ping_timeout_s
+        self._names = NameCache()
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=CONNECTIONS_MAX),
+            connector=aiohttp.TCPConnector(
+                limit=CONNECTIONS_MAX, resolver=CachedResolver(self._names), use_dns_cache=False
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
             auto_decompress=False,
         )
@@ -61,6 +65,7 @@ class PeerReplicaClient:
     async def close(self) -> None:
         """Close the connections."""
         await self._http.close()
+        await self._names.aclose()
 
     async def queued_tokens(
         self, replicas: Sequence[PeerReplica], timeout_s: float = 0.0

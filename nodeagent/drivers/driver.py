@@ -70,6 +70,12 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive: bool = True
     standby: tuple[str, ...] = ()
 
+    @property
+    def port(self) -> int:
+        """The port of its HTTP server, 0 if it has none or listens on a socket."""
+        text = self.base_url.rpartition(":")[2]
+        return int(text) if text.isdigit() and not self.socket else 0
+
 
 CHAT_PATH: Final = "/v1/chat/completions"
 COMPLETIONS_PATH: Final = "/v1/completions"

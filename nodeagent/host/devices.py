@@ -38,16 +38,22 @@ class DeviceReader:
             usable = self._cpu_memory_bytes or int(psutil.virtual_memory().total * CPU_MEMORY_SHARE)
             return (NodeDevice(device_id=CPU, device_class="cpu", memory_bytes=usable),)
         found: dict[DeviceId, NodeDevice] = {}
+        reasons: dict[DeviceId, str] = {}
         reason = "NVML no longer lists this GPU"
         try:
             for index in range(self._nvml.nvmlDeviceGetCount()):
-                device = self._gpu(index)
-                found[device.device_id] = device
+                device_id = _gpu_id(index)
+                try:
+                    found[device_id] = self._gpu(index)
+                except self._nvml.NVMLError as error:
+                    # One that fell off the bus; NVML goes on answering for the others.
+                    reasons[device_id] = f"NVML failed: {error}"
         except self._nvml.NVMLError as error:
             reason = f"NVML failed: {error}"
         for device_id, device in self._seen.items():
             if device_id not in found:
-                found[device_id] = replace(device, healthy=False, reason=reason)
+                why = reasons.get(device_id, reason)
+                found[device_id] = replace(device, healthy=False, reason=why)
         self._seen = found
         return tuple(found.values())
 
@@ -96,10 +102,14 @@ class DeviceReader:
         memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
         name = self._nvml.nvmlDeviceGetName(handle)
         return NodeDevice(
-            device_id=DeviceId(f"gpu{index}"),
+            device_id=_gpu_id(index),
             device_class=device_class(name, memory.total),
             memory_bytes=int(memory.total * GPU_MEMORY_SHARE),
         )
+
+
+def _gpu_id(index: int) -> DeviceId:
+    return DeviceId(f"gpu{index}")
 
 
 def _proportional_bytes(pid: int) -> int:

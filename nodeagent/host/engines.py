@@ -9,14 +9,13 @@ log that it writes.
 import asyncio
 import logging
 import os
-import re
 import shutil
 import signal
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import aiohttp
 import msgspec
@@ -36,11 +35,14 @@ from nodeagent.drivers.driver import (
     UnknownOption,
     with_fields,
 )
+from nodeagent.host.engine_log import LOG
+from nodeagent.host.engine_ports import free_port, other_listener
 from nodeagent.host.processes import (
     Child,
     boot_id,
     group_that_writes,
     is_alive,
+    kill_writers,
     signal_group,
     spawn,
     start_time,
@@ -49,27 +51,32 @@ from nodeagent.host.standby import StandbyProcess
 
 log = logging.getLogger(__name__)
 
-LOG: Final = "engine.log"
-LOG_BYTES_MAX: Final = 16 * 1024 * 1024
-LOG_TAIL_BYTES: Final = 64 * 1024
-ERROR_LINE: Final = re.compile(rb"\b[A-Za-z_.]*(?:Error|Exception): \S|\b(?:FATAL|fatal|error): \S")
-SECOND_HAND: Final = re.compile(rb"root cause|Engine core initialization failed")
-"""Lines with an error that refer to an earlier one."""
 TERM_TIMEOUT_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 4.0
 CANARY_TIMEOUT_S: Final = 20.0
 SLEEP_TIMEOUT_S: Final = 30.0
 WAKE_TIMEOUT_S: Final = 120.0
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
-CANARIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
-    "chat": (
+
+
+class Canary(NamedTuple):
+    """The smallest possible request for one kind of model, and the list that its answer has."""
+
+    path: str
+    body: Mapping[str, Any]
+    answer: str
+
+
+CANARIES: Final = {
+    "chat": Canary(
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "1"}], "max_tokens": 1, "temperature": 0},
+        "choices",
     ),
-    "embedding": ("/v1/embeddings", {"input": "1"}),
-    "rerank": ("/v1/rerank", {"query": "1", "documents": ["1"]}),
+    "embedding": Canary("/v1/embeddings", {"input": "1"}, "data"),
+    "rerank": Canary("/v1/rerank", {"query": "1", "documents": ["1"]}, "results"),
 }
-"""By kind of model: path and body of the smallest possible request."""
+"""By kind of model."""
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,11 +96,21 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
 class EngineProcess:
     """A running engine process, started or adopted by this agent."""
 
-    def __init__(self, record: EngineRecord, folder: Path, child: Child | None) -> None:
+    def __init__(
+        self,
+        record: EngineRecord,
+        folder: Path,
+        child: Child | None,
+        on_release: Callable[[], object] = lambda: None,
+    ) -> None:
         """`child` is None for an adopted process."""
         self.record = record
+        self._on_release = on_release
         self.exited = asyncio.Event()
+        self.problem = ""
+        """Why the engine cannot be used although it runs; "" if nothing is known."""
         self.log = folder / LOG
+        self._owns_port = False
         self._folder = folder
         self._child = child
         self._driver = DRIVERS[record.spec.engine.driver]
@@ -163,6 +180,13 @@ class EngineProcess:
         if not command.base_url:
             return not command.socket or await asyncio.to_thread(Path(command.socket).exists)
         status, _ = await self._request("GET", self._driver.health_path, PROBE_TIMEOUT_S)
+        if status == 200 and command.port and not self._owns_port:
+            # Once is enough: it keeps the port that it has.
+            other = await asyncio.to_thread(other_listener, command.port, self.pid)
+            if other:
+                self.problem = f"port {command.port} of the engine is also used by {other}"
+                return False
+            self._owns_port = True
         return status == 200
 
     async def stats(self) -> EngineStats | None:
@@ -181,13 +205,20 @@ class EngineProcess:
     async def canary(self, kind: str) -> bool:
         """Send the smallest request for this kind of model; return True if it is answered.
 
-        It waits in the engine's queue like any other request.
+        It waits in the engine's queue like any other request. `problem` then says whether there was
+        no answer, or one of status 200 that is none.
         """
-        path, fields = CANARIES.get(kind, CANARIES["chat"])
-        body = {"model": self.record.spec.name, **fields}
-        status, _ = await self._request("POST", path, CANARY_TIMEOUT_S, body)
+        canary = CANARIES.get(kind, CANARIES["chat"])
+        body = {"model": self.record.spec.name, **canary.body}
+        status, answer = await self._request("POST", canary.path, CANARY_TIMEOUT_S, body)
+        self.problem = ""
+        if not status:
+            self.problem = f"a test request was not answered within {CANARY_TIMEOUT_S:g} s"
+        elif status == 200 and not _has_list(answer, canary.answer):
+            start = answer[:60].decode(errors="replace")
+            self.problem = f"status 200 without {canary.answer!r}: {start!r}"
         # A full engine refuses with 429 and is healthy.
-        return status in (200, 429)
+        return status in (200, 429) and not self.problem
 
     async def fall_asleep(self) -> bool:
         """Have the engine drop its model; return False if it refuses or cannot."""
@@ -231,10 +262,13 @@ class EngineProcess:
             async with asyncio.timeout(TERM_TIMEOUT_S):
                 await self.exited.wait()
         await self.release()
+        # Children that left the group still hold memory and devices.
+        await asyncio.to_thread(kill_writers, self.log)
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def release(self) -> None:
         """Stop watching the process and leave it running."""
+        self._on_release()
         self._exit_watcher.cancel()
         await self.http.close()
 
@@ -275,6 +309,8 @@ class EngineProcesses:
         self._standby = StandbyProcess(folder / "standby.log") if standby else None
         # Held while a process starts: the spare can become only one engine.
         self._spawn_lock = asyncio.Lock()
+        self._ports: dict[str, int] = {}
+        """By replica. An engine begins to listen long after it was given its port."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     async def start(self, spec: ReplicaSpec, artifact_path: Path) -> EngineProcess:
@@ -298,10 +334,11 @@ class EngineProcesses:
             spec=spec,
             model_path=artifact_path,
             folder=folder,
-            port=_free_port(),
+            port=free_port(self._ports.values()),
             threads=self._threads,
             memory=await asyncio.to_thread(self._device_memory, spec.device_ids),
         )
+        self._ports[spec.replica_id] = launch.port
         command = await asyncio.to_thread(DRIVERS[spec.engine.driver].command, launch)
         for name, data in command.files.items():
             await asyncio.to_thread(write_atomic, folder / name, data)
@@ -317,7 +354,7 @@ class EngineProcesses:
             signal_group(record.pid, record.started, signal.SIGKILL)
             await asyncio.to_thread(child.wait)
             raise
-        return EngineProcess(record, folder, child)
+        return EngineProcess(record, folder, child, partial(self._ports.pop, spec.replica_id, 0))
 
     def _spawn(self, command: EngineCommand, log: Path) -> Child:
         spare = self._standby.take_for(command, log) if self._standby else None
@@ -356,47 +393,27 @@ class EngineProcesses:
             else:
                 # The group's leader is gone, but its children may still run.
                 signal_group(record.pid, record.started, signal.SIGKILL)
+                kill_writers(path.parent / LOG)
                 shutil.rmtree(path.parent, ignore_errors=True)
         return survivors
 
     def adopt(self, record: EngineRecord) -> EngineProcess:
         """Take over a running engine of an earlier agent."""
-        return EngineProcess(record, self._folder / record.spec.replica_id, None)
+        replica_id = record.spec.replica_id
+        self._ports[replica_id] = record.command.port
+        on_release = partial(self._ports.pop, replica_id, 0)
+        return EngineProcess(record, self._folder / replica_id, None, on_release)
 
 
 def _write_record(folder: Path, record: EngineRecord) -> None:
     write_atomic(folder / "process.json", msgspec.json.encode(record))
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def last_error(log: Path) -> str:
-    """Return the last line of an engine's log that reports an error, else its last line.
-
-    The last line of all is often a warning or a message about the shutdown.
-    """
-    with suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
-        lines = [line for line in file.read(LOG_TAIL_BYTES).splitlines() if line.strip()]
-        errors = [line for line in lines if ERROR_LINE.search(line)]
-        first_hand = [line for line in errors if not SECOND_HAND.search(line)]
-        for found in (first_hand, errors, lines):
-            if found:
-                return found[-1].decode(errors="replace").strip()[:300]
-    return ""
-
-
-def trim_log(path: Path) -> None:
-    """Keep the last LOG_BYTES_MAX / 2 bytes of a log that is longer than LOG_BYTES_MAX."""
-    with suppress(OSError):
-        if path.stat().st_size > LOG_BYTES_MAX:
-            with path.open("r+b") as file:
-                file.seek(-LOG_BYTES_MAX // 2, os.SEEK_END)
-                tail = file.read()
-                file.seek(0)
-                file.write(tail)
-                file.truncate()
+def _has_list(answer: bytes, name: str) -> bool:
+    """Say whether an answer is a JSON object with a list `name` that is not empty."""
+    try:
+        fields = msgspec.json.decode(answer)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    found = fields.get(name) if isinstance(fields, dict) else None
+    return isinstance(found, list) and bool(found)

@@ -29,6 +29,10 @@ PASSED_PREFIXES: Final = (
 SECRET_WORDS: Final = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 """A variable with one of these words in its name is not passed on, such as HF_TOKEN."""
 
+OOM_SCORE: Final = "300"
+"""Of 1000 (proc_pid_oom_score_adj(5)): where memory is short, the kernel kills an engine before the
+agent and other services of the machine."""
+
 Child = subprocess.Popen[bytes]
 
 
@@ -46,7 +50,7 @@ def spawn(
     # A file, not a pipe: the engine must survive the agent that would read the pipe.
     with log.open("ab") as out:
         try:
-            return subprocess.Popen(
+            child = subprocess.Popen(
                 arguments,
                 stdin=stdin,
                 stdout=out,
@@ -58,6 +62,9 @@ def spawn(
             raise FileNotFoundError(
                 f"cannot start {arguments[0]}: it is not on the PATH of the agent"
             ) from error
+    with suppress(OSError):
+        Path(f"/proc/{child.pid}/oom_score_adj").write_text(OOM_SCORE)
+    return child
 
 
 def passed_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -92,14 +99,30 @@ def group_that_writes(log: Path) -> int:
 
     A deleted log of the same name does not match: /proc marks its path as deleted.
     """
+    for pid in _writers(log):
+        fields = _stat(pid)
+        if fields is not None:
+            return int(fields[2])
+    return 0
+
+
+def kill_writers(log: Path) -> None:
+    """Kill the processes whose standard output is `log`, whatever their group. Blocks."""
+    for pid in _writers(log):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _writers(log: Path) -> list[int]:
+    """Return the processes whose standard output is `log`."""
     target = log.resolve()
+    found = []
     for folder in Path("/proc").glob("[0-9]*"):
         # A process may end while it is examined.
         with suppress(OSError):
-            fields = _stat(int(folder.name))
-            if fields is not None and (folder / "fd/1").readlink() == target:
-                return int(fields[2])
-    return 0
+            if (folder / "fd/1").readlink() == target:
+                found.append(int(folder.name))
+    return found
 
 
 def group_members(leader: int) -> list[int]:

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from isochrone.wire.ids import ClusterId, Generation, NodeId
-from ops.sim.planet_world import PlanetWorld, demand_rows, draw, world_parser
+from ops.sim.planet_world import MODELS, PlanetWorld, demand_rows, draw, world_parser
 from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.cluster import ClusterState, PopDistance
 from scheduler.decide.placement import plan_prefetch
@@ -27,8 +27,21 @@ from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.whatif.simulation import ClusterSnapshot, apply_plan
 from scheduler.planner.__main__ import GC_THRESHOLDS
 
-SIZES: Final = ((20, 15, 20), (80, 50, 50), (335, 190, 100))
-"""Cities with demand, how many of them have GPUs, and deployments."""
+
+class WorldSize(NamedTuple):
+    """Cities with demand, how many of them have GPUs, and deployments."""
+
+    cities: int
+    gpu_cities: int
+    deployments: int
+
+
+SIZES: Final = (
+    WorldSize(20, 15, 20),
+    WorldSize(80, 50, 50),
+    WorldSize(335, 190, 100),
+    WorldSize(335, 190, 1_000),
+)
 
 BEGINS_MIN: Final = 8 * 60
 HOUR_MIN: Final = 60
@@ -43,11 +56,12 @@ class PlanTiming(NamedTuple):
     moves: int
 
 
-def cut(world: PlanetWorld, cities: int, gpu_cities: int, deployments: int) -> ClusterState:
+def cut(world: PlanetWorld, size: WorldSize) -> ClusterState:
     """Return a part of the world without demand.
 
     The round trips that each city has measured to the cities with GPUs follow from geography.
     """
+    cities, gpu_cities, deployments = size
     held = {pop.pop for pop in world.pops[:gpu_cities]}
     far = Distances(world.pops, ())
     return ClusterState(
@@ -144,6 +158,7 @@ def main() -> None:
     """Print the table, or the line of a saved cluster."""
     parser = world_parser(__doc__)
     parser.add_argument("--minutes", type=int, default=60)
+    parser.add_argument("--largest", type=int, default=len(SIZES), help="only the N largest sizes")
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     if given.picture is not None:
@@ -151,14 +166,14 @@ def main() -> None:
         return
     # As in the planner's process.
     gc.set_threshold(*GC_THRESHOLDS)
-    world = draw(given.data, given.seed)
     print(
         "| cities | nodes | devices | deployments | demand rows | replicas | first plan s "
         "| each minute s, median | p99 | moves in all | prefetch s |"
     )
     print("|---|" + "---|" * 10)
-    for size in SIZES:
-        print(row_of(world, cut(world, *size), given.minutes), flush=True)
+    for size in SIZES[-given.largest :]:
+        world = draw(given.data, given.seed, max(MODELS, size.deployments))
+        print(row_of(world, cut(world, size), given.minutes), flush=True)
 
 
 if __name__ == "__main__":

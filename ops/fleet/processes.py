@@ -37,11 +37,16 @@ class Processes:
         return [name for name, process in self._running.items() if process.returncode is not None]
 
     async def start(
-        self, name: str, arguments: Sequence[str], env: Mapping[str, str] | None = None
+        self,
+        name: str,
+        arguments: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
-        """Start `python -m ARGUMENTS` with its output in `LOGS/NAME.log`."""
+        """Start `PREFIX python -m ARGUMENTS` with its output in `LOGS/NAME.log`."""
         with (self._logs / f"{name}.log").open("ab") as log:
             self._running[name] = await asyncio.create_subprocess_exec(
+                *prefix,
                 sys.executable,
                 "-m",
                 *arguments,

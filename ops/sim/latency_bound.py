@@ -60,7 +60,7 @@ def terms_at(
         sites = np.flatnonzero(needs.site_capacity > 0)
         share = mean[needs.cities, number] / mean.sum()
         load = state.assignment.load
-        serve_cost = share[:, None] * (state.assignment.latency_ms[:, sites] > within_ms)
+        serve_cost = share[:, None] * (state.needs.latency_ms[:, sites] > within_ms)
         unserved_cost = share * UNSERVED
         if as_planned:
             # The demand of the peak above the mean, as of a city that is far from no site.

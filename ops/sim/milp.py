@@ -140,12 +140,13 @@ def _add_deployment(
 
 def _add_load(program: MilpProgram, state: DeploymentState, columns: ColumnsBySite) -> None:
     load, unit = state.assignment.load, state.assignment.unit
+    latency_ms = state.needs.latency_ms
     carried: dict[int, Terms] = defaultdict(dict)
     for city in range(len(load)):
         cost_per_ms = load[city] * unit[city]
         served = {program.column(cost_per_ms * UNSERVED_MS, 1.0): 1.0}
         for site, slot_columns in columns.items():
-            ms = float(state.assignment.latency_ms[city, site])
+            ms = float(latency_ms[city, site])
             column = program.column(cost_per_ms * ms, 1.0)
             served[column] = 1.0
             carried[site][column] = load[city]

@@ -68,7 +68,7 @@ def terms_of(state: DeploymentState, draft: PlacementDraft) -> DeploymentTerms:
     lacking = ABSENT * needs.has_demand + MISSING * needs.replicas_min
     return DeploymentTerms(
         load=state.assignment.load,
-        serve_cost=cost_per_ms[:, None] * state.assignment.latency_ms[:, sites],
+        serve_cost=cost_per_ms[:, None] * state.needs.latency_ms[:, sites],
         unserved_cost=unserved_cost,
         capacity=needs.site_capacity[sites],
         fixed_cost=needs.hold_cost + starts,

@@ -89,14 +89,14 @@ def world_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def draw(data: Path, seed: int = 1) -> PlanetWorld:
+def draw(data: Path, seed: int = 1, models_count: int = MODELS) -> PlanetWorld:
     """Return the planet of a seed."""
     rng = np.random.default_rng(seed)
     pops, people, zones, regions = _cities(data)
     nodes = tuple(
         node for rank, pop in enumerate(pops[:GPU_CITIES]) for node in _nodes(rng, rank, pop)
     )
-    models, deployments, profiles = _catalogue(rng)
+    models, deployments, profiles = _catalogue(rng, models_count)
     share = _share(rng, regions, len(deployments))
     shape = json.loads((data / "servegen" / "stats.json").read_text())["m-small"]["hour_profile"]
     hours = np.array(shape, dtype=np.float64)
@@ -217,28 +217,28 @@ def _nodes(rng: np.random.Generator, rank: int, pop: Pop) -> list[FleetNode]:
 
 
 def _catalogue(
-    rng: np.random.Generator,
+    rng: np.random.Generator, count: int
 ) -> tuple[tuple[CatalogModel, ...], tuple[Deployment, ...], tuple[MeasuredProfile, ...]]:
     """Draw models; the first is the most popular."""
-    sizes = np.exp(rng.uniform(0.0, np.log(1000.0), MODELS))
+    sizes = np.exp(rng.uniform(0.0, np.log(1000.0), count))
     sizes[:2] = 1.0, 1000.0
     ranks = np.argsort(np.argsort(sizes))
-    order = np.argsort(ranks + rng.normal(0.0, 25.0, MODELS))
+    order = np.argsort(ranks + rng.normal(0.0, 0.25 * count, count))
     models, deployments, profiles = [], [], []
     for number, place in enumerate(order):
         weights_gb = round(float(sizes[place]), 1)
         model = a_model(f"model-{number:03d}", weights_gb)
         kv = int(GIB * min(12.0, 3.0 + weights_gb / 30))
-        count = devices_for(model, kv, int(CLASSES["h100-80g"].memory_bytes * 0.95))
-        if count > 8:
-            count = 8  # the largest fit eight h200-141g only
+        devices = devices_for(model, kv, int(CLASSES["h100-80g"].memory_bytes * 0.95))
+        if devices > 8:
+            devices = 8  # the largest fit eight h200-141g only
         models.append(model)
         deployments.append(
             Deployment(
                 deployment_id=DeploymentId(f"d{number:03d}"),
                 name=f"d{number:03d}",
                 model_id=ModelId(model.model_id),
-                engine=EngineSettings(driver="vllm", kv_memory_bytes=kv, devices=count),
+                engine=EngineSettings(driver="vllm", kv_memory_bytes=kv, devices=devices),
                 policy=_policy(rng, number, weights_gb),
             )
         )
@@ -246,7 +246,7 @@ def _catalogue(
             MeasuredProfile(
                 model_id=model.model_id,
                 device_class=kind,
-                profile=speed_profile(weights_gb, count, 4.0 * speed),
+                profile=speed_profile(weights_gb, devices, 4.0 * speed),
             )
             for kind, speed in SPEED.items()
         ]

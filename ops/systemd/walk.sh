@@ -8,7 +8,8 @@ install_all() {
     id isochrone >/dev/null 2>&1 || useradd --system --shell /usr/sbin/nologin isochrone
     [ -x /opt/isochrone/bin/pip ] || python3 -m venv /opt/isochrone
     cd /root/checkout
-    TMPDIR=/root /opt/isochrone/bin/pip install --quiet -c constraints.txt '.[engine]'
+    TMPDIR=/root /opt/isochrone/bin/pip install --quiet --only-binary :all: --report installed.json -c constraints.txt '.[engine]'
+    python3 ops/packaging/hashes.py check installed.json
     install -d -o isochrone -m 700 /etc/isochrone
     cp ops/systemd/*.service /etc/systemd/system/
 }

@@ -12,6 +12,7 @@ from functools import lru_cache
 from ssl import SSLContext
 from typing import Final, cast
 
+from isochrone.service.name_cache import NameCache
 from isochrone.wire.ids import NodeId
 from router.config import RouterConfig
 from router.dataplane import http1, sse
@@ -47,6 +48,7 @@ class Upstream:
         self.deadlines = deadlines
         self.gatherer = TokenGatherer(config.token_gather_ms / 1000, clock)
         self._config = config
+        self._names = NameCache(clock=clock)
         self._ssl = ssl_context
         self._idle: dict[NodeId, list[NodeConnection]] = {}
         self._open: set[NodeConnection] = set()
@@ -163,6 +165,7 @@ class Upstream:
 
     async def close(self) -> None:
         """Close every connection."""
+        await self._names.aclose()
         for connection in list(self._open):
             connection.close()
         with suppress(TimeoutError):
@@ -180,14 +183,23 @@ class Upstream:
             await loop.create_connection(protocol, sock=self.in_process[node_id]())
             return
         host, _, port = _host(address).rpartition(":")
-        await loop.create_connection(
-            protocol,
-            host.strip("[]"),
-            int(port),
-            ssl=self._ssl,
-            server_hostname=node_id if self._ssl is not None else None,
-            local_addr=(self._config.source_address, 0) if self._config.source_address else None,
-        )
+        addresses = await self._names.addresses(host.strip("[]"))
+        for number, ip_address in enumerate(addresses, 1):
+            try:
+                await loop.create_connection(
+                    protocol,
+                    ip_address,
+                    int(port),
+                    ssl=self._ssl,
+                    server_hostname=node_id if self._ssl is not None else None,
+                    local_addr=(self._config.source_address, 0)
+                    if self._config.source_address
+                    else None,
+                )
+                return
+            except OSError:
+                if number == len(addresses):
+                    raise
 
 
 @lru_cache(maxsize=1024)

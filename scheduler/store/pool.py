@@ -5,11 +5,11 @@ a pooled connection to a demoted server fails for ever (SQLSTATE 25006). This mo
 """
 
 import logging
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from operator import attrgetter
 from typing import Any, Final, TypeVar
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 import asyncpg
 import msgspec
@@ -171,15 +171,35 @@ def affected_rows(status: str) -> int:
 
 
 def _each_host(dsn: str) -> list[str]:
-    """Split a multi-host DSN into one DSN for each host, so that each has its own timeout."""
+    """Split a multi-host DSN into one DSN for each host, so that each has its own timeout.
+
+    Hosts are listed in the parameter `host` (with `port`, for folders of Unix sockets), or in the
+    place that URLs have for one.
+    """
     parts = urlsplit(dsn)
-    if parse_qs(parts.query).get("host"):
-        return [dsn]
-    credentials, at, hosts = parts.netloc.rpartition("@")
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if hosts := query.get("host"):
+        names, ports = hosts.split(","), query.get("port", "").split(",")
+        if len(ports) not in (1, len(names)):
+            raise asyncpg.exceptions.ClientConfigurationError(
+                f"cannot use the database URL: it lists {len(names)} hosts and {len(ports)} ports"
+            )
+        return [
+            parts._replace(query=_with_host(query, name, ports[number % len(ports)])).geturl()
+            for number, name in enumerate(names)
+        ]
+    credentials, at, listed = parts.netloc.rpartition("@")
     return [
         parts._replace(netloc=f"{credentials}{at}{host}").geturl()
-        for host in (hosts.split(",") if hosts else [""])
+        for host in (listed.split(",") if listed else [""])
     ]
+
+
+def _with_host(query: Mapping[str, str], host: str, port: str) -> str:
+    fields = {**query, "host": host, "port": port}
+    if not port:
+        del fields["port"]
+    return urlencode(fields, quote_via=quote, safe="/")
 
 
 async def _connect(hosts: list[str], options: dict[str, Any]) -> asyncpg.Connection:

@@ -66,7 +66,7 @@ def salt_secrets(fleet: Fleet) -> set[str]:
 async def nothing_in_flight(fleet: Fleet) -> bool:
     async with aiohttp.ClientSession() as http:
         for pop in CITIES:
-            url = f"http://127.0.0.1:{fleet.ports[f'node-{pop}']}/metrics"
+            url = f"{fleet.url(f'node-{pop}')}/metrics"
             try:
                 async with http.get(url) as response:
                     lines = (await response.text()).splitlines()

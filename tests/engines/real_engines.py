@@ -16,7 +16,8 @@ from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from nodeagent.drivers.driver import CHAT_PATH
 from nodeagent.host.devices import DeviceReader
-from nodeagent.host.engines import EngineProcess, EngineProcesses, last_error
+from nodeagent.host.engine_log import last_error
+from nodeagent.host.engines import EngineProcess, EngineProcesses
 
 ENGINES: Final = Path(os.environ.get("ISOCHRONE_ENGINES", Path(__file__).parents[2] / ".engines"))
 VLLM_COMMANDS: Final = ENGINES / "vllm" / "bin"

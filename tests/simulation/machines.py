@@ -63,6 +63,7 @@ class EngineHandle:
     log = Path("/nonexistent/engine.log")
     exit_reason = "the engine exited"
     pid = 0
+    problem = ""
 
     def __init__(self, node: "SimNode", engine: SimEngine) -> None:
         self.record = SimpleNamespace(spec=engine.spec)

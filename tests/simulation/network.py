@@ -253,5 +253,7 @@ class SimSession:
 
 def simulated_aiohttp() -> SimpleNamespace:
     """Return aiohttp with simulated connections."""
-    names: dict[str, Any] = {**vars(aiohttp), "ClientSession": SimSession}
+    names: dict[str, Any] = {
+        **vars(aiohttp), "ClientSession": SimSession, "TCPConnector": SimpleNamespace,
+    }  # fmt: skip
     return SimpleNamespace(**names)

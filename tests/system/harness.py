@@ -25,6 +25,7 @@ from tests.postgres import a_folder
 
 ROOT = Path(__file__).parents[2]
 CITIES = {"ams": ("NL", 52.3, 4.8), "sin": ("SG", 1.35, 104.0)}
+LOOPBACK = "127.0.0.1"
 READY_TIMEOUT_S = 60.0
 STEP_S = 0.05
 LEASE_S = 8.0
@@ -70,6 +71,11 @@ def last_words(folder: Path) -> str:
     return "\n".join(words)
 
 
+def postgres_process(database: str) -> str:
+    """Return the name of the process that serves a database: "postgres" for the first."""
+    return f"postgres{database.removeprefix('pg')}"
+
+
 class Fleet:
     """Two schedulers on one Postgres, a node and a router in each of two PoPs."""
 
@@ -81,6 +87,12 @@ class Fleet:
         self.settings: dict[str, dict[str, Any]] = {}
         """By process: settings that override its configuration file."""
         self.environment: dict[str, dict[str, str]] = {}
+        self.prefixes: dict[str, tuple[str, ...]] = {}
+        """By process: the command that runs it, for example in a network namespace."""
+        self.databases = ["pg"]
+        """The folders of the Postgres servers, of which one is the primary."""
+        self.hosts: dict[str, str] = {}
+        """By process: the address at which this process reaches it, if not 127.0.0.1."""
         self.processes = Processes(folder / "logs", ROOT)
         self.ports = {
             f"{kind}-{name}": free_port()
@@ -93,25 +105,31 @@ class Fleet:
         (folder / "logs").mkdir()
 
     def api(self, scheduler: str = "a") -> AdminClient:
-        return AdminClient(f"http://127.0.0.1:{self.ports[f'admin-{scheduler}']}", self.token)
+        host = self.hosts.get(f"scheduler-{scheduler}", LOOPBACK)
+        return AdminClient(f"http://{host}:{self.ports[f'admin-{scheduler}']}", self.token)
 
     async def ask(self, method: str, path: str, body: Any = None, *, of: str = "a") -> Any:
         return await asyncio.to_thread(self.api(of).ask, method, path, body)
 
     def endpoint(self, pop: str) -> str:
-        return f"http://127.0.0.1:{self.ports[f'router-{pop}']}"
+        return self.url(f"router-{pop}")
 
-    async def start_postgres(self) -> None:
-        log = self.folder / "logs" / "postgres.log"
+    def url(self, name: str) -> str:
+        """Return the address of a router or node."""
+        return f"http://{self.hosts.get(name, LOOPBACK)}:{self.ports[name]}"
+
+    async def start_postgres(self, database: str = "pg") -> None:
+        name = postgres_process(database)
+        log = self.folder / "logs" / f"{name}.log"
         log.unlink(missing_ok=True)
         await self.processes.start(
-            "postgres", ("scheduler", "postgres", "--state", str(self.folder / "pg"))
+            name, ("scheduler", "postgres", "--state", str(self.folder / database))
         )
 
         async def is_ready() -> bool:
             return "postgresql://" in log.read_text()
 
-        await self.processes.wait("postgres", is_ready, READY_TIMEOUT_S)
+        await self.processes.wait(name, is_ready, READY_TIMEOUT_S)
 
     def env(self, name: str) -> dict[str, str]:
         """Return the overridden settings of a process as environment variables."""
@@ -138,7 +156,10 @@ class Fleet:
         write_atomic(config, text.encode())
         part = f"scheduler-{name}"
         await self.processes.start(
-            part, ("scheduler", "serve", "--config", str(config)), self.env(part)
+            part,
+            ("scheduler", "serve", "--config", str(config)),
+            self.env(part),
+            self.prefixes.get(part, ()),
         )
         await until(f"scheduler {name} answers", lambda: self._status(name))
 
@@ -148,8 +169,11 @@ class Fleet:
         except AdminError:
             return None
 
-    def dsn(self) -> str:
-        return f"postgresql://isochrone@/isochrone?host={self.folder}/pg"
+    def dsn(self, *databases: str) -> str:
+        """Return the connection string of these databases, or of all: the writable one counts."""
+        folders = [f"{self.folder}/{name}" for name in databases or self.databases]
+        writable = "&target_session_attrs=read-write" if len(folders) > 1 else ""
+        return f"postgresql://isochrone@/isochrone?host={','.join(folders)}{writable}"
 
     def schedulers(self) -> str:
         urls = [f"http://127.0.0.1:{self.ports[f'control-{name}']}" for name in ("a", "b")]
@@ -173,9 +197,12 @@ class Fleet:
         )
         write_atomic(self.folder / f"{name}.toml", text.encode())
         await self.processes.start(
-            name, ("nodeagent", "--config", f"{self.folder}/{name}.toml"), self.env(name)
+            name,
+            ("nodeagent", "--config", f"{self.folder}/{name}.toml"),
+            self.env(name),
+            self.prefixes.get(name, ()),
         )
-        await until(f"{name} answers", lambda: self.is_up(self.ports[name], "/healthz"))
+        await until(f"{name} answers", lambda: self.is_up(name, "/healthz"))
 
     async def start_router(self, pop: str) -> None:
         name = f"router-{pop}"
@@ -193,15 +220,20 @@ class Fleet:
             "drain_timeout_s = 5.0\nprocesses = 1\n"
         )
         write_atomic(self.folder / f"{name}.toml", text.encode())
-        await self.processes.start(name, ("router", "--config", f"{self.folder}/{name}.toml"), env)
-        await until(f"{name} answers", lambda: self.is_up(self.ports[name], "/healthz"))
+        await self.processes.start(
+            name,
+            ("router", "--config", f"{self.folder}/{name}.toml"),
+            env,
+            self.prefixes.get(name, ()),
+        )
+        await until(f"{name} answers", lambda: self.is_up(name, "/healthz"))
 
-    async def is_up(self, port: int, path: str) -> bool:
+    async def is_up(self, name: str, path: str) -> bool:
         try:
             timeout = aiohttp.ClientTimeout(total=2.0)
             async with (
                 aiohttp.ClientSession(timeout=timeout) as http,
-                http.get(f"http://127.0.0.1:{port}{path}") as response,
+                http.get(f"{self.url(name)}{path}") as response,
             ):
                 return response.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError):

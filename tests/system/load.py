@@ -23,6 +23,8 @@ class Ended:
     tokens: int = 0
     request_id: str = ""
     detail: str = ""
+    node: str = ""
+    """The node that answered first."""
 
 
 @dataclass
@@ -61,6 +63,7 @@ async def one_stream(
             },
         ) as response:
             request_id = response.headers.get("x-request-id", "")
+            node = response.headers.get("x-isochrone-node", "")
             if response.status != 200:
                 return Ended("refused", 0, request_id, (await response.text())[:200])
             async for line in response.content:
@@ -80,7 +83,7 @@ async def one_stream(
     except (aiohttp.ClientError, OSError) as error:
         return Ended("reset", seen, "", type(error).__name__)
     complete = is_done and seen == tokens
-    return Ended("complete" if complete else "broken", seen, request_id, f"{seen}/{tokens}")
+    return Ended("complete" if complete else "broken", seen, request_id, f"{seen}/{tokens}", node)
 
 
 @asynccontextmanager

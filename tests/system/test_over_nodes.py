@@ -168,9 +168,7 @@ async def test_the_parts_of_a_replica_start_and_fail_together() -> None:
             await fleet.processes.start(
                 "node-ams-2", ("nodeagent", "--config", f"{fleet.folder}/node-ams-2.toml")
             )
-            await until(
-                "its agent is back", lambda: fleet.is_up(fleet.ports["node-ams-2"], "/healthz")
-            )
+            await until("its agent is back", lambda: fleet.is_up("node-ams-2", "/healthz"))
             assert ranks(fleet) == held
             assert await said() == await wanted
             # It comes back unwilling to hold a part, and its part is gone: the leader, which would

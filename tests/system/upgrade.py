@@ -36,7 +36,7 @@ class Mixed(Fleet):
 
     def __init__(self, folder: Path, old: Path) -> None:
         super().__init__(folder)
-        self._private = {self.ports[f"node-{pop}"]: free_port() for pop in CITIES}
+        self._private = {f"node-{pop}": free_port() for pop in CITIES}
         for part in PARTS:
             self._runs_from(part, old)
         for name in ("a", "b"):
@@ -48,7 +48,7 @@ class Mixed(Fleet):
                 "door_tls": True,
                 "address": f"https://127.0.0.1:{port}",
                 "private_host": "127.0.0.1",
-                "private_port": self._private[port],
+                "private_port": self._private[f"node-{pop}"],
                 "keep_engines_on_stop": True,
             }
 
@@ -59,10 +59,12 @@ class Mixed(Fleet):
     def schedulers(self) -> str:
         return super().schedulers().replace("http:", "https:")
 
-    async def is_up(self, port: int, path: str) -> bool:
-        if port in self._private:
-            return await super().is_up(self._private[port], "/metrics")
-        return await super().is_up(port, path)
+    def url(self, name: str) -> str:
+        # A node's data-plane server asks for a certificate.
+        return f"http://127.0.0.1:{self._private.get(name, self.ports[name])}"
+
+    async def is_up(self, name: str, path: str) -> bool:
+        return await super().is_up(name, "/metrics" if name in self._private else path)
 
     async def upgrade(self, part: str) -> None:
         """Stop a part, and start it from this checkout."""

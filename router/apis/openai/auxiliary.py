@@ -108,12 +108,21 @@ async def _explain_not_found(request: web.Request, handler: Handler) -> web.Stre
 
 def model_body(entry: DeploymentEntry) -> dict[str, Any]:
     """Return one entry of the model list."""
+    price = entry.price
+    cached = price and price.cached_per_million
     return {
         "id": entry.name,
         "object": "model",
         "created": entry.created_at,
         "owned_by": "isochrone",
+        "kind": entry.kind,
         "context_window": entry.context_tokens,
+        "price": price
+        and {
+            "prompt_per_million": price.prompt_per_million,
+            "cached_per_million": price.prompt_per_million if cached is None else cached,
+            "output_per_million": price.output_per_million,
+        },
     }
 
 

@@ -2,8 +2,8 @@
 
 Unknown fields are allowed: the engine gets the original bytes and checks them. Fields of OpenAI
 that no engine honours are refused here, so that all engines answer alike: a field of type None
-accepts only null. `user`, `metadata`, `safety_identifier` and the `prompt_cache_...` fields change
-no answer (prefix caching needs no request), so they are accepted.
+accepts only null. `user`, `metadata`, `safety_identifier` and the other `prompt_cache_...` fields
+change no answer (prefix caching needs no request), so they are accepted.
 """
 
 from typing import Annotated, Final, Literal
@@ -78,7 +78,8 @@ class RouterOptions(msgspec.Struct, frozen=True, rename="camel"):
 class RefusedOpenAiFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of OpenAI that no engine honours, with the values that ask for nothing."""
 
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Literal["auto", "default", "flex"] | None = None
+    """`flex` is the lowest priority, unless the request has a priority of its own."""
     store: bool | None = None
     """Only false: see `refuse_storing`."""
     moderation: None = None
@@ -116,6 +117,8 @@ class ChatRequest(_GenerationRequest, frozen=True, kw_only=True):
     audio: None = None
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
+    prompt_cache_key: str | None = None
+    """Names the session of a request without the header for it."""
 
 
 class CompletionRequest(_GenerationRequest, frozen=True, kw_only=True):

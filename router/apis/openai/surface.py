@@ -26,6 +26,7 @@ from router.apis.openai.decode import (
     without_transfer_fields,
 )
 from router.apis.openai.engine_features import refuse_lacking
+from router.apis.openai.images import check_images
 from router.apis.openai.prompt import (
     OpenAiRequest,
     count_answers,
@@ -40,6 +41,7 @@ from router.apis.openai.schema import (
     RERANK_PATH,
     TOKENIZE_PATH,
     ChatRequest,
+    CompletionRequest,
 )
 from router.config import RouterConfig
 from router.dataplane.http1 import HeaderFields
@@ -66,6 +68,8 @@ SESSION_AFFINITY: Final = headers.SESSION_AFFINITY.encode()
 PRIORITY: Final = headers.PRIORITY.encode()
 API_KEY: Final = headers.API_KEY.encode()
 TRACEPARENT: Final = headers.TRACEPARENT.encode()
+LOWEST_PRIORITY: Final = "0"
+"""The priority of `service_tier: flex`."""
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 """W3C Trace Context, level 1. A header of another form is dropped, as it demands."""
@@ -125,6 +129,8 @@ class OpenAiSurface:
         refuse_lacking(deployment, path, body)
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
+            if b'"image_url"' in body:
+                check_images(openai, self._config.image_pixels_max)
         body = without_transfer_fields(body, openai)
         prompt, answer_count = render_prompt(openai), count_answers(openai)
         return InferenceRequest(
@@ -139,7 +145,7 @@ class OpenAiSurface:
             output_tokens_max=self._output_tokens(openai, answer_count, deployment),
             is_stream=bool(openai.stream),
             wants_usage=wants_usage(openai),
-            session=_session(request, key),
+            session=_session(request, key, openai),
             reject_if_busy=openai.options is not None and openai.options.reject_if_busy,
             arrived_s=request.arrived_s,
             started_at=self.unix_clock(),
@@ -147,7 +153,7 @@ class OpenAiSurface:
             build_resume_body=resume_body_builder(body, openai) if openai.stream else None,
             determinism=determinism_of(openai) if openai.stream else "",
             prefix_keys=_prefix_keys(prompt, key, deployment),
-            relayed_headers=_relayed_headers(request),
+            relayed_headers=_relayed_headers(request, openai),
         )
 
     def read_count(self, request: HttpRequest, body: bytes) -> InferenceRequest:
@@ -226,8 +232,13 @@ def _prefix_keys(prompt: bytes, key: KeyEntry, deployment: DeploymentEntry) -> P
     return prefix_keys(prompt, hash64(f"{key.tenant_id}\0{deployment.deployment_id}"))
 
 
-def _session(request: HttpRequest, key: KeyEntry) -> str:
+def _session(request: HttpRequest, key: KeyEntry, openai: OpenAiRequest) -> str:
     session = request.header(SESSION_AFFINITY).strip()
+    if not session and isinstance(openai, ChatRequest) and openai.prompt_cache_key:
+        session = openai.prompt_cache_key
+        if len(session) > SESSION_BYTES_MAX:
+            # Its form is the client's; which keys are equal is all that matters.
+            session = f"{hash64(session):x}"
     if len(session) > SESSION_BYTES_MAX:
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
@@ -239,9 +250,15 @@ def _session(request: HttpRequest, key: KeyEntry) -> str:
     return f"{key.tenant_id}/{session}" if session else ""
 
 
-def _relayed_headers(request: HttpRequest) -> str:
-    """Return the header lines of the client's priority and trace. Raises ApiError 400."""
+def _relayed_headers(request: HttpRequest, openai: OpenAiRequest) -> str:
+    """Return the header lines of the client's priority, trace and session. Raises ApiError 400."""
     lines, priority = "", request.header(PRIORITY)
+    if (
+        not priority
+        and isinstance(openai, ChatRequest | CompletionRequest)
+        and openai.service_tier == "flex"
+    ):
+        priority = LOWEST_PRIORITY
     if priority:
         if (
             not (priority.isascii() and priority.isdecimal())
@@ -258,4 +275,7 @@ def _relayed_headers(request: HttpRequest) -> str:
     trace = request.header(TRACEPARENT)
     if trace and _TRACEPARENT.fullmatch(trace):
         lines += f"{headers.TRACEPARENT}: {trace}\r\n"
+    session = request.header(SESSION_AFFINITY)
+    if session and session.isascii() and session.isprintable():
+        lines += f"{headers.SESSION_AFFINITY}: {session}\r\n"
     return lines

@@ -267,6 +267,7 @@ def new_response(
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
         "reasoning": request.reasoning or ReasoningSettings(),
+        "service_tier": "flex" if request.service_tier == "flex" else "default",
         "store": is_stored,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         # Only this format has a name and a schema.

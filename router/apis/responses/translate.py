@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.openai.schema import (
+    DataUrl,
     Fraction,
     ModelField,
     RefusedOpenAiFields,
@@ -25,11 +26,13 @@ StoredId = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """A part of an input item's content; only text is accepted."""
+    """A part of an input item's content: a text, or an image in a `data:` URL."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: DataUrl | None = None
+    detail: str | None = None
 
 
 Content = str | Annotated[list[ContentPart], Meta(max_length=1024)]
@@ -166,6 +169,8 @@ def to_chat(request: ResponsesRequest) -> bytes:
         "top_p": request.top_p,
         "parallel_tool_calls": request.parallel_tool_calls,
         "options": request.options,
+        "service_tier": request.service_tier,
+        "prompt_cache_key": request.prompt_cache_key,
     }
     chat |= {name: value for name, value in optional.items() if value is not None}
     if request.stream:
@@ -229,7 +234,7 @@ def _add_messages(messages: list[dict[str, Any]], items: Sequence[InputItem]) ->
     """Append the messages of items. Raises ApiError 400."""
     for item in items:
         if item.type == "message":
-            messages.append({"role": item.role, "content": _text(item.content or "")})
+            messages.append({"role": item.role, "content": _content(item.content or "")})
         elif item.type == "function_call":
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
@@ -241,6 +246,22 @@ def _add_messages(messages: list[dict[str, Any]], items: Sequence[InputItem]) ->
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         elif item.type != "reasoning":
             raise _invalid_field("input", f"items of type {item.type[:60]!r} are not supported")
+
+
+def _content(content: Content) -> str | list[dict[str, Any]]:
+    """Return the content of a message: one text, or parts if it has images. Raises ApiError 400."""
+    if isinstance(content, str) or not any(part.type == "input_image" for part in content):
+        return _text(content)
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if part.type != "input_image":
+            parts.append({"type": "text", "text": _text([part])})
+        elif part.image_url is None:
+            raise _invalid_field("input", "an image needs an 'image_url': files are not stored")
+        else:
+            image = {"url": part.image_url, **({"detail": part.detail} if part.detail else {})}
+            parts.append({"type": "image_url", "image_url": image})
+    return parts
 
 
 def _text(content: Content) -> str:

@@ -68,7 +68,7 @@ class StartTimes:
         `queued_bytes` of other weights are loaded first.
         """
         digest = model.artifact.digest
-        disk = _plausible(node.disk_bytes_per_s) or DISK_BYTES_PER_S
+        disk = plausible_rate(node.disk_bytes_per_s) or DISK_BYTES_PER_S
         queue_s = queued_bytes / disk
         if digest in node.in_host_memory:
             return ENGINE_START_S + queue_s + model.weights_bytes / HOST_BYTES_PER_S
@@ -79,7 +79,11 @@ class StartTimes:
 
     def is_held_in(self, pop: PopId, digest: str) -> bool:
         """Say whether any node of a PoP has these weights on its disk."""
-        return pop in self._pops_with[digest]
+        return pop in self._pops_with.get(digest, ())
+
+    def pops_with(self, model: CatalogModel) -> set[PopId]:
+        """Return the PoPs in which a node has a model's weights on its disk."""
+        return self._pops_with.get(model.artifact.digest, set())
 
     def fetch_s(self, node: FleetNode, model: CatalogModel) -> float:
         """Return the seconds to copy a model's weights to a node that lacks them."""
@@ -89,12 +93,12 @@ class StartTimes:
     def _fetch_bytes_per_s(self, node: FleetNode, digest: str) -> float:
         if self.is_held_in(node.pop, digest):
             return POP_BYTES_PER_S
-        if _plausible(node.fetch_bytes_per_s):
+        if plausible_rate(node.fetch_bytes_per_s):
             return node.fetch_bytes_per_s
         key = digest, node.pop
         if key not in self._wan_rates:
             round_trips = [
-                self._distances.between(node.pop, pop) for pop in self._pops_with[digest]
+                self._distances.between(node.pop, pop) for pop in self._pops_with.get(digest, ())
             ]
             rtt_ms = min(round_trips, default=1e9)
             rates = (rate for within_ms, rate in WAN_BYTES_PER_S if rtt_ms <= within_ms)
@@ -102,6 +106,6 @@ class StartTimes:
         return self._wan_rates[key]
 
 
-def _plausible(measured: float) -> float:
+def plausible_rate(measured: float) -> float:
     """Return a measured rate in bytes/s, or 0 if it is unknown or cannot be right."""
     return measured if RATE_MIN <= measured <= RATE_MAX else 0.0

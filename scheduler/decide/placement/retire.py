@@ -41,7 +41,7 @@ def has_failed(placement: Placement) -> bool:
 
 
 def is_staying(fleet: FleetCapacity, placement: Placement) -> bool:
-    """Say whether a placement serves or will serve, on nodes that stay in the fleet."""
+    """Say whether a placement serves or will serve, on nodes and devices that stay."""
     return not placement.is_ending and not has_failed(placement) and fleet.stays(placement)
 
 
@@ -89,19 +89,18 @@ def end_leaderless(placements: Sequence[Placement], end: EndPlacement) -> None:
 def end_drained(
     fleet: FleetCapacity, running: Sequence[Placement], replicas_min: int, end: EndPlacement
 ) -> None:
-    """End what runs on draining nodes, once `replicas_min` replicas are warm on others and none is
-    coming."""
-    if not fleet.has_draining_nodes:
+    """End what runs on draining nodes or unhealthy devices, once `replicas_min` replicas are warm
+    on others and none is coming."""
+    if not fleet.may_leave:
         return
     staying = [p for p in running if is_staying(fleet, p)]
     warm = [p for p in staying if p.state is ReplicaState.WARM]
     if len(warm) < replicas_min or any(p.state in COMING for p in staying):
         return
     for placement in running:
-        nodes = [fleet.nodes[node_id] for node_id in placement.node_ids if node_id in fleet.nodes]
-        draining = next((node for node in nodes if node.draining), None)
-        if placement.state not in TERMINAL_STATES and draining is not None:
-            end(placement, f"node {draining.node_id} is draining, others are warm")
+        reason = fleet.leaving_reason(placement)
+        if placement.state not in TERMINAL_STATES and reason:
+            end(placement, f"{reason}, others are warm")
 
 
 def replace_old_version(

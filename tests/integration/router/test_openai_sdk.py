@@ -32,7 +32,9 @@ async def a_client(bench: Bench, key: str = KEY) -> AsyncIterator[openai.AsyncOp
 async def test_models_are_listed_and_retrieved(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench, a_client(bench) as client:
         assert [model.id async for model in client.models.list()] == ["tiny"]
-        assert (await client.models.retrieve("tiny")).id == "tiny"
+        model = (await client.models.retrieve("tiny")).to_dict()
+        assert (model["id"], model["kind"], model["context_window"]) == ("tiny", "chat", 4096)
+        assert model["price"] is None
         with pytest.raises(openai.NotFoundError) as caught:
             await client.models.retrieve("org/none")
         assert caught.value.code == "model_not_found"
@@ -108,6 +110,31 @@ async def test_revoked_expired_and_restricted_keys_are_refused(tmp_path: Path) -
         with pytest.raises(openai.NotFoundError, match=r"for this key .*: none"):
             await chat.create(model="tiny", messages=HELLO)
         assert [model.id async for model in client.models.list()] == []
+
+
+async def test_a_session_and_a_flexible_request_reach_the_node(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, 4) as bench, a_client(bench) as client:
+        raw: Any = client.chat.completions.with_raw_response.create
+
+        async def node_of(**fields: Any) -> str:
+            answer = await raw(model="tiny", messages=HELLO, max_tokens=1, **fields)
+            return str(answer.headers["x-isochrone-node"])
+
+        named = {await node_of(prompt_cache_key="chat 1" * 40) for _ in range(6)}
+        header = {
+            await node_of(extra_headers={"x-session-affinity": "s"}, service_tier="flex")
+            for _ in range(6)
+        }
+        assert (len(named), len(header)) == (1, 1)
+        sent = {
+            (got.get("x-session-affinity"), got.get("x-isochrone-priority"))
+            for node in bench.nodes
+            for got in node.request_headers
+        }
+        assert sent == {(None, None), ("s", "0")}
+        await node_of(service_tier="flex", extra_headers={"x-isochrone-priority": "9"})
+        with pytest.raises(openai.BadRequestError, match="service_tier"):
+            await node_of(service_tier="priority")
 
 
 async def test_a_broken_stream_raises(tmp_path: Path) -> None:

@@ -372,11 +372,14 @@ class FakeNvml:
 
     def __init__(self) -> None:
         self.gpus = [0, 1]
+        self.lost: set[int] = set()
 
     def nvmlDeviceGetCount(self) -> int:
         return len(self.gpus)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index in self.lost:
+            raise self.NVMLError("GPU is lost")
         return self.gpus[index]
 
     def nvmlDeviceGetName(self, handle: int) -> str:
@@ -400,6 +403,18 @@ def test_a_gpu_that_disappears_is_reported_as_unhealthy() -> None:
     assert not after["gpu1"].healthy
     assert "NVML" in after["gpu1"].reason
     assert not {str(d.device_id): d for d in devices.read()}["gpu1"].healthy
+
+
+def test_a_gpu_that_falls_off_the_bus_leaves_the_others_healthy() -> None:
+    nvml = FakeNvml()
+    devices = DeviceReader(0, open_nvml=lambda: nvml)
+    devices.read()
+    nvml.lost = {0}
+    after = {str(d.device_id): d for d in devices.read()}
+    assert (after["gpu0"].healthy, after["gpu1"].healthy) == (False, True)
+    assert after["gpu0"].reason == "NVML failed: GPU is lost"
+    nvml.lost = set()
+    assert all(device.healthy for device in devices.read())
 
 
 def test_an_engine_is_told_the_memory_of_its_gpus() -> None:

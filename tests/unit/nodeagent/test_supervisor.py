@@ -47,6 +47,7 @@ class FakeEngine:
     log = Path("r1")
     exit_reason = "the engine exited"
     pid = 1
+    problem = ""
 
     def __init__(self) -> None:
         self.exited = asyncio.Event()
@@ -283,6 +284,21 @@ async def test_an_engine_generates_a_first_token_before_it_is_warm(
     fixture.supervisor.start(SPEC)
     await fixture.warm()
     assert canary_states == [ReplicaState.LOADING]
+
+
+async def test_an_engine_without_a_first_token_is_not_warm(
+    fixture: SupervisorFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def canary(self: FakeEngine, kind: str) -> bool:
+        self.canaries += 1
+        self.problem = "" if len(fixture.engines.started) > 1 else "status 200 without 'choices'"
+        return not self.problem
+
+    monkeypatch.setattr(FakeEngine, "canary", canary)
+    fixture.supervisor.start(SPEC)
+    await fixture.warm(engines=2)
+    assert [engine.canaries for engine in fixture.engines.started] == [3, 1]
+    assert len(fixture.replica.failure_times) == 1
 
 
 async def test_an_adopted_engine_gets_no_warm_up_request(fixture: SupervisorFixture) -> None:

@@ -15,7 +15,7 @@ from router.apis.responses.translate import RESPONSES_REQUEST, ResponsesRequest,
 
 CHANGES_NO_ANSWER = {
     *("user", "metadata", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    *("prompt_cache_retention", "prompt_cache_options"),
 }
 BY_THE_ENGINE = {
     *("logit_bias", "logprobs", "top_logprobs", "parallel_tool_calls", "prediction"),
@@ -29,7 +29,7 @@ REFUSED: dict[str, Any] = {
     "functions": [{"name": "f"}],
     "modalities": ["text", "audio"],
     "moderation": {},
-    "service_tier": "flex",
+    "service_tier": "priority",
     "verbosity": "low",
     "web_search_options": {},
 }

@@ -80,6 +80,37 @@ def test_input_items_become_messages_tool_calls_and_tool_outputs() -> None:
     ]
 
 
+def test_images_become_parts() -> None:
+    url = "data:image/png;base64,AAAA"
+    content = [
+        {"type": "input_text", "text": "what?"},
+        {"type": "input_image", "image_url": url, "detail": "low"},
+    ]
+    given = [{"role": "user", "content": content}]
+    assert chat(input=given, prompt_cache_key="k", service_tier="flex") == {
+        "model": "tiny",
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "what?"},
+                    {"type": "image_url", "image_url": {"url": url, "detail": "low"}},
+                ],
+            }
+        ],
+        "prompt_cache_key": "k",
+        "service_tier": "flex",
+    }
+
+
+@pytest.mark.parametrize(
+    "part", [{"file_id": "f"}, {"image_url": "https://example.com/a.png"}, {"image_url": None}]
+)
+def test_an_image_elsewhere_is_refused(part: Any) -> None:
+    with pytest.raises(ApiError, match="cannot use field 'input"):
+        chat(input=[{"role": "user", "content": [{"type": "input_image", **part}]}])
+
+
 def test_tools_formats_and_effort_are_translated() -> None:
     schema = {"type": "object"}
     chat_body = chat(

@@ -1,4 +1,4 @@
-"""A transaction pooler is distinguished from Postgres itself, even when it is idle."""
+"""Each host of a DSN gets its own timeout, and a transaction pooler is known even when idle."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -67,3 +67,31 @@ async def test_a_pooler_is_detected_even_when_idle(
     monkeypatch.setattr(pool, "_connect", backends.connect)
     assert await pool._has_transaction_pooler(["dsn"]) is is_pooled
     assert backends.clients == 0
+
+
+@pytest.mark.parametrize(
+    ("dsn", "hosts"),
+    [
+        ("postgresql://u:p@h1:1,h2/db", ["postgresql://u:p@h1:1/db", "postgresql://u:p@h2/db"]),
+        ("postgresql://u@/db?host=/run/a b", ["postgresql://u@/db?host=/run/a%20b"]),
+        (
+            "postgresql://u@/db?host=/run/a,/run/b&user=x",
+            ["postgresql://u@/db?host=/run/a&user=x", "postgresql://u@/db?host=/run/b&user=x"],
+        ),
+        (
+            "postgresql://u@/db?host=/run/a,h2&port=5433",
+            ["postgresql://u@/db?host=/run/a&port=5433", "postgresql://u@/db?host=h2&port=5433"],
+        ),
+        (
+            "postgresql://u@/db?host=h1,h2&port=1,",
+            ["postgresql://u@/db?host=h1&port=1", "postgresql://u@/db?host=h2"],
+        ),
+    ],
+)
+def test_each_host_of_a_dsn_has_one_of_its_own(dsn: str, hosts: list[str]) -> None:
+    assert pool._each_host(dsn) == hosts
+
+
+def test_a_dsn_with_too_few_ports_is_refused() -> None:
+    with pytest.raises(pool.UNAVAILABLE, match="3 hosts and 2 ports"):
+        pool._each_host("postgresql://u@/db?host=a,b,c&port=1,2")

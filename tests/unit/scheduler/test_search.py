@@ -20,6 +20,7 @@ from scheduler.decide.cluster import ClusterState, DemandRate
 from scheduler.decide.demand.demand_rates import raise_to_forecast
 from scheduler.decide.placement.fleet.slots import free_memory, residency_allows
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
+from scheduler.decide.placement.search.blocked_gains import BlockedGain
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
 from scheduler.decide.whatif import explain_placement
 from tests.builders import a_cluster, a_deployment, a_device, a_model, a_node, a_placement
@@ -88,6 +89,53 @@ def test_a_rounding_error_at_a_site_without_capacity_does_not_end_the_search() -
     limits = PlanLimits(starts_max=10**6, endings_max=10**6, effort=1_500)
     draft, greedy = run_search(small_world(223), limits)
     assert total_cost(draft) <= 0.5 * greedy
+
+
+def test_a_deployment_at_its_maximum_moves_two_replicas_to_a_site_that_others_leave() -> None:
+    draft, _ = run_search(small_world(1009))
+    assert total_cost(draft) <= 1.01 * 100_615.3
+
+
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 400), effort=st.integers(0, 20))
+def test_bounds_of_all_sites_agree_with_those_of_one(seed: int, effort: int) -> None:
+    limits = PlanLimits(starts_max=20, endings_max=10**6, effort=effort)
+    draft, _ = run_search(small_world(seed), limits)
+    for state in draft.states:
+        needs, required = state.needs, state.needs_by_site()
+        bounds, has_room = state.gain_upper_bounds(), draft.has_room(state)
+        soonest = draft.fleet.start_bounds.start_s(needs.model)
+        for site in np.flatnonzero(needs.site_capacity > 0).tolist():
+            need = draft.need_at(state, site)
+            assert (required.tiers[site], required.worths[site]) == (need.tier, need.worth)
+            gain = draft.gain_at(state, site)
+            assert gain.saves <= bounds[site] + 1e-6
+            if gain.candidate:
+                assert has_room[site]
+                assert gain.candidate.start_s >= soonest[site] - 1e-9
+
+
+def test_blocked_gains_come_largest_first_as_they_are_when_asked_for() -> None:
+    draft, _ = run_search(small_world(9), PlanLimits(starts_max=10**6, effort=0))
+    first, second = draft.states[:2]
+    nets = {(0, 1): 5.0, (0, 2): -1.0, (1, 0): 7.0, (1, 3): 20.0}
+    bounds = np.full(len(first.needs.site_capacity), -np.inf)
+    draft.blocked.clear()
+    draft.blocked.note_all(first, bounds.copy())
+    for site in (1, 2):
+        draft.blocked.note(first, site, 30.0)
+    for site in (0, 3):
+        draft.blocked.note(second, site, 20.0)
+    drained = draft.blocked.drain(
+        [first, second],
+        [BlockedGain(state=second, site=2, net=6.0)],
+        lambda state, site: nets[state.number, site],
+    )
+    assert [(gain.state.number, gain.site, gain.net) for gain in drained] == [
+        *((1, 3, 20.0), (1, 0, 7.0)),
+        *((1, 2, 6.0), (0, 1, 5.0)),
+    ]
+    assert not list(draft.blocked.drain([first, second], [], lambda _state, _site: 1.0))
 
 
 def after_first_plan(cluster: ClusterState) -> ClusterState:

@@ -10,6 +10,7 @@ from math import inf
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from isochrone.wire.ids import DeviceId, NodeId, PopId
 from scheduler.decide.arrays import Floats, Ints
@@ -42,23 +43,26 @@ class EligibleNodes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SiteTable:
-    """All sites by index, the devices of each, and its latency from every city."""
+    """All sites by index, the devices of each, and its latency from every city:
+    `latency_ms[city, site]`."""
 
     def __init__(self, nodes: Sequence[FleetNode], distances: Distances) -> None:
         self.sites = _group_into_sites(nodes)
         self.index = {(site.pop, site.device_class): site.index for site in self.sites}
         self.device_classes = sorted({site.device_class for site in self.sites})
         self.sites_of_node: dict[NodeId, list[int]] = defaultdict(list)
+        self.sites_of_pop: dict[PopId, list[int]] = defaultdict(list)
         for site in self.sites:
+            self.sites_of_pop[site.pop].append(site.index)
             for node_id in site.nodes:
                 self.sites_of_node[node_id].append(site.index)
         columns = [distances.index[site.pop] for site in self.sites]
-        self._latency_ms: Floats = np.ascontiguousarray(distances.ms[:, columns])
-        self._latency_from: dict[bytes, Floats] = {}
+        self.latency_ms: Floats = np.ascontiguousarray(distances.ms[:, columns])
         numbers = {name: number for number, name in enumerate(self.device_classes)}
         self.class_numbers: Ints = np.array(
             [numbers[site.device_class] for site in self.sites], np.int64
         )
+        self._in_pops: dict[frozenset[PopId], NDArray[np.bool_]] = {}
         self._site_of_device: dict[tuple[NodeId, DeviceId], int] = {}
         self.healthy_devices: dict[tuple[int, NodeId], list[tuple[NodeId, DeviceId]]] = defaultdict(
             list
@@ -71,13 +75,12 @@ class SiteTable:
                 if device.healthy:
                     self.healthy_devices[site_index, node.node_id].append(key)
 
-    def latency_from(self, cities: Ints) -> Floats:
-        """Return ms from each of `cities` to each site. Cached: many deployments have the same
-        cities."""
-        key = cities.tobytes()
-        if key not in self._latency_from:
-            self._latency_from[key] = self._latency_ms[cities]
-        return self._latency_from[key]
+    def in_pops(self, pops: frozenset[PopId]) -> NDArray[np.bool_]:
+        """Say for each site whether it is in one of these PoPs. Cached: most policies say the
+        same."""
+        if pops not in self._in_pops:
+            self._in_pops[pops] = np.array([site.pop in pops for site in self.sites], bool)
+        return self._in_pops[pops]
 
     def site_of_placement(self, placement: Placement, node: FleetNode) -> int:
         """Return the site of a placement on `node`, or -1 if the node has no device.

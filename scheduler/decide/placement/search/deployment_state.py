@@ -4,9 +4,9 @@ Load is measured in replicas of the slowest device class (see `demand/demand_rat
 on a faster class has more capacity in the same unit.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,14 +15,21 @@ from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.model import CatalogModel, Deployment
 from isochrone.wire.report import ReplicaState
-from scheduler.decide.arrays import NO_FLOATS, Floats
+from scheduler.decide.arrays import NO_FLOATS, Floats, Ints
 from scheduler.decide.capacity.replica_capacity import UNMEASURED, Profiles, replica_rates
 from scheduler.decide.capacity.start_times import COMING
 from scheduler.decide.cluster import Placement
 from scheduler.decide.demand.demand_rates import DeploymentDemand, demand_load
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.fleet.slots import Slot, planned_memory_bytes
-from scheduler.decide.placement.roles import RoleCounts, TokenMix, role_of_next
+from scheduler.decide.placement.roles import (
+    ReplicaRole,
+    RoleChange,
+    RoleCounts,
+    TokenMix,
+    role_change,
+    role_of_next,
+)
 from scheduler.decide.placement.score import (
     ABSENT,
     HEADROOM,
@@ -66,6 +73,13 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 NO_NEED: Final = Need(tier=0, worth=0.0, reason="")
 
 
+class SiteNeeds(NamedTuple):
+    """The tier and worth of one more replica at each site besides lower latency (see `Need`)."""
+
+    tiers: Ints
+    worths: Floats
+
+
 class DeploymentNeeds:
     """A deployment's demand and policy, and the cost and capacity of a replica of it. Immutable.
 
@@ -103,7 +117,7 @@ class DeploymentNeeds:
         self.load = load.replicas
         self.cities, self.requests_per_s = demand.cities, demand.requests_per_s
         self.total_requests_per_s = float(self.requests_per_s.sum())
-        self.latency_ms = fleet.table.latency_from(self.cities)
+        self._latency_ms = fleet.table.latency_ms
         self.class_capacity = {name: HEADROOM * speed for name, speed in load.speed.items()}
         self.site_capacity = np.zeros(len(fleet.sites))
         sites = list(self.eligible_nodes)
@@ -114,6 +128,12 @@ class DeploymentNeeds:
     def deployment_id(self) -> DeploymentId:
         """The deployment's id."""
         return self.deployment.deployment_id
+
+    @property
+    def latency_ms(self) -> Floats:
+        """The round trip from each city of its demand to each site."""
+        rows: Floats = self._latency_ms[self.cities]
+        return rows
 
     @property
     def has_demand(self) -> bool:
@@ -156,6 +176,7 @@ class DeploymentState:
         self._pops_cache: tuple[int, frozenset[PopId]] = (-1, frozenset())
         self._loss_cache: tuple[int, Floats] = (-1, NO_FLOATS)
         self._gain_cache: tuple[int, Floats] = (-1, NO_FLOATS)
+        self._saves_cache: tuple[int, dict[int, float]] = (-1, {})
         self.replicas = [self._from_placement(placement) for placement in running]
         capacity = np.zeros(len(fleet.sites))
         for replica in self.replicas:
@@ -164,9 +185,10 @@ class DeploymentState:
         self.assignment = LoadAssignment(
             needs.requests_per_s * needs.weight,
             needs.load,
-            needs.latency_ms,
+            fleet.table.latency_ms,
             capacity,
             UNSERVED_MS,
+            needs.cities,
         )
 
     @property
@@ -225,11 +247,22 @@ class DeploymentState:
         """Count the keep_warm PoPs that have no replica."""
         return len(set(self.needs.deployment.policy.keep_warm) - self._distinct_pops())
 
-    def most_needed_pops(self) -> list[PopId]:
-        """Return PoPs that include one where another replica is worth most besides latency."""
-        present = self._distinct_pops()
-        other = next(([site.pop] for site in self._fleet.sites if site.pop not in present), [])
-        return [*self.needs.deployment.policy.keep_warm, *other, *self.pops()[:1]]
+    def needs_by_site(self) -> SiteNeeds:
+        """Return what one more replica at each site is worth besides latency, as `need_in` does."""
+        count = len(self._fleet.sites)
+        tiers, worths = np.zeros(count, np.int64), np.zeros(count)
+        if not self.requirements_met():
+            by_pop = self._fleet.table.sites_of_pop
+            special = self._distinct_pops().union(self.needs.deployment.policy.keep_warm)
+            # All other PoPs are alike.
+            other = next((pop for pop in by_pop if pop not in special), None)
+            if other is not None:
+                need = self.need_in(other)
+                tiers[:], worths[:] = need.tier, need.worth
+            for pop in special:
+                need, sites = self.need_in(pop), by_pop.get(pop, [])
+                tiers[sites], worths[sites] = need.tier, need.worth
+        return SiteNeeds(tiers, worths)
 
     def cost(self) -> float:
         """Return this deployment's part of the sum that the planner lowers."""
@@ -246,6 +279,15 @@ class DeploymentState:
                 gains[sites] = self.assignment.gain_upper_bounds(sites, capacity[sites])
             self._gain_cache = self.version, gains
         return self._gain_cache[1]
+
+    def saves_at(self, site: int) -> float:
+        """Return the latency that one more replica at a site saves."""
+        if self._saves_cache[0] != self.version:
+            self._saves_cache = self.version, {}
+        saves = self._saves_cache[1]
+        if site not in saves:
+            saves[site] = self.assignment.gain(site, float(self.needs.site_capacity[site]))
+        return saves[site]
 
     def loss(self, replica: PlannedReplica) -> float:
         """Return what the removal of a replica costs in latency and unmet requirements.
@@ -288,6 +330,18 @@ class DeploymentState:
         """Return to replicas and an assignment that it had before."""
         self.replicas, self.assignment = replicas, assignment
         self.version += 1
+
+    def changes_of_roles(self) -> list[RoleChange]:
+        """Return the changes of roles that are due among the running replicas of each PoP."""
+        by_pop: dict[PopId, list[ReplicaRole]] = defaultdict(list)
+        for replica in self.replicas:
+            placement = replica.placement
+            if placement is not None:
+                running = ReplicaRole(placement.replica_id, placement.role, placement.age_s)
+                by_pop[replica.pop].append(running)
+        policy, mix = self.needs.deployment.policy, self.needs.token_mix
+        changes = [role_change(policy, mix, replicas) for _, replicas in sorted(by_pop.items())]
+        return [change for change in changes if change is not None]
 
     def role_in(self, pop: PopId, started: Sequence[Role]) -> Role:
         """Return the role of one more replica in `pop`, after those that this plan has `started`.

@@ -1,27 +1,23 @@
 """The draft: all state that changes while a plan is sought, and savepoints to return to."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.score import START
+from scheduler.decide.placement.search.blocked_gains import BlockedGains
 from scheduler.decide.placement.search.deployment_state import (
     DeploymentState,
     Need,
     PlannedReplica,
 )
-from scheduler.decide.placement.search.load_assignment import LoadAssignment
+from scheduler.decide.placement.search.load_assignment import EPSILON, LoadAssignment
 from scheduler.decide.placement.search.slot_ledger import Candidate, SlotLedger
-
-
-class BlockedGain(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica that would lower the cost by `net`, at a site whose devices are full."""
-
-    state: DeploymentState
-    site: int
-    net: float
 
 
 class Gain(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +50,7 @@ class PlacementDraft:
         self.fleet = fleet
         self.ledger = ledger
         self.states = states
-        self.blocked: dict[tuple[int, int], BlockedGain] = {}
+        self.blocked = BlockedGains()
         self._starts_left = starts_max
         self._site_pops = [site.pop for site in fleet.sites]
         for number, state in enumerate(states):
@@ -68,6 +64,25 @@ class PlacementDraft:
     def largest_first(self) -> list[DeploymentState]:
         """Return all states by memory, largest first: they fit in the fewest places."""
         return sorted(self.states, key=lambda state: -state.needs.memory_bytes)
+
+    def has_room(self, state: DeploymentState) -> NDArray[np.bool_]:
+        """Say for each site whether a replica of a deployment may find devices that are free.
+
+        Without room there is no slot; with room a slot may yet be refused for another reason.
+        """
+        needs = state.needs
+        engine = needs.deployment.engine
+        per_device = needs.memory_bytes // engine.devices
+        has_room: NDArray[np.bool_] = (
+            self.ledger.largest_free(engine.devices_per_node) >= per_device
+        ) & (needs.site_capacity > 0)
+        return has_room
+
+    def is_out_of_room(self, state: DeploymentState) -> bool:
+        """Say whether a deployment has load that nothing serves, and no room for a replica."""
+        if state.is_full or state.assignment.unserved() <= EPSILON:
+            return False
+        return not self.has_room(state).any()
 
     def need_at(self, state: DeploymentState, site: int) -> Need:
         """Return what one more replica at a site is worth besides latency."""
@@ -89,9 +104,14 @@ class PlacementDraft:
         if gain.candidate is not None:
             return gain
         if gain.net > START and not count_releasing:
-            blocked = BlockedGain(state=state, site=site, net=gain.net - START)
-            self.blocked[state.number, site] = blocked
+            self.blocked.note(state, site, gain.net - START)
         return None
+
+    def net_without_slot(self, state: DeploymentState, site: int) -> float:
+        """Return what one more replica at a site gains, if it finds a slot with the weights at
+        hand."""
+        worth = self.need_at(state, site).worth
+        return state.saves_at(site) + worth - state.needs.hold_cost - START
 
     def take(self, state: DeploymentState, gain: Gain, reason: str = "") -> None:
         """Add a replica that this plan would start."""
@@ -141,7 +161,7 @@ class PlacementDraft:
     ) -> Gain:
         needs = state.needs
         need = self.need_at(state, site)
-        saves = state.assignment.gain(site, float(needs.site_capacity[site]))
+        saves = state.saves_at(site)
         net = saves + need.worth - needs.hold_cost
         # Below START it would not pay even where the weights are at hand: do not look for a slot.
         candidate = None
@@ -177,44 +197,51 @@ class PlacementDraft:
         )
 
 
+class SavedState(NamedTuple):
+    """The replicas and the assignment of a state, and its version when they were remembered."""
+
+    version: int
+    replicas: list[PlannedReplica]
+    assignment: LoadAssignment
+
+
 class Savepoint:
     """Remembers states of a draft, to compare costs with and to return to.
 
-    A change that spans several deployments is kept or rolled back as a whole.
+    A change that spans several deployments is kept or rolled back as a whole. States that have not
+    changed cost nothing to compare or to return to: of a thousand, most have not.
     """
 
     def __init__(self, draft: PlacementDraft, states: Iterable[DeploymentState]) -> None:
         self._draft = draft
-        self._saved: dict[DeploymentState, tuple[list[PlannedReplica], LoadAssignment]] = {}
+        self._saved: dict[DeploymentState, SavedState] = {}
         for state in states:
             self.include(state)
 
     def include(self, state: DeploymentState) -> None:
         """Remember a state as it is now, unless it is remembered already."""
         if state not in self._saved:
-            self._saved[state] = (list(state.replicas), state.assignment)
+            self._saved[state] = SavedState(state.version, list(state.replicas), state.assignment)
 
-    def cost_before(self) -> float:
-        """Return the cost of the remembered states as they were."""
-        return sum(_cost(state, *saved) for state, saved in self._saved.items())
-
-    def cost_now(self) -> float:
-        """Return the cost of the remembered states as they are."""
-        return sum(state.cost() for state in self._saved)
+    def lowered(self) -> float:
+        """Return by how much the cost of the remembered states is lower than it was."""
+        return sum(_cost(state, saved) - state.cost() for state, saved in self._changed())
 
     def roll_back(self) -> None:
         """Return every remembered state to what it was."""
-        for state, (replicas, assignment) in self._saved.items():
-            for replica in [r for r in state.replicas if r not in replicas]:
+        for state, saved in list(self._changed()):
+            before, now = set(map(id, saved.replicas)), set(map(id, state.replicas))
+            for replica in [r for r in state.replicas if id(r) not in before]:
                 self._draft.release_slot(replica)
-            for replica in [r for r in replicas if r not in state.replicas]:
+            for replica in [r for r in saved.replicas if id(r) not in now]:
                 self._draft.take_slot(replica)
-            state.restore(replicas, assignment)
+            state.restore(list(saved.replicas), saved.assignment)
+
+    def _changed(self) -> Iterator[tuple[DeploymentState, SavedState]]:
+        return (item for item in self._saved.items() if item[0].version != item[1].version)
 
 
-def _cost(
-    state: DeploymentState, replicas: list[PlannedReplica], assignment: LoadAssignment
-) -> float:
-    replica_costs = sum(replica.hold_cost + replica.start_cost for replica in replicas)
-    pops = [replica.pop for replica in replicas]
-    return assignment.cost() + state.needs.requirement_cost(pops) + replica_costs
+def _cost(state: DeploymentState, saved: SavedState) -> float:
+    replica_costs = sum(replica.hold_cost + replica.start_cost for replica in saved.replicas)
+    pops = [replica.pop for replica in saved.replicas]
+    return saved.assignment.cost() + state.needs.requirement_cost(pops) + replica_costs

@@ -8,8 +8,9 @@ import numpy as np
 
 from isochrone.wire.ids import DeviceId, NodeId, PopId
 from isochrone.wire.report import ReplicaState
+from scheduler.decide.placement.search.blocked_gains import BlockedGain
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
-from scheduler.decide.placement.search.draft import BlockedGain, PlacementDraft
+from scheduler.decide.placement.search.draft import PlacementDraft
 
 Holders = dict[NodeId, list[PlannedReplica]]
 """The replicas on each node that could leave it."""

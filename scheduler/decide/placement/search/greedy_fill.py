@@ -3,25 +3,27 @@
 Rule 1: every step lowers the sum of score.py, so the search ends. Ties go by number, so it repeats.
 Rule 2: a gain without a free slot is noted as blocked, and left to swap.py.
 
-Lazy greedy: the heap holds upper bounds of gains, which are computed exactly only when they reach
-the top (Minoux 1978).
+Lazy greedy: the heap holds for each deployment the largest of its gains, or an upper bound of it,
+which is computed exactly only when it reaches the top (Minoux 1978). The bounds of all sites of a
+deployment are computed at once.
 """
 
 from collections.abc import Sequence
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from heapq import heapify, heappop, heappush
+from math import inf
 
 import numpy as np
 
+from scheduler.decide.arrays import Floats
 from scheduler.decide.capacity.device_classes import GIB
-from scheduler.decide.placement.score import START
-from scheduler.decide.placement.search.deployment_state import DeploymentState, Need
-from scheduler.decide.placement.search.draft import PlacementDraft
+from scheduler.decide.placement.score import START, START_PER_S
+from scheduler.decide.placement.search.deployment_state import DeploymentState
+from scheduler.decide.placement.search.draft import Gain, PlacementDraft
 from scheduler.decide.placement.search.load_assignment import EPSILON
 
-Entry = tuple[float, float, float, int, int, int]
-"""Of the heap: -tier, -first key, -second key, deployment number, site, and the version of the
-deployment's state that the gain was read at; the complement of the version marks a bound."""
+Entry = tuple[float, float, float, int, int]
+"""Of the heap: -tier, -first key, -second key, deployment number, site."""
 
 
 class FillOrder(StrEnum):
@@ -44,67 +46,112 @@ def fill(
     _GreedyFill(draft, order).run(draft.states if only is None else only)
 
 
+class Known(Enum):
+    """How exactly a gain is known: an upper bound, all but the slot, or with the best free slot."""
+
+    BOUND = auto()
+    SAVINGS = auto()
+    SLOT = auto()
+
+
+class _Bids:
+    """What one more replica of a deployment gains at each site, or upper bounds of it; -inf where
+    there is none to take. Valid until the deployment's replicas change."""
+
+    def __init__(self, draft: PlacementDraft, state: DeploymentState, start_costs: Floats) -> None:
+        """Compute the bounds; `start_costs` are of slots already looked for, or lower bounds.
+
+        A fill only takes slots, so that no start becomes cheaper while it lasts.
+        """
+        self._state = state
+        needs = state.needs
+        required = state.needs_by_site()
+        nets = state.gain_upper_bounds() + required.worths - needs.hold_cost - start_costs
+        nets[(needs.site_capacity <= 0) | (nets <= 0)] = -inf
+        has_room = draft.has_room(state)
+        draft.blocked.note_all(state, np.where(has_room, -inf, nets))
+        nets[~has_room] = -inf
+        self._nets, self._tiers, self._start_costs = nets, required.tiers, start_costs
+        self._known: dict[int, Known] = {}
+
+    def known(self, site: int) -> Known:
+        """Return how exactly the gain at a site is known."""
+        return self._known.get(site, Known.BOUND)
+
+    def learn_savings(self, site: int, net: float) -> None:
+        """Replace the bound of a site by the gain there, `net` if a start cost START only."""
+        net -= float(self._start_costs[site]) - START
+        self._nets[site] = net if net > EPSILON else -inf
+        self._known[site] = Known.SAVINGS
+
+    def learn_slot(self, site: int, gain: Gain | None) -> None:
+        """Replace the gain at a site by that with the best free slot; None if there is no slot."""
+        self._known[site] = Known.SLOT
+        if gain is None or gain.candidate is None or gain.net <= EPSILON:
+            self._nets[site] = -inf
+        else:
+            self._nets[site] = gain.net
+            self._start_costs[site] = gain.candidate.start_cost
+
+    def best(self, order: FillOrder) -> list[Entry]:
+        """Return the entry of the largest gain; [] without any."""
+        nets, tiers = self._nets, self._tiers
+        site = int(nets.argmax())
+        highest = int(tiers[nets > -inf].max(initial=0))
+        if tiers[site] < highest:
+            site = int(np.where(tiers == highest, nets, -inf).argmax())
+        net = float(nets[site])
+        return [self._entry(site, net, highest, order)] if net > EPSILON else []
+
+    def _entry(self, site: int, net: float, tier: int, order: FillOrder) -> Entry:
+        needs = self._state.needs
+        size_gib = needs.memory_bytes / GIB
+        if tier > 0:
+            # Large replicas first, while devices are empty; among sites, the one that saves most.
+            first = needs.weight * 1e9 + size_gib
+        elif order is FillOrder.DENSITY:
+            first = net / (size_gib + 1.0)
+        else:
+            first = net if order is FillOrder.WORTH else size_gib
+        return (-float(tier), -first, -round(net, 3), self._state.number, site)
+
+
 class _GreedyFill:
     def __init__(self, draft: PlacementDraft, order: FillOrder) -> None:
         self._draft = draft
         self._order = order
+        self._bids: dict[int, _Bids] = {}
+        self._start_costs: dict[int, Floats] = {}
 
     def run(self, states: Sequence[DeploymentState]) -> None:
-        draft = self._draft
-        heap: list[Entry] = []
-        for state in states:
-            heap.extend(self._bounds(state))
+        draft, order = self._draft, self._order
+        heap = [entry for state in states for entry in self._bid(state)]
         heapify(heap)
         while heap and draft.has_starts_left:
-            _, _, _, number, site, version = heappop(heap)
-            state = draft.states[number]
-            if state.is_full:
-                continue
-            if version not in (state.version, ~state.version):
-                # All bounds of a state are computed at once, so most need no exact gain.
-                bound = self._bound(state, site)
-                if bound is None or (heap and bound > heap[0]):
-                    if bound:
-                        heappush(heap, bound)
-                    continue
-            gain = draft.free_gain_at(state, site)
-            if gain is None or gain.net <= EPSILON:
-                continue
-            version_read = state.version
-            if version == version_read:
+            *_, number, site = heappop(heap)
+            state, bids = draft.states[number], self._bids[number]
+            known = bids.known(site)
+            if known is Known.BOUND:
+                bids.learn_savings(site, draft.net_without_slot(state, site))
+                following = bids.best(order)
+            elif known is Known.SAVINGS or (gain := draft.free_gain_at(state, site)) is None:
+                bids.learn_slot(site, draft.free_gain_at(state, site))
+                following = bids.best(order)
+            else:
                 draft.take(state, gain)
-            # A second replica at the same site may gain almost as much.
-            heappush(heap, self._entry(state, site, gain.need, gain.net, version_read))
+                # A second replica at the same site may gain almost as much.
+                following = self._bid(state)
+            for entry in following:
+                heappush(heap, entry)
 
-    def _bounds(self, state: DeploymentState) -> list[Entry]:
-        """Return an entry with an upper bound for each site that may lower the cost."""
-        needs = state.needs
-        if not needs.site_capacity.any() or state.is_full:
+    def _bid(self, state: DeploymentState) -> list[Entry]:
+        """Compute the bounds of a deployment; return the entry of the largest, if any may pay."""
+        if state.is_full or not state.needs.site_capacity.any():
             return []
-        most_needed = max((state.need_in(pop).worth for pop in state.most_needed_pops()), default=0)
-        may_pay = (needs.site_capacity > 0) & (
-            state.gain_upper_bounds() + most_needed > needs.hold_cost + START
-        )
-        bounds = (self._bound(state, int(site)) for site in np.flatnonzero(may_pay))
-        return [bound for bound in bounds if bound]
-
-    def _bound(self, state: DeploymentState, site: int) -> Entry | None:
-        """Return an entry with an upper bound of the gain at a site, or None if it cannot pay."""
-        need = self._draft.need_at(state, site)
-        net = float(state.gain_upper_bounds()[site]) + need.worth - state.needs.hold_cost - START
-        return self._entry(state, site, need, net, ~state.version) if net > 0 else None
-
-    def _entry(
-        self, state: DeploymentState, site: int, need: Need, net: float, version: int
-    ) -> Entry:
-        size_gib = state.needs.memory_bytes / GIB
-        if need.tier > 0:
-            # Large replicas first, while devices are empty; among sites, the one that saves most.
-            first, second = state.needs.weight * 1e9 + size_gib, net
-        elif self._order is FillOrder.DENSITY:
-            first, second = net / (size_gib + 1.0), net
-        elif self._order is FillOrder.WORTH:
-            first, second = net, net
-        else:
-            first, second = size_gib, net
-        return (-float(need.tier), -first, -round(second, 3), state.number, site, version)
+        start_costs = self._start_costs.get(state.number)
+        if start_costs is None:
+            start_s = self._draft.fleet.start_bounds.start_s(state.needs.model)
+            start_costs = START + START_PER_S * start_s
+            self._start_costs[state.number] = start_costs
+        bids = self._bids[state.number] = _Bids(self._draft, state, start_costs)
+        return bids.best(self._order)

@@ -39,8 +39,8 @@ class _Displaced(NamedTuple):
 class LoadAssignment:
     """One deployment's load, assigned to sites.
 
-    `latency_ms[city, site]` is the round trip, `capacity` what the replicas of each site can carry
-    and `free` what is left of it.
+    `latency_ms[row, site]` is the round trip, `rows` the row of each city with load (by default its
+    own number), `capacity` what the replicas of each site can carry and `free` what is left of it.
     """
 
     def __init__(
@@ -50,10 +50,12 @@ class LoadAssignment:
         latency_ms: Floats,
         capacity: Floats,
         unserved_ms: float,
+        rows: Ints | None = None,
     ) -> None:
         self.load = np.maximum(load, EPSILON)
         self.unit = requests / self.load
-        self.latency_ms = latency_ms
+        self._latency_ms = latency_ms
+        self._rows: Ints = np.arange(len(load)) if rows is None else rows
         self.unserved_ms = unserved_ms
         self.capacity = np.zeros(latency_ms.shape[1])
         self.free = np.zeros(latency_ms.shape[1])
@@ -107,7 +109,7 @@ class LoadAssignment:
     def gain_upper_bounds(self, sites: Ints, capacities: Floats) -> Floats:
         """Return for each of `sites` an upper bound of `gain` with one more replica's capacity."""
         # In place: with tens of thousands of pairs, new arrays cost more than the arithmetic.
-        saved = self.latency_ms[self._city]
+        saved = self._latency_ms[self._rows[self._city]]
         if len(sites) < saved.shape[1]:
             saved = saved[:, sites]
         np.subtract(self._ms[:, None], saved, out=saved)
@@ -154,7 +156,7 @@ class LoadAssignment:
         rows = np.flatnonzero(self._site != UNSERVED)
         if not len(rows):
             return np.zeros(len(self.capacity))
-        ms = self.latency_ms[self._city[rows][:, None], open_sites]
+        ms = self._latency_ms[self._rows[self._city[rows]][:, None], open_sites]
         ms = np.where(open_sites[None, :] == self._site[rows][:, None], self.unserved_ms, ms)
         paid = self.unit[self._city[rows]] * self._amount[rows]
         extra = paid * np.maximum(0.0, ms.min(axis=1) - self._ms[rows])
@@ -163,7 +165,7 @@ class LoadAssignment:
     def _direct_gain(self, site: int, capacity: float) -> float:
         """Return what more capacity at a site saves by rows that move there, before others follow
         into what they free."""
-        saved = self.unit[self._city] * (self._ms - self.latency_ms[self._city, site])
+        saved = self.unit[self._city] * (self._ms - self._latency_ms[self._rows[self._city], site])
         if self.is_tight:
             saved += self._worth[self._site]
         better = (saved > EPSILON) & (self._site != site)
@@ -200,7 +202,7 @@ class LoadAssignment:
         `unserved_ms`."""
         if not len(sites):
             return np.full(len(rows), UNSERVED), np.full(len(rows), self.unserved_ms)
-        ms = self.latency_ms[self._city[rows][:, None], sites]
+        ms = self._latency_ms[self._rows[self._city[rows]][:, None], sites]
         best = ms.argmin(axis=1)
         best_ms = ms[np.arange(len(rows)), best]
         nearest = np.where(best_ms < self.unserved_ms, sites[best], UNSERVED)
@@ -210,7 +212,7 @@ class LoadAssignment:
         """Assign every city to its nearest site, then move load away from overfull sites."""
         self.capacity, self.free = capacity.copy(), capacity.copy()
         open_sites = np.flatnonzero(capacity > 0)
-        ms = self.latency_ms[:, open_sites]
+        ms = self._latency_ms[self._rows[:, None], open_sites]
         nearest = ms.argmin(axis=1)
         self._site = open_sites[nearest]
         self._ms = ms[np.arange(len(ms)), nearest]
@@ -226,7 +228,7 @@ class LoadAssignment:
         self._worth = NO_FLOATS
         full = np.flatnonzero((self.capacity > 0) & (self.free <= EPSILON))
         # Capacity that was removed may leave a rounding error that looks full, without any demand.
-        if not len(full) or not len(self._city) or self.latency_ms.size > PAIRS_MAX:
+        if not len(full) or not len(self._city) or len(self.load) * len(self.capacity) > PAIRS_MAX:
             return
         sites = np.append(np.flatnonzero(self.capacity > 0), UNSERVED)
         self._worth = np.zeros(len(self.capacity) + 1)
@@ -250,7 +252,7 @@ class LoadAssignment:
         order = np.argsort(self._site, kind="stable")
         sites_used, starts = np.unique(self._site[order], return_index=True)
         ms = np.full((len(order), count), self.unserved_ms)
-        ms[:, :-1] = self.latency_ms[self._city[order][:, None], sites[:-1]]
+        ms[:, :-1] = self._latency_ms[self._rows[self._city[order]][:, None], sites[:-1]]
         saved = self.unit[self._city[order]][:, None] * (self._ms[order][:, None] - ms)
         # steps[a, b]: the most that one unit of load saves by moving from site a to site b.
         steps = np.full((count, count), -np.inf)
@@ -281,7 +283,8 @@ class LoadAssignment:
         """Return the row at one site that saves most by moving to another."""
         rows = np.flatnonzero(self._site == from_site)
         city = self._city[rows]
-        ms = self.latency_ms[city, to_site] if to_site != UNSERVED else self.unserved_ms
+        is_served = to_site != UNSERVED
+        ms = self._latency_ms[self._rows[city], to_site] if is_served else self.unserved_ms
         return int(rows[(self.unit[city] * (self._ms[rows] - ms)).argmax()])
 
     def _attract(self, site: int) -> None:
@@ -298,7 +301,7 @@ class LoadAssignment:
         """Move the rows that gain most into a site's free capacity; return sites that were full."""
         if self.free[site] <= EPSILON:
             return []
-        saved = self.unit[self._city] * (self._ms - self.latency_ms[self._city, site])
+        saved = self.unit[self._city] * (self._ms - self._latency_ms[self._rows[self._city], site])
         rows = np.flatnonzero((saved > EPSILON) & (self._site != site))
         if not len(rows):
             return []
@@ -356,7 +359,9 @@ class LoadAssignment:
         parts = (city[staying], site[staying], rest[stays], ms[staying])
         site[rows], amount[rows] = targets, amounts
         ms[rows] = np.where(
-            targets == UNSERVED, self.unserved_ms, self.latency_ms[city[rows], targets]
+            targets == UNSERVED,
+            self.unserved_ms,
+            self._latency_ms[self._rows[city[rows]], targets],
         )
         self._city = np.concatenate((city, parts[0]))
         self._site = np.concatenate((site, parts[1]))

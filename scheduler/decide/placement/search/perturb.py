@@ -7,12 +7,14 @@ thus leave a PoP to its neighbours.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Final
 
 import numpy as np
 
+from scheduler.decide.placement.search.blocked_gains import BlockedGain
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
-from scheduler.decide.placement.search.draft import BlockedGain, PlacementDraft, Savepoint
+from scheduler.decide.placement.search.draft import PlacementDraft, Savepoint
 from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN, EffortBudget
 from scheduler.decide.placement.search.eviction import cheapest_evictions, new_holders
 from scheduler.decide.placement.search.greedy_fill import fill
@@ -61,7 +63,6 @@ class Perturbation:
     def _force_to(self, replica: PlannedReplica, site: int) -> bool:
         draft, state = self._draft, replica.state
         savepoint = draft.savepoint(draft.states)
-        before = savepoint.cost_before()
         draft.remove(replica)
         evicted = self._place_at(state, site)
         if evicted is not None:
@@ -70,31 +71,29 @@ class Perturbation:
                     self._move(other)
             draft.blocked.clear()
             fill(draft)
-            if self._place_evicted(evicted, savepoint, before):
+            if self._place_evicted(evicted, savepoint):
                 return True
             if self._swap.run_among_new(limit=SWAPS_AFTER_MAX):
                 fill(draft)
-            if savepoint.cost_now() < before - IMPROVEMENT_MIN:
+            if savepoint.lowered() > IMPROVEMENT_MIN:
                 return True
         savepoint.roll_back()
         return False
 
-    def _place_evicted(
-        self, evicted: Sequence[DeploymentState], savepoint: Savepoint, before: float
-    ) -> bool:
+    def _place_evicted(self, evicted: Sequence[DeploymentState], savepoint: Savepoint) -> bool:
         """Let evicted replicas evict others, one site at a time: an ejection chain.
 
         The first site that lowers the cost of one deployment may bar the best for all, so each is
         tried from the same starting point. `swap.py` continues the chain.
         """
         draft = self._draft
-        for blocked in self._swap.blocked_gains(evicted)[:EVICTED_SITES_MAX] if evicted else []:
+        for blocked in islice(self._swap.blocked_gains(evicted), EVICTED_SITES_MAX):
             if not self._effort.spend(5):
                 return False
             inner = draft.savepoint(draft.states)
             if self._swap.swap_in(blocked, new_holders(draft)):
                 fill(draft)
-                if savepoint.cost_now() < before - IMPROVEMENT_MIN:
+                if savepoint.lowered() > IMPROVEMENT_MIN:
                     return True
             inner.roll_back()
         return False

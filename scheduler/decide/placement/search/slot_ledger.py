@@ -11,9 +11,11 @@ from operator import itemgetter
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from isochrone.wire.ids import DeploymentId, DeviceId, NodeId, PopId
 from isochrone.wire.model import CatalogModel, Deployment
+from scheduler.decide.arrays import Floats
 from scheduler.decide.capacity.start_times import queued_bytes
 from scheduler.decide.cluster import ClusterState, FleetNode, Placement
 from scheduler.decide.placement.fleet.device_sharing import DeviceSharing
@@ -66,6 +68,8 @@ class SlotLedger:
         # A cached candidate is valid while the version of its site has not moved.
         self._site_versions = [0] * len(fleet.sites)
         self._candidates: dict[tuple[DeploymentId, int, bool], tuple[int, Candidate | None]] = {}
+        self._largest_free: dict[int, Floats] = {}
+        self._changed_sites: dict[int, set[int]] = {}
         for placement in cluster.placements:
             if placement.is_ending:
                 self.start_releasing(placement)
@@ -101,6 +105,20 @@ class SlotLedger:
             found = self._find_candidate(site, nodes, deployment, model, count_releasing)
             cached = self._candidates[key] = (self._site_versions[site], found)
         return cached[1]
+
+    def largest_free(self, count: int) -> Floats:
+        """Return for each site the most bytes that `count` devices of one node all have free.
+
+        A site with less than a replica needs has no slot; one with more need not have one.
+        """
+        if count not in self._largest_free:
+            self._largest_free[count] = np.zeros(len(self._fleet.sites))
+            self._changed_sites[count] = set(range(len(self._fleet.sites)))
+        largest, changed = self._largest_free[count], self._changed_sites[count]
+        for site in changed:
+            largest[site] = self._largest_free_at(site, count)
+        changed.clear()
+        return largest
 
     def take(self, slot: Slot, deployment: Deployment, model: CatalogModel) -> None:
         """Take a slot for a replica that would start on it."""
@@ -148,14 +166,14 @@ class SlotLedger:
             devices = self._tightest_devices(
                 node, site, needed, engine.devices_per_node, count_releasing
             )
-            if any(
+            if not devices:
+                continue
+            if self._sharing.is_used and any(
                 not self._sharing.has_room(
                     key, awake_bytes, overcommit, self._releasing[key] if count_releasing else 0
                 )
                 for key in ((node.node_id, device) for device in devices)
             ):
-                continue
-            if not devices:
                 continue
             start_s = fleet.start_times.start_s(node, model, self._queued_bytes[node.node_id])
             failures = fleet.failures_on(deployment_id, node.node_id)
@@ -208,6 +226,16 @@ class SlotLedger:
         """Make the cached candidates of a node's sites stale."""
         for site in self._fleet.table.sites_of_node.get(node_id, ()):
             self._site_versions[site] += 1
+            for changed in self._changed_sites.values():
+                changed.add(site)
+
+    def _largest_free_at(self, site: int, count: int) -> int:
+        largest = 0
+        for node_id in self._fleet.sites[site].nodes:
+            free = [self.free[key] for key in self._fleet.table.healthy_devices[site, node_id]]
+            if len(free) >= count:
+                largest = max(largest, sorted(free)[-count])
+        return largest
 
     def _book(self, slot: Slot, deployment: Deployment, replicas: int) -> None:
         """Add `replicas` (1 or -1) on a slot's devices."""

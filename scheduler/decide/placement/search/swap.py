@@ -5,17 +5,18 @@ deployment are warm, and the replica that takes its slot is worth more by what i
 preempted one again. The running replica ends now; its slot is taken once it has ended.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 
 from scheduler.decide.placement.score import START
+from scheduler.decide.placement.search.blocked_gains import BlockedGain
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.draft import (
-    BlockedGain,
     Gain,
     PlacementDraft,
     Savepoint,
@@ -86,7 +87,7 @@ class SlotSwap:
     def _run(self, read_holders: Callable[[], Holders], limit: int | None) -> bool:
         swapped = False
         holders = read_holders()
-        for blocked in self.blocked_gains(self._draft.states)[:limit]:
+        for blocked in islice(self.blocked_gains(self._draft.states), limit):
             if not self._effort.spend(5):
                 break
             if self.swap_in(blocked, holders):
@@ -95,24 +96,21 @@ class SlotSwap:
         self._draft.blocked.clear()
         return swapped
 
-    def blocked_gains(self, states: Sequence[DeploymentState]) -> list[BlockedGain]:
+    def blocked_gains(self, states: Sequence[DeploymentState]) -> Iterator[BlockedGain]:
         """Return the gains of some deployments that found no free slot, largest first.
 
         Empties the draft's `blocked`.
         """
-        blocked = self._draft.blocked
-        gains = {key: gain for key, gain in blocked.items() if gain.state in states}
-        blocked.clear()
-        for state in states:
-            gains.update(self._better_sites(state))
-        return sorted(gains.values(), key=lambda b: (-b.net, b.state.number, b.site))
+        draft = self._draft
+        better = [gain for state in states for gain in self._better_sites(state)]
+        return draft.blocked.drain(states, better, draft.net_without_slot)
 
-    def _better_sites(self, state: DeploymentState) -> dict[tuple[int, int], BlockedGain]:
+    def _better_sites(self, state: DeploymentState) -> list[BlockedGain]:
         """Return where a deployment at its maximum would rather have its least useful new replica,
         by upper bounds of the gain."""
         moved = self._least_useful_new(state)
         if moved is None:
-            return {}
+            return []
         draft, needs = self._draft, state.needs
         assignment, others = state.assignment.copy(), state.pops()
         assignment.remove_capacity(moved.site, moved.capacity)
@@ -129,13 +127,11 @@ class SlotSwap:
             for site in sites
         ]
         costs = cost_without - saves - np.array(met) + needs.hold_cost + START
-        return {
-            (state.number, int(sites[i])): BlockedGain(
-                state=state, site=int(sites[i]), net=cost_kept - costs[i]
-            )
+        return [
+            BlockedGain(state=state, site=int(sites[i]), net=float(cost_kept - costs[i]))
             for i in np.argsort(costs, kind="stable")[:SITES_TRIED_MAX]
             if costs[i] < cost_kept - IMPROVEMENT_MIN and sites[i] != moved.site
-        }
+        ]
 
     def _least_useful_new(self, state: DeploymentState) -> PlannedReplica | None:
         """Return the new replica that a deployment at its maximum gives up for one elsewhere."""
@@ -185,7 +181,7 @@ class SlotSwap:
             return _SwapResult(0.0, None)
         # A preemption on an estimate that was too high must not have to be reverted soon.
         margin = IMPROVEMENT_MIN + 2 * START * running
-        return _SwapResult(savepoint.cost_before() - savepoint.cost_now() - margin, gain)
+        return _SwapResult(savepoint.lowered() - margin, gain)
 
     def _place(
         self,
@@ -212,13 +208,11 @@ class SlotSwap:
         if any(replica.slot for replica in leaving):
             draft.blocked.clear()
             fill(draft, only=touched)
-            displaced = [b for b in draft.blocked.values() if b.state is not state]
-            for each in touched:
-                if each is not state:
-                    displaced += self._better_sites(each).values()
-            if displaced and len(savepoints) <= CHAIN_MAX:
-                largest = max(displaced, key=lambda b: (b.net, -b.state.number, -b.site))
-                self._displace_next(savepoints, largest, state)
+            if len(savepoints) <= CHAIN_MAX:
+                displaced = self.blocked_gains([each for each in touched if each is not state])
+                largest = next(displaced, None)
+                if largest:
+                    self._displace_next(savepoints, largest, state)
         return gain
 
     def _displace_next(
@@ -234,7 +228,7 @@ class SlotSwap:
         for leaving in cheapest_evictions(self._draft, displaced, holders):
             inner = self._draft.savepoint()
             gain = self._place([*savepoints, inner], displaced, [own, *leaving] if own else leaving)
-            if gain and inner.cost_now() < inner.cost_before() - IMPROVEMENT_MIN:
+            if gain and inner.lowered() > IMPROVEMENT_MIN:
                 return
             inner.roll_back()
 

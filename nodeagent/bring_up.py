@@ -1,0 +1,59 @@
+"""From the start of an engine's process to its first token."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from nodeagent.host.engine_log import TRIM_INTERVAL_S, trim_log
+from nodeagent.host.engines import EngineProcess
+
+POLL_INTERVAL_S: Final = 0.1
+GUARD_INTERVAL_S: Final = 1.0
+FIRST_TOKEN_TRIES: Final = 3
+
+
+async def wait_ready(
+    engine: EngineProcess,
+    clock: Callable[[], float],
+    timeout_s: float,
+    memory_problem: Callable[[], Awaitable[str]],
+) -> str:
+    """Wait until the engine has loaded its model; return why it did not, or ""."""
+    started_s = trimmed_s = guarded_s = clock()
+    while not await engine.is_ready():
+        now_s = clock()
+        if engine.exited.is_set():
+            return f"{engine.exit_reason} while loading"
+        if engine.problem:
+            return engine.problem
+        if now_s - started_s > timeout_s:
+            return (
+                f"the engine was not ready after {timeout_s:g} s; if it only needs longer, raise"
+                " load_timeout_s of the node"
+            )
+        if now_s - trimmed_s > TRIM_INTERVAL_S:
+            trimmed_s = now_s
+            await asyncio.to_thread(trim_log, engine.log)
+        if now_s - guarded_s > GUARD_INTERVAL_S:
+            guarded_s = now_s
+            if problem := await memory_problem():
+                return problem
+        await asyncio.sleep(POLL_INTERVAL_S)
+    return ""
+
+
+async def warm_up(engine: EngineProcess) -> str:
+    """Request one token before the engine gets traffic, because its first takes longest.
+
+    Returns why the engine cannot be used, or "". An error that it answers is left to the watch,
+    which sends canaries of its own and judges them.
+    """
+    stats = await engine.stats()
+    if stats is None:
+        return ""
+    for _ in range(FIRST_TOKEN_TRIES):
+        if await engine.canary(stats.kind) or not engine.problem:
+            return ""
+        if engine.exited.is_set():
+            return f"{engine.exit_reason} at its first request"
+    return f"the engine is ready and gives no answer: {engine.problem}"

@@ -1,0 +1,71 @@
+"""Loopback ports for engines: one engine each, and checked once the engine listens.
+
+Several engines let other processes of the same user listen on their port (SO_REUSEPORT), and the
+kernel then gives each of them a part of the connections. An engine that is given a port may need
+half a minute until it listens there.
+"""
+
+import socket
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from nodeagent.host.processes import group_members
+
+LISTENING: Final = "0A"
+LOCAL_ADDRESSES: Final = ("0100007F", "00000000")
+"""127.0.0.1 and 0.0.0.0, as /proc/net/tcp writes them (proc_pid_net(5))."""
+
+TRIES_MAX: Final = 100
+
+
+def free_port(taken: Collection[int]) -> int:
+    """Return a port on which nothing listens, and that is not among `taken`. Raises OSError."""
+    for _ in range(TRIES_MAX):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port not in taken:
+            return port
+    raise OSError(f"cannot find a port for an engine: {len(taken)} are taken by others")
+
+
+def other_listener(port: int, group: int) -> str:
+    """Return which process outside a process group listens on a port, "" if none does. Blocks."""
+    listeners = _listening_sockets(port)
+    if not listeners:
+        return ""
+    strangers = listeners - _sockets_of(group_members(group))
+    if not strangers:
+        return ""
+    for folder in Path("/proc").glob("[0-9]*"):
+        if strangers & _sockets_of([int(folder.name)]):
+            with suppress(OSError):
+                return f"process {folder.name} ({(folder / 'comm').read_text().strip()})"
+    return "a process of another user"
+
+
+def _listening_sockets(port: int) -> set[str]:
+    """Return the inodes of the sockets that listen on a local port."""
+    found = set()
+    with suppress(OSError):
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            address, _, number = fields[1].partition(":")
+            if fields[3] == LISTENING and address in LOCAL_ADDRESSES and int(number, 16) == port:
+                found.add(fields[9])
+    return found
+
+
+def _sockets_of(pids: Collection[int]) -> set[str]:
+    """Return the inodes of the sockets that processes have open."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):
+                    target = str(descriptor.readlink())
+                    if target.startswith("socket:["):
+                        found.add(target[8:-1])
+    return found

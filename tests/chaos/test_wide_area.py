@@ -1,0 +1,168 @@
+"""A wide-area network that loses packets, becomes slow, or resolves no names, under load.
+
+Two cities with a node each, and their routers and the scheduler in a third: only packets on the
+links between them are lost or late. After each fault no request has failed, no node was taken for
+lost, no engine was started anew, and the invariants hold.
+"""
+
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from isochrone.cli.client import AdminError
+from tests.chaos.invariants import invariants
+from tests.chaos.wide_area import WideArea, a_wide_area
+from tests.system.harness import CITIES, Fleet, a_fleet, until
+from tests.system.load import Load, under_load, wait_ended
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+HUB = "hub"
+ANY = "0.0.0.0"
+NEAR_MS = 5.0
+FAR_MS = 25.0
+"""One way, from the routers to the node in `ams` and to that in `sin`."""
+
+MOVED_S = 30.0
+RECENT = 20
+"""How many answers show which node the routers prefer."""
+
+SHARE_MIN = 0.8
+
+
+class WideFleet:
+    """A fleet whose nodes are behind links, and known by names."""
+
+    def __init__(self, fleet: Fleet, area: WideArea) -> None:
+        self.fleet = fleet
+        self.area = area
+        self.engines: dict[str, int] = {}
+
+    def set_links(self, *, jitter_ms: float = 0.0, loss: float = 0.0) -> None:
+        """Have the usual delays, with jitter and loss on both links."""
+        for city, delay_ms in (("ams", NEAR_MS), ("sin", FAR_MS)):
+            self.area.links[city].set(delay_ms=delay_ms, jitter_ms=jitter_ms, loss=loss)
+
+    async def is_whole(self) -> bool:
+        """Return whether all are heard and both replicas are warm."""
+        try:
+            status = await self.fleet.ask("GET", "/v1/status")
+            is_warm = await self.fleet.is_warm(2)
+        except AdminError:
+            return False
+        heard = status["nodes_ready"] == 2 and status["routers_ready"] == 2
+        return bool(status["acting"] and heard and is_warm)
+
+    async def prefer(self, load: Load, node: str) -> None:
+        """Wait until routers send almost all requests to one node."""
+
+        async def do_prefer() -> bool:
+            last = [ended.node for ended in load.ended[-RECENT:]]
+            return len(last) == RECENT and last.count(node) >= SHARE_MIN * RECENT
+
+        await until(f"requests go to {node}", do_prefer, MOVED_S)
+
+    async def hold_invariants(self, load: Load) -> None:
+        """Mend everything, and check what must hold after each fault."""
+        self.area.names.hangs = False
+        self.set_links()
+        await until("the fleet is whole", self.is_whole)
+        assert not load.failures(), load.failures()
+        assert self.fleet.engine_pids() == self.engines
+        kinds = Counter(row["kind"] for row in (await self.fleet.ask("GET", "/v1/events"))["data"])
+        assert not kinds["node.lost"], kinds
+        await invariants(self.fleet, load)
+
+
+def settings_of(area: WideArea, fleet: Fleet) -> None:
+    """Put each part of the fleet into its city, where it knows the others by their names."""
+    fleet.settings["scheduler-a"] = {
+        "admin_host": ANY,
+        "control_host": ANY,
+        "liveness": {"suspect_after_s": 6.0, "lost_after_s": 20.0, "grace_s": 20.0},
+    }
+    hub_parts = ["scheduler-a", *(f"router-{pop}" for pop in CITIES)]
+    for part in hub_parts:
+        fleet.prefixes[part] = area.prefix(HUB)
+        fleet.hosts[part] = area.access[HUB]
+    for pop in CITIES:
+        link, node = area.links[pop], f"node-{pop}"
+        area.names.names[f"scheduler.{pop}.test"] = link.first
+        area.names.names[f"{node}.test"] = link.second
+        fleet.prefixes[node] = area.prefix(pop)
+        fleet.hosts[node] = area.access[pop]
+        scheduler = f"http://scheduler.{pop}.test:{fleet.ports['control-a']}"
+        fleet.settings[node] = {
+            "schedulers": [scheduler],
+            "address": f"http://{node}.test:{fleet.ports[node]}",
+            "door_host": ANY,
+        }
+        fleet.settings[f"router-{pop}"] = {
+            "host": ANY,
+            "connect_timeout_s": 3.0,
+            "first_byte_timeout_s": 5.0,
+            "stream_idle_timeout_s": 5.0,
+        }
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def wide() -> AsyncIterator[WideFleet]:
+    async with a_wide_area((HUB, *CITIES)) as area, a_fleet(comes_up=False) as fleet:
+        settings_of(area, fleet)
+        made = WideFleet(fleet, area)
+        made.set_links()
+        await fleet.up()
+        await fleet.deploy(replicas=2)
+        fleet.baseline_kib = fleet.memory_kib()
+        made.engines = fleet.engine_pids()
+        yield made
+
+
+async def test_lost_and_late_packets_cost_no_request_and_no_node(wide: WideFleet) -> None:
+    """One packet in a hundred is lost, then one in twenty, with jitter of 100 ms (N4)."""
+    async with under_load(wide.fleet, [*CITIES], streams=6) as load:
+        await wide.prefer(load, "ams-1")
+        for loss, jitter_ms in ((0.01, 20.0), (0.05, 100.0)):
+            wide.set_links(jitter_ms=jitter_ms, loss=loss)
+            await wait_ended(load, 40)
+    await wide.hold_invariants(load)
+
+
+async def test_names_that_are_not_resolved_cost_no_request(wide: WideFleet) -> None:
+    """Queries for names get no answer while connections must be opened anew (N8)."""
+    fleet, names = wide.fleet, wide.area.names
+    async with under_load(fleet, [*CITIES], streams=4) as load:
+        await wait_ended(load, 8)
+        names.hangs = True
+        async with under_load(fleet, [*CITIES], streams=24) as crowd:
+            await wait_ended(crowd, 48)
+        assert not crowd.failures(), crowd.failures()
+        # Every connection to the nearest node breaks, and its agent comes up without the scheduler.
+        await fleet.kill("node-ams")
+        await fleet.start_node("ams")
+        before = len(load.ended)
+
+        async def answers_again() -> bool:
+            return any(ended.node == "ams-1" for ended in load.ended[before:])
+
+        await until("requests go to the node again", answers_again)
+        assert names.unanswered, "no name was asked for"
+        logs = (fleet.folder / "logs").glob("router-*.log")
+        assert not any("getaddrinfo" in path.read_text() for path in logs)
+    load.ended += crowd.ended
+    await wide.hold_invariants(load)
+
+
+async def test_requests_leave_a_city_that_becomes_far(wide: WideFleet) -> None:
+    """The nearest node is suddenly 150 ms further away (N5)."""
+    async with under_load(wide.fleet, [*CITIES], streams=4) as load:
+        await wide.prefer(load, "ams-1")
+        wide.area.links["ams"].set(delay_ms=NEAR_MS + 75.0)
+        await wide.prefer(load, "sin-1")
+        moved = len(load.ended)
+        await wait_ended(load, 2 * RECENT)
+        stayed = [ended.node for ended in load.ended[moved:]].count("sin-1")
+        assert stayed >= SHARE_MIN * (len(load.ended) - moved), "requests go to and fro"
+    await wide.hold_invariants(load)

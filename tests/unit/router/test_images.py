@@ -1,0 +1,105 @@
+"""Images are checked by their headers: the size that they decode to, and their format."""
+
+import base64
+import io
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isochrone.wire.errors import ApiError
+from router.apis.openai.decode import CHAT, decode
+from router.apis.openai.images import IMAGES_MAX, ImageSize, check_images, image_size
+
+PIXELS_MAX = 1_000_000
+
+
+def a_png(width: int, height: int) -> bytes:
+    size = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    return b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + size + b"\x08\x02\0\0\0"
+
+
+def a_gif(width: int, height: int) -> bytes:
+    return b"GIF89a" + width.to_bytes(2, "little") + height.to_bytes(2, "little")
+
+
+def a_jpeg(width: int, height: int, before: bytes = b"") -> bytes:
+    size = height.to_bytes(2, "big") + width.to_bytes(2, "big")
+    return b"\xff\xd8" + before + b"\xff\xc2\0\x11\x08" + size + b"\x03"
+
+
+def a_webp(kind: bytes, rest: bytes) -> bytes:
+    return b"RIFF\0\0\0\0WEBP" + kind + b"\0\0\0\0" + rest.ljust(16, b"\0")
+
+
+EXIF = b"\xff\xe1\xff\xf0" + bytes(0xFFF0 - 2)
+IMAGES = [
+    a_png(640, 480),
+    a_gif(640, 480),
+    a_jpeg(640, 480),
+    a_jpeg(640, 480, EXIF + EXIF + b"\xff\xff\xff\xdb\0\x04\0\0"),
+    a_webp(b"VP8 ", b"\0\0\0\x9d\x01\x2a" + (640).to_bytes(2, "little") + b"\xe0\x01"),
+    a_webp(b"VP8L", b"\x2f" + (639 | 479 << 14).to_bytes(4, "little")),
+    a_webp(b"VP8X", bytes(4) + (639).to_bytes(3, "little") + (479).to_bytes(3, "little")),
+]
+
+
+def chat(*urls: str) -> Any:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": parts}]
+    return decode(json.dumps({"model": "m", "messages": messages}).encode(), CHAT)
+
+
+def a_url(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+@pytest.mark.parametrize("data", IMAGES)
+def test_a_size_is_read_from_each_format(data: bytes) -> None:
+    assert image_size(data) == ImageSize(640, 480)
+    check_images(chat(a_url(data)), PIXELS_MAX)
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg", "gif", "webp"])
+def test_sizes_agree_with_a_library(kind: str) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    file = io.BytesIO()
+    pillow.new("RGB", (37, 21)).save(file, kind)
+    assert image_size(file.getvalue()) == ImageSize(37, 21)
+
+
+@pytest.mark.parametrize(
+    ("url", "match"),
+    [
+        (a_url(a_png(50_000, 20_000)), "50000 x 20000 = 1000000000 pixels, the limit is 1000000"),
+        (a_url(a_jpeg(65_000, 65_000), "jpeg"), "4225000000 pixels"),
+        (a_url(a_webp(b"VP8X", b"\xff" * 10), "webp"), "16777216 x 16777216"),
+        (a_url(a_png(0, 5)), "header is broken"),
+        (a_url(b"hello"), "header is broken"),
+        (a_url(a_png(5, 5)[:20]), "header is broken"),
+        (a_url(b"\xff\xd8\xff\xe1\xff\xff"), "header is broken"),
+        ("data:image/png;base64,!!!", "base64 is not valid"),
+        ("data:image/png,abc", "expected `data:image/FORMAT;base64"),
+        ("data:image/svg+xml;base64,AAAA", "expected `data:image/FORMAT;base64"),
+        ("data:text/html;base64,AAAA", "expected `data:image/FORMAT;base64"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_refused_by_name(url: str, match: str) -> None:
+    with pytest.raises(ApiError, match=match) as refused:
+        check_images(chat(a_url(a_png(2, 2)), url), PIXELS_MAX)
+    assert refused.value.param == "messages[1].content[1].image_url"
+
+
+def test_the_number_of_images_is_limited() -> None:
+    urls = [a_url(a_png(2, 2))] * (IMAGES_MAX + 1)
+    check_images(chat(*urls[1:]), PIXELS_MAX)
+    with pytest.raises(ApiError, match="the limit is 64"):
+        check_images(chat(*urls), PIXELS_MAX)
+
+
+@given(st.sampled_from(IMAGES), st.integers(0, 40), st.binary(max_size=40))
+def test_any_bytes_have_a_size_or_none(data: bytes, keep: int, rest: bytes) -> None:
+    size = image_size(data[:keep] + rest)
+    assert size is None or (size.width >= 0 and size.height >= 0)

@@ -1,0 +1,58 @@
+"""What was installed is compared with the hashes that are pinned."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ops.packaging import hashes
+
+KNOWN = next(iter(hashes.known_hashes()))
+OTHER = "0" * 64
+
+
+def installed(name: str, download: dict[str, Any]) -> dict[str, Any]:
+    source = {"url": f"https://example.net/{name}.whl", **download}
+    return {"metadata": {"name": name, "version": "1.0"}, "download_info": source}
+
+
+def archive(digest: str) -> dict[str, Any]:
+    return {"archive_info": {"hash": f"sha256={digest}"}}
+
+
+def a_report(folder: Path, *items: dict[str, Any]) -> str:
+    path = folder / "report.json"
+    path.write_text(json.dumps({"install": list(items)}))
+    return str(path)
+
+
+def test_known_files_and_the_project_itself_pass(tmp_path: Path) -> None:
+    project = installed("isochrone", {"dir_info": {"editable": True}})
+    hashes.check([a_report(tmp_path, project, installed("known", archive(KNOWN)))])
+
+
+@pytest.mark.parametrize(
+    "download", [archive(OTHER), {"archive_info": {}}, {"vcs_info": {"commit_id": KNOWN}}]
+)
+def test_every_other_file_is_named(tmp_path: Path, download: dict[str, Any]) -> None:
+    report = a_report(tmp_path, installed("known", archive(KNOWN)), installed("evil", download))
+    with pytest.raises(SystemExit, match=r"evil 1\.0 from https://example\.net/evil\.whl"):
+        hashes.check([report])
+
+
+def test_every_pinned_version_has_a_hash() -> None:
+    known = {hashes.normal(file.split("-")[0]): file for file in hashes.known_hashes().values()}
+    for name, version in hashes.pinned().items():
+        assert re.search(rf"-{re.escape(version)}(\+cpu)?-", known[name]), name
+
+
+def test_wheels_that_linux_may_install_are_listed() -> None:
+    assert hashes.serves("a-1-cp311-cp311-manylinux_2_17_x86_64.manylinux2014_x86_64.whl")
+    assert hashes.serves("a-1-cp38-abi3-musllinux_1_2_aarch64.whl")
+    assert hashes.serves("a-1-py3-none-any.whl")
+    assert not hashes.serves("a-1-cp311-cp311-macosx_11_0_arm64.whl")
+    assert not hashes.serves("a-1-cp313-cp313t-manylinux_2_17_x86_64.whl")
+    assert not hashes.serves("a-1-cp310-cp310-manylinux_2_17_x86_64.whl")
+    assert not hashes.serves("a-1.tar.gz")
