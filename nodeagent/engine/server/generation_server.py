@@ -221,7 +221,11 @@ class GenerationServer(ModelServer):
             vocabulary=self.loaded.vocabulary,
             new_call_id=lambda: _new_call_id(call_id_chars),
             choices=[
-                ResponseChoice(index, tool_use.parser() if tool_use else None)
+                ResponseChoice(
+                    index,
+                    tool_use.parser() if tool_use else None,
+                    prepared.reasoning.splitter() if prepared.reasoning else None,
+                )
                 for index in range(prepared.answers)
             ],
         )
