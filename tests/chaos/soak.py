@@ -19,7 +19,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+import asyncpg
+import psutil
+
 from tests.chaos.invariants import invariants
+from tests.chaos.starvation import all_connections_taken, starved_of_cpu, without_descriptors
 from tests.system.harness import CITIES, ROOT, Fleet, a_fleet, until
 from tests.system.load import Load, under_load, wait_ended
 
@@ -88,6 +92,14 @@ class Soak:
                 (scheduler, self._kill_scheduler),
                 (scheduler, self._pause),
                 ("postgres", self._kill_postgres),
+                ("postgres", self._crowd_postgres),
+                (f"engine-{pop}", self._starve_engine),
+                (f"node-{pop}", self._starve),
+                (f"router-{pop}", self._starve),
+                (scheduler, self._starve),
+                (f"node-{pop}", self._take_descriptors),
+                (f"router-{pop}", self._take_descriptors),
+                (scheduler, self._take_descriptors),
             )
         )
 
@@ -131,6 +143,35 @@ class Soak:
                 await asyncio.sleep(rest_s)
             finally:
                 os.kill(pid, signal.SIGCONT)
+
+    async def _starve_engine(self, target: str) -> None:
+        pid = self.fleet.engine_pids().get(target.replace("engine", "node"))
+        if pid is not None:
+            await self._starve_pid(target, pid)
+
+    async def _starve(self, target: str) -> None:
+        await self._starve_pid(target, self.fleet.processes.pid(target))
+
+    async def _starve_pid(self, target: str, pid: int) -> None:
+        rest_s = self.rng.choice((4.0, 12.0))
+        self.note(f"a tenth of a processor for {target} for {rest_s:g} s")
+        with suppress(ProcessLookupError):
+            async with starved_of_cpu(pid):
+                await asyncio.sleep(rest_s)
+
+    async def _take_descriptors(self, target: str) -> None:
+        port = self.fleet.ports[target.replace("scheduler", "control")]
+        rest_s = self.rng.choice((1.0, 5.0))
+        self.note(f"no descriptors for {target} for {rest_s:g} s")
+        with suppress(OSError, psutil.Error):
+            async with without_descriptors(self.fleet.processes.pid(target), port):
+                await asyncio.sleep(rest_s)
+
+    async def _crowd_postgres(self, target: str) -> None:
+        self.note("strangers take all connections of postgres")
+        with suppress(OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            async with all_connections_taken(self.fleet.dsn()):
+                await asyncio.sleep(5.0)
 
     async def _kill_node(self, target: str) -> None:
         await self._kill(target)

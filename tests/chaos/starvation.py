@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+import asyncpg
 import psutil
 import pytest
 
@@ -61,6 +62,26 @@ async def without_descriptors(pid: int, port: int) -> AsyncIterator[psutil.Proce
             writer.transport.abort()
         with suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+@asynccontextmanager
+async def all_connections_taken(dsn: str) -> AsyncIterator[list[asyncpg.Connection]]:
+    """Connect to Postgres until it refuses; a block may add connections of its own."""
+    crowd: list[asyncpg.Connection] = []
+    try:
+        await take_all_connections(dsn, crowd)
+        yield crowd
+    finally:
+        await asyncio.gather(*(one.close() for one in crowd), return_exceptions=True)
+
+
+async def take_all_connections(dsn: str, crowd: list[asyncpg.Connection]) -> None:
+    """Add connections to `crowd` until Postgres refuses one."""
+    while True:
+        try:
+            crowd.append(await asyncpg.connect(dsn, timeout=5))
+        except asyncpg.TooManyConnectionsError:
+            return
 
 
 def cpu_s(process: psutil.Process) -> float:

@@ -20,6 +20,7 @@ import pytest_asyncio
 from isochrone.cli.client import AdminError
 from scheduler.embedded_postgres import find_binaries
 from tests.chaos.invariants import invariants
+from tests.chaos.starvation import all_connections_taken, take_all_connections
 from tests.system.harness import CITIES, Fleet, a_fleet, until
 from tests.system.load import Load, under_load, wait_ended
 
@@ -136,8 +137,7 @@ async def test_a_database_without_free_connections_is_unavailable_and_recovers(
     engines = fleet.engine_pids()
     before = await fleet.ask("GET", "/v1/status")
     async with under_load(fleet, [*CITIES], streams=4) as load:
-        crowd = await take_all_connections(fleet)
-        try:
+        async with all_connections_taken(fleet.dsn()) as crowd:
             await wait_ended(load, 8)
             now = await fleet.ask("GET", "/v1/status")
             assert (now["acting"], now["epoch"]) == (True, before["epoch"])
@@ -151,24 +151,12 @@ async def test_a_database_without_free_connections_is_unavailable_and_recovers(
                     " WHERE backend_type = 'client backend' AND pid <> ALL($1)",
                     own,
                 )
-                crowd += await take_all_connections(fleet)
+                await take_all_connections(fleet.dsn(), crowd)
             finally:
                 os.kill(scheduler, signal.SIGCONT)
             with pytest.raises(AdminError, match="unavailable"):
                 await fleet.ask("POST", "/v1/keys", {"tenant_id": "refused"})
             await wait_ended(load, 20)
-        finally:
-            await asyncio.gather(*(connection.close() for connection in crowd))
         await until("the scheduler acts again", fleet.acts)
         await wait_ended(load, 8)
     await hold_invariants(fleet, load, engines)
-
-
-async def take_all_connections(fleet: Fleet) -> list[asyncpg.Connection]:
-    """Connect until Postgres refuses."""
-    crowd: list[asyncpg.Connection] = []
-    while True:
-        try:
-            crowd.append(await asyncpg.connect(fleet.dsn(), timeout=5))
-        except asyncpg.TooManyConnectionsError:
-            return crowd
