@@ -255,8 +255,9 @@ class PrefixIndex:
         elif sent.age < cache.capacity:
             step = SHRINK_STEP if cache.is_learned else 1.0
             cache.capacity += step * (max(CAPACITY_MIN, sent.age) - cache.capacity)
-            cache.is_learned = True
-            self._share_capacity()
+            if not cache.is_learned:
+                cache.is_learned = True
+                self._share_capacity()
 
     def _share_capacity(self) -> None:
         """Assume the median of the learned capacities where nothing was learned yet."""
