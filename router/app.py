@@ -150,7 +150,7 @@ class RouterApp:
 
     def _create_request_path(self) -> None:
         """Create what a request passes through, from the API to the nodes."""
-        self.journal = UsageJournal(self.config.state_folder / "journal")
+        self.journal = UsageJournal(self.config.state_folder / "journal", time.monotonic)
         self.recorder = Recorder(self.identity.pop, self.metrics, self.journal)
         self.deadlines = Deadlines(time.monotonic)
         self.upstream = Upstream(self.config, self.deadlines, time.monotonic, self.node_tls)
