@@ -82,8 +82,8 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     Prompts are cached in units of at most `cache_block_tokens`, 0 if none is by default.
     `generates_text` is false for an engine whose answers do not depend on the request's fields. It
     may answer a request for an unknown model unless it `checks_model_name`, one with sampling
-    settings out of range unless it `checks_sampling`, and one that names a tool with a text unless
-    it `forces_named_tools`.
+    settings out of range unless it `checks_sampling`, one that names a tool with a text unless it
+    `forces_named_tools`, and one with misspelt fields unless it `refuses_unknown_fields`.
     """
 
     features: frozenset[str] = frozenset(FEATURES)
@@ -114,6 +114,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     checks_model_name: bool = True
     checks_sampling: bool = True
     forces_named_tools: bool = True
+    refuses_unknown_fields: bool = False
 
     @property
     def sends_kv(self) -> bool:
@@ -133,6 +134,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         features=_TEXT | _FIELDS | _POOLING,
         roles=("unified", "prefill", "decode"),
         handshake="frames over HTTP",
+        refuses_unknown_fields=True,
         over_nodes=True,
         adapters="always",
         sleep="always",
@@ -155,6 +157,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         salt="header",
         has_kv_cache=False,
         generates_text=False,
+        refuses_unknown_fields=True,
         checks_model_name=False,
         checks_sampling=False,
         forces_named_tools=False,
@@ -222,6 +225,8 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         graph_bytes=512 * MIB,
         salt="chat_body",
         memory_options=("kv_cache_config.max_gpu_total_bytes",),
+        # Its protocol's models forbid other fields.
+        refuses_unknown_fields=True,
         version_min="1.2",
         version_below="2.0",
         sequences_option="max_batch_size",
@@ -288,6 +293,7 @@ def capability_table() -> str:
         ("orders its queue by priority", *(_yes(one.priority) for one in engines)),
         ("always calls a tool that is named", *(_yes(one.forces_named_tools) for one in engines)),
         ("refuses other models' names", *(_yes(one.checks_model_name) for one in engines)),
+        ("refuses fields it does not know", *(_yes(one.refuses_unknown_fields) for one in engines)),
         ("refuses sampling out of range", *(_yes(one.checks_sampling) for one in engines)),
         ("type of the KV cache", *(_names(one.kv_type_options) for one in engines)),
         ("memory set by", *(_names(one.memory_options) for one in engines)),

@@ -98,8 +98,18 @@ class ReplicaTable:
         self.bounds = PopBounds(self.slots_by_pop.values(), len(self.routes))
         return freed
 
-    def refresh(self, slot: int, rtt_ms: float, load: ReplicaLoad, now_s: float) -> None:
-        """Recompute one replica's estimate."""
+    def refresh(
+        self,
+        slot: int,
+        rtt_ms: float,
+        load: ReplicaLoad,
+        now_s: float,
+        prefill_wait_ms: float = 0.0,
+    ) -> None:
+        """Recompute one replica's estimate.
+
+        A prompt waits at least `prefill_wait_ms`, if another replica reads it.
+        """
         route = self.routes[slot]
         if route is None:
             return
@@ -115,9 +125,10 @@ class ReplicaTable:
         others = load.others.estimate(now_s)
         others_prefill = others.reported_prefill + others.assumed_prefill
         tokens = load.prefill_tokens + load.decode_tokens + others_prefill + others.decode
+        queued_ms = load.queued_ms + others_prefill * ms_per_token
         estimate = ReplicaEstimate(
             base_ms + 1000 * load.busy_until_s - rtt_ms / 2,
-            base_ms + load.wake_ms + load.queued_ms + others_prefill * ms_per_token,
+            base_ms + load.wake_ms + max(queued_ms, prefill_wait_ms),
             ms_per_token,
             route.tokens_in_flight_max - tokens if tokens >= 1 else inf,
             rtt_ms,
