@@ -170,7 +170,7 @@ async def test_requests_of_one_replica_share_a_wake() -> None:
 
 async def test_a_replica_sleeps_however_many_test_requests_the_agent_sends_it() -> None:
     node = Node()
-    a, b, c = [await node.start(name) for name in "abc"]
+    _, b, c = [await node.start(name) for name in "abc"]
     await node.use("b")
     for _ in range(20):
         async with node.memory.use(ReplicaId("c"), is_test=True):
