@@ -8,6 +8,7 @@ COMPILE := $(BIN)/python -m ops.packaging.compile_request_path
 SUITE := BIN=$(BIN) bash ops/suite.sh
 AGAIN :=
 JOBS := 2
+SUITES := chaos-tests engine-tests service-tests system-tests interpreted-tests check
 
 .DEFAULT_GOAL := help
 .PHONY: help setup up test test-again check compiled test-compiled dist format clean \
@@ -33,8 +34,7 @@ up: request-path ## Run a fleet in three cities on this machine (ONESHOT=1: chat
 # to say comes whole when it has ended, and one that fails does not keep the others from running.
 # The router's tests run twice: compiled with all others, and interpreted.
 test: request-path ## Run every check and every test
-	@$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target \
-		chaos-tests engine-tests service-tests system-tests interpreted-tests check
+	@$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target $(SUITES)
 
 test-again: ## Run the checks and the tests that failed in `make test` once more, one suite at a time
 	@$(MAKE) --no-print-directory test AGAIN=--again JOBS=1

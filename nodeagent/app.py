@@ -93,7 +93,10 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     try:
         await _adopt_survivors(node, engines, supervisor)
         server = DataPlaneServer(
-            supervisor, PeerReplicaClient(client_tls, monotonic), node.cache_salts
+            supervisor,
+            PeerReplicaClient(client_tls, monotonic),
+            node.cache_salts,
+            kv_bytes_per_s=config.kv_share_bytes_per_s,
         )
         app = _data_plane_app(server, artifacts, config, node)
         async with _listeners(config, app, supervisor, server_tls) as port:

@@ -56,6 +56,27 @@ KV_TRANSFER_BYTES = Counter(
     "Bytes of KV received from prefill replicas.",
     registry=REGISTRY,
 )
+KV_FETCHES = Counter(
+    "isochrone_node_kv_fetches",
+    "Prompts whose prefix another replica of the PoP could have, by what came of it.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+KV_FETCH_SECONDS = Histogram(
+    "isochrone_node_kv_fetch_seconds", "Time to fetch a prefix from another replica.",
+    buckets=LEG_BUCKETS_S, registry=REGISTRY,
+)  # fmt: skip
+KV_FETCH_BYTES = Counter(
+    "isochrone_node_kv_fetch_bytes", "Bytes of KV fetched from other replicas.", registry=REGISTRY
+)
+KV_COPIES = Counter(
+    "isochrone_node_kv_copies", "Prefixes of which another replica should keep a copy, by outcome.",
+    ["outcome"], registry=REGISTRY,
+)  # fmt: skip
+KV_FOUND_TOKENS = Counter(
+    "isochrone_node_kv_found_tokens", "Prompt tokens that were cached, by where they were found.",
+    ["place"], registry=REGISTRY,
+)  # fmt: skip
 ASLEEP = Gauge("isochrone_node_replicas_asleep", "Replicas that sleep.", registry=REGISTRY)
 SWITCHES = Histogram(
     "isochrone_node_sleep_switch_seconds", "Time to put a replica to sleep or to wake it.",

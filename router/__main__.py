@@ -42,7 +42,7 @@ def main(config: Path | None, processes: int | None) -> NoReturn:
     if settings.processes > 1:
         _share_metrics()
     # Imported only now, because the metrics library reads the environment when it is imported.
-    from router.app import run
+    from router.serve import run
 
     async def serve(stopping: asyncio.Event) -> int:
         if WORKER_ENV in os.environ:

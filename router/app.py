@@ -3,9 +3,7 @@
 import asyncio
 import hashlib
 import logging
-import os
 import random
-import socket
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -15,12 +13,12 @@ from typing import Any, Final
 from isochrone.service.config import ConfigError
 from isochrone.service.control_link import ControlLink
 from isochrone.service.identity import Identity
-from isochrone.service.joining import load_or_join
 from isochrone.service.loop import Loop
-from isochrone.service.systemd import feed_watchdog, notify
+from isochrone.service.systemd import feed_watchdog
 from isochrone.service.tls import CERTIFICATE_CHECK_S, client_context, load_tls_certificate
-from isochrone.wire.control import TABLE_PARTS, PeerRole, ToRouter, Welcome
+from isochrone.wire.control import TABLE_PARTS, ToRouter, Welcome
 from isochrone.wire.ids import BootId, RouterId
+from isochrone.wire.key_use import KEY_USE, FleetKeyUse
 from isochrone.wire.routes import RouteDelta, RouteTable, RouteTablePart
 from isochrone.wire.suspicions import SUSPICIONS, FleetSuspicions
 from isochrone.wire.usage import UsageAck
@@ -40,6 +38,7 @@ from router.dataplane.upstream import Upstream
 from router.decide.limits import KeyLimiter
 from router.decide.suspicion import SuspectTable
 from router.fleet_state import FleetState
+from router.key_use_sharing import KeyUseOutbox, OwnKeyUse
 from router.listeners import open_listeners
 from router.loops.answer_batches import AnswerBatches
 from router.loops.answer_responses import LEASE_INTERVAL_S
@@ -54,13 +53,10 @@ from router.metrics import Metrics
 from router.pipeline import RequestPipeline
 from router.poison_guard import PoisonGuard
 from router.processes import (
-    WORKER_ENV,
     ParentLink,
     Shared,
     WorkerIdentity,
     WorkerPool,
-    parse_worker_identity,
-    worker_config,
 )
 from router.prompt_sharing import SharedPrompts
 from router.record import Recorder
@@ -82,42 +78,6 @@ WORKER_ENDS_S: Final = 10.0
 FIRST_TABLE_S: Final = 5.0
 """How long a worker waits for its first route table before it listens. Without a table it would
 refuse requests that the other processes can serve."""
-
-
-async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
-    """Serve until `stopping` is set, then drain; return the exit code."""
-    identity = await load_or_join(
-        urls=config.schedulers,
-        token_file=config.join_token_file,
-        role=PeerRole.ROUTER,
-        name=config.name or socket.gethostname().lower(),
-        folder=config.state_folder,
-    )
-    worker = parse_worker_identity(os.environ.pop(WORKER_ENV, ""))
-    if worker is not None:
-        config = worker_config(worker, config)
-    try:
-        async with open_router(config, identity, worker) as app:
-            fields = {"port": app.port, "pop": identity.pop, "router": identity.name}
-            log.info("serving", extra={"fields": fields | build.facts()})
-            notify("READY=1")
-            await _wait_for_any(stopping, app.stopping)
-            notify("STOPPING=1")
-    except BaseExceptionGroup as group:
-        config_errors = group.subgroup(ConfigError)
-        if config_errors is None:
-            raise
-        raise ConfigError(str(config_errors.exceptions[0])) from group
-    return 0
-
-
-async def _wait_for_any(*events: asyncio.Event) -> None:
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
 
 
 class RouterApp:
@@ -175,7 +135,7 @@ class RouterApp:
             rng=random.Random(),  # noqa: S311 - jitter, not a secret
             folder=self.config.state_folder,
             contexts=() if self.node_tls is None else (self.node_tls,),
-            capabilities=(TABLE_PARTS, SUSPICIONS),
+            capabilities=(TABLE_PARTS, SUSPICIONS, KEY_USE),
             on_too_large=self.metrics.messages_refused.inc,
         )
         count = max(0, (self.config.processes or 1) - 1) if worker is None else 0
@@ -190,7 +150,7 @@ class RouterApp:
 
     def _create_request_path(self) -> None:
         """Create what a request passes through, from the API to the nodes."""
-        self.journal = UsageJournal(self.config.state_folder / "journal")
+        self.journal = UsageJournal(self.config.state_folder / "journal", time.monotonic)
         self.recorder = Recorder(self.identity.pop, self.metrics, self.journal)
         self.deadlines = Deadlines(time.monotonic)
         self.upstream = Upstream(self.config, self.deadlines, time.monotonic, self.node_tls)
@@ -201,6 +161,7 @@ class RouterApp:
         self.poison_guard = PoisonGuard(suspects, self.metrics, time.monotonic)
         self.poison_guard.outbox.is_open = True
         self.fleet_suspicions = FleetSuspicionOutbox()
+        self.key_use = KeyUseOutbox()
         self.pipeline = RequestPipeline(
             config=self.config,
             fleet=self.fleet,
@@ -256,6 +217,8 @@ class RouterApp:
             self.fleet_suspicions,
             self.link.send,
             time.monotonic,
+            self.limiter.take_untold,
+            self.key_use,
         )
         self.gauges = GaugeSetter(
             fleet=self.fleet,
@@ -356,6 +319,9 @@ class RouterApp:
             suspicions = from_fleet(message, time.monotonic())
             self.poison_guard.learn(suspicions)
             self.workers.broadcast(suspicions)
+        elif isinstance(message, FleetKeyUse):
+            self.draw_elsewhere(message)
+            self.workers.broadcast(message)
 
     async def on_main_process_message(self, message: Any) -> None:
         """Pass a message of the main process to the part that handles it."""
@@ -370,12 +336,23 @@ class RouterApp:
             self.learn_shared(message)
         elif isinstance(message, BatchAccess):
             self.batch_client.access = message
+        elif isinstance(message, FleetKeyUse):
+            self.draw_elsewhere(message)
         else:
             await self.shipper.on_ack(message)
 
-    def learn_shared(self, message: Shared) -> None:
+    def draw_elsewhere(self, message: FleetKeyUse) -> None:
+        """Draw from the limits of keys what they have used at other routers."""
+        for use in message.rows:
+            key = self.fleet.directory.keys.get(use.key_id)
+            if key is not None:
+                self.limiter.draw_elsewhere(key, use, time.monotonic(), time.time())
+
+    def learn_shared(self, message: Shared | OwnKeyUse) -> None:
         """Take what another process of this router shares."""
-        if isinstance(message, SharedPrompts):
+        if isinstance(message, OwnKeyUse):
+            self.key_use.add(message.rows)
+        elif isinstance(message, SharedPrompts):
             self.fleet.learn_prompts(message.rows)
         else:
             self.poison_guard.learn(message)

@@ -15,8 +15,10 @@ from router.dataplane.response_checks import check_status, read_usage
 from router.dataplane.upstream import Upstream
 from router.decide.attempt import AttemptEvent, FailureCause, event_of
 from router.decide.handoff import handoff_peers
+from router.decide.prefix_index import NO_MATCHES
 from router.decide.ranked_route import RankedRoute
 from router.decide.ranking import RankedRoutes, RouteQuery, rank
+from router.decide.shared_kv import NO_SHARED_KV_PEERS, SharedKvPeers, shared_kv_peers
 from router.feedback import AttemptFeedback
 from router.fleet_state import FleetState
 from router.metrics import Metrics
@@ -59,13 +61,19 @@ class AttemptRunner:
         """Rank the replicas for the next attempt."""
         request, expected, fleet = context.request, context.expected, self._fleet
         routing = fleet.routing(request.deployment_id)
+        matches = routing.prefix_matches(request.prefix_keys)
+        session, binding = request.session, fleet.sessions.lookup(request.session, self._clock())
+        if request.deployment.shares_kv and matches is not NO_MATCHES:
+            # Any replica of the PoP can get the prefix: what is known of it decides, not affinity.
+            matches, session, binding = routing.pooled_matches(matches), "", None
         query = RouteQuery(
             request.request_id,
             expected.prompt,
             expected.output,
-            request.session,
-            fleet.sessions.lookup(request.session, self._clock()),
-            routing.prefix_matches(request.prefix_keys),
+            session,
+            binding,
+            matches,
+            context.excluded.queue_refusals,
         )
         snapshot = fleet.snapshot(request.deployment_id)
         # The deployment as the table has it now: a rollout may advance while the request waits.
@@ -96,8 +104,9 @@ class AttemptRunner:
         readers = (
             [] if is_resumption or context.is_suspect else self._prefill_peers(context, target)
         )
+        holders = NO_SHARED_KV_PEERS if is_resumption else self._holders(context, target)
         header_lines = node_headers(
-            context, target, peers, readers, router=self._fleet.name, timeout_s=timeout_s
+            context, target, peers, readers, holders, router=self._fleet.name, timeout_s=timeout_s
         )
         exchange = attempt.exchange = self._upstream.send(
             target.route.node_id,
@@ -148,6 +157,22 @@ class AttemptRunner:
             self._fleet.in_flight,
             context.excluded.all(),
             self._clock(),
+        )
+
+    def _holders(self, context: RequestContext, target: RankedRoute) -> SharedKvPeers:
+        """Return the replicas of the PoP that may have the prompt's prefix; mostly none."""
+        request = context.request
+        if not request.deployment.shares_kv or context.is_suspect:
+            return NO_SHARED_KV_PEERS
+        routing = self._fleet.routing(request.deployment_id)
+        return shared_kv_peers(
+            routing.replicas,
+            target,
+            context.expected.prompt,
+            request.prefix_keys,
+            routing.prefix_matches(request.prefix_keys),
+            request.session,
+            context.excluded.all(),
         )
 
     def _record_prefill(

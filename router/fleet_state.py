@@ -179,7 +179,12 @@ class FleetState:
     def _refresh(self, replicas: ReplicaTable, slot: int, route: Route, now_s: float) -> None:
         """Recompute the estimate of one replica."""
         load = self.in_flight.load_of(route.replica_id)
-        replicas.refresh(slot, self.nodes.rtt_ms(route), load, now_s)
+        readers = self.routing(route.deployment_id).prefill_replicas
+        wait_ms = 0.0
+        if readers and load.decode_tokens > 0:
+            # A replica that generates has its prompts read elsewhere; an idle one reads them.
+            wait_ms = readers.wait_ms(route, self.in_flight, now_s)
+        replicas.refresh(slot, self.nodes.rtt_ms(route), load, now_s, wait_ms)
 
     def _busy_starting(self, now_s: float) -> Mapping[ReplicaId, float]:
         """Return the shares of replicas in slow start; an idle one may take any request."""

@@ -20,11 +20,13 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from isochrone.wire import codec
+from isochrone.wire.key_use import FleetKeyUse
 from isochrone.wire.routes import RouteDelta, RouteTable, RouteTablePart, diff
 from isochrone.wire.table_parts import split_table
 from isochrone.wire.usage import Demand, Usage, UsageAck
 from router.batch_client import BatchAccess
 from router.config import RouterConfig
+from router.key_use_sharing import OwnKeyUse
 from router.prompt_sharing import SharedPrompts
 from router.suspicion_sharing import SharedSuspicions
 
@@ -48,8 +50,12 @@ port's connections, and systemd watches only the main process."""
 Shared = SharedPrompts | SharedSuspicions
 """What any process tells all others."""
 
-_FROM_WORKER: Final = codec.decoder(Demand | Usage | Shared)
-_FROM_MAIN: Final = codec.decoder(RouteTablePart | RouteDelta | UsageAck | BatchAccess | Shared)
+ToAllWorkers = UsageAck | BatchAccess | FleetKeyUse | Shared
+
+_FROM_WORKER: Final = codec.decoder(Demand | Usage | OwnKeyUse | Shared)
+_FROM_MAIN: Final = codec.decoder(
+    RouteTablePart | RouteDelta | UsageAck | BatchAccess | FleetKeyUse | Shared
+)
 
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
@@ -156,7 +162,7 @@ class WorkerPool:
         count: int,
         send: Send,
         table: Callable[[], RouteTable | None],
-        learn: Callable[[Shared], None],
+        learn: Callable[[Shared | OwnKeyUse], None],
         end_timeout_s: float,
     ) -> None:
         """Keep `count` workers that serve `table()`, and forward their reports with `send`.
@@ -194,9 +200,7 @@ class WorkerPool:
                 self._sent_tables[pipe] = None
         return sum(taken)
 
-    def broadcast(
-        self, message: UsageAck | BatchAccess | Shared, sender: WorkerPipe | None = None
-    ) -> None:
+    def broadcast(self, message: ToAllWorkers, sender: WorkerPipe | None = None) -> None:
         """Send `message` to every worker except its sender. Workers that are behind miss it."""
         for pipe in self._sent_tables:
             if pipe is not sender:
@@ -241,7 +245,10 @@ class WorkerPool:
         try:
             await self.send_table()
             while (message := await _next_message(pipe)) is not None:
-                if not isinstance(message, Shared):
+                if isinstance(message, OwnKeyUse):
+                    # The other processes have shares of their own.
+                    self._learn(message)
+                elif not isinstance(message, Shared):
                     # Reports that are not forwarded are not acknowledged: the worker resends them.
                     await self._send(message)
                 elif not isinstance(message, SharedPrompts) or message.rows:

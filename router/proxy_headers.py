@@ -6,8 +6,10 @@ from typing import Final
 
 from isochrone.wire import headers
 from isochrone.wire.headers import PeerReplica
+from isochrone.wire.kv_sharing import KV_FOUND, KV_HOLDERS, KV_STORE, found_places, parse_found
 from isochrone.wire.model import Deprecation
 from router.decide.ranked_route import RankedRoute
+from router.decide.shared_kv import NO_SHARED_KV_PEERS, SharedKvPeers
 from router.request_context import RequestContext
 
 STREAM_HEADERS: Final = "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
@@ -24,6 +26,7 @@ _ROUTER: Final = f"\r\n{headers.ROUTER}: "
 _DEADLINE_MS: Final = f"\r\n{headers.DEADLINE_MS}: "
 _POP: Final = f"\r\n{headers.POP}: "
 _NODE: Final = f"\r\n{headers.NODE}: "
+_KV_FOUND: Final = KV_FOUND.encode()
 _WHY: Final = f"\r\n{headers.WHY}: "
 
 
@@ -32,6 +35,7 @@ def node_headers(
     target: RankedRoute,
     peers: Sequence[PeerReplica],
     readers: Sequence[PeerReplica],
+    holders: SharedKvPeers = NO_SHARED_KV_PEERS,
     *,
     router: str,
     timeout_s: float,
@@ -39,8 +43,8 @@ def node_headers(
     """Return the header lines of a request to a node.
 
     `peers` are the replicas that the node may hand the request to, and `readers` those that may
-    read its prompt. `router` names this start of the
-    router. The answer must begin within `timeout_s`.
+    read its prompt; `holders` may have its prefix. `router` names this start of the router. The
+    answer must begin within `timeout_s`.
     """
     request, expected = context.request, context.expected
     generated = context.stream.generated.tokens
@@ -62,6 +66,10 @@ def node_headers(
         lines += f"{headers.PEER_REPLICAS}: {headers.format_peer_replicas(peers)}\r\n"
     if readers:
         lines += f"{headers.PREFILL_REPLICAS}: {headers.format_peer_replicas(readers)}\r\n"
+    if holders.replicas:
+        lines += f"{KV_HOLDERS}: {headers.format_peer_replicas(holders.replicas)}\r\n"
+        if holders.store:
+            lines += f"{KV_STORE}: {holders.store}\r\n"
     return lines
 
 
@@ -71,6 +79,12 @@ def client_headers(context: RequestContext, ranked: RankedRoute, rate_limit_line
     why, attempt = ranked.reason_header, context.attempt
     if attempt is not None and attempt.prefill_id is not None:
         why += f" read-at={attempt.prefill_id}"
+    head = attempt.exchange.head if attempt is not None and attempt.exchange is not None else None
+    found = head.fields.get(_KV_FOUND) if head is not None else None
+    if found:
+        counts = parse_found(found.decode("latin-1"))
+        for place, tokens in found_places(counts):
+            why += f" kv-{place}={tokens}"
     if regions:
         rate_limit_lines += f"{headers.REGIONS}: {', '.join(regions)}\r\n"
     return (

@@ -18,6 +18,9 @@ from router.decide.tokens_in_flight import Reservation
 from router.inference_request import InferenceRequest
 
 NO_REPLICAS: Final[Set[ReplicaId]] = frozenset()
+EMBEDDED_ENGINE: Final = "embedded"
+"""The driver of the engine that continues an answer after its reasoning."""
+
 NOTHING_GENERATED: Final = GeneratedOutput(0, "", True, None)
 NO_USAGE: Final = UsageCount(0, 0, 0)
 # Looked up once, because access to an enum member runs interpreted code.
@@ -141,7 +144,10 @@ class ResumableStream:
         if self.has_begun and self.relay is not None:
             self.relay.resume()
         elif request.is_stream:
-            self.relay = StreamRelay(wants_usage=request.wants_usage)
+            joins_reasoning = request.deployment.engine == EMBEDDED_ENGINE
+            self.relay = StreamRelay(
+                wants_usage=request.wants_usage, joins_reasoning=joins_reasoning
+            )
         return self.relay
 
     def prepare_resumption(self, request: InferenceRequest) -> bool:
@@ -261,6 +267,9 @@ class RequestContext:
         """
         determinism = self.request.determinism
         resumed = head.resumed if head else ""
+        if self.stream.generated.has_reasoning and determinism != headers.GREEDY:
+            # The tokens of its marks are not counted, and a seeded draw depends on the count.
+            return False
         if determinism == headers.GREEDY:
             return resumed != headers.INEXACT
         return determinism == headers.SEEDED and resumed == headers.SEEDED

@@ -4,11 +4,16 @@ Rows are appended as msgpack, one write each, without fsync: a killed process lo
 cut loses the last moments. When rows are taken into a batch, a new file is started, and the earlier
 files are removed once the batch is on disk. A row that is read twice is counted once, because the
 store knows request ids.
+
+Rows are written by the event loop, which a slow disk would stop. So after an operation that took
+SLOW_S the journal rests: for REST_S rows are in memory only, until their batch is written in a
+thread a moment later.
 """
 
 import errno
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -22,15 +27,22 @@ log = logging.getLogger(__name__)
 BYTES_MAX: Final = 64 * 1024 * 1024
 """Rows beyond this size of one file are kept in memory only."""
 
+SLOW_S: Final = 0.25
+"""A write to the page cache takes microseconds, and some milliseconds on a busy machine."""
+
+REST_S: Final = 10.0
+
 _encoder = msgspec.msgpack.Encoder()
 
 
 class UsageJournal:
     """Append-only files: one is written to, the earlier ones wait until their batch is on disk."""
 
-    def __init__(self, folder: Path) -> None:
-        """Keep the files `rows.<n>` in `folder`."""
+    def __init__(self, folder: Path, clock: Callable[[], float]) -> None:
+        """Keep the files `rows.<n>` in `folder`. `clock` returns monotonic seconds."""
         self._folder = folder
+        self._clock = clock
+        self._rests_until_s = float("-inf")
         self._descriptor: int | None = None
         self._bytes = 0
         self._path = folder
@@ -55,6 +67,9 @@ class UsageJournal:
         """Write one row; log the error if the disk takes none."""
         if self._descriptor is None or self._bytes > BYTES_MAX:
             return
+        began_s = self._clock()
+        if began_s < self._rests_until_s:
+            return
         data = _encoder.encode(row)
         try:
             written = os.write(self._descriptor, data)
@@ -65,14 +80,19 @@ class UsageJournal:
         except OSError as error:
             self._log_error(str(error))
             return
+        finally:
+            self._rest_if_slow(began_s)
         self._bytes += written
         self._last_error = ""
 
     def rotate(self) -> tuple[Path, ...]:
         """Close the current file if it has rows; return all closed files.
 
-        If the disk takes no new file, the current one stays in use.
+        If the disk takes no new file, the current one stays in use; so it does while the journal
+        rests.
         """
+        if self._clock() < self._rests_until_s:
+            return self._closed_files
         descriptor, path, has_rows = self._descriptor, self._path, self._bytes > 0
         if (descriptor is None or has_rows) and self._start_file() and descriptor is not None:
             os.close(descriptor)
@@ -93,16 +113,29 @@ class UsageJournal:
 
     def _start_file(self) -> bool:
         path = self._folder / f"rows.{self._number + 1:09d}"
+        began_s = self._clock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         try:
             self._descriptor = os.open(path, flags, 0o600)
         except OSError as error:
             self._log_error(str(error))
             return False
+        finally:
+            self._rest_if_slow(began_s)
         self._number += 1
         self._path = path
         self._bytes = 0
         return True
+
+    def _rest_if_slow(self, began_s: float) -> None:
+        now_s = self._clock()
+        if now_s - began_s < SLOW_S:
+            return
+        is_new = began_s > self._rests_until_s + REST_S
+        self._rests_until_s = now_s + REST_S
+        if is_new:
+            fields = {"folder": str(self._folder), "took_s": round(now_s - began_s, 2)}
+            log.warning("slow disk: usage is not journaled for a while", extra={"fields": fields})
 
     def _log_error(self, reason: str) -> None:
         # Once per reason: a disk that is full for an hour must not fill the logs too.

@@ -42,6 +42,7 @@ from scheduler.loops.publish_routes import PublishRoutes
 from scheduler.loops.record_node_loss import RecordNodeLoss
 from scheduler.loops.renew_lease import LeaseRenewalThread
 from scheduler.loops.rotate_partitions import RotatePartitions
+from scheduler.loops.share_key_use import SHARE_KEY_USE_S, ShareKeyUse
 from scheduler.loops.sum_quotas import SumQuotas
 from scheduler.planner.client import PlannerClient
 from scheduler.planner.messages import PlannerSettings
@@ -217,11 +218,13 @@ def _peer_loops(made: Composition) -> tuple[Loop, ...]:
         reports=made.reports,
         limits=config.liveness,
     )
+    share = ShareKeyUse(state.key_use, state.peers)
     return (
         Loop("hold_lease", hold_lease.run_once, config.lease_renew_s),
         Loop("flush_pulses", flush.run_once, 2.0),
         Loop("disconnect_revoked", disconnect.run_once, 2.0, nudged=made.nudges.disconnect),
         Loop("record_node_loss", losses.run_once, 5.0),
+        Loop("share_key_use", share.run_once, SHARE_KEY_USE_S),
     )
 
 

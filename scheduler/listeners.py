@@ -114,10 +114,7 @@ def control_app(
     batches: BatchStorage | None = None,
     response_limits: ResponseLimits | None = None,
 ) -> web.Application:
-    """Return the application of the control listener.
-
-    With a storage it serves batches, and with limits stored responses.
-    """
+    """Return the control listener's application; a storage adds batches, limits add responses."""
     relay_tokens = RelayTokens()
     server = PeerServer(
         intake=database.intake,
@@ -151,6 +148,7 @@ def control_app(
         intake=database.intake,
         routes=state.routes,
         nudge_place=nudge_place,
+        key_use=state.key_use,
     )
     join = JoinEndpoint(
         pool=database.pool,

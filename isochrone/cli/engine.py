@@ -44,10 +44,16 @@ _OPTIONS: Final = (
         type=int,
         help="Nodes per replica, in one PoP, each with the same number of GPUs.",
     ),
+    click.option(
+        "--share-kv/--no-share-kv",
+        "share_kv",
+        default=None,
+        help="Let the replicas of a PoP use each other's KV of prompts (embedded engine).",
+    ),
 )
 _FIELDS: Final = (
     *("driver", "context_tokens_max", "kv_memory_bytes", "tokens_in_flight_max"),
-    *("devices", "nodes"),
+    *("devices", "nodes", "share_kv"),
 )
 
 

@@ -11,6 +11,7 @@ from typing import NoReturn
 import uvloop
 
 from isochrone.service.config import ConfigError
+from isochrone.service.name_lookup import ServiceLoop
 from isochrone.service.systemd import notify
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
     gc.collect()
     gc.freeze()
     try:
-        code = uvloop.run(_run(main))
+        code = uvloop.run(_run(main), loop_factory=ServiceLoop)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         code = EXIT_CONFIG_ERROR

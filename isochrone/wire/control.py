@@ -13,6 +13,7 @@ import msgspec
 
 from isochrone.wire.assignment import Assignment
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, PopId
+from isochrone.wire.key_use import FleetKeyUse
 from isochrone.wire.report import Pulse, Report
 from isochrone.wire.routes import RouteDelta, RouteTable, RouteTablePart, SnapshotWanted
 from isochrone.wire.suspicions import FleetSuspicions
@@ -141,7 +142,9 @@ class JoinReply(msgspec.Struct, frozen=True, kw_only=True):
 
 FromAgent = Register | Report | Pulse | Renew
 ToAgent = Challenge | Welcome | RegistrationRefused | Assignment | Renewed
-FromRouter = Register | Demand | Usage | RoundTrips | SnapshotWanted | FleetSuspicions | Renew
+FromRouter = (
+    Register | Demand | Usage | RoundTrips | SnapshotWanted | FleetSuspicions | FleetKeyUse | Renew
+)
 ToRouter = (
     Challenge
     | Welcome
@@ -151,6 +154,7 @@ ToRouter = (
     | RouteDelta
     | UsageAck
     | FleetSuspicions
+    | FleetKeyUse
     | Renewed
 )
 

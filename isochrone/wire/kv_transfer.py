@@ -5,8 +5,9 @@ the transfer, and the same request with TRANSFER and LEG to the prefill replica'
 answers with the blocks of the prompt as they are computed (CONTENT_TYPE, see the engine's
 `kvcache/transfer_frames.py`), and the agent passes them to its own engine under TRANSFERS_PATH:
 
-GET describes the prompt (ExpectedPrompt), POST takes blocks (ReceivedBlocks), and DELETE tells the
-engine to compute what has not arrived.
+GET describes the prompt (ExpectedPrompt; with `?digests=1` also its blocks), POST takes blocks
+(ReceivedBlocks), and DELETE tells the engine to compute what has not arrived. POST with `?shared=1`
+takes blocks that the PoP shares: a part of the prompt, so that the request goes on waiting.
 """
 
 from typing import Final
@@ -39,6 +40,9 @@ class ExpectedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     cached_blocks: int
     held_blocks: int
     block_tokens: int
+    block_bytes: int = 0
+    digests: tuple[bytes, ...] = ()
+    """The digests of its blocks, if they were asked for."""
 
 
 class ReceivedBlocks(msgspec.Struct, frozen=True, kw_only=True):

@@ -121,7 +121,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     `engine_options` lists. `kv_memory_bytes` and `memory_bytes` are of each device. A size of 0
     follows from the device and the model: the KV cache is what is left of the device, and tokens in
     flight follow from it; in a ReplicaSpec the planner has filled them in. `devices` is the total
-    over all `nodes`, which are in one PoP and have equally many each.
+    over all `nodes`, which are in one PoP and have equally many each. With `share_kv`, the replicas
+    of a PoP use each other's KV of prompts.
     """
 
     driver: str = "embedded"
@@ -132,6 +133,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     nodes: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
     memory_bytes: NonNegative = 0
     options: dict[str, str] = {}
+    share_kv: bool = False
 
     @property
     def devices_per_node(self) -> int:

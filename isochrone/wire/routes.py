@@ -71,7 +71,7 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What a router needs of a deployment: the name that clients use, its limits and its price.
 
     `engine` is the name of its driver, and `engine_lacks` what that engine cannot do, as names of
-    `engine_capabilities.FEATURES`.
+    `engine_capabilities.FEATURES`. With `shares_kv`, the replicas of a PoP use each other's KV.
     """
 
     deployment_id: DeploymentId
@@ -85,6 +85,7 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     deprecation: Deprecation | None = None
     engine: str = ""
     engine_lacks: tuple[str, ...] = ()
+    shares_kv: bool = False
 
 
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):

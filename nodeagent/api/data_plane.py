@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 
 from isochrone.service.http_server import error_middleware, json_error, read_body
-from isochrone.wire import headers, kv_transfer
+from isochrone.wire import headers, kv_sharing, kv_transfer
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.report import ReplicaState
@@ -24,9 +24,10 @@ from nodeagent.api.answer_relay import (
     relay_body,
     response_head,
 )
-from nodeagent.api.decode_leg import DecodeLegs, apply_leg
+from nodeagent.api.decode_leg import DecodeLegs, apply_leg, prefix_copy, report_found
 from nodeagent.api.engine_trials import EngineRequest, engine_request
 from nodeagent.api.handoff_notice import announce_replica
+from nodeagent.api.kv_sharing import KvSharingRoutes
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.pop_loads import PopLoadReader
@@ -42,10 +43,12 @@ from nodeagent.decide.handoff import (
     choose_handoff,
     is_worth_probing,
 )
+from nodeagent.decide.kv_fetch import LinkBudget
 from nodeagent.disaggregation.two_legs import PrefillLeg
 from nodeagent.drivers.driver import TOKENIZE_PATH
 from nodeagent.host.awake_memory import CannotWake
 from nodeagent.host.cache_salts import CacheSalts
+from nodeagent.host.engines import EngineProcess
 from nodeagent.supervisor import ManagedReplica, Supervisor
 
 log = logging.getLogger(__name__)
@@ -82,7 +85,7 @@ TO_PEER: Final = (*TO_ENGINE[:-3], headers.TOKENS, headers.ROUTER)
 """Request headers that are relayed to a peer replica's node. The list of peer replicas is not
 among them, so a request is handed off at most once."""
 
-FROM_ENGINE: Final = ("content-type", "retry-after", "cache-control")
+FROM_ENGINE: Final = ("content-type", "retry-after", "cache-control", kv_sharing.KV_FOUND)
 FROM_PEER: Final = (*FROM_ENGINE, headers.LOAD, headers.ENGINE_LOST)
 
 
@@ -103,13 +106,21 @@ class DataPlaneServer:
     """Serves inference requests, pings, health checks and metrics to routers and other nodes."""
 
     def __init__(
-        self, supervisor: Supervisor, peer_replicas: PeerReplicaClient, cache_salts: CacheSalts
+        self,
+        supervisor: Supervisor,
+        peer_replicas: PeerReplicaClient,
+        cache_salts: CacheSalts,
+        *,
+        kv_bytes_per_s: float = 0.0,
     ) -> None:
+        """`kv_bytes_per_s` limits the KV that is shared with other nodes; 0 is no limit."""
         self._supervisor = supervisor
         self._peer_replicas = peer_replicas
         self._cache_salts = cache_salts
         self._pop_loads = PopLoadReader(peer_replicas.read_loads, monotonic)
-        self._decode_legs = DecodeLegs(peer_replicas)
+        budget = LinkBudget(kv_bytes_per_s)
+        self._decode_legs = DecodeLegs(peer_replicas, budget)
+        self._kv_sharing = KvSharingRoutes(self._find_engine, peer_replicas, budget, monotonic)
         self.is_draining = False
 
     def app(self) -> web.Application:
@@ -120,12 +131,28 @@ class DataPlaneServer:
         app.router.add_get("/ping", self._ping)
         app.router.add_post("/loads", self._pop_loads.handle)
         app.router.add_get("/healthz", self._health)
+        self._kv_sharing.attach(app)
         add_metrics(app, self._supervisor)
         app.on_cleanup.append(self._close)
         return app
 
     async def _close(self, app: web.Application) -> None:
+        await self._kv_sharing.close()
         await self._peer_replicas.close()
+
+    def _find_engine(self, request: web.Request) -> EngineProcess:
+        """Return the engine of the replica that another node names, if it shares KV."""
+        name = ReplicaId(request.headers.get(headers.REPLICA, ""))
+        replica = self._supervisor.replicas.get(name)
+        engine = replica.engine if replica is not None else None
+        if (
+            replica is None
+            or engine is None
+            or replica.state is not ReplicaState.WARM
+            or not (engine.sends_kv and replica.spec.engine.share_kv)
+        ):
+            raise ApiError(ErrorCode.NOT_FOUND, f"cannot share KV: replica {name[:80]!r} has none")
+        return engine
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         """Main path of a request: find its replica, hand it off or admit it, relay the answer."""
@@ -270,7 +297,13 @@ class DataPlaneServer:
             sent[kv_transfer.TRANSFER] = leg.transfer
         try:
             async with engine.http.post(request.path, data=salted, headers=sent) as answer:
-                return await self._relay_answer(request, replica, answer, reservation, running, leg)
+                response = await self._relay_answer(
+                    request, replica, answer, reservation, running, leg
+                )
+            copy = prefix_copy(leg) if response.status == 200 else None
+            if copy is not None:
+                self._kv_sharing.offer_copy(copy)
+            return response
         except (aiohttp.ClientError, OSError) as error:
             # Nothing was sent to the router yet, so that it may use another replica.
             metrics.REQUESTS.labels("engine_failed").inc()
@@ -307,6 +340,7 @@ class DataPlaneServer:
             reservation.first_token(monotonic())
         running.record_token()
         response.headers[headers.LOAD] = _load_header(request, replica)
+        report_found(leg, response)
         counted = apply_leg(leg, response, count_bytes(first_chunk, chunks, replica))
         await response.prepare(request)
         await relay_body(request, response, counted, "answered", running)

@@ -7,13 +7,22 @@ from typing import Final
 
 from aiohttp import web
 
-from isochrone.wire import headers
+from isochrone.wire import headers, kv_sharing
 from isochrone.wire.ids import ReplicaId
 from nodeagent import metrics
 from nodeagent.api.answer_relay import EVENT_STREAM
 from nodeagent.api.handoff_notice import announce_prefill
+from nodeagent.api.kv_sharing import PrefixCopy
 from nodeagent.decide.admission import TokenReservation
-from nodeagent.decide.prefill_leg import DecodeLoad, LegChoice, TransferRate, is_too_short
+from nodeagent.decide.kv_fetch import LinkBudget
+from nodeagent.decide.prefill_leg import (
+    DecodeLoad,
+    ExpectedDecoding,
+    LegChoice,
+    TransferRate,
+    is_too_short,
+)
+from nodeagent.disaggregation.kv_fetch import FetchRates, PrefixFetcher, parse_holders
 from nodeagent.disaggregation.two_legs import LegRequest, PrefillLeg, PrefillPeers
 from nodeagent.disaggregation.usage_rewriter import UsageRewriter, rewrite_json
 from nodeagent.host.engines import EngineProcess
@@ -27,9 +36,13 @@ and a request that may make engines fail."""
 class DecodeLegs:
     """Opens the prefill legs of the requests at this node's decode replicas."""
 
-    def __init__(self, peers: PrefillPeers) -> None:
+    def __init__(self, peers: PrefillPeers, budget: LinkBudget) -> None:
+        """`budget` is the node's for KV of other replicas."""
         self._peers = peers
+        self._budget = budget
+        self._fetch_rates = FetchRates()
         self._rates: dict[ReplicaId, TransferRate] = {}
+        self._decoding: dict[ReplicaId, ExpectedDecoding] = {}
 
     def open(
         self,
@@ -40,24 +53,29 @@ class DecodeLegs:
         reservation: TokenReservation,
         names: Sequence[str],
     ) -> PrefillLeg | None:
-        """Open a leg if the router names prefill replicas; None if the prompt is read here.
+        """Open a leg if the router names prefill replicas, or others that may have the prefix.
 
-        `names` are the request's headers that go to a prefill replica.
+        Return None if the prompt is read here. `names` are the request's headers that go to a
+        prefill replica.
         """
         replicas = headers.parse_peer_replicas(request.headers.get(headers.PREFILL_REPLICAS, ""))
-        if len(replicas) < 2 or not engine.sends_kv:
+        holders = parse_holders(
+            request.headers.get(kv_sharing.KV_HOLDERS, ""),
+            request.headers.get(kv_sharing.KV_STORE, ""),
+        )
+        if not engine.sends_kv or any(name in request.headers for name in ONE_ENGINE_ONLY):
             return None
-        if any(name in request.headers for name in ONE_ENGINE_ONLY):
-            return None
-        if is_too_short(replicas[0]):
+        if len(replicas) > 1 and is_too_short(replicas[0]):
             metrics.PREFILL_LEGS.labels(LegChoice.SHORT).inc()
+            replicas = []
+        if len(replicas) < 2 and holders is None:
             return None
         own, admission = replica.spec.replica_id, replica.admission
 
         def load() -> DecodeLoad:
             queued = admission.pending_prefill_tokens(monotonic())
             before = max(0, queued - reservation.pending_prefill_tokens)
-            return DecodeLoad(before, admission.decoding)
+            return DecodeLoad(before, expected.record(admission.decoding))
 
         async def announce(replica_id: ReplicaId) -> None:
             reservation.set_prefill_elsewhere(replica_id != own)
@@ -66,6 +84,8 @@ class DecodeLegs:
         if len(self._rates) > 2 * len(replicas) + 64:
             # Replicas come and go.
             self._rates.clear()
+            self._decoding.clear()
+        expected = self._decoding.setdefault(own, ExpectedDecoding())
         return PrefillLeg(
             engine.http,
             self._peers,
@@ -78,9 +98,41 @@ class DecodeLegs:
                 replicas=replicas,
                 load=load,
                 announce=announce,
+                holders=holders,
+                set_waiting=reservation.set_prefill_elsewhere,
             ),
             monotonic,
+            PrefixFetcher(engine.http, self._peers, self._fetch_rates, self._budget, monotonic),
         )
+
+
+def report_found(leg: PrefillLeg | None, response: web.StreamResponse) -> None:
+    """Say in the answer's head where the prompt's cached tokens were found, and count them."""
+    found = kv_sharing.parse_found(response.headers.pop(kv_sharing.KV_FOUND, ""))
+    if leg is not None and leg.expected is not None:
+        if leg.received is not None:
+            # All of it came from the prefill replica; this is what that one had.
+            found = kv_sharing.FoundTokens(device=leg.received.cached_tokens)
+        elif leg.fetched is not None:
+            tokens = leg.fetched.blocks * leg.expected.block_tokens
+            found = found.moved(leg.fetched.place, tokens)
+    formatted = kv_sharing.format_found(found)
+    if not formatted:
+        return
+    response.headers[kv_sharing.KV_FOUND] = formatted
+    for place, tokens in kv_sharing.found_places(found):
+        metrics.KV_FOUND_TOKENS.labels(place).inc(tokens)
+
+
+def prefix_copy(leg: PrefillLeg | None) -> PrefixCopy | None:
+    """Return the copy that another replica should keep of an answered prompt, if any."""
+    holders = leg.holders if leg is not None else None
+    if leg is None or leg.expected is None or holders is None:
+        return None
+    for peer in holders.others:
+        if peer.replica_id == holders.store:
+            return PrefixCopy(holders.here, peer, leg.expected.digests)
+    return None
 
 
 def apply_leg(

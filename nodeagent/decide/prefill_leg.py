@@ -14,6 +14,10 @@ from isochrone.wire.ids import ReplicaId
 MARGIN_MS: Final = 5.0
 """Time that a prefill leg must save: it costs a probe, a LAN round trip and two relays."""
 
+DELAY_WEIGHT: Final = 4.0
+"""A pause between tokens counts so many times more than as long a wait for the first one: a reader
+notices tens of milliseconds of the former, and a deployment has roles to prevent it."""
+
 DELAYED_SEQUENCES_MAX: Final = 8
 """The delay of more decoding sequences than this counts no more."""
 
@@ -51,10 +55,29 @@ class WaitingPromptSize(NamedTuple):
 
 
 class DecodeLoad(NamedTuple):
-    """What the decode replica has to do: prompt tokens before this prompt, and its sequences."""
+    """What the decode replica has to do: prompt tokens before this prompt, and its sequences.
+
+    `decoding` is how many sequences are expected to decode while the prompt is read.
+    """
 
     queued_tokens: int
-    decoding: int
+    decoding: float
+
+
+class ExpectedDecoding:
+    """How many sequences decode while a prompt is read: now, or usually, whichever is more.
+
+    An idle replica in a busy time is idle for a moment only: those that arrive while it reads a
+    prompt would wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._average = 0.0
+
+    def record(self, decoding: int) -> float:
+        """Learn from what an arriving request finds decoding; return what it may expect."""
+        self._average += _SMOOTHING * (decoding - self._average)
+        return max(float(decoding), self._average)
 
 
 class PrefillPlan(NamedTuple):
@@ -88,7 +111,7 @@ class TransferRate:
 
 def is_too_short(here: PeerReplica) -> bool:
     """Return True if reading the prompt here takes so little time that no leg can save any."""
-    return here.prefill_ms * (1 + DELAYED_SEQUENCES_MAX) <= MARGIN_MS
+    return here.prefill_ms * (1 + DELAY_WEIGHT * DELAYED_SEQUENCES_MAX) <= MARGIN_MS
 
 
 def probe_timeout_s(here: PeerReplica, size: WaitingPromptSize) -> float:
@@ -113,7 +136,8 @@ def plan_prefill(
     here_ms = size.uncached_tokens * here.token_us / 1000
     delayed = min(local.decoding, DELAYED_SEQUENCES_MAX)
     # Each decoding sequence waits while the prompt is read, in chunks of its steps.
-    cost_here_ms = here_ms * (1 + delayed) + local.queued_tokens * here.token_us / 1000
+    cost_here_ms = here_ms * (1 + DELAY_WEIGHT * delayed)
+    cost_here_ms += local.queued_tokens * here.token_us / 1000
     transfer_ms = rate.after_ms(size.uncached_tokens) + MARGIN_MS
     idle_ms = [_read_ms(peer, size) + transfer_ms for peer in others]
     if not idle_ms:

@@ -1,5 +1,7 @@
 """Runs the prefill leg of a request beside its decode leg, on the decode replica's node.
 
+Before that, or without it, the prefix that other replicas of the PoP have is fetched (kv_fetch).
+
 The engine waits with the request until its KV has arrived, or until it is told to compute the
 prompt itself. So every way in which a prefill leg can end lets the request begin.
 
@@ -29,6 +31,7 @@ from nodeagent.decide.prefill_leg import (
     plan_prefill,
     probe_timeout_s,
 )
+from nodeagent.disaggregation.kv_fetch import FetchedPrefix, KvHolders, PrefixFetcher
 
 ENGINE_TIMEOUT_S: Final = 5.0
 """For the engine's answer when it is told to begin."""
@@ -67,6 +70,10 @@ class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
     sent: Mapping[str, str]
     replicas: Sequence[PeerReplica]
     load: Callable[[], DecodeLoad]
+    holders: KvHolders | None = None
+    """Replicas of the PoP that may have the prompt's prefix."""
+    set_waiting: Callable[[bool], None] = lambda is_waiting: None
+    """Called with whether the engine waits for KV, and has nothing to compute for this request."""
     announce: Callable[[ReplicaId], Awaitable[None]]
 
 
@@ -80,8 +87,10 @@ class PrefillLeg:
         rate: TransferRate,
         request: LegRequest,
         clock: Callable[[], float],
+        fetcher: PrefixFetcher,
     ) -> None:
         """Start the leg for a request that is sent to `engine` with this transfer's id."""
+        self._fetcher = fetcher
         self._engine = engine
         self._peers = peers
         self._rate = rate
@@ -92,7 +101,16 @@ class PrefillLeg:
         self.received: kv_transfer.ReceivedBlocks | None = None
         """What arrived; None as long as the transfer is not complete."""
         self.received_s = 0.0
+        self.fetched: FetchedPrefix | None = None
+        """What another replica had of the prompt's prefix."""
+        self.expected: kv_transfer.ExpectedPrompt | None = None
+        """The prompt, as soon as the engine has described it."""
         self._task = asyncio.create_task(self._run())
+
+    @property
+    def holders(self) -> KvHolders | None:
+        """The replicas that the router named for the prompt's prefix."""
+        return self._request.holders
 
     async def close(self) -> None:
         """End the leg."""
@@ -105,18 +123,31 @@ class PrefillLeg:
         """Decide, and try the prefill replicas; then let the engine begin."""
         outcome: str = FAILED
         try:
-            outcome = await self._read_elsewhere()
+            expected = self.expected = await self._describe()
+            if expected is not None and self._request.holders is not None:
+                expected = await self._fetch_prefix(expected, self._request.holders)
+            if expected is not None and len(self._request.replicas) > 1:
+                outcome = await self._read_elsewhere(expected)
         finally:
-            metrics.PREFILL_LEGS.labels(outcome).inc()
+            if len(self._request.replicas) > 1:
+                metrics.PREFILL_LEGS.labels(outcome).inc()
             if self.received is None:
                 await self._begin_alone()
 
-    async def _read_elsewhere(self) -> str:
+    async def _fetch_prefix(
+        self, expected: kv_transfer.ExpectedPrompt, holders: KvHolders
+    ) -> kv_transfer.ExpectedPrompt | None:
+        """Fetch what other replicas of the PoP have of the prompt; return what is left of it."""
+        self._request.set_waiting(True)
+        try:
+            fetched = self.fetched = await self._fetcher.fetch(self.transfer, expected, holders)
+        finally:
+            self._request.set_waiting(False)
+        return expected if fetched is None else await self._describe()
+
+    async def _read_elsewhere(self, expected: kv_transfer.ExpectedPrompt) -> str:
         """Have the prompt read on a prefill replica; return what came of it."""
         request = self._request
-        expected = await self._describe()
-        if expected is None:
-            return FAILED
         size = WaitingPromptSize(
             expected.held_blocks * expected.block_tokens,
             (expected.blocks - expected.held_blocks) * expected.block_tokens,
@@ -151,7 +182,8 @@ class PrefillLeg:
     async def _describe(self) -> kv_transfer.ExpectedPrompt | None:
         """Return the prompt's size once the engine knows it; None if it does not say."""
         try:
-            async with self._engine.get(self._path) as answer:
+            path = self._path if self._request.holders is None else f"{self._path}?digests=1"
+            async with self._engine.get(path) as answer:
                 if answer.status != 200:
                     return None
                 return msgspec.json.decode(await answer.read(), type=kv_transfer.ExpectedPrompt)

@@ -18,6 +18,7 @@ import msgspec
 
 from isochrone.service.control_link import ControlLink, Progress
 from isochrone.service.identity import Identity
+from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from isochrone.wire.assignment import Assignment, ReplicaSpec
 from isochrone.wire.control import (
@@ -362,6 +363,7 @@ async def simulate(kind: str, orders_path: Path, log_path: Path, stopping: async
 
 
 if __name__ == "__main__":
+    setup_logs(sys.argv[1], "WARNING")
     run_service(
         lambda stopping: simulate(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), stopping)
     )

@@ -13,6 +13,7 @@ import msgspec
 
 from isochrone.service.files import write_atomic
 from isochrone.service.identity import load_identity
+from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from ops.bench.large_table import StallWatch, peak_mib, resident_mib
 from router.app import open_router
@@ -68,4 +69,5 @@ async def run(stopping: asyncio.Event) -> int:
 
 
 if __name__ == "__main__":
+    setup_logs("router", "INFO")
     run_service(run)

@@ -69,8 +69,14 @@ def read_trace(path: Path, count: int, scale: MixScale) -> list[BenchRequest]:
     return requests
 
 
-def describe(nodes: Sequence[NodeClient], tokens: int, token_us: int) -> str:
-    """Return the header that names the decode replica and the prefill replica."""
+def describe(
+    nodes: Sequence[NodeClient], tokens: int, token_us: int, decode_slowness: int = 1
+) -> str:
+    """Return the header that names the decode replica and the prefill replica.
+
+    The decode replica is said to read `decode_slowness` times slower than it does.
+    """
+    here_us = decode_slowness * token_us
     return headers.format_peer_replicas(
         [
             PeerReplica(
@@ -78,10 +84,10 @@ def describe(nodes: Sequence[NodeClient], tokens: int, token_us: int) -> str:
                 NodeId(node.address),
                 node.address,
                 tokens,
-                tokens * token_us // 1000,
-                token_us,
+                tokens * speed_us // 1000,
+                speed_us,
             )
-            for node in nodes
+            for node, speed_us in zip(nodes, (here_us, token_us), strict=True)
         ]
     )
 

@@ -61,7 +61,7 @@ TO_ALL: Final = (
     ClusterSnapshot,
 )
 
-_TEXTS: Final = ("a1", "ams", "NL", "file:/a", "a" * 64)
+_TEXTS: Final = ("a1", "ams", "NL", "file:/a", "a" * 64, "unified")
 _NUMBERS: Final = (7, 1, 0.5, 50)
 _FILLED: Final = {"format": FORMAT}
 

@@ -21,6 +21,10 @@ FRAME_BYTES_MAX: Final = 4 * 1024 * 1024
 UNREAD_BYTES_MAX: Final = 32 * 1024
 """Relayed frames are kept undecoded up to this size; then only their text is kept."""
 
+REASONING_OPENS: Final = "<think>"
+REASONING_CLOSES: Final = "</think>"
+"""The marks of `nodeagent/engine/chat/reasoning.py`."""
+
 DONE_FRAME: Final = b"data: [DONE]\n\n"
 _END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _SPECIAL: Final = re.compile(rb'"usage"\s*:\s*\{|\[DONE\]|"error"')
@@ -50,13 +54,15 @@ class MalformedStream(Exception):
 class GeneratedOutput(NamedTuple):
     """The output of a stream so far.
 
-    `tokens` counts frames with content. `text` is the whole output only if `is_plain`.
+    `tokens` counts frames with content. `text` is the whole output only if `is_plain`; reasoning
+    is in it between the marks with which the model wrote it.
     """
 
     tokens: int
     text: str
     is_plain: bool
     finish_reason: str | None
+    has_reasoning: bool = False
 
 
 class StreamRelay:
@@ -67,16 +73,22 @@ class StreamRelay:
     sent an error event, whose message is `error_message`. `is_engine_lost` means that its engine
     failed, perhaps because of this request. `declined_body` is that event as the body of a
     response, if the event says that the request is at fault; else empty.
+
+    With `joins_reasoning` an answer goes on after its reasoning: the embedded engine takes back
+    what it separated. Other engines do not.
     """
 
     __slots__ = (
-        "_finish_reason", "_is_plain", "_partial", "_skips_role", "_text", "_tokens",
+        "_finish_reason", "_has_reasoning", "_is_plain", "_is_reasoning", "_joins_reasoning",
+        "_partial", "_skips_role", "_text", "_tokens",
         "_tokens_before", "_unread", "_unread_bytes", "_wants_usage", "declined_body",
         "error_message", "has_begun", "has_failed", "is_done", "is_engine_lost", "usage",
     )  # fmt: skip
 
-    def __init__(self, *, wants_usage: bool) -> None:
+    def __init__(self, *, wants_usage: bool, joins_reasoning: bool = False) -> None:
         """Withhold the usage frame unless the client `wants_usage`."""
+        self._joins_reasoning = joins_reasoning
+        self._has_reasoning = self._is_reasoning = False
         self.has_begun = False
         self.has_failed = False
         self.is_done = False
@@ -148,7 +160,11 @@ class StreamRelay:
         """Return what was generated so far, by all nodes together."""
         self._read_kept()
         return GeneratedOutput(
-            self._tokens, "".join(self._text), self._is_plain, self._finish_reason
+            self._tokens,
+            "".join(self._text),
+            self._is_plain,
+            self._finish_reason,
+            self._has_reasoning,
         )
 
     def resume(self) -> None:
@@ -229,12 +245,22 @@ class StreamRelay:
     def _read_choice(self, choice: ChunkChoice) -> None:
         delta = choice.delta or ChunkDelta()
         text = delta.content or choice.text
-        has_other_output = bool(delta.reasoning_text or delta.tool_calls)
-        if text or has_other_output:
+        reasoning = delta.reasoning_text
+        if text or reasoning or delta.tool_calls:
             self._tokens += 1
-        if has_other_output or choice.index:
+        if delta.tool_calls or choice.index or (reasoning and not self._joins_reasoning):
             self._is_plain = False
+        if reasoning and self._joins_reasoning:
+            if not self._is_reasoning:
+                # Reasoning after the answer has begun has no mark that says so.
+                self._is_plain = self._is_plain and not self._text
+                self._has_reasoning = self._is_reasoning = True
+                self._text.append(REASONING_OPENS)
+            self._text.append(reasoning)
         if text:
+            if self._is_reasoning:
+                self._is_reasoning = False
+                self._text.append(REASONING_CLOSES)
             self._text.append(text)
         self._finish_reason = choice.finish_reason or self._finish_reason
 

@@ -16,6 +16,7 @@ from router.decide.prefix_index import (
 )
 from router.decide.ranked_route import RankedRoute
 from router.decide.replica_table import ReplicaTable
+from router.decide.shared_kv import pool_matches
 
 BYTES_PER_TOKEN_DEFAULT: Final = 3.5
 BYTES_PER_TOKEN_MIN: Final = 1.0
@@ -88,6 +89,10 @@ class DeploymentRouting:
         if not keys.keys:
             return NO_MATCHES
         return self._prefixes.match(keys, self.replicas.all_slots_mask)
+
+    def pooled_matches(self, matches: PrefixMatches) -> PrefixMatches:
+        """Return what each replica has cached of a prompt, or can fetch within its PoP."""
+        return pool_matches(matches, self.replicas)
 
     def record_sent(
         self, slot: int, ranked: RankedRoute, keys: PrefixKeys, now_s: float

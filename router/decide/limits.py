@@ -13,6 +13,10 @@ that keeps one connection may get less. The limit of concurrent requests is divi
 a key limited to one may have one in each process. A day's quota is not divided: the use of all
 routers comes with the route table (`KeyEntry.spent_until`), and the use counted here only covers
 the seconds until then, or the hours in which no scheduler can be reached.
+
+Routers tell each other each second what a key has drawn from its rates, and each draws that from
+its own meters, too. What a key gets over the limit while they do not know of each other it owes:
+over a longer time it gets no more than its rate.
 """
 
 import math
@@ -21,6 +25,7 @@ from typing import Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId
+from isochrone.wire.key_use import KeyUse
 from isochrone.wire.routes import KeyEntry, KeyLimits
 
 BURST_S: Final = 60.0
@@ -115,6 +120,8 @@ class _KeyUsage:
         self.day_tokens_max = math.inf
         self.day_spend = 0.0
         self.day_spend_max = math.inf
+        self.untold_requests = self.untold_tokens = 0
+        """Drawn here, and not told to other routers yet."""
 
     def set_limits(self, limits: KeyLimits, processes: int, now_s: float) -> None:
         """Apply `limits` from now on.
@@ -186,6 +193,7 @@ class AdmittedRequest:
         usage.concurrent -= 1
         if self._token_meter is not None:
             self._token_meter.settle(used_tokens - self._estimate_tokens, now_s)
+            usage.untold_tokens += used_tokens - self._estimate_tokens
         if usage.day_ends_s == self._day_ends_s:
             usage.day_tokens -= self._estimate_tokens
             usage.day_spend -= self._estimate_spend
@@ -200,6 +208,8 @@ class KeyLimiter:
         """Grant one of `processes` equal shares of every rate, starting with full meters."""
         self._processes = processes
         self._usages: dict[KeyId, _KeyUsage] = {}
+        self._drawn: dict[KeyId, _KeyUsage] = {}
+        """The keys from whose rates was drawn since the last `take_untold`."""
 
     def __len__(self) -> int:
         """Return how many keys have state here."""
@@ -230,8 +240,12 @@ class KeyLimiter:
             raise _limit_exceeded(key, usage, estimate_tokens, now_s, unix_s)
         if requests is not None:
             requests.full_at_s = requests_full_at_s
+            usage.untold_requests += 1
+            self._drawn[key.key_id] = usage
         if tokens is not None:
             tokens.full_at_s = tokens_full_at_s
+            usage.untold_tokens += estimate_tokens
+            self._drawn[key.key_id] = usage
         usage.concurrent += 1
         usage.day_tokens += estimate_tokens
         usage.day_spend += estimate_spend
@@ -260,6 +274,25 @@ class KeyLimiter:
             usage.begin_day(unix_s)
         return usage
 
+    def take_untold(self) -> list[KeyUse]:
+        """Return what was drawn from rates and not returned by this before."""
+        rows: list[KeyUse] = []
+        for key_id, usage in list(self._drawn.items()):
+            if usage.untold_requests or usage.untold_tokens:
+                rows.append(KeyUse(key_id, usage.untold_requests, usage.untold_tokens))
+                usage.untold_requests = usage.untold_tokens = 0
+            if not usage.concurrent:
+                del self._drawn[key_id]
+        return rows
+
+    def draw_elsewhere(self, key: KeyEntry, use: KeyUse, now_s: float, unix_s: float) -> None:
+        """Draw what a key has used at other routers; each process draws its share."""
+        usage = self._current_usage(key, now_s, unix_s)
+        if usage.requests is not None:
+            usage.requests.settle(use.requests / self._processes, now_s)
+        if usage.tokens is not None:
+            usage.tokens.settle(use.tokens / self._processes, now_s)
+
     def key_ids(self) -> list[KeyId]:
         """Return the keys that have state here."""
         return list(self._usages)
@@ -268,6 +301,7 @@ class KeyLimiter:
         """Drop the state of keys that are no longer in the route table."""
         for key_id in key_ids:
             self._usages.pop(key_id, None)
+            self._drawn.pop(key_id, None)
 
 
 def format_duration(seconds: float) -> str:

@@ -2,7 +2,8 @@
 prompts read there.
 
 The router names them in the order of their queues as it knows them; the node that gets the request
-asks for the current ones and decides.
+asks for the current ones and decides. A prompt for a busy decode replica waits for one of them,
+which counts when the replicas are ranked.
 """
 
 from collections.abc import Sequence, Set
@@ -47,6 +48,18 @@ class PrefillReplicas:
     def __bool__(self) -> bool:
         return bool(self._by_pop)
 
+    def wait_ms(self, route: Route, ledger: InFlightLedger, now_s: float) -> float:
+        """Return how long a prompt waits at the first prefill replica to be free for `route`."""
+        shortest = 0.0
+        is_first = True
+        for peer in self._by_pop.get(route.pop, ()):
+            if peer.version != route.version:
+                continue
+            wait = _queued_tokens(ledger, peer, now_s) * prefill_ms(1, peer.prefill_tokens_per_s)
+            if is_first or wait < shortest:
+                shortest, is_first = wait, False
+        return shortest
+
     def candidates(
         self,
         target: RankedRoute,
@@ -64,8 +77,7 @@ class PrefillReplicas:
             if route.version != here.version or route.replica_id in excluded:
                 continue
             token_ms = prefill_ms(1, route.prefill_tokens_per_s)
-            in_flight = ledger.tokens_at(route.replica_id, now_s)
-            queued = in_flight.prefill_tokens + in_flight.others_prefill_tokens
+            queued = _queued_tokens(ledger, route, now_s)
             peers.append((queued * token_ms, _peer(route, prompt_tokens, token_ms)))
         if not peers:
             return []
@@ -79,6 +91,11 @@ class PrefillReplicas:
             round(1000 * target.ms_per_token),
         )
         return [first, *[peer for _, peer in peers[: PEER_REPLICAS_MAX - 1]]]
+
+
+def _queued_tokens(ledger: InFlightLedger, route: Route, now_s: float) -> float:
+    in_flight = ledger.tokens_at(route.replica_id, now_s)
+    return in_flight.prefill_tokens + in_flight.others_prefill_tokens
 
 
 def _queue_ms(candidate: tuple[float, PeerReplica]) -> float:

@@ -1,10 +1,12 @@
 """Share with the other processes of this router which prompts were read where, and suspicions.
 
-Suspicions go to all other routers, too.
+Suspicions, and what keys have used, go to all other routers, too.
 """
 
 from collections.abc import Callable
 
+from isochrone.wire.key_use import KeyUse
+from router.key_use_sharing import KeyUseOutbox, OwnKeyUse
 from router.processes import ParentLink, Send, WorkerPool
 from router.prompt_sharing import PromptOutbox, SharedPrompts
 from router.suspicion_sharing import FleetSuspicionOutbox, SuspicionOutbox, to_fleet
@@ -24,12 +26,17 @@ class PromptSharer:
         fleet_suspicions: FleetSuspicionOutbox,
         send: Send,
         clock: Callable[[], float],
+        take_key_use: Callable[[], list[KeyUse]],
+        key_use: KeyUseOutbox,
     ) -> None:
         """A worker process has a `parent`; the main process has `workers`.
 
-        The main process sends `fleet_suspicions` to the scheduler with `send`. `clock` returns
-        monotonic seconds.
+        The main process sends `fleet_suspicions` and `key_use` to the scheduler with `send`, and
+        `take_key_use` returns what this process has to add to it. `clock` returns monotonic
+        seconds.
         """
+        self._take_key_use = take_key_use
+        self._key_use = key_use
         self._outbox = outbox
         self._suspicions = suspicions
         self._parent = parent
@@ -41,7 +48,10 @@ class PromptSharer:
     async def run_once(self) -> int:
         """Send the prompts since the last turn; return how many."""
         rows, suspicions = self._outbox.take(), self._suspicions.take()
+        key_use = self._take_key_use()
         if self._parent is not None:
+            if key_use:
+                await self._parent.send(OwnKeyUse(tuple(key_use)))
             if suspicions is not None:
                 await self._parent.send(suspicions)
             # Sent even if empty: the main process replaces a worker that sends nothing.
@@ -52,6 +62,7 @@ class PromptSharer:
                 self._fleet_suspicions.add(suspicions)
             if rows:
                 self._workers.broadcast(SharedPrompts(rows))
+            self._key_use.add(key_use)
             await self._tell_fleet()
         return len(rows)
 
@@ -60,3 +71,6 @@ class PromptSharer:
         suspicions = self._fleet_suspicions.take()
         if suspicions is not None and not await self._send(to_fleet(suspicions, self._clock())):
             self._fleet_suspicions.add(suspicions)
+        use = self._key_use.take()
+        if use is not None and not await self._send(use):
+            self._key_use.add(use.rows)

@@ -253,9 +253,12 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
 
 def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
     """Return why replicas of this engine cannot have roles of their own; empty if they can."""
-    if policy.roles == UNIFIED_ROLES or capabilities_of(engine.driver).sends_kv:
-        return ""
     known = ", ".join(name for name, one in ENGINE_CAPABILITIES.items() if one.sends_kv)
+    sends_kv = capabilities_of(engine.driver).sends_kv
+    if engine.share_kv and not sends_kv:
+        return f"share_kv needs an engine that sends KV: {engine.driver} does not, {known} does"
+    if policy.roles == UNIFIED_ROLES or sends_kv:
+        return ""
     return (
         f"roles {policy.roles!r} need an engine that sends the KV of prompts to another:"
         f" {engine.driver} does not, {known} does"

@@ -8,12 +8,14 @@ from aiohttp import web
 
 from isochrone.wire.control import TABLE_PARTS, FromRouter, PeerRole, RefusedCode
 from isochrone.wire.ids import PopId
+from isochrone.wire.key_use import FleetKeyUse
 from isochrone.wire.routes import SnapshotWanted
 from isochrone.wire.suspicions import FleetSuspicions
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from scheduler import metrics
 from scheduler.api.peers import RETRY_REFUSED_S, PeerRefused, PeerServer
 from scheduler.decide.demand import accept_demand, accept_round_trips, accept_trials, accept_usage
+from scheduler.state.key_use_exchange import KeyUseExchange
 from scheduler.state.peer_connection import PeerConnection
 from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.pool import (
@@ -30,6 +32,9 @@ from scheduler.store.usage import record_demand, record_round_trips, record_usag
 log = logging.getLogger(__name__)
 
 
+RouterMessage = Demand | Usage | RoundTrips | SnapshotWanted | FleetSuspicions | FleetKeyUse
+
+
 class RouterEndpoint:
     """`GET /v1/router`."""
 
@@ -40,7 +45,9 @@ class RouterEndpoint:
         intake: Pool,
         routes: PublishedRoutes,
         nudge_place: Callable[[], None],
+        key_use: KeyUseExchange,
     ) -> None:
+        self._key_use = key_use
         self._server = server
         self._intake = intake
         self._routes = routes
@@ -53,7 +60,7 @@ class RouterEndpoint:
     async def _handle_message(
         self,
         peer: PeerConnection,
-        message: Demand | Usage | RoundTrips | SnapshotWanted | FleetSuspicions | None,
+        message: RouterMessage | None,
     ) -> None:
         if message is None:
             self._routes.following.record_registered(
@@ -67,6 +74,8 @@ class RouterEndpoint:
             self._routes.send_table(peer)
         elif isinstance(message, FleetSuspicions):
             self._server.pass_to_other_routers(peer, message)
+        elif isinstance(message, FleetKeyUse):
+            self._key_use.add(peer.name, message.rows)
         elif message.router_id != peer.name:
             reason = f"{peer.name} cannot speak for {message.router_id}"
             raise PeerRefused(RefusedCode.IDENTITY, reason, RETRY_REFUSED_S)

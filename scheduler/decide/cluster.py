@@ -274,6 +274,15 @@ class ReplicaEnding(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: float = 30.0
 
 
+class ReplicaRoleChange(msgspec.Struct, frozen=True, kw_only=True):
+    """Give a running replica another role: its engine goes on, the routers are told."""
+
+    replica_id: ReplicaId
+    node_id: NodeId
+    role: Role
+    reason: str
+
+
 class UnmetRequirement(msgspec.Struct, frozen=True, kw_only=True):
     """A requirement of a deployment that cannot be met now, and why, with the numbers."""
 
@@ -282,7 +291,7 @@ class UnmetRequirement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Starts and ends of replicas, with reasons.
+    """Starts and ends of replicas, and changes of their roles, with reasons.
 
     `frozen` says why only failed replicas are replaced, or is "".
     """
@@ -292,6 +301,12 @@ class PlacementPlan(msgspec.Struct, frozen=True, kw_only=True):
     endings: tuple[ReplicaEnding, ...] = ()
     unmet: tuple[UnmetRequirement, ...] = ()
     frozen: str = ""
+    role_changes: tuple[ReplicaRoleChange, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it changes nothing."""
+        return not (self.starts or self.endings or self.role_changes)
 
     @property
     def node_ids(self) -> list[NodeId]:

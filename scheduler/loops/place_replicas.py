@@ -78,7 +78,7 @@ class PlaceReplicas:
             return PlacementCounts(frozen="waiting for every node's first report")
         plan = await self._planner.plan(self._heartbeats.observed())
         self._show(plan)
-        if not plan.starts and not plan.endings:
+        if plan.is_empty:
             return PlacementCounts(unmet=len(plan.unmet), frozen=plan.frozen)
         with_secrets = (with_secret(start, secrets.token_hex(16)) for start in plan.starts)
         starts = tuple(_sealed(start, self._authority) for start in with_secrets)
@@ -119,6 +119,7 @@ class PlaceReplicas:
             replica_id = start.spec.replica_id
             fields = {"replica": replica_id, "node": start.node_id, "reason": start.reason}
             log.info("placed", extra={"fields": fields})
+        metrics.MOVES.labels("role").inc(len(plan.role_changes))
         await self._assignments.send_to(plan.node_ids)
         self._routes.mark_changed()
 

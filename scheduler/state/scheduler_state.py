@@ -6,6 +6,7 @@ from isochrone.service.connection_count import ConnectionCount
 from isochrone.wire.ids import ClusterId
 from scheduler.state.assignment_outbox import AssignmentOutbox
 from scheduler.state.heartbeats import Heartbeats, PulseBuffer
+from scheduler.state.key_use_exchange import KeyUseExchange
 from scheduler.state.leadership import Leadership
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peer_admission import PeerAdmission
@@ -37,6 +38,7 @@ class SchedulerState:
         self.unregistered = unregistered
         self.heartbeats = Heartbeats(self.lease, lost_after_s=lost_after_s)
         self.pulses = PulseBuffer()
+        self.key_use = KeyUseExchange()
         self.routes = PublishedRoutes(nudge_publish)
         self.placement = PlacementStatus()
         self.admission = PeerAdmission(per_s=admissions_per_s, lease=self.lease, peers=self.peers)

@@ -35,6 +35,19 @@ async def commit_plan(connection: Connection, plan: PlacementPlan, epoch: Epoch)
             )
     for ending in plan.endings:
         await _end_placement(connection, ending, generation)
+    for change in plan.role_changes:
+        await connection.execute(
+            "UPDATE placement SET role = $2 WHERE replica_id = $1 AND ended_at IS NULL",
+            change.replica_id,
+            change.role,
+        )
+        await record_event(
+            connection,
+            actor="scheduler",
+            kind="replica.role",
+            subject=change.replica_id,
+            reason=f"now {change.role}: {change.reason}",
+        )
     await connection.execute(
         "UPDATE node SET assigned = $2 WHERE node_id = ANY($1::text[])", plan.node_ids, generation
     )

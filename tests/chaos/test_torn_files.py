@@ -6,6 +6,7 @@ something else, or lose what lies whole beside it.
 
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def test_a_torn_snapshot_is_replaced_by_the_previous_one(folder: Path) -> None:
 
 
 def test_all_complete_rows_of_a_torn_journal_are_read(folder: Path) -> None:
-    journal = UsageJournal(folder)
+    journal = UsageJournal(folder, time.monotonic)
     assert journal.open() == ()
     sizes = [0]
     for number in range(3):
@@ -98,7 +99,7 @@ def test_all_complete_rows_of_a_torn_journal_are_read(folder: Path) -> None:
         shutil.rmtree(life, ignore_errors=True)
         life.mkdir()
         (life / "rows.000000001").write_bytes(whole[:cut])
-        reopened = UsageJournal(life)
+        reopened = UsageJournal(life, time.monotonic)
         rows = reopened.open()
         assert [row.request_id for row in rows] == [
             f"req-{n}" for n in range(3) if sizes[n + 1] <= cut
@@ -106,13 +107,13 @@ def test_all_complete_rows_of_a_torn_journal_are_read(folder: Path) -> None:
         reopened.append(a_row(9))
         reopened.close()
         # Nobody has them yet: the next life finds them all again.
-        again = UsageJournal(life)
+        again = UsageJournal(life, time.monotonic)
         assert [row.request_id for row in again.open()][-1:] == ["req-9"]
         again.append(a_row(10))
         aside = again.rotate()
         again.remove(aside)
         again.close()
-        assert UsageJournal(life).open() == ()
+        assert UsageJournal(life, time.monotonic).open() == ()
 
 
 def test_a_torn_usage_batch_does_not_block_others(folder: Path) -> None:

@@ -71,6 +71,11 @@ def last_words(folder: Path) -> str:
     return "\n".join(words)
 
 
+def postgres_process(database: str) -> str:
+    """Return the name of the process that serves a database: "postgres" for the first."""
+    return f"postgres{database.removeprefix('pg')}"
+
+
 class Fleet:
     """Two schedulers on one Postgres, a node and a router in each of two PoPs."""
 
@@ -84,6 +89,8 @@ class Fleet:
         self.environment: dict[str, dict[str, str]] = {}
         self.prefixes: dict[str, tuple[str, ...]] = {}
         """By process: the command that runs it, for example in a network namespace."""
+        self.databases = ["pg"]
+        """The folders of the Postgres servers, of which one is the primary."""
         self.hosts: dict[str, str] = {}
         """By process: the address at which this process reaches it, if not 127.0.0.1."""
         self.processes = Processes(folder / "logs", ROOT)
@@ -111,17 +118,18 @@ class Fleet:
         """Return the address of a router or node."""
         return f"http://{self.hosts.get(name, LOOPBACK)}:{self.ports[name]}"
 
-    async def start_postgres(self) -> None:
-        log = self.folder / "logs" / "postgres.log"
+    async def start_postgres(self, database: str = "pg") -> None:
+        name = postgres_process(database)
+        log = self.folder / "logs" / f"{name}.log"
         log.unlink(missing_ok=True)
         await self.processes.start(
-            "postgres", ("scheduler", "postgres", "--state", str(self.folder / "pg"))
+            name, ("scheduler", "postgres", "--state", str(self.folder / database))
         )
 
         async def is_ready() -> bool:
             return "postgresql://" in log.read_text()
 
-        await self.processes.wait("postgres", is_ready, READY_TIMEOUT_S)
+        await self.processes.wait(name, is_ready, READY_TIMEOUT_S)
 
     def env(self, name: str) -> dict[str, str]:
         """Return the overridden settings of a process as environment variables."""
@@ -161,8 +169,11 @@ class Fleet:
         except AdminError:
             return None
 
-    def dsn(self) -> str:
-        return f"postgresql://isochrone@/isochrone?host={self.folder}/pg"
+    def dsn(self, *databases: str) -> str:
+        """Return the connection string of these databases, or of all: the writable one counts."""
+        folders = [f"{self.folder}/{name}" for name in databases or self.databases]
+        writable = "&target_session_attrs=read-write" if len(folders) > 1 else ""
+        return f"postgresql://isochrone@/isochrone?host={','.join(folders)}{writable}"
 
     def schedulers(self) -> str:
         urls = [f"http://127.0.0.1:{self.ports[f'control-{name}']}" for name in ("a", "b")]

@@ -14,6 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.chat.call_format import ToolDefinition, call_format_of_template
+from nodeagent.engine.chat.reasoning import template_reasons
 from nodeagent.engine.chat.tool_prompt import messages_as_text
 from nodeagent.engine.tokenizer.vocabulary import SEAM
 
@@ -48,6 +49,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         self.call_format = call_format_of_template(source)
         self.mentions_tools = "tools" in source
+        self.reasons = template_reasons(source)
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         marks = [mark for mark in special if len(mark) > 1]
         try:

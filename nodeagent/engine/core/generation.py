@@ -1,12 +1,16 @@
 """A generation: a sequence with its sampler and detokenizer, and what a step adds to it."""
 
 from dataclasses import dataclass
+from typing import Final
 
+from isochrone.wire.kv_sharing import FoundTokens
 from nodeagent.engine.core.kv_transfers import OutgoingBlocks
 from nodeagent.engine.sampling.sampler import GrammarFailed, InvalidLogits, SampledToken, Sampler
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence
 from nodeagent.engine.speculative.speculation import Drafter
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
+
+NOTHING_FOUND: Final = FoundTokens()
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +49,8 @@ class GenerationDelta:
     choice: int = 0
     stop_string: str = ""
     """The client's stop string that ended the text, if one did."""
+    found: FoundTokens = NOTHING_FOUND
+    """The prompt's tokens that were cached, by tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,4 +122,17 @@ def _delta(
         error=error,
         choice=generation.choice,
         stop_string=generation.stops.matched,
+        found=_found(sequence),
+    )
+
+
+def _found(sequence: Sequence) -> FoundTokens:
+    """Return where the cached tokens of a prompt were."""
+    if not sequence.cached_tokens:
+        return NOTHING_FOUND
+    file = min(sequence.file_tokens, sequence.restored_tokens)
+    return FoundTokens(
+        device=sequence.cached_tokens - sequence.restored_tokens,
+        host=sequence.restored_tokens - file,
+        file=file,
     )

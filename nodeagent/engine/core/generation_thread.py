@@ -162,6 +162,8 @@ class GenerationThread(StepThread):
         if isinstance(message, _PrefetchedGeneration):
             if message.contents is not None:
                 self._engine.import_blocks(message.digests, message.contents)
+                file_tokens = len(message.digests) * BLOCK_TOKENS
+                message.generation.sequence.file_tokens = file_tokens
             self._engine.submit(message.generation)
         elif isinstance(message, Generation):
             self._engine.submit(message)

@@ -9,7 +9,8 @@ the first of them can be admitted; without any, all would wait for each other.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from torch import Tensor
@@ -122,11 +123,46 @@ class KvTransfers:
             self._pool.release(held)
             held = []
         self._incoming[transfer] = IncomingBlocks(held, [])
-        found = len(cached)
+        return HeldPrefix(len(cached), self.count_prefix(digests))
+
+    def count_prefix(self, digests: Sequence[bytes]) -> int:
+        """Return how many blocks of the prefix of a chain are in some tier."""
+        host: Container[bytes] = self._mover.host if self._mover is not None else ()
+        files = self._mover.files if self._mover is not None else None
+        lower: Container[bytes] = files if files is not None else ()
+        has_digest = self._pool.has_digest
+        found = takewhile(lambda d: has_digest(d) or d in host or d in lower, digests)
+        return sum(1 for _ in found)
+
+    def read_prefix(self, digests: Sequence[bytes]) -> Tensor | None:
+        """Return the blocks of the prefix of a chain that are on the device, else those in host
+        memory [blocks, ...]; None if the first one is in neither.
+        """
+        cached = self._pool.match_prefix(digests)
+        if cached:
+            return self._device.read_blocks(cached)
+        if self._mover is None:
+            return None
+        kept = list(takewhile(self._mover.host.__contains__, digests))
+        return self._mover.host.get(kept) if kept else None
+
+    def keep(self, digests: Sequence[bytes], contents: Tensor) -> None:
+        """Store blocks that no request waits for: below the device, if there are such tiers."""
         if self._mover is not None:
-            while found < len(digests) and digests[found] in self._mover.host:
-                found += 1
-        return HeldPrefix(len(cached), found)
+            self._mover.keep(digests, contents)
+            return
+        self.open_incoming("keep", ())
+        self.store_incoming("keep", digests, contents)
+        self.close_incoming("keep")
+
+    def store_shared(self, transfer: str, digests: Sequence[bytes], contents: Tensor) -> bool:
+        """Store blocks that another replica has, where the waiting request will find them."""
+        if self._mover is None:
+            return self.store_incoming(transfer, digests, contents)
+        if transfer not in self._incoming:
+            return False
+        self._mover.import_blocks(digests, contents)
+        return True
 
     def store_incoming(self, transfer: str, digests: Sequence[bytes], contents: Tensor) -> bool:
         """Store blocks that arrived, and hold them.
@@ -156,14 +192,19 @@ class KvTransfers:
         self.received_blocks_total += len(fresh)
         return True
 
-    def close_incoming(self, transfer: str, *, is_wrong: bool = False) -> None:
+    def close_incoming(
+        self, transfer: str, *, is_wrong: bool = False, shared: Sequence[bytes] = ()
+    ) -> None:
         """Let go of what arrived. Does nothing the second time.
 
-        With `is_wrong` the peer sent wrong blocks: those that no sequence uses are forgotten.
+        With `is_wrong` the peer sent wrong blocks: those that no sequence uses are forgotten, also
+        the `shared` ones in host memory.
         """
         incoming = self._incoming.pop(transfer, None)
         if incoming is None:
             return
         if is_wrong:
             self._pool.uncache(incoming.arrived)
+            if self._mover is not None:
+                self._mover.host.discard(shared)
         self._pool.release([*incoming.cached, *incoming.arrived])

@@ -137,6 +137,12 @@ class BlockMover:
         self.host.check(digests, contents)
         self.host.put(digests, contents)
 
+    def keep(self, digests: Sequence[bytes], contents: Tensor) -> None:
+        """Store a copy of another engine's blocks, in files too. Runs on the step thread."""
+        self.import_blocks(digests, contents)
+        if self.files is not None:
+            self._queue_writes(digests, contents)
+
     def export_blocks(
         self, cached: Sequence[CachedBlock], digests: Sequence[bytes]
     ) -> Tensor | None:
@@ -209,8 +215,12 @@ class BlockMover:
         contents = self._device.read_blocks([block for block, _ in evicted])
         self.host.put(digests, contents)
         self.saved_total += len(digests)
-        if self.files is None:
-            return
+        if self.files is not None:
+            self._queue_writes(digests, contents)
+
+    def _queue_writes(self, digests: Sequence[bytes], contents: Tensor) -> None:
+        """Have blocks written to files, unless too many wait already."""
+        assert self.files is not None
         for digest, content in zip(digests, contents, strict=True):
             if digest in self.files:
                 continue

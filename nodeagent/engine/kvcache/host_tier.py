@@ -36,6 +36,13 @@ class HostTier:
                 self._rows[self._row_of[digest]] = contents[index]
             self._row_of.move_to_end(digest)
 
+    def discard(self, digests: Sequence[bytes]) -> None:
+        """Forget those of the blocks that are here."""
+        for digest in digests:
+            row = self._row_of.pop(digest, None)
+            if row is not None:
+                self._free.append(row)
+
     def check(self, digests: Sequence[bytes], contents: Tensor) -> None:
         """Raise ValueError unless `contents` has one block of this tier's shape per digest."""
         if contents.dtype != self._rows.dtype or contents.shape[1:] != self._rows.shape[1:]:

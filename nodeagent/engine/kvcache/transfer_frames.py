@@ -74,8 +74,15 @@ class TransferReader:
     """Reads one transfer, of the blocks with these digests; `first_block` is the first to come."""
 
     def __init__(
-        self, fingerprint: bytes, block_bytes: int, digests: Sequence[bytes], first_block: int
+        self,
+        fingerprint: bytes,
+        block_bytes: int,
+        digests: Sequence[bytes],
+        first_block: int,
+        *,
+        may_be_shorter: bool = False,
     ) -> None:
+        """With `may_be_shorter`, the sender may have no more than the first of the blocks."""
         self._expected = TransferHead(
             fingerprint=fingerprint,
             block_bytes=block_bytes,
@@ -83,10 +90,16 @@ class TransferReader:
             blocks=len(digests) - first_block,
         )
         self._digests = digests
+        self._may_be_shorter = may_be_shorter
         self._buffer = bytearray()
         self._has_head = False
         self._next = first_block
         self.end: TransferEnd | None = None
+
+    @property
+    def next_block(self) -> int:
+        """The number of the block that has not arrived yet."""
+        return self._next
 
     def feed(self, data: bytes) -> list[ReceivedBlock]:
         """Take received bytes; return the blocks that are complete. Raises WrongTransfer."""
@@ -146,6 +159,9 @@ class TransferReader:
             raise WrongTransfer("a second head")
         if head.fingerprint != self._expected.fingerprint:
             raise WrongTransfer("blocks of another model or KV format")
+        if self._may_be_shorter and 0 < head.blocks < self._expected.blocks:
+            self._expected = msgspec.structs.replace(self._expected, blocks=head.blocks)
+            self._digests = self._digests[: self._expected.first_block + head.blocks]
         if head != self._expected:
             raise WrongTransfer(f"{head.blocks} blocks from number {head.first_block} on")
         self._has_head = True

@@ -55,6 +55,10 @@ class Sequence:
     computed_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when the sequence was first admitted."""
+    restored_tokens: int = 0
+    """How many of them were below the device."""
+    file_tokens: int = 0
+    """Prompt tokens that were read from files before the sequence was queued."""
     was_admitted: bool = False
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)

@@ -70,6 +70,7 @@ class SequenceBlocks:
         else:
             sequence.was_admitted = True
             sequence.cached_tokens = sequence.computed_tokens
+            sequence.restored_tokens = len(below) * BLOCK_TOKENS
         return True
 
     def reserve_next_token(self, sequence: Sequence) -> bool:

@@ -12,7 +12,7 @@ from typing import Final
 
 from aiohttp import web
 
-from isochrone.wire import kv_transfer
+from isochrone.wire import kv_sharing, kv_transfer
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.headers import REQUEST_ID
@@ -25,6 +25,7 @@ from nodeagent.engine.server.adapters import AdapterRegistry
 from nodeagent.engine.server.http_routes import ModelServer, json_response
 from nodeagent.engine.server.kv_receiving import KvReceiver
 from nodeagent.engine.server.kv_sending import KvSender
+from nodeagent.engine.server.kv_sharing import KvSharing
 from nodeagent.engine.server.open_requests import OpenRequest, OpenRequests
 from nodeagent.engine.server.openai.request_body import read_chat, read_completion
 from nodeagent.engine.server.openai.response_body import CompletionResponse, ResponseChoice
@@ -63,7 +64,12 @@ class GenerationServer(ModelServer):
         self._preparer = RequestPreparer(config, loaded, self.adapters, self.context_tokens)
         self.kv_sender = KvSender(config, loaded.kv_blocks, self.worker, self.open_requests)
         waiting_max = config.sequences_max + config.waiting_max
-        self.kv_receiver = KvReceiver(loaded.kv_blocks, self.worker, waiting_max)
+        mover = engine.block_mover
+        self.kv_receiver = KvReceiver(
+            loaded.kv_blocks, self.worker, waiting_max, has_host_tier=mover is not None
+        )
+        files = mover.files if mover is not None else None
+        self.kv_sharing = KvSharing(loaded.kv_blocks, self.worker, files, config.client_stall_s)
 
     def fail_all(self, message: str) -> None:
         """End every open request with an error."""
@@ -78,6 +84,7 @@ class GenerationServer(ModelServer):
         app = super().app()
         app.on_cleanup.append(self._close_preparer)
         self.kv_receiver.attach(app)
+        self.kv_sharing.attach(app)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.complete)
         app.router.add_post("/sleep", self.fall_asleep)
@@ -105,6 +112,7 @@ class GenerationServer(ModelServer):
             **(mover.counts() if mover is not None else {}),
             **(transfers.counts() if transfers is not None else {}),
             **self.kv_receiver.counts(),
+            **self.kv_sharing.counts(),
             **(speculation.counts() if speculation is not None else {}),
             "adapters": len(self.adapters.names),
             "adapters_kept": self.adapters.cached,
@@ -213,7 +221,11 @@ class GenerationServer(ModelServer):
             vocabulary=self.loaded.vocabulary,
             new_call_id=lambda: _new_call_id(call_id_chars),
             choices=[
-                ResponseChoice(index, tool_use.parser() if tool_use else None)
+                ResponseChoice(
+                    index,
+                    tool_use.parser() if tool_use else None,
+                    prepared.reasoning.splitter() if prepared.reasoning else None,
+                )
                 for index in range(prepared.answers)
             ],
         )
@@ -232,6 +244,7 @@ class GenerationServer(ModelServer):
         # The status line waits for the first delta, so that an early failure has its own status.
         delta = await opened.deltas.get()
         _raise_failure(delta)
+        response.headers[kv_sharing.KV_FOUND] = kv_sharing.format_found(delta.found)
         await response.prepare(request)
         frames = answer.opening_chunks()
         while True:
@@ -270,13 +283,17 @@ class GenerationServer(ModelServer):
 
     async def _collect(self, answer: CompletionResponse, opened: OpenRequest) -> web.Response:
         """Wait for the complete answer."""
+        found = kv_sharing.FoundTokens()
         while not answer.ended:
             delta = await opened.deltas.get()
             _raise_failure(delta)
             answer.collect(delta)
+            found = delta.found
         opened.ended = True
         return web.Response(
-            body=answer.complete_body(opened.prompt_tokens), content_type="application/json"
+            body=answer.complete_body(opened.prompt_tokens),
+            content_type="application/json",
+            headers={kv_sharing.KV_FOUND: kv_sharing.format_found(found)},
         )
 
 

@@ -3,14 +3,16 @@
 Rule 1: the request knows its own tokens before anything is accepted, and takes no other blocks.
 Rule 2: whatever goes wrong, the request begins: what did not arrive is computed here. After wrong
 blocks, everything of that transfer is computed here.
-Rule 3: blocks in memory and not yet on the device are bounded by STORE_BYTES_MAX per transfer.
+Rule 3: blocks that the PoP shares come first, as a part of the prompt: the request goes on waiting.
+Rule 4: blocks in memory and not yet on the device are bounded by STORE_BYTES_MAX per transfer.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
+import aiohttp
 import torch
 from aiohttp import web
 
@@ -23,6 +25,7 @@ from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
 from nodeagent.engine.kvcache.transfer_frames import (
     ReceivedBlock,
+    TransferEnd,
     TransferReader,
     WrongTransfer,
 )
@@ -53,6 +56,8 @@ class WaitingPrompt:
         self.digests = digests
         self.wire_digests = wire_digests
         self.held = HeldPrefix(0, 0)
+        self.shared: list[bytes] = []
+        """The digests of the blocks that another replica of the PoP had."""
         self.receiving = asyncio.Lock()
         self.may_begin = asyncio.Event()
 
@@ -60,8 +65,17 @@ class WaitingPrompt:
 class KvReceiver:
     """The requests that wait for KV, by the id of their transfer."""
 
-    def __init__(self, form: KvBlockForm, worker: GenerationThread, waiting_max: int) -> None:
+    def __init__(
+        self,
+        form: KvBlockForm,
+        worker: GenerationThread,
+        waiting_max: int,
+        *,
+        has_host_tier: bool = False,
+    ) -> None:
+        """With `has_host_tier`, blocks that the PoP shares are stored there."""
         self._form = form
+        self._has_host_tier = has_host_tier
         self._worker = worker
         self._waiting_max = waiting_max
         self._waiting: dict[str, WaitingPrompt] = {}
@@ -134,6 +148,8 @@ class KvReceiver:
                 cached_blocks=waiting.held.on_device,
                 held_blocks=waiting.held.in_all_tiers,
                 block_tokens=BLOCK_TOKENS,
+                block_bytes=self._form.block_bytes,
+                digests=tuple(waiting.digests) if "digests" in request.query else (),
             )
         )
 
@@ -146,21 +162,25 @@ class KvReceiver:
         """Store the blocks in the body; the request begins once the transfer is complete."""
         transfer = request.match_info["transfer"]
         waiting = self._get(transfer)
+        is_shared = "shared" in request.query
         # The end of a broken transfer may be noticed after the next one begins.
         async with waiting.receiving:
             if waiting.may_begin.is_set():
                 raise _unknown_transfer()
             try:
-                received = await self._read(transfer, waiting, request)
+                read = self._read_shared if is_shared else self._read
+                received = await read(transfer, waiting, request)
             except WrongTransfer as error:
                 self.wrong_total += 1
-                self._worker.call(lambda core: _close(core, transfer, is_wrong=True))
+                shared = waiting.shared
+                self._worker.call(lambda core: _close(core, transfer, is_wrong=True, shared=shared))
                 waiting.may_begin.set()
                 raise ApiError(
                     ErrorCode.INVALID_REQUEST, f"cannot use these KV blocks: {error}"
                 ) from error
-        self.complete_total += 1
-        waiting.may_begin.set()
+        if not is_shared:
+            self.complete_total += 1
+            waiting.may_begin.set()
         return json_response(received)
 
     async def _read(
@@ -169,41 +189,98 @@ class KvReceiver:
         fingerprint = await asyncio.to_thread(self._form.fingerprint)
         first = waiting.held.on_device
         reader = TransferReader(fingerprint, self._form.block_bytes, waiting.wire_digests, first)
-        arrived: list[ReceivedBlock] = []
-        async for data in request.content.iter_any():
-            arrived += reader.feed(data)
-            while len(arrived) >= self._store_blocks_max:
-                await self._store(transfer, waiting, arrived[: self._store_blocks_max])
-                del arrived[: self._store_blocks_max]
-        if arrived:
-            await self._store(transfer, waiting, arrived)
-        if reader.end is None:
-            raise ApiError(ErrorCode.INVALID_REQUEST, "cannot use these KV blocks: no end")
+
+        async def store(blocks: Sequence[ReceivedBlock]) -> None:
+            await self._store(transfer, waiting, blocks)
+
+        end = await read_blocks(request.content, reader, self._store_blocks_max, store)
         blocks = len(waiting.digests) - first
         return kv_transfer.ReceivedBlocks(
             blocks=blocks,
             transfer_bytes=blocks * self._form.block_bytes,
-            cached_tokens=reader.end.cached_tokens,
-            after_prefill_ms=reader.end.after_prefill_ms,
+            cached_tokens=end.cached_tokens,
+            after_prefill_ms=end.after_prefill_ms,
+        )
+
+    async def _read_shared(
+        self, transfer: str, waiting: WaitingPrompt, request: web.Request
+    ) -> kv_transfer.ReceivedBlocks:
+        """Store the blocks that another replica has after those that this engine has."""
+        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        digests, first = waiting.digests, waiting.held.in_all_tiers
+        if first >= len(digests):
+            raise ApiError(ErrorCode.INVALID_REQUEST, "cannot use KV blocks: none is missing")
+        reader = TransferReader(
+            fingerprint, self._form.block_bytes, digests, first, may_be_shorter=True
+        )
+
+        async def store(blocks: Sequence[ReceivedBlock]) -> None:
+            await self._store(transfer, waiting, blocks, is_shared=True)
+
+        await read_blocks(request.content, reader, self._store_blocks_max, store)
+        blocks = reader.next_block - first
+        return kv_transfer.ReceivedBlocks(
+            blocks=blocks, transfer_bytes=blocks * self._form.block_bytes, cached_tokens=0
         )
 
     async def _store(
-        self, transfer: str, waiting: WaitingPrompt, blocks: Sequence[ReceivedBlock]
+        self,
+        transfer: str,
+        waiting: WaitingPrompt,
+        blocks: Sequence[ReceivedBlock],
+        *,
+        is_shared: bool = False,
     ) -> None:
-        data = bytearray().join(block.content for block in blocks)
-        contents = torch.frombuffer(data, dtype=self._form.dtype).view(-1, *self._form.shape)
+        contents = contents_of(blocks, self._form)
         digests = [waiting.digests[block.number] for block in blocks]
-        call = self._worker.call(lambda core: _store(core, transfer, digests, contents))
+        call = self._worker.call(
+            lambda core: _store(core, transfer, digests, contents, is_shared=is_shared)
+        )
         if not await asyncio.wrap_future(call):
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY, "cannot take KV blocks: none is free", retry_after_s=1.0
             )
+        if is_shared:
+            waiting.shared += digests
+            on_device, held = waiting.held
+            # Stored on the device, they follow what is cached there.
+            stored_on_device = 0 if self._has_host_tier else len(digests)
+            waiting.held = HeldPrefix(on_device + stored_on_device, held + len(digests))
 
     def _get(self, transfer: str) -> WaitingPrompt:
         waiting = self._waiting.get(transfer)
         if waiting is None:
             raise _unknown_transfer()
         return waiting
+
+
+async def read_blocks(
+    content: aiohttp.StreamReader,
+    reader: TransferReader,
+    store_blocks_max: int,
+    store: Callable[[Sequence[ReceivedBlock]], Awaitable[None]],
+) -> TransferEnd:
+    """Store the blocks of a stream as they come; return its end.
+
+    Raises WrongTransfer at the first wrong byte, and ApiError if the stream has no end.
+    """
+    arrived: list[ReceivedBlock] = []
+    async for data in content.iter_any():
+        arrived += reader.feed(data)
+        while len(arrived) >= store_blocks_max:
+            await store(arrived[:store_blocks_max])
+            del arrived[:store_blocks_max]
+    if arrived:
+        await store(arrived)
+    if reader.end is None:
+        raise ApiError(ErrorCode.INVALID_REQUEST, "cannot use these KV blocks: no end")
+    return reader.end
+
+
+def contents_of(blocks: Sequence[ReceivedBlock], form: KvBlockForm) -> torch.Tensor:
+    """Return the contents of blocks [blocks, ...]."""
+    data = bytearray().join(block.content for block in blocks)
+    return torch.frombuffer(data, dtype=form.dtype).view(-1, *form.shape)
 
 
 def _waiting_prompt(transfer: str, prepared: PreparedRequest) -> WaitingPrompt:
@@ -227,15 +304,25 @@ def _open(core: EngineCore, transfer: str, digests: Sequence[bytes]) -> HeldPref
 
 
 def _store(
-    core: EngineCore, transfer: str, digests: Sequence[bytes], contents: torch.Tensor
+    core: EngineCore,
+    transfer: str,
+    digests: Sequence[bytes],
+    contents: torch.Tensor,
+    *,
+    is_shared: bool,
 ) -> bool:
     transfers = core.kv_transfers
-    return transfers is not None and transfers.store_incoming(transfer, digests, contents)
+    if transfers is None:
+        return False
+    store = transfers.store_shared if is_shared else transfers.store_incoming
+    return store(transfer, digests, contents)
 
 
-def _close(core: EngineCore, transfer: str, *, is_wrong: bool) -> None:
+def _close(
+    core: EngineCore, transfer: str, *, is_wrong: bool, shared: Sequence[bytes] = ()
+) -> None:
     if core.kv_transfers is not None:
-        core.kv_transfers.close_incoming(transfer, is_wrong=is_wrong)
+        core.kv_transfers.close_incoming(transfer, is_wrong=is_wrong, shared=shared)
 
 
 def _unknown_transfer() -> ApiError:

@@ -167,7 +167,7 @@ class KvSender:
                 contents = await self._read(opened.numbers[0], count)
                 pieces: list[bytes | memoryview] = []
                 for digest, content in zip(digests[sent : sent + count], contents, strict=True):
-                    pieces += encode_block(digest, _bytes(content))
+                    pieces += encode_block(digest, content_bytes(content))
                 await self._write(response, pieces)
                 sent += count
             last = await ended
@@ -225,6 +225,7 @@ def _read_outgoing(core: EngineCore, number: int, blocks: int) -> Tensor | None:
     return transfers.read_outgoing(number, blocks) if transfers is not None else None
 
 
-def _bytes(content: Tensor) -> memoryview:
+def content_bytes(content: Tensor) -> memoryview:
+    """Return the bytes of one block."""
     flat = content.contiguous().view(torch.uint8).numpy().reshape(-1)
     return memoryview(flat.data)

@@ -118,7 +118,6 @@ class OpenRequests:
         if self._speculation is not None and options.speculate:
             drafter = self._speculation.drafter(own_constraint, prepared.predicted_tokens)
         stop_conditions = prompt.stop_conditions
-        tool_use = prepared.tool_use
         return Generation(
             Sequence(
                 number,
@@ -136,7 +135,7 @@ class OpenRequests:
             ),
             StreamDetokenizer(
                 self._vocabulary,
-                tool_use.visible_special if tool_use else None,
+                prepared.visible_special,
                 continues_text=prepared.continues_text,
             ),
             StopStrings(options.stops),

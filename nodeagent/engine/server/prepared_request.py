@@ -15,6 +15,7 @@ from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import context_length_message
 from isochrone.wire.headers import CACHE_SALT
 from nodeagent.engine.chat.chat_template import ChatTemplate, ChatTemplateError
+from nodeagent.engine.chat.reasoning import ReasoningUse, without_opening
 from nodeagent.engine.core.kv_transfers import OutgoingBlocks
 from nodeagent.engine.loading import LoadedEngine
 from nodeagent.engine.scheduler.fair_queue import SchedulingParams
@@ -66,6 +67,7 @@ class PreparedRequest:
     """Separates the prefix cache of one tenant from that of another."""
     constraint: Constraint | None = None
     tool_use: ToolUse | None = None
+    reasoning: ReasoningUse | None = None
     adapter: LoraAdapter | None = None
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     predicted_tokens: Ordered[int] = ()
@@ -74,6 +76,12 @@ class PreparedRequest:
     """Whether the answers continue the text at the end of the prompt."""
     outgoing: OutgoingBlocks | None = None
     """The blocks of the prompt that are sent to another engine."""
+
+    @property
+    def visible_special(self) -> dict[int, str]:
+        """The special tokens that appear in the text, with their spelling."""
+        uses = (self.tool_use, self.reasoning)
+        return {id_: mark for use in uses if use for id_, mark in use.visible_special.items()}
 
     @property
     def answers(self) -> int:
@@ -107,15 +115,23 @@ class RequestPreparer:
         self._check_answers(body, 1)
         template = self._chat_template()
         tools = requested_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        tokens = await self._tokenise_chat(body, tools, template)
+        text = self._render_chat(body, tools, template)
+        tokens = await self._tokenise_chat(body, text, template)
         tool_use = ToolUse.of(tools, template, self._vocabulary)
         predicted = await self._tokenise(predicted_text(body), "prediction", special=False)
-        return await self._prepare(body, headers, [tokens], tool_use, predicted)
+        prepared = await self._prepare(body, headers, [tokens], tool_use, predicted)
+        if not template.reasons or prepared.constraint is not None:
+            # A constrained output begins with the answer.
+            return prepared
+        reasoning = ReasoningUse.of(text, answer_prefix(body), self._vocabulary)
+        return replace(prepared, reasoning=reasoning)
 
     async def count_chat_tokens(self, body: ChatBody) -> int:
         """Return how many tokens the prompt of a chat has. Raises ApiError."""
         tools = requested_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        return len(await self._tokenise_chat(body, tools, self._chat_template()))
+        template = self._chat_template()
+        text = self._render_chat(body, tools, template)
+        return len(await self._tokenise_chat(body, text, template))
 
     async def prepare_completion(
         self, body: CompletionBody, headers: Mapping[str, str]
@@ -147,20 +163,23 @@ class RequestPreparer:
             )
         return self._template
 
-    async def _tokenise_chat(
+    def _render_chat(
         self, body: ChatBody, tools: RequestTools | None, template: ChatTemplate
-    ) -> list[int]:
-        """Return the prompt of a chat, with the beginning of the answer if the client has one."""
+    ) -> str:
+        """Return the text of a chat's prompt. Raises ApiError."""
         try:
-            text = template.render(
+            return template.render(
                 template_messages(body),
                 tools.described if tools else (),
                 template_arguments(body),
             )
         except ChatTemplateError as error:
             raise invalid_request("messages", str(error)) from error
+
+    async def _tokenise_chat(self, body: ChatBody, text: str, template: ChatTemplate) -> list[int]:
+        """Return the prompt of a chat, with the beginning of the answer if the client has one."""
         tokens = await self._tokenise(text, "messages", special=False)
-        prefix = template.as_text(answer_prefix(body))
+        prefix = template.as_text(without_opening(text, answer_prefix(body)))
         return tokens + await self._tokenise(prefix, "messages", special=False)
 
     async def _tokenise(self, text: str, param: str, *, special: bool) -> list[int]:

@@ -32,6 +32,7 @@ import msgspec
 from isochrone.wire.assignment import ReplicaSpec, Role
 from isochrone.wire.ids import DeploymentId, ModelId, PopId, ReplicaId
 from isochrone.wire.model import CatalogModel, Deployment
+from isochrone.wire.report import ReplicaState
 from scheduler.decide.capacity.default_sizes import replica_sizes, with_sizes
 from scheduler.decide.capacity.measured_memory import measured_excess, with_excess
 from scheduler.decide.capacity.replica_capacity import Profiles, context_tokens_of
@@ -40,6 +41,7 @@ from scheduler.decide.cluster import (
     Placement,
     PlacementPlan,
     ReplicaEnding,
+    ReplicaRoleChange,
     ReplicaStart,
     UnmetRequirement,
 )
@@ -283,7 +285,31 @@ class PlanBuilder:
             endings=tuple(self._endings.values()),
             unmet=tuple(self._unmet),
             frozen=self.fleet.liveness.frozen,
+            role_changes=() if self._endings or new else self._role_changes(draft.states),
         )
+
+    def _role_changes(self, states: Sequence[DeploymentState]) -> tuple[ReplicaRoleChange, ...]:
+        """Return the changes of roles among replicas that are all warm, one in each PoP at most.
+
+        A plan that starts or ends replicas makes none: what runs is about to change anyway.
+        """
+        changes: list[ReplicaRoleChange] = []
+        for state in states if not self.fleet.liveness.frozen else ():
+            placements = [r.placement for r in state.replicas if r.placement is not None]
+            version = state.needs.deployment.version
+            if any(p.state is not ReplicaState.WARM or p.version != version for p in placements):
+                continue
+            for replica in state.changes_of_roles():
+                placement = next(p for p in placements if p.replica_id == replica.replica_id)
+                changes.append(
+                    ReplicaRoleChange(
+                        replica_id=replica.replica_id,
+                        node_id=placement.node_id,
+                        role=replica.role,
+                        reason=replica.reason,
+                    )
+                )
+        return tuple(changes)
 
     def _current_version_of(self, needs: DeploymentNeeds) -> DeploymentState:
         """Return a deployment's state with the replicas of its current version only."""

@@ -2,16 +2,22 @@
 
 A role counts in its own unit: a prefill replica in uncached prompt tokens per second, a decode
 replica in output tokens per second. With `auto`, the share of prefill replicas is the share of the
-replicas' time that reading prompts takes. A replica keeps its role as long as it runs, so a new
-share takes effect as replicas start and end.
+replicas' time that reading prompts takes.
+
+An engine can do the work of every role, so a running replica changes its role without loading
+anything: only the routers are told. In each PoP one replica at a time does, and in `auto` only once
+the demand's mix has moved by clearly more than the next replica needs.
 """
 
 import re
-from typing import Final
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import msgspec
 
 from isochrone.wire.assignment import Role
+from isochrone.wire.ids import ReplicaId
 from isochrone.wire.model import AUTO_ROLES, PlacementPolicy
 
 HYSTERESIS: Final = 0.1
@@ -24,6 +30,10 @@ AUTO_ROUNDING: Final = 0.1
 """In `auto`, so much of a prefill replica may lack work. A decode replica can read the prompts that
 prefill replicas have no time for, but a prefill replica cannot generate, so the rest is rounded
 down: two replicas stay unified until reading takes nearly half of their time."""
+
+CHANGE_MARGIN: Final = 0.25
+"""In `auto`, a running replica changes its role if so much of a replica's time would be used better
+after it: a mix at the border of two ratios changes nothing."""
 
 _FIXED: Final = re.compile(r"prefill=(\d+),decode=(\d+)")
 
@@ -39,6 +49,22 @@ class RoleCounts(msgspec.Struct, frozen=True, kw_only=True):
     def total(self) -> int:
         """All of them."""
         return self.unified + self.prefill + self.decode
+
+
+class ReplicaRole(NamedTuple):
+    """A running replica and its role."""
+
+    replica_id: ReplicaId
+    role: Role
+    age_s: float
+
+
+class RoleChange(NamedTuple):
+    """The role that a running replica is to have, and why."""
+
+    replica_id: ReplicaId
+    role: Role
+    reason: str
 
 
 class TokenMix(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +96,43 @@ def role_of_next(policy: PlacementPolicy, mix: TokenMix, counts: RoleCounts) -> 
     return next_role(share, counts)
 
 
+def prefill_wanted(policy: PlacementPolicy, mix: TokenMix, counts: RoleCounts) -> int:
+    """Return how many replicas of a PoP should prefill, of as many as there are."""
+    total = counts.total
+    if total < 2:
+        return 0
+    if policy.roles != AUTO_ROLES:
+        share = prefill_share(policy, mix, counts)
+        return min(max(1, round(share * total)), total - 1) if share > 0 else 0
+    if not _is_known(mix):
+        return counts.prefill
+    best = prefill_share(policy, mix, RoleCounts()) * total
+    fewest = int(max(0.0, best - CHANGE_MARGIN) + AUTO_ROUNDING)
+    most = int(best + CHANGE_MARGIN + AUTO_ROUNDING)
+    return min(max(counts.prefill, fewest), most, total - 1)
+
+
+def role_change(
+    policy: PlacementPolicy, mix: TokenMix, replicas: Sequence[ReplicaRole]
+) -> RoleChange | None:
+    """Return the next change of role among the running replicas of a PoP; None if none is due."""
+    roles = Counter(replica.role for replica in replicas)
+    counts = RoleCounts(
+        unified=roles[Role.UNIFIED], prefill=roles[Role.PREFILL], decode=roles[Role.DECODE]
+    )
+    wanted = prefill_wanted(policy, mix, counts)
+    if wanted == counts.prefill:
+        return None
+    is_more = wanted > counts.prefill
+    # The newest first: the oldest generating replica has the most sessions.
+    for replica in sorted(replicas, key=lambda replica: (replica.age_s, replica.replica_id)):
+        if (replica.role is Role.PREFILL) != is_more:
+            to = Role.PREFILL if is_more else Role.DECODE if wanted else Role.UNIFIED
+            reason = f"{wanted} of {counts.total} replicas should prefill, {counts.prefill} do"
+            return RoleChange(replica.replica_id, to, reason)
+    return None
+
+
 def next_role(share: float, counts: RoleCounts) -> Role:
     """Return the role of one more replica in a PoP that has `counts`.
 
@@ -83,14 +146,19 @@ def next_role(share: float, counts: RoleCounts) -> Role:
     return Role.PREFILL if counts.prefill < wanted and generating else Role.DECODE
 
 
+def _is_known(mix: TokenMix) -> bool:
+    """Return whether there is demand, and the rates are measured."""
+    if mix.prefill_rate <= 0 or mix.decode_rate <= 0:
+        return False
+    return mix.uncached_per_s / mix.prefill_rate + mix.output_per_s / mix.decode_rate > 0
+
+
 def _auto_share(mix: TokenMix, counts: RoleCounts) -> float:
     """Return the share of time that reading prompts takes, or the present share if it is near."""
-    if mix.prefill_rate <= 0 or mix.decode_rate <= 0:
+    if not _is_known(mix):
         return 0.0
     reading = mix.uncached_per_s / mix.prefill_rate
     generating = mix.output_per_s / mix.decode_rate
-    if reading + generating <= 0:
-        return 0.0
     share = reading / (reading + generating)
     present = counts.prefill / counts.total if counts.total else 0.0
     if present and abs(share - present) <= HYSTERESIS:

@@ -180,6 +180,7 @@ def _entry(
         deprecation=deployment.deprecation,
         engine=driver,
         engine_lacks=lacks,
+        shares_kv=deployment.engine.share_kv,
     )
 
 

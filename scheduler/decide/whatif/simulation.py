@@ -171,7 +171,7 @@ def what_if(
     first = plan_fleet(cluster, snapshot.liveness)
     moves: list[WhatIfMove] = []
     plan, rounds = first, 0
-    while (plan.starts or plan.endings) and rounds < ROUNDS_MAX:
+    while not plan.is_empty and rounds < ROUNDS_MAX:
         moves += _moves(cluster, plan)
         cluster = apply_plan(cluster, plan)
         plan = plan_fleet(cluster, snapshot.liveness)
@@ -183,7 +183,7 @@ def what_if(
         unmet=tuple(f"{unmet.deployment_id}: {unmet.reason}" for unmet in plan.unmet),
         frozen=first.frozen,
         rounds=rounds,
-        is_at_rest=not (plan.starts or plan.endings),
+        is_at_rest=plan.is_empty,
         now=predict_service(snapshot.cluster, prices),
         then=predict_service(cluster, prices),
     )
@@ -220,8 +220,13 @@ def apply_change(cluster: ClusterState, change: Change) -> ClusterState:
 def apply_plan(cluster: ClusterState, plan: PlacementPlan) -> ClusterState:
     """Return the cluster state after a plan: what it starts is warm, what it ends is gone."""
     ended = {ending.replica_id for ending in plan.endings}
+    roles = {change.replica_id: change.role for change in plan.role_changes}
     stay = [
-        msgspec.structs.replace(placement, age_s=placement.age_s + ROUND_S)
+        msgspec.structs.replace(
+            placement,
+            age_s=placement.age_s + ROUND_S,
+            role=roles.get(placement.replica_id, placement.role),
+        )
         for placement in cluster.placements
         if placement.replica_id not in ended
     ]

@@ -3,28 +3,33 @@
 import asyncio
 import hashlib
 import os
+import random
 import re
 import secrets
 import shutil
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+from aiohttp import web
 
-from isochrone.wire import headers
+from isochrone.service.http_server import serve_http
+from isochrone.wire import headers, kv_transfer
 from isochrone.wire.artifact import manifest_digest
-from isochrone.wire.assignment import ReplicaSpec
+from isochrone.wire.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.headers import PeerReplica
-from isochrone.wire.ids import NodeId, ReplicaId
+from isochrone.wire.ids import Generation, NodeId, ReplicaId
 from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
+from isochrone.wire.report import ReplicaState
 from nodeagent import metrics
 from nodeagent.api.peer_replicas import LOAD_MAX_AGE_S
+from nodeagent.engine.kvcache.transfer_frames import TransferHead, encode_head
 from ops.golden import tiny
 from tests.builders import a_spec
 from tests.integration.nodeagent.test_data_plane import Node, a_node
@@ -109,8 +114,12 @@ class TwoLegs(NamedTuple):
         stream: bool = False,
         tenant: str = "t",
         then: Callable[[], object] | None = None,
+        bad: PeerReplica | None = None,
     ) -> Answer:
-        """Send a request as a router does, without hiding interim responses; call `then` after."""
+        """Send a request as a router does, without hiding interim responses; call `then` after.
+
+        `bad` is another prefill replica.
+        """
         options: dict[str, Any] = {
             "max_tokens": TOKENS,
             "temperature": 0,
@@ -132,7 +141,7 @@ class TwoLegs(NamedTuple):
             headers.PREFILL_MS: "4000",
         }
         if candidates:
-            peers = self.peers("d", *candidates)
+            peers = [*self.peers("d", *candidates), *([bad] if bad is not None else [])]
             lines[headers.PREFILL_REPLICAS] = headers.format_peer_replicas(peers)
         host, _, port = self.nodes[0].address.partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -152,6 +161,7 @@ class TwoLegs(NamedTuple):
 def long_probe_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a peer's node enough time to answer a probe on a busy machine."""
     monkeypatch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 10.0)
+    monkeypatch.setattr("nodeagent.decide.prefill_leg.TIMEOUT_MIN_S", 20.0)
 
 
 @pytest.fixture
@@ -199,7 +209,10 @@ async def test_two_legs_answer_as_one_replica_does_whatever_fails(fleet: TwoLegs
     await check_answers(fleet)
     await check_choices(fleet)
     await check_cancel(fleet)
+    await check_bad_peers(fleet)
     await check_losses(fleet)
+    await check_loss_of_the_decode_engine(fleet)
+    await check_drain(fleet)
 
 
 async def check_answers(fleet: TwoLegs) -> None:
@@ -281,6 +294,98 @@ async def check_losses(fleet: TwoLegs) -> None:
     sent = {headers.PREFILL_REPLICAS: headers.format_peer_replicas(peers)}
     async with fleet.nodes[0].ask("d", sent=sent) as response:
         assert response.status in (200, 400)
+    await until("tokens are released", fleet.is_idle, 10.0)
+
+
+async def check_bad_peers(fleet: TwoLegs) -> None:
+    """A prefill replica that sends nothing useful costs a bounded time, and no token."""
+    for fault in ("silent", "trickling", "endless", "foreign"):
+        prompt = a_prompt()
+        alone = await fleet.ask(prompt, tenant="alone")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("nodeagent.decide.prefill_leg.TIMEOUT_MIN_S", 1.0)
+            async with a_bad_peer(fault) as bad, asyncio.timeout(60):
+                answer = await fleet.ask(prompt, "p1", bad=bad)
+        assert (answer.heads[-1], answer.text) == ("200", alone.text), fault
+        assert "liar" in answer.heads, fault
+    await until("tokens are released", fleet.is_idle, 10.0)
+    (replica,) = fleet.nodes[0].supervisor.replicas.values()
+    assert replica.engine is not None
+    await until("no block is held", partial(holds_nothing, replica.engine.http), 20.0)
+
+
+@asynccontextmanager
+async def a_bad_peer(fault: str) -> AsyncIterator[PeerReplica]:
+    """Run a node that looks like the best prefill replica of the PoP."""
+    load = headers.ReportedLoad(0, 0, 0, 0, 0, 0, 0)
+
+    async def pong(request: web.Request) -> web.Response:
+        return web.Response(
+            status=204, headers={headers.LOADS: headers.format_loads({ReplicaId("liar"): load})}
+        )
+
+    async def read(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": kv_transfer.CONTENT_TYPE})
+        await response.prepare(request)
+        head = TransferHead(fingerprint=b"f" * 16, block_bytes=64, first_block=0, blocks=12)
+        if fault == "foreign":
+            await response.write(encode_head(head))
+        while fault in ("trickling", "endless"):
+            # 1 Mbit/s would be faster than the first.
+            await response.write(bytes(1 if fault == "trickling" else 65536))
+            await asyncio.sleep(0.05 if fault == "trickling" else 0)
+        if fault == "silent":
+            await asyncio.sleep(60)
+        return response
+
+    app = web.Application()
+    app.router.add_get("/ping", pong)
+    app.router.add_post("/v1/completions", read)
+    async with serve_http(app, "127.0.0.1", 0) as port:
+        address = f"127.0.0.1:{port}"
+        yield PeerReplica(ReplicaId("liar"), NodeId(address), address, 200, 1, 5)
+
+
+async def check_loss_of_the_decode_engine(fleet: TwoLegs) -> None:
+    """The router gets an answer or the loss in bounded time, and nothing stays anywhere."""
+    victim = fleet.nodes[0].supervisor.replicas[ReplicaId("d")]
+    assert victim.engine is not None
+    pid = victim.engine.record.pid
+    moment_s = random.Random(21).uniform(0, 0.1)
+    kill = partial(asyncio.get_running_loop().call_later, moment_s, os.kill, pid, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        with suppress(OSError):
+            answer = await fleet.ask(a_prompt(), "p2", stream=True, then=kill)
+            # Every token that was sent was sent once and in order; the end is an abort or an error.
+            assert answer.heads[-1] in ("200", "502", "503"), answer
+            assert answer.text == "" or answer.heads[-1] == "200"
+    await until("tokens are released", fleet.is_idle, 30.0)
+    reader = fleet.nodes[2].supervisor.replicas[ReplicaId("p2")]
+    assert reader.engine is not None
+    await until("no block is held", partial(holds_nothing, reader.engine.http), 20.0)
+    await until("restarted", partial(is_restarted, fleet.nodes[0], pid), 120.0)
+    prompt = a_prompt()
+    alone = await fleet.ask(prompt, tenant="alone")
+    assert (await fleet.ask(prompt, "p2")).text == alone.text != ""
+
+
+async def check_drain(fleet: TwoLegs) -> None:
+    """A prefill replica that is to end finishes what it reads, and takes nothing more."""
+    prompt = a_prompt()
+    alone = await fleet.ask(prompt, tenant="alone")
+    tombstone = Tombstone(replica_id=ReplicaId("p2"), generation=Generation(9), reason="test")
+    supervisor = fleet.nodes[2].supervisor
+    asking = asyncio.create_task(fleet.ask(prompt, "p2"))
+    await asyncio.sleep(0.01)
+    supervisor.end(tombstone)
+    answer = await asking
+    assert (answer.heads[-1], answer.text) == ("200", alone.text)
+
+    async def is_stopped() -> bool:
+        return supervisor.replicas[ReplicaId("p2")].state is ReplicaState.STOPPED
+
+    await until("stopped", is_stopped, 60.0)
+    assert (await fleet.ask(a_prompt(), "p2")).heads[-1] == "200"
     await until("tokens are released", fleet.is_idle, 10.0)
 
 

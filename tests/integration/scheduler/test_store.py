@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from isochrone.wire.admin import KeyBody, PopBody, StatusView
+from isochrone.wire.assignment import Role
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import (
     BootId,
@@ -22,11 +23,18 @@ from isochrone.wire.ids import (
     KeyId,
     NodeId,
     PopId,
+    ReplicaId,
 )
 from isochrone.wire.report import Pulse, Refusal, ReplicaProfile
 from migrations.dump import dump
 from scheduler import embedded_postgres
-from scheduler.decide.cluster import PlacementPlan, ReplicaEnding, ReplicaStart, UnmetRequirement
+from scheduler.decide.cluster import (
+    PlacementPlan,
+    ReplicaEnding,
+    ReplicaRoleChange,
+    ReplicaStart,
+    UnmetRequirement,
+)
 from scheduler.decide.membership import NodeContact
 from scheduler.store import catalogue, deployments, keys
 from scheduler.store.cluster import read_cluster, read_fleet
@@ -164,6 +172,21 @@ async def test_concurrent_migrations_run_once_and_an_edited_or_newer_one_is_refu
     await admin.close()
 
 
+async def test_an_expired_lease_is_not_taken_from_a_server_that_has_just_started(
+    pool: Pool,
+) -> None:
+    """It may hold a restored backup, whose next epoch another process still uses."""
+    old = await begun(pool, "s1")
+    longer_than_the_server_has_run_s = 1e6
+    async with transaction(pool) as connection:
+        await connection.execute("UPDATE lease SET expires_at = clock_timestamp()")
+        ttl_s = longer_than_the_server_has_run_s
+        assert await acquire_or_renew_lease(connection, "s2", ttl_s) is None
+        taken = await acquire_or_renew_lease(connection, "s2")
+    assert taken is not None
+    assert taken.epoch == old + 1
+
+
 async def test_a_lease_has_one_holder_and_its_epoch_fences_the_previous_one(pool: Pool) -> None:
     old = await begun(pool, "s1")
     async with transaction(pool) as connection:
@@ -246,6 +269,23 @@ async def test_a_plan_is_committed_only_if_the_generation_has_not_moved(pool: Po
             connection, NodeId("n1"), cluster_id=ClusterId("c1"), epoch=epoch
         )
     assert [spec.replica_id for spec in assignment.replicas] == ["r1"]
+
+
+async def test_a_running_replica_gets_another_role(pool: Pool) -> None:
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    assert await planned(pool, epoch, a_spec())
+    change = ReplicaRoleChange(
+        replica_id=ReplicaId("r1"), node_id=NodeId("n1"), role=Role.PREFILL, reason="test"
+    )
+    async with transaction(pool) as connection:
+        row = await read_cluster_row(connection)
+        plan = PlacementPlan(based_on=row.generation, role_changes=(change,))
+        assert await commit_plan(connection, plan, epoch)
+        roles = await connection.fetch("SELECT role FROM placement")
+        reason = await connection.fetchval("SELECT reason FROM event WHERE kind = 'replica.role'")
+    assert [row["role"] for row in roles] == ["prefill"]
+    assert reason == "now prefill: test"
 
 
 async def test_a_devices_memory_is_never_overcommitted_whoever_writes(pool: Pool) -> None:

@@ -10,6 +10,7 @@ from nodeagent.decide.prefill_leg import (
     PROBE_S_MAX,
     TIMEOUT_MIN_S,
     DecodeLoad,
+    ExpectedDecoding,
     LegChoice,
     PrefillPlan,
     TransferRate,
@@ -52,9 +53,11 @@ def plan(
         ({"p1": 3000, "p2": 100}, LONG, DecodeLoad(0, 1), LegChoice.PREFILL, "p2"),
         ({"p2": 100}, LONG, DecodeLoad(0, 1), LegChoice.PREFILL, "p2"),
         ({}, LONG, DecodeLoad(0, 1), LegChoice.NO_CANDIDATE, ""),
-        ({"p1": 9000, "p2": 9000}, LONG, DecodeLoad(0, 1), LegChoice.BUSY, ""),
+        # A wait there is shorter than what pauses of the answers here are worth, up to a point.
+        ({"p1": 9000, "p2": 12_000}, LONG, DecodeLoad(0, 1), LegChoice.PREFILL, "p1"),
+        ({"p1": 19_000, "p2": 19_000}, LONG, DecodeLoad(0, 1), LegChoice.BUSY, ""),
         ({"p1": 0, "p2": 0}, WaitingPromptSize(3990, 10), DecodeLoad(0, 8), LegChoice.CACHED, ""),
-        ({"p1": 0, "p2": 0}, WaitingPromptSize(0, 4), DecodeLoad(0, 8), LegChoice.SHORT, ""),
+        ({"p1": 0, "p2": 0}, WaitingPromptSize(0, 1), DecodeLoad(0, 8), LegChoice.SHORT, ""),
     ],
 )
 def test_the_prompt_is_read_where_that_costs_least(
@@ -113,3 +116,20 @@ def test_a_probe_takes_a_share_of_what_reading_here_takes() -> None:
     assert probe_timeout_s(HERE, LONG) == pytest.approx(0.04)
     assert probe_timeout_s(HERE, WaitingPromptSize(4000, 0)) == 0
     assert probe_timeout_s(HERE, WaitingPromptSize(0, 10**9)) == PROBE_S_MAX
+
+
+def test_a_replica_that_is_idle_for_a_moment_expects_to_decode() -> None:
+    expected = ExpectedDecoding()
+    assert expected.record(0) == 0
+    for _ in range(20):
+        assert expected.record(4) == 4
+    assert 2 < expected.record(0) < 4
+    for _ in range(40):
+        last = expected.record(0)
+    assert last < 0.01
+
+
+def test_in_a_busy_time_an_idle_replica_has_prompts_read_elsewhere() -> None:
+    queues = {"p1": 0, "p2": 0}
+    assert plan(queues, local=DecodeLoad(0, 0.0)).choice is LegChoice.SHORT
+    assert plan(queues, local=DecodeLoad(0, 0.5)).choice is LegChoice.PREFILL

@@ -1,6 +1,7 @@
 """The request path without sockets: a loop with manual time, and transports held in memory."""
 
 import asyncio
+import time
 import types
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -182,7 +183,7 @@ class RequestPath:
         self.deadlines = Deadlines(clock)
         self.upstream = Upstream(config, self.deadlines, clock)
         self.limiter = KeyLimiter()
-        self.journal = UsageJournal(folder)
+        self.journal = UsageJournal(folder, time.monotonic)
         self.recorder = Recorder(PopId("ams"), metrics, self.journal)
         self.pipeline = RequestPipeline(
             config=config,

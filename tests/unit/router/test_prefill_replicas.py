@@ -2,13 +2,26 @@
 
 from typing import Any
 
+import pytest
+
 from isochrone.wire.assignment import Role
-from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
-from isochrone.wire.routes import Route
+from isochrone.wire.ids import (
+    ClusterId,
+    DeploymentId,
+    Epoch,
+    Generation,
+    ModelId,
+    NodeId,
+    PopId,
+    ReplicaId,
+)
+from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
 from router.decide.deployment_routing import DeploymentRouting
 from router.decide.prefill_replicas import PrefillReplicas
 from router.decide.ranked_route import RankedRoute
+from router.decide.ranking import RouteQuery, rank
 from router.decide.tokens_in_flight import InFlightLedger
+from router.fleet_state import FleetState
 
 
 def a_route(name: str, role: Role = Role.PREFILL, **fields: Any) -> Route:
@@ -81,3 +94,45 @@ def test_prefill_replicas_without_any_other_take_requests() -> None:
     replicas, alone = PrefillReplicas(), [a_route("p1"), a_route("p2")]
     assert replicas.split(alone) == alone
     assert not replicas
+
+
+def test_a_prompt_waits_for_the_first_prefill_replica_to_be_free() -> None:
+    replicas, ledger = PrefillReplicas(), InFlightLedger()
+    target = a_route("d1", Role.DECODE)
+    replicas.split([target, a_route("p1"), a_route("p2"), a_route("old", version=2)])
+    assert replicas.wait_ms(target, ledger, 0.0) == 0
+    ledger.reserve(ReplicaId("p1"), prefill=500, decode=0)
+    assert replicas.wait_ms(target, ledger, 0.0) == 0
+    ledger.reserve(ReplicaId("p2"), prefill=800, decode=0)
+    assert replicas.wait_ms(target, ledger, 0.0) == 500
+    elsewhere = a_route("d2", Role.DECODE, pop=PopId("lhr"))
+    assert replicas.wait_ms(elsewhere, ledger, 0.0) == 0
+
+
+def test_a_pop_whose_prefill_replicas_are_busy_is_ranked_behind() -> None:
+    fleet = FleetState(PopId("ams"), lambda: 1.0)
+    near, far = a_route("near", Role.DECODE), a_route("far", Role.DECODE, pop=PopId("sjc"))
+    reader = a_route("p1")
+    entry = DeploymentEntry(
+        deployment_id=DeploymentId("d"), name="d", model_id=ModelId("m"), context_tokens=8192
+    )
+    table = RouteTable(
+        cluster_id=ClusterId("c"),
+        generation=Generation(1),
+        epoch=Epoch(1),
+        deployments=(entry,),
+        routes=(far, near, reader),
+    )
+    fleet.adopt(table)
+    query = RouteQuery("r", 1000, 100)
+    for route in (near, far):
+        fleet.in_flight.reserve(route.replica_id, prefill=0, decode=50)
+    before = rank(fleet.snapshot(near.deployment_id), query)
+    waits = {str(route.route.replica_id): route.queue_ms for route in before}
+    assert waits["near"] == waits["far"]
+    fleet.in_flight.reserve(reader.replica_id, prefill=5000, decode=0)
+    fleet.note_change(near.replica_id)
+    after = rank(fleet.snapshot(near.deployment_id), query)
+    assert after[0].route.replica_id == "far"
+    waits = {str(route.route.replica_id): route.queue_ms for route in after}
+    assert waits["near"] - waits["far"] == pytest.approx(5000)

@@ -120,6 +120,41 @@ def test_of_a_long_stream_only_the_text_is_kept() -> None:
     assert generated.text == "".join(f"t{n} " for n in range(5000))
 
 
+def a_delta(**fields: str) -> bytes:
+    return data_frame({"choices": [{"index": 0, "delta": fields}]})
+
+
+@pytest.mark.parametrize(
+    ("deltas", "text"),
+    [
+        ([{"reasoning_content": "hm"}], "<think>hm"),
+        (
+            [{"reasoning_content": "h"}, {"reasoning_content": "m"}, {"content": "yes"}],
+            "<think>hm</think>yes",
+        ),
+        ([{"content": "yes"}], "yes"),
+    ],
+)
+def test_reasoning_is_joined_for_an_engine_that_separates_it_again(
+    deltas: list[dict[str, str]], text: str
+) -> None:
+    relay = StreamRelay(wants_usage=False, joins_reasoning=True)
+    for delta in deltas:
+        relay.feed(a_delta(**delta))
+    generated = relay.generated()
+    assert (generated.text, generated.is_plain, generated.tokens) == (text, True, len(deltas))
+    assert generated.has_reasoning == ("<think>" in text)
+
+
+def test_reasoning_of_other_engines_and_after_an_answer_is_not_joined() -> None:
+    other = StreamRelay(wants_usage=False)
+    other.feed(a_delta(reasoning_content="hm"))
+    assert not other.generated().is_plain
+    late = StreamRelay(wants_usage=False, joins_reasoning=True)
+    late.feed(a_delta(content="yes") + a_delta(reasoning_content="hm"))
+    assert not late.generated().is_plain
+
+
 def test_the_frames_of_another_node_continue_the_same_stream() -> None:
     relay = StreamRelay(wants_usage=True)
     relay.feed(FRAMES[0] + token("a") + token("b") + b'data: {"choices":[{"del')
@@ -134,7 +169,7 @@ def test_the_frames_of_another_node_continue_the_same_stream() -> None:
     assert reported["completion_tokens"] == 3
     assert reported["total_tokens"] == 13
     assert reported["prompt_tokens_details"] == {"cached_tokens": 0}
-    assert relay.generated() == (3, "abc", True, None)
+    assert relay.generated() == (3, "abc", True, None, False)
 
 
 @pytest.mark.parametrize("is_split", [False, True])

@@ -9,6 +9,7 @@ from router.decide.suspicion import (
     EngineLoss,
     SuspectTable,
 )
+from router.key_use_sharing import KeyUseOutbox
 from router.loops.share_prompts import PromptSharer
 from router.metrics import Metrics
 from router.poison_guard import PoisonGuard
@@ -138,7 +139,11 @@ async def test_routers_tell_each_other_of_losses_whatever_their_clocks_say() -> 
     own, workers = SuspicionOutbox(), WorkerPool(0, send, lambda: None, lambda _: None, 1.0)
     own.is_open = True
     now_s = 1000.0
-    sharer = PromptSharer(PromptOutbox(), own, None, workers, first, send, lambda: now_s)
+    sharer = PromptSharer(
+        *(PromptOutbox(), own, None, workers, first, send, lambda: now_s),
+        take_key_use=list,
+        key_use=KeyUseOutbox(),
+    )
     own.add_loss(a_loss(998.0, 999.0))
     await sharer.run_once()
     assert not links

@@ -19,6 +19,7 @@ from scheduler.decide.placement.fleet.slots import free_memory, residency_allows
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.placement.retire import TERMINAL_STATES
 from scheduler.decide.whatif import explain_placement
+from scheduler.decide.whatif.simulation import apply_plan
 from tests.builders import (
     GIB,
     PLACES,
@@ -813,3 +814,23 @@ def test_the_last_warm_replica_is_never_preempted(cluster: ClusterState) -> None
 
 def test_gib_is_1024_cubed() -> None:
     assert a_model(gib=2.0).weights_bytes == 2 * GIB
+
+
+def test_a_running_replica_changes_its_role_without_a_start() -> None:
+    deployment = a_deployment(replicas_min=2, keep_warm=("ams",), roles="prefill=1,decode=1")
+    placements = (
+        a_placement("r1", "ams-1"),
+        a_placement("r2", "ams-2", age_s=5000.0),
+    )
+    nodes = (a_node("ams-1", "ams"), a_node("ams-2", "ams"))
+    cluster = a_cluster(nodes=nodes, deployments=(deployment,), placements=placements)
+    plan = plan_deployments(cluster)
+    assert (plan.starts, plan.endings) == ((), ())
+    assert [(change.replica_id, change.role) for change in plan.role_changes] == [("r2", "prefill")]
+    assert not plan.is_empty
+    # Then nothing is left to do; and nothing is done while a replica is not warm.
+    settled = apply_plan(cluster, plan)
+    assert plan_deployments(settled).is_empty
+    loading = msgspec.structs.replace(placements[0], state=ReplicaState.LOADING)
+    starting = msgspec.structs.replace(cluster, placements=(loading, placements[1]))
+    assert not plan_deployments(starting).role_changes

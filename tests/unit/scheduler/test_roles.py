@@ -7,16 +7,21 @@ from hypothesis import strategies as st
 
 from isochrone.wire.assignment import Role
 from isochrone.wire.engine_capabilities import capabilities_of
+from isochrone.wire.ids import ReplicaId
 from isochrone.wire.model import EngineSettings, PlacementPolicy
 from nodeagent.drivers import DRIVERS
 from scheduler.api.deployments import roles_problem
 from scheduler.decide.placement.roles import (
     AUTO_ROUNDING,
+    CHANGE_MARGIN,
     HYSTERESIS,
+    ReplicaRole,
     RoleCounts,
     TokenMix,
     next_role,
     prefill_share,
+    prefill_wanted,
+    role_change,
     role_of_next,
 )
 
@@ -123,7 +128,98 @@ def test_only_engines_that_send_kv_have_roles() -> None:
     split = PlacementPolicy(roles="prefill=1,decode=2")
     assert roles_problem(EngineSettings(driver="embedded"), split) == ""
     assert roles_problem(EngineSettings(driver="vllm"), PlacementPolicy()) == ""
+    shared = EngineSettings(driver="vllm", share_kv=True)
+    assert roles_problem(shared, PlacementPolicy()).startswith("share_kv needs an engine that")
+    assert roles_problem(EngineSettings(share_kv=True), PlacementPolicy()) == ""
     reason = roles_problem(EngineSettings(driver="vllm"), split)
     assert reason.startswith("roles 'prefill=1,decode=2' need an engine that sends the KV")
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"roles": "prefill=0,decode=1"}, PlacementPolicy)
+
+
+def running(unified: int = 0, prefill: int = 0, decode: int = 0) -> list[ReplicaRole]:
+    roles = [Role.UNIFIED] * unified + [Role.PREFILL] * prefill + [Role.DECODE] * decode
+    return [
+        ReplicaRole(ReplicaId(f"r{number}"), role, 100.0 - number)
+        for number, role in enumerate(roles)
+    ]
+
+
+def settled(
+    policy: PlacementPolicy, replicas: list[ReplicaRole], tokens: TokenMix
+) -> list[ReplicaRole]:
+    """Apply changes of roles until none is due."""
+    for _ in range(len(replicas) + 1):
+        change = role_change(policy, tokens, replicas)
+        if change is None:
+            return replicas
+        before = {replica.replica_id: replica.role for replica in replicas}
+        assert before[change.replica_id] is not change.role
+        replicas = [
+            replica._replace(role=change.role)
+            if replica.replica_id == change.replica_id
+            else replica
+            for replica in replicas
+        ]
+        assert any(replica.role is not Role.PREFILL for replica in replicas)
+    raise AssertionError("roles go on changing")
+
+
+def prefilling(replicas: list[ReplicaRole]) -> int:
+    return sum(replica.role is Role.PREFILL for replica in replicas)
+
+
+@given(
+    unified=st.integers(0, 6),
+    prefill=st.integers(0, 6),
+    decode=st.integers(1, 6),
+    uncached=st.floats(1, 1e6),
+    output=st.floats(1, 1e6),
+)
+def test_roles_settle_near_the_mix_and_stay(
+    unified: int, prefill: int, decode: int, uncached: float, output: float
+) -> None:
+    tokens = mix(uncached, output)
+    replicas = settled(AUTO, running(unified, prefill, decode), tokens)
+    best = prefill_share(AUTO, tokens, RoleCounts()) * len(replicas)
+    found = prefilling(replicas)
+    assert found <= max(0.0, best) + CHANGE_MARGIN + AUTO_ROUNDING + 1e-6
+    assert found >= min(best - CHANGE_MARGIN + AUTO_ROUNDING, len(replicas) - 1) - 1
+    # A mix that moves by less than the margin changes nothing.
+    share = (found + CHANGE_MARGIN / 2) / len(replicas)
+    if 0.2 < share < 0.8:
+        assert role_change(AUTO, mix(1000 * share, 100 * (1 - share)), replicas) is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "tokens", "expected"),
+    [
+        (PlacementPolicy(roles="prefill=1,decode=1"), NO_MIX, 2),
+        (PlacementPolicy(roles="unified"), mix(9000, 1), 0),
+        (AUTO, mix(4000, 100), 3),
+        # Three would be right, but by less than the margin.
+        (AUTO, mix(3000, 100), 2),
+        (AUTO, mix(100, 100), 0),
+        # Nothing is known: what runs stays.
+        (AUTO, NO_MIX, 1),
+        (AUTO, msgspec.structs.replace(mix(9000, 1), decode_rate=0.0), 1),
+    ],
+)
+def test_running_replicas_follow_the_policy(
+    policy: PlacementPolicy, tokens: TokenMix, expected: int
+) -> None:
+    replicas = settled(policy, running(unified=1, prefill=1, decode=2), tokens)
+    assert prefilling(replicas) == expected
+    counts = RoleCounts(unified=1, prefill=1, decode=2)
+    assert prefill_wanted(policy, tokens, counts) == expected
+
+
+def test_the_newest_replica_changes_first_and_the_last_one_to_generate_never() -> None:
+    change = role_change(AUTO, mix(4000, 100), running(unified=1, decode=3))
+    assert change is not None
+    assert (change.replica_id, change.role) == ("r3", Role.PREFILL)
+    assert change.reason == "3 of 4 replicas should prefill, 0 do"
+    assert role_change(AUTO, mix(1e9, 1), running(unified=1)) is None
+    alone = role_change(PlacementPolicy(), NO_MIX, running(prefill=1, decode=1))
+    assert alone is not None
+    assert alone.role is Role.UNIFIED

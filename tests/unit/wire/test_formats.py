@@ -6,6 +6,7 @@ it: they are upgraded first.
 """
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def test_a_snapshot_of_the_previous_release_is_opened(tmp_path: Path) -> None:
 def test_a_journal_of_the_previous_release_is_read(tmp_path: Path) -> None:
     row = msgspec.msgpack.encode(BEFORE["UsageRow"]["whole"])
     (tmp_path / "rows.000000003").write_bytes(row + row)
-    journal = UsageJournal(tmp_path)
+    journal = UsageJournal(tmp_path, time.monotonic)
     rows = journal.open()
     journal.close()
     assert [json.loads(msgspec.json.encode(row)) for row in rows] == [

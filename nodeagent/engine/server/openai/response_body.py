@@ -12,6 +12,7 @@ from nodeagent.engine.chat.call_parser import (
     OutputEvent,
     ToolCallParser,
 )
+from nodeagent.engine.chat.reasoning import OutputPart, ReasoningSplitter
 from nodeagent.engine.core.generation import GenerationDelta
 from nodeagent.engine.sampling.sampler import SampledToken
 from nodeagent.engine.scheduler.sequence import FinishReason
@@ -20,6 +21,9 @@ from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 _encode = msgspec.json.encode
 
 DONE = b"data: [DONE]\n\n"
+
+ChoiceEvent = OutputEvent | OutputPart
+"""What a choice's text says; an `OutputPart` is reasoning."""
 
 
 def sse_event(body: dict[str, Any]) -> bytes:
@@ -34,6 +38,10 @@ class ResponseChoice:
     index: int
     parser: ToolCallParser | None = None
     """Finds tool calls in the text, if the request has tools."""
+    reasoning: ReasoningSplitter | None = None
+    """Separates reasoning from the text, if the model reasons."""
+    reasoning_text: list[str] = field(default_factory=list)
+    reasoning_tokens: int = 0
     text: list[str] = field(default_factory=list)
     offset_chars: int = 0
     """Characters of the tokens whose log-probabilities were already emitted."""
@@ -44,14 +52,26 @@ class ResponseChoice:
     finish: str | None = None
     stop_string: str = ""
 
-    def events(self, delta: GenerationDelta) -> list[OutputEvent]:
-        """Take `delta` and return the content and calls that it makes certain."""
+    def events(self, delta: GenerationDelta) -> list[ChoiceEvent]:
+        """Take `delta` and return the reasoning, content and calls that it makes certain."""
         self.output_tokens, self.cached_tokens = delta.output_tokens, delta.cached_tokens
-        events: list[OutputEvent] = [ContentText(delta.text)] if delta.text else []
-        if self.parser is not None:
-            events = self.parser.feed(delta.text)
+        parts = [OutputPart(delta.text, is_reasoning=False)] if delta.text else []
+        if self.reasoning is not None:
+            if self.reasoning.is_open:
+                self.reasoning_tokens = delta.output_tokens
+            parts = self.reasoning.feed(delta.text)
             if delta.finish is not None:
-                events += self.parser.flush()
+                parts += self.reasoning.flush()
+        events: list[ChoiceEvent] = []
+        for part in parts:
+            if part.is_reasoning:
+                events.append(part)
+            elif self.parser is not None:
+                events += self.parser.feed(part.text)
+            else:
+                events.append(ContentText(part.text))
+        if self.parser is not None and delta.finish is not None:
+            events += self.parser.flush()
         if delta.finish is not None:
             has_calls = self.parser is not None and self.parser.calls > 0
             is_call_end = has_calls and delta.finish is FinishReason.STOP
@@ -115,6 +135,8 @@ class CompletionResponse:
         for event in choice.events(delta):
             if isinstance(event, ContentText):
                 choice.text.append(event.text)
+            elif isinstance(event, OutputPart):
+                choice.reasoning_text.append(event.text)
             elif isinstance(event, CallStarted):
                 choice.calls.append(self._call(event))
             else:
@@ -136,6 +158,8 @@ class CompletionResponse:
             if choice.calls:
                 message["content"] = text or None
                 message["tool_calls"] = choice.calls
+            if choice.reasoning_text:
+                message["reasoning_content"] = "".join(choice.reasoning_text)
             body["message"] = message
         else:
             body["text"] = text
@@ -149,15 +173,21 @@ class CompletionResponse:
         """Return the usage object: each prompt once, and the output of every choice."""
         output_tokens = sum(choice.output_tokens for choice in self.choices)
         cached_tokens = sum(choice.cached_tokens for choice in self.choices)
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": output_tokens,
             "total_tokens": prompt_tokens + output_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
+        if any(choice.reasoning is not None for choice in self.choices):
+            reasoning_tokens = sum(choice.reasoning_tokens for choice in self.choices)
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        return usage
 
-    def _chunk_delta(self, event: OutputEvent) -> dict[str, Any]:
+    def _chunk_delta(self, event: ChoiceEvent) -> dict[str, Any]:
         """Return the `delta` of the chunk for `event`."""
+        if isinstance(event, OutputPart):
+            return {"reasoning_content": event.text}
         if isinstance(event, ContentText):
             return {"content": event.text}
         if isinstance(event, CallStarted):

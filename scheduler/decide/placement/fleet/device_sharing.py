@@ -23,16 +23,15 @@ class DeviceSharing:
         }
         self._fixed: defaultdict[DeviceKey, int] = defaultdict(int)
         self._sleeping: defaultdict[DeviceKey, Counter[int]] = defaultdict(Counter)
-        for placement in cluster.placements:
+        self.is_used = any(d.policy.overcommit > 1 for d in cluster.deployments) or any(
+            part.overcommit > 1 for p in cluster.placements for part in p.parts
+        )
+        """Whether any replica is or may be over-committed; otherwise nothing is booked."""
+        for placement in cluster.placements if self.is_used else ():
             for part in placement.parts:
                 awake_bytes = int(part.memory_bytes * part.overcommit)
                 for device_id in part.device_ids:
                     self.book((part.node_id, device_id), awake_bytes, part.overcommit, 1)
-
-    @property
-    def is_used(self) -> bool:
-        """Say whether any over-committed replica was ever booked."""
-        return bool(self._sleeping)
 
     def has_room(
         self, key: DeviceKey, awake_bytes: int, overcommit: float, releasing_bytes: int = 0
@@ -41,6 +40,8 @@ class DeviceSharing:
 
         `releasing_bytes` are of replicas that are about to end.
         """
+        if not self.is_used:
+            return True
         largest = max(self._sleeping.get(key, ()), default=0)
         if overcommit <= 1 and not largest:
             return True  # the plan counts all memory of this device
@@ -50,6 +51,8 @@ class DeviceSharing:
 
     def book(self, key: DeviceKey, awake_bytes: int, overcommit: float, replicas: int) -> None:
         """Add `replicas` (1 or -1) to a device."""
+        if not self.is_used:
+            return
         if overcommit <= 1:
             self._fixed[key] += replicas * awake_bytes
             return

@@ -5,9 +5,12 @@ The memory and ports that a plan takes are booked in `search/slot_ledger.py`.
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
 from isochrone.wire.model import CatalogModel, Deployment, PlacementPolicy
 from isochrone.wire.routes import Pop
+from scheduler.decide.arrays import Floats
 from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.capacity.start_times import StartTimes
 from scheduler.decide.cluster import ClusterState, FleetNode, Liveness, Placement
@@ -45,6 +48,9 @@ class FleetCapacity:
             eligible_nodes_of(site, [self.nodes[n] for n in site.nodes if n in ready])
             for site in self.sites
         ]
+        self._largest_bytes = np.array([e.largest_bytes for e in self._eligible], np.float64)
+        self._disk_free_bytes = np.array([e.disk_free_bytes for e in self._eligible], np.float64)
+        self._memory_floors: dict[int, Floats] = {}
         self._staying = {
             node.node_id
             for node in cluster.nodes
@@ -116,16 +122,16 @@ class FleetCapacity:
         ):
             return {}
         digest, disk_bytes = model.artifact.digest, model.artifact.size_bytes + DISK_MARGIN_BYTES
-        allowed = self.allowed_pops(deployment.policy)
-        nodes_by_site: dict[int, list[FleetNode]] = {}
-        for site, eligible in zip(self.sites, self._eligible, strict=True):
-            if eligible.largest_bytes < needed or site.pop not in allowed:
-                continue
-            floor = eligible.memory_floor
-            all_fit = len(floor) >= count and floor[count - 1] >= needed
-            if all_fit and engine.nodes == 1 and eligible.disk_free_bytes >= disk_bytes:
-                nodes_by_site[site.index] = eligible.nodes
-                continue
+        may_fit = self.table.in_pops(self.allowed_pops(deployment.policy)) & (
+            self._largest_bytes >= needed
+        )
+        all_fit = may_fit & (self._memory_floor(count) >= needed) & (engine.nodes == 1)
+        all_fit &= self._disk_free_bytes >= disk_bytes
+        nodes_by_site = {
+            site: self._eligible[site].nodes for site in np.flatnonzero(all_fit).tolist()
+        }
+        for site in np.flatnonzero(may_fit & ~all_fit).tolist():
+            eligible = self._eligible[site]
             nodes = [
                 node
                 for node, sizes in zip(eligible.nodes, eligible.device_memory, strict=True)
@@ -136,5 +142,15 @@ class FleetCapacity:
                 and not (node.refused and deployment.deployment_id in dict(node.refused))
             ]
             if len(nodes) >= engine.nodes:
-                nodes_by_site[site.index] = nodes
-        return nodes_by_site
+                nodes_by_site[site] = nodes
+        return dict(sorted(nodes_by_site.items()))
+
+    def _memory_floor(self, count: int) -> Floats:
+        """Return for each site the bytes that the `count` largest devices of any node have; 0 where
+        nodes must be looked at."""
+        if count not in self._memory_floors:
+            floors = (eligible.memory_floor for eligible in self._eligible)
+            self._memory_floors[count] = np.array(
+                [floor[count - 1] if len(floor) >= count else 0 for floor in floors], np.float64
+            )
+        return self._memory_floors[count]

@@ -10,6 +10,7 @@ from math import inf
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from isochrone.wire.ids import DeviceId, NodeId, PopId
 from scheduler.decide.arrays import Floats, Ints
@@ -61,6 +62,7 @@ class SiteTable:
         self.class_numbers: Ints = np.array(
             [numbers[site.device_class] for site in self.sites], np.int64
         )
+        self._in_pops: dict[frozenset[PopId], NDArray[np.bool_]] = {}
         self._site_of_device: dict[tuple[NodeId, DeviceId], int] = {}
         self.healthy_devices: dict[tuple[int, NodeId], list[tuple[NodeId, DeviceId]]] = defaultdict(
             list
@@ -72,6 +74,13 @@ class SiteTable:
                 self._site_of_device[key] = site_index
                 if device.healthy:
                     self.healthy_devices[site_index, node.node_id].append(key)
+
+    def in_pops(self, pops: frozenset[PopId]) -> NDArray[np.bool_]:
+        """Say for each site whether it is in one of these PoPs. Cached: most policies say the
+        same."""
+        if pops not in self._in_pops:
+            self._in_pops[pops] = np.array([site.pop in pops for site in self.sites], bool)
+        return self._in_pops[pops]
 
     def site_of_placement(self, placement: Placement, node: FleetNode) -> int:
         """Return the site of a placement on `node`, or -1 if the node has no device.

@@ -4,7 +4,7 @@ Load is measured in replicas of the slowest device class (see `demand/demand_rat
 on a faster class has more capacity in the same unit.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -22,7 +22,14 @@ from scheduler.decide.cluster import Placement
 from scheduler.decide.demand.demand_rates import DeploymentDemand, demand_load
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.fleet.slots import Slot, planned_memory_bytes
-from scheduler.decide.placement.roles import RoleCounts, TokenMix, role_of_next
+from scheduler.decide.placement.roles import (
+    ReplicaRole,
+    RoleChange,
+    RoleCounts,
+    TokenMix,
+    role_change,
+    role_of_next,
+)
 from scheduler.decide.placement.score import (
     ABSENT,
     HEADROOM,
@@ -323,6 +330,18 @@ class DeploymentState:
         """Return to replicas and an assignment that it had before."""
         self.replicas, self.assignment = replicas, assignment
         self.version += 1
+
+    def changes_of_roles(self) -> list[RoleChange]:
+        """Return the changes of roles that are due among the running replicas of each PoP."""
+        by_pop: dict[PopId, list[ReplicaRole]] = defaultdict(list)
+        for replica in self.replicas:
+            placement = replica.placement
+            if placement is not None:
+                running = ReplicaRole(placement.replica_id, placement.role, placement.age_s)
+                by_pop[replica.pop].append(running)
+        policy, mix = self.needs.deployment.policy, self.needs.token_mix
+        changes = [role_change(policy, mix, replicas) for _, replicas in sorted(by_pop.items())]
+        return [change for change in changes if change is not None]
 
     def role_in(self, pop: PopId, started: Sequence[Role]) -> Role:
         """Return the role of one more replica in `pop`, after those that this plan has `started`.

@@ -1,7 +1,8 @@
 """The draft: all state that changes while a plan is sought, and savepoints to return to."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -196,44 +197,51 @@ class PlacementDraft:
         )
 
 
+class SavedState(NamedTuple):
+    """The replicas and the assignment of a state, and its version when they were remembered."""
+
+    version: int
+    replicas: list[PlannedReplica]
+    assignment: LoadAssignment
+
+
 class Savepoint:
     """Remembers states of a draft, to compare costs with and to return to.
 
-    A change that spans several deployments is kept or rolled back as a whole.
+    A change that spans several deployments is kept or rolled back as a whole. States that have not
+    changed cost nothing to compare or to return to: of a thousand, most have not.
     """
 
     def __init__(self, draft: PlacementDraft, states: Iterable[DeploymentState]) -> None:
         self._draft = draft
-        self._saved: dict[DeploymentState, tuple[list[PlannedReplica], LoadAssignment]] = {}
+        self._saved: dict[DeploymentState, SavedState] = {}
         for state in states:
             self.include(state)
 
     def include(self, state: DeploymentState) -> None:
         """Remember a state as it is now, unless it is remembered already."""
         if state not in self._saved:
-            self._saved[state] = (list(state.replicas), state.assignment)
+            self._saved[state] = SavedState(state.version, list(state.replicas), state.assignment)
 
-    def cost_before(self) -> float:
-        """Return the cost of the remembered states as they were."""
-        return sum(_cost(state, *saved) for state, saved in self._saved.items())
-
-    def cost_now(self) -> float:
-        """Return the cost of the remembered states as they are."""
-        return sum(state.cost() for state in self._saved)
+    def lowered(self) -> float:
+        """Return by how much the cost of the remembered states is lower than it was."""
+        return sum(_cost(state, saved) - state.cost() for state, saved in self._changed())
 
     def roll_back(self) -> None:
         """Return every remembered state to what it was."""
-        for state, (replicas, assignment) in self._saved.items():
-            for replica in [r for r in state.replicas if r not in replicas]:
+        for state, saved in list(self._changed()):
+            before, now = set(map(id, saved.replicas)), set(map(id, state.replicas))
+            for replica in [r for r in state.replicas if id(r) not in before]:
                 self._draft.release_slot(replica)
-            for replica in [r for r in replicas if r not in state.replicas]:
+            for replica in [r for r in saved.replicas if id(r) not in now]:
                 self._draft.take_slot(replica)
-            state.restore(replicas, assignment)
+            state.restore(list(saved.replicas), saved.assignment)
+
+    def _changed(self) -> Iterator[tuple[DeploymentState, SavedState]]:
+        return (item for item in self._saved.items() if item[0].version != item[1].version)
 
 
-def _cost(
-    state: DeploymentState, replicas: list[PlannedReplica], assignment: LoadAssignment
-) -> float:
-    replica_costs = sum(replica.hold_cost + replica.start_cost for replica in replicas)
-    pops = [replica.pop for replica in replicas]
-    return assignment.cost() + state.needs.requirement_cost(pops) + replica_costs
+def _cost(state: DeploymentState, saved: SavedState) -> float:
+    replica_costs = sum(replica.hold_cost + replica.start_cost for replica in saved.replicas)
+    pops = [replica.pop for replica in saved.replicas]
+    return saved.assignment.cost() + state.needs.requirement_cost(pops) + replica_costs

@@ -103,7 +103,6 @@ class LocalSearch:
                 continue
             leaving = removal.replica
             savepoint = draft.savepoint([state])
-            before = savepoint.cost_before()
             draft.remove(leaving)
             self._place_elsewhere(
                 state, leaving.site, "" if cold else f"worth more here than in {leaving.pop}"
@@ -111,7 +110,7 @@ class LocalSearch:
             is_due = state.cold_keep_warm_pops() < cold or bool(
                 leaving.placement and leaving.placement.age_s >= self._settle_s
             )
-            if is_due and savepoint.cost_now() < before - IMPROVEMENT_MIN - 2 * START:
+            if is_due and savepoint.lowered() > IMPROVEMENT_MIN + 2 * START:
                 draft.put_back(leaving)
             else:
                 savepoint.roll_back()
@@ -137,11 +136,10 @@ class LocalSearch:
     def _rebuild(self, leaving: Sequence[PlannedReplica], order: FillOrder) -> bool:
         draft = self._draft
         savepoint = draft.savepoint(draft.states)
-        before = savepoint.cost_before()
         for replica in leaving:
             draft.remove(replica)
         fill(draft, order)
-        if savepoint.cost_now() < before - IMPROVEMENT_MIN:
+        if savepoint.lowered() > IMPROVEMENT_MIN:
             return True
         savepoint.roll_back()
         return False
@@ -175,10 +173,9 @@ class LocalSearch:
     def _move(self, replica: PlannedReplica) -> bool:
         """Remove one new replica, and place one at the best other site, if that is better."""
         savepoint = self._draft.savepoint([replica.state])
-        before = savepoint.cost_before()
         self._draft.remove(replica)
         self._place_elsewhere(replica.state, replica.site)
-        if savepoint.cost_now() < before - IMPROVEMENT_MIN:
+        if savepoint.lowered() > IMPROVEMENT_MIN:
             return True
         savepoint.roll_back()
         return False

@@ -63,7 +63,6 @@ class Perturbation:
     def _force_to(self, replica: PlannedReplica, site: int) -> bool:
         draft, state = self._draft, replica.state
         savepoint = draft.savepoint(draft.states)
-        before = savepoint.cost_before()
         draft.remove(replica)
         evicted = self._place_at(state, site)
         if evicted is not None:
@@ -72,18 +71,16 @@ class Perturbation:
                     self._move(other)
             draft.blocked.clear()
             fill(draft)
-            if self._place_evicted(evicted, savepoint, before):
+            if self._place_evicted(evicted, savepoint):
                 return True
             if self._swap.run_among_new(limit=SWAPS_AFTER_MAX):
                 fill(draft)
-            if savepoint.cost_now() < before - IMPROVEMENT_MIN:
+            if savepoint.lowered() > IMPROVEMENT_MIN:
                 return True
         savepoint.roll_back()
         return False
 
-    def _place_evicted(
-        self, evicted: Sequence[DeploymentState], savepoint: Savepoint, before: float
-    ) -> bool:
+    def _place_evicted(self, evicted: Sequence[DeploymentState], savepoint: Savepoint) -> bool:
         """Let evicted replicas evict others, one site at a time: an ejection chain.
 
         The first site that lowers the cost of one deployment may bar the best for all, so each is
@@ -96,7 +93,7 @@ class Perturbation:
             inner = draft.savepoint(draft.states)
             if self._swap.swap_in(blocked, new_holders(draft)):
                 fill(draft)
-                if savepoint.cost_now() < before - IMPROVEMENT_MIN:
+                if savepoint.lowered() > IMPROVEMENT_MIN:
                     return True
             inner.roll_back()
         return False

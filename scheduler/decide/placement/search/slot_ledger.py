@@ -168,7 +168,7 @@ class SlotLedger:
             )
             if not devices:
                 continue
-            if (overcommit > 1 or self._sharing.is_used) and any(
+            if self._sharing.is_used and any(
                 not self._sharing.has_room(
                     key, awake_bytes, overcommit, self._releasing[key] if count_releasing else 0
                 )

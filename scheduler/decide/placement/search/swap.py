@@ -181,7 +181,7 @@ class SlotSwap:
             return _SwapResult(0.0, None)
         # A preemption on an estimate that was too high must not have to be reverted soon.
         margin = IMPROVEMENT_MIN + 2 * START * running
-        return _SwapResult(savepoint.cost_before() - savepoint.cost_now() - margin, gain)
+        return _SwapResult(savepoint.lowered() - margin, gain)
 
     def _place(
         self,
@@ -228,7 +228,7 @@ class SlotSwap:
         for leaving in cheapest_evictions(self._draft, displaced, holders):
             inner = self._draft.savepoint()
             gain = self._place([*savepoints, inner], displaced, [own, *leaving] if own else leaving)
-            if gain and inner.cost_now() < inner.cost_before() - IMPROVEMENT_MIN:
+            if gain and inner.lowered() > IMPROVEMENT_MIN:
                 return
             inner.roll_back()
 

@@ -1,0 +1,215 @@
+"""What a node does for the other nodes of its PoP that share KV: locate, send and keep blocks.
+
+Rule 1: blocks are relayed between the engine and the other node, within the node's budget for KV.
+Rule 2: a copy is made after the answer, one at a time. What does not fit the short queue is
+dropped, which costs a recomputation at worst.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Final, NamedTuple
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from isochrone.service.http_server import read_body
+from isochrone.wire import headers, kv_sharing, kv_transfer
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.headers import PeerReplica
+from nodeagent import metrics
+from nodeagent.decide.handoff import PeerReplicaLost
+from nodeagent.decide.kv_fetch import LinkBudget
+from nodeagent.disaggregation.kv_fetch import RelayToPeer
+from nodeagent.host.engines import EngineProcess
+
+BODY_TIMEOUT_S: Final = 10.0
+COPIES_QUEUED_MAX: Final = 16
+COPY_TIMEOUT_S: Final = 60.0
+COPY_BLOCKS_MIN: Final = 8
+"""A shorter prompt is computed again as soon as it would be fetched."""
+
+_KEEP: Final = msgspec.msgpack.Decoder(kv_sharing.KeepQuery)
+_LOCATED: Final = msgspec.json.Decoder(kv_sharing.LocatedBlocks)
+
+FindEngine = Callable[[web.Request], EngineProcess]
+"""Returns the engine of the replica that a request names, or raises ApiError."""
+
+
+class PrefixCopy(NamedTuple):
+    """A prefix that `here` has, of which the replica `store` should keep a copy."""
+
+    here: PeerReplica
+    store: PeerReplica
+    digests: tuple[bytes, ...]
+
+
+class KvSharingRoutes:
+    """Serves the blocks of this node's engines to other nodes, and keeps copies of theirs."""
+
+    def __init__(
+        self,
+        find_engine: FindEngine,
+        peers: RelayToPeer,
+        budget: LinkBudget,
+        clock: Callable[[], float],
+    ) -> None:
+        """`clock` returns monotonic seconds."""
+        self._find_engine = find_engine
+        self._peers = peers
+        self._budget = budget
+        self._clock = clock
+        self._copies: asyncio.Queue[PrefixCopy] = asyncio.Queue(COPIES_QUEUED_MAX)
+        self._copying: asyncio.Task[None] | None = None
+        self._keeping = asyncio.Lock()
+
+    def attach(self, app: web.Application) -> None:
+        """Add the routes."""
+        app.router.add_post(kv_sharing.LOCATE_PATH, self._locate)
+        app.router.add_post(kv_sharing.BLOCKS_PATH, self._send)
+        app.router.add_post(kv_sharing.KEEP_PATH, self._keep)
+
+    async def close(self) -> None:
+        """Make no more copies."""
+        if self._copying is not None:
+            self._copying.cancel()
+            await asyncio.wait({self._copying})
+
+    def offer_copy(self, copy: PrefixCopy) -> None:
+        """Have a copy made of a prefix, unless too many wait already."""
+        if len(copy.digests) < COPY_BLOCKS_MIN:
+            return
+        if self._copies.full():
+            metrics.KV_COPIES.labels("dropped").inc()
+            return
+        self._copies.put_nowait(copy)
+        if self._copying is None:
+            self._copying = asyncio.create_task(self._make_copies())
+
+    async def _make_copies(self) -> None:
+        while True:
+            copy = await self._copies.get()
+            query = kv_sharing.KeepQuery(source=copy.here, digests=copy.digests)
+            body = msgspec.msgpack.encode(query)
+            sent = {headers.REPLICA: copy.store.replica_id}
+            try:
+                async with asyncio.timeout(COPY_TIMEOUT_S):
+                    async with self._peers.relay(
+                        copy.store, kv_sharing.KEEP_PATH, body, sent
+                    ) as answer:
+                        outcome = "kept" if answer.status == 200 else "refused"
+            except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
+                outcome = "failed"
+            metrics.KV_COPIES.labels(outcome).inc()
+
+    async def _locate(self, request: web.Request) -> web.Response:
+        """Relay a query to the engine."""
+        engine = self._find_engine(request)
+        body = await _read_query(request)
+        try:
+            async with engine.http.post(kv_sharing.LOCATE_PATH, data=body) as answer:
+                return web.Response(
+                    status=answer.status, body=await answer.read(), content_type="application/json"
+                )
+        except (aiohttp.ClientError, OSError) as error:
+            raise _engine_failed(error) from error
+
+    async def _send(self, request: web.Request) -> web.StreamResponse:
+        """Relay an engine's blocks to the node that fetches them."""
+        engine = self._find_engine(request)
+        body = await _read_query(request)
+        self._check_budget()
+        first = request.headers.get(kv_transfer.FIRST_BLOCK, "0")
+        sent = {kv_transfer.FIRST_BLOCK: first}
+        response: web.StreamResponse | None = None
+        try:
+            async with engine.http.post(kv_sharing.BLOCKS_PATH, data=body, headers=sent) as answer:
+                response = web.StreamResponse(
+                    status=answer.status, headers={"content-type": answer.content_type}
+                )
+                await response.prepare(request)
+                async for piece in answer.content.iter_any():
+                    self._budget.take(len(piece), self._clock())
+                    await response.write(piece)
+                await response.write_eof()
+                return response
+        except (aiohttp.ClientError, OSError) as error:
+            if response is None:
+                raise _engine_failed(error) from error
+            # The other node must see an abort, not a regular end: blocks are missing.
+            if request.transport is not None:
+                request.transport.abort()
+            return response
+
+    async def _keep(self, request: web.Request) -> web.Response:
+        """Fetch what this node's engine lacks of a prefix, and keep it."""
+        engine = self._find_engine(request)
+        try:
+            query = _KEEP.decode(await _read_query(request))
+        except msgspec.DecodeError as error:
+            raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot keep KV: {error}") from error
+        self._check_budget()
+        if self._keeping.locked():
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY,
+                "cannot keep KV: another copy is being made",
+                retry_after_s=1.0,
+            )
+        async with self._keeping, asyncio.timeout(COPY_TIMEOUT_S):
+            return await self._fetch_copy(engine, query)
+
+    async def _fetch_copy(self, engine: EngineProcess, query: kv_sharing.KeepQuery) -> web.Response:
+        body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=query.digests))
+        try:
+            async with engine.http.post(kv_sharing.LOCATE_PATH, data=body) as answer:
+                located = _LOCATED.decode(await answer.read())
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+            raise _engine_failed(error) from error
+        lacking = query.digests[located.blocks :]
+        if not lacking:
+            return web.json_response(msgspec.to_builtins(located))
+        body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=lacking))
+        sent = {headers.REPLICA: query.source.replica_id}
+        try:
+            async with self._peers.relay(
+                query.source, kv_sharing.BLOCKS_PATH, body, sent
+            ) as blocks:
+                if blocks.status != 200 or blocks.content_type != kv_transfer.CONTENT_TYPE:
+                    raise PeerReplicaLost(f"{query.source.replica_id} answered {blocks.status}")
+                return await self._give_to_engine(engine, lacking, blocks.content)
+        except (PeerReplicaLost, aiohttp.ClientError, OSError) as error:
+            raise ApiError(ErrorCode.UPSTREAM, f"cannot keep KV: {error}") from error
+
+    async def _give_to_engine(
+        self, engine: EngineProcess, digests: tuple[bytes, ...], content: aiohttp.StreamReader
+    ) -> web.Response:
+        async def pieces() -> AsyncIterator[bytes]:
+            yield b"".join(digests)
+            async for piece in content.iter_any():
+                self._budget.take(len(piece), self._clock())
+                yield piece
+
+        sent = {kv_sharing.DIGEST_COUNT: str(len(digests))}
+        async with engine.http.post(kv_sharing.KEEP_PATH, data=pieces(), headers=sent) as kept:
+            return web.Response(
+                status=kept.status, body=await kept.read(), content_type="application/json"
+            )
+
+    def _check_budget(self) -> None:
+        """Raise ApiError 429 if the link's budget for KV is spent."""
+        if self._budget.available(self._clock()) <= 0:
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY,
+                "cannot share KV: the link's budget is spent (kv_share_bytes_per_s)",
+                retry_after_s=1.0,
+            )
+
+
+def _engine_failed(error: Exception) -> ApiError:
+    return ApiError(
+        ErrorCode.UPSTREAM, f"cannot share KV: the engine failed ({type(error).__name__})"
+    )
+
+
+async def _read_query(request: web.Request) -> bytes:
+    return await read_body(request, bytes_max=kv_sharing.QUERY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)

@@ -1,0 +1,221 @@
+"""Shares this engine's KV blocks with other replicas of the PoP, and keeps copies of theirs.
+
+Rule 1: a block is named by its digest alone, which nobody can guess who does not know the tenant's
+salt and the tokens. What is asked for is bounded, and so is the number of streams at a time.
+Rule 2: reading blocks never holds any: one that is evicted meanwhile ends the stream.
+Rule 3: blocks to be kept are checked like those of a transfer, and stored below the device where
+there are such tiers.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import torch
+from aiohttp import web
+from torch import Tensor
+
+from isochrone.wire import kv_sharing, kv_transfer
+from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.core.step import EngineCore
+from nodeagent.engine.kvcache.file_tier import FileTier
+from nodeagent.engine.kvcache.tier_setup import KvBlockForm
+from nodeagent.engine.kvcache.transfer_frames import (
+    ReceivedBlock,
+    TransferEnd,
+    TransferHead,
+    TransferReader,
+    WrongTransfer,
+    encode_block,
+    encode_end,
+    encode_head,
+)
+from nodeagent.engine.server.http_routes import json_response
+from nodeagent.engine.server.kv_receiving import STORE_BYTES_MAX, contents_of, read_blocks
+from nodeagent.engine.server.kv_sending import READ_BYTES_MAX, content_bytes
+
+STREAMS_MAX: Final = 8
+"""Streams of shared blocks at a time, in both directions together."""
+
+_QUERY: Final = msgspec.msgpack.Decoder(kv_sharing.BlockQuery)
+
+
+class KvSharing:
+    """The routes with which the node's agent shares this engine's KV."""
+
+    def __init__(
+        self,
+        form: KvBlockForm,
+        worker: GenerationThread,
+        files: FileTier | None,
+        stall_s: float,
+    ) -> None:
+        self._form = form
+        self._worker = worker
+        self._files = files
+        self._stall_s = stall_s
+        self._streams = 0
+        self.shared_blocks_total = 0
+        self.kept_blocks_total = 0
+
+    def attach(self, app: web.Application) -> None:
+        """Add the routes."""
+        app.router.add_post(kv_sharing.LOCATE_PATH, self._locate)
+        app.router.add_post(kv_sharing.BLOCKS_PATH, self._send)
+        app.router.add_post(kv_sharing.KEEP_PATH, self._keep)
+
+    def counts(self) -> dict[str, float]:
+        """Return the metrics, by name."""
+        return {
+            "kv_shared_blocks_total": self.shared_blocks_total,
+            "kv_kept_blocks_total": self.kept_blocks_total,
+        }
+
+    async def _locate(self, request: web.Request) -> web.Response:
+        """Say how much of a chain's prefix this engine has."""
+        digests = await _digests(request)
+        located = kv_sharing.LocatedBlocks(
+            blocks=await self._count(digests), block_bytes=self._form.block_bytes
+        )
+        return json_response(located)
+
+    async def _send(self, request: web.Request) -> web.StreamResponse:
+        """Stream the blocks of a chain's prefix, from the first that the receiver lacks."""
+        digests = await _digests(request)
+        first = request.headers.get(kv_transfer.FIRST_BLOCK, "0")
+        if not (first.isascii() and first.isdigit() and len(first) <= 9):
+            raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use first block {first[:40]!r}")
+        blocks = await self._count(digests)
+        if not blocks:
+            raise ApiError(ErrorCode.NOT_FOUND, "cannot share these KV blocks: none is here")
+        self._take_stream()
+        try:
+            head = TransferHead(
+                fingerprint=await asyncio.to_thread(self._form.fingerprint),
+                block_bytes=self._form.block_bytes,
+                first_block=int(first),
+                blocks=blocks,
+            )
+            response = web.StreamResponse(headers={"content-type": kv_transfer.CONTENT_TYPE})
+            await response.prepare(request)
+            await self._write(response, [encode_head(head)])
+            await self._send_blocks(response, digests[:blocks])
+            await self._write(response, [encode_end(TransferEnd(cached_tokens=0))])
+            await response.write_eof()
+            return response
+        finally:
+            self._streams -= 1
+
+    async def _send_blocks(self, response: web.StreamResponse, digests: Sequence[bytes]) -> None:
+        read_max = max(1, READ_BYTES_MAX // self._form.block_bytes)
+        sent = 0
+        while sent < len(digests):
+            wanted = digests[sent : sent + read_max]
+            contents = await self._read(wanted)
+            pieces: list[bytes | memoryview] = []
+            for digest, content in zip(wanted, contents, strict=False):
+                pieces += encode_block(digest, content_bytes(content))
+            await self._write(response, pieces)
+            sent += len(contents)
+            self.shared_blocks_total += len(contents)
+
+    async def _read(self, digests: Sequence[bytes]) -> Tensor:
+        """Return the first of these blocks [blocks, ...], at least one."""
+        call = self._worker.call(lambda core: _read_prefix(core, digests))
+        contents = await asyncio.wrap_future(call)
+        if contents is not None:
+            return contents
+        content = None
+        if self._files is not None:
+            content = await asyncio.to_thread(self._files.read, digests[0])
+        if content is None:
+            raise ConnectionResetError("a shared KV block was evicted")
+        return torch.frombuffer(content, dtype=self._form.dtype).view(1, *self._form.shape)
+
+    async def _write(self, response: web.StreamResponse, pieces: list[bytes | memoryview]) -> None:
+        try:
+            async with asyncio.timeout(self._stall_s):
+                for piece in pieces:
+                    await response.write(piece)
+        except TimeoutError as error:
+            raise ConnectionResetError("the receiver does not read") from error
+
+    async def _keep(self, request: web.Request) -> web.Response:
+        """Store the blocks in the body, which begins with their digests."""
+        count = request.headers.get(kv_sharing.DIGEST_COUNT, "")
+        if not (count.isascii() and count.isdigit() and len(count) <= 5):
+            raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot keep {count[:40]!r} KV blocks")
+        blocks = int(count)
+        if not 0 < blocks <= kv_sharing.CHAIN_BLOCKS_MAX:
+            raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot keep {blocks} KV blocks")
+        self._take_stream()
+        try:
+            kept = await self._store(request, blocks)
+        except (WrongTransfer, asyncio.IncompleteReadError) as error:
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST, f"cannot use these KV blocks: {error}"
+            ) from error
+        finally:
+            self._streams -= 1
+        return json_response(
+            kv_sharing.LocatedBlocks(blocks=kept, block_bytes=self._form.block_bytes)
+        )
+
+    async def _store(self, request: web.Request, blocks: int) -> int:
+        """Store the blocks of a stream; return how many came."""
+        size = kv_sharing.DIGEST_BYTES
+        names = await request.content.readexactly(blocks * size)
+        digests = [names[start : start + size] for start in range(0, len(names), size)]
+        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        reader = TransferReader(
+            fingerprint, self._form.block_bytes, digests, 0, may_be_shorter=True
+        )
+
+        async def store(arrived: Sequence[ReceivedBlock]) -> None:
+            contents = contents_of(arrived, self._form)
+            named = [digests[block.number] for block in arrived]
+            await asyncio.wrap_future(self._worker.call(lambda core: _keep(core, named, contents)))
+            self.kept_blocks_total += len(named)
+
+        batch = max(1, STORE_BYTES_MAX // self._form.block_bytes)
+        await read_blocks(request.content, reader, batch, store)
+        return reader.next_block
+
+    async def _count(self, digests: Sequence[bytes]) -> int:
+        call = self._worker.call(lambda core: _count_prefix(core, digests))
+        return await asyncio.wrap_future(call)
+
+    def _take_stream(self) -> None:
+        """Count a stream. Raises ApiError 429 if there are too many."""
+        if self._streams >= STREAMS_MAX:
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY,
+                f"cannot share KV: {STREAMS_MAX} streams are open",
+                retry_after_s=1.0,
+            )
+        self._streams += 1
+
+
+async def _digests(request: web.Request) -> tuple[bytes, ...]:
+    """Read a query. Raises ApiError 400."""
+    if (request.content_length or 0) > kv_sharing.QUERY_BYTES_MAX:
+        raise ApiError(ErrorCode.INVALID_REQUEST, "cannot use this query: it is too long")
+    try:
+        return _QUERY.decode(await request.read()).digests
+    except msgspec.DecodeError as error:
+        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use this query: {error}") from error
+
+
+def _count_prefix(core: EngineCore, digests: Sequence[bytes]) -> int:
+    return core.kv_transfers.count_prefix(digests) if core.kv_transfers is not None else 0
+
+
+def _read_prefix(core: EngineCore, digests: Sequence[bytes]) -> Tensor | None:
+    return core.kv_transfers.read_prefix(digests) if core.kv_transfers is not None else None
+
+
+def _keep(core: EngineCore, digests: Sequence[bytes], contents: Tensor) -> None:
+    if core.kv_transfers is not None:
+        core.kv_transfers.keep(digests, contents)

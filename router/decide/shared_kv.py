@@ -1,0 +1,131 @@
+"""Deployments whose replicas use each other's KV within a PoP: balanced by load, not by affinity.
+
+What one replica has cached, each other one of its PoP can fetch in a fraction of the time that
+computing takes, so for ranking all of them have nearly as much. With the request go the replicas
+that probably have its prefix, and the one that keeps a copy: the winner of a hash over the PoP's
+replicas, which every router and a restarted one finds again after the first holder is gone.
+"""
+
+from collections.abc import Set
+from typing import Final, NamedTuple
+
+from isochrone.wire.headers import PeerReplica
+from isochrone.wire.ids import PopId, ReplicaId
+from isochrone.wire.routes import Route
+from router.decide.affinity import hash64, rendezvous_winner
+from router.decide.prefix_index import NO_MATCHES, PrefixKeys, PrefixMatch, PrefixMatches, slots_of
+from router.decide.ranked_route import RankedRoute
+from router.decide.replica_table import ReplicaTable
+
+FETCH_VALUE: Final = 0.9
+"""What another replica of the PoP has cached saves this share of what it saves there. The rest is
+the cost of fetching it, and keeps requests from moving for nothing."""
+
+PROMPT_TOKENS_MIN: Final = 128
+"""A shorter prompt is computed about as soon as it is fetched."""
+
+HOLDERS_MAX: Final = 3
+"""Replicas that are asked for a prefix, besides the one that answers."""
+
+STABLE_KEY: Final = 7
+"""The key of a prompt's first kibibyte chooses the replica that keeps a copy: it stays the same as
+a conversation grows."""
+
+
+class SharedKvPeers(NamedTuple):
+    """The addressed replica and those that may have a prefix; `store` keeps a copy of it."""
+
+    replicas: list[PeerReplica]
+    store: str
+
+
+NO_SHARED_KV_PEERS: Final = SharedKvPeers([], "")
+
+
+def pool_matches(matches: PrefixMatches, table: ReplicaTable) -> PrefixMatches:
+    """Return what each replica has cached or can fetch within its PoP."""
+    if not matches.longer:
+        return matches
+    best: dict[PopId, float] = {}
+    masks: dict[float, int] = {}
+    for mask, share in matches.longer:
+        masks[share] = masks.get(share, 0) | mask
+        for slot in slots_of(mask):
+            route = table.routes[slot]
+            if route is not None and share > best.get(route.pop, 0.0):
+                best[route.pop] = share
+    for pop, held in best.items():
+        share = FETCH_VALUE * held
+        for slot in table.slots_by_pop.get(pop, ()):
+            own = matches.share_at(slot)
+            if share > own:
+                bit = 1 << slot
+                if own in masks:
+                    masks[own] &= ~bit
+                masks[share] = masks.get(share, 0) | bit
+    longer = [PrefixMatch(mask, share) for share, mask in masks.items() if mask]
+    return PrefixMatches(matches.all_share, longer)
+
+
+def shared_kv_peers(
+    table: ReplicaTable,
+    target: RankedRoute,
+    prompt_tokens: int,
+    keys: PrefixKeys,
+    matches: PrefixMatches,
+    session: str,
+    excluded: Set[ReplicaId],
+) -> SharedKvPeers:
+    """Return the replicas from which `target` may fetch a prompt's prefix; none if it is short.
+
+    `matches` are what each replica itself has.
+    """
+    here = target.route
+    if prompt_tokens < PROMPT_TOKENS_MIN:
+        return NO_SHARED_KV_PEERS
+    own_slot = table.slots.get(here.replica_id, -1)
+    own_share = matches.share_at(own_slot) if matches is not NO_MATCHES else 0.0
+    slots: list[int] = []
+    for slot in table.slots_by_pop.get(here.pop, ()):
+        route = table.routes[slot]
+        if route is None or slot == own_slot or route.version != here.version:
+            continue
+        if route.replica_id not in excluded:
+            slots.append(slot)
+    if not slots:
+        return NO_SHARED_KV_PEERS
+    store = -1
+    subject = hash64(session) if session else _stable_key(keys)
+    if subject:
+        store = rendezvous_winner(subject, slots, table.hashes, table.weights)
+    shares = [(matches.share_at(slot), slot) for slot in slots]
+    held = [(share, slot) for share, slot in shares if share > own_share]
+    held.sort(reverse=True)
+    chosen = [slot for _, slot in held[:HOLDERS_MAX] if slot != store]
+    if store >= 0:
+        chosen = [*chosen[: HOLDERS_MAX - 1], store]
+    if not chosen:
+        return NO_SHARED_KV_PEERS
+    peers = [_peer(here, prompt_tokens, target.ms_per_token)]
+    for slot in chosen:
+        route = table.routes[slot]
+        assert route is not None
+        peers.append(_peer(route, prompt_tokens, table.estimates[slot].ms_per_token))
+    kept = table.routes[store] if store >= 0 else None
+    return SharedKvPeers(peers, kept.replica_id if kept is not None else "")
+
+
+def _stable_key(keys: PrefixKeys) -> int:
+    """Return a key that does not change as a conversation grows; 0 for a short prompt."""
+    return keys.keys[STABLE_KEY] if len(keys.keys) > STABLE_KEY else 0
+
+
+def _peer(route: Route, prompt_tokens: int, token_ms: float) -> PeerReplica:
+    return PeerReplica(
+        route.replica_id,
+        route.node_id,
+        route.address,
+        prompt_tokens,
+        round(prompt_tokens * token_ms),
+        max(1, round(1000 * token_ms)),
+    )

@@ -1,0 +1,43 @@
+"""What the keys with limits per minute have used here, for the other routers.
+
+Each process tells the main process, which tells the scheduler. The use at other routers comes back
+the same way, and each process draws its share of it.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from isochrone.wire.ids import KeyId
+from isochrone.wire.key_use import KEY_USE_ROWS_MAX, FleetKeyUse, KeyUse
+
+
+class OwnKeyUse(msgspec.Struct, frozen=True, tag="own_key_use"):
+    """What keys have used at one process in one turn."""
+
+    rows: tuple[KeyUse, ...]
+
+
+class KeyUseOutbox:
+    """The use that the other routers do not know yet: one row for each key."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._rows: dict[KeyId, KeyUse] = {}
+
+    def add(self, rows: Iterable[KeyUse]) -> None:
+        """Add what a process of this router tells, or what could not be sent."""
+        for row in rows:
+            known = self._rows.get(row.key_id)
+            if known is not None:
+                row = KeyUse(row.key_id, known.requests + row.requests, known.tokens + row.tokens)
+            self._rows[row.key_id] = row
+
+    def take(self) -> FleetKeyUse | None:
+        """Return a message for the scheduler and forget what is in it; None if there is nothing."""
+        if not self._rows:
+            return None
+        rows = tuple(self._rows.values())[:KEY_USE_ROWS_MAX]
+        for row in rows:
+            del self._rows[row.key_id]
+        return FleetKeyUse(rows)

@@ -1,0 +1,38 @@
+"""Tells every router, each second, what keys with limits have used at the others."""
+
+from typing import Final, NamedTuple
+
+from isochrone.wire.key_use import KEY_USE, KEY_USE_ROWS_MAX, FleetKeyUse
+from scheduler.state.key_use_exchange import KeyUseExchange
+from scheduler.state.peer_registry import PeerRegistry
+
+SHARE_KEY_USE_S: Final = 1.0
+
+
+class SharedKeyUseCounts(NamedTuple):
+    """How many rows one turn has sent."""
+
+    rows: int
+
+
+class ShareKeyUse:
+    """Sends nothing while no such key is in use at two routers or more."""
+
+    def __init__(self, exchange: KeyUseExchange, peers: PeerRegistry) -> None:
+        self._exchange = exchange
+        self._peers = peers
+
+    async def run_once(self) -> SharedKeyUseCounts:
+        """Send each router the use at the others since the last turn."""
+        routers = {
+            router.name: router
+            for router in self._peers.routers()
+            if KEY_USE in router.capabilities
+        }
+        sent = 0
+        for name, rows in self._exchange.take(list(routers)).items():
+            for start in range(0, len(rows), KEY_USE_ROWS_MAX):
+                part = tuple(rows[start : start + KEY_USE_ROWS_MAX])
+                routers[name].enqueue(FleetKeyUse(part))
+            sent += len(rows)
+        return SharedKeyUseCounts(sent)

@@ -1,0 +1,258 @@
+"""A prefix computed on one node is used on another, from the holder or from a copy; wrong blocks
+cost a recomputation and nothing else."""
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from isochrone.service.http_server import serve_http
+from isochrone.wire import headers, kv_sharing, kv_transfer
+from isochrone.wire.assignment import ReplicaSpec
+from isochrone.wire.headers import PeerReplica
+from isochrone.wire.ids import NodeId, ReplicaId
+from isochrone.wire.kv_sharing import FoundTokens, parse_found
+from isochrone.wire.model import EngineSettings
+from nodeagent.engine.kvcache.transfer_frames import TransferHead, encode_block, encode_head
+from ops.golden import tiny
+from tests.builders import a_spec
+from tests.integration.nodeagent.test_data_plane import Node, a_node
+from tests.integration.nodeagent.test_two_legs import a_prompt, artifact_of, is_warm
+from tests.system.harness import until
+
+NAMES = ("a", "b", "c")
+PROMPT_BLOCKS = 12
+"""Whole blocks of a prompt of 200 tokens before its last token."""
+
+FAULTS = ("wrong digest", "wrong content", "truncated", "endless", "other format", "silent")
+
+
+class SharedAnswer(NamedTuple):
+    """The text of an answer, and where its prompt's KV was found."""
+
+    text: str
+    found: FoundTokens
+
+
+class SharingNodes(NamedTuple):
+    """Three nodes of a PoP: `c` has tiers below the device."""
+
+    nodes: dict[str, Node]
+
+    def peer(self, name: str) -> PeerReplica:
+        address = self.nodes[name].address
+        # Slow at computing, so that fetching pays.
+        return PeerReplica(ReplicaId(name), NodeId(address), address, 200, 4000, 20_000)
+
+    async def ask(
+        self,
+        name: str,
+        prompt: list[int],
+        *others: PeerReplica,
+        store: str = "",
+        tenant: str = "t",
+    ) -> SharedAnswer:
+        """Send a request as a router does, with the replicas that may have its prefix."""
+        sent = {
+            headers.REPLICA: name,
+            headers.CACHE_SALT: tenant,
+            headers.TOKENS: f"p={len(prompt)};o=8",
+            headers.PENDING_PREFILL_TOKENS: str(len(prompt)),
+            headers.PREFILL_MS: "4000",
+        }
+        if others:
+            holders = [self.peer(name), *others]
+            sent[kv_sharing.KV_HOLDERS] = headers.format_peer_replicas(holders)
+            sent[kv_sharing.KV_STORE] = store
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        node = self.nodes[name]
+        async with node.http.post("/v1/completions", json=body, headers=sent) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+            found = parse_found(response.headers.get(kv_sharing.KV_FOUND, ""))
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == sum(msgspec.structs.astuple(found))
+        return SharedAnswer(answer["choices"][0]["text"], found)
+
+    async def stat(self, name: str, field: str) -> float:
+        engine = self.nodes[name].supervisor.replicas[ReplicaId(name)].engine
+        assert engine is not None
+        async with engine.http.get("/stats") as response:
+            return float((await response.json())[field])
+
+    async def holds_nothing(self, name: str) -> bool:
+        fields = ("kv_transfer_held_blocks", "kv_transfers_waiting", "kv_blocks_used")
+        return not sum([await self.stat(name, field) for field in fields])
+
+
+def spec_of(name: str, folder: Path) -> ReplicaSpec:
+    options = {"batch_tokens_max": "64"}
+    if name == "c":
+        tiers = {"kv_host_bytes": 1 << 20, "kv_file_bytes": 1 << 22, "kv_folder": folder / "kv"}
+        options |= {option: str(value) for option, value in tiers.items()}
+    engine = EngineSettings(
+        driver="embedded",
+        kv_memory_bytes=4 * 1024 * 1024,
+        tokens_in_flight_max=100_000,
+        options=options,
+        share_kv=True,
+    )
+    artifact = artifact_of(folder / "model")
+    return a_spec(name, engine=engine, artifact=artifact, context_tokens=512)
+
+
+@pytest.fixture(autouse=True)
+def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give nodes enough time to answer on a busy machine."""
+    monkeypatch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 10.0)
+    monkeypatch.setattr("nodeagent.disaggregation.kv_fetch.LOCATE_TIMEOUT_S", 10.0)
+
+
+@pytest.fixture
+async def pop() -> AsyncIterator[SharingNodes]:
+    folder = Path(tempfile.mkdtemp(prefix="iso-"))
+    (folder / "model").mkdir()
+    tiny.write_folder(folder / "model", "qwen3")
+    tiny.write_tokenizer(folder / "model")
+    try:
+        async with AsyncExitStack() as stack:
+            nodes = {name: await stack.enter_async_context(a_node()) for name in NAMES}
+            for name, node in nodes.items():
+                node.supervisor.start(spec_of(name, folder))
+            for node in nodes.values():
+                await until("warm", partial(is_warm, node), 120.0)
+            yield SharingNodes(nodes)
+    finally:
+        shutil.rmtree(folder)
+
+
+async def test_a_prefix_is_computed_once_in_a_pop_whatever_fails(pop: SharingNodes) -> None:
+    """One test, because starting engines takes most of its time."""
+    await check_fetch_from_holder(pop)
+    await check_faults(pop)
+    await check_copy_outlives_its_source(pop)
+
+
+async def check_fetch_from_holder(pop: SharingNodes) -> None:
+    prompt, tokens = a_prompt(), PROMPT_BLOCKS * 16
+    first = await pop.ask("a", prompt)
+    assert first.found == FoundTokens()
+    second = await pop.ask("b", prompt, pop.peer("a"))
+    assert second == SharedAnswer(first.text, FoundTokens(peer=tokens))
+    again = await pop.ask("b", prompt, pop.peer("a"))
+    assert again == SharedAnswer(first.text, FoundTokens(device=tokens))
+    # With tiers below the device, they are stored there, and restored if that is faster here.
+    tiered = await pop.ask("c", prompt, pop.peer("a"))
+    assert tiered.text == first.text
+    assert tiered.found in (FoundTokens(peer=tokens), FoundTokens())
+    assert await pop.stat("c", "kv_host_blocks") >= PROMPT_BLOCKS
+    # The beginning is here, the rest is fetched.
+    longer = prompt[:100] + a_prompt()[:100]
+    await pop.ask("a", longer)
+    part = await pop.ask("b", longer, pop.peer("a"))
+    assert (part.found.device, part.found.peer) == (96, (len(longer) - 1) // 16 * 16 - 96)
+    # Another tenant finds none of it.
+    other = await pop.ask("b", prompt, pop.peer("a"), tenant="other")
+    assert other == SharedAnswer(first.text, FoundTokens())
+
+
+async def check_faults(pop: SharingNodes) -> None:
+    for fault in FAULTS:
+        prompt = a_prompt()
+        alone = await pop.ask("a", prompt, tenant="alone")
+        async with a_liar(pop, fault) as liar:
+            for name in ("b", "c"):
+                answer = await pop.ask(name, prompt, liar, tenant=fault)
+                assert answer.text == alone.text != "", fault
+    for name in ("b", "c"):
+        await until("nothing is held", partial(pop.holds_nothing, name), 20.0)
+
+
+@asynccontextmanager
+async def a_liar(pop: SharingNodes, fault: str) -> AsyncIterator[PeerReplica]:
+    """Run a node that says it has everything, and sends something else."""
+    head = await read_head(pop)
+    block_bytes = head.block_bytes
+    fingerprint = b"f" * 16 if fault == "other format" else head.fingerprint
+
+    async def locate(request: web.Request) -> web.Response:
+        located = kv_sharing.LocatedBlocks(blocks=PROMPT_BLOCKS, block_bytes=block_bytes)
+        return web.Response(body=msgspec.json.encode(located))
+
+    async def pong(request: web.Request) -> web.Response:
+        return web.Response(status=204)
+
+    async def send(request: web.Request) -> web.StreamResponse:
+        digests = msgspec.msgpack.decode(await request.read(), type=kv_sharing.BlockQuery).digests
+        sent_head = TransferHead(
+            fingerprint=fingerprint,
+            block_bytes=block_bytes,
+            first_block=int(request.headers[kv_transfer.FIRST_BLOCK]),
+            blocks=len(digests),
+        )
+        response = web.StreamResponse(headers={"content-type": kv_transfer.CONTENT_TYPE})
+        await response.prepare(request)
+        await response.write(encode_head(sent_head))
+        if fault == "silent":
+            await asyncio.sleep(60)
+        if fault == "truncated":
+            return response
+        for digest in digests:
+            name = b"w" * 32 if fault == "wrong digest" else digest
+            frame_head, content = encode_block(name, bytes(block_bytes))
+            if fault == "wrong content":
+                content = b"x" + bytes(content)[1:]
+            await response.write(bytes(frame_head) + bytes(content))
+        while fault == "endless":
+            await response.write(bytes(65536))
+        return response
+
+    app = web.Application()
+    app.router.add_post(kv_sharing.LOCATE_PATH, locate)
+    app.router.add_post(kv_sharing.BLOCKS_PATH, send)
+    app.router.add_get("/ping", pong)
+    async with serve_http(app, "127.0.0.1", 0) as port:
+        address = f"127.0.0.1:{port}"
+        # Computing is said to take two seconds, so that a silent holder does not hold up the test.
+        yield PeerReplica(ReplicaId("liar"), NodeId(address), address, 200, 2000, 10_000)
+
+
+async def read_head(pop: SharingNodes) -> TransferHead:
+    """Return the head of a transfer from an engine: its form of blocks."""
+    engine = pop.nodes["a"].supervisor.replicas[ReplicaId("a")].engine
+    assert engine is not None
+    sent = {
+        kv_transfer.LEG: kv_transfer.PREFILL_LEG,
+        kv_transfer.TRANSFER: "0" * 32,
+    }
+    body = {"prompt": a_prompt(), "max_tokens": 1}
+    async with engine.http.post("/v1/completions", json=body, headers=sent) as leg:
+        length = int.from_bytes((await leg.content.readexactly(5))[1:], "little")
+        return msgspec.msgpack.decode(await leg.content.readexactly(length), type=TransferHead)
+
+
+async def check_copy_outlives_its_source(pop: SharingNodes) -> None:
+    prompt, tokens = a_prompt(), PROMPT_BLOCKS * 16
+    kept = await pop.stat("c", "kv_kept_blocks_total")
+    first = await pop.ask("a", prompt, pop.peer("c"), store="c")
+
+    async def is_kept() -> bool:
+        return await pop.stat("c", "kv_kept_blocks_total") == kept + PROMPT_BLOCKS
+
+    await until("a copy is kept", is_kept, 20.0)
+    holder = pop.peer("a")
+    replica = pop.nodes["a"].supervisor.replicas[ReplicaId("a")]
+    assert replica.engine is not None
+    os.kill(replica.engine.record.pid, signal.SIGKILL)
+    second = await pop.ask("b", prompt, holder, pop.peer("c"), store="c")
+    assert second == SharedAnswer(first.text, FoundTokens(store=tokens))

@@ -1,0 +1,114 @@
+"""Replicas that use each other's KV: balanced by load within a PoP, and the copy found again."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isochrone.wire.assignment import Role
+from isochrone.wire.ids import PopId, ReplicaId
+from router.decide.prefix_index import NO_KEYS, NO_MATCHES, PrefixMatch, PrefixMatches, prefix_keys
+from router.decide.ranked_route import RankedRoute
+from router.decide.replica_table import ReplicaTable
+from router.decide.shared_kv import (
+    FETCH_VALUE,
+    HOLDERS_MAX,
+    NO_SHARED_KV_PEERS,
+    SharedKvPeers,
+    pool_matches,
+    shared_kv_peers,
+)
+from tests.unit.router.test_prefill_replicas import a_route, ranked
+
+KEYS = prefix_keys(b"x" * 4000, 7)
+NAMES = ("a", "b", "c", "d")
+
+
+def a_table(*names: str, far: str = "") -> ReplicaTable:
+    table = ReplicaTable()
+    routes = [a_route(name, Role.UNIFIED) for name in names]
+    routes += [a_route(name, Role.UNIFIED, pop=PopId("sjc")) for name in far]
+    table.set_routes(routes)
+    return table
+
+
+def held(table: ReplicaTable, **shares: float) -> PrefixMatches:
+    """Return matches of one share for each of some replicas."""
+    longer = [
+        PrefixMatch(1 << table.slots[ReplicaId(name)], share) for name, share in shares.items()
+    ]
+    return PrefixMatches(0.0, longer) if longer else NO_MATCHES
+
+
+def target(table: ReplicaTable, name: str) -> RankedRoute:
+    route = table.routes[table.slots[ReplicaId(name)]]
+    assert route is not None
+    return ranked(route)
+
+
+def choose(
+    table: ReplicaTable, name: str, matches: PrefixMatches = NO_MATCHES, session: str = ""
+) -> SharedKvPeers:
+    return shared_kv_peers(table, target(table, name), 1000, KEYS, matches, session, frozenset())
+
+
+def share(table: ReplicaTable, matches: PrefixMatches, name: str) -> float:
+    return matches.share_at(table.slots[ReplicaId(name)])
+
+
+def test_what_one_replica_has_counts_for_its_pop() -> None:
+    table = a_table("a", "b", "c", far="z")
+    pooled = pool_matches(held(table, a=0.8, b=0.2), table)
+    assert share(table, pooled, "a") == 0.8
+    assert share(table, pooled, "b") == share(table, pooled, "c") == FETCH_VALUE * 0.8
+    assert share(table, pooled, "z") == 0
+    assert pool_matches(NO_MATCHES, table) is NO_MATCHES
+
+
+@given(
+    shares=st.dictionaries(st.sampled_from(NAMES), st.floats(0.01, 1)), all_share=st.floats(0, 1)
+)
+def test_pooling_takes_nothing_from_a_replica(shares: dict[str, float], all_share: float) -> None:
+    table = a_table("a", "b", far="cd")
+    own = PrefixMatches(all_share, held(table, **shares).longer)
+    pooled = pool_matches(own, table)
+    for name in NAMES:
+        pop = "ab" if name in "ab" else "cd"
+        best = max((shares.get(other, 0.0) for other in pop), default=0.0)
+        expected = max(share(table, own, name), FETCH_VALUE * best)
+        assert share(table, pooled, name) == expected
+    masks = [mask for mask, _ in pooled.longer]
+    for first in range(len(masks)):
+        assert all(not masks[first] & other for other in masks[first + 1 :])
+
+
+def test_the_holders_of_most_are_named_with_the_one_that_keeps_a_copy() -> None:
+    table = a_table("a", "b", "c", "d", far="z")
+    found = choose(table, "a", held(table, a=0.1, b=0.5, c=0.9, z=1.0))
+    names = [str(peer.replica_id) for peer in found.replicas]
+    assert names[0] == "a"
+    assert found.store in names[1:]
+    assert set(names[1:]) >= {"c"}
+    assert "z" not in names
+    assert len(names) <= 1 + HOLDERS_MAX
+
+
+def test_the_copy_is_found_again_after_the_holder_is_gone() -> None:
+    names = ("a", "b", "c", "d")
+    for number in range(50):
+        session = f"s{number}"
+        store = choose(a_table(*names), "a", session=session).store
+        assert store not in ("", "a")
+        # The replica that answered is gone, and this router has just started.
+        left = [name for name in names if name != "a"]
+        for other in left:
+            found = choose(a_table(*left), other, session=session)
+            assert other == store or found.store == store
+
+
+def test_short_prompts_and_lone_replicas_share_nothing() -> None:
+    assert choose(a_table("a", far="z"), "a") is NO_SHARED_KV_PEERS
+    table = a_table("a", "b")
+    short = shared_kv_peers(table, target(table, "a"), 20, KEYS, NO_MATCHES, "", frozenset())
+    assert short is NO_SHARED_KV_PEERS
+    # Nobody has it, and nothing says which replica would keep a copy.
+    unnamed = shared_kv_peers(table, target(table, "a"), 900, NO_KEYS, NO_MATCHES, "", frozenset())
+    assert unnamed is NO_SHARED_KV_PEERS
