@@ -63,7 +63,7 @@ simulate: $(STAMP) ## Simulate the control plane under faults (COUNT=20000 SEED=
 	$(BIN)/python -m tests.simulation --count $(or $(COUNT),20000) --seed $(or $(SEED),0) \
 		--processes $(or $(PROCESSES),2)
 
-sim: $(STAMP) ## Simulate the choice of replica in every hard world, with all policies (30 minutes)
+sim: $(STAMP) ## Simulate the choice of replica in every hard world, with all policies (10 minutes)
 	$(BIN)/python -m ops.sim.hard_table --out ops/sim/hard.csv --table ops/sim/hard_table.md
 
 test-engines: $(STAMP) ## Install engines of other vendors into .engines (4 GB) and test with them

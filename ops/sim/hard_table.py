@@ -31,7 +31,7 @@ AGES_S: Final = (0.1, 1.0, 5.0)
 ORACLES: Final = tuple(
     f"oracle {charge} {foresight}" for foresight in (0, 1) for charge in (0.0, 0.5, 1.0, 2.0)
 )
-REQUESTS: Final = 2000
+REQUESTS: Final = 800
 DRAW: Final = 71
 """Ranking was tuned with draw 0."""
 

@@ -110,6 +110,7 @@ class _ResponsesShape(msgspec.Struct, frozen=True):
     input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
+_FLAGS: Final = frozenset({"raw", "stream"})
 _RESPONSES_SHAPE: Final = msgspec.json.Decoder(_ResponsesShape)
 _RUN: Final = msgspec.json.Decoder(RunRequest)
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -118,7 +119,12 @@ _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def to_openai(body: bytes, model: str) -> OpenAiCall:
     """Return the equivalent OpenAI request. Raises ApiError 400."""
     run = decode(body, _RUN)
-    sent = {name: value for name, value in _FIELDS.decode(body).items() if bytes(value) != b"null"}
+    sent = {
+        name: value
+        for name, value in _FIELDS.decode(body).items()
+        # Clients send these defaults whatever the task is.
+        if bytes(value) != b"null" and not (name in _FLAGS and bytes(value) == b"false")
+    }
     _check(run, sent, model)
     options = {"options": run.options} if run.options is not None else {}
     if run.target_lang is not None or run.input_text is not None:
