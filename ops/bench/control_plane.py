@@ -43,7 +43,7 @@ NOTES_HEADING: Final = "## What it says"
 TOKEN: Final = "bench-admin-token-0123456789"
 SETTLE_S: Final = 20.0
 AFTER_S: Final = 40.0
-CONNECT_TIMEOUT_S: Final = 600.0
+CONNECT_TIMEOUT_S: Final = 240.0
 CLUSTER: Final = ClusterId("c-bench")
 
 
@@ -269,8 +269,10 @@ class ControlPlaneBench:
             if agents + routers >= expected:
                 return monotonic()
             await asyncio.sleep(0.5)
+        status = await admin.ask(name, "GET", "/v1/status")
         raise SystemExit(
-            f"cannot connect all peers: only {agents:.0f} agents and {routers:.0f} routers"
+            f"cannot connect all peers: only {agents:.0f} agents and {routers:.0f} routers; "
+            f"not following: {status.get('not_following')}"
         )
 
 

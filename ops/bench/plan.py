@@ -8,7 +8,6 @@ higher of the current demand and that within the hour, and the moves are carried
 --picture, the plan of a cluster state saved by `isochrone plan --save` is timed.
 """
 
-import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from scheduler.decide.cluster import ClusterState, PopDistance
 from scheduler.decide.placement import plan_prefetch
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.whatif.simulation import ClusterSnapshot, apply_plan
-from scheduler.planner.__main__ import GC_THRESHOLDS
+from scheduler.planner.garbage import GarbageBetweenAnswers
 
 
 class WorldSize(NamedTuple):
@@ -50,10 +49,11 @@ FIRST: Final = PlanLimits(starts_max=10**6, endings_max=10**6, effort=0)
 
 
 class PlanTiming(NamedTuple):
-    """The CPU time and the moves of one plan."""
+    """The CPU time and the moves of one plan, and the time to collect its garbage afterwards."""
 
     took_s: float
     moves: int
+    garbage_s: float = 0.0
 
 
 def cut(world: PlanetWorld, size: WorldSize) -> ClusterState:
@@ -118,9 +118,12 @@ def minute_by_minute(
     world: PlanetWorld, cluster: ClusterState, minutes: int
 ) -> Iterator[PlanTiming]:
     """Plan each minute of a morning, from the result of the minute before."""
+    garbage = GarbageBetweenAnswers()
     for minute in range(BEGINS_MIN, BEGINS_MIN + minutes):
         turn, cluster = planned(asked_at(world, cluster, minute, minute + HOUR_MIN))
-        yield turn
+        began = process_time()
+        garbage.collect()
+        yield turn._replace(garbage_s=process_time() - began)
 
 
 def row_of(world: PlanetWorld, cluster: ClusterState, minutes: int) -> str:
@@ -140,6 +143,7 @@ def row_of(world: PlanetWorld, cluster: ClusterState, minutes: int) -> str:
         f"| {len(cluster.pops)} | {len(cluster.nodes)} | {devices} | {len(cluster.deployments)} "
         f"| {len(peak.demand)} | {len(seated.placements)} | {first.took_s:.2f} "
         f"| {np.median(took):.3f} | {np.percentile(took, 99):.3f} "
+        f"| {max(turn.garbage_s for turn in turns):.3f} "
         f"| {sum(turn.moves for turn in turns)} | {prefetch_s:.2f} |"
     )
 
@@ -164,13 +168,12 @@ def main() -> None:
     if given.picture is not None:
         print(timed(given.picture))
         return
-    # As in the planner's process.
-    gc.set_threshold(*GC_THRESHOLDS)
     print(
         "| cities | nodes | devices | deployments | demand rows | replicas | first plan s "
-        "| each minute s, median | p99 | moves in all | prefetch s |"
+        "| each minute s, median | p99 | garbage after a plan s, longest "
+        "| moves in all | prefetch s |"
     )
-    print("|---|" + "---|" * 10)
+    print("|---|" + "---|" * 11)
     for size in SIZES[-given.largest :]:
         world = draw(given.data, given.seed, max(MODELS, size.deployments))
         print(row_of(world, cut(world, size), given.minutes), flush=True)

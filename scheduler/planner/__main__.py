@@ -5,7 +5,6 @@ planner ends too.
 """
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -16,6 +15,7 @@ from typing import Final
 import msgspec
 
 from isochrone.service.logs import setup_logs
+from scheduler.planner.garbage import GarbageBetweenAnswers
 from scheduler.planner.messages import (
     PlannerReply,
     PlannerRequest,
@@ -30,9 +30,6 @@ log = logging.getLogger(__name__)
 
 CONNECTIONS: Final = 4
 NICE: Final = 5
-GC_THRESHOLDS: Final = (50_000, 20, 50)
-"""A plan creates millions of objects. With Python's default thresholds (700, 10, 10) many survive
-several collections, and each collection costs more than the one before."""
 
 
 async def serve() -> int:
@@ -49,9 +46,11 @@ async def serve() -> int:
         log.warning("cannot reach the database", extra={"fields": {"reason": str(error)[:200]}})
         return 1
     server = PlannerServer(pool, settings.liveness)
+    garbage = GarbageBetweenAnswers()
 
     async def answer(request: PlannerRequest) -> None:
         writer.write(frame(await _reply_to(server, request)))
+        garbage.collect()
 
     answering: set[asyncio.Task[None]] = set()
     with suppress(asyncio.IncompleteReadError):
@@ -83,7 +82,6 @@ async def _reply_to(server: PlannerServer, request: PlannerRequest) -> PlannerRe
 
 def main() -> None:
     """Run the planner at a lower CPU priority than the processes that hold connections."""
-    gc.set_threshold(*GC_THRESHOLDS)
     os.nice(NICE)
     # It ends with its scheduler, which may still send requests while it shuts down.
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -77,7 +77,17 @@ def keep_the_counters_of_a_backup(patch: pytest.MonkeyPatch) -> None:
     replace_function(patch, "raise_epoch_and_generation", nothing_raised)
 
 
+def take_the_lease_of_a_server_just_started(patch: pytest.MonkeyPatch) -> None:
+    def start(self: Any) -> None:
+        self.is_down = False
+
+    patch.setattr(SimStore, "start", start)
+
+
 def overlook_lost_history(patch: pytest.MonkeyPatch) -> None:
+    # The wait for a new lease guards the same before: it has every peer register again.
+    take_the_lease_of_a_server_just_started(patch)
+
     async def overlook(self: Any, lease: Any, stored: Any) -> Any:
         return lease
 
@@ -89,6 +99,7 @@ def adopt_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def believe_a_stored_report(patch: pytest.MonkeyPatch) -> None:
+    take_the_lease_of_a_server_just_started(patch)
     patch.setattr(PeerRegistry, "forget_stored_reports", lambda self: None)
     patch.setattr(PeerRegistry, "require_reports", lambda self, node_ids=None: None)
 
@@ -121,13 +132,6 @@ def write_with_any_epoch(patch: pytest.MonkeyPatch) -> None:
     replace_function(patch, "assert_epoch", assert_nothing)
     for module in (store_functions, store_lease, store_reads, store_reports):
         patch.setattr(module, "assert_epoch", assert_nothing, raising=False)
-
-
-def take_the_lease_of_a_server_just_started(patch: pytest.MonkeyPatch) -> None:
-    def start(self: Any) -> None:
-        self.is_down = False
-
-    patch.setattr(SimStore, "start", start)
 
 
 def accept_any_table(patch: pytest.MonkeyPatch) -> None:

@@ -61,9 +61,10 @@ class StartBounds:
         round_trips = self._distances.ms[self._pops[:, None], np.array(holders)].min(axis=1)
         assumed = WAN_RATES[np.searchsorted(WAN_ROUND_TRIPS_MS, round_trips)]
         rates = np.where(self._is_unmeasured, np.maximum(rates, assumed), rates)
-        is_held = np.isin(self._pops, holders)
+        is_held = np.zeros(len(self._distances.ms), bool)
+        is_held[holders] = True
         loaded = ENGINE_START_S + model.weights_bytes / HOST_BYTES_PER_S
-        return np.where(is_held, loaded, self._fetched(model, rates))
+        return np.where(is_held[self._pops], loaded, self._fetched(model, rates))
 
     def _fetched(self, model: CatalogModel, rates: Floats) -> Floats:
         fetch_s = model.artifact.size_bytes / np.maximum(rates, 1.0)

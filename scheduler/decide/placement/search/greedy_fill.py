@@ -15,7 +15,7 @@ from math import inf
 
 import numpy as np
 
-from scheduler.decide.arrays import Floats
+from scheduler.decide.arrays import NO_FLOATS, Floats
 from scheduler.decide.capacity.device_classes import GIB
 from scheduler.decide.placement.score import START, START_PER_S
 from scheduler.decide.placement.search.deployment_state import DeploymentState
@@ -58,21 +58,31 @@ class _Bids:
     """What one more replica of a deployment gains at each site, or upper bounds of it; -inf where
     there is none to take. Valid until the deployment's replicas change."""
 
-    def __init__(self, draft: PlacementDraft, state: DeploymentState, start_costs: Floats) -> None:
-        """Compute the bounds; `start_costs` are of slots already looked for, or lower bounds.
-
-        A fill only takes slots, so that no start becomes cheaper while it lasts.
-        """
-        self._state = state
+    def __init__(self, draft: PlacementDraft, state: DeploymentState) -> None:
+        """Compute the bounds as if each start cost START only."""
         needs = state.needs
         required = state.needs_by_site()
-        nets = state.gain_upper_bounds() + required.worths - needs.hold_cost - start_costs
+        nets = state.gain_upper_bounds() + required.worths - needs.hold_cost - START
         nets[(needs.site_capacity <= 0) | (nets <= 0)] = -inf
         has_room = draft.has_room(state)
         draft.blocked.note_all(state, np.where(has_room, -inf, nets))
         nets[~has_room] = -inf
-        self._nets, self._tiers, self._start_costs = nets, required.tiers, start_costs
+        self._state, self._nets, self._tiers = state, nets, required.tiers
+        self._start_costs = NO_FLOATS
         self._known: dict[int, Known] = {}
+
+    @property
+    def has_any(self) -> bool:
+        """Say whether a replica may pay at any site."""
+        return bool((self._nets > EPSILON).any())
+
+    def lower_to(self, start_costs: Floats) -> None:
+        """Lower the bounds to starts that cost at least `start_costs`, which are kept and updated.
+
+        A fill only takes slots, so that no start becomes cheaper while it lasts.
+        """
+        self._nets -= start_costs - START
+        self._start_costs = start_costs
 
     def known(self, site: int) -> Known:
         """Return how exactly the gain at a site is known."""
@@ -148,10 +158,11 @@ class _GreedyFill:
         """Compute the bounds of a deployment; return the entry of the largest, if any may pay."""
         if state.is_full or not state.needs.site_capacity.any():
             return []
-        start_costs = self._start_costs.get(state.number)
-        if start_costs is None:
+        bids = self._bids[state.number] = _Bids(self._draft, state)
+        if not bids.has_any:
+            return []
+        if state.number not in self._start_costs:
             start_s = self._draft.fleet.start_bounds.start_s(state.needs.model)
-            start_costs = START + START_PER_S * start_s
-            self._start_costs[state.number] = start_costs
-        bids = self._bids[state.number] = _Bids(self._draft, state, start_costs)
+            self._start_costs[state.number] = START + START_PER_S * start_s
+        bids.lower_to(self._start_costs[state.number])
         return bids.best(self._order)
