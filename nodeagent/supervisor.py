@@ -360,7 +360,7 @@ class Supervisor:
                 replica.admission.is_closed = stats.memory_full
                 _update_profile(replica, stats)
             if is_canary_due and running == 0 and stats is not None and is_awake:
-                async with self.awake.use(replica.spec.replica_id):
+                async with self.awake.use(replica.spec.replica_id, is_test=True):
                     succeeded = await engine.canary(stats.kind)
                 watch = health.after_canary(watch, succeeded=succeeded)
             problem = health.kill_reason(watch, stall_s=self._config.stall_s, in_flight=running)

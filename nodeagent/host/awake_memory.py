@@ -116,20 +116,28 @@ class AwakeMemory:
         self._changed.set()
 
     @asynccontextmanager
-    async def use(self, replica_id: ReplicaId) -> AsyncIterator[None]:
-        """Use a replica, after waking it if it sleeps. Raises CannotWake."""
+    async def use(self, replica_id: ReplicaId, *, is_test: bool = False) -> AsyncIterator[None]:
+        """Use a replica, after waking it if it sleeps. Raises CannotWake.
+
+        A test request of the agent's own is no demand: only awake replicas get one, every few
+        seconds, and the first to be awake would never sleep.
+        """
         resident = self._residents.get(replica_id)
         if resident is None:
             yield
             return
-        resident.demand.add(self._clock())
+        if not is_test:
+            resident.demand.add(self._clock())
         while not resident.is_awake or resident.is_yielding:
             await self._wait_awake(resident)
         resident.requests += 1
+        used_s = resident.used_s
         try:
             yield
         finally:
             self._end_use(resident)
+            if is_test:
+                resident.used_s = used_s
 
     def is_awake(self, replica_id: ReplicaId) -> bool:
         """Return True unless a replica sleeps or is about to."""

@@ -6,7 +6,8 @@ A whole fleet runs on this machine; the engines run on its one node in turn, eac
 operator would. Clients stream answers of a fixed length from the router, 1, 8 and 32 at a time, and
 no two prompts have a prefix in common. Needs `python -m ops.engines.vllm_cpu` and
 `python -m ops.engines.llama_cpp` for the engines of other vendors; one that is not installed is
-left out. Only figures of one run can be compared.
+left out. Only figures of one run can be compared, and only where the machine's load was the same:
+the last column has its average over the row's last minute. An idle machine has about 2 there.
 """
 
 import argparse
@@ -171,6 +172,8 @@ class EngineTrial:
                 if any(choice["delta"].get("content") for choice in frame["choices"]):
                     last_s = time.monotonic() - started_s
                     first_s = first_s or last_s
+        if not first_s:
+            raise SystemExit(f"cannot measure {self._name}: an answer has no text")
         return Answer(first_s, last_s, usage["prompt_tokens"], usage["completion_tokens"])
 
     async def load(self, clients: int, rounds: int) -> LoadFigures:
@@ -197,7 +200,7 @@ class EngineTrial:
     async def prefill_tokens_per_s(self, rounds: int) -> float:
         """Return the rate at which a long prompt is read when nothing else runs."""
         async with aiohttp.ClientSession() as http:
-            answers = [await self.answer(http, LONG_PROMPT_WORDS, 2) for _ in range(rounds)]
+            answers = [await self.answer(http, LONG_PROMPT_WORDS, 16) for _ in range(rounds)]
         return statistics.median(one.prompt_tokens / one.first_s for one in answers)
 
     async def wake_ms(self) -> float:
@@ -242,6 +245,7 @@ async def measure(fleet: Fleet, name: str, one: Contestant, rounds: int) -> str:
     cells.append(f"{trial.memory_bytes() / GIB:.2f}")
     wake_ms = await trial.wake_ms()
     cells.append(f"{wake_ms:.0f}" if wake_ms else "cannot")
+    cells.append(f"{os.getloadavg()[0]:.1f}")
     await trial.delete()
     return "| " + " | ".join(cells) + " |"
 
@@ -250,7 +254,7 @@ async def compare(engines: Path, names: Sequence[str], rounds: int) -> None:
     """Run the engines in turn, and print the table."""
     head = [
         *("", "start s", "tokens/s", "TTFT p50 ms", "TTFT most ms", "ITL p50 ms"),
-        *("prefill tokens/s", "memory GiB", "wake ms"),
+        *("prefill tokens/s", "memory GiB", "wake ms", "load"),
     ]
     found = {name: one for name, one in contestants(engines).items() if not names or name in names}
     print(f"Three figures are for {', '.join(map(str, CLIENTS))} clients.\n")
@@ -267,8 +271,7 @@ async def compare(engines: Path, names: Sequence[str], rounds: int) -> None:
                 continue
             print(await measure(fleet, name, one, rounds), flush=True)
     python = platform.python_version()
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    print(f"\n{os.cpu_count()} cores, {platform.platform()}, Python {python}, load {load}")
+    print(f"\n{os.cpu_count()} cores, {platform.platform()}, Python {python}")
     print(f"torch {metadata.version('torch')}")
 
 

@@ -168,6 +168,17 @@ async def test_requests_of_one_replica_share_a_wake() -> None:
     assert a.switches == ["sleep", "wake"]
 
 
+async def test_a_replica_sleeps_however_many_test_requests_the_agent_sends_it() -> None:
+    node = Node()
+    _, b, c = [await node.start(name) for name in "abc"]
+    await node.use("b")
+    for _ in range(20):
+        async with node.memory.use(ReplicaId("c"), is_test=True):
+            pass
+    await node.use("a")
+    assert (b.switches, c.switches) == ([], ["sleep"])
+
+
 async def test_a_busy_replica_is_not_put_to_sleep_but_yields_after_a_while() -> None:
     node = Node()
     a, b, c = [await node.start(name) for name in "abc"]
