@@ -67,7 +67,13 @@ class AttemptRunner:
             # Any replica of the PoP can get the prefix: what is known of it decides, not affinity.
             matches, session, binding = routing.pooled_matches(matches), "", None
         query = RouteQuery(
-            request.request_id, expected.prompt, expected.output, session, binding, matches
+            request.request_id,
+            expected.prompt,
+            expected.output,
+            session,
+            binding,
+            matches,
+            context.excluded.queue_refusals,
         )
         snapshot = fleet.snapshot(request.deployment_id)
         # The deployment as the table has it now: a rollout may advance while the request waits.

@@ -144,6 +144,7 @@ class IsochronePolicy:
             session=request.session,
             binding=self.fleet.sessions.lookup(request.session, now_s),
             matches=self.fleet.routing(DEPLOYMENT).prefix_matches(keys),
+            queue_refusals=self._refusals.get(request.number, 0),
         )
         excluded = frozenset(self._routes[replica].replica_id for replica in refused)
         routes = rank(self.fleet.snapshot(DEPLOYMENT), query, excluded)

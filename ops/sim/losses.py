@@ -11,8 +11,13 @@ from typing import Final, NamedTuple
 from ops.sim.world import RoutingWorld
 
 UNLISTED_AFTER_S: Final = 5.0
+"""At most half of the time that the replica is down."""
+
 DOWN_S: Final = 60.0
 """From a replica's death until it serves again: an engine restarts with its weights on disk."""
+
+DOWN_SHARE_MAX: Final = 0.15
+"""It is down for at most this share of a run: some runs last seconds."""
 
 FIRST_AT: Final = 0.1
 LAST_AT: Final = 0.8
@@ -35,7 +40,8 @@ def draw_losses(
     replicas = random.Random(seed).sample(range(len(world.sites)), count)
     step = (LAST_AT - FIRST_AT) / max(1, count - 1)
     at_s = [duration_s * (FIRST_AT + number * step) for number in range(count)]
+    down_s = min(DOWN_S, DOWN_SHARE_MAX * duration_s)
     return [
-        ReplicaLoss(replica, dies_s, dies_s + DOWN_S)
+        ReplicaLoss(replica, dies_s, dies_s + down_s)
         for replica, dies_s in zip(replicas, at_s, strict=True)
     ]

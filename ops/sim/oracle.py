@@ -86,7 +86,7 @@ class OraclePolicy:
             )
             if tokens and tokens + needed > replica.site.profile.kv_tokens_max:
                 continue
-            cost_s = self._cost_s(router, number, request)
+            cost_s = self._cost_s(router, number, request, now_s)
             if cost_s < best_s:
                 best, best_s = number, cost_s
         return best
@@ -101,7 +101,9 @@ class OraclePolicy:
         """Note that a request has arrived."""
         del self._coming[replica][request.number]
 
-    def _cost_s(self, router: SimulatedRouter, number: int, request: TraceRequest) -> float:
+    def _cost_s(
+        self, router: SimulatedRouter, number: int, request: TraceRequest, now_s: float
+    ) -> float:
         """Return round trip, wait and charged prefill time of a request at a replica."""
         replica = self._replicas[number]
         speed = replica.read_speed()
@@ -111,8 +113,7 @@ class OraclePolicy:
         for job in replica.queue:
             waiting += replica.work(job.request, replica.cached(job.request, queued))
             queued.update(job.request.blocks)
-        if replica.reading is not None:
-            waiting += replica.reading.work_left
+        waiting += replica.work_left(now_s)
         work = replica.work(request, replica.cached(request, self._blocks_to_come(number)))
         wait_s = max(0.0, waiting / speed - one_way_s)
         cost_s = 2 * one_way_s + wait_s + (1 + self._congestion_charge) * work / speed

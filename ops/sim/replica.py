@@ -260,6 +260,12 @@ class SimulatedReplica:
         step = self._prefill_step()
         return step.work / step.took_s
 
+    def work_left(self, now_s: float) -> float:
+        """Return how much of the prompt being read is left now, in tokens."""
+        if self.reading is None:
+            return 0.0
+        return max(0.0, self.reading.work_left - (now_s - self._now_s) * self._read_speed())
+
     def load_at(self, at_s: float, pop: int) -> ReportedLoad:
         """Return the load at `at_s` as it is reported to a PoP's router."""
         return self._report_at(at_s).to_router(pop, at_s)

@@ -307,7 +307,8 @@ class Simulation:
                 routed = self._resume(routed, job, replica)
             self._fail(routed, replica, job.first_token_at_s)
         for router, policy in zip(self._routers, self._policies, strict=True):
-            self._schedule(loss.at_s + UNLISTED_AFTER_S, self._list, router, policy, replica, False)
+            unlisted_s = min(loss.at_s + UNLISTED_AFTER_S, (loss.at_s + loss.back_s) / 2)
+            self._schedule(unlisted_s, self._list, router, policy, replica, False)
             self._schedule(loss.back_s, self._list, router, policy, replica, True)
         self._schedule(loss.back_s, self._restart_replica, replica)
 

@@ -146,6 +146,8 @@ class _ReplicaCache:
         self.inserted = 0
         """Sum of the sizes of all blocks ever inserted."""
         self.capacity = capacity
+        self.is_learned = False
+        """Whether an answer has proven an eviction here."""
 
 
 class PrefixIndex:
@@ -251,7 +253,19 @@ class PrefixIndex:
         if cached_share >= sent.share * HIT_RATIO_MIN:
             cache.capacity = min(CAPACITY_MAX, cache.capacity * GROWTH_FACTOR)
         elif sent.age < cache.capacity:
-            cache.capacity += SHRINK_STEP * (max(CAPACITY_MIN, sent.age) - cache.capacity)
+            step = SHRINK_STEP if cache.is_learned else 1.0
+            cache.capacity += step * (max(CAPACITY_MIN, sent.age) - cache.capacity)
+            if not cache.is_learned:
+                cache.is_learned = True
+                self._share_capacity()
+
+    def _share_capacity(self) -> None:
+        """Assume the median of the learned capacities where nothing was learned yet."""
+        learned = sorted([cache.capacity for cache in self._caches.values() if cache.is_learned])
+        self._capacity = learned[len(learned) // 2]
+        for cache in self._caches.values():
+            if not cache.is_learned:
+                cache.capacity = self._capacity
 
     def remove_slots(self, slots: Set[int]) -> None:
         """Drop what replicas held that left the route table."""

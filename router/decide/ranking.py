@@ -45,6 +45,11 @@ the next ones need only be sooner."""
 UNEXPECTED_QUEUE_MS: Final = 20.0
 """A replica refuses a request only if its queue is longer than predicted by more than this."""
 
+REFUSAL_FACTOR: Final = 1.5
+QUEUE_REFUSALS_MAX: Final = 12
+"""Each refusal multiplies that, up to so many: replicas are busier everywhere than this router
+knows, and each further refusal costs a round trip. So a burst of short prompts does not wander."""
+
 
 class RankedRoutes(Sequence[RankedRoute]):
     """The replicas with capacity, best first. A route is computed when it is read.
@@ -123,7 +128,9 @@ class RankedRoutes(Sequence[RankedRoute]):
         reported_ms = estimate.wait_min_ms - estimate.assumed_queue_ms
         known_ms = max(estimate.ready_at_ms - snapshot.now_ms, reported_ms) - estimate.base_ms
         ahead_ms = max(0.0, self._next_best_ms - self._costs.at(self._first))
-        limit_ms = known_ms + ahead_ms + estimate.rtt_ms + UNEXPECTED_QUEUE_MS
+        refusals = min(QUEUE_REFUSALS_MAX, self._query.queue_refusals)
+        unexpected_ms: float = UNEXPECTED_QUEUE_MS * REFUSAL_FACTOR**refusals
+        limit_ms = known_ms + ahead_ms + estimate.rtt_ms + unexpected_ms
         return max(1, round(limit_ms / estimate.ms_per_token))
 
     def _route(self, slot: int, reason: str) -> RankedRoute:

@@ -8,7 +8,8 @@ class RouteQuery:
     """What ranking needs to know of a request.
 
     `matches` says how much of the prompt each slot has cached. `binding`, where the session was
-    answered last, counts only if there are no matches.
+    answered last, counts only if there are no matches. `queue_refusals` counts the replicas that
+    have refused it because more waited there than this router knew.
     """
 
     def __init__(
@@ -19,6 +20,7 @@ class RouteQuery:
         session: str = "",
         binding: SessionBinding | None = None,
         matches: PrefixMatches = NO_MATCHES,
+        queue_refusals: int = 0,
     ) -> None:
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
@@ -26,3 +28,4 @@ class RouteQuery:
         self.session = session
         self.binding = binding
         self.matches = matches
+        self.queue_refusals = queue_refusals

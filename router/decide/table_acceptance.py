@@ -17,7 +17,8 @@ from isochrone.wire.routes import Route, RouteTable, apply_delta, diff
 
 DROPPED_MIN: Final = 2
 DROPPED_SHARE: Final = 0.5
-"""A drop of at least so many replicas, and of more than this share of them, is large."""
+"""A drop of at least so many replicas, and of more than this share of them, is large; so is a drop
+of all."""
 
 
 class TableRefusal(NamedTuple):
@@ -101,7 +102,10 @@ def _check_dropped_replicas(
     kept = {route.replica_id for route in new.routes}
     dropped = tuple(route for route in old.routes if route.replica_id not in kept)
     alive = [route for route in dropped if route.replica_id in answering]
-    is_large = len(dropped) >= DROPPED_MIN and len(dropped) > DROPPED_SHARE * len(old.routes)
+    # The last one counts as many: a scheduler that has heard no node yet knows of no replica.
+    is_large = len(dropped) > DROPPED_SHARE * len(old.routes) and (
+        len(dropped) >= DROPPED_MIN or not new.routes
+    )
     if not is_large or not alive:
         return None
     # A rollout replaces replicas: as many new ones as were dropped is no loss of capacity.

@@ -5,6 +5,10 @@ counted from before the request: a slow round trip to the database cannot extend
 is judged by the database's clock alone. Every write checks its epoch (`assert_epoch`), so a holder
 that was paused beyond its lease cannot write. A holder is one process and not a name: two processes
 of one name, or one that restarts, must not share an epoch.
+
+A server that has just started may hold a restored backup, in which the epoch of the last holder is
+free again. So an expired lease is taken only when the server has run for a TTL: until then every
+holder that the backup does not know has stopped to trust its lease.
 """
 
 from typing import Final
@@ -81,8 +85,10 @@ async def acquire_or_renew_lease(
         f"""
         UPDATE lease SET epoch = epoch + 1, acting_since = clock_timestamp(), holder = $1,
             expires_at = clock_timestamp() + make_interval(secs => $2)
-        WHERE expires_at <= clock_timestamp()
-            OR expires_at > clock_timestamp() + make_interval(secs => $2 * {TTL_RATIO_MAX})
+        WHERE (expires_at <= clock_timestamp()
+            OR expires_at > clock_timestamp() + make_interval(secs => $2 * {TTL_RATIO_MAX}))
+            AND (epoch = 0 OR NOT clock_timestamp() - pg_postmaster_start_time()
+                BETWEEN interval '0' AND make_interval(secs => $2))
         {_RETURNING}
         """,  # noqa: S608
         holder,

@@ -12,7 +12,9 @@ FAULTS_S: Final = 60.0
 """For how long faults are drawn."""
 
 BETWEEN_S: Final = (0.5, 9.0)
-RESTORE_S: Final = (7.0, 15.0)
+RESTORE_S: Final = (0.5, 15.0)
+"""A restore may be shorter than a lease, and longer."""
+
 HOUR_S: Final = 3600.0
 JUMPS_S: Final = (HOUR_S, -HOUR_S, 3 * HOUR_S, 400 * 24 * HOUR_S)
 """Steps of a clock: of an hour or more, and of more than events are kept."""
@@ -151,10 +153,7 @@ class Nemesis:
         self._backups.append(self.world.store.tables.copy())
 
     async def restore(self) -> None:
-        """Restore some backup. What was acknowledged since is lost, with the operator's consent.
-
-        It takes longer than a lease lasts.
-        """
+        """Restore some backup. What was acknowledged since is lost, with the operator's consent."""
         store = self.world.store
         if store.is_down:
             return

@@ -9,6 +9,8 @@ At every moment:
 5. A router that had routes keeps some as long as a replica is warm somewhere.
 6. No event is deleted before its time, whatever the clocks say.
 7. No job fails with an error that is not expected of a fault.
+8. The assignment of a node and the table of a running router never become older.
+9. No two schedulers act under one epoch.
 
 Once faults are over, within SETTLE_S: one scheduler acts; everything acknowledged is stored; every
 deployment has its replicas, on nodes that live; no engine runs without a placement; every router
@@ -41,6 +43,7 @@ class Watch(logging.Handler):
         self._had_routes: set[str] = set()
         self._complete: dict[str, Deployed] = {}
         self._warm_since: dict[str, float] = {}
+        self._newest: dict[str, tuple[int, int]] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         """Take a job's unexpected error as a problem."""
@@ -56,6 +59,7 @@ class Watch(logging.Handler):
         world = self._world
         found = [*world.problems, *world.store.problems, *world.loop.errors]
         found += self._engines() + self._capacity() + self._routes() + self._events()
+        found += self._progress() + self._epochs()
         return found
 
     def _engines(self) -> list[str]:
@@ -114,6 +118,24 @@ class Watch(logging.Handler):
             if had and is_empty and has_served_long:
                 found.append(f"{router.name} has no routes while {sorted(warm)} are warm")
         return found
+
+    def _progress(self) -> list[str]:
+        """Return what became older. A router that starts may read an older table from its disk."""
+        found = []
+        for process, newest in self._world.generations().items():
+            before = self._newest.get(process, newest)
+            if newest < before:
+                found.append(f"{process} goes back from epoch and generation {before} to {newest}")
+            self._newest[process] = newest
+        return found
+
+    def _epochs(self) -> list[str]:
+        acting = Counter(
+            scheduler.state.lease.epoch
+            for scheduler in self._world.schedulers.values()
+            if scheduler.is_acting and scheduler.state is not None
+        )
+        return [f"{count} schedulers act in epoch {e}" for e, count in acting.items() if count > 1]
 
     def _events(self) -> list[str]:
         if self._nemesis.has_restored:

@@ -295,11 +295,11 @@ class SimRouter:
         self.fleet: FleetState | None = None
         self.follower: TableFollower | None = None
         self.link: ControlLink | None = None
-        self._boots = 0
+        self.boots = 0
         self._world = world
 
     def start(self) -> None:
-        self._boots += 1
+        self.boots += 1
         self.fleet = None
         self.process = SimProcess(self.name, self._world.loop)
         self.process.spawn(self._run())
@@ -319,7 +319,7 @@ class SimRouter:
 
     async def _run(self) -> None:
         world = self._world
-        boot_id = BootId(f"{self.name}.{self._boots}")
+        boot_id = BootId(f"{self.name}.{self.boots}")
         identity = an_identity(world, self.name, self.pop, PeerRole.ROUTER)
         nothing: Any = _Nothing()
         fleet = FleetState(PopId(self.pop), sim_monotonic, boot_id)

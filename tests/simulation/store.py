@@ -126,6 +126,7 @@ class SimStore:
         self.tables = Tables()
         self.lease = LeaseRow()
         self.clock_ahead_s = 0.0
+        self.started_at = float("-inf")
         self.is_down = False
         self.incarnation = 0
         self.loses_commit_answers = 0.0
@@ -152,6 +153,7 @@ class SimStore:
 
     def start(self) -> None:
         self.is_down = False
+        self.started_at = self.now()
 
     def restore(self, backup: Tables) -> None:
         """Replace everything by a backup, as an operator does while the server is stopped."""

@@ -9,7 +9,7 @@ from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import Epoch, Generation, NodeId
 from scheduler.store.lease import TTL_RATIO_MAX, TTL_S, ClusterRow, EpochLost, Lease
 from scheduler.store.nodes import UnknownPeer
-from tests.simulation.store import SimDbConnection
+from tests.simulation.store import SimDbConnection, SimStore
 
 replace = msgspec.structs.replace
 
@@ -21,13 +21,13 @@ async def acquire_or_renew_lease(
         return renewed
     await connection.round_trip()
     store = connection.store
-    if store.now() < store.lease.expires_at <= store.now() + ttl_s * TTL_RATIO_MAX:
+    if not may_take(store, ttl_s):
         return None
     await store.lock_writers(connection)
     try:
         connection.check()
         now = store.now()
-        if now < store.lease.expires_at <= now + ttl_s * TTL_RATIO_MAX:
+        if not may_take(store, ttl_s):
             return None
         tables = store.tables.copy()
         tables.epoch += 1
@@ -37,6 +37,14 @@ async def acquire_or_renew_lease(
         return Lease(epoch=Epoch(tables.epoch), acting_for_s=0.0)
     finally:
         store.release(connection)
+
+
+def may_take(store: SimStore, ttl_s: float) -> bool:
+    """Return whether the lease has expired, and the server has run for a TTL."""
+    now = store.now()
+    is_held = now < store.lease.expires_at <= now + ttl_s * TTL_RATIO_MAX
+    has_just_started = store.tables.epoch > 0 and 0 <= now - store.started_at <= ttl_s
+    return not is_held and not has_just_started
 
 
 async def renew_lease(

@@ -11,13 +11,19 @@ import msgspec
 import pytest
 
 from isochrone.service.clock import JumpFreeClock
+from isochrone.wire.assignment import Tombstone
+from isochrone.wire.report import ReplicaState
+from nodeagent.decide.reconcile import reconcile
+from router.decide.table_acceptance import check_table
+from router.loops import follow_routes
 from scheduler.decide.membership import judge_liveness
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peer_registry import PeerRegistry
-from tests.simulation import store_lease, store_reports
+from tests.simulation import store_functions, store_lease, store_reads, store_reports
 from tests.simulation.history import run_history
 from tests.simulation.patches import replace_function, simulated
+from tests.simulation.store import SimStore
 
 HISTORIES: Final = 30
 
@@ -106,6 +112,56 @@ def wait_for_a_hung_scheduler(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("isochrone.service.control_link.HANDSHAKE_TIMEOUT_S", 1e9)
 
 
+def write_with_any_epoch(patch: pytest.MonkeyPatch) -> None:
+    async def assert_nothing(connection: Any, epoch: Any) -> None:
+        await connection.round_trip()
+        await connection.write()
+        connection.wrote_with(epoch, connection.host)
+
+    replace_function(patch, "assert_epoch", assert_nothing)
+    for module in (store_functions, store_lease, store_reads, store_reports):
+        patch.setattr(module, "assert_epoch", assert_nothing, raising=False)
+
+
+def take_the_lease_of_a_server_just_started(patch: pytest.MonkeyPatch) -> None:
+    def start(self: Any) -> None:
+        self.is_down = False
+
+    patch.setattr(SimStore, "start", start)
+
+
+def accept_any_table(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(follow_routes, "check_table", lambda old, new, answering: None)
+
+
+def accept_tables_that_drop_everything(patch: pytest.MonkeyPatch) -> None:
+    def check(old: Any, new: Any, answering: Any) -> Any:
+        refusal = check_table(old, new, answering)
+        return refusal if refusal is not None and refusal.is_stale else None
+
+    patch.setattr(follow_routes, "check_table", check)
+
+
+def stop_what_is_not_assigned(patch: pytest.MonkeyPatch) -> None:
+    # Adoption guards the same replicas before: without it a node is sent what a backup knows.
+    adopt_nothing(patch)
+
+    def reconcile_by_absence(assignment: Any, replicas: Any, *rest: Any) -> Any:
+        steps = reconcile(assignment, replicas, *rest)
+        named = {spec.replica_id for spec in assignment.replicas}
+        named |= {tombstone.replica_id for tombstone in assignment.tombstones}
+        absent = [
+            Tombstone(
+                replica_id=replica_id, generation=assignment.generation, reason="not assigned"
+            )
+            for replica_id, state in replicas.items()
+            if replica_id not in named and state is ReplicaState.WARM
+        ]
+        return msgspec.structs.replace(steps, stops=(*steps.stops, *absent))
+
+    patch.setattr("nodeagent.loops.converge.reconcile", reconcile_by_absence)
+
+
 MUTATIONS: Final = (
     Mutation(
         "names that never connected count as silent",
@@ -126,6 +182,17 @@ MUTATIONS: Final = (
              ("jump", "crash_scheduler", "hang_scheduler"), 200),
     Mutation("a peer waits for a scheduler that hangs", wait_for_a_hung_scheduler,
              ("hang_scheduler", "pause_scheduler", "cut_all"), 40),
+    Mutation("a write is not fenced by its epoch", write_with_any_epoch,
+             ("jump", "pause_scheduler", "slow"), 60),
+    Mutation("an epoch repeats after a restore shorter than a lease",
+             take_the_lease_of_a_server_just_started,
+             ("restore", "crash_scheduler"), 100),
+    Mutation("a router accepts any table", accept_any_table,
+             ("restore", "crash_scheduler", "operate"), 100),
+    Mutation("a router accepts a table that drops everything", accept_tables_that_drop_everything,
+             ("restore", "crash_scheduler", "operate"), 100),
+    Mutation("a replica that is not assigned is stopped", stop_what_is_not_assigned,
+             ("restore", "operate"), 60),
 )  # fmt: skip
 
 

@@ -78,6 +78,19 @@ class World:
         acting = [scheduler for scheduler in self.schedulers.values() if scheduler.is_acting]
         return acting[0] if len(acting) == 1 else None
 
+    def generations(self) -> dict[str, tuple[int, int]]:
+        """Return the epoch and generation of each node's assignment and each router's table."""
+        found: dict[str, tuple[int, int]] = {
+            node.name: (node.stored_assignment.epoch, node.stored_assignment.generation)
+            for node in self.nodes.values()
+            if node.stored_assignment is not None
+        }
+        for router in self.routers.values():
+            if router.process.is_alive and router.table is not None:
+                table = router.table
+                found[f"{router.name}.{router.boots}"] = (table.epoch, table.generation)
+        return found
+
     async def deploy(self, name: str, replicas: int, replicas_max: int) -> None:
         """Create or scale a deployment; it counts once it is acknowledged."""
         deployment = self._deployment(name, replicas, replicas_max)

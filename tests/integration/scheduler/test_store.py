@@ -172,6 +172,21 @@ async def test_concurrent_migrations_run_once_and_an_edited_or_newer_one_is_refu
     await admin.close()
 
 
+async def test_an_expired_lease_is_not_taken_from_a_server_that_has_just_started(
+    pool: Pool,
+) -> None:
+    """It may hold a restored backup, whose next epoch another process still uses."""
+    old = await begun(pool, "s1")
+    longer_than_the_server_has_run_s = 1e6
+    async with transaction(pool) as connection:
+        await connection.execute("UPDATE lease SET expires_at = clock_timestamp()")
+        ttl_s = longer_than_the_server_has_run_s
+        assert await acquire_or_renew_lease(connection, "s2", ttl_s) is None
+        taken = await acquire_or_renew_lease(connection, "s2")
+    assert taken is not None
+    assert taken.epoch == old + 1
+
+
 async def test_a_lease_has_one_holder_and_its_epoch_fences_the_previous_one(pool: Pool) -> None:
     old = await begun(pool, "s1")
     async with transaction(pool) as connection:

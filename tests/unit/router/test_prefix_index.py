@@ -173,11 +173,27 @@ def test_answers_teach_the_capacity_of_a_cache() -> None:
             lru[key] = None
         while len(lru) * 1000 > true_capacity:
             del lru[next(iter(lru))]
-    assert sum(wrong[:300]) > 5
+    assert sum(wrong[:300]) > 0
     assert sum(wrong[-1000:]) < 30
     expected = [was_predicted for was_held, was_predicted in found[-1000:] if was_held]
     assert sum(expected) > 0.6 * len(expected)
     assert CAPACITY_MIN < index._caches[0].capacity < 1.5 * true_capacity
+
+
+def test_what_one_replica_teaches_is_assumed_of_those_that_taught_nothing_yet() -> None:
+    index = PrefixIndex(capacity=4_000_000)
+    for slot in range(4):
+        index.record_sent(slot, chain(slot, size=30_000), 0.0)
+    for slot, size in ((0, 90_000), (1, 70_000), (2, 50_000)):
+        index.record_sent(slot, chain(10 + slot, size=size), 1.0)
+    again = [index.record_sent(slot, chain(slot, size=30_000), 2.0) for slot in range(3)]
+    assert [sent.share for sent in again] == [1.0, 1.0, 1.0]
+    for sent in again:
+        index.learn_cached_share(sent, 0.0)
+    # Three have proven evictions after so much; the median of these is assumed of the fourth.
+    assert [index._caches[slot].capacity for slot in range(4)] == [90_000, 70_000, 50_000, 70_000]
+    index.record_sent(5, chain(5, size=1000), 3.0)
+    assert index._caches[5].capacity == 70_000
 
 
 def test_processes_share_their_answered_prompts() -> None:

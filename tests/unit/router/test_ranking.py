@@ -19,8 +19,14 @@ from router.decide.affinity import (
 from router.decide.handoff import handoff_peers
 from router.decide.latency import UNUSED_REPLICA_MS
 from router.decide.prefix_index import PrefixMatch, PrefixMatches
-from router.decide.ranking import UNEXPECTED_QUEUE_MS, RouteQuery, rank
-from router.decide.replica_table import SPILLOVER_LASTS_MS, ReplicaTable, RoutingSnapshot
+from router.decide.ranking import REFUSAL_FACTOR, UNEXPECTED_QUEUE_MS, RouteQuery, rank
+from router.decide.replica_table import (
+    DECODE_SLOWDOWN,
+    DECODE_SLOWDOWN_MAX,
+    SPILLOVER_LASTS_MS,
+    ReplicaTable,
+    RoutingSnapshot,
+)
 from router.decide.tokens_in_flight import InFlightLedger
 
 NOW_S = 1000.0
@@ -175,6 +181,25 @@ def test_the_queue_is_limited_only_if_another_replica_would_be_sooner() -> None:
     assert near.queue_tokens_max == 10 + UNEXPECTED_QUEUE_MS
     queued = rank(a_snapshot([Candidate("a", prefill=50), Candidate("b", 400.0)]), QUERY)[0]
     assert queued.queue_tokens_max == far.queue_tokens_max
+
+
+def test_each_refusal_lets_a_longer_queue_be() -> None:
+    candidates = [Candidate("a"), Candidate("b", 10.0)]
+    limits = [
+        rank(a_snapshot(candidates), a_query(queue_refusals=count))[0].queue_tokens_max
+        for count in (0, 1, 2, 1000)
+    ]
+    unexpected = [round(UNEXPECTED_QUEUE_MS * REFUSAL_FACTOR**count) for count in (0, 1, 2)]
+    assert limits[:3] == [10 + tokens for tokens in unexpected]
+    assert limits[3] < 10_000
+
+
+def test_a_replica_with_running_answers_reads_prompts_slower() -> None:
+    free, answering = Candidate("free", 10.0), Candidate("answering", 10.0, decode=600)
+    idle, busy = (a_table([candidate]).estimates[0] for candidate in (free, answering))
+    assert busy.ms_per_token == idle.ms_per_token * (1 + 600 * DECODE_SLOWDOWN)
+    full = a_table([free._replace(decode=10**9)]).estimates[0]
+    assert full.ms_per_token == idle.ms_per_token * (1 + DECODE_SLOWDOWN_MAX)
 
 
 def test_the_assumed_part_of_a_queue_does_not_raise_its_limit() -> None:

@@ -17,7 +17,7 @@ def test_a_third_of_the_replicas_is_drawn_to_die_once_each() -> None:
     losses = draw_losses(one_pop(LLAMA_8B, 9), 1 / 3, 1000.0, seed=3)
     assert len({loss.replica for loss in losses}) == 3
     assert [round(loss.at_s) for loss in losses] == [100, 450, 800]
-    assert all(loss.back_s == loss.at_s + DOWN_S for loss in losses)
+    assert all(loss.back_s == loss.at_s + DOWN_S == loss.at_s + 60 for loss in losses)
 
 
 def test_every_request_is_answered_once_though_replicas_die() -> None:
