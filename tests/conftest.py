@@ -1,5 +1,6 @@
 """Fixtures for all tests: a real Postgres, and a fresh database in it."""
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ import asyncpg
 import pytest
 from hypothesis import HealthCheck, settings
 
+from scheduler.store.lease import TTL_S
 from scheduler.store.migrate import migrate
 from scheduler.store.pool import Pool, open_pool
 from tests.postgres import Server, start_server, stop_server
@@ -40,7 +42,6 @@ def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
 @pytest.fixture(scope="session")
 def template_database(postgres_server: Server) -> str:
     """A database with every migration applied, used as a template."""
-    import asyncio
 
     async def make() -> str:
         name = "template_head"
@@ -78,3 +79,18 @@ async def pool(database_dsn: str) -> AsyncIterator[Pool]:
 def state(tmp_path: Path) -> Path:
     """A short folder for sockets and state: a Unix socket's path is limited."""
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def server_older_than_a_lease(postgres_server: Server) -> None:
+    """Wait until the server has run for a TTL: before, no expired lease is taken."""
+
+    async def wait() -> None:
+        connection = await asyncpg.connect(postgres_server.dsn("isochrone"))
+        age_s = await connection.fetchval(
+            "SELECT extract(epoch FROM clock_timestamp() - pg_postmaster_start_time())::float8"
+        )
+        await connection.close()
+        await asyncio.sleep(max(0.0, TTL_S - age_s) + 0.1)
+
+    asyncio.run(wait())

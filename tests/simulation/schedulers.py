@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 JOBS: Final = frozenset(
     {
         *("hold_lease", "flush_pulses", "disconnect_revoked", "record_node_loss"),
-        *("place_replicas", "publish_routes", "delete_expired_rows"),
+        *("place_replicas", "publish_routes", "delete_expired_rows", "advance_history"),
     }
 )
 """The periodic jobs that are simulated; the others only concern demand, usage and rollouts."""
@@ -211,8 +211,8 @@ class SimScheduler:
         )
         jobs = [job for job in app._periodic_loops(made, None) if job.name in JOBS]
         for job in jobs:
-            if job.name == "delete_expired_rows":
-                # A history is shorter than this job's interval.
+            if job.name in ("delete_expired_rows", "advance_history"):
+                # A history is shorter than the intervals of these jobs.
                 job._interval_s = DELETE_S
         renewal = LeaseRenewalThread(
             database_url="", interval_s=config.lease_renew_s, lease=state.lease

@@ -86,6 +86,7 @@ class Tables:
         self.profiles: dict[tuple[str, str], Any] = {}
         self.events: dict[int, EventRow] = {}
         self.next_event = 1
+        self.history_at = 0.0
 
     def rows_of(self, table: str) -> dict[Any, Any]:
         """Return the rows of the tables that have a retention; none of others."""

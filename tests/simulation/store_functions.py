@@ -13,6 +13,7 @@ import msgspec
 
 from isochrone.wire.ids import Epoch, Generation, KeyId, NodeId
 from isochrone.wire.routes import KeyEntry
+from scheduler.store.history_clock import HistoryClock
 from scheduler.store.keys import ROWS_PER_PAGE, TOMBSTONE_DAYS
 from scheduler.store.retention import DAY_S, RetentionRule
 from tests.simulation.store import SimDbConnection, Tables
@@ -106,7 +107,7 @@ async def delete_expired(
     connection: SimDbConnection, rule: RetentionRule, now: datetime, batch: int
 ) -> int:
     await connection.round_trip()
-    before = min(connection.now, now.timestamp()) - rule.keep_s
+    before = min(connection.now, now.timestamp(), connection.tables.history_at) - rule.keep_s
     expired = [
         key
         for key, row in connection.tables.rows_of(rule.table).items()
@@ -117,6 +118,18 @@ async def delete_expired(
         for key in expired[:batch]:
             rows.pop(key, None)
     return len(expired[:batch])
+
+
+async def read_history_clock(connection: SimDbConnection) -> HistoryClock:
+    await connection.round_trip()
+    return HistoryClock(connection.tables.history_at, connection.now)
+
+
+async def write_history_clock(connection: SimDbConnection, epoch: Epoch, at_s: float) -> None:
+    await assert_epoch(connection, epoch)
+    await connection.round_trip()
+    tables = await connection.write()
+    tables.history_at = max(tables.history_at, at_s)
 
 
 async def live_keys(connection: SimDbConnection, key_ids: Sequence[KeyId]) -> tuple[Any, ...]:
@@ -175,6 +188,6 @@ FUNCTIONS = (
         revoked_among,
         revoked_keys,
     ),
-    *(next_route_generation, revoked_since),
+    *(next_route_generation, revoked_since, read_history_clock, write_history_clock),
 )
 """What replaces the functions of the same names."""

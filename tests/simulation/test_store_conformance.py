@@ -37,6 +37,8 @@ from tests.simulation.event_loop import SimLoop
 from tests.simulation.network import Network
 from tests.simulation.store import NodeRow, SimPool, SimStore
 
+pytestmark = pytest.mark.usefixtures("server_older_than_a_lease")
+
 STEPS: Final = 120
 HEARD: Final = NodeContact(acting_for_s=1000.0)
 REPLICAS: Final = ("r1", "r2", "r3", "r4")

@@ -155,6 +155,7 @@ class World:
                 at=start - OLD_EVENT_AGE_S, kind="test", subject=f"{number}"
             )
         tables.next_event = 4
+        tables.history_at = start
         replicas = rng.choice((1, 2, 2, 3))
         self.deployed["d"] = Deployed(replicas_min=replicas, replicas_max=replicas)
         tables.deployments["d"] = self._deployment("d", replicas, replicas)
