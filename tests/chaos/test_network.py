@@ -153,8 +153,8 @@ async def test_without_the_control_plane_all_keep_serving_without_a_reconnect_st
         await wait_ended(load, 30)
         passed_s = asyncio.get_running_loop().time() - began
         for name, cable in cabled.to_control.items():
-            # Twice 0.2 s, 0.4 s, 0.8 s ... and once more by chance.
-            assert cable.dialled - dialled[name] <= 8 + passed_s, name
+            # Twice 0.2 s, 0.4 s, 0.8 s ... and some by chance; a storm has hundreds.
+            assert cable.dialled - dialled[name] <= 12 + 2 * passed_s, name
         cabled.mend()
         await wait_ended(load, 8)
     await cabled.whole_again(load)
