@@ -17,6 +17,7 @@ and the waiting for events cost, measured with a relay that only copies (ops/ben
 
 import argparse
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -87,6 +88,8 @@ def measure(
     command = [program, str(BACKEND_PORT), str(router.port), str(load.streams)]
     command += [str(1_000_000 // load.tokens_per_s), str(seconds), str(request_file)]
     log = folder / f"{router.port}.log"
+    # Each run starts anew; ours keeps its state there.
+    shutil.rmtree(folder / str(router.port), ignore_errors=True)
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as generator:
