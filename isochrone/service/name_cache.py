@@ -6,7 +6,6 @@ the name of the peer and not where it is.
 """
 
 import asyncio
-import ipaddress
 import logging
 import socket
 from collections import OrderedDict
@@ -16,6 +15,8 @@ from time import monotonic
 from typing import Final
 
 from aiohttp import abc
+
+from isochrone.service.name_lookup import is_numeric
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class NameCache:
 
     async def addresses(self, host: str) -> Sequence[str]:
         """Return the addresses of `host`, at least one. Raises OSError if none was ever known."""
-        if is_address(host):
+        if is_numeric(host):
             return (host,)
         name = self._names.setdefault(host, KnownName())
         self._names.move_to_end(host)
@@ -152,12 +153,3 @@ class CachedResolver(abc.AbstractResolver):
 
     async def close(self) -> None:
         """Do nothing: the cache belongs to another."""
-
-
-def is_address(host: str) -> bool:
-    """Return whether `host` is an IP address, not a name."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

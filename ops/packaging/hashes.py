@@ -1,11 +1,12 @@
 """Dependencies pinned by the hashes of their files: writes the list, and checks an installation.
 
-    python3 ops/packaging/hashes.py lock
+    python3 ops/packaging/hashes.py lock INDEX
     python3 ops/packaging/hashes.py check REPORT...
 
 `lock` reads constraints.txt and writes hashes.txt: for each pinned version the SHA-256 of every
-file that a Linux machine may install, as the package index states it. A REPORT is what `pip install
---report` wrote; `check` fails and names each file that was installed and is not in the list.
+file that a Linux machine may install, as a package index states it; INDEX is its URL. A REPORT is
+what `pip install --report` wrote; `check` fails and names each file that was installed and is not
+in the list.
 
 pip's own --require-hashes accepts neither the project's folder nor one of two builds of torch (for
 CPUs from PyTorch's index, for GPUs with NVIDIA's libraries from PyPI), so files are checked after
@@ -18,6 +19,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.request import Request, urlopen
@@ -25,7 +27,6 @@ from urllib.request import Request, urlopen
 ROOT: Final = Path(__file__).parent.parent.parent
 CONSTRAINTS: Final = ROOT / "constraints.txt"
 HASHES: Final = Path(__file__).with_name("hashes.txt")
-INDEX: Final = "https://pypi.org/simple"
 JSON_INDEX: Final = "application/vnd.pypi.simple.v1+json"
 TIMEOUT_S: Final = 60
 
@@ -36,7 +37,7 @@ CPU_TORCH: Final = {
         "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
     ),
 }
-"""From https://download.pytorch.org/whl/cpu, which has no index in JSON."""
+"""From PyTorch's own index of builds for CPUs, which does not answer in JSON."""
 
 
 def normal(name: str) -> str:
@@ -52,15 +53,17 @@ def pinned() -> dict[str, str]:
 
 
 def _open(url: str, accept: str = "*/*") -> bytes:
-    request = Request(url, headers={"accept": accept})  # noqa: S310 - https only, see INDEX
+    request = Request(url, headers={"accept": accept})  # noqa: S310 - the index that was named
     with urlopen(request, timeout=TIMEOUT_S) as response:  # noqa: S310
         content: bytes = response.read()
         return content
 
 
-def files_of(name: str) -> list[dict[str, Any]]:
+def files_of(index: str, name: str) -> list[dict[str, Any]]:
     """Return the files of a package, as the index lists them."""
-    files: list[dict[str, Any]] = json.loads(_open(f"{INDEX}/{name}/", JSON_INDEX))["files"]
+    files: list[dict[str, Any]] = json.loads(_open(f"{index.rstrip('/')}/{name}/", JSON_INDEX))[
+        "files"
+    ]
     return files
 
 
@@ -75,10 +78,10 @@ def serves(filename: str) -> bool:
     return abi == "abi3" or "py3" in python.split(".") or (of_python and not abi.endswith("t"))
 
 
-def hashes_of(name: str, version: str) -> dict[str, str]:
+def hashes_of(index: str, name: str, version: str) -> dict[str, str]:
     """Return the hashes of the version's wheels by their names."""
     found = {}
-    for file in files_of(name):
+    for file in files_of(index, name):
         filename = file["filename"]
         if serves(filename) and filename.split("-")[1] == version:
             found[filename] = file["hashes"]["sha256"]
@@ -87,11 +90,11 @@ def hashes_of(name: str, version: str) -> dict[str, str]:
     return found
 
 
-def lock() -> None:
+def lock(index: str) -> None:
     """Write the list."""
     versions = pinned()
     with ThreadPoolExecutor(8) as pool:
-        tables = list(pool.map(hashes_of, versions, versions.values()))
+        tables = list(pool.map(partial(hashes_of, index), versions, versions.values()))
     lines = [f"{digest}  {file}" for table in tables for file, digest in table.items()]
     lines += [f"{digest}  {file}" for file, digest in CPU_TORCH.items()]
     lines.sort(key=lambda line: line.split("  ")[1].lower())
@@ -128,7 +131,7 @@ def check(paths: Sequence[str]) -> None:
         raise SystemExit(
             f"cannot trust what was installed: not in {HASHES.name} are\n  {listed}\nRemove the"
             " virtual environment. After a change of constraints.txt run"
-            " `python3 ops/packaging/hashes.py lock` and review the difference."
+            " `python3 ops/packaging/hashes.py lock INDEX` and review the difference."
         )
     count = sum(len(report["install"]) for report in reports)
     sys.stdout.write(f"the files of {count} packages have the hashes that are pinned\n")
@@ -136,8 +139,8 @@ def check(paths: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Run one of the two commands."""
-    if list(arguments) == ["lock"]:
-        lock()
+    if len(arguments) == 2 and arguments[0] == "lock":
+        lock(arguments[1])
     elif len(arguments) > 1 and arguments[0] == "check":
         check(arguments[1:])
     else:
