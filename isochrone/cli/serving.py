@@ -354,13 +354,13 @@ def explain(obj: CliContext, words: tuple[str, ...]) -> None:
     if obj.output == "json":
         show_one(answer, obj.output)
         return
-    for line in answer.get("sizes_in_words", ()):
+    for line in (*answer.get("sizes_in_words", ()), *answer.get("roles", ())):
         click.echo(line)
     for title, rows, columns in (
         (
             "here",
             answer["here"],
-            ["replica_id", "node_id", "pop", "state", "state_reason", "reason"],
+            ["replica_id", "node_id", "pop", "role", "state", "state_reason", "reason"],
         ),
         ("elsewhere", answer["elsewhere"], ["node_id", "pop", "feasible", "reason"]),
         ("cities", answer["cities"], ["pop", "requests_per_s", "load", "nearest_pop", "rtt_ms"]),
