@@ -1,5 +1,7 @@
 """Roles in each PoP: from the tokens that it serves, counted per role, in plans and what-ifs."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
