@@ -86,10 +86,11 @@ async def test_an_operator_sets_up_a_fleet(admin: Admin, tmp_path: Path) -> None
 async def test_omitted_options_keep_their_values_and_empty_ones_are_removed(
     admin: Admin, tmp_path: Path
 ) -> None:
-    (tmp_path / "weights.bin").write_bytes(b"GGUF")
+    (tmp_path / "tokenizer.json").write_bytes(b"GGUF")
     place = {"city": "Paris", "country": "FR", "latitude": 48.9, "longitude": 2.4}
     assert (await admin.ask("PUT", "/v1/pops/cdg", place)).status == 200
-    await run_cli(admin, "models", "add", "m", "--source", f"file:{tmp_path}")
+    code, _, err = await run_cli(admin, "models", "add", "m", "--source", f"file:{tmp_path}")
+    assert code == 0, err
 
     async def deployed(*arguments: str) -> dict[str, Any]:
         code, out, err = await run_cli(admin, "-o", "json", "deploy", "chat", *arguments)
