@@ -6,6 +6,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from isochrone.cli import serving
+from isochrone.cli.context import CliContext
 from isochrone.wire.ids import DeploymentId, DeviceId
 from isochrone.wire.model import EngineSettings, ModelDimensions, PlacementPolicy
 from isochrone.wire.report import NodeDevice, ReplicaProfile
