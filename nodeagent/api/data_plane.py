@@ -22,6 +22,7 @@ from nodeagent.api.answer_relay import (
     loss_headers,
     refusal,
     relay_body,
+    request_data,
     response_head,
 )
 from nodeagent.api.decode_leg import DecodeLegs, apply_leg, prefix_copy, report_found
@@ -56,6 +57,10 @@ from nodeagent.supervisor import ManagedReplica, Supervisor
 log = logging.getLogger(__name__)
 
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024
+AUDIO_PREFIX: Final = "/v1/audio/"
+AUDIO_BYTES_MAX: Final = 64 * 1024 * 1024
+"""The largest request of a path below AUDIO_PREFIX: a sound."""
+
 BODY_TIMEOUT_S: Final = 30.0
 OUTPUT_TOKENS_DEFAULT: Final = 256
 """Output reserved for a request without the router's estimate."""
@@ -66,6 +71,10 @@ INFERENCE_PATHS: Final = (
     "/v1/embeddings",
     "/v1/rerank",
     TOKENIZE_PATH,
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/audio/speech",
+    "/v1/images/generations",
 )
 GENERATION_PATHS: Final = INFERENCE_PATHS[:2]
 TO_ENGINE: Final = (
@@ -162,7 +171,9 @@ class DataPlaneServer:
         """Main path of a request: find its replica, hand it off or admit it, relay the answer."""
         try:
             replica = self._find_replica(request)
-            body = await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
+            is_audio = request.path.startswith(AUDIO_PREFIX)
+            bytes_max = AUDIO_BYTES_MAX if is_audio else BODY_BYTES_MAX
+            body = await read_body(request, bytes_max=bytes_max, timeout_s=BODY_TIMEOUT_S)
             answer = await self._try_handoff(request, replica, body)
             if answer is not None:
                 return answer
@@ -300,7 +311,8 @@ class DataPlaneServer:
         if leg is not None:
             sent[kv_transfer.TRANSFER] = leg.transfer
         try:
-            async with engine.http.post(request.path, data=salted, headers=sent) as answer:
+            data = request_data(salted)
+            async with engine.http.post(request.path, data=data, headers=sent) as answer:
                 response = await self._relay_answer(
                     request, replica, answer, reservation, running, leg
                 )
