@@ -13,7 +13,8 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from router.config import RouterConfig
 from router.dataplane.http_messages import HttpRequest
 
-UPLOAD_PATHS: Final = ("/v1/files", "/ai/v1/files")
+ADAPTER_PATH: Final = "/finetune-assets"
+UPLOAD_PATHS: Final = ("/v1/files", "/ai/v1/files", ADAPTER_PATH)
 
 
 class SpooledBody:
@@ -58,6 +59,7 @@ class UploadSpool:
     def __init__(self, folder: Path, config: RouterConfig) -> None:
         self._folder = folder
         self._bytes_max = config.upload_bytes_max
+        self._adapter_bytes_max = config.adapter_bytes_max
         self._all_bytes_max = config.uploads_bytes_max
         self._size_bytes = 0
 
@@ -77,7 +79,8 @@ class UploadSpool:
             file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - closed by `close`
         except OSError as error:
             raise _disk_failed(error) from error
-        return SpooledBody(self, file, self._bytes_max)
+        is_adapter = request.path.endswith(ADAPTER_PATH)
+        return SpooledBody(self, file, self._adapter_bytes_max if is_adapter else self._bytes_max)
 
     def take(self, count: int) -> None:
         """Count bytes of an upload. Raises ApiError."""
