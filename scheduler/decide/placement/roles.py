@@ -68,7 +68,11 @@ class RoleChange(NamedTuple):
 
 
 class TokenMix(msgspec.Struct, frozen=True, kw_only=True):
-    """A deployment's demand and one replica's rates, each in tokens per second."""
+    """The demand that a PoP serves of a deployment, and one replica's rates in each role there.
+
+    All are in tokens per second: uncached prompt tokens of prefill replicas, output tokens at the
+    target for the time between tokens of those that generate.
+    """
 
     uncached_per_s: float
     output_per_s: float
@@ -85,6 +89,17 @@ def prefill_share(policy: PlacementPolicy, mix: TokenMix, counts: RoleCounts) ->
     if policy.roles == AUTO_ROLES:
         return _auto_share(mix, counts)
     return policy.prefill_share
+
+
+def generating_share(policy: PlacementPolicy) -> float:
+    """Return the share of a PoP's replicas that generate where the policy fixes it; else 1.
+
+    With `auto` the share follows from the demand, so that output never lacks replicas.
+    """
+    if policy.roles == AUTO_ROLES:
+        return 1.0
+    no_demand = TokenMix(uncached_per_s=0.0, output_per_s=0.0, prefill_rate=0.0, decode_rate=0.0)
+    return 1.0 - prefill_share(policy, no_demand, RoleCounts())
 
 
 def role_of_next(policy: PlacementPolicy, mix: TokenMix, counts: RoleCounts) -> Role:

@@ -4,32 +4,23 @@ Load is measured in replicas of the slowest device class (see `demand/demand_rat
 on a faster class has more capacity in the same unit.
 """
 
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 
-from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.model import CatalogModel, Deployment
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.arrays import NO_FLOATS, Floats, Ints
-from scheduler.decide.capacity.replica_capacity import UNMEASURED, Profiles, replica_rates
+from scheduler.decide.capacity.replica_capacity import Profiles, replica_rates
 from scheduler.decide.capacity.start_times import COMING
 from scheduler.decide.cluster import Placement
 from scheduler.decide.demand.demand_rates import DeploymentDemand, demand_load
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.fleet.slots import Slot, planned_memory_bytes
-from scheduler.decide.placement.roles import (
-    ReplicaRole,
-    RoleChange,
-    RoleCounts,
-    TokenMix,
-    role_change,
-    role_of_next,
-)
+from scheduler.decide.placement.roles import generating_share
 from scheduler.decide.placement.score import (
     ABSENT,
     HEADROOM,
@@ -85,7 +76,8 @@ class DeploymentNeeds:
 
     `eligible_nodes` are the nodes of each site that could take a replica; `site_capacity` is what
     one replica carries at each site, 0 where none can be. `cities` and `requests_per_s` are the
-    rows of its demand; `latency_ms[row, site]` is the round trip.
+    rows of its `demand`; `latency_ms[row, site]` is the round trip. `rates` are those of one
+    replica by device class.
     """
 
     def __init__(
@@ -105,15 +97,9 @@ class DeploymentNeeds:
         self.hold_cost = hold_cost(self.memory_bytes)
         self.eligible_nodes = fleet.eligible_nodes(deployment, model)
         classes = fleet.table.device_classes
-        rates = {name: replica_rates(name, deployment, model, profiles) for name in classes}
-        load = demand_load(demand, rates)
-        slowest = min(rates.values(), key=lambda rate: rate.decode_tokens_per_s, default=UNMEASURED)
-        self.token_mix = TokenMix(
-            uncached_per_s=float(demand.prompt_tokens_per_s.sum()),
-            output_per_s=float(demand.output_tokens_per_s.sum()),
-            prefill_rate=slowest.prefill_tokens_per_s,
-            decode_rate=slowest.decode_tokens_per_s,
-        )
+        self.rates = {name: replica_rates(name, deployment, model, profiles) for name in classes}
+        load = demand_load(demand, self.rates, generating_share(deployment.policy))
+        self.demand = demand
         self.load = load.replicas
         self.cities, self.requests_per_s = demand.cities, demand.requests_per_s
         self.total_requests_per_s = float(self.requests_per_s.sum())
@@ -228,6 +214,14 @@ class DeploymentState:
             return False
         return len(self._distinct_pops()) >= min(2, needs.replicas_max)
 
+    def sites_of(self, pop: PopId) -> list[int]:
+        """Return the sites of a PoP."""
+        return self._fleet.table.sites_of_pop.get(pop, [])
+
+    def class_at(self, site: int) -> str:
+        """Return the device class of a site."""
+        return self._fleet.sites[site].device_class
+
     def need_in(self, pop: PopId) -> Need:
         """Return what one more replica in `pop` is worth besides latency: the minimum, a PoP to
         keep warm, the spread over PoPs."""
@@ -330,31 +324,6 @@ class DeploymentState:
         """Return to replicas and an assignment that it had before."""
         self.replicas, self.assignment = replicas, assignment
         self.version += 1
-
-    def changes_of_roles(self) -> list[RoleChange]:
-        """Return the changes of roles that are due among the running replicas of each PoP."""
-        by_pop: dict[PopId, list[ReplicaRole]] = defaultdict(list)
-        for replica in self.replicas:
-            placement = replica.placement
-            if placement is not None:
-                running = ReplicaRole(placement.replica_id, placement.role, placement.age_s)
-                by_pop[replica.pop].append(running)
-        policy, mix = self.needs.deployment.policy, self.needs.token_mix
-        changes = [role_change(policy, mix, replicas) for _, replicas in sorted(by_pop.items())]
-        return [change for change in changes if change is not None]
-
-    def role_in(self, pop: PopId, started: Sequence[Role]) -> Role:
-        """Return the role of one more replica in `pop`, after those that this plan has `started`.
-
-        Replicas that run keep their roles.
-        """
-        roles = Counter(started)
-        roles.update(r.placement.role for r in self.replicas if r.pop == pop and r.placement)
-        counts = RoleCounts(
-            unified=roles[Role.UNIFIED], prefill=roles[Role.PREFILL], decode=roles[Role.DECODE]
-        )
-        needs = self.needs
-        return role_of_next(needs.deployment.policy, needs.token_mix, counts)
 
     def _distinct_pops(self) -> frozenset[PopId]:
         if self._pops_cache[0] != self.version:
