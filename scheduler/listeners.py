@@ -163,15 +163,8 @@ def control_app(
         clock=state.lease.clock,
     )
 
-    async def health(request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "acting": state.lease.is_acting})
-
-    async def authority_certificate(request: web.Request) -> web.Response:
-        return web.Response(text=issuer.authority.ca_pem)
-
     app = web.Application(middlewares=[error_middleware(json_error)])
-    app.router.add_get("/healthz", health)
-    app.router.add_get("/v1/ca", authority_certificate)
+    _add_open_routes(app, state, issuer.authority)
     app.router.add_get("/v1/agent", agents.handle)
     app.router.add_get("/v1/router", routers.handle)
     app.router.add_post("/v1/join", join.handle)
@@ -189,3 +182,16 @@ def control_app(
     if response_limits is not None:
         add_response_routes(app, database.pool, response_limits, relay_tokens)
     return app
+
+
+def _add_open_routes(app: web.Application, state: SchedulerState, authority: Authority) -> None:
+    """Add the routes that need no identity."""
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "acting": state.lease.is_acting})
+
+    async def authority_certificate(request: web.Request) -> web.Response:
+        return web.Response(text=authority.ca_pem)
+
+    app.router.add_get("/healthz", health)
+    app.router.add_get("/v1/ca", authority_certificate)
