@@ -28,7 +28,7 @@ from scheduler.api.agents import AgentEndpoint
 from scheduler.api.batch_service import BatchService, BatchStorage
 from scheduler.api.certificates import CertificateIssuer
 from scheduler.api.endpoint import AdminContext, endpoint_handler
-from scheduler.api.finetune_service import add_finetune_routes
+from scheduler.api.finetune_service import FinetuneTokens, add_finetune_routes
 from scheduler.api.join import JoinEndpoint
 from scheduler.api.openapi import document
 from scheduler.api.peers import PeerServer
@@ -170,15 +170,9 @@ def control_app(
     app.router.add_post("/v1/join", join.handle)
     if batches is not None:
         BatchService(database.pool, batches, relay_tokens).add_routes(app)
-        add_finetune_routes(
-            app,
-            database.pool,
-            batches.folder,
-            adapter_limits or AdapterLimits(),
-            on_change=state.routes.mark_changed,
-            router_tokens=relay_tokens,
-            agent_tokens=agent_tokens,
-        )
+        limits, on_change = adapter_limits or AdapterLimits(), state.routes.mark_changed
+        tokens = FinetuneTokens(relay_tokens, agent_tokens)
+        add_finetune_routes(app, database.pool, batches.folder, limits, tokens, on_change)
     if response_limits is not None:
         add_response_routes(app, database.pool, response_limits, relay_tokens)
     return app

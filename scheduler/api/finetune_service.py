@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from aiohttp import web
 
@@ -20,15 +20,20 @@ from scheduler.store.pool import UNAVAILABLE, Pool, using
 _RANGE: Final = re.compile(r"bytes=(\d{1,15})-")
 
 
+class FinetuneTokens(NamedTuple):
+    """The tokens of the peers that may use the routes of clients and those of nodes."""
+
+    routers: RelayTokens
+    agents: RelayTokens
+
+
 def add_finetune_routes(
     app: web.Application,
     pool: Pool,
     folder: BatchFolder,
     limits: AdapterLimits,
-    *,
+    tokens: FinetuneTokens,
     on_change: Callable[[], None],
-    router_tokens: RelayTokens,
-    agent_tokens: RelayTokens,
 ) -> None:
     """Add all routes. `on_change` publishes what routers know of adapters."""
     finetunes = FinetuneEndpoints(pool, folder, limits, on_change)
@@ -42,8 +47,8 @@ def add_finetune_routes(
     )
     for method, path, handler in routes:
         relayed = f"{wire.PUBLIC_PREFIX}{path}"
-        app.router.add_route(method, relayed, public_route(router_tokens, handler))
-    files = AdapterFiles(pool, folder, agent_tokens)
+        app.router.add_route(method, relayed, public_route(tokens.routers, handler))
+    files = AdapterFiles(pool, folder, tokens.agents)
     app.router.add_get(f"{wire.ADAPTER_FILE_PATH}/adapters/{{adapter_id}}/{{path}}", files.send)
 
 

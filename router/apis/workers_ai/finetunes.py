@@ -24,11 +24,11 @@ _ASSETS: Final = "/finetune-assets"
 _PUBLIC: Final = "/ai/finetunes/public"
 
 
-class _NamedModel(msgspec.Struct, frozen=True):
+class _FinetuneModel(msgspec.Struct, frozen=True):
     model: str
 
 
-_MODEL: Final = msgspec.json.Decoder(_NamedModel)
+_MODEL: Final = msgspec.json.Decoder(_FinetuneModel)
 
 
 def finetune_path(path: str) -> str:
