@@ -99,7 +99,7 @@ async def bench(admin: Admin, tmp_path: Path) -> AsyncIterator[FinetuneBench]:
 async def _add_deployments(admin: Admin) -> None:
     for model_id, driver in (("tiny", "embedded"), ("plain", "mock")):
         files = [{"path": "model.safetensors", "size_bytes": 1, "sha256": "a" * 64}]
-        body = {
+        body: dict[str, Any] = {
             "model_id": model_id,
             "architecture": "LlamaForCausalLM",
             "artifact": {"source": "file:/nowhere", "files": files, "digest": "0" * 64},
