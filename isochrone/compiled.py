@@ -71,7 +71,6 @@ BUILDS: Final = Path("build", "request_path")
 _READ: Final = (
     "setup.py",
     *C_SOURCES,
-    "isochrone/wire/*.pyi",
     "isochrone/*.py",
     "isochrone/wire",
     "isochrone/service",

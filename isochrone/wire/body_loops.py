@@ -4,8 +4,9 @@ The compiled request path has both in C (`body_bytes.c`), with the same results:
 what a large body would cost. Without it the loops of `re` and `xxhash` are used.
 """
 
+import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import xxhash
@@ -53,8 +54,10 @@ def hash_in_python(prompt: bytes, ends: Sequence[int], seed: int) -> list[int]:
     return hashes
 
 
+scan_body: Callable[[bytes], int] = scan_in_python
+chained_hashes: Callable[[bytes, Sequence[int], int], list[int]] = hash_in_python
 try:
-    from isochrone.wire.body_bytes import chained_hashes as chained_hashes
-    from isochrone.wire.body_bytes import scan_body as scan_body
+    _IN_C = importlib.import_module("isochrone.wire.body_bytes")
+    scan_body, chained_hashes = _IN_C.scan_body, _IN_C.chained_hashes
 except ImportError:
-    scan_body, chained_hashes = scan_in_python, hash_in_python
+    pass

@@ -31,6 +31,7 @@ from ops.bench import backend
 from ops.bench.bench_router import KEY, route_table
 from ops.bench.relay import CONVERSATIONS, PATH, PLAIN, STREAM_OPTIONS, conversation
 from router.apis.dispatch import ApiDispatcher
+from router.apis.media.routes import MediaRoutes
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.batch_client import BatchClient
@@ -136,7 +137,10 @@ def public_server(folder: Path, replicas: int) -> PublicServer:
         request_ids=ids,
         is_main_process=True,
     )
-    dispatcher = ApiDispatcher(surface, pipeline, upstream, ids, metrics, client, stored.routes)
+    media = MediaRoutes(surface, pipeline, config.audio_relayed_bytes_max)
+    dispatcher = ApiDispatcher(
+        *(surface, pipeline, upstream, ids, metrics, client, stored.routes, media)
+    )
     return PublicServer(
         config=config,
         authorize=dispatcher.authorize,

@@ -1,6 +1,0 @@
-"""The functions of body_bytes.c; `body_loops.py` says what they mean."""
-
-from collections.abc import Sequence
-
-def scan_body(body: bytes, /) -> int: ...
-def chained_hashes(prompt: bytes, ends: Sequence[int], seed: int, /) -> list[int]: ...
