@@ -72,6 +72,8 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     `engine` is the name of its driver, and `engine_lacks` what that engine cannot do, as names of
     `engine_capabilities.FEATURES`. With `shares_kv`, the replicas of a PoP use each other's KV.
+    With `needs_prefill`, a replica that decodes cannot read a prompt, and one that reads prompts
+    cannot decode.
     """
 
     deployment_id: DeploymentId
@@ -86,6 +88,7 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = ""
     engine_lacks: tuple[str, ...] = ()
     shares_kv: bool = False
+    needs_prefill: bool = False
 
 
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):

@@ -4,6 +4,7 @@ Bytes between router and engine are not changed. Every answer carries the replic
 """
 
 import logging
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from time import monotonic
 from typing import Final
@@ -24,9 +25,18 @@ from nodeagent.api.answer_relay import (
     relay_body,
     response_head,
 )
-from nodeagent.api.decode_leg import DecodeLegs, apply_leg, prefix_copy, report_found
+from nodeagent.api.decode_leg import (
+    GENERATION_PATHS,
+    DecodeLeg,
+    DecodeLegs,
+    answer_context,
+    apply_leg,
+    prefix_copy,
+    report_found,
+)
 from nodeagent.api.engine_trials import EngineRequest, engine_request
 from nodeagent.api.handoff_notice import announce_replica
+from nodeagent.api.kv_address import KvAddressRoute
 from nodeagent.api.kv_sharing import KvSharingRoutes
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
@@ -44,7 +54,7 @@ from nodeagent.decide.handoff import (
     is_worth_probing,
 )
 from nodeagent.decide.kv_fetch import LinkBudget
-from nodeagent.disaggregation.two_legs import PrefillLeg
+from nodeagent.disaggregation.handshake_leg import AnswerContext, NoPrefillReplica
 from nodeagent.drivers.driver import TOKENIZE_PATH
 from nodeagent.host.awake_memory import CannotWake
 from nodeagent.host.cache_salts import CacheSalts
@@ -59,13 +69,11 @@ OUTPUT_TOKENS_DEFAULT: Final = 256
 """Output reserved for a request without the router's estimate."""
 
 INFERENCE_PATHS: Final = (
-    "/v1/chat/completions",
-    "/v1/completions",
+    *GENERATION_PATHS,
     "/v1/embeddings",
     "/v1/rerank",
     TOKENIZE_PATH,
 )
-GENERATION_PATHS: Final = INFERENCE_PATHS[:2]
 TO_ENGINE: Final = (
     "content-type",
     "traceparent",
@@ -132,6 +140,7 @@ class DataPlaneServer:
         app.router.add_post("/loads", self._pop_loads.handle)
         app.router.add_get("/healthz", self._health)
         self._kv_sharing.attach(app)
+        KvAddressRoute(self._supervisor).attach(app)
         add_metrics(app, self._supervisor)
         app.on_cleanup.append(self._close)
         return app
@@ -291,12 +300,14 @@ class DataPlaneServer:
         salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
         sent[headers.CACHE_SALT] = salt
         priority = request.headers.get(headers.PRIORITY, "")
-        salted = engine.salted(request.path, body, salt, priority)
+
+        def post(body: bytes, sent: Mapping[str, str]) -> AnswerContext:
+            salted = engine.salted(request.path, body, salt, priority)
+            return engine.http.post(request.path, data=salted, headers=sent)
+
         leg = self._decode_legs.open(request, replica, engine, body, reservation, TO_PEER)
-        if leg is not None:
-            sent[kv_transfer.TRANSFER] = leg.transfer
         try:
-            async with engine.http.post(request.path, data=salted, headers=sent) as answer:
+            async with answer_context(leg, post, body, sent) as answer:
                 response = await self._relay_answer(
                     request, replica, answer, reservation, running, leg
                 )
@@ -304,6 +315,8 @@ class DataPlaneServer:
             if copy is not None:
                 self._kv_sharing.offer_copy(copy)
             return response
+        except NoPrefillReplica as error:
+            raise RequestRefused("loading", 503) from error
         except (aiohttp.ClientError, OSError) as error:
             # Nothing was sent to the router yet, so that it may use another replica.
             metrics.REQUESTS.labels("engine_failed").inc()
@@ -323,7 +336,7 @@ class DataPlaneServer:
         answer: aiohttp.ClientResponse,
         reservation: TokenReservation,
         running: EngineRequest,
-        leg: PrefillLeg | None,
+        leg: DecodeLeg | None,
     ) -> web.StreamResponse:
         """Relay the engine's answer, with the replica's load as of the first token."""
         response = response_head(answer, FROM_ENGINE)

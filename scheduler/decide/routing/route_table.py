@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Set
 
 import msgspec
 
-from isochrone.wire.engine_capabilities import lacking_features
+from isochrone.wire.engine_capabilities import capabilities_of, lacking_features
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId
-from isochrone.wire.model import CatalogModel, Deployment
+from isochrone.wire.model import UNIFIED_ROLES, CatalogModel, Deployment
 from isochrone.wire.report import ReplicaProfile, ReplicaState
 from isochrone.wire.routes import (
     DeploymentEntry,
@@ -181,6 +181,8 @@ def _entry(
         engine=driver,
         engine_lacks=lacks,
         shares_kv=deployment.engine.share_kv,
+        needs_prefill=capabilities_of(driver).needs_prefill
+        and deployment.policy.roles != UNIFIED_ROLES,
     )
 
 
