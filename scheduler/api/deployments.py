@@ -263,6 +263,11 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
 def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
     """Return why replicas of this engine cannot have roles of their own; empty if they can."""
     one = capabilities_of(engine.driver)
+    if (policy.prefill_devices or policy.decode_devices) and policy.roles == UNIFIED_ROLES:
+        return (
+            "prefill_devices and decode_devices are of roles: set roles to auto, or to a ratio such"
+            " as prefill=1,decode=2"
+        )
     if engine.share_kv and not one.shares_kv:
         known = ", ".join(name for name, able in ENGINE_CAPABILITIES.items() if able.shares_kv)
         return f"share_kv needs an engine that sends KV: {engine.driver} does not, {known} does"
