@@ -246,7 +246,9 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
             param="policy.overcommit",
         )
     reason = roles_problem(body.engine, body.policy)
-    reason = reason or _policy_problem(body.policy, await read_pops(request.connection))
+    pops = await read_pops(request.connection)
+    reason = reason or _policy_problem(body.policy, pops)
+    reason = reason or pair_problem(body.engine, body.policy, pops)
     if reason:
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot deploy: {reason}", param="policy")
     has_roles = body.policy.roles != UNIFIED_ROLES
@@ -285,6 +287,19 @@ def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
             f" {engine.driver} does not; give a ratio such as prefill=1,decode=2"
         )
     return transfer_problem(with_transfer(engine))
+
+
+def pair_problem(engine: EngineSettings, policy: PlacementPolicy, pops: Sequence[Pop]) -> str:
+    """Return why a replica could be without one of the other role, which it cannot do without."""
+    if policy.roles == UNIFIED_ROLES or not capabilities_of(engine.driver).needs_prefill:
+        return ""
+    places = sum(residency_allows(policy, pop) for pop in pops)
+    if policy.replicas_min >= 2 and places == 1:
+        return ""
+    return (
+        f"roles of {engine.driver} need both in each PoP at all times: allow one PoP and set"
+        f" replicas_min to 2 or more ({places} PoPs and {policy.replicas_min} now)"
+    )
 
 
 def _policy_problem(policy: PlacementPolicy, pops: Sequence[Pop]) -> str:
