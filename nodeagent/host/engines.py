@@ -77,8 +77,10 @@ CANARIES: Final = {
     ),
     "embedding": Canary("/v1/embeddings", {"input": "1"}, "data"),
     "rerank": Canary("/v1/rerank", {"query": "1", "documents": ["1"]}, "results"),
+    # An image or a voice is too much work for a test, and a sound no JSON: does it answer at all?
+    **dict.fromkeys(("transcription", "speech", "image"), Canary("/v1/models", {}, "data")),
 }
-"""By kind of model."""
+"""By kind of model. A request without a body is a GET."""
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,16 +213,18 @@ class EngineProcess:
         return body.decode(errors="replace") if status == 200 else ""
 
     async def canary(self, kind: str) -> bool:
-        """Send the smallest request for this kind of model; return True if it is answered.
+        """Send the smallest request for the kind of model; return True if it is answered.
 
-        It waits in the engine's queue like any other request. `problem` then says whether there was
+        `kind` is what the engine reports, which counts if the assignment does not name it. The
+        request waits in the engine's queue like any other. `problem` then says whether there was
         no answer, or one of status 200 that is none.
         """
-        canary = CANARIES.get(kind, CANARIES["chat"])
-        body = {"model": self.record.spec.name, **canary.body}
-        if self.handshake is not None:
+        canary = CANARIES.get(self.record.spec.kind or kind, CANARIES["chat"])
+        body = {"model": self.record.spec.name, **canary.body} if canary.body else None
+        if body is not None and self.handshake is not None:
             body |= self.handshake.canary_fields
-        status, answer = await self._request("POST", canary.path, CANARY_TIMEOUT_S, body)
+        method = "POST" if body else "GET"
+        status, answer = await self._request(method, canary.path, CANARY_TIMEOUT_S, body)
         self.problem = ""
         if not status:
             self.problem = f"a test request was not answered within {CANARY_TIMEOUT_S:g} s"
@@ -381,12 +385,8 @@ class EngineProcesses:
 
     def _spawn(self, command: EngineCommand, log: Path) -> Child:
         spare = self._standby.take_for(command, log) if self._standby else None
-        child = spare or spawn(
-            command.arguments,
-            log,
-            command.environment,
-            folder=str(log.parent) if command.model_link else None,
-        )
+        folder = str(log.parent) if command.model_link else None
+        child = spare or spawn(command.arguments, log, command.environment, folder=folder)
         if self._standby:
             self._standby.prepare_for(command)
         return child

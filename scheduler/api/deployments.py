@@ -20,6 +20,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.model import (
     AUTO_ROLES,
+    KIND_FEATURES,
     UNIFIED_ROLES,
     Deployment,
     EngineSettings,
@@ -33,9 +34,6 @@ from scheduler.store import catalogue, deployments
 from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
 from scheduler.store.rollouts import conflicts_with_rollout
-
-KIND_FEATURES: Final = {"chat": "chat", "embedding": "embeddings", "rerank": "rerank"}
-"""The feature that an engine needs for each kind of model."""
 
 
 async def list_deployments(request: AdminRequest) -> Page:
