@@ -22,8 +22,8 @@ def keys() -> None:
 
 
 LIMIT_HELP: Final = {
-    "requests_per_min": "Requests per minute at each router.",
-    "tokens_per_min": "Prompt and output tokens per minute at each router.",
+    "requests_per_min": "Requests per minute over the whole fleet.",
+    "tokens_per_min": "Prompt and output tokens per minute over the whole fleet.",
     "concurrency": "Requests at once at each router; each of its processes allows at least one.",
     "tokens_per_day": "Tokens per day (UTC) over the whole fleet.",
     "spend_per_day": "Spend per day (UTC) over the whole fleet, by the models' prices.",

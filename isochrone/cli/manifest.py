@@ -1,19 +1,27 @@
 """Builds a catalogue entry from a model's files: sizes, digests and the values of its config."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from isochrone.service.gguf_metadata import GgufError, attention_size, read_metadata
 from isochrone.wire.artifact import check_path, manifest_digest
 from isochrone.wire.model import Artifact, ArtifactFile
 from isochrone.wire.model_shape import BadConfig, kv_bytes_per_token, shape_of
 
 READ_BYTES: Final = 4 * 1024 * 1024
+CACHED_VALUE_BYTES: Final = 2
+"""A value of the KV cache in 16 bits, as engines keep it by default."""
 HIDDEN: Final = (".", "__pycache__")
 """Prefixes of files and folders that downloads and git create; they are not part of the model."""
-KINDS: Final = {"BertModel": "embedding", "BertForSequenceClassification": "rerank"}
+KINDS: Final = {
+    "BertModel": "embedding",
+    "BertForSequenceClassification": "rerank",
+    "WhisperForConditionalGeneration": "transcription",
+}
 """Kinds of models by architecture; all other architectures are chat models."""
 
 
@@ -22,6 +30,8 @@ class _ConfigFields(msgspec.Struct):
 
     architectures: tuple[str, ...] | None = None
     max_position_embeddings: int = 4096
+    max_target_positions: int | None = None
+    """The context of a decoder that reads audio."""
 
 
 class _SentenceFields(msgspec.Struct):
@@ -57,14 +67,17 @@ def artifact_of(folder: Path, source: str, only: tuple[str, ...] = ()) -> Artifa
     return Artifact(source=source, files=files, digest=manifest_digest(files))
 
 
-def config_values(folder: Path) -> dict[str, Any]:
-    """Return the entry's values from a Hugging Face config.json, {} if there is none.
+def config_values(folder: Path, files: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the entry's values from a Hugging Face config.json, else from the first GGUF file.
 
-    Raises ManifestError.
+    `files` are those of the model; default: all of the folder. {} if there is neither. Raises
+    ManifestError.
     """
     path, sentence_path = folder / "config.json", folder / "sentence_bert_config.json"
-    if not path.exists():
-        return {}
+    weights = sorted(files or (found.name for found in folder.glob("*.gguf")))
+    gguf = [folder / name for name in weights if name.endswith(".gguf") and "mmproj" not in name]
+    if not path.exists() or (files and path.name not in files):
+        return _gguf_values(gguf[0]) if gguf else {}
     sentence = _SentenceFields()
     try:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -82,8 +95,9 @@ def config_values(folder: Path) -> dict[str, Any]:
     }
     if values["kind"] != "chat":
         # As the embedded engine limits it.
-        limit = sentence.max_seq_length or fields.max_position_embeddings
-        return {**values, "context_tokens": min(limit, fields.max_position_embeddings)}
+        limit = fields.max_target_positions or fields.max_position_embeddings
+        context_tokens = min(sentence.max_seq_length or limit, limit)
+        return {**values, "context_tokens": context_tokens}
     try:
         shape = shape_of(config)
     except BadConfig as error:
@@ -92,6 +106,23 @@ def config_values(folder: Path) -> dict[str, Any]:
         **values,
         "kv_bytes_per_token": int(kv_bytes_per_token(shape)),
         "shape": msgspec.to_builtins(shape),
+    }
+
+
+def _gguf_values(path: Path) -> dict[str, Any]:
+    try:
+        metadata = read_metadata(path)
+        cached = attention_size(path)
+    except GgufError as error:
+        raise ManifestError(str(error)) from error
+    architecture = str(metadata.get("general.architecture", ""))
+    context_tokens = metadata.get(f"{architecture}.context_length")
+    if not isinstance(context_tokens, int) or context_tokens < 1:
+        raise ManifestError(f"cannot read {path}: it states no context length")
+    return {
+        "architecture": architecture,
+        "context_tokens": context_tokens,
+        "kv_bytes_per_token": CACHED_VALUE_BYTES * (cached.keys + cached.values),
     }
 
 

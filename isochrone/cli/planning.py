@@ -178,7 +178,7 @@ def _show(result: dict[str, Any], output: str, *, priced: Set[str]) -> None:
     rest = "" if result["is_at_rest"] else ", more moves would follow"
     click.echo(f"moves: {len(moves)}, rounds: {result['rounds']}{rest}; plan {result['digest']}")
     if moves:
-        columns = ["kind", "deployment_id", "node_id", "pop", "reason"]
+        columns = ["kind", "deployment_id", "node_id", "pop", "role", "reason"]
         show_rows(moves[:MOVES_SHOWN], columns, output)
     if len(moves) > MOVES_SHOWN:
         click.echo(f"and {len(moves) - MOVES_SHOWN} more (-o json shows all)")

@@ -16,9 +16,10 @@ from isochrone.cli.manifest import artifact_of, config_values
 from isochrone.cli.output import show_one, show_rows, stderr
 from isochrone.cli.simple_commands import add_command, list_command
 from isochrone.wire.engine_capabilities import EngineCapabilities
-from isochrone.wire.model import ROLES_PATTERN
+from isochrone.wire.model import KIND_FEATURES, ROLES_PATTERN
 
 WAIT_INTERVAL_S: Final = 0.5
+CATALOGUE_DEFAULTS: Final = {"architecture": "unknown", "kind": "chat", "context_tokens": 4096}
 PLACEMENT_COLUMNS: Final = [
     "replica_id", "node_id", "pop", "state", "state_reason", "ending", "restarts", "reason"
 ]  # fmt: skip
@@ -58,14 +59,16 @@ def models_list(obj: CliContext) -> None:
     help="A local copy, from which sizes and digests are read (not needed for file:).",
 )
 @click.option("--file", "only", multiple=True, help="Only this file of the folder; repeatable.")
-@click.option("--architecture", default=None, help="Default: from config.json.")
+@click.option("--architecture", default=None, help="Default: from config.json or the GGUF.")
 @click.option(
     "--kind",
-    type=click.Choice(["chat", "embedding", "rerank"]),
+    type=click.Choice(list(KIND_FEATURES)),
     default=None,
     help="Default: from config.json, else chat.",
 )
-@click.option("--context-tokens", type=int, default=None, help="Default: from config.json.")
+@click.option(
+    "--context-tokens", type=int, default=None, help="Default: from config.json or the GGUF."
+)
 @click.option(
     "--weights-bytes",
     type=int,
@@ -98,23 +101,31 @@ def models_add(
         folder = Path(source.removeprefix("file:"))
     with stderr.status(f"reading {folder}"):
         artifact = artifact_of(folder, source, only)
-        values = config_values(folder)
-    if not values:
-        stderr.print(f"{folder} has no config.json: options that are not given get defaults")
+        values = config_values(folder, tuple(file.path for file in artifact.files))
+    given = {
+        "architecture": architecture,
+        "kind": kind,
+        "context_tokens": context_tokens,
+        "weights_bytes": weights_bytes,
+    }
+    read = {**CATALOGUE_DEFAULTS, "weights_bytes": artifact.size_bytes, **values}
     body = {
         "model_id": model,
-        "architecture": architecture or values.get("architecture", "unknown"),
-        "kind": kind or values.get("kind", "chat"),
+        **{name: value or read[name] for name, value in given.items()},
         "artifact": msgspec.to_builtins(artifact),
-        "context_tokens": context_tokens or values.get("context_tokens", 4096),
-        "weights_bytes": weights_bytes or artifact.size_bytes,
         "kv_bytes_per_token": values.get("kv_bytes_per_token", 0),
         "shape": values.get("shape"),
         "licence": licence,
         "price": price_of(price) if price else None,
     }
-    obj.api.ask("PUT", f"/v1/models/{segment(model)}", body)
+    row = obj.api.ask("PUT", f"/v1/models/{segment(model)}", body)
     stderr.print(f"added {model}: {len(artifact.files)} files, {artifact.size_bytes >> 20} MiB")
+    for name, value in given.items():
+        if not value:
+            origin = "read from its files" if name in values else "assumed"
+            stderr.print(f"{name} {read[name]}: {origin}")
+    if obj.output == "json":
+        show_one(row, obj.output)
 
 
 add_command(
@@ -170,6 +181,17 @@ def price_of(text: str) -> dict[str, float]:
     metavar="ROLES",
     help="How a PoP's replicas divide the work: `unified`, a ratio such as `prefill=2,decode=4`, or"
     " `auto` to follow the demand.",
+)
+@click.option(
+    "--prefill-devices",
+    multiple=True,
+    help="With --roles: a device class (h100-80g) or chip (H100) of prefill replicas; repeatable;"
+    " '' for any.",
+)
+@click.option(
+    "--decode-devices",
+    multiple=True,
+    help="With --roles: a device class or chip of replicas that generate; repeatable; '' for any.",
 )
 @click.option(
     "--sunset",
@@ -235,7 +257,7 @@ def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str,
                 " prefill=2,decode=4"
             )
         policy["prefill_share"] = 0.0
-    for name in ("keep_warm", "allow", "deny"):
+    for name in ("keep_warm", "allow", "deny", "prefill_devices", "decode_devices"):
         if given[name]:
             policy[name] = [place for place in given[name] if place]
     body["deprecation"] = _deprecation(before.get("deprecation"), given)
@@ -354,13 +376,13 @@ def explain(obj: CliContext, words: tuple[str, ...]) -> None:
     if obj.output == "json":
         show_one(answer, obj.output)
         return
-    for line in answer.get("sizes_in_words", ()):
+    for line in (*answer.get("sizes_in_words", ()), *answer.get("roles", ())):
         click.echo(line)
     for title, rows, columns in (
         (
             "here",
             answer["here"],
-            ["replica_id", "node_id", "pop", "state", "state_reason", "reason"],
+            ["replica_id", "node_id", "pop", "role", "state", "state_reason", "reason"],
         ),
         ("elsewhere", answer["elsewhere"], ["node_id", "pop", "feasible", "reason"]),
         ("cities", answer["cities"], ["pop", "requests_per_s", "load", "nearest_pop", "rtt_ms"]),

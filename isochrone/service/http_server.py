@@ -92,7 +92,10 @@ def error_middleware(encode_error: EncodeError) -> Callable[..., Awaitable[web.S
         except ApiError as error:
             return encode_error(error)
         except web.HTTPException as error:
-            return encode_error(_error_of_status(error.status, error.reason, request))
+            refused = _error_of_status(error.status, error.reason, request)
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                refused.headers = {"allow": ", ".join(sorted(error.allowed_methods))}
+            return encode_error(refused)
         except ClientConnectionResetError:
             # The client has left; no response reaches it.
             return web.Response(status=499)

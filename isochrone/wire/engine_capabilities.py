@@ -21,6 +21,10 @@ FEATURES: Final[Mapping[str, str]] = {
     "completions": "`/v1/completions`",
     "embeddings": "`/v1/embeddings`",
     "rerank": "`/v1/rerank`",
+    "transcriptions": "`/v1/audio/transcriptions`",
+    "translations": "`/v1/audio/translations`",
+    "speech": "`/v1/audio/speech`",
+    "image_generation": "`/v1/images/generations`",
     "tools": "`tools`",
     "forced_tools": "`tool_choice` required or a named tool",
     "structured_output": "`response_format` of type json_object or json_schema",
@@ -57,6 +61,7 @@ _FIELDS: Final = frozenset(
 )
 _POOLING: Final = frozenset({"embeddings", "rerank"})
 _MEDIA: Final = frozenset({"images", "audio"})
+_HEARING: Final = frozenset({"transcriptions", "translations"})
 
 
 class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,7 +168,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         forces_named_tools=False,
     ),
     "vllm": EngineCapabilities(
-        features=_TEXT | _FIELDS | _POOLING | _MEDIA,
+        features=_TEXT | _FIELDS | _POOLING | _MEDIA | _HEARING,
         over_nodes=True,
         adapters="with_option",
         sleep="with_option",

@@ -72,12 +72,14 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """A replica of the assignment that the node refuses to run, and why.
 
-    It is reported for a while after the assignment dropped the replica.
+    It is reported for a while after the assignment dropped the replica. `version` is the
+    deployment's; 0 is unknown.
     """
 
     replica_id: ReplicaId
     reason: str
     deployment_id: DeploymentId = DeploymentId("")
+    version: int = 0
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):

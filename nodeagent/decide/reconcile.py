@@ -74,7 +74,12 @@ def reconcile(
         reason = _refusal_reason(spec, devices, missing_by_driver, rank_ports)
         if reason:
             refusals.append(
-                Refusal(replica_id=spec.replica_id, reason=reason, deployment_id=spec.deployment_id)
+                Refusal(
+                    replica_id=spec.replica_id,
+                    reason=reason,
+                    deployment_id=spec.deployment_id,
+                    version=spec.version,
+                )
             )
         else:
             starts.append(spec)

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from isochrone.service.gguf_metadata import GgufError, attention_size
 from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
@@ -32,7 +33,6 @@ from nodeagent.drivers.driver import (
     require_one_node,
     visible_devices,
 )
-from nodeagent.drivers.gguf_metadata import GgufError, attention_size
 
 PROGRAM: Final = "llama-server"
 HELP_TIMEOUT_S: Final = 10.0

@@ -6,7 +6,7 @@ replays to the same plan.
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
@@ -40,6 +40,14 @@ class Liveness(StrEnum):
     LOST = "lost"
 
 
+class NodeRefusal(NamedTuple):
+    """A version of a deployment of which a node refused a replica, and why; 0 is any version."""
+
+    deployment_id: DeploymentId
+    reason: str
+    version: int = 0
+
+
 class FleetNode(msgspec.Struct, frozen=True, kw_only=True):
     """One server as last reported. `silent_s` is the time since it was last in contact.
 
@@ -48,7 +56,7 @@ class FleetNode(msgspec.Struct, frozen=True, kw_only=True):
     `failure_domain` (a rack, a power feed) fail together; "" is a domain of its own. The measured
     rates are how fast weights come from its disk and from other nodes; 0 is unknown. `rank_ports`,
     first and last, are for replicas over several nodes; without them it takes no part in any.
-    `refused` are deployments of which it refused a replica recently, and why.
+    `refused` are the versions of deployments of which it refused a replica recently.
     """
 
     node_id: NodeId
@@ -67,8 +75,18 @@ class FleetNode(msgspec.Struct, frozen=True, kw_only=True):
     fetch_bytes_per_s: float = 0.0
     failure_domain: str = ""
     rank_ports: tuple[int, int] | None = None
-    refused: tuple[tuple[DeploymentId, str], ...] = ()
+    refused: tuple[NodeRefusal, ...] = ()
     generation: Generation = Generation(0)
+
+    def refusal_of(self, deployment_id: DeploymentId, version: int) -> str | None:
+        """Return why the node refused this version of a deployment recently; None if it did not.
+
+        A later version may have another engine or other options, which the node may well run.
+        """
+        for refusal in self.refused:
+            if refusal.deployment_id == deployment_id and refusal.version in (0, version):
+                return refusal.reason
+        return None
 
 
 TOKENS_IN_FLIGHT_UNKNOWN: Final = 32_768

@@ -8,7 +8,7 @@ import msgspec
 
 from isochrone.wire.ids import NodeId, PopId
 from isochrone.wire.report import NodeDevice, Report
-from scheduler.decide.cluster import FleetNode
+from scheduler.decide.cluster import FleetNode, NodeRefusal
 from scheduler.decide.membership import NodeContact
 from scheduler.store.pool import Connection, as_struct
 
@@ -93,7 +93,7 @@ def _reported_fields(report: Report | None, pop: PopId) -> dict[str, Any]:
         "failure_domain": f"{pop}/{report.failure_domain}" if report.failure_domain else "",
         "rank_ports": report.rank_ports,
         "refused": tuple(
-            (refusal.deployment_id, refusal.reason)
+            NodeRefusal(refusal.deployment_id, refusal.reason, refusal.version)
             for refusal in report.refusals
             if refusal.deployment_id
         ),

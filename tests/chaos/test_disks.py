@@ -61,18 +61,18 @@ async def test_a_router_with_a_full_disk_keeps_serving_and_loses_no_usage(
 ) -> None:
     async with a_scheduler() as scheduler, open_node(FakeNode()) as node:
         config = a_config(disk.folder, schedulers=(f"http://127.0.0.1:{scheduler.port}",))
-        async with open_router(config, an_identity(tmp_path)) as house:
+        async with open_router(config, an_identity(tmp_path)) as router:
             await scheduler.until(Register, 1)
             await scheduler.send(a_table([a_route(node)]))
-            await until_generation(house, 1)
-            assert await ask(house) == 200
+            await until_generation(router, 1)
+            assert await ask(router) == 200
             await scheduler.until(Usage, 1)
             disk.fill()
             for _ in range(40):
-                assert await ask(house) == 200
+                assert await ask(router) == 200
             await scheduler.send(a_table([a_route(node)], generation=2))
-            await until_generation(house, 2)
-            await house.loops["usage"].wait_turns(3)
+            await until_generation(router, 2)
+            await router.loops["usage"].wait_turns(3)
             assert len(requests_in(scheduler.of(Usage))) == 1
             disk.free()
             async with asyncio.timeout(30):
@@ -80,7 +80,7 @@ async def test_a_router_with_a_full_disk_keeps_serving_and_loses_no_usage(
                     await scheduler.until(Usage, len(scheduler.of(Usage)) + 1)
             async with asyncio.timeout(30):
                 while list((disk.folder / "state" / "usage").glob("*.usage")):
-                    await house.loops["usage"].wait_turns(1)
+                    await router.loops["usage"].wait_turns(1)
             left = list((disk.folder / "state" / "journal").iterdir())
             assert len(left) == 1, "one journal is in use, and no other is kept"
         assert len(scheduler.of(Register)) == 1, "its conversation never broke"

@@ -12,6 +12,7 @@ from scheduler.decide.cluster import (
     ClusterState,
     FleetNode,
     MeasuredProfile,
+    NodeRefusal,
     Placement,
     StartFailures,
 )
@@ -80,7 +81,7 @@ def _fleet_node(
         ()
         if report is None
         else tuple(
-            (refusal.deployment_id, refusal.reason)
+            NodeRefusal(refusal.deployment_id, refusal.reason, refusal.version)
             for refusal in report.refusals
             if refusal.deployment_id
         )

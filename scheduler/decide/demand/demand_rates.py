@@ -44,15 +44,22 @@ NO_DEMAND: Final = DeploymentDemand(np.empty(0, dtype=np.int64), NO_FLOATS, NO_F
 class DemandLoad(NamedTuple):
     """Demand by city in replicas of the reference class, and the speed of other classes.
 
-    `speed` is the capacity of a replica on a class, in replicas of the reference class.
+    `speed` is the capacity of a replica on a class, in replicas of the `reference` class.
     """
 
     replicas: Floats
     speed: Mapping[str, float]
+    reference: str = ""
 
 
-def demand_load(demand: DeploymentDemand, rates: Mapping[str, ReplicaProfile]) -> DemandLoad:
-    """Return the load that a demand is for replicas with these rates by device class."""
+def demand_load(
+    demand: DeploymentDemand, rates: Mapping[str, ReplicaProfile], generating_share: float = 1.0
+) -> DemandLoad:
+    """Return the load that a demand is for replicas with these rates by device class.
+
+    Where only `generating_share` of the replicas generate, each city needs as many replicas as its
+    output takes of that share, even if the others have nothing left to read.
+    """
     prompt, output = demand.prompt_tokens_per_s, demand.output_tokens_per_s
     # Without any demand, one token of each kind is enough to compare the classes.
     mix = (float(prompt.sum()), float(output.sum()))
@@ -66,10 +73,28 @@ def demand_load(demand: DeploymentDemand, rates: Mapping[str, ReplicaProfile]) -
         return DemandLoad(prompt * 0.0, {})
     slowest = max(sorted(busy_share), key=lambda name: busy_share[name])
     reference = rates[slowest]
-    load = prompt / reference.prefill_tokens_per_s + output / reference.decode_tokens_per_s
+    generating = output / reference.decode_tokens_per_s
+    load = prompt / reference.prefill_tokens_per_s + generating
+    if generating_share < 1:
+        load = np.maximum(load, generating / generating_share)
     return DemandLoad(
-        load, {name: busy_share[slowest] / share for name, share in busy_share.items()}
+        load, {name: busy_share[slowest] / share for name, share in busy_share.items()}, slowest
     )
+
+
+def reading_share(demand: DeploymentDemand, rates: Mapping[str, ReplicaProfile]) -> float:
+    """Return the share of a replica's time that a demand's prompts take, on the slowest class."""
+    prompt, output = (
+        float(demand.prompt_tokens_per_s.sum()),
+        float(demand.output_tokens_per_s.sum()),
+    )
+    shares = [
+        (prompt / rate.prefill_tokens_per_s, output / rate.decode_tokens_per_s)
+        for rate in rates.values()
+    ]
+    reading, generating = max(shares, key=sum, default=(0.0, 0.0))
+    total = reading + generating
+    return reading / total if total > 0 else 0.0
 
 
 def raise_to_forecast(

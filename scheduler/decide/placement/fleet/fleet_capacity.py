@@ -139,7 +139,7 @@ class FleetCapacity:
                 and sizes[count - 1] >= needed
                 and (not 0 < node.disk_free_bytes < disk_bytes or digest in node.artifacts)
                 and (engine.nodes == 1 or node.rank_ports is not None)
-                and not (node.refused and deployment.deployment_id in dict(node.refused))
+                and node.refusal_of(deployment.deployment_id, deployment.version) is None
             ]
             if len(nodes) >= engine.nodes:
                 nodes_by_site[site] = nodes

@@ -184,7 +184,7 @@ def why_ineligible(
         return f"the node is {liveness.value}: silent for {node.silent_s:.0f} s"
     if deployment.engine.nodes > 1 and node.rank_ports is None:
         return "it takes no part of a replica over several nodes: plaintext_rank_ports is not set"
-    refused = dict(node.refused).get(deployment.deployment_id)
+    refused = node.refusal_of(deployment.deployment_id, deployment.version)
     if refused is not None:
         return f"it refused a replica of this deployment: {refused}"
     if model.artifact.digest not in node.artifacts and node.disk_free_bytes:

@@ -80,6 +80,12 @@ class LoadAssignment:
         """Return the load that each site serves."""
         return self.capacity - self.free
 
+    def shares_at(self, sites: Ints) -> Floats:
+        """Return the share of each city's load that some sites serve."""
+        rows = np.isin(self._site, sites)
+        amounts = np.bincount(self._city[rows], self._amount[rows], len(self.load))
+        return np.asarray(amounts / self.load, np.float64)
+
     def latencies(self) -> tuple[Floats, Floats]:
         """Return ms and requests/s of every row that is served."""
         served = self._site != UNSERVED
