@@ -16,7 +16,13 @@ from isochrone.wire.engine_capabilities import (
 from isochrone.wire.engine_options import ENGINE_OPTIONS
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
-from isochrone.wire.model import UNIFIED_ROLES, Deployment, EngineSettings, PlacementPolicy
+from isochrone.wire.model import (
+    KIND_FEATURES,
+    UNIFIED_ROLES,
+    Deployment,
+    EngineSettings,
+    PlacementPolicy,
+)
 from isochrone.wire.routes import Pop
 from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
 from scheduler.decide.placement import policy_contradiction, residency_allows
@@ -25,9 +31,6 @@ from scheduler.store import catalogue, deployments
 from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
 from scheduler.store.rollouts import conflicts_with_rollout
-
-KIND_FEATURES: Final = {"chat": "chat", "embedding": "embeddings", "rerank": "rerank"}
-"""The feature that an engine needs for each kind of model."""
 
 
 async def list_deployments(request: AdminRequest) -> Page:
@@ -253,6 +256,11 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
 
 def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
     """Return why replicas of this engine cannot have roles of their own; empty if they can."""
+    if (policy.prefill_devices or policy.decode_devices) and policy.roles == UNIFIED_ROLES:
+        return (
+            "prefill_devices and decode_devices are of roles: set roles to auto, or to a ratio such"
+            " as prefill=1,decode=2"
+        )
     known = ", ".join(name for name, one in ENGINE_CAPABILITIES.items() if one.sends_kv)
     sends_kv = capabilities_of(engine.driver).sends_kv
     if engine.share_kv and not sends_kv:
