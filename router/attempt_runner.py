@@ -11,6 +11,7 @@ from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import ReplicaId
 from router.config import RouterConfig
 from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest
+from router.dataplane.media_usage import media_usage
 from router.dataplane.response_checks import check_status, read_usage
 from router.dataplane.upstream import Upstream
 from router.decide.attempt import AttemptEvent, FailureCause, event_of
@@ -164,6 +165,7 @@ class AttemptRunner:
             self._fleet.in_flight,
             context.excluded.all(),
             self._clock(),
+            context.request.deployment.needs_prefill,
         )
 
     def _holders(self, context: RequestContext, target: RankedRoute) -> SharedKvPeers:
@@ -222,7 +224,11 @@ class AttemptRunner:
         self._feedback.record_answer_head(ranked.route, head.load, head.refusal, reservation)
         check_status(node_id, head)
         if head.status == 200 and not exchange.is_stream:
-            exchange.usage, exchange.body = read_usage(node_id, exchange.body)
+            if context.request.is_media:
+                estimate = context.prompt_tokens_estimate
+                exchange.usage = media_usage(exchange.body, head.content_type, estimate)
+            else:
+                exchange.usage, exchange.body = read_usage(node_id, exchange.body)
         self._feedback.record_success(ranked.route)
         attempt.take(ANSWERED)
         if exchange.is_stream:

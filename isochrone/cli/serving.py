@@ -16,7 +16,7 @@ from isochrone.cli.manifest import artifact_of, config_values
 from isochrone.cli.output import show_one, show_rows, stderr
 from isochrone.cli.simple_commands import add_command, list_command
 from isochrone.wire.engine_capabilities import EngineCapabilities
-from isochrone.wire.model import ROLES_PATTERN
+from isochrone.wire.model import KIND_FEATURES, ROLES_PATTERN
 
 WAIT_INTERVAL_S: Final = 0.5
 CATALOGUE_DEFAULTS: Final = {"architecture": "unknown", "kind": "chat", "context_tokens": 4096}
@@ -62,7 +62,7 @@ def models_list(obj: CliContext) -> None:
 @click.option("--architecture", default=None, help="Default: from config.json or the GGUF.")
 @click.option(
     "--kind",
-    type=click.Choice(["chat", "embedding", "rerank"]),
+    type=click.Choice(list(KIND_FEATURES)),
     default=None,
     help="Default: from config.json, else chat.",
 )
@@ -183,6 +183,17 @@ def price_of(text: str) -> dict[str, float]:
     " `auto` to follow the demand.",
 )
 @click.option(
+    "--prefill-devices",
+    multiple=True,
+    help="With --roles: a device class (h100-80g) or chip (H100) of prefill replicas; repeatable;"
+    " '' for any.",
+)
+@click.option(
+    "--decode-devices",
+    multiple=True,
+    help="With --roles: a device class or chip of replicas that generate; repeatable; '' for any.",
+)
+@click.option(
     "--sunset",
     metavar="DATE",
     help="Announce the end: the UTC date (2027-03-31) from which requests are refused, `open` for"
@@ -246,7 +257,7 @@ def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str,
                 " prefill=2,decode=4"
             )
         policy["prefill_share"] = 0.0
-    for name in ("keep_warm", "allow", "deny"):
+    for name in ("keep_warm", "allow", "deny", "prefill_devices", "decode_devices"):
         if given[name]:
             policy[name] = [place for place in given[name] if place]
     body["deprecation"] = _deprecation(before.get("deprecation"), given)

@@ -32,6 +32,7 @@ from router.apis.openai.prompt import (
     OpenAiRequest,
     count_answers,
     count_text_bytes,
+    has_parts,
     output_tokens_max,
     render_prompt,
 )
@@ -127,11 +128,11 @@ class OpenAiSurface:
         key = request.key
         assert key is not None
         openai: OpenAiRequest = decode(body, DECODERS[path])
-        deployment = self._deployment_of_kind(openai.model, key, path)
+        deployment = self.deployment_of_kind(openai.model, key, path, MODEL_KINDS.get(path, "chat"))
         refuse_lacking(deployment, path, body)
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
-            if b'"image_url"' in body:
+            if has_parts(openai):
                 check_images(openai, self._config.image_pixels_max)
         body = without_transfer_fields(body, openai)
         prompt, answer_count = render_prompt(openai), count_answers(openai)
@@ -155,7 +156,7 @@ class OpenAiSurface:
             build_resume_body=resume_body_builder(body, openai) if openai.stream else None,
             determinism=determinism_of(openai) if openai.stream else "",
             prefix_keys=_prefix_keys(prompt, key, deployment),
-            relayed_headers=_relayed_headers(request, openai),
+            relayed_headers=relayed_headers(request, service_tier_of(openai)),
             ttft_ms=_ttft_ms(request),
         )
 
@@ -171,7 +172,7 @@ class OpenAiSurface:
             request_id=RequestId(request.request_id),
             client_request_id=request.client_request_id,
             key=key,
-            deployment=self._deployment_of_kind(openai.model, key, TOKENIZE_PATH),
+            deployment=self.deployment_of_kind(openai.model, key, TOKENIZE_PATH, "chat"),
             path=TOKENIZE_PATH,
             body=body,
             text_bytes=0,
@@ -189,10 +190,9 @@ class OpenAiSurface:
             prefix_keys=NO_KEYS,
         )
 
-    def _deployment_of_kind(self, name: str, key: KeyEntry, path: str) -> DeploymentEntry:
-        """Return a deployment that `path` can use. Raises ApiError."""
+    def deployment_of_kind(self, name: str, key: KeyEntry, path: str, kind: str) -> DeploymentEntry:
+        """Return a deployment of the kind that `path` needs. Raises ApiError."""
         deployment = self.deployment(name, key)
-        kind = MODEL_KINDS.get(path, "chat")
         if deployment.kind != kind:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
@@ -272,14 +272,15 @@ def _ttft_ms(request: HttpRequest) -> int:
     return int(value)
 
 
-def _relayed_headers(request: HttpRequest, openai: OpenAiRequest) -> str:
+def service_tier_of(openai: OpenAiRequest) -> str:
+    """Return a request's `service_tier`, or ""."""
+    return openai.service_tier or "" if isinstance(openai, ChatRequest | CompletionRequest) else ""
+
+
+def relayed_headers(request: HttpRequest, service_tier: str = "") -> str:
     """Return the header lines of the client's priority, trace and session. Raises ApiError 400."""
     lines, priority = "", request.header(PRIORITY)
-    if (
-        not priority
-        and isinstance(openai, ChatRequest | CompletionRequest)
-        and openai.service_tier == "flex"
-    ):
+    if not priority and service_tier == "flex":
         priority = LOWEST_PRIORITY
     if priority:
         if (
