@@ -58,7 +58,7 @@ SHARES: Final = (0.5, 0.9, 0.99)
 VOCABULARY: Final = ("river", "stone", "cloud", "market", "winter", "letter", "garden", "silver")
 
 
-class CannotFit(Exception):
+class RatesUnclear(Exception):
     """What was measured of an engine is too far from the replica's model."""
 
 
@@ -174,7 +174,7 @@ def fit(probes: Sequence[ProfileProbe], engine: EngineUnderTest) -> FittedReplic
     (fitted,) = fit_replicas(probes)
     rates = fitted.profile
     if rates.prefill_tokens_per_s <= 0 or rates.step_s <= 0:
-        raise CannotFit(
+        raise RatesUnclear(
             f"cannot fit the rates of {engine.driver}: longer prompts were not read for longer, or "
             "answers took no time; run it again on an idle machine"
         )
@@ -248,7 +248,7 @@ def simulate_answers(
             tokens = one.prompt_tokens + one.output_tokens
             sent_s.append(one.sent_s)
             if not replica.admit(ReplicaJob(request, tokens, tokens, 0, 0.0), one.sent_s):
-                raise CannotFit("cannot simulate: the requests do not fit into the replica")
+                raise RatesUnclear("cannot simulate: the requests do not fit into the replica")
             continue
         for job in replica.settle(event_s).ended:
             request = job.request
@@ -346,7 +346,7 @@ def main() -> int:
                 file=sys.stderr,
             )
             return 1
-        except CannotFit as error:
+        except RatesUnclear as error:
             print(error, file=sys.stderr)
             status = 1
     print(f"\nMeasured / simulated. {os.cpu_count()} cores, Python {platform.python_version()}")

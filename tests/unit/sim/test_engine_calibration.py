@@ -6,7 +6,7 @@ import pytest
 
 from ops.sim.calibration import ProfileProbe
 from ops.sim.engine_calibration import (
-    CannotFit,
+    RatesUnclear,
     MeasuredAnswer,
     draw_requests,
     engines,
@@ -56,7 +56,7 @@ def test_every_request_is_answered_and_those_that_come_together_wait() -> None:
 
 
 def test_an_engine_that_reads_long_prompts_as_fast_as_short_ones_cannot_be_fitted() -> None:
-    with pytest.raises(CannotFit, match="cannot fit the rates of embedded"):
+    with pytest.raises(RatesUnclear, match="cannot fit the rates of embedded"):
         fit(KnownEngine(tokens_per_s=-5000.0, overhead_s=1.0).probes(), engines()["embedded"])
 
 
