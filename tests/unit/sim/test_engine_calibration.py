@@ -6,8 +6,8 @@ import pytest
 
 from ops.sim.calibration import ProfileProbe
 from ops.sim.engine_calibration import (
-    RatesUnclear,
     MeasuredAnswer,
+    RatesUnclear,
     draw_requests,
     engines,
     fit,
