@@ -107,7 +107,14 @@ class AttemptRunner:
         )
         holders = NO_SHARED_KV_PEERS if is_resumption else self._holders(context, target)
         header_lines = node_headers(
-            context, target, peers, readers, holders, router=self._fleet.name, timeout_s=timeout_s
+            context,
+            target,
+            peers,
+            readers,
+            holders,
+            router=self._fleet.name,
+            timeout_s=timeout_s,
+            sent_at_s=attempt.sent_at_s,
         )
         exchange = attempt.exchange = self._upstream.send(
             target.route.node_id,

@@ -23,6 +23,7 @@ class InferenceRequest:
     - `encode_error_event` encodes an error as an event within a stream.
     - `build_resume_body(text, tokens)` returns a body that asks for the rest of the answer after
       `text` of so many tokens, or None. The attribute is None if the request cannot be resumed.
+    - `ttft_ms` is within how many ms the client needs the first token; 0 if it does not say.
     - `determinism` is `headers.GREEDY` or `headers.SEEDED` if every replica would generate the same
       tokens, else empty.
     - `content_type` is that of `body`. `is_media`: the answer is a sound, an image or what a sound
@@ -34,7 +35,7 @@ class InferenceRequest:
         "content_type", "deployment", "deployment_id", "determinism", "encode_error_event",
         "is_media", "is_stream", "key",
         "output_tokens_max", "path", "prefix_keys", "reject_if_busy", "relayed_headers",
-        "request_id", "session", "started_at", "text_bytes", "wants_usage",
+        "request_id", "session", "started_at", "text_bytes", "ttft_ms", "wants_usage",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +63,7 @@ class InferenceRequest:
         relayed_headers: str = "",
         content_type: str = JSON,
         is_media: bool = False,
+        ttft_ms: int = 0,
     ) -> None:
         self.request_id = request_id
         self.client_request_id = client_request_id
@@ -86,6 +88,7 @@ class InferenceRequest:
         self.relayed_headers = relayed_headers
         self.content_type = content_type
         self.is_media = is_media
+        self.ttft_ms = ttft_ms
 
     def cost(self, usage: UsageCount) -> float:
         """Return what `usage` costs at the deployment's price; 0 without a price."""

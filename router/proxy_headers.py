@@ -40,12 +40,13 @@ def node_headers(
     *,
     router: str,
     timeout_s: float,
+    sent_at_s: float,
 ) -> str:
     """Return the header lines of a request to a node.
 
     `peers` are the replicas that the node may hand the request to, and `readers` those that may
     read its prompt; `holders` may have its prefix. `router` names this start of the router. The
-    answer must begin within `timeout_s`.
+    answer must begin within `timeout_s` of `sent_at_s`.
     """
     request, expected = context.request, context.expected
     generated = context.stream.generated.tokens
@@ -59,6 +60,9 @@ def node_headers(
     )
     if target.queue_tokens_max and context.excluded.may_refuse_for_queue:
         lines += f"{headers.QUEUE_TOKENS_MAX}: {target.queue_tokens_max}\r\n"
+    if request.ttft_ms and not generated:
+        left_ms = request.ttft_ms - int(1000 * (sent_at_s - request.arrived_s))
+        lines += f"{headers.TTFT_MS}: {max(0, left_ms)}\r\n"
     if context.is_suspect:
         lines += f"{headers.SUSPECT}: 1\r\n"
     if generated:

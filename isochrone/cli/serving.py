@@ -183,6 +183,17 @@ def price_of(text: str) -> dict[str, float]:
     " `auto` to follow the demand.",
 )
 @click.option(
+    "--prefill-devices",
+    multiple=True,
+    help="With --roles: a device class (h100-80g) or chip (H100) of prefill replicas; repeatable;"
+    " '' for any.",
+)
+@click.option(
+    "--decode-devices",
+    multiple=True,
+    help="With --roles: a device class or chip of replicas that generate; repeatable; '' for any.",
+)
+@click.option(
     "--sunset",
     metavar="DATE",
     help="Announce the end: the UTC date (2027-03-31) from which requests are refused, `open` for"
@@ -246,7 +257,7 @@ def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str,
                 " prefill=2,decode=4"
             )
         policy["prefill_share"] = 0.0
-    for name in ("keep_warm", "allow", "deny"):
+    for name in ("keep_warm", "allow", "deny", "prefill_devices", "decode_devices"):
         if given[name]:
             policy[name] = [place for place in given[name] if place]
     body["deprecation"] = _deprecation(before.get("deprecation"), given)

@@ -155,6 +155,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 UNIFIED_ROLES: Final = "unified"
 AUTO_ROLES: Final = "auto"
+DeviceName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]*$", max_length=63)]
+"""A device class (`h100-80g`), or a chip, which names all of its classes (`H100`)."""
+
 ROLES_PATTERN: Final = r"^(unified|auto|prefill=[1-9]\d{0,3},decode=[1-9]\d{0,3})$"
 """How the replicas of a PoP divide the work: see PlacementPolicy."""
 
@@ -167,7 +170,9 @@ class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
     "unified" each replica reads prompts and generates; "prefill=2,decode=4" is the ratio of those
     that only read prompts for others and those that generate, in each PoP with two or more; with
     "auto" it follows from the demand. `prefill_share` says the same for deployments of an earlier
-    release, as a share of replicas.
+    release, as a share of replicas. `prefill_devices` and `decode_devices` name the device classes
+    of prefill replicas and of those that generate; empty for any. A PoP without both takes no
+    replica.
     While a replica is replaced or moved there may be one more than `replicas_max`, because the old
     one ends only when the new one is warm.
 
@@ -184,6 +189,8 @@ class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[int, msgspec.Meta(ge=0, le=100)] = 50
     prefill_share: Annotated[float, msgspec.Meta(ge=0, le=0.9)] = 0.0
     roles: Annotated[str, msgspec.Meta(pattern=ROLES_PATTERN)] = UNIFIED_ROLES
+    prefill_devices: Annotated[tuple[DeviceName, ...], msgspec.Meta(max_length=32)] = ()
+    decode_devices: Annotated[tuple[DeviceName, ...], msgspec.Meta(max_length=32)] = ()
     overcommit: Annotated[float, msgspec.Meta(ge=1, le=64)] = 1.0
     awake_min: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
 

@@ -34,8 +34,10 @@ from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.pop_loads import PopLoadReader
 from nodeagent.api.request_estimates import (
     PrefillEstimate,
+    first_token_objective,
     prefill_estimate,
     queue_tokens_max,
+    ttft_left_ms,
 )
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.handoff import (
@@ -83,6 +85,8 @@ TO_ENGINE: Final = (
     headers.SESSION_AFFINITY,
     headers.PRIORITY,
     headers.DEADLINE_MS,
+    headers.TTFT_MS,
+    headers.PREFILL_MS,
     headers.GENERATED_TOKENS,
     kv_transfer.LEG,
     kv_transfer.TRANSFER,
@@ -195,7 +199,7 @@ class DataPlaneServer:
         try:
             is_suspect = headers.SUSPECT in request.headers
             async with (
-                _seat(request, replica),
+                _seat(request, replica, estimate),
                 self._supervisor.awake.use(replica.spec.replica_id),
                 engine_request(replica, is_suspect=is_suspect) as running,
             ):
@@ -351,6 +355,7 @@ class DataPlaneServer:
             # The KV of a prompt begins to arrive before all of it is read.
             reservation.first_token(monotonic())
         running.record_token()
+        _count_objective(request, reservation.admitted_s, monotonic())
         response.headers[headers.LOAD] = _load_header(request, replica)
         report_found(leg, response)
         counted = apply_leg(leg, response, count_bytes(first_chunk, chunks, replica))
@@ -413,11 +418,22 @@ def _admit(
     return reservation
 
 
-def _seat(request: web.Request, replica: ManagedReplica) -> AbstractAsyncContextManager[None]:
+def _seat(
+    request: web.Request, replica: ManagedReplica, estimate: PrefillEstimate
+) -> AbstractAsyncContextManager[None]:
     """Return the wait for a seat of the engine, which only generations need."""
     if request.path not in GENERATION_PATHS:
         return nullcontext()
-    return replica.seats.seat(request.headers.get(headers.CACHE_SALT, ""))
+    objective = first_token_objective(request, estimate.prefill_ms, monotonic())
+    return replica.seats.seat(request.headers.get(headers.CACHE_SALT, ""), objective)
+
+
+def _count_objective(request: web.Request, admitted_s: float, now_s: float) -> None:
+    """Count whether the first token has come in time, if the request says by when it needs it."""
+    left_ms = ttft_left_ms(request)
+    if left_ms is not None:
+        outcome = "met" if 1000 * (now_s - admitted_s) <= left_ms else "missed"
+        metrics.TTFT_OBJECTIVES.labels(outcome).inc()
 
 
 def _check_queue(request: web.Request, replica: ManagedReplica) -> None:

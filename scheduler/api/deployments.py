@@ -256,6 +256,11 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
 
 def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
     """Return why replicas of this engine cannot have roles of their own; empty if they can."""
+    if (policy.prefill_devices or policy.decode_devices) and policy.roles == UNIFIED_ROLES:
+        return (
+            "prefill_devices and decode_devices are of roles: set roles to auto, or to a ratio such"
+            " as prefill=1,decode=2"
+        )
     known = ", ".join(name for name, one in ENGINE_CAPABILITIES.items() if one.sends_kv)
     sends_kv = capabilities_of(engine.driver).sends_kv
     if engine.share_kv and not sends_kv:

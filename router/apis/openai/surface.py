@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from isochrone.ttft_order import TTFT_MS_MAX
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.ids import RequestId
@@ -66,6 +67,7 @@ MODELS_NAMED: Final = 8
 
 SESSION_AFFINITY: Final = headers.SESSION_AFFINITY.encode()
 PRIORITY: Final = headers.PRIORITY.encode()
+TTFT_MS: Final = headers.TTFT_MS.encode()
 API_KEY: Final = headers.API_KEY.encode()
 TRACEPARENT: Final = headers.TRACEPARENT.encode()
 LOWEST_PRIORITY: Final = "0"
@@ -154,6 +156,7 @@ class OpenAiSurface:
             determinism=determinism_of(openai) if openai.stream else "",
             prefix_keys=_prefix_keys(prompt, key, deployment),
             relayed_headers=relayed_headers(request, service_tier_of(openai)),
+            ttft_ms=ttft_ms_of(request),
         )
 
     def read_count(self, request: HttpRequest, body: bytes) -> InferenceRequest:
@@ -247,6 +250,25 @@ def _session(request: HttpRequest, key: KeyEntry, openai: OpenAiRequest) -> str:
         )
     # Session names belong to a tenant: two tenants may use the same name.
     return f"{key.tenant_id}/{session}" if session else ""
+
+
+def ttft_ms_of(request: HttpRequest) -> int:
+    """Return within how many ms the client needs the first token, 0 if it does not say.
+
+    Raises ApiError 400.
+    """
+    value = request.header(TTFT_MS)
+    if not value:
+        return 0
+    is_number = value.isascii() and value.isdecimal() and len(value) <= 9
+    if not is_number or not 1 <= int(value) <= TTFT_MS_MAX:
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot use the header {headers.TTFT_MS}: expected 1 to {TTFT_MS_MAX} milliseconds,"
+            f" got {value[:40]!r}",
+            param=headers.TTFT_MS,
+        )
+    return int(value)
 
 
 def service_tier_of(openai: OpenAiRequest) -> str:

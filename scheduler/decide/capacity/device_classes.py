@@ -8,6 +8,7 @@ cores and memory channels differ too much to estimate, so their rates are measur
 """
 
 import re
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
@@ -91,3 +92,9 @@ def class_of(name: str) -> DeviceClass | None:
 def _chip_and_size(name: str) -> tuple[str, int]:
     matched = re.fullmatch(r"([a-z0-9]+?)(?:-[a-z0-9-]*?)?-(\d+)g", name)
     return (matched[1], int(matched[2])) if matched else (name, 0)
+
+
+def is_named_by(device_class: str, names: Iterable[str]) -> bool:
+    """Say whether one of `names` is a device class or its chip: `h100-80g`, or any `H100`."""
+    lowered = {name.lower() for name in names}
+    return bool({device_class.lower(), _chip_and_size(device_class.lower())[0]} & lowered)

@@ -44,11 +44,12 @@ NO_DEMAND: Final = DeploymentDemand(np.empty(0, dtype=np.int64), NO_FLOATS, NO_F
 class DemandLoad(NamedTuple):
     """Demand by city in replicas of the reference class, and the speed of other classes.
 
-    `speed` is the capacity of a replica on a class, in replicas of the reference class.
+    `speed` is the capacity of a replica on a class, in replicas of the `reference` class.
     """
 
     replicas: Floats
     speed: Mapping[str, float]
+    reference: str = ""
 
 
 def demand_load(
@@ -77,7 +78,7 @@ def demand_load(
     if generating_share < 1:
         load = np.maximum(load, generating / generating_share)
     return DemandLoad(
-        load, {name: busy_share[slowest] / share for name, share in busy_share.items()}
+        load, {name: busy_share[slowest] / share for name, share in busy_share.items()}, slowest
     )
 
 

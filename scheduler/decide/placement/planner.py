@@ -72,6 +72,7 @@ from scheduler.decide.placement.search.pop_roles import due_role_changes, role_o
 from scheduler.decide.placement.search.slot_ledger import SlotLedger
 from scheduler.decide.placement.unmet import (
     impossible_policy,
+    kv_types_differ,
     no_slot_for_version,
     unmet_requirements,
 )
@@ -200,7 +201,9 @@ class PlanBuilder:
             if model is None:
                 self._refuse(deployment, f"the catalogue has no model {deployment.model_id}")
                 continue
-            impossible = impossible_policy(self.fleet, deployment)
+            impossible = impossible_policy(self.fleet, deployment) or kv_types_differ(
+                self.fleet, deployment, model
+            )
             if impossible:
                 self._refuse(deployment, impossible)
             states.append(self.state_of(deployment, model))
@@ -365,7 +368,7 @@ def _roles_of(starts: Sequence[PlannedReplica]) -> list[Role]:
     roles: list[Role] = []
     for replica in starts:
         in_pop = started[replica.state.deployment_id, replica.pop]
-        role = role_of_start(replica.state, replica.pop, in_pop)
+        role = role_of_start(replica.state, replica, in_pop)
         in_pop.append(role)
         roles.append(role)
     return roles

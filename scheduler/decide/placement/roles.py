@@ -11,7 +11,8 @@ the demand's mix has moved by clearly more than the next replica needs.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import ceil
 from typing import Final, NamedTuple
 
 import msgspec
@@ -34,6 +35,9 @@ down: two replicas stay unified until reading takes nearly half of their time.""
 CHANGE_MARGIN: Final = 0.25
 """In `auto`, a running replica changes its role if so much of a replica's time would be used better
 after it: a mix at the border of two ratios changes nothing."""
+
+ROUNDING: Final = 1e-9
+"""Two thirds of three are two."""
 
 _FIXED: Final = re.compile(r"prefill=(\d+),decode=(\d+)")
 
@@ -65,6 +69,13 @@ class RoleChange(NamedTuple):
     replica_id: ReplicaId
     role: Role
     reason: str
+
+
+class PrefillBounds(NamedTuple):
+    """The fewest prefill replicas that a PoP needs, and the most that have work."""
+
+    least: int
+    most: int
 
 
 class TokenMix(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,10 +138,38 @@ def prefill_wanted(policy: PlacementPolicy, mix: TokenMix, counts: RoleCounts) -
     return min(max(counts.prefill, fewest), most, total - 1)
 
 
+def prefill_bounds(policy: PlacementPolicy, mix: TokenMix, generating: int) -> PrefillBounds:
+    """Return how many prefill replicas a PoP needs and can use beside those that generate.
+
+    Between the two numbers nothing changes: the mix is at the border of two ratios. A replica that
+    generates may be added to as many prefill replicas as those before it could use.
+    """
+    share = prefill_share(policy, mix, RoleCounts())
+    if generating < 1 or share <= 0:
+        return PrefillBounds(0, 0)
+    each = share / max(1 - share, ROUNDING)
+    is_auto = policy.roles == AUTO_ROLES
+
+    def most_beside(count: int) -> int:
+        if is_auto:
+            return int(count * each + CHANGE_MARGIN + AUTO_ROUNDING) if count else 0
+        return max(1, ceil(count * each - ROUNDING)) if count else 0
+
+    best = generating * each
+    least = int(max(0.0, best - CHANGE_MARGIN) + AUTO_ROUNDING if is_auto else best + ROUNDING)
+    return PrefillBounds(min(least, most_beside(generating - 1)), most_beside(generating))
+
+
 def role_change(
-    policy: PlacementPolicy, mix: TokenMix, replicas: Sequence[ReplicaRole]
+    policy: PlacementPolicy,
+    mix: TokenMix,
+    replicas: Sequence[ReplicaRole],
+    may_have: Callable[[ReplicaId, Role], bool] = lambda _, __: True,
 ) -> RoleChange | None:
-    """Return the next change of role among the running replicas of a PoP; None if none is due."""
+    """Return the next change of role among the running replicas of a PoP; None if none is due.
+
+    `may_have` says whether a replica's devices allow a role.
+    """
     roles = Counter(replica.role for replica in replicas)
     counts = RoleCounts(
         unified=roles[Role.UNIFIED], prefill=roles[Role.PREFILL], decode=roles[Role.DECODE]
@@ -139,10 +178,10 @@ def role_change(
     if wanted == counts.prefill:
         return None
     is_more = wanted > counts.prefill
+    to = Role.PREFILL if is_more else Role.DECODE if wanted else Role.UNIFIED
     # The newest first: the oldest generating replica has the most sessions.
     for replica in sorted(replicas, key=lambda replica: (replica.age_s, replica.replica_id)):
-        if (replica.role is Role.PREFILL) != is_more:
-            to = Role.PREFILL if is_more else Role.DECODE if wanted else Role.UNIFIED
+        if (replica.role is Role.PREFILL) != is_more and may_have(replica.replica_id, to):
             reason = f"{wanted} of {counts.total} replicas should prefill, {counts.prefill} do"
             return RoleChange(replica.replica_id, to, reason)
     return None

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, product
 
 from isochrone.wire.ids import NodeId
 from isochrone.wire.model import CatalogModel, Deployment, EngineSettings
@@ -12,6 +12,7 @@ from scheduler.decide.capacity.replica_capacity import (
     devices_needed,
     gib,
     replica_capacity,
+    stored_kv_bytes_per_token,
 )
 from scheduler.decide.cluster import FleetNode, UnmetRequirement
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
@@ -23,6 +24,12 @@ from scheduler.decide.placement.fleet.slots import (
 )
 from scheduler.decide.placement.search.deployment_state import DeploymentNeeds, DeploymentState
 from scheduler.decide.placement.search.draft import PlacementDraft
+from scheduler.decide.placement.search.role_pins import (
+    can_generate,
+    can_prefill,
+    pins_refusal,
+    pins_refuse_node,
+)
 
 NODES_SHOWN_MAX = 6
 """How many nodes' refusals one message lists."""
@@ -40,7 +47,30 @@ def impossible_policy(fleet: FleetCapacity, deployment: Deployment) -> str:
             "have the same number; change devices or nodes"
         )
     contradiction = policy_contradiction(policy, fleet.pops, fleet.allowed_pops(policy))
+    contradiction = contradiction or pins_refusal(policy, fleet.table, fleet.allowed_pops(policy))
     return f"cannot satisfy the policy: {contradiction}" if contradiction else ""
+
+
+def kv_types_differ(fleet: FleetCapacity, deployment: Deployment, model: CatalogModel) -> str:
+    """Return why replicas on the classes of pinned roles cannot read each other's KV; "" if they
+    can.
+
+    The number of devices does not matter: blocks are sent whole, and each engine divides them.
+    """
+    policy, engine = deployment.policy, deployment.engine
+    classes = fleet.table.device_classes
+    prefill = [name for name in classes if policy.prefill_devices and can_prefill(policy, name)]
+    decode = [name for name in classes if policy.decode_devices and can_generate(policy, name)]
+    for here, there in product(prefill, decode):
+        sent = stored_kv_bytes_per_token(model, engine, here)
+        read = stored_kv_bytes_per_token(model, engine, there)
+        if sent != read:
+            return (
+                f"cannot send KV from {here} to {there}: a token takes {sent:.0f} bytes on one and"
+                f" {read:.0f} on the other; set the type of the KV cache (kv_dtype) or use devices"
+                " of one kind for both roles"
+            )
+    return ""
 
 
 def unmet_requirements(draft: PlacementDraft, state: DeploymentState) -> Iterator[UnmetRequirement]:
@@ -52,6 +82,8 @@ def unmet_requirements(draft: PlacementDraft, state: DeploymentState) -> Iterato
             yield _cannot_place(draft, needs, f"{pop} is kept warm", pop)
     if len(pops) < needs.replicas_min:
         yield _cannot_place(draft, needs, needs.minimum_reason)
+    for pop in state.pops_without_prefill() if not state.is_full else ():
+        yield _cannot_place(draft, needs, f"{pop} has too few prefill replicas", pop)
     unserved = state.assignment.unserved()
     demanded = float(state.assignment.load.sum())
     is_short = needs.has_demand and unserved > UNSERVED_SHARE * demanded
@@ -135,7 +167,7 @@ def _refusals(
 def _refusal(
     fleet: FleetCapacity, needs: DeploymentNeeds, node: FleetNode, free: FreeMemory
 ) -> str:
-    reason = why_no_slot(
+    reason = pins_refuse_node(needs.deployment.policy, fleet.table, node) or why_no_slot(
         node,
         pop=fleet.pops[node.pop],
         liveness=fleet.liveness.by_node[node.node_id],

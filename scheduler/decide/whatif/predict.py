@@ -30,6 +30,7 @@ from scheduler.decide.demand.demand_rates import (
     demand_load,
     reading_share,
 )
+from scheduler.decide.placement.search.role_pins import has_pins, pinned_load
 
 FULL: Final = 0.95
 """The share of a replica's capacity that may be used; above it the queue grows without limit."""
@@ -227,7 +228,10 @@ def _serve(
     rates = fleet.rates(deployment)
     # Without the model in the catalogue, no rates are known.
     replicas = fleet.replicas(deployment) if rates else {}
-    city_load, speed = demand_load(demand, rates)
+    is_pinned = has_pins(deployment.policy)
+    load = demand_load(demand, rates)
+    city_load = load.replicas
+    speed = pinned_load(deployment.policy, demand, rates).speed if is_pinned else load.speed
     reading = reading_share(demand, rates)
     help_in = fleet.prefill_help(deployment, speed, reading) if rates else {}
     free = {
@@ -239,18 +243,18 @@ def _serve(
     names = list(fleet.distances.index)
     # The busiest city first: its requests find free capacity at the nearest replicas most often.
     for number in np.argsort(-city_load, kind="stable"):
-        load = max(float(city_load[number]), LOAD_MIN)
+        wanted = max(float(city_load[number]), LOAD_MIN)
         requests = float(demand.requests_per_s[number])
-        city, left = names[int(demand.cities[number])], load
+        city, left = names[int(demand.cities[number])], wanted
         for site in _nearest(fleet.distances, city, free, speed):
             share = min(left, free[site])
             if share > 0:
                 free[site] -= share
                 taken[site] += share
                 left -= share
-                routed.append((int(number), site, requests * share / load))
+                routed.append((int(number), site, requests * share / wanted))
         if left > LOAD_MIN / 2:
-            routed.append((int(number), None, requests * left / load))
+            routed.append((int(number), None, requests * left / wanted))
     parts: dict[PopId, list[_Share]] = defaultdict(list)
     for number, served_by, requests in routed:
         city = names[int(demand.cities[number])]
@@ -260,17 +264,17 @@ def _serve(
         pop, device_class = served_by
         prompt_tokens = demand.prompt_tokens_per_s[number] / demand.requests_per_s[number]
         prompt_s = float(prompt_tokens) / rates[device_class].prefill_tokens_per_s
-        load = taken[served_by] / speed[device_class]
+        busy = taken[served_by] / speed[device_class]
         helpers = help_in.get(pop, _NO_HELP)
         if helpers.replicas:
             in_pop = sum(taken[site] / speed[site[1]] for site in taken if site[0] == pop)
             wait_s = _wait_s(prompt_s, helpers.reading * in_pop, helpers.replicas)
         else:
-            wait_s = _wait_s(prompt_s, load, replicas[served_by])
+            wait_s = _wait_s(prompt_s, busy, replicas[served_by])
         ttft_ms = fleet.distances.between(city, pop) + 1000 * (prompt_s + P90_OF_MEAN * wait_s)
         parts[city].append(_Share(requests, ttft_ms))
-    for (pop, device_class), load in taken.items():
-        used[pop] += load / speed[device_class]
+    for (pop, device_class), carried in taken.items():
+        used[pop] += carried / speed[device_class]
     return parts
 
 

@@ -27,6 +27,7 @@ from isochrone.wire.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.ids import Generation, NodeId, ReplicaId
 from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.report import ReplicaState
+from nodeagent import metrics
 from nodeagent.api.answer_relay import ENGINE_LOST_EVENT
 from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.metrics_page import add_metrics
@@ -554,6 +555,20 @@ async def test_the_cache_salt_is_in_the_body_for_an_engine_that_needs_it_there(n
     assert without_tenant["cache_salt"] == SALTS.salt_of("")
     # A client cannot put itself before others, nor where the engine does not sort its queue.
     assert (without_tenant["priority"], less_urgent["priority"]) == (0, 40)
+
+
+async def test_first_tokens_in_time_and_too_late_are_counted(node: Node) -> None:
+    await node.warm(node.spec())
+
+    def counted(outcome: str) -> float:
+        return float(metrics.TTFT_OBJECTIVES.labels(outcome)._value.get())
+
+    met, missed = counted("met"), counted("missed")
+    for sent in ({}, {headers.TTFT_MS: "600000"}, {headers.TTFT_MS: "0"}):
+        async with node.ask(sent=sent) as response:
+            assert response.status == 200
+            await response.read()
+    assert (counted("met") - met, counted("missed") - missed) == (1, 1)
 
 
 async def test_a_reused_pid_is_not_signalled_and_orphans_of_an_engine_are_killed(

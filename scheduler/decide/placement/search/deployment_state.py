@@ -10,17 +10,18 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
+from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.model import CatalogModel, Deployment
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.arrays import NO_FLOATS, Floats, Ints
-from scheduler.decide.capacity.replica_capacity import Profiles, replica_rates
+from scheduler.decide.capacity.replica_capacity import UNMEASURED, Profiles, replica_rates
 from scheduler.decide.capacity.start_times import COMING
 from scheduler.decide.cluster import Placement
 from scheduler.decide.demand.demand_rates import DeploymentDemand, demand_load
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.fleet.slots import Slot, planned_memory_bytes
-from scheduler.decide.placement.roles import generating_share
+from scheduler.decide.placement.roles import TokenMix, generating_share
 from scheduler.decide.placement.score import (
     ABSENT,
     HEADROOM,
@@ -32,6 +33,13 @@ from scheduler.decide.placement.score import (
     weight_of,
 )
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
+from scheduler.decide.placement.search.role_pins import (
+    RolePins,
+    has_pins,
+    pinned_load,
+    pinned_rates,
+    pinned_sites,
+)
 
 
 class PlannedReplica(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -96,9 +104,18 @@ class DeploymentNeeds:
         self.memory_bytes = planned_memory_bytes(model, deployment) * deployment.engine.devices
         self.hold_cost = hold_cost(self.memory_bytes)
         self.eligible_nodes = fleet.eligible_nodes(deployment, model)
+        if has_pins(deployment.policy):
+            is_open = pinned_sites(deployment.policy, fleet.table)
+            nodes = self.eligible_nodes.items()
+            self.eligible_nodes = {site: found for site, found in nodes if is_open[site]}
         classes = fleet.table.device_classes
         self.rates = {name: replica_rates(name, deployment, model, profiles) for name in classes}
-        load = demand_load(demand, self.rates, generating_share(deployment.policy))
+        policy = deployment.policy
+        load = (
+            pinned_load(policy, demand, self.rates)
+            if has_pins(policy)
+            else demand_load(demand, self.rates, generating_share(policy))
+        )
         self.demand = demand
         self.load = load.replicas
         self.cities, self.requests_per_s = demand.cities, demand.requests_per_s
@@ -176,6 +193,11 @@ class DeploymentState:
             UNSERVED_MS,
             needs.cities,
         )
+        policy = needs.deployment.policy
+        self._pins: RolePins | None = None
+        if has_pins(policy):
+            eligible, rate = needs.eligible_nodes, needs.total_requests_per_s
+            self._pins = RolePins(policy, fleet.table, eligible, rate, self.token_mix)
 
     @property
     def deployment_id(self) -> DeploymentId:
@@ -210,17 +232,58 @@ class DeploymentState:
         """Say whether one more replica could improve nothing but latency, in any PoP."""
         needs = self.needs
         has_minimum = len(self.replicas) >= max(1, needs.replicas_min)
-        if not has_minimum or needs.deployment.policy.keep_warm:
+        if not has_minimum or needs.deployment.policy.keep_warm or self._pins is not None:
             return False
         return len(self._distinct_pops()) >= min(2, needs.replicas_max)
 
-    def sites_of(self, pop: PopId) -> list[int]:
-        """Return the sites of a PoP."""
-        return self._fleet.table.sites_of_pop.get(pop, [])
+    def token_mix(self, pop: PopId) -> TokenMix:
+        """Return the mix of the demand that a PoP serves; of all demand if it serves none yet."""
+        needs, sites = self.needs, self._fleet.table.sites_of_pop.get(pop, [])
+        shares = self.assignment.shares_at(np.array(sites, np.int64))
+        if not shares.any():
+            shares = np.ones(len(needs.cities))
+        policy = needs.deployment.policy
+        if has_pins(policy):
+            rate = pinned_rates(policy, needs.rates)
+        else:
+            taken = {r.site for r in self.replicas if r.pop == pop and r.site >= 0}
+            names = {self._fleet.sites[site].device_class for site in taken}
+            rates = [needs.rates[name] for name in sorted(names)] or list(needs.rates.values())
+            rate = min(rates, key=lambda rate: rate.decode_tokens_per_s, default=UNMEASURED)
+        return TokenMix(
+            uncached_per_s=float(needs.demand.prompt_tokens_per_s @ shares),
+            output_per_s=float(needs.demand.output_tokens_per_s @ shares),
+            prefill_rate=rate.prefill_tokens_per_s,
+            decode_rate=rate.decode_tokens_per_s,
+        )
 
-    def class_at(self, site: int) -> str:
-        """Return the device class of a site."""
-        return self._fleet.sites[site].device_class
+    def need_at(self, site: int) -> Need:
+        """Return what one more replica at a site is worth besides latency: as `need_in`, and the
+        ratio of roles."""
+        need = self.need_in(self._fleet.sites[site].pop)
+        if self._pins is None:
+            return need
+        taken = [replica.site for replica in self.replicas]
+        mends = self._pins.worth(taken, site, self.needs.weight)
+        reason = need.reason or ("a prefill replica is missing" if mends > 0 else "")
+        return Need(tier=need.tier, worth=need.worth + mends, reason=reason)
+
+    def ratio_cost(self, replicas: Sequence[PlannedReplica]) -> float:
+        """Return what is amiss with the ratio of pinned roles among some replicas, as a cost."""
+        if self._pins is None:
+            return 0.0
+        sites = [replica.site for replica in replicas]
+        return self._pins.ratio_cost(sites, self.needs.weight)
+
+    def pops_without_prefill(self) -> list[PopId]:
+        """Return the PoPs where fewer replicas prefill than should, with pinned roles."""
+        if self._pins is None:
+            return []
+        return self._pins.missing_in(replica.site for replica in self.replicas)
+
+    def role_at(self, site: int, wanted: Role, is_first: bool) -> Role:
+        """Return the role of a replica at a site: the one that is wanted, if its class may."""
+        return wanted if self._pins is None else self._pins.role_at(site, wanted, is_first)
 
     def need_in(self, pop: PopId) -> Need:
         """Return what one more replica in `pop` is worth besides latency: the minimum, a PoP to
@@ -256,11 +319,16 @@ class DeploymentState:
             for pop in special:
                 need, sites = self.need_in(pop), by_pop.get(pop, [])
                 tiers[sites], worths[sites] = need.tier, need.worth
+        if self._pins is not None:
+            taken = [replica.site for replica in self.replicas]
+            for site in np.flatnonzero(self.needs.site_capacity > 0).tolist():
+                worths[site] += self._pins.worth(taken, site, self.needs.weight)
         return SiteNeeds(tiers, worths)
 
     def cost(self) -> float:
         """Return this deployment's part of the sum that the planner lowers."""
         replicas = sum(replica.hold_cost + replica.start_cost for replica in self.replicas)
+        replicas += self.ratio_cost(self.replicas)
         return self.assignment.cost() + self.needs.requirement_cost(self.pops()) + replicas
 
     def gain_upper_bounds(self) -> Floats:
@@ -291,6 +359,7 @@ class DeploymentState:
         pops = self.pops()
         pops.remove(replica.pop)
         unmet = self.needs.requirement_cost(pops) - self.needs.requirement_cost(self.pops())
+        unmet += self._ratio_loss(replica)
         if replica.site < 0:
             return unmet
         return unmet + self.assignment.loss(replica.site, replica.capacity)
@@ -299,6 +368,8 @@ class DeploymentState:
         """Return a lower bound of `loss` that is cheap to compute."""
         if replica.site < 0:
             return 0.0
+        if self._pins is not None:
+            return self._ratio_loss(replica)
         if self.assignment.capacity[replica.site] > replica.capacity * 1.001:
             return self.assignment.loss_lower_bound(replica.site, replica.capacity)
         if self._loss_cache[0] != self.version:
@@ -324,6 +395,12 @@ class DeploymentState:
         """Return to replicas and an assignment that it had before."""
         self.replicas, self.assignment = replicas, assignment
         self.version += 1
+
+    def _ratio_loss(self, replica: PlannedReplica) -> float:
+        if self._pins is None:
+            return 0.0
+        others = [other for other in self.replicas if other is not replica]
+        return self.ratio_cost(others) - self.ratio_cost(self.replicas)
 
     def _distinct_pops(self) -> frozenset[PopId]:
         if self._pops_cache[0] != self.version:

@@ -86,7 +86,7 @@ class PlacementDraft:
 
     def need_at(self, state: DeploymentState, site: int) -> Need:
         """Return what one more replica at a site is worth besides latency."""
-        return state.need_in(self._site_pops[site])
+        return state.need_at(site)
 
     def gain_at(self, state: DeploymentState, site: int) -> Gain:
         """Return what one more replica at a site gains, whether or not that pays its costs."""
@@ -244,4 +244,5 @@ class Savepoint:
 def _cost(state: DeploymentState, saved: SavedState) -> float:
     replica_costs = sum(replica.hold_cost + replica.start_cost for replica in saved.replicas)
     pops = [replica.pop for replica in saved.replicas]
+    replica_costs += state.ratio_cost(saved.replicas)
     return saved.assignment.cost() + state.needs.requirement_cost(pops) + replica_costs

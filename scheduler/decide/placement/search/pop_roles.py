@@ -6,22 +6,19 @@ role's capacity is counted in its own unit, on the device classes that the PoP h
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import msgspec
-import numpy as np
 
 from isochrone.wire.assignment import Role
-from isochrone.wire.ids import PopId
+from isochrone.wire.ids import PopId, ReplicaId
 from isochrone.wire.model import UNIFIED_ROLES
 from isochrone.wire.report import ReplicaState
-from scheduler.decide.arrays import Floats
-from scheduler.decide.capacity.replica_capacity import UNMEASURED
 from scheduler.decide.placement.roles import (
     ReplicaRole,
     RoleChange,
     RoleCounts,
-    TokenMix,
     prefill_wanted,
     role_change,
     role_of_next,
@@ -56,40 +53,22 @@ class PopRoles(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def token_mix(state: DeploymentState, pop: PopId) -> TokenMix:
-    """Return the mix of the demand that a PoP serves; of all demand if it serves none yet."""
-    needs = state.needs
-    sites = np.array(state.sites_of(pop), np.int64)
-    shares = state.assignment.shares_at(sites) if len(needs.cities) else np.zeros(0)
-    if not shares.any():
-        shares = np.ones(len(needs.cities))
-    names = {state.class_at(r.site) for r in state.replicas if r.pop == pop and r.site >= 0}
-    rates = [needs.rates[name] for name in sorted(names)] or list(needs.rates.values())
-    slowest = min(rates, key=lambda rate: rate.decode_tokens_per_s, default=UNMEASURED)
-    return TokenMix(
-        uncached_per_s=_served(needs.demand.prompt_tokens_per_s, shares),
-        output_per_s=_served(needs.demand.output_tokens_per_s, shares),
-        prefill_rate=slowest.prefill_tokens_per_s,
-        decode_rate=slowest.decode_tokens_per_s,
-    )
-
-
-def role_of_start(state: DeploymentState, pop: PopId, started: Sequence[Role]) -> Role:
-    """Return the role of one more replica in `pop`, after those that this plan has `started`.
+def role_of_start(state: DeploymentState, start: PlannedReplica, started: Sequence[Role]) -> Role:
+    """Return the role of a new replica, after those that this plan has `started` in its PoP.
 
     Replicas that run keep their roles. Those of another version do not count: no KV is sent from
     one version to another.
     """
-    needs = state.needs
+    needs, pop = state.needs, start.pop
     version = needs.deployment.version
     running = [
         replica.placement.role
         for replica in state.replicas
         if replica.pop == pop and replica.placement and replica.placement.version == version
     ]
-    return role_of_next(
-        needs.deployment.policy, token_mix(state, pop), _counts([*running, *started])
-    )
+    counts = _counts([*running, *started])
+    wanted = role_of_next(needs.deployment.policy, state.token_mix(pop), counts)
+    return state.role_at(start.site, wanted, counts.total == 0)
 
 
 def due_role_changes(state: DeploymentState) -> list[RoleChange]:
@@ -108,7 +87,13 @@ def due_role_changes(state: DeploymentState) -> list[RoleChange]:
             for r in replicas
             if r.placement is not None
         ]
-        change = role_change(state.needs.deployment.policy, token_mix(state, pop), running)
+        sites = {r.placement.replica_id: r.site for r in replicas if r.placement is not None}
+
+        def may_have(replica_id: ReplicaId, role: Role, sites: Mapping[ReplicaId, int]) -> bool:
+            return state.role_at(sites[replica_id], role, is_first=False) is role
+
+        policy = state.needs.deployment.policy
+        change = role_change(policy, state.token_mix(pop), running, partial(may_have, sites=sites))
         if change is not None:
             changes.append(change)
     return changes
@@ -122,7 +107,7 @@ def roles_by_pop(state: DeploymentState) -> list[PopRoles]:
     described = []
     for pop in sorted(set(state.pops())):
         roles = [r.placement.role for r in state.replicas if r.placement and r.pop == pop]
-        counts, mix = _counts(roles), token_mix(state, pop)
+        counts, mix = _counts(roles), state.token_mix(pop)
         described.append(
             PopRoles(
                 pop=pop,
@@ -146,10 +131,6 @@ def _has_settled(state: DeploymentState, replica: PlannedReplica) -> bool:
         and placement.state is ReplicaState.WARM
         and placement.version == state.needs.deployment.version
     )
-
-
-def _served(tokens_per_s: Floats, shares: Floats) -> float:
-    return float(tokens_per_s @ shares)
 
 
 def _counts(roles: Iterable[Role]) -> RoleCounts:
