@@ -21,6 +21,7 @@ FEATURES: Final[Mapping[str, str]] = {
     "completions": "`/v1/completions`",
     "embeddings": "`/v1/embeddings`",
     "rerank": "`/v1/rerank`",
+    "classify": "`/classify`, `/v1/moderations`",
     "transcriptions": "`/v1/audio/transcriptions`",
     "translations": "`/v1/audio/translations`",
     "speech": "`/v1/audio/speech`",
@@ -60,6 +61,7 @@ _FIELDS: Final = frozenset(
     }
 )
 _POOLING: Final = frozenset({"embeddings", "rerank"})
+_CLASSES: Final = frozenset({"classify"})
 _MEDIA: Final = frozenset({"images", "audio"})
 _HEARING: Final = frozenset({"transcriptions", "translations"})
 
@@ -136,7 +138,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     "embedded": EngineCapabilities(
-        features=_TEXT | _FIELDS | _POOLING,
+        features=_TEXT | _FIELDS | _POOLING | _CLASSES,
         roles=("unified", "prefill", "decode"),
         handshake="frames over HTTP",
         refuses_unknown_fields=True,
@@ -156,7 +158,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     ),
     # Numbered tokens, whatever a request asks for.
     "mock": EngineCapabilities(
-        features=frozenset(FEATURES) - _POOLING,
+        features=frozenset(FEATURES) - _POOLING - _CLASSES,
         sleep="always",
         resumes=SEEDED,
         salt="header",
@@ -168,7 +170,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         forces_named_tools=False,
     ),
     "vllm": EngineCapabilities(
-        features=_TEXT | _FIELDS | _POOLING | _MEDIA | _HEARING,
+        features=_TEXT | _FIELDS | _POOLING | _CLASSES | _MEDIA | _HEARING,
         over_nodes=True,
         adapters="with_option",
         sleep="with_option",

@@ -72,6 +72,7 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     `engine` is the name of its driver, and `engine_lacks` what that engine cannot do, as names of
     `engine_capabilities.FEATURES`. With `shares_kv`, the replicas of a PoP use each other's KV.
+    `labels` are the classes of a model that classifies.
     """
 
     deployment_id: DeploymentId
@@ -86,6 +87,7 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = ""
     engine_lacks: tuple[str, ...] = ()
     shares_kv: bool = False
+    labels: tuple[str, ...] = ()
 
 
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):

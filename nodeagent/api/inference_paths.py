@@ -9,6 +9,7 @@ INFERENCE_PATHS: Final = (
     *GENERATION_PATHS,
     "/v1/embeddings",
     "/v1/rerank",
+    "/classify",
     TOKENIZE_PATH,
     "/v1/audio/transcriptions",
     "/v1/audio/translations",

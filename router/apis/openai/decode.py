@@ -17,6 +17,7 @@ from isochrone.wire.json_body import UnsafeJson, check_json_body
 from router.apis.openai.prompt import OpenAiRequest, count_answers
 from router.apis.openai.schema import (
     ChatRequest,
+    ClassifyRequest,
     CompletionRequest,
     EmbeddingRequest,
     RequestStreamOptions,
@@ -28,6 +29,7 @@ R = TypeVar("R")
 CHAT: Final = msgspec.json.Decoder(ChatRequest)
 COMPLETION: Final = msgspec.json.Decoder(CompletionRequest)
 EMBEDDING: Final = msgspec.json.Decoder(EmbeddingRequest)
+CLASSIFY: Final = msgspec.json.Decoder(ClassifyRequest)
 RERANK: Final = msgspec.json.Decoder(RerankRequest)
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _INVALID_FIELD: Final = re.compile(r" - at `\$\.?(.{1,120})`$")

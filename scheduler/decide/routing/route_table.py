@@ -181,6 +181,7 @@ def _entry(
         engine=driver,
         engine_lacks=lacks,
         shares_kv=deployment.engine.share_kv,
+        labels=model.labels if model else (),
     )
 
 
