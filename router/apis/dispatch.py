@@ -31,6 +31,7 @@ from router.apis.responses.adapter import read_responses_request
 from router.apis.responses.stored_routes import StoredRoutes, is_stored_path
 from router.apis.workers_ai.adapter import is_workers_ai, model_of, read_run_request
 from router.apis.workers_ai.auxiliary import AUXILIARY_PATHS, auxiliary_path
+from router.apis.workers_ai.finetunes import finetune_path, relay_finetunes
 from router.apis.workers_ai.translate import encode_error_envelope
 from router.batch_client import BatchClient
 from router.dataplane.http1 import HeaderFields, format_headers, is_costly_body
@@ -93,7 +94,7 @@ class ApiDispatcher:
         reading such a body and more than reading a small one: that is refused once it is read.
         """
         openai_path = _openai_path(path)
-        if is_batch_path(openai_path) or is_stored_path(openai_path):
+        if is_batch_path(openai_path) or is_stored_path(openai_path) or finetune_path(path):
             return self._openai.key_of(fields)
         if method != b"POST" or not (_is_inference(path) or auxiliary_path(path)):
             return None
@@ -141,6 +142,12 @@ class ApiDispatcher:
                     request.request_id, request.client_request_id = ids
                     return self._stored.answer(request, client)
                 if is_workers_ai(path):
+                    if finetunes := finetune_path(path):
+                        sent_id = request.header(REQUEST_ID)
+                        _, request.client_request_id = self._request_ids.next(sent_id)
+                        return relay_finetunes(
+                            *(self._batches, self._openai, finetunes, request, client)
+                        )
                     if listed := auxiliary_path(path):
                         request.path = listed
                         return forward_to_auxiliary(self._upstream, request, client)

@@ -16,6 +16,7 @@ from router.dataplane.http_messages import HttpRequest
 FILE_PATHS: Final = ("/v1/files", "/ai/v1/files")
 AUDIO_PATHS: Final = ("/v1/audio/transcriptions", "/v1/audio/translations")
 """Also below `/ai`, and below an account."""
+ADAPTER_PATH: Final = "/finetune-assets"
 
 
 class SpooledBody:
@@ -69,6 +70,7 @@ class UploadSpool:
         self._folder = folder
         self._file_bytes_max = config.upload_bytes_max
         self._audio_bytes_max = config.audio_bytes_max
+        self._adapter_bytes_max = config.adapter_bytes_max
         self._all_bytes_max = config.uploads_bytes_max
         self._size_bytes = 0
 
@@ -76,8 +78,8 @@ class UploadSpool:
         """Return where the body of an authorized upload is kept; None for other requests."""
         if request.key is None or request.method != b"POST":
             return None
-        is_audio = request.path.endswith(AUDIO_PATHS)
-        if not is_audio and not request.path.endswith(FILE_PATHS):
+        bytes_max = self._limit(request.path)
+        if not bytes_max:
             return None
         if request.headers.get(b"content-encoding", b"identity") != b"identity":
             raise ApiError(
@@ -89,7 +91,15 @@ class UploadSpool:
             file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - closed by `close`
         except OSError as error:
             raise _disk_failed(error) from error
-        return SpooledBody(self, file, self._audio_bytes_max if is_audio else self._file_bytes_max)
+        return SpooledBody(self, file, bytes_max)
+
+    def _limit(self, path: str) -> int:
+        """Return the bytes that an upload to `path` may have; 0 for a path without uploads."""
+        if path.endswith(FILE_PATHS):
+            return self._file_bytes_max
+        if path.endswith(AUDIO_PATHS):
+            return self._audio_bytes_max
+        return self._adapter_bytes_max if path.endswith(ADAPTER_PATH) else 0
 
     def take(self, count: int) -> None:
         """Count bytes of an upload. Raises ApiError."""

@@ -101,7 +101,12 @@ def merge_additions(old: RouteTable, new: RouteTable) -> RouteTable:
     """
     revoked = tuple(key_id for key_id in new.keys_revoked if key_id not in new.keys)
     added = msgspec.structs.replace(
-        diff(old, new), pops_gone=(), deployments_gone=(), routes_gone=(), keys_gone=revoked
+        diff(old, new),
+        pops_gone=(),
+        deployments_gone=(),
+        routes_gone=(),
+        keys_gone=revoked,
+        adapters_gone=(),
     )
     return msgspec.structs.replace(
         apply_delta(old, added), generation=old.generation, epoch=old.epoch
