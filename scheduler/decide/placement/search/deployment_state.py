@@ -12,7 +12,7 @@ import numpy as np
 
 from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, PopId
-from isochrone.wire.model import CatalogModel, Deployment
+from isochrone.wire.model import UNIFIED_ROLES, CatalogModel, Deployment
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.arrays import NO_FLOATS, Floats, Ints
 from scheduler.decide.capacity.replica_capacity import UNMEASURED, Profiles, replica_rates
@@ -142,6 +142,12 @@ class DeploymentNeeds:
     def has_demand(self) -> bool:
         """Say whether any city sends requests for it."""
         return self.total_requests_per_s > 0
+
+    @property
+    def has_roles(self) -> bool:
+        """Say whether its replicas may have roles of their own."""
+        policy = self.deployment.policy
+        return policy.roles != UNIFIED_ROLES or policy.prefill_share > 0
 
     @property
     def minimum_reason(self) -> str:

@@ -13,7 +13,6 @@ import msgspec
 
 from isochrone.wire.assignment import Role
 from isochrone.wire.ids import PopId, ReplicaId
-from isochrone.wire.model import UNIFIED_ROLES
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.placement.roles import (
     ReplicaRole,
@@ -60,6 +59,8 @@ def role_of_start(state: DeploymentState, start: PlannedReplica, started: Sequen
     one version to another.
     """
     needs, pop = state.needs, start.pop
+    if not needs.has_roles:
+        return Role.UNIFIED
     version = needs.deployment.version
     running = [
         replica.placement.role
@@ -77,7 +78,12 @@ def due_role_changes(state: DeploymentState) -> list[RoleChange]:
     A PoP where a replica starts, or runs another version, changes none: it is about to change
     anyway.
     """
-    changes = []
+    changes: list[RoleChange] = []
+    if not state.needs.has_roles and all(
+        replica.placement is None or replica.placement.role is Role.UNIFIED
+        for replica in state.replicas
+    ):
+        return changes
     for pop in sorted(set(state.pops())):
         replicas = [replica for replica in state.replicas if replica.pop == pop]
         if not all(_has_settled(state, replica) for replica in replicas):
@@ -102,7 +108,7 @@ def due_role_changes(state: DeploymentState) -> list[RoleChange]:
 def roles_by_pop(state: DeploymentState) -> list[PopRoles]:
     """Return the roles of each PoP with a running replica; none for a deployment without roles."""
     policy = state.needs.deployment.policy
-    if policy.roles == UNIFIED_ROLES and not policy.prefill_share:
+    if not state.needs.has_roles:
         return []
     described = []
     for pop in sorted(set(state.pops())):
