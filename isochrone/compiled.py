@@ -36,6 +36,7 @@ HOT: Final = (
     "router/dataplane/http1.py",
     "router/dataplane/http_messages.py",
     "router/dataplane/inline_task.py",
+    "router/dataplane/media_relay.py",
     "router/dataplane/node_connection.py",
     "router/dataplane/request_reader.py",
     "router/dataplane/response_checks.py",

@@ -17,6 +17,12 @@ ASSIGNMENTS_REFUSED = Counter(
 REQUESTS = Counter(
     "isochrone_node_requests", "Requests received, by outcome.", ["outcome"], registry=REGISTRY
 )
+TTFT_OBJECTIVES = Counter(
+    "isochrone_node_ttft_objectives",
+    "First tokens of requests that say by when they need it (x-isochrone-ttft-ms), by outcome.",
+    ["outcome"],
+    registry=REGISTRY,
+)
 IN_FLIGHT = Gauge(
     "isochrone_node_in_flight_tokens", "Tokens in flight.", ["replica", "phase"], registry=REGISTRY
 )

@@ -11,6 +11,7 @@ from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import ReplicaId
 from router.config import RouterConfig
 from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest
+from router.dataplane.media_usage import media_usage
 from router.dataplane.response_checks import check_status, read_usage
 from router.dataplane.upstream import Upstream
 from router.decide.attempt import AttemptEvent, FailureCause, event_of
@@ -106,7 +107,14 @@ class AttemptRunner:
         )
         holders = NO_SHARED_KV_PEERS if is_resumption else self._holders(context, target)
         header_lines = node_headers(
-            context, target, peers, readers, holders, router=self._fleet.name, timeout_s=timeout_s
+            context,
+            target,
+            peers,
+            readers,
+            holders,
+            router=self._fleet.name,
+            timeout_s=timeout_s,
+            sent_at_s=attempt.sent_at_s,
         )
         exchange = attempt.exchange = self._upstream.send(
             target.route.node_id,
@@ -215,7 +223,11 @@ class AttemptRunner:
         self._feedback.record_answer_head(ranked.route, head.load, head.refusal, reservation)
         check_status(node_id, head)
         if head.status == 200 and not exchange.is_stream:
-            exchange.usage, exchange.body = read_usage(node_id, exchange.body)
+            if context.request.is_media:
+                estimate = context.prompt_tokens_estimate
+                exchange.usage = media_usage(exchange.body, head.content_type, estimate)
+            else:
+                exchange.usage, exchange.body = read_usage(node_id, exchange.body)
         self._feedback.record_success(ranked.route)
         attempt.take(ANSWERED)
         if exchange.is_stream:

@@ -161,9 +161,15 @@ class FleetState:
             for deployment in self._deployments.values()
         )
 
-    def answering_replicas(self) -> Set[ReplicaId]:
-        """Return the replicas of the table that their nodes still serve, as far as is known."""
+    def answering_replicas(self, *, trusts_silence: bool = True) -> Set[ReplicaId]:
+        """Return the replicas of the table that their nodes still serve, as far as is known.
+
+        Without `trusts_silence`, those of nodes that do not answer are among them.
+        """
         now_s = self.clock()
+        if not trusts_silence:
+            replica_ids = (route.replica_id for route in self.directory.routes)
+            return {id_ for id_ in replica_ids if not self.nodes.is_disowned(id_)}
         return {
             route.replica_id
             for route in self.directory.routes

@@ -1,12 +1,15 @@
 """A client's request as the pipeline takes it, whichever API surface it came through."""
 
 from collections.abc import Callable
+from typing import Final
 
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
 from router.dataplane.usage import UsageCount
 from router.decide.prefix_index import PrefixKeys
+
+JSON: Final = "application/json"
 
 
 class InferenceRequest:
@@ -20,15 +23,19 @@ class InferenceRequest:
     - `encode_error_event` encodes an error as an event within a stream.
     - `build_resume_body(text, tokens)` returns a body that asks for the rest of the answer after
       `text` of so many tokens, or None. The attribute is None if the request cannot be resumed.
+    - `ttft_ms` is within how many ms the client needs the first token; 0 if it does not say.
     - `determinism` is `headers.GREEDY` or `headers.SEEDED` if every replica would generate the same
       tokens, else empty.
+    - `content_type` is that of `body`. `is_media`: the answer is a sound, an image or what a sound
+      says, of any content type. A stream of it is relayed unchanged and ends with its body.
     """
 
     __slots__ = (
         "answer_count", "arrived_s", "body", "build_resume_body", "client_request_id",
-        "deployment", "deployment_id", "determinism", "encode_error_event", "is_stream", "key",
+        "content_type", "deployment", "deployment_id", "determinism", "encode_error_event",
+        "is_media", "is_stream", "key",
         "output_tokens_max", "path", "prefix_keys", "reject_if_busy", "relayed_headers",
-        "request_id", "session", "started_at", "text_bytes", "wants_usage",
+        "request_id", "session", "started_at", "text_bytes", "ttft_ms", "wants_usage",
     )  # fmt: skip
 
     def __init__(
@@ -54,6 +61,9 @@ class InferenceRequest:
         determinism: str,
         prefix_keys: PrefixKeys,
         relayed_headers: str = "",
+        ttft_ms: int = 0,
+        content_type: str = JSON,
+        is_media: bool = False,
     ) -> None:
         self.request_id = request_id
         self.client_request_id = client_request_id
@@ -76,6 +86,9 @@ class InferenceRequest:
         self.determinism = determinism
         self.prefix_keys = prefix_keys
         self.relayed_headers = relayed_headers
+        self.ttft_ms = ttft_ms
+        self.content_type = content_type
+        self.is_media = is_media
 
     def cost(self, usage: UsageCount) -> float:
         """Return what `usage` costs at the deployment's price; 0 without a price."""

@@ -16,7 +16,8 @@ STREAM_HEADERS: Final = "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 """Tells proxies neither to store a stream nor to buffer it."""
 
 # The text between two values, so that a head is one concatenation.
-_REPLICA: Final = f"content-type: application/json\r\n{headers.REPLICA}: "
+_CONTENT_TYPE: Final = "content-type: "
+_REPLICA: Final = f"\r\n{headers.REPLICA}: "
 _REQUEST_ID: Final = f"\r\n{headers.REQUEST_ID}: "
 _CACHE_SALT: Final = f"\r\n{headers.CACHE_SALT}: "
 _PROMPT_TOKENS: Final = f"\r\n{headers.TOKENS}: p="
@@ -39,18 +40,19 @@ def node_headers(
     *,
     router: str,
     timeout_s: float,
+    sent_at_s: float,
 ) -> str:
     """Return the header lines of a request to a node.
 
     `peers` are the replicas that the node may hand the request to, and `readers` those that may
     read its prompt; `holders` may have its prefix. `router` names this start of the router. The
-    answer must begin within `timeout_s`.
+    answer must begin within `timeout_s` of `sent_at_s`.
     """
     request, expected = context.request, context.expected
     generated = context.stream.generated.tokens
     prefill_ms, deadline_ms = int(target.prefill_ms), int(1000 * timeout_s)
     lines = (
-        f"{_REPLICA}{target.route.replica_id}{_REQUEST_ID}{request.request_id}"
+        f"{_CONTENT_TYPE}{request.content_type}{_REPLICA}{target.route.replica_id}{_REQUEST_ID}{request.request_id}"
         f"{_CACHE_SALT}{request.key.tenant_id}"
         f"{_PROMPT_TOKENS}{expected.prompt};o={expected.output}"
         f"{_PENDING_PREFILL_TOKENS}{target.pending_prefill_tokens}{_PREFILL_MS}{prefill_ms}"
@@ -58,6 +60,9 @@ def node_headers(
     )
     if target.queue_tokens_max and context.excluded.may_refuse_for_queue:
         lines += f"{headers.QUEUE_TOKENS_MAX}: {target.queue_tokens_max}\r\n"
+    if request.ttft_ms and not generated:
+        left_ms = request.ttft_ms - int(1000 * (sent_at_s - request.arrived_s))
+        lines += f"{headers.TTFT_MS}: {max(0, left_ms)}\r\n"
     if context.is_suspect:
         lines += f"{headers.SUSPECT}: 1\r\n"
     if generated:

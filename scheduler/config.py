@@ -6,6 +6,7 @@ from typing import Annotated
 import msgspec
 
 from isochrone.service.identity import CERTIFICATE_LIFETIME_S
+from scheduler.decide.adapter_limits import AdapterLimits
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.membership import LivenessLimits
 from scheduler.decide.response_limits import ResponseLimits
@@ -66,6 +67,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # tenant are `[batches]` in TOML, with the fields of BatchLimits.
     batch_folder: Path | None = None
     batches: BatchLimits = BatchLimits()
+
+    # LoRA adapters that clients upload (`/ai/finetunes`), also kept in `batch_folder`: `[adapters]`
+    # in TOML, with the fields of AdapterLimits.
+    adapters: AdapterLimits = AdapterLimits()
 
     # Stored responses and conversations of the public API, in the database: `[responses]` in TOML,
     # with the fields of ResponseLimits. `tenant_bytes_max = 0` stores none.

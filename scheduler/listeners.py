@@ -20,6 +20,7 @@ from isochrone.service.identity import Authority
 from isochrone.service.loop import Loop
 from isochrone.service.metrics import metrics_handler
 from isochrone.service.tls import control_server_context
+from isochrone.wire.control import PeerRole
 from scheduler import metrics
 from scheduler.api.access import OPEN_PATHS, check_token
 from scheduler.api.admin import ENDPOINTS
@@ -27,6 +28,7 @@ from scheduler.api.agents import AgentEndpoint
 from scheduler.api.batch_service import BatchService, BatchStorage
 from scheduler.api.certificates import CertificateIssuer
 from scheduler.api.endpoint import AdminContext, endpoint_handler
+from scheduler.api.finetune_service import FinetuneTokens, add_finetune_routes
 from scheduler.api.join import JoinEndpoint
 from scheduler.api.openapi import document
 from scheduler.api.peers import PeerServer
@@ -34,6 +36,7 @@ from scheduler.api.response_service import add_response_routes
 from scheduler.api.routers import RouterEndpoint
 from scheduler.config import SchedulerConfig
 from scheduler.database import Database
+from scheduler.decide.adapter_limits import AdapterLimits
 from scheduler.decide.response_limits import ResponseLimits
 from scheduler.state.relay_tokens import RelayTokens
 from scheduler.state.scheduler_state import SchedulerState
@@ -97,7 +100,9 @@ async def serve_control(
         connections_per_address_max=config.control_connections_per_address_max
     )
     async with serve_http(
-        control_app(database, state, issuer, nudge_place, batches, config.responses),
+        control_app(
+            database, state, issuer, nudge_place, batches, config.responses, config.adapters
+        ),
         config.control_host,
         config.control_port,
         limits=limits,
@@ -113,9 +118,10 @@ def control_app(
     nudge_place: Callable[[], None],
     batches: BatchStorage | None = None,
     response_limits: ResponseLimits | None = None,
+    adapter_limits: AdapterLimits | None = None,
 ) -> web.Application:
     """Return the control listener's application; a storage adds batches, limits add responses."""
-    relay_tokens = RelayTokens()
+    relay_tokens, agent_tokens = RelayTokens(), RelayTokens()
     server = PeerServer(
         intake=database.intake,
         reserved=database.reserved,
@@ -127,7 +133,7 @@ def control_app(
         heartbeats=state.heartbeats,
         admission=state.admission,
         unregistered=state.unregistered,
-        relay_tokens=relay_tokens,
+        relay_tokens={PeerRole.ROUTER: relay_tokens, PeerRole.AGENT: agent_tokens},
         has_batches=batches is not None,
     )
     agents = AgentEndpoint(
@@ -157,20 +163,29 @@ def control_app(
         clock=state.lease.clock,
     )
 
-    async def health(request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "acting": state.lease.is_acting})
-
-    async def authority_certificate(request: web.Request) -> web.Response:
-        return web.Response(text=issuer.authority.ca_pem)
-
     app = web.Application(middlewares=[error_middleware(json_error)])
-    app.router.add_get("/healthz", health)
-    app.router.add_get("/v1/ca", authority_certificate)
+    _add_open_routes(app, state, issuer.authority)
     app.router.add_get("/v1/agent", agents.handle)
     app.router.add_get("/v1/router", routers.handle)
     app.router.add_post("/v1/join", join.handle)
     if batches is not None:
         BatchService(database.pool, batches, relay_tokens).add_routes(app)
+        limits, on_change = adapter_limits or AdapterLimits(), state.routes.mark_changed
+        tokens = FinetuneTokens(relay_tokens, agent_tokens)
+        add_finetune_routes(app, database.pool, batches.folder, limits, tokens, on_change)
     if response_limits is not None:
         add_response_routes(app, database.pool, response_limits, relay_tokens)
     return app
+
+
+def _add_open_routes(app: web.Application, state: SchedulerState, authority: Authority) -> None:
+    """Add the routes that need no identity."""
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "acting": state.lease.is_acting})
+
+    async def authority_certificate(request: web.Request) -> web.Response:
+        return web.Response(text=authority.ca_pem)
+
+    app.router.add_get("/healthz", health)
+    app.router.add_get("/v1/ca", authority_certificate)

@@ -13,7 +13,7 @@ from msgspec import Meta
 from isochrone.wire.ids import KeyId, TenantId
 
 RELAY_TOKEN: Final = "x-isochrone-relay-token"  # noqa: S105 - the name of a header
-"""The token of a router's control connection, from its Welcome."""
+"""The token of a peer's control connection, from its Welcome."""
 
 TENANT: Final = "x-isochrone-tenant"
 KEY: Final = "x-isochrone-key"
@@ -24,6 +24,10 @@ PUBLIC_PREFIX: Final = "/v1/batch-service/public"
 
 LEASE_PATH: Final = "/v1/batch-service/lease"
 RESULTS_PATH: Final = "/v1/batch-service/results"
+
+ADAPTER_FILE_PATH: Final = "/v1/artifact-service"
+"""Before what follows `cluster:` in the source of an artifact, and the path of one of its files.
+For nodes, with the token of their control connection."""
 
 LEASED_MAX: Final = 256
 """How many items one message may ask for, renew or return."""

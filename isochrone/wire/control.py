@@ -95,7 +95,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     epoch: Epoch
     redial_spread_s: float = 0.0
     relay_token: str = ""
-    """With it a router uses what is stored for clients while it is connected; "" if it cannot."""
+    """With it a router uses what is stored for clients while it is connected, and an agent fetches
+    adapters that they have uploaded; "" if it cannot."""
     has_batches: bool = True
     """Whether files and batches are stored: the operator has set a folder for them."""
     cache_salt: CacheSaltSecret | None = None

@@ -21,6 +21,10 @@ FEATURES: Final[Mapping[str, str]] = {
     "completions": "`/v1/completions`",
     "embeddings": "`/v1/embeddings`",
     "rerank": "`/v1/rerank`",
+    "transcriptions": "`/v1/audio/transcriptions`",
+    "translations": "`/v1/audio/translations`",
+    "speech": "`/v1/audio/speech`",
+    "image_generation": "`/v1/images/generations`",
     "tools": "`tools`",
     "forced_tools": "`tool_choice` required or a named tool",
     "structured_output": "`response_format` of type json_object or json_schema",
@@ -57,6 +61,7 @@ _FIELDS: Final = frozenset(
 )
 _POOLING: Final = frozenset({"embeddings", "rerank"})
 _MEDIA: Final = frozenset({"images", "audio"})
+_HEARING: Final = frozenset({"transcriptions", "translations"})
 
 
 class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,7 +168,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         forces_named_tools=False,
     ),
     "vllm": EngineCapabilities(
-        features=_TEXT | _FIELDS | _POOLING | _MEDIA,
+        features=_TEXT | _FIELDS | _POOLING | _MEDIA | _HEARING,
         over_nodes=True,
         adapters="with_option",
         sleep="with_option",
@@ -271,6 +276,25 @@ def sleep_problem(engine: EngineSettings) -> str:
     if engine.driver == "embedded" and (engine.devices > 1 or engine.options.get("draft_path")):
         return "embedded cannot sleep with several devices or a draft model"
     return ""
+
+
+LORA_OPTION: Final = "enable_lora"
+RUNTIME_ADAPTER_ENGINES: Final[Mapping[str, int]] = {"embedded": 256, "vllm": 16}
+"""The engines into which agents load adapters while they run, and the highest rank that each takes
+without further options."""
+
+
+def adapter_rank_max(engine: EngineSettings) -> int:
+    """Return the highest rank of adapters that replicas with these settings take, 0 for none."""
+    rank_max = RUNTIME_ADAPTER_ENGINES.get(engine.driver, 0)
+    if not rank_max:
+        return 0
+    if capabilities_of(engine.driver).adapters == "with_option":
+        if engine.options.get(LORA_OPTION, "").lower() not in TRUE_VALUES:
+            return 0
+        given = engine.options.get("max_lora_rank", "")
+        return int(given) if given.isascii() and given.isdigit() else rank_max
+    return rank_max
 
 
 def capability_table() -> str:

@@ -23,6 +23,8 @@ class ErrorCode(StrEnum):
     NOT_FOUND = "not_found"
     MODEL_NOT_FOUND = "model_not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
+    ADAPTER_INCOMPLETE = "adapter_incomplete"
+    ADAPTERS_UNSUPPORTED = "adapters_unsupported"
     REQUEST_TIMEOUT = "request_timeout"
     CONFLICT = "conflict"
     MODEL_RETIRED = "model_retired"
@@ -53,6 +55,8 @@ MEANINGS: Final[dict[ErrorCode, Meaning]] = {
     ErrorCode.NOT_FOUND: Meaning(404, 7003),
     ErrorCode.MODEL_NOT_FOUND: Meaning(404, 3042),
     ErrorCode.METHOD_NOT_ALLOWED: Meaning(405, 10405),
+    ErrorCode.ADAPTER_INCOMPLETE: Meaning(400, 3039),
+    ErrorCode.ADAPTERS_UNSUPPORTED: Meaning(405, 5005),
     ErrorCode.REQUEST_TIMEOUT: Meaning(408, 3007),
     ErrorCode.CONFLICT: Meaning(409, 10409),
     ErrorCode.MODEL_RETIRED: Meaning(410, 5028),

@@ -23,6 +23,10 @@ PRIORITY_DEFAULT: Final = 50
 """The priority of a request without the header, and the highest that a client may give: a higher
 one would put it before the requests of other tenants. Engines accept up to 100."""
 
+TTFT_MS: Final = "x-isochrone-ttft-ms"
+"""Within how many ms the client needs the first token. A router sends a node what is left of it, 0
+if nothing is left. Of a tenant's requests that wait at a replica it decides which one is next."""
+
 # Router to client.
 POP: Final = "x-isochrone-pop"
 NODE: Final = "x-isochrone-node"

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from isochrone.wire.adapter import AdapterEntry
 from isochrone.wire.assignment import Role
 from isochrone.wire.ids import (
     ClusterId,
@@ -86,6 +87,8 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = ""
     engine_lacks: tuple[str, ...] = ()
     shares_kv: bool = False
+    adapter_rank_max: int = 0
+    """The highest rank of LoRA adapters that its replicas take, 0 for none."""
 
 
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):
@@ -105,6 +108,7 @@ class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):
     routes: tuple[Route, ...] = ()
     keys: KeyTable = KeyTable()
     keys_revoked: tuple[KeyId, ...] = ()
+    adapters: tuple[AdapterEntry, ...] = ()
 
 
 class RouteTablePart(msgspec.Struct, frozen=True, kw_only=True, tag="route_table_part"):
@@ -124,6 +128,7 @@ class RouteTablePart(msgspec.Struct, frozen=True, kw_only=True, tag="route_table
     routes: tuple[Route, ...] = ()
     keys: tuple[KeyEntry, ...] = ()
     keys_revoked: tuple[KeyId, ...] = ()
+    adapters: tuple[AdapterEntry, ...] = ()
 
 
 class RouteDelta(msgspec.Struct, frozen=True, kw_only=True, tag="route_delta"):
@@ -143,6 +148,8 @@ class RouteDelta(msgspec.Struct, frozen=True, kw_only=True, tag="route_delta"):
     keys_gone: tuple[KeyId, ...] = ()
     revoked_set: tuple[KeyId, ...] = ()
     revoked_gone: tuple[KeyId, ...] = ()
+    adapters_set: tuple[AdapterEntry, ...] = ()
+    adapters_gone: tuple[str, ...] = ()
 
 
 class SnapshotWanted(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot_wanted"):
@@ -159,6 +166,7 @@ _PARTS: Final[dict[str, tuple[str, Callable[[Any], str]]]] = {
     "deployments": ("deployments", lambda entry: entry.deployment_id),
     "routes": ("routes", lambda route: route.replica_id),
     "keys_revoked": ("revoked", lambda key_id: key_id),
+    "adapters": ("adapters", lambda adapter: adapter.adapter_id),
 }
 """By field of the table: its prefix in a delta's fields, and the id of an entry. Keys apart."""
 

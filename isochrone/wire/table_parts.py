@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire import codec
+from isochrone.wire.adapter import AdapterEntry
 from isochrone.wire.ids import ClusterId, Epoch, Generation, KeyId
 from isochrone.wire.key_table import KeyTableBuilder
 from isochrone.wire.routes import (
@@ -33,7 +34,7 @@ ENTRIES_FIRST: Final = 256
 TABLE_ENTRIES_MAX: Final = 4_000_000
 """A router assembles no more entries than this, about 1.5 GB of memory."""
 
-_FIELDS: Final = ("pops", "deployments", "routes", "keys_revoked", "keys")
+_FIELDS: Final = ("pops", "deployments", "routes", "keys_revoked", "keys", "adapters")
 
 
 class BadParts(ValueError):
@@ -90,6 +91,7 @@ class StoredTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):
     routes: tuple[Route, ...] = ()
     keys: list[msgspec.Raw] = []
     keys_revoked: tuple[KeyId, ...] = ()
+    adapters: tuple[AdapterEntry, ...] = ()
 
 
 _STORED: Final = codec.decoder(StoredTable)

@@ -22,6 +22,7 @@ from nodeagent.api.answer_relay import (
     loss_headers,
     refusal,
     relay_body,
+    request_data,
     response_head,
 )
 from nodeagent.api.decode_leg import DecodeLegs, apply_leg, prefix_copy, report_found
@@ -33,8 +34,10 @@ from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.pop_loads import PopLoadReader
 from nodeagent.api.request_estimates import (
     PrefillEstimate,
+    first_token_objective,
     prefill_estimate,
     queue_tokens_max,
+    ttft_left_ms,
 )
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.handoff import (
@@ -54,6 +57,10 @@ from nodeagent.supervisor import ManagedReplica, Supervisor
 log = logging.getLogger(__name__)
 
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024
+AUDIO_PREFIX: Final = "/v1/audio/"
+AUDIO_BYTES_MAX: Final = 64 * 1024 * 1024
+"""The largest request of a path below AUDIO_PREFIX: a sound."""
+
 BODY_TIMEOUT_S: Final = 30.0
 OUTPUT_TOKENS_DEFAULT: Final = 256
 """Output reserved for a request without the router's estimate."""
@@ -64,6 +71,10 @@ INFERENCE_PATHS: Final = (
     "/v1/embeddings",
     "/v1/rerank",
     TOKENIZE_PATH,
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/audio/speech",
+    "/v1/images/generations",
 )
 GENERATION_PATHS: Final = INFERENCE_PATHS[:2]
 TO_ENGINE: Final = (
@@ -74,6 +85,8 @@ TO_ENGINE: Final = (
     headers.SESSION_AFFINITY,
     headers.PRIORITY,
     headers.DEADLINE_MS,
+    headers.TTFT_MS,
+    headers.PREFILL_MS,
     headers.GENERATED_TOKENS,
     kv_transfer.LEG,
     kv_transfer.TRANSFER,
@@ -158,7 +171,9 @@ class DataPlaneServer:
         """Main path of a request: find its replica, hand it off or admit it, relay the answer."""
         try:
             replica = self._find_replica(request)
-            body = await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
+            is_audio = request.path.startswith(AUDIO_PREFIX)
+            bytes_max = AUDIO_BYTES_MAX if is_audio else BODY_BYTES_MAX
+            body = await read_body(request, bytes_max=bytes_max, timeout_s=BODY_TIMEOUT_S)
             answer = await self._try_handoff(request, replica, body)
             if answer is not None:
                 return answer
@@ -184,7 +199,7 @@ class DataPlaneServer:
         try:
             is_suspect = headers.SUSPECT in request.headers
             async with (
-                _seat(request, replica),
+                _seat(request, replica, estimate),
                 self._supervisor.awake.use(replica.spec.replica_id),
                 engine_request(replica, is_suspect=is_suspect) as running,
             ):
@@ -296,7 +311,8 @@ class DataPlaneServer:
         if leg is not None:
             sent[kv_transfer.TRANSFER] = leg.transfer
         try:
-            async with engine.http.post(request.path, data=salted, headers=sent) as answer:
+            data = request_data(salted)
+            async with engine.http.post(request.path, data=data, headers=sent) as answer:
                 response = await self._relay_answer(
                     request, replica, answer, reservation, running, leg
                 )
@@ -339,6 +355,7 @@ class DataPlaneServer:
             # The KV of a prompt begins to arrive before all of it is read.
             reservation.first_token(monotonic())
         running.record_token()
+        _count_objective(request, reservation.admitted_s, monotonic())
         response.headers[headers.LOAD] = _load_header(request, replica)
         report_found(leg, response)
         counted = apply_leg(leg, response, count_bytes(first_chunk, chunks, replica))
@@ -401,11 +418,22 @@ def _admit(
     return reservation
 
 
-def _seat(request: web.Request, replica: ManagedReplica) -> AbstractAsyncContextManager[None]:
+def _seat(
+    request: web.Request, replica: ManagedReplica, estimate: PrefillEstimate
+) -> AbstractAsyncContextManager[None]:
     """Return the wait for a seat of the engine, which only generations need."""
     if request.path not in GENERATION_PATHS:
         return nullcontext()
-    return replica.seats.seat(request.headers.get(headers.CACHE_SALT, ""))
+    objective = first_token_objective(request, estimate.prefill_ms, monotonic())
+    return replica.seats.seat(request.headers.get(headers.CACHE_SALT, ""), objective)
+
+
+def _count_objective(request: web.Request, admitted_s: float, now_s: float) -> None:
+    """Count whether the first token has come in time, if the request says by when it needs it."""
+    left_ms = ttft_left_ms(request)
+    if left_ms is not None:
+        outcome = "met" if 1000 * (now_s - admitted_s) <= left_ms else "missed"
+        metrics.TTFT_OBJECTIVES.labels(outcome).inc()
 
 
 def _check_queue(request: web.Request, replica: ManagedReplica) -> None:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from aiohttp import web
 
+from isochrone.ttft_order import TTFT_MS_MAX, TtftObjective, ttft_objective
 from isochrone.wire import headers
 
 
@@ -24,6 +25,17 @@ def prefill_estimate(request: web.Request) -> PrefillEstimate:
 def queue_tokens_max(request: web.Request) -> int | None:
     """Return the longest queue that the router accepts, in pending prefill tokens."""
     return parse_count(request.headers.get(headers.QUEUE_TOKENS_MAX, ""))
+
+
+def first_token_objective(request: web.Request, prefill_ms: int, now_s: float) -> TtftObjective:
+    """Return by when a request that arrives now needs its first token."""
+    return ttft_objective(now_s, ttft_left_ms(request), prefill_ms)
+
+
+def ttft_left_ms(request: web.Request) -> int | None:
+    """Return within how many ms of its arrival here the request needs its first token."""
+    left_ms = parse_count(request.headers.get(headers.TTFT_MS, ""))
+    return None if left_ms is None else min(left_ms, TTFT_MS_MAX)
 
 
 def parse_count(value: str) -> int | None:

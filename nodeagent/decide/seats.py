@@ -3,14 +3,17 @@
 A vendor engine serves first come, first served, so no more are sent to it than it runs at once.
 What was admitted beyond that waits here, and takes a seat the moment one is free.
 
-Rule 1: the next seat goes to the tenant with fewest seats, and within a tenant in order of arrival.
+Rule 1: the next seat goes to the tenant with fewest seats, and within a tenant to the request whose
+first token is due first (isochrone/ttft_order.py): without objectives in order of arrival.
 Rule 2: a tenant without a seat may also take one of the spare seats. The engine is started with so
 many more than its option says, so that a tenant that floods it still gets all that are in the
 option.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from typing import Final
+
+from isochrone.ttft_order import TtftObjective
 
 SPARE_SHARE: Final = 0.125
 """Spare seats, as a share of the seats in the engine's option; at least one."""
@@ -24,11 +27,12 @@ def spare_seats(seats: int) -> int:
 class SeatRequest:
     """One generation that waits for a seat or has one. `number` gives the order of arrival."""
 
-    __slots__ = ("is_seated", "number", "tenant")
+    __slots__ = ("is_seated", "number", "objective", "tenant")
 
-    def __init__(self, tenant: str, number: int) -> None:
+    def __init__(self, tenant: str, number: int, objective: TtftObjective) -> None:
         self.tenant = tenant
         self.number = number
+        self.objective = objective
         self.is_seated = False
 
 
@@ -40,17 +44,18 @@ class Seats:
         self._spare = spare
         self._next_number = 0
         self._taken: Counter[str] = Counter()
-        self._waiting: dict[str, deque[SeatRequest]] = {}
+        self._waiting: dict[str, dict[SeatRequest, None]] = {}
+        """By tenant, in order of arrival (a dict used as an ordered set)."""
 
-    def request(self, tenant: str) -> SeatRequest:
+    def request(self, tenant: str, objective: TtftObjective, now_s: float) -> SeatRequest:
         """Ask for a seat; the request has it at once if one is free."""
-        request = SeatRequest(tenant, self._next_number)
+        request = SeatRequest(tenant, self._next_number, objective)
         self._next_number += 1
-        self._waiting.setdefault(tenant, deque()).append(request)
-        self._fill()
+        self._waiting.setdefault(tenant, {})[request] = None
+        self._fill(now_s)
         return request
 
-    def release(self, request: SeatRequest) -> list[SeatRequest]:
+    def release(self, request: SeatRequest, now_s: float) -> list[SeatRequest]:
         """Give a seat back, or stop waiting for one; return those that have one now."""
         if request.is_seated:
             request.is_seated = False
@@ -59,26 +64,31 @@ class Seats:
                 del self._taken[request.tenant]
         elif request in self._waiting.get(request.tenant, ()):
             self._remove(request)
-        return self._fill()
+        return self._fill(now_s)
 
-    def _fill(self) -> list[SeatRequest]:
+    def _fill(self, now_s: float) -> list[SeatRequest]:
         seated = []
         while self._waiting:
-            request = min((queue[0] for queue in self._waiting.values()), key=self._order)
-            limit = self._seats_max + (0 if self._taken[request.tenant] else self._spare)
+            tenant = min(self._waiting, key=self._turn_of)
+            limit = self._seats_max + (0 if self._taken[tenant] else self._spare)
             if self._seats_max and self._taken.total() >= limit:
                 break
+            request = min(
+                self._waiting[tenant],
+                key=lambda waiting: (waiting.objective.counts_due_s(now_s), waiting.number),
+            )
             self._remove(request)
-            self._taken[request.tenant] += 1
+            self._taken[tenant] += 1
             request.is_seated = True
             seated.append(request)
         return seated
 
-    def _order(self, request: SeatRequest) -> tuple[int, int]:
-        return self._taken[request.tenant], request.number
+    def _turn_of(self, tenant: str) -> tuple[int, int]:
+        """Sort key of the waiting tenants: fewest seats, then the one that waits longest."""
+        return self._taken[tenant], next(iter(self._waiting[tenant])).number
 
     def _remove(self, request: SeatRequest) -> None:
         queue = self._waiting[request.tenant]
-        queue.remove(request)
+        del queue[request]
         if not queue:
             del self._waiting[request.tenant]

@@ -1,24 +1,32 @@
 """Lets a request wait on the node until its engine has a seat for it (decide/seats.py)."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from isochrone.ttft_order import TtftObjective
 from nodeagent.decide.seats import SeatRequest, Seats
 
 
 class EngineSeats:
     """The seats of a replica's engine, and the requests that wait for one."""
 
-    def __init__(self, seats_max: int, spare: int = 0) -> None:
+    def __init__(
+        self, seats_max: int, spare: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Give out `seats_max` seats, and `spare` more to tenants without one; 0 for no limit."""
+        self._clock = clock
         self._seats = Seats(seats_max, spare)
         self._seated: dict[SeatRequest, asyncio.Event] = {}
 
     @asynccontextmanager
-    async def seat(self, tenant: str) -> AsyncIterator[None]:
+    async def seat(
+        self, tenant: str, objective: TtftObjective | None = None
+    ) -> AsyncIterator[None]:
         """Wait for a seat, and give it back at the end, or when the wait is cancelled."""
-        request = self._seats.request(tenant)
+        now_s = self._clock()
+        request = self._seats.request(tenant, objective or TtftObjective(now_s), now_s)
         try:
             if not request.is_seated:
                 event = self._seated[request] = asyncio.Event()
@@ -26,5 +34,5 @@ class EngineSeats:
             yield
         finally:
             self._seated.pop(request, None)
-            for following in self._seats.release(request):
+            for following in self._seats.release(request, self._clock()):
                 self._seated[following].set()

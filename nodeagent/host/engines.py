@@ -75,8 +75,10 @@ CANARIES: Final = {
     ),
     "embedding": Canary("/v1/embeddings", {"input": "1"}, "data"),
     "rerank": Canary("/v1/rerank", {"query": "1", "documents": ["1"]}, "results"),
+    # An image or a voice is too much work for a test, and a sound no JSON: does it answer at all?
+    **dict.fromkeys(("transcription", "speech", "image"), Canary("/v1/models", {}, "data")),
 }
-"""By kind of model."""
+"""By kind of model. A request without a body is a GET."""
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,14 +205,16 @@ class EngineProcess:
         return body.decode(errors="replace") if status == 200 else ""
 
     async def canary(self, kind: str) -> bool:
-        """Send the smallest request for this kind of model; return True if it is answered.
+        """Send the smallest request for the kind of model; return True if it is answered.
 
-        It waits in the engine's queue like any other request. `problem` then says whether there was
+        `kind` is what the engine reports, which counts if the assignment does not name it. The
+        request waits in the engine's queue like any other. `problem` then says whether there was
         no answer, or one of status 200 that is none.
         """
-        canary = CANARIES.get(kind, CANARIES["chat"])
-        body = {"model": self.record.spec.name, **canary.body}
-        status, answer = await self._request("POST", canary.path, CANARY_TIMEOUT_S, body)
+        canary = CANARIES.get(self.record.spec.kind or kind, CANARIES["chat"])
+        body = {"model": self.record.spec.name, **canary.body} if canary.body else None
+        method = "POST" if body else "GET"
+        status, answer = await self._request(method, canary.path, CANARY_TIMEOUT_S, body)
         self.problem = ""
         if not status:
             self.problem = f"a test request was not answered within {CANARY_TIMEOUT_S:g} s"

@@ -11,13 +11,14 @@ with what it had generated, as in vLLM.
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final, NamedTuple
 
 from msgspec import structs
 
+from isochrone.ttft_order import NO_OBJECTIVE, TtftObjective
 from isochrone.wire.headers import ReportedLoad
 from nodeagent.decide.admission import PREFILL_SHARE_MAX
 from ops.sim.replica_memory import replica_memory
@@ -36,7 +37,8 @@ class ReplicaJob:
 
     __slots__ = (
         "began_s", "cached_tokens", "first_token_at_s", "generated_tokens", "given_at_join",
-        "needed_tokens", "pending_prefill_tokens", "pop", "prefill_ms", "request", "work_left",
+        "needed_tokens", "objective", "pending_prefill_tokens", "pop", "prefill_ms", "request",
+        "work_left",
     )  # fmt: skip
 
     def __init__(
@@ -46,6 +48,7 @@ class ReplicaJob:
         pending_prefill_tokens: int,
         pop: int,
         prefill_ms: float,
+        objective: TtftObjective = NO_OBJECTIVE,
     ) -> None:
         self.request = request
         self.pop = pop
@@ -54,6 +57,7 @@ class ReplicaJob:
         """Uncached tokens of its prompt, as its router predicts."""
         self.prefill_ms = prefill_ms
         """Prefill time, as its router predicts."""
+        self.objective = objective
         self.began_s = 0.0
         self.cached_tokens = 0
         self.work_left = 0.0
@@ -113,10 +117,14 @@ class StepEvents(NamedTuple):
 
 
 class SimulatedReplica:
-    """An engine and the admission of its node. Call `settle` at the time `next_event_s` returns."""
+    """An engine and the admission of its node. Call `settle` at the time `next_event_s` returns.
 
-    def __init__(self, site: ReplicaSite) -> None:
+    `queue_order` is the sort key of its queue, the smallest is read next.
+    """
+
+    def __init__(self, site: ReplicaSite, queue_order: "QueueOrder | None" = None) -> None:
         self.site = site
+        self._queue_order = queue_order or due_order
         self.queue: deque[ReplicaJob] = deque()
         self.reading: ReplicaJob | None = None
         self.prefill_tokens = 0
@@ -330,12 +338,13 @@ class SimulatedReplica:
         self.reading = None
         if not self.queue or len(self._decoding) >= self.site.profile.sequences_max:
             return
-        job, grown_tokens = self.queue[0], self._grown_tokens()
+        job, grown_tokens = self._next_in_queue(), self._grown_tokens()
         if self._decoding and not self._memory.has_room(
             job.request, job.generated_tokens, grown_tokens
         ):
             return
-        self.reading = self.queue.popleft()
+        self.queue.remove(job)
+        self.reading = job
         job.began_s = self._now_s
         self._memory.trim(grown_tokens)
         cached_tokens = self.cached(job.request)
@@ -343,6 +352,12 @@ class SimulatedReplica:
             job.cached_tokens = cached_tokens
         job.work_left = self.work(job.request, cached_tokens, job.generated_tokens)
         self._memory.hold(job.request, job.generated_tokens)
+
+    def _next_in_queue(self) -> ReplicaJob:
+        """Return the queued request to read next: a preempted one, or the first by the order."""
+        if len(self.queue) == 1 or self.queue[0].first_token_at_s:
+            return self.queue[0]
+        return min(self.queue, key=lambda job: self._queue_order(self, job, self._now_s))
 
     def _begin_decoding(self, job: ReplicaJob) -> None:
         left = job.request.output_tokens - 1 - job.generated_tokens
@@ -394,3 +409,12 @@ class SimulatedReplica:
                 self._context_tokens() + (self.reading.read_tokens if self.reading else 0),
             )
         )
+
+
+QueueOrder = Callable[[SimulatedReplica, ReplicaJob, float], float]
+"""Sort key of a request in a replica's queue now; of equal ones the first to arrive is first."""
+
+
+def due_order(_replica: SimulatedReplica, job: ReplicaJob, now_s: float) -> float:
+    """Order by when first tokens are due, as nodes and the embedded engine do."""
+    return job.objective.counts_due_s(now_s)

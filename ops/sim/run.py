@@ -12,6 +12,7 @@ from itertools import accumulate
 from math import inf
 from typing import Any, Final, NamedTuple
 
+from isochrone.ttft_order import ttft_objective
 from isochrone.wire.headers import PeerReplica
 from nodeagent.decide.handoff import Handoff, choose_handoff, is_worth_probing
 from ops.sim.isochrone_policy import IsochronePolicy
@@ -20,7 +21,7 @@ from ops.sim.oracle import OraclePolicy
 from ops.sim.outcome import RunOutcome, SendEvent, ServedRequest
 from ops.sim.policies import RoutingPolicy
 from ops.sim.policy_choice import create_policies
-from ops.sim.replica import ReplicaJob, SimulatedReplica
+from ops.sim.replica import QueueOrder, ReplicaJob, SimulatedReplica
 from ops.sim.rivals import RivalPolicy
 from ops.sim.router import OUTPUT_TOKENS_ASSUMED, SimulatedRouter
 from ops.sim.traces import TraceRequest
@@ -77,6 +78,7 @@ class Simulation:
         policy: str,
         processes: int = 1,
         losses: Sequence[ReplicaLoss] = (),
+        queue_order: QueueOrder | None = None,
     ) -> None:
         self.now_s = 0.0
         self._processes = processes
@@ -85,7 +87,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         """Heap of (time, number, function, arguments)."""
         self._event_count = 0
-        self._replicas = [SimulatedReplica(site) for site in world.sites]
+        self._replicas = [SimulatedReplica(site, queue_order) for site in world.sites]
         self._settle_numbers = [0] * len(self._replicas)
         """By replica, the number of its last planned `settle`: earlier ones are obsolete."""
         self._routers = [
@@ -184,15 +186,12 @@ class Simulation:
         if replica in self._dead:
             self._fail(routed, replica)
             return
-        needed = request.prompt_tokens + OUTPUT_TOKENS_ASSUMED
         if not isinstance(policy, IsochronePolicy):
-            job = ReplicaJob(request, needed, request.prompt_tokens, routed.pop, 0.0)
+            job = self._job_of(routed, request.prompt_tokens, 0.0)
             self._admit(SentAttempt(routed, job, replica, 0))
             return
         forecast = policy.prefill_forecast(request)
-        job = ReplicaJob(
-            request, needed, forecast.pending_prefill_tokens, routed.pop, forecast.prefill_ms
-        )
+        job = self._job_of(routed, forecast.pending_prefill_tokens, forecast.prefill_ms)
         attempt = SentAttempt(routed, job, replica, policy.queue_tokens_max(request))
         verdict = self._judge_handoff(policy.handoff_peers(request), attempt.queue_tokens_max)
         if verdict is None:
@@ -200,6 +199,22 @@ class Simulation:
         else:
             self._announce(attempt, _replica_number(verdict.target))
             self._schedule(self.now_s + HANDOFF_S, self._hand_off, attempt, verdict)
+
+    def _job_of(
+        self, routed: RoutedRequest, pending_prefill_tokens: int, prefill_ms: float
+    ) -> ReplicaJob:
+        """Return what a request is to the replica that it reaches now."""
+        request, left_ms = routed.request, None
+        if request.ttft_s:
+            left_ms = max(0, int(1000 * (routed.began_s + request.ttft_s - self.now_s)))
+        return ReplicaJob(
+            request,
+            request.prompt_tokens + OUTPUT_TOKENS_ASSUMED,
+            pending_prefill_tokens,
+            routed.pop,
+            prefill_ms,
+            ttft_objective(self.now_s, left_ms, int(prefill_ms)),
+        )
 
     def _judge_handoff(self, peers: Sequence[PeerReplica], queue_tokens_max: int) -> Handoff | None:
         """Return the peer that a node would hand the request off to, None to keep it."""
@@ -215,13 +230,7 @@ class Simulation:
     def _hand_off(self, attempt: SentAttempt, verdict: Handoff) -> None:
         """Arrive at the peer; if it has become busier, the first replica takes the request."""
         peer, routed = verdict.target, attempt.routed
-        job = ReplicaJob(
-            routed.request,
-            attempt.job.needed_tokens,
-            peer.pending_prefill_tokens,
-            routed.pop,
-            peer.prefill_ms,
-        )
+        job = self._job_of(routed, peer.pending_prefill_tokens, peer.prefill_ms)
         number = _replica_number(peer)
         is_dead = number in self._dead
         if not is_dead and self._replicas[number].admit(job, self.now_s, verdict.queue_tokens_max):
@@ -412,11 +421,12 @@ def simulate(
     policy: str,
     processes: int = 1,
     losses: Sequence[ReplicaLoss] = (),
+    queue_order: QueueOrder | None = None,
 ) -> RunOutcome:
     """Run once; the same arguments give the same outcome.
 
     `speed` divides the arrival times of the trace. With `processes`, each so many consecutive PoPs
     are processes of one router, which share what was answered where. `losses` are the replicas that
-    die during the run.
+    die during the run. `queue_order` is that of the replicas' queues, if not ours.
     """
-    return Simulation(world, requests, speed, age_s, policy, processes, losses).run()
+    return Simulation(world, requests, speed, age_s, policy, processes, losses, queue_order).run()

@@ -44,6 +44,8 @@ class TraceRequest(NamedTuple):
     session: str
     place: float
     """In [0, 1): chooses the city it comes from, by the shares of demand."""
+    ttft_s: float = 0.0
+    """Within how long the client needs the first token; 0 if it does not say."""
 
 
 class TraceSlice(NamedTuple):

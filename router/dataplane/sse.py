@@ -74,6 +74,7 @@ class StreamRelay:
     failed, perhaps because of this request. `declined_body` is that event as the body of a
     response, if the event says that the request is at fault; else empty.
 
+    `takes_any_content` means that the stream may be of another content type than events.
     With `joins_reasoning` an answer goes on after its reasoning: the embedded engine takes back
     what it separated. Other engines do not.
     """
@@ -82,7 +83,8 @@ class StreamRelay:
         "_finish_reason", "_has_reasoning", "_is_plain", "_is_reasoning", "_joins_reasoning",
         "_partial", "_skips_role", "_text", "_tokens",
         "_tokens_before", "_unread", "_unread_bytes", "_wants_usage", "declined_body",
-        "error_message", "has_begun", "has_failed", "is_done", "is_engine_lost", "usage",
+        "error_message", "has_begun", "has_failed", "is_done", "is_engine_lost",
+        "takes_any_content", "usage",
     )  # fmt: skip
 
     def __init__(self, *, wants_usage: bool, joins_reasoning: bool = False) -> None:
@@ -91,6 +93,7 @@ class StreamRelay:
         self._has_reasoning = self._is_reasoning = False
         self.has_begun = False
         self.has_failed = False
+        self.takes_any_content = False
         self.is_done = False
         self.error_message = ""
         self.is_engine_lost = False
@@ -135,6 +138,9 @@ class StreamRelay:
         if b"\r" in whole:
             return b"".join([self._relay_frame(frame) for frame in split_frames(whole)])
         return b"".join(self._relay_frames(whole))
+
+    def end_of_body(self) -> None:
+        """Note that the node's response has ended: see rule 3."""
 
     def _relay_frames(self, whole: bytes) -> Iterator[bytes]:
         """Decode the frames that must be read, and relay the bytes between them undecoded."""

@@ -76,6 +76,10 @@ class NodeReachability:
         else:
             self._disowned.discard(replica_id)
 
+    def is_disowned(self, replica_id: ReplicaId) -> bool:
+        """Say whether the replica's node has said that it no longer serves it."""
+        return replica_id in self._disowned
+
     def is_answering(self, route: Route, now_s: float) -> bool:
         """Say whether the route's node has answered lately and not disowned the replica."""
         answered_at_s = self._answered_at_s.get(route.node_id, -1e18)

@@ -2,8 +2,10 @@
 
 A scheduler that reads an empty, truncated or hour-old database publishes a table that is valid and
 wrong. The router's own probes are the second source: a large drop is accepted as far as the dropped
-replicas no longer answer. There is no such second source for keys. A key's tombstone is accepted at
-once, even from a table that is otherwise refused.
+replicas no longer answer. A scheduler that has just taken over a restored database has heard no
+node yet and publishes no route at all; for a while only a node's own refusal, not its silence, is
+taken as a sign that its replicas are gone then. There is no such second source for keys. A key's
+tombstone is accepted at once, even from a table that is otherwise refused.
 """
 
 from collections.abc import Set
@@ -21,6 +23,14 @@ DROPPED_SHARE: Final = 0.5
 of all."""
 
 
+SILENCE_COUNTS_AFTER_S: Final = 15.0
+"""A router that has run for less has not probed every node: silence means nothing yet."""
+
+EMPTY_TABLE_HELD_S: Final = 120.0
+"""How long silent replicas are kept when a table has no route at all: more than the 60 s in which
+nodes find a new scheduler, and the 70 s that a fleet of 5,000 takes to register."""
+
+
 class TableRefusal(NamedTuple):
     """Why a table is refused. `dropped` are the replicas to probe one by one meanwhile."""
 
@@ -29,12 +39,23 @@ class TableRefusal(NamedTuple):
     dropped: tuple[Route, ...] = ()
 
 
+def trusts_silence(new: RouteTable, up_for_s: float, refused_for_s: float) -> bool:
+    """Return whether a node that does not answer counts as gone when `new` drops its replicas.
+
+    `up_for_s` is the age of this process, `refused_for_s` how long newer tables have been refused.
+    """
+    if refused_for_s >= EMPTY_TABLE_HELD_S:
+        return True
+    return bool(new.routes) and up_for_s >= SILENCE_COUNTS_AFTER_S
+
+
 def check_table(
     old: RouteTable | None, new: RouteTable, answering: Set[ReplicaId]
 ) -> TableRefusal | None:
     """Return why `new` is refused, None if it is accepted.
 
-    `answering` are the replicas of `old` whose nodes answer this router's probes.
+    `answering` are the replicas of `old` whose nodes answer this router's probes; while silence is
+    not trusted (`trusts_silence`), those that their nodes have not disowned.
     """
     if old is None:
         return None
@@ -80,7 +101,12 @@ def merge_additions(old: RouteTable, new: RouteTable) -> RouteTable:
     """
     revoked = tuple(key_id for key_id in new.keys_revoked if key_id not in new.keys)
     added = msgspec.structs.replace(
-        diff(old, new), pops_gone=(), deployments_gone=(), routes_gone=(), keys_gone=revoked
+        diff(old, new),
+        pops_gone=(),
+        deployments_gone=(),
+        routes_gone=(),
+        keys_gone=revoked,
+        adapters_gone=(),
     )
     return msgspec.structs.replace(
         apply_delta(old, added), generation=old.generation, epoch=old.epoch

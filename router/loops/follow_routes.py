@@ -7,7 +7,7 @@ replicas it drops may really be ending; what it adds is served at once.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -18,7 +18,7 @@ from isochrone.service import files
 from isochrone.service.control_link import Progress
 from isochrone.service.threads import run_to_completion
 from isochrone.wire import codec
-from isochrone.wire.ids import ClusterId, Epoch, Generation
+from isochrone.wire.ids import ClusterId, Epoch, Generation, ReplicaId
 from isochrone.wire.routes import (
     Route,
     RouteDelta,
@@ -29,7 +29,12 @@ from isochrone.wire.routes import (
 )
 from isochrone.wire.table_parts import BadParts, TableAssembler, encode_table, read_table
 from router.decide.limits import KeyLimiter
-from router.decide.table_acceptance import TableRefusal, check_table, merge_additions
+from router.decide.table_acceptance import (
+    TableRefusal,
+    check_table,
+    merge_additions,
+    trusts_silence,
+)
 from router.fleet_state import FleetState
 from router.metrics import Metrics
 
@@ -46,11 +51,12 @@ Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
 
 class QuarantinedTable(NamedTuple):
-    """A refused table, the reason, and the last table that was accepted."""
+    """A refused table, the reason, the last table that was accepted, and since when none was."""
 
     accepted: RouteTable
     table: RouteTable
     refusal: TableRefusal
+    since_s: float
 
 
 class TableFollower:
@@ -74,6 +80,7 @@ class TableFollower:
         self._cluster_id = cluster_id
         self._snapshot = snapshot
         self._clock = clock
+        self._started_at_s = clock()
         self._assembler = TableAssembler()
         self._parts_refusal = ""
         self._persist_due_at_s = float("-inf")
@@ -166,9 +173,8 @@ class TableFollower:
             return "nothing quarantined"
         # Against the last accepted table: what the refused one added must not make its drops look
         # small.
-        refusal = check_table(
-            self.quarantined.accepted, self.quarantined.table, self._fleet.answering_replicas()
-        )
+        table = self.quarantined.table
+        refusal = check_table(self.quarantined.accepted, table, self._answering(table))
         if refusal is not None:
             return refusal.reason
         fields = {"generation": self.quarantined.table.generation}
@@ -177,12 +183,15 @@ class TableFollower:
         return "accepted"
 
     async def persist(self) -> int:
-        """Write the table in use to disk if it changed and it is time; return its generation."""
+        """Write the table in use to disk as soon as it is time; return its generation.
+
+        It waits until then instead of leaving the change to a later turn: what a router that
+        crashes has not written, it does not know if no scheduler runs when it comes back.
+        """
         await self._forget_keys()
-        if self._clock() >= self._persist_due_at_s:
-            return await self.persist_now()
-        table = self._fleet.directory.table
-        return table.generation if table is not None else 0
+        if self._on_disk is not self._fleet.directory.table:
+            await asyncio.sleep(max(0.0, self._persist_due_at_s - self._clock()))
+        return await self.persist_now()
 
     async def _forget_keys(self) -> None:
         """Drop the limits' state of keys that have left the table, some at a time."""
@@ -247,7 +256,7 @@ class TableFollower:
         drops_none = (
             accepted is not None and table.routes is accepted.routes and bool(table.deployments)
         )
-        answering = frozenset() if drops_none else self._fleet.answering_replicas()
+        answering = frozenset() if drops_none else self._answering(table)
         refusal = check_table(accepted, table, answering)
         if refusal is None:
             self.accept(table)
@@ -257,7 +266,15 @@ class TableFollower:
             merged = merge_additions(accepted, table)
             self._fleet.adopt(merged)
             self._after_adoption(merged)
-            self.quarantined = QuarantinedTable(accepted, table, refusal)
+            since_s = self.quarantined.since_s if self.quarantined else self._clock()
+            self.quarantined = QuarantinedTable(accepted, table, refusal, since_s)
+
+    def _answering(self, table: RouteTable) -> Set[ReplicaId]:
+        """Return the replicas that `table` must not drop many of."""
+        now_s = self._clock()
+        refused_for_s = now_s - self.quarantined.since_s if self.quarantined else 0.0
+        trusts = trusts_silence(table, now_s - self._started_at_s, refused_for_s)
+        return self._fleet.answering_replicas(trusts_silence=trusts)
 
     def _after_adoption(self, table: RouteTable) -> None:
         self._metrics.table_generation.set(table.generation)

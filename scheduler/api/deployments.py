@@ -16,7 +16,13 @@ from isochrone.wire.engine_capabilities import (
 from isochrone.wire.engine_options import ENGINE_OPTIONS
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
-from isochrone.wire.model import UNIFIED_ROLES, Deployment, EngineSettings, PlacementPolicy
+from isochrone.wire.model import (
+    KIND_FEATURES,
+    UNIFIED_ROLES,
+    Deployment,
+    EngineSettings,
+    PlacementPolicy,
+)
 from isochrone.wire.routes import Pop
 from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
 from scheduler.decide.placement import policy_contradiction, residency_allows
@@ -25,9 +31,6 @@ from scheduler.store import catalogue, deployments
 from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
 from scheduler.store.rollouts import conflicts_with_rollout
-
-KIND_FEATURES: Final = {"chat": "chat", "embedding": "embeddings", "rerank": "rerank"}
-"""The feature that an engine needs for each kind of model."""
 
 
 async def list_deployments(request: AdminRequest) -> Page:

@@ -5,7 +5,7 @@ Nothing that a peer sends is stored or decoded further before its certificate is
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -99,11 +99,11 @@ class PeerServer:
         heartbeats: Heartbeats,
         admission: PeerAdmission,
         unregistered: ConnectionCount,
-        relay_tokens: RelayTokens | None = None,
+        relay_tokens: Mapping[PeerRole, RelayTokens] | None = None,
         has_batches: bool = False,
     ) -> None:
-        """Serve with the parts of the state. Without `relay_tokens` nothing is relayed."""
-        self._relay_tokens = relay_tokens
+        """Serve with the parts of the state. A role without `relay_tokens` gets none."""
+        self._relay_tokens = relay_tokens or {}
         self._has_batches = has_batches
         self._intake = intake
         self._reserved = reserved
@@ -145,8 +145,8 @@ class PeerServer:
         except PeerRefused as refusal:
             await peer.refuse(refusal.refused)
         finally:
-            if self._relay_tokens is not None:
-                self._relay_tokens.revoke(peer.relay_token)
+            if role in self._relay_tokens:
+                self._relay_tokens[role].revoke(peer.relay_token)
             self._peers.remove(peer)
             self._admission.release(peer.role, peer.name)
             sender.cancel()
@@ -240,8 +240,8 @@ class PeerServer:
         peer.generation = register.generation
         peer.capabilities = frozenset(register.capabilities)
         peer.last_error = register.last_error
-        if role is PeerRole.ROUTER and self._relay_tokens is not None:
-            peer.relay_token = self._relay_tokens.issue(peer.name)
+        if role in self._relay_tokens:
+            peer.relay_token = self._relay_tokens[role].issue(peer.name)
         peer.enqueue(
             Welcome(
                 cluster_id=self._cluster_id,

@@ -30,7 +30,7 @@ def public_route(
     """Return the aiohttp handler of a client's request that a router relays."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        tokens.router_of(request.headers.get(wire.RELAY_TOKEN, ""))
+        tokens.peer_of(request.headers.get(wire.RELAY_TOKEN, ""))
         tenant_id = request.headers.get(wire.TENANT, "")
         if not tenant_id:
             raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot answer without {wire.TENANT}")
@@ -48,7 +48,7 @@ def work_route(
     """Return the aiohttp handler of a message of a router's own work."""
 
     async def handle(request: web.Request) -> web.Response:
-        tokens.router_of(request.headers.get(wire.RELAY_TOKEN, ""))
+        tokens.peer_of(request.headers.get(wire.RELAY_TOKEN, ""))
         body = await read_body(request, bytes_max=bytes_max, timeout_s=WORK_TIMEOUT_S)
         try:
             answer = await handler(body)

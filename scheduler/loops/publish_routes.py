@@ -31,6 +31,7 @@ from scheduler.state.heartbeats import Heartbeats
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peer_registry import PeerRegistry
 from scheduler.state.published_routes import PublishedRoutes
+from scheduler.store.adapters import read_adapter_entries
 from scheduler.store.cluster import read_fleet, read_fleet_nodes
 from scheduler.store.keys import (
     ROWS_PER_PAGE,
@@ -197,6 +198,7 @@ class PublishRoutes:
         async with transaction(self._pool, isolation="repeatable_read") as connection:
             fleet = await read_fleet(connection, self._heartbeats.observed(), self._reports)
             revoked = await revoked_keys(connection)
+            adapters = await read_adapter_entries(connection)
         table = self._table_of(fleet)
         self._fleet = msgspec.structs.replace(fleet, nodes=(), placements=())
         self._group_nodes = multi_node_hosts(fleet.placements)
@@ -204,7 +206,7 @@ class PublishRoutes:
         rest_s = max(self._interval_s, (now - began) / WHOLE_READ_SHARE)
         # A little early: it must be due when the timer's next turn comes.
         self._whole_due_at = now + 0.9 * rest_s
-        return msgspec.structs.replace(table, keys_revoked=revoked)
+        return msgspec.structs.replace(table, keys_revoked=revoked, adapters=adapters)
 
     async def _read_nodes(self, fleet: ClusterState, node_ids: Set[NodeId]) -> RouteTable:
         async with transaction(self._pool, isolation="repeatable_read") as connection:

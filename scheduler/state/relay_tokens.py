@@ -1,4 +1,4 @@
-"""The tokens with which connected routers may use the batch service over HTTP."""
+"""The tokens with which connected peers may use the HTTP routes beside the control connection."""
 
 import secrets
 
@@ -6,30 +6,34 @@ from isochrone.wire.errors import ApiError, ErrorCode
 
 
 class RelayTokens:
-    """One token for each router's control connection, valid as long as that is open."""
+    """One token for each control connection of a kind of peer, valid as long as that is open.
+
+    Routers and agents have tokens of their own: neither may use the other's routes.
+    """
 
     def __init__(self) -> None:
-        """Start without routers."""
-        self._routers: dict[str, str] = {}
+        """Start without peers."""
+        self._peers: dict[str, str] = {}
 
-    def issue(self, router: str) -> str:
-        """Return a new token for a router's connection."""
+    def issue(self, peer: str) -> str:
+        """Return a new token for a peer's connection."""
         token = secrets.token_urlsafe(32)
-        self._routers[token] = router
+        self._peers[token] = peer
         return token
 
     def revoke(self, token: str) -> None:
         """Forget the token of a connection that has ended."""
-        self._routers.pop(token, None)
+        self._peers.pop(token, None)
 
-    def router_of(self, token: str) -> str:
-        """Return the router that a token belongs to. Raises ApiError 503."""
+    def peer_of(self, token: str) -> str:
+        """Return the peer that a token belongs to. Raises ApiError 503."""
         # A token has 256 random bits: no timing of a dict lookup helps to guess one.
-        router = self._routers.get(token)
-        if router is None:
+        peer = self._peers.get(token)
+        if peer is None:
             raise ApiError(
                 ErrorCode.UNAVAILABLE,
-                "cannot use files and batches now: the router's token is not valid (any more)",
+                "cannot use what the scheduler stores now: the peer's token is not valid (any"
+                " more)",
                 retry_after_s=1.0,
             )
-        return router
+        return peer

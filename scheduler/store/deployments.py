@@ -38,6 +38,12 @@ async def get_deployment(connection: Connection, deployment_id: str) -> Deployme
     return _deployment(row) if row else None
 
 
+async def get_deployment_by_name(connection: Connection, name: str) -> DeploymentView | None:
+    """Return the deployment that clients call `name`."""
+    row = await connection.fetchrow(f"{_DEPLOYMENTS} AND name = $1", name)
+    return _deployment(row) if row else None
+
+
 async def lock_deployment(connection: Connection, deployment_id: str) -> None:
     """Lock a deployment until the transaction ends: no other may change it or begin a rollout.
 

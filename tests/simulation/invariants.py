@@ -6,7 +6,8 @@ At every moment:
 2. An engine that works is stopped by a tombstone only (checked by the machine).
 3. The engines of a node fit into its devices, and no replica runs twice.
 4. While no engine is lost through a fault, a deployment does not fall below its replicas.
-5. A router that had routes keeps some as long as a replica is warm somewhere.
+5. A router that had routes keeps some as long as one of these replicas is warm throughout and not
+   to end, also when it is started again.
 6. No event is deleted before its time, whatever the clocks say.
 7. No job fails with an error that is not expected of a fault.
 8. The assignment of a node and the table of a running router never become older.
@@ -30,7 +31,6 @@ SETTLE_S: Final = 240.0
 """More than a new term's grace of 60 s and the backoff of engines that could not start."""
 
 REPLICAS_PER_NODE: Final = int(DEVICE_GIB / (1.25 * MODEL_GIB))
-LONG_WARM_S: Final = 60.0
 EXPECTED_ERRORS: Final = frozenset({"EpochLost", "NotActing"})
 
 
@@ -40,9 +40,9 @@ class Watch(logging.Handler):
     def __init__(self, world: World, nemesis: Nemesis) -> None:
         super().__init__(logging.ERROR)
         self._world, self._nemesis = world, nemesis
-        self._had_routes: set[str] = set()
+        self._routed: dict[str, set[str]] = {}
+        """By router: of the routes that it last had, those whose replicas have been warm since."""
         self._complete: dict[str, Deployed] = {}
-        self._warm_since: dict[str, float] = {}
         self._newest: dict[str, tuple[int, int]] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -103,20 +103,20 @@ class Watch(logging.Handler):
         )
 
     def _routes(self) -> list[str]:
-        world, now = self._world, self._world.loop.now_s
-        warm = {replica_id for node in world.nodes.values() for replica_id in node.warm()}
-        self._warm_since = {
-            replica_id: self._warm_since.get(replica_id, now) for replica_id in warm
+        world = self._world
+        placements = world.store.tables.placements
+        warm = {
+            replica_id
+            for node in world.nodes.values()
+            for replica_id in node.warm()
+            if (row := placements.get(replica_id)) is None or row.ended_at is None
         }
-        has_served_long = any(now - since > LONG_WARM_S for since in self._warm_since.values())
         found = []
         for router in world.routers.values():
-            is_empty = router.table is not None and not router.table.routes
-            had = router.name in self._had_routes
-            if router.table is not None and router.table.routes:
-                self._had_routes.add(router.name)
-            if had and is_empty and has_served_long:
-                found.append(f"{router.name} has no routes while {sorted(warm)} are warm")
+            before = self._routed.get(router.name, set())
+            lost = self._routed[router.name] = (router.routes() or before) & warm
+            if router.table is not None and not router.table.routes and lost:
+                found.append(f"{router.name} has no routes while {sorted(lost)} are warm")
         return found
 
     def _progress(self) -> list[str]:

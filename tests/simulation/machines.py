@@ -351,9 +351,11 @@ class SimRouter:
             capabilities=(TABLE_PARTS,),
         )
         self.fleet, self.follower, self.link = fleet, follower, link
+        persist = Loop("persist", follower.persist, 30.0)
+        follower.on_change(persist.nudge)
         for job in (
             Loop("recheck", follower.recheck, RECHECK_INTERVAL_S),
-            Loop("persist", follower.persist, 30.0),
+            persist,
             Loop("probe", self._probe, PROBE_S),
         ):
             self.process.spawn(job.run())

@@ -159,6 +159,11 @@ async def revoked_keys(connection: SimDbConnection) -> tuple[KeyId, ...]:
     return tuple(sorted(KeyId(key_id) for key_id, at in revoked.items() if at > since))
 
 
+async def read_adapter_entries(connection: SimDbConnection) -> tuple[Any, ...]:
+    await connection.round_trip()
+    return ()
+
+
 async def next_route_generation(
     connection: SimDbConnection, epoch: Epoch, above: Generation
 ) -> Generation:
@@ -187,6 +192,7 @@ FUNCTIONS = (
         read_key_page,
         revoked_among,
         revoked_keys,
+        read_adapter_entries,
     ),
     *(next_route_generation, revoked_since, read_history_clock, write_history_clock),
 )

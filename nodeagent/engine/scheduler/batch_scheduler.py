@@ -9,7 +9,8 @@ runs most, and tenants share the prompt tokens of a step.
 Beside a tenant with more than half of what runs, the short prompt of a tenant that runs nothing
 else gets a step without decodes, but never two such steps in a row. For SHORT_STEPS_S afterwards
 the other's prompts are computed in short steps, because the next small prompt has to wait for one.
-Rule 3: a sequence whose deadline passes before its first token is dropped.
+Rule 3: a sequence whose deadline passes before its first token is dropped. Within a tenant the
+sequence whose first token is due first is served first.
 Rule 4: a step verifies drafts only if no prompt waits and enough blocks are free.
 Rule 5: a request with several answers is admitted as a whole: its first sequence computes the
 prompt, and the slots of its forks are reserved until they start.
@@ -124,6 +125,7 @@ class BatchScheduler:
     def next_batch(self, now_s: float = 0.0) -> Batch:
         """Decide the next step. `now_s` is the time that deadlines are compared with."""
         late = self.queues.remove_late(now_s)
+        self.queues.exchange_by_due(now_s)
         preemptions = self.queues.preemptions
         decodes, verifies = schedule_decodes(
             self.queues, self._decodes_per_batch(), may_draft=self.may_draft

@@ -6,12 +6,17 @@ Rule 2: the next request of a tenant starts after the cost of its last one. A te
 requests therefore alternates with a tenant that has one. Requests without a tenant share one.
 Rule 3: priority moves the start by a fixed number of tokens. The starts of a tenant with higher
 priority pass every such lead after a while, so that low priority does not starve behind it.
+Rule 4: where requests say by when they need a first token, a tenant's waiting requests of the same
+priority exchange their positions: the one that is due first takes the earliest
+(isochrone/ttft_order.py). Other tenants' positions stay as they are.
 
 Source: P. Goyal, H. Vin, H. Cheng, "Start-time Fair Queuing", SIGCOMM 1996.
 """
 
 from dataclasses import dataclass
 from typing import Final
+
+from isochrone.ttft_order import NO_OBJECTIVE, TtftObjective
 
 PRIORITY_MAX: Final = 100
 _PRIORITY_DEFAULT: Final = 50
@@ -35,6 +40,8 @@ class SchedulingParams:
     """Higher is served earlier."""
     deadline_s: float | None = None
     """When the first token is of no more use, on the clock of `next_batch`'s `now_s`."""
+    objective: TtftObjective = NO_OBJECTIVE
+    """By when the first token is needed, on the same clock."""
 
 
 class VirtualClock:

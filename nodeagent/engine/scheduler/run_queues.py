@@ -43,6 +43,25 @@ class RunQueues:
         """Add `sequence` to the waiting queue."""
         insort(self.waiting, sequence, key=queue_order)
 
+    def exchange_by_due(self, now_s: float) -> None:
+        """Let waiting sequences exchange positions, so that the one due first is served first.
+
+        Only those of one tenant and priority do, and none that was preempted after its first token.
+        """
+        if not any(s.scheduling.objective.due_s is not None for s in self.waiting):
+            return
+        groups: dict[tuple[bytes, int], list[Sequence]] = {}
+        for sequence in self.waiting:
+            if not sequence.output_tokens:
+                params = sequence.scheduling
+                groups.setdefault((params.tenant, params.priority), []).append(sequence)
+        for group in groups.values():
+            positions = [queue_order(sequence) for sequence in group]
+            group.sort(key=lambda s: (s.scheduling.objective.counts_due_s(now_s), s.number))
+            for sequence, (virtual_start, queue_number) in zip(group, positions, strict=True):
+                sequence.virtual_start, sequence.queue_number = virtual_start, queue_number
+        self.waiting.sort(key=queue_order)
+
     def start(self, sequence: Sequence) -> None:
         """Move a waiting `sequence`, which has its blocks, to the running set."""
         self.waiting.remove(sequence)

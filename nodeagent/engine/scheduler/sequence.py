@@ -51,6 +51,8 @@ class Sequence:
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     virtual_start: int = 0
     """The position in the fair queue, lowest first. Assigned when the sequence is submitted."""
+    queue_number: int = field(init=False)
+    """Orders equal positions: its number, or that of the sequence it exchanged positions with."""
     prompt_tokens: int = field(init=False)
     computed_tokens: int = 0
     cached_tokens: int = 0
@@ -73,6 +75,7 @@ class Sequence:
         if not self.tokens:
             raise ValueError("cannot make a sequence of no tokens")
         self.prompt_tokens = len(self.tokens)
+        self.queue_number = self.number
 
     @property
     def pending_tokens(self) -> int:
@@ -123,8 +126,8 @@ class Sequence:
 
 
 def queue_order(sequence: Sequence) -> tuple[int, int]:
-    """Sort key of sequences: first in the fair queue first, then by number."""
-    return sequence.virtual_start, sequence.number
+    """Sort key of sequences: first in the fair queue first, then in order of arrival."""
+    return sequence.virtual_start, sequence.queue_number
 
 
 def sequence_count(sequences: Iterable[Sequence]) -> int:

@@ -64,14 +64,14 @@ def decode(body: bytes, decoder: "msgspec.json.Decoder[R]") -> R:
     try:
         check_json_body(body)
     except UnsafeJson as unsafe:
-        raise _invalid(str(unsafe)) from None
+        raise invalid_field(str(unsafe)) from None
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise _invalid(codec.describe(error)) from None
+        raise invalid_field(codec.describe(error)) from None
 
 
-def _invalid(reason: str) -> ApiError:
+def invalid_field(reason: str) -> ApiError:
     """Return the error 400 for what a decoder reports, with the name of the field."""
     at, missing = _INVALID_FIELD.search(reason), _MISSING_FIELD.search(reason)
     unknown = _UNKNOWN_FIELD.search(reason)

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from isochrone.ttft_order import TTFT_MS_MAX
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.ids import RequestId
@@ -66,6 +67,7 @@ MODELS_NAMED: Final = 8
 
 SESSION_AFFINITY: Final = headers.SESSION_AFFINITY.encode()
 PRIORITY: Final = headers.PRIORITY.encode()
+TTFT_MS: Final = headers.TTFT_MS.encode()
 API_KEY: Final = headers.API_KEY.encode()
 TRACEPARENT: Final = headers.TRACEPARENT.encode()
 LOWEST_PRIORITY: Final = "0"
@@ -125,7 +127,7 @@ class OpenAiSurface:
         key = request.key
         assert key is not None
         openai: OpenAiRequest = decode(body, DECODERS[path])
-        deployment = self._deployment_of_kind(openai.model, key, path)
+        deployment = self.deployment_of_kind(openai.model, key, path, MODEL_KINDS.get(path, "chat"))
         refuse_lacking(deployment, path, body)
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
@@ -153,7 +155,8 @@ class OpenAiSurface:
             build_resume_body=resume_body_builder(body, openai) if openai.stream else None,
             determinism=determinism_of(openai) if openai.stream else "",
             prefix_keys=_prefix_keys(prompt, key, deployment),
-            relayed_headers=_relayed_headers(request, openai),
+            relayed_headers=relayed_headers(request, service_tier_of(openai)),
+            ttft_ms=_ttft_ms(request),
         )
 
     def read_count(self, request: HttpRequest, body: bytes) -> InferenceRequest:
@@ -168,7 +171,7 @@ class OpenAiSurface:
             request_id=RequestId(request.request_id),
             client_request_id=request.client_request_id,
             key=key,
-            deployment=self._deployment_of_kind(openai.model, key, TOKENIZE_PATH),
+            deployment=self.deployment_of_kind(openai.model, key, TOKENIZE_PATH, "chat"),
             path=TOKENIZE_PATH,
             body=body,
             text_bytes=0,
@@ -186,10 +189,9 @@ class OpenAiSurface:
             prefix_keys=NO_KEYS,
         )
 
-    def _deployment_of_kind(self, name: str, key: KeyEntry, path: str) -> DeploymentEntry:
-        """Return a deployment that `path` can use. Raises ApiError."""
+    def deployment_of_kind(self, name: str, key: KeyEntry, path: str, kind: str) -> DeploymentEntry:
+        """Return a deployment of the kind that `path` needs. Raises ApiError."""
         deployment = self.deployment(name, key)
-        kind = MODEL_KINDS.get(path, "chat")
         if deployment.kind != kind:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
@@ -250,14 +252,34 @@ def _session(request: HttpRequest, key: KeyEntry, openai: OpenAiRequest) -> str:
     return f"{key.tenant_id}/{session}" if session else ""
 
 
-def _relayed_headers(request: HttpRequest, openai: OpenAiRequest) -> str:
+def _ttft_ms(request: HttpRequest) -> int:
+    """Return within how many ms the client needs the first token, 0 if it does not say.
+
+    Raises ApiError 400.
+    """
+    value = request.header(TTFT_MS)
+    if not value:
+        return 0
+    is_number = value.isascii() and value.isdecimal() and len(value) <= 9
+    if not is_number or not 1 <= int(value) <= TTFT_MS_MAX:
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot use the header {headers.TTFT_MS}: expected 1 to {TTFT_MS_MAX} milliseconds,"
+            f" got {value[:40]!r}",
+            param=headers.TTFT_MS,
+        )
+    return int(value)
+
+
+def service_tier_of(openai: OpenAiRequest) -> str:
+    """Return a request's `service_tier`, or ""."""
+    return openai.service_tier or "" if isinstance(openai, ChatRequest | CompletionRequest) else ""
+
+
+def relayed_headers(request: HttpRequest, service_tier: str = "") -> str:
     """Return the header lines of the client's priority, trace and session. Raises ApiError 400."""
     lines, priority = "", request.header(PRIORITY)
-    if (
-        not priority
-        and isinstance(openai, ChatRequest | CompletionRequest)
-        and openai.service_tier == "flex"
-    ):
+    if not priority and service_tier == "flex":
         priority = LOWEST_PRIORITY
     if priority:
         if (

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Set
 
 import msgspec
 
-from isochrone.wire.engine_capabilities import lacking_features
+from isochrone.wire.engine_capabilities import adapter_rank_max, lacking_features
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId
 from isochrone.wire.model import CatalogModel, Deployment
 from isochrone.wire.report import ReplicaProfile, ReplicaState
@@ -181,6 +181,10 @@ def _entry(
         engine=driver,
         engine_lacks=lacks,
         shares_kv=deployment.engine.share_kv,
+        adapter_rank_max=min(
+            adapter_rank_max(one)
+            for one in (deployment.engine, *([rollout.spec.engine] if rollout else ()))
+        ),
     )
 
 

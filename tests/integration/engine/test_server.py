@@ -491,11 +491,13 @@ async def test_an_expired_deadline_and_an_invalid_priority_are_refused(
         ("x-isochrone-deadline-ms", "0", 429, "out_of_capacity"),
         ("x-isochrone-priority", "101", 400, "invalid_request"),
         ("x-isochrone-priority", "high", 400, "invalid_request"),
+        ("x-isochrone-ttft-ms", "soon", 400, "invalid_request"),
     ):
         async with http.post(CHAT, json=chat(), headers={name: value}) as response:
             error = (await response.json())["error"]
             assert (response.status, error["code"]) == (status, code), error
     late = {"x-isochrone-deadline-ms": "60000", "x-isochrone-priority": "90"}
+    late |= {"x-isochrone-ttft-ms": "0", "x-isochrone-prefill-ms": "odd"}
     assert (await post(http, CHAT, chat(max_tokens=2), **late))["choices"]
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import io
 import os
 import random
 import re
@@ -26,6 +27,7 @@ from isochrone.wire.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.ids import Generation, NodeId, ReplicaId
 from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.report import ReplicaState
+from nodeagent import metrics
 from nodeagent.api.answer_relay import ENGINE_LOST_EVENT
 from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.metrics_page import add_metrics
@@ -555,6 +557,20 @@ async def test_the_cache_salt_is_in_the_body_for_an_engine_that_needs_it_there(n
     assert (without_tenant["priority"], less_urgent["priority"]) == (0, 40)
 
 
+async def test_first_tokens_in_time_and_too_late_are_counted(node: Node) -> None:
+    await node.warm(node.spec())
+
+    def counted(outcome: str) -> float:
+        return float(metrics.TTFT_OBJECTIVES.labels(outcome)._value.get())
+
+    met, missed = counted("met"), counted("missed")
+    for sent in ({}, {headers.TTFT_MS: "600000"}, {headers.TTFT_MS: "0"}):
+        async with node.ask(sent=sent) as response:
+            assert response.status == 200
+            await response.read()
+    assert (counted("met") - met, counted("missed") - missed) == (1, 1)
+
+
 async def test_a_reused_pid_is_not_signalled_and_orphans_of_an_engine_are_killed(
     tmp_path: Path,
 ) -> None:
@@ -591,3 +607,18 @@ async def test_a_reused_pid_is_not_signalled_and_orphans_of_an_engine_are_killed
     await until("the orphan is killed", orphan_is_gone, 5.0)
     other.kill()
     await other.wait()
+
+
+async def test_a_large_sound_reaches_the_engine_as_it_was_sent(node: Node) -> None:
+    spec = msgspec.structs.replace(node.spec(), kind="transcription")
+    await node.warm(spec)
+    engine = node.supervisor.replicas[spec.replica_id].engine
+    assert engine is not None
+    assert await engine.canary("chat"), "the assignment's kind counts"
+    form = aiohttp.FormData({"model": "m", "response_format": "text"})
+    form.add_field("file", io.BytesIO(bytes(9_000_000)), filename="a.wav", content_type="audio/wav")
+    sent = {headers.REPLICA: "r1", headers.TOKENS: "p=10;o=3"}
+    async with node.http.post("/v1/audio/transcriptions", data=form, headers=sent) as response:
+        assert (response.status, response.content_type) == (200, "text/plain")
+        assert (await response.text()).endswith(" t8999\n")
+    await until("tokens are released", node.idle, 5.0)

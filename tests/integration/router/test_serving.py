@@ -648,7 +648,7 @@ async def test_a_hand_off_to_an_unknown_replica_is_a_failure(tmp_path: Path) -> 
         await until_idle(bench)
 
 
-async def test_the_node_gets_the_clients_priority_and_trace(tmp_path: Path) -> None:
+async def test_the_node_gets_the_clients_priority_objective_and_trace(tmp_path: Path) -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with a_bench(tmp_path) as bench:
         async with bench.chat(headers={"x-isochrone-priority": "7", "traceparent": trace}) as got:
@@ -658,6 +658,13 @@ async def test_the_node_gets_the_clients_priority_and_trace(tmp_path: Path) -> N
         async with bench.chat(headers={"traceparent": "odd"}) as got:
             assert got.status == 200
         assert "traceparent" not in {name.lower() for name in bench.nodes[0].request_headers[1]}
+        async with bench.chat(headers={"x-isochrone-ttft-ms": "90000"}) as got:
+            assert got.status == 200
+        assert 0 < int(bench.nodes[0].request_headers[2]["x-isochrone-ttft-ms"]) <= 90_000
+        for objective in ("0", "-1", "soon", "600001"):
+            async with bench.chat(headers={"x-isochrone-ttft-ms": objective}) as got:
+                error = (await got.json())["error"]
+                assert (got.status, error["param"]) == (400, "x-isochrone-ttft-ms")
         for priority in ("51", "-1", "x", "100"):
             async with bench.chat(headers={"x-isochrone-priority": priority}) as got:
                 error = (await got.json())["error"]

@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isochrone.ttft_order import TtftObjective, ttft_objective
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.scheduler.batch import Batch, StepLimits
 from nodeagent.engine.scheduler.batch_scheduler import SHORT_STEPS_S, BatchScheduler
@@ -284,3 +285,58 @@ def test_what_cancelled_requests_cost_their_tenant_is_bounded() -> None:
     for _ in range(1000):
         clock.assign_start(params, 2000, 100)
     assert clock.assign_start(params, 2000, 100) <= 65_536
+
+
+OUTPUTS = st.integers(1, 6)
+
+
+def due(seconds: float | None) -> TtftObjective:
+    """Return the objective of a request that arrives at second 0."""
+    return ttft_objective(0.0, None if seconds is None else int(1000 * seconds))
+
+
+def test_within_a_tenant_the_request_that_is_due_first_is_served_first() -> None:
+    scheduler = make(sequences=1)
+    for number, seconds in enumerate((None, 30.0, 2.0, 8.0, None)):
+        scheduler.submit(request(number, tenant=b"a", objective=due(seconds)))
+    assert finish_order(scheduler) == [2, 3, 0, 4, 1]
+
+
+def test_a_request_that_is_too_late_makes_way() -> None:
+    scheduler = make(sequences=1)
+    late = ttft_objective(0.0, 1_000, prefill_ms=2_000)
+    scheduler.submit(request(0, tenant=b"a", objective=late))
+    scheduler.submit(request(1, tenant=b"a", objective=due(5.0)))
+    scheduler.submit(request(2, tenant=b"a", objective=due(None)))
+    assert finish_order(scheduler) == [1, 2, 0]
+
+
+def test_priority_goes_before_objectives() -> None:
+    scheduler = make(sequences=1)
+    scheduler.submit(request(0, tenant=b"a", priority=10, objective=due(1.0)))
+    scheduler.submit(request(1, tenant=b"a", objective=due(9.0)))
+    assert finish_order(scheduler) == [1, 0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from((b"a", b"b", b"c")), st.one_of(st.none(), st.floats(0, 20)), OUTPUTS
+        ),
+        max_size=12,
+    )
+)
+def test_objectives_leave_tenants_their_turns(
+    requests: list[tuple[bytes, float | None, int]],
+) -> None:
+    """Which tenant is served when is the same with and without objectives."""
+    with_objectives, without = make(sequences=1), make(sequences=1)
+    for number, (tenant, seconds, output) in enumerate(requests):
+        sequence = request(number, output=output, tenant=tenant, objective=due(seconds))
+        with_objectives.submit(sequence)
+        without.submit(request(number, output=output, tenant=tenant))
+    served = finish_order(with_objectives)
+    assert sorted(served) == list(range(len(requests)))
+    tenants = [requests[number][0] for number in finish_order(without)]
+    assert [requests[number][0] for number in served] == tenants

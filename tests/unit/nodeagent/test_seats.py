@@ -1,53 +1,95 @@
 """What a vendor engine runs, and what waits on the node: fairly between tenants."""
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isochrone.ttft_order import ttft_objective
 from isochrone.wire.model import EngineSettings
-from nodeagent.decide.seats import Seats, spare_seats
+from nodeagent.decide.seats import SeatRequest, Seats, spare_seats
 from nodeagent.drivers import DRIVERS, sequences_max, spare_seats_of
 from nodeagent.drivers.driver import EngineLaunch
 from nodeagent.host.engine_seats import EngineSeats
 from tests.builders import a_spec
 
 
+def ask(seats: Seats, tenant: str, ttft_ms: int | None = None) -> SeatRequest:
+    """Ask for a seat at second 0."""
+    return seats.request(tenant, ttft_objective(0.0, ttft_ms), 0.0)
+
+
 def test_a_flood_gets_all_seats_of_the_option_and_others_the_spare_ones() -> None:
     seats = Seats(4, spare=2)
-    flood = [seats.request("flood") for _ in range(7)]
+    flood = [ask(seats, "flood") for _ in range(7)]
     assert [request.is_seated for request in flood] == [True] * 4 + [False] * 3
-    small, again = seats.request("small"), seats.request("small")
+    small, again = ask(seats, "small"), ask(seats, "small")
     assert small.is_seated and not again.is_seated
-    assert seats.request("third").is_seated
-    fourth = seats.request("fourth")
+    assert ask(seats, "third").is_seated
+    fourth = ask(seats, "fourth")
     assert not fourth.is_seated
     # The next one is of the tenant with fewest, however long the flood has waited.
-    assert seats.release(flood[0]) == [fourth]
-    assert seats.release(small) == [again]
-    assert seats.release(flood[5]) == [] and not flood[5].is_seated
+    assert seats.release(flood[0], 0.0) == [fourth]
+    assert seats.release(small, 0.0) == [again]
+    assert seats.release(flood[5], 0.0) == [] and not flood[5].is_seated
 
 
 def test_within_a_tenant_seats_are_given_in_order_of_arrival() -> None:
     seats = Seats(1)
-    first, second, third = (seats.request("a") for _ in range(3))
-    assert seats.release(first) == [second]
-    assert seats.release(first) == [] and seats.release(second) == [third]
+    first, second, third = (ask(seats, "a") for _ in range(3))
+    assert seats.release(first, 0.0) == [second]
+    assert seats.release(first, 0.0) == [] and seats.release(second, 0.0) == [third]
+
+
+def test_within_a_tenant_the_one_that_is_due_first_has_the_next_seat() -> None:
+    seats = Seats(1)
+    first, slack = ask(seats, "a"), ask(seats, "a", 8_000)
+    none, urgent = ask(seats, "a"), ask(seats, "a", 500)
+    other = ask(seats, "b")
+    assert seats.release(first, 0.0) == [urgent]
+    assert seats.release(urgent, 0.0) == [slack]
+    assert seats.release(slack, 0.0) == [none]
+    assert seats.release(none, 0.0) == [other]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.one_of(st.none(), st.integers(0, 20_000)), st.booleans()),
+        max_size=60,
+    )
+)
+def test_objectives_change_no_tenants_share(steps: list[tuple[int, int | None, bool]]) -> None:
+    """A seat goes to a tenant with fewest, whatever its requests and those of others are due."""
+    seats, waiting, seated = Seats(2), list[SeatRequest](), list[SeatRequest]()
+    for now_s, (tenant, ttft_ms, ends) in enumerate(steps):
+        objective = ttft_objective(now_s, ttft_ms)
+        request = seats.request(str(tenant), objective, now_s)
+        (seated if request.is_seated else waiting).append(request)
+        if ends and seated:
+            ended = seated.pop(0)
+            taken = Counter(other.tenant for other in seated)
+            begun = seats.release(ended, now_s)
+            assert len(begun) == min(1, len(waiting))
+            for following in begun:
+                assert taken[following.tenant] == min(taken[other.tenant] for other in waiting)
+                waiting.remove(following)
+                seated.append(following)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), max_size=60))
 def test_no_seat_is_lost_or_given_twice(steps: list[tuple[int, int]]) -> None:
     seats, requests = Seats(3, spare=1), []
     for tenant, released in steps:
-        requests.append(seats.request(str(tenant)))
+        requests.append(ask(seats, str(tenant)))
         if released < len(requests):
-            seats.release(requests.pop(released))
+            seats.release(requests.pop(released), 0.0)
         seated = sum(request.is_seated for request in requests)
         assert seated <= 4 and (seated >= min(3, len(requests)))
     for request in requests:
-        seats.release(request)
+        seats.release(request, 0.0)
     assert not seats._taken and not seats._waiting
 
 
@@ -87,4 +129,4 @@ def test_vendor_engines_are_started_with_spare_seats(
     assert (sequences_max(spec), spare_seats_of(spec)) == (16, spare_seats(16))
     unknown = a_spec(engine=EngineSettings(driver=driver))
     assert spare_seats_of(unknown) == 0
-    assert Seats(0).request("any").is_seated
+    assert ask(Seats(0), "any").is_seated

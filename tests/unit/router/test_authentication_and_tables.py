@@ -23,7 +23,13 @@ from isochrone.wire.keys import format_key, parse_key
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, KeyTable, Route, RouteTable
 from router.apis.openai.decode import CHAT, decode, wants_usage, with_usage_requested
 from router.decide.authentication import AuthenticationCache, authenticate, may_use
-from router.decide.table_acceptance import check_table, merge_additions
+from router.decide.table_acceptance import (
+    EMPTY_TABLE_HELD_S,
+    SILENCE_COUNTS_AFTER_S,
+    check_table,
+    merge_additions,
+    trusts_silence,
+)
 
 TEXT = format_key(KeyId("k" * 12), b"\x01" * 32)
 
@@ -179,6 +185,23 @@ def test_which_tables_are_accepted(
     assert (verdict is None) is accepted, verdict
     if verdict is not None:
         assert verdict.reason.startswith("cannot follow")
+
+
+@pytest.mark.parametrize(
+    ("routes", "up_for_s", "refused_for_s", "trusted"),
+    [
+        ("a", 3600.0, 0.0, True),
+        ("", 3600.0, 0.0, False),
+        ("", 3600.0, EMPTY_TABLE_HELD_S - 1, False),
+        ("", 3600.0, EMPTY_TABLE_HELD_S, True),
+        ("a", SILENCE_COUNTS_AFTER_S - 1, 0.0, False),
+        ("a", SILENCE_COUNTS_AFTER_S, 0.0, True),
+    ],
+)
+def test_silent_replicas_are_kept_against_an_empty_table_and_until_nodes_were_probed(
+    routes: str, up_for_s: float, refused_for_s: float, trusted: bool
+) -> None:
+    assert trusts_silence(a_table(routes, 2), up_for_s, refused_for_s) is trusted
 
 
 NAMES = st.sets(st.sampled_from("abcdefgh")).map(lambda names: "".join(sorted(names)))

@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 from typing import Final
 
-from isochrone.wire.headers import DEADLINE_MS, GENERATED_TOKENS, PRIORITY, SESSION_AFFINITY
+from isochrone.ttft_order import TTFT_MS_MAX, ttft_objective
+from isochrone.wire.headers import (
+    DEADLINE_MS,
+    GENERATED_TOKENS,
+    PREFILL_MS,
+    PRIORITY,
+    SESSION_AFFINITY,
+    TTFT_MS,
+)
 from nodeagent.engine.scheduler.fair_queue import PRIORITY_MAX, SchedulingParams
 from nodeagent.engine.server.openai.request_errors import invalid_request
 
@@ -13,7 +21,7 @@ _GENERATED_MAX: Final = 1_000_000
 
 
 def scheduling_params(headers: Mapping[str, str], salt: str, now_s: float) -> SchedulingParams:
-    """Read tenant, priority and deadline.
+    """Read tenant, priority, deadline and by when the first token is needed.
 
     The node's `salt` names the tenant. Without one the client's session does, which a client may
     change with every request.
@@ -21,10 +29,15 @@ def scheduling_params(headers: Mapping[str, str], salt: str, now_s: float) -> Sc
     tenant = (salt or headers.get(SESSION_AFFINITY, "")).encode(errors="surrogateescape")
     deadline_ms = _number(headers, DEADLINE_MS, _DEADLINE_MS_MAX)
     priority = _number(headers, PRIORITY, PRIORITY_MAX)
+    ttft_ms = _number(headers, TTFT_MS, TTFT_MS_MAX)
+    # The router's estimate, not the client's: one that cannot be read refuses no request.
+    estimate = headers.get(PREFILL_MS, "")
+    prefill_ms = int(estimate) if estimate.isdecimal() and len(estimate) <= 9 else 0
     return SchedulingParams(
         tenant=tenant[:_TENANT_BYTES_MAX],
         priority=SchedulingParams().priority if priority is None else priority,
         deadline_s=None if deadline_ms is None else now_s + deadline_ms / 1000,
+        objective=ttft_objective(now_s, ttft_ms, prefill_ms),
     )
 
 

@@ -1,0 +1,96 @@
+"""`/ai/finetunes`: LoRA adapters, relayed to the scheduler on behalf of an authenticated key."""
+
+import re
+from typing import Any, Final
+
+import msgspec
+
+from isochrone.wire import batches as wire
+from isochrone.wire import headers
+from isochrone.wire.errors import ApiError, ErrorCode
+from router.apis.batches.relay import in_a_task
+from router.apis.openai.decode import decode
+from router.apis.openai.surface import OpenAiSurface
+from router.batch_client import BatchClient
+from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
+from router.dataplane.upload_spool import SpooledBody
+
+_BELOW_ACCOUNT: Final = re.compile(
+    r"^(?:/client/v4/accounts/[^/]{1,64})?"
+    r"(/ai/finetunes(?:/[A-Za-z0-9._-]{1,64}(?:/finetune-assets)?)?)$"
+)
+_CREATE: Final = "/ai/finetunes"
+_ASSETS: Final = "/finetune-assets"
+_PUBLIC: Final = "/ai/finetunes/public"
+
+
+class _FinetuneModel(msgspec.Struct, frozen=True):
+    model: str
+
+
+_MODEL: Final = msgspec.json.Decoder(_FinetuneModel)
+
+
+def finetune_path(path: str) -> str:
+    """Return the path of such a route without the account before it; empty for other paths."""
+    match = _BELOW_ACCOUNT.match(path)
+    return match.group(1) if match else ""
+
+
+async def relay_finetunes(
+    client: BatchClient,
+    surface: OpenAiSurface,
+    path: str,
+    request: HttpRequest,
+    writer: ResponseWriter,
+) -> None:
+    """Answer a request with the scheduler's answer. Raises ApiError. An inline task."""
+    method = request.method.decode()
+    allowed = _allowed(path)
+    if method not in allowed:
+        raise ApiError(
+            ErrorCode.METHOD_NOT_ALLOWED,
+            f"cannot use the method {method} for {path}: use {' or '.join(allowed)}",
+            headers={"allow": ", ".join(allowed)},
+        )
+    if not client.access.has_batches:
+        raise ApiError(
+            ErrorCode.UNAVAILABLE,
+            "cannot use adapters: the operator has not set the scheduler's `batch_folder`",
+        )
+    key = request.key
+    assert key is not None
+    if method == "POST" and path == _CREATE:
+        surface.deployment(decode(request.body, _MODEL).model, key)
+    await in_a_task(_relay(client, path, request, writer))
+
+
+def _allowed(path: str) -> tuple[str, ...]:
+    if path == _CREATE:
+        return ("GET", "POST")
+    if path == _PUBLIC:
+        return ("GET",)
+    return ("POST",) if path.endswith(_ASSETS) else ("DELETE",)
+
+
+async def _relay(
+    client: BatchClient, path: str, request: HttpRequest, writer: ResponseWriter
+) -> None:
+    key = request.key
+    assert key is not None
+    sent = {wire.TENANT: key.tenant_id, wire.KEY: key.key_id}
+    if b"content-type" in request.headers:
+        sent["content-type"] = request.headers[b"content-type"].decode("latin-1")
+    body: Any = request.body or None
+    if isinstance(request.upload, SpooledBody):
+        body = request.upload.reader()
+    async with client.request(
+        request.method.decode(),
+        f"{wire.PUBLIC_PREFIX}{path}",
+        headers=sent,
+        query=request.query,
+        body=body,
+    ) as response:
+        answer = await response.read()
+    header_lines = f"{headers.REQUEST_ID}: {request.client_request_id}\r\n"
+    writer.reply(HttpResponse(response.status, answer, header_lines))

@@ -1,0 +1,11 @@
+"""The limits of LoRA adapters."""
+
+import msgspec
+
+
+class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one tenant may upload. The defaults are those of Workers AI."""
+
+    file_bytes_max: int = 500 * 1024 * 1024
+    tenant_adapters_max: int = 30
+    rank_max: int = 32

@@ -1,0 +1,149 @@
+"""Following the scheduler: which tables are served and stored, with a clock set by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isochrone.service import files
+from isochrone.wire.ids import (
+    ClusterId,
+    DeploymentId,
+    Epoch,
+    Generation,
+    ModelId,
+    NodeId,
+    PopId,
+    ReplicaId,
+)
+from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
+from isochrone.wire.table_parts import read_table
+from router.decide.limits import KeyLimiter
+from router.decide.table_acceptance import EMPTY_TABLE_HELD_S, SILENCE_COUNTS_AFTER_S
+from router.fleet_state import FleetState
+from router.loops.follow_routes import PERSIST_SHARE, TableFollower
+from router.metrics import Metrics
+
+CLUSTER = ClusterId("c-1")
+
+
+class Bench:
+    """A follower, its clock, and what it wrote. Each write takes `write_s`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        self.write_s = 0.001
+        self.written: list[RouteTable] = []
+        self.fleet = FleetState(PopId("ams"), self.clock, "boot")
+        self.follower = TableFollower(
+            fleet=self.fleet,
+            limiter=KeyLimiter(),
+            metrics=Metrics(),
+            cluster_id=CLUSTER,
+            snapshot=Path("/nonexistent"),
+            clock=self.clock,
+        )
+        patch.setattr(files, "write_snapshot", self._write)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def _write(self, path: Path, payload: Any) -> None:
+        self.now_s += self.write_s
+        self.written.append(
+            read_table(payload if isinstance(payload, bytes) else b"".join(payload))
+        )
+
+    async def offer(self, replicas: str, generation: int) -> None:
+        async def send(message: object) -> bool:
+            raise AssertionError(f"sent {message}")
+
+        await self.follower.on_table(a_table(replicas, generation), send)
+
+    def probe(self, answering: str, silent: str = "", disowned: str = "") -> None:
+        """Have nodes answer or not, and disown their replicas."""
+        for name in answering:
+            self.fleet.nodes.record_round_trip(NodeId(f"n{name}"), 1.0, self.now_s)
+        for name in silent:
+            self.fleet.nodes.record_timeout(NodeId(f"n{name}"))
+        for name in disowned:
+            self.fleet.nodes.record_refusal(ReplicaId(name), "unknown_replica")
+
+    def served(self) -> str:
+        return "".join(sorted(route.replica_id for route in self.fleet.directory.routes))
+
+
+def a_route(name: str) -> Route:
+    return Route(
+        replica_id=ReplicaId(name),
+        deployment_id=DeploymentId("d"),
+        version=1,
+        node_id=NodeId(f"n{name}"),
+        pop=PopId("ams"),
+        address=f"http://n{name}:1",
+    )
+
+
+def a_table(replicas: str, generation: int) -> RouteTable:
+    return RouteTable(
+        cluster_id=CLUSTER,
+        generation=Generation(generation),
+        epoch=Epoch(1),
+        deployments=(
+            DeploymentEntry(
+                deployment_id=DeploymentId("d"), name="m", model_id=ModelId("m"), context_tokens=9
+            ),
+        ),
+        routes=tuple(a_route(name) for name in replicas),
+    )
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+async def test_the_last_of_two_changes_is_written_without_a_third(bench: Bench) -> None:
+    await bench.offer("a", 1)
+    await bench.follower.persist()
+    rest_s = bench.write_s * (1 / PERSIST_SHARE)
+    await bench.offer("ab", 2)
+    # Less time has passed than writing the first one allows.
+    assert rest_s > 0.0
+    assert await bench.follower.persist() == 2
+    assert [table.generation for table in bench.written] == [1, 2]
+    await bench.follower.persist()
+    assert len(bench.written) == 2, "nothing has changed"
+
+
+async def test_a_router_that_starts_keeps_its_routes_until_nodes_were_probed(bench: Bench) -> None:
+    await bench.offer("abc", 1)
+    await bench.offer("a", 2)
+    assert bench.served() == "abc", "nothing has been probed yet"
+    bench.now_s += SILENCE_COUNTS_AFTER_S
+    bench.probe("a", silent="bc")
+    assert await bench.follower.recheck() == "accepted"
+    assert bench.served() == "a"
+
+
+async def test_an_empty_table_drops_no_silent_replica_for_a_while(bench: Bench) -> None:
+    await bench.offer("ab", 1)
+    bench.now_s += 3600.0
+    bench.probe("", silent="ab")
+    await bench.offer("", 2)
+    assert bench.served() == "ab"
+    # A newer one that is as empty starts no new wait.
+    bench.now_s += EMPTY_TABLE_HELD_S - 1
+    await bench.offer("", 3)
+    assert bench.served() == "ab"
+    bench.now_s += 1
+    assert await bench.follower.recheck() == "accepted"
+    assert bench.served() == ""
+
+
+async def test_an_empty_table_drops_what_nodes_have_disowned(bench: Bench) -> None:
+    await bench.offer("ab", 1)
+    bench.now_s += 3600.0
+    bench.probe("ab", disowned="ab")
+    await bench.offer("", 2)
+    assert bench.served() == ""
