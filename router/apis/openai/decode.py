@@ -14,6 +14,7 @@ from msgspec import UNSET
 from isochrone.wire import codec, headers
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.json_body import UnsafeJson, check_json_body
+from isochrone.wire.kv_transfer import ENGINE_FIELDS
 from router.apis.openai.prompt import OpenAiRequest, count_answers
 from router.apis.openai.schema import (
     ChatRequest,
@@ -49,13 +50,6 @@ _STATEFUL: Final = frozenset(
 )
 """Options that give a generation a state which its text alone does not hold."""
 
-TRANSFER_FIELDS: Final = (
-    "kv_transfer_params",
-    "disaggregated_params",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-)
 _INCLUDE_USAGE: Final = b'"stream_options":{"include_usage":true}'
 
 
@@ -122,7 +116,7 @@ def without_transfer_fields(body: bytes, request: OpenAiRequest) -> bytes:
     """
     if isinstance(request, EmbeddingRequest | RerankRequest):
         return body
-    given = [name for name in TRANSFER_FIELDS if bytes(getattr(request, name))]
+    given = [name for name in ENGINE_FIELDS if bytes(getattr(request, name))]
     if not given:
         return body
     fields: dict[str, Any] = _FIELDS.decode(body)

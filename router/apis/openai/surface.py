@@ -32,6 +32,7 @@ from router.apis.openai.prompt import (
     OpenAiRequest,
     count_answers,
     count_text_bytes,
+    has_parts,
     output_tokens_max,
     render_prompt,
 )
@@ -131,7 +132,7 @@ class OpenAiSurface:
         refuse_lacking(deployment, path, body)
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
-            if b'"image_url"' in body:
+            if has_parts(openai):
                 check_images(openai, self._config.image_pixels_max)
         body = without_transfer_fields(body, openai)
         prompt, answer_count = render_prompt(openai), count_answers(openai)
