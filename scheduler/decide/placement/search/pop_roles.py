@@ -14,6 +14,7 @@ import msgspec
 from isochrone.wire.assignment import Role
 from isochrone.wire.engine_capabilities import capabilities_of
 from isochrone.wire.ids import PopId, ReplicaId
+from isochrone.wire.model import UNIFIED_ROLES
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.placement.roles import (
     ReplicaRole,
