@@ -27,9 +27,6 @@ TRANSFER: Final = "x-isochrone-kv-transfer"
 FIRST_BLOCK: Final = "x-isochrone-kv-first-block"
 """The first block that the decode engine lacks."""
 
-READ_BUFFER_BYTES: Final = 1024 * 1024
-"""How much of a transfer a relay reads ahead. Answers that are not KV have a smaller buffer."""
-
 CONTENT_TYPE: Final = "application/x-isochrone-kv"
 TRANSFERS_PATH: Final = "/kv/transfers/"
 ADDRESS_PATH: Final = "/kv/address"

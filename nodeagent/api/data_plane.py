@@ -307,8 +307,7 @@ class DataPlaneServer:
 
         def post(body: bytes, sent: Mapping[str, str]) -> AnswerContext:
             data = request_data(engine.salted(request.path, body, salt, priority))
-            ahead = kv_transfer.READ_BUFFER_BYTES if kv_transfer.LEG in sent else None
-            return engine.http.post(request.path, data=data, headers=sent, read_bufsize=ahead)
+            return engine.http.post(request.path, data=data, headers=sent)
 
         leg = self._decode_legs.open(request, replica, engine, body, reservation, TO_PEER)
         try:

@@ -123,12 +123,7 @@ class KvSharingRoutes:
         sent = {kv_transfer.FIRST_BLOCK: first}
         response: web.StreamResponse | None = None
         try:
-            async with engine.http.post(
-                kv_sharing.BLOCKS_PATH,
-                data=body,
-                headers=sent,
-                read_bufsize=kv_transfer.READ_BUFFER_BYTES,
-            ) as answer:
+            async with engine.http.post(kv_sharing.BLOCKS_PATH, data=body, headers=sent) as answer:
                 response = web.StreamResponse(
                     status=answer.status, headers={"content-type": answer.content_type}
                 )

@@ -21,8 +21,6 @@ from isochrone.service.tls import node_url
 from isochrone.wire import headers
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
-from isochrone.wire.kv_sharing import BLOCKS_PATH
-from isochrone.wire.kv_transfer import LEG, READ_BUFFER_BYTES
 from nodeagent.api.answer_relay import request_data
 from nodeagent.decide.handoff import PeerReplicaLost
 
@@ -125,9 +123,8 @@ class PeerReplicaClient:
         async with asyncio.timeout(None) as timeout:
             pinging = asyncio.create_task(self._expire_when_silent(peer, timeout))
             try:
-                ahead = READ_BUFFER_BYTES if path == BLOCKS_PATH or LEG in sent else None
                 return await self._request(
-                    "POST", peer, path, data=request_data(body), headers=sent, read_bufsize=ahead
+                    "POST", peer, path, data=request_data(body), headers=sent
                 )
             finally:
                 pinging.cancel()
