@@ -358,6 +358,7 @@ class Supervisor:
             )
             if stats is not None:
                 replica.admission.is_closed = stats.memory_full
+                replica.admission.cache_since_s = _cache_since_s(stats, self._clock())
                 _update_profile(replica, stats)
             if is_canary_due and running == 0 and stats is not None and is_awake:
                 async with self.awake.use(replica.spec.replica_id, is_test=True):
@@ -424,6 +425,12 @@ def _failure_of(replica: ManagedReplica, attempt: "asyncio.Task[str]") -> str:
         log_line = last_error(replica.engine.log)
         problem = f"{problem}: {log_line}" if log_line else problem
     return problem
+
+
+def _cache_since_s(stats: EngineStats, now_s: float) -> float | None:
+    """Return since when an engine's prefix cache has all that was used, None if it does not say."""
+    age_s = stats.prefix_evicted_age_s
+    return now_s - age_s if age_s >= 0 else None
 
 
 def _update_profile(replica: ManagedReplica, stats: EngineStats) -> None:

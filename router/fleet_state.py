@@ -16,7 +16,7 @@ from router.decide.health import ReplicaHealth, split_ejected
 from router.decide.reachability import NodeReachability
 from router.decide.replica_table import ReplicaTable, RoutingSnapshot
 from router.decide.rollout import VersionDraw, draw_version
-from router.decide.route_directory import RouteDirectory
+from router.decide.route_directory import RouteDirectory, TableIndexes
 from router.decide.slow_start import SlowStart
 from router.decide.tokens_in_flight import InFlightLedger
 from router.prompt_sharing import PromptOutbox, SharedPrompt
@@ -55,8 +55,11 @@ class FleetState:
         """Call `callback` with each deployment that may have got capacity for a request."""
         self._notify_capacity = callback
 
-    def adopt(self, table: RouteTable) -> None:
-        """Serve `table` from now on, and drop what is known of replicas that it no longer has."""
+    def adopt(self, table: RouteTable, prepared: TableIndexes | None = None) -> None:
+        """Serve `table` from now on, and drop what is known of replicas that it no longer has.
+
+        What was `prepared` for this change need not be done here.
+        """
         current = self.directory.table
         if current is not None and (
             table.routes is current.routes
@@ -65,7 +68,10 @@ class FleetState:
         ):
             self.directory.adopt_keys(table)
             return
-        removed, changed, routes = self.directory.adopt(table)
+        if prepared is not None and prepared.base is current and prepared.table is table:
+            removed, changed, routes = self.directory.commit(prepared)
+        else:
+            removed, changed, routes = self.directory.adopt(table)
         former = self._deployments
         self._deployments = {
             entry.deployment_id: former.get(entry.deployment_id) or DeploymentRouting()
@@ -128,6 +134,7 @@ class FleetState:
         """Note a replica's load as it was at `reported_at_s`."""
         replica_id = route.replica_id
         self.in_flight.record_wake(replica_id, float(load.wake_ms))
+        self.record_cache_age(route, load, reported_at_s)
         if load.others_pending_prefill_tokens > NOT_REPORTED:
             self.in_flight.record_other_routers(
                 replica_id,
@@ -141,6 +148,14 @@ class FleetState:
             replicas = self.routing(route.deployment_id).replicas
             pending = round(load.prefill_tokens * replicas.uncached_share)
         self.in_flight.record_report(replica_id, pending, load.decode_tokens, reported_at_s)
+
+    def record_cache_age(self, route: Route, load: ReportedLoad, reported_at_s: float) -> None:
+        """Note how far back a replica's prefix cache reached at `reported_at_s`, if it says so."""
+        if load.cache_age_ms > NOT_REPORTED:
+            routing = self.routing(route.deployment_id)
+            slot = routing.slot_of(route.replica_id)
+            if slot >= 0:
+                routing.record_evicted(slot, reported_at_s - load.cache_age_ms / 1000)
 
     def learn_prompts(self, prompts: Iterable[SharedPrompt]) -> None:
         """Note prompts that another process of this router had answered."""
