@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from isochrone.wire.adapter import RequestAdapter
 from isochrone.wire.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.ids import DeviceId, ReplicaId
@@ -33,6 +34,7 @@ from nodeagent.drivers.driver import DeviceMemory, UnknownOption
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.awake_memory import AwakeMemory
 from nodeagent.host.download import ArtifactError
+from nodeagent.host.engine_adapters import EngineAdapters
 from nodeagent.host.engine_log import last_error, trim_log
 from nodeagent.host.engine_seats import EngineSeats
 from nodeagent.host.engines import EngineProcess, EngineProcesses, EngineRecord
@@ -40,6 +42,7 @@ from nodeagent.host.memory_guard import MemoryGuard, RunningReplica
 
 log = logging.getLogger(__name__)
 
+ADAPTER_FETCHES_MAX: Final = 4  # at once
 TOKENS_IN_FLIGHT_UNPLANNED: Final = 32_768
 """The limit of a replica that was placed without a planned one."""
 
@@ -72,6 +75,7 @@ class ManagedReplica:
         seats = 0 if is_queue_fair(spec) else sequences_max(spec)
         self.seats = EngineSeats(seats, spare_seats_of(spec))
         """Where what the engine's own queue would serve unfairly waits."""
+        self.adapters = EngineAdapters()
         self.blame = BlameLedger()
         self.trial_lock = asyncio.Lock()
         """Held by the one suspect request that the engine tries."""
@@ -169,14 +173,24 @@ class Supervisor:
         self._rng = rng
         self._on_change = on_change
         self._is_shutting_down = False
+        self._adapter_fetches = asyncio.Semaphore(ADAPTER_FETCHES_MAX)
 
     def states(self) -> dict[ReplicaId, ReplicaState]:
         """Return the state of every replica."""
         return {replica_id: replica.state for replica_id, replica in self.replicas.items()}
 
     def pinned(self) -> Collection[str]:
-        """Return the digests of the artifacts that replicas use."""
-        return {replica.spec.artifact.digest for replica in self.replicas.values()}
+        """Return the digests of the artifacts that replicas use, loaded adapters included."""
+        replicas = self.replicas.values()
+        adapters = (digest for one in replicas for digest in one.adapters.pinned)
+        return {*(one.spec.artifact.digest for one in replicas), *adapters}
+
+    async def fetch_adapter(self, adapter: RequestAdapter) -> Path:
+        """Return the folder of an adapter, fetching it if it is missing. Raises ArtifactError."""
+        async with self._adapter_fetches:
+            return await self._artifacts.ensure(
+                adapter.artifact, self.pinned(), lambda _: None, holders=adapter.holders
+            )
 
     def is_fetching(self) -> bool:
         """Return True if a replica waits for its artifact."""

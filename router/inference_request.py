@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from isochrone.wire.adapter import AdapterEntry
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
@@ -21,12 +22,13 @@ class InferenceRequest:
     - `build_resume_body(text, tokens)` returns a body that asks for the rest of the answer after
       `text` of so many tokens, or None. The attribute is None if the request cannot be resumed.
     - `ttft_ms` is within how many ms the client needs the first token; 0 if it does not say.
+    - `adapter` is the LoRA adapter of the deployment's model that the request names, if any.
     - `determinism` is `headers.GREEDY` or `headers.SEEDED` if every replica would generate the same
       tokens, else empty.
     """
 
     __slots__ = (
-        "answer_count", "arrived_s", "body", "build_resume_body", "client_request_id",
+        "adapter", "answer_count", "arrived_s", "body", "build_resume_body", "client_request_id",
         "deployment", "deployment_id", "determinism", "encode_error_event", "is_stream", "key",
         "output_tokens_max", "path", "prefix_keys", "reject_if_busy", "relayed_headers",
         "request_id", "session", "started_at", "text_bytes", "ttft_ms", "wants_usage",
@@ -56,6 +58,7 @@ class InferenceRequest:
         prefix_keys: PrefixKeys,
         relayed_headers: str = "",
         ttft_ms: int = 0,
+        adapter: AdapterEntry | None = None,
     ) -> None:
         self.request_id = request_id
         self.client_request_id = client_request_id
@@ -79,6 +82,7 @@ class InferenceRequest:
         self.prefix_keys = prefix_keys
         self.relayed_headers = relayed_headers
         self.ttft_ms = ttft_ms
+        self.adapter = adapter
 
     def cost(self, usage: UsageCount) -> float:
         """Return what `usage` costs at the deployment's price; 0 without a price."""

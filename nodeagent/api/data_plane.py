@@ -31,6 +31,14 @@ from nodeagent.api.kv_sharing import KvSharingRoutes
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.pop_loads import PopLoadReader
+from nodeagent.api.replica_admission import (
+    GENERATION_PATHS,
+    RequestRefused,
+    admit,
+    check_queue,
+    load_header,
+)
+from nodeagent.api.request_adapter import add_loaded, fetched_adapter, loaded_adapter
 from nodeagent.api.request_estimates import (
     PrefillEstimate,
     first_token_objective,
@@ -50,6 +58,7 @@ from nodeagent.disaggregation.two_legs import PrefillLeg
 from nodeagent.drivers.driver import TOKENIZE_PATH
 from nodeagent.host.awake_memory import CannotWake
 from nodeagent.host.cache_salts import CacheSalts
+from nodeagent.host.engine_adapters import AdapterUnavailable, FetchedAdapter
 from nodeagent.host.engines import EngineProcess
 from nodeagent.supervisor import ManagedReplica, Supervisor
 
@@ -57,9 +66,6 @@ log = logging.getLogger(__name__)
 
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024
 BODY_TIMEOUT_S: Final = 30.0
-OUTPUT_TOKENS_DEFAULT: Final = 256
-"""Output reserved for a request without the router's estimate."""
-
 INFERENCE_PATHS: Final = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -67,7 +73,6 @@ INFERENCE_PATHS: Final = (
     "/v1/rerank",
     TOKENIZE_PATH,
 )
-GENERATION_PATHS: Final = INFERENCE_PATHS[:2]
 TO_ENGINE: Final = (
     "content-type",
     "traceparent",
@@ -91,19 +96,6 @@ among them, so a request is handed off at most once."""
 
 FROM_ENGINE: Final = ("content-type", "retry-after", "cache-control", kv_sharing.KV_FOUND)
 FROM_PEER: Final = (*FROM_ENGINE, headers.LOAD, headers.ENGINE_LOST)
-
-
-class RequestRefused(Exception):
-    """This node refuses the request; the router may send it to another replica.
-
-    `word` is the refusal's name on the wire.
-    """
-
-    def __init__(self, word: str, status: int = 429, load: str = "") -> None:
-        super().__init__(word)
-        self.word = word
-        self.status = status
-        self.load = load
 
 
 class DataPlaneServer:
@@ -168,7 +160,7 @@ class DataPlaneServer:
                 return answer
             # The replica may have begun to drain in the meantime.
             replica = self._find_replica(request)
-            _check_queue(request, replica)
+            check_queue(request, replica)
             return await self._serve_here(request, replica, body, prefill_estimate(request))
         except RequestRefused as refused:
             metrics.REQUESTS.labels(refused.word).inc()
@@ -181,22 +173,39 @@ class DataPlaneServer:
         body: bytes,
         estimate: PrefillEstimate,
     ) -> web.StreamResponse:
-        """Admit the request to a replica of this node, relay it, and release its tokens."""
+        """Serve the request by a replica of this node, with the adapter that it names."""
         if not replica.is_serving:
             raise RequestRefused("loading", 503)
-        reservation = _admit(request, replica, body, estimate)
+        try:
+            async with fetched_adapter(request, replica, self._supervisor) as adapter:
+                return await self._serve_admitted(request, replica, body, estimate, adapter)
+        except AdapterUnavailable as error:
+            raise RequestRefused("adapter_unavailable", 503) from error
+        except CannotWake as error:
+            raise RequestRefused("loading", 503) from error
+
+    async def _serve_admitted(
+        self,
+        request: web.Request,
+        replica: ManagedReplica,
+        body: bytes,
+        estimate: PrefillEstimate,
+        fetched: FetchedAdapter | None,
+    ) -> web.StreamResponse:
+        """Admit the request, relay it to the engine, and release its tokens."""
+        reservation = admit(request, replica, body, estimate)
         try:
             is_suspect = headers.SUSPECT in request.headers
             async with (
                 _seat(request, replica, estimate),
                 self._supervisor.awake.use(replica.spec.replica_id),
+                loaded_adapter(fetched, replica) as adapter,
                 engine_request(replica, is_suspect=is_suspect) as running,
             ):
                 if running is None:  # a suspect may have waited
                     raise RequestRefused("loading", 503)
+                running.adapter = adapter
                 return await self._relay_to_engine(request, replica, body, reservation, running)
-        except CannotWake as error:
-            raise RequestRefused("loading", 503) from error
         finally:
             reservation.release(monotonic())
 
@@ -285,6 +294,8 @@ class DataPlaneServer:
         """Relay the request to the replica's engine, and its answer back."""
         engine = replica.engine
         assert engine is not None
+        if not running.is_sent_to(engine):
+            raise RequestRefused("loading", 503)
         if request.path == TOKENIZE_PATH and not engine.tokenize_path:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
@@ -295,7 +306,8 @@ class DataPlaneServer:
         salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
         sent[headers.CACHE_SALT] = salt
         priority = request.headers.get(headers.PRIORITY, "")
-        salted = engine.salted(request.path, body, salt, priority)
+        adapter_name = running.adapter.name if running.adapter is not None else ""
+        salted = engine.salted(request.path, body, salt, priority, adapter_name)
         leg = self._decode_legs.open(request, replica, engine, body, reservation, TO_PEER)
         if leg is not None:
             sent[kv_transfer.TRANSFER] = leg.transfer
@@ -344,7 +356,8 @@ class DataPlaneServer:
             reservation.first_token(monotonic())
         running.record_token()
         _count_objective(request, reservation.admitted_s, monotonic())
-        response.headers[headers.LOAD] = _load_header(request, replica)
+        response.headers[headers.LOAD] = load_header(request, replica)
+        add_loaded(response, running.adapter)
         report_found(leg, response)
         counted = apply_leg(leg, response, count_bytes(first_chunk, chunks, replica))
         await response.prepare(request)
@@ -378,34 +391,6 @@ class DataPlaneServer:
         return web.json_response({"status": status, "replicas": counts})
 
 
-def _admit(
-    request: web.Request, replica: ManagedReplica, body: bytes, estimate: PrefillEstimate
-) -> TokenReservation:
-    """Reserve the request's tokens on the replica, or raise RequestRefused.
-
-    The cache salt names the tenant.
-    """
-    tokens = headers.parse_tokens(request.headers.get(headers.TOKENS, ""))
-    if tokens is None:
-        tokens = headers.TokenEstimate(len(body) // 4 + 1, OUTPUT_TOKENS_DEFAULT)
-    reservation = replica.admission.admit(
-        tokens.prompt,
-        tokens.output,
-        estimate.pending_prefill_tokens,
-        router=headers.router_name(request.headers),
-        generates_for=(
-            request.headers.get(headers.CACHE_SALT, "")
-            if request.path in GENERATION_PATHS
-            else None
-        ),
-        prefill_ms=estimate.prefill_ms,
-        now_s=monotonic(),
-    )
-    if reservation is None:
-        raise RequestRefused("busy", load=_load_header(request, replica))
-    return reservation
-
-
 def _seat(
     request: web.Request, replica: ManagedReplica, estimate: PrefillEstimate
 ) -> AbstractAsyncContextManager[None]:
@@ -422,22 +407,3 @@ def _count_objective(request: web.Request, admitted_s: float, now_s: float) -> N
     if left_ms is not None:
         outcome = "met" if 1000 * (now_s - admitted_s) <= left_ms else "missed"
         metrics.TTFT_OBJECTIVES.labels(outcome).inc()
-
-
-def _check_queue(request: web.Request, replica: ManagedReplica) -> None:
-    """Refuse a request if the queue is longer than the router accepts for this replica.
-
-    The refusal carries the current load, with which the router may choose another replica.
-    """
-    tokens_max = queue_tokens_max(request)
-    if tokens_max is None:
-        return
-    if replica.admission.pending_prefill_tokens(monotonic()) > tokens_max:
-        raise RequestRefused(headers.QUEUED, load=_load_header(request, replica))
-
-
-def _load_header(request: web.Request, replica: ManagedReplica) -> str:
-    """Return the replica's load as a header value for the router that sent the request."""
-    return headers.format_load(
-        replica.admission.load(headers.router_name(request.headers), monotonic())
-    )

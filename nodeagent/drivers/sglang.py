@@ -42,6 +42,7 @@ class SglangDriver:
     is_queue_fair = False
     has_spare_seats = True
     kv_transfer = False
+    load_adapter_path = unload_adapter_path = ""
     sleep_path = wake_path = ""
 
     def missing(self) -> str:

@@ -79,6 +79,13 @@ CANARIES: Final = {
 """By kind of model."""
 
 
+class AdapterPaths(NamedTuple):
+    """The paths of an engine that load a LoRA adapter and forget it."""
+
+    load: str
+    unload: str
+
+
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `process.json`. `pid` is 0 until the process has started.
 
@@ -159,17 +166,26 @@ class EngineProcess:
         """Where the engine counts the tokens of a chat; "" if it cannot."""
         return self._driver.tokenize_path
 
-    def salted(self, path: str, body: bytes, salt: str, priority: str = "") -> bytes:
+    def salted(
+        self, path: str, body: bytes, salt: str, priority: str = "", model: str = ""
+    ) -> bytes:
         """Return the request body with the tenant's cache salt and its priority, from "0" to "100".
 
-        The body is unchanged if this engine reads them from headers or not at all. Raises ApiError
-        400 for a body that cannot take the salt.
+        With `model` it names that: an adapter that this engine has loaded. The body is unchanged
+        otherwise if this engine reads the others from headers or not at all. Raises ApiError 400
+        for a body that cannot take them.
         """
-        if path not in self._driver.salted_paths:
-            return body
-        is_number = priority.isascii() and priority.isdigit() and len(priority) <= 3
-        rank = int(priority) if is_number else headers.PRIORITY_DEFAULT
-        return with_fields(body, self._driver.body_fields(self.record.command, salt, rank))
+        fields = {"model": model} if model else {}
+        if path in self._driver.salted_paths:
+            is_number = priority.isascii() and priority.isdigit() and len(priority) <= 3
+            rank = int(priority) if is_number else headers.PRIORITY_DEFAULT
+            fields |= self._driver.body_fields(self.record.command, salt, rank)
+        return with_fields(body, fields) if fields else body
+
+    @property
+    def adapter_paths(self) -> AdapterPaths:
+        """Where the engine loads and unloads LoRA adapters; "" if it cannot."""
+        return AdapterPaths(self._driver.load_adapter_path, self._driver.unload_adapter_path)
 
     async def is_ready(self) -> bool:
         """Return True if the engine reports to be healthy.

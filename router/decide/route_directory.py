@@ -5,6 +5,7 @@ from typing import Final, NamedTuple
 
 from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
 from isochrone.wire.routes import DeploymentEntry, KeyTable, Route, RouteTable
+from router.decide.adapters import AdapterDirectory
 
 
 class DirectoryChange(NamedTuple):
@@ -26,6 +27,7 @@ class RouteDirectory:
         """Start without a table."""
         self.table: RouteTable | None = None
         self.keys = KeyTable()
+        self.adapters = AdapterDirectory()
         self._deployments_by_name: dict[str, DeploymentEntry] = {}
         self._routes: dict[ReplicaId, Route] = {}
         self._replicas_by_node: dict[NodeId, list[ReplicaId]] = {}
@@ -34,7 +36,7 @@ class RouteDirectory:
     def adopt(self, table: RouteTable) -> DirectoryChange:
         """Serve `table` from now on; return what changes."""
         former, known = self._routes, {entry.deployment_id for entry in self.deployments}
-        self.table, self.keys = table, table.keys
+        self.adopt_keys(table)
         self._deployments_by_name = {entry.name: entry for entry in table.deployments}
         self._routes = {route.replica_id: route for route in table.routes}
         self._outside = {}
@@ -62,8 +64,9 @@ class RouteDirectory:
         return DirectoryChange(removed, changed, routes)
 
     def adopt_keys(self, table: RouteTable) -> None:
-        """Serve `table`, which differs from the current one only by its keys."""
+        """Serve `table`, which differs from the current one only by its keys and adapters."""
         self.table, self.keys = table, table.keys
+        self.adapters.adopt(table.adapters)
 
     @property
     def deployments(self) -> tuple[DeploymentEntry, ...]:
