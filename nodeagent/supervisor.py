@@ -16,7 +16,6 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire.adapter import RequestAdapter
 from isochrone.wire.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.ids import DeviceId, ReplicaId
@@ -34,7 +33,7 @@ from nodeagent.drivers.driver import DeviceMemory, UnknownOption
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.awake_memory import AwakeMemory
 from nodeagent.host.download import ArtifactError
-from nodeagent.host.engine_adapters import EngineAdapters
+from nodeagent.host.engine_adapters import AdapterFetcher, EngineAdapters
 from nodeagent.host.engine_log import last_error, trim_log
 from nodeagent.host.engine_seats import EngineSeats
 from nodeagent.host.engines import EngineProcess, EngineProcesses, EngineRecord
@@ -42,7 +41,6 @@ from nodeagent.host.memory_guard import MemoryGuard, RunningReplica
 
 log = logging.getLogger(__name__)
 
-ADAPTER_FETCHES_MAX: Final = 4  # at once
 TOKENS_IN_FLIGHT_UNPLANNED: Final = 32_768
 """The limit of a replica that was placed without a planned one."""
 
@@ -173,7 +171,7 @@ class Supervisor:
         self._rng = rng
         self._on_change = on_change
         self._is_shutting_down = False
-        self._adapter_fetches = asyncio.Semaphore(ADAPTER_FETCHES_MAX)
+        self.adapter_fetcher = AdapterFetcher(artifacts, self.pinned)
 
     def states(self) -> dict[ReplicaId, ReplicaState]:
         """Return the state of every replica."""
@@ -184,13 +182,6 @@ class Supervisor:
         replicas = self.replicas.values()
         adapters = (digest for one in replicas for digest in one.adapters.pinned)
         return {*(one.spec.artifact.digest for one in replicas), *adapters}
-
-    async def fetch_adapter(self, adapter: RequestAdapter) -> Path:
-        """Return the folder of an adapter, fetching it if it is missing. Raises ArtifactError."""
-        async with self._adapter_fetches:
-            return await self._artifacts.ensure(
-                adapter.artifact, self.pinned(), lambda _: None, holders=adapter.holders
-            )
 
     def is_fetching(self) -> bool:
         """Return True if a replica waits for its artifact."""
@@ -372,6 +363,7 @@ class Supervisor:
             )
             if stats is not None:
                 replica.admission.is_closed = stats.memory_full
+                replica.admission.cache_since_s = _cache_since_s(stats, self._clock())
                 _update_profile(replica, stats)
             if is_canary_due and running == 0 and stats is not None and is_awake:
                 async with self.awake.use(replica.spec.replica_id, is_test=True):
@@ -438,6 +430,12 @@ def _failure_of(replica: ManagedReplica, attempt: "asyncio.Task[str]") -> str:
         log_line = last_error(replica.engine.log)
         problem = f"{problem}: {log_line}" if log_line else problem
     return problem
+
+
+def _cache_since_s(stats: EngineStats, now_s: float) -> float | None:
+    """Return since when an engine's prefix cache has all that was used, None if it does not say."""
+    age_s = stats.prefix_evicted_age_s
+    return now_s - age_s if age_s >= 0 else None
 
 
 def _update_profile(replica: ManagedReplica, stats: EngineStats) -> None:

@@ -25,6 +25,7 @@ from isochrone.wire.usage import UsageAck
 from router import build
 from router.apis.batches.answer import ItemAnswerer
 from router.apis.dispatch import ApiDispatcher
+from router.apis.media.routes import MediaRoutes
 from router.apis.openai.auxiliary import auxiliary_app
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
@@ -240,6 +241,7 @@ class RouterApp:
             *(self.surface, self.pipeline, self.upstream, self.request_ids, self.metrics),
             self.batch_client,
             self.stored.routes,
+            MediaRoutes(self.surface, self.pipeline, self.config.audio_relayed_bytes_max),
         )
         answerer = ItemAnswerer(
             keys=lambda: self.fleet.directory.keys,

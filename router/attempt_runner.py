@@ -14,6 +14,7 @@ from isochrone.wire.ids import ReplicaId
 from isochrone.wire.routes import Route
 from router.config import RouterConfig
 from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest, ResponseHead
+from router.dataplane.media_usage import media_usage
 from router.dataplane.response_checks import check_status, read_usage
 from router.dataplane.upstream import Upstream
 from router.decide.adapters import HOLDERS_MAX
@@ -213,6 +214,7 @@ class AttemptRunner:
             self._fleet.in_flight,
             context.excluded.all(),
             self._clock(),
+            context.request.deployment.needs_prefill,
         )
 
     def _holders(self, context: RequestContext, target: RankedRoute) -> SharedKvPeers:
@@ -274,7 +276,11 @@ class AttemptRunner:
             has_waited = self._learn_adapter(context, ranked.route, adapter, head)
         check_status(node_id, head)
         if head.status == 200 and not exchange.is_stream:
-            exchange.usage, exchange.body = read_usage(node_id, exchange.body)
+            if context.request.is_media:
+                estimate = context.prompt_tokens_estimate
+                exchange.usage = media_usage(exchange.body, head.content_type, estimate)
+            else:
+                exchange.usage, exchange.body = read_usage(node_id, exchange.body)
         self._feedback.record_success(ranked.route)
         attempt.take(ANSWERED)
         if exchange.is_stream:

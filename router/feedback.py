@@ -130,7 +130,7 @@ class AttemptFeedback:
         share = cached_tokens / prompt_tokens
         deployment.learn_uncached_share(1.0 - share)
         if sent is not None and deployment.slot_of(route.replica_id) == sent.slot:
-            deployment.learn_cached_share(sent, share)
+            deployment.learn_cached_share(sent, share, self._fleet.clock())
             self._fleet.prompt_outbox.add(route.deployment_id, route.replica_id, sent, keys)
 
 
@@ -165,13 +165,17 @@ class ProbeFeedback:
         fleet.nodes.record_answer(node_id, now_s - age_s)
         for replica_id in fleet.directory.replicas_on(node_id):
             load, route = loads.get(replica_id), fleet.directory.route(replica_id)
-            if load is None or route is None or load.others_pending_prefill_tokens < 0:
+            if load is None or route is None:
+                continue
+            reported_at_s = now_s - age_s - fleet.nodes.rtt_ms(route) / 2000
+            fleet.record_cache_age(route, load, reported_at_s)
+            if load.others_pending_prefill_tokens < 0:
                 continue
             fleet.in_flight.record_report(
                 replica_id,
                 load.others_pending_prefill_tokens,
                 load.others_decode_tokens,
-                now_s - age_s - fleet.nodes.rtt_ms(route) / 2000,
+                reported_at_s,
             )
 
     def record_round_trip(self, node_id: NodeId, rtt_ms: float) -> None:

@@ -128,6 +128,7 @@ class FleetState:
         """Note a replica's load as it was at `reported_at_s`."""
         replica_id = route.replica_id
         self.in_flight.record_wake(replica_id, float(load.wake_ms))
+        self.record_cache_age(route, load, reported_at_s)
         if load.others_pending_prefill_tokens > NOT_REPORTED:
             self.in_flight.record_other_routers(
                 replica_id,
@@ -141,6 +142,14 @@ class FleetState:
             replicas = self.routing(route.deployment_id).replicas
             pending = round(load.prefill_tokens * replicas.uncached_share)
         self.in_flight.record_report(replica_id, pending, load.decode_tokens, reported_at_s)
+
+    def record_cache_age(self, route: Route, load: ReportedLoad, reported_at_s: float) -> None:
+        """Note how far back a replica's prefix cache reached at `reported_at_s`, if it says so."""
+        if load.cache_age_ms > NOT_REPORTED:
+            routing = self.routing(route.deployment_id)
+            slot = routing.slot_of(route.replica_id)
+            if slot >= 0:
+                routing.record_evicted(slot, reported_at_s - load.cache_age_ms / 1000)
 
     def learn_prompts(self, prompts: Iterable[SharedPrompt]) -> None:
         """Note prompts that another process of this router had answered."""

@@ -1,6 +1,7 @@
 """A client's request as the pipeline takes it, whichever API surface it came through."""
 
 from collections.abc import Callable
+from typing import Final
 
 from isochrone.wire.adapter import AdapterEntry
 from isochrone.wire.errors import ApiError
@@ -8,6 +9,8 @@ from isochrone.wire.ids import RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
 from router.dataplane.usage import UsageCount
 from router.decide.prefix_index import PrefixKeys
+
+JSON: Final = "application/json"
 
 
 class InferenceRequest:
@@ -25,11 +28,14 @@ class InferenceRequest:
     - `adapter` is the LoRA adapter of the deployment's model that the request names, if any.
     - `determinism` is `headers.GREEDY` or `headers.SEEDED` if every replica would generate the same
       tokens, else empty.
+    - `content_type` is that of `body`. `is_media`: the answer is a sound, an image or what a sound
+      says, of any content type. A stream of it is relayed unchanged and ends with its body.
     """
 
     __slots__ = (
         "adapter", "answer_count", "arrived_s", "body", "build_resume_body", "client_request_id",
-        "deployment", "deployment_id", "determinism", "encode_error_event", "is_stream", "key",
+        "content_type", "deployment", "deployment_id", "determinism", "encode_error_event",
+        "is_media", "is_stream", "key",
         "output_tokens_max", "path", "prefix_keys", "reject_if_busy", "relayed_headers",
         "request_id", "session", "started_at", "text_bytes", "ttft_ms", "wants_usage",
     )  # fmt: skip
@@ -59,6 +65,8 @@ class InferenceRequest:
         relayed_headers: str = "",
         ttft_ms: int = 0,
         adapter: AdapterEntry | None = None,
+        content_type: str = JSON,
+        is_media: bool = False,
     ) -> None:
         self.request_id = request_id
         self.client_request_id = client_request_id
@@ -83,6 +91,8 @@ class InferenceRequest:
         self.relayed_headers = relayed_headers
         self.ttft_ms = ttft_ms
         self.adapter = adapter
+        self.content_type = content_type
+        self.is_media = is_media
 
     def cost(self, usage: UsageCount) -> float:
         """Return what `usage` costs at the deployment's price; 0 without a price."""

@@ -20,6 +20,7 @@ from router.admission_queue import LOOK_AGAIN_S, AdmissionQueue, AdmissionRefuse
 from router.attempt_runner import AttemptRunner
 from router.config import RouterConfig
 from router.dataplane.exchange import AttemptFailed, NodeExchange
+from router.dataplane.http1 import EVENT_STREAM
 from router.dataplane.http_messages import HttpResponse, ResponseWriter
 from router.dataplane.inline_task import inline_sleep
 from router.dataplane.response_checks import check_error_body
@@ -30,7 +31,7 @@ from router.decide.limits import AdmittedRequest, KeyLimiter
 from router.decide.retry_after import spread_retry_after_s
 from router.decide.retry_budget import RetryBudget
 from router.fleet_state import FleetState
-from router.inference_request import InferenceRequest
+from router.inference_request import JSON, InferenceRequest
 from router.metrics import Metrics
 from router.poison_guard import PoisonGuard
 from router.proxy_headers import STREAM_HEADERS, client_headers, deprecation_headers
@@ -49,6 +50,7 @@ RETRY_PAUSE_S: Final = 0.05
 RESUMED_COMMENT: Final = b": continued on another replica, not token for token\n\n"
 """An SSE comment before output that may differ from what the first replica would have sent."""
 
+EVENTS: Final = f"{EVENT_STREAM}; charset=utf-8"
 # Looked up once, because access to an enum member runs interpreted code.
 COMPLETED: Final = AttemptEvent.COMPLETED
 
@@ -264,7 +266,8 @@ class RequestPipeline:
                 header_lines += f"retry-after: {retry_after.decode('latin-1')}\r\n"
         # FastAPI's status for invalid fields; the OpenAI surface has 400 for them.
         status = 400 if head.status == 422 else head.status
-        writer.reply(HttpResponse(status, exchange.body, header_lines))
+        content_type = head.content_type if context.request.is_media else JSON
+        writer.reply(HttpResponse(status, exchange.body, header_lines, content_type))
         self._attempts.learn(context, attempt)
 
     async def _stream(
@@ -275,9 +278,12 @@ class RequestPipeline:
         relay = stream.relay
         assert relay is not None and attempt is not None
         self._metrics.open_streams.inc()
+        content_type = EVENTS
+        if request.is_media and attempt.exchange is not None and attempt.exchange.head:
+            content_type = attempt.exchange.head.content_type
         try:
             header_lines = client_headers(context, attempt.ranked, rate_limit_lines)
-            writer.begin(200, "text/event-stream; charset=utf-8", header_lines + STREAM_HEADERS)
+            writer.begin(200, content_type, header_lines + STREAM_HEADERS)
             stream.has_begun = True
             await self._relay_until_done(context, writer)
             context.outcome = OUTCOME_COMPLETE
@@ -286,6 +292,9 @@ class RequestPipeline:
                 ErrorCode.UPSTREAM,
                 f"cannot continue this answer, send the request again: {failure}",
             )
+            if not content_type.startswith(EVENT_STREAM):
+                # An event would be heard as noise: the client sees a response that breaks off.
+                raise error_event from failure
             writer.send(request.encode_error_event(error_event))
         except ApiError as error:
             writer.send(request.encode_error_event(error))

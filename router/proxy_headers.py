@@ -17,7 +17,8 @@ STREAM_HEADERS: Final = "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 """Tells proxies neither to store a stream nor to buffer it."""
 
 # The text between two values, so that a head is one concatenation.
-_REPLICA: Final = f"content-type: application/json\r\n{headers.REPLICA}: "
+_CONTENT_TYPE: Final = "content-type: "
+_REPLICA: Final = f"\r\n{headers.REPLICA}: "
 _REQUEST_ID: Final = f"\r\n{headers.REQUEST_ID}: "
 _CACHE_SALT: Final = f"\r\n{headers.CACHE_SALT}: "
 _PROMPT_TOKENS: Final = f"\r\n{headers.TOKENS}: p="
@@ -52,7 +53,7 @@ def node_headers(
     generated = context.stream.generated.tokens
     prefill_ms, deadline_ms = int(target.prefill_ms), int(1000 * timeout_s)
     lines = (
-        f"{_REPLICA}{target.route.replica_id}{_REQUEST_ID}{request.request_id}"
+        f"{_CONTENT_TYPE}{request.content_type}{_REPLICA}{target.route.replica_id}{_REQUEST_ID}{request.request_id}"
         f"{_CACHE_SALT}{request.key.tenant_id}"
         f"{_PROMPT_TOKENS}{expected.prompt};o={expected.output}"
         f"{_PENDING_PREFILL_TOKENS}{target.pending_prefill_tokens}{_PREFILL_MS}{prefill_ms}"

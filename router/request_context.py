@@ -10,6 +10,7 @@ from isochrone.wire.routes import Route
 from isochrone.wire.usage import RequestOutcome
 from router.admission_queue import QueueEntry
 from router.dataplane.exchange import NodeExchange, ResponseHead
+from router.dataplane.media_relay import MediaRelay
 from router.dataplane.sse import DONE_FRAME, GeneratedOutput, StreamRelay, usage_frame
 from router.dataplane.usage import UsageCount
 from router.decide.attempt import FAULTY, TRANSITIONS, AttemptEvent, AttemptState, after
@@ -144,6 +145,8 @@ class ResumableStream:
         """
         if self.has_begun and self.relay is not None:
             self.relay.resume()
+        elif request.is_stream and request.is_media:
+            self.relay = MediaRelay()
         elif request.is_stream:
             joins_reasoning = request.deployment.engine == EMBEDDED_ENGINE
             self.relay = StreamRelay(

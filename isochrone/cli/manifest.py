@@ -17,7 +17,11 @@ CACHED_VALUE_BYTES: Final = 2
 """A value of the KV cache in 16 bits, as engines keep it by default."""
 HIDDEN: Final = (".", "__pycache__")
 """Prefixes of files and folders that downloads and git create; they are not part of the model."""
-KINDS: Final = {"BertModel": "embedding", "BertForSequenceClassification": "rerank"}
+KINDS: Final = {
+    "BertModel": "embedding",
+    "BertForSequenceClassification": "rerank",
+    "WhisperForConditionalGeneration": "transcription",
+}
 """Kinds of models by architecture; all other architectures are chat models."""
 
 
@@ -26,6 +30,8 @@ class _ConfigFields(msgspec.Struct):
 
     architectures: tuple[str, ...] | None = None
     max_position_embeddings: int = 4096
+    max_target_positions: int | None = None
+    """The context of a decoder that reads audio."""
 
 
 class _SentenceFields(msgspec.Struct):
@@ -89,8 +95,9 @@ def config_values(folder: Path, files: Sequence[str] = ()) -> dict[str, Any]:
     }
     if values["kind"] != "chat":
         # As the embedded engine limits it.
-        limit = sentence.max_seq_length or fields.max_position_embeddings
-        return {**values, "context_tokens": min(limit, fields.max_position_embeddings)}
+        limit = fields.max_target_positions or fields.max_position_embeddings
+        context_tokens = min(sentence.max_seq_length or limit, limit)
+        return {**values, "context_tokens": context_tokens}
     try:
         shape = shape_of(config)
     except BadConfig as error:

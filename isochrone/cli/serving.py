@@ -16,7 +16,7 @@ from isochrone.cli.manifest import artifact_of, config_values
 from isochrone.cli.output import show_one, show_rows, stderr
 from isochrone.cli.simple_commands import add_command, list_command
 from isochrone.wire.engine_capabilities import EngineCapabilities
-from isochrone.wire.model import ROLES_PATTERN
+from isochrone.wire.model import KIND_FEATURES, ROLES_PATTERN
 
 WAIT_INTERVAL_S: Final = 0.5
 CATALOGUE_DEFAULTS: Final = {"architecture": "unknown", "kind": "chat", "context_tokens": 4096}
@@ -62,7 +62,7 @@ def models_list(obj: CliContext) -> None:
 @click.option("--architecture", default=None, help="Default: from config.json or the GGUF.")
 @click.option(
     "--kind",
-    type=click.Choice(["chat", "embedding", "rerank"]),
+    type=click.Choice(list(KIND_FEATURES)),
     default=None,
     help="Default: from config.json, else chat.",
 )

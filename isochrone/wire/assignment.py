@@ -62,7 +62,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     this node. `seal` proves to a scheduler that the replica was placed on this node. With
     `overcommit` above 1 it shares its memory with other such replicas: it may have to sleep, and
     the planner counts this part of its memory only. `extra_bytes` of `memory_bytes` were added
-    because such replicas were measured to take more than computed.
+    because such replicas were measured to take more than computed. `kind` is the kind of model, ""
+    from an older scheduler.
     """
 
     replica_id: Annotated[ReplicaId, msgspec.Meta(pattern=ID_PATTERN)]
@@ -80,6 +81,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     seal: str = ""
     overcommit: Annotated[float, msgspec.Meta(ge=1, le=64)] = 1.0
     extra_bytes: NonNegative = 0
+    kind: str = ""
 
     @property
     def planned_bytes(self) -> int:

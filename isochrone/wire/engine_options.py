@@ -94,7 +94,7 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
             }
         )
     ),
-    # `vllm serve --help=all` of 0.32.
+    # `vllm serve --help=all` of 0.32. `kv_connector` is our driver's own.
     "vllm": EngineOptions(
         values=frozenset(
             {
@@ -124,6 +124,7 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "max_lora_rank",
                 "max_cpu_loras",
                 "lora_dtype",
+                "kv_connector",
                 "kv_transfer_config",
                 "kv_events_config",
                 "seed",
@@ -205,6 +206,8 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "reasoning_parser",
                 "max_loras_per_batch",
                 "max_lora_rank",
+                "disaggregation_transfer_backend",
+                "disaggregation_ib_device",
             }
         ),
         flags=frozenset(
@@ -218,7 +221,8 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
             }
         ),
     ),
-    # tensorrt_llm/commands/serve.py of 1.2.
+    # tensorrt_llm/commands/serve.py of 1.2. `cache_transceiver_backend` is our driver's own: a part
+    # of its configuration file.
     "tensorrt_llm": EngineOptions(
         values=frozenset(
             {
@@ -230,6 +234,7 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "ep_size",
                 "reasoning_parser",
                 "tool_parser",
+                "cache_transceiver_backend",
             }
         ),
         flags=frozenset({"enable_chunked_prefill"}),

@@ -90,6 +90,9 @@ LOADS_MAX: Final = 64
 ADAPTERS: Final = "x-isochrone-adapters"
 """In the answer to such a request: the adapters that the replica has loaded."""
 
+LOAD_FIELDS_MAX: Final = 16
+"""Fields of a load that are read; names that this release does not know are skipped."""
+
 HANDOFF_REPLICA: Final = "x-isochrone-passed"
 """The peer replica that answers instead of the addressed one."""
 
@@ -147,8 +150,9 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     in the prefix cache. The unit is the cost of a token at the start of a prompt: later tokens take
     longer and count for more. `others_pending_prefill_tokens` and `others_decode_tokens` leave out
     the requests of the router that asked, and the estimated progress on the current prompt.
-    -1 means that the node does not report the value. A replica that sleeps needs `wake_ms` before
-    it can serve.
+    What was used last more than `cache_age_ms` ago is no longer in the prefix cache, and the rest
+    still is. -1 means that the node does not report the value. A replica that sleeps needs
+    `wake_ms` before it can serve.
     """
 
     prefill_tokens: int
@@ -159,6 +163,7 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     others_pending_prefill_tokens: int = -1
     others_decode_tokens: int = -1
     wake_ms: int = 0
+    cache_age_ms: int = -1
 
 
 class TokenEstimate(NamedTuple):
@@ -177,13 +182,15 @@ def format_load(load: ReportedLoad) -> str:
         value += f";o={load.others_pending_prefill_tokens};e={load.others_decode_tokens}"
     if load.wake_ms:
         value += f";z={load.wake_ms}"
+    if load.cache_age_ms >= 0:
+        value += f";c={load.cache_age_ms}"
     return value
 
 
 def parse_load(value: str) -> ReportedLoad | None:
     """Parse a header value; return None if it is malformed: the answer is still usable."""
     fields: dict[str, int] = {}
-    for part in value.split(";", 8)[:8]:
+    for part in value.split(";", LOAD_FIELDS_MAX)[:LOAD_FIELDS_MAX]:
         name, equals, number = part.partition("=")
         if not equals or not number.isascii() or not number.isdigit() or len(number) > 15:
             return None
@@ -196,6 +203,7 @@ def parse_load(value: str) -> ReportedLoad | None:
             fields["w"],
             fields.get("u", -1),
             wake_ms=fields.get("z", 0),
+            cache_age_ms=fields.get("c", -1),
         )
     except KeyError:
         return None

@@ -1,5 +1,6 @@
 """Artifacts, models, engine settings, and deployments: the desired state of serving a model."""
 
+from collections.abc import Mapping
 from typing import Annotated, Final
 
 import msgspec
@@ -91,6 +92,17 @@ class ModelDimensions(msgspec.Struct, frozen=True, kw_only=True):
     expert_parameters: NonNegative = 0
     weight_bits: Annotated[float, msgspec.Meta(ge=1, le=32)] = 16
     kv_bits: Annotated[float, msgspec.Meta(ge=1, le=32)] = 16
+
+
+KIND_FEATURES: Final[Mapping[str, str]] = {
+    "chat": "chat",
+    "embedding": "embeddings",
+    "rerank": "rerank",
+    "transcription": "transcriptions",
+    "speech": "speech",
+    "image": "image_generation",
+}
+"""The kinds of models, each with the feature (`engine_capabilities.FEATURES`) that it needs."""
 
 
 class CatalogModel(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from io import BytesIO
 from typing import Final
 
 import aiohttp
@@ -13,11 +14,17 @@ from nodeagent import metrics
 from nodeagent.api.engine_trials import EngineRequest
 from nodeagent.supervisor import ManagedReplica
 
+WHOLE_BODY_BYTES_MAX: Final = 512 * 1024
 EVENT_STREAM: Final = "text/event-stream"
 ENGINE_LOST_EVENT: Final = b"data: " + msgspec.json.encode(
     {"error": {"code": headers.ENGINE_LOST_CODE, "message": "the engine failed"}}
 ) + b"\n\n"  # fmt: skip
 """Ends a stream, between two frames, whose request may have made the engine fail."""
+
+
+def request_data(body: bytes) -> bytes | BytesIO:
+    """Return a body to send; a large one in pieces, so that other requests go on between them."""
+    return body if len(body) < WHOLE_BODY_BYTES_MAX else BytesIO(body)
 
 
 def response_head(answer: aiohttp.ClientResponse, names: Sequence[str]) -> web.StreamResponse:

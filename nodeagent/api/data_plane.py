@@ -4,7 +4,7 @@ Bytes between router and engine are not changed. Every answer carries the replic
 """
 
 import logging
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Mapping
 from time import monotonic
 from typing import Final
 
@@ -22,29 +22,43 @@ from nodeagent.api.answer_relay import (
     loss_headers,
     refusal,
     relay_body,
+    request_data,
     response_head,
 )
-from nodeagent.api.decode_leg import DecodeLegs, apply_leg, prefix_copy, report_found
+from nodeagent.api.decode_leg import (
+    GENERATION_PATHS,
+    DecodeLeg,
+    DecodeLegs,
+    answer_context,
+    apply_leg,
+    prefix_copy,
+    report_found,
+)
 from nodeagent.api.engine_trials import EngineRequest, engine_request
 from nodeagent.api.handoff_notice import announce_replica
+from nodeagent.api.kv_address import KvAddressRoute
 from nodeagent.api.kv_sharing import KvSharingRoutes
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.pop_loads import PopLoadReader
-from nodeagent.api.replica_admission import (
-    GENERATION_PATHS,
+from nodeagent.api.request_adapter import (
+    add_loaded,
+    fetched_adapter,
+    loaded_adapter,
+    with_adapter,
+)
+from nodeagent.api.request_admission import (
     RequestRefused,
     admit,
     check_queue,
+    count_objective,
     load_header,
+    seat,
 )
-from nodeagent.api.request_adapter import add_loaded, fetched_adapter, loaded_adapter
 from nodeagent.api.request_estimates import (
     PrefillEstimate,
-    first_token_objective,
     prefill_estimate,
     queue_tokens_max,
-    ttft_left_ms,
 )
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.handoff import (
@@ -54,7 +68,7 @@ from nodeagent.decide.handoff import (
     is_worth_probing,
 )
 from nodeagent.decide.kv_fetch import LinkBudget
-from nodeagent.disaggregation.two_legs import PrefillLeg
+from nodeagent.disaggregation.handshake_leg import AnswerContext, NoPrefillReplica
 from nodeagent.drivers.driver import TOKENIZE_PATH
 from nodeagent.host.awake_memory import CannotWake
 from nodeagent.host.cache_salts import CacheSalts
@@ -65,13 +79,20 @@ from nodeagent.supervisor import ManagedReplica, Supervisor
 log = logging.getLogger(__name__)
 
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024
+AUDIO_PREFIX: Final = "/v1/audio/"
+AUDIO_BYTES_MAX: Final = 64 * 1024 * 1024
+"""The largest request of a path below AUDIO_PREFIX: a sound."""
+
 BODY_TIMEOUT_S: Final = 30.0
 INFERENCE_PATHS: Final = (
-    "/v1/chat/completions",
-    "/v1/completions",
+    *GENERATION_PATHS,
     "/v1/embeddings",
     "/v1/rerank",
     TOKENIZE_PATH,
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/audio/speech",
+    "/v1/images/generations",
 )
 TO_ENGINE: Final = (
     "content-type",
@@ -128,6 +149,7 @@ class DataPlaneServer:
         app.router.add_post("/loads", self._pop_loads.handle)
         app.router.add_get("/healthz", self._health)
         self._kv_sharing.attach(app)
+        KvAddressRoute(self._supervisor).attach(app)
         add_metrics(app, self._supervisor)
         app.on_cleanup.append(self._close)
         return app
@@ -154,7 +176,9 @@ class DataPlaneServer:
         """Main path of a request: find its replica, hand it off or admit it, relay the answer."""
         try:
             replica = self._find_replica(request)
-            body = await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
+            is_audio = request.path.startswith(AUDIO_PREFIX)
+            bytes_max = AUDIO_BYTES_MAX if is_audio else BODY_BYTES_MAX
+            body = await read_body(request, bytes_max=bytes_max, timeout_s=BODY_TIMEOUT_S)
             answer = await self._try_handoff(request, replica, body)
             if answer is not None:
                 return answer
@@ -197,7 +221,7 @@ class DataPlaneServer:
         try:
             is_suspect = headers.SUSPECT in request.headers
             async with (
-                _seat(request, replica, estimate),
+                seat(request, replica, estimate),
                 self._supervisor.awake.use(replica.spec.replica_id),
                 loaded_adapter(fetched, replica) as adapter,
                 engine_request(replica, is_suspect=is_suspect) as running,
@@ -306,13 +330,15 @@ class DataPlaneServer:
         salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
         sent[headers.CACHE_SALT] = salt
         priority = request.headers.get(headers.PRIORITY, "")
-        adapter_name = running.adapter.name if running.adapter is not None else ""
-        salted = engine.salted(request.path, body, salt, priority, adapter_name)
+        body = with_adapter(body, running.adapter)
+
+        def post(body: bytes, sent: Mapping[str, str]) -> AnswerContext:
+            data = request_data(engine.salted(request.path, body, salt, priority))
+            return engine.http.post(request.path, data=data, headers=sent)
+
         leg = self._decode_legs.open(request, replica, engine, body, reservation, TO_PEER)
-        if leg is not None:
-            sent[kv_transfer.TRANSFER] = leg.transfer
         try:
-            async with engine.http.post(request.path, data=salted, headers=sent) as answer:
+            async with answer_context(leg, post, body, sent) as answer:
                 response = await self._relay_answer(
                     request, replica, answer, reservation, running, leg
                 )
@@ -320,6 +346,8 @@ class DataPlaneServer:
             if copy is not None:
                 self._kv_sharing.offer_copy(copy)
             return response
+        except NoPrefillReplica as error:
+            raise RequestRefused("loading", 503) from error
         except (aiohttp.ClientError, OSError) as error:
             # Nothing was sent to the router yet, so that it may use another replica.
             metrics.REQUESTS.labels("engine_failed").inc()
@@ -339,7 +367,7 @@ class DataPlaneServer:
         answer: aiohttp.ClientResponse,
         reservation: TokenReservation,
         running: EngineRequest,
-        leg: PrefillLeg | None,
+        leg: DecodeLeg | None,
     ) -> web.StreamResponse:
         """Relay the engine's answer, with the replica's load as of the first token."""
         response = response_head(answer, FROM_ENGINE)
@@ -355,7 +383,7 @@ class DataPlaneServer:
             # The KV of a prompt begins to arrive before all of it is read.
             reservation.first_token(monotonic())
         running.record_token()
-        _count_objective(request, reservation.admitted_s, monotonic())
+        count_objective(request, reservation.admitted_s, monotonic())
         response.headers[headers.LOAD] = load_header(request, replica)
         add_loaded(response, running.adapter)
         report_found(leg, response)
@@ -389,21 +417,3 @@ class DataPlaneServer:
         status = "draining" if self.is_draining else "ok"
         counts = {state: states.count(state) for state in set(states)}
         return web.json_response({"status": status, "replicas": counts})
-
-
-def _seat(
-    request: web.Request, replica: ManagedReplica, estimate: PrefillEstimate
-) -> AbstractAsyncContextManager[None]:
-    """Return the wait for a seat of the engine, which only generations need."""
-    if request.path not in GENERATION_PATHS:
-        return nullcontext()
-    objective = first_token_objective(request, estimate.prefill_ms, monotonic())
-    return replica.seats.seat(request.headers.get(headers.CACHE_SALT, ""), objective)
-
-
-def _count_objective(request: web.Request, admitted_s: float, now_s: float) -> None:
-    """Count whether the first token has come in time, if the request says by when it needs it."""
-    left_ms = ttft_left_ms(request)
-    if left_ms is not None:
-        outcome = "met" if 1000 * (now_s - admitted_s) <= left_ms else "missed"
-        metrics.TTFT_OBJECTIVES.labels(outcome).inc()

@@ -21,6 +21,7 @@ from isochrone.service.tls import node_url
 from isochrone.wire import headers
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
+from nodeagent.api.answer_relay import request_data
 from nodeagent.decide.handoff import PeerReplicaLost
 
 PROBE_TIMEOUT_S: Final = 0.05
@@ -122,7 +123,9 @@ class PeerReplicaClient:
         async with asyncio.timeout(None) as timeout:
             pinging = asyncio.create_task(self._expire_when_silent(peer, timeout))
             try:
-                return await self._request("POST", peer, path, data=body, headers=sent)
+                return await self._request(
+                    "POST", peer, path, data=request_data(body), headers=sent
+                )
             finally:
                 pinging.cancel()
                 await asyncio.wait({pinging})

@@ -13,11 +13,13 @@ from isochrone.wire.adapter import (
     parse_request_adapter,
 )
 from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.drivers.driver import with_fields
 from nodeagent.host.engine_adapters import (
     AdapterRefused,
     AdapterUnavailable,
     FetchedAdapter,
     LoadedAdapter,
+    adapter_paths,
 )
 from nodeagent.supervisor import ManagedReplica, Supervisor
 
@@ -43,12 +45,12 @@ async def fetched_adapter(
         yield None
         return
     engine = replica.engine
-    if engine is None or not engine.adapter_paths.load:
+    if engine is None or not adapter_paths(engine).load:
         raise AdapterUnavailable("the engine loads no adapters")
     if adapter.model_id != replica.spec.model_id:
         # During a rollout to another model, the other replicas have the adapter's.
         raise AdapterUnavailable(f"this replica serves {replica.spec.model_id}")
-    async with replica.adapters.fetched(adapter, supervisor.fetch_adapter) as fetched:
+    async with replica.adapters.fetched(adapter, supervisor.adapter_fetcher.fetch) as fetched:
         yield fetched
 
 
@@ -73,6 +75,11 @@ async def loaded_adapter(
         raise ApiError(
             ErrorCode.INVALID_REQUEST, f"cannot use the adapter: {error}", param="model"
         ) from error
+
+
+def with_adapter(body: bytes, adapter: LoadedAdapter | None) -> bytes:
+    """Return a request body that names the adapter as the engine calls it. Raises ApiError 400."""
+    return body if adapter is None else with_fields(body, {"model": adapter.name})
 
 
 def add_loaded(response: web.StreamResponse, adapter: LoadedAdapter | None) -> None:

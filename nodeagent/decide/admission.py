@@ -53,6 +53,9 @@ class ReplicaAdmission:
         """True while the engine refuses new requests for lack of memory, whatever the tokens."""
         self.wake_ms: Callable[[], int] = lambda: 0
         """How long a request would wait for the replica to wake; 0 while it is awake."""
+        self.cache_since_s: float | None = None
+        """What was used last before this monotonic time is not in the engine's prefix cache, and
+        the rest is; None if the engine does not say."""
         self.running = 0
         """Number of requests in flight."""
         self._read_elsewhere = 0
@@ -139,7 +142,13 @@ class ReplicaAdmission:
             others_pending_prefill_tokens=others_pending,
             others_decode_tokens=others_decode,
             wake_ms=self.wake_ms(),
+            cache_age_ms=self._cache_age_ms(now_s),
         )
+
+    def _cache_age_ms(self, now_s: float) -> int:
+        if self.cache_since_s is None or not now_s:
+            return -1
+        return max(0, round(1000 * (now_s - self.cache_since_s)))
 
     def pending_prefill_tokens(self, now_s: float, excluding_router: str | None = None) -> int:
         """Return the tokens still to be prefilled, less the estimated progress on the first prompt.

@@ -204,7 +204,7 @@ def _build_core(
     mover = open_tiers(config, executor, shape, kv_format(config))
     scheduler = BatchScheduler(
         StepLimits(config.batch_tokens_max, config.sequences_max),
-        BlockPool(shard.runner.blocks),
+        BlockPool(shard.runner.blocks, time.monotonic),
         # A token is produced once a batch has passed through every stage.
         PrefillBudget(config.interval_ms / 1000 / stages),
         PipelineDepth(stages),

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import aiohttp
 import msgspec
@@ -19,6 +19,8 @@ from isochrone.service.http_responses import read_response
 from isochrone.wire.adapter import LoadedAdapters, RequestAdapter
 from nodeagent import metrics
 from nodeagent.decide.adapter_table import AdapterTable
+from nodeagent.drivers import DRIVERS
+from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.download import ArtifactError
 from nodeagent.host.engines import EngineProcess
 
@@ -34,6 +36,9 @@ LOAD_TIMEOUT_S: Final = 50.0
 PROBE_TIMEOUT_S: Final = 4.0
 ANSWER_BYTES_MAX: Final = 1024 * 1024
 
+FETCHES_MAX: Final = 4
+"""Adapters that a node fetches at once."""
+
 Fetch = Callable[[RequestAdapter], Awaitable[Path]]
 
 
@@ -43,6 +48,23 @@ class AdapterUnavailable(Exception):
 
 class AdapterRefused(Exception):
     """The engine refuses an adapter. It would everywhere, so the client is told."""
+
+
+class AdapterFetcher:
+    """Fetches the files of adapters, some at a time."""
+
+    def __init__(self, artifacts: ArtifactStore, pinned: Callable[[], Collection[str]]) -> None:
+        """`pinned` returns the digests that must stay on disk."""
+        self._artifacts = artifacts
+        self._pinned = pinned
+        self._slots = asyncio.Semaphore(FETCHES_MAX)
+
+    async def fetch(self, adapter: RequestAdapter) -> Path:
+        """Return the folder of an adapter, fetching it if it is missing. Raises ArtifactError."""
+        async with self._slots:
+            return await self._artifacts.ensure(
+                adapter.artifact, self._pinned(), lambda _: None, holders=adapter.holders
+            )
 
 
 class EngineAdapters:
@@ -142,6 +164,19 @@ class LoadedAdapter(msgspec.Struct, frozen=True):
     loaded: LoadedAdapters
 
 
+class AdapterPaths(NamedTuple):
+    """The paths of an engine that load a LoRA adapter and forget it; "" if it cannot."""
+
+    load: str
+    unload: str
+
+
+def adapter_paths(engine: EngineProcess) -> AdapterPaths:
+    """Return where an engine loads and forgets adapters."""
+    driver = DRIVERS[engine.record.spec.engine.driver]
+    return AdapterPaths(driver.load_adapter_path, driver.unload_adapter_path)
+
+
 def engine_name(engine: EngineProcess, adapter_id: str) -> str:
     """Return what an engine calls an adapter. Clients see it as the `model` of an answer."""
     return f"{engine.record.spec.name}:{adapter_id}"
@@ -154,7 +189,7 @@ async def _load(engine: EngineProcess, adapter: RequestAdapter, folder: Path) ->
     began_s = monotonic()
     try:
         async with asyncio.timeout(LOAD_TIMEOUT_S):
-            async with engine.http.post(engine.adapter_paths.load, json=fields) as response:
+            async with engine.http.post(adapter_paths(engine).load, json=fields) as response:
                 answer = await read_response(response, ANSWER_BYTES_MAX)
                 status = response.status
             # An earlier agent, or a request whose client left, may have had it loaded.
@@ -182,7 +217,7 @@ async def _unload(engine: EngineProcess, name: str) -> None:
     with suppress(aiohttp.ClientError, OSError, TimeoutError):
         async with (
             asyncio.timeout(PROBE_TIMEOUT_S),
-            engine.http.post(engine.adapter_paths.unload, json={"lora_name": name}) as response,
+            engine.http.post(adapter_paths(engine).unload, json={"lora_name": name}) as response,
         ):
             if response.status == 200:
                 metrics.ADAPTER_LOADS.labels("unloaded").inc()

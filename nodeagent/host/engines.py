@@ -9,6 +9,7 @@ log that it writes.
 import asyncio
 import logging
 import os
+import secrets
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ from nodeagent.drivers.driver import (
     UnknownOption,
     with_fields,
 )
+from nodeagent.drivers.handshake import Handshake
 from nodeagent.host.engine_log import LOG
 from nodeagent.host.engine_ports import free_port, other_listener
 from nodeagent.host.processes import (
@@ -75,15 +77,11 @@ CANARIES: Final = {
     ),
     "embedding": Canary("/v1/embeddings", {"input": "1"}, "data"),
     "rerank": Canary("/v1/rerank", {"query": "1", "documents": ["1"]}, "results"),
+    "classify": Canary("/classify", {"input": "1"}, "data"),
+    # An image or a voice is too much work for a test, and a sound no JSON: does it answer at all?
+    **dict.fromkeys(("transcription", "speech", "image"), Canary("/v1/models", {}, "data")),
 }
-"""By kind of model."""
-
-
-class AdapterPaths(NamedTuple):
-    """The paths of an engine that load a LoRA adapter and forget it."""
-
-    load: str
-    unload: str
+"""By kind of model. A request without a body is a GET."""
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +131,7 @@ class EngineProcess:
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
             auto_decompress=False,
+            headers={"authorization": f"Bearer {key}"} if (key := record.command.api_key) else None,
         )
         self._exit_watcher = asyncio.create_task(self._watch_exit())
 
@@ -152,6 +151,11 @@ class EngineProcess:
         return self._driver.kv_transfer
 
     @property
+    def handshake(self) -> Handshake | None:
+        """The engine's own protocol for sending KV; None if it has none."""
+        return self._driver.handshake(self.record.spec)
+
+    @property
     def exit_reason(self) -> str:
         """How the process ended, with the signal if one killed it."""
         code = self._child.poll() if self._child is not None else None
@@ -166,26 +170,17 @@ class EngineProcess:
         """Where the engine counts the tokens of a chat; "" if it cannot."""
         return self._driver.tokenize_path
 
-    def salted(
-        self, path: str, body: bytes, salt: str, priority: str = "", model: str = ""
-    ) -> bytes:
+    def salted(self, path: str, body: bytes, salt: str, priority: str = "") -> bytes:
         """Return the request body with the tenant's cache salt and its priority, from "0" to "100".
 
-        With `model` it names that: an adapter that this engine has loaded. The body is unchanged
-        otherwise if this engine reads the others from headers or not at all. Raises ApiError 400
-        for a body that cannot take them.
+        The body is unchanged if this engine reads them from headers or not at all. Raises ApiError
+        400 for a body that cannot take the salt.
         """
-        fields = {"model": model} if model else {}
-        if path in self._driver.salted_paths:
-            is_number = priority.isascii() and priority.isdigit() and len(priority) <= 3
-            rank = int(priority) if is_number else headers.PRIORITY_DEFAULT
-            fields |= self._driver.body_fields(self.record.command, salt, rank)
-        return with_fields(body, fields) if fields else body
-
-    @property
-    def adapter_paths(self) -> AdapterPaths:
-        """Where the engine loads and unloads LoRA adapters; "" if it cannot."""
-        return AdapterPaths(self._driver.load_adapter_path, self._driver.unload_adapter_path)
+        if path not in self._driver.salted_paths:
+            return body
+        is_number = priority.isascii() and priority.isdigit() and len(priority) <= 3
+        rank = int(priority) if is_number else headers.PRIORITY_DEFAULT
+        return with_fields(body, self._driver.body_fields(self.record.command, salt, rank))
 
     async def is_ready(self) -> bool:
         """Return True if the engine reports to be healthy.
@@ -219,14 +214,18 @@ class EngineProcess:
         return body.decode(errors="replace") if status == 200 else ""
 
     async def canary(self, kind: str) -> bool:
-        """Send the smallest request for this kind of model; return True if it is answered.
+        """Send the smallest request for the kind of model; return True if it is answered.
 
-        It waits in the engine's queue like any other request. `problem` then says whether there was
+        `kind` is what the engine reports, which counts if the assignment does not name it. The
+        request waits in the engine's queue like any other. `problem` then says whether there was
         no answer, or one of status 200 that is none.
         """
-        canary = CANARIES.get(kind, CANARIES["chat"])
-        body = {"model": self.record.spec.name, **canary.body}
-        status, answer = await self._request("POST", canary.path, CANARY_TIMEOUT_S, body)
+        canary = CANARIES.get(self.record.spec.kind or kind, CANARIES["chat"])
+        body = {"model": self.record.spec.name, **canary.body} if canary.body else None
+        if body is not None and self.handshake is not None:
+            body |= self.handshake.canary_fields
+        method = "POST" if body else "GET"
+        status, answer = await self._request(method, canary.path, CANARY_TIMEOUT_S, body)
         self.problem = ""
         if not status:
             self.problem = f"a test request was not answered within {CANARY_TIMEOUT_S:g} s"
@@ -317,16 +316,21 @@ class EngineProcesses:
         *,
         standby: bool = False,
         device_memory: Callable[[Sequence[DeviceId]], DeviceMemory | None] = lambda _: None,
+        host: str = "127.0.0.1",
     ) -> None:
-        """`device_memory` returns the memory of a replica's devices; None if it is unknown."""
+        """`device_memory` returns the memory of a replica's devices; None if it is unknown.
+
+        Engines of other nodes reach this node's at `host`.
+        """
+        self._host = host
         self._folder = folder
         self._device_memory = device_memory
         self._threads = threads
         self._standby = StandbyProcess(folder / "standby.log") if standby else None
         # Held while a process starts: the spare can become only one engine.
         self._spawn_lock = asyncio.Lock()
-        self._ports: dict[str, int] = {}
-        """By replica. An engine begins to listen long after it was given its port."""
+        self._ports: dict[str, list[int]] = {}
+        """By replica. An engine begins to listen long after it was given its ports."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     async def start(self, spec: ReplicaSpec, artifact_path: Path) -> EngineProcess:
@@ -346,18 +350,26 @@ class EngineProcesses:
         folder = self._folder / spec.replica_id
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
+        taken = [port for ports in self._ports.values() for port in ports]
+        port = free_port(taken)
+        transfer_port = free_port([*taken, port])
+        self._ports[spec.replica_id] = [port, transfer_port]
         launch = EngineLaunch(
             spec=spec,
             model_path=artifact_path,
             folder=folder,
-            port=free_port(self._ports.values()),
+            port=port,
+            host=self._host,
+            transfer_port=transfer_port,
+            start_id=secrets.token_hex(4),
             threads=self._threads,
             memory=await asyncio.to_thread(self._device_memory, spec.device_ids),
         )
-        self._ports[spec.replica_id] = launch.port
         command = await asyncio.to_thread(DRIVERS[spec.engine.driver].command, launch)
         for name, data in command.files.items():
             await asyncio.to_thread(write_atomic, folder / name, data)
+        if command.model_link:
+            (folder / command.model_link).symlink_to(artifact_path)
         unstarted = EngineRecord(command=command, spec=spec, boot=boot_id())
         await asyncio.to_thread(_write_record, folder, unstarted)
         async with self._spawn_lock:
@@ -370,11 +382,12 @@ class EngineProcesses:
             signal_group(record.pid, record.started, signal.SIGKILL)
             await asyncio.to_thread(child.wait)
             raise
-        return EngineProcess(record, folder, child, partial(self._ports.pop, spec.replica_id, 0))
+        return EngineProcess(record, folder, child, partial(self._ports.pop, spec.replica_id, []))
 
     def _spawn(self, command: EngineCommand, log: Path) -> Child:
         spare = self._standby.take_for(command, log) if self._standby else None
-        child = spare or spawn(command.arguments, log, command.environment)
+        folder = str(log.parent) if command.model_link else None
+        child = spare or spawn(command.arguments, log, command.environment, folder=folder)
         if self._standby:
             self._standby.prepare_for(command)
         return child
@@ -416,8 +429,9 @@ class EngineProcesses:
     def adopt(self, record: EngineRecord) -> EngineProcess:
         """Take over a running engine of an earlier agent."""
         replica_id = record.spec.replica_id
-        self._ports[replica_id] = record.command.port
-        on_release = partial(self._ports.pop, replica_id, 0)
+        address = record.command.kv_address
+        self._ports[replica_id] = [record.command.port, address.port if address else 0]
+        on_release = partial(self._ports.pop, replica_id, [])
         return EngineProcess(record, self._folder / replica_id, None, on_release)
 
 

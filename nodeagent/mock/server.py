@@ -22,7 +22,7 @@ from isochrone.wire import headers
 from isochrone.wire.engine import EngineConfig, EngineHealth
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.ids import is_request_id
-from nodeagent.mock import openai
+from nodeagent.mock import media, openai
 from nodeagent.mock.engine import MockEngine, MockRequest, MockToken
 
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -44,11 +44,15 @@ class MockServer:
     def app(self) -> web.Application:
         """Return the application with its routes."""
         app = web.Application(
-            client_max_size=BODY_BYTES_MAX, middlewares=[error_middleware(_as_openai)]
+            client_max_size=media.AUDIO_BYTES_MAX, middlewares=[error_middleware(_as_openai)]
         )
         app.router.add_post("/v1/chat/completions", self._answer)
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/v1/audio/transcriptions", media.transcribe)
+        app.router.add_post("/v1/audio/translations", media.transcribe)
+        app.router.add_post("/v1/audio/speech", media.speak)
+        app.router.add_post("/v1/images/generations", media.draw)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/stats", self._stats)

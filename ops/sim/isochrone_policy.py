@@ -1,6 +1,6 @@
 """Our own policy in a simulation: the router's `FleetState` and ranking on a simulated clock."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from msgspec import structs
@@ -21,7 +21,13 @@ from ops.sim.router import OUTPUT_TOKENS_ASSUMED, SimulatedRouter
 from ops.sim.traces import TraceRequest
 from ops.sim.world import RoutingWorld
 from router.decide.handoff import handoff_peers
-from router.decide.prefix_index import PrefixKeys, SentPrompt, block_ends
+from router.decide.prefix_index import (
+    PrefixKeys,
+    PrefixMatch,
+    PrefixMatches,
+    SentPrompt,
+    block_ends,
+)
 from router.decide.ranked_route import RankedRoute
 from router.decide.ranking import RankedRoutes, RouteQuery, rank
 from router.decide.tokens_in_flight import Reservation
@@ -143,7 +149,7 @@ class IsochronePolicy:
             output_tokens=OUTPUT_TOKENS_ASSUMED,
             session=request.session,
             binding=self.fleet.sessions.lookup(request.session, now_s),
-            matches=self.fleet.routing(DEPLOYMENT).prefix_matches(keys),
+            matches=self.matches(request, keys),
             queue_refusals=self._refusals.get(request.number, 0),
         )
         excluded = frozenset(self._routes[replica].replica_id for replica in refused)
@@ -152,6 +158,24 @@ class IsochronePolicy:
             return None
         self._ranked = routes
         return self._replica_of[routes[0].route.replica_id]
+
+    def matches(self, request: TraceRequest, keys: PrefixKeys) -> PrefixMatches:
+        """Return what the replicas have cached of a prompt, as this router knows it."""
+        return self.fleet.routing(DEPLOYMENT).prefix_matches(keys)
+
+    def believe(self, load: ReportedLoad) -> ReportedLoad:
+        """Return what this policy takes from a report: all of it."""
+        return load
+
+    def longer_matches(self, own: PrefixMatches, shares: Mapping[int, float]) -> PrefixMatches:
+        """Return `own` matches, raised to these shares by replica."""
+        routing = self.fleet.routing(DEPLOYMENT)
+        masks: dict[float, int] = {}
+        for replica, share in shares.items():
+            slot = routing.slot_of(self._routes[replica].replica_id)
+            if slot >= 0 and (longest := max(share, own.share_at(slot))):
+                masks[longest] = masks.get(longest, 0) | 1 << slot
+        return PrefixMatches(0.0, [PrefixMatch(mask, share) for share, mask in masks.items()])
 
     def queue_tokens_max(self, request: TraceRequest) -> int:
         """Return how long the replica's queue may be; 0 for no limit."""
@@ -217,7 +241,7 @@ class IsochronePolicy:
         """Take the load in the head of an answer."""
         route = self._routes[replica]
         if route.replica_id not in self._unlisted:
-            self.fleet.record_load(route, load, reported_at_s)
+            self.fleet.record_load(route, self.believe(load), reported_at_s)
 
     def record_first_token(self, request: TraceRequest, now_s: float) -> None:
         """Learn from a first token, and note the error of its prediction."""
@@ -266,4 +290,4 @@ class IsochronePolicy:
             if replica in router.known_dead:
                 continue
             load = router.replicas[replica].load_at(reported_at_s, router.pop)
-            self.fleet.record_load(route, load, reported_at_s)
+            self.fleet.record_load(route, self.believe(load), reported_at_s)

@@ -1,8 +1,9 @@
 """Creates the policies of a run by name: one instance for each router."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from ops.sim.cache_policies import EstimatePolicy, ExactPolicy, PrefixesPolicy
 from ops.sim.isochrone_policy import IsochronePolicy, route_table
 from ops.sim.oracle import OraclePolicy, next_turns
 from ops.sim.policies import (
@@ -42,6 +43,14 @@ POLICY_NAMES: Final = (
     "SkyLB",
 )
 
+OWN_POLICIES: Final[Mapping[str, type[IsochronePolicy]]] = {
+    "ours": IsochronePolicy,
+    "estimate": EstimatePolicy,
+    "prefixes": PrefixesPolicy,
+    "exact": ExactPolicy,
+}
+"""Our own choice, and with other knowledge of the replicas' caches (cache_policies.py)."""
+
 RIVAL_NAMES: Final = (
     "llm-d",
     "Dynamo",
@@ -68,9 +77,10 @@ def create_policies(
         turns = next_turns(requests, world) if foresight else {}
         oracle = OraclePolicy(replicas, charge, foresight, turns)
         return [oracle for _ in routers]
-    if name == "ours":
+    kind = OWN_POLICIES.get(name)
+    if kind is not None:
         table = route_table(world)
-        return [IsochronePolicy(router, table, clock) for router in routers]
+        return [kind(router, table, clock) for router in routers]
     create: dict[str, Callable[[int], RoutingPolicy]] = {
         "random": RandomPolicy,
         "round robin": RoundRobinPolicy,

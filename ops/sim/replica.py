@@ -11,7 +11,7 @@ with what it had generated, as in vLLM.
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final, NamedTuple
@@ -21,7 +21,7 @@ from msgspec import structs
 from isochrone.ttft_order import NO_OBJECTIVE, TtftObjective
 from isochrone.wire.headers import ReportedLoad
 from nodeagent.decide.admission import PREFILL_SHARE_MAX
-from ops.sim.replica_memory import replica_memory
+from ops.sim.replica_memory import SharedPrefixEvent, replica_memory
 from ops.sim.traces import TraceRequest
 from ops.sim.world import ReplicaSite
 
@@ -88,6 +88,8 @@ class SimulatedLoadReport(NamedTuple):
     reading: ReplicaJob | None
     kv_tokens: float = 0.0
     """KV memory of the sequences that run or are being read."""
+    evicted_used_at_s: float = 0.0
+    """The prefix cache has what was used since then."""
 
     def to_router(self, pop: int, at_s: float) -> ReportedLoad:
         """Return the load as reported to one router at `at_s` (nodeagent/decide/admission.py)."""
@@ -98,7 +100,10 @@ class SimulatedLoadReport(NamedTuple):
             pending -= round(job.pending_prefill_tokens * max(0.0, min(PREFILL_SHARE_MAX, share)))
         decode = self.load.decode_tokens - self.decode_by_pop.get(pop, 0)
         return structs.replace(
-            self.load, others_pending_prefill_tokens=pending, others_decode_tokens=decode
+            self.load,
+            others_pending_prefill_tokens=pending,
+            others_decode_tokens=decode,
+            cache_age_ms=round(1000 * max(0.0, at_s - self.evicted_used_at_s)),
         )
 
 
@@ -244,7 +249,8 @@ class SimulatedReplica:
 
     def restart(self, now_s: float) -> None:
         """Serve again, with an empty cache."""
-        self._now_s = now_s
+        self._now_s = self._memory.now_s = now_s
+        self._memory.clear()
         self._record_load(now_s)
 
     def cached(self, request: TraceRequest, blocks_to_come: Set[int] = frozenset()) -> int:
@@ -283,6 +289,11 @@ class SimulatedReplica:
         report, profile = self._report_at(at_s), self.site.profile
         tokens_max = profile.pool_tokens or profile.kv_tokens_max
         return EngineLoad(report.load.waiting, min(1.0, report.kv_tokens / tokens_max))
+
+    @property
+    def shared_prefix_events(self) -> Sequence[SharedPrefixEvent]:
+        """What became of the prefixes that several prompts have in common, oldest first."""
+        return self._memory.events
 
     def _report_at(self, at_s: float) -> SimulatedLoadReport:
         return self._history[max(0, bisect_right(self._history_at_s, at_s) - 1)]
@@ -332,7 +343,7 @@ class SimulatedReplica:
                 self.reading.work_left -= took_s * read_speed
                 self.busy_s += took_s
             self._tokens_given += took_s * decode_speed
-            self._now_s = now_s
+            self._now_s = self._memory.now_s = now_s
 
     def _read_next(self) -> None:
         self.reading = None
@@ -407,6 +418,7 @@ class SimulatedReplica:
                 dict(self._decode_by_pop),
                 self.reading,
                 self._context_tokens() + (self.reading.read_tokens if self.reading else 0),
+                self._memory.evicted_used_at_s,
             )
         )
 

@@ -7,13 +7,29 @@ block that several of them share is held once.
 
 from collections import Counter, OrderedDict
 from collections.abc import Set
-from typing import Final
+from typing import Final, NamedTuple
 
 from ops.sim.traces import TraceRequest
 from ops.sim.world import EngineProfile
 
 WATERMARK: Final = 0.01
 """Share of a pool that stays free when a prompt is admitted to it, as in vLLM."""
+
+
+SEVERAL: Final = -1
+ENDS: Final = -2
+"""Stands for the end of the prompt with number 0 behind its last block; lower for later prompts."""
+
+
+class SharedPrefixEvent(NamedTuple):
+    """At this time several prompts turned out to have a prefix in common, or its end was evicted.
+
+    `blocks` are the whole prefix, or the evicted block.
+    """
+
+    at_s: float
+    blocks: tuple[int, ...]
+    is_stored: bool
 
 
 class PrefixCache:
@@ -24,6 +40,16 @@ class PrefixCache:
         """By block, its tokens; the least recently used first."""
         self._tokens = 0
         self._tokens_max = tokens_max
+        self.now_s = 0.0
+        """The replica's clock, set by it."""
+        self.evicted_used_at_s = 0.0
+        """When the block that was evicted last had been used last."""
+        self._used_at_s: dict[int, float] = {}
+        """By cached block, when it was used last."""
+        self.events: list[SharedPrefixEvent] = []
+        """What became of prefixes that several prompts have in common, oldest first."""
+        self._next_block: dict[int, int] = {}
+        """By block, the one that follows it in all prompts; SEVERAL if they differ."""
 
     def matched_blocks(self, request: TraceRequest, blocks_to_come: Set[int]) -> int:
         """Return how many leading blocks of the prompt are cached, or among those to come."""
@@ -40,9 +66,14 @@ class PrefixCache:
 
     def hold(self, request: TraceRequest, more_tokens: int) -> None:
         """Take memory for a prompt that begins to be read."""
+        self._note_shared(request)
 
     def release(self, request: TraceRequest, more_tokens: int, *, is_read: bool = True) -> None:
         """Give back the memory of a sequence that ended; if its prompt was read it stays cached."""
+        for block in reversed(request.blocks):
+            if block in self._blocks:
+                self._blocks.move_to_end(block)
+                self._used_at_s[block] = self.now_s
 
     def free_tokens(self, grown_tokens: float) -> float:
         """Return how many tokens the running sequences may still grow; `grown_tokens` are theirs
@@ -61,7 +92,22 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget everything: the engine has restarted."""
         self._blocks.clear()
+        self._used_at_s.clear()
+        for block, following in self._next_block.items():
+            if following == SEVERAL:
+                self.events.append(SharedPrefixEvent(self.now_s, (block,), False))
+        self._next_block.clear()
         self._tokens = 0
+        self.evicted_used_at_s = self.now_s
+
+    def _note_shared(self, request: TraceRequest) -> None:
+        """Note where this prompt goes on differently from others before it."""
+        known, blocks = self._next_block, request.blocks
+        for depth, block in enumerate(blocks):
+            following = blocks[depth + 1] if depth + 1 < len(blocks) else ENDS - request.number
+            if known.setdefault(block, following) not in (following, SEVERAL):
+                known[block] = SEVERAL
+                self.events.append(SharedPrefixEvent(self.now_s, blocks[: depth + 1], True))
 
     def _put_blocks(self, request: TraceRequest) -> None:
         # From the last block to the first, so that the end of a prompt is evicted first.
@@ -72,10 +118,15 @@ class PrefixCache:
             else:
                 blocks[block] = request.block_tokens
                 self._tokens += request.block_tokens
+            self._used_at_s[block] = self.now_s
 
     def _evict(self, tokens_max: float) -> None:
         while self._blocks and self._tokens > tokens_max:
-            self._tokens -= self._blocks.popitem(last=False)[1]
+            block, tokens = self._blocks.popitem(last=False)
+            self._tokens -= tokens
+            self.evicted_used_at_s = self._used_at_s.pop(block)
+            if self._next_block.pop(block, 0) == SEVERAL:
+                self.events.append(SharedPrefixEvent(self.now_s, (block,), False))
 
 
 class KvPool(PrefixCache):
@@ -104,6 +155,7 @@ class KvPool(PrefixCache):
 
     def hold(self, request: TraceRequest, more_tokens: int) -> None:
         """Take memory for a prompt: cached blocks of it are no longer up for eviction."""
+        super().hold(request, more_tokens)
         for block in request.blocks:
             if block in self._blocks:
                 self._tokens -= self._blocks.pop(block)
@@ -121,6 +173,7 @@ class KvPool(PrefixCache):
                 self._held_tokens -= request.block_tokens
                 if is_read:
                     self._blocks[block] = request.block_tokens
+                    self._used_at_s[block] = self.now_s
                     self._tokens += request.block_tokens
         self._held_tokens -= _own_tokens(request) + more_tokens
 

@@ -96,6 +96,7 @@ class Simulation:
         self._policies = create_policies(
             policy, self._routers, self._replicas, requests, lambda: self.now_s
         )
+        self.policies: Sequence[RoutingPolicy] = self._policies
         self._waiting = [0] * len(world.pops)
         self._served: list[ServedRequest] = []
         self._sends: list[SendEvent] = []

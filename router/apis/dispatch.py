@@ -1,8 +1,8 @@
 """Dispatches requests by path: inference routes to the pipeline, all others to the aiohttp server.
 
 Inference routes are those that engines answer. Four surfaces have them: OpenAI's, which goes to
-the engines unchanged, and Responses, Anthropic's Messages and Workers AI, which are translated to
-and from it.
+the engines unchanged (with sounds and images, `media/`), and Responses, Anthropic's Messages and
+Workers AI, which are translated to and from it.
 """
 
 import math
@@ -18,6 +18,8 @@ from isochrone.wire.routes import KeyEntry
 from router.apis.auxiliary_server import forward_to_auxiliary
 from router.apis.batches.queued_runs import answer_queued_run, is_queued_run
 from router.apis.batches.relay import is_batch_path, relay_to_batch_service
+from router.apis.media.routes import MediaRoutes
+from router.apis.media.schema import MEDIA_PATHS
 from router.apis.messages.adapter import MESSAGES_PATHS, is_messages, read_messages_request
 from router.apis.messages.adapter import REQUEST_ID as MESSAGES_REQUEST_ID
 from router.apis.messages.errors import error_body, error_status
@@ -40,7 +42,7 @@ from router.inference_request import InferenceRequest
 from router.metrics import Metrics
 from router.pipeline import RequestPipeline
 
-INFERENCE_PATHS: Final = frozenset(DECODERS) | MESSAGES_PATHS | {RESPONSES_PATH}
+INFERENCE_PATHS: Final = frozenset(DECODERS) | MESSAGES_PATHS | {RESPONSES_PATH} | MEDIA_PATHS
 WORKERS_AI_ROUTES: Final = "POST /ai/run/{model} and /ai/v1/..., " + ", ".join(AUXILIARY_PATHS)
 REQUEST_ID: Final = headers.REQUEST_ID.encode()
 
@@ -69,10 +71,12 @@ class ApiDispatcher:
         metrics: Metrics,
         batches: BatchClient,
         stored: StoredRoutes,
+        media: MediaRoutes,
     ) -> None:
         """Use the parts that the whole router shares; `upstream` reaches the auxiliary server."""
         self._batches = batches
         self._stored = stored
+        self._media = media
         self._openai = openai
         self._pipeline = pipeline
         self._upstream = upstream
@@ -160,6 +164,8 @@ class ApiDispatcher:
             assert request.key is not None
             self._openai.deployment(model_of(path) or "", request.key)
             return answer_queued_run(self._batches, request, path, client)
+        if path in MEDIA_PATHS:
+            return self._media.answer(request, path, client)
         if self._stored.is_needed(request, path):
             return self._stored.create(request, client)
         inference, writer = self.read_inference(request, path, client)

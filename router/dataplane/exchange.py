@@ -259,7 +259,7 @@ class NodeExchange:
             self.on_handoff(head.handed_off_to)
         if self.relay is None or head.status != 200:
             return
-        if not head.content_type.startswith(EVENT_STREAM):
+        if not (self.relay.takes_any_content or head.content_type.startswith(EVENT_STREAM)):
             raise AttemptFailed(FailureCause.BROKEN, f"{self._node_id} sent no event stream")
         if self._is_resumption and not head.resumed:
             raise AttemptFailed(
@@ -318,7 +318,13 @@ class NodeExchange:
         if not self.is_stream:
             self.body = b"".join(self._held)
             self.is_answered = True
-        elif relay is not None and not relay.is_over:
+            return
+        if relay is None:
+            return
+        relay.end_of_body()
+        if relay.is_over:
+            self.is_answered = True
+        else:
             when = "early" if relay.has_begun else "before its first token"
             self._failure = AttemptFailed(
                 FailureCause.BROKEN, f"{self._node_id} ended the stream {when}"

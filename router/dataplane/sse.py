@@ -6,6 +6,7 @@ Rule 3: a stream that ends without `[DONE]` did not end well.
 """
 
 import re
+from collections import deque
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any, Final, NamedTuple
@@ -19,7 +20,7 @@ from router.dataplane.usage import UsageCount, add_cached_tokens, set_usage, usa
 
 FRAME_BYTES_MAX: Final = 4 * 1024 * 1024
 UNREAD_BYTES_MAX: Final = 32 * 1024
-"""Relayed frames are kept undecoded up to this size; then only their text is kept."""
+"""So much of the relayed frames is kept undecoded; of those before only the text is kept."""
 
 REASONING_OPENS: Final = "<think>"
 REASONING_CLOSES: Final = "</think>"
@@ -74,6 +75,7 @@ class StreamRelay:
     failed, perhaps because of this request. `declined_body` is that event as the body of a
     response, if the event says that the request is at fault; else empty.
 
+    `takes_any_content` means that the stream may be of another content type than events.
     With `joins_reasoning` an answer goes on after its reasoning: the embedded engine takes back
     what it separated. Other engines do not.
     """
@@ -82,7 +84,8 @@ class StreamRelay:
         "_finish_reason", "_has_reasoning", "_is_plain", "_is_reasoning", "_joins_reasoning",
         "_partial", "_skips_role", "_text", "_tokens",
         "_tokens_before", "_unread", "_unread_bytes", "_wants_usage", "declined_body",
-        "error_message", "has_begun", "has_failed", "is_done", "is_engine_lost", "usage",
+        "error_message", "has_begun", "has_failed", "is_done", "is_engine_lost",
+        "takes_any_content", "usage",
     )  # fmt: skip
 
     def __init__(self, *, wants_usage: bool, joins_reasoning: bool = False) -> None:
@@ -91,6 +94,7 @@ class StreamRelay:
         self._has_reasoning = self._is_reasoning = False
         self.has_begun = False
         self.has_failed = False
+        self.takes_any_content = False
         self.is_done = False
         self.error_message = ""
         self.is_engine_lost = False
@@ -98,7 +102,7 @@ class StreamRelay:
         self.usage: UsageCount | None = None
         self._wants_usage = wants_usage
         self._partial = b""
-        self._unread: list[bytes] = []
+        self._unread: deque[bytes] = deque()
         self._unread_bytes = 0
         self._text: list[str] = []
         self._tokens = 0
@@ -135,6 +139,9 @@ class StreamRelay:
         if b"\r" in whole:
             return b"".join([self._relay_frame(frame) for frame in split_frames(whole)])
         return b"".join(self._relay_frames(whole))
+
+    def end_of_body(self) -> None:
+        """Note that the node's response has ended: see rule 3."""
 
     def _relay_frames(self, whole: bytes) -> Iterator[bytes]:
         """Decode the frames that must be read, and relay the bytes between them undecoded."""
@@ -220,17 +227,24 @@ class StreamRelay:
 
     def _keep(self, frames: bytes) -> None:
         """Keep relayed frames for `generated`."""
-        self._unread.append(frames)
+        unread = self._unread
+        unread.append(frames)
         self._unread_bytes += len(frames)
-        if self._unread_bytes > UNREAD_BYTES_MAX:
-            self._read_kept()
+        # One token in, one out: many streams that began together must not all decode at once.
+        while self._unread_bytes > UNREAD_BYTES_MAX:
+            oldest = unread.popleft()
+            self._unread_bytes -= len(oldest)
+            self._read_frames(oldest)
 
     def _read_kept(self) -> None:
         """Decode the kept frames for their text and tokens, and drop their bytes."""
         unread = b"".join(self._unread)
         self._unread.clear()
         self._unread_bytes = 0
-        for frame in split_frames(unread):
+        self._read_frames(unread)
+
+    def _read_frames(self, frames: bytes) -> None:
+        for frame in split_frames(frames):
             data = frame_data(frame)
             if not data or data == b"[DONE]":
                 continue

@@ -13,8 +13,10 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from router.config import RouterConfig
 from router.dataplane.http_messages import HttpRequest
 
+FILE_PATHS: Final = ("/v1/files", "/ai/v1/files")
+AUDIO_PATHS: Final = ("/v1/audio/transcriptions", "/v1/audio/translations")
+"""Also below `/ai`, and below an account."""
 ADAPTER_PATH: Final = "/finetune-assets"
-UPLOAD_PATHS: Final = ("/v1/files", "/ai/v1/files", ADAPTER_PATH)
 
 
 class SpooledBody:
@@ -24,12 +26,12 @@ class SpooledBody:
         self.bytes_max = bytes_max
         self._spool = spool
         self._file = file
-        self._size_bytes = 0
+        self.size_bytes = 0
 
     def write(self, data: bytes) -> None:
         """Append a part. Raises ApiError if the disk or the limit of all uploads is full."""
         self._spool.take(len(data))
-        self._size_bytes += len(data)
+        self.size_bytes += len(data)
         try:
             self._file.write(data)
         except OSError as error:
@@ -46,10 +48,18 @@ class SpooledBody:
             if not self._file.closed:
                 os.lseek(self._file.fileno(), 0, os.SEEK_SET)
 
+    def read(self) -> bytes:
+        """Return the whole body. Raises ApiError. Blocks."""
+        with self.reader() as file:
+            try:
+                return file.read()
+            except OSError as error:
+                raise _disk_failed(error) from error
+
     def close(self) -> None:
         """Drop the body. A second call has no effect."""
-        self._spool.give_back(self._size_bytes)
-        self._size_bytes = 0
+        self._spool.give_back(self.size_bytes)
+        self.size_bytes = 0
         self._file.close()
 
 
@@ -58,7 +68,8 @@ class UploadSpool:
 
     def __init__(self, folder: Path, config: RouterConfig) -> None:
         self._folder = folder
-        self._bytes_max = config.upload_bytes_max
+        self._file_bytes_max = config.upload_bytes_max
+        self._audio_bytes_max = config.audio_bytes_max
         self._adapter_bytes_max = config.adapter_bytes_max
         self._all_bytes_max = config.uploads_bytes_max
         self._size_bytes = 0
@@ -67,7 +78,8 @@ class UploadSpool:
         """Return where the body of an authorized upload is kept; None for other requests."""
         if request.key is None or request.method != b"POST":
             return None
-        if not request.path.endswith(UPLOAD_PATHS):
+        bytes_max = self._limit(request.path)
+        if not bytes_max:
             return None
         if request.headers.get(b"content-encoding", b"identity") != b"identity":
             raise ApiError(
@@ -79,8 +91,15 @@ class UploadSpool:
             file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - closed by `close`
         except OSError as error:
             raise _disk_failed(error) from error
-        is_adapter = request.path.endswith(ADAPTER_PATH)
-        return SpooledBody(self, file, self._adapter_bytes_max if is_adapter else self._bytes_max)
+        return SpooledBody(self, file, bytes_max)
+
+    def _limit(self, path: str) -> int:
+        """Return the bytes that an upload to `path` may have; 0 for a path without uploads."""
+        if path.endswith(FILE_PATHS):
+            return self._file_bytes_max
+        if path.endswith(AUDIO_PATHS):
+            return self._audio_bytes_max
+        return self._adapter_bytes_max if path.endswith(ADAPTER_PATH) else 0
 
     def take(self, count: int) -> None:
         """Count bytes of an upload. Raises ApiError."""

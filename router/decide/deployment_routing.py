@@ -112,12 +112,17 @@ class DeploymentRouting:
         """Note that a prompt was refused: nothing of it will be cached."""
         self._prefixes.undo_sent(sent, keys)
 
+    def record_evicted(self, slot: int, used_before_s: float) -> None:
+        """Note that a replica's cache has nothing that was used last before this time."""
+        self._prefixes.record_evicted(slot, used_before_s)
+
     def learn_uncached_share(self, share: float) -> None:
         """Learn from an answer which share of its prompt was not cached."""
         self.replicas.learn_uncached_share(share)
 
-    def learn_cached_share(self, sent: SentPrompt, share: float) -> None:
-        """Learn from an answer which share of a prompt its replica had cached."""
+    def learn_cached_share(self, sent: SentPrompt, share: float, now_s: float) -> None:
+        """Learn from a whole answer which share of its prompt the replica had cached."""
+        sent.use.ended_at_s = now_s
         self._prefixes.learn_cached_share(sent, share)
 
     def estimate_tokens(self, text_bytes: int) -> int:

@@ -2,8 +2,9 @@
 
 A prompt is cut into blocks of bytes, and each block's key is a hash chained to the key before it,
 so equal keys mean equal prompts up to there. A prompt that was sent to a replica is in its cache
-until newer prompts evict it. The index simulates that eviction, least recently used first, and
-learns the size of each cache from the replica's own count of cached tokens.
+until newer prompts evict it. A replica may report how far back its cache reaches. For one that does
+not, the index simulates eviction, least recently used first, and learns the size of the cache from
+the replica's own count of cached tokens.
 
 Blocks grow with depth, to a sixteenth of what is before them, so a long prompt needs few keys and
 the matched length is never wrong by more than that.
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Sequence, Set
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-import xxhash
+from isochrone.wire.body_loops import chained_hashes
 
 BLOCK_BYTES: Final = 128
 DEPTH_PER_BLOCK: Final = 16
@@ -42,6 +43,11 @@ TTL_S: Final = 3600.0
 HIT_RATIO_MIN: Final = 0.75
 """An answer with less than this of the expected cached share proves that the rest was evicted."""
 
+
+ANSWER_S: Final = 5.0
+"""How long an answer is assumed to use its prompt's blocks, until its end is learned. An engine
+keeps them to the end, but with 60 s here, what is evicted was noticed too late to be of use
+(ops/sim/cache_knowledge.md)."""
 
 _NOT_ZERO: Final = re.compile(rb"[^\0]")
 
@@ -81,16 +87,30 @@ class PrefixMatches(NamedTuple):
 NO_MATCHES: Final = PrefixMatches(0.0, ())
 
 
+class PromptUse:
+    """When a prompt was sent to a replica, and until when it used its blocks there.
+
+    Of an answer in flight, or one whose end is not learned, ANSWER_S is assumed.
+    """
+
+    __slots__ = ("ended_at_s", "sent_at_s")
+
+    def __init__(self, sent_at_s: float) -> None:
+        self.sent_at_s = sent_at_s
+        self.ended_at_s = sent_at_s + ANSWER_S
+
+
 class SentPrompt(NamedTuple):
     """What the index expected of a prompt when it was sent.
 
     `share` is the share expected to be cached; `age` is how much had been inserted into that cache
-    since that share was last used, in the unit of the keys.
+    since that share was last used, in the unit of the keys. `use` is its use of its blocks.
     """
 
     slot: int
     share: float
     age: int
+    use: PromptUse
 
 
 def block_ends(size: int, block: int = BLOCK_BYTES, keys_max: int = KEYS_MAX) -> Sequence[int]:
@@ -114,26 +134,19 @@ def _all_block_ends(block: int, keys_max: int) -> list[int]:
 def prefix_keys(prompt: bytes, seed: int) -> PrefixKeys:
     """Cut and hash a prompt. The seed keeps tenants and deployments apart, as caches do."""
     ends = block_ends(len(prompt))
-    keys: list[int] = []
-    view = memoryview(prompt)
-    key, begin = seed, 0
-    for end in ends:
-        key = xxhash.xxh3_64_intdigest(view[begin:end], key)
-        keys.append(key)
-        begin = end
-    return PrefixKeys(keys, ends, len(prompt))
+    return PrefixKeys(chained_hashes(prompt, ends, seed), ends, len(prompt))
 
 
 class _CachedBlock:
-    """One block in a simulated cache: its size, and when it was used last."""
+    """One block in a simulated cache: its size, and its last use."""
 
-    __slots__ = ("size", "used_at_inserted", "used_at_s")
+    __slots__ = ("size", "use", "used_at_inserted")
 
-    def __init__(self, size: int, used_at_inserted: int, used_at_s: float) -> None:
+    def __init__(self, size: int, used_at_inserted: int, use: PromptUse) -> None:
         self.size = size
         self.used_at_inserted = used_at_inserted
         """The cache's `inserted` at the last use."""
-        self.used_at_s = used_at_s
+        self.use = use
 
 
 class _ReplicaCache:
@@ -148,6 +161,8 @@ class _ReplicaCache:
         self.capacity = capacity
         self.is_learned = False
         """Whether an answer has proven an eviction here."""
+        self.is_reported = False
+        """Whether the replica says itself what it has evicted."""
 
 
 class PrefixIndex:
@@ -215,6 +230,7 @@ class PrefixIndex:
         bit = 1 << slot
         share, age = 0.0, 0
         inserted_before = cache.inserted
+        use = PromptUse(now_s)
         # From the last block to the first, so that the end of a prompt is evicted before its
         # beginning, as engines do.
         blocks, holders, all_keys, ends = cache.blocks, self._holders, keys.keys, keys.ends
@@ -227,14 +243,14 @@ class PrefixIndex:
                 self._pairs += 1
                 cache.size += size
                 cache.inserted += size
-                blocks[key] = _CachedBlock(size, cache.inserted, now_s)
+                blocks[key] = _CachedBlock(size, cache.inserted, use)
                 continue
             if not share:
                 share, age = end / keys.size, inserted_before - block.used_at_inserted
-            block.used_at_inserted, block.used_at_s = cache.inserted, now_s
+            block.used_at_inserted, block.use = cache.inserted, use
             blocks.move_to_end(key)
         self._evict(slot, cache, now_s)
-        return SentPrompt(slot, share, age)
+        return SentPrompt(slot, share, age, use)
 
     def undo_sent(self, sent: SentPrompt, keys: PrefixKeys) -> None:
         """Remove what `record_sent` added: the replica did not read the prompt after all."""
@@ -248,7 +264,7 @@ class PrefixIndex:
     def learn_cached_share(self, sent: SentPrompt, cached_share: float) -> None:
         """Adjust the assumed capacity by the share of a prompt that a replica had cached."""
         cache = self._caches.get(sent.slot)
-        if cache is None or not sent.share:
+        if cache is None or not sent.share or cache.is_reported:
             return
         if cached_share >= sent.share * HIT_RATIO_MIN:
             cache.capacity = min(CAPACITY_MAX, cache.capacity * GROWTH_FACTOR)
@@ -258,6 +274,26 @@ class PrefixIndex:
             if not cache.is_learned:
                 cache.is_learned = True
                 self._share_capacity()
+
+    def record_evicted(self, slot: int, used_before_s: float) -> None:
+        """Drop what a replica has evicted: all that was used last before this time.
+
+        From then on its cache is not assumed to have a certain size. Blocks are in the order of
+        sending, but a prompt sent early may have been used for long.
+        """
+        cache = self._caches.get(slot)
+        if cache is None:
+            return
+        cache.is_reported = True
+        cache.capacity = CAPACITY_MAX
+        evicted: list[int] = []
+        for key, block in cache.blocks.items():
+            if block.use.sent_at_s >= used_before_s:
+                break
+            if block.use.ended_at_s < used_before_s:
+                evicted.append(key)
+        for key in evicted:
+            self._remove_block(slot, cache, key)
 
     def _share_capacity(self) -> None:
         """Assume the median of the learned capacities where nothing was learned yet."""
@@ -286,7 +322,7 @@ class PrefixIndex:
         while blocks:
             key = next(iter(blocks))
             block = blocks[key]
-            if now_s - block.used_at_s <= TTL_S:
+            if now_s - block.use.sent_at_s <= TTL_S:
                 return
             del blocks[key]
             self._forget_block(slot, cache, key, block)

@@ -21,7 +21,7 @@ from isochrone.wire.artifact import check_artifact
 from isochrone.wire.control import PeerRole
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import PATTERN_DESCRIPTIONS, POP_PATTERN, is_pop
-from isochrone.wire.model import CatalogModel
+from isochrone.wire.model import KIND_FEATURES, CatalogModel
 from scheduler.api.deployments import DEPLOYMENT_ENDPOINTS
 from scheduler.api.endpoint import (
     AdminRequest,
@@ -144,6 +144,10 @@ async def put_model(request: AdminRequest) -> ModelView:
     problem = check_artifact(model.artifact)
     if problem:
         raise ApiError(ErrorCode.INVALID_REQUEST, problem, param="artifact")
+    if model.kind not in KIND_FEATURES:
+        kinds = ", ".join(KIND_FEATURES)
+        reason = f"cannot use kind {model.kind[:40]!r}: expected one of {kinds}"
+        raise ApiError(ErrorCode.INVALID_REQUEST, reason, param="kind")
     before = await catalogue.get_model(request.connection, model.model_id)
     after = await catalogue.put_model(request.connection, model, request.etag)
     if before is not None and before.model.artifact.digest != model.artifact.digest:

@@ -174,6 +174,12 @@ class GenerationThread(StepThread):
         else:
             self._engine.cancel(message)
 
+    def _evicted_age_s(self) -> float:
+        """Return how far back the prefix cache reaches; -1 with tiers that keep what it evicts."""
+        if self._engine.block_mover is not None:
+            return -1.0
+        return time.monotonic() - self._engine.scheduler.pool.evicted_used_at_s
+
     def _count(self) -> dict[str, float]:
         engine, rates = self._engine, self._rates
         scheduler, speculation = engine.scheduler, engine.speculation
@@ -190,6 +196,7 @@ class GenerationThread(StepThread):
             ),
             "kv_blocks_used": scheduler.pool.used_blocks,
             "kv_blocks_total": scheduler.pool.total,
+            "prefix_evicted_age_s": self._evicted_age_s(),
             "preemptions_total": scheduler.queues.preemptions,
             "preempted_kept_tokens_total": scheduler.blocks.reused_tokens,
             "preempted_lost_tokens_total": scheduler.blocks.recomputed_tokens,

@@ -10,7 +10,7 @@ sequence that writes to a block with other references replaces it by a copy firs
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 BLOCK_TOKENS: Final = 16
@@ -27,10 +27,17 @@ class CachedBlock(NamedTuple):
 class BlockPool:
     """Reference counts and cached digests of `total` KV blocks, by block number."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, clock: Callable[[], float] = lambda: 0.0) -> None:
+        """Begin with an empty cache. `clock` gives monotonic seconds."""
         if total < 1:
             raise ValueError(f"cannot keep {total} KV blocks: at least one is needed")
         self.total = total
+        self._clock = clock
+        self._freed_at_s = [0.0] * total
+        """By block, when the last sequence released it."""
+        self.evicted_used_at_s = clock()
+        """What was used last before this time is not in the cache: the last use of the block that
+        was evicted last, or the beginning of the cache."""
         self._references = [0] * total
         self._digest: list[bytes | None] = [None] * total
         self._by_digest: dict[bytes, int] = {}
@@ -135,18 +142,21 @@ class BlockPool:
         self._digest = [None] * self.total
         self._by_digest.clear()
         self._evicted.clear()
+        self.evicted_used_at_s = self._clock()
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each of `blocks`.
 
         The last block is freed first, because a prefix is more useful than what follows it.
         """
+        now_s = self._clock()
         for block in reversed(blocks):
             if self._references[block] < 1:
                 raise ValueError(f"cannot release block {block}: no sequence references it")
             self._references[block] -= 1
             if self._references[block] == 0:
                 self._free[block] = None
+                self._freed_at_s[block] = now_s
                 if self._digest[block] is None:
                     self._free.move_to_end(block, last=False)
 
@@ -157,5 +167,6 @@ class BlockPool:
             del self._by_digest[digest]
             self._digest[block] = None
             self._evicted.append(CachedBlock(block, digest))
+            self.evicted_used_at_s = self._freed_at_s[block]
         self._references[block] = 1
         return block

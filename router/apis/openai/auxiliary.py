@@ -10,6 +10,7 @@ from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
 from router.apis.auxiliary_server import BYTES_MAX
+from router.apis.media.surface import MEDIA_ROUTES
 from router.apis.messages.errors import error_body
 from router.apis.messages.models import model_info, models_page
 from router.apis.openai.surface import DECODERS, OpenAiSurface
@@ -24,8 +25,8 @@ NO_TABLE: Final = (
 )
 
 ROUTES: Final = (
-    f"POST {', '.join(DECODERS)}, /v1/responses, /v1/messages and /ai/run/{{model}}, and"
-    " GET /v1/models"
+    f"POST {', '.join((*DECODERS, *MEDIA_ROUTES))}, /v1/responses, /v1/messages and"
+    " /ai/run/{model}, and GET /v1/models"
 )
 ANTHROPIC_VERSION: Final = "anthropic-version"
 """A header of each of Anthropic's clients: the list of models then has that API's form."""

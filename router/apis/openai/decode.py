@@ -14,6 +14,7 @@ from msgspec import UNSET
 from isochrone.wire import codec, headers
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.json_body import UnsafeJson, check_json_body
+from isochrone.wire.kv_transfer import ENGINE_FIELDS
 from router.apis.openai.prompt import OpenAiRequest, count_answers
 from router.apis.openai.schema import (
     ChatRequest,
@@ -49,13 +50,6 @@ _STATEFUL: Final = frozenset(
 )
 """Options that give a generation a state which its text alone does not hold."""
 
-TRANSFER_FIELDS: Final = (
-    "kv_transfer_params",
-    "disaggregated_params",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-)
 _INCLUDE_USAGE: Final = b'"stream_options":{"include_usage":true}'
 
 
@@ -64,14 +58,14 @@ def decode(body: bytes, decoder: "msgspec.json.Decoder[R]") -> R:
     try:
         check_json_body(body)
     except UnsafeJson as unsafe:
-        raise _invalid(str(unsafe)) from None
+        raise invalid_field(str(unsafe)) from None
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise _invalid(codec.describe(error)) from None
+        raise invalid_field(codec.describe(error)) from None
 
 
-def _invalid(reason: str) -> ApiError:
+def invalid_field(reason: str) -> ApiError:
     """Return the error 400 for what a decoder reports, with the name of the field."""
     at, missing = _INVALID_FIELD.search(reason), _MISSING_FIELD.search(reason)
     unknown = _UNKNOWN_FIELD.search(reason)
@@ -127,7 +121,7 @@ def without_transfer_fields(body: bytes, request: OpenAiRequest) -> bytes:
     """
     if isinstance(request, EmbeddingRequest | RerankRequest):
         return body
-    given = [name for name in TRANSFER_FIELDS if bytes(getattr(request, name))]
+    given = [name for name in ENGINE_FIELDS if bytes(getattr(request, name))]
     if not given:
         return body
     fields: dict[str, Any] = _FIELDS.decode(body)

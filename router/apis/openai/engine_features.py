@@ -90,8 +90,7 @@ def refuse_lacking(deployment: DeploymentEntry, path: str, body: bytes) -> None:
     lacks = deployment.engine_lacks
     if not lacks:
         return
-    if _SURFACES.get(path) in lacks:
-        raise _refusal(deployment, _SURFACES[path], "model")
+    refuse_lacking_route(deployment, _SURFACES.get(path, ""))
     # Other fields of a wrong type are the engine's to refuse.
     try:
         used = _DECODER.decode(body)
@@ -102,6 +101,12 @@ def refuse_lacking(deployment: DeploymentEntry, path: str, body: bytes) -> None:
             field, uses = _USES[feature]
             if uses(used):
                 raise _refusal(deployment, feature, field)
+
+
+def refuse_lacking_route(deployment: DeploymentEntry, feature: str) -> None:
+    """Raise ApiError 400 if the deployment's engine lacks a route."""
+    if feature in deployment.engine_lacks:
+        raise _refusal(deployment, feature, "model")
 
 
 def _refusal(deployment: DeploymentEntry, feature: str, field: str) -> ApiError:

@@ -34,6 +34,7 @@ from router.apis.openai.prompt import (
     OpenAiRequest,
     count_answers,
     count_text_bytes,
+    has_parts,
     output_tokens_max,
     render_prompt,
 )
@@ -139,12 +140,13 @@ class OpenAiSurface:
         key = request.key
         assert key is not None
         openai: OpenAiRequest = decode(body, DECODERS[path])
-        named = self._named_model(openai.model, key, path)
+        kind = MODEL_KINDS.get(path, "chat")
+        named = self._named_model(openai.model, key, path, kind)
         deployment, adapter = named.deployment, named.adapter
         refuse_lacking(deployment, path, body)
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
-            if b'"image_url"' in body:
+            if has_parts(openai):
                 check_images(openai, self._config.image_pixels_max)
         body = without_transfer_fields(body, openai)
         prompt, answer_count = render_prompt(openai), count_answers(openai)
@@ -168,7 +170,7 @@ class OpenAiSurface:
             build_resume_body=resume_body_builder(body, openai) if openai.stream else None,
             determinism=determinism_of(openai) if openai.stream else "",
             prefix_keys=_prefix_keys(prompt, key, deployment, adapter),
-            relayed_headers=_relayed_headers(request, openai),
+            relayed_headers=relayed_headers(request, service_tier_of(openai)),
             adapter=adapter,
             ttft_ms=_ttft_ms(request),
         )
@@ -181,7 +183,7 @@ class OpenAiSurface:
         key = request.key
         assert key is not None
         openai: OpenAiRequest = decode(body, CHAT)
-        deployment = self._named_model(openai.model, key, TOKENIZE_PATH).deployment
+        deployment = self._named_model(openai.model, key, TOKENIZE_PATH, "chat").deployment
         if openai.model != deployment.name:
             # An adapter has its model's tokens.
             body = with_model(body, deployment.name)
@@ -207,8 +209,8 @@ class OpenAiSurface:
             prefix_keys=NO_KEYS,
         )
 
-    def _named_model(self, name: str, key: KeyEntry, path: str) -> NamedModel:
-        """Return the deployment, and perhaps the adapter, of a request for `path`.
+    def _named_model(self, name: str, key: KeyEntry, path: str, kind: str) -> NamedModel:
+        """Return the deployment of a kind, and perhaps the adapter, of a request for `path`.
 
         A `name` is a deployment's, or `deployment:adapter`. Raises ApiError.
         """
@@ -217,16 +219,15 @@ class OpenAiSurface:
         has_adapter = bool(base) and (
             directory.deployment(name) is None and directory.deployment(base) is not None
         )
-        deployment = self._deployment_of_kind(base if has_adapter else name, key, path)
+        deployment = self.deployment_of_kind(base if has_adapter else name, key, path, kind)
         adapter = None
         if has_adapter:
             adapter = directory.adapters.find(adapter_name, key.tenant_id, deployment)
         return NamedModel(deployment, adapter)
 
-    def _deployment_of_kind(self, name: str, key: KeyEntry, path: str) -> DeploymentEntry:
-        """Return a deployment that `path` can use. Raises ApiError."""
+    def deployment_of_kind(self, name: str, key: KeyEntry, path: str, kind: str) -> DeploymentEntry:
+        """Return a deployment of the kind that `path` needs. Raises ApiError."""
         deployment = self.deployment(name, key)
-        kind = MODEL_KINDS.get(path, "chat")
         if deployment.kind != kind:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
@@ -311,14 +312,15 @@ def _ttft_ms(request: HttpRequest) -> int:
     return int(value)
 
 
-def _relayed_headers(request: HttpRequest, openai: OpenAiRequest) -> str:
+def service_tier_of(openai: OpenAiRequest) -> str:
+    """Return a request's `service_tier`, or ""."""
+    return openai.service_tier or "" if isinstance(openai, ChatRequest | CompletionRequest) else ""
+
+
+def relayed_headers(request: HttpRequest, service_tier: str = "") -> str:
     """Return the header lines of the client's priority, trace and session. Raises ApiError 400."""
     lines, priority = "", request.header(PRIORITY)
-    if (
-        not priority
-        and isinstance(openai, ChatRequest | CompletionRequest)
-        and openai.service_tier == "flex"
-    ):
+    if not priority and service_tier == "flex":
         priority = LOWEST_PRIORITY
     if priority:
         if (

@@ -64,7 +64,8 @@ TASKS: Final[Mapping[str, TaskDescription]] = {
         "Text Classification", "Orders texts by how well they answer a query", ("query",), _Ranking
     ),
 }
-"""By the kind of model. Workers AI lists its rerankers under Text Classification."""
+"""By the kind of model. Workers AI lists its rerankers under Text Classification. Models of another
+kind are not served by `/ai/run`, and not listed."""
 
 
 class ModelQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,7 +94,9 @@ def model_page(
     if query.page < 1 or not 1 <= query.per_page <= PER_PAGE_MAX:
         reason = f"page counts from 1 and per_page is 1 to {PER_PAGE_MAX}"
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot list models: {reason}", param="page")
-    found = [entry for entry in entries if _matches(entry, query, now_unix_s)]
+    found = [
+        entry for entry in entries if entry.kind in TASKS and _matches(entry, query, now_unix_s)
+    ]
     first = (query.page - 1) * query.per_page
     page = found[first : first + query.per_page]
     info = {
@@ -112,12 +115,15 @@ def task_list(entries: Iterable[DeploymentEntry]) -> list[dict[str, str]]:
 
 def author_list(entries: Iterable[DeploymentEntry]) -> list[dict[str, str]]:
     """Return the authors in the names of `entries`."""
-    authors = sorted({author_of(entry.name) for entry in entries} - {""})
+    authors = sorted({author_of(entry.name) for entry in entries if entry.kind in TASKS} - {""})
     return [{"id": author, "name": author} for author in authors]
 
 
 def model_schema(entry: DeploymentEntry) -> dict[str, Any]:
     """Return the JSON Schemas of a model's `/ai/run` input and of its result."""
+    if entry.kind not in TASKS:
+        reason = f"it is a model of kind {entry.kind!r}, which /ai/run does not serve"
+        raise ApiError(ErrorCode.NOT_FOUND, f"cannot describe {entry.name!r}: {reason}")
     task = TASKS[entry.kind]
     inputs = [_input_schema(name) for name in task.deciding_fields]
     # References in a schema begin at its root.

@@ -352,6 +352,7 @@ class PlanBuilder:
             role=role,
             overcommit=slot.overcommit,
             extra_bytes=model.extra_bytes - self._models[model.model_id].extra_bytes,
+            kind=model.kind,
         )
         if len(slot.parts) == 1:
             return ReplicaStart(node_id=slot.leader.node_id, spec=spec, reason=replica.reason)

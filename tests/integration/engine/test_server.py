@@ -354,7 +354,8 @@ async def test_health_models_and_metrics(
     numbers = {name.removeprefix("isochrone_engine_"): float(n) for name, n in told.items()}
     for name in (
         "running", "waiting", "kv_blocks_used", "kv_blocks_total", "prefix_hit_tokens_total",
-        "prompt_tokens_total", "prefill_tokens_per_s", "decode_tokens_per_s", "draft_acceptance",
+        "prefix_evicted_age_s", "prompt_tokens_total", "prefill_tokens_per_s",
+        "decode_tokens_per_s", "draft_acceptance",
     ):  # fmt: skip
         assert numbers[name] >= 0
     assert numbers["step_rows_total"] >= numbers["steps_total"] > 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import io
 import os
 import random
 import re
@@ -108,14 +109,21 @@ class Node(NamedTuple):
 
 
 @asynccontextmanager
-async def a_node() -> AsyncIterator[Node]:
+async def a_node(load_timeout_s: float = 600.0) -> AsyncIterator[Node]:
     folder = a_folder("iso-")
     (folder / "model").mkdir()
     (folder / "model" / "m.gguf").write_bytes(b"GGUF")
     file = ArtifactFile(path="m.gguf", size_bytes=4, sha256=hashlib.sha256(b"GGUF").hexdigest())
     source = f"file:{folder / 'model'}"
     artifact = Artifact(source=source, files=(file,), digest=manifest_digest([file]))
-    config = NodeConfig(name="n1", schedulers=(), state=folder, address="", stall_s=3.0)
+    config = NodeConfig(
+        name="n1",
+        schedulers=(),
+        state=folder,
+        address="",
+        stall_s=3.0,
+        load_timeout_s=load_timeout_s,
+    )
     supervisor = Supervisor(
         config=config,
         artifacts=ArtifactStore(
@@ -606,3 +614,18 @@ async def test_a_reused_pid_is_not_signalled_and_orphans_of_an_engine_are_killed
     await until("the orphan is killed", orphan_is_gone, 5.0)
     other.kill()
     await other.wait()
+
+
+async def test_a_large_sound_reaches_the_engine_as_it_was_sent(node: Node) -> None:
+    spec = msgspec.structs.replace(node.spec(), kind="transcription")
+    await node.warm(spec)
+    engine = node.supervisor.replicas[spec.replica_id].engine
+    assert engine is not None
+    assert await engine.canary("chat"), "the assignment's kind counts"
+    form = aiohttp.FormData({"model": "m", "response_format": "text"})
+    form.add_field("file", io.BytesIO(bytes(9_000_000)), filename="a.wav", content_type="audio/wav")
+    sent = {headers.REPLICA: "r1", headers.TOKENS: "p=10;o=3"}
+    async with node.http.post("/v1/audio/transcriptions", data=form, headers=sent) as response:
+        assert (response.status, response.content_type) == (200, "text/plain")
+        assert (await response.text()).endswith(" t8999\n")
+    await until("tokens are released", node.idle, 5.0)

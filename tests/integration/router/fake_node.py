@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 
 from isochrone.service.http_server import HttpServerLimits, serve_http
 from isochrone.wire import headers
 from isochrone.wire.ids import ReplicaId
 from nodeagent.api.handoff_notice import announce_prefill, announce_replica
 from nodeagent.api.pop_loads import PopLoadReader
+from nodeagent.mock import media
 
 
 class FakeNode:
@@ -126,6 +127,31 @@ class FakeNode:
         count = sum(len(message["content"].split()) for message in messages)
         return web.json_response({"count": count, "max_model_len": 4096})
 
+    async def media(self, request: web.Request) -> web.StreamResponse:
+        """Answer as the mock engine does, or break off after the first part."""
+        body = await request.read()
+        self.bodies.append(body)
+        self.request_headers.append(dict(request.headers))
+        await self.note()
+        # The mock engine reads it, too.
+        request._payload = StreamReader(request.protocol, len(body) + 1)
+        request._payload.feed_data(body)
+        request._payload.feed_eof()
+        request._read_bytes = None
+        if self.cut_at is not None:
+            response = web.StreamResponse(headers={"content-type": "audio/wav"})
+            await response.prepare(request)
+            await response.write(b"RIFF")
+            await self.may_answer.wait()
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+        if request.path == "/v1/audio/speech":
+            return await media.speak(request)
+        if request.path == "/v1/images/generations":
+            return await media.draw(request)
+        return await media.transcribe(request)
+
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         extra = {headers.LOAD: self.load} if self.load else {}
         for replica_id in self.read_by:
@@ -229,6 +255,10 @@ async def open_node(node: FakeNode, port: int = 0) -> AsyncIterator[FakeNode]:
     app.router.add_post("/v1/chat/completions", node.generate)
     app.router.add_post("/v1/completions", node.generate)
     app.router.add_post("/tokenize", node.tokenize)
+    app.router.add_post("/v1/audio/transcriptions", node.media)
+    app.router.add_post("/v1/audio/translations", node.media)
+    app.router.add_post("/v1/audio/speech", node.media)
+    app.router.add_post("/v1/images/generations", node.media)
     app.router.add_post("/loads", node.pop_loads)
     limits = HttpServerLimits(shutdown_timeout_s=0.2)
     async with serve_http(app, "127.0.0.1", port, limits=limits) as bound:

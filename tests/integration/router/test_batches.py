@@ -247,7 +247,7 @@ async def test_workers_ai_queues_runs(bench: BatchBench) -> None:
 
 
 async def test_large_files_are_streamed(bench: BatchBench) -> None:
-    bench.app.server.bodies.uploads._bytes_max = 30_000_000
+    bench.app.server.bodies.uploads._file_bytes_max = 30_000_000
     text = b"0123456789abcdef" * 1_500_000
     file = await bench.client.files.create(file=("large", text), purpose="batch")
     assert file.bytes == len(text)

@@ -147,3 +147,33 @@ def test_uncached_blocks_are_not_matched_unless_they_are_shared() -> None:
     blocks.release(own)
     blocks.release(shared)
     assert blocks.used_blocks == 0
+
+
+def test_the_cache_reaches_back_to_the_last_use_of_what_was_evicted() -> None:
+    now_s = 100.0
+    pool = BlockPool(2, lambda: now_s)
+    # An empty cache has nothing from before its beginning.
+    assert pool.evicted_used_at_s == 100.0
+    for at_s, digest in ((110.0, b"a"), (120.0, b"b")):
+        (block,) = pool.allocate((), 1) or [-1]
+        pool.cache(block, digest)
+        now_s = at_s
+        pool.release([block])
+    assert pool.evicted_used_at_s == 100.0
+    reused = pool.allocate(pool.match_prefix([b"a"]), 0)
+    assert reused is not None
+    now_s = 130.0
+    pool.release(reused)
+    assert pool.allocate((), 1) is not None
+    assert not pool.has_digest(b"b")
+    assert pool.evicted_used_at_s == 120.0
+    assert pool.allocate((), 1) is not None
+    assert pool.evicted_used_at_s == 130.0
+
+
+def test_a_forgotten_cache_reaches_back_to_now() -> None:
+    now_s = 100.0
+    pool = BlockPool(2, lambda: now_s)
+    now_s = 150.0
+    pool.forget_cached()
+    assert pool.evicted_used_at_s == 150.0

@@ -207,6 +207,28 @@ async def test_a_bug_in_the_watch_fails_only_that_replica(fixture: SupervisorFix
     assert len(fixture.replica.failure_times) == 1
 
 
+async def test_the_reach_of_the_prefix_cache_is_part_of_the_load(
+    fixture: SupervisorFixture,
+) -> None:
+    fixture.now_s = 50.0
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    admission = fixture.replica.admission
+    assert admission.load("r", fixture.now_s).cache_age_ms == -1
+    was_read = asyncio.Event()
+
+    def stats() -> EngineStats:
+        if admission.cache_since_s is not None:
+            was_read.set()
+        return EngineStats(steps_total=1, prefix_evicted_age_s=30.0)
+
+    fixture.engines.started[0].current_stats = stats
+    async with asyncio.timeout(30):
+        await was_read.wait()
+    assert admission.load("r", fixture.now_s + 1.0).cache_age_ms == 31_000
+    await fixture.supervisor.shut_down(keep_engines=False)
+
+
 async def test_an_unknown_option_is_not_retried(fixture: SupervisorFixture) -> None:
     fixture.engines.error = UnknownOption("cannot start vllm: unknown options x; it has none")
     fixture.supervisor.start(SPEC)

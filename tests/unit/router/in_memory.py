@@ -10,6 +10,7 @@ from typing import Any
 from isochrone.wire.ids import BootId, PopId
 from isochrone.wire.routes import RouteTable
 from router.apis.dispatch import ApiDispatcher
+from router.apis.media.routes import MediaRoutes
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.batch_client import BatchClient
@@ -205,7 +206,8 @@ class RequestPath:
             request_ids=ids,
             is_main_process=True,
         )
-        dispatcher = ApiDispatcher(*parts, client, stored.routes)
+        media = MediaRoutes(surface, self.pipeline, config.audio_relayed_bytes_max)
+        dispatcher = ApiDispatcher(*parts, client, stored.routes, media)
         self.server = PublicServer(
             config=config,
             authorize=dispatcher.authorize,

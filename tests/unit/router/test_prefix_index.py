@@ -180,6 +180,34 @@ def test_answers_teach_the_capacity_of_a_cache() -> None:
     assert CAPACITY_MIN < index._caches[0].capacity < 1.5 * true_capacity
 
 
+def test_a_reported_eviction_drops_what_was_used_before_it() -> None:
+    index = PrefixIndex(capacity=5 * BLOCK_BYTES)
+    old, kept = (prefix_keys(bytes([n]) * 4 * BLOCK_BYTES, 1) for n in (1, 2))
+    index.record_evicted(0, 1.0)
+    index.record_sent(0, old, 10.0)
+    index.record_evicted(0, 9.0)
+    # The cache is not assumed to be small from here on.
+    sent = index.record_sent(0, kept, 20.0)
+    assert index.match(old).share_at(0) == index.match(kept).share_at(0) == 1.0
+    index.record_evicted(0, 15.5)
+    assert index.match(old).share_at(0) == 0.0
+    assert index.match(kept).share_at(0) == 1.0
+    # An answer with less than expected does not make it small again.
+    again = index.record_sent(0, kept, 21.0)
+    index.learn_cached_share(again, 0.0)
+    many = prefix_keys(bytes(40 * BLOCK_BYTES), 1)
+    index.record_sent(0, many, 22.0)
+    assert index.match(kept).share_at(0) == 1.0
+    assert sent.share == 0.0
+    # An answer keeps its prompt's blocks; what was sent after it may be evicted before.
+    again.use.ended_at_s = 200.0
+    index.record_evicted(0, 100.0)
+    assert index.match(kept).share_at(0) == 1.0
+    assert index.match(many).share_at(0) == 0.0
+    index.record_evicted(0, 201.0)
+    assert len(index) == 0
+
+
 def test_what_one_replica_teaches_is_assumed_of_those_that_taught_nothing_yet() -> None:
     index = PrefixIndex(capacity=4_000_000)
     for slot in range(4):

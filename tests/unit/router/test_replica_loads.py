@@ -3,6 +3,8 @@
 from isochrone.wire.headers import ReportedLoad
 from isochrone.wire.ids import NodeId, PopId, ReplicaId
 from router.decide.health import FAILURES_MAX
+from router.decide.prefix_index import PrefixKeys, prefix_keys
+from router.decide.ranking import RouteQuery, rank
 from router.feedback import AttemptFeedback, ProbeFeedback
 from router.fleet_state import FleetState
 from tests.unit.router.test_slow_start import NEW, OLD, D, a_route, a_table
@@ -74,3 +76,33 @@ def test_nothing_is_kept_of_a_replica_that_left_the_table() -> None:
     assert bench.fleet.in_flight.load_of(OLD) is not bench.fleet.in_flight.load_of(OLD)
     bench.fleet.adopt(a_table(OLD, NEW))
     assert OLD in bench.fleet.answering_replicas()
+
+
+def share_cached(bench: Bench, keys: PrefixKeys) -> float:
+    routing = bench.fleet.routing(D)
+    return routing.prefix_matches(keys).share_at(routing.slot_of(OLD))
+
+
+def test_reports_say_which_prompts_are_no_longer_cached() -> None:
+    bench = Bench()
+    old, new = (prefix_keys(bytes([n]) * 1024, 1) for n in (1, 2))
+    for keys in (old, new):
+        snapshot = bench.fleet.snapshot(D)
+        query = RouteQuery("q", 300, 10, "", None, bench.fleet.routing(D).prefix_matches(keys))
+        ranked = rank(snapshot, query).route_to(OLD)
+        assert ranked is not None
+        bench.attempts.record_sent(ranked, keys)
+        bench.now_s += 100.0
+    assert share_cached(bench, old) == share_cached(bench, new) == 1.0
+    # The old one was sent 200 s ago, the new one 100.
+    reaches = ReportedLoad(0, 0, 0, 0, 0, cache_age_ms=201_000)
+    bench.probes.record_ping(NodeId(f"n-{OLD}"), RTT_MS, {OLD: reaches})
+    assert share_cached(bench, old) == share_cached(bench, new) == 1.0
+    reaches = ReportedLoad(0, 0, 0, 0, 0, cache_age_ms=150_000)
+    bench.probes.record_relayed(NodeId(f"n-{OLD}"), 1.0, {OLD: reaches})
+    assert share_cached(bench, old) == 0.0
+    assert share_cached(bench, new) == 1.0
+    # A restarted engine has nothing from before its start.
+    reaches = ReportedLoad(0, 0, 0, 0, 0, cache_age_ms=3_000)
+    bench.attempts.record_answer_head(a_route(OLD), reaches)
+    assert share_cached(bench, new) == 0.0

@@ -281,7 +281,7 @@ def test_a_fit_stays_within_memory_and_a_misfit_shows_the_sum(
     got = replica_capacity(model, ALL_OF_IT, CLASSES[kind], devices=devices)
     if isinstance(got, CannotFit):
         assert f"on {devices} x" in got.reason
-        assert weights_gb * 1e9 / devices > CLASSES[kind].memory_bytes - 2 * GIB
+        assert weights_gb * 1e9 / devices > CLASSES[kind].memory_bytes - 3 * GIB
     else:
         total = got.weights_bytes + got.overhead_bytes + got.kv_bytes
         assert total <= CLASSES[kind].memory_bytes

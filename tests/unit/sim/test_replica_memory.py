@@ -2,7 +2,7 @@
 
 from ops.sim.published import PUBLISHED, output_tokens_per_s
 from ops.sim.replica import ReplicaJob, SimulatedReplica
-from ops.sim.replica_memory import KvPool
+from ops.sim.replica_memory import KvPool, PrefixCache
 from ops.sim.traces import TraceRequest
 from ops.sim.world import LLAMA_70B_TODAY, EngineProfile, ReplicaSite
 from tests.unit.sim.test_replica import run
@@ -86,3 +86,32 @@ def test_published_throughput_is_reproduced() -> None:
     small = output_tokens_per_s(LLAMA_70B_TODAY.small, 2048, 128)
     assert abs(large / row.h100x2 - 1) < 0.05
     assert abs(small / row.h200x1 - 1) < 0.05
+
+
+def test_a_cache_reaches_back_to_the_last_use_of_what_it_evicted() -> None:
+    cache = PrefixCache(300)
+    for at_s, block in ((1.0, 1), (2.0, 2), (3.0, 3)):
+        cache.now_s = at_s
+        cache.hold(a_request(block, 100, 1, (block,)), 0)
+        cache.put(a_request(block, 100, 1, (block,)), 0.0)
+    assert cache.evicted_used_at_s == 0.0
+    cache.now_s = 4.0
+    cache.hold(a_request(4, 200, 1, (4, 5)), 0)
+    cache.put(a_request(4, 200, 1, (4, 5)), 0.0)
+    assert cache.evicted_used_at_s == 2.0
+    cache.clear()
+    assert cache.evicted_used_at_s == 4.0
+
+
+def test_prefixes_that_several_prompts_have_in_common_are_told() -> None:
+    cache = PrefixCache(300)
+    cache.hold(a_request(0, 300, 1, (1, 2, 3)), 0)
+    cache.hold(a_request(1, 300, 1, (1, 2, 3)), 0)
+    # Both end after the third block, with different ends of their own.
+    assert [event.blocks for event in cache.events] == [(1, 2, 3)]
+    cache.hold(a_request(2, 300, 1, (1, 2, 4)), 0)
+    assert [event.blocks for event in cache.events] == [(1, 2, 3), (1, 2)]
+    cache.put(a_request(0, 300, 1, (1, 2, 3)), 0.0)
+    cache.put(a_request(5, 300, 1, (7, 8, 9)), 0.0)
+    told = [(event.blocks, event.is_stored) for event in cache.events[2:]]
+    assert told == [((3,), False), ((2,), False)]

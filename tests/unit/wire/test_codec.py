@@ -197,3 +197,12 @@ def test_a_load_says_how_long_a_sleeping_replica_needs_to_wake() -> None:
     asleep = headers.ReportedLoad(1, 2, 1, 0, 3, 4, 5, wake_ms=250)
     assert headers.format_load(asleep) == "p=1;d=2;r=1;w=0;u=3;o=4;e=5;z=250"
     assert headers.parse_load(headers.format_load(asleep)) == asleep
+
+
+def test_a_load_may_have_the_reach_of_the_cache_and_fields_of_a_later_release() -> None:
+    load = headers.ReportedLoad(1, 2, 1, 0, 3, 4, 5, cache_age_ms=61_000)
+    assert headers.format_load(load) == "p=1;d=2;r=1;w=0;u=3;o=4;e=5;c=61000"
+    assert headers.parse_load(headers.format_load(load)) == load
+    assert headers.parse_load("p=1;d=2;r=1;w=0;u=3;o=4;e=5;z=0;x=9;y=8;c=61000") == load
+    none_evicted_yet = msgspec.structs.replace(load, cache_age_ms=0)
+    assert headers.parse_load(headers.format_load(none_evicted_yet)) == none_evicted_yet

@@ -1,20 +1,25 @@
-"""Admits a request to a replica, or refuses it with the replica's load."""
+"""Whether a replica of this node takes a request now: tokens, a seat, the router's own limit."""
 
+from contextlib import AbstractAsyncContextManager, nullcontext
 from time import monotonic
 from typing import Final
 
 from aiohttp import web
 
 from isochrone.wire import headers
-from nodeagent.api.request_estimates import PrefillEstimate, queue_tokens_max
+from nodeagent import metrics
+from nodeagent.api.decode_leg import GENERATION_PATHS
+from nodeagent.api.request_estimates import (
+    PrefillEstimate,
+    first_token_objective,
+    queue_tokens_max,
+    ttft_left_ms,
+)
 from nodeagent.decide.admission import TokenReservation
-from nodeagent.drivers.driver import CHAT_PATH, COMPLETIONS_PATH
 from nodeagent.supervisor import ManagedReplica
 
 OUTPUT_TOKENS_DEFAULT: Final = 256
 """Output reserved for a request without the router's estimate."""
-
-GENERATION_PATHS: Final = (CHAT_PATH, COMPLETIONS_PATH)
 
 
 class RequestRefused(Exception):
@@ -56,6 +61,24 @@ def admit(
     if reservation is None:
         raise RequestRefused("busy", load=load_header(request, replica))
     return reservation
+
+
+def seat(
+    request: web.Request, replica: ManagedReplica, estimate: PrefillEstimate
+) -> AbstractAsyncContextManager[None]:
+    """Return the wait for a seat of the engine, which only generations need."""
+    if request.path not in GENERATION_PATHS:
+        return nullcontext()
+    objective = first_token_objective(request, estimate.prefill_ms, monotonic())
+    return replica.seats.seat(request.headers.get(headers.CACHE_SALT, ""), objective)
+
+
+def count_objective(request: web.Request, admitted_s: float, now_s: float) -> None:
+    """Count whether the first token has come in time, if the request says by when it needs it."""
+    left_ms = ttft_left_ms(request)
+    if left_ms is not None:
+        outcome = "met" if 1000 * (now_s - admitted_s) <= left_ms else "missed"
+        metrics.TTFT_OBJECTIVES.labels(outcome).inc()
 
 
 def check_queue(request: web.Request, replica: ManagedReplica) -> None:

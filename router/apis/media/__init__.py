@@ -1,0 +1,1 @@
+"""Sounds and images: uploads that are no JSON, and answers that are not made of tokens."""

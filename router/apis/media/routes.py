@@ -1,0 +1,50 @@
+"""Answers requests for sounds and images, through the pipeline like any other inference.
+
+An uploaded sound is on disk while it arrives, so a slow client costs no memory. It is read into
+memory once it is complete, for as long as it is relayed: another replica may need it again.
+"""
+
+import asyncio
+from typing import Final
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from router.apis.batches.relay import in_a_task
+from router.apis.media.surface import read_media_request
+from router.apis.openai.surface import OpenAiSurface
+from router.dataplane.http_messages import HttpRequest, ResponseWriter
+from router.dataplane.upload_spool import SpooledBody
+from router.pipeline import RequestPipeline
+
+FULL_RETRY_AFTER_S: Final = 5.0
+
+
+class MediaRoutes:
+    """The routes of one process, and the bytes of sounds that it relays now."""
+
+    def __init__(
+        self, openai: OpenAiSurface, pipeline: RequestPipeline, relayed_bytes_max: int
+    ) -> None:
+        """Relay uploads of at most `relayed_bytes_max` bytes at once."""
+        self._openai = openai
+        self._pipeline = pipeline
+        self._relayed_bytes_max = relayed_bytes_max
+        self.relayed_bytes = 0
+
+    async def answer(self, request: HttpRequest, path: str, writer: ResponseWriter) -> None:
+        """Answer a request for `path`. Raises ApiError."""
+        upload = request.upload
+        size = upload.size_bytes if isinstance(upload, SpooledBody) else 0
+        if self.relayed_bytes + size > self._relayed_bytes_max:
+            raise ApiError(
+                ErrorCode.UNAVAILABLE,
+                "cannot take the sound now: this router relays as many as it may",
+                retry_after_s=FULL_RETRY_AFTER_S,
+            )
+        self.relayed_bytes += size
+        try:
+            if isinstance(upload, SpooledBody):
+                request.body = await in_a_task(asyncio.to_thread(upload.read))
+                upload.close()
+            await self._pipeline.serve(read_media_request(self._openai, request, path), writer)
+        finally:
+            self.relayed_bytes -= size
