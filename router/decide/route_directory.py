@@ -5,6 +5,7 @@ from typing import Final, NamedTuple
 
 from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
 from isochrone.wire.routes import DeploymentEntry, KeyTable, Route, RouteTable
+from router.decide.adapters import AdapterDirectory
 
 
 class DirectoryChange(NamedTuple):
@@ -29,6 +30,7 @@ class RouteDirectory:
         """Start without a table."""
         self.table: RouteTable | None = None
         self.keys = KeyTable()
+        self.adapters = AdapterDirectory()
         self._deployments_by_name: dict[str, DeploymentEntry] = {}
         self._routes: dict[ReplicaId, Route] = {}
         self._replicas_by_node: dict[NodeId, list[ReplicaId]] = {}
@@ -44,15 +46,16 @@ class RouteDirectory:
     def commit(self, indexes: "TableIndexes") -> DirectoryChange:
         """Serve the table of `indexes`, made for the one served now; return what changes."""
         table = indexes.table
-        self.table, self.keys = table, table.keys
+        self.adopt_keys(table)
         self._deployments_by_name = indexes.deployments_by_name
         self._routes, self._replicas_by_node = indexes.routes, indexes.replicas_by_node
         self._outside = {}
         return DirectoryChange(indexes.removed, indexes.changed, indexes.changed_routes)
 
     def adopt_keys(self, table: RouteTable) -> None:
-        """Serve `table`, which differs from the current one only by its keys."""
+        """Serve `table`, which differs from the current one only by its keys and adapters."""
         self.table, self.keys = table, table.keys
+        self.adapters.adopt(table.adapters)
 
     @property
     def deployments(self) -> tuple[DeploymentEntry, ...]:
