@@ -15,6 +15,10 @@ TRUE: Final = frozenset({"", "true"})
 """The values that turn a flag on. `--option enforce_eager=` is one of them."""
 FALSE: Final = frozenset({"false"})
 
+OPTIONS_CHARS_MAX: Final = 16_384
+"""All options of an engine together. They are part of each assignment with such a replica, and are
+read with each plan."""
+
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of one driver: `values` need a value; `flags` are true or false.
@@ -38,6 +42,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def problem(self, options: Mapping[str, str]) -> str:
         """Return what is wrong with a deployment's options, or "" if nothing is."""
+        size = sum(len(name) + len(value) for name, value in options.items())
+        if size > OPTIONS_CHARS_MAX:
+            return f"the options have {size} characters, the limit is {OPTIONS_CHARS_MAX}"
         for name, value in sorted(options.items()):
             if name not in self.names:
                 near = get_close_matches(name.replace("-", "_"), sorted(self.names), 1)
