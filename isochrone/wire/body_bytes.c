@@ -1,4 +1,4 @@
-/* Two loops over the bytes of a request body, for isochrone/wire/body_loops.py, which has the same
+/* The loops over the bytes of a request body, for isochrone/wire/body_loops.py, which has the same
  * in Python and says what they mean. Everything else about a body is decided in Python.
  *
  * The hash is XXH3 (64 bits, with a seed) of xxHash, Copyright Yann Collet, BSD 2-Clause, written
@@ -75,6 +75,41 @@ static PyObject *scan_body(PyObject *module, PyObject *body) {
     if (!PyBytes_Check(body)) return PyErr_SetString(PyExc_TypeError, "expected bytes"), NULL;
     const unsigned char *bytes = (const unsigned char *)PyBytes_AS_STRING(body);
     return PyLong_FromLong(scan(bytes, PyBytes_GET_SIZE(body)));
+}
+
+/* Returns 16 bytes that are not 0 where a letter of base64 is. */
+static bytes16 base64_of(bytes16 block) {
+    return (bytes16)((block | 0x20) - 'a' < 26) | (bytes16)(block - '0' < 10) |
+           (bytes16)(block == '+') | (bytes16)(block == '/');
+}
+
+static PyObject *is_surely_base64(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+    (void)module;
+    if (count != 2 || !PyUnicode_Check(arguments[0]))
+        return PyErr_SetString(PyExc_TypeError, "expected text and where the base64 begins"), NULL;
+    Py_ssize_t begin = PyLong_AsSsize_t(arguments[1]);
+    if (begin == -1 && PyErr_Occurred()) return NULL;
+    if (!PyUnicode_IS_COMPACT_ASCII(arguments[0])) Py_RETURN_FALSE;
+    const unsigned char *text = PyUnicode_DATA(arguments[0]);
+    Py_ssize_t size = PyUnicode_GET_LENGTH(arguments[0]) - begin;
+    if (begin < 0 || size <= 0 || size % 4) Py_RETURN_FALSE;
+    const unsigned char *at = text + begin, *end = at + size;
+    if (end[-1] == '=') end--;
+    if (end[-1] == '=') end--;
+    bytes16 all;
+    memset(&all, 0xff, sizeof all);
+    for (; end - at >= 16; at += 16) {
+        bytes16 block;
+        memcpy(&block, at, 16);
+        all &= base64_of(block);
+    }
+    bytes16 last;
+    memset(&last, 'A', sizeof last);
+    memcpy(&last, at, (size_t)(end - at));
+    all &= base64_of(last);
+    for (int n = 0; n < 16; n++)
+        if (!all[n]) Py_RETURN_FALSE;
+    Py_RETURN_TRUE;
 }
 
 #define PRIME32_1 0x9E3779B1U
@@ -217,6 +252,7 @@ static PyObject *chained_hashes(PyObject *module, PyObject *const *arguments, Py
 
 static PyMethodDef METHODS[] = {
     {"scan_body", scan_body, METH_O, NULL},
+    {"is_surely_base64", (PyCFunction)(void (*)(void))is_surely_base64, METH_FASTCALL, NULL},
     {"chained_hashes", (PyCFunction)(void (*)(void))chained_hashes, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -1,12 +1,13 @@
-"""The two loops over every byte of a request body: a scan of its JSON, and the hashes of a prompt.
+"""The loops over every byte of a request: a scan of its JSON, its prompt's hashes, its images.
 
-The compiled request path has both in C (`body_bytes.c`), with the same results: they are most of
+The compiled request path has them in C (`body_bytes.c`), with the same results: they are most of
 what a large body would cost. Without it the loops of `re` and `xxhash` are used.
 """
 
 import importlib
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 import xxhash
@@ -54,10 +55,17 @@ def hash_in_python(prompt: bytes, ends: Sequence[int], seed: int) -> list[int]:
     return hashes
 
 
+def know_no_base64(text: str, begin: int) -> bool:
+    """Return False: without the loop in C, decoding is the fastest check."""
+    return False
+
+
 scan_body: Callable[[bytes], int] = scan_in_python
 chained_hashes: Callable[[bytes, Sequence[int], int], list[int]] = hash_in_python
-try:
+is_surely_base64: Callable[[str, int], bool] = know_no_base64
+"""Whether a text is from `begin` on base64 that `validate=True` accepts; False if not known."""
+
+with suppress(ImportError):
     _IN_C = importlib.import_module("isochrone.wire.body_bytes")
     scan_body, chained_hashes = _IN_C.scan_body, _IN_C.chained_hashes
-except ImportError:
-    pass
+    is_surely_base64 = _IN_C.is_surely_base64

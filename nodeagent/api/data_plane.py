@@ -26,7 +26,6 @@ from nodeagent.api.answer_relay import (
     response_head,
 )
 from nodeagent.api.decode_leg import (
-    GENERATION_PATHS,
     DecodeLeg,
     DecodeLegs,
     answer_context,
@@ -36,6 +35,10 @@ from nodeagent.api.decode_leg import (
 )
 from nodeagent.api.engine_trials import EngineRequest, engine_request
 from nodeagent.api.handoff_notice import announce_replica
+from nodeagent.api.inference_paths import (
+    INFERENCE_PATHS,
+    body_bytes_max,
+)
 from nodeagent.api.kv_address import KvAddressRoute
 from nodeagent.api.kv_sharing import KvSharingRoutes
 from nodeagent.api.metrics_page import add_metrics
@@ -71,22 +74,7 @@ from nodeagent.supervisor import ManagedReplica, Supervisor
 
 log = logging.getLogger(__name__)
 
-BODY_BYTES_MAX: Final = 8 * 1024 * 1024
-AUDIO_PREFIX: Final = "/v1/audio/"
-AUDIO_BYTES_MAX: Final = 64 * 1024 * 1024
-"""The largest request of a path below AUDIO_PREFIX: a sound."""
-
 BODY_TIMEOUT_S: Final = 30.0
-INFERENCE_PATHS: Final = (
-    *GENERATION_PATHS,
-    "/v1/embeddings",
-    "/v1/rerank",
-    TOKENIZE_PATH,
-    "/v1/audio/transcriptions",
-    "/v1/audio/translations",
-    "/v1/audio/speech",
-    "/v1/images/generations",
-)
 TO_ENGINE: Final = (
     "content-type",
     "traceparent",
@@ -169,8 +157,7 @@ class DataPlaneServer:
         """Main path of a request: find its replica, hand it off or admit it, relay the answer."""
         try:
             replica = self._find_replica(request)
-            is_audio = request.path.startswith(AUDIO_PREFIX)
-            bytes_max = AUDIO_BYTES_MAX if is_audio else BODY_BYTES_MAX
+            bytes_max = body_bytes_max(request.path)
             body = await read_body(request, bytes_max=bytes_max, timeout_s=BODY_TIMEOUT_S)
             answer = await self._try_handoff(request, replica, body)
             if answer is not None:

@@ -244,17 +244,27 @@ class StreamRelay:
         self._read_frames(unread)
 
     def _read_frames(self, frames: bytes) -> None:
+        if (
+            frames.startswith(b"data:")
+            and frames.find(b"\n") == len(frames) - 2
+            and b"\r" not in frames
+        ):
+            # One frame of one line, as nearly all come.
+            self._read_data(frames[5:-2].lstrip(b" "))
+            return
         for frame in split_frames(frames):
-            data = frame_data(frame)
-            if not data or data == b"[DONE]":
-                continue
-            chunk = decode_chunk(data)
-            if chunk is None:
-                # The client got it, but no other replica could continue from it.
-                self._is_plain = False
-                continue
-            for choice in chunk.choices:
-                self._read_choice(choice)
+            self._read_data(frame_data(frame))
+
+    def _read_data(self, data: bytes) -> None:
+        if not data or data == b"[DONE]":
+            return
+        chunk = decode_chunk(data)
+        if chunk is None:
+            # The client got it, but no other replica could continue from it.
+            self._is_plain = False
+            return
+        for choice in chunk.choices:
+            self._read_choice(choice)
 
     def _read_choice(self, choice: ChunkChoice) -> None:
         delta = choice.delta or ChunkDelta()

@@ -285,7 +285,7 @@ class PrefixIndex:
         if cache is None:
             return
         cache.is_reported = True
-        cache.capacity = CAPACITY_MAX
+        cache.capacity = float(CAPACITY_MAX)
         evicted: list[int] = []
         for key, block in cache.blocks.items():
             if block.use.sent_at_s >= used_before_s:

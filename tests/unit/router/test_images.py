@@ -22,7 +22,7 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, KeyTable, RouteTable
 from router.apis.openai.decode import CHAT, decode
-from router.apis.openai.images import IMAGES_MAX, ImageSize, check_images, image_size
+from router.apis.openai.images import HEAD_CHARS, IMAGES_MAX, ImageSize, check_images, image_size
 from router.apis.openai.schema import CHAT_PATH
 from router.apis.openai.surface import OpenAiSurface
 from router.config import RouterConfig
@@ -119,6 +119,14 @@ def test_the_number_of_images_is_limited() -> None:
 def test_any_bytes_have_a_size_or_none(data: bytes, keep: int, rest: bytes) -> None:
     size = image_size(data[:keep] + rest)
     assert size is None or (size.width >= 0 and size.height >= 0)
+
+
+def test_a_frame_header_behind_much_else_is_found_and_a_cut_one_is_not() -> None:
+    data = a_jpeg(640, 480, EXIF * 3)
+    check_images(chat(a_url(data)), PIXELS_MAX)
+    assert image_size(data[:-2]) is None
+    with pytest.raises(ApiError, match="base64 is not valid"):
+        check_images(chat(a_url(a_png(2, 2) + bytes(HEAD_CHARS)) + "!AAA"), PIXELS_MAX)
 
 
 @pytest.mark.parametrize("name", ["image_url", "image\\u005furl"])

@@ -1,5 +1,6 @@
 """The loops over a body in C find and hash exactly what those in Python do."""
 
+import base64
 import importlib.util
 import subprocess
 import sys
@@ -89,11 +90,33 @@ def test_a_long_prompt_has_the_same_hashes_in_c(in_c: ModuleType) -> None:
     assert in_c.chained_hashes(prompt, ends, 0) == hash_in_python(prompt, ends, 0)
 
 
+@given(st.text("AZaz09+/=!-_ \x80\u0100@[`{:", max_size=70), st.integers(0, 3), st.integers(0, 2))
+def test_what_is_surely_base64_is_decoded_strictly(
+    in_c: ModuleType, text: str, begin: int, padding: int
+) -> None:
+    for data in (text, text.translate({ord(other): "B" for other in "=!-_ \x80\u0100@[`{:"})):
+        url = "!" * begin + data + "=" * padding
+        try:
+            decoded = base64.b64decode(url[begin:], validate=True)
+        except ValueError:
+            decoded = b""
+        assert decoded or not in_c.is_surely_base64(url, begin)
+
+
+@given(st.binary(max_size=100), st.integers(0, 20))
+def test_what_is_encoded_is_surely_base64(in_c: ModuleType, data: bytes, begin: int) -> None:
+    url = "!" * begin + base64.b64encode(data).decode()
+    assert in_c.is_surely_base64(url, begin) == bool(data)
+
+
 def test_c_refuses_what_it_cannot_read(in_c: ModuleType) -> None:
     with pytest.raises(TypeError):
         in_c.scan_body("text")
     with pytest.raises(TypeError):
         in_c.chained_hashes(b"x" * 128, 128, 0)
+    with pytest.raises(TypeError):
+        in_c.is_surely_base64(b"AAAA", 0)
+    assert not in_c.is_surely_base64("AAAA", -1) and not in_c.is_surely_base64("AAAA", 5)
     with pytest.raises(TypeError):
         in_c.chained_hashes(b"x" * 128, ["128"], 0)
     with pytest.raises(OverflowError):
