@@ -33,9 +33,8 @@ async def read_status(
 ) -> StatusView:
     """Return counts and problems; the arguments are what only the answering process knows.
 
-    The silence of nodes that this process has not heard is taken from the store. `behind` are the
-    routers that do not follow the route tables, `nodes_behind` the nodes that do not follow their
-    assignments, each with the reason.
+    The silence of nodes that this process has not heard is taken from the store. Routers `behind`
+    do not follow the route tables, `nodes_behind` not their assignment, for the reasons given.
     """
     row = await fetch_one(
         connection,
