@@ -2,10 +2,10 @@
 
     python -m ops.bench.pop_kv [MODEL.gguf] [--data FOLDER] [--requests N] [--load SHARE]
 
-Each replica is an embedded engine of one thread on a node of its own. The requests are those of the
-Mooncake conversation trace, scaled down to the model, and arrive so fast that what is not cached in
-one large cache takes `--load` of what the engines can compute together. Three choices get the same
-requests at the same times:
+Each replica is an embedded engine of one thread on a node of its own. The requests are whole
+sessions of several turns of the Mooncake conversation trace, scaled down to the model, and arrive
+so fast that what is not in one large cache takes `--load` of what the engines can compute together.
+Three choices get the same requests at the same times:
 
 - affinity: each session goes to the replica that the hash of its name gives it;
 - our choice, without sharing;
@@ -21,7 +21,7 @@ import platform
 import struct
 import tempfile
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib import metadata
@@ -63,6 +63,10 @@ NAMES: Final = ("a", "b", "c", "d")
 SCALE: Final = MixScale("prompts and outputs / 16", 16, 16)
 KV_MEMORY_BYTES: Final = 128 * 1024**2
 BLOCK_TOKENS: Final = 16
+TRACE_REQUESTS: Final = 4000
+"""Of so many requests, the beginning of the trace, sessions are chosen."""
+
+TURNS_MIN: Final = 3
 CONTEXT_TOKENS: Final = 2048
 WARM_TOKENS: Final = 1000
 PROBE_S: Final = 1.0
@@ -98,12 +102,30 @@ class ChosenReplica(NamedTuple):
 
 
 def read_requests(path: Path, count: int) -> list[SharedRequest]:
-    """Return the first requests of the trace, scaled."""
-    rows = mooncake(path, TraceSlice(count))
-    scaled = read_trace(path, count, SCALE)
+    """Return whole sessions of several turns, at most `count` requests, scaled.
+
+    The first hundreds of requests of the trace have next to no prefixes in common.
+    """
+    rows = mooncake(path, TraceSlice(TRACE_REQUESTS))
+    turns = Counter(row.session for row in rows)
+    chosen: set[str] = set()
+    for session in sorted(turns, key=hash64):
+        if turns[session] >= TURNS_MIN and turns[session] <= count:
+            chosen.add(session)
+            count -= turns[session]
+    picked = [
+        (one, row.session)
+        for one, row in zip(read_trace(path, TRACE_REQUESTS, SCALE), rows, strict=True)
+        if row.session in chosen
+    ]
+    first_s = picked[0][0].at_s
     return [
-        SharedRequest(one, row.session, prefix_keys(token_bytes(one.prompt), 1))
-        for one, row in zip(scaled, rows, strict=True)
+        SharedRequest(
+            one._replace(at_s=one.at_s - first_s),
+            session,
+            prefix_keys(token_bytes(one.prompt), 1),
+        )
+        for one, session in picked
     ]
 
 
@@ -339,13 +361,13 @@ async def replicas(model: Path) -> AsyncIterator[list[NodeClient]]:
             yield nodes
 
 
-async def measure_rate(nodes: Sequence[NodeClient]) -> float:
+async def measure_rate(nodes: Sequence[NodeClient], seed: int) -> float:
     """Return the prompt tokens per second of one replica while all of them read."""
     began_s = time.monotonic()
     await asyncio.gather(
         *[
-            ask(node, random_request(seed, WARM_TOKENS, 2), "warm", 1000)
-            for seed, node in enumerate(nodes)
+            ask(node, random_request(seed + number, WARM_TOKENS, 2), "warm", 1000)
+            for number, node in enumerate(nodes)
         ]
     )
     return WARM_TOKENS / (time.monotonic() - began_s)
@@ -386,8 +408,8 @@ async def measure(arguments: argparse.Namespace) -> None:
     """Run all policies, and print the table."""
     requests = read_requests(data.folder(arguments.data) / TRACE, arguments.requests)
     async with replicas(arguments.model) as nodes:
-        await measure_rate(nodes)
-        rate = await measure_rate(nodes)
+        await measure_rate(nodes, 1000)
+        rate = await measure_rate(nodes, 2000)
         blocks = arguments.kv_blocks or await kv_blocks(nodes[0])
         ideal = one_cache_hits(requests, blocks * len(nodes))
         prompt = sum(len(shared.request.prompt) for shared in requests)
