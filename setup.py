@@ -17,7 +17,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 sys.path.insert(0, str(Path(__file__).parent))
 from isochrone import compiled
@@ -55,6 +55,8 @@ def compiled_setup() -> None:
     for extension in extensions:
         # One library of its own: its functions call one another without asking the linker's table.
         extension.extra_compile_args += ["-fno-plt", "-fvisibility=hidden"]
+    for source in compiled.C_SOURCES:
+        extensions.append(Extension(source.removesuffix(".c").replace("/", "."), [source]))
     setup(ext_modules=extensions)
 
 

@@ -59,13 +59,23 @@ HOT: Final = (
 """The modules that are compiled, as patterns. Left out are modules with structs, which only msgspec
 can make, and those that no request passes through."""
 
+C_SOURCES: Final = ("isochrone/wire/body_bytes.c",)
+"""Extension modules that are written in C."""
+
 GROUP: Final = "router"
 """The library that holds the code of all modules is named after it."""
 
 SETTING: Final = "ISOCHRONE_COMPILED"
 ROOT: Final = Path(__file__).parents[1]
 BUILDS: Final = Path("build", "request_path")
-_READ: Final = ("setup.py", "isochrone/*.py", "isochrone/wire", "isochrone/service", "router")
+_READ: Final = (
+    "setup.py",
+    *C_SOURCES,
+    "isochrone/*.py",
+    "isochrone/wire",
+    "isochrone/service",
+    "router",
+)
 """What the compiler reads of this project: it builds constants and types of uncompiled modules
 into the compiled ones, too."""
 
@@ -125,7 +135,7 @@ class CompiledRequestPath(MetaPathFinder):
         if self._hot is None:
             suffix = EXTENSION_SUFFIXES[0]
             stems = [name.removesuffix(".py") for name in hot_modules(self._root)]
-            stems.append(f"{GROUP}__mypyc")
+            stems += [f"{GROUP}__mypyc", *(name.removesuffix(".c") for name in C_SOURCES)]
             self._hot = {stem.replace("/", "."): stem + suffix for stem in stems}
             built = folder(self._root)
             if built.is_dir():

@@ -64,6 +64,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         config.engine_threads or (os.cpu_count() or 1),
         standby=config.standby,
         device_memory=node.devices.memory,
+        host=urlsplit(config.address).hostname or "127.0.0.1",
     )
     supervisor = Supervisor(
         config=config,

@@ -330,7 +330,7 @@ class RouterApp:
         if isinstance(message, RouteTablePart):
             table = self.follower.assemble(message)
             if table is not None:
-                self.follower.accept(table)
+                self.follower.accept(table, await self.follower.prepare(table))
             await asyncio.sleep(0)
         elif isinstance(message, RouteDelta):
             self.follower.accept_change(message)

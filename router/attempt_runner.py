@@ -165,6 +165,7 @@ class AttemptRunner:
             self._fleet.in_flight,
             context.excluded.all(),
             self._clock(),
+            context.request.deployment.needs_prefill,
         )
 
     def _holders(self, context: RequestContext, target: RankedRoute) -> SharedKvPeers:

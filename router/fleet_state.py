@@ -16,7 +16,7 @@ from router.decide.health import ReplicaHealth, split_ejected
 from router.decide.reachability import NodeReachability
 from router.decide.replica_table import ReplicaTable, RoutingSnapshot
 from router.decide.rollout import VersionDraw, draw_version
-from router.decide.route_directory import RouteDirectory
+from router.decide.route_directory import RouteDirectory, TableIndexes
 from router.decide.slow_start import SlowStart
 from router.decide.tokens_in_flight import InFlightLedger
 from router.prompt_sharing import PromptOutbox, SharedPrompt
@@ -55,8 +55,11 @@ class FleetState:
         """Call `callback` with each deployment that may have got capacity for a request."""
         self._notify_capacity = callback
 
-    def adopt(self, table: RouteTable) -> None:
-        """Serve `table` from now on, and drop what is known of replicas that it no longer has."""
+    def adopt(self, table: RouteTable, prepared: TableIndexes | None = None) -> None:
+        """Serve `table` from now on, and drop what is known of replicas that it no longer has.
+
+        What was `prepared` for this change need not be done here.
+        """
         current = self.directory.table
         if current is not None and (
             table.routes is current.routes
@@ -65,7 +68,10 @@ class FleetState:
         ):
             self.directory.adopt_keys(table)
             return
-        removed, changed, routes = self.directory.adopt(table)
+        if prepared is not None and prepared.base is current and prepared.table is table:
+            removed, changed, routes = self.directory.commit(prepared)
+        else:
+            removed, changed, routes = self.directory.adopt(table)
         former = self._deployments
         self._deployments = {
             entry.deployment_id: former.get(entry.deployment_id) or DeploymentRouting()

@@ -61,9 +61,9 @@ class InferenceRequest:
         determinism: str,
         prefix_keys: PrefixKeys,
         relayed_headers: str = "",
-        ttft_ms: int = 0,
         content_type: str = JSON,
         is_media: bool = False,
+        ttft_ms: int = 0,
     ) -> None:
         self.request_id = request_id
         self.client_request_id = client_request_id
@@ -86,9 +86,9 @@ class InferenceRequest:
         self.determinism = determinism
         self.prefix_keys = prefix_keys
         self.relayed_headers = relayed_headers
-        self.ttft_ms = ttft_ms
         self.content_type = content_type
         self.is_media = is_media
+        self.ttft_ms = ttft_ms
 
     def cost(self, usage: UsageCount) -> float:
         """Return what `usage` costs at the deployment's price; 0 without a price."""

@@ -15,12 +15,14 @@ from isochrone.wire.model import EngineSettings
 MIB: Final = 1024 * 1024
 SLEEP_OPTION: Final = "enable_sleep_mode"
 TRUE_VALUES: Final = frozenset({"true"})
+ALL_ROLES: Final = ("unified", "prefill", "decode")
 
 FEATURES: Final[Mapping[str, str]] = {
     "chat": "`/v1/chat/completions`",
     "completions": "`/v1/completions`",
     "embeddings": "`/v1/embeddings`",
     "rerank": "`/v1/rerank`",
+    "classify": "`/classify`, `/v1/moderations`",
     "transcriptions": "`/v1/audio/transcriptions`",
     "translations": "`/v1/audio/translations`",
     "speech": "`/v1/audio/speech`",
@@ -60,6 +62,7 @@ _FIELDS: Final = frozenset(
     }
 )
 _POOLING: Final = frozenset({"embeddings", "rerank"})
+_CLASSES: Final = frozenset({"classify"})
 _MEDIA: Final = frozenset({"images", "audio"})
 _HEARING: Final = frozenset({"transcriptions", "translations"})
 
@@ -68,12 +71,17 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine can do.
 
     `features` are names of FEATURES: the surfaces and request fields that it honours. `roles` are
-    the phases that its replicas can run apart, and `handshake` the protocol between them. `resumes`
-    says which interrupted answers it continues exactly: SEEDED (greedy and seeded), INEXACT (with
-    another text), or "" for none. `salt` says where it reads the tenant's cache salt, and
-    `priority` whether it orders its own queue by priority. `memory_options` name what limits its
-    memory; the agent sets them from the plan. Versions are those that were tried: at least
-    `version_min`, below `version_below`; "" for any.
+    the phases that its replicas can run apart, and `handshake` the protocol between them. With
+    `fixed_roles` a replica is started for its role and keeps it, and with `needs_prefill` one that
+    decodes cannot read a prompt itself. `transfer_option` names what starts it with a way to send
+    KV, which is `transfer_default` unless the deployment says otherwise; "" if it always can.
+    `transfer_choices` are its other values. `shares_kv` says whether replicas use each other's KV
+    of prompts without a request that has two legs. `resumes` says which interrupted answers it
+    continues exactly: SEEDED (greedy and seeded), INEXACT (with another text), or "" for none.
+    `salt` says where it reads the tenant's cache salt, and `priority` whether it orders its own
+    queue by priority. `memory_options` name what limits its memory; the agent sets them from the
+    plan. Versions are those that were tried: at least `version_min`, below `version_below`; "" for
+    any.
 
     `sequences_option`, `step_tokens_option` and `waiting_option` name the options with the limits
     of concurrent sequences, of tokens in one step and of waiting requests; "" if there is none.
@@ -94,6 +102,12 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     features: frozenset[str] = frozenset(FEATURES)
     roles: tuple[str, ...] = ("unified",)
     handshake: str = ""
+    fixed_roles: bool = False
+    needs_prefill: bool = False
+    transfer_option: str = ""
+    transfer_default: str = ""
+    transfer_choices: tuple[str, ...] = ()
+    shares_kv: bool = False
     over_nodes: bool = False
     adapters: Literal["", "with_option", "always"] = ""
     sleep: Literal["", "with_option", "always"] = ""
@@ -136,9 +150,10 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     "embedded": EngineCapabilities(
-        features=_TEXT | _FIELDS | _POOLING,
-        roles=("unified", "prefill", "decode"),
+        features=_TEXT | _FIELDS | _POOLING | _CLASSES,
+        roles=ALL_ROLES,
         handshake="frames over HTTP",
+        shares_kv=True,
         refuses_unknown_fields=True,
         over_nodes=True,
         adapters="always",
@@ -156,7 +171,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     ),
     # Numbered tokens, whatever a request asks for.
     "mock": EngineCapabilities(
-        features=frozenset(FEATURES) - _POOLING,
+        features=frozenset(FEATURES) - _POOLING - _CLASSES,
         sleep="always",
         resumes=SEEDED,
         salt="header",
@@ -168,7 +183,12 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         forces_named_tools=False,
     ),
     "vllm": EngineCapabilities(
-        features=_TEXT | _FIELDS | _POOLING | _MEDIA | _HEARING,
+        features=_TEXT | _FIELDS | _POOLING | _CLASSES | _MEDIA | _HEARING,
+        roles=ALL_ROLES,
+        handshake="`kv_transfer_params` of NIXL or Mooncake, one leg after the other",
+        transfer_option="kv_connector",
+        transfer_default="nixl",
+        transfer_choices=("nixl", "mooncake"),
         over_nodes=True,
         adapters="with_option",
         sleep="with_option",
@@ -208,6 +228,13 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     ),
     "sglang": EngineCapabilities(
         features=_TEXT | _FIELDS | _POOLING | _MEDIA,
+        roles=ALL_ROLES,
+        handshake="a bootstrap room, both legs at once",
+        fixed_roles=True,
+        needs_prefill=True,
+        transfer_option="disaggregation_transfer_backend",
+        transfer_default="nixl",
+        transfer_choices=("nixl", "mooncake"),
         over_nodes=True,
         adapters="with_option",
         resumes=INEXACT,
@@ -226,6 +253,12 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     # enforced.
     "tensorrt_llm": EngineCapabilities(
         features=_TEXT | (_FIELDS - {"forced_tools"}) | {"images"},
+        roles=ALL_ROLES,
+        handshake="`disaggregated_params`, context first",
+        fixed_roles=True,
+        transfer_option="cache_transceiver_backend",
+        transfer_default="DEFAULT",
+        transfer_choices=("DEFAULT", "UCX", "NIXL", "MPI"),
         overhead_bytes=1024 * MIB,
         graph_bytes=512 * MIB,
         salt="chat_body",
@@ -278,6 +311,31 @@ def sleep_problem(engine: EngineSettings) -> str:
     return ""
 
 
+def with_transfer(engine: EngineSettings) -> EngineSettings:
+    """Return the settings of an engine whose replicas have roles: started so that it sends KV."""
+    one = capabilities_of(engine.driver)
+    if not one.transfer_option or one.transfer_option in engine.options:
+        return engine
+    options = {**engine.options, one.transfer_option: one.transfer_default}
+    return msgspec.structs.replace(engine, options=options)
+
+
+def transfer_problem(engine: EngineSettings) -> str:
+    """Return why an engine cannot be started so that it sends KV; "" if it can, or need not."""
+    one = capabilities_of(engine.driver)
+    name = one.transfer_option
+    given = engine.options.get(name, "") if name else ""
+    if not given:
+        return ""
+    if given not in one.transfer_choices:
+        return f"{name} {given!r} is unknown; use one of {', '.join(one.transfer_choices)}"
+    if "kv_transfer_config" in engine.options:
+        return f"{name} makes a kv_transfer_config of its own: leave one of them out"
+    if engine.options.get("data_parallel_size", "1") != "1":
+        return f"{name} does not work with data_parallel_size: it is unknown which rank has the KV"
+    return ""
+
+
 LORA_OPTION: Final = "enable_lora"
 RUNTIME_ADAPTER_ENGINES: Final[Mapping[str, int]] = {"embedded": 256, "vllm": 16}
 """The engines into which agents load adapters while they run, and the highest rank that each takes
@@ -310,6 +368,8 @@ def capability_table() -> str:
         ("adapters (LoRA)", *(_condition(one.adapters) for one in engines)),
         ("sleep of idle replicas", *(_condition(one.sleep) for one in engines)),
         ("phases apart", *(one.handshake or "no" for one in engines)),
+        ("changes its role without a restart", *(_change(one) for one in engines)),
+        ("how KV is sent", *(_transfer(one) for one in engines)),
         ("KV events", *(_yes(one.kv_events) for one in engines)),
         ("resumes a cut answer", *(resumed[one.resumes] for one in engines)),
         ("prompts cached in units of", *(_tokens(one.cache_block_tokens) for one in engines)),
@@ -336,6 +396,19 @@ def _yes(is_able: bool) -> str:
 
 def _condition(when: str) -> str:
     return {"": "no", "always": "yes", "with_option": "with an option"}[when]
+
+
+def _change(one: EngineCapabilities) -> str:
+    return _yes(not one.fixed_roles) if one.sends_kv else "has none"
+
+
+def _transfer(one: EngineCapabilities) -> str:
+    if not one.sends_kv:
+        return "not sent"
+    if not one.transfer_option:
+        return "nodes' API"
+    choices = ", ".join(one.transfer_choices)
+    return f"`{one.transfer_option}`: {choices}; {one.transfer_default} by default"
 
 
 def _tokens(count: int) -> str:

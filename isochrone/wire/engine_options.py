@@ -15,6 +15,10 @@ TRUE: Final = frozenset({"", "true"})
 """The values that turn a flag on. `--option enforce_eager=` is one of them."""
 FALSE: Final = frozenset({"false"})
 
+OPTIONS_CHARS_MAX: Final = 16_384
+"""All options of an engine together. They are part of each assignment with such a replica, and are
+read with each plan."""
+
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of one driver: `values` need a value; `flags` are true or false.
@@ -38,6 +42,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def problem(self, options: Mapping[str, str]) -> str:
         """Return what is wrong with a deployment's options, or "" if nothing is."""
+        size = sum(len(name) + len(value) for name, value in options.items())
+        if size > OPTIONS_CHARS_MAX:
+            return f"the options have {size} characters, the limit is {OPTIONS_CHARS_MAX}"
         for name, value in sorted(options.items()):
             if name not in self.names:
                 near = get_close_matches(name.replace("-", "_"), sorted(self.names), 1)
@@ -94,7 +101,7 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
             }
         )
     ),
-    # `vllm serve --help=all` of 0.32.
+    # `vllm serve --help=all` of 0.32. `kv_connector` is our driver's own.
     "vllm": EngineOptions(
         values=frozenset(
             {
@@ -124,6 +131,7 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "max_lora_rank",
                 "max_cpu_loras",
                 "lora_dtype",
+                "kv_connector",
                 "kv_transfer_config",
                 "kv_events_config",
                 "seed",
@@ -205,6 +213,8 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "reasoning_parser",
                 "max_loras_per_batch",
                 "max_lora_rank",
+                "disaggregation_transfer_backend",
+                "disaggregation_ib_device",
             }
         ),
         flags=frozenset(
@@ -218,7 +228,8 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
             }
         ),
     ),
-    # tensorrt_llm/commands/serve.py of 1.2.
+    # tensorrt_llm/commands/serve.py of 1.2. `cache_transceiver_backend` is our driver's own: a part
+    # of its configuration file.
     "tensorrt_llm": EngineOptions(
         values=frozenset(
             {
@@ -230,6 +241,7 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "ep_size",
                 "reasoning_parser",
                 "tool_parser",
+                "cache_transceiver_backend",
             }
         ),
         flags=frozenset({"enable_chunked_prefill"}),

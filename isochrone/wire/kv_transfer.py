@@ -8,6 +8,9 @@ answers with the blocks of the prompt as they are computed (CONTENT_TYPE, see th
 GET describes the prompt (ExpectedPrompt; with `?digests=1` also its blocks), POST takes blocks
 (ReceivedBlocks), and DELETE tells the engine to compute what has not arrived. POST with `?shared=1`
 takes blocks that the PoP shares: a part of the prompt, so that the request goes on waiting.
+
+Engines of other vendors move KV by themselves. Their requests say from where (ENGINE_FIELDS), and a
+node tells another at ADDRESS_PATH where its replica's engine listens for it.
 """
 
 from typing import Final
@@ -26,6 +29,29 @@ FIRST_BLOCK: Final = "x-isochrone-kv-first-block"
 
 CONTENT_TYPE: Final = "application/x-isochrone-kv"
 TRANSFERS_PATH: Final = "/kv/transfers/"
+ADDRESS_PATH: Final = "/kv/address"
+"""POST with the replica's id in a header; answers with KvAddress."""
+
+ENGINE_FIELDS: Final = (
+    "kv_transfer_params",
+    "disaggregated_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+)
+"""The fields of a request in which engines tell each other where KV is. They name hosts to pull
+from, so that only nodes may set them: a client's are removed."""
+
+
+class KvAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where other engines of a vendor meet this one to transfer KV.
+
+    `engine_id` is its name among them, another one after each start; "" if it has none.
+    """
+
+    host: str
+    port: int
+    engine_id: str = ""
 
 
 class ExpectedPrompt(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ Bytes between router and engine are not changed. Every answer carries the replic
 """
 
 import logging
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Mapping
 from time import monotonic
 from typing import Final
 
@@ -25,19 +25,37 @@ from nodeagent.api.answer_relay import (
     request_data,
     response_head,
 )
-from nodeagent.api.decode_leg import DecodeLegs, apply_leg, prefix_copy, report_found
+from nodeagent.api.decode_leg import (
+    DecodeLeg,
+    DecodeLegs,
+    answer_context,
+    apply_leg,
+    prefix_copy,
+    report_found,
+)
 from nodeagent.api.engine_trials import EngineRequest, engine_request
 from nodeagent.api.handoff_notice import announce_replica
+from nodeagent.api.inference_paths import (
+    INFERENCE_PATHS,
+    body_bytes_max,
+)
+from nodeagent.api.kv_address import KvAddressRoute
 from nodeagent.api.kv_sharing import KvSharingRoutes
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.pop_loads import PopLoadReader
+from nodeagent.api.request_admission import (
+    RequestRefused,
+    admit,
+    check_queue,
+    count_objective,
+    load_header,
+    seat,
+)
 from nodeagent.api.request_estimates import (
     PrefillEstimate,
-    first_token_objective,
     prefill_estimate,
     queue_tokens_max,
-    ttft_left_ms,
 )
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.handoff import (
@@ -47,7 +65,7 @@ from nodeagent.decide.handoff import (
     is_worth_probing,
 )
 from nodeagent.decide.kv_fetch import LinkBudget
-from nodeagent.disaggregation.two_legs import PrefillLeg
+from nodeagent.disaggregation.handshake_leg import AnswerContext, NoPrefillReplica
 from nodeagent.drivers.driver import TOKENIZE_PATH
 from nodeagent.host.awake_memory import CannotWake
 from nodeagent.host.cache_salts import CacheSalts
@@ -56,27 +74,7 @@ from nodeagent.supervisor import ManagedReplica, Supervisor
 
 log = logging.getLogger(__name__)
 
-BODY_BYTES_MAX: Final = 8 * 1024 * 1024
-AUDIO_PREFIX: Final = "/v1/audio/"
-AUDIO_BYTES_MAX: Final = 64 * 1024 * 1024
-"""The largest request of a path below AUDIO_PREFIX: a sound."""
-
 BODY_TIMEOUT_S: Final = 30.0
-OUTPUT_TOKENS_DEFAULT: Final = 256
-"""Output reserved for a request without the router's estimate."""
-
-INFERENCE_PATHS: Final = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/embeddings",
-    "/v1/rerank",
-    TOKENIZE_PATH,
-    "/v1/audio/transcriptions",
-    "/v1/audio/translations",
-    "/v1/audio/speech",
-    "/v1/images/generations",
-)
-GENERATION_PATHS: Final = INFERENCE_PATHS[:2]
 TO_ENGINE: Final = (
     "content-type",
     "traceparent",
@@ -100,19 +98,6 @@ among them, so a request is handed off at most once."""
 
 FROM_ENGINE: Final = ("content-type", "retry-after", "cache-control", kv_sharing.KV_FOUND)
 FROM_PEER: Final = (*FROM_ENGINE, headers.LOAD, headers.ENGINE_LOST)
-
-
-class RequestRefused(Exception):
-    """This node refuses the request; the router may send it to another replica.
-
-    `word` is the refusal's name on the wire.
-    """
-
-    def __init__(self, word: str, status: int = 429, load: str = "") -> None:
-        super().__init__(word)
-        self.word = word
-        self.status = status
-        self.load = load
 
 
 class DataPlaneServer:
@@ -145,6 +130,7 @@ class DataPlaneServer:
         app.router.add_post("/loads", self._pop_loads.handle)
         app.router.add_get("/healthz", self._health)
         self._kv_sharing.attach(app)
+        KvAddressRoute(self._supervisor).attach(app)
         add_metrics(app, self._supervisor)
         app.on_cleanup.append(self._close)
         return app
@@ -171,15 +157,14 @@ class DataPlaneServer:
         """Main path of a request: find its replica, hand it off or admit it, relay the answer."""
         try:
             replica = self._find_replica(request)
-            is_audio = request.path.startswith(AUDIO_PREFIX)
-            bytes_max = AUDIO_BYTES_MAX if is_audio else BODY_BYTES_MAX
+            bytes_max = body_bytes_max(request.path)
             body = await read_body(request, bytes_max=bytes_max, timeout_s=BODY_TIMEOUT_S)
             answer = await self._try_handoff(request, replica, body)
             if answer is not None:
                 return answer
             # The replica may have begun to drain in the meantime.
             replica = self._find_replica(request)
-            _check_queue(request, replica)
+            check_queue(request, replica)
             return await self._serve_here(request, replica, body, prefill_estimate(request))
         except RequestRefused as refused:
             metrics.REQUESTS.labels(refused.word).inc()
@@ -195,11 +180,11 @@ class DataPlaneServer:
         """Admit the request to a replica of this node, relay it, and release its tokens."""
         if not replica.is_serving:
             raise RequestRefused("loading", 503)
-        reservation = _admit(request, replica, body, estimate)
+        reservation = admit(request, replica, body, estimate)
         try:
             is_suspect = headers.SUSPECT in request.headers
             async with (
-                _seat(request, replica, estimate),
+                seat(request, replica, estimate),
                 self._supervisor.awake.use(replica.spec.replica_id),
                 engine_request(replica, is_suspect=is_suspect) as running,
             ):
@@ -306,13 +291,14 @@ class DataPlaneServer:
         salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
         sent[headers.CACHE_SALT] = salt
         priority = request.headers.get(headers.PRIORITY, "")
-        salted = engine.salted(request.path, body, salt, priority)
+
+        def post(body: bytes, sent: Mapping[str, str]) -> AnswerContext:
+            data = request_data(engine.salted(request.path, body, salt, priority))
+            return engine.http.post(request.path, data=data, headers=sent)
+
         leg = self._decode_legs.open(request, replica, engine, body, reservation, TO_PEER)
-        if leg is not None:
-            sent[kv_transfer.TRANSFER] = leg.transfer
         try:
-            data = request_data(salted)
-            async with engine.http.post(request.path, data=data, headers=sent) as answer:
+            async with answer_context(leg, post, body, sent) as answer:
                 response = await self._relay_answer(
                     request, replica, answer, reservation, running, leg
                 )
@@ -320,6 +306,8 @@ class DataPlaneServer:
             if copy is not None:
                 self._kv_sharing.offer_copy(copy)
             return response
+        except NoPrefillReplica as error:
+            raise RequestRefused("loading", 503) from error
         except (aiohttp.ClientError, OSError) as error:
             # Nothing was sent to the router yet, so that it may use another replica.
             metrics.REQUESTS.labels("engine_failed").inc()
@@ -339,7 +327,7 @@ class DataPlaneServer:
         answer: aiohttp.ClientResponse,
         reservation: TokenReservation,
         running: EngineRequest,
-        leg: PrefillLeg | None,
+        leg: DecodeLeg | None,
     ) -> web.StreamResponse:
         """Relay the engine's answer, with the replica's load as of the first token."""
         response = response_head(answer, FROM_ENGINE)
@@ -355,8 +343,8 @@ class DataPlaneServer:
             # The KV of a prompt begins to arrive before all of it is read.
             reservation.first_token(monotonic())
         running.record_token()
-        _count_objective(request, reservation.admitted_s, monotonic())
-        response.headers[headers.LOAD] = _load_header(request, replica)
+        count_objective(request, reservation.admitted_s, monotonic())
+        response.headers[headers.LOAD] = load_header(request, replica)
         report_found(leg, response)
         counted = apply_leg(leg, response, count_bytes(first_chunk, chunks, replica))
         await response.prepare(request)
@@ -388,68 +376,3 @@ class DataPlaneServer:
         status = "draining" if self.is_draining else "ok"
         counts = {state: states.count(state) for state in set(states)}
         return web.json_response({"status": status, "replicas": counts})
-
-
-def _admit(
-    request: web.Request, replica: ManagedReplica, body: bytes, estimate: PrefillEstimate
-) -> TokenReservation:
-    """Reserve the request's tokens on the replica, or raise RequestRefused.
-
-    The cache salt names the tenant.
-    """
-    tokens = headers.parse_tokens(request.headers.get(headers.TOKENS, ""))
-    if tokens is None:
-        tokens = headers.TokenEstimate(len(body) // 4 + 1, OUTPUT_TOKENS_DEFAULT)
-    reservation = replica.admission.admit(
-        tokens.prompt,
-        tokens.output,
-        estimate.pending_prefill_tokens,
-        router=headers.router_name(request.headers),
-        generates_for=(
-            request.headers.get(headers.CACHE_SALT, "")
-            if request.path in GENERATION_PATHS
-            else None
-        ),
-        prefill_ms=estimate.prefill_ms,
-        now_s=monotonic(),
-    )
-    if reservation is None:
-        raise RequestRefused("busy", load=_load_header(request, replica))
-    return reservation
-
-
-def _seat(
-    request: web.Request, replica: ManagedReplica, estimate: PrefillEstimate
-) -> AbstractAsyncContextManager[None]:
-    """Return the wait for a seat of the engine, which only generations need."""
-    if request.path not in GENERATION_PATHS:
-        return nullcontext()
-    objective = first_token_objective(request, estimate.prefill_ms, monotonic())
-    return replica.seats.seat(request.headers.get(headers.CACHE_SALT, ""), objective)
-
-
-def _count_objective(request: web.Request, admitted_s: float, now_s: float) -> None:
-    """Count whether the first token has come in time, if the request says by when it needs it."""
-    left_ms = ttft_left_ms(request)
-    if left_ms is not None:
-        outcome = "met" if 1000 * (now_s - admitted_s) <= left_ms else "missed"
-        metrics.TTFT_OBJECTIVES.labels(outcome).inc()
-
-
-def _check_queue(request: web.Request, replica: ManagedReplica) -> None:
-    """Refuse a request if the queue is longer than the router accepts for this replica.
-
-    The refusal carries the current load, with which the router may choose another replica.
-    """
-    tokens_max = queue_tokens_max(request)
-    if tokens_max is None:
-        return
-    if replica.admission.pending_prefill_tokens(monotonic()) > tokens_max:
-        raise RequestRefused(headers.QUEUED, load=_load_header(request, replica))
-
-
-def _load_header(request: web.Request, replica: ManagedReplica) -> str:
-    """Return the replica's load as a header value for the router that sent the request."""
-    return headers.format_load(
-        replica.admission.load(headers.router_name(request.headers), monotonic())
-    )

@@ -1,17 +1,19 @@
 """The decode replica's side of a request with two legs: when to open one, and what it changes."""
 
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from time import monotonic
 from typing import Final
 
 from aiohttp import web
 
-from isochrone.wire import headers, kv_sharing
-from isochrone.wire.ids import ReplicaId
+from isochrone.wire import headers, kv_sharing, kv_transfer
+from isochrone.wire.headers import PeerReplica
+from isochrone.wire.ids import NodeId, ReplicaId
 from nodeagent import metrics
 from nodeagent.api.answer_relay import EVENT_STREAM
 from nodeagent.api.handoff_notice import announce_prefill
+from nodeagent.api.inference_paths import GENERATION_PATHS
 from nodeagent.api.kv_sharing import PrefixCopy
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.kv_fetch import LinkBudget
@@ -22,11 +24,14 @@ from nodeagent.decide.prefill_leg import (
     TransferRate,
     is_too_short,
 )
+from nodeagent.disaggregation.handshake_leg import AnswerContext, HandshakeLeg
 from nodeagent.disaggregation.kv_fetch import FetchRates, PrefixFetcher, parse_holders
 from nodeagent.disaggregation.two_legs import LegRequest, PrefillLeg, PrefillPeers
 from nodeagent.disaggregation.usage_rewriter import UsageRewriter, rewrite_json
 from nodeagent.host.engines import EngineProcess
 from nodeagent.supervisor import ManagedReplica
+
+DecodeLeg = PrefillLeg | HandshakeLeg
 
 ONE_ENGINE_ONLY: Final = (headers.GENERATED_TOKENS, headers.SUSPECT)
 """Headers of requests without a prefill leg: the rest of an answer, whose prompt is mostly cached,
@@ -52,23 +57,30 @@ class DecodeLegs:
         body: bytes,
         reservation: TokenReservation,
         names: Sequence[str],
-    ) -> PrefillLeg | None:
+    ) -> DecodeLeg | None:
         """Open a leg if the router names prefill replicas, or others that may have the prefix.
 
         Return None if the prompt is read here. `names` are the request's headers that go to a
         prefill replica.
         """
         replicas = headers.parse_peer_replicas(request.headers.get(headers.PREFILL_REPLICAS, ""))
+        handshake = engine.handshake
+        needs_prefill = handshake is not None and handshake.needs_prefill
         holders = parse_holders(
             request.headers.get(kv_sharing.KV_HOLDERS, ""),
             request.headers.get(kv_sharing.KV_STORE, ""),
         )
-        if not engine.sends_kv or any(name in request.headers for name in ONE_ENGINE_ONLY):
+        is_alone = any(name in request.headers for name in ONE_ENGINE_ONLY) and not needs_prefill
+        if is_alone or not (engine.sends_kv or handshake is not None):
             return None
-        if len(replicas) > 1 and is_too_short(replicas[0]):
+        if kv_transfer.LEG in request.headers or request.path not in GENERATION_PATHS:
+            return None
+        if handshake is not None:
+            holders = None
+        if len(replicas) > 1 and is_too_short(replicas[0]) and not needs_prefill:
             metrics.PREFILL_LEGS.labels(LegChoice.SHORT).inc()
             replicas = []
-        if len(replicas) < 2 and holders is None:
+        if len(replicas) < 2 and holders is None and not needs_prefill:
             return None
         own, admission = replica.spec.replica_id, replica.admission
 
@@ -86,27 +98,44 @@ class DecodeLegs:
             self._rates.clear()
             self._decoding.clear()
         expected = self._decoding.setdefault(own, ExpectedDecoding())
-        return PrefillLeg(
-            engine.http,
-            self._peers,
-            self._rates.setdefault(own, TransferRate()),
-            LegRequest(
-                transfer=secrets.token_hex(16),
-                path=request.path,
-                body=body,
-                sent={name: request.headers[name] for name in names if name in request.headers},
-                replicas=replicas,
-                load=load,
-                announce=announce,
-                holders=holders,
-                set_waiting=reservation.set_prefill_elsewhere,
-            ),
-            monotonic,
-            PrefixFetcher(engine.http, self._peers, self._fetch_rates, self._budget, monotonic),
+        leg_request = LegRequest(
+            transfer=secrets.token_hex(16),
+            path=request.path,
+            body=body,
+            sent={name: request.headers[name] for name in names if name in request.headers},
+            replicas=replicas or [PeerReplica(own, NodeId(""), "", 0, 0, 0)],
+            load=load,
+            announce=announce,
+            holders=holders,
+            set_waiting=reservation.set_prefill_elsewhere,
         )
+        rate = self._rates.setdefault(own, TransferRate())
+        if handshake is not None:
+            return HandshakeLeg(handshake, self._peers, rate, leg_request, monotonic)
+        fetcher = PrefixFetcher(
+            engine.http, self._peers, self._fetch_rates, self._budget, monotonic
+        )
+        return PrefillLeg(engine.http, self._peers, rate, leg_request, monotonic, fetcher)
 
 
-def report_found(leg: PrefillLeg | None, response: web.StreamResponse) -> None:
+def answer_context(
+    leg: DecodeLeg | None,
+    post: Callable[[bytes, Mapping[str, str]], AnswerContext],
+    body: bytes,
+    sent: Mapping[str, str],
+) -> AnswerContext:
+    """Return the context of the engine's answer, with the leg's part of the request.
+
+    `post` sends a body without the tenant's salt to the engine.
+    """
+    if isinstance(leg, HandshakeLeg):
+        return leg.answer(lambda changed: post(changed, sent))
+    if leg is not None:
+        sent = {**sent, kv_transfer.TRANSFER: leg.transfer}
+    return post(body, sent)
+
+
+def report_found(leg: DecodeLeg | None, response: web.StreamResponse) -> None:
     """Say in the answer's head where the prompt's cached tokens were found, and count them."""
     found = kv_sharing.parse_found(response.headers.pop(kv_sharing.KV_FOUND, ""))
     if leg is not None and leg.expected is not None:
@@ -124,7 +153,7 @@ def report_found(leg: PrefillLeg | None, response: web.StreamResponse) -> None:
         metrics.KV_FOUND_TOKENS.labels(place).inc(tokens)
 
 
-def prefix_copy(leg: PrefillLeg | None) -> PrefixCopy | None:
+def prefix_copy(leg: DecodeLeg | None) -> PrefixCopy | None:
     """Return the copy that another replica should keep of an answered prompt, if any."""
     holders = leg.holders if leg is not None else None
     if leg is None or leg.expected is None or holders is None:
@@ -136,16 +165,19 @@ def prefix_copy(leg: PrefillLeg | None) -> PrefixCopy | None:
 
 
 def apply_leg(
-    leg: PrefillLeg | None, response: web.StreamResponse, chunks: AsyncIterator[bytes]
+    leg: DecodeLeg | None, response: web.StreamResponse, chunks: AsyncIterator[bytes]
 ) -> AsyncIterator[bytes]:
     """Return the answer's body with the usage of its prefill leg, if there was one."""
     if leg is None or leg.received is None:
         return chunks
-    metrics.DECODE_WAIT_SECONDS.observe(monotonic() - leg.received_s)
+    wait_s = monotonic() - leg.received_s
+    metrics.DECODE_WAIT_SECONDS.observe(wait_s)
     cached_tokens = leg.received.cached_tokens
     # Its length changes with the number.
     response.headers.pop("content-length", None)
     if response.headers.get("content-type", "").startswith(EVENT_STREAM):
+        if isinstance(leg, HandshakeLeg):
+            leg.record_wait(wait_s)
         return _rewrite_stream(chunks, cached_tokens)
     return _rewrite_whole(chunks, cached_tokens)
 

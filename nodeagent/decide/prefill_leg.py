@@ -30,6 +30,9 @@ TIMEOUT_FACTOR: Final = 4.0
 TIMEOUT_MIN_S: Final = 2.0
 """A leg may take so many times its predicted time, and at least this long."""
 
+ONLY_READER_TIMEOUT_S: Final = 20.0
+"""The least time for a leg without which the request cannot be answered here."""
+
 _SMOOTHING: Final = 0.3
 
 
@@ -160,6 +163,28 @@ def plan_prefill(
     chosen.sort(key=lambda peer: times_ms[peer.replica_id])
     timeout_s = TIMEOUT_FACTOR * max(times_ms[peer.replica_id] for peer in chosen) / 1000
     return PrefillPlan(LegChoice.PREFILL, chosen, max(TIMEOUT_MIN_S, timeout_s))
+
+
+def order_all(
+    replicas: Sequence[PeerReplica], queued_tokens: Mapping[ReplicaId, int], size: WaitingPromptSize
+) -> PrefillPlan:
+    """Return all prefill replicas, for a decode replica that cannot read prompts.
+
+    Those that answered a probe come first, the soonest of them before the others.
+    """
+    times_ms = {
+        peer.replica_id: _read_ms(peer, size)
+        + queued_tokens.get(peer.replica_id, 0) * peer.token_us / 1000
+        for peer in replicas[1:]
+    }
+    if not times_ms:
+        return PrefillPlan(LegChoice.NO_CANDIDATE)
+    chosen = sorted(
+        replicas[1:],
+        key=lambda peer: (peer.replica_id not in queued_tokens, times_ms[peer.replica_id]),
+    )
+    timeout_s = TIMEOUT_FACTOR * max(times_ms.values()) / 1000
+    return PrefillPlan(LegChoice.PREFILL, chosen, max(ONLY_READER_TIMEOUT_S, timeout_s))
 
 
 def _read_ms(peer: PeerReplica, size: WaitingPromptSize) -> float:

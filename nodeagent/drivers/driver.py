@@ -14,10 +14,13 @@ import msgspec
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.codec import describe
 from isochrone.wire.engine import EngineStats
+from isochrone.wire.engine_capabilities import transfer_problem
 from isochrone.wire.engine_options import ENGINE_OPTIONS, TRUE
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.json_body import check_json_body
+from isochrone.wire.kv_transfer import KvAddress
 from nodeagent.decide.seats import spare_seats
+from nodeagent.drivers.handshake import Handshake
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +39,12 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     threads: int
     memory: DeviceMemory | None = None
+    host: str = "127.0.0.1"
+    """The address at which engines of the PoP's other nodes reach this node."""
+    transfer_port: int = 0
+    """A free port for the transfer of KV."""
+    start_id: str = ""
+    """Another one at each start of an engine."""
 
     @property
     def has_memory_plan(self) -> bool:
@@ -59,7 +68,9 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     an empty file at `socket`, if one is given, once all parts have met. Without `keep_alive` each
     request has a connection of its own.
     `standby` is the command of a spare process that can become this engine: `arguments` up to
-    their first option, and `--standby`.
+    their first option, and `--standby`. Engines of other nodes meet it at `kv_address` to transfer
+    KV. Its HTTP server is on loopback, except with an `api_key` that all requests must have. With a
+    `model_link` it works in its own folder, where a link of that name leads to the model.
     """
 
     arguments: tuple[str, ...]
@@ -69,6 +80,9 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, bytes] = {}
     keep_alive: bool = True
     standby: tuple[str, ...] = ()
+    kv_address: KvAddress | None = None
+    api_key: str = ""
+    model_link: str = ""
 
     @property
     def port(self) -> int:
@@ -108,7 +122,7 @@ class EngineDriver(Protocol):
     """The limit without that option, 0 if it depends on the machine."""
 
     kv_transfer: bool
-    """Whether it sends the KV of a prompt to another engine of its kind, and takes it."""
+    """Whether it sends the KV of a prompt over the nodes' API, and takes it."""
 
     is_queue_fair: bool
     """Whether the engine's own queue is fair between tenants."""
@@ -125,6 +139,10 @@ class EngineDriver(Protocol):
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the process to start. Raises UnknownOption."""
+        ...
+
+    def handshake(self, spec: ReplicaSpec) -> Handshake | None:
+        """Return the engine's own protocol for sending KV; None if it has, or uses, none."""
         ...
 
     def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
@@ -163,6 +181,7 @@ def check_options(spec: ReplicaSpec) -> None:
     The scheduler refuses such a deployment. This check is for a scheduler of another version.
     """
     problem = ENGINE_OPTIONS[spec.engine.driver].problem(spec.engine.options)
+    problem = problem or transfer_problem(spec.engine)
     if problem:
         raise UnknownOption(f"cannot start {spec.engine.driver}: {problem}")
 

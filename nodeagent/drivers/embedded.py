@@ -6,6 +6,7 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire import headers
+from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineConfig, EngineStats
 from isochrone.wire.engine_options import ENGINE_OPTIONS
 from nodeagent.drivers.driver import (
@@ -17,6 +18,7 @@ from nodeagent.drivers.driver import (
     missing_package,
     visible_devices,
 )
+from nodeagent.drivers.handshake import Handshake
 
 KV_BYTES_UNPLANNED: Final = 512 * 1024 * 1024
 """The KV cache of a replica without a planned size: the mock engine's, which needs none, or one
@@ -61,6 +63,10 @@ class EmbeddedDriver:
             standby=(sys.executable, "-m", self.module, "--standby") if self.has_standby else (),
             files={"config.json": msgspec.json.encode(self._config(launch, socket))},
         )
+
+    def handshake(self, spec: ReplicaSpec) -> Handshake | None:
+        """Return None: its KV moves over the nodes' API."""
+        return None
 
     def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
         """Return none: this engine reads salt and priority from headers."""

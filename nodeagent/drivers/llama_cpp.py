@@ -33,6 +33,7 @@ from nodeagent.drivers.driver import (
     require_one_node,
     visible_devices,
 )
+from nodeagent.drivers.handshake import Handshake
 
 PROGRAM: Final = "llama-server"
 HELP_TIMEOUT_S: Final = 10.0
@@ -121,6 +122,10 @@ class LlamaCppDriver:
             keep_alive=False,
             environment={**visible_devices(spec), **cpu_threads(launch)},
         )
+
+    def handshake(self, spec: ReplicaSpec) -> Handshake | None:
+        """Return None: it has no way to send KV."""
+        return None
 
     def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
         """Return the fields that keep a tenant from the prompts of others. There is no priority."""

@@ -1,11 +1,13 @@
 """SGLang (`python -m sglang.launch_server`). Metric names: SGLang's Prometheus endpoint."""
 
+import secrets
 import sys
 from typing import Any, Final
 
 from isochrone.wire import headers
-from isochrone.wire.assignment import ReplicaSpec
+from isochrone.wire.assignment import ReplicaSpec, Role
 from isochrone.wire.engine import EngineStats
+from isochrone.wire.kv_transfer import KvAddress
 from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (
     CHAT_PATH,
@@ -18,6 +20,7 @@ from nodeagent.drivers.driver import (
     visible_devices,
     with_spare_seats,
 )
+from nodeagent.drivers.handshake import Handshake, SglangHandshake
 from nodeagent.drivers.installed_version import VersionRange
 from nodeagent.drivers.output_parsers import with_parsers
 
@@ -27,6 +30,11 @@ CUDA graphs; SGLang's own default is close to it."""
 
 VERSIONS: Final = VersionRange(first=(0, 5), before=(0, 6))
 """Options are those of 0.5.23, whose own parser is given our command lines in a test."""
+
+
+BACKEND_OPTION: Final = "disaggregation_transfer_backend"
+TRANSFER_OPTIONS: Final = frozenset({BACKEND_OPTION, "disaggregation_ib_device"})
+HANDSHAKE: Final = SglangHandshake()
 
 
 class SglangDriver:
@@ -41,6 +49,7 @@ class SglangDriver:
     sequences_default = 0
     is_queue_fair = False
     has_spare_seats = True
+    # The engines send KV themselves.
     kv_transfer = False
     sleep_path = wake_path = ""
 
@@ -56,11 +65,20 @@ class SglangDriver:
         options = with_spare_seats(
             with_parsers("sglang", spec.engine.options, launch.model_path), self.sequences_option
         )
+        if not _is_split(spec):
+            options = {name: options[name] for name in options if name not in TRANSFER_OPTIONS}
+        # The bootstrap server listens where the HTTP server does, and other nodes must reach it.
+        is_reached = _is_split(spec) and spec.role is Role.PREFILL
+        host = launch.host if is_reached else "127.0.0.1"
+        key = secrets.token_hex(16) if is_reached else ""
+        address = KvAddress(host=launch.host, port=launch.transfer_port) if is_reached else None
         return EngineCommand(
             arguments=(
                 *(sys.executable, "-m", "sglang.launch_server"),
                 *("--model-path", str(launch.model_path)),
-                *("--host", "127.0.0.1", "--port", str(launch.port)),
+                *("--host", host, "--port", str(launch.port)),
+                *(("--api-key", key) if key else ()),
+                *_role_flags(launch),
                 *("--served-model-name", spec.name),
                 *("--context-length", str(spec.context_tokens)),
                 *("--tp-size", str(len(spec.device_ids) * nodes)),
@@ -68,9 +86,15 @@ class SglangDriver:
                 *("--enable-metrics", "--enable-cache-report"),
                 *flags("sglang", {**_memory_options(launch), **options}),
             ),
-            base_url=f"http://127.0.0.1:{launch.port}" if spec.leads else "",
+            base_url=f"http://{host}:{launch.port}" if spec.leads else "",
             environment={**visible_devices(spec), "HF_HUB_OFFLINE": "1"},
+            kv_address=address,
+            api_key=key,
         )
+
+    def handshake(self, spec: ReplicaSpec) -> Handshake | None:
+        """Return the protocol of a replica that was started for one phase."""
+        return HANDSHAKE if _is_split(spec) else None
 
     def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
         """Return the salt."""
@@ -93,6 +117,21 @@ class SglangDriver:
             # The token counter moves only when a request ends. Tokens in use move at every step.
             steps_total=tokens_out + int(found.get("sglang:num_used_tokens", 0)),
         )
+
+
+def _is_split(spec: ReplicaSpec) -> bool:
+    """Return whether the engine runs one phase only, which its own role says."""
+    return BACKEND_OPTION in spec.engine.options and spec.role is not Role.UNIFIED
+
+
+def _role_flags(launch: EngineLaunch) -> tuple[str, ...]:
+    """Return the flags of an engine that runs one phase only."""
+    spec = launch.spec
+    if not _is_split(spec):
+        return ()
+    port = ("--disaggregation-bootstrap-port", str(launch.transfer_port))
+    is_prefill = spec.role is Role.PREFILL
+    return ("--disaggregation-mode", spec.role.value, *(port if is_prefill else ()))
 
 
 def _memory_options(launch: EngineLaunch) -> dict[str, str]:

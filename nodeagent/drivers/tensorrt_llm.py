@@ -2,6 +2,7 @@
 
 from typing import Any, Final
 
+from isochrone.wire.assignment import ReplicaSpec, Role
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (
@@ -15,6 +16,7 @@ from nodeagent.drivers.driver import (
     require_one_node,
     visible_devices,
 )
+from nodeagent.drivers.handshake import Handshake, TensorRtLlmHandshake
 from nodeagent.drivers.installed_version import VersionRange
 
 EXTRA_CONFIG: Final = b"return_perf_metrics: true\nenable_iter_perf_stats: true\n"
@@ -26,6 +28,11 @@ FREE_FRACTION: Final = 0.9
 
 VERSIONS: Final = VersionRange(first=(1, 2), before=(2, 0))
 """1.1 has no `--tool_parser`. tests/engines/tensorrt_llm_options.json has the options of both."""
+
+
+BACKEND_OPTION: Final = "cache_transceiver_backend"
+"""Our own: the `backend` of `cache_transceiver_config` in its configuration file."""
+HANDSHAKE: Final = TensorRtLlmHandshake()
 
 
 class TensorRtLlmDriver:
@@ -56,6 +63,8 @@ class TensorRtLlmDriver:
             "mpirun or srun must start its ranks on all nodes, which a node's agent cannot do; "
             "use vllm or sglang, or devices of one node",
         )
+        options = dict(spec.engine.options)
+        backend = options.pop(BACKEND_OPTION, "")
         return EngineCommand(
             arguments=(
                 *("trtllm-serve", "serve", str(launch.model_path)),
@@ -63,7 +72,7 @@ class TensorRtLlmDriver:
                 *("--max_seq_len", str(spec.context_tokens)),
                 *("--tp_size", str(len(spec.device_ids))),
                 *("--extra_llm_api_options", str(launch.folder / "extra.yaml")),
-                *flags("tensorrt_llm", spec.engine.options, separator="_"),
+                *flags("tensorrt_llm", options, separator="_"),
             ),
             base_url=f"http://127.0.0.1:{launch.port}",
             environment={
@@ -71,8 +80,16 @@ class TensorRtLlmDriver:
                 "HF_HUB_OFFLINE": "1",
                 "TRTLLM_NO_USAGE_STATS": "1",
             },
-            files={"extra.yaml": EXTRA_CONFIG + _kv_cache_config(launch)},
+            files={
+                "extra.yaml": EXTRA_CONFIG
+                + _kv_cache_config(launch)
+                + (_transfer_config(spec.role, backend) if backend else b"")
+            },
         )
+
+    def handshake(self, spec: ReplicaSpec) -> Handshake | None:
+        """Return the protocol of an engine that was started with a cache transceiver."""
+        return HANDSHAKE if BACKEND_OPTION in spec.engine.options else None
 
     def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
         """Return the salt."""
@@ -95,6 +112,16 @@ class TensorRtLlmDriver:
             # No counter moves before a request ends. The KV cache use moves block by block.
             steps_total=finished + int(used * 1_000_000),
         )
+
+
+def _transfer_config(role: Role, backend: str) -> bytes:
+    """Return the part of the configuration with which the engine sends and fetches KV.
+
+    The context phase alone does not work with overlapped scheduling (its documentation of
+    disaggregated serving).
+    """
+    overlap = "disable_overlap_scheduler: true\n" if role is Role.PREFILL else ""
+    return f"{overlap}cache_transceiver_config:\n  backend: {backend}\n".encode()
 
 
 def _kv_cache_config(launch: EngineLaunch) -> bytes:

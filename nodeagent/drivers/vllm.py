@@ -1,5 +1,6 @@
 """vLLM (`vllm serve`). Metric names: vLLM's Prometheus endpoint, V1 engine."""
 
+import json
 import os
 from collections.abc import Mapping
 from itertools import pairwise
@@ -9,6 +10,7 @@ from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.engine_options import TRUE
+from isochrone.wire.kv_transfer import KvAddress
 from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (
     CHAT_PATH,
@@ -24,6 +26,7 @@ from nodeagent.drivers.driver import (
     visible_devices,
     with_spare_seats,
 )
+from nodeagent.drivers.handshake import Handshake, MooncakeHandshake, NixlHandshake
 from nodeagent.drivers.installed_version import VersionRange
 from nodeagent.drivers.output_parsers import with_parsers
 
@@ -33,6 +36,18 @@ STAGES_OPTION: Final = "pipeline_parallel_size"
 MEMORY_OPTIONS: Final = frozenset({"kv_cache_memory_bytes", "gpu_memory_utilization"})
 VERSIONS: Final = VersionRange(first=(0, 11), before=(1, 0))
 """0.11 is the first version with `--kv-cache-memory-bytes` and `--nnodes`. Tested with 0.32."""
+
+CONNECTOR_OPTION: Final = "kv_connector"
+CONNECTORS: Final[Mapping[str, str]] = {"nixl": "NixlConnector", "mooncake": "MooncakeConnector"}
+HANDSHAKES: Final[Mapping[str, Handshake]] = {
+    "nixl": NixlHandshake(),
+    "mooncake": MooncakeHandshake(),
+}
+KV_LEASE_S: Final = 30
+"""KV of a prompt that no other engine fetches is released after this time. While a request waits in
+the decode engine's queue, NIXL extends it."""
+MOONCAKE_ABORT_S: Final = 60
+"""The same for Mooncake, which does not extend it. vLLM's own default is 480 s."""
 
 
 class VllmDriver:
@@ -64,13 +79,18 @@ class VllmDriver:
         defaults = {"scheduling_policy": "priority", **_device_options(spec)}
         options = {**defaults, **_memory_options(launch), **given}
         options = with_spare_seats(options, self.sequences_option)
+        connector = options.pop(CONNECTOR_OPTION, "")
+        if connector:
+            options["kv_transfer_config"] = _transfer_config(launch, connector)
+        # Engines exchange KV only if their models' paths are the same (NIXL's compatibility hash).
+        link = f"model-{spec.artifact.digest[:16]}" if connector else ""
         pipeline = _pipeline_stages(spec)
         options.pop(STAGES_OPTION, None)
         devices = len(spec.device_ids) * (spec.group.nodes if spec.group else 1)
         can_sleep = options.get("enable_sleep_mode", "false").lower() in TRUE
         return EngineCommand(
             arguments=(
-                *("vllm", "serve", str(launch.model_path)),
+                *("vllm", "serve", f"./{link}" if link else str(launch.model_path)),
                 *(("--host", "127.0.0.1", "--port", str(launch.port)) if spec.leads else ()),
                 *("--served-model-name", spec.name),
                 *("--max-model-len", str(spec.context_tokens)),
@@ -89,8 +109,15 @@ class VllmDriver:
                 # The server has its sleep endpoints in this mode only; it listens on loopback.
                 **({"VLLM_SERVER_DEV_MODE": "1"} if can_sleep else {}),
                 **_environment(launch, options),
+                **(_transfer_environment(launch, connector) if connector else {}),
             },
+            kv_address=_kv_address(launch) if connector else None,
+            model_link=link,
         )
+
+    def handshake(self, spec: ReplicaSpec) -> Handshake | None:
+        """Return the protocol of the connector that the deployment names."""
+        return HANDSHAKES.get(spec.engine.options.get(CONNECTOR_OPTION, ""))
 
     def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
         """Return the salt and the priority: its queue is in ascending order, with 0 the default."""
@@ -141,6 +168,47 @@ def _environment(launch: EngineLaunch, options: Mapping[str, str]) -> dict[str, 
     if launch.spec.device_ids == ("cpu",) and BINDING not in os.environ:
         variables[BINDING] = "nobind"
     return {**variables, **cpu_threads(launch)}
+
+
+def _kv_address(launch: EngineLaunch) -> KvAddress:
+    engine_id = f"{launch.spec.replica_id}-{launch.start_id}"
+    return KvAddress(host=launch.host, port=launch.transfer_port, engine_id=engine_id)
+
+
+def _transfer_config(launch: EngineLaunch, connector: str) -> str:
+    """Return the configuration with which the engine sends and fetches KV, whatever its role.
+
+    So a replica changes its role without a restart. The decode engine computes what it cannot
+    fetch. Another engine id after each start keeps others from using the addresses of the last one.
+    """
+    extra: dict[str, Any] = {"kv_lease_duration": KV_LEASE_S}
+    if connector == "mooncake":
+        is_cpu = launch.spec.device_ids == ("cpu",)
+        extra = {"mooncake_protocol": "tcp" if is_cpu else "rdma"}
+    return json.dumps(
+        {
+            "kv_connector": CONNECTORS[connector],
+            "kv_role": "kv_both",
+            "engine_id": _kv_address(launch).engine_id,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        }
+    )
+
+
+def _transfer_environment(launch: EngineLaunch, connector: str) -> dict[str, str]:
+    """Return where the engine listens for others, and how it reaches them."""
+    port = str(launch.transfer_port)
+    if connector == "mooncake":
+        return {
+            "VLLM_MOONCAKE_BOOTSTRAP_PORT": port,
+            "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(MOONCAKE_ABORT_S),
+            "VLLM_HOST_IP": launch.host,
+        }
+    variables = {"VLLM_NIXL_SIDE_CHANNEL_HOST": launch.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": port}
+    if launch.spec.device_ids == ("cpu",) and "UCX_TLS" not in os.environ:
+        variables["UCX_TLS"] = "tcp,self,sm"
+    return variables
 
 
 def _memory_options(launch: EngineLaunch) -> dict[str, str]:

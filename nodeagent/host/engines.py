@@ -9,6 +9,7 @@ log that it writes.
 import asyncio
 import logging
 import os
+import secrets
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ from nodeagent.drivers.driver import (
     UnknownOption,
     with_fields,
 )
+from nodeagent.drivers.handshake import Handshake
 from nodeagent.host.engine_log import LOG
 from nodeagent.host.engine_ports import free_port, other_listener
 from nodeagent.host.processes import (
@@ -75,6 +77,7 @@ CANARIES: Final = {
     ),
     "embedding": Canary("/v1/embeddings", {"input": "1"}, "data"),
     "rerank": Canary("/v1/rerank", {"query": "1", "documents": ["1"]}, "results"),
+    "classify": Canary("/classify", {"input": "1"}, "data"),
     # An image or a voice is too much work for a test, and a sound no JSON: does it answer at all?
     **dict.fromkeys(("transcription", "speech", "image"), Canary("/v1/models", {}, "data")),
 }
@@ -128,6 +131,7 @@ class EngineProcess:
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
             auto_decompress=False,
+            headers={"authorization": f"Bearer {key}"} if (key := record.command.api_key) else None,
         )
         self._exit_watcher = asyncio.create_task(self._watch_exit())
 
@@ -145,6 +149,11 @@ class EngineProcess:
     def sends_kv(self) -> bool:
         """Whether engines of this kind send each other the KV of prompts."""
         return self._driver.kv_transfer
+
+    @property
+    def handshake(self) -> Handshake | None:
+        """The engine's own protocol for sending KV; None if it has none."""
+        return self._driver.handshake(self.record.spec)
 
     @property
     def exit_reason(self) -> str:
@@ -213,6 +222,8 @@ class EngineProcess:
         """
         canary = CANARIES.get(self.record.spec.kind or kind, CANARIES["chat"])
         body = {"model": self.record.spec.name, **canary.body} if canary.body else None
+        if body is not None and self.handshake is not None:
+            body |= self.handshake.canary_fields
         method = "POST" if body else "GET"
         status, answer = await self._request(method, canary.path, CANARY_TIMEOUT_S, body)
         self.problem = ""
@@ -305,16 +316,21 @@ class EngineProcesses:
         *,
         standby: bool = False,
         device_memory: Callable[[Sequence[DeviceId]], DeviceMemory | None] = lambda _: None,
+        host: str = "127.0.0.1",
     ) -> None:
-        """`device_memory` returns the memory of a replica's devices; None if it is unknown."""
+        """`device_memory` returns the memory of a replica's devices; None if it is unknown.
+
+        Engines of other nodes reach this node's at `host`.
+        """
+        self._host = host
         self._folder = folder
         self._device_memory = device_memory
         self._threads = threads
         self._standby = StandbyProcess(folder / "standby.log") if standby else None
         # Held while a process starts: the spare can become only one engine.
         self._spawn_lock = asyncio.Lock()
-        self._ports: dict[str, int] = {}
-        """By replica. An engine begins to listen long after it was given its port."""
+        self._ports: dict[str, list[int]] = {}
+        """By replica. An engine begins to listen long after it was given its ports."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     async def start(self, spec: ReplicaSpec, artifact_path: Path) -> EngineProcess:
@@ -334,18 +350,26 @@ class EngineProcesses:
         folder = self._folder / spec.replica_id
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
+        taken = [port for ports in self._ports.values() for port in ports]
+        port = free_port(taken)
+        transfer_port = free_port([*taken, port])
+        self._ports[spec.replica_id] = [port, transfer_port]
         launch = EngineLaunch(
             spec=spec,
             model_path=artifact_path,
             folder=folder,
-            port=free_port(self._ports.values()),
+            port=port,
+            host=self._host,
+            transfer_port=transfer_port,
+            start_id=secrets.token_hex(4),
             threads=self._threads,
             memory=await asyncio.to_thread(self._device_memory, spec.device_ids),
         )
-        self._ports[spec.replica_id] = launch.port
         command = await asyncio.to_thread(DRIVERS[spec.engine.driver].command, launch)
         for name, data in command.files.items():
             await asyncio.to_thread(write_atomic, folder / name, data)
+        if command.model_link:
+            (folder / command.model_link).symlink_to(artifact_path)
         unstarted = EngineRecord(command=command, spec=spec, boot=boot_id())
         await asyncio.to_thread(_write_record, folder, unstarted)
         async with self._spawn_lock:
@@ -358,11 +382,12 @@ class EngineProcesses:
             signal_group(record.pid, record.started, signal.SIGKILL)
             await asyncio.to_thread(child.wait)
             raise
-        return EngineProcess(record, folder, child, partial(self._ports.pop, spec.replica_id, 0))
+        return EngineProcess(record, folder, child, partial(self._ports.pop, spec.replica_id, []))
 
     def _spawn(self, command: EngineCommand, log: Path) -> Child:
         spare = self._standby.take_for(command, log) if self._standby else None
-        child = spare or spawn(command.arguments, log, command.environment)
+        folder = str(log.parent) if command.model_link else None
+        child = spare or spawn(command.arguments, log, command.environment, folder=folder)
         if self._standby:
             self._standby.prepare_for(command)
         return child
@@ -404,8 +429,9 @@ class EngineProcesses:
     def adopt(self, record: EngineRecord) -> EngineProcess:
         """Take over a running engine of an earlier agent."""
         replica_id = record.spec.replica_id
-        self._ports[replica_id] = record.command.port
-        on_release = partial(self._ports.pop, replica_id, 0)
+        address = record.command.kv_address
+        self._ports[replica_id] = [record.command.port, address.port if address else 0]
+        on_release = partial(self._ports.pop, replica_id, [])
         return EngineProcess(record, self._folder / replica_id, None, on_release)
 
 

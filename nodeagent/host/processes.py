@@ -41,8 +41,11 @@ def spawn(
     log: Path,
     environment: Mapping[str, str] = {},
     stdin: int = subprocess.DEVNULL,
+    folder: str | None = None,
 ) -> Child:
     """Start a process in a group of its own, with its output appended to `log`. Blocks.
+
+    It works in `folder`, or where the agent does.
 
     Raises FileNotFoundError if the program is not on the PATH.
     """
@@ -57,6 +60,7 @@ def spawn(
                 stderr=out,
                 env={**passed, **environment},
                 start_new_session=True,
+                cwd=folder,
             )
         except FileNotFoundError as error:
             raise FileNotFoundError(

@@ -74,7 +74,7 @@ def route_table(backend_port: int, routes: int, prefill_tokens_per_s: float = 1e
                 node_id=NodeId(f"n-{n:03d}"),
                 pop=PopId("ams"),
                 address=f"{replica_host(n)}:{backend_port}",
-                tokens_in_flight_max=10_000_000,
+                tokens_in_flight_max=1_000_000_000,
                 prefill_tokens_per_s=prefill_tokens_per_s,
             )
             for n in range(routes)

@@ -1,7 +1,7 @@
 """Measures the latency that a router adds at a fixed request rate (an open-loop load).
 
 `python -m ops.bench.half_load RATE [SECONDS] [ROUNDS] [--connections 32] [--peers FOLDER] [--kib 0]
-[--replicas 1]`. The
+[--replicas 1] [--only NAME ...]`. The
 backend alone and then each router before it (ours, also compiled if it is built, and those in
 FOLDER, see relay.py) get the rate in turn. A latency counts from when the request was due, so that
 a stall shows in every request that it delayed.
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, default=Path("none"))
     parser.add_argument("--kib", type=int, default=0, help="size of a body; 0: a short question")
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--only", nargs="+", default=[], help="routers whose name has one of these")
     arguments = parser.parse_args()
     load = load_pattern(arguments.kib, arguments.connections, is_stream=False)
     cores = sorted(os.sched_getaffinity(0))
@@ -118,6 +119,8 @@ def main() -> None:
         until_open(BACKEND_PORT)
         targets = [("direct", BACKEND_PORT, "x")]
         for router in contestants(arguments.peers.absolute(), folder, arguments.replicas):
+            if arguments.only and not any(part in router.name for part in arguments.only):
+                continue
             log = folder / f"{router.port}.log"
             stack.enter_context(running(router.command, log, router.environment))
             until_open(router.port)

@@ -4,9 +4,9 @@
  *     paced_streams BACKEND_PORT ROUTER_PORT STREAMS INTERVAL_US SECONDS REQUEST_FILE
  *
  * Listens on BACKEND_PORT, opens STREAMS connections to ROUTER_PORT, and sends the bytes of
- * REQUEST_FILE over each. The backend answers a POST with an event stream of one token every
- * INTERVAL_US, each stream at its own phase; a token's text is the time at which it was sent. Prints
- * "running" when every stream has had a token, and SECONDS later one line: tokens received, their
+ * REQUEST_FILE over each. The backend answers a POST with an event stream of one token a second until
+ * all streams have begun, then of one every INTERVAL_US, each stream at its own phase; a token's
+ * text is the time at which it was sent. Prints "running" then, and SECONDS later one line: tokens received, their
  * latencies p50, p90, p99 and highest in us, and how late the backend itself was at p99.
  */
 #define _GNU_SOURCE
@@ -25,6 +25,7 @@
 #include <unistd.h>
 
 enum { BUFFER_BYTES = 65536, EVENTS = 512, BUCKETS = 200000, ROUNDS_AHEAD = 2 };
+static const int64_t OPENING_INTERVAL_NS = 1000000000;
 enum kind { LISTENER, BACKEND, CLIENT };
 
 struct connection {
@@ -119,7 +120,7 @@ static void read_request(struct connection *backend, const char *bytes, size_t s
     }
     write_all(backend->fd, STREAM_HEAD, sizeof STREAM_HEAD - 1);
     backend->is_streaming = 1;
-    backend->next_ns = now_ns() + rand() % interval_ns;
+    backend->next_ns = now_ns();
     streaming[streaming_count++] = backend;
 }
 
@@ -189,7 +190,7 @@ static int send_due(void) {
             int64_t sent = now_ns();
             if (measuring) count(late_us, sent - stream->next_ns);
             send_token(stream, sent);
-            stream->next_ns += interval_ns;
+            stream->next_ns += measuring ? interval_ns : OPENING_INTERVAL_NS;
             /* A backend that cannot keep up sends fewer tokens, not bursts. */
             if (stream->next_ns + ROUNDS_AHEAD * interval_ns < ns) stream->next_ns = ns + interval_ns;
         }
@@ -239,6 +240,8 @@ int main(int argc, char **argv) {
         int64_t ns = now_ns();
         if (!measuring && running_streams == streams_wanted) {
             measuring = 1;
+            for (int n = 0; n < streaming_count; n++)
+                streaming[n]->next_ns = ns + rand() % interval_ns;
             end_ns = ns + (int64_t)(seconds * 1e9);
             printf("running\n");
             fflush(stdout);

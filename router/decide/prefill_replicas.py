@@ -67,10 +67,14 @@ class PrefillReplicas:
         ledger: InFlightLedger,
         excluded: Set[ReplicaId],
         now_s: float,
+        needs_prefill: bool = False,
     ) -> list[PeerReplica]:
-        """Return the target and the prefill replicas that could read its prompt; [] if none."""
+        """Return the target and the prefill replicas that could read its prompt; [] if none.
+
+        With `needs_prefill` the target cannot read the shortest one.
+        """
         here = target.route
-        if target.prefill_ms < HANDOFF_MS_MIN:
+        if target.prefill_ms < HANDOFF_MS_MIN and not needs_prefill:
             return []
         peers: list[tuple[float, PeerReplica]] = []
         for route in self._by_pop.get(here.pop, ()):

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence, Set
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-import xxhash
+from isochrone.wire.body_loops import chained_hashes
 
 BLOCK_BYTES: Final = 128
 DEPTH_PER_BLOCK: Final = 16
@@ -134,14 +134,7 @@ def _all_block_ends(block: int, keys_max: int) -> list[int]:
 def prefix_keys(prompt: bytes, seed: int) -> PrefixKeys:
     """Cut and hash a prompt. The seed keeps tenants and deployments apart, as caches do."""
     ends = block_ends(len(prompt))
-    keys: list[int] = []
-    view = memoryview(prompt)
-    key, begin = seed, 0
-    for end in ends:
-        key = xxhash.xxh3_64_intdigest(view[begin:end], key)
-        keys.append(key)
-        begin = end
-    return PrefixKeys(keys, ends, len(prompt))
+    return PrefixKeys(chained_hashes(prompt, ends, seed), ends, len(prompt))
 
 
 class _CachedBlock:
@@ -292,7 +285,7 @@ class PrefixIndex:
         if cache is None:
             return
         cache.is_reported = True
-        cache.capacity = CAPACITY_MAX
+        cache.capacity = float(CAPACITY_MAX)
         evicted: list[int] = []
         for key, block in cache.blocks.items():
             if block.use.sent_at_s >= used_before_s:

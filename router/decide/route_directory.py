@@ -1,6 +1,6 @@
 """The route table that this router serves, indexed for look-ups."""
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
@@ -14,6 +14,9 @@ class DirectoryChange(NamedTuple):
     changed: Sequence[Route]
     routes: Mapping[DeploymentId, list[Route]]
 
+
+ROUTES_PER_STEP: Final = 1_000
+"""How many routes of a table are indexed before requests have their turn: about a millisecond."""
 
 REGION_SETS_MAX: Final = 64
 """Of how many different lists of regions the excluded replicas are remembered."""
@@ -33,33 +36,19 @@ class RouteDirectory:
 
     def adopt(self, table: RouteTable) -> DirectoryChange:
         """Serve `table` from now on; return what changes."""
-        former, known = self._routes, {entry.deployment_id for entry in self.deployments}
+        indexes = TableIndexes(self, table)
+        for _ in indexes.steps():
+            pass
+        return self.commit(indexes)
+
+    def commit(self, indexes: "TableIndexes") -> DirectoryChange:
+        """Serve the table of `indexes`, made for the one served now; return what changes."""
+        table = indexes.table
         self.table, self.keys = table, table.keys
-        self._deployments_by_name = {entry.name: entry for entry in table.deployments}
-        self._routes = {route.replica_id: route for route in table.routes}
+        self._deployments_by_name = indexes.deployments_by_name
+        self._routes, self._replicas_by_node = indexes.routes, indexes.replicas_by_node
         self._outside = {}
-        removed = former.keys() - self._routes.keys()
-        changed = []
-        for route in table.routes:
-            was = former.get(route.replica_id)
-            if was is not route and was != route:
-                changed.append(route)
-        gone = [former[replica_id] for replica_id in removed]
-        moved = [former[route.replica_id] for route in changed if route.replica_id in former]
-        for route in (*gone, *moved):
-            self._remove_from_node(route)
-        for route in changed:
-            self._replicas_by_node.setdefault(route.node_id, []).append(route.replica_id)
-        routes: dict[DeploymentId, list[Route]] = {
-            route.deployment_id: [] for route in (*gone, *moved, *changed)
-        }
-        routes.update(
-            (id_, []) for entry in table.deployments if (id_ := entry.deployment_id) not in known
-        )
-        for route in table.routes:
-            if route.deployment_id in routes:
-                routes[route.deployment_id].append(route)
-        return DirectoryChange(removed, changed, routes)
+        return DirectoryChange(indexes.removed, indexes.changed, indexes.changed_routes)
 
     def adopt_keys(self, table: RouteTable) -> None:
         """Serve `table`, which differs from the current one only by its keys."""
@@ -114,8 +103,68 @@ class RouteDirectory:
         """Return the PoP of every node of the table."""
         return {route.node_id: route.pop for route in self._routes.values()}
 
-    def _remove_from_node(self, route: Route) -> None:
-        replicas = self._replicas_by_node[route.node_id]
-        replicas.remove(route.replica_id)
-        if not replicas:
-            del self._replicas_by_node[route.node_id]
+
+class TableIndexes:
+    """The indexes of a table to serve next. Making them changes nothing that is served."""
+
+    def __init__(self, directory: RouteDirectory, table: RouteTable) -> None:
+        """Prepare the change from the table that `directory` serves now to `table`."""
+        self.table = table
+        self.base = directory.table
+        self.deployments_by_name: dict[str, DeploymentEntry] = {}
+        self.routes: dict[ReplicaId, Route] = {}
+        self.replicas_by_node = dict(directory._replicas_by_node)
+        self.removed: Set[ReplicaId] = set()
+        self.changed: list[Route] = []
+        self.changed_routes: dict[DeploymentId, list[Route]] = {}
+        self._former = directory._routes
+
+    def steps(self, routes_per_step: int = ROUTES_PER_STEP) -> Iterator[None]:
+        """Make the indexes, with a pause after so many routes."""
+        table, former = self.table, self._former
+        known = {entry.deployment_id for entry in self.base.deployments} if self.base else set()
+        for entry in table.deployments:
+            self.deployments_by_name[entry.name] = entry
+            if entry.deployment_id not in known:
+                self.changed_routes[entry.deployment_id] = []
+        moved = []
+        for index, route in enumerate(table.routes):
+            self.routes[route.replica_id] = route
+            was = former.get(route.replica_id)
+            if was is not route and was != route:
+                self.changed.append(route)
+                if was is not None:
+                    moved.append(was)
+            if index % routes_per_step == routes_per_step - 1:
+                yield
+        self.removed = former.keys() - self.routes.keys()
+        left = [*(former[replica_id] for replica_id in self.removed), *moved]
+        for route in (*left, *self.changed):
+            self.changed_routes[route.deployment_id] = []
+        yield
+        self._move_replicas(left)
+        yield
+        for index, route in enumerate(table.routes):
+            if route.deployment_id in self.changed_routes:
+                self.changed_routes[route.deployment_id].append(route)
+            if index % routes_per_step == routes_per_step - 1:
+                yield
+
+    def _move_replicas(self, left: Sequence[Route]) -> None:
+        """Take replicas off the nodes they have left, and add changed ones to theirs."""
+        nodes = self.replicas_by_node
+        gone: dict[NodeId, set[ReplicaId]] = {}
+        for route in left:
+            gone.setdefault(route.node_id, set()).add(route.replica_id)
+        for node_id, replica_ids in gone.items():
+            kept = [id_ for id_ in nodes[node_id] if id_ not in replica_ids]
+            if kept:
+                nodes[node_id] = kept
+            else:
+                del nodes[node_id]
+        added: dict[NodeId, list[ReplicaId]] = {}
+        for route in self.changed:
+            added.setdefault(route.node_id, []).append(route.replica_id)
+        for node_id, ids in added.items():
+            # A new list: the one there is still served.
+            nodes[node_id] = [*nodes.get(node_id, ()), *ids]

@@ -29,6 +29,7 @@ from isochrone.wire.routes import (
 )
 from isochrone.wire.table_parts import BadParts, TableAssembler, encode_table, read_table
 from router.decide.limits import KeyLimiter
+from router.decide.route_directory import TableIndexes
 from router.decide.table_acceptance import (
     TableRefusal,
     check_table,
@@ -145,7 +146,7 @@ class TableFollower:
     async def on_table(self, message: RouteTable | RouteTablePart | RouteDelta, send: Send) -> None:
         """Take a table, a part of one, or a delta from the scheduler."""
         if isinstance(message, RouteTablePart):
-            self._add_part(message)
+            await self._add_part(message)
             # Parts that have arrived are read without a pause; requests get their turn here.
             await asyncio.sleep(0)
             return
@@ -213,12 +214,19 @@ class TableFollower:
             self._persist_due_at_s = now_s + (now_s - began_s) / PERSIST_SHARE
         return table.generation if table is not None else 0
 
-    def accept(self, table: RouteTable) -> None:
+    async def prepare(self, table: RouteTable) -> TableIndexes:
+        """Index a whole table before it is served, in slices between which requests are served."""
+        indexes = TableIndexes(self._fleet.directory, table)
+        for _ in indexes.steps():
+            await asyncio.sleep(0)
+        return indexes
+
+    def accept(self, table: RouteTable, prepared: TableIndexes | None = None) -> None:
         """Serve a table that this process, or the main process of this router, has accepted."""
         self.quarantined = None
         self._parts_refusal = ""
         self._confirmed_at_s = self._clock()
-        self._fleet.adopt(table)
+        self._fleet.adopt(table, prepared)
         self._after_adoption(table)
 
     def accept_change(self, delta: RouteDelta) -> None:
@@ -236,7 +244,7 @@ class TableFollower:
         # Set in the thread: if the wait is cancelled, the file is written all the same.
         self._on_disk = table
 
-    def _add_part(self, part: RouteTablePart) -> None:
+    async def _add_part(self, part: RouteTablePart) -> None:
         try:
             table = self.assemble(part)
         except BadParts as error:
@@ -244,9 +252,9 @@ class TableFollower:
             self._log_refusal(self._parts_refusal)
             return
         if table is not None:
-            self._check(table)
+            self._check(table, await self.prepare(table))
 
-    def _check(self, table: RouteTable) -> None:
+    def _check(self, table: RouteTable, prepared: TableIndexes | None = None) -> None:
         """Accept a table, or quarantine it and serve what it adds."""
         if self._fleet.directory.table is None and table.cluster_id != self._cluster_id:
             self._log_refusal(f"cannot follow: a table of cluster {table.cluster_id}")
@@ -259,7 +267,7 @@ class TableFollower:
         answering = frozenset() if drops_none else self._answering(table)
         refusal = check_table(accepted, table, answering)
         if refusal is None:
-            self.accept(table)
+            self.accept(table, prepared)
             return
         self._log_refusal(refusal.reason)
         if not refusal.is_stale and accepted is not None:

@@ -12,11 +12,14 @@ from isochrone.wire.engine_capabilities import (
     capabilities_of,
     lacking_features,
     sleep_problem,
+    transfer_problem,
+    with_transfer,
 )
 from isochrone.wire.engine_options import ENGINE_OPTIONS
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.model import (
+    AUTO_ROLES,
     KIND_FEATURES,
     UNIFIED_ROLES,
     Deployment,
@@ -241,14 +244,17 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
             param="policy.overcommit",
         )
     reason = roles_problem(body.engine, body.policy)
-    reason = reason or _policy_problem(body.policy, await read_pops(request.connection))
+    pops = await read_pops(request.connection)
+    reason = reason or _policy_problem(body.policy, pops)
+    reason = reason or pair_problem(body.engine, body.policy, pops)
     if reason:
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot deploy: {reason}", param="policy")
+    has_roles = body.policy.roles != UNIFIED_ROLES
     return Deployment(
         deployment_id=DeploymentId(deployment_id),
         name=body.name or body.model_id,
         model_id=ModelId(body.model_id),
-        engine=body.engine,
+        engine=with_transfer(body.engine) if has_roles else body.engine,
         policy=body.policy,
         deprecation=body.deprecation,
     )
@@ -256,20 +262,41 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
 
 def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
     """Return why replicas of this engine cannot have roles of their own; empty if they can."""
+    one = capabilities_of(engine.driver)
     if (policy.prefill_devices or policy.decode_devices) and policy.roles == UNIFIED_ROLES:
         return (
             "prefill_devices and decode_devices are of roles: set roles to auto, or to a ratio such"
             " as prefill=1,decode=2"
         )
-    known = ", ".join(name for name, one in ENGINE_CAPABILITIES.items() if one.sends_kv)
-    sends_kv = capabilities_of(engine.driver).sends_kv
-    if engine.share_kv and not sends_kv:
+    if engine.share_kv and not one.shares_kv:
+        known = ", ".join(name for name, able in ENGINE_CAPABILITIES.items() if able.shares_kv)
         return f"share_kv needs an engine that sends KV: {engine.driver} does not, {known} does"
-    if policy.roles == UNIFIED_ROLES or sends_kv:
+    if policy.roles == UNIFIED_ROLES:
+        return transfer_problem(engine)
+    known = ", ".join(name for name, able in ENGINE_CAPABILITIES.items() if able.sends_kv)
+    if not one.sends_kv:
+        return (
+            f"roles {policy.roles!r} need an engine that sends the KV of prompts to another:"
+            f" {engine.driver} does not, {known} do"
+        )
+    if one.fixed_roles and policy.roles == AUTO_ROLES:
+        return (
+            f"roles 'auto' need an engine whose running replicas change their roles:"
+            f" {engine.driver} does not; give a ratio such as prefill=1,decode=2"
+        )
+    return transfer_problem(with_transfer(engine))
+
+
+def pair_problem(engine: EngineSettings, policy: PlacementPolicy, pops: Sequence[Pop]) -> str:
+    """Return why a replica could be without one of the other role, which it cannot do without."""
+    if policy.roles == UNIFIED_ROLES or not capabilities_of(engine.driver).needs_prefill:
+        return ""
+    places = sum(residency_allows(policy, pop) for pop in pops)
+    if policy.replicas_min >= 2 and places == 1:
         return ""
     return (
-        f"roles {policy.roles!r} need an engine that sends the KV of prompts to another:"
-        f" {engine.driver} does not, {known} does"
+        f"roles of {engine.driver} need both in each PoP at all times: allow one PoP and set"
+        f" replicas_min to 2 or more ({places} PoPs and {policy.replicas_min} now)"
     )
 
 

@@ -155,8 +155,8 @@ async def test_names_that_are_not_resolved_cost_no_request(wide: WideFleet) -> N
     await wide.hold_invariants(load)
 
 
-async def test_requests_leave_a_city_that_becomes_far(wide: WideFleet) -> None:
-    """The nearest node is suddenly 150 ms further away (N5)."""
+async def test_requests_leave_a_city_that_becomes_far_and_return(wide: WideFleet) -> None:
+    """The nearest node is suddenly 150 ms further away, and later as near as before (N5)."""
     async with under_load(wide.fleet, [*CITIES], streams=4) as load:
         await wide.prefer(load, "ams-1")
         wide.area.links["ams"].set(delay_ms=NEAR_MS + 75.0)
@@ -165,4 +165,11 @@ async def test_requests_leave_a_city_that_becomes_far(wide: WideFleet) -> None:
         await wait_ended(load, 2 * RECENT)
         stayed = [ended.node for ended in load.ended[moved:]].count("sin-1")
         assert stayed >= SHARE_MIN * (len(load.ended) - moved), "requests go to and fro"
+        # The way becomes short again, and is noticed although requests no longer take it.
+        wide.area.links["ams"].set(delay_ms=NEAR_MS)
+        await wide.prefer(load, "ams-1")
+        returned = len(load.ended)
+        await wait_ended(load, 2 * RECENT)
+        stayed = [ended.node for ended in load.ended[returned:]].count("ams-1")
+        assert stayed >= SHARE_MIN * (len(load.ended) - returned), "requests go to and fro"
     await wide.hold_invariants(load)

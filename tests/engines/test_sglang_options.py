@@ -6,9 +6,10 @@ import subprocess
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import pytest
 
-from isochrone.wire.assignment import ReplicaGroup
+from isochrone.wire.assignment import ReplicaGroup, Role
 from isochrone.wire.engine_options import ENGINE_OPTIONS
 from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.model import EngineSettings
@@ -37,12 +38,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def arguments(group: ReplicaGroup | None, **options: str) -> tuple[str, ...]:
+def arguments(
+    group: ReplicaGroup | None, role: Role = Role.UNIFIED, **options: str
+) -> tuple[str, ...]:
     """Return the arguments that the driver gives to SGLang's launcher."""
     gpus = (DeviceId("gpu0"), DeviceId("gpu1"))
     engine = EngineSettings(driver="sglang", options=options, kv_memory_bytes=8 * GIB, devices=2)
+    spec = a_spec(name="m", engine=engine, device_ids=gpus, group=group, memory_bytes=20 * GIB)
     launch = EngineLaunch(
-        spec=a_spec(name="m", engine=engine, device_ids=gpus, group=group, memory_bytes=20 * GIB),
+        spec=msgspec.structs.replace(spec, role=role),
+        host="10.0.0.7",
+        transfer_port=4322,
         model_path=Path("/models/x"),
         folder=Path("/run/r1"),
         port=4321,
@@ -71,9 +77,16 @@ def parse(lines: list[tuple[str, ...]]) -> dict[str, Any]:
 def test_sglang_takes_our_command_lines_and_has_our_options() -> None:
     place = ReplicaGroup(leader_id=ReplicaId("r1"), place=1, nodes=2, host="10.0.0.1", port=5000)
     lines = [arguments(None), arguments(place)]
-    lines += [arguments(None, **{flag: "true"}) for flag in sorted(OPTIONS.flags)]
+    lines += [arguments(None, Role.UNIFIED, **{flag: "true"}) for flag in sorted(OPTIONS.flags)]
+    for role in (Role.PREFILL, Role.DECODE):
+        lines.append(arguments(None, role, disaggregation_transfer_backend="mooncake"))
     result = parse(lines)
     alone, part = result["parsed"][:2]
+    prefill, decode = result["parsed"][-2:]
+    assert (prefill["disaggregation_mode"], decode["disaggregation_mode"]) == ("prefill", "decode")
+    assert (prefill["disaggregation_bootstrap_port"], prefill["host"]) == (4322, "10.0.0.7")
+    assert prefill["disaggregation_transfer_backend"] == "mooncake"
+    assert (len(prefill["api_key"]), decode["api_key"], decode["host"]) == (32, None, "127.0.0.1")
     assert (alone["tp_size"], alone["served_model_name"], alone["enable_metrics"]) == (2, "m", True)
     assert 0.1 < alone["mem_fraction_static"] < 0.2
     assert (part["nnodes"], part["node_rank"], part["tp_size"]) == (2, 1, 4)

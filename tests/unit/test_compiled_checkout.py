@@ -28,6 +28,7 @@ def test_the_modules_of_the_request_path_are_found_in_the_build(checkout: Path) 
     assert found is not None and Path(found).is_relative_to(compiled.folder(checkout))
     assert origin(checkout, "isochrone.wire.keys") is not None
     assert origin(checkout, "router__mypyc") is not None
+    assert origin(checkout, "isochrone.wire.body_bytes") is not None
     # Neither of these is compiled.
     assert origin(checkout, "isochrone.wire.geo") is None
     assert origin(checkout, "json") is None

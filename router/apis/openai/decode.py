@@ -14,9 +14,11 @@ from msgspec import UNSET
 from isochrone.wire import codec, headers
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.json_body import UnsafeJson, check_json_body
+from isochrone.wire.kv_transfer import ENGINE_FIELDS
 from router.apis.openai.prompt import OpenAiRequest, count_answers
 from router.apis.openai.schema import (
     ChatRequest,
+    ClassifyRequest,
     CompletionRequest,
     EmbeddingRequest,
     RequestStreamOptions,
@@ -28,6 +30,7 @@ R = TypeVar("R")
 CHAT: Final = msgspec.json.Decoder(ChatRequest)
 COMPLETION: Final = msgspec.json.Decoder(CompletionRequest)
 EMBEDDING: Final = msgspec.json.Decoder(EmbeddingRequest)
+CLASSIFY: Final = msgspec.json.Decoder(ClassifyRequest)
 RERANK: Final = msgspec.json.Decoder(RerankRequest)
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _INVALID_FIELD: Final = re.compile(r" - at `\$\.?(.{1,120})`$")
@@ -49,13 +52,6 @@ _STATEFUL: Final = frozenset(
 )
 """Options that give a generation a state which its text alone does not hold."""
 
-TRANSFER_FIELDS: Final = (
-    "kv_transfer_params",
-    "disaggregated_params",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-)
 _INCLUDE_USAGE: Final = b'"stream_options":{"include_usage":true}'
 
 
@@ -122,7 +118,7 @@ def without_transfer_fields(body: bytes, request: OpenAiRequest) -> bytes:
     """
     if isinstance(request, EmbeddingRequest | RerankRequest):
         return body
-    given = [name for name in TRANSFER_FIELDS if bytes(getattr(request, name))]
+    given = [name for name in ENGINE_FIELDS if bytes(getattr(request, name))]
     if not given:
         return body
     fields: dict[str, Any] = _FIELDS.decode(body)

@@ -24,8 +24,10 @@ def render_prompt(request: OpenAiRequest) -> bytes:
     For a reranking request this is its query.
     """
     if isinstance(request, ChatRequest):
-        messages = [f"\0{message.role}\0{_text(message.content)}" for message in request.messages]
-        rendered = _encode("".join(messages))
+        parts: list[str] = []
+        for message in request.messages:
+            parts += ("\0", message.role, "\0", _text(message.content))
+        rendered = _encode("".join(parts))
         # Chat templates put tools first.
         return bytes(request.tools) + rendered if request.tools else rendered
     if isinstance(request, CompletionRequest):
@@ -70,6 +72,11 @@ def output_tokens_max(request: OpenAiRequest) -> int | None:
     if isinstance(request, ChatRequest):
         return request.max_completion_tokens or request.max_tokens
     return request.max_tokens
+
+
+def has_parts(request: ChatRequest) -> bool:
+    """Return whether a message consists of parts, of which some may be images."""
+    return any(isinstance(message.content, list) for message in request.messages)
 
 
 def _size(items: list[str | int | list[int]]) -> int:

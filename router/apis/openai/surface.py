@@ -15,6 +15,7 @@ from isochrone.wire.ids import RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
 from router.apis.openai.decode import (
     CHAT,
+    CLASSIFY,
     COMPLETION,
     EMBEDDING,
     RERANK,
@@ -32,11 +33,13 @@ from router.apis.openai.prompt import (
     OpenAiRequest,
     count_answers,
     count_text_bytes,
+    has_parts,
     output_tokens_max,
     render_prompt,
 )
 from router.apis.openai.schema import (
     CHAT_PATH,
+    CLASSIFY_PATH,
     COMPLETIONS_PATH,
     EMBEDDINGS_PATH,
     RERANK_PATH,
@@ -58,8 +61,13 @@ DECODERS: Final[dict[str, "msgspec.json.Decoder[Any]"]] = {
     COMPLETIONS_PATH: COMPLETION,
     EMBEDDINGS_PATH: EMBEDDING,
     RERANK_PATH: RERANK,
+    CLASSIFY_PATH: CLASSIFY,
 }
-MODEL_KINDS: Final = {EMBEDDINGS_PATH: "embedding", RERANK_PATH: "rerank"}
+MODEL_KINDS: Final = {
+    EMBEDDINGS_PATH: "embedding",
+    RERANK_PATH: "rerank",
+    CLASSIFY_PATH: "classify",
+}
 """The kind of model that a route needs; all other routes need a chat model."""
 
 MODELS_NAMED: Final = 8
@@ -113,6 +121,23 @@ class OpenAiSurface:
             )
         return entry
 
+    def only_deployment(self, kind: str, key: KeyEntry) -> DeploymentEntry:
+        """Return the only deployment of a kind that a key may use. Raises ApiError 400."""
+        found = [
+            entry
+            for entry in self._fleet.directory.deployments
+            if entry.kind == kind and may_use(key, entry.name)
+        ]
+        if len(found) != 1:
+            names = ", ".join(entry.name for entry in found[:MODELS_NAMED]) or "none"
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                f"cannot choose a model: name one in 'model'; those of kind {kind!r} for this key:"
+                f" {names}",
+                param="model",
+            )
+        return found[0]
+
     def read(
         self,
         request: HttpRequest,
@@ -131,7 +156,7 @@ class OpenAiSurface:
         refuse_lacking(deployment, path, body)
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
-            if b'"image_url"' in body:
+            if has_parts(openai):
                 check_images(openai, self._config.image_pixels_max)
         body = without_transfer_fields(body, openai)
         prompt, answer_count = render_prompt(openai), count_answers(openai)
@@ -156,7 +181,7 @@ class OpenAiSurface:
             determinism=determinism_of(openai) if openai.stream else "",
             prefix_keys=_prefix_keys(prompt, key, deployment),
             relayed_headers=relayed_headers(request, service_tier_of(openai)),
-            ttft_ms=_ttft_ms(request),
+            ttft_ms=ttft_ms_of(request),
         )
 
     def read_count(self, request: HttpRequest, body: bytes) -> InferenceRequest:
@@ -252,7 +277,7 @@ def _session(request: HttpRequest, key: KeyEntry, openai: OpenAiRequest) -> str:
     return f"{key.tenant_id}/{session}" if session else ""
 
 
-def _ttft_ms(request: HttpRequest) -> int:
+def ttft_ms_of(request: HttpRequest) -> int:
     """Return within how many ms the client needs the first token, 0 if it does not say.
 
     Raises ApiError 400.

@@ -8,9 +8,13 @@ from collections.abc import Iterable, Mapping, Set
 
 import msgspec
 
-from isochrone.wire.engine_capabilities import adapter_rank_max, lacking_features
+from isochrone.wire.engine_capabilities import (
+    adapter_rank_max,
+    capabilities_of,
+    lacking_features,
+)
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId
-from isochrone.wire.model import CatalogModel, Deployment
+from isochrone.wire.model import UNIFIED_ROLES, CatalogModel, Deployment
 from isochrone.wire.report import ReplicaProfile, ReplicaState
 from isochrone.wire.routes import (
     DeploymentEntry,
@@ -181,6 +185,9 @@ def _entry(
         engine=driver,
         engine_lacks=lacks,
         shares_kv=deployment.engine.share_kv,
+        labels=model.labels if model else (),
+        needs_prefill=capabilities_of(driver).needs_prefill
+        and deployment.policy.roles != UNIFIED_ROLES,
         adapter_rank_max=min(
             adapter_rank_max(one)
             for one in (deployment.engine, *([rollout.spec.engine] if rollout else ()))

@@ -109,14 +109,21 @@ class Node(NamedTuple):
 
 
 @asynccontextmanager
-async def a_node() -> AsyncIterator[Node]:
+async def a_node(load_timeout_s: float = 600.0) -> AsyncIterator[Node]:
     folder = a_folder("iso-")
     (folder / "model").mkdir()
     (folder / "model" / "m.gguf").write_bytes(b"GGUF")
     file = ArtifactFile(path="m.gguf", size_bytes=4, sha256=hashlib.sha256(b"GGUF").hexdigest())
     source = f"file:{folder / 'model'}"
     artifact = Artifact(source=source, files=(file,), digest=manifest_digest([file]))
-    config = NodeConfig(name="n1", schedulers=(), state=folder, address="", stall_s=3.0)
+    config = NodeConfig(
+        name="n1",
+        schedulers=(),
+        state=folder,
+        address="",
+        stall_s=3.0,
+        load_timeout_s=load_timeout_s,
+    )
     supervisor = Supervisor(
         config=config,
         artifacts=ArtifactStore(

@@ -13,6 +13,7 @@ from multidict import CIMultiDict
 from isochrone.wire.assignment import Role
 from isochrone.wire.headers import parse_peer_replicas
 from isochrone.wire.ids import Generation, ReplicaId
+from isochrone.wire.kv_transfer import ENGINE_FIELDS
 from isochrone.wire.routes import KeyLimits, RolloutEntry
 from isochrone.wire.usage import RequestOutcome, UsageRow
 from tests.integration.router.fake_node import FakeNode
@@ -603,6 +604,22 @@ async def test_a_clients_own_transfer_fields_do_not_reach_an_engine(tmp_path: Pa
         async with bench.http.post(path, data=escaped, headers=head) as got:
             assert got.status == 200
         assert b"evil" not in bench.nodes[0].bodies[1]
+        # Other surfaces refuse the fields, or leave them out of what they translate.
+        named = dict.fromkeys(ENGINE_FIELDS, "evil")
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+        for surface, fields in (
+            ("/v1/completions", {"model": "tiny", "prompt": "x"}),
+            ("/v1/responses", {"model": "tiny", "input": "x"}),
+            ("/v1/messages", {"model": "tiny", **chat}),
+            ("/client/v4/accounts/a/ai/run/tiny", chat),
+        ):
+            count = len(bench.nodes[0].bodies)
+            body = json.dumps({**fields, **named})
+            async with bench.http.post(f"{bench.url}{surface}", data=body, headers=head) as got:
+                assert got.status in (200, 400), (surface, await got.text())
+            sent_bodies = bench.nodes[0].bodies[count:]
+            assert len(sent_bodies) == (got.status == 200), surface
+            assert not [one for one in sent_bodies if b"evil" in one], surface
 
 
 async def test_a_failed_attempt_leaves_no_prefix_in_the_index(

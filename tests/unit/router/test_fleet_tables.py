@@ -17,6 +17,7 @@ from isochrone.wire.ids import (
 from isochrone.wire.routes import DeploymentEntry, Route, RouteTable, apply_delta, diff
 from router import fleet_state
 from router.decide.deployment_routing import DeploymentRouting
+from router.decide.route_directory import TableIndexes
 from router.fleet_state import FleetState
 
 # Replica -> (deployment, node).
@@ -72,9 +73,12 @@ def routing_of(fleet: FleetState, number: int) -> DeploymentRouting:
 
 @pytest.mark.parametrize("at_once_max", [0, 64])
 @settings(deadline=None, max_examples=80)
-@given(STEPS, st.booleans())
+@given(STEPS, st.booleans(), st.sampled_from(("at once", "in slices", "overtaken")))
 def test_tables_add_up(
-    at_once_max: int, steps: list[tuple[dict[int, tuple[int, int]], set[int]]], by_delta: bool
+    at_once_max: int,
+    steps: list[tuple[dict[int, tuple[int, int]], set[int]]],
+    by_delta: bool,
+    how: str,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fleet_state, "DEPLOYMENTS_SET_AT_ONCE_MAX", at_once_max)
@@ -83,7 +87,15 @@ def test_tables_add_up(
         for generation, (routes, deployments) in enumerate(steps, 1):
             new = a_table(generation, routes, deployments)
             table = apply_delta(table, diff(table, new)) if by_delta and table else new
-            fleet.adopt(table)
+            prepared = TableIndexes(fleet.directory, table)
+            if how != "at once":
+                before = known(fleet)
+                assert sum(1 for _ in prepared.steps(1)) >= 2 * len(routes)
+                assert known(fleet) == before, "what is served has changed"
+            if how == "overtaken":
+                # Another table is adopted meanwhile: what was prepared does not fit any more.
+                fleet.adopt(a_table(generation, {3: (2, 1)}, {2}))
+            fleet.adopt(table, prepared if how != "at once" else None)
             assert table == new
         fresh = FleetState(PopId("ams"), lambda: 1.0)
         assert table is not None

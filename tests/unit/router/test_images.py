@@ -9,9 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isochrone.wire.errors import ApiError
+from isochrone.wire.errors import ApiError, openai_error_event
+from isochrone.wire.ids import (
+    ClusterId,
+    DeploymentId,
+    Epoch,
+    Generation,
+    KeyId,
+    ModelId,
+    PopId,
+    TenantId,
+)
+from isochrone.wire.routes import DeploymentEntry, KeyEntry, KeyTable, RouteTable
 from router.apis.openai.decode import CHAT, decode
-from router.apis.openai.images import IMAGES_MAX, ImageSize, check_images, image_size
+from router.apis.openai.images import HEAD_CHARS, IMAGES_MAX, ImageSize, check_images, image_size
+from router.apis.openai.schema import CHAT_PATH
+from router.apis.openai.surface import OpenAiSurface
+from router.config import RouterConfig
+from router.dataplane.http_messages import HttpRequest
+from router.fleet_state import FleetState
 
 PIXELS_MAX = 1_000_000
 
@@ -103,3 +119,42 @@ def test_the_number_of_images_is_limited() -> None:
 def test_any_bytes_have_a_size_or_none(data: bytes, keep: int, rest: bytes) -> None:
     size = image_size(data[:keep] + rest)
     assert size is None or (size.width >= 0 and size.height >= 0)
+
+
+def test_a_frame_header_behind_much_else_is_found_and_a_cut_one_is_not() -> None:
+    data = a_jpeg(640, 480, EXIF * 3)
+    check_images(chat(a_url(data)), PIXELS_MAX)
+    assert image_size(data[:-2]) is None
+    with pytest.raises(ApiError, match="base64 is not valid"):
+        check_images(chat(a_url(a_png(2, 2) + bytes(HEAD_CHARS)) + "!AAA"), PIXELS_MAX)
+
+
+@pytest.mark.parametrize("name", ["image_url", "image\\u005furl"])
+def test_an_image_is_checked_however_its_field_is_spelt(name: str) -> None:
+    key_id = KeyId("k" * 12)
+    key = KeyEntry(key_id=key_id, secret_sha256="0" * 64, tenant_id=TenantId("acme"))
+    entry = DeploymentEntry(
+        deployment_id=DeploymentId("d-1"), name="m", model_id=ModelId("m-1"), context_tokens=8192
+    )
+    fleet = FleetState(PopId("ams"), lambda: 0.0)
+    fleet.adopt(
+        RouteTable(
+            cluster_id=ClusterId("c"),
+            generation=Generation(1),
+            epoch=Epoch(1),
+            deployments=(entry,),
+            routes=(),
+            keys=KeyTable.of([key]),
+        )
+    )
+    config = RouterConfig(image_pixels_max=PIXELS_MAX)
+    surface = OpenAiSurface(config, fleet, lambda: 0.0)
+    request = HttpRequest()
+    request.key = key
+    url = a_url(a_png(2000, 2000))
+    body = (
+        '{"model":"m","messages":[{"role":"user","content":'
+        f'[{{"type":"{name}","{name}":{{"url":"{url}"}}}}]}}]}}'
+    ).encode()
+    with pytest.raises(ApiError, match="pixels"):
+        surface.read(request, CHAT_PATH, body, openai_error_event)

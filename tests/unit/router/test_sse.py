@@ -120,6 +120,18 @@ def test_of_a_long_stream_only_the_text_is_kept() -> None:
     assert generated.text == "".join(f"t{n} " for n in range(5000))
 
 
+def test_a_long_stream_is_decoded_a_token_at_a_time() -> None:
+    # Streams that began together would otherwise all decode as much at the same moment.
+    relay, kept = StreamRelay(wants_usage=False), 0
+    for number in range(2000):
+        frame = token(f"{number} ")
+        relay.feed(frame)
+        kept = min(kept + len(frame), UNREAD_BYTES_MAX)
+        assert relay._unread_bytes > kept - 2 * len(frame)
+    assert relay.generated().text == "".join(f"{number} " for number in range(2000))
+    assert relay.generated().tokens == 2000
+
+
 def a_delta(**fields: str) -> bytes:
     return data_frame({"choices": [{"index": 0, "delta": fields}]})
 

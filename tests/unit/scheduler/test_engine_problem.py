@@ -13,6 +13,7 @@ from scheduler.api.deployments import engine_problem
         ("vllm", {"max_seqs": "4"}, "'max_seqs'; did you mean 'max_num_seqs'?"),
         ("vllm", {"enforce_eager": "yes"}, "is a flag: use true or false, not 'yes'"),
         ("sglang", {"dtype": ""}, "'dtype' needs a value"),
+        ("vllm", {"speculative_config": "x" * 20_000}, "the limit is 16384"),
         ("embedded", {"zzz": "1"}, "'zzz'; known options: adapter_memory_bytes, "),
     ],
 )

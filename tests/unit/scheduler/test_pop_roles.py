@@ -7,7 +7,10 @@ import pytest
 
 from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, PopId
+from isochrone.wire.model import EngineSettings, PlacementPolicy
 from isochrone.wire.report import ReplicaProfile, ReplicaState
+from isochrone.wire.routes import Pop
+from scheduler.api.deployments import pair_problem
 from scheduler.decide.cluster import ClusterState, DemandRate, MeasuredProfile
 from scheduler.decide.demand.demand_rates import demand_by_deployment, demand_load
 from scheduler.decide.placement.planner import plan_deployments
@@ -61,6 +64,37 @@ def settled(cluster: ClusterState) -> ClusterState:
 
 def roles_in(cluster: ClusterState, pop: str) -> list[str]:
     return sorted(p.role.value for p in cluster.placements if p.node_id.startswith(pop))
+
+
+@pytest.mark.parametrize("driver", ["sglang", "tensorrt_llm"])
+def test_an_engine_that_keeps_its_role_is_started_for_it(driver: str) -> None:
+    engine = EngineSettings(driver=driver, kv_memory_bytes=1 << 20)
+    deployment = a_deployment(
+        roles="prefill=1,decode=2", replicas_min=3, replicas_max=3, engine=engine
+    )
+    nodes = tuple(a_node(f"ams-{n}", "ams") for n in range(3))
+    cluster = settled(a_cluster(nodes=nodes, deployments=(deployment,), profiles=PROFILES))
+    assert roles_in(cluster, "ams") == ["decode", "decode", "prefill"]
+    other = msgspec.structs.replace(
+        deployment,
+        policy=msgspec.structs.replace(deployment.policy, roles="prefill=2,decode=1"),
+    )
+    after = settled(msgspec.structs.replace(cluster, deployments=(other,)))
+    assert after.placements == cluster.placements, "a running one keeps its role"
+
+
+def test_an_engine_that_needs_both_roles_has_them_in_one_pop() -> None:
+    pops = [
+        Pop(pop=PopId(name), city=name, latitude=0, longitude=0, country=country)
+        for name, country in (("ams", "NL"), ("sin", "SG"))
+    ]
+    sglang = EngineSettings(driver="sglang")
+    one = PlacementPolicy(roles="prefill=1,decode=2", allow=("ams",), replicas_min=2)
+    assert pair_problem(sglang, one, pops) == ""
+    for fields in ({"allow": ()}, {"replicas_min": 1}):
+        policy = msgspec.structs.replace(one, **fields)
+        assert pair_problem(sglang, policy, pops).startswith("roles of sglang need both in each")
+        assert pair_problem(EngineSettings(driver="vllm"), policy, pops) == ""
 
 
 def test_each_pop_has_the_roles_of_the_demand_that_it_serves() -> None:

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isochrone.wire.assignment import Role
-from isochrone.wire.engine_capabilities import capabilities_of
+from isochrone.wire.engine_capabilities import capabilities_of, with_transfer
+from isochrone.wire.engine_options import ENGINE_OPTIONS
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.model import EngineSettings, PlacementPolicy
 from nodeagent.drivers import DRIVERS
@@ -124,17 +125,44 @@ def test_auto_keeps_the_present_share_while_it_is_near(
 
 def test_only_engines_that_send_kv_have_roles() -> None:
     for name, driver in DRIVERS.items():
-        assert capabilities_of(name).sends_kv == driver.kv_transfer
+        own = capabilities_of(name).transfer_option
+        assert capabilities_of(name).shares_kv == driver.kv_transfer
+        assert capabilities_of(name).sends_kv == (driver.kv_transfer or bool(own))
+        assert not own or own in ENGINE_OPTIONS[name].values
     split = PlacementPolicy(roles="prefill=1,decode=2")
     assert roles_problem(EngineSettings(driver="embedded"), split) == ""
     assert roles_problem(EngineSettings(driver="vllm"), PlacementPolicy()) == ""
     shared = EngineSettings(driver="vllm", share_kv=True)
     assert roles_problem(shared, PlacementPolicy()).startswith("share_kv needs an engine that")
     assert roles_problem(EngineSettings(share_kv=True), PlacementPolicy()) == ""
-    reason = roles_problem(EngineSettings(driver="vllm"), split)
+    reason = roles_problem(EngineSettings(driver="llama_cpp"), split)
     assert reason.startswith("roles 'prefill=1,decode=2' need an engine that sends the KV")
+    assert roles_problem(EngineSettings(driver="vllm"), split) == ""
+    assert roles_problem(EngineSettings(driver="vllm"), AUTO) == ""
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"roles": "prefill=0,decode=1"}, PlacementPolicy)
+
+
+def test_an_engine_that_keeps_its_role_has_no_auto() -> None:
+    for driver in ("sglang", "tensorrt_llm"):
+        engine = EngineSettings(driver=driver)
+        assert roles_problem(engine, PlacementPolicy(roles="prefill=1,decode=2")) == ""
+        assert roles_problem(engine, AUTO).startswith("roles 'auto' need an engine whose running")
+
+
+def test_an_engine_with_roles_is_started_so_that_it_sends_kv() -> None:
+    assert with_transfer(EngineSettings()).options == {}
+    assert with_transfer(EngineSettings(driver="vllm")).options == {"kv_connector": "nixl"}
+    chosen = EngineSettings(driver="vllm", options={"kv_connector": "mooncake"})
+    assert with_transfer(chosen) == chosen
+    split = PlacementPolicy(roles="prefill=1,decode=2")
+    for options, problem in (
+        ({"kv_connector": "carrier-pigeon"}, "kv_connector 'carrier-pigeon' is unknown; use one"),
+        ({"kv_transfer_config": "{}"}, "kv_connector makes a kv_transfer_config of its own"),
+        ({"data_parallel_size": "2"}, "kv_connector does not work with data_parallel_size"),
+    ):
+        engine = EngineSettings(driver="vllm", options=options)
+        assert roles_problem(engine, split).startswith(problem)
 
 
 def running(unified: int = 0, prefill: int = 0, decode: int = 0) -> list[ReplicaRole]:

@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 
 from isochrone.wire.assignment import Role
+from isochrone.wire.engine_capabilities import capabilities_of
 from isochrone.wire.ids import PopId, ReplicaId
 from isochrone.wire.model import UNIFIED_ROLES
 from isochrone.wire.report import ReplicaState
@@ -57,7 +58,8 @@ def role_of_start(state: DeploymentState, start: PlannedReplica, started: Sequen
     """Return the role of a new replica, after those that this plan has `started` in its PoP.
 
     Replicas that run keep their roles. Those of another version do not count: no KV is sent from
-    one version to another.
+    one version to another. An engine that keeps its role generates for a prefill replica from its
+    start, also if none runs yet.
     """
     needs, pop = state.needs, start.pop
     version = needs.deployment.version
@@ -68,15 +70,18 @@ def role_of_start(state: DeploymentState, start: PlannedReplica, started: Sequen
     ]
     counts = _counts([*running, *started])
     wanted = role_of_next(needs.deployment.policy, state.token_mix(pop), counts)
-    return state.role_at(start.site, wanted, counts.total == 0)
+    role = state.role_at(start.site, wanted, counts.total == 0)
+    return Role.DECODE if role is Role.UNIFIED and _keeps_roles(state) else role
 
 
 def due_role_changes(state: DeploymentState) -> list[RoleChange]:
     """Return the changes of roles that are due, one in each PoP at most.
 
     A PoP where a replica starts, or runs another version, changes none: it is about to change
-    anyway.
+    anyway. An engine that keeps its role gets another one only when it starts.
     """
+    if _keeps_roles(state):
+        return []
     changes = []
     for pop in sorted(set(state.pops())):
         replicas = [replica for replica in state.replicas if replica.pop == pop]
@@ -122,6 +127,12 @@ def roles_by_pop(state: DeploymentState) -> list[PopRoles]:
             )
         )
     return described
+
+
+def _keeps_roles(state: DeploymentState) -> bool:
+    deployment = state.needs.deployment
+    able = capabilities_of(deployment.engine.driver)
+    return able.fixed_roles and deployment.policy.roles != UNIFIED_ROLES
 
 
 def _has_settled(state: DeploymentState, replica: PlannedReplica) -> bool:

@@ -1,0 +1,100 @@
+"""Whether a replica of this node takes a request now: tokens, a seat, the router's own limit."""
+
+from contextlib import AbstractAsyncContextManager, nullcontext
+from time import monotonic
+from typing import Final
+
+from aiohttp import web
+
+from isochrone.wire import headers
+from nodeagent import metrics
+from nodeagent.api.inference_paths import GENERATION_PATHS
+from nodeagent.api.request_estimates import (
+    PrefillEstimate,
+    first_token_objective,
+    queue_tokens_max,
+    ttft_left_ms,
+)
+from nodeagent.decide.admission import TokenReservation
+from nodeagent.supervisor import ManagedReplica
+
+OUTPUT_TOKENS_DEFAULT: Final = 256
+"""Output reserved for a request without the router's estimate."""
+
+
+class RequestRefused(Exception):
+    """This node refuses the request; the router may send it to another replica.
+
+    `word` is the refusal's name on the wire.
+    """
+
+    def __init__(self, word: str, status: int = 429, load: str = "") -> None:
+        super().__init__(word)
+        self.word = word
+        self.status = status
+        self.load = load
+
+
+def admit(
+    request: web.Request, replica: ManagedReplica, body: bytes, estimate: PrefillEstimate
+) -> TokenReservation:
+    """Reserve the request's tokens on the replica, or raise RequestRefused.
+
+    The cache salt names the tenant.
+    """
+    tokens = headers.parse_tokens(request.headers.get(headers.TOKENS, ""))
+    if tokens is None:
+        tokens = headers.TokenEstimate(len(body) // 4 + 1, OUTPUT_TOKENS_DEFAULT)
+    reservation = replica.admission.admit(
+        tokens.prompt,
+        tokens.output,
+        estimate.pending_prefill_tokens,
+        router=headers.router_name(request.headers),
+        generates_for=(
+            request.headers.get(headers.CACHE_SALT, "")
+            if request.path in GENERATION_PATHS
+            else None
+        ),
+        prefill_ms=estimate.prefill_ms,
+        now_s=monotonic(),
+    )
+    if reservation is None:
+        raise RequestRefused("busy", load=load_header(request, replica))
+    return reservation
+
+
+def seat(
+    request: web.Request, replica: ManagedReplica, estimate: PrefillEstimate
+) -> AbstractAsyncContextManager[None]:
+    """Return the wait for a seat of the engine, which only generations need."""
+    if request.path not in GENERATION_PATHS:
+        return nullcontext()
+    objective = first_token_objective(request, estimate.prefill_ms, monotonic())
+    return replica.seats.seat(request.headers.get(headers.CACHE_SALT, ""), objective)
+
+
+def count_objective(request: web.Request, admitted_s: float, now_s: float) -> None:
+    """Count whether the first token has come in time, if the request says by when it needs it."""
+    left_ms = ttft_left_ms(request)
+    if left_ms is not None:
+        outcome = "met" if 1000 * (now_s - admitted_s) <= left_ms else "missed"
+        metrics.TTFT_OBJECTIVES.labels(outcome).inc()
+
+
+def check_queue(request: web.Request, replica: ManagedReplica) -> None:
+    """Refuse a request if the queue is longer than the router accepts for this replica.
+
+    The refusal carries the current load, with which the router may choose another replica.
+    """
+    tokens_max = queue_tokens_max(request)
+    if tokens_max is None:
+        return
+    if replica.admission.pending_prefill_tokens(monotonic()) > tokens_max:
+        raise RequestRefused(headers.QUEUED, load=load_header(request, replica))
+
+
+def load_header(request: web.Request, replica: ManagedReplica) -> str:
+    """Return the replica's load as a header value for the router that sent the request."""
+    return headers.format_load(
+        replica.admission.load(headers.router_name(request.headers), monotonic())
+    )

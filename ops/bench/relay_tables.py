@@ -1,0 +1,101 @@
+"""Measures everything that ops/bench/relay.md quotes, in one run of at most a quarter of an hour.
+
+    python -m ops.bench.relay_tables --peers FOLDER --out tables.md
+
+The tables: requests of five sizes before 1, 8 and 64 replicas (relay.py), the latency at a fixed
+rate below capacity (half_load.py), and paced streams (paced_streams.py); each in one run, in which
+the routers take turns. Run it where nothing else runs. A part that fails, or that does not end in
+its time, is named in the output; the others still run.
+"""
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final, NamedTuple
+
+ROUTERS: Final = ("isochrone, compiled", "round_robin", "cache_aware")
+
+
+class Part(NamedTuple):
+    """A section of the output: its title, the arguments of its benchmark, and its time limit."""
+
+    title: str
+    arguments: tuple[str, ...]
+    limit_s: float
+
+
+def parts(peers: str) -> Iterator[Part]:
+    """Yield the parts in their order."""
+    chosen = ("--peers", peers, "--only", *ROUTERS)
+    yield Part(
+        "Real request sizes",
+        ("relay", *chosen, "--replicas", "1", "8", "64", "--rounds", "1", "--seconds", "2"),
+        420.0,
+    )
+    for kib, rate in ((0, 3000), (4, 2000), (100, 400)):
+        size = f"{kib} KiB" if kib else "0.1 KiB"
+        load = (str(rate), "3", "1", "--kib", str(kib), "--replicas", "8")
+        yield Part(
+            f"Half load: {rate} requests a second of {size}", ("half_load", *load, *chosen), 75
+        )
+    yield Part(
+        "Paced streams",
+        ("paced_streams", "--peers", peers, "--seconds", "3", "--only", "floor", *ROUTERS[:2]),
+        280.0,
+    )
+
+
+def machine() -> str:
+    """Return what the figures were taken with."""
+    names = ("uvloop", "httptools", "msgspec")
+    libraries = ", ".join(f"{name} {version(name)}" for name in names)
+    return (
+        f"{time.strftime('%Y-%m-%d')}: {os.cpu_count()} processors, {platform.machine()}, Linux"
+        f" {platform.release()}, Python {platform.python_version()}, {libraries}; load before the"
+        f" run {os.getloadavg()[0]:.1f}"
+    )
+
+
+def run(part: Part) -> str:
+    """Run one part and return its section."""
+    command = [sys.executable, "-m", f"ops.bench.{part.arguments[0]}", *part.arguments[1:]]
+    began_s = time.monotonic()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=part.limit_s)
+        except subprocess.TimeoutExpired:
+            # As Ctrl-C does, so that it ends the routers that it has started.
+            process.send_signal(2)
+            output, _ = process.communicate()
+            output += f"\n**Cut off after {part.limit_s:g} s.**\n"
+        if process.returncode > 0:
+            output += f"\n**Failed with exit status {process.returncode}.**\n"
+    shown = " ".join(("python -m", f"ops.bench.{part.arguments[0]}", *part.arguments[1:]))
+    took_s = time.monotonic() - began_s
+    return f"## {part.title}\n\n`{shown}` ({took_s:.0f} s)\n\n{output.strip()}\n"
+
+
+def main() -> None:
+    """Run all parts and write the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", default="peers")
+    parser.add_argument("--out", type=Path, default=Path("relay_tables.md"))
+    arguments = parser.parse_args()
+    sections = [machine() + "\n"]
+    for part in parts(arguments.peers):
+        print(f"{part.title} ...", file=sys.stderr, flush=True)
+        sections.append(run(part))
+        # Written as they come: a run that is interrupted keeps what it has.
+        arguments.out.write_text("\n".join(sections))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The loops over a body in C find and hash exactly what those in Python do."""
+
+import base64
+import importlib.util
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isochrone.wire import body_loops
+from isochrone.wire.body_loops import (
+    BRACKETS_FEW,
+    MANY_BRACKETS,
+    NOT_ASCII,
+    SURROGATE_ESCAPE,
+    hash_in_python,
+    scan_in_python,
+)
+from nodeagent.engine.kernels.cpu.build import compilers
+from router.decide.prefix_index import block_ends
+
+SOURCE = Path(body_loops.__file__).with_name("body_bytes.c")
+BRACKETS = (b"[", b"{" * 30, b"]")
+ESCAPES = (b"\\", b"u", b"\\ud8", b"\\uDFff", b"\\uDbF", b"\\ud7ff", b"\\n")
+PIECES = st.sampled_from([*BRACKETS, *ESCAPES, b"\xc3\xa9", b"x" * 13, b'"', b"\0"])
+SEEDS = st.integers(0, 2**64 - 1)
+
+
+@pytest.fixture(scope="module")
+def in_c(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """The module of this very source, compiled now."""
+    include = Path(sysconfig.get_path("include"))
+    if not compilers() or not (include / "Python.h").is_file():
+        pytest.skip("no C compiler with Python's headers")
+    library = tmp_path_factory.mktemp("body_bytes") / "body_bytes.so"
+    options = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{include}"]
+    command = [*compilers()[0], *options, str(SOURCE), "-o", str(library)]
+    subprocess.run(command, check=True)
+    spec = importlib.util.spec_from_file_location("body_bytes", library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules.pop("body_bytes", None)
+    return module
+
+
+@given(st.lists(PIECES, max_size=30).map(b"".join), st.integers(0, 130))
+def test_a_scan_in_c_finds_what_one_in_python_finds(
+    in_c: ModuleType, body: bytes, before: int
+) -> None:
+    body = b" " * before + body
+    assert in_c.scan_body(body) == scan_in_python(body)
+
+
+@pytest.mark.parametrize("size", [*range(16), 63, 64, 65, 127, 128, 129])
+def test_each_position_of_a_body_is_looked_at(in_c: ModuleType, size: int) -> None:
+    for at in range(size):
+        body = bytearray(b"x" * size)
+        body[at] = 0x80
+        assert in_c.scan_body(bytes(body)) == NOT_ASCII
+        body[at : at + 4] = b"\\uDb"[: size - at]
+        whole = SURROGATE_ESCAPE if at + 4 <= size else 0
+        assert in_c.scan_body(bytes(body)) == scan_in_python(bytes(body)) == whole
+    for count, found in ((BRACKETS_FEW, 0), (BRACKETS_FEW + 1, MANY_BRACKETS)):
+        assert in_c.scan_body(b"x" * size + b"[" * count) == found
+
+
+@given(st.integers(0, 5000), SEEDS, st.randoms(use_true_random=False))
+def test_prompts_have_the_same_hashes_in_c(
+    in_c: ModuleType, size: int, seed: int, chance: object
+) -> None:
+    prompt = bytes(chance.choices(range(256), k=size))  # type: ignore[attr-defined]
+    ends = block_ends(size)
+    assert in_c.chained_hashes(prompt, ends, seed) == hash_in_python(prompt, ends, seed)
+    if size > 240:
+        assert in_c.chained_hashes(prompt, (size,), seed) == [
+            xxhash.xxh3_64_intdigest(prompt, seed)
+        ]
+
+
+def test_a_long_prompt_has_the_same_hashes_in_c(in_c: ModuleType) -> None:
+    prompt = bytes(range(251)) * 4_000
+    ends = block_ends(len(prompt))
+    assert in_c.chained_hashes(prompt, ends, 0) == hash_in_python(prompt, ends, 0)
+
+
+@given(st.text("AZaz09+/=!-_ \x80\u0100@[`{:", max_size=70), st.integers(0, 3), st.integers(0, 2))
+def test_what_is_surely_base64_is_decoded_strictly(
+    in_c: ModuleType, text: str, begin: int, padding: int
+) -> None:
+    for data in (text, text.translate({ord(other): "B" for other in "=!-_ \x80\u0100@[`{:"})):
+        url = "!" * begin + data + "=" * padding
+        try:
+            decoded = base64.b64decode(url[begin:], validate=True)
+        except ValueError:
+            decoded = b""
+        assert decoded or not in_c.is_surely_base64(url, begin)
+
+
+@given(st.binary(max_size=100), st.integers(0, 20))
+def test_what_is_encoded_is_surely_base64(in_c: ModuleType, data: bytes, begin: int) -> None:
+    url = "!" * begin + base64.b64encode(data).decode()
+    assert in_c.is_surely_base64(url, begin) == bool(data)
+
+
+def test_c_refuses_what_it_cannot_read(in_c: ModuleType) -> None:
+    with pytest.raises(TypeError):
+        in_c.scan_body("text")
+    with pytest.raises(TypeError):
+        in_c.chained_hashes(b"x" * 128, 128, 0)
+    with pytest.raises(TypeError):
+        in_c.is_surely_base64(b"AAAA", 0)
+    assert not in_c.is_surely_base64("AAAA", -1) and not in_c.is_surely_base64("AAAA", 5)
+    with pytest.raises(TypeError):
+        in_c.chained_hashes(b"x" * 128, ["128"], 0)
+    with pytest.raises(OverflowError):
+        in_c.chained_hashes(b"x" * 128, [128], -1)
+    for ends in ([129], [127], [128, 256], [-128], [256, 128], [2**62]):
+        with pytest.raises(ValueError, match="block"):
+            in_c.chained_hashes(b"x" * 128, ends, 0)
