@@ -18,10 +18,8 @@ the hits of the same requests, in their order, in one LRU cache with the memory 
 import argparse
 import asyncio
 import platform
-import struct
 import tempfile
 import time
-from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib import metadata
@@ -46,13 +44,13 @@ from isochrone.wire.ids import (
 from isochrone.wire.kv_sharing import KV_FOUND, KV_HOLDERS, KV_STORE, FoundTokens, parse_found
 from isochrone.wire.routes import DeploymentEntry, Pop, Route, RouteTable
 from ops.bench.disaggregation import TRACE, bundled_model
-from ops.bench.disaggregation_load import BenchRequest, MixScale, ask, random_request, read_trace
+from ops.bench.disaggregation_load import ask, random_request
 from ops.bench.engine_node import NodeClient, NodeSetup, bench_node
+from ops.bench.pop_kv_requests import SharedRequest, one_cache_hits, read_requests
 from ops.sim import data
 from ops.sim.measure import percentile
-from ops.sim.traces import TraceSlice, mooncake
 from router.decide.affinity import hash64, rendezvous_winner
-from router.decide.prefix_index import NO_MATCHES, PrefixKeys, prefix_keys
+from router.decide.prefix_index import NO_MATCHES
 from router.decide.ranked_route import RankedRoute
 from router.decide.ranking import RouteQuery, rank
 from router.decide.shared_kv import NO_SHARED_KV_PEERS, SharedKvPeers, shared_kv_peers
@@ -60,13 +58,7 @@ from router.feedback import AttemptFeedback, ProbeFeedback
 from router.fleet_state import FleetState
 
 NAMES: Final = ("a", "b", "c", "d")
-SCALE: Final = MixScale("prompts and outputs / 16", 16, 16)
 KV_MEMORY_BYTES: Final = 128 * 1024**2
-BLOCK_TOKENS: Final = 16
-TRACE_REQUESTS: Final = 4000
-"""Of so many requests, the beginning of the trace, sessions are chosen."""
-
-TURNS_MIN: Final = 3
 CONTEXT_TOKENS: Final = 2048
 WARM_TOKENS: Final = 1000
 PROBE_S: Final = 1.0
@@ -75,14 +67,6 @@ RETRY_S: Final = 0.05
 LAN_RTT_MS: Final = 0.6
 DEPLOYMENT: Final = DeploymentId("bench")
 POLICIES: Final = ("affinity", "ours", "ours, sharing")
-
-
-class SharedRequest(NamedTuple):
-    """A request of the trace, and the session that it belongs to."""
-
-    request: BenchRequest
-    session: str
-    keys: PrefixKeys
 
 
 class SharedAnswer(NamedTuple):
@@ -99,61 +83,6 @@ class ChosenReplica(NamedTuple):
 
     ranked: RankedRoute
     peers: SharedKvPeers
-
-
-def read_requests(path: Path, count: int) -> list[SharedRequest]:
-    """Return whole sessions of several turns, at most `count` requests, scaled.
-
-    The first hundreds of requests of the trace have next to no prefixes in common.
-    """
-    rows = mooncake(path, TraceSlice(TRACE_REQUESTS))
-    turns = Counter(row.session for row in rows)
-    chosen: set[str] = set()
-    for session in sorted(turns, key=hash64):
-        if turns[session] >= TURNS_MIN and turns[session] <= count:
-            chosen.add(session)
-            count -= turns[session]
-    picked = [
-        (one, row.session)
-        for one, row in zip(read_trace(path, TRACE_REQUESTS, SCALE), rows, strict=True)
-        if row.session in chosen
-    ]
-    first_s = picked[0][0].at_s
-    return [
-        SharedRequest(
-            one._replace(at_s=one.at_s - first_s),
-            session,
-            prefix_keys(token_bytes(one.prompt), 1),
-        )
-        for one, session in picked
-    ]
-
-
-def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Return a prompt as bytes, as a router sees one: equal beginnings for equal prefixes."""
-    return struct.pack(f"<{len(tokens)}I", *tokens)
-
-
-def one_cache_hits(requests: Sequence[SharedRequest], blocks_max: int) -> float:
-    """Return the share of prompt tokens that one LRU cache would have."""
-    cache: OrderedDict[int, None] = OrderedDict()
-    hits = total = 0
-    for request, _, _ in requests:
-        prompt, key = request.prompt, 0
-        total += len(prompt)
-        # The last token is always computed.
-        chain = []
-        for first in range(0, (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
-            key = hash((key, tuple(prompt[first : first + BLOCK_TOKENS])))
-            chain.append(key)
-        found = next((n for n, key in enumerate(chain) if key not in cache), len(chain))
-        hits += BLOCK_TOKENS * found
-        for key in reversed(chain):
-            cache[key] = None
-            cache.move_to_end(key)
-        while len(cache) > blocks_max:
-            cache.popitem(last=False)
-    return hits / total
 
 
 class PopRouter:
@@ -425,7 +354,7 @@ async def measure(arguments: argparse.Namespace) -> None:
             f"| one cache of {blocks * len(nodes)} blocks | {100 * ideal:.1f} | | | | |",
             flush=True,
         )
-        for policy in POLICIES:
+        for policy in arguments.policy:
             answers, balance = await run_policy(nodes, requests, policy, rate, speed)
             print_row(policy, answers, balance)
 
@@ -453,6 +382,7 @@ def main() -> None:
     parser.add_argument("--data", help="folder of public data")
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--load", type=float, default=0.6)
+    parser.add_argument("--policy", nargs="*", choices=POLICIES, default=POLICIES)
     parser.add_argument("--kv-blocks", type=int, default=0, help="of a replica, if not reported")
     arguments = parser.parse_args()
     arguments.model = arguments.model or bundled_model()
