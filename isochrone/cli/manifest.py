@@ -19,10 +19,13 @@ HIDDEN: Final = (".", "__pycache__")
 """Prefixes of files and folders that downloads and git create; they are not part of the model."""
 KINDS: Final = {
     "BertModel": "embedding",
-    "BertForSequenceClassification": "rerank",
     "WhisperForConditionalGeneration": "transcription",
 }
-"""Kinds of models by architecture; all other architectures are chat models."""
+"""Kinds of models by architecture; all others are chat models, or classifiers."""
+CLASSIFIER: Final = "ForSequenceClassification"
+"""The end of the name of an architecture that has labels: with one it ranks, else it classifies."""
+LABELS_DEFAULT: Final = 2
+"""Labels of a config that names none."""
 
 
 class _ConfigFields(msgspec.Struct):
@@ -32,6 +35,8 @@ class _ConfigFields(msgspec.Struct):
     max_position_embeddings: int = 4096
     max_target_positions: int | None = None
     """The context of a decoder that reads audio."""
+    num_labels: int | None = None
+    id2label: dict[str, str] | None = None
 
 
 class _SentenceFields(msgspec.Struct):
@@ -88,11 +93,15 @@ def config_values(folder: Path, files: Sequence[str] = ()) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         raise ManifestError(f"cannot read {path}: {error}") from error
     architecture = (fields.architectures or ("unknown",))[0]
-    values = {
+    values: dict[str, Any] = {
         "architecture": architecture,
         "kind": KINDS.get(architecture, "chat"),
         "context_tokens": fields.max_position_embeddings,
     }
+    if architecture.endswith(CLASSIFIER):
+        labels = _labels(fields)
+        values["kind"] = "rerank" if len(labels) == 1 else "classify"
+        values["labels"] = labels if len(labels) > 1 else ()
     if values["kind"] != "chat":
         # As the embedded engine limits it.
         limit = fields.max_target_positions or fields.max_position_embeddings
@@ -107,6 +116,13 @@ def config_values(folder: Path, files: Sequence[str] = ()) -> dict[str, Any]:
         "kv_bytes_per_token": int(kv_bytes_per_token(shape)),
         "shape": msgspec.to_builtins(shape),
     }
+
+
+def _labels(fields: _ConfigFields) -> tuple[str, ...]:
+    """Return the names of a classifier's classes, in the order of its output."""
+    names = fields.id2label or {}
+    count = fields.num_labels or len(names) or LABELS_DEFAULT
+    return tuple(names.get(str(number), f"LABEL_{number}") for number in range(count))
 
 
 def _gguf_values(path: Path) -> dict[str, Any]:

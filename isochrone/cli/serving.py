@@ -115,6 +115,7 @@ def models_add(
         "artifact": msgspec.to_builtins(artifact),
         "kv_bytes_per_token": values.get("kv_bytes_per_token", 0),
         "shape": values.get("shape"),
+        "labels": values.get("labels", ()),
         "licence": licence,
         "price": price_of(price) if price else None,
     }

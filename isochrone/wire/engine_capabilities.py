@@ -22,6 +22,7 @@ FEATURES: Final[Mapping[str, str]] = {
     "completions": "`/v1/completions`",
     "embeddings": "`/v1/embeddings`",
     "rerank": "`/v1/rerank`",
+    "classify": "`/classify`, `/v1/moderations`",
     "transcriptions": "`/v1/audio/transcriptions`",
     "translations": "`/v1/audio/translations`",
     "speech": "`/v1/audio/speech`",
@@ -61,6 +62,7 @@ _FIELDS: Final = frozenset(
     }
 )
 _POOLING: Final = frozenset({"embeddings", "rerank"})
+_CLASSES: Final = frozenset({"classify"})
 _MEDIA: Final = frozenset({"images", "audio"})
 _HEARING: Final = frozenset({"transcriptions", "translations"})
 
@@ -148,7 +150,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     "embedded": EngineCapabilities(
-        features=_TEXT | _FIELDS | _POOLING,
+        features=_TEXT | _FIELDS | _POOLING | _CLASSES,
         roles=ALL_ROLES,
         handshake="frames over HTTP",
         shares_kv=True,
@@ -169,7 +171,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     ),
     # Numbered tokens, whatever a request asks for.
     "mock": EngineCapabilities(
-        features=frozenset(FEATURES) - _POOLING,
+        features=frozenset(FEATURES) - _POOLING - _CLASSES,
         sleep="always",
         resumes=SEEDED,
         salt="header",
@@ -181,7 +183,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         forces_named_tools=False,
     ),
     "vllm": EngineCapabilities(
-        features=_TEXT | _FIELDS | _POOLING | _MEDIA | _HEARING,
+        features=_TEXT | _FIELDS | _POOLING | _CLASSES | _MEDIA | _HEARING,
         roles=ALL_ROLES,
         handshake="`kv_transfer_params` of NIXL or Mooncake, one leg after the other",
         transfer_option="kv_connector",

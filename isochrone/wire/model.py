@@ -18,6 +18,10 @@ Name = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN, max_length=63)]
 ModelName = Annotated[str, msgspec.Meta(pattern=MODEL_NAME_PATTERN, max_length=128)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Labels = Annotated[
+    tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=128)], ...],
+    msgspec.Meta(max_length=1024),
+]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Sha256 = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{64}}{END}")]
 
@@ -98,6 +102,7 @@ KIND_FEATURES: Final[Mapping[str, str]] = {
     "chat": "chat",
     "embedding": "embeddings",
     "rerank": "rerank",
+    "classify": "classify",
     "transcription": "transcriptions",
     "speech": "speech",
     "image": "image_generation",
@@ -110,7 +115,8 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True):
 
     `kv_bytes_per_token` is the KV cache of one token of context; 0 if unknown. With `shape`, the
     memory on any devices is computed from the model's dimensions. `extra_bytes` of each device are
-    added to what the planner computes for an engine with this model.
+    added to what the planner computes for an engine with this model. `labels` are the names of the
+    classes of a model that classifies, in the order of its output.
     """
 
     model_id: ModelName
@@ -124,6 +130,7 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True):
     price: Price | None = None
     shape: ModelDimensions | None = None
     extra_bytes: NonNegative = 0
+    labels: Labels = ()
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -73,6 +73,7 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     `engine` is the name of its driver, and `engine_lacks` what that engine cannot do, as names of
     `engine_capabilities.FEATURES`. With `shares_kv`, the replicas of a PoP use each other's KV.
+    `labels` are the classes of a model that classifies.
     With `needs_prefill`, a replica that decodes cannot read a prompt, and one that reads prompts
     cannot decode.
     """
@@ -89,6 +90,7 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = ""
     engine_lacks: tuple[str, ...] = ()
     shares_kv: bool = False
+    labels: tuple[str, ...] = ()
     needs_prefill: bool = False
     adapter_rank_max: int = 0
     """The highest rank of LoRA adapters that its replicas take, 0 for none."""

@@ -13,6 +13,7 @@ from isochrone.wire.ids import NodeId, ReplicaId
 from nodeagent import metrics
 from nodeagent.api.answer_relay import EVENT_STREAM
 from nodeagent.api.handoff_notice import announce_prefill
+from nodeagent.api.inference_paths import GENERATION_PATHS
 from nodeagent.api.kv_sharing import PrefixCopy
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.kv_fetch import LinkBudget
@@ -32,7 +33,6 @@ from nodeagent.supervisor import ManagedReplica
 
 DecodeLeg = PrefillLeg | HandshakeLeg
 
-GENERATION_PATHS: Final = ("/v1/chat/completions", "/v1/completions")
 ONE_ENGINE_ONLY: Final = (headers.GENERATED_TOKENS, headers.SUSPECT)
 """Headers of requests without a prefill leg: the rest of an answer, whose prompt is mostly cached,
 and a request that may make engines fail."""

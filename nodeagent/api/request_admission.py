@@ -8,7 +8,7 @@ from aiohttp import web
 
 from isochrone.wire import headers
 from nodeagent import metrics
-from nodeagent.api.decode_leg import GENERATION_PATHS
+from nodeagent.api.inference_paths import GENERATION_PATHS
 from nodeagent.api.request_estimates import (
     PrefillEstimate,
     first_token_objective,

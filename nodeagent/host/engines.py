@@ -77,6 +77,7 @@ CANARIES: Final = {
     ),
     "embedding": Canary("/v1/embeddings", {"input": "1"}, "data"),
     "rerank": Canary("/v1/rerank", {"query": "1", "documents": ["1"]}, "results"),
+    "classify": Canary("/classify", {"input": "1"}, "data"),
     # An image or a voice is too much work for a test, and a sound no JSON: does it answer at all?
     **dict.fromkeys(("transcription", "speech", "image"), Canary("/v1/models", {}, "data")),
 }

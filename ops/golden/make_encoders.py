@@ -27,6 +27,7 @@ TEXTS = [
     "x",
     "The lighthouse keeper climbed the stairs once more. " * 20,
 ]
+LABELS = ["OK", "hate", "Self_Harm", "spam"]
 QUERY = "how long does an egg boil"
 
 
@@ -52,6 +53,8 @@ def main() -> None:
         "query": QUERY,
         "documents": TEXTS[:5],
         "logits": rerank(folder, tokenizer),
+        "labels": LABELS,
+        "classes": classify(folder, tokenizer),
     }
     target.write_text(json.dumps(golden, ensure_ascii=False, separators=(",", ":")) + "\n")
 
@@ -70,6 +73,23 @@ def rerank(folder: Path, tokenizer: object) -> list[float]:
         tokens = tokenizer(QUERY, text, return_tensors="pt", padding=False, truncation=False)  # type: ignore[operator]
         with torch.inference_mode():
             logits.append(round(float(model(**tokens).logits[0, 0]), DIGITS))
+    return logits
+
+
+def classify(folder: Path, tokenizer: object) -> list[list[float]]:
+    """Return the logits of each text by a drawn head on the encoder (`tiny.write_classifier`)."""
+    with tempfile.TemporaryDirectory() as made:
+        tiny.write_classifier(Path(made), folder, LABELS)
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            made, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+    assert not any(loading.values()), loading
+    logits = []
+    for text in TEXTS[:5]:
+        tokens = tokenizer(text, return_tensors="pt", padding=False, truncation=False)  # type: ignore[operator]
+        with torch.inference_mode():
+            row = model(**tokens).logits[0].tolist()
+        logits.append([round(value, DIGITS) for value in row])
     return logits
 
 

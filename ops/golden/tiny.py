@@ -5,13 +5,15 @@ change, so golden values can be committed without the weights.
 """
 
 import json
+import shutil
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
@@ -207,6 +209,23 @@ def write_reranker(folder: Path) -> None:
     """Write a small cross-encoder as a Hugging Face folder without a tokenizer."""
     weights = {name: weight(name, shape, 0.5) for name, shape in reranker_shapes().items()}
     (folder / "config.json").write_text(json.dumps(RERANK_CONFIG))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_classifier(folder: Path, encoder: Path, labels: Sequence[str], **config: Any) -> None:
+    """Write a classifier of texts: the BERT in `encoder` with a drawn head, and its tokenizer."""
+    weights = {
+        f"bert.{name}": one for name, one in load_file(encoder / "model.safetensors").items()
+    }
+    values = json.loads((encoder / "config.json").read_text())
+    head = ("classifier.weight", (len(labels), values["hidden_size"]))
+    weights[head[0]] = weight(*head, 0.5)
+    weights["classifier.bias"] = weight("classifier.bias", (len(labels),), 0.5)
+    values |= {"architectures": ["BertForSequenceClassification"], **config}
+    values["id2label"] = {str(number): label for number, label in enumerate(labels)}
+    values["label2id"] = {label: number for number, label in enumerate(labels)}
+    (folder / "config.json").write_text(json.dumps(values))
+    shutil.copy(encoder / "tokenizer.json", folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -23,6 +23,7 @@ from router.apis.media.schema import MEDIA_PATHS
 from router.apis.messages.adapter import MESSAGES_PATHS, is_messages, read_messages_request
 from router.apis.messages.adapter import REQUEST_ID as MESSAGES_REQUEST_ID
 from router.apis.messages.errors import error_body, error_status
+from router.apis.openai.moderations import MODERATIONS_PATH, read_moderation_request
 from router.apis.openai.surface import DECODERS, OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.apis.responses.adapter import PATH as RESPONSES_PATH
@@ -42,7 +43,9 @@ from router.inference_request import InferenceRequest
 from router.metrics import Metrics
 from router.pipeline import RequestPipeline
 
-INFERENCE_PATHS: Final = frozenset(DECODERS) | MESSAGES_PATHS | {RESPONSES_PATH} | MEDIA_PATHS
+INFERENCE_PATHS: Final = (
+    frozenset(DECODERS) | MESSAGES_PATHS | {RESPONSES_PATH, MODERATIONS_PATH} | MEDIA_PATHS
+)
 WORKERS_AI_ROUTES: Final = "POST /ai/run/{model} and /ai/v1/..., " + ", ".join(AUXILIARY_PATHS)
 REQUEST_ID: Final = headers.REQUEST_ID.encode()
 
@@ -182,6 +185,8 @@ class ApiDispatcher:
             return self._openai.read(request, path, request.body, openai_error_event), writer
         if path == RESPONSES_PATH:
             return read_responses_request(self._openai, request, writer)
+        if path == MODERATIONS_PATH:
+            return read_moderation_request(self._openai, request, writer)
         if path in MESSAGES_PATHS:
             return read_messages_request(self._openai, request, path, writer)
         return read_run_request(self._openai, request, writer)

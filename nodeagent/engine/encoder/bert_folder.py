@@ -13,6 +13,7 @@ from nodeagent.engine.weights.hf_config import read_json, read_optional_json
 from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles
 
 _CLASSIFIER: Final = "BertForSequenceClassification"
+_SEVERAL_CLASSES: Final = "multi_label_classification"
 _MODE: Final = "pooling_mode_"
 
 
@@ -33,7 +34,8 @@ class _BertConfig(msgspec.Struct):
     position_embedding_type: str = "absolute"
     architectures: list[str] | None = None
     num_labels: int | None = None
-    id2label: dict[str, Any] | None = None
+    id2label: dict[str, str] | None = None
+    problem_type: str | None = None
 
 
 class _SentenceTransformersModule(msgspec.Struct):
@@ -52,11 +54,20 @@ def is_encoder(path: Path) -> bool:
 
 
 class BertFolder(SafetensorsFiles):
-    """A BERT's weights, shape, tokenizer, and how many tokens of a text it takes."""
+    """A BERT's weights, shape, tokenizer, and how many tokens of a text it takes.
+
+    `labels` are the names of a classifier's classes. If it `is_multi_label` a text may have several
+    of them, or none.
+    """
 
     def __init__(self, folder: Path) -> None:
         config: _BertConfig = read_json(folder / "config.json", _BertConfig)
         self.shape = _shape(folder, config)
+        names = config.id2label or {}
+        self.labels = tuple(
+            names.get(str(label), f"LABEL_{label}") for label in range(self.shape.labels)
+        )
+        self.is_multi_label = config.problem_type == _SEVERAL_CLASSES
         sentence: _SentenceConfig = read_optional_json(
             folder / "sentence_bert_config.json", _SentenceConfig
         )
@@ -77,6 +88,8 @@ def _shape(folder: Path, config: _BertConfig) -> BertShape:
         )
     if config.num_attention_heads < 1:
         raise CheckpointError(f"cannot load {folder}: no attention heads")
+    if config.problem_type == "regression":
+        raise CheckpointError(f"cannot load {folder}: a regression has no classes")
     scores = _CLASSIFIER in (config.architectures or ())
     pooling, normalised = _pooling(folder)
     return BertShape(
@@ -128,7 +141,7 @@ def _tokenizer(path: Path) -> Tokenizer:
 
 def _check_tokenizer(folder: Path, tokenizer: Tokenizer, shape: BertShape) -> None:
     """Refuse a tokenizer whose tokens, or kinds of texts, the model has no embeddings for."""
-    framed = tokenizer.encode("a", "a" if shape.labels else None)
+    framed = tokenizer.encode("a", "a" if shape.labels == 1 else None)
     known = tokenizer.get_vocab(with_added_tokens=True)
     token = max([*known.values(), *framed.ids], default=0)
     kind = max(framed.type_ids, default=0)

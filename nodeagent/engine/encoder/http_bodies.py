@@ -1,9 +1,10 @@
-"""Bodies of `/v1/embeddings` (OpenAI's) and of `/v1/rerank` (Cohere's and Jina's).
+"""Bodies of `/v1/embeddings` (OpenAI's), `/v1/rerank` (Cohere's and Jina's), `/classify` (vLLM's).
 
 A field that the model cannot honour is refused, never ignored.
 """
 
 import base64
+import time
 import uuid
 from typing import Annotated, Any, Final, Literal
 
@@ -50,6 +51,22 @@ class RerankBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The router's own options."""
 
 
+class ClassifyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /classify`, as in vLLM."""
+
+    input: (
+        Annotated[str, Meta(min_length=1)]
+        | Annotated[
+            list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=INPUTS_MAX)
+        ]
+    )
+    model: str | None = None
+    user: Any = None
+    options: Any = None
+    """The router's own options."""
+
+
+classify_decoder: Final = msgspec.json.Decoder(ClassifyBody)
 embedding_decoder: Final = msgspec.json.Decoder(EmbeddingBody)
 rerank_decoder: Final = msgspec.json.Decoder(RerankBody)
 
@@ -95,6 +112,30 @@ def embeddings_body(rows: np.ndarray, model: str, tokens: int, *, is_base64: boo
     ]
     body = {"object": "list", "data": data, "model": model, "usage": _usage(tokens)}
     return msgspec.json.encode(body)
+
+
+def probabilities(logits: np.ndarray, *, is_multi_label: bool) -> np.ndarray:
+    """Return the probability of each class [texts, labels]: of each alone, or of one of them."""
+    logits = logits.astype(np.float64)
+    if is_multi_label:
+        return np.asarray(1 / (1 + np.exp(-np.clip(logits, -60, 60))))
+    powers = np.exp(logits - logits.max(-1, keepdims=True))
+    return np.asarray(powers / powers.sum(-1, keepdims=True))
+
+
+def classify_body(rows: np.ndarray, labels: tuple[str, ...], model: str, tokens: int) -> bytes:
+    """Return the response body with the likeliest class of each text, and all probabilities."""
+    data = [
+        {
+            "index": index,
+            "label": labels[int(np.argmax(row))],
+            "probs": row.tolist(),
+            "num_classes": len(labels),
+        }
+        for index, row in enumerate(rows)
+    ]
+    answer = {"id": f"classify-{uuid.uuid4().hex}", "object": "list", "model": model, "data": data}
+    return msgspec.json.encode({**answer, "created": int(time.time()), "usage": _usage(tokens)})
 
 
 def rerank_body(scores: np.ndarray, body: RerankBody, model: str, tokens: int) -> bytes:

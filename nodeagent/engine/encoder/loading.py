@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.architecture.bert_shape import BertShape
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.encoder.bert_folder import BertFolder
 from nodeagent.engine.encoder.encoder_thread import TokenizedText
@@ -31,7 +32,9 @@ class LoadedEncoder:
     model: Bert
     tokenizer: Tokenizer
     frame: TextFrame
-    kind: Literal["embedding", "rerank"]
+    kind: Literal["embedding", "rerank", "classify"]
+    labels: tuple[str, ...]
+    is_multi_label: bool
     context_tokens: int
     weights_bytes: int
     load_s: float
@@ -50,11 +53,6 @@ def load_encoder(config: EngineConfig) -> LoadedEncoder:
     source = BertFolder(Path(config.model_path))
     try:
         shape = source.shape
-        if shape.labels > 1:
-            raise CheckpointError(
-                f"cannot load {config.model_path}: it classifies into {shape.labels} labels, a"
-                " reranker has one"
-            )
         check_bert_weights(shape, source)
         weights_bytes = shape.parameters() * dtype.itemsize
         available = available_bytes(config.device)
@@ -70,11 +68,20 @@ def load_encoder(config: EngineConfig) -> LoadedEncoder:
         model=model,
         tokenizer=source.tokenizer,
         frame=_text_frame(source.tokenizer),
-        kind="rerank" if shape.labels else "embedding",
+        kind=_kind_of(shape),
+        labels=source.labels,
+        is_multi_label=source.is_multi_label,
         context_tokens=min(source.context_tokens, config.context_tokens_max),
         weights_bytes=weights_bytes,
         load_s=round(time.monotonic() - started_s, 3),
     )
+
+
+def _kind_of(shape: BertShape) -> Literal["embedding", "rerank", "classify"]:
+    """Return what the model is for: one label is the relevance of a reranker."""
+    if not shape.labels:
+        return "embedding"
+    return "rerank" if shape.labels == 1 else "classify"
 
 
 def _text_frame(tokenizer: Tokenizer) -> TextFrame:

@@ -1,4 +1,4 @@
-"""The server of an encoder: texts in, embeddings or relevance scores out.
+"""The server of an encoder: texts in, embeddings, relevance scores or classes out.
 
 A request is refused before any of its texts is read, or answered completely.
 """
@@ -14,10 +14,13 @@ from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode, context_length_message
 from nodeagent.engine.encoder.encoder_thread import EncoderThread, TokenizedText
 from nodeagent.engine.encoder.http_bodies import (
+    classify_body,
+    classify_decoder,
     document_texts,
     embedding_decoder,
     embedding_inputs,
     embeddings_body,
+    probabilities,
     rerank_body,
     rerank_decoder,
 )
@@ -62,6 +65,7 @@ class EncoderServer(ModelServer):
         app = super().app()
         app.router.add_post("/v1/embeddings", self.embed)
         app.router.add_post("/v1/rerank", self.rerank)
+        app.router.add_post("/classify", self.classify)
         return app
 
     def counts(self) -> dict[str, float]:
@@ -103,6 +107,18 @@ class EncoderServer(ModelServer):
         scores = 1 / (1 + np.exp(-np.clip(rows[:, 0], -60, 60)))
         tokens = sum(len(text.tokens) for text in texts)
         return _json(rerank_body(scores, body, self.config.served_name, tokens))
+
+    async def classify(self, request: web.Request) -> web.Response:
+        """Answer `/classify`."""
+        self._check_kind("classify")
+        body = await self._decoded_body(request, classify_decoder)
+        self._check_model(body.model)
+        inputs = [body.input] if isinstance(body.input, str) else body.input
+        texts = await self._tokenise(inputs, "input")
+        logits = await self._encode(texts, "input")
+        loaded, tokens = self.loaded, sum(len(text.tokens) for text in texts)
+        rows = probabilities(logits, is_multi_label=loaded.is_multi_label)
+        return _json(classify_body(rows, loaded.labels, self.config.served_name, tokens))
 
     def _check_kind(self, kind: str) -> None:
         if kind != self.loaded.kind:

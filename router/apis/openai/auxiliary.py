@@ -13,6 +13,7 @@ from router.apis.auxiliary_server import BYTES_MAX
 from router.apis.media.surface import MEDIA_ROUTES
 from router.apis.messages.errors import error_body
 from router.apis.messages.models import model_info, models_page
+from router.apis.openai.moderations import MODERATIONS_PATH
 from router.apis.openai.surface import DECODERS, OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.decide.authentication import authenticate, may_use
@@ -25,8 +26,8 @@ NO_TABLE: Final = (
 )
 
 ROUTES: Final = (
-    f"POST {', '.join((*DECODERS, *MEDIA_ROUTES))}, /v1/responses, /v1/messages and"
-    " /ai/run/{model}, and GET /v1/models"
+    f"POST {', '.join((*DECODERS, *MEDIA_ROUTES, MODERATIONS_PATH))}, /v1/responses,"
+    " /v1/messages and /ai/run/{model}, and GET /v1/models"
 )
 ANTHROPIC_VERSION: Final = "anthropic-version"
 """A header of each of Anthropic's clients: the list of models then has that API's form."""

@@ -18,6 +18,7 @@ from isochrone.wire.kv_transfer import ENGINE_FIELDS
 from router.apis.openai.prompt import OpenAiRequest, count_answers
 from router.apis.openai.schema import (
     ChatRequest,
+    ClassifyRequest,
     CompletionRequest,
     EmbeddingRequest,
     RequestStreamOptions,
@@ -29,6 +30,7 @@ R = TypeVar("R")
 CHAT: Final = msgspec.json.Decoder(ChatRequest)
 COMPLETION: Final = msgspec.json.Decoder(CompletionRequest)
 EMBEDDING: Final = msgspec.json.Decoder(EmbeddingRequest)
+CLASSIFY: Final = msgspec.json.Decoder(ClassifyRequest)
 RERANK: Final = msgspec.json.Decoder(RerankRequest)
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _INVALID_FIELD: Final = re.compile(r" - at `\$\.?(.{1,120})`$")
@@ -107,6 +109,11 @@ def with_usage_requested(body: bytes, request: OpenAiRequest) -> bytes:
     options = msgspec.json.decode(fields["stream_options"]) or {}
     fields["stream_options"] = {**options, "include_usage": True}
     return msgspec.json.encode(fields)
+
+
+def with_model(body: bytes, model: str) -> bytes:
+    """Return the body with another `model`."""
+    return msgspec.json.encode({**_FIELDS.decode(body), "model": model})
 
 
 def without_transfer_fields(body: bytes, request: OpenAiRequest) -> bytes:

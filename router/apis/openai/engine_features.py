@@ -14,6 +14,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.routes import DeploymentEntry
 from router.apis.openai.schema import (
     CHAT_PATH,
+    CLASSIFY_PATH,
     COMPLETIONS_PATH,
     EMBEDDINGS_PATH,
     RERANK_PATH,
@@ -24,6 +25,7 @@ _SURFACES: Final[Mapping[str, str]] = {
     COMPLETIONS_PATH: "completions",
     EMBEDDINGS_PATH: "embeddings",
     RERANK_PATH: "rerank",
+    CLASSIFY_PATH: "classify",
 }
 
 

@@ -17,6 +17,8 @@ CHAT_PATH: Final = "/v1/chat/completions"
 COMPLETIONS_PATH: Final = "/v1/completions"
 EMBEDDINGS_PATH: Final = "/v1/embeddings"
 RERANK_PATH: Final = "/v1/rerank"
+CLASSIFY_PATH: Final = "/classify"
+"""vLLM's route, to which `/v1/moderations` and Workers AI's classification are translated."""
 TOKENIZE_PATH: Final = "/tokenize"
 """Where engines count the tokens of a chat. Clients count through a surface's own route."""
 
@@ -147,6 +149,10 @@ class EmbeddingRequest(_NonGenerating, frozen=True, kw_only=True):
 
     input: TextOrTokens
     messages: None = None
+
+
+class ClassifyRequest(EmbeddingRequest, frozen=True, kw_only=True):
+    """`POST /classify`: the classes of one text or of each of several."""
 
 
 class RankableDocument(msgspec.Struct, frozen=True):

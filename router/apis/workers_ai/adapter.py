@@ -5,6 +5,12 @@ from functools import partial
 from typing import Final
 from urllib.parse import unquote
 
+import msgspec
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.routes import DeploymentEntry
+from router.apis.openai.moderations import classes_of
+from router.apis.openai.schema import CLASSIFY_PATH, EMBEDDINGS_PATH
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.responses.adapter import read_responses_request
 from router.apis.translating_writer import TranslatingWriter
@@ -50,7 +56,13 @@ def read_run_request(
     """
     if is_responses_request(request.body):
         return _read_responses_request(openai, request, writer)
-    translated = to_openai(request.body, model_of(request.path) or "")
+    model = model_of(request.path) or ""
+    translated = to_openai(request.body, model)
+    if translated.path == EMBEDDINGS_PATH:
+        assert request.key is not None
+        deployment = openai.deployment(model, request.key)
+        if deployment.kind == "classify":
+            return _read_classification(openai, request, deployment, translated.body, writer)
     inference = openai.read(request, translated.path, translated.body, encode_error_event)
     translating = TranslatingWriter(
         writer,
@@ -58,6 +70,27 @@ def read_run_request(
         translate_body=partial(
             translate_body, is_json=translated.is_json, text_field=translated.text_field
         ),
+        translate_refusal=translate_refusal,
+    )
+    return inference, translating
+
+
+def _read_classification(
+    openai: OpenAiSurface,
+    request: HttpRequest,
+    deployment: DeploymentEntry,
+    body: bytes,
+    writer: ResponseWriter,
+) -> tuple[InferenceRequest, ResponseWriter]:
+    """Read a text to classify: `body` is that of a request for its embedding."""
+    if not isinstance(msgspec.json.decode(body)["input"], str):
+        reason = "a model that classifies takes one text"
+        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field 'text': {reason}")
+    inference = openai.read(request, CLASSIFY_PATH, body, encode_error_event)
+    translating = TranslatingWriter(
+        writer,
+        translate_frame=bytes,
+        translate_body=lambda answer: in_envelope(classes_of(answer, deployment.labels)),
         translate_refusal=translate_refusal,
     )
     return inference, translating

@@ -27,6 +27,7 @@ class TaskDescription(NamedTuple):
     description: str
     deciding_fields: tuple[str, ...]
     output: type
+    is_list: bool = False
 
 
 class _GeneratedText(msgspec.Struct):
@@ -50,6 +51,11 @@ class _Ranking(msgspec.Struct):
     response: list[_RankedContext]
 
 
+class _Class(msgspec.Struct):
+    label: str
+    score: float
+
+
 TASKS: Final[Mapping[str, TaskDescription]] = {
     "chat": TaskDescription(
         "Text Generation",
@@ -62,6 +68,12 @@ TASKS: Final[Mapping[str, TaskDescription]] = {
     ),
     "rerank": TaskDescription(
         "Text Classification", "Orders texts by how well they answer a query", ("query",), _Ranking
+    ),
+    "classify": TaskDescription(
+        *("Text Classification", "Names the class of a text, with a score for each"),
+        ("text",),
+        _Class,
+        is_list=True,
     ),
 }
 """By the kind of model. Workers AI lists its rerankers under Text Classification. Models of another
@@ -130,10 +142,13 @@ def model_schema(entry: DeploymentEntry) -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     for schema in inputs:
         definitions |= schema.pop("$defs")
-    output = msgspec.json.schema(task.output)
+    described = msgspec.json.schema(task.output)
+    output = {**described["$defs"][task.output.__name__], "$defs": described["$defs"]}
+    if task.is_list:
+        output = {"type": "array", "items": output}
     return {
         "input": {"type": "object", "oneOf": inputs, "$defs": definitions},
-        "output": {**output["$defs"][task.output.__name__], "$defs": output["$defs"]},
+        "output": output,
     }
 
 
@@ -199,7 +214,7 @@ def _task(kind: str) -> dict[str, str]:
 
 def _input_schema(deciding_field: str) -> dict[str, Any]:
     """Return the schema of one kind of input: the fields that `/ai/run` honours with it."""
-    honoured = FIELDS_OF_TASK[deciding_field] - {"lora"}
+    honoured = FIELDS_OF_TASK[deciding_field]
     types = {field.name: field.type for field in msgspec.structs.fields(ChatRequest)}
     types |= {field.name: field.type for field in msgspec.structs.fields(RunRequest)}
     known = sorted(honoured & types.keys())

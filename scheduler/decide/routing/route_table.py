@@ -185,6 +185,7 @@ def _entry(
         engine=driver,
         engine_lacks=lacks,
         shares_kv=deployment.engine.share_kv,
+        labels=model.labels if model else (),
         needs_prefill=capabilities_of(driver).needs_prefill
         and deployment.policy.roles != UNIFIED_ROLES,
         adapter_rank_max=min(

@@ -23,6 +23,7 @@ import pytest
 
 from isochrone.wire.engine import EngineConfig, EngineStats
 from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.encoder.http_bodies import probabilities
 from nodeagent.engine.encoder.loading import load_encoder
 from ops.golden import tiny
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
@@ -204,12 +205,67 @@ async def test_documents_are_ranked_as_by_transformers(reranker: EngineProcess) 
     assert answer["usage"]["total_tokens"] > 0
 
 
-def test_a_classifier_of_many_labels_is_refused(tmp_path: Path) -> None:
-    tiny.write_reranker(tmp_path)
-    shutil.copy(minilm() / "tokenizer.json", tmp_path)
-    config = {**tiny.RERANK_CONFIG, "id2label": {"0": "a", "1": "b"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="2 labels"):
+@pytest.fixture(scope="module")
+def classifier() -> Iterator[EngineProcess]:
+    with tempfile.TemporaryDirectory(prefix="cls") as name:
+        folder = Path(name)
+        model = folder / "model"
+        model.mkdir()
+        tiny.write_classifier(model, minilm(), GOLDEN["labels"])
+        process = launch(folder, model_path=str(model), served_name="sorter")
+        try:
+            yield wait_ready(process, folder)
+        finally:
+            end(process)
+
+
+async def test_texts_are_classified_as_by_transformers(classifier: EngineProcess) -> None:
+    texts, logits = GOLDEN["texts"][:5], np.asarray(GOLDEN["classes"])
+    powers = np.exp(logits)
+    async with classifier.session() as http:
+        answer = await _post(http, "/classify", {"input": texts, "model": "sorter"})
+        alone = await _post(http, "/classify", {"input": texts[2]})
+        refused = await _post(http, "/v1/embeddings", {"input": "x"})
+        async with http.get("/stats") as response:
+            assert (await response.json())["kind"] == "classify"
+        for bad in ("", [], [""], [1], None):
+            async with http.post("/classify", json={"input": bad}) as response:
+                assert response.status == 400, bad
+    probs = np.asarray([item["probs"] for item in answer["data"]])
+    assert np.allclose(probs, powers / powers.sum(-1, keepdims=True), atol=1e-4)
+    assert np.allclose(probs.sum(-1), 1)
+    assert np.allclose(alone["data"][0]["probs"], probs[2], atol=1e-4)
+    assert [item["label"] for item in answer["data"]] == [
+        GOLDEN["labels"][best] for best in logits.argmax(-1)
+    ]
+    assert {item["num_classes"] for item in answer["data"]} == {4}
+    assert answer["usage"]["prompt_tokens"] == sum(GOLDEN["tokens"][:5])
+    assert "a model of kind 'classify'" in refused["error"]["message"]
+
+
+def test_a_model_of_several_classes_gives_each_its_own_probability() -> None:
+    rows = np.asarray([[0.0, 100.0, -1e9]], np.float32)
+    assert probabilities(rows, is_multi_label=True).tolist() == [[0.5, 1.0, pytest.approx(0)]]
+    assert probabilities(rows, is_multi_label=False).tolist() == [[pytest.approx(0), 1.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("problem", "is_multi_label"),
+    [(None, False), ("single_label_classification", False), ("multi_label_classification", True)],
+)
+def test_the_kind_of_a_classifier_is_read_from_its_config(
+    tmp_path: Path, problem: str | None, is_multi_label: bool
+) -> None:
+    tiny.write_classifier(tmp_path, minilm(), ["a", "b"], problem_type=problem)
+    config = EngineConfig(model_path=str(tmp_path), served_name="x", socket="unused")
+    loaded = load_encoder(config)
+    assert (loaded.kind, loaded.labels) == ("classify", ("a", "b"))
+    assert loaded.is_multi_label == is_multi_label
+
+
+def test_a_regression_is_refused(tmp_path: Path) -> None:
+    tiny.write_classifier(tmp_path, minilm(), ["a", "b"], problem_type="regression")
+    with pytest.raises(CheckpointError, match="has no classes"):
         load_encoder(EngineConfig(model_path=str(tmp_path), served_name="x", socket="unused"))
 
 

@@ -27,6 +27,7 @@ class FakeNode:
     - `resumes`: how it says that it continues a text; empty if it cannot.
     - `preface`: frames that a stream begins with, before its first token.
     - `loads`: the header of its pongs, after `ping_s`. `loads_reader`: how it answers for its PoP.
+    - `probs`: what it says of each text to classify.
     - `splits_bytes`: send a stream byte by byte. `filler` is added to each token.
     """
 
@@ -51,6 +52,7 @@ class FakeNode:
         self.error_at: int | None = None
         self.error_code: str | int = "internal_error"
         self.cached_tokens: int | None = 3
+        self.probs = [0.1, 0.7, 0.2]
         self.load = self.loads = ""
         self.pings = self.pop_queries = 0
         self.ping_s = 0.0
@@ -151,6 +153,19 @@ class FakeNode:
         if request.path == "/v1/images/generations":
             return await media.draw(request)
         return await media.transcribe(request)
+
+    async def classify(self, request: web.Request) -> web.Response:
+        """Answer as vLLM does, with `probs` for each text."""
+        body = json.loads(await request.read())
+        self.bodies.append(json.dumps(body).encode())
+        texts = [body["input"]] if isinstance(body["input"], str) else body["input"]
+        data = [
+            {"index": index, "label": "?", "probs": self.probs, "num_classes": len(self.probs)}
+            for index in range(len(texts))
+        ]
+        usage = {"prompt_tokens": 7, "total_tokens": 7, "completion_tokens": 0}
+        head = {"id": "classify-1", "object": "list", "created": 1, "model": body["model"]}
+        return web.json_response({**head, "data": data, "usage": usage})
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         extra = {headers.LOAD: self.load} if self.load else {}
@@ -255,6 +270,7 @@ async def open_node(node: FakeNode, port: int = 0) -> AsyncIterator[FakeNode]:
     app.router.add_post("/v1/chat/completions", node.generate)
     app.router.add_post("/v1/completions", node.generate)
     app.router.add_post("/tokenize", node.tokenize)
+    app.router.add_post("/classify", node.classify)
     app.router.add_post("/v1/audio/transcriptions", node.media)
     app.router.add_post("/v1/audio/translations", node.media)
     app.router.add_post("/v1/audio/speech", node.media)

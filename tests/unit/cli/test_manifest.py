@@ -2,7 +2,9 @@
 
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from isochrone.cli.manifest import ManifestError, artifact_of, config_values
@@ -61,3 +63,28 @@ def test_an_encoders_context_is_that_of_its_sentence_config(tmp_path: Path) -> N
     (tmp_path / "sentence_bert_config.json").write_text("{")
     with pytest.raises(ManifestError, match="sentence_bert_config"):
         config_values(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "labels"),
+    [
+        ({"id2label": {"0": "relevance"}}, "rerank", ()),
+        ({"id2label": {"1": "b", "0": "a"}}, "classify", ("a", "b")),
+        ({}, "classify", ("LABEL_0", "LABEL_1")),
+        ({"num_labels": 3, "id2label": {"0": "a"}}, "classify", ("a", "LABEL_1", "LABEL_2")),
+    ],
+)
+def test_labels_tell_a_classifier_from_a_reranker(
+    tmp_path: Path, fields: dict[str, Any], kind: str, labels: tuple[str, ...]
+) -> None:
+    config = {"architectures": ["RobertaForSequenceClassification"], **fields}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    values = config_values(tmp_path)
+    assert (values["kind"], values["labels"]) == (kind, labels)
+
+
+def test_the_context_of_a_model_that_reads_sounds_is_its_decoders(tmp_path: Path) -> None:
+    config = {"architectures": ["WhisperForConditionalGeneration"], "max_target_positions": 448}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    values = config_values(tmp_path)
+    assert (values["kind"], values["context_tokens"]) == ("transcription", 448)
