@@ -29,6 +29,7 @@ from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.config import NodeConfig
+from nodeagent.decide.reconcile import is_same_spec
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.assignment_file import AssignmentFile
 from nodeagent.host.cache_salts import load_cache_salts
@@ -232,14 +233,16 @@ async def _adopt_survivors(
 ) -> None:
     """Adopt the engine processes that survived an earlier agent.
 
-    An engine with a tombstone, or whose spec in the assignment has changed, is killed instead.
+    An engine with a tombstone, or whose spec in the assignment has changed, is killed instead. A
+    field that only one of the two specs has was unknown to the release that wrote the other.
     """
     current = node.assignment
     specs = {spec.replica_id: spec for spec in current.replicas} if current else {}
     ending = {tombstone.replica_id for tombstone in current.tombstones} if current else set()
     for survivor in await asyncio.to_thread(engines.survivors):
         spec = survivor.spec
-        is_kept = spec.replica_id not in ending and specs.get(spec.replica_id, spec) == spec
+        assigned = specs.get(spec.replica_id, spec)
+        is_kept = spec.replica_id not in ending and is_same_spec(spec, assigned)
         log.info(
             "engine adopted" if is_kept else "engine killed",
             extra={"fields": {"replica": spec.replica_id}},

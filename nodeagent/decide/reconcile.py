@@ -7,6 +7,7 @@ Rule 2: an assignment of another cluster, or older than the current one, is refu
 from collections.abc import Collection, Mapping
 
 import msgspec
+from msgspec.structs import FieldInfo
 
 from isochrone.wire.assignment import Assignment, ReplicaSpec, Tombstone
 from isochrone.wire.ids import ClusterId, DeviceId, NodeId, ReplicaId
@@ -84,6 +85,28 @@ def reconcile(
         else:
             starts.append(spec)
     return ReconcileSteps(stops=stops, starts=tuple(starts), refusals=tuple(refusals))
+
+
+def is_same_spec(one: object, other: object) -> bool:
+    """Return whether two specs of a replica agree in all fields that both have.
+
+    A field with its default is one that the release which wrote the spec may not have known.
+    """
+    if not isinstance(one, msgspec.Struct) or type(one) is not type(other):
+        return one == other
+    for field in msgspec.structs.fields(one):
+        first, second = getattr(one, field.name), getattr(other, field.name)
+        is_unknown = not field.required and default_of(field) in (first, second)
+        if not is_unknown and not is_same_spec(first, second):
+            return False
+    return True
+
+
+def default_of(field: FieldInfo) -> object:
+    """Return the default of a field that has one."""
+    if field.default_factory is not msgspec.NODEFAULT:
+        return field.default_factory()
+    return field.default
 
 
 def _refusal_reason(

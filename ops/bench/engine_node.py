@@ -2,7 +2,8 @@
 
     python -m ops.bench.engine_node '{"name": "a", "model": "MODEL.gguf", "folder": "/tmp/a"}'
 
-Prints the address of its data plane once the engine is warm, and ends when its input does.
+Prints the address of its data plane once the engine is warm, and ends when its input does. An
+engine that survived an earlier process with the same folder is adopted.
 """
 
 import asyncio
@@ -39,13 +40,14 @@ END_S: Final = 30.0
 
 
 class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine of a node: its options are those of the embedded driver."""
+    """The engine of a node: its model is a file or a folder, its options those of the driver."""
 
     name: str
     model: str
     folder: str
     kv_memory_bytes: int = 600 * 1024**2
     context_tokens: int = 2048
+    share_kv: bool = False
     options: dict[str, str] = {}
 
 
@@ -94,12 +96,10 @@ async def bench_node(setup: NodeSetup) -> AsyncIterator[NodeClient]:
 def a_spec(setup: NodeSetup) -> ReplicaSpec:
     """Return the replica of a node."""
     model = Path(setup.model)
-    content = model.read_bytes()
-    file = ArtifactFile(
-        path=model.name, size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest()
-    )
+    paths = sorted(model.iterdir()) if model.is_dir() else [model]
+    files = [_artifact_file(path) for path in paths]
     artifact = Artifact(
-        source=f"file:{model.parent}", files=(file,), digest=manifest_digest([file])
+        source=f"file:{paths[0].parent}", files=tuple(files), digest=manifest_digest(files)
     )
     return ReplicaSpec(
         replica_id=ReplicaId(setup.name),
@@ -114,15 +114,24 @@ def a_spec(setup: NodeSetup) -> ReplicaSpec:
             kv_memory_bytes=setup.kv_memory_bytes,
             tokens_in_flight_max=1_000_000,
             options=setup.options,
+            share_kv=setup.share_kv,
         ),
         device_ids=(DeviceId("cpu"),),
         memory_bytes=2 * 1024**3,
     )
 
 
+def _artifact_file(path: Path) -> ArtifactFile:
+    content = path.read_bytes()
+    return ArtifactFile(
+        path=path.name, size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest()
+    )
+
+
 async def serve(setup: NodeSetup) -> None:
     """Run the node until the input of this process ends."""
     folder = Path(setup.folder)
+    engines = EngineProcesses(folder / "engines", 1)
     supervisor = Supervisor(
         config=NodeConfig(name=setup.name, schedulers=(), state=folder, address=""),
         artifacts=ArtifactStore(
@@ -131,14 +140,15 @@ async def serve(setup: NodeSetup) -> None:
             1 << 34,
             link=TransferLink(0, time.monotonic),
         ),
-        engines=EngineProcesses(folder / "engines", 1),
+        engines=engines,
         clock=time.monotonic,
         rng=random.Random(1),
         on_change=lambda: None,
     )
     app = DataPlaneServer(supervisor, PeerReplicaClient(None, time.monotonic), SECRET).app()
     async with serve_http(app, "127.0.0.1", 0) as port:
-        supervisor.start(a_spec(setup))
+        survivors = await asyncio.to_thread(engines.survivors)
+        supervisor.start(a_spec(setup), survivors[0] if survivors else None)
         replica = supervisor.replicas[ReplicaId(setup.name)]
         input_ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
         try:

@@ -36,13 +36,13 @@ def parts(peers: str) -> Iterator[Part]:
     yield Part(
         "Real request sizes",
         ("relay", *chosen, "--replicas", "1", "8", "64", "--rounds", "1", "--seconds", "2"),
-        420.0,
+        400.0,
     )
     for kib, rate in ((0, 3000), (4, 2000), (100, 400)):
         size = f"{kib} KiB" if kib else "0.1 KiB"
         load = (str(rate), "3", "1", "--kib", str(kib), "--replicas", "8")
         yield Part(
-            f"Half load: {rate} requests a second of {size}", ("half_load", *load, *chosen), 75
+            f"Half load: {rate} requests a second of {size}", ("half_load", *load, *chosen), 70
         )
     yield Part(
         "Paced streams",

@@ -33,9 +33,8 @@ async def read_status(
 ) -> StatusView:
     """Return counts and problems; the arguments are what only the answering process knows.
 
-    The silence of nodes that this process has not heard is taken from the store. `behind` are the
-    routers that do not follow the route tables, `nodes_behind` the nodes that do not follow their
-    assignments, each with the reason.
+    The silence of nodes that this process has not heard is taken from the store. Routers `behind`
+    do not follow the route tables, `nodes_behind` not their assignment, for the reasons given.
     """
     row = await fetch_one(
         connection,
@@ -64,12 +63,6 @@ async def read_status(
         elif node_id in nodes_behind:
             unready += 1
             not_following.append(f"node {node_id}: {nodes_behind[node_id]}")
-    states = await connection.fetch(
-        """
-        SELECT CASE WHEN ended_at IS NULL THEN state ELSE 'draining' END AS state, count(*) AS n
-        FROM placement WHERE released_at IS NULL AND leader_id IS NULL GROUP BY 1
-        """
-    )
     problems = await connection.fetch(
         """
         SELECT format('%s on %s is %s: %s', replica_id, node_id, state, state_reason) AS words
@@ -89,7 +82,7 @@ async def read_status(
         routers_ready=len(routers) - len(lagging),
         not_following=tuple(not_following[: 2 * PROBLEMS_MAX]),
         frozen=frozen,
-        replicas={state["state"]: state["n"] for state in states},
+        replicas=await _replica_states(connection),
         unmet=(
             *(f"{need.deployment_id}: {need.reason}" for need in unmet),
             *silent[:PROBLEMS_MAX],
@@ -127,3 +120,14 @@ async def _nodes(connection: Connection) -> list[asyncpg.Record]:
         """
     )
     return rows
+
+
+async def _replica_states(connection: Connection) -> dict[str, int]:
+    """Return how many replicas are in each state."""
+    states = await connection.fetch(
+        """
+        SELECT CASE WHEN ended_at IS NULL THEN state ELSE 'draining' END AS state, count(*) AS n
+        FROM placement WHERE released_at IS NULL AND leader_id IS NULL GROUP BY 1
+        """
+    )
+    return {state["state"]: state["n"] for state in states}

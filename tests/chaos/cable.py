@@ -164,7 +164,8 @@ class Cable:
 
 def _reset(writer: asyncio.StreamWriter) -> None:
     end = writer.get_extra_info("socket")
-    with suppress(OSError):
+    # A writer that is closed already has no socket.
+    with suppress(OSError, AttributeError):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
 

@@ -32,11 +32,13 @@ from nodeagent.api.peer_replicas import LOAD_MAX_AGE_S
 from nodeagent.engine.kvcache.transfer_frames import TransferHead, encode_head
 from ops.golden import tiny
 from tests.builders import a_spec
+from tests.chaos.cable import a_cable
 from tests.integration.nodeagent.test_data_plane import Node, a_node
 from tests.system.harness import until
 
 TOKENS = 24
 NAMES = ("d", "p1", "p2")
+SLOW_LINK_BYTES_PER_S = 125_000
 
 
 def artifact_of(folder: Path) -> Artifact:
@@ -115,6 +117,7 @@ class TwoLegs(NamedTuple):
         tenant: str = "t",
         then: Callable[[], object] | None = None,
         bad: PeerReplica | None = None,
+        deadline_ms: int = 0,
     ) -> Answer:
         """Send a request as a router does, without hiding interim responses; call `then` after.
 
@@ -140,7 +143,9 @@ class TwoLegs(NamedTuple):
             headers.PENDING_PREFILL_TOKENS: str(len(prompt)),
             headers.PREFILL_MS: "4000",
         }
-        if candidates:
+        if deadline_ms:
+            lines[headers.DEADLINE_MS] = str(deadline_ms)
+        if candidates or bad is not None:
             peers = [*self.peers("d", *candidates), *([bad] if bad is not None else [])]
             lines[headers.PREFILL_REPLICAS] = headers.format_peer_replicas(peers)
         host, _, port = self.nodes[0].address.partition(":")
@@ -210,6 +215,7 @@ async def test_two_legs_answer_as_one_replica_does_whatever_fails(fleet: TwoLegs
     await check_choices(fleet)
     await check_cancel(fleet)
     await check_bad_peers(fleet)
+    await check_slow_link(fleet)
     await check_losses(fleet)
     await check_loss_of_the_decode_engine(fleet)
     await check_drain(fleet)
@@ -312,6 +318,33 @@ async def check_bad_peers(fleet: TwoLegs) -> None:
     (replica,) = fleet.nodes[0].supervisor.replicas.values()
     assert replica.engine is not None
     await until("no block is held", partial(holds_nothing, replica.engine.http), 20.0)
+
+
+async def check_slow_link(fleet: TwoLegs) -> None:
+    """Over 1 Mbit/s a leg takes a second, or its time limit; a deadline ends both legs."""
+    port = int(fleet.nodes[1].address.rpartition(":")[2])
+    decoder = fleet.nodes[0].supervisor.replicas[ReplicaId("d")].engine
+    reader = fleet.nodes[1].supervisor.replicas[ReplicaId("p1")].engine
+    assert decoder is not None
+    assert reader is not None
+    async with a_cable(port) as cable:
+        cable.down.bytes_per_s = SLOW_LINK_BYTES_PER_S
+        address = f"127.0.0.1:{cable.port}"
+        slow = PeerReplica(ReplicaId("p1"), NodeId(address), address, 200, 20, 100)
+        for limit_s, outcome in ((0.3, "failed"), (20.0, "prefill")):
+            prompt, before = a_prompt(), outcomes()
+            alone = await fleet.ask(prompt, tenant="alone")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("nodeagent.decide.prefill_leg.TIMEOUT_MIN_S", limit_s)
+                answer = await fleet.ask(prompt, bad=slow)
+            assert (answer.heads[-1], answer.text) == ("200", alone.text)
+            assert outcomes() == {**before, outcome: before.get(outcome, 0) + 1}
+        late = await fleet.ask(a_prompt(), bad=slow, deadline_ms=100)
+        assert late.heads[-1] == "429", late
+        assert late.text == ""
+    await until("tokens are released", fleet.is_idle, 10.0)
+    for engine in (decoder, reader):
+        await until("no block is held", partial(holds_nothing, engine.http), 20.0)
 
 
 @asynccontextmanager

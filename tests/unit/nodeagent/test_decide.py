@@ -1,5 +1,7 @@
 """The agent's pure decisions: reconciliation, life cycle, backoff, health, eviction, admission."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,12 @@ from nodeagent.decide import health
 from nodeagent.decide.admission import ReplicaAdmission, TokenReservation
 from nodeagent.decide.backoff import DELAY_MAX_S, FAILURES_MAX, retry_delay_s
 from nodeagent.decide.eviction import CachedArtifact, evict
-from nodeagent.decide.reconcile import ReconcileSteps, assignment_problem, reconcile
+from nodeagent.decide.reconcile import (
+    ReconcileSteps,
+    assignment_problem,
+    is_same_spec,
+    reconcile,
+)
 from nodeagent.decide.replica import TRANSITIONS, ImpossibleReplicaEvent, ReplicaEvent, next_state
 from tests.builders import a_spec
 
@@ -360,3 +367,27 @@ class AdmissionMachine(RuleBasedStateMachine):
 
 TestAdmission = AdmissionMachine.TestCase
 TestAdmission.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_same"),
+    [
+        ({}, True),
+        # A newer scheduler adds fields that the agent which started the engine did not know.
+        ({"kind": "chat", "seal": "s"}, True),
+        ({"engine": EngineSettings(driver="mock", kv_memory_bytes=0, share_kv=True)}, True),
+        ({"version": 2}, False),
+        ({"memory_bytes": 7}, False),
+        ({"engine": EngineSettings(driver="vllm", kv_memory_bytes=0)}, False),
+    ],
+)
+def test_an_engine_of_another_release_is_adopted_unless_its_spec_has_changed(
+    changed: dict[str, Any], is_same: bool
+) -> None:
+    before, after = a_spec(), a_spec(**changed)
+    assert is_same_spec(before, after) is is_same
+    assert is_same_spec(after, before) is is_same
+
+
+def test_a_field_with_two_values_is_a_change() -> None:
+    assert not is_same_spec(a_spec(kind="chat"), a_spec(kind="embedding"))

@@ -1,0 +1,393 @@
+"""Four replicas of a PoP that share KV, against affinity alone and against one large cache.
+
+    python -m ops.bench.pop_kv [MODEL.gguf] [--data FOLDER] [--requests N] [--load SHARE]
+
+Each replica is an embedded engine of one thread on a node of its own. The requests are whole
+sessions of several turns of the Mooncake conversation trace, scaled down to the model, and arrive
+so fast that what is not in one large cache takes `--load` of what the engines can compute together.
+Three choices get the same requests at the same times:
+
+- affinity: each session goes to the replica that the hash of its name gives it;
+- our choice, without sharing;
+- our choice, with sharing: any replica may fetch a prefix from another, as the router names them.
+
+The router's own code decides, fed with the answers of these nodes. `one cache` is not run: it is
+the hits of the same requests, in their order, in one LRU cache with the memory of all replicas.
+"""
+
+import argparse
+import asyncio
+import platform
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from importlib import metadata
+from pathlib import Path
+from statistics import fmean
+from typing import Final, NamedTuple
+
+import msgspec
+
+from isochrone.wire import headers
+from isochrone.wire.headers import ReportedLoad
+from isochrone.wire.ids import (
+    ClusterId,
+    DeploymentId,
+    Epoch,
+    Generation,
+    ModelId,
+    NodeId,
+    PopId,
+    ReplicaId,
+)
+from isochrone.wire.kv_sharing import KV_FOUND, KV_HOLDERS, KV_STORE, FoundTokens, parse_found
+from isochrone.wire.routes import DeploymentEntry, Pop, Route, RouteTable
+from ops.bench.disaggregation import TRACE, bundled_model
+from ops.bench.disaggregation_load import ask, random_request
+from ops.bench.engine_node import NodeClient, NodeSetup, bench_node
+from ops.bench.pop_kv_requests import SharedRequest, one_cache_hits, read_requests
+from ops.sim import data
+from ops.sim.measure import percentile
+from router.decide.affinity import hash64, rendezvous_winner
+from router.decide.prefix_index import NO_MATCHES
+from router.decide.ranked_route import RankedRoute
+from router.decide.ranking import RouteQuery, rank
+from router.decide.shared_kv import NO_SHARED_KV_PEERS, SharedKvPeers, shared_kv_peers
+from router.feedback import AttemptFeedback, ProbeFeedback
+from router.fleet_state import FleetState
+
+NAMES: Final = ("a", "b", "c", "d")
+KV_MEMORY_BYTES: Final = 128 * 1024**2
+CONTEXT_TOKENS: Final = 2048
+WARM_TOKENS: Final = 1000
+PROBE_S: Final = 1.0
+SAMPLE_S: Final = 0.1
+RETRY_S: Final = 0.05
+LAN_RTT_MS: Final = 0.6
+DEPLOYMENT: Final = DeploymentId("bench")
+POLICIES: Final = ("affinity", "ours", "ours, sharing")
+
+
+class SharedAnswer(NamedTuple):
+    """What a client saw of one answer, and where its prompt was found."""
+
+    ttft_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    found: FoundTokens
+
+
+class ChosenReplica(NamedTuple):
+    """Where a request goes, and the replicas that may have its prefix."""
+
+    ranked: RankedRoute
+    peers: SharedKvPeers
+
+
+class PopRouter:
+    """One router of the PoP: the product's own decisions over the replicas of the benchmark."""
+
+    def __init__(self, nodes: Sequence[NodeClient], policy: str, rate: float) -> None:
+        self._nodes = {node.name: node for node in nodes}
+        self._policy = policy
+        self.fleet = FleetState(PopId("pop"), time.monotonic, "bench")
+        self.fleet.adopt(a_table(nodes, rate))
+        self.attempts = AttemptFeedback(self.fleet)
+        self._probes = ProbeFeedback(self.fleet)
+        for name in self._nodes:
+            self._probes.record_round_trip(NodeId(name), LAN_RTT_MS)
+        self.in_flight = dict.fromkeys(self._nodes, 0)
+        self.tokens_seen: dict[str, list[int]] = {name: [] for name in self._nodes}
+
+    def choose(self, shared: SharedRequest, refusals: int) -> ChosenReplica | None:
+        """Rank the replicas as the router does; None if all are full."""
+        request, session, keys = shared
+        routing = self.fleet.routing(DEPLOYMENT)
+        own = routing.prefix_matches(keys)
+        binding = self.fleet.sessions.lookup(session, time.monotonic())
+        matches, is_shared = own, self._policy.endswith("sharing")
+        if is_shared and own is not NO_MATCHES:
+            matches, session, binding = routing.pooled_matches(own), "", None
+        query = RouteQuery(
+            "bench", len(request.prompt), request.output_tokens, session, binding, matches, refusals
+        )
+        ranked = rank(self.fleet.snapshot(DEPLOYMENT), query, frozenset())
+        if not ranked:
+            return None
+        if self._policy == "affinity":
+            table = routing.replicas
+            slots = list(table.slots.values())
+            slot = rendezvous_winner(hash64(shared.session), slots, table.hashes, table.weights)
+            route = table.routes[slot]
+            assert route is not None
+            found = ranked.route_to(route.replica_id)
+            return ChosenReplica(found, NO_SHARED_KV_PEERS) if found is not None else None
+        peers = NO_SHARED_KV_PEERS
+        if is_shared:
+            peers = shared_kv_peers(
+                routing.replicas,
+                ranked[0],
+                len(request.prompt),
+                keys,
+                own,
+                shared.session,
+                frozenset(),
+            )
+        return ChosenReplica(ranked[0], peers)
+
+    async def send(self, shared: SharedRequest) -> SharedAnswer:
+        """Send a request, again while it is refused; learn from the answer."""
+        began_s, refusals = time.monotonic(), 0
+        while True:
+            chosen = self.choose(shared, refusals)
+            if chosen is not None:
+                answer = await self._attempt(shared, chosen, began_s)
+                if answer is not None:
+                    return answer
+                refusals += 1
+            await asyncio.sleep(RETRY_S)
+
+    async def _attempt(
+        self, shared: SharedRequest, chosen: ChosenReplica, began_s: float
+    ) -> SharedAnswer | None:
+        request, ranked = shared.request, chosen.ranked
+        route, tokens = ranked.route, len(shared.request.prompt)
+        reservation = self.attempts.reserve(
+            route, prefill=ranked.uncached_tokens, decode=request.output_tokens, prompt=tokens
+        )
+        sent = self.attempts.record_sent(ranked, shared.keys)
+        in_flight = tokens + request.output_tokens
+        self.in_flight[route.replica_id] += in_flight
+        sent_s = time.monotonic()
+        cached, ttft_s, found = 0, 0.0, FoundTokens()
+        node = self._nodes[route.replica_id]
+        body = {
+            "prompt": request.prompt,
+            "max_tokens": request.output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        fields = self._headers(shared, chosen)
+        try:
+            async with node.http.post("/v1/completions", json=body, headers=fields) as response:
+                load = headers.parse_load(response.headers.get(headers.LOAD, ""))
+                if response.status == 429:
+                    self.attempts.undo_sent(route, sent, shared.keys)
+                    self.attempts.record_answer_head(route, load, "queued", reservation)
+                    return None
+                if response.status != 200:
+                    raise SystemExit(f"cannot measure: {response.status} {await response.text()}")
+                found = parse_found(response.headers.get(KV_FOUND, ""))
+                async for line in response.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    event = msgspec.json.decode(line[6:])
+                    if event.get("choices") and not ttft_s:
+                        ttft_s = time.monotonic() - began_s
+                        took_ms = 1000 * (time.monotonic() - sent_s)
+                        self.attempts.record_first_token(ranked, took_ms, reservation)
+                        self.attempts.record_answer_head(route, load)
+                    if usage := event.get("usage"):
+                        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        finally:
+            self.in_flight[route.replica_id] -= in_flight
+            reservation.release()
+        self.attempts.learn_cached_tokens(route, sent, tokens, cached, shared.keys)
+        self.fleet.sessions.bind(
+            shared.session, route.replica_id, tokens + request.output_tokens, time.monotonic()
+        )
+        return SharedAnswer(ttft_s, tokens, cached, found)
+
+    def _headers(self, shared: SharedRequest, chosen: ChosenReplica) -> dict[str, str]:
+        """Return what a router sends with the request; queues are not limited with affinity."""
+        ranked = chosen.ranked
+        fields = {
+            headers.REPLICA: str(ranked.route.replica_id),
+            headers.CACHE_SALT: self._policy,
+            headers.TOKENS: f"p={len(shared.request.prompt)};o={shared.request.output_tokens}",
+            headers.PENDING_PREFILL_TOKENS: str(ranked.pending_prefill_tokens),
+            headers.PREFILL_MS: str(round(ranked.prefill_ms)),
+            headers.ROUTER: "bench",
+        }
+        if chosen.peers.replicas:
+            fields[KV_HOLDERS] = headers.format_peer_replicas(chosen.peers.replicas)
+            if chosen.peers.store:
+                fields[KV_STORE] = chosen.peers.store
+        return fields
+
+    async def probe(self) -> None:
+        """Read the loads of all nodes every second, and sample the tokens in flight."""
+        next_probe_s = 0.0
+        while True:
+            if any(self.in_flight.values()):
+                for name, tokens in self.in_flight.items():
+                    self.tokens_seen[name].append(tokens)
+            if time.monotonic() >= next_probe_s:
+                next_probe_s = time.monotonic() + PROBE_S
+                for node in self._nodes.values():
+                    await self._ping(node)
+            await asyncio.sleep(SAMPLE_S)
+
+    async def _ping(self, node: NodeClient) -> None:
+        async with node.http.get("/ping", headers={headers.ROUTER: "bench"}) as answer:
+            found = headers.parse_loads(answer.headers.get(headers.LOADS, ""))
+        loads: Mapping[ReplicaId, ReportedLoad] = found
+        self._probes.record_ping(NodeId(node.name), LAN_RTT_MS, loads)
+
+
+def a_table(nodes: Sequence[NodeClient], rate: float) -> RouteTable:
+    """Return the route table of the benchmark."""
+    return RouteTable(
+        cluster_id=ClusterId("c"),
+        generation=Generation(1),
+        epoch=Epoch(1),
+        pops=(Pop(pop=PopId("pop"), city="pop", country="", latitude=0, longitude=0),),
+        deployments=(
+            DeploymentEntry(
+                deployment_id=DEPLOYMENT,
+                name="bench",
+                model_id=ModelId("bench"),
+                context_tokens=CONTEXT_TOKENS,
+            ),
+        ),
+        routes=tuple(
+            Route(
+                replica_id=ReplicaId(node.name),
+                deployment_id=DEPLOYMENT,
+                version=1,
+                node_id=NodeId(node.name),
+                pop=PopId("pop"),
+                address=node.address,
+                tokens_in_flight_max=1_000_000,
+                prefill_tokens_per_s=rate,
+            )
+            for node in nodes
+        ),
+    )
+
+
+@asynccontextmanager
+async def replicas(model: Path) -> AsyncIterator[list[NodeClient]]:
+    """Run the nodes; yield them when they are warm."""
+    options = {"interval_ms": "50", "draft_tokens_max": "0", "kv_dtype": "bf16"}
+    with tempfile.TemporaryDirectory(prefix="pop") as folder:
+        async with AsyncExitStack() as stack:
+            nodes = []
+            for name in NAMES:
+                setup = NodeSetup(
+                    name=name,
+                    model=str(model),
+                    folder=f"{folder}/{name}",
+                    kv_memory_bytes=KV_MEMORY_BYTES,
+                    context_tokens=CONTEXT_TOKENS,
+                    share_kv=True,
+                    options=options,
+                )
+                nodes.append(await stack.enter_async_context(bench_node(setup)))
+            yield nodes
+
+
+async def measure_rate(nodes: Sequence[NodeClient], seed: int) -> float:
+    """Return the prompt tokens per second of one replica while all of them read."""
+    began_s = time.monotonic()
+    await asyncio.gather(
+        *[
+            ask(node, random_request(seed + number, WARM_TOKENS, 2), "warm", 1000)
+            for number, node in enumerate(nodes)
+        ]
+    )
+    return WARM_TOKENS / (time.monotonic() - began_s)
+
+
+async def run_policy(
+    nodes: Sequence[NodeClient],
+    requests: Sequence[SharedRequest],
+    policy: str,
+    rate: float,
+    speed: float,
+) -> tuple[list[SharedAnswer], float]:
+    """Send all requests at their times; return the answers, and tokens in flight max / mean."""
+    router = PopRouter(nodes, policy, rate)
+    probing = asyncio.create_task(router.probe())
+
+    async def at_its_time(shared: SharedRequest) -> SharedAnswer:
+        await asyncio.sleep(shared.request.at_s / speed)
+        return await router.send(shared)
+
+    try:
+        answers = await asyncio.gather(*[at_its_time(shared) for shared in requests])
+    finally:
+        probing.cancel()
+        with suppress(asyncio.CancelledError):
+            await probing
+    means = [fmean(seen or [0]) for seen in router.tokens_seen.values()]
+    return answers, max(means) / max(1e-9, fmean(means))
+
+
+async def kv_blocks(node: NodeClient) -> int:
+    """Return how many blocks a replica's KV memory has."""
+    found = await node.counters("isochrone_engine_kv_blocks_total")
+    return int(max(found.values(), default=0))
+
+
+async def measure(arguments: argparse.Namespace) -> None:
+    """Run all policies, and print the table."""
+    requests = read_requests(data.folder(arguments.data) / TRACE, arguments.requests)
+    async with replicas(arguments.model) as nodes:
+        await measure_rate(nodes, 1000)
+        rate = await measure_rate(nodes, 2000)
+        blocks = arguments.kv_blocks or await kv_blocks(nodes[0])
+        ideal = one_cache_hits(requests, blocks * len(nodes))
+        prompt = sum(len(shared.request.prompt) for shared in requests)
+        wanted_s = prompt * (1 - ideal) / (rate * len(nodes)) / arguments.load
+        speed = max(1e-9, requests[-1].request.at_s) / wanted_s
+        print(
+            f"{platform.machine()}, Python {platform.python_version()}, torch"
+            f" {metadata.version('torch')}, {arguments.model.name}; {len(requests)} requests of"
+            f" {prompt / len(requests):.0f} prompt tokens on average in {wanted_s:.0f} s, load"
+            f" {arguments.load:g}; {len(nodes)} replicas of {rate:.0f} prompt tokens/s and"
+            f" {blocks} blocks\n\n| choice | hits % | found on device, at a peer, in the copy % |"
+            " TTFT p50 ms | p90 | tokens in flight max/mean |\n|---|---|---|---|---|---|\n"
+            f"| one cache of {blocks * len(nodes)} blocks | {100 * ideal:.1f} | | | | |",
+            flush=True,
+        )
+        for policy in arguments.policy:
+            answers, balance = await run_policy(nodes, requests, policy, rate, speed)
+            print_row(policy, answers, balance)
+
+
+def print_row(policy: str, answers: Sequence[SharedAnswer], balance: float) -> None:
+    """Print the figures of one policy."""
+    prompt = sum(answer.prompt_tokens for answer in answers)
+    ttft_ms = [1000 * answer.ttft_s for answer in answers]
+    places = [
+        100 * sum(getattr(answer.found, place) for answer in answers) / prompt
+        for place in ("device", "peer", "store")
+    ]
+    print(
+        f"| {policy} | {100 * sum(answer.cached_tokens for answer in answers) / prompt:.1f} "
+        f"| {', '.join(f'{place:.1f}' for place in places)} | {percentile(ttft_ms, 0.5):.0f} "
+        f"| {percentile(ttft_ms, 0.9):.0f} | {balance:.2f} |",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Read the arguments and measure."""
+    parser = argparse.ArgumentParser(prog="python -m ops.bench.pop_kv")
+    parser.add_argument("model", type=Path, nargs="?", default=None)
+    parser.add_argument("--data", help="folder of public data")
+    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--load", type=float, default=0.6)
+    parser.add_argument("--policy", nargs="*", choices=POLICIES, default=POLICIES)
+    parser.add_argument("--kv-blocks", type=int, default=0, help="of a replica, if not reported")
+    arguments = parser.parse_args()
+    arguments.model = arguments.model or bundled_model()
+    asyncio.run(measure(arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Requests of the benchmark of KV shared in a PoP, and what one large cache would have of them."""
+
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ops.bench.disaggregation_load import BenchRequest, MixScale, read_trace
+from ops.sim.traces import TraceSlice, mooncake
+from router.decide.affinity import hash64
+from router.decide.prefix_index import PrefixKeys, prefix_keys
+
+SCALE: Final = MixScale("prompts and outputs / 16", 16, 16)
+BLOCK_TOKENS: Final = 16
+TRACE_REQUESTS: Final = 4000
+"""Of so many requests, the beginning of the trace, sessions are chosen."""
+
+TURNS_MIN: Final = 3
+
+
+class SharedRequest(NamedTuple):
+    """A request of the trace, and the session that it belongs to."""
+
+    request: BenchRequest
+    session: str
+    keys: PrefixKeys
+
+
+def read_requests(path: Path, count: int) -> list[SharedRequest]:
+    """Return whole sessions of several turns, at most `count` requests, scaled.
+
+    The first hundreds of requests of the trace have next to no prefixes in common.
+    """
+    rows = mooncake(path, TraceSlice(TRACE_REQUESTS))
+    turns = Counter(row.session for row in rows)
+    chosen: set[str] = set()
+    for session in sorted(turns, key=hash64):
+        if turns[session] >= TURNS_MIN and turns[session] <= count:
+            chosen.add(session)
+            count -= turns[session]
+    picked = [
+        (one, row.session)
+        for one, row in zip(read_trace(path, TRACE_REQUESTS, SCALE), rows, strict=True)
+        if row.session in chosen
+    ]
+    first_s = picked[0][0].at_s
+    return [
+        SharedRequest(
+            one._replace(at_s=one.at_s - first_s),
+            session,
+            prefix_keys(token_bytes(one.prompt), 1),
+        )
+        for one, session in picked
+    ]
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Return a prompt as bytes, as a router sees one: equal beginnings for equal prefixes."""
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+def one_cache_hits(requests: Sequence[SharedRequest], blocks_max: int) -> float:
+    """Return the share of prompt tokens that one LRU cache would have."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = total = 0
+    for request, _, _ in requests:
+        prompt, key = request.prompt, 0
+        total += len(prompt)
+        # The last token is always computed.
+        chain = []
+        for first in range(0, (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
+            key = hash((key, tuple(prompt[first : first + BLOCK_TOKENS])))
+            chain.append(key)
+        found = next((n for n, key in enumerate(chain) if key not in cache), len(chain))
+        hits += BLOCK_TOKENS * found
+        for key in reversed(chain):
+            cache[key] = None
+            cache.move_to_end(key)
+        while len(cache) > blocks_max:
+            cache.popitem(last=False)
+    return hits / total

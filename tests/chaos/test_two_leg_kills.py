@@ -1,0 +1,12 @@
+"""kill -9 of either agent while requests with two legs are under way.
+
+The engines are killed in tests/integration/nodeagent/test_two_legs.py; `python -m
+ops.attack.two_leg_kills` kills all four parts at as many instants as wanted.
+"""
+
+from ops.attack.two_leg_kills import attack
+
+
+async def test_an_agent_killed_under_load_loses_no_token_and_leaks_none() -> None:
+    lines = await attack(1, 21, ("prefill agent", "decode agent"))
+    assert lines[0].startswith("prefill agent: 1 instants, 4 answers whole, 0 cut"), lines
