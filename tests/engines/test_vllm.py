@@ -15,7 +15,10 @@ import msgspec
 import pytest
 
 from isochrone.wire import headers
+from isochrone.wire.adapter import ADAPTER_FILES, RequestAdapter
+from isochrone.wire.model import Artifact, ArtifactFile
 from nodeagent.drivers.driver import CHAT_PATH
+from nodeagent.host.engine_adapters import EngineAdapters
 from nodeagent.host.engines import EngineProcess
 from tests.engines.lora import write_adapter
 from tests.engines.real_engines import (
@@ -89,6 +92,32 @@ async def test_an_adapter_is_loaded_and_unloaded_while_it_runs(
     assert await change("/v1/unload_lora_adapter") == 200
     gone = await ask(vllm, messages=messages, model="made-up")
     assert gone.status == 404, gone.body
+
+
+async def test_the_agent_loads_the_adapter_that_a_request_names(
+    vllm: EngineProcess, tmp_path: Path
+) -> None:
+    """By the agent's own code, twice: the second agent finds it loaded by the first."""
+    folder = write_adapter(tmp_path / "named", MODEL)
+    file = ArtifactFile(path=ADAPTER_FILES[0], size_bytes=1, sha256="a" * 64)
+    artifact = Artifact(source="cluster:adapters/ft-1", files=(file,), digest="b" * 64)
+    adapter = RequestAdapter(
+        adapter_id="ft-1", model_id=vllm.record.spec.model_id, artifact=artifact
+    )
+
+    async def fetch(_: RequestAdapter) -> Path:
+        return folder
+
+    messages = user("Name the colours of the rainbow.")
+    texts = []
+    for adapters in (EngineAdapters(), EngineAdapters()):
+        async with adapters.fetched(adapter, fetch) as fetched, fetched.loaded(vllm) as loaded:
+            assert loaded.loaded.adapter_ids == ("ft-1",)
+            answer = await ask(vllm, messages=messages, model=loaded.name)
+            assert answer.status == 200, answer.body
+            assert answer.body["model"] == loaded.name
+            texts.append(answer.text)
+    assert texts[0] == texts[1] != (await ask(vllm, messages=messages)).text
 
 
 async def test_a_more_urgent_request_is_answered_first(vllm: EngineProcess) -> None:
