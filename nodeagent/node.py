@@ -40,6 +40,8 @@ class NodeState:
         self.boot_id = boot_id
         self.assignment: Assignment | None = None
         self.refusals: tuple[Refusal, ...] = ()
+        self.assignment_refusal = ""
+        """Why the last assignment was refused; empty after one is taken."""
         # Nudges of the periodic jobs; the application sets them once the jobs exist.
         self.nudge_converge: Callable[[], None] = lambda: None
         self.nudge_report: Callable[[], None] = lambda: None
@@ -86,19 +88,22 @@ class NodeState:
             reason = assignment_problem(offered, newest, self.node_id, self.identity.cluster_id)
             if reason:
                 metrics.ASSIGNMENTS_REFUSED.inc()
+                self.assignment_refusal = reason
                 return reason
             if offered != self.assignment:
                 try:
                     await asyncio.to_thread(self._file.write, offered)
                 except OSError as error:
                     self._unsaved = offered
-                    return (
+                    self.assignment_refusal = (
                         f"cannot store generation {offered.generation} on disk: {error.strerror}; "
                         "the previous generation stays in effect until the disk accepts it"
                     )
+                    return self.assignment_refusal
                 self.assignment = offered
                 self._unsaved = None
                 metrics.GENERATION.set(offered.generation)
+            self.assignment_refusal = ""
         self.nudge_converge()
         self.nudge_prefetch()
         return ""

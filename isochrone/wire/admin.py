@@ -256,8 +256,8 @@ class UsageView(msgspec.Struct, frozen=True, kw_only=True):
 class StatusView(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the whole fleet. `unmet` says what differs from the desired state.
 
-    `not_following` lists the routers that do not serve the current routes and keys, with the
-    reason. They do not count as ready.
+    `not_following` lists the routers that do not serve the current routes and keys, and the nodes
+    that have not taken their assignment, with the reason. They do not count as ready.
     """
 
     cluster_id: str

@@ -111,9 +111,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag="pulse"):
-    """The node's heartbeat, every 2 s. `generation` is that of its current assignment."""
+    """The node's heartbeat, every 2 s. `generation` is that of its current assignment.
+
+    `assignment_refusal` says why the node has not taken a newer one that it was sent.
+    """
 
     node_id: NodeId
     boot_id: BootId
     seq: int
     generation: Generation
+    assignment_refusal: str = ""

@@ -139,5 +139,6 @@ class PulseJob:
             boot_id=self._node.boot_id,
             seq=self._seq,
             generation=self._node.progress().generation,
+            assignment_refusal=self._node.assignment_refusal,
         )
         return await self._link.send(pulse)

@@ -59,6 +59,9 @@ async def status(request: AdminRequest) -> StatusView:
         frozen=context.placement.frozen,
         unmet=context.placement.unmet,
         behind=context.routes.following.behind(context.lease.clock()) if is_acting else {},
+        nodes_behind=context.heartbeats.following.behind(context.lease.clock())
+        if is_acting
+        else {},
     )
 
 

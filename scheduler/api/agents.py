@@ -77,6 +77,9 @@ class AgentEndpoint:
             await self._refuse_impostor(peer, message.node_id)
         if isinstance(message, Pulse):
             self._pulses.add(message)
+            self._heartbeats.following.record_stored(
+                node_id, message.generation, message.assignment_refusal
+            )
         else:
             await self._store_report(peer, message)
 

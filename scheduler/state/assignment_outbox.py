@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from isochrone.wire.ids import ClusterId, Generation, NodeId
+from scheduler.decide.membership import AssignmentFollowing
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peer_connection import PeerConnection
 from scheduler.state.peer_registry import PeerRegistry
@@ -15,11 +16,18 @@ class AssignmentOutbox:
     """Reads assignments from the store and queues them for connected nodes."""
 
     def __init__(
-        self, *, pool: Pool, peers: PeerRegistry, lease: LeaseState, cluster_id: ClusterId
+        self,
+        *,
+        pool: Pool,
+        peers: PeerRegistry,
+        lease: LeaseState,
+        following: AssignmentFollowing,
+        cluster_id: ClusterId,
     ) -> None:
         self._pool = pool
         self._peers = peers
         self._lease = lease
+        self._following = following
         self._cluster_id = cluster_id
         self.newest_generation = Generation(0)
         """The newest generation of all assignments that were sent."""
@@ -34,6 +42,7 @@ class AssignmentOutbox:
                 )
             self.newest_generation = max(self.newest_generation, assignment.generation)
             peer.enqueue(assignment)
+            self._following.record_sent(node_id, assignment.generation, self._lease.clock())
 
     async def send_to(self, node_ids: Iterable[str]) -> int:
         """Queue the assignments of those nodes that are connected and have reported; count them."""

@@ -6,7 +6,7 @@ from typing import Final
 
 from isochrone.wire.ids import NodeId
 from isochrone.wire.report import Pulse
-from scheduler.decide.membership import NodeContact
+from scheduler.decide.membership import AssignmentFollowing, NodeContact
 from scheduler.state.lease_state import LeaseState
 
 PULSES_BUFFERED_MAX: Final = 50_000
@@ -22,6 +22,8 @@ class Heartbeats:
         self._lost_after_s = lost_after_s
         self._heard_at: dict[NodeId, float] = {}
         self._back_at: dict[NodeId, float] = {}
+        self.following = AssignmentFollowing()
+        """Which nodes have not taken the assignment that they were sent."""
 
     def record(self, node_id: NodeId) -> None:
         """Note that a node was heard now."""
@@ -45,6 +47,7 @@ class Heartbeats:
 
     def clear(self) -> None:
         """Forget every node: this process no longer acts."""
+        self.following.clear()
         self._heard_at.clear()
         self._back_at.clear()
 

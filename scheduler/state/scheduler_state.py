@@ -51,5 +51,9 @@ class SchedulerState:
             pulses=self.pulses,
         )
         self.assignments = AssignmentOutbox(
-            pool=intake, peers=self.peers, lease=self.lease, cluster_id=cluster_id
+            pool=intake,
+            peers=self.peers,
+            lease=self.lease,
+            following=self.heartbeats.following,
+            cluster_id=cluster_id,
         )

@@ -29,11 +29,13 @@ async def read_status(
     frozen: str,
     unmet: Sequence[UnmetRequirement],
     behind: Mapping[str, str] = MappingProxyType({}),
+    nodes_behind: Mapping[NodeId, str] = MappingProxyType({}),
 ) -> StatusView:
     """Return counts and problems; the arguments are what only the answering process knows.
 
     The silence of nodes that this process has not heard is taken from the store. `behind` are the
-    routers that do not follow the route tables, with the reason.
+    routers that do not follow the route tables, `nodes_behind` the nodes that do not follow their
+    assignments, each with the reason.
     """
     row = await fetch_one(
         connection,
@@ -49,11 +51,19 @@ async def read_status(
     routers = await _router_problems(connection, silent_after_s, behind)
     lagging = {name: reason for name, reason in routers.items() if reason}
     nodes = await _nodes(connection)
-    silent = [
-        f"node {node['node_id']} {'is silent' if node['silent_s'] < inf else NEVER_CONNECTED}"
-        for node in nodes
-        if silent_s.get(node["node_id"], node["silent_s"]) >= silent_after_s
-    ]
+    silent, not_following = (
+        [],
+        [f"router {name}: {reason}" for name, reason in islice(lagging.items(), PROBLEMS_MAX)],
+    )
+    unready = 0
+    for node in nodes:
+        node_id = node["node_id"]
+        if silent_s.get(node_id, node["silent_s"]) >= silent_after_s:
+            words = "is silent" if node["silent_s"] < inf else NEVER_CONNECTED
+            silent.append(f"node {node_id} {words}")
+        elif node_id in nodes_behind:
+            unready += 1
+            not_following.append(f"node {node_id}: {nodes_behind[node_id]}")
     states = await connection.fetch(
         """
         SELECT CASE WHEN ended_at IS NULL THEN state ELSE 'draining' END AS state, count(*) AS n
@@ -74,12 +84,10 @@ async def read_status(
         scheduler=scheduler,
         acting=is_acting,
         nodes=len(nodes),
-        nodes_ready=len(nodes) - len(silent),
+        nodes_ready=len(nodes) - len(silent) - unready,
         routers=len(routers),
         routers_ready=len(routers) - len(lagging),
-        not_following=tuple(
-            f"router {name}: {reason}" for name, reason in islice(lagging.items(), PROBLEMS_MAX)
-        ),
+        not_following=tuple(not_following[: 2 * PROBLEMS_MAX]),
         frozen=frozen,
         replicas={state["state"]: state["n"] for state in states},
         unmet=(

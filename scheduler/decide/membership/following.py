@@ -1,9 +1,9 @@
-"""Which routers do not follow the published route tables, and why."""
+"""Which routers do not follow the published route tables, and which nodes not their assignment."""
 
 from collections import deque
-from typing import Final
+from typing import Final, NamedTuple
 
-from isochrone.wire.ids import Generation
+from isochrone.wire.ids import Generation, NodeId
 
 BEHIND_S: Final = 30.0
 """A router that does not serve a table so long after it was published does not follow. Routers
@@ -11,6 +11,11 @@ report what they serve every few seconds, with their demand."""
 
 PUBLICATIONS_KEPT: Final = 1024
 REASON_CHARS_MAX: Final = 300
+
+
+ASSIGNMENT_BEHIND_S: Final = 30.0
+"""A node that has not stored an assignment so long after it was sent does not follow. Nodes say
+every two seconds which one they have."""
 
 
 class _RouterRecord:
@@ -89,3 +94,59 @@ class RouteFollowing:
             reason = f"its last connection ended: {record.last_error}"
         behind = f"it serves generation {record.generation}, at least {overdue} is due"
         return f"{behind}: {reason or 'it has not said why'}"
+
+
+class _SentAssignment(NamedTuple):
+    at: float
+    generation: Generation
+
+
+class _NodeRecord:
+    __slots__ = ("newest", "oldest", "refusal", "stored")
+
+    def __init__(self, sent: _SentAssignment) -> None:
+        self.oldest: _SentAssignment | None = sent
+        """The first assignment sent that is newer than the one that the node has."""
+        self.newest = sent
+        self.stored = Generation(0)
+        self.refusal = ""
+
+
+class AssignmentFollowing:
+    """Which assignment each node was sent, and which one it has stored."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[NodeId, _NodeRecord] = {}
+
+    def clear(self) -> None:
+        """Forget everything: nodes follow another scheduler."""
+        self._nodes.clear()
+
+    def record_sent(self, node_id: NodeId, generation: Generation, now: float) -> None:
+        """Note that a node was sent an assignment."""
+        sent = _SentAssignment(now, generation)
+        record = self._nodes.get(node_id)
+        if record is None:
+            self._nodes[node_id] = _NodeRecord(sent)
+            return
+        record.newest = sent
+        if record.oldest is None and generation > record.stored:
+            record.oldest = sent
+
+    def record_stored(self, node_id: NodeId, generation: Generation, refusal: str) -> None:
+        """Note which assignment a node has, and why it has not taken a newer one."""
+        record = self._nodes.get(node_id)
+        if record is None:
+            return
+        record.stored, record.refusal = generation, refusal[:REASON_CHARS_MAX]
+        if record.oldest is not None and generation >= record.oldest.generation:
+            record.oldest = record.newest if record.newest.generation > generation else None
+
+    def behind(self, now: float) -> dict[NodeId, str]:
+        """Return the nodes that do not follow, each with the reason in words."""
+        return {
+            node_id: f"it has assignment {record.stored}, at least {record.oldest.generation} is "
+            f"due: {record.refusal or 'it has not said why'}"
+            for node_id, record in sorted(self._nodes.items())
+            if record.oldest is not None and now - record.oldest.at >= ASSIGNMENT_BEHIND_S
+        }

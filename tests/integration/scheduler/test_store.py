@@ -412,7 +412,11 @@ async def test_status_lists_silent_nodes_and_replicas_that_do_not_become_warm(po
     await reported(pool, epoch)
     await planned(pool, epoch, a_spec("r1"))
 
-    async def told(silent_s: Mapping[NodeId, float] = {}, after_s: float = 6.0) -> StatusView:
+    async def told(
+        silent_s: Mapping[NodeId, float] = {},
+        after_s: float = 6.0,
+        nodes_behind: Mapping[NodeId, str] = {},
+    ) -> StatusView:
         async with using(pool) as connection:
             return await read_status(
                 connection,
@@ -422,9 +426,13 @@ async def test_status_lists_silent_nodes_and_replicas_that_do_not_become_warm(po
                 silent_after_s=after_s,
                 frozen="",
                 unmet=(UnmetRequirement(deployment_id=DeploymentId("d"), reason="no room"),),
+                nodes_behind=nodes_behind,
             )
 
     assert (await told()).unmet == ("d: no room",)
+    behind = await told(nodes_behind={NodeId("n1"): "its disk is full"})
+    assert (behind.nodes, behind.nodes_ready) == (1, 0)
+    assert behind.not_following == ("node n1: its disk is full",)
     for seq, state, named in (
         (2, "fetching", ("r1 on n1 is fetching: broke once: no hub",)),
         (3, "warm", ()),
@@ -437,6 +445,7 @@ async def test_status_lists_silent_nodes_and_replicas_that_do_not_become_warm(po
         await connection.execute("UPDATE node SET last_seen_at = last_seen_at - interval '9 s'")
     silent = await told()
     assert (silent.nodes, silent.nodes_ready) == (1, 0)
+    assert not (await told(nodes_behind={NodeId("n1"): "full"})).not_following, "it is silent"
     assert silent.unmet == ("d: no room", "node n1 is silent")
     assert (await told(after_s=30.0)).nodes_ready == 1
     # The acting scheduler knows of newer pulses than the store.

@@ -35,6 +35,7 @@ async def test_the_newest_assignment_is_accepted_once_the_disk_stores_it() -> No
     node = NodeState(identity, BootId("b"), file, devices, CacheSalts(bytes(32)))
     file.may_proceed.set()
     await node.accept(an_assignment(generation=5))
+    assert "No space left on device" in node.assignment_refusal
     file.may_proceed.clear()
     file.writing.clear()
     newer = asyncio.create_task(node.accept(an_assignment(generation=6)))
@@ -48,3 +49,4 @@ async def test_the_newest_assignment_is_accepted_once_the_disk_stores_it() -> No
     await node.retry_unsaved()
     assert node.assignment is not None
     assert node.assignment.generation == 6
+    assert not node.assignment_refusal

@@ -1,8 +1,8 @@
-"""Which routers do not follow the route tables."""
+"""Which routers do not follow the route tables, and which nodes not their assignment."""
 
-from isochrone.wire.ids import Generation
-from scheduler.decide.membership import RouteFollowing
-from scheduler.decide.membership.following import BEHIND_S
+from isochrone.wire.ids import Generation, NodeId
+from scheduler.decide.membership import AssignmentFollowing, RouteFollowing
+from scheduler.decide.membership.following import ASSIGNMENT_BEHIND_S, BEHIND_S
 
 
 def a_fleet() -> RouteFollowing:
@@ -57,3 +57,36 @@ def test_an_older_router_is_listed_at_once_if_it_cannot_be_sent_the_table() -> N
     assert "too large" in following.behind(0.0)["old"]
     following.record_sendable("old")
     assert not following.behind(1000.0)
+
+
+NODE = NodeId("n1")
+
+
+def test_a_node_has_some_time_to_store_an_assignment_and_says_why_it_has_not() -> None:
+    following = AssignmentFollowing()
+    following.record_stored(NODE, Generation(3), "")
+    following.record_sent(NODE, Generation(4), 100.0)
+    following.record_stored(NODE, Generation(3), "cannot store generation 4 on disk: full")
+    assert not following.behind(99.0 + ASSIGNMENT_BEHIND_S)
+    # A newer one starts no new wait.
+    following.record_sent(NODE, Generation(5), 120.0)
+    reason = following.behind(100.0 + ASSIGNMENT_BEHIND_S)[NODE]
+    assert reason == (
+        "it has assignment 3, at least 4 is due: cannot store generation 4 on disk: full"
+    )
+    following.record_stored(NODE, Generation(4), "")
+    assert not following.behind(119.0 + ASSIGNMENT_BEHIND_S)
+    assert "has not said why" in following.behind(120.0 + ASSIGNMENT_BEHIND_S)[NODE]
+    following.record_stored(NODE, Generation(5), "")
+    assert not following.behind(1e9)
+
+
+def test_a_node_that_is_sent_the_assignment_it_has_follows() -> None:
+    following = AssignmentFollowing()
+    following.record_sent(NODE, Generation(4), 100.0)
+    following.record_stored(NODE, Generation(4), "")
+    following.record_sent(NODE, Generation(4), 200.0)
+    assert not following.behind(1e9)
+    following.record_sent(NODE, Generation(6), 300.0)
+    following.clear()
+    assert not following.behind(1e9)
