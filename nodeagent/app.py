@@ -36,7 +36,7 @@ from nodeagent.host.devices import DeviceReader
 from nodeagent.host.engines import EngineProcesses
 from nodeagent.host.link import TransferLink
 from nodeagent.host.peers import PeerFetcher
-from nodeagent.host.sources import ArtifactSources
+from nodeagent.host.sources import ArtifactSources, ClusterOrigin
 from nodeagent.loops.converge import ConvergeJob
 from nodeagent.loops.prefetch import PrefetchJob
 from nodeagent.loops.report import PulseJob, ReportJob
@@ -88,6 +88,10 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         rng=rng,
         folder=config.state,
         contexts=[context for context in (server_tls, client_tls) if context is not None],
+    )
+    cluster_tls = client_context(node.identity)
+    sources.cluster = lambda: ClusterOrigin(
+        link.url, node.relay_token, cluster_tls if link.url.startswith("https:") else None
     )
     loops = _loops(config, node, supervisor, artifacts, link, rng)
 

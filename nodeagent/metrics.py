@@ -30,6 +30,10 @@ PEER_FETCHES = Counter(
     "isochrone_node_peer_fetches", "File requests to other nodes, by outcome.", ["outcome"],
     registry=REGISTRY,
 )  # fmt: skip
+ADAPTER_LOADS = Counter(
+    "isochrone_node_adapter_loads", "Adapters that were to be loaded, by outcome.", ["outcome"],
+    registry=REGISTRY,
+)  # fmt: skip
 UPLOADED = Counter(
     "isochrone_node_artifact_uploaded_bytes", "Bytes of artifacts sent to other nodes.",
     registry=REGISTRY,

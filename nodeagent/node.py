@@ -49,6 +49,8 @@ class NodeState:
         self._file = file
         self.devices = devices
         self.cache_salts = cache_salts
+        self.relay_token = ""
+        """With it this node fetches what clients have uploaded, while it is connected."""
         self._unsaved: Assignment | None = None
         """The newest assignment, while the disk refuses to store it."""
         self._accept_lock = asyncio.Lock()
@@ -74,6 +76,7 @@ class NodeState:
         Also take the secret of the cache salts from it.
         """
         self.nudge_report()
+        self.relay_token = welcome.relay_token
         await self.cache_salts.take(welcome.cache_salt)
 
     async def on_message(self, message: object) -> None:

@@ -33,6 +33,7 @@ from nodeagent.drivers.driver import DeviceMemory, UnknownOption
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.awake_memory import AwakeMemory
 from nodeagent.host.download import ArtifactError
+from nodeagent.host.engine_adapters import AdapterFetcher, EngineAdapters
 from nodeagent.host.engine_log import last_error, trim_log
 from nodeagent.host.engine_seats import EngineSeats
 from nodeagent.host.engines import EngineProcess, EngineProcesses, EngineRecord
@@ -72,6 +73,7 @@ class ManagedReplica:
         seats = 0 if is_queue_fair(spec) else sequences_max(spec)
         self.seats = EngineSeats(seats, spare_seats_of(spec))
         """Where what the engine's own queue would serve unfairly waits."""
+        self.adapters = EngineAdapters()
         self.blame = BlameLedger()
         self.trial_lock = asyncio.Lock()
         """Held by the one suspect request that the engine tries."""
@@ -169,14 +171,17 @@ class Supervisor:
         self._rng = rng
         self._on_change = on_change
         self._is_shutting_down = False
+        self.adapter_fetcher = AdapterFetcher(artifacts, self.pinned)
 
     def states(self) -> dict[ReplicaId, ReplicaState]:
         """Return the state of every replica."""
         return {replica_id: replica.state for replica_id, replica in self.replicas.items()}
 
     def pinned(self) -> Collection[str]:
-        """Return the digests of the artifacts that replicas use."""
-        return {replica.spec.artifact.digest for replica in self.replicas.values()}
+        """Return the digests of the artifacts that replicas use, loaded adapters included."""
+        replicas = self.replicas.values()
+        adapters = (digest for one in replicas for digest in one.adapters.pinned)
+        return {*(one.spec.artifact.digest for one in replicas), *adapters}
 
     def is_fetching(self) -> bool:
         """Return True if a replica waits for its artifact."""

@@ -7,13 +7,17 @@ from collections.abc import Callable
 from typing import Final
 
 from isochrone.wire import headers
+from isochrone.wire.adapter import AdapterEntry, parse_loaded_adapters
+from isochrone.wire.assignment import PeerSource
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import ReplicaId
+from isochrone.wire.routes import Route
 from router.config import RouterConfig
-from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest
+from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest, ResponseHead
 from router.dataplane.media_usage import media_usage
 from router.dataplane.response_checks import check_status, read_usage
 from router.dataplane.upstream import Upstream
+from router.decide.adapters import HOLDERS_MAX
 from router.decide.attempt import AttemptEvent, FailureCause, event_of
 from router.decide.handoff import handoff_peers
 from router.decide.prefix_index import NO_MATCHES
@@ -34,6 +38,10 @@ from router.request_context import (
 # Looked up once, because access to an enum member runs interpreted code.
 SENT: Final = AttemptEvent.SENT
 ANSWERED: Final = AttemptEvent.ANSWERED
+ADAPTERS: Final = headers.ADAPTERS.encode()
+
+LEARNED_LOAD_MS_MAX: Final = 5
+"""An answer that waited longer for its adapter teaches nothing about its replica's speed."""
 
 
 class AttemptRunner:
@@ -67,14 +75,25 @@ class AttemptRunner:
         if request.deployment.shares_kv and matches is not NO_MATCHES:
             # Any replica of the PoP can get the prefix: what is known of it decides, not affinity.
             matches, session, binding = routing.pooled_matches(matches), "", None
+        subject: str = request.request_id
+        adapter_ms, adapter_mask = 0.0, 0
+        if request.adapter is not None:
+            adapter_id = request.adapter.adapter_id
+            adapter_ms = routing.adapters.load_ms(request.adapter.size_mib)
+            adapter_mask = routing.adapters.mask(adapter_id, routing.replicas.slots)
+            if not adapter_mask:
+                # Nobody has it: all of its requests choose the same of equal replicas.
+                subject = adapter_id
         query = RouteQuery(
-            request.request_id,
+            subject,
             expected.prompt,
             expected.output,
             session,
             binding,
             matches,
             context.excluded.queue_refusals,
+            adapter_ms,
+            adapter_mask,
         )
         snapshot = fleet.snapshot(request.deployment_id)
         # The deployment as the table has it now: a rollout may advance while the request waits.
@@ -100,12 +119,15 @@ class AttemptRunner:
         if not request.is_stream:
             timeout_s += context.expected.output * self._config.token_timeout_s
         is_resumption = stream.generated.tokens > 0
-        # A suspect must lose one engine at most, so it is not handed on.
-        peers = [] if is_resumption or context.is_suspect else handoff_peers(routes, target)
-        readers = (
-            [] if is_resumption or context.is_suspect else self._prefill_peers(context, target)
-        )
-        holders = NO_SHARED_KV_PEERS if is_resumption else self._holders(context, target)
+        # A suspect must lose one engine at most, so it is not handed on. A request with an adapter
+        # stays where that is loaded.
+        stays = is_resumption or context.is_suspect or request.adapter is not None
+        peers = [] if stays else handoff_peers(routes, target)
+        readers = [] if stays else self._prefill_peers(context, target)
+        has_holders = not is_resumption and request.adapter is None
+        holders = self._holders(context, target) if has_holders else NO_SHARED_KV_PEERS
+        if request.adapter is not None:
+            self._note_adapter(context, target, request.adapter)
         header_lines = node_headers(
             context,
             target,
@@ -139,6 +161,33 @@ class AttemptRunner:
             exchange.on_prefill = on_prefill
         attempt.take(SENT)
         return attempt, exchange
+
+    def _note_adapter(
+        self, context: RequestContext, target: RankedRoute, adapter: AdapterEntry
+    ) -> None:
+        """Name the nodes that have the adapter, and count on the target to load it."""
+        places = self._fleet.routing(context.request.deployment_id).adapters
+        directory = self._fleet.directory
+        holding = [*places.replicas_with(adapter.adapter_id)][: HOLDERS_MAX + 1]
+        known = [directory.route(replica_id) for replica_id in holding]
+        context.adapter_holders = tuple(
+            PeerSource(node_id=route.node_id, pop=route.pop, address=route.address)
+            for route in known
+            if route is not None and route.node_id != target.route.node_id
+        )
+        places.record_sent(target.route.replica_id, adapter.adapter_id)
+
+    def _learn_adapter(
+        self, context: RequestContext, route: Route, adapter: AdapterEntry, head: ResponseHead
+    ) -> bool:
+        """Learn which adapters a replica has; return whether this answer waited for its own."""
+        value = head.fields.get(ADAPTERS)
+        loaded = parse_loaded_adapters(value.decode("latin-1")) if value is not None else None
+        if loaded is None:
+            return False
+        places = self._fleet.routing(context.request.deployment_id).adapters
+        places.record_loaded(route.replica_id, loaded.adapter_ids, loaded.load_ms, adapter.size_mib)
+        return loaded.load_ms >= LEARNED_LOAD_MS_MAX
 
     def _reserve(
         self, context: RequestContext, attempt: ReplicaAttempt, ranked: RankedRoute
@@ -222,6 +271,9 @@ class AttemptRunner:
         assert reservation is not None
         node_id = ranked.route.node_id
         self._feedback.record_answer_head(ranked.route, head.load, head.refusal, reservation)
+        adapter, has_waited = context.request.adapter, False
+        if adapter is not None:
+            has_waited = self._learn_adapter(context, ranked.route, adapter, head)
         check_status(node_id, head)
         if head.status == 200 and not exchange.is_stream:
             if context.request.is_media:
@@ -237,7 +289,8 @@ class AttemptRunner:
             times.attempt_token_at_s = now_s
             times.attempt_ttft_ms = 1000 * (now_s - attempt.sent_at_s)
             times.tokens_before = context.stream.generated.tokens
-            if attempt.prefill_id is None:
+            # The time to load an adapter says nothing about the replica's speed.
+            if attempt.prefill_id is None and not has_waited:
                 self._feedback.record_first_token(ranked, times.attempt_ttft_ms, reservation)
             if times.first_token_at_s is None:
                 times.first_token_at_s = now_s
@@ -280,6 +333,11 @@ class AttemptRunner:
             self.record_failure(context, attempt)
         attempt.release()
         self.forget_prefix(context, attempt)
+        request = context.request
+        if request.adapter is not None:
+            self._fleet.routing(request.deployment_id).adapters.record_failed(
+                attempt.target.route.replica_id, request.adapter.adapter_id
+            )
         return is_refusal
 
     def _exclude_refusing(

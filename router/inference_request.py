@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Final
 
+from isochrone.wire.adapter import AdapterEntry
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
@@ -24,6 +25,7 @@ class InferenceRequest:
     - `build_resume_body(text, tokens)` returns a body that asks for the rest of the answer after
       `text` of so many tokens, or None. The attribute is None if the request cannot be resumed.
     - `ttft_ms` is within how many ms the client needs the first token; 0 if it does not say.
+    - `adapter` is the LoRA adapter of the deployment's model that the request names, if any.
     - `determinism` is `headers.GREEDY` or `headers.SEEDED` if every replica would generate the same
       tokens, else empty.
     - `content_type` is that of `body`. `is_media`: the answer is a sound, an image or what a sound
@@ -31,7 +33,7 @@ class InferenceRequest:
     """
 
     __slots__ = (
-        "answer_count", "arrived_s", "body", "build_resume_body", "client_request_id",
+        "adapter", "answer_count", "arrived_s", "body", "build_resume_body", "client_request_id",
         "content_type", "deployment", "deployment_id", "determinism", "encode_error_event",
         "is_media", "is_stream", "key",
         "output_tokens_max", "path", "prefix_keys", "reject_if_busy", "relayed_headers",
@@ -61,6 +63,7 @@ class InferenceRequest:
         determinism: str,
         prefix_keys: PrefixKeys,
         relayed_headers: str = "",
+        adapter: AdapterEntry | None = None,
         content_type: str = JSON,
         is_media: bool = False,
         ttft_ms: int = 0,
@@ -86,6 +89,7 @@ class InferenceRequest:
         self.determinism = determinism
         self.prefix_keys = prefix_keys
         self.relayed_headers = relayed_headers
+        self.adapter = adapter
         self.content_type = content_type
         self.is_media = is_media
         self.ttft_ms = ttft_ms

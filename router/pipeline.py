@@ -130,11 +130,15 @@ class RequestPipeline:
         request = context.request
         prompt, output = context.prompt_tokens_estimate, request.output_tokens_max
         cost = request.cost(UsageCount(prompt, output, 0))
-        return self._limiter.admit(request.key, prompt + output, now_s, request.started_at, cost)
+        budget = self._fleet.directory.budget_of(request.key)
+        return self._limiter.admit(
+            request.key, prompt + output, now_s, request.started_at, cost, budget
+        )
 
     def check_limits(self, key: KeyEntry, unix_s: float) -> None:
         """Raise LimitExceeded if no request of the key would be admitted now."""
-        self._limiter.check(key, self._clock(), unix_s)
+        budget = self._fleet.directory.budget_of(key)
+        self._limiter.check(key, self._clock(), unix_s, budget)
 
     async def _send_until_answered(self, context: RequestContext) -> NodeExchange:
         """Try replicas in the order of their ranking until one answers; return its exchange.

@@ -5,6 +5,7 @@ from email.utils import formatdate
 from typing import Final
 
 from isochrone.wire import headers
+from isochrone.wire.adapter import RequestAdapter, format_request_adapter
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.kv_sharing import KV_FOUND, KV_HOLDERS, KV_STORE, found_places, parse_found
 from isochrone.wire.model import Deprecation
@@ -63,6 +64,14 @@ def node_headers(
     if request.ttft_ms and not generated:
         left_ms = request.ttft_ms - int(1000 * (sent_at_s - request.arrived_s))
         lines += f"{headers.TTFT_MS}: {max(0, left_ms)}\r\n"
+    if request.adapter is not None and request.adapter.artifact is not None:
+        named = RequestAdapter(
+            adapter_id=request.adapter.adapter_id,
+            model_id=request.adapter.model_id,
+            artifact=request.adapter.artifact,
+            holders=context.adapter_holders,
+        )
+        lines += f"{headers.ADAPTER}: {format_request_adapter(named)}\r\n"
     if context.is_suspect:
         lines += f"{headers.SUSPECT}: 1\r\n"
     if generated:

@@ -4,6 +4,7 @@ from collections.abc import Set
 from typing import Final
 
 from isochrone.wire import headers
+from isochrone.wire.assignment import PeerSource
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.routes import Route
 from isochrone.wire.usage import RequestOutcome
@@ -194,12 +195,15 @@ class RequestContext:
     """
 
     __slots__ = (
-        "attempt", "engine_usage", "excluded", "expected", "fingerprint", "found_no_replica",
-        "is_declined", "is_suspect", "outcome", "prompt_tokens_estimate", "queue_entry", "request",
+        "adapter_holders", "attempt", "engine_usage", "excluded", "expected", "fingerprint",
+        "found_no_replica", "is_declined", "is_suspect", "outcome", "prompt_tokens_estimate",
+        "queue_entry", "request",
         "stream", "times",
     )  # fmt: skip
 
     def __init__(self, request: InferenceRequest, prompt_tokens_estimate: int) -> None:
+        self.adapter_holders: tuple[PeerSource, ...] = ()
+        """Nodes that may have the request's adapter, for the next attempt."""
         self.request = request
         self.prompt_tokens_estimate = prompt_tokens_estimate
         self.expected = ExpectedTokens(prompt_tokens_estimate, request.output_tokens_max)

@@ -27,13 +27,15 @@ LIMIT_HELP: Final = {
     "concurrency": "Requests at once at each router; each of its processes allows at least one.",
     "tokens_per_day": "Tokens per day (UTC) over the whole fleet.",
     "spend_per_day": "Spend per day (UTC) over the whole fleet, by the models' prices.",
+    "tokens_per_month": "Tokens per month (UTC) over the whole fleet.",
+    "spend_per_month": "Spend per month (UTC) over the whole fleet.",
 }
 
 
 def limit_options(command: F) -> F:
     """Add an option for each limit to a command."""
     for name, text in reversed(LIMIT_HELP.items()):
-        kind = click.FLOAT if name == "spend_per_day" else click.INT
+        kind = click.FLOAT if name.startswith("spend") else click.INT
         flag = f"--{name.replace('_', '-')}"
         command = click.option(flag, name, type=kind, default=None, help=text)(command)
     return command
@@ -73,7 +75,7 @@ def keys_create(
         "note": note,
         "deployments": list(deployments),
         "regions": list(regions),
-        "limits": _given(limits),
+        "limits": given_limits(limits),
         "ttl_s": ttl_s,
     }
     made = obj.api.ask("POST", "/v1/keys", body)
@@ -92,15 +94,16 @@ def keys_limit(obj: CliContext, /, key_id: str, **limits: float | None) -> None:
 
     Limits that are not given stay the same; 0 removes a limit.
     """
-    if not _given(limits):
+    if not given_limits(limits):
         raise click.UsageError("give at least one limit")
     path = f"/v1/keys/{segment(key_id)}"
     before = obj.api.ask("GET", path)
-    body = {**before["limits"], **_given(limits)}
+    body = {**before["limits"], **given_limits(limits)}
     show_one(obj.api.ask("PUT", f"{path}/limits", body, etag=before["etag"]), obj.output)
 
 
-def _given(limits: dict[str, float | None]) -> dict[str, float]:
+def given_limits(limits: dict[str, float | None]) -> dict[str, float]:
+    """Return the limits that were given as options."""
     return {name: value for name, value in limits.items() if value is not None}
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 import click
 
 from isochrone import __version__
-from isochrone.cli import access, fleet, planning, rollouts, serving
+from isochrone.cli import access, fleet, planning, rollouts, serving, tenants
 from isochrone.cli.chat import ChatFailed
 from isochrone.cli.client import AdminClient, AdminError
 from isochrone.cli.context import CliContext
@@ -96,6 +96,7 @@ for command in (
     planning.plan,
     rollouts.rollouts,
     access.keys,
+    tenants.tenants,
     access.usage,
     access.events,
     access.chat,

@@ -200,6 +200,24 @@ class LimitsBody(KeyLimits, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     concurrency: NonNegative = 0
     tokens_per_day: NonNegative = 0
     spend_per_day: Amount = 0.0
+    tokens_per_month: NonNegative = 0
+    spend_per_month: Amount = 0.0
+
+
+class TenantBudgetView(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of a tenant above those of its keys, and what it has used.
+
+    The counts of today and of this month (UTC) are kept only for budgets per day or per month.
+    """
+
+    tenant_id: TenantId
+    key_id: KeyId
+    limits: KeyLimits
+    etag: int
+    tokens_today: int = 0
+    spend_today: float = 0.0
+    tokens_this_month: int = 0
+    spend_this_month: float = 0.0
 
 
 class KeyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -28,9 +28,9 @@ def check_path(path: str) -> str:
     return ""
 
 
-def check_artifact(artifact: Artifact) -> str:
+def check_artifact(artifact: Artifact, schemes: tuple[str, ...] = SCHEMES) -> str:
     """Return what is wrong with an artifact, or ""."""
-    if not artifact.source.startswith(SCHEMES):
+    if not artifact.source.startswith(schemes):
         return f"cannot fetch from {artifact.source[:80]!r}: use one of {', '.join(SCHEMES)}"
     for file in artifact.files:
         problem = check_path(file.path)

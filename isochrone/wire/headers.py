@@ -63,6 +63,9 @@ PEER_REPLICAS_MAX: Final = 4
 PREFILL_REPLICAS: Final = "x-isochrone-prefill-replicas"
 """The replicas of the PoP that could read the prompt for the addressed one, which comes first."""
 
+ADAPTER: Final = "x-isochrone-adapter"
+"""The LoRA adapter that the request names (`adapter.format_request_adapter`)."""
+
 SUSPECT: Final = "x-isochrone-suspect"
 """An engine failed while it processed this request: try it while no other such request is tried."""
 
@@ -83,6 +86,9 @@ LOADS: Final = "x-isochrone-loads"
 """The load of every warm replica of a node, in the answer to a ping."""
 
 LOADS_MAX: Final = 64
+
+ADAPTERS: Final = "x-isochrone-adapters"
+"""In the answer to such a request: the adapters that the replica has loaded."""
 
 LOAD_FIELDS_MAX: Final = 16
 """Fields of a load that are read; names that this release does not know are skipped."""

@@ -21,6 +21,16 @@ PIECE_KEYS_MIN: Final = 64
 """A changed piece with fewer keys is joined with the one before it, if both fit into one."""
 
 
+BUDGET_PREFIX: Final = "tenant:"
+"""Begins the id of the entry with a tenant's budget above its keys. It is in the table among the
+keys; its digest is empty, so that no secret opens it."""
+
+
+def budget_id(tenant_id: TenantId | str) -> KeyId:
+    """Return the id of the entry with a tenant's budget."""
+    return KeyId(f"{BUDGET_PREFIX}{tenant_id}")
+
+
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The limits of one key; 0 means no limit.
 
@@ -34,6 +44,8 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     concurrency: int = 0
     tokens_per_day: int = 0
     spend_per_day: float = 0.0
+    tokens_per_month: int = 0
+    spend_per_month: float = 0.0
 
 
 class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):

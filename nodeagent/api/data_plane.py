@@ -44,6 +44,12 @@ from nodeagent.api.kv_sharing import KvSharingRoutes
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.pop_loads import PopLoadReader
+from nodeagent.api.request_adapter import (
+    add_loaded,
+    fetched_adapter,
+    loaded_adapter,
+    with_adapter,
+)
 from nodeagent.api.request_admission import (
     RequestRefused,
     admit,
@@ -69,6 +75,7 @@ from nodeagent.disaggregation.handshake_leg import AnswerContext, NoPrefillRepli
 from nodeagent.drivers.driver import TOKENIZE_PATH
 from nodeagent.host.awake_memory import CannotWake
 from nodeagent.host.cache_salts import CacheSalts
+from nodeagent.host.engine_adapters import AdapterUnavailable, FetchedAdapter
 from nodeagent.host.engines import EngineProcess
 from nodeagent.supervisor import ManagedReplica, Supervisor
 
@@ -177,22 +184,39 @@ class DataPlaneServer:
         body: bytes,
         estimate: PrefillEstimate,
     ) -> web.StreamResponse:
-        """Admit the request to a replica of this node, relay it, and release its tokens."""
+        """Serve the request by a replica of this node, with the adapter that it names."""
         if not replica.is_serving:
             raise RequestRefused("loading", 503)
+        try:
+            async with fetched_adapter(request, replica, self._supervisor) as adapter:
+                return await self._serve_admitted(request, replica, body, estimate, adapter)
+        except AdapterUnavailable as error:
+            raise RequestRefused("adapter_unavailable", 503) from error
+        except CannotWake as error:
+            raise RequestRefused("loading", 503) from error
+
+    async def _serve_admitted(
+        self,
+        request: web.Request,
+        replica: ManagedReplica,
+        body: bytes,
+        estimate: PrefillEstimate,
+        fetched: FetchedAdapter | None,
+    ) -> web.StreamResponse:
+        """Admit the request, relay it to the engine, and release its tokens."""
         reservation = admit(request, replica, body, estimate)
         try:
             is_suspect = headers.SUSPECT in request.headers
             async with (
                 seat(request, replica, estimate),
                 self._supervisor.awake.use(replica.spec.replica_id),
+                loaded_adapter(fetched, replica) as adapter,
                 engine_request(replica, is_suspect=is_suspect) as running,
             ):
                 if running is None:  # a suspect may have waited
                     raise RequestRefused("loading", 503)
+                running.adapter = adapter
                 return await self._relay_to_engine(request, replica, body, reservation, running)
-        except CannotWake as error:
-            raise RequestRefused("loading", 503) from error
         finally:
             reservation.release(monotonic())
 
@@ -281,6 +305,8 @@ class DataPlaneServer:
         """Relay the request to the replica's engine, and its answer back."""
         engine = replica.engine
         assert engine is not None
+        if not running.is_sent_to(engine):
+            raise RequestRefused("loading", 503)
         if request.path == TOKENIZE_PATH and not engine.tokenize_path:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
@@ -291,6 +317,7 @@ class DataPlaneServer:
         salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
         sent[headers.CACHE_SALT] = salt
         priority = request.headers.get(headers.PRIORITY, "")
+        body = with_adapter(body, running.adapter)
 
         def post(body: bytes, sent: Mapping[str, str]) -> AnswerContext:
             data = request_data(engine.salted(request.path, body, salt, priority))
@@ -345,6 +372,7 @@ class DataPlaneServer:
         running.record_token()
         count_objective(request, reservation.admitted_s, monotonic())
         response.headers[headers.LOAD] = load_header(request, replica)
+        add_loaded(response, running.adapter)
         report_found(leg, response)
         counted = apply_leg(leg, response, count_bytes(first_chunk, chunks, replica))
         await response.prepare(request)

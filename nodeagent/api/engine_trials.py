@@ -11,6 +11,7 @@ from typing import Final
 
 from isochrone.wire.report import ReplicaState
 from nodeagent.decide.blame import EXIT_DELAY_S
+from nodeagent.host.engine_adapters import LoadedAdapter
 from nodeagent.host.engines import EngineProcess
 from nodeagent.supervisor import ManagedReplica
 
@@ -30,6 +31,7 @@ class EngineRequest:
         self, replica: ManagedReplica, engine: EngineProcess, *, is_on_trial: bool
     ) -> None:
         """With `is_on_trial` the caller holds the replica's trial lock, which is released here."""
+        self.adapter: LoadedAdapter | None = None
         self._replica = replica
         self._engine = engine
         self._entry = replica.blame.begin(engine.pid, is_on_trial=is_on_trial)
@@ -38,6 +40,12 @@ class EngineRequest:
         if is_on_trial:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(TRIAL_S_MAX, self.record_token)
+
+    def is_sent_to(self, engine: EngineProcess) -> bool:
+        """Return whether `engine` is the one that the request waited for, with its adapter."""
+        return engine is self._engine and (
+            self.adapter is None or self.adapter.engine_pid == engine.pid
+        )
 
     def record_token(self) -> None:
         """Note the first token, or that the trial took too long."""

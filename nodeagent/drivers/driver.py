@@ -94,6 +94,8 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
 CHAT_PATH: Final = "/v1/chat/completions"
 COMPLETIONS_PATH: Final = "/v1/completions"
 TOKENIZE_PATH: Final = "/tokenize"
+LOAD_ADAPTER_PATH: Final = "/v1/load_lora_adapter"
+UNLOAD_ADAPTER_PATH: Final = "/v1/unload_lora_adapter"
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -129,6 +131,10 @@ class EngineDriver(Protocol):
 
     has_spare_seats: bool
     """Whether it is started with more seats than `sequences_option` says (decide/seats.py)."""
+    load_adapter_path: str
+    unload_adapter_path: str
+    """Paths that load a LoRA adapter into the running engine and forget it, as vLLM's; "" if it
+    cannot."""
     sleep_path: str
     wake_path: str
     """Paths that drop the engine's model and load it again; "" if it cannot sleep."""

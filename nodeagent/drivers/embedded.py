@@ -10,7 +10,9 @@ from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineConfig, EngineStats
 from isochrone.wire.engine_options import ENGINE_OPTIONS
 from nodeagent.drivers.driver import (
+    LOAD_ADAPTER_PATH,
     TOKENIZE_PATH,
+    UNLOAD_ADAPTER_PATH,
     EngineCommand,
     EngineLaunch,
     UnknownOption,
@@ -39,6 +41,8 @@ class EmbeddedDriver:
     is_queue_fair = True
     has_spare_seats = False
     kv_transfer = True
+    load_adapter_path = LOAD_ADAPTER_PATH
+    unload_adapter_path = UNLOAD_ADAPTER_PATH
     sleep_path = "/sleep"
     wake_path = "/wake_up"
     module = "nodeagent.engine"

@@ -76,6 +76,7 @@ class LlamaCppDriver:
     is_queue_fair = False
     has_spare_seats = False
     kv_transfer = False
+    load_adapter_path = unload_adapter_path = ""
     sleep_path = wake_path = ""
 
     def missing(self) -> str:

@@ -14,6 +14,7 @@ class MockDriver(EmbeddedDriver):
     is_queue_fair = False
     has_spare_seats = False
     kv_transfer = False
+    load_adapter_path = unload_adapter_path = ""
 
     def missing(self) -> str:
         """Return "": the mock engine is part of the agent's package."""

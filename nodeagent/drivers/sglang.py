@@ -51,6 +51,7 @@ class SglangDriver:
     has_spare_seats = True
     # The engines send KV themselves.
     kv_transfer = False
+    load_adapter_path = unload_adapter_path = ""
     sleep_path = wake_path = ""
 
     def missing(self) -> str:

@@ -15,7 +15,9 @@ from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (
     CHAT_PATH,
     COMPLETIONS_PATH,
+    LOAD_ADAPTER_PATH,
     TOKENIZE_PATH,
+    UNLOAD_ADAPTER_PATH,
     EngineCommand,
     EngineLaunch,
     UnknownOption,
@@ -64,6 +66,8 @@ class VllmDriver:
     is_queue_fair = False
     has_spare_seats = True
     kv_transfer = False
+    load_adapter_path = LOAD_ADAPTER_PATH
+    unload_adapter_path = UNLOAD_ADAPTER_PATH
     sleep_path = "/sleep?level=1"
     wake_path = "/wake_up"
 

@@ -12,14 +12,16 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from isochrone.service.files import sync
 from isochrone.service.threads import run_to_completion
-from isochrone.wire.artifact import check_artifact, check_path
+from isochrone.wire.adapter import CLUSTER_SCHEME
+from isochrone.wire.artifact import SCHEMES, check_artifact, check_path
+from isochrone.wire.assignment import PeerSource
 from isochrone.wire.model import Artifact
 from nodeagent.decide.eviction import CachedArtifact, evict
 from nodeagent.host.download import ArtifactError, FileDownload, TransferCut
@@ -108,13 +110,15 @@ class ArtifactStore:
         on_progress: OnProgress,
         *,
         bytes_per_s: float = 0.0,
+        holders: Sequence[PeerSource] = (),
     ) -> Path:
         """Return the folder of an artifact, fetching it if it is missing. Raises ArtifactError.
 
         `pinned` digests are not deleted to make space. `on_progress` gets the bytes so far.
-        `bytes_per_s` limits this fetch below the link's own rate; 0 is no further limit.
+        `bytes_per_s` limits this fetch below the link's own rate; 0 is no further limit. `holders`
+        are nodes to fetch from beside those that the assignment names.
         """
-        problem = check_artifact(artifact)
+        problem = check_artifact(artifact, (*SCHEMES, CLUSTER_SCHEME))
         if problem:
             raise ArtifactError(problem)
         target = self._folder / artifact.digest
@@ -127,6 +131,8 @@ class ArtifactStore:
                 async with self._space_lock:
                     await run_to_completion(self._make_space, artifact, pinned)
                     self._fetches[artifact.digest] = _FetchInProgress(artifact.size_bytes)
+                if self._peers is not None:
+                    self._peers.name_holders(artifact.digest, holders)
                 link = self.link.limited_to(bytes_per_s)
                 await self._fetch_files(artifact, target, on_progress, link)
             except OSError as error:

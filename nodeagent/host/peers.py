@@ -11,6 +11,7 @@ for that node while it makes progress.
 import asyncio
 import logging
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from enum import Enum
 from ssl import SSLContext
@@ -31,6 +32,8 @@ from nodeagent.host.download import FileDownload, TransferCut, TransferTooLong
 log = logging.getLogger(__name__)
 
 READ_BYTES: Final = 1024 * 1024
+NAMED_MAX: Final = 256
+"""Artifacts whose holders requests have named, of which the latest are remembered."""
 
 
 class PeerFetchLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,12 +94,24 @@ class PeerFetcher:
         self.clock = clock
         self.rng = rng
         self.context = context
-        self._holders = holders
+        self._assigned_holders = holders
+        self._named_holders: OrderedDict[str, Sequence[PeerSource]] = OrderedDict()
         self._pop = pop
         # By artifact: peers that sent wrong bytes are excluded until this agent restarts; peers
         # that failed are retried after a while.
         self._excluded: dict[str, set[NodeId]] = {}
         self._failures: dict[tuple[str, NodeId], _Failures] = {}
+
+    def name_holders(self, digest: str, holders: Sequence[PeerSource]) -> None:
+        """Use these nodes for an artifact that the assignment does not name."""
+        if holders:
+            self._named_holders[digest] = holders
+            self._named_holders.move_to_end(digest)
+        if len(self._named_holders) > NAMED_MAX:
+            self._named_holders.popitem(last=False)
+
+    def _holders(self, digest: str) -> Sequence[PeerSource]:
+        return self._assigned_holders(digest) or self._named_holders.get(digest, ())
 
     async def fetch(self, download: FileDownload) -> bool:
         """Fetch and verify a file from peers; return False if they cannot provide it."""

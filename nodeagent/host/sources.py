@@ -10,15 +10,20 @@ name the hub. The URLs it redirects to carry a signature in their query, so mess
 import asyncio
 import ipaddress
 import socket
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from ssl import SSLContext
+from typing import Final, NamedTuple
 from urllib.parse import quote
 
 import aiohttp
 from aiohttp import abc
 from yarl import URL
 
+from isochrone.service.identity import SCHEDULER_NAME
+from isochrone.wire.adapter import CLUSTER_SCHEME
+from isochrone.wire.batches import ADAPTER_FILE_PATH, RELAY_TOKEN
 from nodeagent.decide.bandwidth import MinimumRate
 from nodeagent.host.download import ArtifactError, FileDownload, TransferCut, TransferTooLong
 
@@ -94,6 +99,17 @@ def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     return address.is_global and not address.is_multicast
 
 
+class ClusterOrigin(NamedTuple):
+    """The acting scheduler, which has the files that clients have uploaded, and this node's token.
+
+    `context` is for an https URL.
+    """
+
+    url: str
+    token: str
+    context: SSLContext | None
+
+
 class ArtifactSources:
     """Reads artifact files. `private` allows private addresses and plain http."""
 
@@ -109,6 +125,8 @@ class ArtifactSources:
         self._hf_url = hf_url.rstrip("/")
         self._hf_token = hf_token
         self._minimum_rate = minimum_rate
+        self.cluster: Callable[[], ClusterOrigin | None] = lambda: None
+        """Returns the origin of `cluster:` sources, None while no scheduler is connected."""
 
     def local_file(self, source: str, path: str) -> Path:
         """Return the path of a file of a local source. Raises ArtifactError."""
@@ -121,12 +139,50 @@ class ArtifactSources:
         Raises TransferCut if it can be resumed, and ArtifactError if a retry would not help.
         """
         path, offset = download.file.path, download.partial_bytes()
+        if source.startswith(CLUSTER_SCHEME):
+            return await self._fetch_from_cluster(source, download, offset)
         url, is_hub = self._url(source, path), source.startswith("hf:")
         connector = aiohttp.TCPConnector(resolver=None if self._private else PublicResolver())
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=60.0)
         session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         try:
             async with session as http, await self._follow(http, url, offset, is_hub) as response:
+                offset = offset if response.status == 206 else 0
+                chunks = response.content.iter_chunked(CHUNK_BYTES)
+                return await download.append(chunks, offset, self._minimum_rate, is_far=True)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise TransferCut(str(error) or type(error).__name__) from error
+        except TransferTooLong as error:
+            raise ArtifactError(f"cannot fetch {path} from {source}: {error}") from error
+
+    async def _fetch_from_cluster(self, source: str, download: FileDownload, offset: int) -> str:
+        """Fetch the rest of a file from the acting scheduler, as `fetch` does."""
+        origin, path = self.cluster(), download.file.path
+        if origin is None or not origin.token:
+            raise ArtifactError(f"cannot fetch {path} from {source}: no scheduler is connected")
+        rest = quote(source.removeprefix(CLUSTER_SCHEME))
+        url = f"{origin.url}{ADAPTER_FILE_PATH}/{rest}/{quote(path)}"
+        sent = {"accept-encoding": "identity", RELAY_TOKEN: origin.token}
+        if offset:
+            sent["range"] = f"bytes={offset}-"
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=60.0)
+        name = SCHEDULER_NAME if origin.context is not None else None
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as http,
+                http.get(
+                    url,
+                    headers=sent,
+                    allow_redirects=False,
+                    ssl=origin.context or True,
+                    server_hostname=name,
+                ) as response,
+            ):
+                if response.status not in (200, 206):
+                    raise ArtifactError(
+                        f"cannot fetch {path} from {source}: the scheduler answered"
+                        f" {response.status}"
+                    )
                 offset = offset if response.status == 206 else 0
                 chunks = response.content.iter_chunked(CHUNK_BYTES)
                 return await download.append(chunks, offset, self._minimum_rate, is_far=True)

@@ -57,6 +57,7 @@ ROLES_INTERVAL_MS: Final = 25
 """Steps of the decode engine, for what it reads itself."""
 
 TRANSFER_TOKENS: Final = 1600
+TRANSFERS: Final = 6
 CALIBRATION_TOKENS: Final = 1000
 CALIBRATION_SEQUENCES: Final = 8
 HEAD: Final = "| setting | ITL p50 ms | p90 | p99 | TTFT p50 ms | p90 | output tokens/s |"
@@ -250,11 +251,11 @@ def raw_copy_s(count: int) -> float:
 
 
 async def measure_transfer(nodes: Sequence[NodeClient], token_us: int) -> None:
-    """Transfer a prompt that the prefill engine has cached, three times; print the best."""
+    """Transfer a prompt that the prefill engine has cached, some times; print the best."""
     byte_name = "isochrone_node_kv_transfer_bytes_total"
     time_name = "isochrone_node_prefill_leg_seconds_sum"
     best_s, count = float("inf"), 0.0
-    for number in range(3):
+    for number in range(TRANSFERS):
         request = random_request(100 + number, TRANSFER_TOKENS, 2)
         await ask(nodes[1], request, f"t{number}", token_us)
         before = await nodes[0].counters("isochrone_node_")
@@ -267,7 +268,7 @@ async def measure_transfer(nodes: Sequence[NodeClient], token_us: int) -> None:
     if not count:
         print("\ntransfer: none was made")
         return
-    raw_s = min([await asyncio.to_thread(raw_copy_s, int(count)) for _ in range(3)])
+    raw_s = min([await asyncio.to_thread(raw_copy_s, int(count)) for _ in range(TRANSFERS)])
     print(
         f"\ntransfer of {count / 1e6:.0f} MB, from the request until all of it is on the device:"
         f" {best_s:.3f} s ({count / best_s / 1e6:.0f} MB/s); raw copy {raw_s:.3f} s"
@@ -277,6 +278,10 @@ async def measure_transfer(nodes: Sequence[NodeClient], token_us: int) -> None:
 
 async def measure(arguments: argparse.Namespace) -> None:
     """Measure the rates of one engine, then run the settings of each mix."""
+    if arguments.transfer_only:
+        async with engines(arguments.model, arguments.kv_dtype, ROLES_INTERVAL_MS) as nodes:
+            await measure_transfer(nodes, 1000)
+        return
     rates = await measure_rates(arguments.model, arguments.kv_dtype)
     print(
         f"{platform.machine()}, Python {platform.python_version()}, torch"
@@ -308,6 +313,9 @@ def main() -> None:
         type=lambda text: [int(part) for part in text.split(",")],
         default=[25, 100],
         help="milliseconds that a step of a unified engine may take, separated by commas",
+    )
+    parser.add_argument(
+        "--transfer-only", action="store_true", help="transfer a cached prompt, and no more"
     )
     arguments = parser.parse_args()
     arguments.model = arguments.model or bundled_model()

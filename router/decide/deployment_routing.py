@@ -5,6 +5,7 @@ from typing import Final
 
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.routes import Route
+from router.decide.adapters import AdapterPlaces
 from router.decide.latency import moving_average
 from router.decide.prefill_replicas import PrefillReplicas
 from router.decide.prefix_index import (
@@ -34,6 +35,7 @@ class DeploymentRouting:
         """Start without replicas."""
         self.replicas = ReplicaTable()
         self.prefill_replicas = PrefillReplicas()
+        self.adapters = AdapterPlaces()
         self.routes: Sequence[Route] = []
         self.changed: set[ReplicaId] = set()
         """Replicas whose estimates are out of date."""
@@ -56,6 +58,7 @@ class DeploymentRouting:
         is_in_service = bool(replicas.slots)
         self.routes = routes
         self._prefixes.remove_slots(replicas.set_routes(routes))
+        self.adapters.keep_only(replicas.slots.keys())
         return joined if is_in_service else []
 
     def slot_of(self, replica_id: ReplicaId) -> int:

@@ -10,6 +10,13 @@ from collections.abc import Collection
 from math import inf
 from typing import Final
 
+FLOOR_SHARE: Final = 0.9
+"""PoPs are put in order by this share of the least wait there, so that small changes of waits do
+not change their order."""
+
+LOOSE_MAX: Final = 8
+"""With more PoPs out of their order all are put in order again."""
+
 _CHUNK_BITS: Final = 6
 _IN_CHUNK: Final = 2**_CHUNK_BITS - 1
 
@@ -132,6 +139,14 @@ class PopBounds:
         self.wait_min_ms = [-inf] * count
         self.ready_at_ms = [-inf] * count
         self.ms_per_token = [-inf] * count
+        self.order: list[int] = []
+        """The PoPs by their floors, least first, those in `loose` included."""
+        self.floors: list[float] = []
+        """For each PoP in `order`, a wait that none of its replicas is below."""
+        self.loose: list[int] = []
+        """PoPs whose wait has fallen below their floor since they were put in order."""
+        self.fastest_ms_per_token = -inf
+        self._floor_of = [-inf] * count
         self._is_new = True
         self._next = 0
 
@@ -142,10 +157,16 @@ class PopBounds:
             self.rtt_ms[pop] = estimate.rtt_ms
         if estimate.wait_min_ms < self.wait_min_ms[pop]:
             self.wait_min_ms[pop] = estimate.wait_min_ms
+            if estimate.wait_min_ms < self._floor_of[pop]:
+                # Snapshots share the list.
+                self.loose = [*self.loose, pop]
+                self._floor_of[pop] = -inf
         if estimate.ready_at_ms < self.ready_at_ms[pop]:
             self.ready_at_ms[pop] = estimate.ready_at_ms
         if estimate.ms_per_token < self.ms_per_token[pop]:
             self.ms_per_token[pop] = estimate.ms_per_token
+            if estimate.ms_per_token < self.fastest_ms_per_token:
+                self.fastest_ms_per_token = estimate.ms_per_token
 
     def tighten_next(self, estimates: Estimates) -> None:
         """Compute the bounds of the next PoP from the estimates of its replicas."""
@@ -153,9 +174,12 @@ class PopBounds:
             self._is_new = False
             for pop in range(len(self.slots)):
                 self._tighten(pop, estimates)
+            self._put_in_order()
         elif self.slots:
             self._next = (self._next + 1) % len(self.slots)
             self._tighten(self._next, estimates)
+            if self._next == 0 or len(self.loose) > LOOSE_MAX:
+                self._put_in_order()
 
     def nearest(self, estimates: Estimates, ratio: float, margin_ms: float) -> frozenset[int]:
         """Return the slots with a round trip within `ratio` and `margin_ms` of the shortest."""
@@ -172,6 +196,13 @@ class PopBounds:
                     lowest_ms = estimate.rtt_ms
         limit_ms = ratio * lowest_ms + margin_ms
         return frozenset([slot for slot in looked_at if estimates[slot].rtt_ms <= limit_ms])
+
+    def _put_in_order(self) -> None:
+        self._floor_of = [FLOOR_SHARE * wait if wait > 0.0 else wait for wait in self.wait_min_ms]
+        self.order = sorted(range(len(self.slots)), key=self._floor_of.__getitem__)
+        self.floors = [self._floor_of[pop] for pop in self.order]
+        self.loose = []
+        self.fastest_ms_per_token = min(self.ms_per_token, default=0.0)
 
     def _tighten(self, pop: int, estimates: Estimates) -> None:
         rtt_ms = wait_min_ms = ready_at_ms = ms_per_token = inf

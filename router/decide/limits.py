@@ -14,6 +14,8 @@ a key limited to one may have one in each process. A day's quota is not divided:
 routers comes with the route table (`KeyEntry.spent_until`), and the use counted here only covers
 the seconds until then, or the hours in which no scheduler can be reached.
 
+A tenant's budget is limited in the same way, above its keys: an entry of the table of its own.
+
 Routers tell each other each second what a key has drawn from its rates, and each draws that from
 its own meters, too. What a key gets over the limit while they do not know of each other it owes:
 over a longer time it gets no more than its rate.
@@ -25,6 +27,7 @@ from typing import Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId
+from isochrone.wire.key_table import BUDGET_PREFIX
 from isochrone.wire.key_use import KeyUse
 from isochrone.wire.routes import KeyEntry, KeyLimits
 
@@ -33,6 +36,9 @@ BURST_S: Final = 60.0
 
 BUSY_RETRY_AFTER_S: Final = 1.0
 DAY_S: Final = 86_400.0
+MONTH_S: Final = 31 * DAY_S
+DAY_SLACK_S: Final = 3600.0
+"""A quota that is spent until so long after midnight is one of the day: clocks differ."""
 _SLACK_S: Final = 1e-6
 """Tolerance for rounding errors."""
 
@@ -153,6 +159,17 @@ class _KeyUsage:
         """
         return self.day_tokens >= self.day_tokens_max or self.day_spend >= self.day_spend_max
 
+    def has_room(self, tokens: int, spent_until: float, now_s: float, unix_s: float) -> bool:
+        """Say whether a request of so many tokens may be admitted now."""
+        requests, meter = self.requests, self.tokens
+        return not (
+            (requests is not None and requests.full_at_after(1, now_s) < 0)
+            or (meter is not None and meter.full_at_after(tokens, now_s) < 0)
+            or self.concurrent >= self.concurrent_max
+            or spent_until > unix_s
+            or self.is_quota_spent()
+        )
+
     def header_lines(self, now_s: float) -> str:
         """Return the `x-ratelimit-*` header lines of the limits that the key has."""
         lines = self.requests.header_lines(now_s) if self.requests is not None else ""
@@ -167,12 +184,20 @@ class AdmittedRequest:
         "_estimate_spend",
         "_estimate_tokens",
         "_is_open",
+        "_of_tenant",
         "_token_meter",
         "_usage",
     )
 
-    def __init__(self, usage: _KeyUsage, estimate_tokens: int, estimate_spend: float) -> None:
+    def __init__(
+        self,
+        usage: _KeyUsage,
+        estimate_tokens: int,
+        estimate_spend: float,
+        of_tenant: "AdmittedRequest | None",
+    ) -> None:
         self._usage = usage
+        self._of_tenant = of_tenant
         # The meter it was drawn from: limits that change in the meantime start with another one.
         self._token_meter = usage.tokens
         self._day_ends_s = usage.day_ends_s
@@ -189,6 +214,8 @@ class AdmittedRequest:
         if not self._is_open:
             return
         self._is_open = False
+        if self._of_tenant is not None:
+            self._of_tenant.settle(used_tokens, now_s, spent)
         usage = self._usage
         usage.concurrent -= 1
         if self._token_meter is not None:
@@ -222,46 +249,56 @@ class KeyLimiter:
         now_s: float,
         unix_s: float,
         estimate_spend: float = 0.0,
+        budget: KeyEntry | None = None,
     ) -> AdmittedRequest:
-        """Admit a request, or raise LimitExceeded with the seconds after which it would be."""
+        """Admit a request, or raise LimitExceeded with the seconds after which it would be.
+
+        With the `budget` of its tenant, both must have room for it, and both are drawn from.
+        """
         usage = self._current_usage(key, now_s, unix_s)
-        requests, tokens = usage.requests, usage.tokens
-        requests_full_at_s = requests.full_at_after(1, now_s) if requests is not None else 0.0
-        tokens_full_at_s = (
-            tokens.full_at_after(estimate_tokens, now_s) if tokens is not None else 0.0
-        )
-        if (
-            requests_full_at_s < 0
-            or tokens_full_at_s < 0
-            or usage.concurrent >= usage.concurrent_max
-            or key.spent_until > unix_s
-            or usage.is_quota_spent()
-        ):
+        if not usage.has_room(estimate_tokens, key.spent_until, now_s, unix_s):
             raise _limit_exceeded(key, usage, estimate_tokens, now_s, unix_s)
-        if requests is not None:
-            requests.full_at_s = requests_full_at_s
+        of_tenant: AdmittedRequest | None = None
+        if budget is not None:
+            total = self._current_usage(budget, now_s, unix_s)
+            if not total.has_room(estimate_tokens, budget.spent_until, now_s, unix_s):
+                raise _limit_exceeded(budget, total, estimate_tokens, now_s, unix_s)
+            of_tenant = self._draw(budget, total, estimate_tokens, estimate_spend, now_s, None)
+        return self._draw(key, usage, estimate_tokens, estimate_spend, now_s, of_tenant)
+
+    def check(
+        self, key: KeyEntry, now_s: float, unix_s: float, budget: KeyEntry | None = None
+    ) -> None:
+        """Raise LimitExceeded if even a request without tokens would be refused; draw nothing."""
+        for entry in (key, budget):
+            if entry is None:
+                continue
+            usage = self._current_usage(entry, now_s, unix_s)
+            if not usage.has_room(0, entry.spent_until, now_s, unix_s):
+                raise _limit_exceeded(entry, usage, 0, now_s, unix_s)
+
+    def _draw(
+        self,
+        key: KeyEntry,
+        usage: _KeyUsage,
+        tokens: int,
+        spend: float,
+        now_s: float,
+        of_tenant: AdmittedRequest | None,
+    ) -> AdmittedRequest:
+        """Draw a request from what has room for it."""
+        if usage.requests is not None:
+            usage.requests.settle(1, now_s)
             usage.untold_requests += 1
             self._drawn[key.key_id] = usage
-        if tokens is not None:
-            tokens.full_at_s = tokens_full_at_s
-            usage.untold_tokens += estimate_tokens
+        if usage.tokens is not None:
+            usage.tokens.settle(tokens, now_s)
+            usage.untold_tokens += tokens
             self._drawn[key.key_id] = usage
         usage.concurrent += 1
-        usage.day_tokens += estimate_tokens
-        usage.day_spend += estimate_spend
-        return AdmittedRequest(usage, estimate_tokens, estimate_spend)
-
-    def check(self, key: KeyEntry, now_s: float, unix_s: float) -> None:
-        """Raise LimitExceeded if even a request without tokens would be refused; draw nothing."""
-        usage = self._current_usage(key, now_s, unix_s)
-        if (
-            (usage.requests is not None and usage.requests.full_at_after(1, now_s) < 0)
-            or (usage.tokens is not None and usage.tokens.full_at_after(0, now_s) < 0)
-            or usage.concurrent >= usage.concurrent_max
-            or key.spent_until > unix_s
-            or usage.is_quota_spent()
-        ):
-            raise _limit_exceeded(key, usage, 0, now_s, unix_s)
+        usage.day_tokens += tokens
+        usage.day_spend += spend
+        return AdmittedRequest(usage, tokens, spend, of_tenant)
 
     def _current_usage(self, key: KeyEntry, now_s: float, unix_s: float) -> _KeyUsage:
         """Return the key's usage, with the limits and the day of now."""
@@ -319,16 +356,18 @@ def _limit_exceeded(
     key: KeyEntry, usage: _KeyUsage, estimate_tokens: int, now_s: float, unix_s: float
 ) -> LimitExceeded:
     """Return the error for the exceeded limit; of several, the one with the longest wait."""
-    limits = key.limits
+    limits, is_budget = key.limits, key.key_id.startswith(BUDGET_PREFIX)
     headers = dict(line.split(": ") for line in usage.header_lines(now_s).splitlines())
     if key.spent_until > unix_s or usage.is_quota_spent():
         day_ends_s = usage.day_ends_s if usage.is_quota_spent() else 0.0
         until_s = max(key.spent_until, day_ends_s) - unix_s
+        left_of_day_s = DAY_S - unix_s % DAY_S + DAY_SLACK_S
         return LimitExceeded(
             "quota",
             ErrorCode.QUOTA_EXCEEDED,
-            "the key's quota of this day (UTC) is used up",
-            min(until_s, DAY_S),
+            f"the {'tenant' if is_budget else 'key'}'s quota of this"
+            f" {'day' if until_s <= left_of_day_s else 'month'} (UTC) is used up",
+            min(until_s, MONTH_S),
             # OpenAI's SDKs retry every 429 without this header.
             {**headers, "x-should-retry": "false"},
         )
@@ -343,7 +382,7 @@ def _limit_exceeded(
     return LimitExceeded(
         limit,
         ErrorCode.RATE_LIMITED,
-        f"{reason}, the key's limit",
+        f"{reason}, the {'tenant' if is_budget else 'key'}'s limit",
         max(wait_s, BUSY_RETRY_AFTER_S),
         headers,
     )

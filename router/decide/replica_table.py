@@ -249,6 +249,8 @@ class RoutingSnapshot:
         self.pop_wait_min_ms = bounds.wait_min_ms.copy()
         self.pop_ready_at_ms = bounds.ready_at_ms.copy()
         self.pop_ms_per_token = bounds.ms_per_token.copy()
+        self.pop_order, self.pop_floors = bounds.order, bounds.floors
+        self.pop_loose, self.fastest_ms_per_token = bounds.loose, bounds.fastest_ms_per_token
         self.depth_cost_per_token = table.depth_cost.per_token
         self.congestion_charge = CONGESTION_CHARGE_MAX * table.queued_share
         self.is_spilling = self.now_ms - table.spilled_at_ms < SPILLOVER_LASTS_MS

@@ -3,8 +3,10 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Final, NamedTuple
 
-from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
-from isochrone.wire.routes import DeploymentEntry, KeyTable, Route, RouteTable
+from isochrone.wire.ids import DeploymentId, KeyId, NodeId, PopId, ReplicaId, TenantId
+from isochrone.wire.key_table import BUDGET_PREFIX
+from isochrone.wire.routes import DeploymentEntry, KeyEntry, KeyTable, Route, RouteTable
+from router.decide.adapters import AdapterDirectory
 
 
 class DirectoryChange(NamedTuple):
@@ -22,6 +24,11 @@ REGION_SETS_MAX: Final = 64
 """Of how many different lists of regions the excluded replicas are remembered."""
 
 
+_BEFORE_BUDGETS: Final = KeyId(BUDGET_PREFIX)
+_AFTER_BUDGETS: Final = KeyId(BUDGET_PREFIX[:-1] + chr(ord(BUDGET_PREFIX[-1]) + 1))
+"""Between these two are the ids of all budgets."""
+
+
 class RouteDirectory:
     """Deployments, keys, routes and nodes of the current table."""
 
@@ -29,6 +36,8 @@ class RouteDirectory:
         """Start without a table."""
         self.table: RouteTable | None = None
         self.keys = KeyTable()
+        self.adapters = AdapterDirectory()
+        self._budgets: dict[TenantId, KeyEntry] = {}
         self._deployments_by_name: dict[str, DeploymentEntry] = {}
         self._routes: dict[ReplicaId, Route] = {}
         self._replicas_by_node: dict[NodeId, list[ReplicaId]] = {}
@@ -44,15 +53,22 @@ class RouteDirectory:
     def commit(self, indexes: "TableIndexes") -> DirectoryChange:
         """Serve the table of `indexes`, made for the one served now; return what changes."""
         table = indexes.table
-        self.table, self.keys = table, table.keys
+        self.adopt_keys(table)
         self._deployments_by_name = indexes.deployments_by_name
         self._routes, self._replicas_by_node = indexes.routes, indexes.replicas_by_node
         self._outside = {}
         return DirectoryChange(indexes.removed, indexes.changed, indexes.changed_routes)
 
     def adopt_keys(self, table: RouteTable) -> None:
-        """Serve `table`, which differs from the current one only by its keys."""
+        """Serve `table`, which differs from the current one only by its keys and adapters."""
         self.table, self.keys = table, table.keys
+        self.adapters.adopt(table.adapters)
+        budgets = table.keys.between(_BEFORE_BUDGETS, _AFTER_BUDGETS)
+        self._budgets = {entry.tenant_id: entry for entry in budgets}
+
+    def budget_of(self, key: KeyEntry) -> KeyEntry | None:
+        """Return the budget of a key's tenant; None if it has none."""
+        return self._budgets.get(key.tenant_id) if self._budgets else None
 
     @property
     def deployments(self) -> tuple[DeploymentEntry, ...]:

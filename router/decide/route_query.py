@@ -9,7 +9,8 @@ class RouteQuery:
 
     `matches` says how much of the prompt each slot has cached. `binding`, where the session was
     answered last, counts only if there are no matches. `queue_refusals` counts the replicas that
-    have refused it because more waited there than this router knew.
+    have refused it because more waited there than this router knew. Its adapter takes `adapter_ms`
+    to load, 0 without one, but at the slots of `adapter_mask`.
     """
 
     def __init__(
@@ -21,6 +22,8 @@ class RouteQuery:
         binding: SessionBinding | None = None,
         matches: PrefixMatches = NO_MATCHES,
         queue_refusals: int = 0,
+        adapter_ms: float = 0.0,
+        adapter_mask: int = 0,
     ) -> None:
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
@@ -29,3 +32,5 @@ class RouteQuery:
         self.binding = binding
         self.matches = matches
         self.queue_refusals = queue_refusals
+        self.adapter_ms = adapter_ms
+        self.adapter_mask = adapter_mask

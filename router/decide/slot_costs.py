@@ -5,6 +5,7 @@ the PoPs in the order of the best that one of their replicas may offer and stops
 worse than what was found. Both give the same numbers, so ranking decides the same with either.
 """
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence, Set
 from math import inf
 from typing import Final, NamedTuple
@@ -112,6 +113,13 @@ class ScannedCosts(SlotCosts):
         return [slot for slot, cost in enumerate(self._list) if cost <= limit_ms]
 
 
+class PopBound(NamedTuple):
+    """A PoP, and a cost that none of its slots is below, but for the few that hold a prompt."""
+
+    least_ms: float
+    pop: int
+
+
 class _Holders:
     """Many slots that hold the same part of a prompt, and the work that this saves.
 
@@ -151,7 +159,7 @@ class SearchedCosts(SlotCosts):
         """By PoP, the slots that are not to be found by looking at it."""
         for slot in (*self._few, *skip):
             self._apart.setdefault(snapshot.pop_of[slot], []).append(slot)
-        self._bounds = self._pop_bounds()
+        self._is_searched = False
         self._pops: dict[int, list[float]] = {}
         """The costs of the slots of the PoPs looked at."""
         self._best, self._best_ms, self._second_ms = -1, inf, inf
@@ -190,21 +198,23 @@ class SearchedCosts(SlotCosts):
 
     def best_two(self) -> BestTwo:
         """Return the slot of lowest cost, and the second lowest cost."""
-        bounds = self._bounds
-        if self._best < 0 and bounds:
+        if not self._is_searched:
+            self._is_searched = True
             self._note_best(list(self._few), list(self._few.values()))
-            self._look_at(bounds.index(min(bounds)))
-            for pop in self._pops_up_to(self._second_ms):
-                if bounds[pop] > self._second_ms:
+            if self._second_ms == inf and self._snapshot.pop_order:
+                # Two costs, so that most PoPs need not be looked at.
+                self._look_at(self._snapshot.pop_order[0])
+            for bound in self._pops_up_to(self._second_ms):
+                if bound.least_ms > self._second_ms:
                     break
-                self._look_at(pop)
+                self._look_at(bound.pop)
         return BestTwo(self._best, self._second_ms)
 
     def up_to(self, limit_ms: float) -> list[int]:
         """Return the slots of at most this cost, in their order."""
         found = [slot for slot, cost in self._few.items() if cost <= limit_ms]
-        for pop in self._pops_up_to(limit_ms):
-            self._look_at(pop)
+        for bound in self._pops_up_to(limit_ms):
+            self._look_at(bound.pop)
         for pop, costs in self._pops.items():
             if min(costs) <= limit_ms:
                 slots = self._snapshot.pop_slots[pop]
@@ -262,26 +272,33 @@ class SearchedCosts(SlotCosts):
             for cost, estimate in zip(costs, estimates, strict=True)
         ]
 
-    def _pop_bounds(self) -> list[float]:
-        """Return a cost for each PoP that none of its slots is below, but for the few."""
-        snapshot, work = self._snapshot, self._work
+    def _pops_up_to(self, limit_ms: float) -> list[PopBound]:
+        """Return the PoPs not looked at yet that may have a slot of this cost, the best first.
+
+        They are kept in the order of their least wait, so most are not even compared.
+        """
+        snapshot, looked_at, work = self._snapshot, self._pops, self._work
         if self._many:
             work -= max(0.0, max([holders.saved for holders in self._many]))
-        now_ms, waits = snapshot.now_ms, snapshot.pop_wait_min_ms
-        ready, speeds = snapshot.pop_ready_at_ms, snapshot.pop_ms_per_token
-        return [
-            work * speeds[pop]
-            + (wait if (wait := ready[pop] - now_ms) > (wait_min := waits[pop]) else wait_min)
-            - ROUNDING_MS
-            for pop in range(len(waits))
-        ]
-
-    def _pops_up_to(self, limit_ms: float) -> list[int]:
-        """Return the PoPs not looked at yet that may have a slot of this cost, the best first."""
-        bounds, pops = self._bounds, self._pops
-        left = [pop for pop, bound in enumerate(bounds) if bound <= limit_ms and pop not in pops]
-        left.sort(key=bounds.__getitem__)
-        return left
+        now_ms, waits, ready = snapshot.now_ms, snapshot.pop_wait_min_ms, snapshot.pop_ready_at_ms
+        speeds = snapshot.pop_ms_per_token
+        nearest_ms = work * snapshot.fastest_ms_per_token - ROUNDING_MS
+        reached = bisect_right(snapshot.pop_floors, limit_ms - nearest_ms)
+        pops = snapshot.pop_order[:reached]
+        if snapshot.pop_loose:
+            pops = list({*pops, *snapshot.pop_loose})
+        found: list[PopBound] = []
+        for pop in pops:
+            if pop in looked_at:
+                continue
+            wait, wait_min = ready[pop] - now_ms, waits[pop]
+            if wait < wait_min:
+                wait = wait_min
+            bound = work * speeds[pop] + wait - ROUNDING_MS
+            if bound <= limit_ms:
+                found.append(PopBound(bound, pop))
+        found.sort()
+        return found
 
     def _look_at(self, pop: int) -> None:
         """Compute the costs of a PoP's slots, and note the best two."""
@@ -318,8 +335,9 @@ class SearchedCosts(SlotCosts):
 
 
 def slot_costs(snapshot: RoutingSnapshot, query: RouteQuery, excluded: Set[ReplicaId]) -> SlotCosts:
-    """Return the costs of a query, searched if there are many slots."""
-    if len(snapshot.estimates) < SEARCHED_SLOTS_MIN or len(excluded) > SKIPPED_MAX:
+    """Return the costs of a query, searched if there are many slots and it has no adapter."""
+    is_few = len(snapshot.estimates) < SEARCHED_SLOTS_MIN
+    if is_few or query.adapter_ms or len(excluded) > SKIPPED_MAX:
         return ScannedCosts(snapshot, query, excluded)
     return searched_costs(snapshot, query, excluded)
 
@@ -381,6 +399,9 @@ def _all_costs(snapshot: RoutingSnapshot, query: RouteQuery) -> list[float]:
             cached = min(query.binding.cached_tokens, tokens)
             saved = work - charged * prefill_work(tokens, cached, depth_cost)
             costs[slot] -= saved * estimates[slot].ms_per_token
+    if query.adapter_ms:
+        load_ms, mask = query.adapter_ms, query.adapter_mask
+        costs = [cost if mask >> slot & 1 else cost + load_ms for slot, cost in enumerate(costs)]
     return costs
 
 

@@ -38,6 +38,7 @@ from scheduler.api.identities import create_join_token, create_revocation, list_
 from scheduler.api.keys import KEY_ENDPOINTS
 from scheduler.api.planning_snapshot import SNAPSHOT_ENDPOINTS
 from scheduler.api.rollouts import ROLLOUT_ENDPOINTS
+from scheduler.api.tenants import TENANT_ENDPOINTS
 from scheduler.api.usage import USAGE_ENDPOINTS
 from scheduler.store import catalogue, deployments, identities
 from scheduler.store.events import EventView, list_events
@@ -251,6 +252,7 @@ ENDPOINTS: Final = (
     *ROLLOUT_ENDPOINTS,
     *SNAPSHOT_ENDPOINTS,
     *KEY_ENDPOINTS,
+    *TENANT_ENDPOINTS,
     *USAGE_ENDPOINTS,
     Endpoint(
         "GET", "/v1/events", events, "List events", EventView, is_list=True, query=("subject",)

@@ -81,6 +81,8 @@ class AdminRequest:
         self.etag = _if_match(http)
         self.name = next(iter(http.match_info.values()), "")
         """The one thing that the path names; empty if it names none."""
+        self.changed_key = ""
+        """The key to publish, if that is neither in the result nor named by the path."""
         self._http = http
 
     def query(self, name: str) -> str | None:
@@ -257,7 +259,9 @@ async def _respond(
     if endpoint.method != "GET":
         if endpoint.changes_key:
             # Nothing is placed by keys, and the other keys need not be read again.
-            context.routes.mark_key_changed(KeyId(getattr(result, "key_id", "") or request.name))
+            context.routes.mark_key_changed(
+                KeyId(request.changed_key or getattr(result, "key_id", "") or request.name)
+            )
         else:
             context.nudge_place()
             context.routes.mark_changed()

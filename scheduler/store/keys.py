@@ -8,7 +8,7 @@ import msgspec
 
 from isochrone.wire.admin import KeyBody, KeyView
 from isochrone.wire.ids import Epoch, Generation, KeyId
-from isochrone.wire.key_table import KeyTableBuilder
+from isochrone.wire.key_table import BUDGET_PREFIX, KeyTableBuilder
 from isochrone.wire.routes import KeyEntry, KeyLimits, KeyTable
 from isochrone.wire.table_parts import SharedFields
 from scheduler.store.catalogue import EtagMoved
@@ -22,7 +22,7 @@ from scheduler.store.pool import (
     fetch_one,
     using,
 )
-from scheduler.store.quotas import recount_today
+from scheduler.store.quotas import has_quota, recount
 
 TOMBSTONE_DAYS: Final = 30
 TOMBSTONES_MAX: Final = 10_000
@@ -32,14 +32,29 @@ only where a table is refused: any other table revokes a key by not having it.""
 ROWS_PER_PAGE: Final = 1_000
 """How many keys are read before the event loop has its turn."""
 
+_IS_KEY: Final = f"key_id NOT LIKE '{BUDGET_PREFIX}%'"
+"""The other rows are budgets of tenants: `scheduler/store/tenant_budgets.py`."""
+
 _LIVE: Final = """
     SELECT k.key_id, secret_sha256, tenant_id, deployments, regions, limits,
            coalesce(extract(epoch FROM expires_at), 0)::float8 AS expires_at,
            coalesce(tokens, 0) AS tokens, coalesce(spend, 0) AS spend,
+           month_tokens, month_spend,
            extract(epoch FROM date_trunc('day', clock_timestamp(), 'UTC')
-                              + interval '1 day')::float8 AS midnight
+                              + interval '1 day')::float8 AS midnight,
+           extract(epoch FROM (date_trunc('month', clock_timestamp() AT TIME ZONE 'UTC')
+                               + interval '1 month') AT TIME ZONE 'UTC')::float8 AS month_end
     FROM api_key k LEFT JOIN key_day d
         ON d.key_id = k.key_id AND d.day = (clock_timestamp() AT TIME ZONE 'UTC')::date
+    CROSS JOIN LATERAL (
+        SELECT coalesce(sum(m.tokens), 0)::float8 AS month_tokens,
+               coalesce(sum(m.spend), 0) AS month_spend
+        FROM key_day m
+        WHERE m.key_id = k.key_id
+            AND m.day >= date_trunc('month', clock_timestamp() AT TIME ZONE 'UTC')::date
+            AND (coalesce((k.limits->>'tokens_per_month')::float8, 0) > 0
+                 OR coalesce((k.limits->>'spend_per_month')::float8, 0) > 0)
+    ) AS month
     WHERE revoked_at IS NULL AND (expires_at IS NULL OR expires_at > clock_timestamp())
 """
 
@@ -144,7 +159,8 @@ async def add_key(
 async def list_keys(connection: Connection, after: str, limit: int) -> list[KeyView]:
     """Return keys in the order of their ids, never their secrets."""
     rows = await connection.fetch(
-        f"SELECT {_KEY_COLUMNS} FROM api_key WHERE key_id > $1 ORDER BY key_id LIMIT $2",  # noqa: S608
+        f"SELECT {_KEY_COLUMNS} FROM api_key"  # noqa: S608
+        f" WHERE key_id > $1 AND {_IS_KEY} ORDER BY key_id LIMIT $2",
         after,
         limit,
     )
@@ -154,7 +170,7 @@ async def list_keys(connection: Connection, after: str, limit: int) -> list[KeyV
 async def get_key(connection: Connection, key_id: str) -> KeyView | None:
     """Return one key, without its secret."""
     row = await connection.fetchrow(
-        f"SELECT {_KEY_COLUMNS} FROM api_key WHERE key_id = $1",  # noqa: S608
+        f"SELECT {_KEY_COLUMNS} FROM api_key WHERE key_id = $1 AND {_IS_KEY}",  # noqa: S608
         key_id,
     )
     return _view(row) if row else None
@@ -176,8 +192,8 @@ async def set_limits(
     )
     if row is None:
         raise EtagMoved(key_id)
-    if limits.tokens_per_day or limits.spend_per_day:
-        await recount_today(connection, key_id)
+    if has_quota(limits):
+        await recount(connection, key_id)
     return _view(row)
 
 
@@ -198,7 +214,13 @@ def _entry(row: asyncpg.Record) -> KeyEntry:
     is_spent = (0 < limits.tokens_per_day <= row["tokens"]) or (
         0 < limits.spend_per_day <= row["spend"]
     )
-    return as_struct(row, KeyEntry, limits=limits, spent_until=row["midnight"] if is_spent else 0.0)
+    is_month_spent = (0 < limits.tokens_per_month <= row["month_tokens"]) or (
+        0 < limits.spend_per_month <= row["month_spend"]
+    )
+    until = row["midnight"] if is_spent else 0.0
+    if is_month_spent:
+        until = row["month_end"]
+    return as_struct(row, KeyEntry, limits=limits, spent_until=until)
 
 
 _KEY_COLUMNS: Final = (

@@ -1,14 +1,15 @@
-"""Daily totals of keys with a quota, exact however often a router sends its usage."""
+"""Daily totals of keys and tenants with a quota, exact however often a router sends its usage."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from isochrone.wire.ids import KeyId
+from isochrone.wire.key_table import KeyLimits
 from scheduler.store.pool import Connection, fetch_one
 
 
 class QuotaUsage(NamedTuple):
-    """How many rows of usage were added, and the keys among them whose quota of today is spent."""
+    """How many rows of usage were added, and the keys and budgets with a spent quota among them."""
 
     rows: int
     spent: Sequence[KeyId]
@@ -33,33 +34,61 @@ async def sum_quota_usage(connection: Connection) -> QuotaUsage:
             WHERE a.day = (clock_timestamp() AT TIME ZONE 'UTC')::date AND (
                 a.tokens >= nullif((k.limits->>'tokens_per_day')::float8, 0)
                 OR a.spend >= nullif((k.limits->>'spend_per_day')::float8, 0))
-        ) AS spent
+        ) AS spent, (
+            SELECT coalesce(array_agg(DISTINCT a.key_id), '{}')
+            FROM added a JOIN api_key k USING (key_id)
+            WHERE coalesce((k.limits->>'tokens_per_month')::float8, 0) > 0
+                OR coalesce((k.limits->>'spend_per_month')::float8, 0) > 0
+        ) AS monthly
         """,
     )
-    return QuotaUsage(row["rows"], row["spent"])
+    # A statement does not see what it writes, so the sums of the month need another.
+    monthly = await connection.fetch(
+        """
+        SELECT k.key_id FROM api_key k JOIN key_day d USING (key_id)
+        WHERE k.key_id = ANY($1)
+            AND d.day >= date_trunc('month', clock_timestamp() AT TIME ZONE 'UTC')::date
+        GROUP BY k.key_id
+        HAVING sum(d.tokens) >= nullif((k.limits->>'tokens_per_month')::float8, 0)
+            OR sum(d.spend) >= nullif((k.limits->>'spend_per_month')::float8, 0)
+        """,
+        row["monthly"],
+    )
+    spent = {*row["spent"], *(found["key_id"] for found in monthly)}
+    return QuotaUsage(row["rows"], sorted(spent))
 
 
-async def recount_today(connection: Connection, key_id: str) -> None:
-    """Set a key's total for today from its usage rows: its quota may be newer than they are.
+def has_quota(limits: KeyLimits) -> bool:
+    """Return whether use is to be counted by day."""
+    return bool(
+        limits.tokens_per_day
+        or limits.spend_per_day
+        or limits.tokens_per_month
+        or limits.spend_per_month
+    )
+
+
+async def recount(connection: Connection, key_id: str) -> None:
+    """Set the totals of this month's days from the usage rows: a quota may be newer than they are.
 
     A single statement sees one snapshot: usage that commits later is added by `sum_quota_usage`.
     """
     await connection.execute(
         """
-        WITH dropped AS (
-            DELETE FROM key_use
-            WHERE key_id = $1 AND day = (clock_timestamp() AT TIME ZONE 'UTC')::date
+        WITH since AS (
+            SELECT date_trunc('month', clock_timestamp() AT TIME ZONE 'UTC') AS start
+        ), dropped AS (
+            DELETE FROM key_use USING since WHERE key_id = $1 AND day >= since.start::date
         )
         INSERT INTO key_day (key_id, day, tokens, spend)
-        SELECT k.key_id, (clock_timestamp() AT TIME ZONE 'UTC')::date,
-               coalesce(sum(u.prompt_tokens + u.output_tokens), 0),
-               coalesce(sum(spend_of(u.deployment_id, u.prompt_tokens, u.cached_tokens,
-                                     u.output_tokens)), 0)
-        FROM api_key k LEFT JOIN usage u
-            ON u.key_id = k.key_id AND u.tenant_id = k.tenant_id
-            AND u.started_at >= date_trunc('day', clock_timestamp(), 'UTC')
-        WHERE k.key_id = $1
-        GROUP BY k.key_id
+        SELECT k.key_id, (u.started_at AT TIME ZONE 'UTC')::date,
+               sum(u.prompt_tokens + u.output_tokens),
+               sum(spend_of(u.deployment_id, u.prompt_tokens, u.cached_tokens, u.output_tokens))
+        FROM since, api_key k JOIN usage u
+            ON u.tenant_id = k.tenant_id
+            AND (u.key_id = k.key_id OR k.key_id = 'tenant:' || k.tenant_id)
+        WHERE k.key_id = $1 AND u.started_at >= since.start AT TIME ZONE 'UTC'
+        GROUP BY 1, 2
         ON CONFLICT (key_id, day) DO UPDATE SET tokens = excluded.tokens, spend = excluded.spend
         """,
         key_id,

@@ -20,6 +20,7 @@ from msgspec import Meta
 from isochrone.service.threads import run_to_completion
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError
+from isochrone.wire.ids import END
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.model.lora import ActiveAdapters
 from nodeagent.engine.server.openai.request_body import decode_body
@@ -30,7 +31,7 @@ from nodeagent.engine.weights.lora_adapter import LoraAdapter
 KNOWN_MAX: Final = 4096
 """Adapters known by name, whether cached or not."""
 
-AdapterName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@:-]{0,127}$")]
+AdapterName = Annotated[str, Meta(pattern=rf"^@?[A-Za-z0-9][A-Za-z0-9._/@:-]{{0,254}}{END}")]
 
 
 class LoadAdapterBody(msgspec.Struct, kw_only=True):

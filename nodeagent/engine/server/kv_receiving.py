@@ -4,7 +4,9 @@ Rule 1: the request knows its own tokens before anything is accepted, and takes 
 Rule 2: whatever goes wrong, the request begins: what did not arrive is computed here. After wrong
 blocks, everything of that transfer is computed here.
 Rule 3: blocks that the PoP shares come first, as a part of the prompt: the request goes on waiting.
-Rule 4: blocks in memory and not yet on the device are bounded by STORE_BYTES_MAX per transfer.
+Rule 4: blocks are copied to the device while later ones arrive. Those in memory and not yet there
+are bounded by twice STORE_BYTES_MAX per transfer.
+Rule 5: between two steps there is one such copy, whatever the number of transfers.
 """
 
 import asyncio
@@ -81,6 +83,7 @@ class KvReceiver:
         self._waiting: dict[str, WaitingPrompt] = {}
         self._changed = asyncio.Condition()
         self._store_blocks_max = max(1, STORE_BYTES_MAX // form.block_bytes)
+        self._storing = asyncio.Lock()
         self.complete_total = 0
         self.wrong_total = 0
 
@@ -233,10 +236,12 @@ class KvReceiver:
     ) -> None:
         contents = contents_of(blocks, self._form)
         digests = [waiting.digests[block.number] for block in blocks]
-        call = self._worker.call(
-            lambda core: _store(core, transfer, digests, contents, is_shared=is_shared)
-        )
-        if not await asyncio.wrap_future(call):
+        async with self._storing:
+            call = self._worker.call(
+                lambda core: _store(core, transfer, digests, contents, is_shared=is_shared)
+            )
+            is_stored = await asyncio.wrap_future(call)
+        if not is_stored:
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY, "cannot take KV blocks: none is free", retry_after_s=1.0
             )
@@ -260,18 +265,30 @@ async def read_blocks(
     store_blocks_max: int,
     store: Callable[[Sequence[ReceivedBlock]], Awaitable[None]],
 ) -> TransferEnd:
-    """Store the blocks of a stream as they come; return its end.
+    """Store the blocks of a stream as they come, one part while the next arrives; return its end.
 
-    Raises WrongTransfer at the first wrong byte, and ApiError if the stream has no end.
+    Raises WrongTransfer at the first wrong byte, and ApiError if the stream has no end. Nothing is
+    being stored any more when it returns or raises.
     """
     arrived: list[ReceivedBlock] = []
-    async for data in content.iter_any():
-        arrived += reader.feed(data)
-        while len(arrived) >= store_blocks_max:
-            await store(arrived[:store_blocks_max])
-            del arrived[:store_blocks_max]
-    if arrived:
-        await store(arrived)
+    storing: asyncio.Future[None] | None = None
+    try:
+        async for data in content.iter_any():
+            arrived += reader.feed(data)
+            while len(arrived) >= store_blocks_max:
+                if storing is not None:
+                    await storing
+                storing = asyncio.ensure_future(store(arrived[:store_blocks_max]))
+                del arrived[:store_blocks_max]
+        if storing is not None:
+            await storing
+        if arrived:
+            await store(arrived)
+    finally:
+        if storing is not None:
+            await asyncio.wait({storing})
+            if not storing.cancelled():
+                storing.exception()
     if reader.end is None:
         raise ApiError(ErrorCode.INVALID_REQUEST, "cannot use these KV blocks: no end")
     return reader.end

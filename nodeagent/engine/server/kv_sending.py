@@ -2,7 +2,8 @@
 
 Rule 1: blocks stay on the device until the receiver takes them. A receiver that disconnects, or
 reads nothing for `client_stall_s`, ends the transfer, and with it every hold.
-Rule 2: what is copied off the device and not yet sent is bounded by READ_BYTES_MAX per transfer.
+Rule 2: blocks are copied off the device while those before them are sent. What is copied and not
+yet sent is bounded by twice READ_BYTES_MAX per transfer.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ from nodeagent.engine.server.openai.request_errors import invalid_request
 from nodeagent.engine.server.prepared_request import PreparedRequest, TokenisedPrompt
 from nodeagent.engine.weights.lora_adapter import prefix_cache_salt
 
-READ_BYTES_MAX: Final = 16 * 1024 * 1024
+READ_BYTES_MAX: Final = 4 * 1024 * 1024
 """How much is copied off the device at once: the step thread computes nothing meanwhile."""
 
 _READ_ONLY: Final = GenerationOptions(
@@ -154,17 +155,23 @@ class KvSender:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": kv_transfer.CONTENT_TYPE})
         ended = asyncio.create_task(_last_delta(opened, computed))
+        reading = asyncio.create_task(
+            self._read_next(opened.numbers[0], computed, head.first_block, len(digests))
+        )
         try:
             sent = head.first_block
             while sent < len(digests):
-                if not await computed.more_than(sent):
+                contents = await reading
+                if contents is None:
                     raise_failure(ended.result())
                     raise ConnectionResetError("the prompt was not computed")
                 if sent == head.first_block:
                     await response.prepare(request)
                     await self._write(response, [encode_head(head)])
-                count = min(computed.blocks - sent, self._read_blocks_max)
-                contents = await self._read(opened.numbers[0], count)
+                count = len(contents)
+                reading = asyncio.create_task(
+                    self._read_next(opened.numbers[0], computed, sent + count, len(digests))
+                )
                 pieces: list[bytes | memoryview] = []
                 for digest, content in zip(digests[sent : sent + count], contents, strict=True):
                     pieces += encode_block(digest, content_bytes(content))
@@ -180,6 +187,19 @@ class KvSender:
             return response
         finally:
             ended.cancel()
+            reading.cancel()
+            await asyncio.wait({reading})
+
+    async def _read_next(
+        self, number: int, computed: ComputedBlocks, first: int, total: int
+    ) -> Tensor | None:
+        """Wait for blocks from number `first` on, and copy them off the device.
+
+        None if there are no more, or will not be.
+        """
+        if first >= total or not await computed.more_than(first):
+            return None
+        return await self._read(number, min(computed.blocks - first, self._read_blocks_max))
 
     async def _read(self, number: int, count: int) -> Tensor:
         call = self._worker.call(lambda core: _read_outgoing(core, number, count))

@@ -111,6 +111,11 @@ def with_usage_requested(body: bytes, request: OpenAiRequest) -> bytes:
     return msgspec.json.encode(fields)
 
 
+def with_model(body: bytes, model: str) -> bytes:
+    """Return the body with another `model`."""
+    return msgspec.json.encode({**_FIELDS.decode(body), "model": model})
+
+
 def without_transfer_fields(body: bytes, request: OpenAiRequest) -> bytes:
     """Return the body without the fields in which engines tell each other where KV is.
 

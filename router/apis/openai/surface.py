@@ -10,6 +10,7 @@ import msgspec
 
 from isochrone.ttft_order import TTFT_MS_MAX
 from isochrone.wire import headers
+from isochrone.wire.adapter import AdapterEntry
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.ids import RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
@@ -24,6 +25,7 @@ from router.apis.openai.decode import (
     refuse_storing,
     resume_body_builder,
     wants_usage,
+    with_model,
     with_usage_requested,
     without_transfer_fields,
 )
@@ -83,6 +85,16 @@ LOWEST_PRIORITY: Final = "0"
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 """W3C Trace Context, level 1. A header of another form is dropped, as it demands."""
+
+
+class NamedModel:
+    """What a request's `model` names."""
+
+    __slots__ = ("adapter", "deployment")
+
+    def __init__(self, deployment: DeploymentEntry, adapter: AdapterEntry | None) -> None:
+        self.deployment = deployment
+        self.adapter = adapter
 
 
 class OpenAiSurface:
@@ -152,7 +164,9 @@ class OpenAiSurface:
         key = request.key
         assert key is not None
         openai: OpenAiRequest = decode(body, DECODERS[path])
-        deployment = self.deployment_of_kind(openai.model, key, path, MODEL_KINDS.get(path, "chat"))
+        kind = MODEL_KINDS.get(path, "chat")
+        named = self._named_model(openai.model, key, path, kind)
+        deployment, adapter = named.deployment, named.adapter
         refuse_lacking(deployment, path, body)
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
@@ -179,8 +193,9 @@ class OpenAiSurface:
             encode_error_event=encode_error_event,
             build_resume_body=resume_body_builder(body, openai) if openai.stream else None,
             determinism=determinism_of(openai) if openai.stream else "",
-            prefix_keys=_prefix_keys(prompt, key, deployment),
+            prefix_keys=_prefix_keys(prompt, key, deployment, adapter),
             relayed_headers=relayed_headers(request, service_tier_of(openai)),
+            adapter=adapter,
             ttft_ms=ttft_ms_of(request),
         )
 
@@ -192,11 +207,15 @@ class OpenAiSurface:
         key = request.key
         assert key is not None
         openai: OpenAiRequest = decode(body, CHAT)
+        deployment = self._named_model(openai.model, key, TOKENIZE_PATH, "chat").deployment
+        if openai.model != deployment.name:
+            # An adapter has its model's tokens.
+            body = with_model(body, deployment.name)
         return InferenceRequest(
             request_id=RequestId(request.request_id),
             client_request_id=request.client_request_id,
             key=key,
-            deployment=self.deployment_of_kind(openai.model, key, TOKENIZE_PATH, "chat"),
+            deployment=deployment,
             path=TOKENIZE_PATH,
             body=body,
             text_bytes=0,
@@ -213,6 +232,22 @@ class OpenAiSurface:
             determinism="",
             prefix_keys=NO_KEYS,
         )
+
+    def _named_model(self, name: str, key: KeyEntry, path: str, kind: str) -> NamedModel:
+        """Return the deployment of a kind, and perhaps the adapter, of a request for `path`.
+
+        A `name` is a deployment's, or `deployment:adapter`. Raises ApiError.
+        """
+        directory = self._fleet.directory
+        base, _, adapter_name = name.rpartition(":")
+        has_adapter = bool(base) and (
+            directory.deployment(name) is None and directory.deployment(base) is not None
+        )
+        deployment = self.deployment_of_kind(base if has_adapter else name, key, path, kind)
+        adapter = None
+        if has_adapter:
+            adapter = directory.adapters.find(adapter_name, key.tenant_id, deployment)
+        return NamedModel(deployment, adapter)
 
     def deployment_of_kind(self, name: str, key: KeyEntry, path: str, kind: str) -> DeploymentEntry:
         """Return a deployment of the kind that `path` needs. Raises ApiError."""
@@ -252,11 +287,16 @@ def _refuse_retired(deployment: DeploymentEntry, now_unix_s: float) -> None:
     )
 
 
-def _prefix_keys(prompt: bytes, key: KeyEntry, deployment: DeploymentEntry) -> PrefixKeys:
+def _prefix_keys(
+    prompt: bytes, key: KeyEntry, deployment: DeploymentEntry, adapter: AdapterEntry | None
+) -> PrefixKeys:
     if len(prompt) < BLOCK_BYTES:
         return NO_KEYS
-    # Prefix caches are separated by tenant, and so are the keys.
-    return prefix_keys(prompt, hash64(f"{key.tenant_id}\0{deployment.deployment_id}"))
+    # Prefix caches are separated by tenant and adapter, and so are the keys.
+    subject = f"{key.tenant_id}\0{deployment.deployment_id}"
+    if adapter is not None:
+        subject += f"\0{adapter.adapter_id}"
+    return prefix_keys(prompt, hash64(subject))
 
 
 def _session(request: HttpRequest, key: KeyEntry, openai: OpenAiRequest) -> str:

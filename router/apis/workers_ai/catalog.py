@@ -214,7 +214,7 @@ def _task(kind: str) -> dict[str, str]:
 
 def _input_schema(deciding_field: str) -> dict[str, Any]:
     """Return the schema of one kind of input: the fields that `/ai/run` honours with it."""
-    honoured = FIELDS_OF_TASK[deciding_field] - {"lora"}
+    honoured = FIELDS_OF_TASK[deciding_field]
     types = {field.name: field.type for field in msgspec.structs.fields(ChatRequest)}
     types |= {field.name: field.type for field in msgspec.structs.fields(RunRequest)}
     known = sorted(honoured & types.keys())

@@ -1,7 +1,7 @@
 """`/ai/tomarkdown`: documents in, Markdown out; and the list of formats."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
@@ -31,7 +31,11 @@ class UploadedDocument(NamedTuple):
     content: bytes
 
 
-def add_markdown_routes(routes: EnvelopeRoutes, limiter: KeyLimiter) -> None:
+def add_markdown_routes(
+    routes: EnvelopeRoutes,
+    limiter: KeyLimiter,
+    budget_of: Callable[[KeyEntry], KeyEntry | None],
+) -> None:
     """Add the routes. Each request for a conversion counts as one of its key's requests."""
     converter = DocumentConverter()
 
@@ -43,7 +47,7 @@ def add_markdown_routes(routes: EnvelopeRoutes, limiter: KeyLimiter) -> None:
         return WorkersAiReply(envelope(rows))
 
     async def convert(request: web.Request, key: KeyEntry) -> WorkersAiReply:
-        admitted = limiter.admit(key, 0, routes.clock(), routes.unix_clock())
+        admitted = limiter.admit(key, 0, routes.clock(), routes.unix_clock(), budget=budget_of(key))
         try:
             documents = [document async for document in _uploads(request)]
             if not documents:

@@ -3,11 +3,13 @@
 Field names and frames are those of Cloudflare's REST API reference, "Execute AI model".
 """
 
+import re
 from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
+from isochrone.wire.adapter import ADAPTER_NAME_PATTERN
 from isochrone.wire.errors import MEANINGS, ApiError, ErrorCode
 from router.apis.openai.decode import decode
 from router.apis.openai.schema import (
@@ -110,6 +112,7 @@ class _ResponsesShape(msgspec.Struct, frozen=True):
     input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
+_ADAPTER_NAME: Final = re.compile(ADAPTER_NAME_PATTERN)
 _FLAGS: Final = frozenset({"raw", "stream"})
 _RESPONSES_SHAPE: Final = msgspec.json.Decoder(_ResponsesShape)
 _RUN: Final = msgspec.json.Decoder(RunRequest)
@@ -143,7 +146,7 @@ def to_openai(body: bytes, model: str) -> OpenAiCall:
             reranking["top_n"] = run.top_k
         return OpenAiCall(RERANK_PATH, msgspec.json.encode(reranking))
     fields: dict[str, Any] = {name: sent[name] for name in _COPIED if name in sent}
-    fields |= {"model": model, **options}
+    fields |= {"model": f"{model}:{run.lora}" if run.lora else model, **options}
     if run.max_tokens is not None or "max_completion_tokens" not in sent:
         fields["max_tokens"] = run.max_tokens or MAX_TOKENS_DEFAULT
     if run.stream:
@@ -201,8 +204,8 @@ def _check(run: RunRequest, sent: dict[str, msgspec.Raw], model: str) -> None:
     if run.query is not None and run.contexts is None:
         reason = "it needs field 'contexts' with the texts to rank"
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field 'query': {reason}")
-    if run.lora:
-        reason = "LoRA adapters are not supported"
+    if run.lora and not _ADAPTER_NAME.match(run.lora):
+        reason = "it is neither the id nor the name of an adapter"
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field 'lora': {reason}")
 
 

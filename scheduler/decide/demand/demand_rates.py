@@ -9,7 +9,7 @@ not what was served.
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise, repeat, starmap
+from itertools import chain, pairwise, repeat, starmap
 from operator import attrgetter
 from typing import Final, NamedTuple
 
@@ -27,6 +27,7 @@ RATE_MAX: Final = 1e9
 
 NAME: Final = attrgetter("deployment_id")
 POP: Final = attrgetter("pop")
+ALL_RATES: Final = attrgetter(*RATES)
 
 
 class DeploymentDemand(NamedTuple):
@@ -147,7 +148,8 @@ def demand_by_deployment(
     names = {name: number for number, name in enumerate(dict.fromkeys(map(NAME, rows)))}
     number = np.fromiter(map(names.__getitem__, map(NAME, rows)), np.int64, len(rows))
     city = np.fromiter(map(index.get, map(POP, rows), repeat(-1)), np.int64, len(rows))
-    rates = [np.fromiter(map(attrgetter(r), rows), np.float64, len(rows)) for r in RATES]
+    flat = chain.from_iterable(map(ALL_RATES, rows))
+    rates = list(np.fromiter(flat, np.float64, len(rows) * len(RATES)).reshape(-1, len(RATES)).T)
     # NaN compares as False.
     is_valid = np.logical_and.reduce([city >= 0, *((r >= 0) & (r < RATE_MAX) for r in rates)])
     kept = np.flatnonzero(is_valid & (np.maximum(rates[0], rates[1]) > RATE_MIN))

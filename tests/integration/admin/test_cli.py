@@ -24,6 +24,27 @@ async def run_cli(admin: Admin, *arguments: str, token: str = TOKEN) -> tuple[in
     return result.exit_code, result.stdout, result.stderr
 
 
+async def limit_a_tenant(admin: Admin) -> None:
+    """Set, change, list and end a tenant's budget."""
+    limit = ("-o", "json", "tenants", "limit", "acme")
+    code, out, _ = await run_cli(admin, *limit, "--tokens-per-month", "1000")
+    assert (code, json.loads(out)["limits"]["tokens_per_month"]) == (0, 1000)
+    code, out, _ = await run_cli(admin, *limit, "--spend-per-day", "2.5")
+    changed = json.loads(out)["limits"]
+    assert (changed["tokens_per_month"], changed["spend_per_day"]) == (1000, 2.5)
+    code, out, _ = await run_cli(admin, "-o", "json", "tenants", "list")
+    assert [(row["tenant_id"], row["tokens_today"]) for row in json.loads(out)] == [("acme", 0)]
+    assert "acme" in (await run_cli(admin, "tenants", "list"))[1]
+    assert len(json.loads((await run_cli(admin, "-o", "json", "keys", "list"))[1])) == 1
+    assert (await run_cli(admin, "tenants", "limit", "acme"))[0] == 2
+    code, _, err = await run_cli(admin, "tenants", "limit", "No Name", "--concurrency", "1")
+    assert (code, "cannot limit tenant 'No Name'" in err) == (1, True)
+    assert (await run_cli(admin, "tenants", "unlimit", "acme"))[0] == 0
+    code, _, err = await run_cli(admin, "tenants", "unlimit", "acme")
+    assert (code, "cannot find" in err) == (1, True)
+    assert "tenant.unlimit" in (await run_cli(admin, "events", "--limit", "1"))[1]
+
+
 async def test_an_operator_sets_up_a_fleet(admin: Admin, tmp_path: Path) -> None:
     place = ("--city", "Amsterdam", "--country", "NL", "--latitude", "52", "--longitude", "4")
     assert (await run_cli(admin, "pops", "add", "ams", *place))[0] == 0
@@ -78,6 +99,7 @@ async def test_an_operator_sets_up_a_fleet(admin: Admin, tmp_path: Path) -> None
     }
     code, out, _ = await run_cli(admin, "events", "--limit", "3")
     assert "key.limit" in out
+    await limit_a_tenant(admin)
     assert "s1" in (await run_cli(admin, "status"))[1]
     for listing in ("pops list", "nodes list", "routers", "deployments list", "placements"):
         assert (await run_cli(admin, *listing.split()))[0] == 0

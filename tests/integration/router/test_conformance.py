@@ -227,7 +227,7 @@ RUN_PROMPT: Final = Surface(
         "stream": False,
         "top_k": 5,
     },
-    {"lora": "x", "image": [1], "mask": [1], "num_steps": 3},
+    {"lora": "a:b", "image": [1], "mask": [1], "num_steps": 3},
 )
 RUN_TRANSLATION: Final = Surface(
     "/ai/run/tiny",

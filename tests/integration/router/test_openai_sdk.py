@@ -5,11 +5,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from isochrone.wire.ids import KeyId
+from isochrone.wire.key_table import budget_id
 from isochrone.wire.keys import format_key
 from isochrone.wire.routes import KeyLimits
 from tests.integration.router.fake_node import FakeNode
@@ -157,3 +159,21 @@ async def test_closing_a_stream_frees_the_node(tmp_path: Path) -> None:
             break
         await stream.close()
         await node.until(lambda: node.cancelled == 1)
+
+
+async def test_a_tenants_budget_limits_all_of_its_keys(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        second = format_key(KeyId("o" * 12), b"\x03" * 32)
+        budget = msgspec.structs.replace(
+            a_key(limits=KeyLimits(requests_per_min=2)),
+            key_id=budget_id("acme"),
+            secret_sha256="",
+        )
+        keys = [a_key(), a_key(second), budget]
+        bench.app.fleet.adopt(a_table([a_route(bench.nodes[0])], generation=2, keys=keys))
+        for key in (KEY, second):
+            async with a_client(bench, key) as client:
+                await client.chat.completions.create(model="tiny", messages=HELLO)
+        async with a_client(bench, second) as client:
+            with pytest.raises(openai.RateLimitError, match="the tenant's limit"):
+                await client.chat.completions.create(model="tiny", messages=HELLO)

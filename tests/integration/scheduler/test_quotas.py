@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from datetime import UTC, datetime
 
 import msgspec
 import pytest
@@ -16,9 +17,11 @@ from isochrone.wire.ids import (
     RequestId,
     TenantId,
 )
+from isochrone.wire.key_table import budget_id
 from isochrone.wire.model import Price
 from isochrone.wire.usage import RequestOutcome, UsageRow
-from scheduler.store import catalogue, deployments, keys
+from scheduler.store import catalogue, deployments, keys, tenant_budgets
+from scheduler.store.catalogue import EtagMoved
 from scheduler.store.pool import Pool, transaction
 from scheduler.store.quotas import sum_quota_usage
 from scheduler.store.usage import record_usage
@@ -141,3 +144,68 @@ async def test_batches_of_the_same_keys_do_not_deadlock(with_key: Pool) -> None:
     async with transaction(with_key) as connection:
         tokens = await connection.fetchval("SELECT tokens FROM key_day WHERE key_id = $1", KEY)
     assert tokens == 6 * 10 * 150
+
+
+async def budget_spent_until(pool: Pool) -> float:
+    async with transaction(pool) as connection:
+        entries = await keys.read_key_page(connection, KeyId(""))
+        (budget,) = [entry for entry in entries if entry.key_id == budget_id("acme")]
+        assert budget.secret_sha256 == ""
+        return budget.spent_until
+
+
+async def set_budget(pool: Pool, **limits: float) -> None:
+    async with transaction(pool) as connection:
+        body = LimitsBody(**limits)  # type: ignore[arg-type]
+        await tenant_budgets.put_budget(connection, "acme", body, None)
+
+
+async def test_a_tenants_budget_counts_the_usage_of_all_of_its_keys(with_key: Pool) -> None:
+    await record(with_key, a_usage("before", key_id="k2"))
+    await set_budget(with_key, tokens_per_day=500, tokens_per_month=10_000)
+    await record(with_key, a_usage("q1"), a_usage("q2", key_id="k2"))
+    await record(with_key, a_usage("q2", key_id="k2"))
+    assert await sum_quotas(with_key) == 3, "q1 counts for its key, too"
+    assert await budget_spent_until(with_key) == 0.0
+    await record(with_key, a_usage("q3", key_id="k2"))
+    await sum_quotas(with_key)
+    assert 0 < await budget_spent_until(with_key) - time.time() <= DAY_S
+    async with transaction(with_key) as connection:
+        (view,) = await tenant_budgets.list_budgets(connection, "", 10)
+        assert (view.tenant_id, view.tokens_today, view.tokens_this_month) == ("acme", 600, 600)
+        assert [key.key_id for key in await keys.list_keys(connection, "", 10)] == [KEY]
+        assert await keys.get_key(connection, budget_id("acme")) is None
+
+
+async def test_a_month_is_longer_than_a_day(with_key: Pool) -> None:
+    await set_budget(with_key, tokens_per_month=300)
+    await record(with_key, a_usage("q1"))
+    assert await budget_spent_until(with_key) == 0.0
+    await record(with_key, a_usage("q2"))
+    async with transaction(with_key) as connection:
+        usage = await sum_quota_usage(connection)
+    assert budget_id("acme") in usage.spent
+    month_end = datetime.fromtimestamp(await budget_spent_until(with_key), UTC)
+    assert (month_end.day, month_end.hour, month_end.minute) == (1, 0, 0)
+    await set_budget(with_key, tokens_per_month=301)
+    assert await budget_spent_until(with_key) == 0.0
+    await set_budget(with_key, spend_per_month=300.0)
+    assert await budget_spent_until(with_key) > time.time()
+
+
+async def test_a_budget_that_ended_is_gone_and_can_return(with_key: Pool) -> None:
+    await set_budget(with_key, requests_per_min=3)
+    async with transaction(with_key) as connection:
+        await tenant_budgets.delete_budget(connection, "acme", 1)
+        assert await tenant_budgets.get_budget(connection, "acme") is None
+        entries = await keys.read_key_page(connection, KeyId(""))
+        assert [entry.key_id for entry in entries] == [KEY]
+        with pytest.raises(EtagMoved):
+            await tenant_budgets.delete_budget(connection, "acme", None)
+    await set_budget(with_key, requests_per_min=4)
+    async with transaction(with_key) as connection:
+        found = await tenant_budgets.get_budget(connection, "acme")
+        assert found is not None
+        assert (found.limits.requests_per_min, found.etag) == (4, 3)
+        with pytest.raises(EtagMoved):
+            await tenant_budgets.put_budget(connection, "acme", LimitsBody(), 2)

@@ -2,18 +2,22 @@
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import KeyId, TenantId
+from isochrone.wire.ids import ClusterId, Epoch, Generation, KeyId, TenantId
+from isochrone.wire.key_table import budget_id
+from isochrone.wire.key_use import KeyUse
 from isochrone.wire.keys import format_key
 from isochrone.wire.model import Price
-from isochrone.wire.routes import KeyEntry, KeyLimits, KeyTable
+from isochrone.wire.routes import KeyEntry, KeyLimits, KeyTable, RouteTable
 from router.decide.authentication import authenticate
 from router.decide.limits import DAY_S, AdmittedRequest, KeyLimiter, LimitExceeded, format_duration
+from router.decide.route_directory import RouteDirectory
 
 NOON = 10 * DAY_S + DAY_S / 2
 
@@ -294,3 +298,72 @@ class LimiterAgainstModel(RuleBasedStateMachine):
 
 LimiterAgainstModel.TestCase.settings = settings(deadline=None, max_examples=40)
 TestLimiterAgainstModel = LimiterAgainstModel.TestCase
+
+
+def a_budget(spent_until: float = 0.0, **limits: float) -> KeyEntry:
+    return msgspec.structs.replace(a_key("k", spent_until, **limits), key_id=budget_id("t"))
+
+
+def test_a_tenants_budget_holds_for_all_of_its_keys_together() -> None:
+    limiter, budget = KeyLimiter(), a_budget(requests_per_min=3, tokens_per_min=1000)
+    one, two = a_key("one", requests_per_min=2), a_key("two")
+    for key in (one, two, one):
+        limiter.admit(key, 100, 0.0, NOON, budget=budget).settle(300, 0.0)
+    refusal = refused(lambda: limiter.admit(two, 0, 0.0, NOON, budget=budget))
+    assert refusal.message.endswith("3 requests a minute, the tenant's limit; try again in 20 s")
+    with pytest.raises(LimitExceeded, match="the key's limit"):
+        limiter.check(one, 0.0, NOON, budget)
+    # The use of both keys is told to the other routers, and that of the tenant.
+    told = {use.key_id: (use.requests, use.tokens) for use in limiter.take_untold()}
+    assert told == {"one": (2, 0), "tenant:t": (3, 900)}
+
+
+def test_a_request_that_the_tenant_may_not_send_draws_nothing_from_its_key() -> None:
+    limiter, key = KeyLimiter(), a_key(requests_per_min=1, concurrency=1)
+    for _ in range(3):
+        refused(lambda: limiter.admit(key, 0, 0.0, NOON, budget=a_budget(spent_until=NOON + 1)))
+    limiter.admit(key, 0, 0.0, NOON)
+
+
+@pytest.mark.parametrize(
+    ("until", "period"), [(NOON + DAY_S / 2, "day"), (NOON + 20 * DAY_S, "month")]
+)
+def test_a_spent_budget_names_its_period(until: float, period: str) -> None:
+    budget = a_budget(spent_until=until)
+    refusal = refused(lambda: KeyLimiter().admit(a_key(), 0, 0.0, NOON, budget=budget))
+    assert f"the tenant's quota of this {period} (UTC) is used up" in refusal.message
+    assert (refusal.code, refusal.retry_after_s) == (ErrorCode.QUOTA_EXCEEDED, until - NOON)
+    refusal = refused(lambda: KeyLimiter().admit(a_key(spent_until=until), 0, 0.0, NOON))
+    assert f"the key's quota of this {period} (UTC) is used up" in refusal.message
+
+
+def test_use_at_other_routers_is_drawn_from_the_budget() -> None:
+    limiter, budget = KeyLimiter(), a_budget(requests_per_min=2)
+    limiter.draw_elsewhere(budget, KeyUse(budget.key_id, 2, 0), 0.0, NOON)
+    refused(lambda: limiter.admit(a_key(), 0, 0.0, NOON, budget=budget))
+
+
+def test_no_key_of_a_client_is_a_budget() -> None:
+    entry = msgspec.structs.replace(a_budget(), key_id=budget_id("abcde"), secret_sha256="")
+    text = format_key(KeyId("tenant:abcde"), b"\0" * 32)
+    with pytest.raises(ApiError) as caught:
+        authenticate(KeyTable.of([entry]), f"Bearer {text}", NOON)
+    assert caught.value.code is ErrorCode.INVALID_KEY
+
+
+def test_the_directory_finds_the_budget_of_a_tenant() -> None:
+    entries = [a_budget(), a_key("tenanta"), a_key("zz"), a_key("a")]
+    table = RouteTable(
+        cluster_id=ClusterId("c"),
+        generation=Generation(1),
+        epoch=Epoch(1),
+        keys=KeyTable.of(entries),
+    )
+    directory = RouteDirectory()
+    assert directory.budget_of(entries[1]) is None
+    directory.adopt(table)
+    assert directory.budget_of(entries[1]) == entries[0]
+    stranger = msgspec.structs.replace(entries[1], tenant_id=TenantId("other"))
+    assert directory.budget_of(stranger) is None
+    directory.adopt_keys(msgspec.structs.replace(table, keys=KeyTable.of(entries[1:])))
+    assert directory.budget_of(entries[1]) is None

@@ -98,6 +98,18 @@ def order(
     return [ranked.route.replica_id for ranked in routes]
 
 
+def test_an_adapters_requests_stay_where_it_is_loaded_until_loading_it_is_sooner() -> None:
+    cold, warm = Candidate("cold", 2.0), Candidate("warm", 40.0)
+    assert order([cold, warm]) == ["cold", "warm"]
+    loaded_at_warm = a_query(adapter_ms=150.0, adapter_mask=1 << 1)
+    assert order([cold, warm], loaded_at_warm) == ["warm", "cold"]
+    assert order([cold, warm._replace(prefill=200)], loaded_at_warm) == ["cold", "warm"]
+    # Nobody has it: all routers choose by the adapter's id, in place of the request's.
+    alike = [Candidate(f"r{number}") for number in range(8)]
+    chosen = {order(alike, a_query(request_id="ft-1", adapter_ms=150.0))[0] for _ in range(3)}
+    assert len(chosen) == 1
+
+
 def test_the_nearest_wins_until_its_queue_costs_more_than_the_distance() -> None:
     near, far = Candidate("near", 2.0), Candidate("far", 90.0)
     assert order([far, near]) == ["near", "far"]

@@ -87,7 +87,7 @@ def test_flat_tools_get_openais_envelope() -> None:
         {"max_tokens": 0},
         {"query": "a"},
         {"query": "a", "contexts": ["b"]},
-        {"prompt": "a", "lora": "mine"},
+        {"prompt": "a", "lora": "not:a name"},
     ],
 )
 def test_an_invalid_request_is_refused_with_a_reason(fields: dict[str, Any]) -> None:

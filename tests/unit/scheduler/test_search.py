@@ -104,6 +104,9 @@ def test_bounds_of_all_sites_agree_with_those_of_one(seed: int, effort: int) -> 
     for state in draft.states:
         needs, required = state.needs, state.needs_by_site()
         bounds, has_room = state.gain_upper_bounds(), draft.has_room(state)
+        least = float(np.median(bounds))
+        higher = state.gain_upper_bounds(least)
+        assert higher == pytest.approx(np.maximum(bounds, least))
         soonest = draft.fleet.start_bounds.start_s(needs.model)
         for site in np.flatnonzero(needs.site_capacity > 0).tolist():
             need = draft.need_at(state, site)

@@ -50,6 +50,8 @@ class FleetCapacity:
         ]
         self._largest_bytes = np.array([e.largest_bytes for e in self._eligible], np.float64)
         self._disk_free_bytes = np.array([e.disk_free_bytes for e in self._eligible], np.float64)
+        # Shared by deployments that fit on the same sites.
+        self._eligible_by_sites: dict[bytes, dict[int, list[FleetNode]]] = {}
         self._memory_floors: dict[int, Floats] = {}
         self._staying = {
             node.node_id
@@ -113,7 +115,10 @@ class FleetCapacity:
     def eligible_nodes(
         self, deployment: Deployment, model: CatalogModel
     ) -> dict[int, list[FleetNode]]:
-        """Return by site the nodes that could take a replica of a deployment if they were empty."""
+        """Return by site the nodes that could take a replica of a deployment if they were empty.
+
+        Not to be changed: other deployments may share it.
+        """
         engine = deployment.engine
         needed = awake_memory_bytes(model, deployment)
         count = engine.devices_per_node
@@ -127,9 +132,16 @@ class FleetCapacity:
         )
         all_fit = may_fit & (self._memory_floor(count) >= needed) & (engine.nodes == 1)
         all_fit &= self._disk_free_bytes >= disk_bytes
+        is_exact = not (may_fit & ~all_fit).any()
+        key = all_fit.tobytes()
+        if is_exact and key in self._eligible_by_sites:
+            return self._eligible_by_sites[key]
         nodes_by_site = {
             site: self._eligible[site].nodes for site in np.flatnonzero(all_fit).tolist()
         }
+        if is_exact:
+            self._eligible_by_sites[key] = nodes_by_site
+            return nodes_by_site
         for site in np.flatnonzero(may_fit & ~all_fit).tolist():
             eligible = self._eligible[site]
             nodes = [

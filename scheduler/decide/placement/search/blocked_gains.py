@@ -42,6 +42,11 @@ class BlockedGains:
         self._states[state.number] = state
         self._bounds[state.number] = bounds
 
+    def forget(self, state: DeploymentState) -> None:
+        """Forget what is noted of a deployment."""
+        self._states.pop(state.number, None)
+        self._bounds.pop(state.number, None)
+
     def clear(self) -> None:
         """Forget all."""
         self._states.clear()

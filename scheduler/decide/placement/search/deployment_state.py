@@ -12,7 +12,7 @@ import numpy as np
 
 from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, PopId
-from isochrone.wire.model import CatalogModel, Deployment
+from isochrone.wire.model import UNIFIED_ROLES, CatalogModel, Deployment
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.arrays import NO_FLOATS, Floats, Ints
 from scheduler.decide.capacity.replica_capacity import UNMEASURED, Profiles, replica_rates
@@ -144,6 +144,12 @@ class DeploymentNeeds:
         return self.total_requests_per_s > 0
 
     @property
+    def has_roles(self) -> bool:
+        """Say whether its replicas may have roles of their own."""
+        policy = self.deployment.policy
+        return policy.roles != UNIFIED_ROLES or policy.prefill_share > 0
+
+    @property
     def minimum_reason(self) -> str:
         """The reason of a replica that is needed for replicas_min."""
         count = self.replicas_min
@@ -178,7 +184,7 @@ class DeploymentState:
         self._fleet = fleet
         self._pops_cache: tuple[int, frozenset[PopId]] = (-1, frozenset())
         self._loss_cache: tuple[int, Floats] = (-1, NO_FLOATS)
-        self._gain_cache: tuple[int, Floats] = (-1, NO_FLOATS)
+        self._gain_cache: tuple[tuple[int, float], Floats] = ((-1, 0.0), NO_FLOATS)
         self._saves_cache: tuple[int, dict[int, float]] = (-1, {})
         self.replicas = [self._from_placement(placement) for placement in running]
         capacity = np.zeros(len(fleet.sites))
@@ -331,15 +337,17 @@ class DeploymentState:
         replicas += self.ratio_cost(self.replicas)
         return self.assignment.cost() + self.needs.requirement_cost(self.pops()) + replicas
 
-    def gain_upper_bounds(self) -> Floats:
-        """Return for each site an upper bound of the latency that one more replica saves."""
-        if self._gain_cache[0] != self.version:
+    def gain_upper_bounds(self, least: float = 0.0) -> Floats:
+        """Return for each site an upper bound of the latency that one more replica saves, or
+        `least` where it can save no more than that."""
+        if self._gain_cache[0] != (self.version, least):
             capacity = self.needs.site_capacity
-            gains = np.zeros(len(capacity))
+            gains = np.full(len(capacity), least)
             if len(self.needs.cities):
                 sites = np.flatnonzero(capacity > 0)
-                gains[sites] = self.assignment.gain_upper_bounds(sites, capacity[sites])
-            self._gain_cache = self.version, gains
+                bounds = self.assignment.gain_upper_bounds(sites, capacity[sites], least)
+                gains[sites] = bounds
+            self._gain_cache = (self.version, least), gains
         return self._gain_cache[1]
 
     def saves_at(self, site: int) -> float:

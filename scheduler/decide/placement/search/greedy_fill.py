@@ -62,7 +62,10 @@ class _Bids:
         """Compute the bounds as if each start cost START only."""
         needs = state.needs
         required = state.needs_by_site()
-        nets = state.gain_upper_bounds() + required.worths - needs.hold_cost - START
+        costs = needs.hold_cost + START
+        # A replica that saves no more than this pays nowhere.
+        least = max(0.0, costs - float(required.worths.max(initial=0.0)))
+        nets = state.gain_upper_bounds(least) + required.worths - costs
         nets[(needs.site_capacity <= 0) | (nets <= 0)] = -inf
         has_room = draft.has_room(state)
         draft.blocked.note_all(state, np.where(has_room, -inf, nets))
@@ -157,6 +160,10 @@ class _GreedyFill:
     def _bid(self, state: DeploymentState) -> list[Entry]:
         """Compute the bounds of a deployment; return the entry of the largest, if any may pay."""
         if state.is_full or not state.needs.site_capacity.any():
+            return []
+        least = state.needs.hold_cost + START
+        if state.requirements_met() and (state.gain_upper_bounds(least) <= least).all():
+            self._draft.blocked.forget(state)
             return []
         bids = self._bids[state.number] = _Bids(self._draft, state)
         if not bids.has_any:

@@ -112,19 +112,31 @@ class LoadAssignment:
         after.add_capacity(site, capacity)
         return self.cost() - after.cost()
 
-    def gain_upper_bounds(self, sites: Ints, capacities: Floats) -> Floats:
-        """Return for each of `sites` an upper bound of `gain` with one more replica's capacity."""
+    def gain_upper_bounds(self, sites: Ints, capacities: Floats, least: float = 0.0) -> Floats:
+        """Return for each of `sites` an upper bound of `gain` with one more replica's capacity.
+
+        Where the bound is `least` or less, `least` is returned instead.
+        """
         # In place: with tens of thousands of pairs, new arrays cost more than the arithmetic.
         saved = self._latency_ms[self._rows[self._city]]
         if len(sites) < saved.shape[1]:
             saved = saved[:, sites]
+        unit = self.unit[self._city]
         np.subtract(self._ms[:, None], saved, out=saved)
-        saved *= self.unit[self._city][:, None]
         if self.is_tight:
+            saved *= unit[:, None]
             saved += self._worth[self._site][:, None]
+            unit = np.ones(len(unit))
         np.maximum(saved, 0.0, out=saved)
-        limited: Floats = np.minimum(self._amount @ saved, saved.max(axis=0) * capacities)
-        return limited
+        # As if one replica had capacity for all rows; few sites pay even then.
+        bounds: Floats = np.maximum((self._amount * unit) @ saved, least)
+        pays = np.flatnonzero(bounds > least)
+        if len(pays):
+            most = saved[:, pays]
+            most *= unit[:, None]
+            limited = np.minimum(bounds[pays], most.max(axis=0) * capacities[pays])
+            bounds[pays] = np.maximum(limited, least)
+        return bounds
 
     def add_capacity(self, site: int, capacity: float) -> None:
         """Add capacity to a site; rows that are cheaper there move, and free capacity in turn."""

@@ -62,6 +62,8 @@ def role_of_start(state: DeploymentState, start: PlannedReplica, started: Sequen
     start, also if none runs yet.
     """
     needs, pop = state.needs, start.pop
+    if not needs.has_roles:
+        return Role.UNIFIED
     version = needs.deployment.version
     running = [
         replica.placement.role
@@ -80,9 +82,13 @@ def due_role_changes(state: DeploymentState) -> list[RoleChange]:
     A PoP where a replica starts, or runs another version, changes none: it is about to change
     anyway. An engine that keeps its role gets another one only when it starts.
     """
-    if _keeps_roles(state):
-        return []
-    changes = []
+    changes: list[RoleChange] = []
+    is_unified = all(
+        replica.placement is None or replica.placement.role is Role.UNIFIED
+        for replica in state.replicas
+    )
+    if _keeps_roles(state) or (is_unified and not state.needs.has_roles):
+        return changes
     for pop in sorted(set(state.pops())):
         replicas = [replica for replica in state.replicas if replica.pop == pop]
         if not all(_has_settled(state, replica) for replica in replicas):
@@ -107,7 +113,7 @@ def due_role_changes(state: DeploymentState) -> list[RoleChange]:
 def roles_by_pop(state: DeploymentState) -> list[PopRoles]:
     """Return the roles of each PoP with a running replica; none for a deployment without roles."""
     policy = state.needs.deployment.policy
-    if policy.roles == UNIFIED_ROLES and not policy.prefill_share:
+    if not state.needs.has_roles:
         return []
     described = []
     for pop in sorted(set(state.pops())):

@@ -1,0 +1,50 @@
+"""Commands for the budgets of tenants above the limits of their keys."""
+
+import click
+
+from isochrone.cli.access import given_limits, limit_options
+from isochrone.cli.client import segment
+from isochrone.cli.context import CliContext
+from isochrone.cli.output import show_one, show_rows
+from isochrone.cli.simple_commands import add_command
+
+
+@click.group()
+def tenants() -> None:
+    """Manage the budgets of tenants above the limits of their keys."""
+
+
+@tenants.command("limit")
+@click.argument("tenant")
+@limit_options
+@click.pass_obj
+def tenants_limit(obj: CliContext, /, tenant: str, **limits: float | None) -> None:
+    """Set limits of a tenant, for all of its keys together.
+
+    Limits that are not given stay the same; 0 removes a limit.
+    """
+    if not given_limits(limits):
+        raise click.UsageError("give at least one limit")
+    found = [row for row in obj.api.list("/v1/tenants") if row["tenant_id"] == tenant]
+    before = found[0]["limits"] if found else {}
+    etag = found[0]["etag"] if found else None
+    path = f"/v1/tenants/{segment(tenant)}/limits"
+    show_one(obj.api.ask("PUT", path, {**before, **given_limits(limits)}, etag=etag), obj.output)
+
+
+@tenants.command("list")
+@click.pass_obj
+def tenants_list(obj: CliContext) -> None:
+    """List tenants with a budget, and what they have used of it."""
+    rows = [
+        {**row, **{name: value for name, value in row["limits"].items() if value}}
+        for row in obj.api.list("/v1/tenants")
+    ]
+    columns = ["tenant_id", "tokens_today", "spend_today", "tokens_this_month", "spend_this_month"]
+    show_rows(rows, [*columns, "limits"], obj.output)
+
+
+add_command(
+    tenants, "unlimit", "DELETE", "/v1/tenants/{tenant}",
+    "End a tenant's budget; the limits of its keys remain.", "ended the budget of {}",
+)  # fmt: skip
