@@ -13,13 +13,14 @@ from math import inf
 from typing import Final
 
 from isochrone.wire.ids import ReplicaId
+from router.decide.adapters import add_load_times
 from router.decide.affinity import hash64, rendezvous_winner, within_load_bound
 from router.decide.latency import prefill_work
 from router.decide.prefix_index import NO_MATCHES
 from router.decide.ranked_route import RankedRoute
 from router.decide.replica_table import RoutingSnapshot
 from router.decide.route_query import RouteQuery as RouteQuery
-from router.decide.slot_costs import SlotCosts, slot_costs
+from router.decide.slot_costs import ScannedCosts, SlotCosts, slot_costs
 
 ALIKE_MS: Final = 2.0
 ALIKE_RATIO: Final = 0.05
@@ -160,6 +161,10 @@ def rank(
     snapshot: RoutingSnapshot, query: RouteQuery, excluded: Set[ReplicaId] = frozenset()
 ) -> RankedRoutes:
     """Rank the replicas that have capacity, best first, without those `excluded`."""
+    if query.adapter_ms:
+        scanned = ScannedCosts(snapshot, query, excluded)
+        add_load_times(scanned.all(), query.adapter_ms, query.adapter_mask)
+        return rank_by_costs(snapshot, query, scanned)
     return rank_by_costs(snapshot, query, slot_costs(snapshot, query, excluded))
 
 

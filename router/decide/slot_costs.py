@@ -329,9 +329,8 @@ class SearchedCosts(SlotCosts):
 
 
 def slot_costs(snapshot: RoutingSnapshot, query: RouteQuery, excluded: Set[ReplicaId]) -> SlotCosts:
-    """Return the costs of a query, searched if there are many slots and it has no adapter."""
-    is_few = len(snapshot.estimates) < SEARCHED_SLOTS_MIN
-    if is_few or query.adapter_ms or len(excluded) > SKIPPED_MAX:
+    """Return the costs of a query, searched if there are many slots."""
+    if len(snapshot.estimates) < SEARCHED_SLOTS_MIN or len(excluded) > SKIPPED_MAX:
         return ScannedCosts(snapshot, query, excluded)
     return searched_costs(snapshot, query, excluded)
 
@@ -393,9 +392,6 @@ def _all_costs(snapshot: RoutingSnapshot, query: RouteQuery) -> list[float]:
             cached = min(query.binding.cached_tokens, tokens)
             saved = work - charged * prefill_work(tokens, cached, depth_cost)
             costs[slot] -= saved * estimates[slot].ms_per_token
-    if query.adapter_ms:
-        load_ms, mask = query.adapter_ms, query.adapter_mask
-        costs = [cost if mask >> slot & 1 else cost + load_ms for slot, cost in enumerate(costs)]
     return costs
 
 
