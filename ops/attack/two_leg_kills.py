@@ -8,6 +8,9 @@ engine, the decode engine, or the agent of either. Streams are sampled with seed
 right text. An answer that was ended in order has to be that text, one that was cut a beginning of
 it. Only those at the decode node may be cut. Afterwards the part that was killed has to come back,
 and no node may hold tokens or KV blocks. A node of the prefill side that is gone costs no answer.
+
+With 4 instants of each, seed 1, on a busy machine (2 cores): killed on the prefill side, all 32
+answers whole; decode engine, 6 cut and 10 without a token; decode agent, 16 without a token.
 """
 
 import argparse

@@ -8,7 +8,7 @@ at once; that one became worse is noticed when its PoP has its turn, one PoP wit
 
 from collections.abc import Collection
 from math import inf
-from typing import Final
+from typing import Final, NamedTuple
 
 FLOOR_SHARE: Final = 0.9
 """PoPs are put in order by this share of the least wait there, so that small changes of waits do
@@ -122,6 +122,13 @@ class Estimates:
             self._own.add(number)
             self._chunks[number] = self._chunks[number].copy()
         return self._chunks[number]
+
+
+class PopBound(NamedTuple):
+    """A PoP, and a cost that none of its slots is below, but for the few that hold a prompt."""
+
+    least_ms: float
+    pop: int
 
 
 class PopBounds:

@@ -11,6 +11,7 @@ from math import inf
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ReplicaId
+from router.decide.estimates import PopBound
 from router.decide.health import split_ejected
 from router.decide.latency import prefill_work
 from router.decide.prefix_index import NO_MATCHES, slots_of
@@ -111,13 +112,6 @@ class ScannedCosts(SlotCosts):
     def up_to(self, limit_ms: float) -> list[int]:
         """Return the slots of at most this cost, in their order."""
         return [slot for slot, cost in enumerate(self._list) if cost <= limit_ms]
-
-
-class PopBound(NamedTuple):
-    """A PoP, and a cost that none of its slots is below, but for the few that hold a prompt."""
-
-    least_ms: float
-    pop: int
 
 
 class _Holders:

@@ -243,6 +243,8 @@ async def test_a_keys_limits_are_replaced_and_misspelt_ones_refused(admin: Admin
         "concurrency": 2,
         "tokens_per_day": 0,
         "spend_per_day": 0.0,
+        "tokens_per_month": 0,
+        "spend_per_month": 0.0,
     }
     for limits in ({"concurrency": -1}, {"spend_per_day": -0.5}, {"tokens_per_min": "many"}):
         assert (await admin.ask("PUT", path, limits)).status == 400
