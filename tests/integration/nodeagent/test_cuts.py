@@ -60,10 +60,10 @@ async def test_a_start_cancelled_twice_leaves_no_engine(
     spawning, may_spawn = asyncio.Event(), threading.Event()
     loop, spawn = asyncio.get_running_loop(), processes.spawn
 
-    def late(*given: Any) -> Child:
+    def late(*given: Any, **named: Any) -> Child:
         loop.call_soon_threadsafe(spawning.set)
         assert may_spawn.wait(30)
-        return spawn(*given)
+        return spawn(*given, **named)
 
     monkeypatch.setattr(module, "spawn", late)
     before, tasks = held(), asyncio.all_tasks()
