@@ -212,9 +212,9 @@ MUTATIONS: Final = (
              take_the_lease_of_a_server_just_started,
              ("restore", "crash_scheduler"), 100),
     Mutation("a router accepts any table", accept_any_table,
-             ("restore",), 60),
+             ("restore",), 200),
     Mutation("a router accepts a table that drops everything", accept_tables_that_drop_everything,
-             ("restore",), 60),
+             ("restore",), 200),
     Mutation("a replica that is not assigned is stopped", stop_what_is_not_assigned,
              ("restore", "operate"), 60),
 )  # fmt: skip
