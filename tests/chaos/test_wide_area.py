@@ -147,7 +147,7 @@ async def test_names_that_are_not_resolved_cost_no_request(wide: WideFleet) -> N
         async def answers_again() -> bool:
             return any(ended.node == "ams-1" for ended in load.ended[before:])
 
-        await until("requests go to the node again", answers_again)
+        await until("requests go to the node again", answers_again, MOVED_S)
         assert names.unanswered, "no name was asked for"
         logs = (fleet.folder / "logs").glob("router-*.log")
         assert not any("getaddrinfo" in path.read_text() for path in logs)
