@@ -25,7 +25,7 @@ NEAR_MS = 5.0
 FAR_MS = 25.0
 """One way, from the routers to the node in `ams` and to that in `sin`."""
 
-MOVED_S = 120.0
+MOVED_S = 300.0
 RECENT = 20
 """How many answers show which node the routers prefer."""
 
