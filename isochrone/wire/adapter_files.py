@@ -42,7 +42,27 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     alpha_pattern: dict[str, float] | None = None
     trainable_token_indices: Any = None
     layer_replication: Any = None
+    alora_invocation_tokens: Any = None
+    use_bdlora: Any = None
     init_lora_weights: Any = True
+
+    def unsupported(self) -> list[str]:
+        """Return the features that it needs and the engines here lack."""
+        kept = self.init_lora_weights in INIT_KEEPS_BASE
+        needs = {
+            "use_dora": self.use_dora,
+            "fan_in_fan_out": self.fan_in_fan_out,
+            "bias": self.bias != "none",
+            "modules_to_save": self.modules_to_save,
+            "rank_pattern": self.rank_pattern,
+            "alpha_pattern": self.alpha_pattern,
+            "trainable_token_indices": self.trainable_token_indices,
+            "layer_replication": self.layer_replication,
+            "alora_invocation_tokens": self.alora_invocation_tokens,
+            "use_bdlora": self.use_bdlora,
+            f"init_lora_weights {self.init_lora_weights!r:.40}": not kept,
+        }
+        return [name for name, value in needs.items() if value]
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -70,18 +90,7 @@ def read_adapter_config(body: bytes) -> AdapterConfig:
         raise BadAdapter(f"cannot use a {config.peft_type[:40]!r} adapter: expected 'LORA'")
     if not math.isfinite(config.lora_alpha):
         raise BadAdapter("cannot use the adapter: its lora_alpha is not a number")
-    unsupported = {
-        "use_dora": config.use_dora,
-        "fan_in_fan_out": config.fan_in_fan_out,
-        "bias": config.bias != "none",
-        "modules_to_save": config.modules_to_save,
-        "rank_pattern": config.rank_pattern,
-        "alpha_pattern": config.alpha_pattern,
-        "trainable_token_indices": config.trainable_token_indices,
-        "layer_replication": config.layer_replication,
-        "init_lora_weights": config.init_lora_weights not in INIT_KEEPS_BASE,
-    }
-    used = ", ".join(name for name, value in unsupported.items() if value)
+    used = ", ".join(config.unsupported())
     if used:
         raise BadAdapter(f"cannot use the adapter: it needs {used}, which is not supported")
     return config

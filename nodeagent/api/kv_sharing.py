@@ -155,8 +155,12 @@ class KvSharingRoutes:
                 "cannot keep KV: another copy is being made",
                 retry_after_s=1.0,
             )
-        async with self._keeping, asyncio.timeout(COPY_TIMEOUT_S):
-            return await self._fetch_copy(engine, query)
+        try:
+            async with self._keeping, asyncio.timeout(COPY_TIMEOUT_S):
+                return await self._fetch_copy(engine, query)
+        except TimeoutError as error:
+            reason = f"it was not copied within {COPY_TIMEOUT_S:g} s"
+            raise ApiError(ErrorCode.UPSTREAM, f"cannot keep KV: {reason}") from error
 
     async def _fetch_copy(self, engine: EngineProcess, query: kv_sharing.KeepQuery) -> web.Response:
         body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=query.digests))

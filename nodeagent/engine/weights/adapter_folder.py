@@ -5,11 +5,11 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 import torch
 
+from isochrone.wire.adapter_files import AdapterConfig
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.weights.hf_config import read_json
 from nodeagent.engine.weights.lora_adapter import LoraAdapter
@@ -17,26 +17,6 @@ from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles
 
 RANK_MAX: Final = 256
 _WEIGHT: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
-_INIT_KEEPS_BASE: Final = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` that leave the base weights unchanged; PiSSA and others do not."""
-
-
-class _AdapterConfig(msgspec.Struct):
-    peft_type: str
-    r: int
-    lora_alpha: float
-    use_rslora: bool = False
-    use_dora: bool = False
-    fan_in_fan_out: bool = False
-    bias: str = "none"
-    modules_to_save: list[str] | None = None
-    rank_pattern: dict[str, int] = {}
-    alpha_pattern: dict[str, float] = {}
-    trainable_token_indices: Any = None
-    layer_replication: Any = None
-    alora_invocation_tokens: Any = None
-    use_bdlora: Any = None
-    init_lora_weights: Any = True
 
 
 def read_adapter(
@@ -52,7 +32,7 @@ def read_adapter(
     Raises CheckpointError, before weights are read, where the adapter is for another model, needs
     a feature that the engine lacks, or takes more than `bytes_max`.
     """
-    config: _AdapterConfig = read_json(folder / "adapter_config.json", _AdapterConfig)
+    config: AdapterConfig = read_json(folder / "adapter_config.json", AdapterConfig)
     _check_config(folder, config)
     rank = config.r
     scale = config.lora_alpha / (math.sqrt(rank) if config.use_rslora else rank)
@@ -82,27 +62,13 @@ def read_adapter(
     return LoraAdapter(name, pairs, digest.digest(), size_bytes)
 
 
-def _check_config(folder: Path, config: _AdapterConfig) -> None:
+def _check_config(folder: Path, config: AdapterConfig) -> None:
     if config.peft_type != "LORA" or not 1 <= config.r <= RANK_MAX:
         raise CheckpointError(
             f"cannot load adapter {folder}: {config.peft_type} of rank {config.r}; LORA of rank 1"
             f" to {RANK_MAX} is supported"
         )
-    unsupported = {
-        "use_dora": config.use_dora,
-        "fan_in_fan_out": config.fan_in_fan_out,
-        "bias": config.bias != "none",
-        "modules_to_save": config.modules_to_save,
-        "rank_pattern": config.rank_pattern,
-        "alpha_pattern": config.alpha_pattern,
-        "trainable_token_indices": config.trainable_token_indices,
-        "layer_replication": config.layer_replication,
-        "alora_invocation_tokens": config.alora_invocation_tokens,
-        "use_bdlora": config.use_bdlora,
-        f"init_lora_weights {config.init_lora_weights!r:.40}": config.init_lora_weights
-        not in _INIT_KEEPS_BASE,
-    }
-    used = [name for name, value in unsupported.items() if value]
+    used = config.unsupported()
     if used or not math.isfinite(config.lora_alpha):
         raise CheckpointError(
             f"cannot load adapter {folder}: {', '.join(used) or 'its lora_alpha'} is unsupported"
