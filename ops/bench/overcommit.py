@@ -115,7 +115,7 @@ class BenchNode:
 def _is_parked(path: Path) -> bool:
     """Return whether a descriptor is of a file without a name in the state of a node."""
     try:
-        target = os.readlink(path)
+        target = str(path.readlink())
     except OSError:
         return False
     return f"{tempfile.gettempdir()}/iso-" in target and target.endswith(" (deleted)")
