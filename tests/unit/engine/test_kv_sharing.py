@@ -36,6 +36,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_head,
 )
 from nodeagent.engine.server.kv_sharing import KvSharing
+from tests.unit.engine.test_kv_receiving import turns
 from tests.unit.engine.test_kv_transfers import Memory, digest
 
 CHAIN = [digest("x", number) for number in range(6)]
@@ -235,7 +236,7 @@ async def test_how_much_is_here_is_said_during_a_step_and_a_part_waits_for_one()
     located = msgspec.json.decode(answer.body, type=LocatedBlocks)
     assert (located.blocks, located.keep_blocks_max) == (6, 2)
     reading = asyncio.create_task(sharing._read(CHAIN))
-    await asyncio.sleep(0)
+    await turns()
     assert transfers.held_blocks == 0
     worker.step()
     assert (await reading).tolist() == [[1.0]] * 6
@@ -245,7 +246,7 @@ async def test_how_much_is_here_is_said_during_a_step_and_a_part_waits_for_one()
     # One that is given up holds nothing, whether the step thread has begun with it or not.
     for has_begun in (False, True):
         reading = asyncio.create_task(sharing._read(CHAIN))
-        await asyncio.sleep(0)
+        await turns()
         if has_begun:
             worker.step()
         reading.cancel()
