@@ -164,6 +164,10 @@ class ModelRunner:
             self.token_states.store(layout.write_slots)
         return logits
 
+    def kv_pages(self) -> list[Tensor]:
+        """Return the memory of keys and values, layer by layer."""
+        return [kv.pages for kv in self._kv]
+
     @torch.inference_mode()
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero `blocks`."""

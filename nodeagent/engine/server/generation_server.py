@@ -59,7 +59,7 @@ class GenerationServer(ModelServer):
         for worker in workers.workers:
             # The descriptor becomes readable when the worker process ends.
             asyncio.get_running_loop().add_reader(worker.descriptor, self.worker.fail)
-        self.sleep = EngineSleep(config, self.worker, self.inflight, loaded.known)
+        self.sleep = EngineSleep(config, loaded, self.worker, self.inflight)
         self.adapters = AdapterRegistry(config, loaded.active_adapters, loaded.dtype)
         self._preparer = RequestPreparer(config, loaded, self.adapters, self.context_tokens)
         self.kv_sender = KvSender(config, loaded.kv_blocks, self.worker, self.open_requests)
