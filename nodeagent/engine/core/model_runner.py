@@ -101,6 +101,11 @@ class ModelRunner:
         return self._attention.config.kv_format.dtype
 
     @property
+    def can_read_beside_steps(self) -> bool:
+        """Whether any thread may read blocks during a step: on a GPU that waits for the step."""
+        return self.device == "cpu"
+
+    @property
     def active_adapters(self) -> ActiveAdapters:
         """The modules of the model that adapters can change."""
         return self._model.adapters

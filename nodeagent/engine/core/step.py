@@ -58,6 +58,8 @@ class WakenedExecutor(ModelExecutor, DeviceBlocks, Protocol):
 class SleepingExecutor:
     """Stands in for the model of an engine that sleeps: it has none, and no KV."""
 
+    can_read_beside_steps = False
+
     def begin(self, batch: Batch) -> abc.Callable[[], Tensor]:
         """Raise RuntimeError: a generation must wake the engine first."""
         raise RuntimeError("cannot run a step: the engine sleeps")

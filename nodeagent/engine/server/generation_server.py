@@ -66,10 +66,16 @@ class GenerationServer(ModelServer):
         waiting_max = config.sequences_max + config.waiting_max
         mover = engine.block_mover
         self.kv_receiver = KvReceiver(
-            loaded.kv_blocks, self.worker, waiting_max, has_host_tier=mover is not None
+            loaded.kv_blocks,
+            self.worker,
+            engine.kv_transfers,
+            waiting_max,
+            has_host_tier=mover is not None,
         )
         files = mover.files if mover is not None else None
-        self.kv_sharing = KvSharing(loaded.kv_blocks, self.worker, files, config.client_stall_s)
+        self.kv_sharing = KvSharing(
+            loaded.kv_blocks, self.worker, engine.kv_transfers, files, config.client_stall_s
+        )
 
     def fail_all(self, message: str) -> None:
         """End every open request with an error."""
