@@ -10,19 +10,17 @@ import hashlib
 import secrets
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import aiohttp
 import msgspec
 from aiohttp import web
-from msgspec import Meta
 
 from isochrone.service.http_server import read_body
 from isochrone.wire.adapter import (
     ADAPTER_FILES,
     CONFIG_FILE,
     WEIGHTS_FILE,
-    AdapterName,
 )
 from isochrone.wire.adapter_files import (
     CONFIG_BYTES_MAX,
@@ -38,7 +36,7 @@ from isochrone.wire.adapter_files import (
 from isochrone.wire.codec import describe
 from isochrone.wire.engine_capabilities import adapter_rank_max
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.model import ModelName
+from isochrone.wire.public_bodies import NewFinetune
 from scheduler.decide.adapter_fit import check_adapter
 from scheduler.decide.adapter_limits import AdapterLimits
 from scheduler.state.batch_folder import CHUNK_BYTES, BatchFolder
@@ -63,15 +61,6 @@ BODY_TIMEOUT_S: Final = 10.0
 FIELD_BYTES_MAX: Final = 256
 PUBLIC_PAGE_MAX: Final = 1000
 OFFSET_MAX: Final = 1_000_000
-
-
-class NewFinetune(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body that describes an adapter."""
-
-    model: ModelName
-    name: AdapterName
-    description: Annotated[str, Meta(max_length=1024)] | None = None
-    public: bool | None = None
 
 
 class _Upload(NamedTuple):
