@@ -12,7 +12,7 @@ import schemathesis
 MODEL = os.environ.get("OPENAPI_MODEL", "")
 
 
-@schemathesis.hook
+@schemathesis.hook  # type: ignore[untyped-decorator]
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
     """Replace the model in the body and the path of a valid request."""
     mode = getattr(getattr(case.meta, "generation", None), "mode", None)

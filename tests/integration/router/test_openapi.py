@@ -16,13 +16,13 @@ from ops.fuzz.openapi import command, environment
 from router.apis.dispatch import INFERENCE_PATHS
 from router.apis.document.routes import ROUTES
 from router.apis.workers_ai.auxiliary import AUXILIARY_PATHS
-from tests.integration.admin.conftest import admin
+from tests.integration.admin.conftest import TOKEN, Admin, admin
 from tests.integration.router.fleet_of import KEY, a_route
 from tests.integration.router.test_batches import BatchBench, bench
 
 __all__ = ["admin", "bench"]
 
-EXAMPLES = int(os.environ.get("OPENAPI_EXAMPLES", "5"))
+EXAMPLES = int(os.environ.get("OPENAPI_EXAMPLES", "3"))
 KINDS = {
     **{"tiny": "chat", "vectors": "embedding", "ranks": "rerank", "classes": "classify"},
     **{"sounds": "transcription", "voices": "speech", "images": "image"},
@@ -82,11 +82,16 @@ async def test_the_document_is_valid_and_names_every_route(url: str) -> None:
                 assert name in {parameter["name"] for parameter in operation["parameters"]}
 
 
-async def test_drawn_requests_get_what_the_document_says(url: str, tmp_path: Path) -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("api", ["public", "admin"])
+async def test_drawn_requests_get_what_the_document_says(
+    url: str, admin: Admin, tmp_path: Path, api: str
+) -> None:
     pytest.importorskip("schemathesis", reason="install the development dependencies")
-    run = command(url, KEY, examples=EXAMPLES, seed=1, report=tmp_path / "report")
+    at, token = (url, KEY) if api == "public" else (admin.url, TOKEN)
     process = await asyncio.create_subprocess_exec(
-        *run,
+        *command(at, token, examples=EXAMPLES, seed=1, report=tmp_path / "report"),
+        *("--phases", "fuzzing"),
         env=environment("tiny"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -97,3 +102,44 @@ async def test_drawn_requests_get_what_the_document_says(url: str, tmp_path: Pat
         if process.returncode is None:
             process.kill()
     assert process.returncode == 0, output.decode(errors="replace")[-20_000:]
+
+
+FORM = "multipart/form-data; boundary=b"
+
+
+def a_form(*parts: bytes) -> bytes:
+    return b"".join(b"--b\r\n" + part + b"\r\n" for part in parts) + b"--b--\r\n"
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/ai/tomarkdown"])
+async def test_a_form_with_a_malformed_header_is_refused(
+    bench: BatchBench, url: str, path: str, tmp_path: Path
+) -> None:
+    body = a_form(
+        b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\nhello',
+        b'Content-Disposition: form-data; name="\x00"\r\n\r\n1',
+    )
+    headers = {"authorization": f"Bearer {KEY}", "content-type": FORM}
+    async with aiohttp.request("POST", f"{url}{path}", data=body, headers=headers) as answer:
+        assert answer.status == 400, await answer.text()
+    assert [file async for file in bench.client.files.list()] == []
+    assert not list((tmp_path / "batches").iterdir()), "no bytes of a refused file are kept"
+
+
+async def test_a_refused_form_leaves_no_file(url: str, tmp_path: Path) -> None:
+    part = b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\nhello'
+    headers = {"authorization": f"Bearer {KEY}", "content-type": FORM}
+    for body in (a_form(part, part), a_form(part)):
+        async with aiohttp.request("POST", f"{url}/v1/files", data=body, headers=headers) as answer:
+            assert answer.status == 400
+        assert not list((tmp_path / "batches").iterdir())
+
+
+async def test_a_limit_with_leading_zeros_is_no_way_around_it(url: str) -> None:
+    headers = {"authorization": f"Bearer {KEY}"}
+    for path in (
+        "/v1/batches?limit=000000001000000",
+        "/ai/finetunes/public?offset=0000000009999999999999999999",
+    ):
+        async with aiohttp.request("GET", f"{url}{path}", headers=headers) as answer:
+            assert answer.status == 400, (path, await answer.text())
