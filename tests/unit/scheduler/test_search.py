@@ -96,6 +96,18 @@ def test_a_deployment_at_its_maximum_moves_two_replicas_to_a_site_that_others_le
     assert total_cost(draft) <= 1.01 * 100_615.3
 
 
+def test_a_large_replica_and_the_small_ones_of_another_node_trade_places() -> None:
+    limits = PlanLimits(starts_max=10**6, endings_max=10**6, effort=600)
+    draft, _ = run_search(small_world(754_430), limits)
+    assert total_cost(draft) <= 1.01 * 49_961.3
+
+
+def test_replicas_of_two_deployments_trade_sites() -> None:
+    limits = PlanLimits(starts_max=10**6, endings_max=10**6, effort=600)
+    draft, _ = run_search(small_world(570_038), limits)
+    assert total_cost(draft) <= 1.01 * 3_477.8
+
+
 @settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 400), effort=st.integers(0, 20))
 def test_bounds_of_all_sites_agree_with_those_of_one(seed: int, effort: int) -> None:

@@ -14,6 +14,7 @@ from scheduler.decide.placement.score import START
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.draft import Gain, PlacementDraft
 from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN, EffortBudget
+from scheduler.decide.placement.search.exchange import Exchange
 from scheduler.decide.placement.search.greedy_fill import FillOrder, fill
 from scheduler.decide.placement.search.load_assignment import EPSILON
 from scheduler.decide.placement.search.perturb import Perturbation
@@ -36,6 +37,7 @@ class LocalSearch:
         self._settle_s = settle_s
         self._swap = SlotSwap(draft, settle_s, self._effort)
         self._perturbation = Perturbation(draft, self._swap, self._move, self._effort)
+        self._exchange = Exchange(draft, self._swap, self._move, self._effort)
 
     def preemptions(self) -> list[Preemption]:
         """Return the running replicas that are to end for others."""
@@ -76,6 +78,7 @@ class LocalSearch:
         while not self._effort.is_spent:
             changed = self._move_new_replicas()
             changed |= self._swap.run()
+            changed = changed or self._exchange.run()
             if not (changed or self._rebuild_all() or self._perturbation.run()):
                 return
             fill(self._draft)
