@@ -1,9 +1,9 @@
 """Exchanges: two nodes trade all of their new replicas, or two replicas trade their sites.
 
-Neither is a sequence of single moves that each lower the cost: a replica of four devices and the ten
-small ones on another node of four are in each other's way, and each of two deployments may lack the
-capacity that the other would leave. As after a forced move (`perturb.py`), the deployments that were
-touched move and fill again, and the result is kept if the total cost is lower.
+Neither is a sequence of single moves that each lower the cost: a replica of four devices and the
+ten small ones on another node of four are in each other's way, and each of two deployments may lack
+the capacity that the other would leave. As after a forced move (`perturb.py`), the deployments that
+were touched move and fill again, and the result is kept if the total cost is lower.
 """
 
 from collections import defaultdict
@@ -98,8 +98,8 @@ class Exchange:
         """Let two nodes trade replicas. Return whether that lowers the cost; roll back if not."""
         draft = self._draft
         savepoint = draft.savepoint(draft.states)
-        targets = {replica: to_node for replica in leaving}
-        targets |= {replica: from_node for replica in arriving}
+        targets = dict.fromkeys(leaving, to_node)
+        targets |= dict.fromkeys(arriving, from_node)
         for replica in targets:
             draft.remove(replica)
         sites = draft.fleet.table.sites_of_node
