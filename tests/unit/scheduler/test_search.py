@@ -22,6 +22,7 @@ from scheduler.decide.placement.fleet.slots import free_memory, residency_allows
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.placement.search.blocked_gains import BlockedGain
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
+from scheduler.decide.placement.search.local_search import LocalSearch
 from scheduler.decide.whatif import explain_placement
 from tests.builders import a_cluster, a_deployment, a_device, a_model, a_node, a_placement
 from tests.unit.scheduler.test_plan import a_demand, after_plan, starts
@@ -96,16 +97,23 @@ def test_a_deployment_at_its_maximum_moves_two_replicas_to_a_site_that_others_le
     assert total_cost(draft) <= 1.01 * 100_615.3
 
 
-def test_a_large_replica_and_the_small_ones_of_another_node_trade_places() -> None:
-    limits = PlanLimits(starts_max=10**6, endings_max=10**6, effort=600)
-    draft, _ = run_search(small_world(754_430), limits)
-    assert total_cost(draft) <= 1.01 * 49_961.3
-
-
-def test_replicas_of_two_deployments_trade_sites() -> None:
-    limits = PlanLimits(starts_max=10**6, endings_max=10**6, effort=600)
-    draft, _ = run_search(small_world(570_038), limits)
-    assert total_cost(draft) <= 1.01 * 3_477.8
+@pytest.mark.parametrize(
+    ("seed", "optimum"),
+    [
+        # A replica of four devices and ten small ones on another node of four trade places.
+        (754_430, 49_961.3),
+        # Replicas of two deployments trade sites in one PoP, so that they can in another.
+        (570_038, 3_477.8),
+    ],
+)
+def test_exchanges_leave_minima_that_no_move_or_swap_leaves(seed: int, optimum: float) -> None:
+    limits = PlanLimits(starts_max=10**6, endings_max=10**6, effort=100)
+    draft, _ = run_search(small_world(seed), limits)
+    assert total_cost(draft) > 1.01 * optimum
+    search = LocalSearch(draft, limits.settle_s, effort=2_000)
+    while search.exchange():
+        pass
+    assert total_cost(draft) <= 1.01 * optimum
 
 
 @settings(deadline=None, max_examples=10)

@@ -78,10 +78,14 @@ class LocalSearch:
         while not self._effort.is_spent:
             changed = self._move_new_replicas()
             changed |= self._swap.run()
-            changed = changed or self._exchange.run()
-            if not (changed or self._rebuild_all() or self._perturbation.run()):
+            changed = changed or self._rebuild_all() or self._perturbation.run()
+            if not (changed or self.exchange()):
                 return
             fill(self._draft)
+
+    def exchange(self) -> bool:
+        """Try exchanges until one lowers the cost; return whether there was one."""
+        return self._exchange.run()
 
     def relocate_running(self) -> None:
         """For deployments at their maximum, start a replica elsewhere if it is worth more there.
