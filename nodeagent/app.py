@@ -96,7 +96,6 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         link.url, node.relay_token, cluster_tls if link.url.startswith("https:") else None
     )
     loops = _loops(config, node, supervisor, artifacts, link, rng)
-
     try:
         await _adopt_survivors(node, engines, supervisor)
         server = DataPlaneServer(
