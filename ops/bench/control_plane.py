@@ -254,6 +254,13 @@ class ControlPlaneBench:
             arguments = [str(folder), str(ROUTER_PORTS[name]), str(figures), *urls]
             await self.processes.start(name, ["ops.bench.control_plane_router", *arguments])
 
+    async def all_follow(self, admin: "AdminProbe", name: str) -> None:
+        """Wait until all routers, the real ones and the simulated, have the table."""
+        for router in self.real:
+            ready = functools.partial(admin.router_is_ready, router)
+            await self.processes.wait(router, ready, CONNECT_TIMEOUT_S)
+        await admin.all_follow(name, self.options.routers, CONNECT_TIMEOUT_S)
+
     async def not_following(self, admin: "AdminProbe", name: str) -> list[str]:
         """Stop a real router for a while; return which peers do not follow, as the status says."""
         if STOPPED not in self.real:
@@ -328,10 +335,7 @@ async def measure(options: Namespace, folder: Path) -> report.ControlPlaneRun:
             await bench.start_routers()
             connected_at = await bench.all_connected(admin, "a")
             print(f"all connected after {connected_at - began:.1f} s", flush=True)
-            for name in bench.real:
-                ready = functools.partial(admin.router_is_ready, name)
-                await bench.processes.wait(name, ready, CONNECT_TIMEOUT_S)
-            await admin.all_follow("a", options.routers, CONNECT_TIMEOUT_S)
+            await bench.all_follow(admin, "a")
             followed_at = monotonic()
             print(f"all have the table after {followed_at - began:.1f} s", flush=True)
             await asyncio.sleep(SETTLE_S)

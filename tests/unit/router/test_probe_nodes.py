@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Generator
 from typing import Any, cast
 
 from isochrone.wire.ids import NodeId, PopId
@@ -13,6 +14,13 @@ from router.metrics import Metrics
 from tests.unit.router.test_follow_routes import a_route, a_table
 
 NODES = "".join(chr(0x4E00 + number) for number in range(1000))
+
+
+class NextTurn:
+    """Waits for the next turn of the event loop."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield
 
 
 class SilentNodes:
@@ -36,12 +44,12 @@ class SilentNodes:
         self.turns_at.append(self.turns)
         self.tasks_most = max(self.tasks_most, len(asyncio.all_tasks()))
         if self.is_slow:
-            await asyncio.sleep(0)
+            await NextTurn()
         raise AttemptFailed(FailureCause.UNREACHABLE, "nothing listens")
 
     async def count_turns(self) -> None:
         while True:
-            await asyncio.sleep(0)
+            await NextTurn()
             self.turns += 1
 
 
