@@ -110,6 +110,10 @@ class KeyTable:
         A table of a `KeyTableBuilder`, and each that `replaced` makes of it, has them. For another
         they are computed now: about two seconds for a million keys.
         """
+        return self.compute_sums()
+
+    def compute_sums(self) -> KeySums:
+        """Return the same. A thread calls it, so that an event loop finds them computed."""
         if self._sums is None:
             sums = KeySums()
             for key in self:

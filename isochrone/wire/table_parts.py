@@ -141,8 +141,8 @@ def read_table(payload: bytes | memoryview) -> RouteTable:
     keys = KeyTable.of(
         share.of(codec.decode(key, _KEY, bytes_max=len(payload))) for key in stored.keys
     )
-    # Computed here, in a thread, and not on the event loop when the router registers.
-    assert keys.sums is not None
+    # Here it is a thread that waits, and not the event loop when the router registers.
+    keys.compute_sums()
     fields["keys"] = keys
     return RouteTable(**fields)
 

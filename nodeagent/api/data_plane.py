@@ -42,6 +42,7 @@ from nodeagent.api.inference_paths import (
 from nodeagent.api.kv_address import KvAddressRoute
 from nodeagent.api.kv_sharing import KvSharingRoutes
 from nodeagent.api.metrics_page import add_metrics
+from nodeagent.api.model_name import with_model_name
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.pop_loads import PopLoadReader
 from nodeagent.api.request_adapter import (
@@ -104,7 +105,7 @@ TO_PEER: Final = (*TO_ENGINE[:-3], headers.TOKENS, headers.ROUTER)
 among them, so a request is handed off at most once."""
 
 FROM_ENGINE: Final = ("content-type", "retry-after", "cache-control", kv_sharing.KV_FOUND)
-FROM_PEER: Final = (*FROM_ENGINE, headers.LOAD, headers.ENGINE_LOST)
+FROM_PEER: Final = (*FROM_ENGINE, kv_sharing.FETCH_MS, headers.LOAD, headers.ENGINE_LOST)
 
 
 class DataPlaneServer:
@@ -318,6 +319,9 @@ class DataPlaneServer:
         sent[headers.CACHE_SALT] = salt
         priority = request.headers.get(headers.PRIORITY, "")
         body = with_adapter(body, running.adapter)
+        if engine.model_name:
+            content_type = request.headers.get("content-type", "")
+            body = with_model_name(body, content_type, engine.model_name)
 
         def post(body: bytes, sent: Mapping[str, str]) -> AnswerContext:
             data = request_data(engine.salted(request.path, body, salt, priority))
