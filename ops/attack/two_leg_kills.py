@@ -57,7 +57,7 @@ class KillPhase(StrEnum):
     STREAMING = "mid-stream"
 
 
-class Progress:
+class StreamProgress:
     """What the streams of one instant have received, as their client sees it."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class KillOutcome(NamedTuple):
     """Answers with a text that rounding explains."""
 
 
-async def wait_for(pair: Pair, phase: KillPhase, reader: str, progress: Progress) -> bool:
+async def wait_for(pair: Pair, phase: KillPhase, reader: str, progress: StreamProgress) -> bool:
     """Wait until a phase is seen; return False if all streams ended before."""
     node = reader if phase is KillPhase.READING else DECODE
     counts = "running" if phase is KillPhase.READING else "kv_transfer_held_blocks"
@@ -137,7 +137,7 @@ async def attack_once(pair: Pair, victim: str, instant: int, seed: int) -> KillO
     readers = chance.sample(READERS, len(READERS))
     node = pair.nodes[readers[0] if victim.startswith("prefill") else DECODE]
     await node.forget_crashes()
-    progress = Progress()
+    progress = StreamProgress()
 
     async def stream(number: int, delay_s: float) -> StreamedAnswer:
         await asyncio.sleep(delay_s)

@@ -42,7 +42,7 @@ def test_roles_keep_gaps_short_and_first_tokens_early_on_long_prompts() -> None:
     assert misses([unified, roles])[0].startswith("TTFT 1.")
     behind = misses([roles, unified, roles])
     assert behind[-1].startswith("gap behind ours, auto")
-    assert len(table_lines([[roles, roles]])) == 7
+    assert len(table_lines([[roles, roles]])) == 8
 
 
 @pytest.mark.parametrize(
