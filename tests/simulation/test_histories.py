@@ -217,7 +217,7 @@ MUTATIONS: Final = (
              ("jump", "pause_scheduler", "slow"), 60),
     Mutation("an epoch repeats after a restore shorter than a lease",
              take_the_lease_of_a_server_just_started,
-             ("restore", "crash_scheduler"), 100),
+             ("restore", "crash_scheduler"), 200),
     Mutation("a router accepts any table", accept_any_table,
              ("restore",), 200),
     Mutation("a router accepts a table that drops everything", accept_tables_that_drop_everything,
