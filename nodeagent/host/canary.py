@@ -1,4 +1,4 @@
-"""Test requests: the smallest one for each kind of model, and whether it is answered."""
+"""The test requests that an agent sends to idle engines."""
 
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
