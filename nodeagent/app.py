@@ -61,13 +61,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     server_tls = node_server_context(node.identity) if config.door_tls else None
     client_tls = client_context(node.identity) if config.door_tls else None
     artifacts = _artifact_store(config, node, sources, rng, client_tls)
-    engines = EngineProcesses(
-        config.state / "engines",
-        config.engine_threads or (os.cpu_count() or 1),
-        standby=config.standby,
-        device_memory=node.devices.memory,
-        host=urlsplit(config.address).hostname or "127.0.0.1",
-    )
+    engines = _engine_processes(config, node)
     supervisor = Supervisor(
         config=config,
         artifacts=artifacts,
@@ -165,6 +159,17 @@ async def _open_node(config: NodeConfig) -> NodeState:
     return node
 
 
+def _engine_processes(config: NodeConfig, node: NodeState) -> EngineProcesses:
+    return EngineProcesses(
+        config.state / "engines",
+        config.engine_threads or (os.cpu_count() or 1),
+        standby=config.standby,
+        device_memory=node.devices.memory,
+        host=urlsplit(config.address).hostname or "127.0.0.1",
+        commands=config.commands,
+    )
+
+
 def _loops(
     config: NodeConfig,
     node: NodeState,
@@ -179,7 +184,9 @@ def _loops(
     )
     report = Loop("report", reporting.run_once, REPORT_INTERVAL_S, jitter=rng)
     pulse = Loop("pulse", PulseJob(node, link).run_once, PULSE_INTERVAL_S, jitter=rng)
-    converging = ConvergeJob(node, supervisor, monotonic, config.plaintext_rank_ports)
+    converging = ConvergeJob(
+        node, supervisor, monotonic, config.plaintext_rank_ports, config.commands
+    )
     converge = Loop("converge", converging.run_once, CONVERGE_INTERVAL_S)
     prefetching = PrefetchJob(node, supervisor, artifacts)
     prefetch = Loop("prefetch", prefetching.run_once, PREFETCH_INTERVAL_S)

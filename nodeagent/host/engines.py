@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import aiohttp
 import msgspec
@@ -29,6 +29,7 @@ from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.ids import DeviceId
 from nodeagent.drivers import DRIVERS
+from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.driver import (
     DeviceMemory,
     EngineCommand,
@@ -37,6 +38,7 @@ from nodeagent.drivers.driver import (
     with_fields,
 )
 from nodeagent.drivers.handshake import Handshake
+from nodeagent.host.canary import CANARIES, Canary, has_list
 from nodeagent.host.engine_log import LOG
 from nodeagent.host.engine_ports import free_port, other_listener
 from nodeagent.host.processes import (
@@ -59,29 +61,6 @@ CANARY_TIMEOUT_S: Final = 20.0
 SLEEP_TIMEOUT_S: Final = 30.0
 WAKE_TIMEOUT_S: Final = 120.0
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
-
-
-class Canary(NamedTuple):
-    """The smallest possible request for one kind of model, and the list that its answer has."""
-
-    path: str
-    body: Mapping[str, Any]
-    answer: str
-
-
-CANARIES: Final = {
-    "chat": Canary(
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "1"}], "max_tokens": 1, "temperature": 0},
-        "choices",
-    ),
-    "embedding": Canary("/v1/embeddings", {"input": "1"}, "data"),
-    "rerank": Canary("/v1/rerank", {"query": "1", "documents": ["1"]}, "results"),
-    "classify": Canary("/classify", {"input": "1"}, "data"),
-    # An image or a voice is too much work for a test, and a sound no JSON: does it answer at all?
-    **dict.fromkeys(("transcription", "speech", "image"), Canary("/v1/models", {}, "data")),
-}
-"""By kind of model. A request without a body is a GET."""
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +135,20 @@ class EngineProcess:
         return self._driver.handshake(self.record.spec)
 
     @property
+    def stall_s(self) -> float:
+        """How long this engine may be silent with requests in flight; 0 for the node's setting."""
+        return self.record.command.stall_s
+
+    @property
+    def model_name(self) -> str:
+        """What requests for the engine must call the model; "" if any name will do."""
+        return self.record.command.model_name
+
+    @property
+    def _ready_path(self) -> str:
+        return self.record.command.ready_path or self._driver.health_path
+
+    @property
     def exit_reason(self) -> str:
         """How the process ended, with the signal if one killed it."""
         code = self._child.poll() if self._child is not None else None
@@ -190,7 +183,7 @@ class EngineProcess:
         command = self.record.command
         if not command.base_url:
             return not command.socket or await asyncio.to_thread(Path(command.socket).exists)
-        status, _ = await self._request("GET", self._driver.health_path, PROBE_TIMEOUT_S)
+        status, _ = await self._request("GET", self._ready_path, PROBE_TIMEOUT_S)
         if status == 200 and command.port and not self._owns_port:
             # Once is enough: it keeps the port that it has.
             other = await asyncio.to_thread(other_listener, command.port, self.pid)
@@ -202,7 +195,8 @@ class EngineProcess:
 
     async def stats(self) -> EngineStats | None:
         """Return the engine's statistics, or None if it returns none that can be read."""
-        status, body = await self._request("GET", self._driver.stats_path, PROBE_TIMEOUT_S)
+        path = self._driver.stats_path or self._ready_path
+        status, body = await self._request("GET", path, PROBE_TIMEOUT_S)
         try:
             return self._driver.read_stats(body) if status == 200 else None
         except msgspec.DecodeError:
@@ -210,7 +204,10 @@ class EngineProcess:
 
     async def metrics(self) -> str:
         """Return the engine's Prometheus metrics page, or "" if it has none."""
-        status, body = await self._request("GET", self._driver.metrics_path, PROBE_TIMEOUT_S)
+        path = self.record.command.metrics_path or self._driver.metrics_path
+        if not path:
+            return ""
+        status, body = await self._request("GET", path, PROBE_TIMEOUT_S)
         return body.decode(errors="replace") if status == 200 else ""
 
     async def canary(self, kind: str) -> bool:
@@ -221,7 +218,11 @@ class EngineProcess:
         no answer, or one of status 200 that is none.
         """
         canary = CANARIES.get(self.record.spec.kind or kind, CANARIES["chat"])
-        body = {"model": self.record.spec.name, **canary.body} if canary.body else None
+        command = self.record.command
+        if not canary.body and command.ready_path:
+            canary = Canary(command.ready_path, {}, "")
+        name = command.model_name or self.record.spec.name
+        body = {"model": name, **canary.body} if canary.body else None
         if body is not None and self.handshake is not None:
             body |= self.handshake.canary_fields
         method = "POST" if body else "GET"
@@ -229,7 +230,7 @@ class EngineProcess:
         self.problem = ""
         if not status:
             self.problem = f"a test request was not answered within {CANARY_TIMEOUT_S:g} s"
-        elif status == 200 and not _has_list(answer, canary.answer):
+        elif status == 200 and canary.answer and not has_list(answer, canary.answer):
             start = answer[:60].decode(errors="replace")
             self.problem = f"status 200 without {canary.answer!r}: {start!r}"
         # A full engine refuses with 429 and is healthy.
@@ -317,11 +318,14 @@ class EngineProcesses:
         standby: bool = False,
         device_memory: Callable[[Sequence[DeviceId]], DeviceMemory | None] = lambda _: None,
         host: str = "127.0.0.1",
+        commands: Mapping[str, ConfiguredCommand] | None = None,
     ) -> None:
         """`device_memory` returns the memory of a replica's devices; None if it is unknown.
 
-        Engines of other nodes reach this node's at `host`.
+        Engines of other nodes reach this node's at `host`. `commands` are the operator's own
+        servers, by name.
         """
+        self._commands = commands or {}
         self._host = host
         self._folder = folder
         self._device_memory = device_memory
@@ -364,6 +368,7 @@ class EngineProcesses:
             start_id=secrets.token_hex(4),
             threads=self._threads,
             memory=await asyncio.to_thread(self._device_memory, spec.device_ids),
+            commands=self._commands,
         )
         command = await asyncio.to_thread(DRIVERS[spec.engine.driver].command, launch)
         for name, data in command.files.items():
@@ -437,13 +442,3 @@ class EngineProcesses:
 
 def _write_record(folder: Path, record: EngineRecord) -> None:
     write_atomic(folder / "process.json", msgspec.json.encode(record))
-
-
-def _has_list(answer: bytes, name: str) -> bool:
-    """Say whether an answer is a JSON object with a list `name` that is not empty."""
-    try:
-        fields = msgspec.json.decode(answer)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
-    found = fields.get(name) if isinstance(fields, dict) else None
-    return isinstance(found, list) and bool(found)

@@ -64,6 +64,7 @@ class EngineHandle:
     exit_reason = "the engine exited"
     pid = 0
     problem = ""
+    stall_s = 0.0
 
     def __init__(self, node: "SimNode", engine: SimEngine) -> None:
         self.record = SimpleNamespace(spec=engine.spec)
@@ -344,7 +345,7 @@ class SimRouter:
             identity=identity,
             boot_id=boot_id,
             incoming=ToRouter,
-            progress=follower.progress,
+            progress=follower.registering,
             on_welcome=on_welcome,
             on_message=on_message,
             rng=random.Random(world.rng.random()),
