@@ -114,15 +114,16 @@ class DecodeLegs:
         rate = self._rates.setdefault(own, TransferRate())
         if handshake is not None:
             return HandshakeLeg(handshake, self._peers, rate, leg_request, monotonic)
-        fetcher = PrefixFetcher(
-            engine.http,
-            self._peers,
-            self._fetch_rates,
-            self._quota,
-            KvUser(replica.spec.deployment_id, request.headers.get(headers.CACHE_SALT, "")),
-            monotonic,
-        )
+        fetcher = self._fetcher(request, replica, engine)
         return PrefillLeg(engine.http, self._peers, rate, leg_request, monotonic, fetcher)
+
+    def _fetcher(
+        self, request: web.Request, replica: ManagedReplica, engine: EngineProcess
+    ) -> PrefixFetcher:
+        user = KvUser(replica.spec.deployment_id, request.headers.get(headers.CACHE_SALT, ""))
+        return PrefixFetcher(
+            engine.http, self._peers, self._fetch_rates, self._quota, user, monotonic
+        )
 
 
 def answer_context(
