@@ -51,13 +51,15 @@ class NodeProber:
         upstream: Upstream,
         metrics: Metrics,
         dropped: Callable[[], Sequence[Route]],
+        on_dropped_answer: Callable[[Route, str], None],
         on_node_lost: Callable[[NodeId, float], None],
         timeout_s: float,
         interval_s: float,
         unanswered: Callable[[], Set[NodeId]],
     ) -> None:
-        """Also probe the `dropped` replicas of a quarantined table, one by one.
+        """Also probe the `dropped` replicas, which the table may lack, one by one.
 
+        `on_dropped_answer` gets each of them that was answered for, and the refusal or "".
         `unanswered` gives the nodes of which no other node knows the load. `on_node_lost` gets a
         lost node and the monotonic time since when it is silent.
         """
@@ -67,6 +69,7 @@ class NodeProber:
         self._upstream = upstream
         self._metrics = metrics
         self._dropped = dropped
+        self._on_dropped_answer = on_dropped_answer
         self._on_node_lost = on_node_lost
         self._timeout_s = timeout_s
         self._interval_s = interval_s
@@ -143,6 +146,7 @@ class NodeProber:
         head = await self._get(route.node_id, route.address, replica_header)
         if head is not None:
             self._attempts.record_answer_head(route, None, head.refusal)
+            self._on_dropped_answer(route, head.refusal)
 
     async def _get(
         self, node_id: NodeId, address: str, extra_headers: dict[str, str] | None = None
