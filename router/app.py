@@ -130,7 +130,7 @@ class RouterApp:
             identity=self.identity,
             boot_id=self.boot_id,
             incoming=ToRouter,
-            progress=self.follower.progress,
+            progress=self.follower.registering,
             on_welcome=self.on_welcome,
             on_message=self.on_message,
             rng=random.Random(),  # noqa: S311 - jitter, not a secret
@@ -328,7 +328,7 @@ class RouterApp:
     async def on_main_process_message(self, message: Any) -> None:
         """Pass a message of the main process to the part that handles it."""
         if isinstance(message, RouteTablePart):
-            table = self.follower.assemble(message)
+            table = await self.follower.assemble(message)
             if table is not None:
                 self.follower.accept(table, await self.follower.prepare(table))
             await asyncio.sleep(0)

@@ -6,7 +6,7 @@ The pipeline decides when to attempt and what follows. A failed step raises Atte
 from collections.abc import Callable
 from typing import Final
 
-from isochrone.wire import headers
+from isochrone.wire import headers, kv_sharing
 from isochrone.wire.adapter import AdapterEntry, parse_loaded_adapters
 from isochrone.wire.assignment import PeerSource
 from isochrone.wire.headers import PeerReplica
@@ -39,6 +39,7 @@ from router.request_context import (
 SENT: Final = AttemptEvent.SENT
 ANSWERED: Final = AttemptEvent.ANSWERED
 ADAPTERS: Final = headers.ADAPTERS.encode()
+FETCH_MS: Final = kv_sharing.FETCH_MS.encode()
 
 LEARNED_LOAD_MS_MAX: Final = 5
 """An answer that waited longer for its adapter teaches nothing about its replica's speed."""
@@ -72,7 +73,8 @@ class AttemptRunner:
         routing = fleet.routing(request.deployment_id)
         matches = routing.prefix_matches(request.prefix_keys)
         session, binding = request.session, fleet.sessions.lookup(request.session, self._clock())
-        if request.deployment.shares_kv and matches is not NO_MATCHES:
+        can_fetch = request.deployment.shares_kv and routing.fetch_value.is_worth_pooling
+        if can_fetch and matches is not NO_MATCHES:
             # Any replica of the PoP can get the prefix: what is known of it decides, not affinity.
             matches, session, binding = routing.pooled_matches(matches), "", None
         subject: str = request.request_id
@@ -128,6 +130,7 @@ class AttemptRunner:
         holders = self._holders(context, target) if has_holders else NO_SHARED_KV_PEERS
         if request.adapter is not None:
             self._note_adapter(context, target, request.adapter)
+        attempt.kv_peers = holders
         header_lines = node_headers(
             context,
             target,
@@ -376,6 +379,21 @@ class AttemptRunner:
             attempt.ranked.route, attempt.sent_prompt, context.request.prefix_keys
         )
 
+    def _learn_fetch(self, attempt: ReplicaAttempt, prompt_tokens: int, cached_tokens: int) -> None:
+        """Learn what the prefixes of other replicas are worth at the one that answered."""
+        ranked, exchange = attempt.ranked, attempt.exchange
+        if not attempt.kv_peers.held_share or ranked is not attempt.target or prompt_tokens <= 0:
+            return
+        head = exchange.head if exchange is not None else None
+        value = head.fields.get(FETCH_MS) if head is not None else None
+        waited_ms = int(value) if value is not None and value.isdigit() and len(value) < 9 else 0
+        self._fleet.routing(ranked.route.deployment_id).fetch_value.record(
+            attempt.kv_peers,
+            cached_tokens / prompt_tokens,
+            waited_ms,
+            prompt_tokens * ranked.ms_per_token,
+        )
+
     def learn(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
         """Learn from an answer: bytes per token, the cached share, and where the session ran."""
         request, route, counted = context.request, attempt.ranked.route, context.engine_usage
@@ -383,6 +401,7 @@ class AttemptRunner:
             routing = self._fleet.routing(request.deployment_id)
             routing.learn_prompt_tokens(request.text_bytes, counted.prompt_tokens)
             if attempt.prefill_id is None:
+                self._learn_fetch(attempt, counted.prompt_tokens, counted.cached_tokens)
                 self._feedback.learn_cached_tokens(
                     route,
                     attempt.sent_prompt,

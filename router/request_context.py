@@ -16,6 +16,7 @@ from router.dataplane.usage import UsageCount
 from router.decide.attempt import FAULTY, TRANSITIONS, AttemptEvent, AttemptState, after
 from router.decide.prefix_index import SentPrompt
 from router.decide.ranked_route import RankedRoute
+from router.decide.shared_kv import NO_SHARED_KV_PEERS
 from router.decide.tokens_in_flight import Reservation
 from router.inference_request import InferenceRequest
 
@@ -54,12 +55,13 @@ class ReplicaAttempt:
     `target` is the replica that it was sent to. `ranked` is the one that answers: the target, or
     the peer replica that the target handed the request to. `sent_prompt` is what the prefix index
     expects that replica to have cached. `prefill_id` is the replica that reads the prompt for it,
-    if another one does, and `prefill_reservation` the prompt's tokens there.
+    if another one does, and `prefill_reservation` the prompt's tokens there. `kv_peers` are the
+    replicas that may have its prefix.
     """
 
     __slots__ = (
-        "exchange", "prefill_id", "prefill_reservation", "ranked", "reservation", "sent_at_s",
-        "sent_prompt", "state", "target",
+        "exchange", "kv_peers", "prefill_id", "prefill_reservation", "ranked", "reservation",
+        "sent_at_s", "sent_prompt", "state", "target",
     )  # fmt: skip
 
     def __init__(self, target: RankedRoute) -> None:
@@ -67,6 +69,7 @@ class ReplicaAttempt:
         self.target = target
         self.ranked = target
         self.sent_prompt: SentPrompt | None = None
+        self.kv_peers = NO_SHARED_KV_PEERS
         self.reservation: Reservation | None = None
         self.prefill_id: ReplicaId | None = None
         self.prefill_reservation: Reservation | None = None

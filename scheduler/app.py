@@ -21,6 +21,7 @@ from isochrone.service.loop import Loop
 from isochrone.service.systemd import notify
 from isochrone.service.tls import CERTIFICATE_CHECK_S, ReloadingCertificate, load_tls_certificate
 from scheduler import metrics
+from scheduler.api.adapter_intake import AdapterIntake
 from scheduler.api.batch_service import BatchStorage
 from scheduler.api.endpoint import AdminContext
 from scheduler.config import SchedulerConfig
@@ -124,6 +125,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             routes=state.routes,
             nudge_place=nudges.place.set,
             nudge_disconnect=nudges.disconnect.set,
+            adapters=AdapterIntake(made.batches.folder, config.adapters) if made.batches else None,
         )
         hosts = HostAllowList((*config.admin_hosts, *await asyncio.to_thread(own_names)))
         await running.enter_async_context(

@@ -23,6 +23,7 @@ from isochrone.service.tls import control_server_context
 from isochrone.wire.control import PeerRole
 from scheduler import metrics
 from scheduler.api.access import OPEN_PATHS, check_token
+from scheduler.api.adapter_intake import AdapterIntake
 from scheduler.api.admin import ENDPOINTS
 from scheduler.api.agents import AgentEndpoint
 from scheduler.api.batch_service import BatchService, BatchStorage
@@ -170,9 +171,9 @@ def control_app(
     app.router.add_post("/v1/join", join.handle)
     if batches is not None:
         BatchService(database.pool, batches, relay_tokens).add_routes(app)
-        limits, on_change = adapter_limits or AdapterLimits(), state.routes.mark_changed
-        tokens = FinetuneTokens(relay_tokens, agent_tokens)
-        add_finetune_routes(app, database.pool, batches.folder, limits, tokens, on_change)
+        intake = AdapterIntake(batches.folder, adapter_limits or AdapterLimits())
+        tokens, on_change = FinetuneTokens(relay_tokens, agent_tokens), state.routes.mark_changed
+        add_finetune_routes(app, database.pool, batches.folder, intake, tokens, on_change)
     if response_limits is not None:
         add_response_routes(app, database.pool, response_limits, relay_tokens)
     return app

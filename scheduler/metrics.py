@@ -61,6 +61,11 @@ FRAMES_REFUSED = Counter(
     "isochrone_scheduler_frames_refused", "Messages that are too large for a peer, by kind.",
     ["kind"], registry=REGISTRY,
 )  # fmt: skip
+TABLES_SENT = Counter(
+    "isochrone_scheduler_tables_sent",
+    "Route tables sent to routers: with all keys, or with those that the router was missing.",
+    ["keys"], registry=REGISTRY,
+)  # fmt: skip
 HISTORY_BEHIND_S = Gauge(
     "isochrone_scheduler_history_behind_seconds",
     "How far the time by which history is deleted is behind the wall clocks.", registry=REGISTRY,

@@ -4,6 +4,8 @@ Every scheduler serves the admin API. If one cannot be reached, the client tries
 """
 
 import asyncio
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -14,6 +16,7 @@ from isochrone.service.http_responses import parse_error_body
 from isochrone.wire.errors import ErrorCode
 
 TIMEOUT_S: Final = 30.0
+UPLOAD_TIMEOUT_S: Final = 3600.0
 CONNECT_TIMEOUT_S: Final = 5.0
 PAGE_ROWS: Final = 200
 WHERE_TO_SET_IT: Final = (
@@ -47,6 +50,10 @@ class AdminClient:
         """
         return asyncio.run(self._send(method, path, body, etag, query))
 
+    def upload(self, path: str, file: Path) -> Any:
+        """Put a file of any size, and return the decoded answer. Raises AdminError."""
+        return asyncio.run(self._send("PUT", path, None, None, None, file))
+
     def list(self, path: str, query: dict[str, str] | None = None) -> list[dict[str, Any]]:
         """Return all rows of a list, fetched page by page. Raises AdminError."""
         rows: list[dict[str, Any]] = []
@@ -60,21 +67,32 @@ class AdminClient:
         return rows
 
     async def _send(
-        self, method: str, path: str, body: Any, etag: int | None, query: dict[str, str] | None
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        etag: int | None,
+        query: dict[str, str] | None,
+        file: Path | None = None,
     ) -> Any:
         headers = {"authorization": f"Bearer {self._token}", "content-type": "application/json"}
         if etag is not None:
             headers["if-match"] = f'"{etag}"'
         data = None if body is None else msgspec.json.encode(body)
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
+        if file is not None:
+            headers["content-type"] = "application/octet-stream"
+        timeout = aiohttp.ClientTimeout(
+            total=TIMEOUT_S if file is None else UPLOAD_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S
+        )
         problems = []
         async with aiohttp.ClientSession(timeout=timeout) as http:
             for url in self._urls:
                 try:
-                    async with http.request(
-                        method, f"{url}{path}", data=data, params=query, headers=headers
-                    ) as response:
-                        answer = await response.read()
+                    with nullcontext(data) if file is None else file.open("rb") as sent:
+                        async with http.request(
+                            method, f"{url}{path}", data=sent, params=query, headers=headers
+                        ) as response:
+                            answer = await response.read()
                 except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                     # The request was not sent, so it is safe to send it to the next URL.
                     problems.append(f"at {url}: {error or type(error).__name__}")

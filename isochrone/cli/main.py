@@ -7,7 +7,7 @@ from typing import Any, Final
 import click
 
 from isochrone import __version__
-from isochrone.cli import access, fleet, planning, rollouts, serving, tenants
+from isochrone.cli import access, adapters, fleet, planning, rollouts, serving, tenants
 from isochrone.cli.chat import ChatFailed
 from isochrone.cli.client import AdminClient, AdminError
 from isochrone.cli.context import CliContext
@@ -97,6 +97,7 @@ for command in (
     rollouts.rollouts,
     access.keys,
     tenants.tenants,
+    adapters.adapters,
     access.usage,
     access.events,
     access.chat,

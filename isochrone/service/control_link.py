@@ -50,11 +50,15 @@ WAIT_MAX_S: Final = 60.0
 
 
 class Progress(NamedTuple):
-    """The newest state that a peer has stored. The scheduler's counters must not be behind it."""
+    """The newest state that a peer has stored. The scheduler's counters must not be behind it.
+
+    `keys_held` are the sums of a router's keys.
+    """
 
     cluster_id: ClusterId
     generation: Generation
     epoch: Epoch
+    keys_held: bytes = b""
 
 
 class LinkRefused(Exception):
@@ -266,6 +270,7 @@ class ControlLink:
             version=__version__,
             capabilities=self._capabilities,
             last_error=self.last_refusal[:ERROR_CHARS_MAX],
+            keys_held=stored.keys_held,
         )
         await socket.send_bytes(codec.encode(register))
         reply = await self._receive(socket)

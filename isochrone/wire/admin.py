@@ -1,9 +1,10 @@
 """Request and response bodies of the admin API. Its OpenAPI document is generated from them."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
+from isochrone.wire.adapter import AdapterName
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import (
     COUNTRY_PATTERN,
@@ -252,6 +253,59 @@ class KeyView(msgspec.Struct, frozen=True, kw_only=True):
     spend_today: float = 0.0
     key: str | None = None
     regions: tuple[str, ...] = ()
+
+
+class NewAdapterBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The request body for a tenant's LoRA adapter. `model` is the name of a deployment."""
+
+    tenant_id: Name
+    model: ModelName
+    name: AdapterName
+    description: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    public: bool = False
+
+
+class AdapterBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The request body that lets all tenants use an adapter, or its own tenant alone."""
+
+    public: bool
+
+
+class AdapterView(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter. `model` is the name of the deployment that its tenant gave.
+
+    It is `incomplete` until it has both of its files; `missing_files` are the others. `nodes` are
+    the first of the `nodes_total` nodes that have its files on disk.
+    """
+
+    adapter_id: str
+    tenant_id: TenantId
+    name: str
+    description: str
+    model: str
+    model_id: ModelId
+    public: bool
+    state: Literal["incomplete", "complete"]
+    missing_files: tuple[str, ...]
+    rank: int
+    size_bytes: int
+    digest: str | None
+    nodes_total: int
+    nodes: tuple[NodeId, ...]
+    created_at: float
+    modified_at: float
+    etag: int
+
+
+class TenantAdaptersView(msgspec.Struct, frozen=True, kw_only=True):
+    """What one tenant has uploaded, and the limits of each tenant (`[adapters]` of schedulers)."""
+
+    tenant_id: TenantId
+    adapters: int
+    adapters_max: int
+    size_bytes: int
+    file_bytes_max: int
+    rank_max: int
 
 
 class UsageView(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,6 +71,8 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
     version: str = ""
     capabilities: tuple[str, ...] = ()
     last_error: str = ""
+    keys_held: bytes = b""
+    """The sums of the keys that a router has (`key_sums.py`): it is sent only those that differ."""
 
 
 class CacheSaltSecret(msgspec.Struct, frozen=True, kw_only=True):

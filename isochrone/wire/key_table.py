@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from isochrone.wire.ids import KeyId, TenantId
+from isochrone.wire.key_sums import KeySums
 
 PIECE_KEYS_MAX: Final = 512
 """Most keys of one piece: what a change of one key copies."""
@@ -83,11 +84,12 @@ class KeyChanges(NamedTuple):
 class KeyTable:
     """An immutable table of keys, sorted by id. Iteration gives the entries."""
 
-    __slots__ = ("_first_ids", "_size", "pieces")
+    __slots__ = ("_first_ids", "_size", "_sums", "pieces")
 
-    def __init__(self, pieces: Sequence[Piece] = ()) -> None:
-        """Hold these pieces: sorted, none of them empty. `of` makes them."""
+    def __init__(self, pieces: Sequence[Piece] = (), sums: KeySums | None = None) -> None:
+        """Hold these pieces: sorted, none of them empty. `of` makes them. `sums` are of them."""
         self.pieces = tuple(pieces)
+        self._sums = sums
         self._first_ids = [piece[0].key_id for piece in self.pieces]
         self._size = sum(map(len, self.pieces))
 
@@ -100,6 +102,24 @@ class KeyTable:
 
     def __len__(self) -> int:
         return self._size
+
+    @property
+    def sums(self) -> KeySums:
+        """Return the sums of the keys, not to be changed.
+
+        A table of a `KeyTableBuilder`, and each that `replaced` makes of it, has them. For another
+        they are computed now: about two seconds for a million keys.
+        """
+        return self.compute_sums()
+
+    def compute_sums(self) -> KeySums:
+        """Return the same. A thread calls it, so that an event loop finds them computed."""
+        if self._sums is None:
+            sums = KeySums()
+            for key in self:
+                sums.add(key.key_id, key)
+            self._sums = sums
+        return self._sums
 
     def __iter__(self) -> Iterator[KeyEntry]:
         for piece in self.pieces:
@@ -169,7 +189,19 @@ class KeyTable:
             pieces += split_evenly(new)
             copied = index + 1
         pieces += self.pieces[copied:]
-        return KeyTable(pieces)
+        return KeyTable(pieces, self._sums_after(changes))
+
+    def _sums_after(self, changes: dict[KeyId, KeyEntry | None]) -> KeySums | None:
+        if self._sums is None:
+            return None
+        sums = self._sums.copy()
+        for key_id, entry in changes.items():
+            former = self.get(key_id)
+            if former is not None:
+                sums.remove(key_id, former)
+            if entry is not None:
+                sums.add(key_id, entry)
+        return sums
 
     def changes_from(self, old: "KeyTable") -> KeyChanges:
         """Return what turns `old` into this table. Pieces that both have are skipped."""
@@ -198,6 +230,7 @@ class KeyTableBuilder:
         self._known_index = 0
         self._pieces: list[Piece] = []
         self._open: list[KeyEntry] = []
+        self._sums = KeySums()
         self._last_id = ""
 
     def add(self, entry: KeyEntry) -> None:
@@ -215,11 +248,12 @@ class KeyTableBuilder:
         elif len(self._open) >= PIECE_KEYS_MAX:
             self._close_piece()
         self._open.append(entry)
+        self._sums.add(key_id, entry)
 
     def build(self) -> KeyTable:
         """Return the table."""
         self._close_piece()
-        return KeyTable(self._pieces)
+        return KeyTable(self._pieces, self._sums)
 
     def _close_piece(self) -> None:
         if self._open:

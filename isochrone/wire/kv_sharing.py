@@ -26,6 +26,13 @@ KV_STORE: Final = "x-isochrone-kv-store"
 KV_FOUND: Final = "x-isochrone-kv-found"
 """Engine to node to router: the prompt's tokens that were cached, by the place they were in."""
 
+COPY: Final = "x-isochrone-kv-copy"
+"""Node to node to engine: the blocks are for a copy. Without it they move: a request will use them
+at the other replica, so that here they are evicted before others."""
+
+FETCH_MS: Final = "x-isochrone-kv-fetch-ms"
+"""Node to router: how long the request waited for a prefix of other replicas, in vain or not."""
+
 DIGEST_COUNT: Final = "x-isochrone-kv-digests"
 """Node to its engine: how many digests precede the blocks in the body."""
 
@@ -53,10 +60,14 @@ class BlockQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LocatedBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """How many blocks of a chain's prefix an engine has, and the size of one."""
+    """How many blocks of a chain's prefix an engine has, and the size of one.
+
+    `keep_blocks_max` more can be kept without evicting others; -1 if the engine does not say.
+    """
 
     blocks: int
     block_bytes: int
+    keep_blocks_max: int = -1
 
 
 class KeepQuery(msgspec.Struct, frozen=True, kw_only=True):

@@ -128,6 +128,9 @@ class RouteTablePart(msgspec.Struct, frozen=True, kw_only=True, tag="route_table
     epoch: Epoch
     index: int
     is_last: bool = False
+    keys_kept: bytes = b""
+    """Of the first part: the buckets of keys (`key_sums.KeptBuckets`) that the router has as it
+    last told. The parts have no keys of these; of the others, what they do not have is gone."""
     pops: tuple[Pop, ...] = ()
     deployments: tuple[DeploymentEntry, ...] = ()
     routes: tuple[Route, ...] = ()
@@ -158,9 +161,13 @@ class RouteDelta(msgspec.Struct, frozen=True, kw_only=True, tag="route_delta"):
 
 
 class SnapshotWanted(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot_wanted"):
-    """A router's request for the whole table, after it missed a generation."""
+    """A router's request for the whole table, after it missed a generation.
+
+    `keys_held` as in a registration; empty asks for all keys.
+    """
 
     have: Generation
+    keys_held: bytes = b""
 
 
 V = TypeVar("V")

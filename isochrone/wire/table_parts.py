@@ -1,10 +1,11 @@
 """Splits a whole route table into parts below a size limit, and joins them again.
 
 A table of a million keys takes about 280 MB: too much for one message, and too long to decode in
-one piece while requests wait. Parts are made one at a time, and joined one at a time.
+one piece while requests wait. Parts are made one at a time, and joined one at a time. A router
+that comes back with most of the keys is sent only the others.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ import msgspec
 from isochrone.wire import codec
 from isochrone.wire.adapter import AdapterEntry
 from isochrone.wire.ids import ClusterId, Epoch, Generation, KeyId
+from isochrone.wire.key_sums import KeptBuckets, bucket_of
 from isochrone.wire.key_table import KeyTableBuilder
 from isochrone.wire.routes import (
     DeploymentEntry,
@@ -41,14 +43,32 @@ class BadParts(ValueError):
     """The received parts do not make a table."""
 
 
-def split_table(table: RouteTable, bytes_max: int = PART_BYTES_MAX) -> Iterator[bytes]:
-    """Encode the parts of `table`, each when it is asked for."""
+PIECES_PER_STEP: Final = 16
+"""How many pieces of a table of keys are looked through before requests have their turn: about
+8,000 keys, 2 ms."""
+
+CHANGES_PER_STEP: Final = 64
+"""How many keys are replaced in a table before requests have their turn: 3 ms, if each is in
+another piece."""
+
+
+def split_table(
+    table: RouteTable, bytes_max: int = PART_BYTES_MAX, kept: KeptBuckets | None = None
+) -> Iterator[bytes]:
+    """Encode the parts of `table`, each when it is asked for.
+
+    Keys of the buckets `kept` are left out. While others are looked for, empty frames are returned,
+    for a pause.
+    """
     index = 0
-    for field in _FIELDS:
-        entries = _EntryReader(getattr(table, field))
+    for field, batch in _batches(table, kept):
+        if batch is None:
+            yield b""
+            continue
+        entries = _EntryReader(batch)
         count = ENTRIES_FIRST
         while taken := entries.take(count):
-            frame = codec.encode(_part(table, index, **{field: taken}))
+            frame = codec.encode(_part(table, index, kept, **{field: taken}))
             if len(frame) > bytes_max and len(taken) > 1:
                 entries.put_back(taken)
                 count = len(taken) // 2
@@ -57,7 +77,22 @@ def split_table(table: RouteTable, bytes_max: int = PART_BYTES_MAX) -> Iterator[
             index += 1
             if len(frame) < bytes_max // 2:
                 count *= 2
-    yield codec.encode(_part(table, index, is_last=True))
+    yield codec.encode(_part(table, index, kept, is_last=True))
+
+
+def _batches(
+    table: RouteTable, kept: KeptBuckets | None
+) -> Iterator[tuple[str, Iterable[Any] | None]]:
+    """Return the entries of each field; None for a pause."""
+    for field in _FIELDS:
+        if field != "keys" or kept is None:
+            yield field, getattr(table, field)
+        elif not kept.are_all:
+            pieces = table.keys.pieces
+            for start in range(0, len(pieces), PIECES_PER_STEP):
+                yield field, None
+                keys = chain.from_iterable(pieces[start : start + PIECES_PER_STEP])
+                yield field, [key for key in keys if bucket_of(key.key_id) not in kept]
 
 
 def encode_table(table: RouteTable) -> Iterator[bytes]:
@@ -103,9 +138,12 @@ def read_table(payload: bytes | memoryview) -> RouteTable:
     stored: StoredTable = codec.decode(payload, _STORED, bytes_max=len(payload))
     share = SharedFields()
     fields = {name: getattr(stored, name) for name in StoredTable.__struct_fields__}
-    fields["keys"] = KeyTable.of(
+    keys = KeyTable.of(
         share.of(codec.decode(key, _KEY, bytes_max=len(payload))) for key in stored.keys
     )
+    # Here it is a thread that waits, and not the event loop when the router registers.
+    keys.compute_sums()
+    fields["keys"] = keys
     return RouteTable(**fields)
 
 
@@ -115,35 +153,43 @@ class TableAssembler:
     def __init__(self, entries_max: int = TABLE_ENTRIES_MAX) -> None:
         """Refuse tables of more than `entries_max` entries."""
         self._entries_max = entries_max
-        self._first: RouteTablePart | None = None
         self._is_refused = False
         self._next_index = 0
         self._entries = 0
-        self._lists: dict[str, list[Any]] = {}
-        self._known = KeyTable()
-        self._keys = KeyTableBuilder()
-        self._share = SharedFields()
+        self.drop()
 
     def add(self, part: RouteTablePart, known: KeyTable) -> RouteTable | None:
-        """Take one part; return the table when it is complete.
+        """Take one part; return the table when it is complete. Raises BadParts as `steps` does."""
+        steps = self.steps(part, known)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                table: RouteTable | None = end.value
+                return table
+
+    def steps(
+        self, part: RouteTablePart, known: KeyTable
+    ) -> Generator[None, None, RouteTable | None]:
+        """Take one part, with pauses; return the table when it is complete.
 
         Raises BadParts, once for each table; the later parts of a refused table are ignored.
 
         A key that is the same in `known` is taken from there, so that a table which replaces
-        another does not need twice the memory.
+        another does not need twice the memory. Keys that the parts leave out are those of `known`.
         """
         if part.index == 0:
             self._begin(part, known)
         if self._is_refused:
             return None
         if part.index != self._next_index or not self._is_same_table(part):
-            self._refuse()
-            raise BadParts(f"cannot use part {part.index} of a table: the one before it is missing")
+            raise self._refuse(
+                f"cannot use part {part.index} of a table: the one before it is missing"
+            )
         self._next_index += 1
         self._entries += sum(len(getattr(part, field)) for field in _FIELDS)
         if self._entries > self._entries_max:
-            self._refuse()
-            raise BadParts(
+            raise self._refuse(
                 f"cannot assemble generation {part.generation}: it has more than "
                 f"{self._entries_max} entries"
             )
@@ -152,11 +198,12 @@ class TableAssembler:
         self._add_keys(part)
         if not part.is_last:
             return None
+        keys = self._keys.build() if self._kept is None else (yield from self._keep(self._kept))
         table = RouteTable(
             cluster_id=part.cluster_id,
             generation=part.generation,
             epoch=part.epoch,
-            keys=self._keys.build(),
+            keys=keys,
             **{field: tuple(entries) for field, entries in self._lists.items()},
         )
         self.drop()
@@ -164,9 +211,12 @@ class TableAssembler:
 
     def drop(self) -> None:
         """Forget a table that is not complete."""
-        self._first = None
-        self._lists = {}
+        self._first: RouteTablePart | None = None
+        self._lists: dict[str, list[Any]] = {}
         self._known, self._keys, self._share = KeyTable(), KeyTableBuilder(), SharedFields()
+        self._kept: KeptBuckets | None = None
+        self._sent_ids: set[KeyId] = set()
+        self._changed: list[KeyEntry] = []
 
     def _begin(self, part: RouteTablePart, known: KeyTable) -> None:
         self.drop()
@@ -175,10 +225,17 @@ class TableAssembler:
         self._next_index = self._entries = 0
         self._lists = {field: [] for field in _FIELDS if field != "keys"}
         self._known, self._keys = known, KeyTableBuilder(known)
+        if part.keys_kept:
+            try:
+                self._kept = KeptBuckets(part.keys_kept)
+            except ValueError as error:
+                raise self._refuse(f"cannot use a table in parts: {error}") from error
 
-    def _refuse(self) -> None:
+    def _refuse(self, reason: str) -> BadParts:
+        """Ignore the rest of this table; return the error to raise."""
         self.drop()
         self._is_refused = True
+        return BadParts(reason)
 
     def _is_same_table(self, part: RouteTablePart) -> bool:
         first = self._first
@@ -191,10 +248,34 @@ class TableAssembler:
         try:
             for key in part.keys:
                 same = self._known.get(key.key_id)
-                self._keys.add(same if same == key else self._share.of(key))
+                if self._kept is None:
+                    self._keys.add(same if same == key else self._share.of(key))
+                    continue
+                self._sent_ids.add(key.key_id)
+                if same != key:
+                    self._changed.append(self._share.of(key))
         except ValueError as error:
-            self._refuse()
-            raise BadParts(f"cannot use part {part.index} of a table: {error}") from error
+            raise self._refuse(f"cannot use part {part.index} of a table: {error}") from error
+
+    def _keep(self, kept: KeptBuckets) -> Generator[None, None, KeyTable]:
+        """Return the known keys, changed as the parts say in buckets that are not `kept`."""
+        keys, gone = self._known, list[KeyId]()
+        if not kept.are_all:
+            for start in range(0, len(keys.pieces), PIECES_PER_STEP):
+                pieces = keys.pieces[start : start + PIECES_PER_STEP]
+                gone += [
+                    key.key_id
+                    for key in chain.from_iterable(pieces)
+                    if bucket_of(key.key_id) not in kept and key.key_id not in self._sent_ids
+                ]
+                yield
+        for start in range(0, len(gone), CHANGES_PER_STEP):
+            keys = keys.replaced((), gone[start : start + CHANGES_PER_STEP])
+            yield
+        for start in range(0, len(self._changed), CHANGES_PER_STEP):
+            keys = keys.replaced(self._changed[start : start + CHANGES_PER_STEP], ())
+            yield
+        return keys
 
 
 class SharedFields:
@@ -232,11 +313,12 @@ class _EntryReader:
         self._rest = chain(entries, self._rest)
 
 
-def _part(table: RouteTable, index: int, **fields: Any) -> RouteTablePart:
+def _part(table: RouteTable, index: int, kept: KeptBuckets | None, **fields: Any) -> RouteTablePart:
     return RouteTablePart(
         cluster_id=table.cluster_id,
         generation=table.generation,
         epoch=table.epoch,
         index=index,
+        keys_kept=kept.encode() if kept is not None and index == 0 else b"",
         **fields,
     )

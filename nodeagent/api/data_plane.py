@@ -104,7 +104,7 @@ TO_PEER: Final = (*TO_ENGINE[:-3], headers.TOKENS, headers.ROUTER)
 among them, so a request is handed off at most once."""
 
 FROM_ENGINE: Final = ("content-type", "retry-after", "cache-control", kv_sharing.KV_FOUND)
-FROM_PEER: Final = (*FROM_ENGINE, headers.LOAD, headers.ENGINE_LOST)
+FROM_PEER: Final = (*FROM_ENGINE, kv_sharing.FETCH_MS, headers.LOAD, headers.ENGINE_LOST)
 
 
 class DataPlaneServer:

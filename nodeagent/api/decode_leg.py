@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from math import inf
 from time import monotonic
 from typing import Final
 
@@ -107,6 +108,7 @@ class DecodeLegs:
             load=load,
             announce=announce,
             holders=holders,
+            deadline_s=_deadline_s(request),
             set_waiting=reservation.set_prefill_elsewhere,
         )
         rate = self._rates.setdefault(own, TransferRate())
@@ -138,11 +140,13 @@ def answer_context(
 def report_found(leg: DecodeLeg | None, response: web.StreamResponse) -> None:
     """Say in the answer's head where the prompt's cached tokens were found, and count them."""
     found = kv_sharing.parse_found(response.headers.pop(kv_sharing.KV_FOUND, ""))
+    if leg is not None and leg.fetched is not None:
+        response.headers[kv_sharing.FETCH_MS] = str(round(1000 * leg.fetched.waited_s))
     if leg is not None and leg.expected is not None:
         if leg.received is not None:
             # All of it came from the prefill replica; this is what that one had.
             found = kv_sharing.FoundTokens(device=leg.received.cached_tokens)
-        elif leg.fetched is not None:
+        elif leg.fetched is not None and leg.fetched.blocks:
             tokens = leg.fetched.blocks * leg.expected.block_tokens
             found = found.moved(leg.fetched.place, tokens)
     formatted = kv_sharing.format_found(found)
@@ -151,6 +155,14 @@ def report_found(leg: DecodeLeg | None, response: web.StreamResponse) -> None:
     response.headers[kv_sharing.KV_FOUND] = formatted
     for place, tokens in kv_sharing.found_places(found):
         metrics.KV_FOUND_TOKENS.labels(place).inc(tokens)
+
+
+def _deadline_s(request: web.Request) -> float:
+    """Return the monotonic time by which the request must have begun to answer."""
+    wanted = request.headers.get(headers.DEADLINE_MS, "")
+    if not (wanted.isascii() and wanted.isdigit() and len(wanted) <= 9):
+        return inf
+    return monotonic() + int(wanted) / 1000
 
 
 def prefix_copy(leg: DecodeLeg | None) -> PrefixCopy | None:

@@ -3,6 +3,8 @@
 Rule 1: blocks are relayed between the engine and the other node, within the node's budget for KV.
 Rule 2: a copy is made after the answer, one at a time. What does not fit the short queue is
 dropped, which costs a recomputation at worst.
+Rule 3: a copy takes only memory that nothing else uses. A node that had none, or failed, is not
+asked for copies for COPY_PAUSE_S.
 """
 
 import asyncio
@@ -17,6 +19,7 @@ from isochrone.service.http_server import read_body
 from isochrone.wire import headers, kv_sharing, kv_transfer
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.headers import PeerReplica
+from isochrone.wire.ids import NodeId
 from nodeagent import metrics
 from nodeagent.decide.handoff import PeerReplicaLost
 from nodeagent.decide.kv_fetch import LinkBudget
@@ -26,6 +29,8 @@ from nodeagent.host.engines import EngineProcess
 BODY_TIMEOUT_S: Final = 10.0
 COPIES_QUEUED_MAX: Final = 16
 COPY_TIMEOUT_S: Final = 60.0
+COPY_PAUSE_S: Final = 10.0
+NODES_MAX: Final = 256
 COPY_BLOCKS_MIN: Final = 8
 """A shorter prompt is computed again as soon as it would be fetched."""
 
@@ -62,6 +67,8 @@ class KvSharingRoutes:
         self._copies: asyncio.Queue[PrefixCopy] = asyncio.Queue(COPIES_QUEUED_MAX)
         self._copying: asyncio.Task[None] | None = None
         self._keeping = asyncio.Lock()
+        self._paused_until_s: dict[NodeId, float] = {}
+        """By node, until when no copies are sent to it."""
 
     def attach(self, app: web.Application) -> None:
         """Add the routes."""
@@ -79,7 +86,8 @@ class KvSharingRoutes:
         """Have a copy made of a prefix, unless too many wait already."""
         if len(copy.digests) < COPY_BLOCKS_MIN:
             return
-        if self._copies.full():
+        now_s = self._clock()
+        if self._copies.full() or self._paused_until_s.get(copy.store.node_id, now_s) > now_s:
             metrics.KV_COPIES.labels("dropped").inc()
             return
         self._copies.put_nowait(copy)
@@ -89,6 +97,10 @@ class KvSharingRoutes:
     async def _make_copies(self) -> None:
         while True:
             copy = await self._copies.get()
+            node_id = copy.store.node_id
+            if self._paused_until_s.get(node_id, 0.0) > self._clock():
+                metrics.KV_COPIES.labels("dropped").inc()
+                continue
             query = kv_sharing.KeepQuery(source=copy.here, digests=copy.digests)
             body = msgspec.msgpack.encode(query)
             sent = {headers.REPLICA: copy.store.replica_id}
@@ -100,6 +112,11 @@ class KvSharingRoutes:
                         outcome = "kept" if answer.status == 200 else "refused"
             except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
                 outcome = "failed"
+            if outcome != "kept":
+                if len(self._paused_until_s) >= NODES_MAX:
+                    # Routers name the nodes, so the table is bounded.
+                    self._paused_until_s.clear()
+                self._paused_until_s[node_id] = self._clock() + COPY_PAUSE_S
             metrics.KV_COPIES.labels(outcome).inc()
 
     async def _locate(self, request: web.Request) -> web.Response:
@@ -121,6 +138,8 @@ class KvSharingRoutes:
         self._check_budget()
         first = request.headers.get(kv_transfer.FIRST_BLOCK, "0")
         sent = {kv_transfer.FIRST_BLOCK: first}
+        if kv_sharing.COPY in request.headers:
+            sent[kv_sharing.COPY] = "1"
         response: web.StreamResponse | None = None
         try:
             async with engine.http.post(kv_sharing.BLOCKS_PATH, data=body, headers=sent) as answer:
@@ -170,10 +189,18 @@ class KvSharingRoutes:
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             raise _engine_failed(error) from error
         lacking = query.digests[located.blocks :]
-        if not lacking:
+        if located.keep_blocks_max >= 0:
+            lacking = lacking[: located.keep_blocks_max]
+        if len(query.digests) == located.blocks:
             return web.json_response(msgspec.to_builtins(located))
+        if not lacking:
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY,
+                "cannot keep KV: no memory is unused here",
+                retry_after_s=COPY_PAUSE_S,
+            )
         body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=lacking))
-        sent = {headers.REPLICA: query.source.replica_id}
+        sent = {headers.REPLICA: query.source.replica_id, kv_sharing.COPY: "1"}
         try:
             async with self._peers.relay(
                 query.source, kv_sharing.BLOCKS_PATH, body, sent

@@ -1,9 +1,13 @@
 """Decides whether a prompt's prefix is fetched from another replica of the PoP, or computed here.
 
-Both are predicted from measured rates: a fetch from what earlier ones took over this link, and
-computing from the replica's prefill rate. A fetch that takes longer than computing would have is
-given up, so that a wrong prediction costs no more than that once: the measured rate then refuses
-the next ones.
+Both are predicted from measurements: a fetch from what earlier ones from that node took, until the
+first block came and for each byte after it; computing from the replica's prefill rate.
+
+Rule 1: a fetch that fails or is given up counts with the time that it took. Then its node is left
+alone for a while, twice as long after each further failure.
+Rule 2: a fetch may take no longer than computing would, and leaves a request with a deadline the
+time to compute after all.
+Rule 3: few fetches run at a time, because each slows down the others.
 """
 
 from collections.abc import Sequence
@@ -16,18 +20,34 @@ from isochrone.wire.headers import PeerReplica
 RATE_UNKNOWN_BYTES_PER_S: Final = 100e6
 """Assumed before the first fetch: the slowest network that a PoP should have."""
 
-OVERHEAD_S: Final = 0.005
-"""What a fetch takes besides its bytes: two requests within the PoP, and two relays."""
+LATENCY_UNKNOWN_S: Final = 0.005
+"""Assumed before the first fetch: two requests within the PoP, and two relays. Both engines also
+end a step first, which only a measurement can tell."""
 
 COST_SHARE_MAX: Final = 0.8
 """A fetch must be predicted to take less than this share of the time to compute the same tokens."""
 
+FETCHES_MAX: Final = 4
+"""Fetches at a time for all replicas of a node."""
+
 TIMEOUT_MIN_S: Final = 0.05
-REFUSAL_GROWTH: Final = 1.02
-"""The assumed rate grows with every refusal, so that a link is tried again in time."""
+LOCATE_SHARE_MAX: Final = 0.1
+"""The holders may take this share of the time to compute a prompt to say what they have of it."""
+
+LOCATE_TIMEOUT_MIN_S: Final = 0.05
+LOCATE_TIMEOUT_MAX_S: Final = 1.0
+
+BACKOFF_S: Final = 1.0
+BACKOFF_MAX_S: Final = 64.0
+"""How long a node is left alone after its first failure in a row, and at most."""
+
+AGING_S: Final = 30.0
+"""A node whose measurements refuse a fetch is tried again once they are older than this."""
 
 BURST_S: Final = 1.0
 _SMOOTHING: Final = 0.3
+_SMOOTHING_WORSE: Final = 0.6
+"""The weight of a measurement that is worse than expected: a wrong fetch costs a request time."""
 
 
 class FetchChoice(StrEnum):
@@ -39,7 +59,11 @@ class FetchChoice(StrEnum):
     SLOW = "slow"
     """Computing it takes no longer, as measured."""
     BUDGET = "budget"
-    """The link's budget for KV is spent."""
+    """The link's budget for KV, or the quota of the deployment or tenant, is spent."""
+    BUSY = "busy"
+    """As many fetches as may run at a time do."""
+    DEADLINE = "deadline"
+    """If it failed, there would be no time left to compute the prompt before its deadline."""
 
 
 class MissingPrefix(NamedTuple):
@@ -50,6 +74,26 @@ class MissingPrefix(NamedTuple):
     block_tokens: int
     block_bytes: int
     token_us: int
+
+    @property
+    def block_s(self) -> float:
+        """The time to compute one block."""
+        return self.block_tokens * self.token_us / 1e6
+
+    @property
+    def locate_timeout_s(self) -> float:
+        """How long holders may take to say what they have."""
+        compute_s = (self.blocks - self.held_blocks) * self.block_s
+        return min(LOCATE_TIMEOUT_MAX_S, max(LOCATE_TIMEOUT_MIN_S, LOCATE_SHARE_MAX * compute_s))
+
+
+class FetchLimits(NamedTuple):
+    """What a fetch may use: bytes, the fetches that run already, and the time to the deadline."""
+
+    budget_bytes: float = inf
+    running: int = 0
+    deadline_s: float = inf
+    now_s: float = 0.0
 
 
 class FetchPlan(NamedTuple):
@@ -62,28 +106,58 @@ class FetchPlan(NamedTuple):
 
 
 class FetchRate:
-    """The rate at which blocks arrive from other replicas, as measured."""
+    """How fast a node sends blocks, as measured, and whether it fails."""
 
     def __init__(self) -> None:
         self.bytes_per_s = RATE_UNKNOWN_BYTES_PER_S
+        self.latency_s = LATENCY_UNKNOWN_S
+        self._measured_at_s = -inf
         self._is_measured = False
+        self._failures = 0
+        self._backoff_until_s = -inf
 
-    def record(self, transfer_bytes: int, seconds: float) -> None:
-        """Learn from a fetch, also from one that was given up."""
-        if seconds <= 0:
-            return
-        # At least one byte, so that a link over which nothing came is tried again some day.
-        sample = max(1.0, transfer_bytes / seconds)
-        known = self.bytes_per_s
-        is_slower = sample < known
-        # A link that got slow is believed at once: each fetch over it costs a request its time.
-        weight = 1.0 if is_slower or not self._is_measured else _SMOOTHING
-        self.bytes_per_s = known + weight * (sample - known)
+    def record(self, transfer_bytes: int, seconds: float, first_s: float, now_s: float) -> None:
+        """Learn from a whole fetch: its first bytes came after `first_s`, its last at the end."""
+        self._failures = 0
+        self._learn(transfer_bytes, max(0.0, seconds - first_s), first_s, now_s)
+
+    def record_failure(
+        self, transfer_bytes: int, seconds: float, first_s: float, now_s: float
+    ) -> None:
+        """Learn from a fetch that ended after `seconds` without having brought everything."""
+        # Without a byte, all of the time was spent waiting for the first.
+        first_s = min(first_s, seconds) if transfer_bytes else seconds
+        self._learn(transfer_bytes, max(0.0, seconds - first_s), first_s, now_s)
+        pause_s = min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** min(self._failures, 16))
+        self._failures += 1
+        self._backoff_until_s = now_s + pause_s
+
+    def may_ask(self, now_s: float) -> bool:
+        """Return whether the node did not fail lately."""
+        return now_s >= self._backoff_until_s
+
+    def is_aged(self, now_s: float) -> bool:
+        """Return whether what was measured is too old to refuse a fetch."""
+        return now_s - self._measured_at_s >= AGING_S
+
+    def predict_s(self, transfer_bytes: float) -> float:
+        """Return how long a fetch of so many bytes will take."""
+        return self.latency_s + transfer_bytes / self.bytes_per_s
+
+    def _learn(self, transfer_bytes: int, moving_s: float, first_s: float, now_s: float) -> None:
+        self._measured_at_s = now_s
+        self.latency_s = self._mixed(self.latency_s, first_s, is_worse=first_s > self.latency_s)
+        if transfer_bytes:
+            # In the time per byte, so that a slow fetch weighs more than a fast one.
+            known, sample = 1 / self.bytes_per_s, moving_s / transfer_bytes
+            mixed = self._mixed(known, sample, is_worse=sample > known)
+            self.bytes_per_s = 1 / max(1e-12, mixed)
         self._is_measured = True
 
-    def record_refusal(self) -> None:
-        """Note that a fetch was refused because of this rate."""
-        self.bytes_per_s *= REFUSAL_GROWTH
+    def _mixed(self, known: float, sample: float, *, is_worse: bool) -> float:
+        if not self._is_measured:
+            return sample
+        return known + (_SMOOTHING_WORSE if is_worse else _SMOOTHING) * (sample - known)
 
 
 class PrefixHolder(NamedTuple):
@@ -118,31 +192,37 @@ class LinkBudget:
 
 
 def plan_fetch(
-    prompt: MissingPrefix, holders: Sequence[PrefixHolder], budget_bytes: float
+    prompt: MissingPrefix, holders: Sequence[PrefixHolder], limits: FetchLimits
 ) -> FetchPlan:
-    """Return from which holder to fetch how many blocks: what saves the most time.
-
-    The rate of each holder that is too slow is noted to have been refused.
-    """
+    """Return from which holder to fetch how many blocks: what saves the most time."""
     if prompt.block_bytes <= 0:
         return FetchPlan(FetchChoice.NOT_HELD)
-    block_s = prompt.block_tokens * prompt.token_us / 1e6
+    if limits.running >= FETCHES_MAX:
+        return FetchPlan(FetchChoice.BUSY)
+    # If the fetch fails, all that is missing must be computed before the deadline.
+    prompt_s = (prompt.blocks - prompt.held_blocks) * prompt.block_s
+    left_s = limits.deadline_s - prompt_s
     best, best_saved_s, refused = None, 0.0, FetchChoice.NOT_HELD
     for holder in holders:
         wanted = min(holder.blocks, prompt.blocks) - prompt.held_blocks
         if wanted <= 0:
             continue
-        allowed = int(min(float(wanted), budget_bytes // prompt.block_bytes))
+        allowed = int(min(float(wanted), limits.budget_bytes // prompt.block_bytes))
         if not allowed:
             refused = FetchChoice.BUDGET
             continue
-        compute_s = allowed * block_s
-        fetch_s = OVERHEAD_S + allowed * prompt.block_bytes / holder.rate.bytes_per_s
+        compute_s, rate = allowed * prompt.block_s, holder.rate
+        fetch_s = rate.predict_s(allowed * prompt.block_bytes)
         if fetch_s >= COST_SHARE_MAX * compute_s:
-            refused = FetchChoice.SLOW
-            holder.rate.record_refusal()
+            if not rate.is_aged(limits.now_s):
+                refused = FetchChoice.SLOW
+                continue
+            # Old measurements may be wrong. This one is tried, if there is nothing better.
+            fetch_s = COST_SHARE_MAX * compute_s
+        timeout_s = min(max(TIMEOUT_MIN_S, compute_s), left_s)
+        if fetch_s > timeout_s:
+            refused = FetchChoice.DEADLINE
         elif compute_s - fetch_s > best_saved_s:
             best_saved_s = compute_s - fetch_s
-            timeout_s = max(TIMEOUT_MIN_S, compute_s)
             best = FetchPlan(FetchChoice.FETCH, holder.peer, allowed, timeout_s)
     return best or FetchPlan(refused)

@@ -1,12 +1,15 @@
 """Fetches the prefix of a waiting request's prompt from another replica of the PoP.
 
-Rule 1: the request begins in any case. A fetch ends within the time that computing would take.
-Rule 2: what a broken fetch brought is kept. The rate is learned from it too.
+Rule 1: the request begins in any case. A fetch ends within the time that computing would take, and
+early enough for the request's deadline.
+Rule 2: what a broken fetch brought is kept. Its rate is learned from it too, and the node that it
+came from is left alone for a while.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from math import inf
 from typing import Final, NamedTuple, Protocol
 
 import aiohttp
@@ -19,6 +22,7 @@ from nodeagent import metrics
 from nodeagent.decide.handoff import PeerReplicaLost
 from nodeagent.decide.kv_fetch import (
     FetchChoice,
+    FetchLimits,
     FetchPlan,
     FetchRate,
     LinkBudget,
@@ -26,9 +30,6 @@ from nodeagent.decide.kv_fetch import (
     PrefixHolder,
     plan_fetch,
 )
-
-LOCATE_TIMEOUT_S: Final = 0.2
-"""How long a holder may take to say what it has."""
 
 NODES_MAX: Final = 256
 ANSWER_BYTES_MAX: Final = 64 * 1024
@@ -56,18 +57,20 @@ class KvHolders(NamedTuple):
 
 
 class FetchedPrefix(NamedTuple):
-    """What a fetch brought: the place in KV_FOUND, and the blocks."""
+    """What a fetch brought: the place in KV_FOUND, the blocks, and how long the request waited."""
 
     place: str
     blocks: int
+    waited_s: float = 0.0
 
 
 class FetchRates:
-    """The rate at which each node of the PoP sends blocks. Routers name the nodes, so it is
-    bounded."""
+    """The rate at which each node of the PoP sends blocks, and the fetches that run. Routers name
+    the nodes, so it is bounded."""
 
     def __init__(self) -> None:
         self._rates: dict[NodeId, FetchRate] = {}
+        self.running = 0
 
     def of(self, node_id: NodeId) -> FetchRate:
         """Return the rate of one node."""
@@ -95,11 +98,20 @@ class PrefixFetcher:
         self._clock = clock
 
     async def fetch(
-        self, transfer: str, expected: kv_transfer.ExpectedPrompt, holders: KvHolders
+        self,
+        transfer: str,
+        expected: kv_transfer.ExpectedPrompt,
+        holders: KvHolders,
+        deadline_s: float = inf,
     ) -> FetchedPrefix | None:
-        """Fetch what the waiting prompt lacks, if that pays; return what came."""
+        """Fetch what the waiting prompt lacks, if that pays; return what came.
+
+        `deadline_s` is the time until which the request must have begun to answer, on the clock.
+        """
         missing = expected.digests[expected.held_blocks :]
-        if not missing:
+        began_s = self._clock()
+        asked = [peer for peer in holders.others if self._rates.of(peer.node_id).may_ask(began_s)]
+        if not missing or not asked:
             return None
         prompt = MissingPrefix(
             expected.held_blocks,
@@ -109,26 +121,37 @@ class PrefixFetcher:
             holders.here.token_us,
         )
         found = await asyncio.gather(
-            *[self._locate(peer, missing, expected.held_blocks) for peer in holders.others]
+            *[
+                self._locate(peer, missing, expected.held_blocks, prompt.locate_timeout_s)
+                for peer in asked
+            ]
         )
-        plan = plan_fetch(prompt, found, self._budget.available(self._clock()))
+        now_s = self._clock()
+        limits = FetchLimits(
+            self._budget.available(now_s), self._rates.running, deadline_s - now_s, now_s
+        )
+        plan = plan_fetch(prompt, found, limits)
         if plan.peer is None:
             metrics.KV_FETCHES.labels(plan.choice).inc()
-            return None
-        blocks = await self._move(transfer, expected, plan)
+            return FetchedPrefix("peer", 0, now_s - began_s)
+        self._rates.running += 1
+        try:
+            blocks = await self._move(transfer, expected, plan)
+        finally:
+            self._rates.running -= 1
         metrics.KV_FETCHES.labels(FetchChoice.FETCH if blocks == plan.blocks else FAILED).inc()
         place = "store" if plan.peer.replica_id == holders.store else "peer"
-        return FetchedPrefix(place, blocks) if blocks else None
+        return FetchedPrefix(place, blocks, self._clock() - began_s)
 
     async def _locate(
-        self, peer: PeerReplica, missing: Sequence[bytes], held_blocks: int
+        self, peer: PeerReplica, missing: Sequence[bytes], held_blocks: int, timeout_s: float
     ) -> PrefixHolder:
         """Ask a replica how much it has of the blocks that are missing here."""
         body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=tuple(missing)))
         sent = {headers.REPLICA: peer.replica_id}
         rate = self._rates.of(peer.node_id)
         try:
-            async with asyncio.timeout(LOCATE_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 async with self._peers.relay(peer, kv_sharing.LOCATE_PATH, body, sent) as answer:
                     if answer.status != 200:
                         return PrefixHolder(peer, 0, rate)
@@ -148,7 +171,8 @@ class PrefixFetcher:
         body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=wanted))
         sent = {headers.REPLICA: plan.peer.replica_id, kv_transfer.FIRST_BLOCK: str(first)}
         path = f"{kv_transfer.TRANSFERS_PATH}{transfer}?shared=1"
-        received, began_s = _ByteCount(), self._clock()
+        began_s = self._clock()
+        received = _ByteCount(self._clock)
         blocks = 0
         try:
             async with asyncio.timeout(plan.timeout_s):
@@ -162,8 +186,14 @@ class PrefixFetcher:
         except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
             # Whole blocks that came are stored, and count.
             blocks = min(plan.blocks, received.total // max(1, expected.block_bytes))
-        now_s = self._clock()
-        self._rates.of(plan.peer.node_id).record(received.total, now_s - began_s)
+        except asyncio.CancelledError:
+            # The request is gone, which says nothing about the node.
+            self._budget.take(received.total, self._clock())
+            raise
+        now_s, rate = self._clock(), self._rates.of(plan.peer.node_id)
+        took_s, first_s = now_s - began_s, received.first_at_s - began_s
+        learn = rate.record if blocks >= plan.blocks else rate.record_failure
+        learn(received.total, took_s, first_s, now_s)
         self._budget.take(received.total, now_s)
         metrics.KV_FETCH_SECONDS.observe(now_s - began_s)
         metrics.KV_FETCH_BYTES.inc(received.total)
@@ -171,14 +201,18 @@ class PrefixFetcher:
 
 
 class _ByteCount:
-    """Counts the bytes of a stream as it is passed on."""
+    """Counts the bytes of a stream as it is passed on, and notes when the first ones came."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.total = 0
+        self.first_at_s = inf
 
     async def count(self, content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         """Yield what arrives, in pieces of any size."""
         async for piece in content.iter_any():
+            if not self.total:
+                self.first_at_s = self._clock()
             self.total += len(piece)
             yield piece
 

@@ -13,6 +13,7 @@ Rule 3: the leg ends with its request: closing its connection ends the work at t
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from math import inf
 from typing import Final, Protocol
 
 import aiohttp
@@ -72,6 +73,8 @@ class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
     load: Callable[[], DecodeLoad]
     holders: KvHolders | None = None
     """Replicas of the PoP that may have the prompt's prefix."""
+    deadline_s: float = inf
+    """When the request must have begun to answer, on the clock of the leg."""
     set_waiting: Callable[[bool], None] = lambda is_waiting: None
     """Called with whether the engine waits for KV, and has nothing to compute for this request."""
     announce: Callable[[ReplicaId], Awaitable[None]]
@@ -140,10 +143,12 @@ class PrefillLeg:
         """Fetch what other replicas of the PoP have of the prompt; return what is left of it."""
         self._request.set_waiting(True)
         try:
-            fetched = self.fetched = await self._fetcher.fetch(self.transfer, expected, holders)
+            fetched = self.fetched = await self._fetcher.fetch(
+                self.transfer, expected, holders, self._request.deadline_s
+            )
         finally:
             self._request.set_waiting(False)
-        return expected if fetched is None else await self._describe()
+        return await self._describe() if fetched is not None and fetched.blocks else expected
 
     async def _read_elsewhere(self, expected: kv_transfer.ExpectedPrompt) -> str:
         """Have the prompt read on a prefill replica; return what came of it."""

@@ -1,10 +1,12 @@
 """Loads the engine of a decoder from its configuration; on a split model, as rank 0."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.architecture.decoder_shape import DecoderShape
@@ -65,6 +67,8 @@ class LoadedEngine:
     """The modules of the whole model that adapters can change."""
     known: KnownHeader | None
     """The header of the model's GGUF file, to load it again after a sleep."""
+    weight_regions: Callable[[], list[Tensor]]
+    """Returns the memory of all matrices, as `LinearBackend.weight_regions` does."""
 
 
 def load_engine(config: EngineConfig, workers: WorkerGroup | None = None) -> LoadedEngine:
@@ -118,6 +122,7 @@ def load_engine(config: EngineConfig, workers: WorkerGroup | None = None) -> Loa
         kv_blocks=block_form(config, shape, kv_format(config)),
         active_adapters=adapters,
         known=source.known if isinstance(source, GgufFile) else None,
+        weight_regions=shard.weight_regions,
     )
 
 

@@ -101,14 +101,24 @@ class BenchNode:
         return self.supervisor.awake.is_awake(ReplicaId(f"r{model}"))
 
     def drop_page_cache(self, model: int) -> None:
-        """Have the kernel forget a model's files."""
-        for path in self.folders[model].rglob("*.gguf"):
+        """Have the kernel forget a model's files, and all copies of weights that sleep."""
+        parked = [path for path in Path("/proc").glob("[0-9]*/fd/*") if _is_parked(path)]
+        for path in [*self.folders[model].rglob("*.gguf"), *parked]:
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 os.fdatasync(descriptor)
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)
+
+
+def _is_parked(path: Path) -> bool:
+    """Return whether a descriptor is of a file without a name in the state of a node."""
+    try:
+        target = str(path.readlink())
+    except OSError:
+        return False
+    return f"{tempfile.gettempdir()}/iso-" in target and target.endswith(" (deleted)")
 
 
 @asynccontextmanager

@@ -20,6 +20,7 @@ import asyncio
 import platform
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib import metadata
@@ -41,7 +42,14 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.kv_sharing import KV_FOUND, KV_HOLDERS, KV_STORE, FoundTokens, parse_found
+from isochrone.wire.kv_sharing import (
+    FETCH_MS,
+    KV_FOUND,
+    KV_HOLDERS,
+    KV_STORE,
+    FoundTokens,
+    parse_found,
+)
 from isochrone.wire.routes import DeploymentEntry, Pop, Route, RouteTable
 from ops.bench.disaggregation import TRACE, bundled_model
 from ops.bench.disaggregation_load import ask, random_request
@@ -107,7 +115,7 @@ class PopRouter:
         own = routing.prefix_matches(keys)
         binding = self.fleet.sessions.lookup(session, time.monotonic())
         matches, is_shared = own, self._policy.endswith("sharing")
-        if is_shared and own is not NO_MATCHES:
+        if is_shared and own is not NO_MATCHES and routing.fetch_value.is_worth_pooling:
             matches, session, binding = routing.pooled_matches(own), "", None
         query = RouteQuery(
             "bench", len(request.prompt), request.output_tokens, session, binding, matches, refusals
@@ -160,7 +168,7 @@ class PopRouter:
         in_flight = tokens + request.output_tokens
         self.in_flight[route.replica_id] += in_flight
         sent_s = time.monotonic()
-        cached, ttft_s, found = 0, 0.0, FoundTokens()
+        cached, ttft_s, found, waited_ms = 0, 0.0, FoundTokens(), 0
         node = self._nodes[route.replica_id]
         body = {
             "prompt": request.prompt,
@@ -181,6 +189,7 @@ class PopRouter:
                 if response.status != 200:
                     raise SystemExit(f"cannot measure: {response.status} {await response.text()}")
                 found = parse_found(response.headers.get(KV_FOUND, ""))
+                waited_ms = int(response.headers.get(FETCH_MS, "0"))
                 async for line in response.content:
                     if not line.startswith(b"data: {"):
                         continue
@@ -195,6 +204,9 @@ class PopRouter:
         finally:
             self.in_flight[route.replica_id] -= in_flight
             reservation.release()
+        prompt_ms = tokens * ranked.ms_per_token
+        fetch_value = self.fleet.routing(DEPLOYMENT).fetch_value
+        fetch_value.record(chosen.peers, cached / tokens, waited_ms, prompt_ms)
         self.attempts.learn_cached_tokens(route, sent, tokens, cached, shared.keys)
         self.fleet.sessions.bind(
             shared.session, route.replica_id, tokens + request.output_tokens, time.monotonic()
@@ -333,6 +345,16 @@ async def kv_blocks(node: NodeClient) -> int:
     return int(max(found.values(), default=0))
 
 
+async def sharing_counters(nodes: Sequence[NodeClient]) -> dict[str, float]:
+    """Return what all nodes together fetched and copied, and why not."""
+    prefix, total = "isochrone_node_kv_", defaultdict[str, float](float)
+    for node in nodes:
+        for name, value in (await node.counters(prefix)).items():
+            if "_bucket" not in name and "_created" not in name:
+                total[name.removeprefix(prefix)] += value
+    return dict(total)
+
+
 async def measure(arguments: argparse.Namespace) -> None:
     """Run all policies, and print the table."""
     requests = read_requests(data.folder(arguments.data) / TRACE, arguments.requests)
@@ -354,9 +376,15 @@ async def measure(arguments: argparse.Namespace) -> None:
             f"| one cache of {blocks * len(nodes)} blocks | {100 * ideal:.1f} | | | | |",
             flush=True,
         )
+        moved: list[str] = []
         for policy in arguments.policy:
+            before = await sharing_counters(nodes)
             answers, balance = await run_policy(nodes, requests, policy, rate, speed)
             print_row(policy, answers, balance)
+            after = await sharing_counters(nodes)
+            counts = {name: after[name] - before.get(name, 0.0) for name in sorted(after)}
+            moved += [f"{policy}: {name} {count:g}" for name, count in counts.items() if count]
+        print("\n" + "\n".join(moved))
 
 
 def print_row(policy: str, answers: Sequence[SharedAnswer], balance: float) -> None:

@@ -17,7 +17,7 @@ from router.decide.prefix_index import (
 )
 from router.decide.ranked_route import RankedRoute
 from router.decide.replica_table import ReplicaTable
-from router.decide.shared_kv import pool_matches
+from router.decide.shared_kv import FetchValue, pool_matches
 
 BYTES_PER_TOKEN_DEFAULT: Final = 3.5
 BYTES_PER_TOKEN_MIN: Final = 1.0
@@ -36,6 +36,7 @@ class DeploymentRouting:
         self.replicas = ReplicaTable()
         self.prefill_replicas = PrefillReplicas()
         self.adapters = AdapterPlaces()
+        self.fetch_value = FetchValue()
         self.routes: Sequence[Route] = []
         self.changed: set[ReplicaId] = set()
         """Replicas whose estimates are out of date."""
@@ -95,7 +96,7 @@ class DeploymentRouting:
 
     def pooled_matches(self, matches: PrefixMatches) -> PrefixMatches:
         """Return what each replica has cached of a prompt, or can fetch within its PoP."""
-        return pool_matches(matches, self.replicas)
+        return pool_matches(matches, self.replicas, self.fetch_value.share)
 
     def record_sent(
         self, slot: int, ranked: RankedRoute, keys: PrefixKeys, now_s: float

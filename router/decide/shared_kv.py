@@ -1,9 +1,11 @@
 """Deployments whose replicas use each other's KV within a PoP: balanced by load, not by affinity.
 
-What one replica has cached, each other one of its PoP can fetch in a fraction of the time that
-computing takes, so for ranking all of them have nearly as much. With the request go the replicas
-that probably have its prefix, and the one that keeps a copy: the winner of a hash over the PoP's
-replicas, which every router and a restarted one finds again after the first holder is gone.
+What one replica has cached, each other one of its PoP can mostly fetch in a fraction of the time
+that computing takes. For ranking all of them have a share of it (FetchValue), which is learned from
+answers: where fetches fail or take long, requests are sent as without sharing. With the request go
+the replicas that probably have its prefix, and the one that keeps a copy: the winner of a hash over
+the PoP's replicas, which every router and a restarted one finds again after the first holder is
+gone.
 """
 
 from collections.abc import Set
@@ -17,9 +19,17 @@ from router.decide.prefix_index import NO_MATCHES, PrefixKeys, PrefixMatch, Pref
 from router.decide.ranked_route import RankedRoute
 from router.decide.replica_table import ReplicaTable
 
-FETCH_VALUE: Final = 0.9
-"""What another replica of the PoP has cached saves this share of what it saves there. The rest is
-the cost of fetching it, and keeps requests from moving for nothing."""
+FETCH_VALUE_UNKNOWN: Final = 0.8
+FETCH_VALUE_MAX: Final = 0.95
+"""The share that is assumed before anything was fetched, and at most: the rest keeps requests from
+moving for nothing."""
+
+FETCH_VALUE_MIN: Final = 0.4
+"""If less is saved, requests are sent as without sharing, with sessions at their replicas. What is
+fetched nevertheless goes on teaching."""
+
+_SMOOTHING: Final = 0.1
+_SMOOTHING_WORSE: Final = 0.2
 
 PROMPT_TOKENS_MIN: Final = 128
 """A shorter prompt is computed about as soon as it is fetched."""
@@ -33,17 +43,53 @@ a conversation grows."""
 
 
 class SharedKvPeers(NamedTuple):
-    """The addressed replica and those that may have a prefix; `store` keeps a copy of it."""
+    """The addressed replica and those that may have a prefix; `store` keeps a copy of it.
+
+    `own_share` of the prompt is cached at the addressed replica, as far as is known, and
+    `held_share` at another one, if that is more.
+    """
 
     replicas: list[PeerReplica]
     store: str
+    own_share: float = 0.0
+    held_share: float = 0.0
 
 
 NO_SHARED_KV_PEERS: Final = SharedKvPeers([], "")
 
 
-def pool_matches(matches: PrefixMatches, table: ReplicaTable) -> PrefixMatches:
-    """Return what each replica has cached or can fetch within its PoP."""
+class FetchValue:
+    """What a prefix that another replica of the PoP has saves here, as a share of its worth there.
+
+    It is measured: how much of what could be fetched was cached in the end, less the time that the
+    request waited for it, in units of the time to compute it.
+    """
+
+    __slots__ = ("share",)
+
+    def __init__(self) -> None:
+        self.share = FETCH_VALUE_UNKNOWN
+
+    def record(
+        self, peers: SharedKvPeers, cached_share: float, waited_ms: float, prompt_ms: float
+    ) -> None:
+        """Learn from an answer to a prompt that takes `prompt_ms` to compute as a whole."""
+        offered = peers.held_share - peers.own_share
+        if offered <= 0 or prompt_ms <= 0:
+            return
+        saved = cached_share - peers.own_share - waited_ms / prompt_ms
+        sample = max(0.0, min(1.0, saved / offered))
+        weight = _SMOOTHING_WORSE if sample < self.share else _SMOOTHING
+        self.share = min(FETCH_VALUE_MAX, self.share + weight * (sample - self.share))
+
+    @property
+    def is_worth_pooling(self) -> bool:
+        """Return whether requests may leave the replicas that have their prefixes."""
+        return self.share >= FETCH_VALUE_MIN
+
+
+def pool_matches(matches: PrefixMatches, table: ReplicaTable, fetch_value: float) -> PrefixMatches:
+    """Return what each replica has cached, or what fetching within its PoP is worth there."""
     if not matches.longer:
         return matches
     best: dict[PopId, float] = {}
@@ -55,7 +101,7 @@ def pool_matches(matches: PrefixMatches, table: ReplicaTable) -> PrefixMatches:
             if route is not None and share > best.get(route.pop, 0.0):
                 best[route.pop] = share
     for pop, held in best.items():
-        share = FETCH_VALUE * held
+        share = fetch_value * held
         for slot in table.slots_by_pop.get(pop, ()):
             own = matches.share_at(slot)
             if share > own:
@@ -112,7 +158,8 @@ def shared_kv_peers(
         assert route is not None
         peers.append(_peer(route, prompt_tokens, table.estimates[slot].ms_per_token))
     kept = table.routes[store] if store >= 0 else None
-    return SharedKvPeers(peers, kept.replica_id if kept is not None else "")
+    held_share = held[0][0] if held else 0.0
+    return SharedKvPeers(peers, kept.replica_id if kept is not None else "", own_share, held_share)
 
 
 def _stable_key(keys: PrefixKeys) -> int:

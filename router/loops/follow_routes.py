@@ -19,6 +19,7 @@ from isochrone.service.control_link import Progress
 from isochrone.service.threads import run_to_completion
 from isochrone.wire import codec
 from isochrone.wire.ids import ClusterId, Epoch, Generation, ReplicaId
+from isochrone.wire.key_table import KeyTable
 from isochrone.wire.routes import (
     Route,
     RouteDelta,
@@ -83,6 +84,8 @@ class TableFollower:
         self._clock = clock
         self._started_at_s = clock()
         self._assembler = TableAssembler()
+        self._held = KeyTable()
+        """The keys that the scheduler was last told of."""
         self._parts_refusal = ""
         self._persist_due_at_s = float("-inf")
         self._confirmed_at_s: float | None = None
@@ -99,6 +102,18 @@ class TableFollower:
         if table is None:
             return Progress(self._cluster_id, Generation(0), Epoch(0))
         return Progress(table.cluster_id, table.generation, table.epoch)
+
+    def registering(self) -> Progress:
+        """Return the same with the keys in use, which the next table need not contain."""
+        return self.progress()._replace(keys_held=self._tell_keys())
+
+    def _tell_keys(self) -> bytes:
+        """Return the sums of the keys in use, and remember what they are of.
+
+        The table that answers them may arrive when the keys in use have changed.
+        """
+        self._held = self._fleet.directory.keys
+        return self._held.sums.encode() if self._held else b""
 
     def age_s(self, *, is_connected: bool) -> float:
         """Return how long ago the table was confirmed.
@@ -163,10 +178,12 @@ class TableFollower:
             return
         for table in known:
             if table.generation == message.base:
-                self._check(apply_delta(table, message))
+                changed = apply_delta(table, message)
+                has_routes = changed.routes is not table.routes
+                self._check(changed, await self.prepare(changed) if has_routes else None)
                 return
         have = known[-1].generation if known else Generation(0)
-        await send(SnapshotWanted(have=have))
+        await send(SnapshotWanted(have=have, keys_held=self._tell_keys()))
 
     async def recheck(self) -> str:
         """Check a quarantined table again; return what came of it."""
@@ -235,9 +252,17 @@ class TableFollower:
         if table is not None:
             self.accept(apply_delta(table, delta))
 
-    def assemble(self, part: RouteTablePart) -> RouteTable | None:
+    async def assemble(self, part: RouteTablePart) -> RouteTable | None:
         """Take a part of a table; return the table when it is complete. Raises BadParts."""
-        return self._assembler.add(part, self._fleet.directory.keys)
+        known = self._held if part.keys_kept else self._fleet.directory.keys
+        steps = self._assembler.steps(part, known)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                table: RouteTable | None = end.value
+                return table
+            await asyncio.sleep(0)
 
     def _write(self, table: RouteTable) -> None:
         files.write_snapshot(self._snapshot, encode_table(table))
@@ -246,7 +271,7 @@ class TableFollower:
 
     async def _add_part(self, part: RouteTablePart) -> None:
         try:
-            table = self.assemble(part)
+            table = await self.assemble(part)
         except BadParts as error:
             self._parts_refusal = str(error)
             self._log_refusal(self._parts_refusal)

@@ -22,6 +22,7 @@ from isochrone.wire.control import PeerRole
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import PATTERN_DESCRIPTIONS, POP_PATTERN, is_pop
 from isochrone.wire.model import KIND_FEATURES, CatalogModel
+from scheduler.api.adapters import ADAPTER_ENDPOINTS
 from scheduler.api.deployments import DEPLOYMENT_ENDPOINTS
 from scheduler.api.endpoint import (
     AdminRequest,
@@ -253,6 +254,7 @@ ENDPOINTS: Final = (
     *SNAPSHOT_ENDPOINTS,
     *KEY_ENDPOINTS,
     *TENANT_ENDPOINTS,
+    *ADAPTER_ENDPOINTS,
     *USAGE_ENDPOINTS,
     Endpoint(
         "GET", "/v1/events", events, "List events", EventView, is_list=True, query=("subject",)

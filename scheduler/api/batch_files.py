@@ -2,12 +2,13 @@
 
 import asyncio
 import secrets
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import aiohttp
 from aiohttp import web
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from scheduler.api.uploads import write_upload
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.state.batch_folder import CHUNK_BYTES, BatchFolder
 from scheduler.store.batch_files import (
@@ -53,7 +54,12 @@ class FileEndpoints:
                     raise _invalid("it has two fields 'file'", "file")
                 else:
                     filename = storable_text(part.filename or "file")
-                    size_bytes = await self._write(file_id, part)
+                    size_bytes = await write_upload(
+                        self._folder,
+                        file_id,
+                        part.read_chunk,
+                        bytes_max=self._limits.file_bytes_max,
+                    )
         except ValueError as error:
             await self._folder.delete(file_id)
             raise _invalid(str(error)[:200]) from error
@@ -65,27 +71,6 @@ class FileEndpoints:
         except BaseException:
             await self._folder.delete(file_id)
             raise
-
-    async def _write(self, file_id: str, part: aiohttp.BodyPartReader) -> int:
-        """Write an uploaded file to the folder; return its size."""
-        bytes_max = self._limits.file_bytes_max
-        size_bytes = 0
-        writing = self._folder.writing(file_id)
-        output: BinaryIO = await asyncio.to_thread(writing.__enter__)
-        try:
-            while chunk := await part.read_chunk(CHUNK_BYTES):
-                size_bytes += len(chunk)
-                if size_bytes > bytes_max:
-                    raise ApiError(
-                        ErrorCode.TOO_LARGE,
-                        f"cannot store the file: it has more than {bytes_max} bytes",
-                    )
-                await asyncio.to_thread(output.write, chunk)
-        except BaseException as error:
-            writing.__exit__(type(error), error, error.__traceback__)
-            raise
-        await asyncio.to_thread(writing.__exit__, None, None, None)
-        return size_bytes
 
     async def _add(
         self, file_id: str, tenant_id: str, filename: str, size_bytes: int, fields: dict[str, str]

@@ -7,6 +7,7 @@ in one transaction with the event that records it: if it raises, nothing was cha
 
 import base64
 import hashlib
+import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,6 +24,7 @@ from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId
 from isochrone.wire.keys import PREFIX as KEY_PREFIX
+from scheduler.api.adapter_intake import AdapterIntake
 from scheduler.decide.membership import LivenessLimits
 from scheduler.planner.client import PlannerClient, PlannerFailed
 from scheduler.state.heartbeats import Heartbeats
@@ -33,6 +35,8 @@ from scheduler.store.catalogue import EtagMoved, StillUsed, bump_generation
 from scheduler.store.events import record_event
 from scheduler.store.idempotency import StoredResponse, load_response, store_response
 from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, Pool, transaction, using
+
+log = logging.getLogger(__name__)
 
 BODY_BYTES_MAX: Final = 1024 * 1024
 BODY_TIMEOUT_S: Final = 10.0
@@ -60,6 +64,8 @@ class AdminContext(NamedTuple):
     routes: PublishedRoutes
     nudge_place: Callable[[], None]
     nudge_disconnect: Callable[[], None]
+    adapters: AdapterIntake | None = None
+    """None if this cluster stores no files of clients."""
 
 
 class Page(NamedTuple):
@@ -80,7 +86,11 @@ class AdminRequest:
         self.body = body
         self.etag = _if_match(http)
         self.name = next(iter(http.match_info.values()), "")
-        """The one thing that the path names; empty if it names none."""
+        """The first thing that the path names; empty if it names none."""
+        self.names = http.match_info
+        """All that the path names."""
+        self.on_commit: list[Callable[[], Awaitable[None]]] = []
+        """What to do once the transaction is committed."""
         self.changed_key = ""
         """The key to publish, if that is neither in the result nor named by the path."""
         self._http = http
@@ -160,6 +170,8 @@ class Endpoint(NamedTuple):
     is_list: bool = False
     query: tuple[str, ...] = ()
     changes_key: bool = False
+    takes_file: bool = False
+    """Whether its body is a file of any size, not JSON. The function gets an UploadedFile."""
 
 
 def list_endpoint(
@@ -199,7 +211,9 @@ def endpoint_handler(
     """Return the aiohttp handler of an endpoint."""
     decoder = msgspec.json.Decoder(endpoint.body) if endpoint.body is not None else None
 
-    async def handle(http: web.Request) -> web.Response:
+    async def answer(http: web.Request) -> web.Response:
+        if endpoint.takes_file:
+            return await _respond_to_file(endpoint, context, http)
         raw = await read_body(http, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
         body = None
         if decoder is not None:
@@ -207,8 +221,11 @@ def endpoint_handler(
                 body = codec.decode_json(raw, decoder)
             except codec.MalformedFrame as error:
                 raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
+        return await _respond(endpoint, context, http, raw, body)
+
+    async def handle(http: web.Request) -> web.Response:
         try:
-            return await _respond(endpoint, context, http, raw, body)
+            return await answer(http)
         except UNAVAILABLE as error:
             raise ApiError(
                 ErrorCode.UNAVAILABLE, "cannot answer: the database is unreachable", retry_after_s=2
@@ -229,6 +246,20 @@ def endpoint_handler(
             ) from error
 
     return handle
+
+
+async def _respond_to_file(
+    endpoint: Endpoint, context: AdminContext, http: web.Request
+) -> web.Response:
+    """Store a body as a file, then answer. If that fails, the file is deleted."""
+    if context.adapters is None:
+        raise ApiError(ErrorCode.CONFLICT, "cannot store a file: `batch_folder` is not set")
+    uploaded = await context.adapters.write(http.content.read)
+    try:
+        return await _respond(endpoint, context, http, b"", uploaded)
+    except BaseException:
+        await context.adapters.discard(uploaded)
+        raise
 
 
 async def _respond(
@@ -256,6 +287,12 @@ async def _respond(
             encrypted = context.authority.cipher().encrypt(encoded)
             stored = StoredResponse(body_sha256, endpoint.status, encrypted)
             await store_response(connection, key, http.method, http.path, stored)
+    for act in request.on_commit:
+        try:
+            await act()
+        except OSError as error:
+            # The change is made, whatever it leaves on disk.
+            log.warning("file not deleted", extra={"fields": {"reason": str(error)}})
     if endpoint.method != "GET":
         if endpoint.changes_key:
             # Nothing is placed by keys, and the other keys need not be read again.

@@ -9,9 +9,9 @@ from aiohttp import web
 
 from isochrone.wire import batches as wire
 from isochrone.wire.errors import ApiError, ErrorCode
+from scheduler.api.adapter_intake import AdapterIntake
 from scheduler.api.finetunes import FinetuneEndpoints
 from scheduler.api.relayed import PublicHandler, public_route
-from scheduler.decide.adapter_limits import AdapterLimits
 from scheduler.state.batch_folder import CHUNK_BYTES, BatchFolder
 from scheduler.state.relay_tokens import RelayTokens
 from scheduler.store.adapters import AdapterFile, get_adapter
@@ -31,12 +31,12 @@ def add_finetune_routes(
     app: web.Application,
     pool: Pool,
     folder: BatchFolder,
-    limits: AdapterLimits,
+    intake: AdapterIntake,
     tokens: FinetuneTokens,
     on_change: Callable[[], None],
 ) -> None:
     """Add all routes. `on_change` publishes what routers know of adapters."""
-    finetunes = FinetuneEndpoints(pool, folder, limits, on_change)
+    finetunes = FinetuneEndpoints(pool, intake, on_change)
     one = "/ai/finetunes/{finetune}"
     routes: tuple[tuple[str, str, PublicHandler], ...] = (
         ("POST", "/ai/finetunes", finetunes.create),

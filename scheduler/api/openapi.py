@@ -72,7 +72,14 @@ def _operation(endpoint: Endpoint, by_type: dict[Any, dict[str, Any]]) -> dict[s
             },
         },
     }
-    if endpoint.body is not None:
+    if endpoint.takes_file:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
+            },
+        }
+    elif endpoint.body is not None:
         operation["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": by_type[endpoint.body]}},

@@ -240,6 +240,7 @@ class PeerServer:
         peer.generation = register.generation
         peer.capabilities = frozenset(register.capabilities)
         peer.last_error = register.last_error
+        peer.keys_held = register.keys_held
         if role in self._relay_tokens:
             peer.relay_token = self._relay_tokens[role].issue(peer.name)
         peer.enqueue(

@@ -71,6 +71,7 @@ class RouterEndpoint:
             )
             self._routes.send_table(peer)
         elif isinstance(message, SnapshotWanted):
+            peer.keys_held = message.keys_held
             self._routes.send_table(peer)
         elif isinstance(message, FleetSuspicions):
             self._server.pass_to_other_routers(peer, message)

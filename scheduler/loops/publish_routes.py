@@ -174,14 +174,16 @@ class PublishRoutes:
     def _send(
         self, before: RouteTable | None, table: RouteTable, change: RouteDelta | None = None
     ) -> int:
-        self._routes.replace(table)
+        delta = b"" if before is None else codec.encode(change or diff(before, table))
+        if len(delta) > DELTA_BYTES_MAX:
+            delta = b""
+        self._routes.replace(table, delta)
         self._routes.following.record_published(table.generation, self._lease.clock())
         metrics.ROUTE_GENERATION.set(table.generation)
         routers = self._peers.routers()
-        delta = b"" if before is None else codec.encode(change or diff(before, table))
         for router in routers:
             has_previous = before is not None and router.generation == before.generation
-            if has_previous and len(delta) <= DELTA_BYTES_MAX:
+            if has_previous and delta:
                 router.enqueue(delta)
                 router.generation = table.generation
             else:

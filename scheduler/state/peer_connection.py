@@ -30,7 +30,7 @@ class Frames(Protocol):
     """Frames that are sent one after another, each made when it is needed."""
 
     def frame(self, index: int) -> bytes | None:
-        """Return a frame, None after the last."""
+        """Return a frame, None after the last. An empty one is not sent, but is a pause."""
         ...
 
 
@@ -57,6 +57,8 @@ class PeerConnection:
         self.certificate = certificate
         self.generation = Generation(0)
         """The newest assignment or route table that the peer says it has."""
+        self.keys_held = b""
+        """The sums of the keys that a router has, until it is sent a table."""
         self.capabilities: frozenset[str] = frozenset()
         self.last_error = ""
         """Why the peer's previous connection ended, as the peer says."""
@@ -100,7 +102,10 @@ class PeerConnection:
             else:
                 index = 0
                 while (frame := message.frame(index)) is not None:
-                    await self._send("route_table_part", frame)
+                    if frame:
+                        await self._send("route_table_part", frame)
+                    else:
+                        await asyncio.sleep(0)
                     index += 1
                 self._tables_queued -= 1
 

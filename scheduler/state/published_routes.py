@@ -8,6 +8,7 @@ from typing import Final
 from isochrone.wire import codec
 from isochrone.wire.control import TABLE_PARTS
 from isochrone.wire.ids import KeyId, NodeId
+from isochrone.wire.key_sums import KeptBuckets, kept_buckets
 from isochrone.wire.routes import KeyTable, RouteTable
 from isochrone.wire.table_parts import TABLE_ENTRIES_MAX, split_table
 from scheduler import metrics
@@ -20,12 +21,32 @@ KEY_BYTES_MIN: Final = 150
 """A key takes at least so many bytes of a frame. A table that is too large is not encoded."""
 
 
+DELTAS_AFTER_PARTS_MAX: Final = 256
+"""How many later deltas a router that is sent a whole table may be sent after it. With more the
+table is encoded again: each version of a million keys takes a second to encode, and 264 MiB."""
+
+DELTA_BYTES_AFTER_PARTS_MAX: Final = 16 * 1024 * 1024
+
+PARTIAL_TABLES_MAX: Final = 8
+"""How many tables without the keys that routers have are kept for the next router. Routers that
+lost the same scheduler have the same keys."""
+
+
 class TableParts:
     """The parts of one route table, each encoded once, when the first router is sent it."""
 
-    def __init__(self, table: RouteTable) -> None:
-        self._source = split_table(table)
+    def __init__(self, table: RouteTable, kept: KeptBuckets | None = None) -> None:
+        """Leave out the keys that routers keep."""
+        self.deltas: list[bytes] = []
+        """The changes that were published since."""
+        self._source = split_table(table, kept=kept)
         self._frames: list[bytes] = []
+
+    def add_delta(self, delta: bytes) -> bool:
+        """Note a published change; return False if the table should be encoded again."""
+        self.deltas.append(delta)
+        is_small = sum(map(len, self.deltas)) <= DELTA_BYTES_AFTER_PARTS_MAX
+        return bool(delta) and is_small and len(self.deltas) <= DELTAS_AFTER_PARTS_MAX
 
     def frame(self, index: int) -> bytes | None:
         """Return a part, None after the last. They are asked for in order."""
@@ -46,47 +67,66 @@ class PublishedRoutes:
         self.keys = KeyTable()
         """The keys of the table, also while a new term has none yet."""
         self.following = RouteFollowing()
-        self._parts: TableParts | None = None
+        self._whole: TableParts | None = None
+        self._partial: dict[bytes, TableParts] = {}
         self._frame = b""
         self._nudge_publish = nudge_publish
         self._changed: set[NodeId] | None = None
         self._changed_keys: set[KeyId] = set()
 
-    def replace(self, table: RouteTable | None) -> None:
-        """Make `table` the one that routers get; None at the beginning of a term."""
+    def replace(self, table: RouteTable | None, delta: bytes = b"") -> None:
+        """Make `table` the one that routers get; None at the beginning of a term.
+
+        `delta` makes it of the table before, empty if there is none that routers can be sent.
+        """
         if table is None:
             self.following.clear()
         else:
             self.keys = table.keys
         self.table = table
-        self._parts = None
+        if self._whole is not None and not self._whole.add_delta(delta):
+            self._whole = None
+        self._partial.clear()
         self._frame = b""
 
     def send_table(self, router: PeerConnection) -> None:
-        """Queue the whole table, in parts if the router can read them."""
+        """Queue the whole table, in parts if the router can read them, without keys that it has."""
         if self.table is None:
             return
+        held, router.keys_held = router.keys_held, b""
         try:
-            router.enqueue(self._frames_for(router))
+            if TABLE_PARTS not in router.capabilities:
+                router.enqueue(self.frame())
+            else:
+                parts = self._parts_for(self.table, held)
+                router.enqueue(parts)
+                for delta in parts.deltas:
+                    router.enqueue(delta)
         except codec.FrameTooLarge as error:
             self._note_unsendable(router, str(error))
             return
         self.following.record_sendable(router.name)
         router.generation = self.table.generation
 
-    def _frames_for(self, router: PeerConnection) -> TableParts | bytes:
-        assert self.table is not None
-        if TABLE_PARTS not in router.capabilities:
-            return self.frame()
-        entries = len(self.table.keys) + len(self.table.routes)
+    def _parts_for(self, table: RouteTable, held: bytes) -> TableParts:
+        entries = len(table.keys) + len(table.routes)
         if entries > TABLE_ENTRIES_MAX:
             raise codec.FrameTooLarge(
                 f"cannot send the route table: {entries} keys and replicas, the limit is "
                 f"{TABLE_ENTRIES_MAX}; revoke keys that are not used"
             )
-        if self._parts is None:
-            self._parts = TableParts(self.table)
-        return self._parts
+        kept = kept_buckets(held, table.keys.sums) if held and table.keys else None
+        if kept is None:
+            metrics.TABLES_SENT.labels("all").inc()
+            if self._whole is None:
+                self._whole = TableParts(table)
+            return self._whole
+        metrics.TABLES_SENT.labels("missing").inc()
+        if kept.encode() not in self._partial:
+            if len(self._partial) >= PARTIAL_TABLES_MAX:
+                self._partial.clear()
+            self._partial[kept.encode()] = TableParts(table, kept)
+        return self._partial[kept.encode()]
 
     def frame(self) -> bytes:
         """Return the whole table as one frame, encoded once, for routers that cannot read parts.

@@ -1,13 +1,14 @@
 """The rows of LoRA adapters. Uploaded files lie in the batch folder."""
 
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import asyncpg
 import msgspec
 
 from isochrone.wire.adapter import CLUSTER_SCHEME, AdapterEntry
 from isochrone.wire.artifact import manifest_digest
-from isochrone.wire.ids import ModelId, TenantId
+from isochrone.wire.ids import ModelId, NodeId, TenantId
 from isochrone.wire.model import Artifact, ArtifactFile
 from scheduler.store.pool import Connection, as_json, as_struct
 
@@ -37,6 +38,7 @@ class StoredAdapter(msgspec.Struct, frozen=True, kw_only=True):
     digest: str | None
     created_at: float
     modified_at: float
+    etag: int = 0
 
     def file(self, path: str) -> AdapterFile | None:
         """Return one of its files."""
@@ -68,7 +70,8 @@ class StoredAdapter(msgspec.Struct, frozen=True, kw_only=True):
 _COLUMNS: Final = (
     "adapter_id, tenant_id, name, description, model_id, model_name, is_public, rank, files,"
     " source, digest, extract(epoch FROM created_at)::float8 AS created_at,"
-    " extract(epoch FROM modified_at)::float8 AS modified_at"
+    " extract(epoch FROM modified_at)::float8 AS modified_at,"
+    " (extract(epoch FROM modified_at) * 1000000)::bigint AS etag"
 )
 
 
@@ -112,10 +115,12 @@ async def lock_tenant_adapters(connection: Connection, tenant_id: str) -> int:
     return int(count)
 
 
-async def get_adapter(connection: Connection, adapter_id: str) -> StoredAdapter | None:
-    """Return one adapter."""
+async def get_adapter(
+    connection: Connection, adapter_id: str, *, locked: bool = False
+) -> StoredAdapter | None:
+    """Return one adapter; `locked` until the transaction ends."""
     row = await connection.fetchrow(
-        f"SELECT {_COLUMNS} FROM adapter WHERE adapter_id = $1",  # noqa: S608
+        f"SELECT {_COLUMNS} FROM adapter WHERE adapter_id = $1 {'FOR UPDATE' if locked else ''}",  # noqa: S608
         adapter_id,
     )
     return _adapter(row) if row else None
@@ -158,6 +163,21 @@ async def set_files(
     return _adapter(row)
 
 
+async def set_public(
+    connection: Connection, adapter_id: str, is_public: bool
+) -> StoredAdapter | None:
+    """Let all tenants use an adapter, or its own alone."""
+    row = await connection.fetchrow(
+        f"""
+        UPDATE adapter SET is_public = $2, modified_at = clock_timestamp() WHERE adapter_id = $1
+        RETURNING {_COLUMNS}
+        """,  # noqa: S608
+        adapter_id,
+        is_public,
+    )
+    return _adapter(row) if row else None
+
+
 _ORDERS: Final = {
     "created_at": "adapter.created_at",
     "modified_at": "adapter.modified_at",
@@ -196,14 +216,68 @@ async def list_public_adapters(
     return [_adapter(row) for row in rows]
 
 
-async def list_adapters(connection: Connection, after: str, limit: int) -> list[StoredAdapter]:
-    """Return the adapters of all tenants in the order of their ids."""
+async def list_adapters(
+    connection: Connection, after: str, limit: int, tenant_id: str | None = None
+) -> list[StoredAdapter]:
+    """Return the adapters of all tenants, or of one, in the order of their ids."""
     rows = await connection.fetch(
-        f"SELECT {_COLUMNS} FROM adapter WHERE adapter_id > $1 ORDER BY adapter_id LIMIT $2",  # noqa: S608
+        f"""
+        SELECT {_COLUMNS} FROM adapter
+        WHERE adapter_id > $1 AND ($3::text IS NULL OR tenant_id = $3)
+        ORDER BY adapter_id LIMIT $2
+        """,  # noqa: S608
+        after,
+        limit,
+        tenant_id,
+    )
+    return [_adapter(row) for row in rows]
+
+
+class AdapterNodes(NamedTuple):
+    """How many nodes have an adapter's files, and the first of them by name."""
+
+    total: int
+    first: tuple[NodeId, ...]
+
+
+async def nodes_with(
+    connection: Connection, digests: Sequence[str], limit: int
+) -> dict[str, AdapterNodes]:
+    """Return the nodes that have these artifacts on disk, `limit` of each by name."""
+    rows = await connection.fetch(
+        """
+        SELECT digest, count(*) AS total, (array_agg(node_id ORDER BY node_id))[:$2] AS first
+        FROM artifact_holder WHERE digest = ANY($1::text[]) GROUP BY digest
+        """,
+        list(digests),
+        limit,
+    )
+    return {row["digest"]: AdapterNodes(row["total"], tuple(row["first"])) for row in rows}
+
+
+class TenantAdapters(NamedTuple):
+    """How many adapters a tenant has, and the size of their files."""
+
+    tenant_id: str
+    adapters: int
+    size_bytes: int
+
+
+async def list_tenants_with_adapters(
+    connection: Connection, after: str, limit: int
+) -> list[TenantAdapters]:
+    """Return all tenants with adapters in the order of their names."""
+    rows = await connection.fetch(
+        """
+        SELECT tenant_id, count(DISTINCT adapter_id) AS adapters,
+               coalesce(sum((file->>'size_bytes')::bigint), 0)::bigint AS size_bytes
+        FROM adapter LEFT JOIN LATERAL jsonb_array_elements(files) AS file ON true
+        WHERE tenant_id > $1 GROUP BY tenant_id ORDER BY tenant_id LIMIT $2
+        """,
         after,
         limit,
     )
-    return [_adapter(row) for row in rows]
+    return [TenantAdapters(*row) for row in rows]
 
 
 async def read_adapter_entries(connection: Connection) -> tuple[AdapterEntry, ...]:

@@ -344,7 +344,7 @@ class SimRouter:
             identity=identity,
             boot_id=boot_id,
             incoming=ToRouter,
-            progress=follower.progress,
+            progress=follower.registering,
             on_welcome=on_welcome,
             on_message=on_message,
             rng=random.Random(world.rng.random()),

@@ -1,6 +1,6 @@
 """The KV blocks that transfers hold on the device: those to be sent, and those that arrived.
 
-Rule 1: everything here runs on the step thread, between steps.
+Rule 1: everything here runs on the step thread, between steps, except for what says otherwise.
 Rule 2: a block to be sent is referenced from when it is computed until it is read; a block that
 arrived, until its sequence has been admitted. Whoever opens a hold closes it, in every case.
 Rule 3: the content of a block that makes room is saved to the tiers below first.
@@ -57,6 +57,7 @@ class KvTransfers:
         self._mover = mover
         self._outgoing: dict[int, OutgoingBlocks] = {}
         self._incoming: dict[str, IncomingBlocks] = {}
+        self._reading: dict[int, list[int]] = {}
         self.sent_blocks_total = 0
         self.received_blocks_total = 0
 
@@ -69,7 +70,9 @@ class KvTransfers:
         """References that transfers hold."""
         outgoing = sum(len(blocks.held) for blocks in self._outgoing.values())
         incoming = self._incoming.values()
-        return outgoing + sum(len(blocks.cached) + len(blocks.arrived) for blocks in incoming)
+        reading = sum(len(blocks) for blocks in self._reading.values())
+        arrived = sum(len(blocks.cached) + len(blocks.arrived) for blocks in incoming)
+        return outgoing + reading + arrived
 
     def counts(self) -> dict[str, float]:
         """Return the metrics of the transfers, by name."""
@@ -125,14 +128,46 @@ class KvTransfers:
         self._incoming[transfer] = IncomingBlocks(held, [])
         return HeldPrefix(len(cached), self.count_prefix(digests))
 
+    def count_on_device(self, digests: Sequence[bytes]) -> int:
+        """Return how many blocks of the prefix of a chain are on the device. For any thread."""
+        return sum(1 for _ in takewhile(self._pool.has_digest, digests))
+
     def count_prefix(self, digests: Sequence[bytes]) -> int:
-        """Return how many blocks of the prefix of a chain are in some tier."""
+        """Return how many blocks of the prefix of a chain are in some tier. For any thread."""
         host: Container[bytes] = self._mover.host if self._mover is not None else ()
         files = self._mover.files if self._mover is not None else None
         lower: Container[bytes] = files if files is not None else ()
         has_digest = self._pool.has_digest
         found = takewhile(lambda d: has_digest(d) or d in host or d in lower, digests)
         return sum(1 for _ in found)
+
+    def open_reading(self, reader: int, digests: Sequence[bytes]) -> list[int]:
+        """Hold the blocks of the prefix of a chain that are on the device; return their numbers.
+
+        None are held where only the step thread may read the device.
+        """
+        if not self._device.can_read_beside_steps:
+            return []
+        found = self._pool.match_prefix(digests)
+        self._reading[reader] = self._pool.allocate(found, 0) or []
+        return self._reading[reader]
+
+    def read_held(self, blocks: Sequence[int]) -> Tensor:
+        """Return the contents of blocks that are held [blocks, ...]. For any thread."""
+        return self._device.read_blocks(blocks)
+
+    def close_reading(self, reader: int) -> None:
+        """Let go of what a reader holds. Does nothing the second time."""
+        self._pool.release(self._reading.pop(reader, []))
+
+    def demote(self, digests: Sequence[bytes]) -> None:
+        """Have these blocks evicted before others: another replica has them now, and uses them."""
+        self._pool.demote(digests)
+
+    @property
+    def keep_blocks_max(self) -> int:
+        """How many blocks of another engine can be kept without evicting this engine's own."""
+        return self._pool.empty_blocks if self._mover is None else self._mover.keep_blocks_max
 
     def read_prefix(self, digests: Sequence[bytes]) -> Tensor | None:
         """Return the blocks of the prefix of a chain that are on the device, else those in host
@@ -147,9 +182,14 @@ class KvTransfers:
         return self._mover.host.get(kept) if kept else None
 
     def keep(self, digests: Sequence[bytes], contents: Tensor) -> None:
-        """Store blocks that no request waits for: below the device, if there are such tiers."""
+        """Store blocks that no request waits for: below the device, if there are such tiers.
+
+        Blocks for which others would have to be evicted are dropped.
+        """
         if self._mover is not None:
             self._mover.keep(digests, contents)
+            return
+        if len(digests) > self._pool.empty_blocks:
             return
         self.open_incoming("keep", ())
         self.store_incoming("keep", digests, contents)

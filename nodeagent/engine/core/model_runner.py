@@ -101,6 +101,11 @@ class ModelRunner:
         return self._attention.config.kv_format.dtype
 
     @property
+    def can_read_beside_steps(self) -> bool:
+        """Whether any thread may read blocks during a step: on a GPU that waits for the step."""
+        return self.device == "cpu"
+
+    @property
     def active_adapters(self) -> ActiveAdapters:
         """The modules of the model that adapters can change."""
         return self._model.adapters
@@ -158,6 +163,10 @@ class ModelRunner:
         if self.token_states is not None:
             self.token_states.store(layout.write_slots)
         return logits
+
+    def kv_pages(self) -> list[Tensor]:
+        """Return the memory of keys and values, layer by layer."""
+        return [kv.pages for kv in self._kv]
 
     @torch.inference_mode()
     def clear(self, blocks: Sequence[int]) -> None:

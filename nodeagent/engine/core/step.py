@@ -58,6 +58,8 @@ class WakenedExecutor(ModelExecutor, DeviceBlocks, Protocol):
 class SleepingExecutor:
     """Stands in for the model of an engine that sleeps: it has none, and no KV."""
 
+    can_read_beside_steps = False
+
     def begin(self, batch: Batch) -> abc.Callable[[], Tensor]:
         """Raise RuntimeError: a generation must wake the engine first."""
         raise RuntimeError("cannot run a step: the engine sleeps")
@@ -152,20 +154,21 @@ class EngineCore:
         if self.block_mover is not None:
             self.block_mover.import_blocks(digests, contents)
 
-    def fall_asleep(self, save_until_s: float) -> bool:
+    def fall_asleep(self, save_until_s: float) -> ModelExecutor | None:
         """Drop the model and its KV; cached blocks go to the tiers below, if there are any.
 
-        Return False, and change nothing, if a generation or a transfer has blocks. Blocks that are
-        not saved by `save_until_s` are dropped.
+        Return the model, which nothing else holds then. Return None, and change nothing, if a
+        generation or a transfer has blocks. Blocks not saved by `save_until_s` are dropped.
         """
         pool = self.scheduler.pool
         if self.has_work or pool.used_blocks:
-            return False
+            return None
         if self.block_mover is not None:
             self.block_mover.save_all(pool.cached_blocks(), save_until_s)
         pool.forget_cached()
+        executor = self._executor
         self.wake_up(SleepingExecutor())
-        return True
+        return executor
 
     def wake_up(self, executor: "WakenedExecutor") -> None:
         """Go on with a model that was loaded again, with as many KV blocks as before."""

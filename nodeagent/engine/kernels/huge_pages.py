@@ -8,6 +8,7 @@ import ctypes
 import mmap
 from contextlib import suppress
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,14 +20,7 @@ _ARENA_BYTES: Final = 32 * PAGE_BYTES
 
 def huge_page_bytes(size_bytes: int) -> Tensor:
     """Return `size_bytes` zero bytes that begin at a huge page."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    mapped = mmap.mmap(-1, size_bytes + PAGE_BYTES, flags=flags)
-    # Fails on a system without huge pages, which then uses small ones.
-    with suppress(OSError):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    unaligned = torch.frombuffer(mapped, dtype=torch.uint8)
-    start = -unaligned.data_ptr() % PAGE_BYTES
-    return unaligned[start : start + size_bytes]
+    return _from_huge_page(_map(size_bytes), size_bytes)
 
 
 def trim_heap() -> None:
@@ -41,11 +35,35 @@ class HugePageArena:
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
+        # Weakly: a mapping lives as long as the matrices in it.
+        self._mappings: WeakKeyDictionary[mmap.mmap, int] = WeakKeyDictionary()
 
     def take(self, size_bytes: int) -> Tensor:
         """Return `size_bytes` zero bytes that begin at a cache line."""
         rounded = -(-size_bytes // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
         if rounded > len(self._free):
-            self._free = huge_page_bytes(max(rounded, _ARENA_BYTES))
+            size = max(rounded, _ARENA_BYTES)
+            mapped = _map(size)
+            self._mappings[mapped] = size
+            self._free = _from_huge_page(mapped, size)
         taken, self._free = self._free[:size_bytes], self._free[rounded:]
         return taken
+
+    def regions(self) -> list[Tensor]:
+        """Return the memory in use: bytes from a huge page on."""
+        return [_from_huge_page(mapped, size) for mapped, size in self._mappings.items()]
+
+
+def _map(size_bytes: int) -> mmap.mmap:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    mapped = mmap.mmap(-1, size_bytes + PAGE_BYTES, flags=flags)
+    # Fails on a system without huge pages, which then uses small ones.
+    with suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
+def _from_huge_page(mapped: mmap.mmap, size_bytes: int) -> Tensor:
+    unaligned = torch.frombuffer(mapped, dtype=torch.uint8)
+    start = -unaligned.data_ptr() % PAGE_BYTES
+    return unaligned[start : start + size_bytes]

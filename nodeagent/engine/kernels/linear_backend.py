@@ -122,6 +122,10 @@ class LinearBackend(ABC):
         """
         return lambda: None
 
+    def weight_regions(self) -> list[Tensor]:
+        """Return the memory of all matrices, as bytes from a page on; empty where it is torch's."""
+        return []
+
     def fuse(self, layers: Sequence[DenseLayer | None], shape: DecoderShape) -> FusedLayers | None:
         """Return all `layers` as one call, or None if this backend cannot.
 

@@ -38,6 +38,11 @@ _SAVE_BLOCKS: Final = 64
 class DeviceBlocks(Protocol):
     """The KV blocks on the device, by block number."""
 
+    @property
+    def can_read_beside_steps(self) -> bool:
+        """Whether any thread may read blocks that no step writes to, also during a step."""
+        ...
+
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
         """Return the contents [blocks, ...] on the host."""
         ...
@@ -137,9 +142,19 @@ class BlockMover:
         self.host.check(digests, contents)
         self.host.put(digests, contents)
 
+    @property
+    def keep_blocks_max(self) -> int:
+        """How many blocks of another engine can be kept without evicting this engine's own."""
+        return self.host.free_rows if self.files is None else _WRITE_QUEUE_BLOCKS_MAX
+
     def keep(self, digests: Sequence[bytes], contents: Tensor) -> None:
-        """Store a copy of another engine's blocks, in files too. Runs on the step thread."""
-        self.import_blocks(digests, contents)
+        """Store a copy of another engine's blocks. Runs on the step thread.
+
+        In host memory as far as that evicts nothing, and in files, if there are any.
+        """
+        self.host.check(digests, contents)
+        if len(digests) <= self.host.free_rows:
+            self.host.put(digests, contents)
         if self.files is not None:
             self._queue_writes(digests, contents)
 

@@ -5,12 +5,15 @@ Rule 2: a free block stays in the prefix cache until it is allocated again. The 
 block is allocated first, and blocks that are not in the cache before all others.
 Rule 3: a cached block is never written, so that sharing it needs no copy: it is full, and a
 sequence writes only after it.
-Rule 4: the partial block at the end of a prompt is shared by the sequences that fork from it. A
+Rule 4: a block of which another replica has a newer copy is demoted: it is allocated before the
+other cached blocks.
+Rule 5: the partial block at the end of a prompt is shared by the sequences that fork from it. A
 sequence that writes to a block with other references replaces it by a copy first.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Final, NamedTuple
 
 BLOCK_TOKENS: Final = 16
@@ -42,6 +45,7 @@ class BlockPool:
         self._digest: list[bytes | None] = [None] * total
         self._by_digest: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
+        self._cached_free = 0
         self._evicted: list[CachedBlock] = []
 
     def __repr__(self) -> str:
@@ -53,6 +57,11 @@ class BlockPool:
     def free_blocks(self) -> int:
         """Blocks that can be allocated, cached ones included."""
         return len(self._free)
+
+    @property
+    def empty_blocks(self) -> int:
+        """Free blocks that hold nothing: allocating them evicts nothing from the cache."""
+        return len(self._free) - self._cached_free
 
     @property
     def used_blocks(self) -> int:
@@ -101,7 +110,9 @@ class BlockPool:
         if fresh + revived > len(self._free):
             return None
         for block in cached:
-            self._free.pop(block, None)
+            if block in self._free:
+                del self._free[block]
+                self._cached_free -= 1
             self._references[block] += 1
         return [*cached, *(self._allocate_oldest() for _ in range(fresh))]
 
@@ -141,6 +152,7 @@ class BlockPool:
             raise ValueError(f"cannot forget the cache: {self.used_blocks} blocks are in use")
         self._digest = [None] * self.total
         self._by_digest.clear()
+        self._cached_free = 0
         self._evicted.clear()
         self.evicted_used_at_s = self._clock()
 
@@ -159,6 +171,23 @@ class BlockPool:
                 self._freed_at_s[block] = now_s
                 if self._digest[block] is None:
                     self._free.move_to_end(block, last=False)
+                else:
+                    self._cached_free += 1
+
+    def demote(self, digests: Sequence[bytes]) -> None:
+        """Have the free blocks of these digests allocated before the other cached ones.
+
+        The last digest is evicted first. Nothing changes while there are empty blocks.
+        """
+        if self.empty_blocks:
+            return
+        for digest in digests:
+            block = self._by_digest.get(digest)
+            if block is not None and block in self._free:
+                # In this order the last one comes to stand before the others.
+                self._free.move_to_end(block, last=False)
+                # That it is evicted says nothing about how far back the cache reaches.
+                self._freed_at_s[block] = -inf
 
     def _allocate_oldest(self) -> int:
         block, _ = self._free.popitem(last=False)
@@ -166,7 +195,8 @@ class BlockPool:
         if digest is not None:
             del self._by_digest[digest]
             self._digest[block] = None
+            self._cached_free -= 1
             self._evicted.append(CachedBlock(block, digest))
-            self.evicted_used_at_s = self._freed_at_s[block]
+            self.evicted_used_at_s = max(self.evicted_used_at_s, self._freed_at_s[block])
         self._references[block] = 1
         return block

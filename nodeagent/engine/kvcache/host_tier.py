@@ -26,6 +26,11 @@ class HostTier:
     def __contains__(self, digest: object) -> bool:
         return digest in self._row_of
 
+    @property
+    def free_rows(self) -> int:
+        """How many more blocks fit before one is evicted."""
+        return len(self._free)
+
     def put(self, digests: Sequence[bytes], contents: Tensor) -> None:
         """Store `contents` [blocks, ...] so that the first block is evicted last."""
         stored = list(enumerate(digests[: self.total]))

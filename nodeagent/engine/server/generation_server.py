@@ -59,17 +59,23 @@ class GenerationServer(ModelServer):
         for worker in workers.workers:
             # The descriptor becomes readable when the worker process ends.
             asyncio.get_running_loop().add_reader(worker.descriptor, self.worker.fail)
-        self.sleep = EngineSleep(config, self.worker, self.inflight, loaded.known)
+        self.sleep = EngineSleep(config, loaded, self.worker, self.inflight)
         self.adapters = AdapterRegistry(config, loaded.active_adapters, loaded.dtype)
         self._preparer = RequestPreparer(config, loaded, self.adapters, self.context_tokens)
         self.kv_sender = KvSender(config, loaded.kv_blocks, self.worker, self.open_requests)
         waiting_max = config.sequences_max + config.waiting_max
         mover = engine.block_mover
         self.kv_receiver = KvReceiver(
-            loaded.kv_blocks, self.worker, waiting_max, has_host_tier=mover is not None
+            loaded.kv_blocks,
+            self.worker,
+            engine.kv_transfers,
+            waiting_max,
+            has_host_tier=mover is not None,
         )
         files = mover.files if mover is not None else None
-        self.kv_sharing = KvSharing(loaded.kv_blocks, self.worker, files, config.client_stall_s)
+        self.kv_sharing = KvSharing(
+            loaded.kv_blocks, self.worker, engine.kv_transfers, files, config.client_stall_s
+        )
 
     def fail_all(self, message: str) -> None:
         """End every open request with an error."""

@@ -5,7 +5,7 @@ Rule 2: whatever goes wrong, the request begins: what did not arrive is computed
 blocks, everything of that transfer is computed here.
 Rule 3: blocks that the PoP shares come first, as a part of the prompt: the request goes on waiting.
 Rule 4: blocks are copied to the device while later ones arrive. Those in memory and not yet there
-are bounded by twice STORE_BYTES_MAX per transfer.
+are bounded by twice STORE_BYTES_MAX per transfer, or SHARED_BYTES_MAX.
 Rule 5: between two steps there is one such copy, whatever the number of transfers.
 """
 
@@ -21,7 +21,7 @@ from aiohttp import web
 from isochrone.wire import kv_transfer
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.core.generation_thread import GenerationThread
-from nodeagent.engine.core.kv_transfers import HeldPrefix
+from nodeagent.engine.core.kv_transfers import HeldPrefix, KvTransfers
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
@@ -40,6 +40,10 @@ from nodeagent.engine.weights.lora_adapter import prefix_cache_salt
 
 STORE_BYTES_MAX: Final = 4 * 1024 * 1024
 """How much is copied to the device at once: the step thread decodes nothing meanwhile."""
+
+SHARED_BYTES_MAX: Final = 16 * 1024 * 1024
+"""The same for blocks that the PoP shares. Each part waits for a step on both sides, and computing
+them instead would take a hundred times as long as copying them."""
 
 EXPECT_TIMEOUT_S: Final = 30.0
 """How long a description waits for the request that it describes."""
@@ -71,18 +75,21 @@ class KvReceiver:
         self,
         form: KvBlockForm,
         worker: GenerationThread,
+        transfers: KvTransfers | None,
         waiting_max: int,
         *,
         has_host_tier: bool = False,
     ) -> None:
         """With `has_host_tier`, blocks that the PoP shares are stored there."""
         self._form = form
+        self._transfers = transfers
         self._has_host_tier = has_host_tier
         self._worker = worker
         self._waiting_max = waiting_max
         self._waiting: dict[str, WaitingPrompt] = {}
         self._changed = asyncio.Condition()
         self._store_blocks_max = max(1, STORE_BYTES_MAX // form.block_bytes)
+        self._shared_blocks_max = max(1, SHARED_BYTES_MAX // form.block_bytes)
         self._storing = asyncio.Lock()
         self.complete_total = 0
         self.wrong_total = 0
@@ -111,8 +118,10 @@ class KvReceiver:
             )
         waiting = _waiting_prompt(transfer, prepared)
         try:
-            opening = self._worker.call(lambda core: _open(core, transfer, waiting.digests))
-            waiting.held = await asyncio.wrap_future(opening)
+            # The step thread opens it before anything is stored: calls keep their order. The
+            # description need not wait for the step in progress.
+            self._worker.call(lambda core: _open(core, transfer, waiting.digests))
+            waiting.held = self._held(waiting.digests)
             async with self._changed:
                 self._waiting[transfer] = waiting
                 self._changed.notify_all()
@@ -220,7 +229,7 @@ class KvReceiver:
         async def store(blocks: Sequence[ReceivedBlock]) -> None:
             await self._store(transfer, waiting, blocks, is_shared=True)
 
-        await read_blocks(request.content, reader, self._store_blocks_max, store)
+        await read_blocks(request.content, reader, self._shared_blocks_max, store)
         blocks = reader.next_block - first
         return kv_transfer.ReceivedBlocks(
             blocks=blocks, transfer_bytes=blocks * self._form.block_bytes, cached_tokens=0
@@ -251,6 +260,12 @@ class KvReceiver:
             # Stored on the device, they follow what is cached there.
             stored_on_device = 0 if self._has_host_tier else len(digests)
             waiting.held = HeldPrefix(on_device + stored_on_device, held + len(digests))
+
+    def _held(self, digests: Sequence[bytes]) -> HeldPrefix:
+        transfers = self._transfers
+        if transfers is None:
+            return HeldPrefix(0, 0)
+        return HeldPrefix(transfers.count_on_device(digests), transfers.count_prefix(digests))
 
     def _get(self, transfer: str) -> WaitingPrompt:
         waiting = self._waiting.get(transfer)
@@ -315,9 +330,9 @@ def _waiting_prompt(transfer: str, prepared: PreparedRequest) -> WaitingPrompt:
     return WaitingPrompt(len(tokens), own, wire)
 
 
-def _open(core: EngineCore, transfer: str, digests: Sequence[bytes]) -> HeldPrefix:
-    transfers = core.kv_transfers
-    return transfers.open_incoming(transfer, digests) if transfers else HeldPrefix(0, 0)
+def _open(core: EngineCore, transfer: str, digests: Sequence[bytes]) -> None:
+    if core.kv_transfers is not None:
+        core.kv_transfers.open_incoming(transfer, digests)
 
 
 def _store(

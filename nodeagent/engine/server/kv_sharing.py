@@ -2,12 +2,16 @@
 
 Rule 1: a block is named by its digest alone, which nobody can guess who does not know the tenant's
 salt and the tokens. What is asked for is bounded, and so is the number of streams at a time.
-Rule 2: reading blocks never holds any: one that is evicted meanwhile ends the stream.
-Rule 3: blocks to be kept are checked like those of a transfer, and stored below the device where
-there are such tiers.
+Rule 2: no answer waits for the receiver with blocks held: they are held while they are copied to
+the host, one part at a time. One that is evicted between two parts ends the stream.
+Rule 3: how much is here is answered without waiting for a step. A part waits for one step, and is
+copied while the next steps run, where the device allows that.
+Rule 4: blocks to be kept are checked like those of a transfer, and stored below the device where
+there are such tiers. They evict nothing that this engine computed.
 """
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from typing import Final
 
@@ -19,6 +23,7 @@ from torch import Tensor
 from isochrone.wire import kv_sharing, kv_transfer
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
@@ -33,8 +38,8 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_head,
 )
 from nodeagent.engine.server.http_routes import json_response
-from nodeagent.engine.server.kv_receiving import STORE_BYTES_MAX, contents_of, read_blocks
-from nodeagent.engine.server.kv_sending import READ_BYTES_MAX, content_bytes
+from nodeagent.engine.server.kv_receiving import SHARED_BYTES_MAX, contents_of, read_blocks
+from nodeagent.engine.server.kv_sending import content_bytes
 
 STREAMS_MAX: Final = 8
 """Streams of shared blocks at a time, in both directions together."""
@@ -49,11 +54,14 @@ class KvSharing:
         self,
         form: KvBlockForm,
         worker: GenerationThread,
+        transfers: KvTransfers | None,
         files: FileTier | None,
         stall_s: float,
     ) -> None:
         self._form = form
         self._worker = worker
+        self._transfers = transfers
+        self._readers = itertools.count()
         self._files = files
         self._stall_s = stall_s
         self._streams = 0
@@ -76,8 +84,11 @@ class KvSharing:
     async def _locate(self, request: web.Request) -> web.Response:
         """Say how much of a chain's prefix this engine has."""
         digests = await _digests(request)
+        transfers = self._transfers
         located = kv_sharing.LocatedBlocks(
-            blocks=await self._count(digests), block_bytes=self._form.block_bytes
+            blocks=self._count(digests),
+            block_bytes=self._form.block_bytes,
+            keep_blocks_max=transfers.keep_blocks_max if transfers is not None else 0,
         )
         return json_response(located)
 
@@ -87,7 +98,7 @@ class KvSharing:
         first = request.headers.get(kv_transfer.FIRST_BLOCK, "0")
         if not (first.isascii() and first.isdigit() and len(first) <= 9):
             raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use first block {first[:40]!r}")
-        blocks = await self._count(digests)
+        blocks = self._count(digests)
         if not blocks:
             raise ApiError(ErrorCode.NOT_FOUND, "cannot share these KV blocks: none is here")
         self._take_stream()
@@ -104,27 +115,29 @@ class KvSharing:
             await self._send_blocks(response, digests[:blocks])
             await self._write(response, [encode_end(TransferEnd(cached_tokens=0))])
             await response.write_eof()
+            if kv_sharing.COPY not in request.headers:
+                self._worker.call(lambda core: _demote(core, digests[:blocks]))
             return response
         finally:
             self._streams -= 1
 
     async def _send_blocks(self, response: web.StreamResponse, digests: Sequence[bytes]) -> None:
-        read_max = max(1, READ_BYTES_MAX // self._form.block_bytes)
+        read_max = max(1, SHARED_BYTES_MAX // self._form.block_bytes)
         sent = 0
         while sent < len(digests):
             wanted = digests[sent : sent + read_max]
             contents = await self._read(wanted)
-            pieces: list[bytes | memoryview] = []
-            for digest, content in zip(wanted, contents, strict=False):
-                pieces += encode_block(digest, content_bytes(content))
-            await self._write(response, pieces)
+            frames = await asyncio.to_thread(_encode_blocks, wanted, contents)
+            await self._write(response, frames)
             sent += len(contents)
             self.shared_blocks_total += len(contents)
 
     async def _read(self, digests: Sequence[bytes]) -> Tensor:
         """Return the first of these blocks [blocks, ...], at least one."""
-        call = self._worker.call(lambda core: _read_prefix(core, digests))
-        contents = await asyncio.wrap_future(call)
+        contents = await self._read_beside_steps(digests)
+        if contents is None:
+            call = self._worker.call(lambda core: _read_prefix(core, digests))
+            contents = await asyncio.wrap_future(call)
         if contents is not None:
             return contents
         content = None
@@ -133,6 +146,19 @@ class KvSharing:
         if content is None:
             raise ConnectionResetError("a shared KV block was evicted")
         return torch.frombuffer(content, dtype=self._form.dtype).view(1, *self._form.shape)
+
+    async def _read_beside_steps(self, digests: Sequence[bytes]) -> Tensor | None:
+        """Return those on the device, copied while steps run; None if the step thread must."""
+        transfers = self._transfers
+        if transfers is None or not transfers.count_on_device(digests[:1]):
+            return None
+        reader = next(self._readers)
+        opening = self._worker.call(lambda core: _open_reading(core, reader, digests))
+        try:
+            held = await asyncio.wrap_future(opening)
+            return await asyncio.to_thread(transfers.read_held, held) if held else None
+        finally:
+            self._worker.call(lambda core: _close_reading(core, reader))
 
     async def _write(self, response: web.StreamResponse, pieces: list[bytes | memoryview]) -> None:
         try:
@@ -179,13 +205,12 @@ class KvSharing:
             await asyncio.wrap_future(self._worker.call(lambda core: _keep(core, named, contents)))
             self.kept_blocks_total += len(named)
 
-        batch = max(1, STORE_BYTES_MAX // self._form.block_bytes)
+        batch = max(1, SHARED_BYTES_MAX // self._form.block_bytes)
         await read_blocks(request.content, reader, batch, store)
         return reader.next_block
 
-    async def _count(self, digests: Sequence[bytes]) -> int:
-        call = self._worker.call(lambda core: _count_prefix(core, digests))
-        return await asyncio.wrap_future(call)
+    def _count(self, digests: Sequence[bytes]) -> int:
+        return self._transfers.count_prefix(digests) if self._transfers is not None else 0
 
     def _take_stream(self) -> None:
         """Count a stream. Raises ApiError 429 if there are too many."""
@@ -208,8 +233,26 @@ async def _digests(request: web.Request) -> tuple[bytes, ...]:
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use this query: {error}") from error
 
 
-def _count_prefix(core: EngineCore, digests: Sequence[bytes]) -> int:
-    return core.kv_transfers.count_prefix(digests) if core.kv_transfers is not None else 0
+def _encode_blocks(digests: Sequence[bytes], contents: Tensor) -> list[bytes | memoryview]:
+    """Return the frames of the first of these blocks, as many as `contents` has."""
+    frames: list[bytes | memoryview] = []
+    for digest, content in zip(digests, contents, strict=False):
+        frames += encode_block(digest, content_bytes(content))
+    return frames
+
+
+def _open_reading(core: EngineCore, reader: int, digests: Sequence[bytes]) -> list[int]:
+    return core.kv_transfers.open_reading(reader, digests) if core.kv_transfers is not None else []
+
+
+def _close_reading(core: EngineCore, reader: int) -> None:
+    if core.kv_transfers is not None:
+        core.kv_transfers.close_reading(reader)
+
+
+def _demote(core: EngineCore, digests: Sequence[bytes]) -> None:
+    if core.kv_transfers is not None:
+        core.kv_transfers.demote(digests)
 
 
 def _read_prefix(core: EngineCore, digests: Sequence[bytes]) -> Tensor | None:

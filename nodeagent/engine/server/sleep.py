@@ -1,7 +1,10 @@
-"""Sleep of an idle engine: the model and its KV are dropped, the process stays.
+"""Sleep of an idle engine: the memory of the model and of its KV is given back, the process stays.
 
-The weights remain in their files, and so in the page cache as long as the machine has memory for
-them. The paths are vLLM's: `POST /sleep`, `POST /wake_up`, `GET /is_sleeping`.
+Weights that the C kernels packed are copied to a file beside the engine's socket once, and read
+back from it. All others are dropped, and loaded from the model's files again. Both stay in the page
+cache as long as the machine has memory for them.
+
+The paths are vLLM's: `POST /sleep`, `POST /wake_up`, `GET /is_sleeping`.
 
 Rule 1: an engine with a request in flight does not fall asleep.
 Rule 2: a request wakes a sleeping engine and waits for it. So an engine that nobody woke answers,
@@ -12,6 +15,7 @@ import asyncio
 import gc
 import logging
 import time
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -20,10 +24,11 @@ from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.core.model_runner import ModelRunner
+from nodeagent.engine.core.parked_model import ParkedModel
 from nodeagent.engine.kernels.huge_pages import trim_heap
-from nodeagent.engine.loading import can_sleep, reload_runner
+from nodeagent.engine.loading import LoadedEngine, can_sleep, reload_runner
 from nodeagent.engine.server.inflight_limit import InflightLimit
-from nodeagent.engine.weights.gguf_header import KnownHeader
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +42,13 @@ class EngineSleep:
     def __init__(
         self,
         config: EngineConfig,
+        loaded: LoadedEngine,
         worker: GenerationThread,
         inflight: InflightLimit,
-        known: KnownHeader | None,
     ) -> None:
-        """`known` is the header of the model's file, if it is a GGUF file."""
         self._config = config
-        self._known = known
+        self._known = loaded.known
+        self._parked = ParkedModel(loaded.weight_regions, Path(config.socket).parent)
         self._worker = worker
         self._inflight = inflight
         self._waking: asyncio.Task[None] | None = None
@@ -88,10 +93,16 @@ class EngineSleep:
     async def _fall_asleep(self) -> None:
         started_s = time.monotonic()
         dropped = self._worker.call(lambda engine: engine.fall_asleep(time.monotonic() + SAVE_S))
-        if not await asyncio.wrap_future(dropped):
+        executor = await asyncio.wrap_future(dropped)
+        if executor is None:
             self.is_asleep = False
             raise ApiError(ErrorCode.CONFLICT, "cannot sleep: a transfer of KV is open")
-        await asyncio.to_thread(_give_memory_back)
+        is_parked = isinstance(executor, ModelRunner) and await asyncio.to_thread(
+            self._parked.park, executor
+        )
+        del executor
+        if not is_parked:
+            await asyncio.to_thread(_give_memory_back)
         log.info("asleep", extra={"fields": {"seconds": round(time.monotonic() - started_s, 3)}})
 
     async def _wake_up(self) -> None:
@@ -101,7 +112,7 @@ class EngineSleep:
             return
         started_s = time.monotonic()
         try:
-            runner = await asyncio.to_thread(reload_runner, self._config, self._known)
+            runner = await asyncio.to_thread(self._load)
         except (CheckpointError, OSError) as error:
             raise ApiError(
                 ErrorCode.UNAVAILABLE, f"cannot wake up: {error}", retry_after_s=1.0
@@ -111,6 +122,9 @@ class EngineSleep:
         self.wakes_total += 1
         self.wake_s = time.monotonic() - started_s
         log.info("awake", extra={"fields": {"seconds": round(self.wake_s, 3)}})
+
+    def _load(self) -> ModelRunner:
+        return self._parked.restore() or reload_runner(self._config, self._known)
 
     def _end_wake(self, task: "asyncio.Task[None]") -> None:
         self._waking = None

@@ -53,6 +53,11 @@ class Rank0Executor:
         self._runner.run(command)
         return self._communicator.wait_logits
 
+    @property
+    def can_read_beside_steps(self) -> bool:
+        """The ranks take commands in the order of the steps only."""
+        return False
+
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero `blocks` on all ranks."""
         self._workers.broadcast(ClearBlocks(list(blocks)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from isochrone.wire.engine import EngineConfig
@@ -36,6 +37,8 @@ class LoadedShard:
     draft_model: DraftModel | None
     wait_weights: Callable[[], None]
     """Waits for the matrices that are still being read."""
+    weight_regions: Callable[[], list[Tensor]]
+    """Returns the memory of all matrices, as `LinearBackend.weight_regions` does."""
 
 
 def parallel_config(config: EngineConfig) -> ParallelConfig:
@@ -95,9 +98,9 @@ def load_shard(
     runner = ModelRunner(model, blocks, device, dtype, kv)
     log.info("kv", extra={"fields": {"blocks": blocks, "kept": str(kv.dtype)}})
     if draft is None:
-        return LoadedShard(runner, None, model.wait_for_weights)
+        return LoadedShard(runner, None, model.wait_for_weights, linear.weight_regions)
     draft_model = draft.load(config, runner, model, TargetCheckpoint(source, shape, communicator))
-    return LoadedShard(runner, draft_model, model.wait_for_weights)
+    return LoadedShard(runner, draft_model, model.wait_for_weights, linear.weight_regions)
 
 
 def check_memory(

@@ -115,7 +115,11 @@ def spec_of(name: str, folder: Path) -> ReplicaSpec:
 def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give nodes enough time to answer on a busy machine."""
     monkeypatch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 10.0)
-    monkeypatch.setattr("nodeagent.disaggregation.kv_fetch.LOCATE_TIMEOUT_S", 10.0)
+    monkeypatch.setattr("nodeagent.decide.kv_fetch.LOCATE_TIMEOUT_MIN_S", 10.0)
+    monkeypatch.setattr("nodeagent.decide.kv_fetch.LOCATE_TIMEOUT_MAX_S", 10.0)
+    # Each liar is another node, and so are the good ones after it.
+    monkeypatch.setattr("nodeagent.decide.kv_fetch.BACKOFF_S", 0.0)
+    monkeypatch.setattr("nodeagent.decide.kv_fetch.AGING_S", 0.0)
 
 
 @pytest.fixture

@@ -38,8 +38,15 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 class FinetuneBench:
     """A router that follows a scheduler, and clients of two tenants."""
 
-    def __init__(self, admin: Admin, app: RouterApp, clients: tuple[AsyncCloudflare, ...]) -> None:
+    def __init__(
+        self,
+        admin: Admin,
+        app: RouterApp,
+        clients: tuple[AsyncCloudflare, ...],
+        folder: Path,
+    ) -> None:
         self.admin = admin
+        self.folder = folder
         self.app = app
         self.client, self.other = clients
 
@@ -62,7 +69,7 @@ class FinetuneBench:
 @pytest.fixture
 async def bench(admin: Admin, tmp_path: Path) -> AsyncIterator[FinetuneBench]:
     await admin.pop()
-    await _add_deployments(admin)
+    await add_deployments(admin)
     keys = [
         (await admin.ask("POST", "/v1/keys", {"tenant_id": tenant})).body["key"]
         for tenant in ("acme", "other")
@@ -93,10 +100,11 @@ async def bench(admin: Admin, tmp_path: Path) -> AsyncIterator[FinetuneBench]:
             )
             for key in keys
         ]
-        yield FinetuneBench(admin, app, (clients[0], clients[1]))
+        yield FinetuneBench(admin, app, (clients[0], clients[1]), tmp_path / "batches")
 
 
-async def _add_deployments(admin: Admin) -> None:
+async def add_deployments(admin: Admin) -> None:
+    """Add one deployment that takes adapters, and one that does not."""
     for model_id, driver in (("tiny", "embedded"), ("plain", "mock")):
         files = [{"path": "model.safetensors", "size_bytes": 1, "sha256": "a" * 64}]
         body: dict[str, Any] = {
@@ -203,3 +211,32 @@ async def test_bad_uploads_are_refused_in_words(bench: FinetuneBench) -> None:
     with pytest.raises(APIStatusError) as unknown:
         await bench.client.ai.finetunes.create(account_id="acme", model="none", name="other")
     assert unknown.value.status_code == 404
+
+
+async def test_a_deleted_adapter_is_gone_for_clients_and_on_disk(bench: FinetuneBench) -> None:
+    folder = bench.folder
+    made = await bench.create("mine")
+    await bench.upload(made.id, CONFIG_FILE, config_file())
+    await bench.upload(made.id, WEIGHTS_FILE, weights_file())
+    assert len(list(folder.iterdir())) == 2
+    path = "/accounts/acme/ai/finetunes"
+
+    for name in ("mine", made.id):
+        with pytest.raises(APIStatusError) as foreign:
+            await bench.other.delete(f"{path}/{name}", cast_to=object)
+        assert foreign.value.status_code == 404
+    await bench.client.delete(f"{path}/{made.id}", cast_to=object)
+    with pytest.raises(APIStatusError) as again:
+        await bench.client.delete(f"{path}/{made.id}", cast_to=object)
+    assert again.value.status_code == 404
+
+    async def is_forgotten() -> bool:
+        return "mine" not in bench.known()
+
+    await until("the router has forgotten it", is_forgotten, WAIT_S)
+    assert list(folder.iterdir()) == []
+    with pytest.raises(APIStatusError) as gone:
+        await bench.client.ai.run(MODEL, account_id="acme", prompt="Hi", lora="mine")
+    assert gone.value.status_code == 404
+    # Its name is free.
+    assert (await bench.create("mine")).id != made.id

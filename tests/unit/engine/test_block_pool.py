@@ -79,6 +79,18 @@ class BlocksMachine(RuleBasedStateMachine):
             assert self.blocks.reference_count(own) == 1
             assert all(self.blocks.match_prefix([digest]) != [own] for digest in (b"a", b"b", b"c"))
 
+    @rule(digests=st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=3))
+    def demote(self, digests: list[bytes]) -> None:
+        found = [bool(self.blocks.match_prefix([digest])) for digest in digests]
+        self.blocks.demote(digests)
+        assert found == [bool(self.blocks.match_prefix([digest])) for digest in digests]
+
+    @invariant()
+    def empty_blocks_are_free_and_hold_nothing(self) -> None:
+        used = {block for owner in self.owners for block in owner}
+        cached = {block for block, _ in self.blocks.cached_blocks()}
+        assert self.blocks.empty_blocks == TOTAL - len(used | cached)
+
     @invariant()
     def a_block_is_either_free_or_used(self) -> None:
         counts = [sum(owner.count(block) for owner in self.owners) for block in range(TOTAL)]

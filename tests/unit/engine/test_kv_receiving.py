@@ -137,7 +137,7 @@ class Worker:
 async def test_one_copy_is_made_between_two_steps_whatever_the_number_of_transfers() -> None:
     worker: Any = Worker()
     form: Any = SimpleNamespace(block_bytes=BYTES, dtype=torch.uint8, shape=(BYTES,))
-    receiver = KvReceiver(form, worker, 4)
+    receiver = KvReceiver(form, worker, None, 4)
     prompts = [WaitingPrompt(100, DIGESTS, DIGESTS) for _ in range(3)]
     stores = [
         asyncio.create_task(receiver._store(str(number), prompt, [ReceivedBlock(0, bytes(BYTES))]))

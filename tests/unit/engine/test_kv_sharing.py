@@ -1,14 +1,26 @@
 """The blocks that an engine shares: found in any tier, kept below the device, and never held."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isochrone.wire.kv_sharing import FoundTokens, format_found, parse_found
+from isochrone.wire.kv_sharing import (
+    BlockQuery,
+    FoundTokens,
+    LocatedBlocks,
+    format_found,
+    parse_found,
+)
 from nodeagent.engine.core.kv_transfers import HeldPrefix, KvTransfers
 from nodeagent.engine.kvcache.block_mover import BlockMover
 from nodeagent.engine.kvcache.block_pool import BlockPool
@@ -23,6 +35,8 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_end,
     encode_head,
 )
+from nodeagent.engine.server.kv_sharing import KvSharing
+from tests.unit.engine.test_kv_receiving import turns
 from tests.unit.engine.test_kv_transfers import Memory, digest
 
 CHAIN = [digest("x", number) for number in range(6)]
@@ -78,6 +92,63 @@ def test_a_copy_is_kept_in_host_memory_and_in_files(mover: BlockMover) -> None:
     assert bare.held_blocks == pool.used_blocks == 0
 
 
+def test_a_copy_evicts_nothing(mover: BlockMover) -> None:
+    transfers = KvTransfers(BlockPool(12), Memory(12), mover)
+    mover.import_blocks(CHAIN[:2], torch.ones(2, 1))
+    # Three of them do not fit beside the two; files take them.
+    transfers.keep(CHAIN[2:5], torch.ones(3, 1))
+    assert (len(mover.host), transfers.count_prefix(CHAIN)) >= (2, 2)
+    assert CHAIN[2] not in mover.host
+    mover.close(())
+    assert transfers.count_prefix(CHAIN) == 5
+    without_files = BlockMover(Memory(12), HostTier(4, (1,), torch.float32), None)
+    assert KvTransfers(BlockPool(12), Memory(12), without_files).keep_blocks_max == 4
+    # Without tiers below the device, only empty blocks are used.
+    pool = BlockPool(8)
+    bare = KvTransfers(pool, Memory(8), None)
+    store(bare, CHAIN)
+    assert (bare.keep_blocks_max, pool.free_blocks) == (2, 8)
+    others = [digest("y", number) for number in range(3)]
+    bare.keep(others, torch.ones(3, 1))
+    assert (bare.count_prefix(CHAIN), bare.count_prefix(others)) == (6, 0)
+    bare.keep(others[:2], torch.ones(2, 1))
+    assert (bare.count_prefix(CHAIN), bare.count_prefix(others)) == (6, 2)
+
+
+def test_blocks_are_held_while_they_are_read_and_evicted_first_once_they_have_moved() -> None:
+    pool = BlockPool(8)
+    transfers = KvTransfers(pool, Memory(8), None)
+    old, moved = CHAIN[:3], [digest("y", number) for number in range(5)]
+    store(transfers, old)
+    store(transfers, moved)
+    held = transfers.open_reading(1, moved)
+    assert (len(held), transfers.held_blocks) == (5, 5)
+    # Not even all the rest makes room for another one.
+    assert pool.allocate((), 4) is None
+    assert transfers.read_held(held).tolist() == [[1.0]] * 5
+    transfers.close_reading(1)
+    transfers.close_reading(1)
+    assert pool.used_blocks == 0
+    reaches_back_to_s = pool.evicted_used_at_s
+    transfers.demote(moved)
+    assert transfers.count_prefix(moved) == 5
+    taken = pool.allocate((), 2)
+    assert taken is not None
+    # The end of what moved goes first, although `old` was used before it.
+    assert (transfers.count_prefix(moved), transfers.count_prefix(old)) == (3, 3)
+    assert pool.evicted_used_at_s == reaches_back_to_s
+
+
+def test_a_device_that_only_the_step_thread_may_read_is_not_held() -> None:
+    class OrderedMemory(Memory):
+        can_read_beside_steps = False
+
+    transfers = KvTransfers(BlockPool(8), OrderedMemory(8), None)
+    store(transfers, CHAIN)
+    assert transfers.open_reading(1, CHAIN) == []
+    assert transfers.held_blocks == 0
+
+
 def test_shared_blocks_of_a_wrong_transfer_are_forgotten(mover: BlockMover) -> None:
     transfers = KvTransfers(BlockPool(12), Memory(12), mover)
     transfers.open_incoming("t", CHAIN)
@@ -127,3 +198,59 @@ def test_where_tokens_were_found_survives_the_wire(
 
 def test_a_malformed_header_counts_nothing() -> None:
     assert parse_found("device=x;peer=-1;host=7;moon=3;;=") == FoundTokens(host=7)
+
+
+class StoppedWorker:
+    """A step thread in the middle of a long step: calls wait until `step` ends it."""
+
+    def __init__(self, transfers: KvTransfers) -> None:
+        self._core = SimpleNamespace(kv_transfers=transfers)
+        self._waiting: list[tuple[Callable[[object], object], Future[object]]] = []
+
+    def call(self, function: Callable[[object], object]) -> Future[object]:
+        future: Future[object] = Future()
+        self._waiting.append((function, future))
+        return future
+
+    def step(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for function, future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_result(function(self._core))
+
+
+async def test_how_much_is_here_is_said_during_a_step_and_a_part_waits_for_one() -> None:
+    transfers = KvTransfers(BlockPool(8), Memory(8), None)
+    store(transfers, CHAIN)
+    worker: Any = StoppedWorker(transfers)
+    form: Any = SimpleNamespace(block_bytes=4, dtype=torch.float32, shape=(1,))
+    sharing = KvSharing(form, worker, transfers, None, 1.0)
+    body = msgspec.msgpack.encode(BlockQuery(digests=tuple(CHAIN)))
+
+    async def read() -> bytes:
+        return body
+
+    query: Any = SimpleNamespace(content_length=len(body), read=read)
+    answer = await sharing._locate(query)
+    assert isinstance(answer.body, bytes)
+    located = msgspec.json.decode(answer.body, type=LocatedBlocks)
+    assert (located.blocks, located.keep_blocks_max) == (6, 2)
+    reading = asyncio.create_task(sharing._read(CHAIN))
+    await turns()
+    assert transfers.held_blocks == 0
+    worker.step()
+    assert (await reading).tolist() == [[1.0]] * 6
+    assert transfers.held_blocks == 6
+    worker.step()
+    assert transfers.held_blocks == 0
+    # One that is given up holds nothing, whether the step thread has begun with it or not.
+    for has_begun in (False, True):
+        reading = asyncio.create_task(sharing._read(CHAIN))
+        await turns()
+        if has_begun:
+            worker.step()
+        reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
+        worker.step()
+        assert transfers.held_blocks == 0

@@ -21,6 +21,8 @@ TOTAL = 12
 class Memory:
     """Blocks of one number each."""
 
+    can_read_beside_steps = True
+
     def __init__(self, total: int) -> None:
         self.rows = torch.zeros(total, 1)
 

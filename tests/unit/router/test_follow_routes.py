@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from isochrone.service import files
+from isochrone.wire import codec
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -16,13 +18,16 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
-from isochrone.wire.table_parts import read_table
+from isochrone.wire.key_sums import kept_buckets
+from isochrone.wire.routes import DeploymentEntry, Route, RouteTable, SnapshotWanted, diff
+from isochrone.wire.table_parts import read_table, split_table
 from router.decide.limits import KeyLimiter
 from router.decide.table_acceptance import EMPTY_TABLE_HELD_S, SILENCE_COUNTS_AFTER_S
 from router.fleet_state import FleetState
 from router.loops.follow_routes import PERSIST_SHARE, TableFollower
 from router.metrics import Metrics
+from tests.unit.wire.test_table_parts import PART
+from tests.unit.wire.test_table_parts import a_table as keys_table
 
 CLUSTER = ClusterId("c-1")
 
@@ -147,3 +152,48 @@ async def test_an_empty_table_drops_what_nodes_have_disowned(bench: Bench) -> No
     bench.probe("ab", disowned="ab")
     await bench.offer("", 2)
     assert bench.served() == ""
+
+
+async def test_a_router_that_comes_back_keeps_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch)
+
+    async def send(message: object) -> bool:
+        raise AssertionError(f"sent {message}")
+
+    async def offer(table: RouteTable, held: bytes) -> int:
+        kept = kept_buckets(held, table.keys.sums) if held else None
+        parts = [codec.decode(frame, PART) for frame in split_table(table, kept=kept) if frame]
+        for part in parts:
+            await bench.follower.on_table(part, send)
+        return sum(len(part.keys) for part in parts)
+
+    assert bench.follower.registering().keys_held == b""
+    first = msgspec.structs.replace(a_table("ab", 1), keys=keys_table(2000).keys)
+    assert await offer(first, b"") == 2000
+    held = bench.follower.registering().keys_held
+    assert held == first.keys.sums.encode()
+    # A change that arrives after the registration: the answer to it was made without it.
+    changed = first.keys.replaced([], [first.keys.pieces[0][0].key_id])
+    second = msgspec.structs.replace(first, generation=Generation(2), keys=changed)
+    await bench.follower.on_table(diff(first, second), send)
+    third = msgspec.structs.replace(first, generation=Generation(3))
+    assert await offer(third, held) == 0
+    assert bench.fleet.directory.table == third
+
+
+async def test_a_router_that_missed_a_change_tells_which_keys_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(monkeypatch)
+    first = msgspec.structs.replace(a_table("ab", 1), keys=keys_table(30).keys)
+    wanted: list[SnapshotWanted] = []
+
+    async def send(message: object) -> bool:
+        assert isinstance(message, SnapshotWanted)
+        wanted.append(message)
+        return True
+
+    await bench.follower.on_table(first, send)
+    table, later = (msgspec.structs.replace(first, generation=Generation(n)) for n in (5, 6))
+    await bench.follower.on_table(diff(table, later), send)
+    assert wanted == [SnapshotWanted(have=Generation(1), keys_held=first.keys.sums.encode())]

@@ -9,9 +9,11 @@ from router.decide.prefix_index import NO_KEYS, NO_MATCHES, PrefixMatch, PrefixM
 from router.decide.ranked_route import RankedRoute
 from router.decide.replica_table import ReplicaTable
 from router.decide.shared_kv import (
-    FETCH_VALUE,
+    FETCH_VALUE_MAX,
+    FETCH_VALUE_UNKNOWN,
     HOLDERS_MAX,
     NO_SHARED_KV_PEERS,
+    FetchValue,
     SharedKvPeers,
     pool_matches,
     shared_kv_peers,
@@ -56,24 +58,28 @@ def share(table: ReplicaTable, matches: PrefixMatches, name: str) -> float:
 
 def test_what_one_replica_has_counts_for_its_pop() -> None:
     table = a_table("a", "b", "c", far="z")
-    pooled = pool_matches(held(table, a=0.8, b=0.2), table)
+    pooled = pool_matches(held(table, a=0.8, b=0.2), table, 0.5)
     assert share(table, pooled, "a") == 0.8
-    assert share(table, pooled, "b") == share(table, pooled, "c") == FETCH_VALUE * 0.8
+    assert share(table, pooled, "b") == share(table, pooled, "c") == 0.5 * 0.8
     assert share(table, pooled, "z") == 0
-    assert pool_matches(NO_MATCHES, table) is NO_MATCHES
+    assert pool_matches(NO_MATCHES, table, 0.5) is NO_MATCHES
 
 
 @given(
-    shares=st.dictionaries(st.sampled_from(NAMES), st.floats(0.01, 1)), all_share=st.floats(0, 1)
+    shares=st.dictionaries(st.sampled_from(NAMES), st.floats(0.01, 1)),
+    all_share=st.floats(0, 1),
+    value=st.floats(0, FETCH_VALUE_MAX),
 )
-def test_pooling_takes_nothing_from_a_replica(shares: dict[str, float], all_share: float) -> None:
+def test_pooling_takes_nothing_from_a_replica(
+    shares: dict[str, float], all_share: float, value: float
+) -> None:
     table = a_table("a", "b", far="cd")
     own = PrefixMatches(all_share, held(table, **shares).longer)
-    pooled = pool_matches(own, table)
+    pooled = pool_matches(own, table, value)
     for name in NAMES:
         pop = "ab" if name in "ab" else "cd"
         best = max((shares.get(other, 0.0) for other in pop), default=0.0)
-        expected = max(share(table, own, name), FETCH_VALUE * best)
+        expected = max(share(table, own, name), value * best)
         assert share(table, pooled, name) == expected
     masks = [mask for mask, _ in pooled.longer]
     for first in range(len(masks)):
@@ -112,3 +118,44 @@ def test_short_prompts_and_lone_replicas_share_nothing() -> None:
     # Nobody has it, and nothing says which replica would keep a copy.
     unnamed = shared_kv_peers(table, target(table, "a"), 900, NO_KEYS, NO_MATCHES, "", frozenset())
     assert unnamed is NO_SHARED_KV_PEERS
+
+
+def offered(own_share: float, held_share: float) -> SharedKvPeers:
+    return SharedKvPeers([], "", own_share, held_share)
+
+
+def test_fetches_that_fail_end_the_pooling_and_those_that_work_bring_it_back() -> None:
+    value = FetchValue()
+    assert value.is_worth_pooling
+    # Nothing came of three quarters of the prompt, and the request waited as well.
+    for _ in range(8):
+        value.record(offered(0.0, 0.75), 0.0, 500.0, 1000.0)
+    assert not value.is_worth_pooling
+    for _ in range(40):
+        value.record(offered(0.25, 0.75), 0.75, 10.0, 1000.0)
+    assert value.is_worth_pooling
+    # Half of what was to be saved went into waiting for it.
+    for _ in range(100):
+        value.record(offered(0.0, 0.8), 0.8, 400.0, 1000.0)
+    assert abs(value.share - 0.5) < 0.01
+    # An answer from a replica that has the most itself teaches nothing.
+    value.record(offered(0.8, 0.8), 0.0, 0.0, 1000.0)
+    value.record(offered(0.8, 0.0), 0.0, 0.0, 1000.0)
+    assert abs(value.share - 0.5) < 0.01
+
+
+@given(
+    answers=st.lists(
+        st.tuples(
+            st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1e5), st.floats(0, 1e5)
+        )
+    )
+)
+def test_a_value_is_a_share_and_a_local_hit_is_worth_more(
+    answers: list[tuple[float, float, float, float, float]],
+) -> None:
+    value = FetchValue()
+    assert value.share == FETCH_VALUE_UNKNOWN
+    for own, other, cached, waited_ms, prompt_ms in answers:
+        value.record(offered(own, other), cached, waited_ms, prompt_ms)
+        assert 0 <= value.share <= FETCH_VALUE_MAX < 1

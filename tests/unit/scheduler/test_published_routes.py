@@ -2,6 +2,7 @@
 
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from isochrone.wire import codec
@@ -19,6 +20,7 @@ class FakeRouter:
         self.name = name
         self.capabilities = frozenset(capabilities)
         self.generation = Generation(0)
+        self.keys_held = b""
         self.queued: list[Any] = []
 
     def enqueue(self, message: Any) -> None:
@@ -77,3 +79,56 @@ def test_a_table_that_no_router_would_take_is_refused_by_name(
     send(routes, router)
     assert router.queued == []
     assert "10 keys and replicas, the limit is 9" in routes.following.behind(0.0)["r"]
+
+
+def test_a_router_that_has_the_keys_is_not_sent_them_again() -> None:
+    routes, back, new = published(3000), FakeRouter("b", TABLE_PARTS), FakeRouter("n", TABLE_PARTS)
+    back.keys_held = routes.keys.sums.encode()
+    send(routes, back)
+    send(routes, new)
+    (few,), (all_,) = back.queued, new.queued
+    assert sum_bytes(few) < sum_bytes(all_) / 3
+    # What it has is known for one table only: deltas change it.
+    assert back.keys_held == b""
+    send(routes, back)
+    assert back.queued[1] is all_
+
+
+def test_routers_that_come_one_by_one_while_the_table_changes_share_its_parts() -> None:
+    routes, routers = published(3000), [FakeRouter(f"r{n}", TABLE_PARTS) for n in range(3)]
+    send(routes, routers[0])
+    for generation in (8, 9):
+        assert routes.table is not None
+        table = msgspec.structs.replace(routes.table, generation=Generation(generation))
+        routes.replace(table, b"delta %d" % generation)
+        send(routes, routers[generation - 7])
+    parts = routers[0].queued[0]
+    assert routers[1].queued == [parts, b"delta 8"]
+    assert routers[2].queued == [parts, b"delta 8", b"delta 9"]
+    assert routers[2].generation == 9
+
+
+@pytest.mark.parametrize("deltas", [[b""], [b"x" * 9], [b"x", b"x", b"x"]])
+def test_a_table_is_encoded_again_when_too_much_has_changed(
+    deltas: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published_routes, "DELTAS_AFTER_PARTS_MAX", 2)
+    monkeypatch.setattr(published_routes, "DELTA_BYTES_AFTER_PARTS_MAX", 8)
+    routes, first, second = (
+        published(30),
+        FakeRouter("a", TABLE_PARTS),
+        FakeRouter("b", TABLE_PARTS),
+    )
+    send(routes, first)
+    for delta in deltas:
+        routes.replace(routes.table, delta)
+    send(routes, second)
+    (parts,) = second.queued
+    assert parts is not first.queued[0]
+
+
+def sum_bytes(parts: TableParts) -> int:
+    size = index = 0
+    while (frame := parts.frame(index)) is not None:
+        size, index = size + len(frame), index + 1
+    return size

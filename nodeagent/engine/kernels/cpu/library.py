@@ -75,6 +75,10 @@ class CpuKernels:
         """Whether the processor has a matrix unit (AMX) that multiplies many rows."""
         self._test_products()
 
+    def weight_regions(self) -> list[Tensor]:
+        """Return the memory of all packed matrices of this process."""
+        return self._arena.regions()
+
     def pack_groups(self, groups: QuantisedGroups) -> NativeMatrix:
         """Pack a matrix in quantised groups; its rows are whole panels."""
         matrix = NativeMatrix(self.library, self._arena, groups.bits, *groups.numbers.shape)

@@ -62,6 +62,10 @@ class _NativeMatrices(LinearBackend):
         self._fetches.clear()
         return reading.result
 
+    def weight_regions(self) -> list[Tensor]:
+        """Return the memory of all packed matrices."""
+        return self._kernels.weight_regions()
+
     def fuse(
         self, layers: Sequence[DenseLayer | None], shape: DecoderShape
     ) -> CpuFusedLayers | None:

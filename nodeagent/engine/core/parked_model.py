@@ -1,0 +1,67 @@
+"""A model that sleeps in a file: its weights are copied there once, its KV is dropped.
+
+The model stays as it is, with all addresses, so a wake reads the copy and builds nothing.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from shutil import disk_usage
+from typing import Final
+
+from torch import Tensor
+
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.core.model_runner import ModelRunner
+from nodeagent.engine.memory.memory_watch import available_bytes
+from nodeagent.engine.memory.parked_memory import ParkedMemory, drop_pages
+
+FREE_COPIES_MIN: Final = 4
+"""A copy is written only where the disk has room for this many: it is not worth a full disk."""
+
+
+class ParkedModel:
+    """Parks the model of one engine, again and again."""
+
+    def __init__(self, weight_regions: Callable[[], list[Tensor]], folder: Path) -> None:
+        """`weight_regions` returns the memory of all weights; empty where it cannot be parked."""
+        self._weight_regions = weight_regions
+        self._folder = folder
+        self._copy: ParkedMemory | None = None
+        self._runner: ModelRunner | None = None
+
+    def park(self, runner: ModelRunner) -> bool:
+        """Drop the memory of `runner`; return False, and leave it, where no copy can be made."""
+        regions = self._weight_regions()
+        if not regions:
+            return False
+        try:
+            if self._copy is None:
+                size_bytes = sum(map(len, regions))
+                if disk_usage(self._folder).free < FREE_COPIES_MIN * size_bytes:
+                    return False
+                self._copy = ParkedMemory(self._folder, regions)
+            self._copy.drop()
+            for pages in runner.kv_pages():
+                drop_pages(pages)
+        except OSError:
+            return False
+        self._runner = runner
+        return True
+
+    def restore(self) -> ModelRunner | None:
+        """Return the parked model, able to run again; None where none is parked.
+
+        Raises CheckpointError if the memory for it is not there, OSError if it cannot be read.
+        """
+        runner, copy = self._runner, self._copy
+        if runner is None or copy is None:
+            return None
+        needed = copy.size_bytes + sum(pages.nbytes for pages in runner.kv_pages())
+        available = available_bytes(runner.device)
+        if needed > available:
+            raise CheckpointError(
+                f"cannot restore the model: {needed} bytes are needed, {available} are available"
+            )
+        copy.restore()
+        self._runner = None
+        return runner

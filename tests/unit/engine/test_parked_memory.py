@@ -1,0 +1,100 @@
+"""Memory that is parked in a file comes back as it was; without a copy nothing is dropped."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.core import parked_model
+from nodeagent.engine.core.model_runner import ModelRunner
+from nodeagent.engine.core.parked_model import ParkedModel
+from nodeagent.engine.kernels.huge_pages import PAGE_BYTES, HugePageArena
+from nodeagent.engine.memory.parked_memory import ParkedMemory
+from tests.unit.engine.tiny import llama
+
+
+def filled(arena: HugePageArena, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    taken = [arena.take(size) for size in sizes]
+    for number, memory in enumerate(taken):
+        memory.copy_(torch.arange(len(memory)) % 251 + number)
+    return taken
+
+
+def a_runner() -> ModelRunner:
+    return ModelRunner(llama(1), 16, "cpu", torch.float32)
+
+
+def test_memory_is_zero_while_parked_and_then_as_it_was(tmp_path: Path) -> None:
+    arena = HugePageArena()
+    # The last does not fit into the first mapping.
+    taken = filled(arena, (100, 3 * PAGE_BYTES + 77, 33 * PAGE_BYTES))
+    before = [memory.clone() for memory in taken]
+    assert len(arena.regions()) == 2
+    copy = ParkedMemory(tmp_path, arena.regions())
+    for _ in range(2):
+        copy.drop()
+        assert not any(bool(memory.any()) for memory in taken)
+        copy.restore()
+        assert all(torch.equal(now, was) for now, was in zip(taken, before, strict=True))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mapping_lives_as_long_as_what_was_taken_from_it() -> None:
+    arena = HugePageArena()
+    taken = arena.take(33 * PAGE_BYTES)
+    arena.take(1)
+    assert len(arena.regions()) == 2
+    del taken
+    assert len(arena.regions()) == 1
+
+
+def test_a_parked_model_drops_its_kv_and_is_the_same_one_after(tmp_path: Path) -> None:
+    arena, runner = HugePageArena(), a_runner()
+    (weights,) = filled(arena, (1000,))
+    before = weights.clone()
+    for pages in runner.kv_pages():
+        pages.fill_(1.0)
+    parked = ParkedModel(arena.regions, tmp_path)
+    assert parked.restore() is None
+    assert parked.park(runner)
+    assert not weights.any()
+    assert not any(bool(pages.any()) for pages in runner.kv_pages())
+    assert parked.restore() is runner
+    assert torch.equal(weights, before)
+    assert parked.restore() is None
+
+
+def test_a_model_is_left_alone_where_no_copy_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena, runner = HugePageArena(), a_runner()
+    (weights,) = filled(arena, (1000,))
+    assert not ParkedModel(lambda: [], tmp_path).park(runner)
+    assert not ParkedModel(arena.regions, tmp_path / "missing").park(runner)
+    monkeypatch.setattr(parked_model, "FREE_COPIES_MIN", 1 << 40)
+    assert not ParkedModel(arena.regions, tmp_path).park(runner)
+    monkeypatch.undo()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert not ParkedModel(arena.regions, tmp_path).park(runner)
+    assert weights.any()
+
+
+def test_a_model_stays_parked_while_memory_for_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena, runner = HugePageArena(), a_runner()
+    filled(arena, (1000,))
+    parked = ParkedModel(arena.regions, tmp_path)
+    assert parked.park(runner)
+    with monkeypatch.context() as patched:
+        patched.setattr(parked_model, "available_bytes", lambda _: 1000)
+        with pytest.raises(CheckpointError, match="1000 are available"):
+            parked.restore()
+    assert parked.restore() is runner
