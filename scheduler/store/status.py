@@ -28,6 +28,7 @@ async def read_status(
     silent_after_s: float,
     frozen: str,
     unmet: Sequence[UnmetRequirement],
+    unreadable: Sequence[str] = (),
     behind: Mapping[str, str] = MappingProxyType({}),
     nodes_behind: Mapping[NodeId, str] = MappingProxyType({}),
 ) -> StatusView:
@@ -85,6 +86,7 @@ async def read_status(
         replicas=await _replica_states(connection),
         unmet=(
             *(f"{need.deployment_id}: {need.reason}" for need in unmet),
+            *unreadable[:PROBLEMS_MAX],
             *silent[:PROBLEMS_MAX],
             *(row["words"] for row in problems),
         ),
