@@ -66,6 +66,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         standby=config.standby,
         device_memory=node.devices.memory,
         host=urlsplit(config.address).hostname or "127.0.0.1",
+        commands=config.commands,
     )
     supervisor = Supervisor(
         config=config,
@@ -174,7 +175,9 @@ def _loops(
     )
     report = Loop("report", reporting.run_once, REPORT_INTERVAL_S, jitter=rng)
     pulse = Loop("pulse", PulseJob(node, link).run_once, PULSE_INTERVAL_S, jitter=rng)
-    converging = ConvergeJob(node, supervisor, monotonic, config.plaintext_rank_ports)
+    converging = ConvergeJob(
+        node, supervisor, monotonic, config.plaintext_rank_ports, config.commands
+    )
     converge = Loop("converge", converging.run_once, CONVERGE_INTERVAL_S)
     prefetching = PrefetchJob(node, supervisor, artifacts)
     prefetch = Loop("prefetch", prefetching.run_once, PREFETCH_INTERVAL_S)

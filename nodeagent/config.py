@@ -7,6 +7,7 @@ import msgspec
 
 from isochrone.service.config import Url
 from isochrone.wire import report
+from nodeagent.drivers.configured_command import ConfiguredCommand
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
@@ -46,6 +47,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     drain_timeout_s: Seconds = 30.0
     stall_s: Seconds = 15.0  # an engine with requests and no progress for this long is killed
     canary_interval_s: Seconds = 10.0  # between test requests to an idle engine
+    # Servers of your own that speak OpenAI's API, for deployments with `--driver command --option
+    # command=NAME`: `[commands.NAME]` in TOML, with the fields of ConfiguredCommand.
+    commands: dict[str, ConfiguredCommand] = {}
 
     # Artifacts: their sources, and limits on disk and network.
     disk_budget_bytes: Count = 200 * 1024**3

@@ -356,7 +356,7 @@ class Supervisor:
             running = replica.admission.in_engine if is_awake else 0
             watch = health.observe(
                 watch,
-                answered=stats is not None,
+                answered=stats is not None or (running > 0 and engine.stall_s > 0),
                 steps=stats.steps_total if stats else 0,
                 bytes_out=replica.bytes_out,
                 in_flight=running,
@@ -369,7 +369,8 @@ class Supervisor:
                 async with self.awake.use(replica.spec.replica_id, is_test=True):
                     succeeded = await engine.canary(stats.kind)
                 watch = health.after_canary(watch, succeeded=succeeded)
-            problem = health.kill_reason(watch, stall_s=self._config.stall_s, in_flight=running)
+            stall_s = engine.stall_s or self._config.stall_s
+            problem = health.kill_reason(watch, stall_s=stall_s, in_flight=running)
             if problem:
                 return problem
 

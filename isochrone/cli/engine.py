@@ -12,7 +12,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS: Final = (
     click.option(
-        "--driver", help="Engine: embedded, mock, vllm, llama_cpp, sglang or tensorrt_llm."
+        "--driver",
+        help="Engine: embedded, mock, vllm, llama_cpp, sglang, tensorrt_llm, or command (a server"
+        " of your own).",
     ),
     click.option(
         "--option",

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 from aiohttp import ClientConnectionResetError, web
-from aiohttp.http_exceptions import ContentEncodingError
+from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError
 
 from isochrone.service.config import ConfigError
 from isochrone.service.connection_count import (
@@ -109,6 +109,10 @@ def error_middleware(encode_error: EncodeError) -> Callable[..., Awaitable[web.S
             )
 
     return errors
+
+
+FORM_ERRORS: Final = (ValueError, RuntimeError, BadHttpMessage)
+"""What aiohttp raises for a malformed form: the last for the headers of a part."""
 
 
 async def read_body(

@@ -91,6 +91,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     and `sequences_share_kv` for one that gives each sequence an equal part of it.
     `kv_type_options` name the options with the type of the KV cache, of keys and values apart where
     there are two; `cpu_kv_bits` is the size of a value on a CPU without them, 0 for the model's.
+    With `limits_all_requests` the limit of concurrent sequences holds for requests of all kinds.
 
     Prompts are cached in units of at most `cache_block_tokens`, 0 if none is by default.
     `generates_text` is false for an engine whose answers do not depend on the request's fields. It
@@ -109,6 +110,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     transfer_choices: tuple[str, ...] = ()
     shares_kv: bool = False
     over_nodes: bool = False
+    limits_all_requests: bool = False
     adapters: Literal["", "with_option", "always"] = ""
     sleep: Literal["", "with_option", "always"] = ""
     kv_events: bool = False
@@ -269,6 +271,15 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         version_below="2.0",
         sequences_option="max_batch_size",
         step_tokens_option="max_num_tokens",
+    ),
+    # An operator's own server (command_engine.py): a deployment says which features it has.
+    "command": EngineCapabilities(
+        has_kv_cache=False,
+        cache_block_tokens=0,
+        limits_all_requests=True,
+        checks_model_name=False,
+        checks_sampling=False,
+        forces_named_tools=False,
     ),
 }
 """By driver. `ENGINE_OPTIONS` has the same keys."""

@@ -246,5 +246,10 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
         ),
         flags=frozenset({"enable_chunked_prefill"}),
     ),
+    # Our driver's own: the server's options are those of the node's [commands.NAME].
+    "command": EngineOptions(
+        values=frozenset({"command", "surfaces", "concurrency"}),
+        flags=frozenset({"shared_prompt_cache"}),
+    ),
 }
 """By driver. The agent's registry of drivers has the same keys."""

@@ -42,6 +42,7 @@ from nodeagent.api.inference_paths import (
 from nodeagent.api.kv_address import KvAddressRoute
 from nodeagent.api.kv_sharing import KvSharingRoutes
 from nodeagent.api.metrics_page import add_metrics
+from nodeagent.api.model_name import with_model_name
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.pop_loads import PopLoadReader
 from nodeagent.api.request_adapter import (
@@ -318,6 +319,9 @@ class DataPlaneServer:
         sent[headers.CACHE_SALT] = salt
         priority = request.headers.get(headers.PRIORITY, "")
         body = with_adapter(body, running.adapter)
+        if engine.model_name:
+            content_type = request.headers.get("content-type", "")
+            body = with_model_name(body, content_type, engine.model_name)
 
         def post(body: bytes, sent: Mapping[str, str]) -> AnswerContext:
             data = request_data(engine.salted(request.path, body, salt, priority))

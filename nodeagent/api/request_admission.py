@@ -7,6 +7,7 @@ from typing import Final
 from aiohttp import web
 
 from isochrone.wire import headers
+from isochrone.wire.engine_capabilities import capabilities_of
 from nodeagent import metrics
 from nodeagent.api.inference_paths import GENERATION_PATHS
 from nodeagent.api.request_estimates import (
@@ -51,9 +52,7 @@ def admit(
         estimate.pending_prefill_tokens,
         router=headers.router_name(request.headers),
         generates_for=(
-            request.headers.get(headers.CACHE_SALT, "")
-            if request.path in GENERATION_PATHS
-            else None
+            request.headers.get(headers.CACHE_SALT, "") if needs_seat(request, replica) else None
         ),
         prefill_ms=estimate.prefill_ms,
         now_s=monotonic(),
@@ -63,11 +62,17 @@ def admit(
     return reservation
 
 
+def needs_seat(request: web.Request, replica: ManagedReplica) -> bool:
+    """Return True if the engine's limit of concurrent sequences holds for a request."""
+    able = capabilities_of(replica.spec.engine.driver)
+    return request.path in GENERATION_PATHS or able.limits_all_requests
+
+
 def seat(
     request: web.Request, replica: ManagedReplica, estimate: PrefillEstimate
 ) -> AbstractAsyncContextManager[None]:
-    """Return the wait for a seat of the engine, which only generations need."""
-    if request.path not in GENERATION_PATHS:
+    """Return the wait for a seat of the engine, which most engines need for generations only."""
+    if not needs_seat(request, replica):
         return nullcontext()
     objective = first_token_objective(request, estimate.prefill_ms, monotonic())
     return replica.seats.seat(request.headers.get(headers.CACHE_SALT, ""), objective)

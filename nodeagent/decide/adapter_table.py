@@ -2,10 +2,15 @@
 
 Rule 1: an adapter that a request uses is never forgotten.
 Rule 2: beyond a limit the one that was used least recently is. Its files then may leave the disk.
+Rule 3: one that the engine has refused is not loaded again: an attempt stops vLLM's other requests.
 """
 
 from collections import OrderedDict
 from collections.abc import Collection
+from typing import Final
+
+REFUSALS_MAX: Final = 256
+"""How many refused adapters are remembered, the newest."""
 
 
 class _Loaded:
@@ -25,6 +30,8 @@ class AdapterTable:
         """Hold at most `loaded_max`, or as many as are in use."""
         self._loaded_max = loaded_max
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()
+        self._refusals: dict[str, str] = {}
+        """By digest, why the engine refused an adapter, the oldest first."""
 
     @property
     def names(self) -> Collection[str]:
@@ -68,3 +75,14 @@ class AdapterTable:
     def clear(self) -> None:
         """Forget all: the engine was replaced, and the new one has loaded none."""
         self._loaded.clear()
+        self._refusals.clear()
+
+    def refuse(self, digest: str, reason: str) -> None:
+        """Note that the engine refuses an adapter with these files."""
+        if len(self._refusals) >= REFUSALS_MAX:
+            del self._refusals[next(iter(self._refusals))]
+        self._refusals[digest] = reason
+
+    def refusal(self, digest: str) -> str:
+        """Return why the engine has refused an adapter, "" if it has not."""
+        return self._refusals.get(digest, "")

@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import FieldInfo
 
 from isochrone.wire.assignment import Assignment, ReplicaSpec, Tombstone
+from isochrone.wire.command_engine import COMMAND_DRIVER, NAME_OPTION
 from isochrone.wire.ids import ClusterId, DeviceId, NodeId, ReplicaId
 from isochrone.wire.report import Refusal, ReplicaState
 
@@ -58,7 +59,7 @@ def reconcile(
     """Return the steps of this turn. Once they are applied, the next turn has none.
 
     `devices` are the healthy ones. `missing_by_driver` gives, for each driver, what its engine
-    lacks on this node, or "" if it can start.
+    lacks on this node, or "" if it can start, and so for each of the operator's own servers.
     """
     ending = {tombstone.replica_id for tombstone in assignment.tombstones}
     stops = tuple(
@@ -85,6 +86,11 @@ def reconcile(
         else:
             starts.append(spec)
     return ReconcileSteps(stops=stops, starts=tuple(starts), refusals=tuple(refusals))
+
+
+def command_key(name: str) -> str:
+    """Return the key of an operator's own server in `missing_by_driver`."""
+    return f"{COMMAND_DRIVER} {name}"
 
 
 def is_same_spec(one: object, other: object) -> bool:
@@ -121,7 +127,12 @@ def _refusal_reason(
         names = ", ".join(missing_devices)
         return f"cannot run {spec.replica_id}: no healthy device {names} on this node"
     driver = spec.engine.driver
-    missing = missing_by_driver.get(driver, f"this node has no driver {driver!r}")
+    if driver == COMMAND_DRIVER:
+        name = spec.engine.options.get(NAME_OPTION, "")
+        unknown = f"this node has no [commands.{name}]"
+        missing = missing_by_driver.get(command_key(name), unknown)
+    else:
+        missing = missing_by_driver.get(driver, f"this node has no driver {driver!r}")
     if missing:
         return f"cannot run {spec.replica_id}: {missing}"
     if spec.group is None:

@@ -4,6 +4,7 @@ from typing import Final
 
 from isochrone.wire.assignment import ReplicaSpec
 from nodeagent.decide.seats import spare_seats
+from nodeagent.drivers.command import CommandDriver
 from nodeagent.drivers.driver import EngineDriver
 from nodeagent.drivers.embedded import EmbeddedDriver
 from nodeagent.drivers.llama_cpp import LlamaCppDriver
@@ -19,6 +20,7 @@ DRIVERS: Final[dict[str, EngineDriver]] = {
     "llama_cpp": LlamaCppDriver(),
     "sglang": SglangDriver(),
     "tensorrt_llm": TensorRtLlmDriver(),
+    "command": CommandDriver(),
 }
 
 

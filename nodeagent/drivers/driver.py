@@ -20,6 +20,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.json_body import check_json_body
 from isochrone.wire.kv_transfer import KvAddress
 from nodeagent.decide.seats import spare_seats
+from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.handshake import Handshake
 
 
@@ -45,6 +46,8 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """A free port for the transfer of KV."""
     start_id: str = ""
     """Another one at each start of an engine."""
+    commands: Mapping[str, ConfiguredCommand] = {}
+    """The servers of the operator's own, by name."""
 
     @property
     def has_memory_plan(self) -> bool:
@@ -71,6 +74,10 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     their first option, and `--standby`. Engines of other nodes meet it at `kv_address` to transfer
     KV. Its HTTP server is on loopback, except with an `api_key` that all requests must have. With a
     `model_link` it works in its own folder, where a link of that name leads to the model.
+
+    `ready_path` and `metrics_path` replace the driver's. With a `model_name` requests call the
+    model so. With `stall_s` a request may go on for that long without a byte of its answer, and
+    meanwhile the server may answer nothing else.
     """
 
     arguments: tuple[str, ...]
@@ -83,6 +90,10 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     kv_address: KvAddress | None = None
     api_key: str = ""
     model_link: str = ""
+    ready_path: str = ""
+    metrics_path: str = ""
+    model_name: str = ""
+    stall_s: float = 0.0
 
     @property
     def port(self) -> int:

@@ -18,6 +18,7 @@ import msgspec
 from isochrone.service.http_responses import read_response
 from isochrone.wire.adapter import LoadedAdapters, RequestAdapter
 from nodeagent import metrics
+from nodeagent.decide.adapter_refusal import REASON_CHARS_MAX, refusal_reason
 from nodeagent.decide.adapter_table import AdapterTable
 from nodeagent.drivers import DRIVERS
 from nodeagent.host.artifacts import ArtifactStore
@@ -106,13 +107,23 @@ class EngineAdapters:
                 del self._fetched[digest]
 
     async def load(self, adapter: RequestAdapter, folder: Path, engine: EngineProcess) -> None:
-        """Load an adapter into the engine unless it is, and begin to use it."""
+        """Load an adapter into the engine unless it is, and begin to use it.
+
+        Raises AdapterUnavailable and AdapterRefused.
+        """
         async with self._load_lock:
             if engine is not self._engine:
                 self._engine = engine
                 self._table.clear()
             if adapter.adapter_id not in self._table:
-                await _load(engine, adapter, folder)
+                refused = self._table.refusal(adapter.artifact.digest)
+                if refused:
+                    raise AdapterRefused(refused)
+                try:
+                    await _load(engine, adapter, folder)
+                except AdapterRefused as error:
+                    self._table.refuse(adapter.artifact.digest, str(error))
+                    raise
                 self._table.add(adapter.adapter_id, adapter.artifact.digest)
             self._table.begin_use(adapter.adapter_id)
             for adapter_id in self._table.take_surplus():
@@ -204,12 +215,15 @@ async def _load(engine: EngineProcess, adapter: RequestAdapter, folder: Path) ->
         shown = {"adapter": adapter.adapter_id, "ms": took_ms}
         log.info("adapter loaded", extra={"fields": shown})
         return
-    if not 400 <= status < 500:
+    message = _error_message(answer).replace(str(folder), adapter.adapter_id)
+    reason = refusal_reason(status, message)
+    shown = {"adapter": adapter.adapter_id, "status": status, "reason": message[:REASON_CHARS_MAX]}
+    log.warning("adapter not loaded", extra={"fields": shown})
+    if not reason:
         metrics.ADAPTER_LOADS.labels("failed").inc()
         raise AdapterUnavailable(f"the engine answered {status}")
     metrics.ADAPTER_LOADS.labels("refused").inc()
-    reason = _error_message(answer).replace(str(folder), adapter.adapter_id)
-    raise AdapterRefused(reason or f"the engine answered {status}")
+    raise AdapterRefused(reason)
 
 
 async def _unload(engine: EngineProcess, name: str) -> None:
@@ -240,4 +254,4 @@ def _error_message(answer: bytes) -> str:
         return ""
     error = fields.get("error", fields) if isinstance(fields, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
-    return message[:300] if isinstance(message, str) else ""
+    return message if isinstance(message, str) else ""

@@ -29,6 +29,7 @@ from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.ids import DeviceId
 from nodeagent.drivers import DRIVERS
+from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.driver import (
     DeviceMemory,
     EngineCommand,
@@ -62,7 +63,10 @@ ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 
 
 class Canary(NamedTuple):
-    """The smallest possible request for one kind of model, and the list that its answer has."""
+    """The smallest possible request for one kind of model, and the list that its answer has.
+
+    Without `answer` any answer will do.
+    """
 
     path: str
     body: Mapping[str, Any]
@@ -156,6 +160,20 @@ class EngineProcess:
         return self._driver.handshake(self.record.spec)
 
     @property
+    def stall_s(self) -> float:
+        """How long this engine may be silent with requests in flight; 0 for the node's setting."""
+        return self.record.command.stall_s
+
+    @property
+    def model_name(self) -> str:
+        """What requests for the engine must call the model; "" if any name will do."""
+        return self.record.command.model_name
+
+    @property
+    def _ready_path(self) -> str:
+        return self.record.command.ready_path or self._driver.health_path
+
+    @property
     def exit_reason(self) -> str:
         """How the process ended, with the signal if one killed it."""
         code = self._child.poll() if self._child is not None else None
@@ -190,7 +208,7 @@ class EngineProcess:
         command = self.record.command
         if not command.base_url:
             return not command.socket or await asyncio.to_thread(Path(command.socket).exists)
-        status, _ = await self._request("GET", self._driver.health_path, PROBE_TIMEOUT_S)
+        status, _ = await self._request("GET", self._ready_path, PROBE_TIMEOUT_S)
         if status == 200 and command.port and not self._owns_port:
             # Once is enough: it keeps the port that it has.
             other = await asyncio.to_thread(other_listener, command.port, self.pid)
@@ -202,7 +220,8 @@ class EngineProcess:
 
     async def stats(self) -> EngineStats | None:
         """Return the engine's statistics, or None if it returns none that can be read."""
-        status, body = await self._request("GET", self._driver.stats_path, PROBE_TIMEOUT_S)
+        path = self._driver.stats_path or self._ready_path
+        status, body = await self._request("GET", path, PROBE_TIMEOUT_S)
         try:
             return self._driver.read_stats(body) if status == 200 else None
         except msgspec.DecodeError:
@@ -210,7 +229,10 @@ class EngineProcess:
 
     async def metrics(self) -> str:
         """Return the engine's Prometheus metrics page, or "" if it has none."""
-        status, body = await self._request("GET", self._driver.metrics_path, PROBE_TIMEOUT_S)
+        path = self.record.command.metrics_path or self._driver.metrics_path
+        if not path:
+            return ""
+        status, body = await self._request("GET", path, PROBE_TIMEOUT_S)
         return body.decode(errors="replace") if status == 200 else ""
 
     async def canary(self, kind: str) -> bool:
@@ -221,7 +243,11 @@ class EngineProcess:
         no answer, or one of status 200 that is none.
         """
         canary = CANARIES.get(self.record.spec.kind or kind, CANARIES["chat"])
-        body = {"model": self.record.spec.name, **canary.body} if canary.body else None
+        command = self.record.command
+        if not canary.body and command.ready_path:
+            canary = Canary(command.ready_path, {}, "")
+        name = command.model_name or self.record.spec.name
+        body = {"model": name, **canary.body} if canary.body else None
         if body is not None and self.handshake is not None:
             body |= self.handshake.canary_fields
         method = "POST" if body else "GET"
@@ -229,7 +255,7 @@ class EngineProcess:
         self.problem = ""
         if not status:
             self.problem = f"a test request was not answered within {CANARY_TIMEOUT_S:g} s"
-        elif status == 200 and not _has_list(answer, canary.answer):
+        elif status == 200 and canary.answer and not _has_list(answer, canary.answer):
             start = answer[:60].decode(errors="replace")
             self.problem = f"status 200 without {canary.answer!r}: {start!r}"
         # A full engine refuses with 429 and is healthy.
@@ -317,11 +343,14 @@ class EngineProcesses:
         standby: bool = False,
         device_memory: Callable[[Sequence[DeviceId]], DeviceMemory | None] = lambda _: None,
         host: str = "127.0.0.1",
+        commands: Mapping[str, ConfiguredCommand] | None = None,
     ) -> None:
         """`device_memory` returns the memory of a replica's devices; None if it is unknown.
 
-        Engines of other nodes reach this node's at `host`.
+        Engines of other nodes reach this node's at `host`. `commands` are the operator's own
+        servers, by name.
         """
+        self._commands = commands or {}
         self._host = host
         self._folder = folder
         self._device_memory = device_memory
@@ -364,6 +393,7 @@ class EngineProcesses:
             start_id=secrets.token_hex(4),
             threads=self._threads,
             memory=await asyncio.to_thread(self._device_memory, spec.device_ids),
+            commands=self._commands,
         )
         command = await asyncio.to_thread(DRIVERS[spec.engine.driver].command, launch)
         for name, data in command.files.items():

@@ -1,13 +1,14 @@
 """Main path of an assignment: compares it with what runs, then starts and stops replicas."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.report import Refusal
-from nodeagent.decide.reconcile import reconcile
+from nodeagent.decide.reconcile import command_key, reconcile
 from nodeagent.drivers import DRIVERS
+from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.node import NodeState
 from nodeagent.supervisor import Supervisor
 
@@ -40,7 +41,10 @@ class ConvergeJob:
         supervisor: Supervisor,
         clock: Callable[[], float],
         rank_ports: tuple[int, int] | None = None,
+        commands: Mapping[str, ConfiguredCommand] | None = None,
     ) -> None:
+        """`commands` are the operator's own servers, by name."""
+        self._commands = commands or {}
         self._node = node
         self._supervisor = supervisor
         self._clock = clock
@@ -58,7 +62,7 @@ class ConvergeJob:
             assignment,
             self._supervisor.states(),
             [device.device_id for device in devices if device.healthy],
-            await asyncio.to_thread(_missing_by_driver),
+            await asyncio.to_thread(_missing_by_driver, self._commands),
             self._rank_ports,
         )
         for tombstone in steps.stops:
@@ -84,6 +88,7 @@ class ConvergeJob:
             self._node.nudge_report()
 
 
-def _missing_by_driver() -> dict[str, str]:
+def _missing_by_driver(commands: Mapping[str, ConfiguredCommand]) -> dict[str, str]:
     """Return what each driver's engine lacks on this node. It may be installed at any time."""
-    return {name: driver.missing() for name, driver in DRIVERS.items()}
+    missing = {name: driver.missing() for name, driver in DRIVERS.items()}
+    return missing | {command_key(name): one.missing() for name, one in commands.items()}

@@ -8,14 +8,36 @@ Writes planet_week.csv.
 import argparse
 import csv
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ops.sim.planet import HOUR
 
 TABLE: Final = Path(__file__).parent / "planet_week.csv"
+
+
+class Churn(NamedTuple):
+    """The moves of some hours, in percent of the replicas and per hour.
+
+    `growth` is what changes the number of replicas, `turnover` are the starts and ends beyond that.
+    """
+
+    growth: float
+    turnover: float
+
+
+def churn_of(hours: Sequence[Mapping[str, float]]) -> Churn:
+    """Divide the moves of some hours into growth and turnover."""
+    starts = sum(float(hour["starts"]) for hour in hours)
+    endings = sum(float(hour["endings"]) for hour in hours)
+    replica_hours = sum(float(hour["replicas"]) for hour in hours)
+    return Churn(
+        growth=100 * abs(starts - endings) / replica_hours,
+        turnover=100 * 2 * min(starts, endings) / replica_hours,
+    )
 
 
 def by_hour(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
@@ -68,6 +90,8 @@ def main() -> None:
     plan_s = [row["plan_cpu_s"] for row in rows if "plan_cpu_s" in row]
     p50, p99 = np.percentile(plan_s[1:], (50, 99))
     print(f"first plan {plan_s[0]:.2f} s; {len(plan_s) - 1} more: p50 {p50:.3f} s, p99 {p99:.3f} s")
+    first = churn_of(hours[1:24])
+    print(f"first day, an hour: {first.growth:.2f} % growth, {first.turnover:.2f} % turnover")
     steady = sorted(hour["moves_percent"] for hour in hours[24:])
     over = sum(moves > 1.0 for moves in steady)
     print(

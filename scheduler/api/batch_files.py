@@ -7,6 +7,7 @@ from typing import Any, Final
 import aiohttp
 from aiohttp import web
 
+from isochrone.service.http_server import FORM_ERRORS
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.api.uploads import write_upload
 from scheduler.decide.batch_limits import BatchLimits
@@ -60,14 +61,13 @@ class FileEndpoints:
                         part.read_chunk,
                         bytes_max=self._limits.file_bytes_max,
                     )
-        except ValueError as error:
-            await self._folder.delete(file_id)
-            raise _invalid(str(error)[:200]) from error
-        try:
             if size_bytes < 0:
                 raise _invalid("field 'file' is required", "file")
             file = await self._add(file_id, tenant_id, filename, size_bytes, fields)
             return _json(file_body(file))
+        except FORM_ERRORS as error:
+            await self._folder.delete(file_id)
+            raise _invalid(str(error)[:200]) from error
         except BaseException:
             await self._folder.delete(file_id)
             raise
@@ -180,7 +180,7 @@ def list_body(bodies: list[dict[str, Any]], limit: int) -> dict[str, Any]:
 def parse_limit(request: web.Request, default: int, largest: int) -> int:
     """Return how many objects a page may have. Raises ApiError 400."""
     text = request.query.get("limit", str(default))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= largest):
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= largest):
         raise _invalid(f"'limit' is {text[:20]!r}, expected 1 to {largest}", "limit")
     return int(text)
 
@@ -190,7 +190,12 @@ def _expiry(fields: dict[str, str]) -> int | None:
     text = fields.get("expires_after[seconds]", "")
     if not text:
         return None
-    if not (text.isascii() and text.isdigit() and EXPIRES_MIN_S <= int(text[:9]) <= EXPIRES_MAX_S):
+    if not (
+        text.isascii()
+        and text.isdigit()
+        and len(text) < 10
+        and EXPIRES_MIN_S <= int(text) <= EXPIRES_MAX_S
+    ):
         reason = f"'expires_after.seconds' is {text[:20]!r}"
         raise _invalid(f"{reason}, expected {EXPIRES_MIN_S} to {EXPIRES_MAX_S}", "expires_after")
     return int(text)

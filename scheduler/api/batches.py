@@ -1,15 +1,15 @@
 """`/v1/batches` of the public API, relayed by routers."""
 
 import secrets
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta
 
 from isochrone.service.http_server import read_body
 from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.public_bodies import CreateBatch
 from scheduler.api.batch_files import list_body, parse_limit
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.batch_lines import ENDPOINTS
@@ -29,19 +29,6 @@ BODY_BYTES_MAX: Final = 64 * 1024
 BODY_TIMEOUT_S: Final = 10.0
 LIST_LIMIT_DEFAULT: Final = 20
 LIST_LIMIT_MAX: Final = 100
-
-
-Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
-
-
-class CreateBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`POST /v1/batches`."""
-
-    input_file_id: Annotated[str, Meta(min_length=1, max_length=64)]
-    endpoint: str
-    completion_window: Literal["24h"]
-    metadata: Metadata | None = None
-    output_expires_after: None = None
 
 
 _CREATE: Final = msgspec.json.Decoder(CreateBatch)

@@ -1,17 +1,16 @@
 """Conversations of the public API. Routers have checked the items, and given each an id."""
 
 import secrets
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta
 
 from isochrone.service.http_server import read_body
 from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.public_bodies import AddItems, CreateConversation, UpdateConversation
 from scheduler.api.batch_files import parse_limit
-from scheduler.api.batches import Metadata
 from scheduler.api.responses import (
     LIST_LIMIT_DEFAULT,
     LIST_LIMIT_MAX,
@@ -34,29 +33,7 @@ from scheduler.store.conversations import (
 )
 from scheduler.store.pool import Connection, Pool, transaction, using
 
-ITEMS_MAX: Final = 20
-"""How many items one request may add, as in OpenAI's API."""
-
 BODY_TIMEOUT_S: Final = 30.0
-
-
-class CreateConversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`POST /v1/conversations`."""
-
-    items: Annotated[list[msgspec.Raw], Meta(max_length=ITEMS_MAX)] | None = None
-    metadata: Metadata | None = None
-
-
-class UpdateConversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`POST /v1/conversations/{id}`."""
-
-    metadata: Metadata | None
-
-
-class AddItems(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`POST /v1/conversations/{id}/items`."""
-
-    items: Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=ITEMS_MAX)]
 
 
 class ConversationEndpoints:

@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from isochrone.wire.admin import DeploymentBody, DeploymentView, NewDeploymentBody
+from isochrone.wire.command_engine import command_problem, lacking_features_of
 from isochrone.wire.engine_capabilities import (
     ENGINE_CAPABILITIES,
     EngineEntry,
@@ -72,14 +73,15 @@ async def require_same_kind(
         )
 
 
-async def require_served_kind(request: AdminRequest, model_id: str, driver: str) -> None:
+async def require_served_kind(request: AdminRequest, model_id: str, engine: EngineSettings) -> None:
     """Raise ApiError 400 if an engine does not serve models of the kind of `model_id`."""
     found = await catalogue.get_model(request.connection, model_id)
-    if found is not None and KIND_FEATURES.get(found.model.kind) in lacking_features(driver):
+    if found is not None and KIND_FEATURES.get(found.model.kind) in lacking_features_of(engine):
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
-            f"cannot deploy {model_id} with {driver}: it is a model of kind {found.model.kind!r},"
-            " which this engine does not serve; `isochrone engines` lists those that do",
+            f"cannot deploy {model_id} with {engine.driver}: it is a model of kind"
+            f" {found.model.kind!r}, which this engine does not serve; `isochrone engines` lists"
+            " those that do",
             param="engine.driver",
         )
 
@@ -97,7 +99,7 @@ async def create_deployment(request: AdminRequest) -> DeploymentView:
     """Create a deployment of a model."""
     body: NewDeploymentBody = request.body
     deployment = await _validated(request, body, body.deployment_id)
-    await require_served_kind(request, body.model_id, body.engine.driver)
+    await require_served_kind(request, body.model_id, body.engine)
     if not await deployments.add_deployment(request.connection, deployment):
         raise ApiError(
             ErrorCode.CONFLICT,
@@ -116,7 +118,7 @@ async def put_deployment(request: AdminRequest) -> DeploymentView:
     body: DeploymentBody = request.body
     deployment = await _validated(request, body, name)
     await require_same_kind(request, before, body.model_id)
-    await require_served_kind(request, body.model_id, body.engine.driver)
+    await require_served_kind(request, body.model_id, body.engine)
     if await conflicts_with_rollout(request.connection, deployment):
         reason = f"cannot change {name}: a rollout of it is active; abort it first"
         raise ApiError(ErrorCode.CONFLICT, reason)
@@ -221,6 +223,7 @@ def engine_problem(engine: EngineSettings) -> EngineProblem | None:
         reason = f"{engine.devices} devices cannot be divided evenly over {engine.nodes} nodes"
         return EngineProblem("nodes", reason)
     reason = ENGINE_OPTIONS[engine.driver].problem(engine.options)
+    reason = reason or command_problem(engine)
     return EngineProblem("options", f"{engine.driver}: {reason}") if reason else None
 
 

@@ -2,18 +2,17 @@
 
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import aiohttp
 import msgspec
 from aiohttp import web
-from msgspec import Meta
 
-from isochrone.service.http_server import read_body
-from isochrone.wire.adapter import ADAPTER_FILES, AdapterName
+from isochrone.service.http_server import FORM_ERRORS, read_body
+from isochrone.wire.adapter import ADAPTER_FILES
 from isochrone.wire.codec import describe
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.model import ModelName
+from isochrone.wire.public_bodies import NewFinetune
 from scheduler.api.adapter_intake import NAMES, AdapterIntake, NewAdapter, refuse_complete
 from scheduler.store.adapters import (
     ORDERS,
@@ -30,15 +29,6 @@ BODY_TIMEOUT_S: Final = 10.0
 FIELD_BYTES_MAX: Final = 256
 PUBLIC_PAGE_MAX: Final = 1000
 OFFSET_MAX: Final = 1_000_000
-
-
-class NewFinetune(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body that describes an adapter."""
-
-    model: ModelName
-    name: AdapterName
-    description: Annotated[str, Meta(max_length=1024)] | None = None
-    public: bool | None = None
 
 
 _NEW: Final = msgspec.json.Decoder(NewFinetune)
@@ -115,7 +105,7 @@ class FinetuneEndpoints:
                         raise _invalid("expected one field 'file_name' and one field 'file'")
                     else:
                         uploaded = await self._intake.write(part.read_chunk)
-            except ValueError as error:
+            except FORM_ERRORS as error:
                 raise _invalid(str(error)[:200]) from error
             if name not in ADAPTER_FILES or uploaded is None:
                 raise _invalid(f"expected a field 'file' and 'file_name', one of {NAMES}")
@@ -158,7 +148,7 @@ def finetune_body(adapter: StoredAdapter) -> dict[str, Any]:
 def _count(request: web.Request, name: str, default: int, largest: int) -> int:
     """Return a number of the query. Raises ApiError 400."""
     text = request.query.get(name, str(default)).removesuffix(".0")
-    if not (text.isascii() and text.isdigit() and int(text[:9]) <= largest):
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= largest):
         raise _invalid(f"'{name}' is {text[:20]!r}, expected 0 to {largest}")
     return int(text)
 

@@ -45,7 +45,7 @@ async def create_rollout(request: AdminRequest) -> RolloutView:
         reason = f"cannot roll out: no model {spec.model_id}"
         raise ApiError(ErrorCode.NOT_FOUND, reason, param="model_id")
     await require_same_kind(request, deployment, spec.model_id)
-    await require_served_kind(request, spec.model_id, spec.engine.driver)
+    await require_served_kind(request, spec.model_id, spec.engine)
     problem = await _problem(request, spec)
     if not problem and deployment.policy.overcommit > 1:
         problem = sleep_problem(spec.engine)

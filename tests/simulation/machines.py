@@ -64,6 +64,7 @@ class EngineHandle:
     exit_reason = "the engine exited"
     pid = 0
     problem = ""
+    stall_s = 0.0
 
     def __init__(self, node: "SimNode", engine: SimEngine) -> None:
         self.record = SimpleNamespace(spec=engine.spec)

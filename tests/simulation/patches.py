@@ -56,7 +56,7 @@ def simulated() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(identity, "verify_certificate", _verify_certificate)
         patch.setattr(identity, "verify_signature", lambda pem, payload, signed: signed == payload)
         patch.setattr(identity, "sign", lambda key, payload: payload)
-        patch.setattr("nodeagent.loops.converge._missing_by_driver", lambda: {"mock": ""})
+        patch.setattr("nodeagent.loops.converge._missing_by_driver", lambda _: {"mock": ""})
         patch.setattr("nodeagent.supervisor.trim_log", lambda path: None)
         patch.setattr("nodeagent.supervisor.last_error", lambda path: "")
         snapshots = SimpleNamespace(read_snapshot=_read_snapshot, write_snapshot=_write_snapshot)

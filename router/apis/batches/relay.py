@@ -2,7 +2,8 @@
 
 import asyncio
 import re
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from isochrone.wire import batches as wire
@@ -42,6 +43,16 @@ async def in_a_task(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
+@contextmanager
+def body_of(request: HttpRequest) -> Iterator[Any]:
+    """Return the body to relay: an upload as a file, which is closed at the end."""
+    if isinstance(request.upload, SpooledBody):
+        with request.upload.reader() as body:
+            yield body
+    else:
+        yield request.body or None
+
+
 async def _relay(client: BatchClient, request: HttpRequest, writer: ResponseWriter) -> None:
     key = request.key
     assert key is not None
@@ -50,24 +61,22 @@ async def _relay(client: BatchClient, request: HttpRequest, writer: ResponseWrit
     sent = {wire.TENANT: key.tenant_id, wire.KEY: key.key_id}
     if b"content-type" in request.headers:
         sent["content-type"] = request.headers[b"content-type"].decode("latin-1")
-    body: Any = request.body or None
-    if isinstance(request.upload, SpooledBody):
-        body = request.upload.reader()
     header_lines = f"{headers.REQUEST_ID}: {request.client_request_id}\r\n"
-    async with client.request(
-        request.method.decode(),
-        f"{wire.PUBLIC_PREFIX}{request.path}",
-        headers=sent,
-        query=request.query,
-        body=body,
-    ) as response:
-        if not _CONTENT.fullmatch(request.path):
-            body = await response.read()
-            writer.reply(HttpResponse(response.status, body, header_lines))
-            return
-        # The chunks of a file are written as the client reads them.
-        writer.begin(200, "application/octet-stream", header_lines)
-        async for chunk in response.content.iter_chunked(CHUNK_BYTES):
-            writer.send(chunk)
-            await writer.drained()
-        writer.end()
+    with body_of(request) as body:
+        async with client.request(
+            request.method.decode(),
+            f"{wire.PUBLIC_PREFIX}{request.path}",
+            headers=sent,
+            query=request.query,
+            body=body,
+        ) as response:
+            if not _CONTENT.fullmatch(request.path):
+                answer = await response.read()
+                writer.reply(HttpResponse(response.status, answer, header_lines))
+                return
+            # The chunks of a file are written as the client reads them.
+            writer.begin(200, "application/octet-stream", header_lines)
+            async for chunk in response.content.iter_chunked(CHUNK_BYTES):
+                writer.send(chunk)
+                await writer.drained()
+            writer.end()

@@ -61,7 +61,7 @@ def _rfc3339(unix_s: float) -> str:
 def _limit(text: str) -> int:
     if not text:
         return LIMIT_DEFAULT
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= LIMIT_MAX):
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= LIMIT_MAX):
         message = f"cannot use 'limit' {text[:20]!r}: expected 1 to {LIMIT_MAX}"
         raise ApiError(ErrorCode.INVALID_REQUEST, message, param="limit")
     return int(text)

@@ -1,5 +1,6 @@
 """OpenAI routes without inference, on aiohttp: model lists, the health check, unknown paths."""
 
+from importlib.metadata import version
 from typing import Any, Final
 
 import msgspec
@@ -10,6 +11,7 @@ from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
 from router.apis.auxiliary_server import BYTES_MAX
+from router.apis.document.openapi import document
 from router.apis.media.surface import MEDIA_ROUTES
 from router.apis.messages.errors import error_body
 from router.apis.messages.models import model_info, models_page
@@ -86,12 +88,18 @@ def auxiliary_app(
             response.body = msgspec.json.encode(error_body(error))
             return response
 
+    public_document = msgspec.json.encode(document(version("isochrone")))
+
+    async def openapi(_: web.Request) -> web.Response:
+        return web.Response(body=public_document, content_type="application/json")
+
     middlewares = [error_middleware(encode_error), anthropic_errors, _explain_not_found]
     # The router has limited the body already.
     app = web.Application(middlewares=middlewares, client_max_size=BYTES_MAX)
     app.on_response_prepare.append(add_request_id)
     app.router.add_get("/v1/models", list_models)
     app.router.add_get("/v1/models/{name:.{1,200}}", show_model)
+    app.router.add_get("/openapi.json", openapi)
     app.router.add_get("/healthz", healthz)
     # Load tools and other engines' clients ask for this path.
     app.router.add_get("/health", healthz)

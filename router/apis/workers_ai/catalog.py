@@ -137,7 +137,7 @@ def model_schema(entry: DeploymentEntry) -> dict[str, Any]:
         reason = f"it is a model of kind {entry.kind!r}, which /ai/run does not serve"
         raise ApiError(ErrorCode.NOT_FOUND, f"cannot describe {entry.name!r}: {reason}")
     task = TASKS[entry.kind]
-    inputs = [_input_schema(name) for name in task.deciding_fields]
+    inputs = [input_schema(name, "#/$defs/{name}") for name in task.deciding_fields]
     # References in a schema begin at its root.
     definitions: dict[str, Any] = {}
     for schema in inputs:
@@ -212,13 +212,18 @@ def _task(kind: str) -> dict[str, str]:
     return {"id": kind, "name": task.name, "description": task.description}
 
 
-def _input_schema(deciding_field: str) -> dict[str, Any]:
-    """Return the schema of one kind of input: the fields that `/ai/run` honours with it."""
+def input_schema(deciding_field: str, ref_template: str) -> dict[str, Any]:
+    """Return the schema of one kind of input: the fields that `/ai/run` honours with it.
+
+    What it refers to, by `ref_template`, is in its `$defs`.
+    """
     honoured = FIELDS_OF_TASK[deciding_field]
     types = {field.name: field.type for field in msgspec.structs.fields(ChatRequest)}
     types |= {field.name: field.type for field in msgspec.structs.fields(RunRequest)}
     known = sorted(honoured & types.keys())
-    schemas, definitions = msgspec.json.schema_components([types[name] for name in known])
+    schemas, definitions = msgspec.json.schema_components(
+        [types[name] for name in known], ref_template=ref_template
+    )
     properties: dict[str, dict[str, Any]] = {name: {} for name in sorted(honoured)}
     properties |= zip(known, schemas, strict=True)
     return {

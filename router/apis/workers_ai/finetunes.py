@@ -1,19 +1,18 @@
 """`/ai/finetunes`: LoRA adapters, relayed to the scheduler on behalf of an authenticated key."""
 
 import re
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from isochrone.wire import batches as wire
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
-from router.apis.batches.relay import in_a_task
+from router.apis.batches.relay import body_of, in_a_task
 from router.apis.openai.decode import decode
 from router.apis.openai.surface import OpenAiSurface
 from router.batch_client import BatchClient
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
-from router.dataplane.upload_spool import SpooledBody
 
 _BELOW_ACCOUNT: Final = re.compile(
     r"^(?:/client/v4/accounts/[^/]{1,64})?"
@@ -81,16 +80,14 @@ async def _relay(
     sent = {wire.TENANT: key.tenant_id, wire.KEY: key.key_id}
     if b"content-type" in request.headers:
         sent["content-type"] = request.headers[b"content-type"].decode("latin-1")
-    body: Any = request.body or None
-    if isinstance(request.upload, SpooledBody):
-        body = request.upload.reader()
-    async with client.request(
-        request.method.decode(),
-        f"{wire.PUBLIC_PREFIX}{path}",
-        headers=sent,
-        query=request.query,
-        body=body,
-    ) as response:
-        answer = await response.read()
+    with body_of(request) as body:
+        async with client.request(
+            request.method.decode(),
+            f"{wire.PUBLIC_PREFIX}{path}",
+            headers=sent,
+            query=request.query,
+            body=body,
+        ) as response:
+            answer = await response.read()
     header_lines = f"{headers.REQUEST_ID}: {request.client_request_id}\r\n"
     writer.reply(HttpResponse(response.status, answer, header_lines))

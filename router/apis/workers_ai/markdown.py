@@ -8,6 +8,7 @@ from uuid import uuid4
 import msgspec
 from aiohttp import BodyPartReader, web
 
+from isochrone.service.http_server import FORM_ERRORS
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.routes import KeyEntry
 from router.apis.workers_ai.auxiliary import EnvelopeRoutes, WorkersAiReply
@@ -87,7 +88,7 @@ async def _uploads(request: web.Request) -> AsyncIterator[UploadedDocument]:
             if not name:
                 raise _invalid("each file needs a file name, whose ending says what it is")
             yield UploadedDocument(name, content)
-    except (ValueError, RuntimeError) as error:
+    except FORM_ERRORS as error:
         raise _invalid(f"the form is malformed: {str(error)[:200]}") from error
 
 

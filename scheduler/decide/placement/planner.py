@@ -10,9 +10,10 @@ Steps, and where each of them is:
     devices of its site (`search/slot_ledger.py`).
  4. Improve while effort is left (`search/local_search.py`), each change kept or rolled back as a
     whole: drop new replicas that do not pay, move others, take full slots from replicas that are
-    worth less (`search/swap.py`), refill sites in other orders, and force replicas elsewhere to
-    leave local minima (`search/perturb.py`). Where a policy allows no more replicas, start one
-    where it is worth more, so that another can end.
+    worth less (`search/swap.py`), exchange the contents of two nodes or the sites of two replicas
+    (`search/exchange.py`), refill sites in other orders, and force replicas elsewhere to leave
+    local minima (`search/perturb.py`). Where a policy allows no more replicas, start one where it
+    is worth more, so that another can end.
  5. End what is no longer needed: preempted, drained, old versions, surplus; separate replicas that
     would all fail together (`retire.py`); and report what could not be met (`unmet.py`).
 

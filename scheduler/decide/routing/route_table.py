@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Set
 
 import msgspec
 
+from isochrone.wire.command_engine import lacking_features_of
 from isochrone.wire.engine_capabilities import (
     adapter_rank_max,
     capabilities_of,
-    lacking_features,
 )
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId
 from isochrone.wire.model import UNIFIED_ROLES, CatalogModel, Deployment
@@ -164,10 +164,10 @@ def _entry(
     model = models.get(deployment.model_id)
     context = deployment.engine.context_tokens_max
     driver = deployment.engine.driver
-    lacks = lacking_features(driver)
-    if rollout is not None and rollout.spec.engine.driver != driver:
+    lacks = lacking_features_of(deployment.engine)
+    if rollout is not None:
         # Either version may get a request: refuse what one of them cannot do.
-        lacks = tuple(dict.fromkeys((*lacks, *lacking_features(rollout.spec.engine.driver))))
+        lacks = tuple(dict.fromkeys((*lacks, *lacking_features_of(rollout.spec.engine))))
     return DeploymentEntry(
         deployment_id=deployment.deployment_id,
         name=deployment.name,

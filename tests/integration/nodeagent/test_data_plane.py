@@ -35,6 +35,7 @@ from nodeagent.api.peer_replicas import LOAD_MAX_AGE_S, PeerReplicaClient
 from nodeagent.config import NodeConfig
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.drivers import DRIVERS
+from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.driver import EngineCommand
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.cache_salts import CacheSalts
@@ -109,7 +110,9 @@ class Node(NamedTuple):
 
 
 @asynccontextmanager
-async def a_node(load_timeout_s: float = 600.0) -> AsyncIterator[Node]:
+async def a_node(
+    load_timeout_s: float = 600.0, commands: Mapping[str, ConfiguredCommand] | None = None
+) -> AsyncIterator[Node]:
     folder = a_folder("iso-")
     (folder / "model").mkdir()
     (folder / "model" / "m.gguf").write_bytes(b"GGUF")
@@ -132,7 +135,7 @@ async def a_node(load_timeout_s: float = 600.0) -> AsyncIterator[Node]:
             1 << 30,
             link=TransferLink(0, time.monotonic),
         ),
-        engines=EngineProcesses(folder / "engines", 1),
+        engines=EngineProcesses(folder / "engines", 1, commands=commands),
         clock=time.monotonic,
         rng=random.Random(1),
         on_change=lambda: None,

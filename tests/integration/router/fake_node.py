@@ -126,7 +126,7 @@ class FakeNode:
         body = await request.read()
         self.bodies.append(body)
         messages = json.loads(body)["messages"]
-        count = sum(len(message["content"].split()) for message in messages)
+        count = sum(len(str(message.get("content")).split()) for message in messages)
         return web.json_response({"count": count, "max_model_len": 4096})
 
     async def media(self, request: web.Request) -> web.StreamResponse:
@@ -167,6 +167,27 @@ class FakeNode:
         head = {"id": "classify-1", "object": "list", "created": 1, "model": body["model"]}
         return web.json_response({**head, "data": data, "usage": usage})
 
+    async def embed(self, request: web.Request) -> web.Response:
+        """Answer with the same vector for each input."""
+        body = json.loads(await request.read())
+        given = body["input"]
+        is_one = isinstance(given, str) or isinstance(given[0], int)
+        item = {"object": "embedding", "embedding": [0.6, 0.8]}
+        data = [{**item, "index": index} for index in range(1 if is_one else len(given))]
+        usage = {"prompt_tokens": 7, "total_tokens": 7}
+        answer = {"object": "list", "model": body["model"], "data": data, "usage": usage}
+        return web.json_response(answer)
+
+    async def rank(self, request: web.Request) -> web.Response:
+        """Answer that each document is as relevant as the others."""
+        body = json.loads(await request.read())
+        results = [
+            {"index": index, "relevance_score": 0.5} for index in range(len(body["documents"]))
+        ]
+        usage = {"prompt_tokens": 7, "total_tokens": 7}
+        answer = {"id": "r-1", "model": body["model"], "results": results, "usage": usage}
+        return web.json_response(answer)
+
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         extra = {headers.LOAD: self.load} if self.load else {}
         for replica_id in self.read_by:
@@ -193,10 +214,12 @@ class FakeNode:
         count = body.get("max_tokens") or self.tokens
         if not body.get("stream"):
             words = " ".join(f"t{n}" for n in range(count))
+            is_chat = "messages" in body
             message = {"role": "assistant", "content": words}
-            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            said = {"message": message} if is_chat else {"text": words}
+            choice = {"index": 0, **said, "finish_reason": "stop"}
             whole = {
-                **self._head("chat.completion"),
+                **self._head("chat.completion" if is_chat else "text_completion"),
                 "choices": [choice],
                 "usage": self._usage(count),
             }
@@ -269,6 +292,8 @@ async def open_node(node: FakeNode, port: int = 0) -> AsyncIterator[FakeNode]:
     app.router.add_get("/ping", node.ping)
     app.router.add_post("/v1/chat/completions", node.generate)
     app.router.add_post("/v1/completions", node.generate)
+    app.router.add_post("/v1/embeddings", node.embed)
+    app.router.add_post("/v1/rerank", node.rank)
     app.router.add_post("/tokenize", node.tokenize)
     app.router.add_post("/classify", node.classify)
     app.router.add_post("/v1/audio/transcriptions", node.media)

@@ -1,6 +1,6 @@
 """Which adapters an engine is to forget."""
 
-from nodeagent.decide.adapter_table import AdapterTable
+from nodeagent.decide.adapter_table import REFUSALS_MAX, AdapterTable
 
 
 def loaded(*names: str, loaded_max: int = 2) -> AdapterTable:
@@ -36,3 +36,15 @@ def test_a_new_engine_has_none() -> None:
     table.end_use("a")
     assert "a" not in table
     assert not table.names
+
+
+def test_a_refused_one_is_remembered_until_the_engine_is_replaced() -> None:
+    table = AdapterTable(2)
+    table.refuse("digest of a", "its rank is too high")
+    assert table.refusal("digest of a") == "its rank is too high"
+    assert table.refusal("digest of b") == ""
+    for number in range(REFUSALS_MAX):
+        table.refuse(f"digest {number}", "no")
+    assert table.refusal("digest of a") == ""
+    table.clear()
+    assert table.refusal("digest 1") == ""

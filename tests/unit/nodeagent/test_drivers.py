@@ -62,6 +62,7 @@ def test_a_driver_reports_what_is_not_installed(monkeypatch: pytest.MonkeyPatch)
         "llama_cpp": "llama-server is not on the PATH of the agent",
         "sglang": "sglang is not installed in the agent's environment",
         "tensorrt_llm": "trtllm-serve is not on the PATH of the agent",
+        "command": "",
     }
 
 

@@ -48,6 +48,7 @@ class FakeEngine:
     exit_reason = "the engine exited"
     pid = 1
     problem = ""
+    stall_s = 0.0
 
     def __init__(self) -> None:
         self.exited = asyncio.Event()

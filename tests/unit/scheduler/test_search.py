@@ -22,6 +22,7 @@ from scheduler.decide.placement.fleet.slots import free_memory, residency_allows
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.placement.search.blocked_gains import BlockedGain
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
+from scheduler.decide.placement.search.local_search import LocalSearch
 from scheduler.decide.whatif import explain_placement
 from tests.builders import a_cluster, a_deployment, a_device, a_model, a_node, a_placement
 from tests.unit.scheduler.test_plan import a_demand, after_plan, starts
@@ -94,6 +95,25 @@ def test_a_rounding_error_at_a_site_without_capacity_does_not_end_the_search() -
 def test_a_deployment_at_its_maximum_moves_two_replicas_to_a_site_that_others_leave() -> None:
     draft, _ = run_search(small_world(1009))
     assert total_cost(draft) <= 1.01 * 100_615.3
+
+
+@pytest.mark.parametrize(
+    ("seed", "optimum"),
+    [
+        # A replica of four devices and ten small ones on another node of four trade places.
+        (754_430, 49_961.3),
+        # Replicas of two deployments trade sites in one PoP, so that they can in another.
+        (570_038, 3_477.8),
+    ],
+)
+def test_exchanges_leave_minima_that_no_move_or_swap_leaves(seed: int, optimum: float) -> None:
+    limits = PlanLimits(starts_max=10**6, endings_max=10**6, effort=100)
+    draft, _ = run_search(small_world(seed), limits)
+    assert total_cost(draft) > 1.01 * optimum
+    search = LocalSearch(draft, limits.settle_s, effort=2_000)
+    while search.exchange():
+        pass
+    assert total_cost(draft) <= 1.01 * optimum
 
 
 @settings(deadline=None, max_examples=10)

@@ -14,6 +14,7 @@ from scheduler.decide.placement.score import START
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.draft import Gain, PlacementDraft
 from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN, EffortBudget
+from scheduler.decide.placement.search.exchange import Exchange
 from scheduler.decide.placement.search.greedy_fill import FillOrder, fill
 from scheduler.decide.placement.search.load_assignment import EPSILON
 from scheduler.decide.placement.search.perturb import Perturbation
@@ -36,6 +37,7 @@ class LocalSearch:
         self._settle_s = settle_s
         self._swap = SlotSwap(draft, settle_s, self._effort)
         self._perturbation = Perturbation(draft, self._swap, self._move, self._effort)
+        self._exchange = Exchange(draft, self._swap, self._move, self._effort)
 
     def preemptions(self) -> list[Preemption]:
         """Return the running replicas that are to end for others."""
@@ -76,9 +78,14 @@ class LocalSearch:
         while not self._effort.is_spent:
             changed = self._move_new_replicas()
             changed |= self._swap.run()
-            if not (changed or self._rebuild_all() or self._perturbation.run()):
+            changed = changed or self._rebuild_all() or self._perturbation.run()
+            if not (changed or self.exchange()):
                 return
             fill(self._draft)
+
+    def exchange(self) -> bool:
+        """Try exchanges until one lowers the cost; return whether there was one."""
+        return self._exchange.run()
 
     def relocate_running(self) -> None:
         """For deployments at their maximum, start a replica elsewhere if it is worth more there.

@@ -1,0 +1,179 @@
+"""Exchanges: two nodes trade all of their new replicas, or two replicas trade their sites.
+
+Neither is a sequence of single moves that each lower the cost: a replica of four devices and the
+ten small ones on another node of four are in each other's way, and each of two deployments may lack
+the capacity that the other would leave. As after a forced move (`perturb.py`), the deployments that
+were touched move and fill again, and the result is kept if the total cost is lower.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from typing import Final
+
+from isochrone.wire.ids import NodeId
+from scheduler.decide.cluster import FleetNode
+from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
+from scheduler.decide.placement.search.draft import PlacementDraft, Savepoint
+from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN, EffortBudget
+from scheduler.decide.placement.search.greedy_fill import fill
+from scheduler.decide.placement.search.swap import SlotSwap, in_order
+
+REPAIRS_MAX: Final = 2
+"""How many times the touched deployments move, fill and swap after an exchange."""
+
+SWAPS_AFTER_MAX: Final = 3
+"""How many swaps may follow in each of these."""
+
+NODES_EFFORT: Final = 30
+REPLICAS_EFFORT: Final = 10
+"""The attempts that an exchange of two nodes, or of two replicas, takes from the budget."""
+
+
+class Exchange:
+    """Exchanges of replicas that this plan would start. Running replicas stay.
+
+    `move` tries another place for one new replica and returns whether it moved.
+    """
+
+    def __init__(
+        self,
+        draft: PlacementDraft,
+        swap: SlotSwap,
+        move: Callable[[PlannedReplica], bool],
+        effort: EffortBudget,
+    ) -> None:
+        self._draft = draft
+        self._swap = swap
+        self._move = move
+        self._effort = effort
+
+    def run(self) -> bool:
+        """Exchange nodes, then replicas; stop at the first exchange that lowers the cost, and
+        return whether there was one."""
+        return self._exchange_nodes() or self._exchange_replicas()
+
+    def _exchange_nodes(self) -> bool:
+        by_node = self._new_by_node()
+        for one, other in self._alike_nodes(by_node):
+            if not self._effort.spend(NODES_EFFORT):
+                return False
+            if self._trade(by_node.get(one, []), other, by_node.get(other, []), one):
+                return True
+        return False
+
+    def _new_by_node(self) -> dict[NodeId, list[PlannedReplica]]:
+        """Return the new replicas of each node that has any, without those over several nodes."""
+        by_node: dict[NodeId, list[PlannedReplica]] = defaultdict(list)
+        for state in self._draft.largest_first():
+            for replica in state.new_replicas():
+                if replica.slot and len(replica.slot.parts) == 1:
+                    by_node[replica.slot.leader.node_id].append(replica)
+        return by_node
+
+    def _alike_nodes(
+        self, by_node: dict[NodeId, list[PlannedReplica]]
+    ) -> Iterator[tuple[NodeId, NodeId]]:
+        """Return pairs of nodes in different PoPs with equal devices, of which one at least has
+        new replicas; those with the largest replicas first."""
+        fleet = self._draft.fleet
+        alike: dict[tuple[tuple[str, int], ...], list[FleetNode]] = defaultdict(list)
+        for node in fleet.nodes.values():
+            alike[_devices_of(node)].append(node)
+        seen: set[NodeId] = set()
+        for node_id in by_node:
+            node = fleet.nodes[node_id]
+            seen.add(node_id)
+            for other in alike[_devices_of(node)]:
+                if other.node_id not in seen and other.pop != node.pop:
+                    yield node_id, other.node_id
+
+    def _trade(
+        self,
+        leaving: Sequence[PlannedReplica],
+        to_node: NodeId,
+        arriving: Sequence[PlannedReplica],
+        from_node: NodeId,
+    ) -> bool:
+        """Let two nodes trade replicas. Return whether that lowers the cost; roll back if not."""
+        draft = self._draft
+        savepoint = draft.savepoint(draft.states)
+        targets = dict.fromkeys(leaving, to_node)
+        targets |= dict.fromkeys(arriving, from_node)
+        for replica in targets:
+            draft.remove(replica)
+        sites = draft.fleet.table.sites_of_node
+        for replica in sorted(targets, key=lambda r: -r.state.needs.memory_bytes):
+            for site in sites.get(targets[replica], ()):
+                if self._place_at(replica.state, site):
+                    break
+        return self._improves(savepoint, in_order(replica.state for replica in targets))
+
+    def _exchange_replicas(self) -> bool:
+        draft = self._draft
+        for one, other in combinations(draft.states, 2):
+            of_one = {replica.site: replica for replica in one.new_replicas()}
+            of_other = {replica.site: replica for replica in other.new_replicas()}
+            for replica in of_one.values():
+                for counterpart in of_other.values():
+                    if replica.site == counterpart.site:
+                        continue
+                    if not (
+                        one.needs.site_capacity[counterpart.site] > 0
+                        and other.needs.site_capacity[replica.site] > 0
+                    ):
+                        continue
+                    if not self._effort.spend(REPLICAS_EFFORT):
+                        return False
+                    if self._trade_sites(replica, counterpart):
+                        return True
+        return False
+
+    def _trade_sites(self, one: PlannedReplica, other: PlannedReplica) -> bool:
+        """Let two replicas trade sites. Return whether that lowers the cost; roll back if not."""
+        draft = self._draft
+        savepoint = draft.savepoint(draft.states)
+        draft.remove(one)
+        draft.remove(other)
+        if self._place_at(one.state, other.site) and self._place_at(other.state, one.site):
+            return self._improves(savepoint, in_order([one.state, other.state]))
+        savepoint.roll_back()
+        return False
+
+    def _place_at(self, state: DeploymentState, site: int) -> bool:
+        """Place a replica in a free slot of a site; return whether there was one."""
+        if state.needs.site_capacity[site] <= 0:
+            return False
+        gain = self._draft.gain_at(state, site)
+        if gain.candidate is None:
+            return False
+        self._draft.take(state, gain)
+        return True
+
+    def _improves(self, savepoint: Savepoint, touched: Sequence[DeploymentState]) -> bool:
+        """Move, fill and swap until the cost is lower than at the savepoint; roll back if it does
+        not become so."""
+        for _ in range(REPAIRS_MAX):
+            if savepoint.lowered() > IMPROVEMENT_MIN or not self._repair(touched):
+                break
+        if savepoint.lowered() > IMPROVEMENT_MIN:
+            return True
+        savepoint.roll_back()
+        return False
+
+    def _repair(self, touched: Sequence[DeploymentState]) -> bool:
+        """Improve some deployments by moves and swaps; return whether any of them changed."""
+        versions = [state.version for state in touched]
+        for state in touched:
+            for replica in state.new_replicas():
+                self._move(replica)
+        self._draft.blocked.clear()
+        fill(self._draft)
+        if self._swap.run_among_new(limit=SWAPS_AFTER_MAX):
+            fill(self._draft)
+        return versions != [state.version for state in touched]
+
+
+def _devices_of(node: FleetNode) -> tuple[tuple[str, int], ...]:
+    """Return the class and memory of each device of a node: equal nodes can trade replicas."""
+    return tuple(sorted((device.device_class, device.memory_bytes) for device in node.devices))

@@ -1,0 +1,158 @@
+"""An operator's own server: its command, what a deployment must say, and names in requests."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isochrone.wire.assignment import Assignment
+from isochrone.wire.command_engine import command_problem, lacking_features_of
+from isochrone.wire.engine_capabilities import FEATURES
+from isochrone.wire.errors import ApiError
+from isochrone.wire.ids import ClusterId, DeviceId, Epoch, Generation, NodeId
+from isochrone.wire.model import EngineSettings
+from nodeagent.api.model_name import with_model_name
+from nodeagent.config import NodeConfig
+from nodeagent.decide.reconcile import command_key, reconcile
+from nodeagent.drivers import DRIVERS
+from nodeagent.drivers.configured_command import ConfiguredCommand
+from nodeagent.drivers.driver import EngineLaunch, UnknownOption
+from tests.builders import a_spec
+
+OPTIONS = {"command": "ear", "surfaces": "transcriptions, translations"}
+COMMAND = ConfiguredCommand(
+    arguments=("serve", "{model}", "--port={port}", '--json={"a":{}}', "--threads", "{threads}"),
+    ready_path="/up",
+    model_name="{model}",
+    environment={"EAR": "1"},
+)
+
+
+def engine(**options: str) -> EngineSettings:
+    return EngineSettings(driver="command", options={**OPTIONS, **options})
+
+
+def launch(**options: str) -> EngineLaunch:
+    return EngineLaunch(
+        spec=a_spec(engine=engine(**options), device_ids=(DeviceId("gpu1"),)),
+        model_path=Path("/models/x"),
+        folder=Path("/run/r1"),
+        port=4321,
+        threads=2,
+        commands={"ear": COMMAND},
+    )
+
+
+def test_placeholders_are_filled_and_other_braces_stay() -> None:
+    made = DRIVERS["command"].command(launch())
+    assert made.arguments == (
+        *("serve", "/models/x", "--port=4321", '--json={"a":{}}'),
+        *("--threads", "2"),
+    )
+    assert (made.base_url, made.ready_path) == ("http://127.0.0.1:4321", "/up")
+    assert made.model_name == "/models/x"
+    assert made.environment == {"CUDA_VISIBLE_DEVICES": "1", "EAR": "1"}
+
+
+def test_a_command_that_the_node_does_not_have_is_refused() -> None:
+    with pytest.raises(UnknownOption, match=r"this node has no \[commands.mouth\]"):
+        DRIVERS["command"].command(launch(command="mouth"))
+    spec = launch().spec
+    assignment = Assignment(
+        cluster_id=ClusterId("c"),
+        node_id=NodeId("n"),
+        generation=Generation(1),
+        epoch=Epoch(1),
+        replicas=(spec,),
+    )
+    for missing, reason in (
+        ({}, "this node has no [commands.ear]"),
+        ({command_key("ear"): "there is no program 'serve'"}, "there is no program 'serve'"),
+        ({command_key("ear"): ""}, ""),
+    ):
+        steps = reconcile(assignment, {}, spec.device_ids, {"command": "", **missing})
+        assert [reason in one.reason for one in steps.refusals] == ([True] if reason else [])
+        assert len(steps.starts) == (not reason)
+
+
+def test_a_command_needs_a_port_and_a_program() -> None:
+    assert (
+        "no program 'serve-of-no-one'"
+        in ConfiguredCommand(arguments=("serve-of-no-one", "{port}")).missing()
+    )
+    assert ConfiguredCommand(arguments=("sh", "{port}")).missing() == ""
+    settings = {"name": "n", "schedulers": [], "state": "/s", "address": "http://a:1"}
+    bad: list[dict[str, Any]] = [
+        {"arguments": ["serve"]},
+        {"arguments": []},
+        {"arguments": ["serve", "{port}"], "ready_path": "up"},
+        {"arguments": ["serve", "{port}"], "raedy_path": "/up"},
+    ]
+    for fields in bad:
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert({**settings, "commands": {"ear": fields}}, NodeConfig)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({}, ""),
+        ({"command": ""}, "[commands.NAME]"),
+        ({"surfaces": ""}, "with what the server serves"),
+        ({"surfaces": "hearing"}, "'hearing' is unknown"),
+        ({"surfaces": "chat"}, "another's prompt cache"),
+        ({"surfaces": "chat", "shared_prompt_cache": "false"}, "another's prompt cache"),
+        ({"surfaces": "chat", "shared_prompt_cache": "true"}, ""),
+        ({"concurrency": "0"}, "expected 1 to"),
+        ({"concurrency": "many"}, "expected 1 to"),
+    ],
+)
+def test_a_deployment_says_which_server_and_what_it_serves(
+    options: dict[str, str], problem: str
+) -> None:
+    found = command_problem(engine(**options))
+    assert problem in found
+    assert bool(problem) == bool(found)
+    assert command_problem(EngineSettings(driver="mock")) == ""
+
+
+def test_it_lacks_what_the_deployment_does_not_name() -> None:
+    lacking = lacking_features_of(engine())
+    assert set(FEATURES) - set(lacking) == {"transcriptions", "translations"}
+    assert lacking_features_of(EngineSettings(driver="of a later release")) == ()
+
+
+@given(sound=st.binary(), name=st.text(st.characters(codec="ascii", exclude_characters='"\r\n')))
+def test_only_the_field_model_of_a_form_changes(sound: bytes, name: str) -> None:
+    boundary = b"x7MA4YWxkTrZu0gW"
+    file = b'content-disposition: form-data; name="file"; filename="model"\r\n\r\n' + sound
+
+    def form(model: str) -> bytes:
+        parts = [
+            file,
+            b'Content-Disposition: form-data; name="model"\r\n\r\n' + model.encode(),
+            b'Content-Disposition: form-data; name="language"\r\n\r\nen',
+        ]
+        joined = b"\r\n--%b\r\n" % boundary
+        return b"--%b\r\n" % boundary + joined.join(parts) + b"\r\n--%b--\r\n" % boundary
+
+    content_type = f'multipart/form-data; boundary="{boundary.decode()}"'
+    if b"--" + boundary not in sound:
+        assert with_model_name(form(name), content_type, "own") == form("own")
+
+
+@given(body=st.binary(), content_type=st.text())
+def test_a_form_that_cannot_be_read_stays(body: bytes, content_type: str) -> None:
+    made = with_model_name(body, f"multipart/form-data; {content_type}", "own")
+    assert made == body or b"own" in made
+
+
+def test_json_gets_the_name() -> None:
+    body = b'{"model":"a","input":"x"}'
+    named = with_model_name(body, "application/json", "/models/x")
+    assert msgspec.json.decode(named) == {"model": "/models/x", "input": "x"}
+    with pytest.raises(ApiError):
+        with_model_name(b"{", "application/json", "own")
