@@ -117,7 +117,7 @@ class ParseBudget:
                 ErrorCode.RATE_LIMITED,
                 f"the key's bodies need more work than the {self._bytes_per_s:.0f} bytes a second"
                 f" that a key may have parsed (a compressed body counts {INFLATED_WEIGHT} times"
-                f" its inflated size, {BOMB_WEIGHT} times if that is over {BOMB_RATIO} times its own)",
+                f" its inflated size, {BOMB_WEIGHT} if that is over {BOMB_RATIO} times its own)",
                 wait_s,
                 {},
             )
