@@ -60,14 +60,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     server_tls = node_server_context(node.identity) if config.door_tls else None
     client_tls = client_context(node.identity) if config.door_tls else None
     artifacts = _artifact_store(config, node, sources, rng, client_tls)
-    engines = EngineProcesses(
-        config.state / "engines",
-        config.engine_threads or (os.cpu_count() or 1),
-        standby=config.standby,
-        device_memory=node.devices.memory,
-        host=urlsplit(config.address).hostname or "127.0.0.1",
-        commands=config.commands,
-    )
+    engines = _engine_processes(config, node)
     supervisor = Supervisor(
         config=config,
         artifacts=artifacts,
@@ -159,6 +152,17 @@ async def _open_node(config: NodeConfig) -> NodeState:
     node = NodeState(identity, boot_id, file, devices, cache_salts)
     await node.restore()
     return node
+
+
+def _engine_processes(config: NodeConfig, node: NodeState) -> EngineProcesses:
+    return EngineProcesses(
+        config.state / "engines",
+        config.engine_threads or (os.cpu_count() or 1),
+        standby=config.standby,
+        device_memory=node.devices.memory,
+        host=urlsplit(config.address).hostname or "127.0.0.1",
+        commands=config.commands,
+    )
 
 
 def _loops(

@@ -191,6 +191,7 @@ class RouterApp:
             upstream=self.upstream,
             metrics=self.metrics,
             dropped=self.follower.dropped,
+            on_dropped_answer=self.follower.record_answer,
             on_node_lost=self.pipeline.fail_node,
             timeout_s=self.config.probe_timeout_s,
             interval_s=self.config.probe_interval_s,

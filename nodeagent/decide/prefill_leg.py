@@ -14,9 +14,11 @@ from isochrone.wire.ids import ReplicaId
 MARGIN_MS: Final = 5.0
 """Time that a prefill leg must save: it costs a probe, a LAN round trip and two relays."""
 
-DELAY_WEIGHT: Final = 4.0
-"""A pause between tokens counts so many times more than as long a wait for the first one: a reader
-notices tens of milliseconds of the former, and a deployment has roles to prevent it."""
+DELAY_WEIGHT: Final = 0.25
+"""The delay of one decoding sequence counts so much of as long a wait for the first token. With
+DELAYED_SEQUENCES_MAX a prompt waits elsewhere for at most twice the time that reading it here
+takes: longer queues at prefill replicas cost more time to first token than they save between tokens
+(`ops.sim.roles_table`)."""
 
 DELAYED_SEQUENCES_MAX: Final = 8
 """The delay of more decoding sequences than this counts no more."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import aiohttp
 import msgspec
@@ -38,6 +38,7 @@ from nodeagent.drivers.driver import (
     with_fields,
 )
 from nodeagent.drivers.handshake import Handshake
+from nodeagent.host.canary import CANARIES, Canary, has_list
 from nodeagent.host.engine_log import LOG
 from nodeagent.host.engine_ports import free_port, other_listener
 from nodeagent.host.processes import (
@@ -60,32 +61,6 @@ CANARY_TIMEOUT_S: Final = 20.0
 SLEEP_TIMEOUT_S: Final = 30.0
 WAKE_TIMEOUT_S: Final = 120.0
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
-
-
-class Canary(NamedTuple):
-    """The smallest possible request for one kind of model, and the list that its answer has.
-
-    Without `answer` any answer will do.
-    """
-
-    path: str
-    body: Mapping[str, Any]
-    answer: str
-
-
-CANARIES: Final = {
-    "chat": Canary(
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "1"}], "max_tokens": 1, "temperature": 0},
-        "choices",
-    ),
-    "embedding": Canary("/v1/embeddings", {"input": "1"}, "data"),
-    "rerank": Canary("/v1/rerank", {"query": "1", "documents": ["1"]}, "results"),
-    "classify": Canary("/classify", {"input": "1"}, "data"),
-    # An image or a voice is too much work for a test, and a sound no JSON: does it answer at all?
-    **dict.fromkeys(("transcription", "speech", "image"), Canary("/v1/models", {}, "data")),
-}
-"""By kind of model. A request without a body is a GET."""
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,7 +230,7 @@ class EngineProcess:
         self.problem = ""
         if not status:
             self.problem = f"a test request was not answered within {CANARY_TIMEOUT_S:g} s"
-        elif status == 200 and canary.answer and not _has_list(answer, canary.answer):
+        elif status == 200 and canary.answer and not has_list(answer, canary.answer):
             start = answer[:60].decode(errors="replace")
             self.problem = f"status 200 without {canary.answer!r}: {start!r}"
         # A full engine refuses with 429 and is healthy.
@@ -467,13 +442,3 @@ class EngineProcesses:
 
 def _write_record(folder: Path, record: EngineRecord) -> None:
     write_atomic(folder / "process.json", msgspec.json.encode(record))
-
-
-def _has_list(answer: bytes, name: str) -> bool:
-    """Say whether an answer is a JSON object with a list `name` that is not empty."""
-    try:
-        fields = msgspec.json.decode(answer)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
-    found = fields.get(name) if isinstance(fields, dict) else None
-    return isinstance(found, list) and bool(found)

@@ -3,12 +3,15 @@
     python -m ops.bench.control_plane --agents 5000 --routers 400 --for 600 --write
 
 Real sockets on loopback, a real Postgres with fsync, an acting scheduler and a standby, each its
-own process. The peers are simulated (`control_plane_peers`) and share the machine; the scheduler's
-CPU time is read from /proc.
+own process, and some real routers. The other peers are simulated (`control_plane_peers`) and share
+the machine; the scheduler's CPU time is read from /proc. One router is stopped for a while and one
+agent never takes its assignments, to see whether the status names them.
 """
 
 import asyncio
+import functools
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -27,6 +30,7 @@ import msgspec
 from isochrone.service.files import write_atomic
 from isochrone.service.identity import Authority, save_identity
 from isochrone.wire.ids import ClusterId
+from isochrone.wire.routes import KeyTable
 from ops.bench import control_plane_report as report
 from ops.bench.control_plane_fleet import deal, make_fleet, seed_keys, seed_store, write_orders
 from ops.bench.control_plane_peers import SwarmLog, SwarmOrders
@@ -35,6 +39,7 @@ from ops.bench.control_plane_router import RealRouterFigures
 from ops.fleet.processes import Processes
 from scheduler.decide.membership.following import BEHIND_S
 from scheduler.embedded_postgres import EmbeddedPostgres
+from scheduler.store.keys import read_all_keys
 from scheduler.store.migrate import migrate
 from scheduler.store.pool import open_pool
 
@@ -54,7 +59,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-ROUTER_PORT: Final = free_port()
+SERVED_BY: Final = "router-0"
+"""The real router that new keys are tried at."""
+
+STOPPED: Final = "router-1"
+"""The real router that is stopped for a while, if there are two."""
+
+ROUTER_PORTS: Final = {f"router-{number}": free_port() for number in range(3)}
 KEYS_MADE: Final = 10
 PORTS: Final = {name: (free_port(), free_port()) for name in ("a", "b")}
 
@@ -82,14 +93,14 @@ class AdminProbe:
 
     async def is_accepted(self, key: str) -> bool:
         """Say whether the real router accepts a key."""
-        url = f"http://127.0.0.1:{ROUTER_PORT}/v1/models"
+        url = f"http://127.0.0.1:{ROUTER_PORTS[SERVED_BY]}/v1/models"
         async with self._http.get(url, headers={"authorization": f"Bearer {key}"}) as response:
             return response.status == 200
 
-    async def router_is_ready(self) -> bool:
-        """Say whether the real router listens and has a table."""
+    async def router_is_ready(self, name: str) -> bool:
+        """Say whether a real router listens and has a table."""
         with suppress(aiohttp.ClientError, TimeoutError):
-            url = f"http://127.0.0.1:{ROUTER_PORT}/healthz"
+            url = f"http://127.0.0.1:{ROUTER_PORTS[name]}/healthz"
             async with self._http.get(url) as response:
                 return response.status == 200
         return False
@@ -152,6 +163,7 @@ class ControlPlaneBench:
         self.processes = Processes(folder / "logs", ROOT)
         self.postgres = EmbeddedPostgres(folder / "pg")
         self.peers: list[str] = []
+        self.real = list(ROUTER_PORTS)[: options.real_routers]
 
     async def start(self) -> None:
         """Start Postgres, store the fleet, write the peers' orders and start one scheduler."""
@@ -169,13 +181,17 @@ class ControlPlaneBench:
             authority,
             CLUSTER,
             agents=options.agents,
-            routers=options.routers + 1,
+            routers=options.routers,
             devices=options.devices,
+            replicas=options.replicas,
         )
         await seed_store(self.postgres.dsn, fleet)
         await seed_keys(self.postgres.dsn, options.keys)
-        # The last router is a real one.
-        save_identity(self.folder / "router", fleet.routers.pop().identity)
+        pool = await open_pool(self.postgres.dsn)
+        keys_held = (await read_all_keys(pool, KeyTable())).sums.encode()
+        await pool.close()
+        for name in self.real:
+            save_identity(self.folder / name, fleet.routers.pop().identity)
         urls = tuple(f"http://127.0.0.1:{PORTS[name][1]}" for name in ("a", "b"))
         agents = deal(fleet.agents, options.processes)
         for index, peers in enumerate(agents):
@@ -188,7 +204,11 @@ class ControlPlaneBench:
             write_orders(self.folder / f"agents-{index}.orders", orders)
             self.peers.append(f"agents-{index}")
         routers = SwarmOrders(
-            urls=urls, peers=tuple(fleet.routers), deployments=tuple(fleet.deployments)
+            urls=urls,
+            peers=tuple(fleet.routers),
+            deployments=tuple(fleet.deployments),
+            keys_held=keys_held,
+            empty=min(options.empty, len(fleet.routers) - 1),
         )
         write_orders(self.folder / "routers-0.orders", routers)
         self.peers.append("routers-0")
@@ -226,17 +246,40 @@ class ControlPlaneBench:
                 ],
             )
 
-    async def start_router(self) -> None:
-        """Start the real router."""
+    async def start_routers(self) -> None:
+        """Start the real routers, without a stored table."""
         urls = [f"http://127.0.0.1:{PORTS[name][1]}" for name in ("a", "b")]
-        folder, figures = self.folder / "router", self.folder / "router.json"
-        arguments = [str(folder), str(ROUTER_PORT), str(figures), *urls]
-        await self.processes.start("router", ["ops.bench.control_plane_router", *arguments])
+        for name in self.real:
+            folder, figures = self.folder / name, self.folder / f"{name}.json"
+            arguments = [str(folder), str(ROUTER_PORTS[name]), str(figures), *urls]
+            await self.processes.start(name, ["ops.bench.control_plane_router", *arguments])
 
-    async def new_keys(self, admin: "AdminProbe", name: str) -> list[NewKey]:
-        """Create keys one by one; return when each was made, and accepted by the real router."""
+    async def all_follow(self, admin: "AdminProbe", name: str) -> None:
+        """Wait until all routers, the real ones and the simulated, have the table."""
+        for router in self.real:
+            ready = functools.partial(admin.router_is_ready, router)
+            await self.processes.wait(router, ready, CONNECT_TIMEOUT_S)
+        await admin.all_follow(name, self.options.routers, CONNECT_TIMEOUT_S)
+
+    async def not_following(self, admin: "AdminProbe", name: str) -> list[str]:
+        """Stop a real router for a while; return which peers do not follow, as the status says."""
+        if STOPPED not in self.real:
+            return list((await admin.ask(name, "GET", "/v1/status"))["not_following"])
+        pid = self.processes.pid(STOPPED)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await self.new_keys(admin, name, count=1)
+            await asyncio.sleep(BEHIND_S + 5.0)
+            return list((await admin.ask(name, "GET", "/v1/status"))["not_following"])
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    async def new_keys(
+        self, admin: "AdminProbe", name: str, count: int = KEYS_MADE
+    ) -> list[NewKey]:
+        """Create keys one by one; return when each was made, and accepted by a real router."""
         made = []
-        for number in range(KEYS_MADE):
+        for number in range(count):
             reply = await admin.ask(name, "POST", "/v1/keys", {"tenant_id": f"new-{number}"})
             at = monotonic()
             while not await admin.is_accepted(reply["key"]):  # noqa: ASYNC110 - no hook needed
@@ -245,11 +288,12 @@ class ControlPlaneBench:
             await asyncio.sleep(1.0)
         return made
 
-    def real_router(self) -> RealRouterFigures:
-        """Return what the real router has written so far."""
-        return msgspec.json.decode(
-            (self.folder / "router.json").read_bytes(), type=RealRouterFigures
-        )
+    def real_routers(self) -> list[RealRouterFigures]:
+        """Return what the real routers have written so far."""
+        return [
+            msgspec.json.decode((self.folder / f"{name}.json").read_bytes(), type=RealRouterFigures)
+            for name in self.real
+        ]
 
     async def stop_peers(self) -> list[SwarmLog]:
         """Stop the simulated peers and return their logs."""
@@ -261,7 +305,7 @@ class ControlPlaneBench:
 
     async def all_connected(self, admin: AdminProbe, name: str) -> float:
         """Wait until every peer is connected to this scheduler; return the time."""
-        expected = self.options.agents + self.options.routers + 1
+        expected = self.options.agents + self.options.routers
         deadline = monotonic() + CONNECT_TIMEOUT_S
         while monotonic() < deadline:
             agents = await admin.metric(name, 'isochrone_scheduler_peers{role="agent"}')
@@ -288,11 +332,10 @@ async def measure(options: Namespace, folder: Path) -> report.ControlPlaneRun:
             await bench.start_scheduler("b")
             began = monotonic()
             await bench.start_peers()
-            await bench.start_router()
+            await bench.start_routers()
             connected_at = await bench.all_connected(admin, "a")
             print(f"all connected after {connected_at - began:.1f} s", flush=True)
-            await bench.processes.wait("router", admin.router_is_ready, CONNECT_TIMEOUT_S)
-            await admin.all_follow("a", options.routers + 1, CONNECT_TIMEOUT_S)
+            await bench.all_follow(admin, "a")
             followed_at = monotonic()
             print(f"all have the table after {followed_at - began:.1f} s", flush=True)
             await asyncio.sleep(SETTLE_S)
@@ -303,7 +346,11 @@ async def measure(options: Namespace, folder: Path) -> report.ControlPlaneRun:
             growth = report.MetricsGrowth(before, await admin.metrics("a"))
             probing.cancel()
             made = await bench.new_keys(admin, "a")
-            real = bench.real_router()
+            real = bench.real_routers()
+            behind = await bench.not_following(admin, "a")
+            print(f"not following: {behind}", flush=True)
+            await asyncio.sleep(SETTLE_S)
+            tables = await admin.metrics("a")
             killed_at = monotonic()
             os.kill(bench.processes.pid("a"), signal.SIGKILL)
             after = report.ResourceWindow(bench.processes.pid("b"), bench.postgres.pid)
@@ -316,6 +363,8 @@ async def measure(options: Namespace, folder: Path) -> report.ControlPlaneRun:
             print(f"all connected again after {again_at - killed_at:.1f} s", flush=True)
             await watching
             await asyncio.sleep(max(0.0, AFTER_S - (monotonic() - again_at)))
+            tables_after = await admin.metrics("b")
+            real_after = bench.real_routers()
             logs = await bench.stop_peers()
         finally:
             await bench.processes.stop_all(lambda names: None)
@@ -336,6 +385,9 @@ async def measure(options: Namespace, folder: Path) -> report.ControlPlaneRun:
         followed_at=followed_at,
         made=made,
         real=real,
+        real_after=real_after,
+        behind=behind,
+        tables_sent=[report.tables_sent(tables), report.tables_sent(tables_after)],
     )
 
 
@@ -349,11 +401,21 @@ def main() -> None:
     parser.add_argument(
         "--changes", type=float, default=2.0, help="replicas that change their state in a second"
     )
+    parser.add_argument("--replicas", type=int, default=2, help="warm replicas of each node")
+    parser.add_argument("--real-routers", type=int, default=2, help="how many routers are real")
+    parser.add_argument(
+        "--empty", type=int, default=10, help="simulated routers that begin without keys"
+    )
     parser.add_argument("--processes", type=int, default=2, help="processes that simulate agents")
     parser.add_argument("--for", dest="seconds", type=float, default=600.0)
     parser.add_argument("--write", action="store_true", help="write the table to control_plane.md")
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
     options = parser.parse_args()
+    if not 1 <= options.real_routers <= min(len(ROUTER_PORTS), options.routers - 2):
+        parser.error(f"--real-routers must be 1 to {len(ROUTER_PORTS)}, two less than --routers")
+    # Every peer has a socket here and one at the scheduler.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     # SIGTERM too stops every process that this one started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="isochrone-bench-", dir="/var/tmp"))

@@ -53,9 +53,18 @@ class SimulatedFleet(NamedTuple):
 
 
 def make_fleet(
-    authority: Authority, cluster_id: ClusterId, *, agents: int, routers: int, devices: int
+    authority: Authority,
+    cluster_id: ClusterId,
+    *,
+    agents: int,
+    routers: int,
+    devices: int,
+    replicas: int,
 ) -> SimulatedFleet:
-    """Return peers with certificates. They share one key, to save making thousands."""
+    """Return peers with certificates, agents with so many replicas each.
+
+    They share one key, to save making thousands.
+    """
     pops = pop_names()
     key_pem = identities.new_key_pem()
     csr_pem = identities.make_csr(key_pem, "bench")
@@ -85,8 +94,9 @@ def make_fleet(
         agents=[
             SimulatedPeer(
                 identity=identity(PeerRole.AGENT, f"n{index:05}", pops[index % POPS]),
-                spec=_spec(index),
+                specs=tuple(_spec(index + place * agents, place) for place in range(replicas)),
                 devices=gpus,
+                is_stuck=index == 0,
             )
             for index in range(agents)
         ],
@@ -131,7 +141,7 @@ async def seed_store(dsn: str, fleet: SimulatedFleet) -> None:
             for name in pop_names()
         ],
     )
-    replicas = -(-len(fleet.agents) // MODELS)
+    replicas = -(-sum(len(peer.specs) for peer in fleet.agents) // MODELS)
     policy = msgspec.json.encode(
         PlacementPolicy(replicas_min=replicas, replicas_max=replicas)
     ).decode()
@@ -174,7 +184,7 @@ async def _seed_peers(connection: asyncpg.Connection, fleet: SimulatedFleet) -> 
             for device in peer.devices
         ],
     )
-    placements = [(peer.identity.name, peer.spec) for peer in fleet.agents if peer.spec is not None]
+    placements = [(peer.identity.name, spec) for peer in fleet.agents for spec in peer.specs]
     await connection.executemany(
         """
         INSERT INTO placement (replica_id, deployment_id, version, node_id, memory_bytes, spec,
@@ -188,8 +198,11 @@ async def _seed_peers(connection: asyncpg.Connection, fleet: SimulatedFleet) -> 
     )
     await connection.executemany(
         "INSERT INTO placement_device (replica_id, node_id, device_id, memory_bytes)"
-        " VALUES ($1, $2, 'gpu0', $3)",
-        [(spec.replica_id, node, spec.memory_bytes) for node, spec in placements],
+        " VALUES ($1, $2, $3, $4)",
+        [
+            (spec.replica_id, node, spec.device_ids[0], spec.memory_bytes)
+            for node, spec in placements
+        ],
     )
 
 
@@ -223,7 +236,7 @@ def _model(index: int) -> CatalogModel:
     )
 
 
-def _spec(index: int) -> ReplicaSpec:
+def _spec(index: int, device: int = 0) -> ReplicaSpec:
     model = _model(index % MODELS)
     return ReplicaSpec(
         replica_id=ReplicaId(f"rep-{index:05}"),
@@ -234,6 +247,6 @@ def _spec(index: int) -> ReplicaSpec:
         artifact=model.artifact,
         context_tokens=32_768,
         engine=EngineSettings(driver="vllm", context_tokens_max=32_768, kv_memory_bytes=20 * GIB),
-        device_ids=(DeviceId("gpu0"),),
+        device_ids=(DeviceId(f"gpu{device}"),),
         memory_bytes=60 * GIB,
     )

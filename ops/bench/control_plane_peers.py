@@ -1,13 +1,16 @@
 """Simulated agents and routers, each with the real control link over its own socket.
 
 There are no engines, requests or route tables behind the link. An agent sends pulses and reports,
-and now and then changes its replica's state; a router sends demand and records when it receives
-each change. One process simulates thousands and writes its log to a file when it stops.
+and now and then changes the state of its first replica; a router sends demand and records when it
+receives each change. A router keeps no keys, only their sums: most begin with those of the stored
+keys, as routers that were there before, and some with none. One process simulates thousands and
+writes its log to a file when it stops.
 """
 
 import asyncio
 import random
 import sys
+from array import array
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -29,6 +32,7 @@ from isochrone.wire.control import (
     Welcome,
 )
 from isochrone.wire.ids import BootId, DeploymentId, Epoch, Generation, NodeId, RouterId
+from isochrone.wire.key_sums import KeySums
 from isochrone.wire.report import (
     NodeDevice,
     Pulse,
@@ -37,7 +41,7 @@ from isochrone.wire.report import (
     ReplicaState,
     Report,
 )
-from isochrone.wire.routes import SnapshotWanted
+from isochrone.wire.routes import KeyEntry, SnapshotWanted
 from isochrone.wire.usage import Demand, DemandRow
 
 PULSE_S: Final = 2.0
@@ -47,11 +51,15 @@ SLOT_S: Final = 0.05
 
 
 class SimulatedPeer(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulated peer: its identity and, for an agent, its replica and devices."""
+    """One simulated peer: its identity and, for an agent, its replicas and devices.
+
+    An agent that `is_stuck` never takes the assignments that it is sent.
+    """
 
     identity: Identity
-    spec: ReplicaSpec | None = None
+    specs: tuple[ReplicaSpec, ...] = ()
     devices: tuple[NodeDevice, ...] = ()
+    is_stuck: bool = False
 
 
 class SwarmOrders(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +70,10 @@ class SwarmOrders(msgspec.Struct, frozen=True, kw_only=True):
     deployments: tuple[str, ...] = ()
     changes_per_s: float = 0.0
     changes_from_s: float = 0.0
+    keys_held: bytes = b""
+    """The sums of the stored keys, which routers have at the beginning."""
+    empty: int = 0
+    """How many routers begin without keys."""
 
 
 class ReplicaChange(msgspec.Struct, frozen=True):
@@ -112,12 +124,6 @@ class LightPart(msgspec.Struct, frozen=True, tag="route_table_part"):
     is_last: bool = False
 
 
-class LightKey(msgspec.Struct, frozen=True):
-    """The part of a key that a simulated router decodes."""
-
-    key_id: str
-
-
 class LightDelta(msgspec.Struct, frozen=True, tag="route_delta"):
     """The part of a delta that a simulated router decodes."""
 
@@ -125,7 +131,7 @@ class LightDelta(msgspec.Struct, frozen=True, tag="route_delta"):
     generation: int
     routes_set: tuple[LightRoute, ...] = ()
     routes_gone: tuple[str, ...] = ()
-    keys_set: tuple[LightKey, ...] = ()
+    keys_set: tuple[KeyEntry, ...] = ()
 
 
 class LightAck(msgspec.Struct, frozen=True, tag="usage_ack"):
@@ -209,7 +215,7 @@ class AgentSwarm(PeerSwarm):
 
     async def received(self, index: int, message: object) -> None:
         """Note the newest assignment."""
-        if isinstance(message, Assignment):
+        if isinstance(message, Assignment) and not self.orders.peers[index].is_stuck:
             self.assigned[index] = (message.generation, message.epoch)
 
     async def turn(self, index: int, kind: str) -> None:
@@ -219,23 +225,21 @@ class AgentSwarm(PeerSwarm):
         boot_id = BootId(f"boot-{name}")
         generation, epoch = self.assigned[index]
         if kind == "pulse":
+            is_stuck = self.orders.peers[index].is_stuck
             await self.links[index].send(
-                Pulse(node_id=name, boot_id=boot_id, seq=self.seq[index], generation=generation)
+                Pulse(
+                    node_id=name,
+                    boot_id=boot_id,
+                    seq=self.seq[index],
+                    generation=generation,
+                    assignment_refusal="cannot store it: disk full" if is_stuck else "",
+                )
             )
             return
         peer = self.orders.peers[index]
-        assert peer.spec is not None
-        rate = self.rng.uniform(0.98, 1.02)
-        replica = ReplicaReport(
-            spec=peer.spec,
-            state=ReplicaState.WARM if self.is_warm[index] else ReplicaState.LOADING,
-            since_s=monotonic() % 10_000,
-            profile=ReplicaProfile(
-                load_s=30.0,
-                memory_bytes=peer.spec.memory_bytes,
-                prefill_tokens_per_s=20_000.0 * rate,
-                decode_tokens_per_s=2_000.0 * rate,
-            ),
+        replicas = tuple(
+            self._replica(spec, is_warm=self.is_warm[index] or place > 0)
+            for place, spec in enumerate(peer.specs)
         )
         await self.links[index].send(
             Report(
@@ -246,11 +250,25 @@ class AgentSwarm(PeerSwarm):
                 epoch=epoch,
                 address=f"http://{name}:9000",
                 devices=peer.devices,
-                replicas=(replica,),
-                artifacts=(peer.spec.artifact.digest,),
+                replicas=replicas,
+                artifacts=tuple(spec.artifact.digest for spec in peer.specs),
                 disk_free_bytes=10**12 + self.rng.randrange(10**9),
                 version="bench",
             )
+        )
+
+    def _replica(self, spec: ReplicaSpec, *, is_warm: bool) -> ReplicaReport:
+        rate = self.rng.uniform(0.98, 1.02)
+        return ReplicaReport(
+            spec=spec,
+            state=ReplicaState.WARM if is_warm else ReplicaState.LOADING,
+            since_s=monotonic() % 10_000,
+            profile=ReplicaProfile(
+                load_s=30.0,
+                memory_bytes=spec.memory_bytes,
+                prefill_tokens_per_s=20_000.0 * rate,
+                decode_tokens_per_s=2_000.0 * rate,
+            ),
         )
 
     async def change(self) -> None:
@@ -259,8 +277,8 @@ class AgentSwarm(PeerSwarm):
         while self.orders.changes_per_s > 0:
             await asyncio.sleep(self.rng.expovariate(self.orders.changes_per_s))
             index = self.rng.randrange(len(self.links))
-            spec = self.orders.peers[index].spec
-            if self.links[index].connected and spec is not None:
+            if self.links[index].connected:
+                spec = self.orders.peers[index].specs[0]
                 self.is_warm[index] = not self.is_warm[index]
                 at = monotonic()
                 await self.turn(index, "report")
@@ -285,11 +303,18 @@ class RouterSwarm(PeerSwarm):
         self.have = [0] * len(orders.peers)
         self.seq = [0] * len(orders.peers)
         self._updates: dict[int, RouteUpdate] = {}
+        stored = KeySums(array("Q", orders.keys_held))
+        self._sums = [
+            KeySums() if index < orders.empty else stored.copy()
+            for index in range(len(orders.peers))
+        ]
+        self._awaits_all = [index < orders.empty for index in range(len(orders.peers))]
 
     def progress(self, index: int) -> Progress:
-        """Return the generation of the router's table."""
+        """Return the generation of the router's table, and the sums of its keys."""
         identity = self.orders.peers[index].identity
-        return Progress(identity.cluster_id, Generation(self.have[index]), Epoch(0))
+        held = b"" if self._awaits_all[index] else self._sums[index].encode()
+        return Progress(identity.cluster_id, Generation(self.have[index]), Epoch(0), held)
 
     async def received(self, index: int, message: object) -> None:
         """Record a table or a delta; after a gap ask for a whole table."""
@@ -299,12 +324,18 @@ class RouterSwarm(PeerSwarm):
         if isinstance(message, LightTable | LightPart):
             self.have[index] = message.generation
             self.log.snapshots.append(now)
+            # Its keys were not decoded: take the sums of a router that had them before.
+            has_keys = [other for other, awaits in enumerate(self._awaits_all) if not awaits]
+            if self._awaits_all[index] and has_keys:
+                self._sums[index] = self._sums[has_keys[-1]].copy()
+                self._awaits_all[index] = False
         elif isinstance(message, LightDelta):
             if message.base != self.have[index]:
-                await self.links[index].send(SnapshotWanted(have=Generation(self.have[index])))
+                await self.links[index].send(self._snapshot_wanted(index))
                 return
             self.have[index] = message.generation
             for key in message.keys_set:
+                self._sums[index].add(key.key_id, key)
                 self.log.keys.setdefault(key.key_id, []).append(now)
             update = self._updates.get(message.generation)
             if update is None:
@@ -313,6 +344,10 @@ class RouterSwarm(PeerSwarm):
                 self._updates[message.generation] = update
                 self.log.updates.append(update)
             update.at.append(now)
+
+    def _snapshot_wanted(self, index: int) -> SnapshotWanted:
+        progress = self.progress(index)
+        return SnapshotWanted(have=progress.generation, keys_held=progress.keys_held)
 
     async def turn(self, index: int, kind: str) -> None:
         """Send the demand of the router's PoP."""

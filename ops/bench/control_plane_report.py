@@ -79,6 +79,14 @@ class MetricsGrowth:
         return ", ".join(f"{name} {value:.1f}" for value, name in sorted(rows)[-count:][::-1])
 
 
+def tables_sent(page: Sequence[str]) -> str:
+    """Return how many tables a scheduler has sent with all keys, and with those missing."""
+    name = "isochrone_scheduler_tables_sent_total"
+    values = _values(page)
+    counts = [values.get(f'{name}{{keys="{keys}"}}', 0.0) for keys in ("all", "missing")]
+    return f"{counts[0]:.0f} / {counts[1]:.0f}"
+
+
 def _values(page: Sequence[str]) -> dict[str, float]:
     lines = (line.rpartition(" ") for line in page if not line.startswith("#"))
     return {name: float(value) for name, _, value in lines}
@@ -109,7 +117,10 @@ class ControlPlaneRun(msgspec.Struct, kw_only=True):
     again_at: float
     followed_at: float
     made: list[NewKey]
-    real: Any
+    real: list[Any]
+    real_after: list[Any]
+    behind: list[str]
+    tables_sent: list[str]
 
 
 def latencies_s(measured: ControlPlaneRun, from_s: float, to_s: float) -> list[float]:
@@ -143,11 +154,14 @@ def latencies_s(measured: ControlPlaneRun, from_s: float, to_s: float) -> list[f
 
 
 def everywhere_s(measured: ControlPlaneRun) -> list[float]:
-    """Return how long each new key took to reach the last of all routers."""
+    """Return how long each new key took to reach the last of all routers.
+
+    Of the real ones only the one that accepted it is asked.
+    """
     found = []
     for key in measured.made:
         received = [at for log in measured.logs for at in log.keys.get(key.key_id, ())]
-        complete = len(received) >= measured.options["routers"]
+        complete = len(received) >= measured.options["routers"] - measured.options["real_routers"]
         last = max([*received, key.accepted_at]) if complete else float("inf")
         found.append(last - key.made_at)
     return found
@@ -220,11 +234,12 @@ def table(measured: ControlPlaneRun) -> str:
     lines = [
         "# The control plane at scale",
         "",
-        f"{options['agents']} agents ({options['devices']} devices and a warm replica each) and "
-        f"{options['routers']} routers, {options['keys']} keys and {MODELS} deployments on one "
-        f"scheduler; pulses every 2 s, reports every 10 s, "
-        f"demand every 5 s, {options['changes']:g} replica state changes a second; "
-        f"{options['seconds']:g} s.",
+        f"{options['agents']} agents ({options['devices']} devices and {options['replicas']} warm "
+        f"replicas each), {options['routers']} routers ({options['real_routers']} of them real, "
+        f"{options['empty']} of the simulated ones without keys at the beginning), "
+        f"{options['keys']} keys and {MODELS} deployments on one scheduler; "
+        f"pulses every 2 s, reports every 10 s, demand every 5 s, "
+        f"{options['changes']:g} replica state changes a second; {options['seconds']:g} s.",
         "",
         f"2 vCPU, Debian 12, shared by the simulators, Postgres and both schedulers; Python "
         f"{python_version()}, aiohttp {version('aiohttp')}, asyncpg {version('asyncpg')}; "
@@ -243,24 +258,36 @@ def table(measured: ControlPlaneRun) -> str:
 
 
 def _router_rows(measured: ControlPlaneRun) -> list[tuple[str, str, str]]:
-    """Return the rows about new keys and about the real router."""
-    real, stalls = measured.real, measured.real.later_stalls_ms
+    """Return the rows about new keys and about the real routers."""
     accepted = [key.accepted_at - key.made_at for key in measured.made]
     everywhere = everywhere_s(measured)
-    return [
+    rows = [
         ("all routers have the first table, from the start", "",
          f"{measured.followed_at - measured.started_at:.0f} s"),
+        ("tables sent with all keys / with those that the router was missing",
+         "before and after the kill", "; ".join(measured.tables_sent)),
         ("new key: accepted by a real router / known to all routers",
          f"p50 / max of {len(measured.made)}",
          f"{quantile(accepted, 0.5):.2f} / {max(accepted):.2f} s; "
          f"{quantile(everywhere, 0.5):.2f} / {max(everywhere):.2f} s"),
-        ("the real router's table", "keys / replicas", f"{real.keys} / {real.routes}"),
-        ("the real router's memory", "now / peak",
-         f"{real.memory_mib:.0f} / {real.peak_mib:.0f} MiB"),
-        ("its event loop's longest stall", "first table / afterwards, median and longest second",
-         f"{real.first_table_stall_ms:.0f} ms / {quantile(stalls, 0.5):.0f} and "
-         f"{max(stalls, default=0):.0f} ms"),
+        ("peers that the status names as not following", "; ".join(measured.behind)[:300],
+         f"{len(measured.behind)}"),
     ]  # fmt: skip
+    for real, after in zip(measured.real, measured.real_after, strict=True):
+        stalls, cpu = real.later_stalls_ms, real.later_cpu_ms
+        failover = after.later_stalls_ms[len(stalls) :]
+        failover_cpu = after.later_cpu_ms[len(cpu) :]
+        rows += [
+            ("a real router's table", "keys / replicas", f"{after.keys} / {after.routes}"),
+            ("its memory", "now / peak", f"{after.memory_mib:.0f} / {after.peak_mib:.0f} MiB"),
+            ("its event loop's longest stall (CPU time in one)",
+             "first table / later, median and longest second / stopped once, failover",
+             f"{real.first_table_stall_ms:.0f} ({real.first_table_cpu_ms:.0f}) ms / "
+             f"{quantile(stalls, 0.5):.0f} and {max(stalls, default=0):.0f} "
+             f"({quantile(cpu, 0.5):.0f} and {max(cpu, default=0):.0f}) ms / "
+             f"{max(failover, default=0):.0f} ({max(failover_cpu, default=0):.0f}) ms"),
+        ]  # fmt: skip
+    return rows
 
 
 def _mean(values: list[float]) -> float:

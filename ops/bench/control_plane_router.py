@@ -28,8 +28,11 @@ class RealRouterFigures(msgspec.Struct):
     memory_mib: float = 0.0
     peak_mib: float = 0.0
     first_table_stall_ms: float = 0.0
+    first_table_cpu_ms: float = 0.0
     later_stalls_ms: list[float] = []
     """The longest stall of each second after the first table."""
+    later_cpu_ms: list[float] = []
+    """The most CPU time in one stall of each of these seconds."""
 
 
 async def serve(folder: Path, port: int, figures: Path, urls: tuple[str, ...]) -> int:
@@ -45,10 +48,11 @@ async def serve(folder: Path, port: int, figures: Path, urls: tuple[str, ...]) -
         stopping = asyncio.create_task(app.stopping.wait())
         while app.fleet.directory.table is None:  # noqa: ASYNC110 - no hook needed
             await asyncio.sleep(0.05)
-        seen.first_table_stall_ms = watch.take_ms()
+        seen.first_table_stall_ms, seen.first_table_cpu_ms = watch.take_ms(), watch.take_cpu_ms()
         while not stopping.done():
             await asyncio.wait({stopping}, timeout=1.0)
             seen.later_stalls_ms.append(watch.take_ms())
+            seen.later_cpu_ms.append(watch.take_cpu_ms())
             table = app.fleet.directory.table
             seen.keys, seen.routes = len(table.keys), len(table.routes)
             seen.memory_mib, seen.peak_mib = resident_mib(), peak_mib()

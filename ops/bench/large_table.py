@@ -155,21 +155,31 @@ async def read_all(socket: web.WebSocketResponse) -> None:
 
 
 class StallWatch:
-    """Remembers the longest stall of the event loop since it was last asked."""
+    """Remembers the longest stall of the event loop since it was last asked.
+
+    Of the time between two ticks, the CPU time of the loop's thread is what the process itself
+    causes; the rest is waiting for a processor or for another thread.
+    """
 
     def __init__(self) -> None:
-        self._longest_s = 0.0
+        self._longest_s = self._longest_cpu_s = 0.0
 
     async def run(self) -> None:
         """Watch until cancelled."""
         while True:
-            began = time.monotonic()
+            began, began_cpu = time.monotonic(), time.thread_time()
             await asyncio.sleep(TICK_S)
             self._longest_s = max(self._longest_s, time.monotonic() - began - TICK_S)
+            self._longest_cpu_s = max(self._longest_cpu_s, time.thread_time() - began_cpu)
 
     def take_ms(self) -> float:
         """Return the longest stall in ms since the last call."""
         longest_ms, self._longest_s = 1000 * self._longest_s, 0.0
+        return longest_ms
+
+    def take_cpu_ms(self) -> float:
+        """Return the most CPU time in ms between two ticks since the last call."""
+        longest_ms, self._longest_cpu_s = 1000 * self._longest_cpu_s, 0.0
         return longest_ms
 
 

@@ -216,6 +216,7 @@ async def probe(nodes: int, port: int, rounds: int) -> dict[str, float]:
         upstream=upstream,
         metrics=metrics,
         dropped=lambda: (),
+        on_dropped_answer=lambda route, refusal: None,
         on_node_lost=lambda node_id, since_s: None,
         timeout_s=config.probe_timeout_s,
         interval_s=INTERVAL_S,

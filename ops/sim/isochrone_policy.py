@@ -65,6 +65,7 @@ def route_table(world: RoutingWorld) -> RouteTable:
                 address="x:1",
                 tokens_in_flight_max=site.profile.kv_tokens_max,
                 prefill_tokens_per_s=site.profile.prefill_tokens_per_s,
+                role=site.role,
             )
             for site in world.sites
         ),
@@ -260,10 +261,14 @@ class IsochronePolicy:
         self._attempts.learn_cached_tokens(
             route, sent.sent, request.prompt_tokens, cached_tokens, router_prefix_keys(request)
         )
+        self.bind_session(request, sent, now_s)
+
+    def bind_session(self, request: TraceRequest, sent: SentRequest, now_s: float) -> None:
+        """Bind a session to the replica that answered."""
         if request.session:
             self.fleet.sessions.bind(
                 request.session,
-                route.replica_id,
+                sent.ranked.route.replica_id,
                 request.prompt_tokens + request.output_tokens,
                 now_s,
             )

@@ -21,7 +21,7 @@ from ops.sim.oracle import OraclePolicy
 from ops.sim.outcome import RunOutcome, SendEvent, ServedRequest
 from ops.sim.policies import RoutingPolicy
 from ops.sim.policy_choice import create_policies
-from ops.sim.replica import QueueOrder, ReplicaJob, SimulatedReplica
+from ops.sim.replica import QueueOrder, ReplicaJob, SimulatedReplica, StepEvents
 from ops.sim.rivals import RivalPolicy
 from ops.sim.router import OUTPUT_TOKENS_ASSUMED, SimulatedRouter
 from ops.sim.traces import TraceRequest
@@ -87,15 +87,13 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         """Heap of (time, number, function, arguments)."""
         self._event_count = 0
-        self._replicas = [SimulatedReplica(site, queue_order) for site in world.sites]
+        self._replicas = self._create_replicas(queue_order)
         self._settle_numbers = [0] * len(self._replicas)
         """By replica, the number of its last planned `settle`: earlier ones are obsolete."""
         self._routers = [
             SimulatedRouter(pop, world, self._replicas, age_s) for pop in range(len(world.pops))
         ]
-        self._policies = create_policies(
-            policy, self._routers, self._replicas, requests, lambda: self.now_s
-        )
+        self._policies = self._create_policies(policy, requests)
         self.policies: Sequence[RoutingPolicy] = self._policies
         self._waiting = [0] * len(world.pops)
         self._served: list[ServedRequest] = []
@@ -112,6 +110,14 @@ class Simulation:
         for request in requests:
             pop = min(len(shares) - 1, bisect_right(shares, request.place))
             self._schedule(request.at_s / speed, self._arrive, request, pop)
+
+    def _create_replicas(self, queue_order: QueueOrder | None) -> list[SimulatedReplica]:
+        return [SimulatedReplica(site, queue_order) for site in self._world.sites]
+
+    def _create_policies(
+        self, name: str, requests: Sequence[TraceRequest]
+    ) -> Sequence[RoutingPolicy]:
+        return create_policies(name, self._routers, self._replicas, requests, lambda: self.now_s)
 
     def run(self) -> RunOutcome:
         """Process all events."""
@@ -291,7 +297,7 @@ class Simulation:
         """Let a replica reach its next event, unless that was planned anew since."""
         if number != self._settle_numbers[replica] or replica in self._dead:
             return
-        events = self._replicas[replica].settle(self.now_s)
+        events = self._settle_replica(replica)
         for job in events.first_tokens:
             pop = self._in_flight[job.request.number].pop
             if job.request.number in self._handed_off:
@@ -305,6 +311,9 @@ class Simulation:
             back_s = ended_s + self._routers[pop].rtt_ms[replica] / 2000
             self._schedule(back_s, self._receive_end, job, pop, replica, ended_s)
         self._plan_settle(replica)
+
+    def _settle_replica(self, replica: int) -> StepEvents:
+        return self._replicas[replica].settle(self.now_s)
 
     def _lose_replica(self, loss: ReplicaLoss) -> None:
         """Kill a replica: its connections are reset, and it comes back with an empty cache."""

@@ -12,6 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from isochrone.wire.assignment import Role
 from ops.sim import data
 from ops.sim.traces import TraceRequest
 
@@ -108,6 +109,7 @@ class ReplicaSite(NamedTuple):
     profile: EngineProfile
     true_rate: float
     """Its real prefill rate: within a tenth of the rate in the route table."""
+    role: Role = Role.UNIFIED
 
 
 class RoutingWorld(NamedTuple):

@@ -2,7 +2,8 @@
 
 The table in use is always whole: a delta is applied to the table it is based on, and a delta that
 does not fit asks for a snapshot. A refused table is quarantined and checked again, because the
-replicas it drops may really be ending; what it adds is served at once.
+replicas it drops may really be ending; what it adds is served at once. The last replicas of a
+deployment that an accepted table withdrew are asked on, and served while they answer.
 """
 
 import asyncio
@@ -37,6 +38,7 @@ from router.decide.table_acceptance import (
     merge_additions,
     trusts_silence,
 )
+from router.decide.withdrawn_routes import WithdrawnRoutes, with_routes
 from router.fleet_state import FleetState
 from router.metrics import Metrics
 
@@ -83,6 +85,9 @@ class TableFollower:
         self._snapshot = snapshot
         self._clock = clock
         self._started_at_s = clock()
+        self._withdrawn = WithdrawnRoutes()
+        self._accepted: RouteTable | None = None
+        """The table in use without the withdrawn replicas that are served as well."""
         self._assembler = TableAssembler()
         self._held = KeyTable()
         """The keys that the scheduler was last told of."""
@@ -127,8 +132,19 @@ class TableFollower:
         return 0.0 if self._confirmed_at_s is None else now_s - self._confirmed_at_s
 
     def dropped(self) -> tuple[Route, ...]:
-        """Return the replicas that the quarantined table drops, to be probed one by one."""
-        return self.quarantined.refusal.dropped if self.quarantined else ()
+        """Return the replicas to be probed one by one: dropped by the quarantined table, or by
+        one before that left their deployments without routes."""
+        dropped = self.quarantined.refusal.dropped if self.quarantined else ()
+        return (*dropped, *self._withdrawn.silent(self._clock()))
+
+    def record_answer(self, route: Route, refusal: str) -> None:
+        """Note what a node answered for a dropped replica; serve a withdrawn one again."""
+        replica_id = route.replica_id
+        accepted = self._accepted
+        if accepted is None or not self._withdrawn.record_answer(replica_id, serves=not refusal):
+            return
+        log.warning("withdrawn replica serves again", extra={"fields": {"replica": replica_id}})
+        self._serve(accepted)
 
     async def load(self, unix_now_s: float) -> bool:
         """Serve the table on disk; return False if there is none that can be used."""
@@ -169,7 +185,7 @@ class TableFollower:
             self._check(message)
             return
         quarantined = self.quarantined.table if self.quarantined else None
-        known = [table for table in (quarantined, self._fleet.directory.table) if table]
+        known = [table for table in (quarantined, self._accepted) if table]
         if any(message.cluster_id != table.cluster_id for table in known):
             self._log_refusal(f"cannot follow: a delta of cluster {message.cluster_id}")
             return
@@ -187,6 +203,7 @@ class TableFollower:
 
     async def recheck(self) -> str:
         """Check a quarantined table again; return what came of it."""
+        self._drop_refused_again()
         if self.quarantined is None:
             return "nothing quarantined"
         # Against the last accepted table: what the refused one added must not make its drops look
@@ -243,12 +260,11 @@ class TableFollower:
         self.quarantined = None
         self._parts_refusal = ""
         self._confirmed_at_s = self._clock()
-        self._fleet.adopt(table, prepared)
-        self._after_adoption(table)
+        self._serve(table, prepared)
 
     def accept_change(self, delta: RouteDelta) -> None:
         """Serve the table in use after a change that the main process has accepted."""
-        table = self._fleet.directory.table
+        table = self._accepted
         if table is not None:
             self.accept(apply_delta(table, delta))
 
@@ -265,7 +281,7 @@ class TableFollower:
             await asyncio.sleep(0)
 
     def _write(self, table: RouteTable) -> None:
-        files.write_snapshot(self._snapshot, encode_table(table))
+        files.write_snapshot(self._snapshot, encode_table(self._withdrawn.table_to_store(table)))
         # Set in the thread: if the wait is cancelled, the file is written all the same.
         self._on_disk = table
 
@@ -284,7 +300,7 @@ class TableFollower:
         if self._fleet.directory.table is None and table.cluster_id != self._cluster_id:
             self._log_refusal(f"cannot follow: a table of cluster {table.cluster_id}")
             return
-        accepted = self.quarantined.accepted if self.quarantined else self._fleet.directory.table
+        accepted = self.quarantined.accepted if self.quarantined else self._accepted
         # Asked for only where replicas may be dropped: there may be ten thousand.
         drops_none = (
             accepted is not None and table.routes is accepted.routes and bool(table.deployments)
@@ -296,11 +312,30 @@ class TableFollower:
             return
         self._log_refusal(refusal.reason)
         if not refusal.is_stale and accepted is not None:
-            merged = merge_additions(accepted, table)
-            self._fleet.adopt(merged)
-            self._after_adoption(merged)
+            self._serve(merge_additions(accepted, table))
             since_s = self.quarantined.since_s if self.quarantined else self._clock()
             self.quarantined = QuarantinedTable(accepted, table, refusal, since_s)
+
+    def _serve(self, table: RouteTable, prepared: TableIndexes | None = None) -> None:
+        """Serve a table, and the withdrawn replicas that serve again."""
+        self._withdrawn.adopt(self._fleet.directory.table, table, self._clock())
+        self._accepted = table
+        added = self._withdrawn.serving()
+        served = with_routes(table, added) if added else table
+        self._fleet.adopt(served, None if added else prepared)
+        self._after_adoption(served)
+
+    def _drop_refused_again(self) -> None:
+        """Serve no withdrawn replica any more that its node has disowned again."""
+        refused = [
+            route.replica_id
+            for route in self._withdrawn.serving()
+            if self._fleet.nodes.is_disowned(route.replica_id)
+        ]
+        for replica_id in refused:
+            self._withdrawn.record_answer(replica_id, serves=False)
+        if refused and self._accepted is not None:
+            self._serve(self._accepted)
 
     def _answering(self, table: RouteTable) -> Set[ReplicaId]:
         """Return the replicas that `table` must not drop many of."""

@@ -23,8 +23,16 @@ async def sum_quota_usage(connection: Connection) -> QuotaUsage:
         WITH taken AS (DELETE FROM key_use RETURNING key_id, day, tokens, spend),
         added AS (
             INSERT INTO key_day AS d (key_id, day, tokens, spend)
-            SELECT key_id, day, sum(tokens), sum(spend) FROM taken JOIN api_key USING (key_id)
-            GROUP BY key_id, day ORDER BY key_id, day
+            SELECT key_id, day, tokens, spend FROM (
+                SELECT key_id, day, sum(tokens) AS tokens, sum(spend) AS spend
+                FROM taken GROUP BY key_id, day
+            ) AS sums
+            -- Looked up one by one: the planner does not know how few keys were used, and joined
+            -- them with all keys.
+            CROSS JOIN LATERAL (
+                SELECT FROM api_key k WHERE k.key_id = sums.key_id OFFSET 0
+            ) AS known
+            ORDER BY key_id, day
             ON CONFLICT (key_id, day) DO UPDATE
                 SET tokens = d.tokens + excluded.tokens, spend = d.spend + excluded.spend
             RETURNING key_id, day, tokens, spend

@@ -73,13 +73,16 @@ async def delete_expired(
     connection: Connection, rule: RetentionRule, now: datetime, batch: int
 ) -> int:
     """Delete up to `batch` rows that are expired at `now` and by the database; return how many."""
-    # now() and not clock_timestamp(), which is volatile and so prevents the use of an index.
+    # now() and not clock_timestamp(), which is volatile and so prevents the use of an index. In the
+    # order of age, because the planner expects a third of the rows to be expired: without it, it
+    # reads a large table from its beginning to find the first of them, and mostly there are none.
+    order = "" if rule.candidates else f"ORDER BY {rule.age_column}"
     done = await connection.execute(
         f"""
         DELETE FROM {rule.table} WHERE ctid IN (
             SELECT ctid FROM {rule.candidates or rule.table}
             WHERE {rule.age_column} < least(now(), $2, {HISTORY_AT}) - make_interval(secs => $3)
-                AND NOT {rule.unless} LIMIT $1)
+                AND NOT {rule.unless} {order} LIMIT $1)
         """,  # noqa: S608
         batch,
         now,

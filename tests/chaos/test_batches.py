@@ -25,6 +25,7 @@ async def fleet() -> AsyncIterator[Fleet]:
                 "batch_folder": str(running.folder / "batches"),
                 "batches": {"lease_s": 4.0},
                 "responses": {"lease_s": 4.0},
+                "lease_ttl_s": 4.0,
             }
         await running.up()
         await running.deploy(replicas=2)

@@ -68,6 +68,9 @@ async def test_streams_outlive_an_upgrade_of_every_process() -> None:
     async with a_fleet(comes_up=False) as fleet:
         for pop in CITIES:
             fleet.settings[f"node-{pop}"] = {"keep_engines_on_stop": True}
+        for name in ("a", "b"):
+            # Both are killed at once, and the next one waits for the lease.
+            fleet.settings[f"scheduler-{name}"] = {"lease_ttl_s": 3.0}
         await fleet.up()
         await fleet.start_scheduler("b")
         await fleet.deploy(replicas=2)

@@ -15,7 +15,10 @@ from tests.system.load import one_stream
 
 @pytest.fixture
 async def fleet() -> AsyncIterator[Fleet]:
-    async with a_fleet() as running:
+    async with a_fleet(comes_up=False) as running:
+        # There is no standby that a stall could help to the lease: only a restart waits for it.
+        running.settings["scheduler-a"] = {"lease_ttl_s": 2.5}
+        await running.up()
         yield running
 
 

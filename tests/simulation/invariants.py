@@ -7,7 +7,8 @@ At every moment:
 3. The engines of a node fit into its devices, and no replica runs twice.
 4. While no engine is lost through a fault, a deployment does not fall below its replicas.
 5. A router that had routes keeps some as long as one of these replicas is warm throughout and not
-   to end, also when it is started again.
+   to end, also when it is started again. A deployment of which it has known a replica has a route
+   within NOTICED_S of one of its known replicas being warm again, whoever else is down.
 6. No event is deleted before its time, whatever the clocks say.
 7. No job fails with an error that is not expected of a fault.
 8. The assignment of a node and the table of a running router never become older.
@@ -30,6 +31,9 @@ from tests.simulation.world import DEVICE_GIB, MODEL_GIB, OLD_EVENT_AGE_S, Deplo
 SETTLE_S: Final = 240.0
 """More than a new term's grace of 60 s and the backoff of engines that could not start."""
 
+NOTICED_S: Final = 6.0
+"""Within this time a router knows that a replica is warm again: three probes."""
+
 REPLICAS_PER_NODE: Final = int(DEVICE_GIB / (1.25 * MODEL_GIB))
 EXPECTED_ERRORS: Final = frozenset({"EpochLost", "NotActing"})
 
@@ -42,6 +46,11 @@ class Watch(logging.Handler):
         self._world, self._nemesis = world, nemesis
         self._routed: dict[str, set[str]] = {}
         """By router: of the routes that it last had, those whose replicas have been warm since."""
+        self._known: dict[str, set[str]] = {}
+        """By router: the replicas that it has had routes to."""
+        self._warm_since: dict[str, float] = {}
+        self._up_since: dict[str, tuple[int, float]] = {}
+        """By router: its current start, and since when it runs without a pause."""
         self._complete: dict[str, Deployed] = {}
         self._newest: dict[str, tuple[int, int]] = {}
 
@@ -111,13 +120,43 @@ class Watch(logging.Handler):
             for replica_id in node.warm()
             if (row := placements.get(replica_id)) is None or row.ended_at is None
         }
-        found = []
+        now_s = world.loop.now_s
+        found = self._unnoticed(warm)
         for router in world.routers.values():
             before = self._routed.get(router.name, set())
             lost = self._routed[router.name] = (router.routes() or before) & warm
+            # Its probes may not have seen yet that an engine has come back.
+            lost = {id_ for id_ in lost if now_s - self._warm_since[id_] >= NOTICED_S}
             if router.table is not None and not router.table.routes and lost:
                 found.append(f"{router.name} has no routes while {sorted(lost)} are warm")
         return found
+
+    def _unnoticed(self, warm: set[str]) -> list[str]:
+        """Return the routers that lack a deployment although they could know of a replica."""
+        now_s = self._world.loop.now_s
+        self._warm_since = {id_: self._warm_since.get(id_, now_s) for id_ in warm}
+        found = []
+        for router in self._world.routers.values():
+            known, routes = self._known.setdefault(router.name, set()), router.routes()
+            known |= routes
+            boot, up_since = self._up_since.get(router.name, (0, now_s))
+            if boot != router.boots or not router.process.is_alive or router.process.is_paused:
+                up_since = now_s
+            self._up_since[router.name] = router.boots, up_since
+            if now_s - up_since < NOTICED_S or router.table is None:
+                continue
+            routed = {self._deployment(replica_id) for replica_id in routes}
+            found += [
+                f"{router.name} has no route to {self._deployment(replica_id)} while "
+                f"{replica_id} is warm"
+                for replica_id in sorted(known & warm)
+                if now_s - self._warm_since[replica_id] >= NOTICED_S
+                and self._deployment(replica_id) not in routed
+            ]
+        return found
+
+    def _deployment(self, replica_id: str) -> str:
+        return replica_id.partition("-")[0]
 
     def _progress(self) -> list[str]:
         """Return what became older. A router that starts may read an older table from its disk."""

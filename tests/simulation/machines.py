@@ -377,6 +377,7 @@ class SimRouter:
                     is_warm = str(route.replica_id) in node.warm()
                     refusal = "" if is_warm else "unknown_replica"
                     fleet.nodes.record_refusal(route.replica_id, refusal)
+                    follower.record_answer(route, refusal)
             else:
                 fleet.nodes.record_timeout(route.node_id)
         return len(dropped)

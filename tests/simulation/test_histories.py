@@ -15,6 +15,7 @@ from isochrone.wire.assignment import Tombstone
 from isochrone.wire.report import ReplicaState
 from nodeagent.decide.reconcile import reconcile
 from router.decide.table_acceptance import check_table
+from router.decide.withdrawn_routes import WithdrawnRoutes
 from router.loops import follow_routes
 from scheduler.decide.membership import judge_liveness
 from scheduler.loops.hold_lease import HoldLease
@@ -26,6 +27,8 @@ from tests.simulation.patches import replace_function, simulated
 from tests.simulation.store import SimStore
 
 HISTORIES: Final = 30
+PAST: Final = (1060, 1445, 5491, 5769)
+"""Seeds that have found a fault."""
 
 
 @pytest.fixture
@@ -35,7 +38,7 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_histories_keep_the_invariants(patch: pytest.MonkeyPatch) -> None:
-    for seed in range(HISTORIES):
+    for seed in (*range(HISTORIES), *PAST):
         history = run_history(seed)
         assert not history.problems, str(history)
 
@@ -162,6 +165,10 @@ def accept_any_assignment(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("nodeagent.node.assignment_problem", lambda *arguments: "")
 
 
+def ask_no_withdrawn_replica(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WithdrawnRoutes, "silent", lambda self, now_s: ())
+
+
 def stop_what_is_not_assigned(patch: pytest.MonkeyPatch) -> None:
     # Adoption guards the same replicas before: without it a node is sent what a backup knows.
     adopt_nothing(patch)
@@ -210,11 +217,13 @@ MUTATIONS: Final = (
              ("jump", "pause_scheduler", "slow"), 60),
     Mutation("an epoch repeats after a restore shorter than a lease",
              take_the_lease_of_a_server_just_started,
-             ("restore", "crash_scheduler"), 100),
+             ("restore", "crash_scheduler"), 200),
     Mutation("a router accepts any table", accept_any_table,
              ("restore",), 200),
     Mutation("a router accepts a table that drops everything", accept_tables_that_drop_everything,
              ("restore",), 200),
+    Mutation("a withdrawn replica is not asked again", ask_no_withdrawn_replica,
+             ("kill_engine", "crash_database"), 60),
     Mutation("a replica that is not assigned is stopped", stop_what_is_not_assigned,
              ("restore", "operate"), 60),
 )  # fmt: skip

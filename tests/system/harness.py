@@ -324,11 +324,13 @@ class Fleet:
         await until("routers have the route table", were_told)
 
     def engine_pids(self) -> dict[str, int]:
-        """Return the pid of each engine by node name."""
+        """Return the pid of each engine that has started, by node name."""
         found = {}
         for path in self.folder.glob("node-*/engines/*/process.json"):
             with suppress(OSError, msgspec.DecodeError):
-                found[path.parts[-4]] = msgspec.json.decode(path.read_bytes())["pid"]
+                # 0 until the engine has started: a signal to it would end this process's own group.
+                if pid := msgspec.json.decode(path.read_bytes())["pid"]:
+                    found[path.parts[-4]] = pid
         return found
 
     def engine_processes(self) -> int:

@@ -54,8 +54,11 @@ def plan(
         ({"p2": 100}, LONG, DecodeLoad(0, 1), LegChoice.PREFILL, "p2"),
         ({}, LONG, DecodeLoad(0, 1), LegChoice.NO_CANDIDATE, ""),
         # A wait there is shorter than what pauses of the answers here are worth, up to a point.
-        ({"p1": 9000, "p2": 12_000}, LONG, DecodeLoad(0, 1), LegChoice.PREFILL, "p1"),
-        ({"p1": 19_000, "p2": 19_000}, LONG, DecodeLoad(0, 1), LegChoice.BUSY, ""),
+        ({"p1": 500, "p2": 700}, LONG, DecodeLoad(0, 1), LegChoice.PREFILL, "p1"),
+        ({"p1": 1900, "p2": 1900}, LONG, DecodeLoad(0, 1), LegChoice.BUSY, ""),
+        # However many decode, it is not longer than twice the time that reading here takes.
+        ({"p1": 7000, "p2": 7500}, LONG, DecodeLoad(0, 30), LegChoice.PREFILL, "p1"),
+        ({"p1": 9000, "p2": 9000}, LONG, DecodeLoad(0, 30), LegChoice.BUSY, ""),
         ({"p1": 0, "p2": 0}, WaitingPromptSize(3990, 10), DecodeLoad(0, 8), LegChoice.CACHED, ""),
         ({"p1": 0, "p2": 0}, WaitingPromptSize(0, 1), DecodeLoad(0, 8), LegChoice.SHORT, ""),
     ],

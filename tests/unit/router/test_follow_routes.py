@@ -23,6 +23,7 @@ from isochrone.wire.routes import DeploymentEntry, Route, RouteTable, SnapshotWa
 from isochrone.wire.table_parts import read_table, split_table
 from router.decide.limits import KeyLimiter
 from router.decide.table_acceptance import EMPTY_TABLE_HELD_S, SILENCE_COUNTS_AFTER_S
+from router.decide.withdrawn_routes import WITHDRAWN_S
 from router.fleet_state import FleetState
 from router.loops.follow_routes import PERSIST_SHARE, TableFollower
 from router.metrics import Metrics
@@ -152,6 +153,63 @@ async def test_an_empty_table_drops_what_nodes_have_disowned(bench: Bench) -> No
     bench.probe("ab", disowned="ab")
     await bench.offer("", 2)
     assert bench.served() == ""
+
+
+def is_asked(bench: Bench) -> str:
+    return "".join(sorted(route.replica_id for route in bench.follower.dropped()))
+
+
+async def withdraw(bench: Bench, replicas: str) -> None:
+    """Publish replicas, then a table without them, as when all their engines have crashed."""
+    await bench.offer(replicas, 1)
+    bench.probe(replicas, disowned=replicas)
+    await bench.offer("", 2)
+    assert bench.served() == ""
+
+
+async def test_a_withdrawn_replica_is_served_when_its_node_serves_it_again(bench: Bench) -> None:
+    await withdraw(bench, "ab")
+    assert is_asked(bench) == "ab"
+    bench.follower.record_answer(a_route("a"), "unknown_replica")
+    assert bench.served() == ""
+    bench.follower.record_answer(a_route("a"), "")
+    assert (bench.served(), is_asked(bench)) == ("a", "b")
+    assert bench.follower.progress().generation == 2
+    # A table that knows it no better does not end it, and one with routes does.
+    await bench.offer("", 3)
+    assert bench.served() == "a"
+    await bench.offer("b", 4)
+    assert (bench.served(), is_asked(bench)) == ("b", "")
+
+
+async def test_a_withdrawn_replica_that_is_disowned_again_is_not_served(bench: Bench) -> None:
+    await withdraw(bench, "a")
+    bench.follower.record_answer(a_route("a"), "")
+    bench.probe("a", disowned="a")
+    await bench.follower.recheck()
+    assert (bench.served(), is_asked(bench)) == ("", "a")
+
+
+async def test_a_withdrawn_replica_is_asked_for_a_limited_time(bench: Bench) -> None:
+    await withdraw(bench, "a")
+    bench.now_s += WITHDRAWN_S
+    assert is_asked(bench) == ""
+
+
+async def test_a_replica_of_a_deployment_that_was_deleted_is_not_asked(bench: Bench) -> None:
+    await withdraw(bench, "a")
+    deleted = msgspec.structs.replace(a_table("", 3), deployments=())
+    bench.follower.accept(deleted)
+    assert is_asked(bench) == ""
+
+
+async def test_a_router_that_starts_again_knows_withdrawn_replicas(bench: Bench) -> None:
+    """Without a generation: the scheduler sends it a whole table."""
+    await withdraw(bench, "a")
+    await bench.follower.persist()
+    stored = bench.written[-1]
+    assert [route.replica_id for route in stored.routes] == ["a"]
+    assert stored.generation == 0
 
 
 async def test_a_router_that_comes_back_keeps_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,42 @@
+"""The test requests that an agent sends to idle engines."""
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+
+class Canary(NamedTuple):
+    """The smallest possible request for one kind of model, and the list that its answer has.
+
+    Without `answer` any answer will do.
+    """
+
+    path: str
+    body: Mapping[str, Any]
+    answer: str
+
+
+CANARIES: Final = {
+    "chat": Canary(
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "1"}], "max_tokens": 1, "temperature": 0},
+        "choices",
+    ),
+    "embedding": Canary("/v1/embeddings", {"input": "1"}, "data"),
+    "rerank": Canary("/v1/rerank", {"query": "1", "documents": ["1"]}, "results"),
+    "classify": Canary("/classify", {"input": "1"}, "data"),
+    # An image or a voice is too much work for a test, and a sound no JSON: does it answer at all?
+    **dict.fromkeys(("transcription", "speech", "image"), Canary("/v1/models", {}, "data")),
+}
+"""By kind of model. A request without a body is a GET."""
+
+
+def has_list(answer: bytes, name: str) -> bool:
+    """Say whether an answer is a JSON object with a list `name` that is not empty."""
+    try:
+        fields = msgspec.json.decode(answer)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    found = fields.get(name) if isinstance(fields, dict) else None
+    return isinstance(found, list) and bool(found)

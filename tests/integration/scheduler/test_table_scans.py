@@ -1,0 +1,114 @@
+"""No statement that runs again and again reads a large table whole.
+
+The statements themselves run, on tables with as many rows as the planner needs to prefer an index;
+Postgres counts the rows that sequential scans have read.
+"""
+
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Final
+
+from isochrone.wire.ids import KeyId, NodeId
+from scheduler.store.adoption import _record_refusal_once
+from scheduler.store.events import list_events
+from scheduler.store.forecast import read_slot
+from scheduler.store.keys import live_keys, read_key_page, revoked_among, revoked_keys
+from scheduler.store.pool import Connection, Pool, transaction, using
+from scheduler.store.quotas import sum_quota_usage
+from scheduler.store.retention import delete_expired, retention_rules
+
+ROWS: Final = 20_000
+SCANNED_MAX: Final = ROWS // 10
+
+FILL: Final = {
+    "api_key": """
+        INSERT INTO api_key (key_id, secret_sha256, tenant_id, limits)
+        SELECT substr(md5(n::text), 1, 12), md5(n::text), 'tenant-' || n % 100,
+               '{"tokens_per_day": 1000, "tokens_per_month": 9000}'
+        FROM generate_series(1, $1) n""",
+    "key_day": """
+        INSERT INTO key_day (key_id, day, tokens, spend)
+        SELECT substr(md5((n % 2000 + 1)::text), 1, 12), current_date - n / 2000, 1, 1
+        FROM generate_series(0, $1 - 1) n""",
+    "usage": """
+        INSERT INTO usage SELECT 'r' || n, substr(md5(n::text), 1, 12), 'tenant-' || n % 100,
+               'd', 'p', 'n', 'r', now() - n * interval '1 minute', 1, 0, 1, 'ok', 1, 1
+        FROM generate_series(1, $1) n""",
+    "event": """
+        INSERT INTO event (at, actor, kind, subject)
+        SELECT now() - ($1 - n) * interval '1 minute', 'a', 'k', 's' || n % 1000
+        FROM generate_series(1, $1) n""",
+    "demand_seen": """
+        INSERT INTO demand_seen SELECT 'r' || n % 400, 'b', n, now() - n * interval '0.1 s'
+        FROM generate_series(1, $1) n""",
+    "demand_default": """
+        INSERT INTO demand (deployment_id, pop, minute, requests)
+        SELECT 'd' || n % 50, 'p', date_trunc('minute', now()) - (n / 50) * interval '1 minute', 1
+        FROM generate_series(1, $1) n""",
+    "idempotency": """
+        INSERT INTO idempotency
+            (idempotency_key, method, path, body_sha256, status, body, created_at)
+        SELECT n::text, 'POST', '/', '', 200, '', now() - n * interval '1 s'
+        FROM generate_series(1, $1) n""",
+}
+NOW: Final = datetime.now(UTC)
+SLOT: Final = int(NOW.timestamp()) // 600 - 3
+
+
+async def sum_quotas(connection: Connection) -> None:
+    """Sum the use of a few keys, as each turn of the job does."""
+    await connection.execute(
+        """
+        INSERT INTO key_use SELECT substr(md5(n::text), 1, 12), current_date, 10, 1
+        FROM generate_series(1, 5) n
+        """
+    )
+    await sum_quota_usage(connection)
+
+
+STATEMENTS: dict[str, Callable[[Connection], Awaitable[Any]]] = {
+    **{
+        f"delete expired {rule.table}": partial(delete_expired, rule=rule, now=NOW, batch=5000)
+        for rule in retention_rules(event_days=90.0, certificate_lifetime_s=86_400.0)
+    },
+    "read a page of keys": lambda c: read_key_page(c, KeyId("8")),
+    "read changed keys": lambda c: live_keys(c, [KeyId("000000000000"), KeyId("c4ca4238a0b9")]),
+    "revoked among": lambda c: revoked_among(c, [KeyId("000000000000"), KeyId("c4ca4238a0b9")]),
+    "revoked keys": revoked_keys,
+    "sum quotas": sum_quotas,
+    "newest events": lambda c: list_events(c, before_id=None, limit=100, subject=None),
+    "events of a subject": lambda c: list_events(c, before_id=None, limit=100, subject="s7"),
+    "record a refusal once": lambda c: _record_refusal_once(c, NodeId("n"), "s7", "reason"),
+    "read a slot of demand": lambda c: read_slot(c, SLOT),
+}
+
+
+async def scanned(connection: Connection) -> dict[str, int]:
+    """Return the rows that sequential scans have read, by table."""
+    await connection.execute("SELECT pg_stat_force_next_flush()")
+    rows = await connection.fetch("SELECT relname, seq_tup_read FROM pg_stat_user_tables")
+    return {row["relname"]: row["seq_tup_read"] for row in rows}
+
+
+async def test_no_periodic_statement_reads_a_large_table_whole(pool: Pool) -> None:
+    async with using(pool) as connection:
+        # Without triggers: they would count each row of usage.
+        await connection.execute("SET session_replication_role = replica")
+        for table, fill in FILL.items():
+            await connection.execute(f"ALTER TABLE {table} SET (autovacuum_enabled = false)")
+            await connection.execute(fill, ROWS, timeout=120.0)
+            await connection.execute(f"ANALYZE {table}")
+        await connection.execute("RESET session_replication_role")
+    found = {}
+    for name, statement in STATEMENTS.items():
+        async with using(pool) as connection:
+            before = await scanned(connection)
+        async with transaction(pool) as connection:
+            await statement(connection)
+        async with using(pool) as connection:
+            after = await scanned(connection)
+        read = {table: after[table] - before.get(table, 0) for table in FILL}
+        if whole := {table: rows for table, rows in read.items() if rows > SCANNED_MAX}:
+            found[name] = whole
+    assert found == {}
