@@ -51,11 +51,9 @@ async def read_status(
     routers = await _router_problems(connection, silent_after_s, behind)
     lagging = {name: reason for name, reason in routers.items() if reason}
     nodes = await _nodes(connection)
-    silent, not_following = (
-        [],
-        [f"router {name}: {reason}" for name, reason in islice(lagging.items(), PROBLEMS_MAX)],
-    )
-    unready = 0
+    shown = islice(lagging.items(), PROBLEMS_MAX)
+    not_following = [f"router {name}: {reason}" for name, reason in shown]
+    silent, unready = list[str](), 0
     for node in nodes:
         node_id = node["node_id"]
         if silent_s.get(node_id, node["silent_s"]) >= silent_after_s:
