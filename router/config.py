@@ -53,8 +53,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     held_bytes_per_network_max: Bytes = 128 * 1024 * 1024
     held_bytes_max: Bytes = 512 * 1024 * 1024
     # Body bytes of one key that each process parses; compressed bodies count 16 times their
-    # inflated size. Parsing 8 MiB takes a process 25 to 65 ms, so the default gives one key at most
-    # a quarter of it. Raise it if all of your traffic comes with one key.
+    # inflated size, or 64 times where that is more than 20 times their own. Parsing 8 MiB takes a
+    # process 25 to 65 ms, so the default gives one key at most a quarter of it. Raise it if all of
+    # your traffic comes with one key.
     parse_bytes_per_key_per_s: Bytes = 32 * 1024 * 1024
     head_timeout_s: Seconds = 10.0
     body_timeout_s: Seconds = 30.0

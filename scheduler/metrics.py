@@ -70,6 +70,12 @@ HISTORY_BEHIND_S = Gauge(
     "isochrone_scheduler_history_behind_seconds",
     "How far the time by which history is deleted is behind the wall clocks.", registry=REGISTRY,
 )  # fmt: skip
+UNREADABLE_ROWS = Gauge(
+    "isochrone_scheduler_unreadable_rows",
+    "Rows that the last reading left out or took from memory, because they cannot be read.",
+    ["reading"],
+    registry=REGISTRY,
+)
 REFUSED_ROWS = Counter(
     "isochrone_scheduler_refused_rows", "Rows of routers that can never be stored, by kind.",
     ["kind"], registry=REGISTRY,

@@ -14,7 +14,7 @@ from router.dataplane.http1 import HeaderFields
 from router.dataplane.http_messages import HttpRequest
 from router.dataplane.inline_task import inline_sleep
 from router.dataplane.upload_spool import UploadSpool
-from router.decide.body_limits import INFLATED_WEIGHT, HeldBytes, ParseBudget, inflated_bytes_max
+from router.decide.body_limits import HeldBytes, ParseBudget, inflated_bytes_max, inflated_charge
 
 KEYLESS_BODY_BYTES_MAX: Final = 64 * 1024
 """The body limit of routes that need no API key: none of them uses a body."""
@@ -65,10 +65,11 @@ class BodyAdmission:
         if key is None and bytes_max > KEYLESS_BODY_BYTES_MAX:
             bytes_max = KEYLESS_BODY_BYTES_MAX
         bytes_max = inflated_bytes_max(len(body), bytes_max) if is_compressed else 0
+        charged = inflated_charge(len(body), bytes_max)
         if key is not None and body:
             now_s = self._clock()
             self._budget.check(key.key_id, now_s)
-            self._budget.charge(key.key_id, len(body) + INFLATED_WEIGHT * bytes_max, now_s)
+            self._budget.charge(key.key_id, len(body) + charged, now_s)
         if not is_compressed:
             return
         inflater = BodyInflater(body, encoding, bytes_max)
@@ -77,9 +78,9 @@ class BodyAdmission:
                 await inline_sleep(0)
             request.body = inflater.inflated()
         finally:
-            unused = bytes_max - inflater.inflated_bytes
-            if key is not None and unused > 0:
-                self._budget.charge(key.key_id, -INFLATED_WEIGHT * unused, self._clock())
+            if key is not None and body and inflater.inflated_bytes < bytes_max:
+                unused = charged - inflated_charge(len(body), inflater.inflated_bytes)
+                self._budget.charge(key.key_id, -unused, self._clock())
 
 
 def _key_id(request: HttpRequest) -> str:

@@ -21,9 +21,15 @@ PARSE_BURST_S: Final = 4.0
 """How many seconds of its parse budget a key may owe and still send a body."""
 
 INFLATED_WEIGHT: Final = 16
-"""An inflated byte is charged as this many plain ones: its sender pays for a fraction of it. With
-the default budget a key can have 8 MiB inflated and parsed, up to 65 ms, once in 16 s: below 1 % of
-the time, so that the 99th percentile of others does not see it."""
+"""An inflated byte is charged as this many plain ones: its sender pays for a fraction of it."""
+
+BOMB_RATIO: Final = 20
+"""JSON text compresses to a fifth or a twentieth."""
+
+BOMB_WEIGHT: Final = 64
+"""The same for a body of a higher ratio. With the default budget a key can have such a body of 8
+MiB inflated and parsed, up to 65 ms, once in 16 s: below 1 % of the time, so that the 99th
+percentile of others does not see it."""
 
 INFLATION_RATIO_MAX: Final = 100
 """A body may inflate to so many times its size. JSON text reaches 5 to 20, zip bombs 1000."""
@@ -42,6 +48,12 @@ def inflated_bytes_max(body_bytes: int, bytes_max: int) -> int:
     if by_ratio < INFLATION_FREE_BYTES:
         by_ratio = INFLATION_FREE_BYTES
     return by_ratio if by_ratio < bytes_max else bytes_max
+
+
+def inflated_charge(body_bytes: int, inflated_bytes: int) -> int:
+    """Return what the parse budget is charged for a body that inflates to `inflated_bytes`."""
+    is_bomb = inflated_bytes > BOMB_RATIO * body_bytes and inflated_bytes > INFLATION_FREE_BYTES
+    return (BOMB_WEIGHT if is_bomb else INFLATED_WEIGHT) * inflated_bytes
 
 
 class HeldBytes:
@@ -105,7 +117,7 @@ class ParseBudget:
                 ErrorCode.RATE_LIMITED,
                 f"the key's bodies need more work than the {self._bytes_per_s:.0f} bytes a second"
                 f" that a key may have parsed (a compressed body counts {INFLATED_WEIGHT} times"
-                " its inflated size)",
+                f" its inflated size, {BOMB_WEIGHT} if that is over {BOMB_RATIO} times its own)",
                 wait_s,
                 {},
             )

@@ -60,6 +60,7 @@ async def status(request: AdminRequest) -> StatusView:
         silent_after_s=limits.suspect_after_s if is_acting else limits.lost_after_s,
         frozen=context.placement.frozen,
         unmet=context.placement.unmet,
+        unreadable=context.placement.unreadable,
         behind=context.routes.following.behind(context.lease.clock()) if is_acting else {},
         nodes_behind=context.heartbeats.following.behind(context.lease.clock())
         if is_acting

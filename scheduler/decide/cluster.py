@@ -207,6 +207,25 @@ class PrefetchTarget(msgspec.Struct, frozen=True, kw_only=True):
     is_held: bool = False
 
 
+class UnreadableRow(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """A row of the store that this release cannot read, and why.
+
+    `deployment_id` is the deployment that it concerns, if it is one. With `has_last` the last value
+    that could be read takes its place; otherwise the deployment's replicas stay as they are.
+    """
+
+    table: str
+    name: str
+    reason: str
+    deployment_id: str = ""
+    has_last: bool = False
+
+    def words(self) -> str:
+        """Return what to tell an operator."""
+        instead = "; what was last read of it is used" if self.has_last else ""
+        return f"cannot read {self.table} {self.name}: {self.reason}{instead}; mend its row"
+
+
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     """The whole fleet at one generation.
 
@@ -229,6 +248,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: tuple[Rollout, ...] = ()
     prefetches: tuple[PrefetchTarget, ...] = ()
     given_up: tuple[StartFailures, ...] = ()
+    unreadable: tuple[UnreadableRow, ...] = ()
 
     def measured(self) -> dict[tuple[str, str], ReplicaProfile]:
         """Return the measured rates by model and device class."""
@@ -311,7 +331,8 @@ class UnmetRequirement(msgspec.Struct, frozen=True, kw_only=True):
 class PlacementPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Starts and ends of replicas, and changes of their roles, with reasons.
 
-    `frozen` says why only failed replicas are replaced, or is "".
+    `frozen` says why only failed replicas are replaced, or is "". `unreadable` says in words which
+    rows could not be read that concern no deployment alone.
     """
 
     based_on: Generation
@@ -320,6 +341,7 @@ class PlacementPlan(msgspec.Struct, frozen=True, kw_only=True):
     unmet: tuple[UnmetRequirement, ...] = ()
     frozen: str = ""
     role_changes: tuple[ReplicaRoleChange, ...] = ()
+    unreadable: tuple[str, ...] = ()
 
     @property
     def is_empty(self) -> bool:

@@ -108,6 +108,7 @@ class PlaceReplicas:
             log.warning("placement freeze", extra={"fields": {"reason": plan.frozen or "over"}})
         self._status.frozen = plan.frozen
         self._status.unmet = plan.unmet
+        self._status.unreadable = plan.unreadable
         metrics.GENERATION.set(plan.based_on)
         metrics.FROZEN.set(bool(plan.frozen))
         metrics.UNMET.set(len(plan.unmet))

@@ -34,7 +34,6 @@ from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.adapters import read_adapter_entries
 from scheduler.store.cluster import read_fleet, read_fleet_nodes
 from scheduler.store.keys import (
-    ROWS_PER_PAGE,
     live_keys,
     next_route_generation,
     read_all_keys,
@@ -164,9 +163,8 @@ class PublishRoutes:
         after = self._compared_until
         async with using(self._pool) as connection:
             page = await read_key_page(connection, after)
-        # Without a further key the page ends the table.
-        until = page[-1].key_id if len(page) >= ROWS_PER_PAGE else None
-        changes = KeyTable.of(page).changes_from(published.between(after, until))
+        until = page.until
+        changes = KeyTable.of(page.keys).changes_from(published.between(after, until))
         for key_id in (*(key.key_id for key in changes.changed), *changes.gone):
             self._routes.mark_key_changed(key_id)
         self._compared_until = until or KeyId("")

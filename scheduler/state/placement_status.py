@@ -12,3 +12,5 @@ class PlacementStatus:
         self.frozen = ""
         """Why nothing may be moved now; empty if it may."""
         self.unmet: Sequence[UnmetRequirement] = ()
+        self.unreadable: Sequence[str] = ()
+        """Rows of the store that cannot be read and belong to no deployment, in words."""

@@ -11,6 +11,7 @@ from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.ids import ModelId, NodeId, TenantId
 from isochrone.wire.model import Artifact, ArtifactFile
 from scheduler.store.pool import Connection, as_json, as_struct
+from scheduler.store.readable_rows import RowReader
 
 
 class AdapterFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -283,7 +284,12 @@ async def list_tenants_with_adapters(
 async def read_adapter_entries(connection: Connection) -> tuple[AdapterEntry, ...]:
     """Return what routers hold of all adapters, in the order of their ids."""
     rows = await connection.fetch(f"SELECT {_COLUMNS} FROM adapter ORDER BY adapter_id")  # noqa: S608
-    return tuple(_adapter(row).entry() for row in rows)
+    reader = RowReader()
+    entries = reader.read_each(
+        "adapter", rows, lambda row: _adapter(row).entry(), name="adapter_id"
+    )
+    reader.log_all()
+    return entries
 
 
 async def delete_adapter(connection: Connection, adapter_id: str) -> StoredAdapter | None:

@@ -1,7 +1,9 @@
 """Reads the cluster's state for decisions.
 
 `read_cluster` reads all that the planner needs. `read_fleet` leaves out what only placement needs:
-demand, distances, prefetches and start failures. `read_fleet_nodes` reads some nodes again.
+demand, distances, prefetches and start failures. `read_fleet_nodes` reads some nodes again. A row
+that cannot be read is reported and concerns nothing else (`readable_rows.py`): those of the other
+tables have no form that Postgres accepts and this release does not.
 """
 
 from collections import defaultdict
@@ -11,9 +13,10 @@ from typing import Final
 import asyncpg
 import msgspec
 
+from isochrone.wire.assignment import Role
 from isochrone.wire.ids import ClusterId, DeploymentId, Generation, NodeId, ReplicaId
 from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, PlacementPolicy
-from isochrone.wire.report import ReplicaProfile, Report
+from isochrone.wire.report import ReplicaProfile, ReplicaState, Report
 from isochrone.wire.routes import Pop
 from scheduler.decide.cluster import (
     ClusterState,
@@ -28,6 +31,7 @@ from scheduler.store.deployments import read_deprecation
 from scheduler.store.node_reports import NodeReportCache, read_nodes
 from scheduler.store.pool import Connection, as_struct, fetch_one
 from scheduler.store.prefetch import read_prefetches
+from scheduler.store.readable_rows import RowReader
 from scheduler.store.rollouts import active_rollouts
 
 GIVEN_UP_FOR_S: Final = 3600.0
@@ -56,24 +60,30 @@ async def read_fleet(
     The silence of nodes that this process has not heard is taken from the store, which lags. Pass
     the same `reports` to each call: only changed reports are read and decoded again.
     """
+    reports = reports or NodeReportCache()
+    reader = RowReader(reports.last_readable)
     row = await fetch_one(connection, "SELECT cluster_id, generation FROM cluster")
-    by_node, nodes = await read_nodes(connection, heard, reports or NodeReportCache())
-    deployments, deleted = await _read_deployments(connection)
+    by_node, nodes = await read_nodes(connection, heard, reports)
+    reports.note_unreadable(reader)
+    deployments, deleted = await _read_deployments(connection, reader)
     return ClusterState(
         cluster_id=ClusterId(row["cluster_id"]),
         generation=Generation(row["generation"]),
         acting_for_s=heard.acting_for_s,
         pops=await read_pops(connection),
         nodes=nodes,
-        models=tuple(
-            msgspec.json.decode(row["spec"], type=CatalogModel)
-            for row in await connection.fetch("SELECT spec FROM model ORDER BY model_id")
+        models=reader.read_table(
+            "model",
+            await connection.fetch("SELECT model_id, spec FROM model ORDER BY model_id"),
+            lambda row: msgspec.json.decode(row["spec"], type=CatalogModel),
+            name="model_id",
         ),
         deployments=deployments,
         deleted=deleted,
-        placements=await _read_placements(connection, by_node),
+        placements=await _read_placements(connection, reader, by_node),
         profiles=await _read_profiles(connection),
-        rollouts=await active_rollouts(connection),
+        rollouts=await active_rollouts(connection, reader),
+        unreadable=reader.finish("fleet"),
     )
 
 
@@ -86,7 +96,7 @@ async def read_fleet_nodes(
 ) -> ClusterState:
     """Return `fleet` with only these nodes and their placements, read now."""
     by_node, nodes = await read_nodes(connection, heard, reports, node_ids)
-    placements = await _read_placements(connection, by_node, node_ids)
+    placements = await _read_placements(connection, RowReader(), by_node, node_ids)
     return msgspec.structs.replace(
         fleet, acting_for_s=heard.acting_for_s, nodes=nodes, placements=placements
     )
@@ -101,7 +111,7 @@ async def read_pops(connection: Connection) -> tuple[Pop, ...]:
 
 
 async def _read_deployments(
-    connection: Connection,
+    connection: Connection, reader: RowReader
 ) -> tuple[tuple[Deployment, ...], tuple[DeploymentId, ...]]:
     rows = await connection.fetch(
         """
@@ -110,7 +120,13 @@ async def _read_deployments(
         FROM deployment ORDER BY deployment_id
         """
     )
-    live = tuple(_deployment(row) for row in rows if row["deleted_at"] is None)
+    live = reader.read_table(
+        "deployment",
+        [row for row in rows if row["deleted_at"] is None],
+        _deployment,
+        name="deployment_id",
+        deployment="deployment_id",
+    )
     deleted = tuple(DeploymentId(row["deployment_id"]) for row in rows if row["deleted_at"])
     return live, deleted
 
@@ -127,16 +143,16 @@ def _deployment(row: asyncpg.Record) -> Deployment:
 
 async def _read_placements(
     connection: Connection,
+    reader: RowReader,
     reports: Mapping[NodeId, Report],
     node_ids: Sequence[NodeId] | None = None,
 ) -> tuple[Placement, ...]:
     rows = await connection.fetch(
         """
         SELECT p.replica_id, deployment_id, version, p.node_id, role, p.memory_bytes, reason, state,
-               coalesce((spec->'engine'->>'tokens_in_flight_max')::int8, 0)
-                   AS tokens_in_flight_max,
-               coalesce((spec->>'overcommit')::float8, 1) AS overcommit,
-               coalesce((spec->>'extra_bytes')::int8, 0) AS extra_bytes,
+               -- Not cast here: a value that cannot be cast would fail the whole statement.
+               spec->'engine'->>'tokens_in_flight_max' AS tokens_in_flight_max,
+               spec->>'overcommit' AS overcommit, spec->>'extra_bytes' AS extra_bytes,
                state_reason, restarts, ended_at IS NOT NULL AS is_ending,
                coalesce(leader_id, '') AS leader_id, coalesce(rank_port, 0) AS rank_port,
                greatest(0, extract(epoch FROM clock_timestamp() - state_since))::float8
@@ -154,9 +170,43 @@ async def _read_placements(
         for report in reports.values()
         for replica in report.replicas
     }
-    return _with_followers(
-        as_struct(row, Placement, profile=profiles.get(row["replica_id"], ReplicaProfile()))
-        for row in rows
+    placements = []
+    for row in rows:
+        profile = profiles.get(row["replica_id"], ReplicaProfile())
+        try:
+            placements.append(_placement(row, profile))
+        except ValueError as error:
+            reader.note("placement", row["replica_id"], error, row["deployment_id"])
+            placements.append(_unreadable_placement(row, profile))
+    return _with_followers(placements)
+
+
+def _placement(row: asyncpg.Record, profile: ReplicaProfile) -> Placement:
+    return as_struct(
+        row,
+        Placement,
+        tokens_in_flight_max=int(row["tokens_in_flight_max"] or 0),
+        overcommit=float(row["overcommit"] or 1),
+        extra_bytes=int(row["extra_bytes"] or 0),
+        profile=profile,
+    )
+
+
+def _unreadable_placement(row: asyncpg.Record, profile: ReplicaProfile) -> Placement:
+    """Return what is known of a placement whose row cannot be read: it keeps its memory.
+
+    It keeps its routes, too, unless its role cannot be read.
+    """
+    is_role = row["role"] in {role.value for role in Role}
+    return as_struct(
+        row,
+        Placement,
+        role=row["role"] if is_role else Role.UNIFIED,
+        state=row["state"] if is_role else ReplicaState.WANTED,
+        tokens_in_flight_max=0,
+        overcommit=1.0,
+        extra_bytes=0,
+        profile=profile,
     )
 
 

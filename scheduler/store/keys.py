@@ -1,7 +1,7 @@
 """Clients' API keys: digests, limits and revocations; and the route table's next generation."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import asyncpg
 import msgspec
@@ -23,6 +23,7 @@ from scheduler.store.pool import (
     using,
 )
 from scheduler.store.quotas import has_quota, recount
+from scheduler.store.readable_rows import RowReader
 
 TOMBSTONE_DAYS: Final = 30
 TOMBSTONES_MAX: Final = 10_000
@@ -52,21 +53,30 @@ _LIVE: Final = """
         FROM key_day m
         WHERE m.key_id = k.key_id
             AND m.day >= date_trunc('month', clock_timestamp() AT TIME ZONE 'UTC')::date
-            AND (coalesce((k.limits->>'tokens_per_month')::float8, 0) > 0
-                 OR coalesce((k.limits->>'spend_per_month')::float8, 0) > 0)
+            AND (k.limits->'tokens_per_month' > '0' OR k.limits->'spend_per_month' > '0')
     ) AS month
     WHERE revoked_at IS NULL AND (expires_at IS NULL OR expires_at > clock_timestamp())
 """
 
 
+class KeyPage(NamedTuple):
+    """Keys in order, and the last one read; None if the page ends the table."""
+
+    keys: tuple[KeyEntry, ...]
+    until: KeyId | None
+
+
 async def live_keys(connection: Connection, key_ids: Sequence[KeyId]) -> tuple[KeyEntry, ...]:
     """Return those of these keys that are valid; keys with a spent quota say until when."""
     rows = await connection.fetch(f"{_LIVE} AND k.key_id = ANY($1)", key_ids)
-    return tuple(_entry(row) for row in rows)
+    return RowReader().read_each("api_key", rows, _entry, name="key_id")
 
 
-async def read_key_page(connection: Connection, after: KeyId) -> tuple[KeyEntry, ...]:
-    """Return the next valid keys after one, up to ROWS_PER_PAGE, in the order of routers."""
+async def read_key_page(connection: Connection, after: KeyId) -> KeyPage:
+    """Return the next valid keys after one, up to ROWS_PER_PAGE, in the order of routers.
+
+    A key whose row cannot be read is left out, so that routers refuse it.
+    """
     rows = await connection.fetch(
         f"""
         {_LIVE} AND k.key_id COLLATE "C" > $1 ORDER BY k.key_id COLLATE "C" LIMIT $2
@@ -74,7 +84,10 @@ async def read_key_page(connection: Connection, after: KeyId) -> tuple[KeyEntry,
         after,
         ROWS_PER_PAGE,
     )
-    return tuple(_entry(row) for row in rows)
+    reader = RowReader()
+    keys = reader.read_each("api_key", rows, _entry, name="key_id")
+    reader.log_all()
+    return KeyPage(keys, rows[-1]["key_id"] if len(rows) >= ROWS_PER_PAGE else None)
 
 
 async def read_all_keys(pool: Pool, known: KeyTable) -> KeyTable:
@@ -88,12 +101,12 @@ async def read_all_keys(pool: Pool, known: KeyTable) -> KeyTable:
     while True:
         async with using(pool) as connection:
             page = await read_key_page(connection, after)
-        for key in page:
+        for key in page.keys:
             same = known.get(key.key_id)
             builder.add(same if same == key else share.of(key))
-        if len(page) < ROWS_PER_PAGE:
+        if page.until is None:
             return builder.build()
-        after = page[-1].key_id
+        after = page.until
 
 
 async def revoked_keys(connection: Connection) -> tuple[KeyId, ...]:

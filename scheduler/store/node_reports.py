@@ -11,6 +11,7 @@ from isochrone.wire.report import NodeDevice, Report
 from scheduler.decide.cluster import FleetNode, NodeRefusal
 from scheduler.decide.membership import NodeContact
 from scheduler.store.pool import Connection, as_struct
+from scheduler.store.readable_rows import LastReadableRows, RowReader
 
 _report = msgspec.msgpack.Decoder(Report)
 
@@ -29,6 +30,7 @@ class CachedNodeReport(NamedTuple):
     key: tuple[str, int]
     report: Report | None
     devices: tuple[NodeDevice, ...]
+    is_unreadable: bool = False
 
 
 class NodeReportCache:
@@ -36,6 +38,14 @@ class NodeReportCache:
 
     def __init__(self) -> None:
         self.by_node: dict[NodeId, CachedNodeReport] = {}
+        self.last_readable = LastReadableRows()
+        """What was last read of other rows of the fleet."""
+
+    def note_unreadable(self, reader: RowReader) -> None:
+        """Add the nodes whose last report cannot be read to those of `reader`."""
+        for node_id, cached in self.by_node.items():
+            if cached.is_unreadable:
+                reader.note("node", node_id, "its last report is of another form")
 
 
 async def read_nodes(
@@ -119,7 +129,10 @@ async def _read_reports(
             node_id = NodeId(row["node_id"])
             report = decode_report(row["report"])
             by_node[node_id] = CachedNodeReport(
-                keys[node_id], report, tuple(devices.get(node_id, ()))
+                keys[node_id],
+                report,
+                tuple(devices.get(node_id, ())),
+                is_unreadable=report is None and bool(row["report"]),
             )
     return by_node
 

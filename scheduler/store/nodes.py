@@ -24,6 +24,7 @@ from scheduler.store.lease import assert_epoch
 from scheduler.store.node_reports import decode_report
 from scheduler.store.pool import Connection, affected_rows, columns, fetch_one, storable_text
 from scheduler.store.prefetch import read_node_prefetches
+from scheduler.store.readable_rows import RowReader
 
 BIGINT_MAX: Final = 2**63 - 1
 MAY_FETCH: Final = ("wanted", "fetching", "failed")
@@ -206,10 +207,12 @@ async def read_assignment(
         """,
         node_id,
     )
-    specs = tuple(
-        (msgspec.json.decode(row["spec"], type=ReplicaSpec), row["state"])
-        for row in rows
-        if row["ended_generation"] is None
+    # A node goes on with a replica that is missing here: only a tombstone ends one.
+    specs = RowReader().read_each(
+        "placement",
+        (row for row in rows if row["ended_generation"] is None),
+        lambda row: (msgspec.json.decode(row["spec"], type=ReplicaSpec), row["state"]),
+        name="replica_id",
     )
     # Holders are read only for weights that the node may still have to fetch.
     prefetches = await read_node_prefetches(connection, node_id) if row["has_prefetches"] else ()

@@ -1,5 +1,6 @@
 """Prefetches: weights that a node should have before it runs them."""
 
+import asyncpg
 import msgspec
 
 from isochrone.wire.assignment import ArtifactPrefetch
@@ -10,6 +11,7 @@ from scheduler.decide.placement import PrefetchDecision
 from scheduler.store.events import record_event
 from scheduler.store.lease import assert_epoch
 from scheduler.store.pool import Connection, as_struct
+from scheduler.store.readable_rows import RowReader
 
 
 async def read_prefetches(connection: Connection) -> tuple[PrefetchTarget, ...]:
@@ -34,17 +36,18 @@ async def read_node_prefetches(
     """
     rows = await connection.fetch(
         """
-        SELECT spec, bytes_per_s FROM prefetch JOIN model USING (model_id)
+        SELECT model_id, spec, bytes_per_s FROM prefetch JOIN model USING (model_id)
         WHERE node_id = $1 ORDER BY due_at, model_id
         """,
         node_id,
     )
-    return tuple(
-        ArtifactPrefetch(
-            artifact=msgspec.json.decode(row["spec"], type=CatalogModel).artifact,
-            bytes_per_s=row["bytes_per_s"],
-        )
-        for row in rows
+    return RowReader().read_each("model", rows, _prefetch, name="model_id")
+
+
+def _prefetch(row: asyncpg.Record) -> ArtifactPrefetch:
+    return ArtifactPrefetch(
+        artifact=msgspec.json.decode(row["spec"], type=CatalogModel).artifact,
+        bytes_per_s=row["bytes_per_s"],
     )
 
 

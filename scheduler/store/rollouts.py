@@ -13,6 +13,7 @@ from isochrone.wire.usage import Moments, TrialRow
 from scheduler.decide.rollout import Arm, Rollout, StartCounts, Stratum
 from scheduler.store.deployments import lock_deployment
 from scheduler.store.pool import Connection, affected_rows, as_json, as_struct, fetch_one
+from scheduler.store.readable_rows import RowReader
 
 _ROLLOUT = """
 SELECT rollout_id, r.deployment_id, from_version, to_version, spec, state, step, reason, r.etag,
@@ -21,13 +22,18 @@ FROM rollout r
 """
 
 
-async def active_rollouts(connection: Connection) -> tuple[Rollout, ...]:
+async def active_rollouts(
+    connection: Connection, reader: RowReader | None = None
+) -> tuple[Rollout, ...]:
     """Return the running and paused rollouts of deployments that are not deleted."""
     rows = await connection.fetch(
         f"{_ROLLOUT} JOIN deployment d USING (deployment_id)"
         " WHERE state IN ('running', 'paused') AND d.deleted_at IS NULL ORDER BY r.deployment_id"
     )
-    return tuple(_rollout(row) for row in rows)
+    reader = reader or RowReader()
+    return reader.read_table(
+        "rollout", rows, _rollout, name="rollout_id", deployment="deployment_id"
+    )
 
 
 async def get_rollout(connection: Connection, rollout_id: str) -> Rollout | None:

@@ -28,6 +28,7 @@ async def read_status(
     silent_after_s: float,
     frozen: str,
     unmet: Sequence[UnmetRequirement],
+    unreadable: Sequence[str] = (),
     behind: Mapping[str, str] = MappingProxyType({}),
     nodes_behind: Mapping[NodeId, str] = MappingProxyType({}),
 ) -> StatusView:
@@ -50,11 +51,9 @@ async def read_status(
     routers = await _router_problems(connection, silent_after_s, behind)
     lagging = {name: reason for name, reason in routers.items() if reason}
     nodes = await _nodes(connection)
-    silent, not_following = (
-        [],
-        [f"router {name}: {reason}" for name, reason in islice(lagging.items(), PROBLEMS_MAX)],
-    )
-    unready = 0
+    shown = islice(lagging.items(), PROBLEMS_MAX)
+    not_following = [f"router {name}: {reason}" for name, reason in shown]
+    silent, unready = list[str](), 0
     for node in nodes:
         node_id = node["node_id"]
         if silent_s.get(node_id, node["silent_s"]) >= silent_after_s:
@@ -85,6 +84,7 @@ async def read_status(
         replicas=await _replica_states(connection),
         unmet=(
             *(f"{need.deployment_id}: {need.reason}" for need in unmet),
+            *unreadable[:PROBLEMS_MAX],
             *silent[:PROBLEMS_MAX],
             *(row["words"] for row in problems),
         ),

@@ -14,7 +14,7 @@ import msgspec
 from isochrone.wire.ids import Epoch, Generation, KeyId, NodeId
 from isochrone.wire.routes import KeyEntry
 from scheduler.store.history_clock import HistoryClock
-from scheduler.store.keys import ROWS_PER_PAGE, TOMBSTONE_DAYS
+from scheduler.store.keys import ROWS_PER_PAGE, TOMBSTONE_DAYS, KeyPage
 from scheduler.store.retention import DAY_S, RetentionRule
 from tests.simulation.store import SimDbConnection, Tables
 from tests.simulation.store_lease import (
@@ -137,10 +137,11 @@ async def live_keys(connection: SimDbConnection, key_ids: Sequence[KeyId]) -> tu
     return tuple(key for key in _live(connection.tables) if key.key_id in key_ids)
 
 
-async def read_key_page(connection: SimDbConnection, after: KeyId) -> tuple[Any, ...]:
+async def read_key_page(connection: SimDbConnection, after: KeyId) -> KeyPage:
     await connection.round_trip()
     later = [key for key in _live(connection.tables) if key.key_id > after]
-    return tuple(later[:ROWS_PER_PAGE])
+    page = tuple(later[:ROWS_PER_PAGE])
+    return KeyPage(page, page[-1].key_id if len(page) == ROWS_PER_PAGE else None)
 
 
 def _live(tables: Tables) -> list[KeyEntry]:

@@ -133,7 +133,9 @@ class BatchScheduler:
         prompt_tokens = self.prefill_budget.prompt_tokens_allowed(
             len(decodes),
             self.limits.batch_tokens_max - len(decodes),
-            may_delay_others=now_s >= self._short_steps_until_s,
+            short_step_of=(
+                self.queues.pending_prompt_tokens if now_s < self._short_steps_until_s else None
+            ),
         )
         token_s = self.prefill_budget.prefill_token_s
         # A sequence that the decodes just preempted would be admitted only to be preempted again.

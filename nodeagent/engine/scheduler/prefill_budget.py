@@ -2,6 +2,10 @@
 
 A step with decodes takes at most `interval_s`, as long as the last measured speed holds. One block
 of prompt tokens is always allowed, so that every step makes progress on a prompt.
+
+A short step, for the sake of a small tenant whose next prompt may have to wait for it, computes a
+share of the prompt tokens that are pending. So short prompts are cut into pieces that take no
+longer than half of the decodes, and many long prompts are hardly slowed down.
 """
 
 from typing import Final
@@ -9,10 +13,18 @@ from typing import Final
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 
 _DECAY: Final = 0.8
-"""Weight of the old estimate when steps get faster. When they get slower it is replaced at once."""
+"""Weight of the old estimate when steps get faster."""
+
+_GROWTH_MAX: Final = 2.0
+"""By this factor an estimate grows at once when steps get slower. One step that the machine held up
+must not make the next prompts look many times as long: they would be cut into small pieces."""
 
 SHORT_STEP_SHARE: Final = 0.2
-"""The share of the interval that the prompts of a short step may take."""
+"""The share of the interval that the prompts of a short step may take, and the share of the pending
+prompt tokens that it computes."""
+
+_SHORT_STEP_DECODES_SHARE: Final = 0.5
+"""The prompts of a short step may take this share of its decodes' time, if little is pending."""
 
 
 class PrefillBudget:
@@ -45,17 +57,24 @@ class PrefillBudget:
             self._prefill_token_s = _updated(self._prefill_token_s, token_s)
 
     def prompt_tokens_allowed(
-        self, decodes: int, tokens_max: int, *, may_delay_others: bool = True
+        self, decodes: int, tokens_max: int, *, short_step_of: int | None = None
     ) -> int:
         """Return how many prompt tokens, at most `tokens_max`, fit beside `decodes` decodes.
 
-        Unless the step `may_delay_others`, tenants with their first prompt, it is kept short.
+        `short_step_of` is the number of pending prompt tokens if the step is to be short.
         """
         if not decodes or not self._prefill_token_s:
             return tokens_max
         left_s = self.interval_s - self._decodes_s
-        if not may_delay_others:
-            left_s = min(left_s, SHORT_STEP_SHARE * self.interval_s)
+        if short_step_of is not None:
+            pending_s = min(short_step_of * self._prefill_token_s, self.interval_s)
+            short_s = max(
+                SHORT_STEP_SHARE * pending_s,
+                min(
+                    _SHORT_STEP_DECODES_SHARE * self._decodes_s, SHORT_STEP_SHARE * self.interval_s
+                ),
+            )
+            left_s = min(left_s, short_s)
         fitting = max(left_s / self._prefill_token_s, BLOCK_TOKENS)
         return tokens_max if fitting >= tokens_max else int(fitting)
 
@@ -67,4 +86,8 @@ class PrefillBudget:
 
 
 def _updated(estimate: float, measured: float) -> float:
-    return max(measured, _DECAY * estimate + (1 - _DECAY) * measured)
+    if not estimate:
+        return measured
+    if measured > estimate:
+        return min(measured, _GROWTH_MAX * estimate)
+    return _DECAY * estimate + (1 - _DECAY) * measured

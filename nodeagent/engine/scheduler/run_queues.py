@@ -35,6 +35,11 @@ class RunQueues:
         """How many sequences decode, those in a batch in flight included."""
         return sum(s.is_decoding or not s.pending_tokens for s in self.running)
 
+    @property
+    def pending_prompt_tokens(self) -> int:
+        """How many prompt tokens of the running sequences are not computed yet."""
+        return sum(s.pending_tokens for s in self.running if not s.is_decoding)
+
     def running_by_tenant(self) -> Counter[bytes]:
         """Return how many sequences run, by tenant."""
         return Counter(sequence.scheduling.tenant for sequence in self.running)

@@ -27,6 +27,11 @@ from scheduler.decide.cluster import (
 from scheduler.decide.membership.liveness import LivenessLimits
 from scheduler.decide.placement.multi_node import rename_start
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
+from scheduler.decide.placement.unreadable import (
+    other_unreadable,
+    unreadable_requirements,
+    without_unreadable,
+)
 from scheduler.decide.rollout.lifecycle import IN_PROGRESS, Rollout
 
 Versioned = TypeVar("Versioned", Placement, StartFailures)
@@ -41,7 +46,13 @@ def plan_fleet(
     limits: PlanLimits | None = None,
 ) -> PlacementPlan:
     """Return the plan of a cluster state, with the new version of each rollout planned apart."""
-    return join_rollouts(plan_deployments(split_rollouts(cluster), limits, liveness_limits))
+    planned = split_rollouts(without_unreadable(cluster))
+    plan = join_rollouts(plan_deployments(planned, limits, liveness_limits))
+    return msgspec.structs.replace(
+        plan,
+        unmet=(*plan.unmet, *unreadable_requirements(cluster)),
+        unreadable=other_unreadable(cluster),
+    )
 
 
 def split_rollouts(cluster: ClusterState) -> ClusterState:

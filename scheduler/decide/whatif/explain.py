@@ -83,13 +83,15 @@ def explain_placement(
     The versions of a rollout are planned apart, but explained together.
     """
     deployment = next((d for d in cluster.deployments if d.deployment_id == deployment_id), None)
-    if deployment is None:
+    is_unreadable = any(row.deployment_id == deployment_id for row in cluster.unreadable)
+    if deployment is None and not is_unreadable:
         return None
     plan = plan_fleet(cluster, liveness_limits)
     view = judge_liveness(cluster.nodes, cluster.acting_for_s, liveness_limits)
     builder = PlanBuilder(cluster, view, PlanLimits())
-    model = next((m for m in cluster.models if m.model_id == deployment.model_id), None)
-    state = builder.state_of(deployment, model) if model else None
+    models = {model.model_id: model for model in cluster.models}
+    model = models.get(deployment.model_id) if deployment else None
+    state = builder.state_of(deployment, model) if deployment and model else None
     nodes = {node.node_id: node for node in cluster.nodes}
     placements = [p for p in cluster.placements if p.deployment_id == deployment_id]
     here = tuple(

@@ -97,7 +97,7 @@ async def test_rows_of_earlier_releases_survive_each_migration(empty: Pool) -> N
     async with transaction(empty, isolation="repeatable_read") as connection:
         cluster = await read_cluster(connection, NodeContact(acting_for_s=1000.0))
         (rollout,) = await list_rollouts(connection, "", 9)
-        (key,) = await keys.read_key_page(connection, KeyId(""))
+        (key,) = (await keys.read_key_page(connection, KeyId(""))).keys
         tokens = await list_join_tokens(connection, "", 9)
         revoked = await list_revocations(connection, "", 9)
         counted = await connection.fetchval("SELECT sum(requests)::int FROM demand")

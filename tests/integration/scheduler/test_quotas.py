@@ -66,7 +66,7 @@ async def limited(pool: Pool, **limits: float) -> None:
 
 async def spent_until(pool: Pool) -> float:
     async with transaction(pool) as connection:
-        (entry,) = await keys.read_key_page(connection, KeyId(""))
+        (entry,) = (await keys.read_key_page(connection, KeyId(""))).keys
         return entry.spent_until
 
 
@@ -148,7 +148,7 @@ async def test_batches_of_the_same_keys_do_not_deadlock(with_key: Pool) -> None:
 
 async def budget_spent_until(pool: Pool) -> float:
     async with transaction(pool) as connection:
-        entries = await keys.read_key_page(connection, KeyId(""))
+        entries = (await keys.read_key_page(connection, KeyId(""))).keys
         (budget,) = [entry for entry in entries if entry.key_id == budget_id("acme")]
         assert budget.secret_sha256 == ""
         return budget.spent_until
@@ -198,7 +198,7 @@ async def test_a_budget_that_ended_is_gone_and_can_return(with_key: Pool) -> Non
     async with transaction(with_key) as connection:
         await tenant_budgets.delete_budget(connection, "acme", 1)
         assert await tenant_budgets.get_budget(connection, "acme") is None
-        entries = await keys.read_key_page(connection, KeyId(""))
+        entries = (await keys.read_key_page(connection, KeyId(""))).keys
         assert [entry.key_id for entry in entries] == [KEY]
         with pytest.raises(EtagMoved):
             await tenant_budgets.delete_budget(connection, "acme", None)

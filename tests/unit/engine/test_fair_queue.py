@@ -250,15 +250,47 @@ def test_a_long_prompt_or_tenants_that_share_the_engine_defer_no_decodes() -> No
 def test_prompts_of_a_flood_are_short_while_a_small_tenant_is_active() -> None:
     scheduler = flooded()
     budget = scheduler.prefill_budget = PrefillBudget(1.0)
-    budget.record_step(0, 3, 0.1)
-    budget.record_step(50, 3, 0.6)  # 10 ms a token
+    budget.record_step(0, 3, 0.4)
+    budget.record_step(50, 3, 0.9)  # 10 ms a token
     scheduler.submit(request(4, output=1, tenant=b"small"))
     play(scheduler, scheduler.next_batch(now_s=5.0))
     scheduler.submit(request(5, prompt=60, tenant=b"flood"))
+    # The fourth sequence is admitted in this step, so nothing was pending before it.
     tokens = [chunk.tokens for chunk in scheduler.next_batch(now_s=5.5).prefills]
-    assert tokens == [int(SHORT_STEP_SHARE / 0.01)]
+    assert tokens == [20]  # half of the decodes' time
     tokens = [chunk.tokens for chunk in scheduler.next_batch(now_s=5.0 + SHORT_STEPS_S).prefills]
     assert tokens == [60]
+
+
+def test_a_step_that_the_machine_held_up_does_not_cut_a_small_tenants_prompt() -> None:
+    scheduler = flooded()
+    budget = scheduler.prefill_budget = PrefillBudget(0.25)
+    budget.record_step(0, 3, 0.02)
+    budget.record_step(40, 3, 0.02 + 40 * 0.0006)
+    budget.record_step(40, 3, 0.4)  # as if a token took 9.5 ms
+    scheduler.submit(request(4, prompt=40, output=1, tenant=b"small"))
+    batch = scheduler.next_batch()
+    assert [(chunk.sequence.number, chunk.tokens) for chunk in batch.chunks] == [(4, 40)]
+
+
+@given(
+    pending=st.integers(0, 10_000),
+    decodes_s=st.floats(0.001, 0.4),
+    token_s=st.floats(1e-5, 0.01),
+)
+def test_a_short_step_takes_half_as_long_as_decodes_or_a_share_of_what_is_pending(
+    pending: int, decodes_s: float, token_s: float
+) -> None:
+    budget = PrefillBudget(0.25)
+    budget.record_step(0, 4, decodes_s)
+    budget.record_step(1000, 4, decodes_s + 1000 * token_s)
+    short = budget.prompt_tokens_allowed(4, 4096, short_step_of=pending)
+    assert min(BLOCK_TOKENS, 4096) <= short <= budget.prompt_tokens_allowed(4, 4096)
+    share_s = SHORT_STEP_SHARE * min(pending * token_s, 0.25)
+    assert short * token_s <= max(decodes_s / 2, share_s, BLOCK_TOKENS * token_s) * 1.001
+    # A backlog that takes longer than the interval is worked off as fast as it was before.
+    if pending * token_s >= 0.25 and decodes_s < 0.2:
+        assert (short + 1) * token_s * 1.001 >= SHORT_STEP_SHARE * 0.25 - token_s
 
 
 def test_a_tenant_with_one_running_sequence_keeps_it() -> None:

@@ -21,12 +21,15 @@ from router.dataplane.http1 import HeaderFields
 from router.dataplane.http_messages import HttpRequest, HttpResponse
 from router.dataplane.server import ClientConnection, PublicServer
 from router.decide.body_limits import (
+    BOMB_RATIO,
+    BOMB_WEIGHT,
     INFLATED_WEIGHT,
     INFLATION_FREE_BYTES,
     PARSE_BURST_S,
     HeldBytes,
     ParseBudget,
     inflated_bytes_max,
+    inflated_charge,
 )
 from router.decide.limits import LimitExceeded
 from tests.unit.router.in_memory import FakeTransport, ManualLoop, RequestPath
@@ -274,3 +277,15 @@ def test_a_key_over_its_rate_is_refused_before_a_costly_body_is_read(tmp_path: P
     assert answers() == [b"429"] * 3 + [b""]
     loop.settle(router.deadlines.stop)
     loop.close()
+
+
+def test_a_bomb_of_the_largest_size_takes_less_than_a_hundredth_of_the_time() -> None:
+    """Inflating and parsing 8 MiB takes up to 65 ms, which others must not see at their p99."""
+    body_bytes_max, parse_bytes_per_s, longest_s = 8 * 1024**2, 32 * 1024**2, 0.065
+    for ratio in (BOMB_RATIO + 1, 50, 99):
+        charge = inflated_charge(body_bytes_max // ratio, body_bytes_max)
+        assert charge == BOMB_WEIGHT * body_bytes_max
+        assert longest_s < 0.01 * charge / parse_bytes_per_s
+    # JSON text compresses less, and short bodies cost nothing worth limiting.
+    assert inflated_charge(body_bytes_max // 10, body_bytes_max) == INFLATED_WEIGHT * body_bytes_max
+    assert inflated_charge(100, 9_000) == INFLATED_WEIGHT * 9_000

@@ -61,6 +61,7 @@ async def probe(nodes: SilentNodes, dropped: str = "") -> ProbeCounts:
         upstream=cast(Any, nodes),
         metrics=Metrics(),
         dropped=lambda: [a_route(name) for name in dropped],
+        on_dropped_answer=lambda route, refusal: None,
         on_node_lost=lambda node_id, since_s: None,
         timeout_s=1.0,
         interval_s=2.0,

@@ -20,6 +20,7 @@ from scheduler.decide.cluster import ClusterState, DemandRate
 from scheduler.decide.demand.demand_rates import raise_to_forecast
 from scheduler.decide.placement.fleet.slots import free_memory, residency_allows
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
+from scheduler.decide.placement.search import local_search
 from scheduler.decide.placement.search.blocked_gains import BlockedGain
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
 from scheduler.decide.placement.search.local_search import LocalSearch
@@ -114,6 +115,18 @@ def test_exchanges_leave_minima_that_no_move_or_swap_leaves(seed: int, optimum: 
     while search.exchange():
         pass
     assert total_cost(draft) <= 1.01 * optimum
+
+
+def test_a_plan_that_starts_nothing_fills_the_draft_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = (a_node("ams-1", "ams"), a_node("iad-1", "iad"))
+    cluster = a_cluster(nodes=nodes, deployments=(a_deployment(replicas_min=2),))
+    cluster = after_plan(cluster, plan_deployments(cluster))
+    fills = []
+    monkeypatch.setattr(local_search, "fill", lambda draft, *_: fills.append(draft))
+    plan = plan_deployments(cluster)
+    assert not plan.starts
+    assert not plan.endings
+    assert len(fills) == 1
 
 
 @settings(deadline=None, max_examples=10)

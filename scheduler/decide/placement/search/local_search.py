@@ -133,10 +133,13 @@ class LocalSearch:
         parts += [([state], sites) for state in states]
         for some_states, some_sites in parts:
             for order in FillOrder:
-                if not self._effort.spend(10):
-                    return changed
                 new = [replica for state in some_states for replica in state.new_replicas()]
                 leaving = [replica for replica in new if replica.site in some_sites]
+                # Without any the draft would only be filled again, in vain.
+                if not leaving:
+                    break
+                if not self._effort.spend(10):
+                    return changed
                 changed |= self._rebuild(leaving, order)
         return changed
 
