@@ -29,6 +29,7 @@ from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.config import NodeConfig
+from nodeagent.decide.kv_quota import KvRateLimits
 from nodeagent.decide.reconcile import is_same_spec
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.assignment_file import AssignmentFile
@@ -96,7 +97,11 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
             supervisor,
             PeerReplicaClient(client_tls, monotonic),
             node.cache_salts,
-            kv_bytes_per_s=config.kv_share_bytes_per_s,
+            kv_limits=KvRateLimits(
+                link=config.kv_share_bytes_per_s,
+                deployment=config.kv_share_deployment_bytes_per_s,
+                tenant=config.kv_share_tenant_bytes_per_s,
+            ),
         )
         app = _data_plane_app(server, artifacts, config, node)
         async with _listeners(config, app, supervisor, server_tls) as port:

@@ -56,6 +56,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     download_bytes_per_s: Rate = 0.0  # 0: no limit
     upload_bytes_per_s: Rate = 0.0  # to other nodes; 0: no limit
     kv_share_bytes_per_s: Rate = 0.0  # KV to and from other nodes of the PoP; 0: no limit
+    kv_share_deployment_bytes_per_s: Rate = 0.0  # of that, for each deployment; 0: no limit
+    kv_share_tenant_bytes_per_s: Rate = 0.0  # KV fetched for each tenant; 0: no limit
     uploads_max: Count = 4  # simultaneous uploads to other nodes
     private_sources: bool = False  # allow sources with private addresses or plain http
     hf_url: str = "https://huggingface.co"

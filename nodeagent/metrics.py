@@ -83,6 +83,10 @@ KV_COPIES = Counter(
     "isochrone_node_kv_copies", "Prefixes of which another replica should keep a copy, by outcome.",
     ["outcome"], registry=REGISTRY,
 )  # fmt: skip
+KV_SHARES_REFUSED = Counter(
+    "isochrone_node_kv_shares_refused", "KV not sent to or kept for other nodes, by spent limit.",
+    ["setting"], registry=REGISTRY,
+)  # fmt: skip
 KV_FOUND_TOKENS = Counter(
     "isochrone_node_kv_found_tokens", "Prompt tokens that were cached, by where they were found.",
     ["place"], registry=REGISTRY,

@@ -40,7 +40,7 @@ from nodeagent.api.inference_paths import (
     body_bytes_max,
 )
 from nodeagent.api.kv_address import KvAddressRoute
-from nodeagent.api.kv_sharing import KvSharingRoutes
+from nodeagent.api.kv_sharing import KvSharingRoutes, SharingReplica
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.model_name import with_model_name
 from nodeagent.api.peer_replicas import PeerReplicaClient
@@ -71,13 +71,12 @@ from nodeagent.decide.handoff import (
     choose_handoff,
     is_worth_probing,
 )
-from nodeagent.decide.kv_fetch import LinkBudget
+from nodeagent.decide.kv_quota import NO_KV_LIMITS, KvQuota, KvRateLimits
 from nodeagent.disaggregation.handshake_leg import AnswerContext, NoPrefillReplica
 from nodeagent.drivers.driver import TOKENIZE_PATH
 from nodeagent.host.awake_memory import CannotWake
 from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.host.engine_adapters import AdapterUnavailable, FetchedAdapter
-from nodeagent.host.engines import EngineProcess
 from nodeagent.supervisor import ManagedReplica, Supervisor
 
 log = logging.getLogger(__name__)
@@ -117,16 +116,16 @@ class DataPlaneServer:
         peer_replicas: PeerReplicaClient,
         cache_salts: CacheSalts,
         *,
-        kv_bytes_per_s: float = 0.0,
+        kv_limits: KvRateLimits = NO_KV_LIMITS,
     ) -> None:
-        """`kv_bytes_per_s` limits the KV that is shared with other nodes; 0 is no limit."""
+        """`kv_limits` are for the KV that is shared with other nodes."""
         self._supervisor = supervisor
         self._peer_replicas = peer_replicas
         self._cache_salts = cache_salts
         self._pop_loads = PopLoadReader(peer_replicas.read_loads, monotonic)
-        budget = LinkBudget(kv_bytes_per_s)
-        self._decode_legs = DecodeLegs(peer_replicas, budget)
-        self._kv_sharing = KvSharingRoutes(self._find_engine, peer_replicas, budget, monotonic)
+        quota = KvQuota(kv_limits)
+        self._decode_legs = DecodeLegs(peer_replicas, quota)
+        self._kv_sharing = KvSharingRoutes(self._find_sharing, peer_replicas, quota, monotonic)
         self.is_draining = False
 
     def app(self) -> web.Application:
@@ -147,7 +146,7 @@ class DataPlaneServer:
         await self._kv_sharing.close()
         await self._peer_replicas.close()
 
-    def _find_engine(self, request: web.Request) -> EngineProcess:
+    def _find_sharing(self, request: web.Request) -> SharingReplica:
         """Return the engine of the replica that another node names, if it shares KV."""
         name = ReplicaId(request.headers.get(headers.REPLICA, ""))
         replica = self._supervisor.replicas.get(name)
@@ -159,7 +158,7 @@ class DataPlaneServer:
             or not (engine.sends_kv and replica.spec.engine.share_kv)
         ):
             raise ApiError(ErrorCode.NOT_FOUND, f"cannot share KV: replica {name[:80]!r} has none")
-        return engine
+        return SharingReplica(engine, replica.spec.deployment_id)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         """Main path of a request: find its replica, hand it off or admit it, relay the answer."""

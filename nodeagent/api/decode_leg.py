@@ -17,7 +17,7 @@ from nodeagent.api.handoff_notice import announce_prefill
 from nodeagent.api.inference_paths import GENERATION_PATHS
 from nodeagent.api.kv_sharing import PrefixCopy
 from nodeagent.decide.admission import TokenReservation
-from nodeagent.decide.kv_fetch import LinkBudget
+from nodeagent.decide.kv_quota import KvQuota, KvUser
 from nodeagent.decide.prefill_leg import (
     DecodeLoad,
     ExpectedDecoding,
@@ -42,10 +42,10 @@ and a request that may make engines fail."""
 class DecodeLegs:
     """Opens the prefill legs of the requests at this node's decode replicas."""
 
-    def __init__(self, peers: PrefillPeers, budget: LinkBudget) -> None:
-        """`budget` is the node's for KV of other replicas."""
+    def __init__(self, peers: PrefillPeers, quota: KvQuota) -> None:
+        """`quota` is the node's for KV of other replicas."""
         self._peers = peers
-        self._budget = budget
+        self._quota = quota
         self._fetch_rates = FetchRates()
         self._rates: dict[ReplicaId, TransferRate] = {}
         self._decoding: dict[ReplicaId, ExpectedDecoding] = {}
@@ -114,10 +114,16 @@ class DecodeLegs:
         rate = self._rates.setdefault(own, TransferRate())
         if handshake is not None:
             return HandshakeLeg(handshake, self._peers, rate, leg_request, monotonic)
-        fetcher = PrefixFetcher(
-            engine.http, self._peers, self._fetch_rates, self._budget, monotonic
-        )
+        fetcher = self._fetcher(request, replica, engine)
         return PrefillLeg(engine.http, self._peers, rate, leg_request, monotonic, fetcher)
+
+    def _fetcher(
+        self, request: web.Request, replica: ManagedReplica, engine: EngineProcess
+    ) -> PrefixFetcher:
+        user = KvUser(replica.spec.deployment_id, request.headers.get(headers.CACHE_SALT, ""))
+        return PrefixFetcher(
+            engine.http, self._peers, self._fetch_rates, self._quota, user, monotonic
+        )
 
 
 def answer_context(

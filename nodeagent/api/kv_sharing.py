@@ -19,10 +19,10 @@ from isochrone.service.http_server import read_body
 from isochrone.wire import headers, kv_sharing, kv_transfer
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.headers import PeerReplica
-from isochrone.wire.ids import NodeId
+from isochrone.wire.ids import DeploymentId, NodeId
 from nodeagent import metrics
 from nodeagent.decide.handoff import PeerReplicaLost
-from nodeagent.decide.kv_fetch import LinkBudget
+from nodeagent.decide.kv_quota import KvQuota, KvUser
 from nodeagent.disaggregation.kv_fetch import RelayToPeer
 from nodeagent.host.engines import EngineProcess
 
@@ -37,8 +37,16 @@ COPY_BLOCKS_MIN: Final = 8
 _KEEP: Final = msgspec.msgpack.Decoder(kv_sharing.KeepQuery)
 _LOCATED: Final = msgspec.json.Decoder(kv_sharing.LocatedBlocks)
 
-FindEngine = Callable[[web.Request], EngineProcess]
-"""Returns the engine of the replica that a request names, or raises ApiError."""
+
+class SharingReplica(NamedTuple):
+    """The engine of a replica that shares KV, and the deployment that it counts for."""
+
+    engine: EngineProcess
+    deployment_id: DeploymentId
+
+
+FindReplica = Callable[[web.Request], SharingReplica]
+"""Returns the replica that a request names, or raises ApiError."""
 
 
 class PrefixCopy(NamedTuple):
@@ -54,15 +62,15 @@ class KvSharingRoutes:
 
     def __init__(
         self,
-        find_engine: FindEngine,
+        find_replica: FindReplica,
         peers: RelayToPeer,
-        budget: LinkBudget,
+        quota: KvQuota,
         clock: Callable[[], float],
     ) -> None:
         """`clock` returns monotonic seconds."""
-        self._find_engine = find_engine
+        self._find_replica = find_replica
         self._peers = peers
-        self._budget = budget
+        self._quota = quota
         self._clock = clock
         self._copies: asyncio.Queue[PrefixCopy] = asyncio.Queue(COPIES_QUEUED_MAX)
         self._copying: asyncio.Task[None] | None = None
@@ -121,7 +129,7 @@ class KvSharingRoutes:
 
     async def _locate(self, request: web.Request) -> web.Response:
         """Relay a query to the engine."""
-        engine = self._find_engine(request)
+        engine = self._find_replica(request).engine
         body = await _read_query(request)
         try:
             async with engine.http.post(kv_sharing.LOCATE_PATH, data=body) as answer:
@@ -133,9 +141,10 @@ class KvSharingRoutes:
 
     async def _send(self, request: web.Request) -> web.StreamResponse:
         """Relay an engine's blocks to the node that fetches them."""
-        engine = self._find_engine(request)
+        engine, deployment_id = self._find_replica(request)
+        user = KvUser(deployment_id)
         body = await _read_query(request)
-        self._check_budget()
+        self._check_quota(user)
         first = request.headers.get(kv_transfer.FIRST_BLOCK, "0")
         sent = {kv_transfer.FIRST_BLOCK: first}
         if kv_sharing.COPY in request.headers:
@@ -148,7 +157,7 @@ class KvSharingRoutes:
                 )
                 await response.prepare(request)
                 async for piece in answer.content.iter_any():
-                    self._budget.take(len(piece), self._clock())
+                    self._quota.take(user, len(piece), self._clock())
                     await response.write(piece)
                 await response.write_eof()
                 return response
@@ -162,12 +171,13 @@ class KvSharingRoutes:
 
     async def _keep(self, request: web.Request) -> web.Response:
         """Fetch what this node's engine lacks of a prefix, and keep it."""
-        engine = self._find_engine(request)
+        engine, deployment_id = self._find_replica(request)
+        user = KvUser(deployment_id)
         try:
             query = _KEEP.decode(await _read_query(request))
         except msgspec.DecodeError as error:
             raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot keep KV: {error}") from error
-        self._check_budget()
+        self._check_quota(user)
         if self._keeping.locked():
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
@@ -176,12 +186,14 @@ class KvSharingRoutes:
             )
         try:
             async with self._keeping, asyncio.timeout(COPY_TIMEOUT_S):
-                return await self._fetch_copy(engine, query)
+                return await self._fetch_copy(engine, query, user)
         except TimeoutError as error:
             reason = f"it was not copied within {COPY_TIMEOUT_S:g} s"
             raise ApiError(ErrorCode.UPSTREAM, f"cannot keep KV: {reason}") from error
 
-    async def _fetch_copy(self, engine: EngineProcess, query: kv_sharing.KeepQuery) -> web.Response:
+    async def _fetch_copy(
+        self, engine: EngineProcess, query: kv_sharing.KeepQuery, user: KvUser
+    ) -> web.Response:
         body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=query.digests))
         try:
             async with engine.http.post(kv_sharing.LOCATE_PATH, data=body) as answer:
@@ -207,17 +219,21 @@ class KvSharingRoutes:
             ) as blocks:
                 if blocks.status != 200 or blocks.content_type != kv_transfer.CONTENT_TYPE:
                     raise PeerReplicaLost(f"{query.source.replica_id} answered {blocks.status}")
-                return await self._give_to_engine(engine, lacking, blocks.content)
+                return await self._give_to_engine(engine, lacking, blocks.content, user)
         except (PeerReplicaLost, aiohttp.ClientError, OSError) as error:
             raise ApiError(ErrorCode.UPSTREAM, f"cannot keep KV: {error}") from error
 
     async def _give_to_engine(
-        self, engine: EngineProcess, digests: tuple[bytes, ...], content: aiohttp.StreamReader
+        self,
+        engine: EngineProcess,
+        digests: tuple[bytes, ...],
+        content: aiohttp.StreamReader,
+        user: KvUser,
     ) -> web.Response:
         async def pieces() -> AsyncIterator[bytes]:
             yield b"".join(digests)
             async for piece in content.iter_any():
-                self._budget.take(len(piece), self._clock())
+                self._quota.take(user, len(piece), self._clock())
                 yield piece
 
         sent = {kv_sharing.DIGEST_COUNT: str(len(digests))}
@@ -226,12 +242,19 @@ class KvSharingRoutes:
                 status=kept.status, body=await kept.read(), content_type="application/json"
             )
 
-    def _check_budget(self) -> None:
-        """Raise ApiError 429 if the link's budget for KV is spent."""
-        if self._budget.available(self._clock()) <= 0:
+    def _check_quota(self, user: KvUser) -> None:
+        """Raise ApiError 429 if the link's budget for KV, or the deployment's, is spent."""
+        now_s = self._clock()
+        setting = ""
+        if self._quota.link_bytes(now_s) <= 0:
+            setting = "kv_share_bytes_per_s"
+        elif self._quota.user_bytes(user, now_s) <= 0:
+            setting = "kv_share_deployment_bytes_per_s"
+        if setting:
+            metrics.KV_SHARES_REFUSED.labels(setting).inc()
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
-                "cannot share KV: the link's budget is spent (kv_share_bytes_per_s)",
+                f"cannot share KV: its budget is spent ({setting})",
                 retry_after_s=1.0,
             )
 

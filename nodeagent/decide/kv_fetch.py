@@ -59,7 +59,9 @@ class FetchChoice(StrEnum):
     SLOW = "slow"
     """Computing it takes no longer, as measured."""
     BUDGET = "budget"
-    """The link's budget for KV, or the quota of the deployment or tenant, is spent."""
+    """The link's budget for KV is spent."""
+    QUOTA = "quota"
+    """What the deployment or the tenant may move is spent."""
     BUSY = "busy"
     """As many fetches as may run at a time do."""
     DEADLINE = "deadline"
@@ -88,9 +90,11 @@ class MissingPrefix(NamedTuple):
 
 
 class FetchLimits(NamedTuple):
-    """What a fetch may use: bytes, the fetches that run already, and the time to the deadline."""
+    """What a fetch may use: bytes of the link, and of its deployment and tenant; how many fetches
+    run already; and the time to the deadline."""
 
     budget_bytes: float = inf
+    quota_bytes: float = inf
     running: int = 0
     deadline_s: float = inf
     now_s: float = 0.0
@@ -207,9 +211,11 @@ def plan_fetch(
         wanted = min(holder.blocks, prompt.blocks) - prompt.held_blocks
         if wanted <= 0:
             continue
-        allowed = int(min(float(wanted), limits.budget_bytes // prompt.block_bytes))
+        may_move = min(limits.budget_bytes, limits.quota_bytes)
+        allowed = int(min(float(wanted), may_move // prompt.block_bytes))
         if not allowed:
-            refused = FetchChoice.BUDGET
+            is_link = limits.budget_bytes <= limits.quota_bytes
+            refused = FetchChoice.BUDGET if is_link else FetchChoice.QUOTA
             continue
         compute_s, rate = allowed * prompt.block_s, holder.rate
         fetch_s = rate.predict_s(allowed * prompt.block_bytes)

@@ -25,11 +25,11 @@ from nodeagent.decide.kv_fetch import (
     FetchLimits,
     FetchPlan,
     FetchRate,
-    LinkBudget,
     MissingPrefix,
     PrefixHolder,
     plan_fetch,
 )
+from nodeagent.decide.kv_quota import KvQuota, KvUser
 
 NODES_MAX: Final = 256
 ANSWER_BYTES_MAX: Final = 64 * 1024
@@ -87,14 +87,16 @@ class PrefixFetcher:
         engine: aiohttp.ClientSession,
         peers: RelayToPeer,
         rates: FetchRates,
-        budget: LinkBudget,
+        quota: KvQuota,
+        user: KvUser,
         clock: Callable[[], float],
     ) -> None:
-        """Fetch into `engine`. `clock` returns monotonic seconds."""
+        """Fetch into `engine` for `user`. `clock` returns monotonic seconds."""
         self._engine = engine
         self._peers = peers
         self._rates = rates
-        self._budget = budget
+        self._quota = quota
+        self._user = user
         self._clock = clock
 
     async def fetch(
@@ -128,7 +130,11 @@ class PrefixFetcher:
         )
         now_s = self._clock()
         limits = FetchLimits(
-            self._budget.available(now_s), self._rates.running, deadline_s - now_s, now_s
+            self._quota.link_bytes(now_s),
+            self._quota.user_bytes(self._user, now_s),
+            self._rates.running,
+            deadline_s - now_s,
+            now_s,
         )
         plan = plan_fetch(prompt, found, limits)
         if plan.peer is None:
@@ -188,13 +194,13 @@ class PrefixFetcher:
             blocks = min(plan.blocks, received.total // max(1, expected.block_bytes))
         except asyncio.CancelledError:
             # The request is gone, which says nothing about the node.
-            self._budget.take(received.total, self._clock())
+            self._quota.take(self._user, received.total, self._clock())
             raise
         now_s, rate = self._clock(), self._rates.of(plan.peer.node_id)
         took_s, first_s = now_s - began_s, received.first_at_s - began_s
         learn = rate.record if blocks >= plan.blocks else rate.record_failure
         learn(received.total, took_s, first_s, now_s)
-        self._budget.take(received.total, now_s)
+        self._quota.take(self._user, received.total, now_s)
         metrics.KV_FETCH_SECONDS.observe(now_s - began_s)
         metrics.KV_FETCH_BYTES.inc(received.total)
         return blocks

@@ -37,6 +37,8 @@ from nodeagent.disaggregation.kv_fetch import FetchedPrefix, KvHolders, PrefixFe
 ENGINE_TIMEOUT_S: Final = 5.0
 """For the engine's answer when it is told to begin."""
 
+BEGIN_ATTEMPTS_MAX: Final = 12
+
 FAILED: Final = "failed"
 
 
@@ -224,11 +226,14 @@ class PrefillLeg:
             raise LegRefused("the engine sent no result") from error
 
     async def _begin_alone(self) -> None:
-        """Tell the engine to compute what has not arrived."""
-        with suppress(aiohttp.ClientError, OSError, TimeoutError):
-            async with asyncio.timeout(ENGINE_TIMEOUT_S):
-                async with self._engine.delete(self._path):
-                    pass
+        """Tell the engine to compute what has not arrived.
+
+        An engine that is too busy to answer in time is told again: the request would wait forever.
+        """
+        for _ in range(BEGIN_ATTEMPTS_MAX):
+            with suppress(aiohttp.ClientError, OSError, TimeoutError):
+                async with asyncio.timeout(ENGINE_TIMEOUT_S), self._engine.delete(self._path):
+                    return
 
 
 async def _pieces(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 
 from isochrone.service.http_server import serve_http
+from isochrone.service.logs import setup_logs
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import DeploymentId, DeviceId, ModelId, ReplicaId
@@ -161,4 +162,6 @@ async def serve(setup: NodeSetup) -> None:
 
 
 if __name__ == "__main__":
+    # An engine that is killed leaves its reason there.
+    setup_logs("bench")
     asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=NodeSetup)))

@@ -8,6 +8,8 @@ transfer: blocks of another prompt, tenant or transfer are recognised.
 Rule 1: the reader knows the digests to come from its own tokens. It raises WrongTransfer at the
 first byte that does not fit, so that it never stores more than it asked for.
 Rule 2: only an end frame makes a transfer complete.
+Rule 3: a content is copied once, from the piece that was received to its place in a part of several
+blocks, where the device can take it from.
 """
 
 from collections.abc import Sequence
@@ -47,10 +49,13 @@ class TransferEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReceivedBlock(NamedTuple):
-    """One block that has arrived, by its number in the prompt."""
+    """One block that has arrived, by its number in the prompt.
+
+    Blocks that follow each other mostly lie side by side in one part (TransferReader).
+    """
 
     number: int
-    content: bytes
+    content: memoryview
 
 
 def encode_head(head: TransferHead) -> bytes:
@@ -81,8 +86,12 @@ class TransferReader:
         first_block: int,
         *,
         may_be_shorter: bool = False,
+        part_blocks: int = 1,
     ) -> None:
-        """With `may_be_shorter`, the sender may have no more than the first of the blocks."""
+        """With `may_be_shorter`, the sender may have no more than the first of the blocks.
+
+        Up to `part_blocks` contents lie side by side.
+        """
         self._expected = TransferHead(
             fingerprint=fingerprint,
             block_bytes=block_bytes,
@@ -91,9 +100,16 @@ class TransferReader:
         )
         self._digests = digests
         self._may_be_shorter = may_be_shorter
-        self._buffer = bytearray()
         self._has_head = False
         self._next = first_block
+        self._part_blocks = max(1, part_blocks)
+        self._part = memoryview(b"")
+        self._part_used = 0
+        self._frame = bytearray()
+        """The beginning of the next frame: all of it but the content of a block."""
+        self._content: memoryview | None = None
+        """Where the content goes that is arriving, and how much of it has come."""
+        self._filled = 0
         self.end: TransferEnd | None = None
 
     @property
@@ -103,26 +119,37 @@ class TransferReader:
 
     def feed(self, data: bytes) -> list[ReceivedBlock]:
         """Take received bytes; return the blocks that are complete. Raises WrongTransfer."""
-        self._buffer += data
-        blocks: list[ReceivedBlock] = []
-        start = 0
-        view = memoryview(self._buffer)
-        try:
-            while len(view) - start >= _FRAME_HEAD_BYTES:
-                kind = view[start]
-                length = int.from_bytes(view[start + 1 : start + _FRAME_HEAD_BYTES], "little")
-                self._check_frame(kind, length)
-                payload = start + _FRAME_HEAD_BYTES
-                if len(view) < payload + length:
-                    break
-                block = self._take_frame(kind, view[payload : payload + length])
-                if block is not None:
-                    blocks.append(block)
-                start = payload + length
-        finally:
-            view.release()
-        del self._buffer[:start]
-        return blocks
+        view, blocks, at = memoryview(data), list[ReceivedBlock](), 0
+        while True:
+            if self._content is not None:
+                piece = view[at : at + len(self._content) - self._filled]
+                self._content[self._filled : self._filled + len(piece)] = piece
+                self._filled += len(piece)
+                at += len(piece)
+                if self._filled < len(self._content):
+                    return blocks
+                blocks.append(self._end_block(self._content))
+                continue
+            wanted = self._frame_bytes()
+            lacking = wanted - len(self._frame)
+            self._frame += view[at : at + lacking]
+            at += lacking
+            if len(self._frame) < wanted:
+                return blocks
+            if wanted > _FRAME_HEAD_BYTES or not self._payload_bytes():
+                self._take_frame(self._frame[0], bytes(self._frame[_FRAME_HEAD_BYTES:]))
+
+    def _payload_bytes(self) -> int:
+        return int.from_bytes(self._frame[1:_FRAME_HEAD_BYTES], "little")
+
+    def _frame_bytes(self) -> int:
+        """Return how many bytes of the frame must be there to go on. Raises WrongTransfer."""
+        if len(self._frame) < _FRAME_HEAD_BYTES:
+            return _FRAME_HEAD_BYTES
+        kind, length = self._frame[0], self._payload_bytes()
+        self._check_frame(kind, length)
+        names = DIGEST_BYTES + CHECKSUM_BYTES if kind == _BLOCK else length
+        return _FRAME_HEAD_BYTES + names
 
     def _check_frame(self, kind: int, length: int) -> None:
         """Raise WrongTransfer if no such frame may come now."""
@@ -138,10 +165,13 @@ class TransferReader:
         elif kind not in (_HEAD, _END) or length > _SMALL_FRAME_BYTES_MAX:
             raise WrongTransfer(f"a frame of kind {kind} with {length} bytes")
 
-    def _take_frame(self, kind: int, payload: memoryview) -> ReceivedBlock | None:
+    def _take_frame(self, kind: int, payload: bytes) -> None:
+        """Take a frame, of a block all but its content."""
         try:
             if kind == _BLOCK:
-                return self._take_block(payload)
+                self._begin_block(payload)
+                return
+            self._frame.clear()
             if kind == _HEAD:
                 self._take_head(msgspec.msgpack.decode(payload, type=TransferHead))
             else:
@@ -152,7 +182,6 @@ class TransferReader:
                 self.end = end
         except msgspec.DecodeError as error:
             raise WrongTransfer(f"a malformed frame: {error}") from error
-        return None
 
     def _take_head(self, head: TransferHead) -> None:
         if self._has_head:
@@ -166,14 +195,26 @@ class TransferReader:
             raise WrongTransfer(f"{head.blocks} blocks from number {head.first_block} on")
         self._has_head = True
 
-    def _take_block(self, payload: memoryview) -> ReceivedBlock:
+    def _begin_block(self, names: bytes) -> None:
+        """Check the digest of a block, and prepare the place of its content."""
         number = self._next
-        digest = bytes(payload[:DIGEST_BYTES])
-        content = bytes(payload[DIGEST_BYTES + CHECKSUM_BYTES :])
-        if digest != self._digests[number]:
+        if names[:DIGEST_BYTES] != self._digests[number]:
             raise WrongTransfer(f"block {number} of another prompt")
-        if payload[DIGEST_BYTES : DIGEST_BYTES + CHECKSUM_BYTES] != _checksum(digest, content):
+        size = self._expected.block_bytes
+        if self._part_used == len(self._part):
+            blocks = min(self._part_blocks, len(self._digests) - number)
+            self._part, self._part_used = memoryview(bytearray(blocks * size)), 0
+        self._content = self._part[self._part_used : self._part_used + size]
+        self._part_used += size
+        self._filled = 0
+
+    def _end_block(self, content: memoryview) -> ReceivedBlock:
+        number = self._next
+        names = bytes(self._frame[_FRAME_HEAD_BYTES:])
+        if names[DIGEST_BYTES:] != _checksum(self._digests[number], content):
             raise WrongTransfer(f"block {number} with a wrong checksum")
+        self._frame.clear()
+        self._content = None
         self._next += 1
         return ReceivedBlock(number, content)
 

@@ -200,7 +200,13 @@ class KvReceiver:
     ) -> kv_transfer.ReceivedBlocks:
         fingerprint = await asyncio.to_thread(self._form.fingerprint)
         first = waiting.held.on_device
-        reader = TransferReader(fingerprint, self._form.block_bytes, waiting.wire_digests, first)
+        reader = TransferReader(
+            fingerprint,
+            self._form.block_bytes,
+            waiting.wire_digests,
+            first,
+            part_blocks=self._store_blocks_max,
+        )
 
         async def store(blocks: Sequence[ReceivedBlock]) -> None:
             await self._store(transfer, waiting, blocks)
@@ -223,7 +229,12 @@ class KvReceiver:
         if first >= len(digests):
             raise ApiError(ErrorCode.INVALID_REQUEST, "cannot use KV blocks: none is missing")
         reader = TransferReader(
-            fingerprint, self._form.block_bytes, digests, first, may_be_shorter=True
+            fingerprint,
+            self._form.block_bytes,
+            digests,
+            first,
+            may_be_shorter=True,
+            part_blocks=self._shared_blocks_max,
         )
 
         async def store(blocks: Sequence[ReceivedBlock]) -> None:
@@ -310,9 +321,16 @@ async def read_blocks(
 
 
 def contents_of(blocks: Sequence[ReceivedBlock], form: KvBlockForm) -> torch.Tensor:
-    """Return the contents of blocks [blocks, ...]."""
-    data = bytearray().join(block.content for block in blocks)
-    return torch.frombuffer(data, dtype=form.dtype).view(-1, *form.shape)
+    """Return the contents of blocks [blocks, ...]; not copied if they lie in one part."""
+    first = blocks[0].content
+    part = first.obj
+    flat = torch.frombuffer(part, dtype=torch.uint8)
+    offset = torch.frombuffer(first, dtype=torch.uint8).data_ptr() - flat.data_ptr()
+    size = form.block_bytes * len(blocks)
+    if offset + size > len(flat) or any(block.content.obj is not part for block in blocks):
+        part, offset = bytearray().join(block.content for block in blocks), 0
+        flat = torch.frombuffer(part, dtype=torch.uint8)
+    return flat[offset : offset + size].view(form.dtype).view(-1, *form.shape)
 
 
 def _waiting_prompt(transfer: str, prepared: PreparedRequest) -> WaitingPrompt:

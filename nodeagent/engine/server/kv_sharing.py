@@ -195,8 +195,14 @@ class KvSharing:
         names = await request.content.readexactly(blocks * size)
         digests = [names[start : start + size] for start in range(0, len(names), size)]
         fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        batch = max(1, SHARED_BYTES_MAX // self._form.block_bytes)
         reader = TransferReader(
-            fingerprint, self._form.block_bytes, digests, 0, may_be_shorter=True
+            fingerprint,
+            self._form.block_bytes,
+            digests,
+            0,
+            may_be_shorter=True,
+            part_blocks=batch,
         )
 
         async def store(arrived: Sequence[ReceivedBlock]) -> None:
@@ -205,7 +211,6 @@ class KvSharing:
             await asyncio.wrap_future(self._worker.call(lambda core: _keep(core, named, contents)))
             self.kept_blocks_total += len(named)
 
-        batch = max(1, SHARED_BYTES_MAX // self._form.block_bytes)
         await read_blocks(request.content, reader, batch, store)
         return reader.next_block
 

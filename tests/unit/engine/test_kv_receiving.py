@@ -140,7 +140,9 @@ async def test_one_copy_is_made_between_two_steps_whatever_the_number_of_transfe
     receiver = KvReceiver(form, worker, None, 4)
     prompts = [WaitingPrompt(100, DIGESTS, DIGESTS) for _ in range(3)]
     stores = [
-        asyncio.create_task(receiver._store(str(number), prompt, [ReceivedBlock(0, bytes(BYTES))]))
+        asyncio.create_task(
+            receiver._store(str(number), prompt, [ReceivedBlock(0, memoryview(bytearray(BYTES)))])
+        )
         for number, prompt in enumerate(prompts)
     ]
     for done in range(3):

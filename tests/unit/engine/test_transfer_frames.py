@@ -2,8 +2,11 @@
 
 import hashlib
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +20,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_end,
     encode_head,
 )
+from nodeagent.engine.server.kv_receiving import contents_of
 
 FORM = b"f" * 16
 BYTES = 24
@@ -48,7 +52,7 @@ def test_a_transfer_is_read_at_any_split(cuts: list[int]) -> None:
     for start, end in itertools.pairwise(edges):
         assert reading.end is None or start == len(WHOLE)
         blocks += reading.feed(WHOLE[start:end])
-    assert blocks == [ReceivedBlock(n, CONTENTS[n]) for n in range(1, 5)]
+    assert blocks == [ReceivedBlock(n, memoryview(CONTENTS[n])) for n in range(1, 5)]
     assert reading.end == TransferEnd(cached_tokens=7)
 
 
@@ -69,7 +73,7 @@ def test_a_changed_byte_is_never_taken_for_a_block(at: int, flip: int) -> None:
     except WrongTransfer:
         return
     # A longer length waits for bytes that do not come; a number in the end frame may differ.
-    assert blocks == [ReceivedBlock(n, CONTENTS[n]) for n in range(1, 1 + len(blocks))]
+    assert blocks == [ReceivedBlock(n, memoryview(CONTENTS[n])) for n in range(1, 1 + len(blocks))]
 
 
 @pytest.mark.parametrize(
@@ -101,3 +105,22 @@ def test_an_endless_transfer_is_refused_at_its_first_block_too_many() -> None:
     reading.feed(WHOLE[: -len(encode_end(TransferEnd(cached_tokens=7)))])
     with pytest.raises(WrongTransfer, match="more blocks than the prompt has"):
         reading.feed(block(4))
+
+
+@given(cuts=st.lists(st.integers(0, len(WHOLE)), max_size=8), part=st.integers(1, 6))
+def test_contents_lie_side_by_side_and_are_handed_on_without_a_copy(
+    cuts: list[int], part: int
+) -> None:
+    reading = TransferReader(FORM, BYTES, DIGESTS, 1, part_blocks=part)
+    form: Any = SimpleNamespace(block_bytes=BYTES, dtype=torch.uint8, shape=(BYTES,))
+    blocks: list[ReceivedBlock] = []
+    for start, end in itertools.pairwise([0, *sorted(cuts), len(WHOLE)]):
+        blocks += reading.feed(WHOLE[start:end])
+    for first in range(0, len(blocks), part):
+        group = blocks[first : first + part]
+        contents = contents_of(group, form)
+        assert [bytes(row.tolist()) for row in contents] == [CONTENTS[b.number] for b in group]
+        group[0].content[0] ^= 255
+        assert contents[0][0] == group[0].content[0]
+    # Of two parts they are joined.
+    assert len(contents_of(blocks, form)) == len(blocks)

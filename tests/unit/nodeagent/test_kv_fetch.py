@@ -34,9 +34,13 @@ def rate_of(bytes_per_s: float) -> FetchRate:
 
 
 def limits(
-    budget_bytes: float = inf, running: int = 0, deadline_s: float = inf, now_s: float = 0.0
+    budget_bytes: float = inf,
+    running: int = 0,
+    deadline_s: float = inf,
+    now_s: float = 0.0,
+    quota_bytes: float = inf,
 ) -> FetchLimits:
-    return FetchLimits(budget_bytes, running, deadline_s, now_s)
+    return FetchLimits(budget_bytes, quota_bytes, running, deadline_s, now_s)
 
 
 def a_holder(name: str, blocks: int, bytes_per_s: float = 1e9) -> PrefixHolder:
@@ -82,6 +86,7 @@ def test_a_nearer_holder_of_less_may_save_more() -> None:
         (a_prompt(), [a_holder("a", 90, 125_000)], limits(), FetchChoice.SLOW),
         (a_prompt(token_us=10), [a_holder("a", 90, 1e8)], limits(), FetchChoice.SLOW),
         (a_prompt(), [a_holder("a", 90)], limits(budget_bytes=MEBIBYTE - 1), FetchChoice.BUDGET),
+        (a_prompt(), [a_holder("a", 90)], limits(quota_bytes=MEBIBYTE - 1), FetchChoice.QUOTA),
         (a_prompt(), [a_holder("a", 90)], limits(running=FETCHES_MAX), FetchChoice.BUSY),
         # Computing all that is missing takes 1.44 s.
         (a_prompt(), [a_holder("a", 90)], limits(deadline_s=1.45), FetchChoice.DEADLINE),
