@@ -191,8 +191,7 @@ async def test_keys_are_read_in_pages_and_sorted_as_routers_sort_them(
 async def test_a_key_that_changed_unannounced_is_found_page_by_page(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (keys, publish_routes):
-        monkeypatch.setattr(module, "ROWS_PER_PAGE", 2)
+    monkeypatch.setattr(keys, "ROWS_PER_PAGE", 2)
     scheduler, publish = await a_publisher(pool)
     await add_keys(pool, *(f"k{n}" for n in range(7)))
     await publish.run_once()
