@@ -110,7 +110,7 @@ async def test_what_is_used_at_one_router_is_not_left_at_the_other(routers: TwoR
 async def test_a_tenants_rate_holds_over_its_keys_and_routers(routers: TwoRouters) -> None:
     budget = KeyEntry(
         key_id=budget_id("acme"),
-        secret_sha256=b"",
+        secret_sha256="",
         tenant_id=TenantId("acme"),
         limits=KeyLimits(requests_per_min=LIMIT),
     )
