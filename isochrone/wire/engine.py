@@ -31,6 +31,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Evicted blocks go to `kv_host_bytes` of host memory and `kv_file_bytes` of files below
     `kv_folder`; 0 disables a tier.
 
+    With `sleeps` the copy of the weights that a sleep needs is written at the start, so that the
+    first sleep takes no longer than others.
+
     Speculative decoding: a step verifies at most `draft_tokens_max` drafted tokens per sequence; 0
     disables it. `draft_path` is a draft model with the same vocabulary, or an EAGLE-3 head.
 
@@ -78,6 +81,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drain_s: Seconds = 30.0
     join_s: Seconds = 1800.0
     stall_s: Seconds = 60.0
+    sleeps: bool = False
     group: ReplicaGroup | None = None
     options: dict[str, str] = {}
 

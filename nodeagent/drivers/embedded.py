@@ -92,6 +92,7 @@ class EmbeddedDriver:
             "threads": launch.threads,
             "kv_memory_bytes": launch.spec.engine.kv_memory_bytes or KV_BYTES_UNPLANNED,
             "context_tokens_max": launch.spec.context_tokens,
+            "sleeps": launch.spec.overcommit > 1,
             "options": self._engine_options(launch),
         }
         known = ENGINE_OPTIONS["embedded"].names

@@ -1,12 +1,10 @@
 """Loads the engine of a decoder from its configuration; on a split model, as rank 0."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.architecture.decoder_shape import DecoderShape
@@ -14,6 +12,7 @@ from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.chat.chat_template import ChatTemplate
 from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.core.model_runner import ModelRunner
+from nodeagent.engine.core.parked_model import ParkedModel
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.draft_loading import Eagle3HeadFiles, open_draft
@@ -67,8 +66,7 @@ class LoadedEngine:
     """The modules of the whole model that adapters can change."""
     known: KnownHeader | None
     """The header of the model's GGUF file, to load it again after a sleep."""
-    weight_regions: Callable[[], list[Tensor]]
-    """Returns the memory of all matrices, as `LinearBackend.weight_regions` does."""
+    parked: ParkedModel
 
 
 def load_engine(config: EngineConfig, workers: WorkerGroup | None = None) -> LoadedEngine:
@@ -111,6 +109,9 @@ def load_engine(config: EngineConfig, workers: WorkerGroup | None = None) -> Loa
         _connect_workers(config, workers, communicator, rendezvous, draft)
         executor = Rank0Executor(shard.runner, workers, shape, communicator)
     trim_heap()
+    parked = ParkedModel(shard.weight_regions, Path(config.socket).parent)
+    if config.sleeps and can_sleep(config):
+        parked.prepare()
     return LoadedEngine(
         engine=_build_core(config, executor, shard, shape),
         vocabulary=vocabulary,
@@ -122,7 +123,7 @@ def load_engine(config: EngineConfig, workers: WorkerGroup | None = None) -> Loa
         kv_blocks=block_form(config, shape, kv_format(config)),
         active_adapters=adapters,
         known=source.known if isinstance(source, GgufFile) else None,
-        weight_regions=shard.weight_regions,
+        parked=parked,
     )
 
 

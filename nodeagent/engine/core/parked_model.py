@@ -29,17 +29,25 @@ class ParkedModel:
         self._copy: ParkedMemory | None = None
         self._runner: ModelRunner | None = None
 
+    def prepare(self) -> bool:
+        """Copy the weights, unless that was done; return False where no copy can be made."""
+        regions = self._weight_regions()
+        if self._copy is not None or not regions:
+            return self._copy is not None
+        size_bytes = sum(map(len, regions))
+        try:
+            if disk_usage(self._folder).free < FREE_COPIES_MIN * size_bytes:
+                return False
+            self._copy = ParkedMemory(self._folder, regions)
+        except OSError:
+            return False
+        return True
+
     def park(self, runner: ModelRunner) -> bool:
         """Drop the memory of `runner`; return False, and leave it, where no copy can be made."""
-        regions = self._weight_regions()
-        if not regions:
+        if not self.prepare() or self._copy is None:
             return False
         try:
-            if self._copy is None:
-                size_bytes = sum(map(len, regions))
-                if disk_usage(self._folder).free < FREE_COPIES_MIN * size_bytes:
-                    return False
-                self._copy = ParkedMemory(self._folder, regions)
             self._copy.drop()
             for pages in runner.kv_pages():
                 drop_pages(pages)

@@ -1,8 +1,9 @@
 """Sleep of an idle engine: the memory of the model and of its KV is given back, the process stays.
 
-Weights that the C kernels packed are copied to a file beside the engine's socket once, and read
-back from it. All others are dropped, and loaded from the model's files again. Both stay in the page
-cache as long as the machine has memory for them.
+Weights that the C kernels packed are copied to a file beside the engine's socket once, at the
+start if the config says that it sleeps, and read back from it. All others are dropped, and loaded
+from the model's files again. Both stay in the page cache as long as the machine has memory for
+them.
 
 The paths are vLLM's: `POST /sleep`, `POST /wake_up`, `GET /is_sleeping`.
 
@@ -15,7 +16,6 @@ import asyncio
 import gc
 import logging
 import time
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -25,7 +25,6 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.core.model_runner import ModelRunner
-from nodeagent.engine.core.parked_model import ParkedModel
 from nodeagent.engine.kernels.huge_pages import trim_heap
 from nodeagent.engine.loading import LoadedEngine, can_sleep, reload_runner
 from nodeagent.engine.server.inflight_limit import InflightLimit
@@ -48,7 +47,7 @@ class EngineSleep:
     ) -> None:
         self._config = config
         self._known = loaded.known
-        self._parked = ParkedModel(loaded.weight_regions, Path(config.socket).parent)
+        self._parked = loaded.parked
         self._worker = worker
         self._inflight = inflight
         self._waking: asyncio.Task[None] | None = None

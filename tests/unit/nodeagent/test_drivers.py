@@ -221,6 +221,13 @@ def test_the_embedded_engine_gets_a_valid_config() -> None:
     assert (config.device, config.dtype, config.batch_tokens_max) == ("cpu", "fp32", 64)
     assert (config.kv_host_bytes, config.kv_file_bytes, config.kv_folder) == (4096, 8192, "/kept")
     assert config.socket == command.socket == "/run/r1/engine.sock"
+    assert not config.sleeps
+    launch = a_launch("embedded")
+    launch = msgspec.structs.replace(
+        launch, spec=msgspec.structs.replace(launch.spec, overcommit=4.0)
+    )
+    files = DRIVERS["embedded"].command(launch).files
+    assert msgspec.json.decode(files["config.json"], type=EngineConfig).sleeps
     with pytest.raises(UnknownOption, match="batch_tokens_max"):
         DRIVERS["embedded"].command(a_launch("embedded", batch_tokens_max="many"))
 
