@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from ssl import SSLContext
-from time import monotonic
+from time import monotonic, time
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -40,6 +40,7 @@ from nodeagent.host.link import TransferLink
 from nodeagent.host.peers import PeerFetcher
 from nodeagent.host.sources import ArtifactSources, ClusterOrigin
 from nodeagent.loops.converge import ConvergeJob
+from nodeagent.loops.delete_idle_adapters import DeleteIdleAdapters
 from nodeagent.loops.prefetch import PrefetchJob
 from nodeagent.loops.report import PulseJob, ReportJob
 from nodeagent.node import NodeState
@@ -51,6 +52,8 @@ CONVERGE_INTERVAL_S = 5.0
 PREFETCH_INTERVAL_S = 15.0
 REPORT_INTERVAL_S = 10.0
 PULSE_INTERVAL_S = 2.0
+DELETE_IDLE_INTERVAL_S = 3600.0
+DAY_S = 86_400.0
 
 
 async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
@@ -190,10 +193,12 @@ def _loops(
     converge = Loop("converge", converging.run_once, CONVERGE_INTERVAL_S)
     prefetching = PrefetchJob(node, supervisor, artifacts)
     prefetch = Loop("prefetch", prefetching.run_once, PREFETCH_INTERVAL_S)
+    deleting = DeleteIdleAdapters(supervisor, artifacts, config.adapter_idle_days * DAY_S, time)
+    delete = Loop("delete_idle_adapters", deleting.run_once, DELETE_IDLE_INTERVAL_S, jitter=rng)
     node.nudge_report = report.nudge
     node.nudge_converge = converge.nudge
     node.nudge_prefetch = prefetch.nudge
-    return report, pulse, converge, prefetch
+    return report, pulse, converge, prefetch, delete
 
 
 def _artifact_sources(config: NodeConfig) -> ArtifactSources:

@@ -11,6 +11,7 @@ from nodeagent.drivers.configured_command import ConfiguredCommand
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+Days = Annotated[float, msgspec.Meta(ge=0, le=3650)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Rate = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -53,6 +54,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     # Artifacts: their sources, and limits on disk and network.
     disk_budget_bytes: Count = 200 * 1024**3
+    # Files of LoRA adapters that no request has used for so long are deleted. 0: only for space.
+    adapter_idle_days: Days = 7.0
     download_bytes_per_s: Rate = 0.0  # 0: no limit
     upload_bytes_per_s: Rate = 0.0  # to other nodes; 0: no limit
     kv_share_bytes_per_s: Rate = 0.0  # KV to and from other nodes of the PoP; 0: no limit

@@ -19,7 +19,7 @@ from typing import Final
 
 from isochrone.service.files import sync
 from isochrone.service.threads import run_to_completion
-from isochrone.wire.adapter import CLUSTER_SCHEME
+from isochrone.wire.adapter import ADAPTER_FILES, CLUSTER_SCHEME
 from isochrone.wire.artifact import SCHEMES, check_artifact, check_path
 from isochrone.wire.assignment import PeerSource
 from isochrone.wire.model import Artifact
@@ -143,6 +143,38 @@ class ArtifactStore:
                 self._fetches.pop(artifact.digest, None)
         return target
 
+    async def delete_idle_adapters(self, kept: Collection[str], used_before: float) -> int:
+        """Delete LoRA adapters that were last used before then (Unix time); return how many.
+
+        `kept` are digests that must stay.
+        """
+        deleted = 0
+        for digest in await asyncio.to_thread(self._idle_adapters, used_before):
+            if digest not in kept:
+                async with (
+                    self._fetch_locks.setdefault(digest, asyncio.Lock()),
+                    self._space_lock,
+                ):
+                    deleted += await run_to_completion(self._delete_if_idle, digest, used_before)
+        return deleted
+
+    def _idle_adapters(self, used_before: float) -> list[str]:
+        return [
+            artifact.digest
+            for artifact in self._cached()
+            if artifact.used_at < used_before
+            and {path.name for path in (self._folder / artifact.digest).iterdir()}
+            == set(ADAPTER_FILES)
+        ]
+
+    def _delete_if_idle(self, digest: str, used_before: float) -> bool:
+        """Delete an artifact unless it was used since it was found idle, or has been evicted."""
+        folder = self._folder / digest
+        if not folder.exists() or folder.stat().st_mtime >= used_before:
+            return False
+        self._delete(digest)
+        return True
+
     async def _fetch_files(
         self, artifact: Artifact, target: Path, on_progress: OnProgress, link: TransferLink
     ) -> None:
@@ -217,10 +249,7 @@ class ArtifactStore:
                 f"budget of {self._budget_bytes} beside the artifacts in use or being fetched"
             )
         for digest in evicted:
-            log.info("artifact deleted", extra={"fields": {"digest": digest}})
-            # Renamed first: a half-deleted folder must never count as a complete artifact.
-            partial = (self._folder / digest).rename(self._folder / f"{digest}.partial")
-            shutil.rmtree(partial)
+            self._delete(digest)
         free_bytes = self._free_bytes()
         # The fetch resumes from what an earlier one left.
         needed = artifact.size_bytes - _size_of(self._folder / f"{artifact.digest}.partial")
@@ -232,6 +261,13 @@ class ArtifactStore:
                 f"cannot fetch {artifact.source}: it needs {needed} more bytes and the disk has "
                 f"{free_bytes} free"
             )
+
+    def _delete(self, digest: str) -> None:
+        """Delete a complete artifact."""
+        log.info("artifact deleted", extra={"fields": {"digest": digest}})
+        # Renamed first: a half-deleted folder must never count as a complete artifact.
+        partial = (self._folder / digest).rename(self._folder / f"{digest}.partial")
+        shutil.rmtree(partial)
 
     def _free_bytes(self) -> int:
         """Return the free disk space that remains when all current fetches are complete."""

@@ -84,6 +84,11 @@ class EngineAdapters:
         """The digests of files that must stay on disk."""
         return {*self._table.digests, *self._fetched}
 
+    @property
+    def requested(self) -> Collection[str]:
+        """The digests of files that requests need now."""
+        return self._fetched.keys()
+
     @asynccontextmanager
     async def fetched(
         self, adapter: RequestAdapter, fetch: Fetch

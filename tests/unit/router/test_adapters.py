@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from isochrone.wire.adapter import (
@@ -15,10 +16,19 @@ from isochrone.wire.adapter import (
     parse_request_adapter,
 )
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import DeploymentId, ModelId, ReplicaId, TenantId
+from isochrone.wire.ids import (
+    ClusterId,
+    DeploymentId,
+    Epoch,
+    Generation,
+    ModelId,
+    ReplicaId,
+    TenantId,
+)
 from isochrone.wire.model import Artifact, ArtifactFile
-from isochrone.wire.routes import DeploymentEntry
+from isochrone.wire.routes import DeploymentEntry, KeyTable, RouteTable
 from router.decide.adapters import LOAD_BASE_MS, AdapterDirectory, AdapterPlaces
+from router.decide.route_directory import RouteDirectory
 
 ARTIFACT = Artifact(
     source="cluster:adapters/ft-1",
@@ -136,3 +146,34 @@ def test_headers_are_read_as_they_were_written() -> None:
     for value in ("", "?", "AAAA", format_request_adapter(adapter)[:-8]):
         with pytest.raises(MalformedAdapter):
             parse_request_adapter(value)
+
+
+@pytest.mark.parametrize(
+    ("model", "base"),
+    [
+        ("llama", "llama"),
+        ("llama:mine", "llama"),
+        ("llama:v2", "llama:v2"),
+        ("llama:v2:mine", "llama:v2"),
+        ("other:mine", "other:mine"),
+        (":mine", ":mine"),
+        ("", ""),
+    ],
+)
+def test_a_model_names_a_deployment_and_perhaps_an_adapter(model: str, base: str) -> None:
+    directory = RouteDirectory()
+    named_with_colon = msgspec.structs.replace(
+        LLAMA, deployment_id=DeploymentId("d2"), name="llama:v2"
+    )
+    directory.adopt(
+        RouteTable(
+            cluster_id=ClusterId("c"),
+            generation=Generation(1),
+            epoch=Epoch(1),
+            pops=(),
+            deployments=(LLAMA, named_with_colon),
+            routes=(),
+            keys=KeyTable(),
+        )
+    )
+    assert directory.base_of(model) == base

@@ -1,0 +1,46 @@
+"""Deletes the files of LoRA adapters that no request has used for a while.
+
+No router names a deleted adapter any more, so its files leave every node after that time. Those of
+another adapter are fetched again with its next request, also if the engine has it loaded: every
+request fetches what is missing first.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.supervisor import Supervisor
+
+
+class IdleAdapterCounts(NamedTuple):
+    """How many adapters' files one turn deleted."""
+
+    deleted: int
+
+
+class DeleteIdleAdapters:
+    """Leaves alone what a request uses now, and what a replica has as its model."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        artifacts: ArtifactStore,
+        idle_s: float,
+        unix_clock: Callable[[], float],
+    ) -> None:
+        """Delete what was not used for `idle_s`; nothing if that is 0."""
+        self._supervisor = supervisor
+        self._artifacts = artifacts
+        self._idle_s = idle_s
+        self._unix_clock = unix_clock
+
+    async def run_once(self) -> IdleAdapterCounts:
+        """Delete the files of each idle adapter."""
+        if not self._idle_s:
+            return IdleAdapterCounts(0)
+        replicas = self._supervisor.replicas.values()
+        in_use = {one.spec.artifact.digest for one in replicas}
+        for one in replicas:
+            in_use.update(one.adapters.requested)
+        used_before = self._unix_clock() - self._idle_s
+        return IdleAdapterCounts(await self._artifacts.delete_idle_adapters(in_use, used_before))
