@@ -78,8 +78,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     batches: BatchLimits = BatchLimits()
 
-    # LoRA adapters that clients upload (`/ai/finetunes`), also kept in `batch_folder`: `[adapters]`
-    # in TOML, with the fields of AdapterLimits.
+    # LoRA adapters that clients upload (`/ai/finetunes`), kept where files of batches are:
+    # `[adapters]` in TOML, with the fields of AdapterLimits.
     adapters: AdapterLimits = AdapterLimits()
 
     # Stored responses and conversations of the public API, in the database: `[responses]` in TOML,
