@@ -165,7 +165,7 @@ class ApiDispatcher:
             )
         if is_queued_run(request, path):
             assert request.key is not None
-            self._openai.deployment(model_of(path) or "", request.key)
+            self._openai.base_deployment(model_of(path) or "", request.key)
             return answer_queued_run(self._batches, request, path, client)
         if path in MEDIA_PATHS:
             return self._media.answer(request, path, client)

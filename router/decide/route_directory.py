@@ -84,6 +84,15 @@ class RouteDirectory:
         """Return the deployment that clients call `name`."""
         return self._deployments_by_name.get(name)
 
+    def base_of(self, model: str) -> str:
+        """Return the name of the deployment in `model`, which is one or `deployment:adapter`.
+
+        A model that names no deployment is returned as it is.
+        """
+        base = model.rpartition(":")[0]
+        is_adapter = base in self._deployments_by_name and model not in self._deployments_by_name
+        return base if is_adapter else model
+
     def route(self, replica_id: ReplicaId) -> Route | None:
         """Return the route to a replica, None if the table does not have it."""
         return self._routes.get(replica_id)

@@ -138,7 +138,7 @@ class AnswerBatches:
         leased = _LEASED.decode(body)
         self._drop(leased.lost)
         for item in leased.items:
-            name = _model_of(item.body)
+            name = self._fleet.directory.base_of(_model_of(item.body))
             self._work.setdefault(name, DeploymentWork()).waiting.append(item)
         return len(leased.items)
 

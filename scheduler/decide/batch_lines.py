@@ -1,9 +1,11 @@
 """Reads the lines of a batch's input file: what each asks for, or why it fails alone. Pure."""
 
+from collections.abc import Set
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from isochrone.wire.errors import MEANINGS, ErrorCode
 from isochrone.wire.json_body import UnsafeJson, check_json_body
 
 ENDPOINTS: Final = (
@@ -28,20 +30,31 @@ class BatchLine(msgspec.Struct, frozen=True):
 
 
 class ParsedLine(NamedTuple):
-    """A line's id and model; or its error, which answers it without a request."""
+    """A line's id and deployment; or its error, which answers it without a request."""
 
     custom_id: str = ""
-    model: str = ""
+    deployment: str = ""
     error_code: str = ""
     message: str = ""
 
 
 _LINE: Final = msgspec.json.Decoder(BatchLine)
 _TEXT: Final = msgspec.json.Decoder(str)
+UNANSWERED_NUMBER: Final = 5000
+"""Of a queued run that was cancelled, that expired, or that could not be read."""
+
+_NUMBERS: Final = {code.value: MEANINGS[code].number for code in ErrorCode}
+"""Workers AI's number of each error."""
 
 
-def parse_line(line: bytes, endpoint: str, model: str) -> ParsedLine:
-    """Read one line of a batch for `endpoint`; `model` is that of the lines before, or empty."""
+def parse_line(
+    line: bytes, endpoint: str, deployment: str, known_deployments: Set[str]
+) -> ParsedLine:
+    """Read one line of a batch for `endpoint`.
+
+    `deployment` is that of the lines before, empty if there are none. A line may name an adapter,
+    too (`deployment:adapter`): the router that answers it knows whether its tenant may use that.
+    """
     try:
         check_json_body(line)
         given = _LINE.decode(line)
@@ -60,13 +73,25 @@ def parse_line(line: bytes, endpoint: str, model: str) -> ParsedLine:
     except msgspec.DecodeError:
         message = "cannot use 'body.model': expected the name of a model"
         return ParsedLine(custom_id, error_code="model_not_found", message=message)
-    if model and named != model:
-        message = f"cannot use the model {named[:60]!r}: the lines before name {model!r}"
+    base = deployment_of(named, known_deployments)
+    if not base:
+        message = f"cannot find the model {named[:60]!r}: it does not exist"
+        return ParsedLine(custom_id, error_code="model_not_found", message=message)
+    if deployment and base != deployment:
+        message = f"cannot use the model {named[:60]!r}: the lines before name {deployment!r}"
         return ParsedLine(custom_id, error_code="mismatched_model", message=message)
     if bytes(given.body.get("stream", b"false")) not in (b"false", b"null"):
         message = "cannot use 'body.stream': answers of a batch are not streamed"
         return ParsedLine(custom_id, error_code="invalid_request", message=message)
-    return ParsedLine(custom_id, named)
+    return ParsedLine(custom_id, base)
+
+
+def deployment_of(model: str, known: Set[str]) -> str:
+    """Return the known deployment that `model` names, alone or as `deployment:adapter`; or ''."""
+    if model in known:
+        return model
+    base = model.rpartition(":")[0]
+    return base if base in known else ""
 
 
 def request_body(line: bytes) -> bytes:
@@ -100,12 +125,14 @@ def run_response(line: bytes) -> dict[str, Any]:
     number, _, reference = (given["custom_id"] or "0 ").partition(" ")
     response = {"id": int(number), "external_reference": reference or None}
     if given["error"] is not None:
-        error = {"code": 5000, "message": f"AiError: {given['error']['message']}"}
+        number = _NUMBERS.get(given["error"]["code"], UNANSWERED_NUMBER)
+        error = {"code": number, "message": f"AiError: {given['error']['message']}"}
         return {**response, "result": None, "success": False, "errors": [error]}
     body = given["response"]["body"]
     if not isinstance(body, dict) or "success" not in body:
-        message = (body.get("error") or {}).get("message") if isinstance(body, dict) else body
-        error = {"code": given["response"]["status_code"], "message": f"AiError: {message}"}
+        openai_error = (body.get("error") or {}) if isinstance(body, dict) else {"message": body}
+        number = _NUMBERS.get(str(openai_error.get("code")), given["response"]["status_code"])
+        error = {"code": number, "message": f"AiError: {openai_error.get('message')}"}
         return {**response, "result": None, "success": False, "errors": [error]}
     return {
         **response,

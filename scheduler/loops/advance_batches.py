@@ -36,6 +36,7 @@ from scheduler.store.batches import (
     open_batches,
     start_batch,
 )
+from scheduler.store.deployments import deployment_names
 from scheduler.store.pool import Pool, transaction, using
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,9 @@ class AdvanceBatches:
             await self._fail(batch, "file_not_found", "the input file was deleted")
             return False
         with source:
-            lines = BatchInput(source, batch.endpoint)
+            async with using(self._pool) as connection:
+                known = await deployment_names(connection)
+            lines = BatchInput(source, batch.endpoint, known)
             try:
                 async with transaction(self._pool) as connection:
                     while items := await lines.next_items():
@@ -146,7 +149,7 @@ class AdvanceBatches:
                     if not await start_batch(
                         connection,
                         batch.batch_id,
-                        deployment=lines.model,
+                        deployment=lines.deployment,
                         total=lines.lines,
                         failed=failed,
                     ):

@@ -1,6 +1,7 @@
 """Reads a batch's input file line by line, a part at a time, in a thread."""
 
 import asyncio
+from collections.abc import Set
 from typing import BinaryIO, Final
 
 from isochrone.wire.batches import ITEM_BYTES_MAX
@@ -13,13 +14,14 @@ PART_BYTES_MAX: Final = 16 * 1024 * 1024
 
 
 class BatchInput:
-    """An open input file. `model` is the model of its lines, empty until one names it."""
+    """An open input file. `deployment` is that of its lines, empty until one names it."""
 
-    def __init__(self, source: BinaryIO, endpoint: str) -> None:
-        self.model = ""
+    def __init__(self, source: BinaryIO, endpoint: str, known_deployments: Set[str]) -> None:
+        self.deployment = ""
         self.lines = 0
         self._source = source
         self._endpoint = endpoint
+        self._known = known_deployments
         self._offset = 0
 
     async def next_items(self) -> list[NewItem]:
@@ -49,8 +51,8 @@ class BatchInput:
         if is_too_long:
             message = f"cannot read the line: it has more than {ITEM_BYTES_MAX} bytes"
             return NewItem(self.lines, "", offset, 0, "request_too_large", message)
-        parsed = parse_line(line, self._endpoint, self.model)
-        self.model = self.model or parsed.model
+        parsed = parse_line(line, self._endpoint, self.deployment, self._known)
+        self.deployment = self.deployment or parsed.deployment
         return NewItem(
             self.lines, parsed.custom_id, offset, len(line), parsed.error_code, parsed.message
         )

@@ -44,6 +44,12 @@ async def get_deployment_by_name(connection: Connection, name: str) -> Deploymen
     return _deployment(row) if row else None
 
 
+async def deployment_names(connection: Connection) -> frozenset[str]:
+    """Return what clients call the deployments."""
+    rows = await connection.fetch("SELECT name FROM deployment WHERE deleted_at IS NULL")
+    return frozenset(row["name"] for row in rows)
+
+
 async def lock_deployment(connection: Connection, deployment_id: str) -> None:
     """Lock a deployment until the transaction ends: no other may change it or begin a rollout.
 

@@ -133,6 +133,10 @@ class OpenAiSurface:
             )
         return entry
 
+    def base_deployment(self, model: str, key: KeyEntry) -> DeploymentEntry:
+        """Return the deployment in `model`, also in `deployment:adapter`. Raises ApiError 404."""
+        return self.deployment(self._fleet.directory.base_of(model), key)
+
     def only_deployment(self, kind: str, key: KeyEntry) -> DeploymentEntry:
         """Return the only deployment of a kind that a key may use. Raises ApiError 400."""
         found = [
@@ -239,13 +243,11 @@ class OpenAiSurface:
         A `name` is a deployment's, or `deployment:adapter`. Raises ApiError.
         """
         directory = self._fleet.directory
-        base, _, adapter_name = name.rpartition(":")
-        has_adapter = bool(base) and (
-            directory.deployment(name) is None and directory.deployment(base) is not None
-        )
-        deployment = self.deployment_of_kind(base if has_adapter else name, key, path, kind)
+        base = directory.base_of(name)
+        deployment = self.deployment_of_kind(base, key, path, kind)
         adapter = None
-        if has_adapter:
+        if base != name:
+            adapter_name = name[len(base) + 1 :]
             adapter = directory.adapters.find(adapter_name, key.tenant_id, deployment)
         return NamedModel(deployment, adapter)
 

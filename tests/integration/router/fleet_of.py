@@ -177,7 +177,7 @@ async def a_bench(
             open_router(a_config(folder, **config), an_identity(folder))
         )
         key = a_key(limits=limits or KeyLimits())
-        app.fleet.adopt(a_table([a_route(node, **(route or {})) for node in nodes], keys=[key]))
+        app.follower.accept(a_table([a_route(node, **(route or {})) for node in nodes], keys=[key]))
         http = await stack.enter_async_context(
             aiohttp.ClientSession(headers={"authorization": f"Bearer {KEY}"})
         )

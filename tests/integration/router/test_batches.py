@@ -13,12 +13,16 @@ import openai
 import pytest
 
 from isochrone.service.joining import join
+from isochrone.wire import headers
+from isochrone.wire.adapter import CONFIG_FILE, AdapterEntry, parse_request_adapter
 from isochrone.wire.control import PeerRole
-from isochrone.wire.ids import KeyId, TenantId
+from isochrone.wire.ids import Generation, KeyId, ModelId, TenantId
 from isochrone.wire.keys import format_key
+from isochrone.wire.model import Artifact, ArtifactFile
 from router.app import RouterApp, open_router
 from scheduler.store.pool import Pool, using
 from tests.integration.admin.conftest import Admin, admin
+from tests.integration.router.catalogue import add_deployment
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY, a_config, a_key, a_route, a_table
 from tests.system.harness import until
@@ -104,6 +108,7 @@ async def a_client(url: str, key: str) -> AsyncIterator[openai.AsyncOpenAI]:
 @pytest.fixture
 async def bench(admin: Admin, tmp_path: Path) -> AsyncIterator[BatchBench]:
     await admin.pop()
+    await add_deployment(admin, "tiny", "embedded", "tiny")
     body = {"pop": "ams", "role": "router"}
     token = (await admin.ask("POST", "/v1/join-tokens", body)).body["token"]
     identity = await join(
@@ -120,7 +125,8 @@ async def bench(admin: Admin, tmp_path: Path) -> AsyncIterator[BatchBench]:
         app = await stack.enter_async_context(open_router(config, identity))
 
         async def has_table() -> bool:
-            return app.fleet.directory.table is not None and bool(app.batch_client.access.token)
+            is_known = app.fleet.directory.deployment("tiny") is not None
+            return is_known and bool(app.batch_client.access.token)
 
         await until("the router has a table", has_table, WAIT_S)
         keys = [a_key(), msgspec.structs.replace(a_key(OTHER_KEY), tenant_id=TenantId("other"))]
@@ -156,7 +162,7 @@ async def test_a_batch_is_answered_line_by_line(bench: BatchBench) -> None:
     errors = await bench.lines(batch.error_file_id)
     codes = [(line["error"] or {}).get("code") for line in errors]
     assert codes == [
-        *("invalid_json_line", "duplicate_custom_id", "mismatched_model", "invalid_request"),
+        *("invalid_json_line", "duplicate_custom_id", "model_not_found", "invalid_request"),
         *(None, "invalid_url"),
     ]
     assert errors[4]["response"]["status_code"] == 400
@@ -204,11 +210,11 @@ async def test_files_belong_to_their_tenant(bench: BatchBench) -> None:
 
 async def test_workers_ai_queues_runs(bench: BatchBench) -> None:
     url = f"http://127.0.0.1:{bench.app.port}/client/v4/accounts/acme/ai/run/tiny"
-    headers = {"authorization": f"Bearer {KEY}"}
+    authorization = {"authorization": f"Bearer {KEY}"}
 
     async def ask(body: Any, status: int = 200) -> Any:
         async with (
-            aiohttp.ClientSession(headers=headers) as http,
+            aiohttp.ClientSession(headers=authorization) as http,
             http.post(f"{url}?queueRequest=true", json=body) as response,
         ):
             assert response.status == status
@@ -244,6 +250,100 @@ async def test_workers_ai_queues_runs(bench: BatchBench) -> None:
     assert (await ask({"request_id": "batch_none"}, 404))[0]["code"] == 7003
     assert (await ask({}, 400))[0]["code"] == 5006
     assert (await ask({"requests": [{"external_reference": 3}]}, 400))[0]["code"] == 5006
+
+
+async def run_queued(bench: BatchBench, *requests: Any, model: str = "tiny") -> list[Any]:
+    """Queue requests as Workers AI's clients do; return the responses."""
+    url = f"http://127.0.0.1:{bench.app.port}/client/v4/accounts/acme/ai/run/{model}"
+    async with aiohttp.ClientSession(headers={"authorization": f"Bearer {KEY}"}) as http:
+
+        async def ask(body: Any) -> Any:
+            async with http.post(f"{url}?queueRequest=true", json=body) as response:
+                answer = await response.json()
+                assert response.status == 200, answer
+                return answer["result"]
+
+        queued = await ask({"requests": requests})
+
+        async def has_responses() -> Any:
+            return (await ask({"request_id": queued["request_id"]})).get("responses")
+
+        answered: list[Any] = await until("the runs are answered", has_responses, WAIT_S)
+        return answered
+
+
+def adopt_adapters(bench: BatchBench) -> None:
+    """Let the router know an adapter of each tenant."""
+    artifact = Artifact(
+        source="cluster:adapters/ft-1",
+        files=(ArtifactFile(path=CONFIG_FILE, size_bytes=1, sha256="a" * 64),),
+        digest="b" * 64,
+    )
+    adapters = tuple(
+        AdapterEntry(
+            adapter_id=adapter_id,
+            name=name,
+            tenant_id=TenantId(tenant),
+            model_id=ModelId("m"),
+            rank=4,
+            artifact=artifact,
+        )
+        for adapter_id, name, tenant in (("ft-1", "mine", "acme"), ("ft-2", "theirs", "other"))
+    )
+    table = bench.app.fleet.directory.table
+    assert table is not None
+    deployments = tuple(
+        msgspec.structs.replace(entry, adapter_rank_max=16) for entry in table.deployments
+    )
+    bench.app.fleet.adopt(
+        msgspec.structs.replace(
+            table,
+            adapters=adapters,
+            deployments=deployments,
+            generation=Generation(table.generation + 1),
+        )
+    )
+
+
+def adapters_used(node: FakeNode) -> list[str]:
+    """Return the adapters of a node's requests, empty for those without one, in any order."""
+    sent = [given.get(headers.ADAPTER) for given in node.request_headers]
+    return sorted(parse_request_adapter(one).adapter_id if one else "" for one in sent)
+
+
+async def test_a_line_names_an_adapter_of_its_tenant(bench: BatchBench) -> None:
+    adopt_adapters(bench)
+    batch = await bench.run(
+        a_line("by name", model="tiny:mine"),
+        a_line("by id", model="tiny:ft-1"),
+        a_line("plain"),
+        a_line("of another tenant", model="tiny:theirs"),
+        a_line("deleted", model="tiny:ft-gone"),
+    )
+    output = await bench.lines(batch.output_file_id)
+    assert [line["custom_id"] for line in output] == ["by name", "by id", "plain"]
+    assert adapters_used(bench.node) == ["", "ft-1", "ft-1"]
+    errors = await bench.lines(batch.error_file_id)
+    for line, name in zip(errors, ("theirs", "ft-gone"), strict=True):
+        assert line["response"]["status_code"] == 404
+        error = line["response"]["body"]["error"]
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert f"cannot find the adapter '{name}'" in error["message"]
+
+
+async def test_a_queued_run_names_an_adapter_of_its_tenant(bench: BatchBench) -> None:
+    adopt_adapters(bench)
+    names = ("mine", "ft-1", "theirs", "gone")
+    responses = await run_queued(bench, *[{"prompt": "hi", "lora": name} for name in names])
+    assert [one["success"] for one in responses] == [True, True, False, False]
+    assert adapters_used(bench.node) == ["ft-1", "ft-1"]
+    for response, name in zip(responses[2:], names[2:], strict=True):
+        (error,) = response["errors"]
+        assert error["code"] == 3042
+        assert f"cannot find the adapter '{name}'" in error["message"]
+    (response,) = await run_queued(bench, {"prompt": "hi"}, model="tiny:mine")
+    assert response["success"]
+    assert adapters_used(bench.node) == ["ft-1"] * 3
 
 
 async def test_large_files_are_streamed(bench: BatchBench) -> None:

@@ -16,8 +16,9 @@ from isochrone.wire.control import PeerRole
 from router.app import RouterApp, open_router
 from scheduler.decide.adapter_limits import AdapterLimits
 from tests.integration.admin.conftest import Admin, admin
+from tests.integration.router.catalogue import add_deployment
 from tests.integration.router.fleet_of import a_config
-from tests.lora_files import DIMENSIONS, adapter_shapes, config_file, weights_file
+from tests.lora_files import adapter_shapes, config_file, weights_file
 from tests.system.harness import until
 
 __all__ = ["admin"]
@@ -105,29 +106,8 @@ async def bench(admin: Admin, tmp_path: Path) -> AsyncIterator[FinetuneBench]:
 
 async def add_deployments(admin: Admin) -> None:
     """Add one deployment that takes adapters, and one that does not."""
-    for model_id, driver in (("tiny", "embedded"), ("plain", "mock")):
-        files = [{"path": "model.safetensors", "size_bytes": 1, "sha256": "a" * 64}]
-        body: dict[str, Any] = {
-            "model_id": model_id,
-            "architecture": "LlamaForCausalLM",
-            "artifact": {"source": "file:/nowhere", "files": files, "digest": "0" * 64},
-            "context_tokens": 512,
-            "weights_bytes": 1,
-            "shape": DIMENSIONS,
-        }
-        refused = await admin.ask("PUT", f"/v1/models/{model_id}", body)
-        body["artifact"]["digest"] = refused.body["error"]["message"][-64:]
-        answer = await admin.ask("PUT", f"/v1/models/{model_id}", body)
-        assert answer.status == 200, answer
-        body = {
-            "deployment_id": model_id,
-            "model_id": model_id,
-            "name": f"@cf/meta/{model_id}",
-            "engine": {"driver": driver},
-            "policy": {"replicas_min": 0},
-        }
-        answer = await admin.ask("POST", "/v1/deployments", body)
-        assert answer.status == 201, answer
+    await add_deployment(admin, "tiny", "embedded", MODEL)
+    await add_deployment(admin, "plain", "mock", "@cf/meta/plain")
 
 
 async def test_an_adapter_is_uploaded_and_listed(bench: FinetuneBench) -> None:

@@ -13,11 +13,13 @@ from scheduler.decide.batch_lines import (
     parse_line,
     request_body,
     result_line,
+    run_response,
 )
 from scheduler.decide.batch_shares import WaitingBatch, share_items
 from scheduler.state.batch_input import BatchInput
 
 CHAT = "/v1/chat/completions"
+KNOWN = {"m", "other"}
 
 
 def a_line(**fields: Any) -> bytes:
@@ -39,19 +41,49 @@ def a_line(**fields: Any) -> bytes:
         (a_line(body={}), "model_not_found"),
         (a_line(body={"model": 3}), "model_not_found"),
         (a_line(body={"model": "other"}), "mismatched_model"),
+        (a_line(body={"model": "other:mine"}), "mismatched_model"),
+        (a_line(body={"model": "none"}), "model_not_found"),
+        (a_line(body={"model": "none:mine"}), "model_not_found"),
         (a_line(body={"model": "m", "stream": True}), "invalid_request"),
     ],
 )
 def test_a_line_that_cannot_be_used_has_its_own_error(line: bytes, code: str) -> None:
-    parsed = parse_line(line, CHAT, "m")
+    parsed = parse_line(line, CHAT, "m", KNOWN)
     assert parsed.error_code == code
     assert parsed.message.startswith("cannot")
 
 
 def test_a_line_names_its_model_and_has_a_body() -> None:
-    assert parse_line(a_line(), CHAT, "") == ParsedLine("a", "m")
+    assert parse_line(a_line(), CHAT, "", KNOWN) == ParsedLine("a", "m")
     assert json.loads(request_body(a_line())) == {"model": "m", "messages": []}
-    assert parse_line(a_line(body={"model": "m", "stream": False}), CHAT, "m").error_code == ""
+    unstreamed = a_line(body={"model": "m", "stream": False})
+    assert parse_line(unstreamed, CHAT, "m", KNOWN).error_code == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "deployment"),
+    [("m", "m"), ("m:mine", "m"), ("m:v2", "m:v2"), ("m:v2:mine", "m:v2"), (":m", ""), ("x:m", "")],
+)
+def test_a_line_may_name_an_adapter_of_its_deployment(model: str, deployment: str) -> None:
+    line = a_line(body={"model": model})
+    assert parse_line(line, CHAT, "", KNOWN | {"m:v2"}).deployment == deployment
+
+
+@pytest.mark.parametrize(
+    ("code", "number"), [("model_not_found", 3042), ("invalid_request", 5006), ("x", 404)]
+)
+def test_an_error_of_a_queued_run_has_workers_ai_s_number(code: str, number: int) -> None:
+    error = json.dumps({"error": {"message": "why", "code": code}}).encode()
+    line = result_line(item_id="i", custom_id="3 mine", status_code=404, request_id="r", body=error)
+    assert run_response(line) == {
+        "id": 3,
+        "external_reference": "mine",
+        "result": None,
+        "success": False,
+        "errors": [{"code": number, "message": "AiError: why"}],
+    }
+    unanswered = error_line(item_id="i", custom_id="3 mine", code=code, message="why")
+    assert run_response(unanswered)["errors"][0]["code"] == (number if code != "x" else 5000)
 
 
 def test_lines_of_output_and_error_files() -> None:
@@ -73,13 +105,13 @@ async def test_an_input_is_read_in_parts_with_the_place_of_each_line() -> None:
     texts = [a_line(custom_id=str(number)) for number in range(12_000)]
     texts[7] = b"x" * (ITEM_BYTES_MAX + 20_000_000)
     whole = b"\r\n\n".join(texts)
-    lines = BatchInput(io.BytesIO(whole), CHAT)
+    lines = BatchInput(io.BytesIO(whole), CHAT, KNOWN)
     items = []
     while part := await lines.next_items():
         items += part
     assert [item.line for item in items] == list(range(1, 12_001))
     assert items[7].error_code == "request_too_large"
-    assert (lines.model, lines.lines) == ("m", 12_000)
+    assert (lines.deployment, lines.lines) == ("m", 12_000)
     for number in (0, 6, 8, 11_999):
         item = items[number]
         place = slice(item.byte_offset, item.byte_offset + item.byte_length)

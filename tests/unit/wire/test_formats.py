@@ -18,7 +18,7 @@ from isochrone.service import files
 from isochrone.wire.control import register_payload
 from isochrone.wire.ids import BootId, ClusterId
 from isochrone.wire.key_table import decode_hook, encode_hook
-from ops.golden.make_formats import FILE, TO_ALL, TO_SCHEDULERS, fields_of
+from ops.golden.make_formats import FILE, TO_ALL, TO_SCHEDULERS, fields_of, formats
 from router.usage_journal import UsageJournal
 from scheduler.store.migrate import read_migrations
 
@@ -40,6 +40,28 @@ def agrees(written: Any, read: Any) -> bool:
         # A named tuple with a new field, which has a default, is longer now.
         return len(written) <= len(read) and all(map(agrees, written, read))
     return bool(written == read)
+
+
+def test_the_formats_of_this_release_can_be_made() -> None:
+    made = formats()
+    for kind in (*TO_SCHEDULERS, *TO_ALL):
+        for written in made[kind.__name__].values():
+            read = msgspec.json.decode(json.dumps(written), type=kind, dec_hook=decode_hook)
+            assert agrees(written, json.loads(msgspec.json.encode(read, enc_hook=encode_hook)))
+    # A release only adds: each field that the one before wrote has its sample.
+    lost = [
+        name for name in BEFORE if name != "asked_for" and lost_fields(BEFORE[name], made[name])
+    ]
+    assert not lost
+
+
+def lost_fields(before: Any, today: Any) -> bool:
+    """Return whether a field of `before` is missing today, or has another value."""
+    if isinstance(before, Mapping):
+        return any(name not in today or lost_fields(before[name], today[name]) for name in before)
+    if isinstance(before, list):
+        return len(before) > len(today) or any(map(lost_fields, before, today))
+    return bool(before != today)
 
 
 def test_required_fields_of_the_previous_release_are_written() -> None:
