@@ -2,8 +2,10 @@
 
 A request calls `must_wait` before it uses capacity that it found, `wait` if it must wait or found
 none, `admit` the moment it uses capacity (before it awaits anything), and `leave` when it is over,
-however it ended. Only the head of a deployment's lane looks for capacity. So capacity is used in
-order, and a thousand waiting requests cost no more than one.
+however it ended. Only the head of a lane looks for capacity. So capacity is used in order, and a
+thousand waiting requests cost no more than one. A deployment has one lane, and one more for each
+set of regions to which keys are limited: a request that waits for the replicas of its regions must
+not block those that may use others. The lanes of a deployment take turns at being the first.
 """
 
 import asyncio
@@ -48,22 +50,29 @@ class QueueEntry(Ticket):
     """One request as the queue sees it, from its first look for capacity to its end."""
 
     __slots__ = (
-        "can_wait", "is_admitted", "is_displaced", "is_queued", "queued_at_s", "until_s",
-        "wake_event",
+        "can_wait", "deployment_id", "is_admitted", "is_displaced", "is_queued", "queued_at_s",
+        "until_s", "wake_event",
     )  # fmt: skip
 
     def __init__(
         self,
-        lane: DeploymentId,
+        deployment_id: DeploymentId,
         tenant: TenantId,
         tokens: int,
         until_s: float,
         *,
         size_bytes: int = 0,
         can_wait: bool = True,
+        regions: tuple[str, ...] = (),
     ) -> None:
-        """Ask for `tokens` of capacity; wait for it until `until_s` (monotonic) if `can_wait`."""
+        """Ask for `tokens` of capacity, in `regions` if there are any.
+
+        Wait for it until `until_s` (monotonic) if `can_wait`.
+        """
+        # An id has no spaces, so that no two lanes have one name.
+        lane = f"{deployment_id} {' '.join(regions)}" if regions else deployment_id
         super().__init__(lane, tenant, tokens, size_bytes)
+        self.deployment_id = deployment_id
         self.until_s = until_s
         self.can_wait = can_wait
         self.queued_at_s: float | None = None
@@ -89,6 +98,9 @@ class AdmissionQueue:
         """Let `depth_max` requests of `bytes_max` bytes wait. `clock` returns monotonic seconds."""
         self._queue: FairQueue[QueueEntry] = FairQueue(depth_max, bytes_max)
         self._clock = clock
+        self._regional: dict[DeploymentId, list[str]] = {}
+        """The lanes of regions that a deployment may have besides its own."""
+        self._turn = 0
 
     @property
     def depth(self) -> int:
@@ -101,7 +113,7 @@ class AdmissionQueue:
         return self._queue.bytes
 
     def must_wait(self, entry: QueueEntry) -> bool:
-        """Return whether another request of the deployment comes first."""
+        """Return whether another request of the lane comes first."""
         if not self._queue.depth or entry.is_admitted:
             return False
         head = self._queue.head(entry.lane)
@@ -150,7 +162,7 @@ class AdmissionQueue:
         now_s = self._clock()
         self._queue.take(entry, now_s)
         entry.is_queued = False
-        self.wake(entry.lane)
+        self._wake_head(entry.lane)
         return now_s - entry.queued_at_s if entry.queued_at_s is not None else None
 
     def leave(self, entry: QueueEntry) -> None:
@@ -158,10 +170,26 @@ class AdmissionQueue:
         if entry.is_queued:
             entry.is_queued = False
             self._queue.remove(entry)
-            self.wake(entry.lane)
+            self._wake_head(entry.lane)
 
-    def wake(self, lane: DeploymentId) -> None:
-        """Let the head of a deployment's lane look: capacity may have become free."""
+    def wake(self, deployment_id: DeploymentId) -> None:
+        """Let the heads of a deployment's lanes look: capacity may have become free."""
+        regional = self._regional.get(deployment_id)
+        if regional is None:
+            self._wake_head(deployment_id)
+            return
+        regional = [lane for lane in regional if self._queue.head(lane) is not None]
+        if regional:
+            self._regional[deployment_id] = regional
+        else:
+            del self._regional[deployment_id]
+        lanes: list[str] = [deployment_id, *regional]
+        self._turn += 1
+        first = self._turn % len(lanes)
+        for lane in (*lanes[first:], *lanes[:first]):
+            self._wake_head(lane)
+
+    def _wake_head(self, lane: str) -> None:
         head = self._queue.head(lane) if self._queue.depth else None
         if head is not None:
             head.wake()
@@ -183,8 +211,12 @@ class AdmissionQueue:
         if entry.queued_at_s is None:
             entry.queued_at_s = self._clock()
         entry.is_queued = True
+        if entry.lane != entry.deployment_id:
+            regional = self._regional.setdefault(entry.deployment_id, [])
+            if entry.lane not in regional:
+                regional.append(entry.lane)
         if displaced is not None:
             displaced.is_queued, displaced.is_displaced = False, True
             displaced.wake()
-            self.wake(displaced.lane)
+            self._wake_head(displaced.lane)
         return had_others_ahead and not was_admitted and self._queue.head(entry.lane) is entry

@@ -107,7 +107,7 @@ class RouterApp:
             self.auxiliary_app, self.surface, self.fleet, self.metrics, time.monotonic
         )
         add_catalog_routes(routes, self.surface, self.fleet)
-        add_markdown_routes(routes, self.limiter, self.fleet.directory.budget_of)
+        add_markdown_routes(routes, self.limiter, self.fleet)
         self.loops = {loop.name: loop for loop in self._create_loops()}
         self.follower.on_change(self.on_table_change)
 

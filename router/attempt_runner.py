@@ -30,6 +30,7 @@ from router.metrics import Metrics
 from router.proxy_headers import node_headers
 from router.record import Recorder
 from router.request_context import (
+    NO_REPLICAS,
     OUTCOME_COMPLETE,
     ReplicaAttempt,
     RequestContext,
@@ -100,10 +101,11 @@ class AttemptRunner:
         snapshot = fleet.snapshot(request.deployment_id)
         # The deployment as the table has it now: a rollout may advance while the request waits.
         deployment = fleet.directory.deployment(request.deployment.name) or request.deployment
-        version = fleet.draw_version(deployment, request.session or request.request_id)
-        excluded = context.excluded.all()
+        excluded, outside = context.excluded.all(), NO_REPLICAS
         if request.key.regions:
-            excluded |= fleet.directory.replicas_outside(request.key.regions)
+            outside = fleet.directory.replicas_outside(request.key.regions)
+            excluded |= outside
+        version = fleet.draw_version(deployment, request.session or request.request_id, outside)
         routes = rank(snapshot, query, excluded | version.excluded)
         if not routes and version.may_fall_back:
             routes = rank(snapshot, query, excluded)

@@ -126,9 +126,18 @@ class FleetState:
             return bool(replicas)
         return bool(replicas - self.directory.replicas_outside(regions))
 
-    def draw_version(self, entry: DeploymentEntry, subject: str) -> VersionDraw:
-        """Draw the version that answers a session or request, and exclude the other's replicas."""
-        return draw_version(entry, subject, self.pop, self.routing(entry.deployment_id).routes)
+    def draw_version(
+        self, entry: DeploymentEntry, subject: str, outside: Set[ReplicaId]
+    ) -> VersionDraw:
+        """Draw the version that answers a session or request, and exclude the other's replicas.
+
+        Replicas `outside` the regions of the key count for neither version: if one version alone
+        has replicas within them, that one answers.
+        """
+        routes: Iterable[Route] = self.routing(entry.deployment_id).routes
+        if outside:
+            routes = [route for route in routes if route.replica_id not in outside]
+        return draw_version(entry, subject, self.pop, routes)
 
     def record_load(self, route: Route, load: ReportedLoad, reported_at_s: float) -> None:
         """Note a replica's load as it was at `reported_at_s`."""

@@ -251,6 +251,7 @@ class RequestContext:
             self.prompt_tokens_estimate + request.output_tokens_max,
             until_s,
             size_bytes=len(self.stream.body),
+            regions=request.key.regions,
             # Once a part of the answer is out, waiting for the rest is better than an error.
             can_wait=not request.reject_if_busy or self.stream.generated.tokens > 0,
         )

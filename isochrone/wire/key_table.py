@@ -35,9 +35,10 @@ def budget_id(tenant_id: TenantId | str) -> KeyId:
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The limits of one key; 0 means no limit.
 
-    Rates and concurrency are limited at each router: a key that uses three PoPs has them three
-    times. Daily quotas (UTC) hold over the whole fleet and take effect a few seconds late.
-    `spend_per_day` counts models that have a price; `tokens_per_day` counts all.
+    Concurrency is limited at each router. Rates hold over the fleet: routers tell each other what
+    they granted, so that a key is over its rate for a few seconds at most, and owes that. Quotas
+    (UTC) hold over the fleet and take effect a few seconds late. `spend_per_day` and
+    `spend_per_month` count models that have a price, `tokens_...` all.
     """
 
     requests_per_min: int = 0

@@ -12,8 +12,8 @@ newest to a tenant with fewer; otherwise the new request is refused.
 Rule 5: bytes are bounded too. A tenant may have no more bytes waiting than are still free: one
 tenant alone gets half, and a later tenant finds capacity whatever the others sent.
 
-Each deployment is a lane of its own, because each has replicas of its own. Every operation takes
-O(log n) of the waiting tenants.
+Requests that may use the same replicas are a lane: those of a deployment, or of keys limited to the
+same regions in it. Every operation takes O(log n) of the waiting tenants.
 """
 
 import heapq
@@ -21,7 +21,7 @@ from collections import OrderedDict
 from itertools import takewhile
 from typing import Final, Generic, TypeVar
 
-from isochrone.wire.ids import DeploymentId, TenantId
+from isochrone.wire.ids import TenantId
 from router.decide.retry_after import RETRY_AFTER_UNKNOWN_S, DrainRate
 
 LANES_MAX: Final = 1024
@@ -44,9 +44,7 @@ class Ticket:
 
     __slots__ = ("bytes", "lane", "number", "tenant", "tokens")
 
-    def __init__(
-        self, lane: DeploymentId, tenant: TenantId, tokens: int, size_bytes: int = 0
-    ) -> None:
+    def __init__(self, lane: str, tenant: TenantId, tokens: int, size_bytes: int = 0) -> None:
         self.lane = lane
         self.tenant = tenant
         self.tokens = max(1, tokens)
@@ -122,7 +120,7 @@ class FairQueue(Generic[T]):
         self.bytes = 0
         self._depth_max = depth_max
         self._bytes_max = bytes_max
-        self._lanes: dict[DeploymentId, _Lane[T]] = {}
+        self._lanes: dict[str, _Lane[T]] = {}
         self._last_number = 0
         self._flows_by_length: dict[int, OrderedDict[_Flow[T], None]] = {}
         self._longest = 0
@@ -157,9 +155,9 @@ class FairQueue(Generic[T]):
         flow.lane.offer(flow)
         return ousted
 
-    def head(self, deployment_id: DeploymentId) -> T | None:
+    def head(self, name: str) -> T | None:
         """Return the ticket whose turn it is, None if the lane is empty."""
-        lane = self._lanes.get(deployment_id)
+        lane = self._lanes.get(name)
         flow = lane.first() if lane is not None else None
         return next(iter(flow.tickets.values())) if flow is not None else None
 
@@ -187,13 +185,13 @@ class FairQueue(Generic[T]):
         lane.first()
         lane.drop_idle_flows()
 
-    def note_full(self, deployment_id: DeploymentId, now_s: float) -> None:
+    def note_full(self, name: str, now_s: float) -> None:
         """Note that a request found no capacity."""
-        self._get_or_create_lane(deployment_id).drain.record_full(now_s)
+        self._get_or_create_lane(name).drain.record_full(now_s)
 
-    def has_lane(self, deployment_id: DeploymentId) -> bool:
-        """Say whether the deployment was full recently."""
-        return deployment_id in self._lanes
+    def has_lane(self, name: str) -> bool:
+        """Say whether the lane was full recently."""
+        return name in self._lanes
 
     def note_started(self, ticket: T, now_s: float) -> None:
         """Note that a request found capacity without waiting."""
@@ -201,9 +199,9 @@ class FairQueue(Generic[T]):
         if lane is not None:
             lane.drain.record_start(ticket.tokens, now_s, is_still_full=lane.first() is not None)
 
-    def retry_after_s(self, deployment_id: DeploymentId, tokens: int, now_s: float) -> float:
+    def retry_after_s(self, name: str, tokens: int, now_s: float) -> float:
         """Return when a request of `tokens` that came now would be served, by the drain rate."""
-        lane = self._lanes.get(deployment_id)
+        lane = self._lanes.get(name)
         if lane is None:
             return RETRY_AFTER_UNKNOWN_S
         return lane.drain.wait_s(lane.tokens + tokens, now_s)
@@ -231,12 +229,12 @@ class FairQueue(Generic[T]):
             flow = lane.flows[ticket.tenant] = _Flow(lane, ticket.tenant)
         return flow
 
-    def _get_or_create_lane(self, deployment_id: DeploymentId) -> _Lane[T]:
-        lane = self._lanes.get(deployment_id)
+    def _get_or_create_lane(self, name: str) -> _Lane[T]:
+        lane = self._lanes.get(name)
         if lane is None:
             if len(self._lanes) >= LANES_MAX:
-                self._lanes = {name: old for name, old in self._lanes.items() if old.tokens}
-            lane = self._lanes[deployment_id] = _Lane()
+                self._lanes = {key: old for key, old in self._lanes.items() if old.tokens}
+            lane = self._lanes[name] = _Lane()
         return lane
 
     def _insert(self, flow: _Flow[T], ticket: T) -> None:

@@ -102,12 +102,16 @@ class RouteDirectory:
         """Return the nodes of all replicas."""
         return self._replicas_by_node.keys()
 
+    def pops_inside(self, regions: tuple[str, ...]) -> Set[PopId]:
+        """Return the PoPs in `regions` (PoPs or countries)."""
+        pops = self.table.pops if self.table else ()
+        return {pop.pop for pop in pops if pop.pop in regions or pop.country in regions}
+
     def replicas_outside(self, regions: tuple[str, ...]) -> Set[ReplicaId]:
         """Return the replicas that a key limited to `regions` (PoPs or countries) must not use."""
         outside = self._outside.get(regions)
         if outside is None:
-            pops = self.table.pops if self.table else ()
-            inside = {pop.pop for pop in pops if pop.pop in regions or pop.country in regions}
+            inside = self.pops_inside(regions)
             outside = frozenset(
                 route.replica_id for route in self._routes.values() if route.pop not in inside
             )

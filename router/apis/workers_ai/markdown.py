@@ -1,7 +1,7 @@
 """`/ai/tomarkdown`: documents in, Markdown out; and the list of formats."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
@@ -17,6 +17,7 @@ from router.decide.deployment_routing import BYTES_PER_TOKEN_DEFAULT
 from router.decide.limits import KeyLimiter
 from router.documents.converter import ConvertedDocument, DocumentConverter
 from router.documents.formats import FORMATS
+from router.fleet_state import FleetState
 
 TO_MARKDOWN_PATH: Final = "/ai/tomarkdown"
 SUPPORTED_PATH: Final = "/ai/tomarkdown/supported"
@@ -35,9 +36,10 @@ class UploadedDocument(NamedTuple):
 def add_markdown_routes(
     routes: EnvelopeRoutes,
     limiter: KeyLimiter,
-    budget_of: Callable[[KeyEntry], KeyEntry | None],
+    fleet: FleetState,
 ) -> None:
     """Add the routes. Each request for a conversion counts as one of its key's requests."""
+    directory = fleet.directory
     converter = DocumentConverter()
 
     async def supported(_: web.Request, key: KeyEntry) -> WorkersAiReply:
@@ -48,7 +50,9 @@ def add_markdown_routes(
         return WorkersAiReply(envelope(rows))
 
     async def convert(request: web.Request, key: KeyEntry) -> WorkersAiReply:
-        admitted = limiter.admit(key, 0, routes.clock(), routes.unix_clock(), budget=budget_of(key))
+        _check_region(key, fleet)
+        budget = directory.budget_of(key)
+        admitted = limiter.admit(key, 0, routes.clock(), routes.unix_clock(), budget=budget)
         try:
             documents = [document async for document in _uploads(request)]
             if not documents:
@@ -62,6 +66,16 @@ def add_markdown_routes(
 
     routes.add("GET", SUPPORTED_PATH, supported)
     routes.add("POST", TO_MARKDOWN_PATH, convert)
+
+
+def _check_region(key: KeyEntry, fleet: FleetState) -> None:
+    """Raise ApiError 403 if this router, which converts by itself, is outside the key's regions."""
+    if key.regions and fleet.pop not in fleet.directory.pops_inside(key.regions):
+        raise ApiError(
+            ErrorCode.FORBIDDEN,
+            f"cannot convert documents in {fleet.pop!r}: this key is limited to"
+            f" {', '.join(key.regions)}; connect to an endpoint there",
+        )
 
 
 async def _uploads(request: web.Request) -> AsyncIterator[UploadedDocument]:

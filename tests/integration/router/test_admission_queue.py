@@ -16,24 +16,42 @@ class OneLane:
 
     def __init__(self, capacity: int, depth_max: int = 100, bytes_max: int = 1000) -> None:
         self.capacity = capacity
+        self.regional = 0
+        """Capacity in the region, which requests limited to it may use."""
         self.queue = AdmissionQueue(depth_max, bytes_max, asyncio.get_running_loop().time)
         self.order: list[str] = []
         self.looks = 0
 
     async def serve(
-        self, name: str, tokens: int = 1, timeout_s: float = 5.0, size_bytes: int = 0
+        self,
+        name: str,
+        tokens: int = 1,
+        timeout_s: float = 5.0,
+        size_bytes: int = 0,
+        *,
+        is_limited: bool = False,
     ) -> QueueEntry:
-        """Use capacity as the pipeline does. The first letter of `name` is the tenant."""
+        """Use capacity as the pipeline does. The first letter of `name` is the tenant.
+
+        What `is_limited` to the region uses only the capacity there.
+        """
         until_s = asyncio.get_running_loop().time() + timeout_s
-        entry = QueueEntry(D, TenantId(name[0]), tokens, until_s, size_bytes=size_bytes)
+        regions = ("DE",) if is_limited else ()
+        entry = QueueEntry(
+            D, TenantId(name[0]), tokens, until_s, size_bytes=size_bytes, regions=regions
+        )
         try:
             while True:
                 self.looks += 1
-                if self.queue.must_wait(entry) or self.capacity < tokens:
+                capacity = self.regional if is_limited else self.capacity + self.regional
+                if self.queue.must_wait(entry) or capacity < tokens:
                     await self.queue.wait(entry)
                     continue
                 self.queue.admit(entry)
-                self.capacity -= tokens
+                if is_limited or self.capacity < tokens:
+                    self.regional -= tokens
+                else:
+                    self.capacity -= tokens
                 self.order.append(name)
                 return entry
         finally:
@@ -64,6 +82,39 @@ async def test_capacity_is_used_in_order_and_only_the_head_looks_for_it() -> Non
     await asyncio.gather(*tasks)
     assert lane.order == ["a1", "b1", "a2", "a3", "a4"]
     assert lane.queue.depth == 0
+
+
+async def test_a_request_that_waits_for_its_region_blocks_no_other() -> None:
+    lane = OneLane(capacity=2)
+    limited = asyncio.create_task(lane.serve("a-limited", is_limited=True, timeout_s=60.0))
+    await lane.until(lambda: lane.queue.depth == 1)
+    await lane.serve("b1")
+    await lane.serve("a2")
+    behind = asyncio.create_task(lane.serve("c-limited", is_limited=True, timeout_s=60.0))
+    await lane.until(lambda: lane.queue.depth == 2)
+    lane.regional = 2
+    lane.free(0)
+    await asyncio.gather(limited, behind)
+    assert lane.order == ["b1", "a2", "a-limited", "c-limited"]
+    assert lane.queue.depth == 0
+
+
+async def test_the_region_and_the_rest_take_turns_at_what_becomes_free() -> None:
+    lane = OneLane(capacity=0)
+    waiting = [
+        asyncio.create_task(lane.serve(f"{name}{number}", timeout_s=60.0, is_limited=name == "b"))
+        for number in range(4)
+        for name in "ab"
+    ]
+    await lane.until(lambda: lane.queue.depth == 8)
+    for _ in range(8):
+        lane.regional += 1
+        lane.free(0)
+        for _ in range(20):
+            # The one that was woken uses it, and the next one of its lane looks in vain.
+            await asyncio.sleep(0)
+    await asyncio.gather(*waiting)
+    assert sorted(name[0] for name in lane.order[:4]) == ["a", "a", "b", "b"]
 
 
 async def test_a_small_request_does_not_overtake_a_large_head() -> None:
