@@ -51,7 +51,7 @@ class BatchClient:
             raise ApiError(
                 ErrorCode.UNAVAILABLE,
                 "cannot use files and batches: the operator has not set the scheduler's"
-                " `batch_folder`",
+                " `batch_folder` or `batch_bucket`",
             )
 
     @asynccontextmanager

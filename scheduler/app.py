@@ -47,6 +47,7 @@ from scheduler.loops.share_key_use import SHARE_KEY_USE_S, ShareKeyUse
 from scheduler.loops.sum_quotas import SumQuotas
 from scheduler.planner.client import PlannerClient
 from scheduler.planner.messages import PlannerSettings
+from scheduler.state.batch_bucket import BatchBucket
 from scheduler.state.batch_folder import BatchFolder
 from scheduler.state.scheduler_state import SchedulerState
 from scheduler.store.lease import release_lease
@@ -322,14 +323,25 @@ async def _open_batch_storage(
     config: SchedulerConfig, nudge: Callable[[], None]
 ) -> BatchStorage | None:
     """Return where batches are stored, if the settings say so; raises ConfigError."""
-    if config.batch_folder is None:
+    if config.batch_bucket and config.batch_folder is not None:
+        raise ConfigError("cannot use both batch_folder and batch_bucket: set one of them")
+    if not config.batch_bucket and config.batch_folder is None:
         return None
-    folder = BatchFolder(config.batch_folder)
+    place = f"batch_folder {config.batch_folder}"
     try:
+        if config.batch_folder is None:
+            place = f"batch_bucket {config.batch_bucket}"
+            folder: BatchFolder = BatchBucket(
+                config.batch_bucket,
+                config.batch_spool_folder,
+                endpoint=config.batch_bucket_endpoint,
+                region=config.batch_bucket_region,
+            )
+        else:
+            folder = BatchFolder(config.batch_folder)
         await asyncio.to_thread(folder.prepare)
     except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"cannot use batch_folder {config.batch_folder}: {reason}") from error
+        raise ConfigError(f"cannot use {place}: {error.strerror or error}") from error
     return BatchStorage(folder, config.batches, nudge)
 
 

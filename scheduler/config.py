@@ -66,10 +66,20 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # schedulers of a cluster share the folder. Without one there are no batches. The limits of a
     # tenant are `[batches]` in TOML, with the fields of BatchLimits.
     batch_folder: Path | None = None
+
+    # An S3-compatible bucket instead of the folder: `s3://bucket/prefix`. Credentials come from the
+    # environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) or the machine's role. The endpoint is
+    # for stores other than AWS's. Files lie in `batch_spool_folder` while they arrive (default: the
+    # system's folder for temporary files), which needs room for those that arrive at once.
+    batch_bucket: str = ""
+    batch_bucket_endpoint: str = ""
+    batch_bucket_region: str = ""
+    batch_spool_folder: Path | None = None
+
     batches: BatchLimits = BatchLimits()
 
-    # LoRA adapters that clients upload (`/ai/finetunes`), also kept in `batch_folder`: `[adapters]`
-    # in TOML, with the fields of AdapterLimits.
+    # LoRA adapters that clients upload (`/ai/finetunes`), kept where files of batches are:
+    # `[adapters]` in TOML, with the fields of AdapterLimits.
     adapters: AdapterLimits = AdapterLimits()
 
     # Stored responses and conversations of the public API, in the database: `[responses]` in TOML,

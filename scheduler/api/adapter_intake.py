@@ -164,13 +164,13 @@ class AdapterIntake:
 
     async def discard(self, uploaded: UploadedFile) -> None:
         """Delete an uploaded file that no adapter has."""
-        await self._folder.delete(uploaded.file_id)
+        await self._folder.discard(uploaded.file_id)
 
     async def delete_files(self, files: Sequence[AdapterFile]) -> None:
         """Delete the files that an adapter had."""
         for file in files:
             if file.file_id:
-                await self._folder.delete(file.file_id)
+                await self._folder.discard(file.file_id)
 
     async def _check(
         self,

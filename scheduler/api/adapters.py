@@ -99,7 +99,8 @@ def _intake(request: AdminRequest) -> AdapterIntake:
     if intake is None:
         raise ApiError(
             ErrorCode.CONFLICT,
-            "cannot store adapters: set `batch_folder` in the configuration of all schedulers",
+            "cannot store adapters: set `batch_folder` or `batch_bucket` in the configuration of"
+            " all schedulers",
         )
     return intake
 

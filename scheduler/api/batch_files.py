@@ -66,10 +66,10 @@ class FileEndpoints:
             file = await self._add(file_id, tenant_id, filename, size_bytes, fields)
             return _json(file_body(file))
         except FORM_ERRORS as error:
-            await self._folder.delete(file_id)
+            await self._folder.discard(file_id)
             raise _invalid(str(error)[:200]) from error
         except BaseException:
-            await self._folder.delete(file_id)
+            await self._folder.discard(file_id)
             raise
 
     async def _add(
@@ -139,7 +139,8 @@ class FileEndpoints:
                     ErrorCode.CONFLICT,
                     f"cannot delete {file.file_id}: a batch is reading it; cancel that first",
                 )
-        await self._folder.delete(file.file_id)
+            # Before the commit: the row stays while the contents cannot be deleted.
+            await self._folder.delete(file.file_id)
         return _json({"id": file.file_id, "object": "file", "deleted": True})
 
     async def _file(self, request: web.Request, tenant_id: str) -> BatchFile:

@@ -253,7 +253,10 @@ async def _respond_to_file(
 ) -> web.Response:
     """Store a body as a file, then answer. If that fails, the file is deleted."""
     if context.adapters is None:
-        raise ApiError(ErrorCode.CONFLICT, "cannot store a file: `batch_folder` is not set")
+        raise ApiError(
+            ErrorCode.CONFLICT,
+            "cannot store a file: neither `batch_folder` nor `batch_bucket` is set",
+        )
     uploaded = await context.adapters.write(http.content.read)
     try:
         return await _respond(endpoint, context, http, b"", uploaded)

@@ -63,7 +63,7 @@ class QueuedRuns:
                     expires_after_s=WINDOW_S,
                 )
         except BaseException:
-            await self._folder.delete(file_id)
+            await self._folder.discard(file_id)
             raise
         return web.json_response(_queued(batch))
 

@@ -7,6 +7,7 @@ neither items nor files behind. Items are answered by routers meanwhile (`api/ba
 import asyncio
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -181,27 +182,14 @@ class AdvanceBatches:
         status = "cancelled" if batch.cancelling_at else "completed"
         written: list[str] = []
         try:
+            if status == "completed" and batch.unanswered:
+                status = "expired"
+            results = await self._write_results(batch, status, written)
             async with transaction(self._pool) as connection:
-                if status == "completed" and batch.unanswered:
-                    status = "expired"
                 file_ids: list[str | None] = []
-                with ExitStack() as files:
-                    results = []
-                    for _ in range(2):
-                        file_id = f"file-{secrets.token_hex(12)}"
-                        written.append(file_id)
-                        results.append(
-                            ResultFile(files.enter_context(self._folder.writing(file_id)))
-                        )
-                    async for item in each_item(connection, batch.batch_id):
-                        line = _line_of(batch, item, status)
-                        await results[item.is_error].write(line)
-                    for result in results:
-                        await result.flush()
                 names = (f"{batch.batch_id}_output.jsonl", f"{batch.batch_id}_error.jsonl")
                 for file_id, name, result in zip(written, names, results, strict=True):
                     if not result.size_bytes:
-                        await self._folder.delete(file_id)
                         file_ids.append(None)
                         continue
                     await add_file(
@@ -227,19 +215,55 @@ class AdvanceBatches:
                     raise BatchChanged
         except BaseException:
             for file_id in written:
-                await self._folder.delete(file_id)
+                await self._folder.discard(file_id)
             raise
+        for file_id, result in zip(written, results, strict=True):
+            if not result.size_bytes:
+                await self._folder.discard(file_id)
+
+    async def _write_results(
+        self, batch: StoredBatch, status: str, written: list[str]
+    ) -> list[ResultFile]:
+        """Write the output file and the error file; append their ids to `written`.
+
+        Answers of a batch that is finalizing do not change. The files are complete after the
+        transaction: an upload to a bucket may take longer than a transaction may wait.
+        """
+        results: list[ResultFile] = []
+        files = ExitStack()
+        try:
+            async with transaction(self._pool) as connection:
+                for _ in range(2):
+                    file_id = f"file-{secrets.token_hex(12)}"
+                    written.append(file_id)
+                    output = files.enter_context(self._folder.writing(file_id))
+                    results.append(ResultFile(output))
+                async for item in each_item(connection, batch.batch_id):
+                    await results[item.is_error].write(_line_of(batch, item, status))
+                for result in results:
+                    await result.flush()
+        except BaseException:
+            files.__exit__(*sys.exc_info())
+            raise
+        await asyncio.to_thread(files.close)
+        return results
 
     async def _delete_items(self) -> int:
         async with transaction(self._pool) as connection:
             return await delete_items(connection, DELETED_MAX)
 
     async def _delete_files(self) -> int:
-        async with transaction(self._pool) as connection:
-            file_ids = await delete_expired_files(connection, FILES_DELETED_MAX)
-        for file_id in file_ids:
-            await self._folder.delete(file_id)
-        return len(file_ids)
+        """Delete expired files, each with its row: one whose contents stay is tried again."""
+        deleted = 0
+        while deleted < FILES_DELETED_MAX:
+            async with transaction(self._pool) as connection:
+                file_ids = await delete_expired_files(connection, 1)
+                for file_id in file_ids:
+                    await self._folder.delete(file_id)
+            if not file_ids:
+                break
+            deleted += 1
+        return deleted
 
 
 class _NoLines(Exception):

@@ -5,12 +5,17 @@ name only when it is complete and on disk.
 """
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
+
+from isochrone.wire.errors import ApiError
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 256 * 1024
 UNFINISHED: Final = ".part"
@@ -62,6 +67,14 @@ class BatchFolder:
     async def delete(self, file_id: str) -> None:
         """Delete a file, if it is there."""
         await asyncio.to_thread(self._path(file_id).unlink, missing_ok=True)
+
+    async def discard(self, file_id: str) -> None:
+        """Delete a file that nothing names, after a failure; log if that fails too."""
+        try:
+            await self.delete(file_id)
+        except (ApiError, OSError) as error:
+            fields = {"file": file_id, "reason": str(error)}
+            log.warning("cannot delete a file that nothing names", extra={"fields": fields})
 
     def _path(self, file_id: str) -> Path:
         return self._folder / file_id

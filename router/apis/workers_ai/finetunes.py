@@ -55,7 +55,8 @@ async def relay_finetunes(
     if not client.access.has_batches:
         raise ApiError(
             ErrorCode.UNAVAILABLE,
-            "cannot use adapters: the operator has not set the scheduler's `batch_folder`",
+            "cannot use adapters: the operator has set neither `batch_folder` nor `batch_bucket` of"
+            " the scheduler",
         )
     key = request.key
     assert key is not None
