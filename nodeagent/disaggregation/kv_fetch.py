@@ -57,7 +57,7 @@ class KvHolders(NamedTuple):
 
 
 class FetchedPrefix(NamedTuple):
-    """What a fetch brought: the place in KV_FOUND, the blocks, and how long the request waited."""
+    """The result of a fetch: the place in KV_FOUND, the blocks, and how long the request waited."""
 
     place: str
     blocks: int

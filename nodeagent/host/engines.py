@@ -92,7 +92,7 @@ class EngineProcess:
         self._on_release = on_release
         self.exited = asyncio.Event()
         self.problem = ""
-        """Why the engine cannot be used although it runs; "" if nothing is known."""
+        """The reason why the engine cannot be used although it runs; "" if there is none."""
         self.log = folder / LOG
         self._owns_port = False
         self._folder = folder
@@ -121,7 +121,7 @@ class EngineProcess:
 
     @property
     def resumes(self) -> str:
-        """Which answers the engine can resume: greedy, seeded too, or "" for none."""
+        """The answers that the engine can resume: greedy, seeded too, or "" for none."""
         return self._driver.resumes
 
     @property
@@ -141,7 +141,7 @@ class EngineProcess:
 
     @property
     def model_name(self) -> str:
-        """What requests for the engine must call the model; "" if any name will do."""
+        """The `model` that requests to the engine must name; "" if any name will do."""
         return self.record.command.model_name
 
     @property
@@ -150,7 +150,7 @@ class EngineProcess:
 
     @property
     def exit_reason(self) -> str:
-        """How the process ended, with the signal if one killed it."""
+        """The way in which the process ended, with the signal if one killed it."""
         code = self._child.poll() if self._child is not None else None
         if code is None or code >= 0:
             return "the engine exited"
@@ -160,7 +160,7 @@ class EngineProcess:
 
     @property
     def tokenize_path(self) -> str:
-        """Where the engine counts the tokens of a chat; "" if it cannot."""
+        """The path at which the engine counts the tokens of a chat; "" if it cannot."""
         return self._driver.tokenize_path
 
     def salted(self, path: str, body: bytes, salt: str, priority: str = "") -> bytes:
