@@ -134,10 +134,6 @@ class PrefillLeg:
                 expected = await self._fetch_prefix(expected, self._request.holders)
             if expected is not None and len(self._request.replicas) > 1:
                 outcome = await self._read_elsewhere(expected)
-        except RuntimeError:
-            # The session of an engine that died and was replaced is closed: its request is lost.
-            if not self._engine.closed:
-                raise
         finally:
             if len(self._request.replicas) > 1:
                 metrics.PREFILL_LEGS.labels(outcome).inc()
@@ -236,8 +232,6 @@ class PrefillLeg:
         An engine that is too busy to answer in time is told again: the request would wait forever.
         """
         for _ in range(BEGIN_ATTEMPTS_MAX):
-            if self._engine.closed:
-                return
             with suppress(aiohttp.ClientError, OSError, TimeoutError):
                 engine = open_session(self._engine)
                 async with asyncio.timeout(ENGINE_TIMEOUT_S), engine.delete(self._path):

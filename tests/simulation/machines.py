@@ -131,9 +131,6 @@ class SimArtifacts:
         await asyncio.sleep(0.2)
         return Path("/nonexistent")
 
-    async def delete_idle_adapters(self, kept: Collection[str], used_before: float) -> int:
-        return 0
-
 
 class SimAssignmentFile:
     """In place of AssignmentFile: one value on the machine's disk."""
