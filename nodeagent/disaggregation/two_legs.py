@@ -34,6 +34,7 @@ from nodeagent.decide.prefill_leg import (
     probe_timeout_s,
 )
 from nodeagent.disaggregation.kv_fetch import FetchedPrefix, KvHolders, PrefixFetcher
+from nodeagent.host.open_session import open_session
 
 ENGINE_TIMEOUT_S: Final = 5.0
 """The longest wait for the engine's answer to the order to begin."""
@@ -191,7 +192,7 @@ class PrefillLeg:
         """Return the prompt's size once the engine knows it; None if it does not say."""
         try:
             path = self._path if self._request.holders is None else f"{self._path}?digests=1"
-            async with self._engine.get(path) as answer:
+            async with open_session(self._engine).get(path) as answer:
                 if answer.status != 200:
                     return None
                 return msgspec.json.decode(await answer.read(), type=kv_transfer.ExpectedPrompt)
@@ -217,7 +218,7 @@ class PrefillLeg:
             if leg.status != 200 or leg.content_type != kv_transfer.CONTENT_TYPE:
                 raise LegRefused(f"{candidate.replica_id} answered {leg.status}")
             blocks = _pieces(leg.content)
-            async with self._engine.post(self._path, data=blocks) as answer:
+            async with open_session(self._engine).post(self._path, data=blocks) as answer:
                 body = await answer.read()
                 if answer.status != 200:
                     raise LegRefused(f"the engine answered {answer.status}")
@@ -234,7 +235,8 @@ class PrefillLeg:
         """
         for _ in range(BEGIN_ATTEMPTS_MAX):
             with suppress(aiohttp.ClientError, OSError, TimeoutError):
-                async with asyncio.timeout(ENGINE_TIMEOUT_S), self._engine.delete(self._path):
+                engine = open_session(self._engine)
+                async with asyncio.timeout(ENGINE_TIMEOUT_S), engine.delete(self._path):
                     return
 
 

@@ -41,6 +41,7 @@ from nodeagent.drivers.handshake import Handshake
 from nodeagent.host.canary import CANARIES, Canary, has_list
 from nodeagent.host.engine_log import LOG
 from nodeagent.host.engine_ports import free_port, other_listener
+from nodeagent.host.open_session import open_session
 from nodeagent.host.processes import (
     Child,
     boot_id,
@@ -105,7 +106,7 @@ class EngineProcess:
             if record.command.socket
             else aiohttp.TCPConnector(limit=0)
         )
-        self.http = aiohttp.ClientSession(
+        self._http = aiohttp.ClientSession(
             record.command.base_url or None,
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
@@ -244,6 +245,11 @@ class EngineProcess:
         status, _ = await self._request("POST", path, SLEEP_TIMEOUT_S)
         return status == 200
 
+    @property
+    def http(self) -> aiohttp.ClientSession:
+        """Requests to the engine. Raises aiohttp.ClientConnectionError once it was released."""
+        return open_session(self._http)
+
     async def wake_up(self) -> bool:
         """Have the engine load its model again; return False if it does not."""
         path = self._driver.wake_path
@@ -286,7 +292,7 @@ class EngineProcess:
         """Stop watching the process and leave it running."""
         self._on_release()
         self._exit_watcher.cancel()
-        await self.http.close()
+        await self._http.close()
 
     async def _watch_exit(self) -> None:
         loop = asyncio.get_running_loop()
