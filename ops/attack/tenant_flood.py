@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +62,7 @@ class FloodedFleet:
         self._http = http
         self._flood_tokens = flood_tokens
         self._number = 0
-        self.refused = 0
+        self.flood_statuses: Counter[int] = Counter()
         self.keys: dict[str, str] = {}
 
     async def start(self) -> None:
@@ -117,8 +118,8 @@ class FloodedFleet:
             tokens = self._flood_tokens
             async with self._post(self.keys["flood"], prompt, tokens, sent, fields) as response:
                 await response.read()
-            if response.status == 429:
-                self.refused += 1
+            self.flood_statuses[response.status] += 1
+            if response.status != 200:
                 await asyncio.sleep(0.5)
 
     async def measure(self, found: PhaseFigures, name: str, seconds: float) -> None:
@@ -195,13 +196,15 @@ async def run(given: argparse.Namespace) -> None:
             for name in (OTHER_TENANT, SAME_TENANT):
                 await flooded.measure(found[name], name, given.seconds)
                 await asyncio.sleep(SETTLE_S)
+        if ended := [task for task in flooding if task.done()]:
+            await asyncio.gather(*ended)
         for task in flooding:
             task.cancel()
         await asyncio.gather(*flooding, return_exceptions=True)
     print(
         f"{given.engine}, {given.clients} clients, answers of {given.flood_tokens} tokens;", end=""
     )
-    print(f" {flooded.refused} refused; load average {os.getloadavg()[0]:.1f}\n")
+    print(f" statuses {dict(flooded.flood_statuses)}; load average {os.getloadavg()[0]:.1f}\n")
     print("\n".join(table(found)))
 
 
