@@ -2,7 +2,7 @@
 
     python -m ops.sim.optimality_gap
 
-With `--draw-seed`, the worlds are drawn at random instead: give a number that nobody chose before
+With `--draw-seed`, the worlds are drawn at random instead: give a number that was not chosen before
 the code was frozen, such as the first digits of its commit. Rows are written as they are measured.
 
 Writes small_worlds.csv: seed, the optimum by HiGHS and its bound, the planner's cost, the cost of
