@@ -144,7 +144,7 @@ class LeastTokensNearPolicy(StatelessPolicy):
 
 
 class ConsistentHashPolicy(StatelessPolicy):
-    """As vllm-router: a ring with 160 points per replica; the next with capacity is taken."""
+    """vllm-router's rule: a ring with 160 points per replica; the next with capacity is taken."""
 
     def __init__(self, replicas: int) -> None:
         self._ring = sorted(

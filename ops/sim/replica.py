@@ -80,7 +80,7 @@ class EngineLoad(NamedTuple):
 
 
 class SimulatedLoadReport(NamedTuple):
-    """What a node can report of a replica at one moment: each router is told the others' part."""
+    """A replica's load that its node can report at one moment: a router gets the others' part."""
 
     load: ReportedLoad
     pending_by_pop: Mapping[int, int]

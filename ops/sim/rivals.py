@@ -40,7 +40,7 @@ DYNAMO_BLOCK_TOKENS: Final = 16
 
 
 class RivalPolicy:
-    """Base: what a rival is told besides the choice, and how long requests wait for capacity."""
+    """Base: a rival's events besides choices, and how long requests wait for capacity."""
 
     retry_interval_s = 0.1
     queue_timeout_s = 10.0
