@@ -44,7 +44,7 @@ from, so that only nodes may set them: a client's are removed."""
 
 
 class KvAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where other engines of a vendor meet this one to transfer KV.
+    """The address at which other engines of a vendor transfer KV with this one.
 
     `engine_id` is its name among them, another one after each start; "" if it has none.
     """
@@ -68,7 +68,7 @@ class ExpectedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     block_bytes: int = 0
     digests: tuple[bytes, ...] = ()
-    """The digests of its blocks, if they were asked for."""
+    """The digests of its blocks, if they were requested."""
 
 
 class ReceivedBlocks(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,6 +42,7 @@ from nodeagent.drivers.handshake import Handshake
 from nodeagent.host.canary import BAD_REQUEST, CANARIES, OK, PROMPT_CANARY, Canary
 from nodeagent.host.engine_log import LOG
 from nodeagent.host.engine_ports import free_port, other_listener
+from nodeagent.host.open_session import open_session
 from nodeagent.host.processes import (
     Child,
     boot_id,
@@ -94,7 +95,7 @@ class EngineProcess:
         self._on_release = on_release
         self.exited = asyncio.Event()
         self.problem = ""
-        """Why the engine cannot be used although it runs; "" if nothing is known."""
+        """The reason why the engine cannot be used although it runs; "" if there is none."""
         self.canary_problem = ""
         self.log = folder / LOG
         self._owns_port = False
@@ -108,7 +109,7 @@ class EngineProcess:
             if record.command.socket
             else aiohttp.TCPConnector(limit=0)
         )
-        self.http = aiohttp.ClientSession(
+        self._http = aiohttp.ClientSession(
             record.command.base_url or None,
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
@@ -124,7 +125,7 @@ class EngineProcess:
 
     @property
     def resumes(self) -> str:
-        """Which answers the engine can resume: greedy, seeded too, or "" for none."""
+        """The answers that the engine can resume: greedy, seeded too, or "" for none."""
         return self._driver.resumes
 
     @property
@@ -144,7 +145,7 @@ class EngineProcess:
 
     @property
     def model_name(self) -> str:
-        """What requests for the engine must call the model; "" if any name will do."""
+        """The `model` that requests to the engine must name; "" if any name will do."""
         return self.record.command.model_name
 
     @property
@@ -153,7 +154,7 @@ class EngineProcess:
 
     @property
     def exit_reason(self) -> str:
-        """How the process ended, with the signal if one killed it."""
+        """The way in which the process ended, with the signal if one killed it."""
         code = self._child.poll() if self._child is not None else None
         if code is None or code >= 0:
             return "the engine exited"
@@ -162,8 +163,13 @@ class EngineProcess:
         return f"the engine was killed by signal {-code}"
 
     @property
+    def http(self) -> aiohttp.ClientSession:
+        """Requests to the engine. Raises aiohttp.ClientConnectionError once it was released."""
+        return open_session(self._http)
+
+    @property
     def tokenize_path(self) -> str:
-        """Where the engine counts the tokens of a chat; "" if it cannot."""
+        """The path at which the engine counts the tokens of a chat; "" if it cannot."""
         return self._driver.tokenize_path
 
     def salted(self, path: str, body: bytes, salt: str, priority: str = "") -> bytes:
@@ -289,7 +295,7 @@ class EngineProcess:
         """Stop watching the process and leave it running."""
         self._on_release()
         self._exit_watcher.cancel()
-        await self.http.close()
+        await self._http.close()
 
     async def _watch_exit(self) -> None:
         loop = asyncio.get_running_loop()

@@ -37,8 +37,8 @@ KILL_PASSES_MAX: Final = 5
 """How often the children of an engine are looked for: they may start others meanwhile."""
 
 OOM_SCORE: Final = "300"
-"""Of 1000 (proc_pid_oom_score_adj(5)): where memory is short, the kernel kills an engine before the
-agent and other services of the machine."""
+"""The `oom_score_adj` of engines, out of 1000 (proc_pid_oom_score_adj(5)): if memory is short, the
+kernel kills an engine before the agent and other services of the machine."""
 
 Child = subprocess.Popen[bytes]
 
