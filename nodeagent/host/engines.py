@@ -46,6 +46,7 @@ from nodeagent.host.open_session import open_session
 from nodeagent.host.processes import (
     Child,
     boot_id,
+    ended_by,
     group_that_writes,
     is_alive,
     kill_remaining,
@@ -155,12 +156,7 @@ class EngineProcess:
     @property
     def exit_reason(self) -> str:
         """The way in which the process ended, with the signal if one killed it."""
-        code = self._child.poll() if self._child is not None else None
-        if code is None or code >= 0:
-            return "the engine exited"
-        with suppress(ValueError):
-            return f"the engine was killed by {signal.Signals(-code).name}"
-        return f"the engine was killed by signal {-code}"
+        return f"the engine {ended_by(self._child)}"
 
     @property
     def http(self) -> aiohttp.ClientSession:
@@ -243,8 +239,7 @@ class EngineProcess:
         body = {"model": name, **canary.body} if canary.body else None
         if body is not None and self.handshake is not None:
             body |= self.handshake.canary_fields
-        method = "POST" if body else "GET"
-        timeout_s = self._canary_timeout_s
+        method, timeout_s = "POST" if body else "GET", self._canary_timeout_s
         status, answer = await self._request(method, canary.path, timeout_s, body)
         if not status:
             return 0, f"a test request was not answered within {timeout_s:g} s"
@@ -277,15 +272,11 @@ class EngineProcess:
 
         With `kill`, by SIGKILL at once.
         """
-        if not kill:
-            signal_group(self.pid, self.record.started, signal.SIGTERM)
+        for number in (signal.SIGKILL,) if kill else (signal.SIGTERM, signal.SIGKILL):
+            signal_group(self.pid, self.record.started, number)
             with suppress(TimeoutError):
                 async with asyncio.timeout(TERM_TIMEOUT_S):
                     await self.exited.wait()
-        signal_group(self.pid, self.record.started, signal.SIGKILL)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(TERM_TIMEOUT_S):
-                await self.exited.wait()
         await self.release()
         # Children that left the group still hold memory and devices.
         await asyncio.to_thread(kill_remaining, self.log)

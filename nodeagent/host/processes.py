@@ -78,6 +78,16 @@ def spawn(
     return child
 
 
+def ended_by(child: Child | None) -> str:
+    """Return how a process ended: "exited", or the signal that killed it, where that is known."""
+    code = child.poll() if child is not None else None
+    if code is None or code >= 0:
+        return "exited"
+    with suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
+
+
 def passed_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of the agent's environment that its engines get."""
     return {
