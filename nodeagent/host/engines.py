@@ -59,6 +59,7 @@ from nodeagent.host.standby import StandbyProcess
 log = logging.getLogger(__name__)
 
 TERM_TIMEOUT_S: Final = 10.0
+KILL_TIMEOUT_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 4.0
 SLEEP_TIMEOUT_S: Final = 30.0
 WAKE_TIMEOUT_S: Final = 120.0
@@ -274,8 +275,9 @@ class EngineProcess:
         """
         for number in (signal.SIGKILL,) if kill else (signal.SIGTERM, signal.SIGKILL):
             signal_group(self.pid, self.record.started, number)
+            timeout_s = TERM_TIMEOUT_S if number is signal.SIGTERM else KILL_TIMEOUT_S
             with suppress(TimeoutError):
-                async with asyncio.timeout(TERM_TIMEOUT_S):
+                async with asyncio.timeout(timeout_s):
                     await self.exited.wait()
         await self.release()
         # Children that left the group still hold memory and devices.
