@@ -69,7 +69,7 @@ def test_an_end_is_announced_moved_and_withdrawn() -> None:
     assert refused.exit_code == 2 and "2027-03-31" in refused.output
 
 
-EXPLAINED = {
+EXPLAINED: dict[str, Any] = {
     "sizes_in_words": ["on h100-80g: 57.2 GiB of KV cache, 512 sequences"],
     "here": [
         {
