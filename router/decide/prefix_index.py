@@ -1,4 +1,4 @@
-"""What each replica's prefix cache holds, as far as a router can tell without a tokenizer.
+"""Tracks each replica's prefix cache, as far as a router can tell without a tokenizer.
 
 A prompt is cut into blocks of bytes, and each block's key is a hash chained to the key before it,
 so equal keys mean equal prompts up to there. A prompt that was sent to a replica is in its cache
@@ -82,10 +82,11 @@ NO_MATCHES: Final = PrefixMatches(0.0, ())
 
 
 class SentPrompt(NamedTuple):
-    """What the index expected of a prompt when it was sent.
+    """The index's expectation for a prompt when it was sent.
 
     `share` is the share expected to be cached; `age` is how much had been inserted into that cache
-    since that share was last used, in the unit of the keys. `use` is its use of its blocks.
+    since that share was last used, in the unit of the keys. `use` is the prompt's use of its
+    blocks.
     """
 
     slot: int
@@ -131,7 +132,7 @@ class _ReplicaCache:
 
 
 class PrefixIndex:
-    """Which slots hold which keys: a bit mask for each key."""
+    """Maps each key to the slots that hold it, as a bit mask."""
 
     def __init__(self, capacity: float = CAPACITY_DEFAULT, pairs_max: int = PAIRS_MAX) -> None:
         """Assume caches of `capacity` until answers teach otherwise."""
