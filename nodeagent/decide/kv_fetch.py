@@ -148,7 +148,7 @@ class FetchRate:
         return now_s - self._measured_at_s >= AGING_S
 
     def predict_s(self, transfer_bytes: float) -> float:
-        """Return how long a fetch of so many bytes will take."""
+        """Return how long a fetch of this many bytes will take."""
         return self.latency_s + transfer_bytes / self.bytes_per_s
 
     def _learn(self, transfer_bytes: int, moving_s: float, first_s: float, now_s: float) -> None:

@@ -48,7 +48,7 @@ UNEXPECTED_QUEUE_MS: Final = 20.0
 
 REFUSAL_FACTOR: Final = 1.5
 QUEUE_REFUSALS_MAX: Final = 12
-"""Each refusal multiplies that, up to so many: replicas are busier everywhere than this router
+"""Each refusal multiplies that, up to this many: replicas are busier everywhere than this router
 knows, and each further refusal costs a round trip. So a burst of short prompts does not wander."""
 
 

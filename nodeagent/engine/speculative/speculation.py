@@ -214,8 +214,8 @@ class Speculation:
     ) -> None:
         """Set the drafts of each decoding sequence that pay off in the next step.
 
-        `reserve` gives a sequence KV blocks for so many drafts and returns for how many it could. A
-        draft model prefills at most about `read_tokens` tokens of pending text.
+        `reserve` gives a sequence KV blocks for a number of drafts and returns for how many it
+        could. A draft model prefills at most about `read_tokens` tokens of pending text.
         """
         if not self._may_pay_off(len(decoding)):
             return

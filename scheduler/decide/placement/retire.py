@@ -28,7 +28,7 @@ TERMINAL_STATES = (ReplicaState.FAILED, ReplicaState.STOPPED)
 """The states of a replica that will not serve again."""
 
 RESTARTS_OF_BROKEN: Final = 2
-"""A replica that is not warm after so many restarts is broken. With fewer it may just start."""
+"""A replica that is not warm after this many restarts is broken. With fewer it may just start."""
 
 KEPT: Final = 0.25
 """A replica ends for lack of demand once it saves less than this share of its hold cost. The share
