@@ -51,8 +51,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     stall_s: Seconds = 15.0  # an engine with requests and no progress for this long is killed
     canary_interval_s: Seconds = 10.0  # between test requests to an idle engine
     # An engine that leaves a test request unanswered for this long has failed it. Slow devices need
-    # longer for a first token; the shorter, the sooner a hung engine is noticed that no request
-    # waits for any more.
+    # longer for a first token. A shorter time finds a hung engine sooner when no request waits for
+    # it.
     canary_timeout_s: Seconds = CANARY_TIMEOUT_S
     # Servers of your own that speak OpenAI's API, for deployments with `--driver command --option
     # command=NAME`: `[commands.NAME]` in TOML, with the fields of ConfiguredCommand.

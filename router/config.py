@@ -24,7 +24,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     join_token_file: Path | None = None  # read once, at the first start
     log_level: str = "INFO"
 
-    # The public endpoint, and what one client may use of it.
+    # The public endpoint, and the limits of one client.
     host: str = "127.0.0.1"
     port: Port = 8080
     processes: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0  # sharing the port; 0: one per core

@@ -192,7 +192,7 @@ def _choose(
     best = _prefer_nearest(snapshot, costs, best)
     is_new = bool(query.session) and query.matches is NO_MATCHES
     if is_new and snapshot.nearest:
-        # By the route table alone: processes that share nothing else choose the same replica.
+        # Uses the route table alone: processes that share nothing else choose the same replica.
         nearest = sorted(snapshot.nearest)
         hashed = hash64(query.session)
         slot = rendezvous_winner(hashed, nearest, snapshot.hashes, snapshot.weights)

@@ -71,7 +71,7 @@ class EngineSleep:
             raise ApiError(
                 ErrorCode.CONFLICT, f"cannot sleep: {self._inflight.in_flight} requests are open"
             )
-        # From here on requests wait for a wake.
+        # Requests wait for a wake from here on.
         self.is_asleep = True
         self._falling = asyncio.create_task(self._fall_asleep())
         await asyncio.shield(self._falling)
