@@ -44,7 +44,7 @@ from router.request_context import (
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 REFUSALS_MAX: Final = 8
-"""After so many refusals a request waits before it asks another replica."""
+"""After this many refusals a request waits before it is sent to another replica."""
 
 RETRY_PAUSE_S: Final = 0.05
 RESUMED_COMMENT: Final = b": continued on another replica, not token for token\n\n"
