@@ -1,13 +1,15 @@
 """The settings of a node agent: a TOML file, overridden by `ISOCHRONE_NODE_*`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
 from isochrone.service.config import Url
 from isochrone.wire import report
 from nodeagent.drivers.configured_command import ConfiguredCommand
+
+CANARY_TIMEOUT_S: Final = 20.0
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
@@ -48,6 +50,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     drain_timeout_s: Seconds = 30.0
     stall_s: Seconds = 15.0  # an engine with requests and no progress for this long is killed
     canary_interval_s: Seconds = 10.0  # between test requests to an idle engine
+    # An engine that leaves a test request unanswered for so long has failed it. Slow devices need
+    # longer for a first token; the shorter, the sooner a hung engine is noticed that no request
+    # waits for any more.
+    canary_timeout_s: Seconds = CANARY_TIMEOUT_S
     # Servers of your own that speak OpenAI's API, for deployments with `--driver command --option
     # command=NAME`: `[commands.NAME]` in TOML, with the fields of ConfiguredCommand.
     commands: dict[str, ConfiguredCommand] = {}

@@ -3,9 +3,9 @@
 The main process holds the connection to the scheduler. Over a socket pair it sends the route table
 and its changes to the workers, and receives their demand and usage, which it forwards unchanged.
 Each process tells the others once a second which prompts were read where (prompt_sharing.py), and
-which requests are suspected of making engines fail (suspicion_sharing.py). Nothing else is shared:
-each worker has its own limits, fleet state, connections and usage journal. The kernel spreads
-connections over the processes (SO_REUSEPORT). A worker that ends or hangs is replaced.
+which requests are suspected of making engines fail (suspicion_sharing.py). Other state is not
+shared: each worker has its own limits, fleet state, connections and usage journal. The kernel
+spreads connections over the processes (SO_REUSEPORT). A worker that ends or hangs is replaced.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ SILENCE_S: Final = 15.0
 port's connections, and systemd watches only the main process."""
 
 Shared = SharedPrompts | SharedSuspicions
-"""What any process tells all others."""
+"""Messages from any process to all others."""
 
 ToAllWorkers = UsageAck | BatchAccess | FleetKeyUse | Shared
 
@@ -61,7 +61,7 @@ Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
 
 class WorkerIdentity(NamedTuple):
-    """What makes a process a worker: its number, its end of the socket pair, the port."""
+    """The identity of a worker process: its number, its end of the socket pair, the port."""
 
     number: int
     end: socket.socket
@@ -167,7 +167,7 @@ class WorkerPool:
     ) -> None:
         """Keep `count` workers that serve `table()`, and forward their reports with `send`.
 
-        What a worker shares goes to `learn` and to the other workers. A worker has
+        Messages that a worker shares go to `learn` and to the other workers. A worker has
         `end_timeout_s` to finish its requests when it is stopped.
         """
         self._learn = learn

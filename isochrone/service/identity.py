@@ -1,8 +1,8 @@
 """Identity: the cluster's certificate authority, the certificates it issues, and join tokens.
 
-A node or router makes its own key, trades a join token for a certificate, and signs a nonce with
-the key on each control connection. In a certificate's subject CN is the name, OU the role and L the
-PoP. Keys are ECDSA P-256.
+A node or router creates its own key, exchanges a join token for a certificate, and signs a nonce
+with the key on each control connection. In a certificate's subject CN is the name, OU the role and
+L the PoP. Keys are ECDSA P-256.
 """
 
 import base64
@@ -31,7 +31,7 @@ from isochrone.wire.ids import ClusterId, PopId, is_name, is_pop
 CERTIFICATE_LIFETIME_S: Final = 90 * 24 * 3600.0
 AUTHORITY_LIFETIME_DAYS: Final = 3650
 CLOCK_SKEW: Final = timedelta(minutes=5)
-"""How far the clocks of two machines may differ: certificates are dated back by it."""
+"""The largest difference between the clocks of two machines. Certificates are dated back by it."""
 
 FINGERPRINT_DIGITS: Final = 32
 """How many hex digits of the authority's fingerprint a join token carries."""

@@ -1,7 +1,7 @@
 """The loops over every byte of a request: a scan of its JSON, its prompt's hashes, its images.
 
-The compiled request path has them in C (`body_bytes.c`), with the same results: they are most of
-what a large body would cost. Without it the loops of `re` and `xxhash` are used.
+The compiled request path has these loops in C (`body_bytes.c`), with the same results, because they
+would be most of the cost of a large body. Without it the loops of `re` and `xxhash` are used.
 """
 
 import importlib
@@ -16,8 +16,8 @@ NOT_ASCII: Final = 1
 SURROGATE_ESCAPE: Final = 2
 MANY_BRACKETS: Final = 4
 BRACKETS_FEW: Final = 96
-r"""What a scan finds: bytes above 127; `\uD800` to `\uDFFF`, wherever it stands; and more than so
-many opening brackets, within strings or not."""
+r"""The findings of a scan: bytes above 127; `\uD800` to `\uDFFF` anywhere; and more than
+BRACKETS_FEW opening brackets, within strings or not."""
 
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 

@@ -15,15 +15,15 @@ from zlib import crc32
 import msgspec
 
 KEY_BUCKETS: Final = 2048
-"""Of a million keys, one that changed brings some 500 others with it: about one part of a table.
+"""With a million keys, a changed key brings some 500 others with it: about one part of a table.
 The sums take 16 KiB of a registration, whose limit is 64 KiB."""
 
 _SUM_BYTES: Final = 8
 _MASK: Final = 2**64 - 1
 
 KEPT_SHARE_MIN: Final = 0.75
-"""A router that has fewer of the buckets than this is sent the whole table: what it has to look
-through would cost it as much."""
+"""A router that has fewer of the buckets than this gets the whole table: comparing the buckets
+would cost it as much."""
 
 
 def bucket_of(key_id: str) -> int:

@@ -1,7 +1,7 @@
 """The LoRA adapters of the route table: which one a request means, and where it is loaded.
 
-Rule 1: an adapter is named by its id or its name. Of two with one name the tenant's own is meant,
-then a public one for the same model.
+Rule 1: a request names an adapter by id or by name. If two have the same name, the tenant's own is
+used, else a public one for the same model.
 Rule 2: a replica that has an adapter loaded is preferred by the time that loading it takes
 elsewhere. Until one has, all routers send an adapter's requests to the same of equal replicas.
 """
@@ -16,7 +16,7 @@ from isochrone.wire.routes import DeploymentEntry
 from router.decide.latency import moving_average
 
 LOAD_BASE_MS: Final = 50.0
-"""What it costs a node to load any adapter, however small."""
+"""The fixed time that a node takes to load an adapter of any size."""
 
 MS_PER_MIB: Final = 20.0
 """Assumed until a node has reported how long it took: 50 MiB/s, from the network to the device."""
@@ -104,7 +104,7 @@ def _check(entry: AdapterEntry, deployment: DeploymentEntry) -> None:
 
 
 class AdapterPlaces:
-    """Where the adapters of one deployment are loaded, as far as this router knows."""
+    """The replicas that have loaded each adapter of one deployment, as far as this router knows."""
 
     def __init__(self) -> None:
         """Start knowing nothing."""

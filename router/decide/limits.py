@@ -7,18 +7,18 @@ ends. A request that fails gives its tokens back, but still counts as a request,
 could retry an overloaded fleet without limit.
 Rule 4: rates use monotonic seconds. A day is a UTC day, and so uses Unix time.
 
-The processes of one router share nothing, and a client's connections spread over them by chance. So
-each process grants its share of a key's rates: together they never exceed the limit, while a client
-that keeps one connection may get less. The limit of concurrent requests is divided too, rounded up:
-a key limited to one may have one in each process. A day's quota is not divided: the use of all
-routers comes with the route table (`KeyEntry.spent_until`), and the use counted here only covers
-the seconds until then, or the hours in which no scheduler can be reached.
+The processes of one router do not share limits, and a client's connections spread over them by
+chance. So each process grants its share of a key's rates. Together they never exceed the limit,
+while a client that keeps one connection may get less. The limit of concurrent requests is divided
+too, rounded up: a key limited to one may have one in each process. A day's quota is not divided:
+the use of all routers comes with the route table (`KeyEntry.spent_until`), and the use counted here
+only covers the seconds until then, or the hours in which no scheduler can be reached.
 
-A tenant's budget is limited in the same way, above its keys: an entry of the table of its own.
+A tenant's budget is an entry of the key table, limited in the same way, above the tenant's keys.
 
-Routers tell each other each second what a key has drawn from its rates, and each draws that from
-its own meters, too. What a key gets over the limit while they do not know of each other it owes:
-over a longer time it gets no more than its rate.
+Each second, routers report to each other what a key has drawn from its rates, and each draws that
+from its own meters, too. Until then a key may exceed its limit. The excess is a debt: over a longer
+time the key gets no more than its rate.
 """
 
 import math
@@ -32,7 +32,7 @@ from isochrone.wire.key_use import KeyUse
 from isochrone.wire.routes import KeyEntry, KeyLimits
 
 BURST_S: Final = 60.0
-"""A meter holds one minute's worth: what is not used within a minute expires."""
+"""A meter holds one minute's worth: unused capacity expires within a minute."""
 
 BUSY_RETRY_AFTER_S: Final = 1.0
 DAY_S: Final = 86_400.0
@@ -113,7 +113,7 @@ class RateMeter:
 
 
 class _KeyUsage:
-    """What one key has used in this process, and its limits."""
+    """One key's limits, and its use in this process."""
 
     def __init__(self) -> None:
         self.limits: KeyLimits | None = None
@@ -127,7 +127,7 @@ class _KeyUsage:
         self.day_spend = 0.0
         self.day_spend_max = math.inf
         self.untold_requests = self.untold_tokens = 0
-        """Drawn here, and not told to other routers yet."""
+        """Drawn here, and not reported to other routers yet."""
 
     def set_limits(self, limits: KeyLimits, processes: int, now_s: float) -> None:
         """Apply `limits` from now on.
@@ -253,7 +253,8 @@ class KeyLimiter:
     ) -> AdmittedRequest:
         """Admit a request, or raise LimitExceeded with the seconds after which it would be.
 
-        With the `budget` of its tenant, both must have room for it, and both are drawn from.
+        If the tenant has a `budget`, the request must fit both it and the key's limits, and draws
+        from both.
         """
         usage = self._current_usage(key, now_s, unix_s)
         if not usage.has_room(estimate_tokens, key.spent_until, now_s, unix_s):
@@ -286,7 +287,7 @@ class KeyLimiter:
         now_s: float,
         of_tenant: AdmittedRequest | None,
     ) -> AdmittedRequest:
-        """Draw a request from what has room for it."""
+        """Draw an admitted request from a key's limits or a tenant's budget."""
         if usage.requests is not None:
             usage.requests.settle(1, now_s)
             usage.untold_requests += 1

@@ -1,4 +1,4 @@
-"""Tokens in flight at each replica: what this router sent there that has not ended yet.
+"""Tokens in flight at each replica: those of this router's requests that have not ended yet.
 
 Rule 1: a reservation is released exactly once, on finish, cancellation and crash alike.
 Rule 2: prefill and decode tokens are counted apart; the first token turns prefill into decode.
@@ -220,7 +220,7 @@ class InFlightLedger:
     ) -> None:
         """Take a replica's report of its whole load at `reported_at_s`.
 
-        What it reports beyond this router's own tokens at that time is the other routers'.
+        Tokens in the report beyond this router's own at that time belong to the other routers.
         """
         own = self._get_or_create(replica_id).own_tokens(reported_at_s)
         self.record_other_routers(

@@ -1,4 +1,4 @@
-"""Reads the lines of a batch's input file: what each asks for, or why it fails alone. Pure."""
+"""Reads the lines of a batch's input file: the request of each, or the error of that line. Pure."""
 
 from collections.abc import Set
 from typing import Any, Final, NamedTuple
@@ -41,7 +41,7 @@ class ParsedLine(NamedTuple):
 _LINE: Final = msgspec.json.Decoder(BatchLine)
 _TEXT: Final = msgspec.json.Decoder(str)
 UNANSWERED_NUMBER: Final = 5000
-"""Of a queued run that was cancelled, that expired, or that could not be read."""
+"""The error number of a queued run that was cancelled, that expired, or that could not be read."""
 
 _NUMBERS: Final = {code.value: MEANINGS[code].number for code in ErrorCode}
 """Workers AI's number of each error."""

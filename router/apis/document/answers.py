@@ -1,6 +1,7 @@
 """The types of the public API's answers, for its OpenAPI document.
 
-Engines write most of these: a type names the fields that every engine sends. Others may be there.
+Engines write most of these answers. A type names the fields that every engine sends; an answer may
+have others.
 """
 
 from typing import Any, Literal
@@ -173,7 +174,7 @@ class ImageAnswer(msgspec.Struct):
 
 
 class ModelPrice(msgspec.Struct):
-    """What a million tokens cost."""
+    """The price of a million tokens."""
 
     prompt_per_million: float
     cached_per_million: float
@@ -245,7 +246,7 @@ class ConversationItem(msgspec.Struct):
 
 
 class DeletedObject(msgspec.Struct):
-    """What was deleted."""
+    """The deleted object."""
 
     id: str
     object: str

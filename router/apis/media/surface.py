@@ -1,7 +1,7 @@
 """Reads requests for sounds and images: from an HTTP request to the pipeline's InferenceRequest.
 
-The engine gets the client's own bytes, a form or JSON. These answers are not made of tokens, so
-what a request will take is a coarse estimate, which its real usage replaces.
+The engine gets the client's own bytes, a form or JSON. These answers are not made of tokens, so the
+cost of a request is a coarse estimate, which its real usage replaces.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ IMAGE_TOKENS: Final = 1056
 """Output tokens expected of one image: those of OpenAI's medium quality at 1024 x 1024."""
 
 AUDIO_BYTES_PER_TEXT_BYTE: Final = 256
-"""So many bytes of a sound are expected to take as long to read as one byte of text."""
+"""The bytes of a sound that are expected to take as long to process as one byte of text."""
 
 TEXT_TOKENS: Final = 256
 """Output tokens expected of a transcription or a spoken text."""
@@ -62,7 +62,7 @@ _IMAGE: Final = msgspec.json.Decoder(ImageRequest)
 
 
 class _MediaCall(NamedTuple):
-    """What the router reads of a request."""
+    """The fields of a request that the router reads."""
 
     model: str
     text_bytes: int

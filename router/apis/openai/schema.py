@@ -3,7 +3,7 @@
 Unknown fields are allowed: the engine gets the original bytes and checks them. Fields of OpenAI
 that no engine honours are refused here, so that all engines answer alike: a field of type None
 accepts only null. `user`, `metadata`, `safety_identifier` and the other `prompt_cache_...` fields
-change no answer (prefix caching needs no request), so they are accepted.
+have no effect (prefix caching need not be requested), so they are accepted.
 """
 
 from typing import Annotated, Final, Literal
@@ -20,7 +20,7 @@ RERANK_PATH: Final = "/v1/rerank"
 CLASSIFY_PATH: Final = "/classify"
 """vLLM's route, to which `/v1/moderations` and Workers AI's classification are translated."""
 TOKENIZE_PATH: Final = "/tokenize"
-"""Where engines count the tokens of a chat. Clients count through a surface's own route."""
+"""The path at which engines count the tokens of a chat. Clients use a surface's own route."""
 
 ModelField = Annotated[str, Meta(min_length=1, max_length=128)]
 TokenCount = Annotated[int, Meta(ge=1, le=10_000_000)]

@@ -1,4 +1,4 @@
-"""Which nodes are alive, and when too many are silent at once to believe that they are lost.
+"""Decides which nodes are alive, and when too many are silent at once to be lost.
 
 Rule 1: one silent node is lost. Many silent at once mean a failure of the network or of the
 scheduler, and then nothing is rescheduled (the mistake that took down whole fleets: gpustack#5935).
@@ -29,7 +29,7 @@ class NodeContact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LivenessLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a silence must be to count."""
+    """The limits of silence, and of how many nodes may be lost at once."""
 
     suspect_after_s: float = 6.0
     lost_after_s: float = 30.0  # then its replicas are replaced elsewhere

@@ -1,4 +1,4 @@
-"""Predicts the service of a fleet: TTFT by city, how full each PoP is, and what it costs.
+"""Predicts the service of a fleet: TTFT by city, how full each PoP is, and its cost.
 
 A city's load goes to its nearest warm replicas with capacity, as routers send it. TTFT is the round
 trip, plus the uncached prompt at the replica's rate, plus a queueing time: the mean of a queue with
@@ -6,7 +6,7 @@ as many servers as the PoP has replicas, by Sakasegawa's formula. Its 90th perce
 that of an exponential distribution with this mean.
 
 Prefill replicas serve no requests: they read prompts for the others of their PoP, up to the share
-of the load that reading is. There, prompts queue for them.
+of the load that is reading. In such a PoP, prompts queue for the prefill replicas.
 """
 
 from collections import defaultdict
@@ -90,10 +90,10 @@ class FleetPrediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _PrefillHelp(msgspec.Struct, frozen=True):
-    """What prefill replicas do for the serving replicas of their PoP.
+    """The effect of prefill replicas on the serving replicas of their PoP.
 
-    `factor` is by how much the capacity of these is higher with them, `replicas` how many they are,
-    `reading` the part of all load that they take.
+    `factor` multiplies the serving replicas' capacity; `replicas` is the number of prefill
+    replicas, and `reading` the share of all load that they take.
     """
 
     factor: float
