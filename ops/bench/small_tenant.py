@@ -53,7 +53,7 @@ RULES: Final = ("never", "long", "now")
 
 @dataclass
 class RuleResult:
-    """What one rule came to, over all its rounds."""
+    """The figures of one rule, over all its rounds."""
 
     ttft_s: list[float] = field(default_factory=list)
     flood_tokens: int = 0
