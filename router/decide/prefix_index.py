@@ -21,7 +21,8 @@ from router.decide.cached_blocks import CachedBlocks, PromptUse, new_cached_bloc
 
 BLOCK_BYTES: Final = 128
 DEPTH_PER_BLOCK: Final = 16
-"""A block is at most one part in so many of the prompt before it, if that is above BLOCK_BYTES."""
+"""A block is at most one part in this many of the prompt before it, if that is above
+BLOCK_BYTES."""
 
 KEYS_MAX: Final = 160
 PAIRS_MAX: Final = 200_000
