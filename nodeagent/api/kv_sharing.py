@@ -147,8 +147,9 @@ class KvSharingRoutes:
         self._check_quota(user)
         first = request.headers.get(kv_transfer.FIRST_BLOCK, "0")
         sent = {kv_transfer.FIRST_BLOCK: first}
-        if kv_sharing.COPY in request.headers:
-            sent[kv_sharing.COPY] = "1"
+        for name in (kv_sharing.COPY, kv_transfer.KV_FORMAT):
+            if name in request.headers:
+                sent[name] = request.headers[name]
         response: web.StreamResponse | None = None
         try:
             async with engine.http.post(kv_sharing.BLOCKS_PATH, data=body, headers=sent) as answer:
@@ -213,10 +214,14 @@ class KvSharingRoutes:
             )
         body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=lacking))
         sent = {headers.REPLICA: query.source.replica_id, kv_sharing.COPY: "1"}
+        if located.kv_format:
+            sent[kv_transfer.KV_FORMAT] = located.kv_format
         try:
             async with self._peers.relay(
                 query.source, kv_sharing.BLOCKS_PATH, body, sent
             ) as blocks:
+                if blocks.status == kv_transfer.OTHER_FORMAT_STATUS:
+                    metrics.KV_OTHER_FORMAT.labels("copy").inc()
                 if blocks.status != 200 or blocks.content_type != kv_transfer.CONTENT_TYPE:
                     raise PeerReplicaLost(f"{query.source.replica_id} answered {blocks.status}")
                 return await self._give_to_engine(engine, lacking, blocks.content, user)

@@ -123,10 +123,7 @@ class PrefixFetcher:
             holders.here.token_us,
         )
         found = await asyncio.gather(
-            *[
-                self._locate(peer, missing, expected.held_blocks, prompt.locate_timeout_s)
-                for peer in asked
-            ]
+            *[self._locate(peer, missing, expected, prompt.locate_timeout_s) for peer in asked]
         )
         now_s = self._clock()
         limits = FetchLimits(
@@ -150,9 +147,16 @@ class PrefixFetcher:
         return FetchedPrefix(place, blocks, self._clock() - began_s)
 
     async def _locate(
-        self, peer: PeerReplica, missing: Sequence[bytes], held_blocks: int, timeout_s: float
+        self,
+        peer: PeerReplica,
+        missing: Sequence[bytes],
+        expected: kv_transfer.ExpectedPrompt,
+        timeout_s: float,
     ) -> PrefixHolder:
-        """Ask a replica how much it has of the blocks that are missing here."""
+        """Ask a replica how much it has of the blocks that are missing here.
+
+        What it has of another model or KV format is of no use.
+        """
         body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=tuple(missing)))
         sent = {headers.REPLICA: peer.replica_id}
         rate = self._rates.of(peer.node_id)
@@ -164,7 +168,10 @@ class PrefixFetcher:
                     located = _LOCATED.decode(await answer.content.read(ANSWER_BYTES_MAX))
         except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
             return PrefixHolder(peer, 0, rate)
-        blocks = held_blocks + located.blocks if located.blocks > 0 else 0
+        if located.kv_format and expected.kv_format not in ("", located.kv_format):
+            metrics.KV_OTHER_FORMAT.labels("fetch").inc()
+            return PrefixHolder(peer, 0, rate)
+        blocks = expected.held_blocks + located.blocks if located.blocks > 0 else 0
         return PrefixHolder(peer, blocks, rate)
 
     async def _move(

@@ -212,7 +212,11 @@ class PrefillLeg:
             kv_transfer.TRANSFER: request.transfer,
             kv_transfer.FIRST_BLOCK: str(expected.cached_blocks),
         }
+        if expected.kv_format:
+            sent[kv_transfer.KV_FORMAT] = expected.kv_format
         async with self._peers.relay(candidate, request.path, request.body, sent) as leg:
+            if leg.status == kv_transfer.OTHER_FORMAT_STATUS:
+                metrics.KV_OTHER_FORMAT.labels("prefill").inc()
             if leg.status != 200 or leg.content_type != kv_transfer.CONTENT_TYPE:
                 raise LegRefused(f"{candidate.replica_id} answered {leg.status}")
             blocks = _pieces(leg.content)

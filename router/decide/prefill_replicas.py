@@ -4,6 +4,9 @@ prompts read there.
 The router names them in the order of their queues as it knows them; the node that gets the request
 asks for the current ones and decides. A prompt for a busy decode replica waits for one of them,
 which counts when the replicas are ranked.
+
+They answer requests themselves while no other replica of the deployment can: its node is lost, and
+the scheduler has not replaced it yet. Engines that cannot do both (`needs_prefill`) do not.
 """
 
 from collections.abc import Sequence, Set
@@ -16,6 +19,7 @@ from isochrone.wire.routes import Route
 from router.decide.handoff import HANDOFF_MS_MIN
 from router.decide.latency import prefill_ms
 from router.decide.ranked_route import RankedRoute
+from router.decide.replica_table import ReplicaTable
 from router.decide.tokens_in_flight import InFlightLedger
 
 # Looked up once, because access to an enum member runs interpreted code.
@@ -27,6 +31,13 @@ class PrefillReplicas:
 
     def __init__(self) -> None:
         self._by_pop: dict[PopId, list[Route]] = {}
+        self.table = ReplicaTable()
+        """The prefill replicas by slot, to rank them."""
+
+    @property
+    def routes(self) -> list[Route]:
+        """Return all of them."""
+        return [route for of_pop in self._by_pop.values() for route in of_pop]
 
     def split(self, routes: Sequence[Route]) -> Sequence[Route]:
         """Hold the prefill replicas among `routes` and no others; return the rest.
@@ -43,6 +54,7 @@ class PrefillReplicas:
         if not serving:
             # Their engines can do both: better than no answer.
             self._by_pop = {}
+        self.table.set_routes(self.routes)
         return serving if self._by_pop else routes
 
     def __bool__(self) -> bool:
@@ -75,6 +87,9 @@ class PrefillReplicas:
         """
         here = target.route
         if target.prefill_ms < HANDOFF_MS_MIN and not needs_prefill:
+            return []
+        if here.role is PREFILL:
+            # It answers in place of a replica that generates, and reads the prompt, too.
             return []
         peers: list[tuple[float, PeerReplica]] = []
         for route in self._by_pop.get(here.pop, ()):
