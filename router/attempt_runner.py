@@ -20,10 +20,10 @@ from router.dataplane.upstream import Upstream
 from router.decide.adapters import HOLDERS_MAX
 from router.decide.attempt import AttemptEvent, FailureCause, event_of
 from router.decide.handoff import handoff_peers
+from router.decide.prefill_replicas import has_lost_all, without_slots
 from router.decide.prefix_index import NO_MATCHES
 from router.decide.ranked_route import RankedRoute
 from router.decide.ranking import RankedRoutes, RouteQuery, rank
-from router.decide.replica_table import RoutingSnapshot
 from router.decide.rollout import draw_version
 from router.decide.shared_kv import NO_SHARED_KV_PEERS, SharedKvPeers, shared_kv_peers
 from router.feedback import AttemptFeedback
@@ -116,7 +116,7 @@ class AttemptRunner:
         if (
             readers
             and not (deployment.needs_prefill or is_refused)
-            and _has_lost_all(routes, snapshot)
+            and has_lost_all(routes, snapshot)
         ):
             return self._rank_prefill(context, deployment, query, excluded, outside) or routes
         return routes
@@ -136,15 +136,7 @@ class AttemptRunner:
         subject = request.session or request.request_id
         version = draw_version(deployment, subject, fleet.pop, routes)
         snapshot = fleet.prefill_snapshot(request.deployment_id)
-        # Slots are those of another table, so that nothing is known of prefixes and adapters.
-        query = RouteQuery(
-            query.request_id,
-            query.prompt_tokens,
-            query.output_tokens,
-            query.session,
-            queue_refusals=query.queue_refusals,
-        )
-        return rank(snapshot, query, excluded | version.excluded)
+        return rank(snapshot, without_slots(query), excluded | version.excluded)
 
     def send(
         self, context: RequestContext, routes: RankedRoutes
@@ -450,16 +442,3 @@ class AttemptRunner:
             usage, now_s = context.usage(), self._clock()
             session_tokens = usage.prompt_tokens + usage.output_tokens
             self._fleet.sessions.bind(request.session, route.replica_id, session_tokens, now_s)
-
-
-def _has_lost_all(routes: RankedRoutes, snapshot: RoutingSnapshot) -> bool:
-    """Return whether no replica can be expected to answer: none is left, or only ejected ones.
-
-    Replicas without capacity do not count as lost: the request waits for them.
-    """
-    if not routes:
-        return routes.full_count == 0
-    if not snapshot.ejected_until_s:
-        return False
-    until_s = snapshot.ejected_until_s.get(routes[0].route.replica_id, 0.0)
-    return 1000 * until_s > snapshot.now_ms

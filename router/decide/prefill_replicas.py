@@ -19,7 +19,9 @@ from isochrone.wire.routes import Route
 from router.decide.handoff import HANDOFF_MS_MIN
 from router.decide.latency import prefill_ms
 from router.decide.ranked_route import RankedRoute
-from router.decide.replica_table import ReplicaTable
+from router.decide.ranking import RankedRoutes
+from router.decide.replica_table import ReplicaTable, RoutingSnapshot
+from router.decide.route_query import RouteQuery
 from router.decide.tokens_in_flight import InFlightLedger
 
 # Looked up once, because access to an enum member runs interpreted code.
@@ -110,6 +112,30 @@ class PrefillReplicas:
             round(1000 * target.ms_per_token),
         )
         return [first, *[peer for _, peer in peers[: PEER_REPLICAS_MAX - 1]]]
+
+
+def has_lost_all(routes: RankedRoutes, snapshot: RoutingSnapshot) -> bool:
+    """Return whether no replica can be expected to answer: none is left, or only ejected ones.
+
+    Replicas without capacity do not count as lost: the request waits for them.
+    """
+    if not routes:
+        return routes.full_count == 0
+    if not snapshot.ejected_until_s:
+        return False
+    until_s = snapshot.ejected_until_s.get(routes[0].route.replica_id, 0.0)
+    return 1000 * until_s > snapshot.now_ms
+
+
+def without_slots(query: RouteQuery) -> RouteQuery:
+    """Return the query for other replicas, of whose prefixes and adapters nothing is known."""
+    return RouteQuery(
+        query.request_id,
+        query.prompt_tokens,
+        query.output_tokens,
+        query.session,
+        queue_refusals=query.queue_refusals,
+    )
 
 
 def _queued_tokens(ledger: InFlightLedger, route: Route, now_s: float) -> float:

@@ -207,7 +207,7 @@ def outcomes() -> dict[str, float]:
 
 def refused_formats(purpose: str) -> float:
     """Return how often KV was refused because of its model or format."""
-    return metrics.KV_OTHER_FORMAT.labels(purpose)._value.get()
+    return float(metrics.KV_OTHER_FORMAT.labels(purpose)._value.get())
 
 
 def prefilled() -> float:

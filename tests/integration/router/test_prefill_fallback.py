@@ -5,6 +5,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -13,11 +14,11 @@ from isochrone.wire.routes import RolloutEntry
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import Bench, a_bench, a_route, a_table
 
-STREAM = {"stream": True, "max_tokens": 8, "temperature": 0}
+STREAM: dict[str, Any] = {"stream": True, "max_tokens": 8, "temperature": 0}
 
 
 @asynccontextmanager
-async def roles(folder: Path, **entry: object) -> AsyncIterator[tuple[Bench, FakeNode, FakeNode]]:
+async def roles(folder: Path, **entry: Any) -> AsyncIterator[tuple[Bench, FakeNode, FakeNode]]:
     """Run a router with a replica that generates, and one that reads prompts."""
     decode, prefill = FakeNode("d"), FakeNode("p")
     decode.resumes = prefill.resumes = "greedy"
@@ -32,7 +33,7 @@ async def roles(folder: Path, **entry: object) -> AsyncIterator[tuple[Bench, Fak
 async def text(bench: Bench) -> str:
     async with bench.chat(**STREAM) as response:
         assert response.status == 200, await response.text()
-        return await response.text()
+        return str(await response.text())
 
 
 async def test_a_prefill_replica_answers_after_the_only_other_replica_is_lost(

@@ -16,7 +16,7 @@ from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.kvcache.transfer_frames import TransferHead, encode_block, encode_head
 from nodeagent.engine.server.kv_receiving import KvReceiver
-from tests.unit.engine.test_kv_receiving import a_stream
+from tests.unit.engine.test_kv_receiving import a_stream, turns
 from tests.unit.engine.test_kv_transfers import Memory
 
 ABANDONED = 20_000
@@ -70,7 +70,7 @@ class Receiving:
 
         request = asyncio.create_task(answer())
         while transfer not in self.receiver._waiting:
-            await asyncio.sleep(0)
+            await turns(1)
         if number % 100 < 3:
             await self._send_part(transfer, is_wrong=number % 2 == 1)
         self.peak_blocks = max(self.peak_blocks, self.transfers.held_blocks)
