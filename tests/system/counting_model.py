@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from ops.golden import tiny
 
+CONTEXT_TOKENS = 512
 COUNTED = tiny.VOCABULARY - 1
 """The tokens that are letters; the last one is the end of text."""
 
@@ -19,6 +20,7 @@ COUNTED = tiny.VOCABULARY - 1
 def write_counting_model(folder: Path) -> None:
     """Write the model, with its tokenizer, as a Hugging Face folder."""
     config = {**tiny.config_of("qwen3"), "tie_word_embeddings": False}
+    config["max_position_embeddings"] = CONTEXT_TOKENS
     weights = tiny.weights_of("qwen3")
     for name, one in weights.items():
         if "o_proj" in name or "down_proj" in name:
