@@ -194,7 +194,8 @@ class PrefixFetcher:
                 ) as answer:
                     if answer.status == 200 and answer.content_type == kv_transfer.CONTENT_TYPE:
                         pieces = received.count(answer.content)
-                        async with self._engine.post(path, data=pieces) as taken:
+                        length = length_header(answer)
+                        async with self._engine.post(path, data=pieces, headers=length) as taken:
                             blocks = _blocks_of(taken.status, await taken.read())
         except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
             # Whole blocks that came are stored, and count.
@@ -228,6 +229,15 @@ class _ByteCount:
                 self.first_at_s = self._clock()
             self.total += len(piece)
             yield piece
+
+
+def length_header(answer: aiohttp.ClientResponse, more_bytes: int = 0) -> dict[str, str]:
+    """Return the Content-Length of an answer's body that is passed on after `more_bytes`.
+
+    Without it the body is copied into chunks.
+    """
+    length = answer.content_length
+    return {} if length is None else {"content-length": str(length + more_bytes)}
 
 
 def _blocks_of(status: int, body: bytes) -> int:

@@ -32,7 +32,12 @@ from nodeagent.decide.prefill_leg import (
     plan_prefill,
     probe_timeout_s,
 )
-from nodeagent.disaggregation.kv_fetch import FetchedPrefix, KvHolders, PrefixFetcher
+from nodeagent.disaggregation.kv_fetch import (
+    FetchedPrefix,
+    KvHolders,
+    PrefixFetcher,
+    length_header,
+)
 
 ENGINE_TIMEOUT_S: Final = 5.0
 """For the engine's answer when it is told to begin."""
@@ -220,7 +225,8 @@ class PrefillLeg:
             if leg.status != 200 or leg.content_type != kv_transfer.CONTENT_TYPE:
                 raise LegRefused(f"{candidate.replica_id} answered {leg.status}")
             blocks = _pieces(leg.content)
-            async with self._engine.post(self._path, data=blocks) as answer:
+            length = length_header(leg)
+            async with self._engine.post(self._path, data=blocks, headers=length) as answer:
                 body = await answer.read()
                 if answer.status != 200:
                     raise LegRefused(f"the engine answered {answer.status}")

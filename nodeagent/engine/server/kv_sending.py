@@ -31,6 +31,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_block,
     encode_end,
     encode_head,
+    transfer_bytes,
 )
 from nodeagent.engine.sampling.sampler import SamplingParams
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
@@ -169,6 +170,7 @@ class KvSender:
                     raise_failure(ended.result())
                     raise ConnectionResetError("the prompt was not computed")
                 if sent == head.first_block:
+                    response.content_length = transfer_bytes(head)
                     await response.prepare(request)
                     await self._write(response, [encode_head(head)])
                 count = len(contents)

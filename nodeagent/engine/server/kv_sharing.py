@@ -36,6 +36,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_block,
     encode_end,
     encode_head,
+    transfer_bytes,
 )
 from nodeagent.engine.server.http_routes import json_response
 from nodeagent.engine.server.kv_receiving import SHARED_BYTES_MAX, contents_of, read_blocks
@@ -114,6 +115,7 @@ class KvSharing:
                 blocks=blocks,
             )
             response = web.StreamResponse(headers={"content-type": kv_transfer.CONTENT_TYPE})
+            response.content_length = transfer_bytes(head)
             await response.prepare(request)
             await self._write(response, [encode_head(head)])
             await self._send_blocks(response, digests[:blocks])

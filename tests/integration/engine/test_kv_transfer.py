@@ -218,6 +218,7 @@ async def test_an_engine_of_another_kv_format_refuses_before_it_computes(pair: P
     # The same engine sends to its own kind.
     async with pair.prefill.post("/v1/completions", json=BODY, headers=sent) as leg:
         assert leg.status == 200
+        assert leg.content_length is not None
         path = TRANSFERS_PATH + transfer
         async with pair.decode.post(path, data=leg.content.iter_any()) as response:
             assert response.status == 200
