@@ -7,12 +7,14 @@ STAMP := $(VENV)/.installed
 COMPILE := $(BIN)/python -m ops.packaging.compile_request_path
 SUITE := BIN=$(BIN) bash ops/suite.sh
 AGAIN :=
-JOBS := 2
-SUITES := chaos-tests engine-tests service-tests system-tests interpreted-tests check
+JOBS := 3
+WORKERS := --workers 2
+SUITES := static-checks chaos-tests service-tests engine-tests system-tests interpreted-tests unit-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-again check compiled test-compiled dist format clean \
-	chaos-tests engine-tests service-tests system-tests interpreted-tests test-engines test-vllm request-path test-node sim simulate soak
+.PHONY: help setup up test test-again check static-checks compiled test-compiled dist format clean \
+	chaos-tests engine-tests service-tests system-tests interpreted-tests unit-tests \
+	test-engines test-vllm request-path test-node sim simulate soak
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -30,31 +32,35 @@ request-path: $(STAMP)
 up: request-path ## Run a fleet in three cities on this machine (ONESHOT=1: chat once, then exit)
 	@exec $(BIN)/python -m ops.fleet $(if $(ONESHOT),--oneshot,)
 
-# Two at a time, the longest first: what waits for processes runs beside what computes. What each has
-# to say comes whole when it has ended, and one that fails does not keep the others from running.
-# The router's tests run twice: compiled with all others, and interpreted.
-test: request-path ## Run every check and every test
+# Three at a time, and in most of them the files of tests two at a time: what waits for processes runs beside what
+# computes. What each has to say comes whole when it has ended, and one that fails does not keep the others from
+# running. The router's tests run twice: compiled with all others, and interpreted. What needs no router runs first, while
+# its request path is compiled.
+test: $(STAMP) ## Run every check and every test
 	@$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target $(SUITES)
 
 test-again: ## Run the checks and the tests that failed in `make test` once more, one suite at a time
 	@$(MAKE) --no-print-directory test AGAIN=--again JOBS=1
 
-chaos-tests: $(STAMP)
-	$(SUITE) chaos $(AGAIN) tests/chaos
+chaos-tests: request-path
+	$(SUITE) chaos $(WORKERS) $(AGAIN) tests/chaos
 
 engine-tests: $(STAMP)
 	$(SUITE) engine $(AGAIN) tests/integration/engine
 
-service-tests: $(STAMP)
-	$(SUITE) service $(AGAIN) tests/integration tests/simulation --ignore=tests/integration/engine
+service-tests: request-path
+	$(SUITE) service $(WORKERS) $(AGAIN) tests/integration tests/simulation --ignore=tests/integration/engine
 
-# Where nothing is compiled, the other targets have run them so.
-interpreted-tests: $(STAMP)
-	! $(COMPILE) --check || ISOCHRONE_COMPILED=0 $(SUITE) interpreted $(AGAIN) -q \
+# Where nothing is compiled, service-tests and unit-tests run them so, if they run.
+interpreted-tests: request-path
+	$(if $(filter service-tests,$(SUITES)),! $(COMPILE) --check ||) ISOCHRONE_COMPILED=0 $(SUITE) interpreted $(WORKERS) $(AGAIN) -q \
 		tests/unit/router tests/integration/router
 
-system-tests: $(STAMP)
-	$(SUITE) system $(AGAIN) tests/system
+system-tests: request-path
+	$(SUITE) system $(WORKERS) $(AGAIN) tests/system
+
+unit-tests: $(STAMP)
+	$(SUITE) unit $(WORKERS) $(AGAIN) -q tests/unit tests/test_style.py
 
 soak: $(STAMP) ## Let faults strike a live fleet (MINUTES=30 SEED=n)
 	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED),)
@@ -81,13 +87,14 @@ test-node: $(STAMP) ## Install SDKs for Node.js into .node (170 MB) and test wit
 	npm ci --prefix .node --no-audit --no-fund
 	$(BIN)/pytest tests/integration/router/test_node_sdks.py
 
-check: $(STAMP) ## Format, lint, import contracts, secrets, types, unit and style tests
+check: static-checks unit-tests ## Format, lint, import contracts, secrets, types, unit and style tests
+
+static-checks: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m ops.secret_scan
 	$(BIN)/mypy
-	$(SUITE) unit $(AGAIN) -q tests/unit tests/test_style.py
 
 compiled: $(STAMP) ## Compile the router's request path (a minute), or fail
 	@$(COMPILE) --required

@@ -1,4 +1,4 @@
-"""What the three services share: what they say to one another, and what each is made of."""
+"""Code that the three services share: their messages, and the parts that each is built from."""
 
 from isochrone import compiled as _compiled
 

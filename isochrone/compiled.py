@@ -76,8 +76,8 @@ _READ: Final = (
     "isochrone/service",
     "router",
 )
-"""What the compiler reads of this project: it builds constants and types of uncompiled modules
-into the compiled ones, too."""
+"""The files of this project that the compiler reads. It also builds constants and types of
+uncompiled modules into the compiled ones."""
 
 
 def hot_modules(root: Path) -> list[str]:

@@ -1,17 +1,17 @@
-"""Which of a tenant's waiting requests is next, when some say by when they need a first token.
+"""Orders a tenant's waiting requests, of which some have a deadline for their first token.
 
-Tenants share a replica fairly; that is decided before, and apart (`fair_queue.py` of the embedded
-engine, `seats.py` of the node). This is the order within a tenant.
+Fair sharing of a replica between tenants is decided before this, elsewhere (`fair_queue.py` of the
+embedded engine, `seats.py` of the node). This module orders requests within a tenant.
 
 Rule 1: of the requests that can still begin to answer in time, the one that is due first goes first
 (earliest deadline first).
 Rule 2: a request without an objective counts as due TTFT_DEFAULT_S after its arrival, so that
 without objectives requests are served in order of arrival.
 Rule 3: a request that cannot be answered in time any more, even if it began now, makes way for
-those that can: it counts as due LATE_GRACE_S later. It is not dropped, and it does not starve: no
-request that arrives after that time goes before it.
-Rule 4: an objective that nobody can meet gains nothing: with Rule 3 the request counts as due about
-when it would be without one.
+those that can: it counts as due LATE_GRACE_S later. The request is not dropped, and it does not
+starve: no request that arrives after that time goes before it.
+Rule 4: an objective that no replica can meet gains nothing: by Rule 3 the request counts as due at
+about the time at which it would be due without an objective.
 """
 
 from typing import Final, NamedTuple
@@ -20,20 +20,21 @@ TTFT_MS_MAX: Final = 600_000
 """The longest objective. It bounds for how long others of the tenant may go before a request."""
 
 TTFT_DEFAULT_S: Final = 10.0
-"""When a request without an objective counts as due: as long as a router lets a request wait."""
+"""A request without an objective counts as due so long after its arrival: as long as a router lets
+a request wait."""
 
 LATE_GRACE_S: Final = 10.0
-"""By how much a request that is too late counts as due later: as without an objective."""
+"""The delay of the due time of a request that is too late: as without an objective."""
 
 
 class TtftObjective(NamedTuple):
-    """By when a request needs its first token. Times are of one monotonic clock, in seconds."""
+    """The due time of a request's first token. Times are of one monotonic clock, in seconds."""
 
     arrived_s: float = 0.0
     due_s: float | None = None
     """At `arrived_s` or later; None if the request has no objective."""
     prefill_s: float = 0.0
-    """How long its prompt takes to read, as it is estimated."""
+    """The estimated time that prefill of its prompt takes."""
 
     def is_too_late(self, now_s: float) -> bool:
         """Return True if the first token would come after it is due, even if it began now."""

@@ -1,4 +1,4 @@
-"""From the start of an engine's process to its first token."""
+"""Starts an engine: from the start of its process to its first token."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -50,7 +50,8 @@ class NodeState:
         self.devices = devices
         self.cache_salts = cache_salts
         self.relay_token = ""
-        """With it this node fetches what clients have uploaded, while it is connected."""
+        """The token with which this node fetches files that clients have uploaded, while it is
+        connected."""
         self._unsaved: Assignment | None = None
         """The newest assignment, while the disk refuses to store it."""
         self._accept_lock = asyncio.Lock()

@@ -59,7 +59,7 @@ class ManagedReplica:
         self.state_since_s = clock()
         self.reason = ""
         self.last_failure = ""
-        """Why the last engine failed, until another one is warm."""
+        """The reason why the last engine failed, until another one is warm."""
         self.failure_times: list[float] = []
         self.is_failure_permanent = False
         """True if every restart would fail the same way."""
@@ -72,7 +72,7 @@ class ManagedReplica:
         )
         seats = 0 if is_queue_fair(spec) else sequences_max(spec)
         self.seats = EngineSeats(seats, spare_seats_of(spec))
-        """Where what the engine's own queue would serve unfairly waits."""
+        """Requests that the engine's own queue would serve unfairly wait here."""
         self.adapters = EngineAdapters()
         self.blame = BlameLedger()
         self.trial_lock = asyncio.Lock()
@@ -210,7 +210,7 @@ class Supervisor:
         self._on_change()
 
     def forget(self, replica_ids: Collection[ReplicaId]) -> None:
-        """Drop stopped replicas after the scheduler was told that they stopped."""
+        """Drop stopped replicas after they were reported to the scheduler as stopped."""
         for replica_id in replica_ids:
             replica = self.replicas.get(replica_id)
             if replica is not None and replica.state is ReplicaState.STOPPED:

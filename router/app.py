@@ -155,8 +155,8 @@ class RouterApp:
         self.recorder = Recorder(self.identity.pop, self.metrics, self.journal)
         self.deadlines = Deadlines(time.monotonic)
         self.upstream = Upstream(self.config, self.deadlines, time.monotonic, self.node_tls)
-        # The same key in each process of each router, so that they can tell each other. It is no
-        # secret: it keeps what one cluster suspects apart from another's.
+        # All processes of all routers use the same key, so that they can share suspicions. The key
+        # is not secret: it keeps the suspicions of one cluster apart from another's.
         digest_key = hashlib.sha256(b"isochrone-suspects-1\0" + self.identity.ca_pem.encode())
         suspects = SuspectTable(digest_key.digest(), self.config.suspect_refusal_s)
         self.poison_guard = PoisonGuard(suspects, self.metrics, time.monotonic)

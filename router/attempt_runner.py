@@ -87,7 +87,7 @@ class AttemptRunner:
             adapter_ms = routing.adapters.load_ms(request.adapter.size_mib)
             adapter_mask = routing.adapters.mask(adapter_id, routing.replicas.slots)
             if not adapter_mask:
-                # Nobody has it: all of its requests choose the same of equal replicas.
+                # No replica has it: all of its requests choose the same of equal replicas.
                 subject = adapter_id
         query = RouteQuery(
             subject,

@@ -1,6 +1,6 @@
-"""The router's client of what schedulers store: HTTP beside the control connection.
+"""The router's client for objects that schedulers store: HTTP beside the control connection.
 
-That is files and batches, stored responses and conversations.
+The objects are files, batches, stored responses and conversations.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -21,9 +21,9 @@ ERROR_BYTES_MAX: Final = 64 * 1024
 
 
 class BatchAccess(msgspec.Struct, frozen=True, tag="batch_access"):
-    """Where the acting scheduler is, and the token for it; an empty token: it stores nothing.
+    """The acting scheduler's address, and the token for it.
 
-    Without `has_batches` it stores no files and batches.
+    With an empty token the scheduler stores nothing; without `has_batches` no files and batches.
     """
 
     url: str = ""

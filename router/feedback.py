@@ -1,4 +1,4 @@
-"""What requests and probes teach the fleet state: each event updates every part it concerns."""
+"""Updates the fleet state from requests and probes: each event updates every part it concerns."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What this router knows of the fleet. All mutable knowledge about replicas and nodes is here.
+"""The state of the fleet as this router knows it. All mutable state of replicas and nodes is here.
 
 `snapshot()` gives a frozen view of one deployment for ranking. Requests and probes add what they
 learn through `feedback.py`. One event loop owns it, so it needs no locks.
@@ -58,7 +58,7 @@ class FleetState:
     def adopt(self, table: RouteTable, prepared: TableIndexes | None = None) -> None:
         """Serve `table` from now on, and drop what is known of replicas that it no longer has.
 
-        What was `prepared` for this change need not be done here.
+        The indexes `prepared` for this change are not built again here.
         """
         current = self.directory.table
         if current is not None and (

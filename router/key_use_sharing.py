@@ -1,7 +1,7 @@
-"""What the keys with limits per minute have used here, for the other routers.
+"""Shares the use of keys with limits per minute with the other routers.
 
-Each process tells the main process, which tells the scheduler. The use at other routers comes back
-the same way, and each process draws its share of it.
+Each process reports its use to the main process, which reports it to the scheduler. The use at
+other routers comes back the same way, and each process draws its share of it.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from isochrone.wire.key_use import KEY_USE_ROWS_MAX, FleetKeyUse, KeyUse
 
 
 class OwnKeyUse(msgspec.Struct, frozen=True, tag="own_key_use"):
-    """What keys have used at one process in one turn."""
+    """The use of keys at one process in one turn."""
 
     rows: tuple[KeyUse, ...]
 
@@ -26,7 +26,7 @@ class KeyUseOutbox:
         self._rows: dict[KeyId, KeyUse] = {}
 
     def add(self, rows: Iterable[KeyUse]) -> None:
-        """Add what a process of this router tells, or what could not be sent."""
+        """Add the use that a process of this router reports, or that could not be sent."""
         for row in rows:
             known = self._rows.get(row.key_id)
             if known is not None:

@@ -48,7 +48,7 @@ SILENCE_S: Final = 15.0
 port's connections, and systemd watches only the main process."""
 
 Shared = SharedPrompts | SharedSuspicions
-"""What any process tells all others."""
+"""Messages from any process to all others."""
 
 ToAllWorkers = UsageAck | BatchAccess | FleetKeyUse | Shared
 
@@ -61,7 +61,7 @@ Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
 
 class WorkerIdentity(NamedTuple):
-    """What makes a process a worker: its number, its end of the socket pair, the port."""
+    """The identity of a worker process: its number, its end of the socket pair, the port."""
 
     number: int
     end: socket.socket
@@ -167,7 +167,7 @@ class WorkerPool:
     ) -> None:
         """Keep `count` workers that serve `table()`, and forward their reports with `send`.
 
-        What a worker shares goes to `learn` and to the other workers. A worker has
+        Messages that a worker shares go to `learn` and to the other workers. A worker has
         `end_timeout_s` to finish its requests when it is stopped.
         """
         self._learn = learn

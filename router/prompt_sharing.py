@@ -1,4 +1,4 @@
-"""What the processes of one router share: which prompts were read by which replica.
+"""Shares, between the processes of one router, which replica read which prompts.
 
 A client's next request may reach any of the processes. Each keeps its own prefix index, and adds
 the prompts that the others sent as if it had sent them itself. Only answered prompts are shared,

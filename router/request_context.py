@@ -171,7 +171,7 @@ class ResumableStream:
 
 
 class TokenTimes:
-    """When tokens came. Times are monotonic seconds.
+    """The arrival times of tokens, in monotonic seconds.
 
     `first_token_at_s` is the client's first token. The others describe the last attempt that
     streamed a token: when its first token came, its time to first token, and how many tokens
@@ -188,7 +188,7 @@ class TokenTimes:
 
 
 class RequestContext:
-    """Everything that is known of one request. The pipeline fills it in, `Recorder` reads it.
+    """The state of one request. The pipeline fills it in, `Recorder` reads it.
 
     `attempt` is the current attempt; after a refusal or failure it is the last one that answered,
     if any. `is_declined` means that the replica rejected the client's input (a 4xx), which is no

@@ -18,7 +18,7 @@ from router.response_client import ResponseClient
 
 
 class StoredAnswers(NamedTuple):
-    """What the dispatcher and the loops of a router need."""
+    """The routes for the dispatcher, and the job for the loops of a router."""
 
     routes: StoredRoutes
     job: AnswerResponses

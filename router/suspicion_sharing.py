@@ -1,9 +1,9 @@
-"""What the processes of one router, and all routers, tell each other of suspect requests.
+"""Shares suspect requests between the processes of one router, and between all routers.
 
 A client's next request may reach any router and any of its processes. Once a second each process
-tells the main process, which tells the others and, through the scheduler, the other routers. All
-have the same digest key. The processes have the same monotonic clock; other routers are told how
-long ago something was.
+reports to the main process, which informs the other processes and, through the scheduler, the other
+routers. All routers have the same digest key. The processes share a monotonic clock; messages to
+other routers say how long ago an event was.
 """
 
 from collections import deque
@@ -38,7 +38,7 @@ class SharedSuspicions(msgspec.Struct, frozen=True, tag="suspicions"):
 
 
 class FleetSuspicionOutbox:
-    """What the other routers are to be told. Times are monotonic seconds."""
+    """Suspicions to be sent to the other routers. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -51,7 +51,7 @@ class FleetSuspicionOutbox:
         self._cleared.extend(shared.cleared)
 
     def take(self) -> SharedSuspicions | None:
-        """Return what is to be told and forget it; None if there is nothing."""
+        """Return the suspicions to send and forget them; None if there are none."""
         if not self._losses and not self._cleared:
             return None
         shared = SharedSuspicions(tuple(self._losses), tuple(self._cleared))

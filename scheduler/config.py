@@ -70,7 +70,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # An S3-compatible bucket instead of the folder: `s3://bucket/prefix`. Credentials come from the
     # environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) or the machine's role. The endpoint is
     # for stores other than AWS's. Files lie in `batch_spool_folder` while they arrive (default: the
-    # system's folder for temporary files), which needs room for those that arrive at once.
+    # system's folder for temporary files), which needs space for all files that arrive at the same
+    # time.
     batch_bucket: str = ""
     batch_bucket_endpoint: str = ""
     batch_bucket_region: str = ""

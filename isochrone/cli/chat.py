@@ -18,7 +18,7 @@ class ChatFailed(Exception):
 
 
 class ChatResult(NamedTuple):
-    """Where a chat was answered, why there, and how fast. Times are measured by the client."""
+    """The place that answered a chat, why there, and how fast. The client measures times."""
 
     pop: str
     node: str

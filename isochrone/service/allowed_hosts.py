@@ -1,10 +1,10 @@
 """Refuses requests whose Host header is the name of a stranger's site: DNS rebinding.
 
 A page in an operator's browser may have a name that its owner lets point to a server here. The
-browser then takes that server's answers for the page's own. Such a request has the page's name in
-Host. Allowed without configuration are IP addresses, localhost, names without a dot (no stranger
-owns one), and this machine's own names. An operator adds the names by which clients reach the
-server, such as that of a load balancer.
+browser then takes that server's answers for the page's own. The Host header of such a request is
+the page's name. Allowed without configuration are IP addresses, localhost, names without a dot (no
+stranger owns one), and this machine's own names. An operator adds the names by which clients reach
+the server, such as that of a load balancer.
 """
 
 import ipaddress

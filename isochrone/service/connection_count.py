@@ -18,7 +18,7 @@ ProtocolFactory = Callable[[], asyncio.Protocol]
 
 
 class ConnectionCount:
-    """How many connections are open, against a limit in all and one for each client network."""
+    """Counts open connections, with a limit on their total and one for each client network."""
 
     def __init__(self, connections_max: int, per_network_max: int) -> None:
         self._connections_max = connections_max

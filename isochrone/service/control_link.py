@@ -38,11 +38,12 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S: Final = 5.0
 ERROR_CHARS_MAX: Final = 300
-"""How much of the last error a registration carries."""
+"""The characters of the last error that a registration carries."""
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 SILENCE_S: Final = 20.0
-"""How long a send may take, and twice the interval of pings: then the connection is closed."""
+"""The longest time that a send may take, and twice the interval of pings. The connection is closed
+after it."""
 BACKOFF_MIN_S: Final = 0.2
 BACKOFF_MAX_S: Final = 10.0
 WAIT_MAX_S: Final = 60.0
@@ -91,8 +92,8 @@ class ControlLink:
         """Connect to one of `urls` (`https://host:port`); `incoming` is a union of message types.
 
         If the state `folder` is given, the certificate is renewed there and in `contexts`. The
-        scheduler is told the `capabilities` of this version. `on_too_large` is called for each
-        message that is not sent because the scheduler would refuse its size.
+        registration reports the `capabilities` of this version to the scheduler. `on_too_large` is
+        called for each message that is not sent because the scheduler would refuse its size.
         """
         self.connected = False
         self.url = ""

@@ -13,7 +13,7 @@ KINDS_MAX: Final = 50
 
 
 class _Logged(NamedTuple):
-    """When a kind was logged last, and how many failures of it have not been logged since."""
+    """The time at which a kind was last logged, and the number of its failures not logged since."""
 
     at: float
     unlogged: int

@@ -112,7 +112,7 @@ def error_middleware(encode_error: EncodeError) -> Callable[..., Awaitable[web.S
 
 
 FORM_ERRORS: Final = (ValueError, RuntimeError, BadHttpMessage)
-"""What aiohttp raises for a malformed form: the last for the headers of a part."""
+"""The errors that aiohttp raises for a malformed form; the last is for the headers of a part."""
 
 
 async def read_body(

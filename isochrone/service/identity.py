@@ -31,7 +31,7 @@ from isochrone.wire.ids import ClusterId, PopId, is_name, is_pop
 CERTIFICATE_LIFETIME_S: Final = 90 * 24 * 3600.0
 AUTHORITY_LIFETIME_DAYS: Final = 3650
 CLOCK_SKEW: Final = timedelta(minutes=5)
-"""How far the clocks of two machines may differ: certificates are dated back by it."""
+"""The largest difference between the clocks of two machines. Certificates are dated back by it."""
 
 FINGERPRINT_DIGITS: Final = 32
 """How many hex digits of the authority's fingerprint a join token carries."""

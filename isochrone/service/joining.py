@@ -1,4 +1,4 @@
-"""How a node or router gets its identity: from its state folder, or for a join token."""
+"""Gets the identity of a node or router: from its state folder, or in exchange for a join token."""
 
 import asyncio
 from collections.abc import Sequence

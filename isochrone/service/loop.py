@@ -1,7 +1,7 @@
 """A periodic job: one function that runs every interval and whenever it is nudged.
 
-Timer, nudge, failure and restart are one code path. A job takes no input and returns counts. It
-does not retry: its next turn does.
+Timer, nudge, failure and restart are one code path. A job takes no input and returns counts. A
+failed job is not retried at once: its next turn is the retry.
 """
 
 import asyncio

@@ -21,10 +21,10 @@ from isochrone.service.name_lookup import is_numeric
 log = logging.getLogger(__name__)
 
 FRESH_S: Final = 10.0
-"""For so long addresses are used without asking again, and a name that failed is not asked for."""
+"""For this time addresses are used without another lookup, and a failed name is not looked up."""
 
 WAIT_S: Final = 0.5
-"""A lookup of a name with known addresses is waited for so long, from its start."""
+"""The longest wait for the lookup of a name with known addresses, from the lookup's start."""
 
 NAMES_MAX: Final = 10_000
 
@@ -39,7 +39,7 @@ async def look_up(host: str) -> Sequence[str]:
 
 
 class KnownName:
-    """What is known of one name."""
+    """The last known addresses of one name, and its lookup in progress."""
 
     __slots__ = ("addresses", "fresh_until_s", "is_stale", "lookup", "started_s")
 
@@ -73,7 +73,8 @@ class NameCache:
         if name.lookup is None:
             name.started_s = now_s
             name.lookup = asyncio.create_task(self._refresh(host, name), name=f"look up {host}")
-            # Those that waited may have given up: then its error is nobody's.
+            # All callers may have given up waiting. Reading the error here keeps asyncio from
+            # logging it.
             name.lookup.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._forget_oldest()
         # Others wait for the lookup too: it is not cancelled with one of them.

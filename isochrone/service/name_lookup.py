@@ -4,7 +4,7 @@ uvloop looks names up in libuv's thread pool, two at a time, and queues numeric 
 sockets behind them. While DNS hangs for some names, a process then connects to nothing, not even to
 `127.0.0.1`: a router whose nodes' names hung lost its scheduler for minutes. Here numeric addresses
 need no thread, and names are looked up in threads that do not delay the end of the process.
-What was found is kept by `name_cache.py`.
+`name_cache.py` caches the results.
 """
 
 import asyncio

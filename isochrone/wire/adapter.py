@@ -1,4 +1,4 @@
-"""LoRA adapters: what routers know of one, and what a node is told of the one that a request names.
+"""LoRA adapters: the entry that routers hold, and how a request names its adapter to a node.
 
 An adapter is an artifact of two files, as PEFT writes them. It never changes once it is complete.
 """
@@ -17,7 +17,7 @@ WEIGHTS_FILE: Final = "adapter_model.safetensors"
 ADAPTER_FILES: Final = (CONFIG_FILE, WEIGHTS_FILE)
 
 CLUSTER_SCHEME: Final = "cluster:"
-"""Of the source of files that clients have uploaded: the acting scheduler has them."""
+"""The URL scheme of files that clients have uploaded: the acting scheduler serves them."""
 
 ADAPTER_NAME_PATTERN: Final = rf"^[A-Za-z0-9]([A-Za-z0-9._-]{{0,62}}[A-Za-z0-9])?{END}"
 AdapterId = Annotated[str, msgspec.Meta(pattern=ID_PATTERN)]
@@ -27,7 +27,7 @@ _MEBIBYTE: Final = 1024 * 1024
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """An adapter as routers hold it. It is for deployments of the model `model_id`.
+    """An adapter for deployments of the model `model_id`, as routers hold it.
 
     Other tenants than `tenant_id` may use it only if it `is_public`. Without `artifact` its files
     are not complete yet.
@@ -90,7 +90,7 @@ def parse_request_adapter(value: str) -> RequestAdapter:
 
 
 LOADED_MAX: Final = 256
-"""How many loaded adapters one header names."""
+"""The most loaded adapters that one header names."""
 
 
 def format_loaded_adapters(loaded: LoadedAdapters) -> str:

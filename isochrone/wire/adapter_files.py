@@ -1,6 +1,6 @@
 """Reads the two files of a LoRA adapter without its weights: the config, and the tensors' shapes.
 
-Both come from strangers. Nothing here reads more than the given bytes, and every offset is checked.
+Both files are untrusted. This module reads no more than the given bytes, and checks every offset.
 """
 
 import math

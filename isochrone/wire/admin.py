@@ -275,8 +275,8 @@ class AdapterBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class AdapterView(msgspec.Struct, frozen=True, kw_only=True):
     """A LoRA adapter. `model` is the name of the deployment that its tenant gave.
 
-    It is `incomplete` until it has both of its files; `missing_files` are the others. `nodes` are
-    the first of the `nodes_total` nodes that have its files on disk.
+    An adapter is `incomplete` until it has both of its files; `missing_files` are those it lacks.
+    `nodes` are the first of the `nodes_total` nodes that have its files on disk.
     """
 
     adapter_id: str
@@ -299,7 +299,7 @@ class AdapterView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantAdaptersView(msgspec.Struct, frozen=True, kw_only=True):
-    """What one tenant has uploaded, and the limits of each tenant (`[adapters]` of schedulers)."""
+    """One tenant's uploads, and the limits of each tenant (`[adapters]` of schedulers)."""
 
     tenant_id: TenantId
     adapters: int
@@ -330,7 +330,8 @@ class StatusView(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the whole fleet. `unmet` says what differs from the desired state.
 
     `not_following` lists the routers that do not serve the current routes and keys, and the nodes
-    that have not taken their assignment, with the reason. They do not count as ready.
+    that have not taken their assignment, with the reason. Listed routers and nodes do not count as
+    ready.
     """
 
     cluster_id: str

@@ -1,8 +1,8 @@
 """Batch work between routers and the scheduler, over HTTP beside the control connection.
 
 A router leases items for which it has idle capacity, answers them like any other request, and
-returns the results. It renews its leases while it works. A result is accepted once, whoever sends
-it, so every message may be repeated.
+returns the results. It renews its leases while it works. A result is accepted once, whichever
+router sends it, so every message may be repeated.
 """
 
 from typing import Annotated, Final
@@ -30,7 +30,7 @@ ADAPTER_FILE_PATH: Final = "/v1/artifact-service"
 For nodes, with the token of their control connection."""
 
 LEASED_MAX: Final = 256
-"""How many items one message may ask for, renew or return."""
+"""The most items that one message may request, renew or return."""
 
 ITEM_BYTES_MAX: Final = 8 * 1024 * 1024
 """The longest line of an input file, and the limit of a request's body."""

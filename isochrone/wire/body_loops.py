@@ -16,8 +16,8 @@ NOT_ASCII: Final = 1
 SURROGATE_ESCAPE: Final = 2
 MANY_BRACKETS: Final = 4
 BRACKETS_FEW: Final = 96
-r"""What a scan finds: bytes above 127; `\uD800` to `\uDFFF`, wherever it stands; and more than so
-many opening brackets, within strings or not."""
+r"""The findings of a scan: bytes above 127; `\uD800` to `\uDFFF` anywhere; and more than
+BRACKETS_FEW opening brackets, within strings or not."""
 
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 

@@ -1,7 +1,7 @@
 """The driver `command`: an operator's own server that speaks OpenAI's API.
 
-Which program it is stands in the configuration of the nodes (`[commands.NAME]`), because no
-deployment may make a node run a program of its choice. What it serves is said by the deployment.
+The program is named in the configuration of the nodes (`[commands.NAME]`), because no deployment
+may make a node run a program of its choice. The deployment names the model that it serves.
 """
 
 from collections.abc import Mapping

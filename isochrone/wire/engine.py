@@ -101,8 +101,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     `kind` is the kind of model: `chat`, `embedding` or `rerank`. While `memory_full` is true, new
     requests are refused. While `is_asleep` is true, the model is not in memory; `wake_s` is how
-    long the last wake took. What was used last more than `prefix_evicted_age_s` ago is no longer in
-    the prefix cache, and the rest still is; -1 if the engine does not say.
+    long the last wake took. The prefix cache has lost the blocks last used more than
+    `prefix_evicted_age_s` ago, and still has the others; -1 if the engine does not say.
     """
 
     kind: str = "chat"

@@ -1,4 +1,4 @@
-"""What each engine can do, as data for the CLI, the router, the scheduler and the agent.
+"""The capabilities of each engine, as data for the CLI, the router, the scheduler and the agent.
 
 A difference between engines is a row here, not an exception elsewhere. The table in docs/engine.md
 is made from it.
@@ -38,7 +38,7 @@ FEATURES: Final[Mapping[str, str]] = {
     "audio": "audio parts of a message",
     "suffix": "`suffix` of a completion",
 }
-"""What a request may use and an engine may lack, by the name of the feature."""
+"""Features that a request may use and an engine may lack, by name."""
 
 KV_TYPE_BITS: Final[Mapping[str, float]] = {
     **{"fp32": 32, "f32": 32, "float32": 32},
@@ -68,7 +68,7 @@ _HEARING: Final = frozenset({"transcriptions", "translations"})
 
 
 class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine can do.
+    """The capabilities of one engine.
 
     `features` are names of FEATURES: the surfaces and request fields that it honours. `roles` are
     the phases that its replicas can run apart, and `handshake` the protocol between them. With
@@ -94,10 +94,10 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     With `limits_all_requests` the limit of concurrent sequences holds for requests of all kinds.
 
     Prompts are cached in units of at most `cache_block_tokens`, 0 if none is by default.
-    `generates_text` is false for an engine whose answers do not depend on the request's fields. It
-    may answer a request for an unknown model unless it `checks_model_name`, one with sampling
-    settings out of range unless it `checks_sampling`, one that names a tool with a text unless it
-    `forces_named_tools`, and one with misspelt fields unless it `refuses_unknown_fields`.
+    `generates_text` is false for an engine whose answers do not depend on the request's fields. An
+    engine may answer a request for an unknown model unless it `checks_model_name`, one with
+    sampling settings out of range unless it `checks_sampling`, one that names a tool with a text
+    unless it `forces_named_tools`, and one with misspelt fields unless it `refuses_unknown_fields`.
     """
 
     features: frozenset[str] = frozenset(FEATURES)

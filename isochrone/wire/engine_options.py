@@ -1,8 +1,8 @@
 """The options that each engine driver accepts, as data for the CLI, the scheduler and the agent.
 
-A deployment's `options` are names of the engine's own command-line options, with `_` for `-`. What
-the driver sets by itself, such as the model, the port and the parallelism, is not among them.
-Neither is an option that would let a deployment run code of its own on a node.
+A deployment's `options` are names of the engine's own command-line options, with `_` for `-`.
+Options that the driver sets itself, such as the model, the port and the parallelism, are not
+listed. Neither are options that would let a deployment run code of its own on a node.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ TRUE: Final = frozenset({"", "true"})
 FALSE: Final = frozenset({"false"})
 
 OPTIONS_CHARS_MAX: Final = 16_384
-"""All options of an engine together. They are part of each assignment with such a replica, and are
-read with each plan."""
+"""The limit on all options of an engine together. The options are part of each assignment with such
+a replica, and are read with each plan."""
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,8 +24,8 @@ PRIORITY_DEFAULT: Final = 50
 one would put it before the requests of other tenants. Engines accept up to 100."""
 
 TTFT_MS: Final = "x-isochrone-ttft-ms"
-"""Within how many ms the client needs the first token. A router sends a node what is left of it, 0
-if nothing is left. Of a tenant's requests that wait at a replica it decides which one is next."""
+"""The time in ms within which the client needs the first token. A router sends a node the time that
+is left, at least 0. It orders a tenant's requests that wait at a replica."""
 
 # Router to client.
 POP: Final = "x-isochrone-pop"
@@ -70,7 +70,7 @@ SUSPECT: Final = "x-isochrone-suspect"
 """An engine failed while it processed this request: try it while no other such request is tried."""
 
 GENERATED_TOKENS: Final = "x-isochrone-said"
-"""How many tokens of this answer the client already has: the request resumes the answer."""
+"""The tokens of this answer that the client already has: the request resumes the answer."""
 
 # Node to router.
 RESUMED: Final = "x-isochrone-resumed"
@@ -116,7 +116,7 @@ QUEUED: Final = "queued"
 
 # Node to node.
 FETCHED_BYTES: Final = "x-isochrone-fetched-bytes"
-"""How much of an artifact the node has, while it is still fetching it."""
+"""The bytes of an artifact that the node has, while it is still fetching it."""
 
 
 ROUTER_NAME_BYTES_MAX: Final = 64
@@ -149,9 +149,9 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     `pending_prefill_tokens` are the prompt tokens still to be prefilled, less what routers expect
     in the prefix cache. The unit is the cost of a token at the start of a prompt: later tokens take
     longer and count for more. `others_pending_prefill_tokens` and `others_decode_tokens` leave out
-    the requests of the router that asked, and the estimated progress on the current prompt.
-    What was used last more than `cache_age_ms` ago is no longer in the prefix cache, and the rest
-    still is. -1 means that the node does not report the value. A replica that sleeps needs
+    the requests of the router that gets this answer, and the estimated progress on the current
+    prompt. The prefix cache has lost the blocks last used more than `cache_age_ms` ago, and still
+    has the others. -1 means that the node does not report the value. A replica that sleeps needs
     `wake_ms` before it can serve.
     """
 

@@ -41,7 +41,7 @@ PATTERN_DESCRIPTIONS: Final = {
     POP_PATTERN: "three lower-case letters, such as `ams`",
     COUNTRY_PATTERN: "two capital letters, such as `NL`",
 }
-"""What each pattern accepts, for error messages."""
+"""The values that each pattern accepts, in words for error messages."""
 
 _NAME = re.compile(NAME_PATTERN)
 _POP = re.compile(POP_PATTERN)

@@ -15,7 +15,7 @@ from zlib import crc32
 import msgspec
 
 KEY_BUCKETS: Final = 2048
-"""Of a million keys, one that changed brings some 500 others with it: about one part of a table.
+"""With a million keys, a changed key brings some 500 others with it: about one part of a table.
 The sums take 16 KiB of a registration, whose limit is 64 KiB."""
 
 _SUM_BYTES: Final = 8

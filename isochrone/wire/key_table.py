@@ -23,8 +23,8 @@ PIECE_KEYS_MIN: Final = 64
 
 
 BUDGET_PREFIX: Final = "tenant:"
-"""Begins the id of the entry with a tenant's budget above its keys. It is in the table among the
-keys; its digest is empty, so that no secret opens it."""
+"""The prefix of the id of a tenant's budget, an entry in the table among the keys. Its digest is
+empty, so that no secret opens it."""
 
 
 def budget_id(tenant_id: TenantId | str) -> KeyId:
@@ -76,7 +76,7 @@ _id_of: Final = attrgetter("key_id")
 
 
 class KeyChanges(NamedTuple):
-    """What differs between two tables, each part in the order of the ids."""
+    """The difference between two key tables, each part in the order of the ids."""
 
     changed: tuple[KeyEntry, ...]
     gone: tuple[KeyId, ...]

@@ -1,6 +1,6 @@
-"""What routers tell each other, through the scheduler, of the use of keys with limits per minute.
+"""Messages by which routers share, through the scheduler, the use of keys with limits per minute.
 
-Each router draws from its own meters what a key has used at the others. No request waits for it: a
+Each router charges its own meters with a key's use at the other routers. No request waits for it: a
 router without a scheduler knows its own use only.
 """
 
@@ -19,7 +19,7 @@ KEY_USE_ROWS_MAX: Final = 4096
 
 
 class KeyUse(msgspec.Struct, frozen=True, array_like=True):
-    """What one key has used in one turn. Tokens are negative if more was estimated before."""
+    """The use of one key in one turn. Tokens are negative if an earlier estimate was too high."""
 
     key_id: KeyId
     requests: Annotated[int, Meta(ge=0, le=10**9)]

@@ -1,8 +1,8 @@
 """KV blocks that the replicas of a PoP share: located, fetched and kept by their digests.
 
 All nodes of a cluster derive a tenant's cache salt from one secret, so the digest of a block, a
-chain over the salt and all tokens up to its end, is the same in every engine of the deployment. Who
-does not know salt and tokens cannot name a block.
+chain over the salt and all tokens up to its end, is the same in every engine of the deployment. A
+peer that does not know the salt and the tokens cannot name a block.
 
 The routers name replicas of the PoP that may have a prompt's prefix (KV_HOLDERS) and the one that
 keeps a copy of it (KV_STORE). The node that answers asks each holder how much it has (LOCATE_PATH),
@@ -47,7 +47,7 @@ CHAIN_BLOCKS_MAX: Final = 16_384
 QUERY_BYTES_MAX: Final = 1024 * 1024
 
 PLACES: Final = ("device", "host", "file", "peer", "store")
-"""Where cached tokens can be found: the tiers of the engine, another replica, a replica's copy."""
+"""The places of cached tokens: the tiers of the engine, another replica, a replica's copy."""
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Chain = Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1, max_length=CHAIN_BLOCKS_MAX)]
@@ -60,7 +60,7 @@ class BlockQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LocatedBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """How many blocks of a chain's prefix an engine has, and the size of one.
+    """The number of blocks of a chain's prefix that an engine has, and the size of one.
 
     `keep_blocks_max` more can be kept without evicting others; -1 if the engine does not say.
     `kv_format` is that of ExpectedPrompt.
@@ -89,9 +89,10 @@ class FoundTokens(msgspec.Struct, frozen=True, kw_only=True):
     store: int = 0
 
     def moved(self, place: str, tokens: int) -> "FoundTokens":
-        """Return the same tokens, of which so many came from `place` before they were found.
+        """Return the same tokens, with so many of them counted at `place`, from which they came.
 
-        They were stored in the engine's host memory, or on its device if it has none.
+        They were found in the engine's host memory, where they were stored on arrival, or on its
+        device if it has none.
         """
         from_host = min(tokens, self.host)
         from_device = min(tokens - from_host, self.device)

@@ -50,7 +50,7 @@ from, so that only nodes may set them: a client's are removed."""
 
 
 class KvAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where other engines of a vendor meet this one to transfer KV.
+    """The address at which other engines of a vendor transfer KV with this one.
 
     `engine_id` is its name among them, another one after each start; "" if it has none.
     """
@@ -74,7 +74,7 @@ class ExpectedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     block_bytes: int = 0
     digests: tuple[bytes, ...] = ()
-    """The digests of its blocks, if they were asked for."""
+    """The digests of its blocks, if they were requested."""
     kv_format: str = ""
     """Hexadecimal digits that only engines with interchangeable blocks share; empty if the engine
     is of a release that does not say."""

@@ -1,4 +1,4 @@
-"""One node answers a router for others of its PoP: which nodes it asks about, and what it learned.
+"""The request and the answer by which one node reports the loads of others of its PoP to a router.
 
 `POST /loads` on a node, with a `LoadsQuery`; answered by `PopLoads`. A node of an older release
 answers 404, and the router pings its nodes one by one.
@@ -11,7 +11,7 @@ import msgspec
 from isochrone.wire.ids import NodeId
 
 GROUP_NODES_MAX: Final = 64
-"""How many nodes one node answers for."""
+"""The most nodes that one node answers for."""
 
 QUERY_BYTES_MAX: Final = 32 * 1024
 ANSWER_BYTES_MAX: Final = 1024 * 1024
@@ -19,7 +19,7 @@ ANSWER_BYTES_MAX: Final = 1024 * 1024
 
 
 class ProbedNode(msgspec.Struct, frozen=True):
-    """A node, and its address within the PoP. It must prove to be `node_id`."""
+    """A node and its address within the PoP. The node must prove to be `node_id`."""
 
     node_id: NodeId
     address: str
@@ -45,6 +45,6 @@ class NodeLoads(msgspec.Struct, frozen=True):
 
 
 class PopLoads(msgspec.Struct, frozen=True):
-    """What a node knows of those that it was asked about."""
+    """The loads that a node knows of the nodes in the query."""
 
     nodes: tuple[NodeLoads, ...] = ()

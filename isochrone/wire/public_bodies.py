@@ -9,7 +9,7 @@ from isochrone.wire.adapter import AdapterName
 from isochrone.wire.model import ModelName
 
 ITEMS_MAX: Final = 20
-"""How many items one request may add to a conversation."""
+"""The most items that one request may add to a conversation."""
 
 Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 

@@ -72,7 +72,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """A replica of the assignment that the node refuses to run, and why.
 
-    It is reported for a while after the assignment dropped the replica. `version` is the
+    The refusal is reported for a while after the assignment dropped the replica. `version` is the
     deployment's; 0 is unknown.
     """
 

@@ -2,7 +2,7 @@
 
 A router begins a response before it promises it to a client, and finishes it before it sends the
 last event. Background responses are leased by routers, like items of batches. A response ends once,
-whoever finishes it, so every message may be repeated.
+whichever router finishes it, so every message may be repeated.
 """
 
 from typing import Annotated, Final
@@ -17,7 +17,7 @@ FINISH_PATH: Final = "/v1/response-service/finish"
 LEASE_PATH: Final = "/v1/response-service/lease"
 
 LEASED_MAX: Final = 256
-"""How many responses one message may ask for or renew."""
+"""The most responses that one message may request or renew."""
 
 MESSAGE_BYTES_MAX: Final = 48 * 1024 * 1024
 """The largest message: a response with its request, or leased responses."""
@@ -59,8 +59,8 @@ class ResponseRef(msgspec.Struct, frozen=True, array_like=True):
 class FinishResponse(msgspec.Struct, frozen=True, kw_only=True):
     """How a response ended: `body` is JSON, `status` one of OpenAI's final ones.
 
-    With `retry_after_s` it has not ended: it is to be tried again then, and `counts_as_attempt` if
-    it may be at fault.
+    With `retry_after_s` it has not ended but is to be tried again then; `counts_as_attempt` is true
+    if the response may be at fault.
     """
 
     ref: ResponseRef
@@ -95,7 +95,7 @@ class LeasedResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeasedResponses(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router got, and what it holds and no longer needs to answer."""
+    """The responses newly leased to a router, and those that it has lost and need not answer."""
 
     responses: tuple[LeasedResponse, ...] = ()
     lost: tuple[ResponseRef, ...] = ()

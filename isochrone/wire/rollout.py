@@ -37,7 +37,7 @@ STEPS: Final = (
 
 
 class RolloutBounds(msgspec.Struct, frozen=True, kw_only=True):
-    """How much worse the new version may be, and how much evidence each step needs.
+    """The limits on how much worse the new version may be, and the evidence that each step needs.
 
     `error_ratio` is the added failures per attempt; the other ratios are of medians. A step lasts
     at least `step_min_s` and `attempts_min` attempts of the new version. A step without a decision

@@ -69,7 +69,7 @@ class RolloutEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router needs of a deployment: the name that clients use, its limits and its price.
+    """A deployment as routers need it: the name that clients use, its limits and its price.
 
     `engine` is the name of its driver, and `engine_lacks` what that engine cannot do, as names of
     `engine_capabilities.FEATURES`. With `shares_kv`, the replicas of a PoP use each other's KV.
@@ -97,7 +97,7 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):
-    """Everything that a router needs to serve on its own. Each tuple is sorted by id.
+    """All data that a router needs to serve on its own. Each tuple is sorted by id.
 
     Its keys are a list on the wire.
 
@@ -129,8 +129,9 @@ class RouteTablePart(msgspec.Struct, frozen=True, kw_only=True, tag="route_table
     index: int
     is_last: bool = False
     keys_kept: bytes = b""
-    """Of the first part: the buckets of keys (`key_sums.KeptBuckets`) that the router has as it
-    last told. The parts have no keys of these; of the others, what they do not have is gone."""
+    """In the first part: the buckets of keys (`key_sums.KeptBuckets`) that the router keeps as it
+    last reported them. The parts have no keys of these buckets. In other buckets, keys that the
+    parts lack are gone."""
     pops: tuple[Pop, ...] = ()
     deployments: tuple[DeploymentEntry, ...] = ()
     routes: tuple[Route, ...] = ()
@@ -224,7 +225,7 @@ def _merge(
 ) -> tuple[V, ...]:
     """Return sorted `entries` after the changes; the same tuple if there are none.
 
-    What lies between two changes is copied as a whole: a delta has few entries, a table many.
+    The entries between two changes are copied as a whole: a delta has few entries, a table many.
     """
     if not changed and not gone:
         return entries

@@ -1,4 +1,4 @@
-"""What routers tell each other, through the scheduler, of requests that make engines fail.
+"""Messages by which routers share, through the scheduler, the requests that make engines fail.
 
 The scheduler passes a message on to every other router that registered with SUSPICIONS. It keeps
 nothing, and no request waits for it: a router without a scheduler counts for itself.
@@ -35,7 +35,7 @@ class FleetLoss(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FleetSuspicions(msgspec.Struct, frozen=True, kw_only=True, tag="fleet_suspicions"):
-    """What one router has seen: engines lost with a request, and requests that were answered."""
+    """One router's observations: engines lost with a request, and requests that were answered."""
 
     losses: Annotated[tuple[FleetLoss, ...], Meta(max_length=SUSPICION_ROWS_MAX)] = ()
     cleared: Annotated[tuple[Fingerprint, ...], Meta(max_length=SUSPICION_ROWS_MAX)] = ()

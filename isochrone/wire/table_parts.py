@@ -44,21 +44,20 @@ class BadParts(ValueError):
 
 
 PIECES_PER_STEP: Final = 16
-"""How many pieces of a table of keys are looked through before requests have their turn: about
+"""The pieces of a table of keys that are looked through before requests have their turn: about
 8,000 keys, 2 ms."""
 
 CHANGES_PER_STEP: Final = 64
-"""How many keys are replaced in a table before requests have their turn: 3 ms, if each is in
+"""The keys that are replaced in a table before requests have their turn: 3 ms, if each is in
 another piece."""
 
 
 def split_table(
     table: RouteTable, bytes_max: int = PART_BYTES_MAX, kept: KeptBuckets | None = None
 ) -> Iterator[bytes]:
-    """Encode the parts of `table`, each when it is asked for.
+    """Encode the parts of `table` lazily, one for each step of the iterator.
 
-    Keys of the buckets `kept` are left out. While others are looked for, empty frames are returned,
-    for a pause.
+    Keys of the buckets `kept` are left out. An empty frame is a pause while others are looked for.
     """
     index = 0
     for field, batch in _batches(table, kept):

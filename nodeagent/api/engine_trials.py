@@ -55,7 +55,8 @@ class EngineRequest:
     async def is_blamed(self) -> bool:
         """Return whether this request may have made the engine fail, which has just failed.
 
-        It is not to blame for an engine that the agent ends, or that had failed before it came.
+        A request is not to blame for an engine that the agent ends, or that had failed before it
+        came.
         """
         is_ending = self._replica.end_ordered.is_set()
         if is_ending or self._replica.state is ReplicaState.DRAINING:

@@ -1,9 +1,9 @@
 """Tells a router which replica of the PoP has its request, before there is an answer.
 
-It is an interim response (103 Early Hints, RFC 8297) with the header that the final response will
-carry. Without it the router learns of a handoff with the first token, and until then counts the
-request's tokens and its prompt at the wrong replica. A router of an older release skips interim
-responses.
+The notice is an interim response (103 Early Hints, RFC 8297) with the header that the final
+response will carry. Without it the router learns of a handoff with the first token, and until then
+counts the request's tokens and its prompt at the wrong replica. A router of an older release skips
+interim responses.
 """
 
 from contextlib import suppress

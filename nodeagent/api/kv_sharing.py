@@ -1,10 +1,10 @@
-"""What a node does for the other nodes of its PoP that share KV: locate, send and keep blocks.
+"""Serves the other nodes of the PoP that share KV: locates, sends and keeps blocks for them.
 
 Rule 1: blocks are relayed between the engine and the other node, within the node's budget for KV.
-Rule 2: a copy is made after the answer, one at a time. What does not fit the short queue is
+Rule 2: a copy is made after the answer, one at a time. A copy that does not fit the short queue is
 dropped, which costs a recomputation at worst.
-Rule 3: a copy takes only memory that nothing else uses. A node that had none, or failed, is not
-asked for copies for COPY_PAUSE_S.
+Rule 3: a copy takes only memory that nothing else uses. A node that had no such memory, or failed,
+gets no copies for COPY_PAUSE_S.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class KvSharingRoutes:
         self._copying: asyncio.Task[None] | None = None
         self._keeping = asyncio.Lock()
         self._paused_until_s: dict[NodeId, float] = {}
-        """By node, until when no copies are sent to it."""
+        """For each node, the time until which no copies are sent to it."""
 
     def attach(self, app: web.Application) -> None:
         """Add the routes."""

@@ -73,7 +73,7 @@ class PeerReplicaClient:
     ) -> dict[ReplicaId, int]:
         """Return the pending prefill tokens of each replica whose node answers in time.
 
-        That is `timeout_s`, or PROBE_TIMEOUT_S if that is longer.
+        The time is `timeout_s`, or PROBE_TIMEOUT_S if that is longer.
         """
         timeout_s = max(timeout_s, PROBE_TIMEOUT_S)
         by_node = {peer.node_id: peer for peer in replicas if self._may_probe(peer.node_id)}

@@ -1,7 +1,7 @@
 """Answers routers for the other nodes of the PoP: one node pings the others once for all routers.
 
 Rule 1: a node is pinged at most once in REUSED_S, however many routers ask, and while a ping is
-awaited nobody sends another.
+awaited no other is sent.
 Rule 2: routers name the nodes, so what is remembered is bounded, and a node must prove its name.
 """
 

@@ -1,4 +1,4 @@
-"""What a router estimates of a request, as the request's headers carry it."""
+"""A router's estimates for a request, as the request's headers carry them."""
 
 from typing import NamedTuple
 

@@ -8,7 +8,7 @@ adapter's files are at fault, because they have been verified: unless memory or 
 from typing import Final
 
 CALL_FAILED: Final = "Call to add_lora method failed: "
-"""How a message of vLLM's engine core begins; the reason follows."""
+"""The beginning of a message of vLLM's engine core; the reason follows."""
 
 OUT_OF_ROOM: Final = (
     *("out of memory", "outofmemory", "cannot allocate", "can't allocate"),

@@ -31,7 +31,7 @@ class AdapterTable:
         self._loaded_max = loaded_max
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()
         self._refusals: dict[str, str] = {}
-        """By digest, why the engine refused an adapter, the oldest first."""
+        """The engine's reason for refusing an adapter, by digest, the oldest first."""
 
     @property
     def names(self) -> Collection[str]:

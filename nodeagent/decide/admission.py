@@ -1,9 +1,9 @@
 """Admits requests to one replica by tokens in flight, counted apart for prefill and decode.
 
 Generations are also admitted by number, where the engine's limit of concurrent sequences is known.
-What exceeds it waits in the routers' queues, which are fair between tenants. The surplus that is
-admitted waits on the node if the engine's own queue is first come, first served (`seats.py`).
-A tenant without a request here may enter beside a tenant that fills the replica.
+Requests beyond the limits wait in the routers' queues, which are fair between tenants. The surplus
+that is admitted waits on the node if the engine's own queue is first come, first served
+(`seats.py`). A tenant without a request here may enter beside a tenant that fills the replica.
 
 Each reservation is released exactly once. A router knows its own requests better than the node
 does, so the load reported to a router also gives the tokens of all other routers. Prompts are
@@ -22,12 +22,13 @@ PREFILL_SHARE_MAX: Final = 0.95
 than the router predicted still counts for a little."""
 
 SURPLUS_SHARE: Final = 0.25
-"""So many generations are admitted beyond the engine's sequences, as a share of them: the next one
-is there when a sequence ends, without a round trip to a router."""
+"""The generations admitted beyond the engine's sequences, as a share of them: the next one is there
+when a sequence ends, without a round trip to a router."""
 
 FAIR_SURPLUS_SHARE: Final = 3.0
-"""The same for an engine whose own queue is fair between tenants. It is less than the engine can
-queue by default (64 for 16 sequences), so that the first one of another tenant still fits."""
+"""The same for an engine whose own queue is fair between tenants. The surplus is less than the
+engine can queue by default (64 for 16 sequences), so that another tenant's first request still
+fits."""
 
 SURPLUS_MIN: Final = 2
 
@@ -54,8 +55,8 @@ class ReplicaAdmission:
         self.wake_ms: Callable[[], int] = lambda: 0
         """How long a request would wait for the replica to wake; 0 while it is awake."""
         self.cache_since_s: float | None = None
-        """What was used last before this monotonic time is not in the engine's prefix cache, and
-        the rest is; None if the engine does not say."""
+        """The engine's prefix cache has lost the blocks last used before this monotonic time, and
+        has the others; None if the engine does not say."""
         self.running = 0
         """Number of requests in flight."""
         self._read_elsewhere = 0

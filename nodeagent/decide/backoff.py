@@ -1,4 +1,4 @@
-"""When a broken replica is restarted, and when it is given up."""
+"""Decides when a broken replica is restarted, and when it is given up."""
 
 from collections.abc import Sequence
 from typing import Final

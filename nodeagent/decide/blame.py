@@ -1,4 +1,4 @@
-"""Which requests to blame when an engine fails: those that it was processing, or the one on trial.
+"""Decides which requests to blame when an engine fails: those being processed, or the one on trial.
 
 A request that was running when an engine failed is sent again, marked as a suspect by its router.
 An engine tries one suspect at a time: it is on trial until its first token. If the engine fails
@@ -11,7 +11,7 @@ from typing import Final
 
 EXIT_DELAY_S: Final = 1.0
 """An engine that exits within this time of its first broken connection was lost at that moment.
-What a process closes last are mostly the files of its devices, which takes longest with a GPU."""
+A process mostly closes the files of its devices last, which takes longest with a GPU."""
 
 
 class BlamableRequest:

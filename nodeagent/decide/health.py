@@ -21,10 +21,11 @@ SUSPECT_STALLED_MIN: Final = 3
 
 
 class EngineWatch(msgspec.Struct, frozen=True, kw_only=True):
-    """What the watch of one engine remembers between two observations.
+    """The state that the watch of one engine keeps between two observations.
 
     `stalled`, `unanswered` and `canary_failures` count consecutive observations or canaries.
-    `is_suspect` is true from when its requests went away without progress until it makes some.
+    `is_suspect` is true from the time at which its requests left without progress until it makes
+    some.
     """
 
     steps: int = 0

@@ -1,7 +1,8 @@
 """Decides whether a prompt's prefix is fetched from another replica of the PoP, or computed here.
 
-Both are predicted from measurements: a fetch from what earlier ones from that node took, until the
-first block came and for each byte after it; computing from the replica's prefill rate.
+Both times are predicted from measurements. A fetch is predicted from earlier ones from that node:
+the time until the first block, and for each byte after it. Computing is predicted from the
+replica's prefill rate.
 
 Rule 1: a fetch that fails or is given up counts with the time that it took. Then its node is left
 alone for a while, twice as long after each further failure.
@@ -51,7 +52,7 @@ _SMOOTHING_WORSE: Final = 0.6
 
 
 class FetchChoice(StrEnum):
-    """Why the prefix of a prompt is fetched, or not."""
+    """The reason why the prefix of a prompt is fetched, or not."""
 
     FETCH = "fetch"
     NOT_HELD = "not_held"
@@ -61,9 +62,9 @@ class FetchChoice(StrEnum):
     BUDGET = "budget"
     """The link's budget for KV is spent."""
     QUOTA = "quota"
-    """What the deployment or the tenant may move is spent."""
+    """The deployment's or the tenant's quota is spent."""
     BUSY = "busy"
-    """As many fetches as may run at a time do."""
+    """The limit of concurrent fetches is reached."""
     DEADLINE = "deadline"
     """If it failed, there would be no time left to compute the prompt before its deadline."""
 
@@ -90,8 +91,10 @@ class MissingPrefix(NamedTuple):
 
 
 class FetchLimits(NamedTuple):
-    """What a fetch may use: bytes of the link, and of its deployment and tenant; how many fetches
-    run already; and the time to the deadline."""
+    """The limits of a fetch: bytes of the link, and of its deployment and tenant.
+
+    `running` is how many fetches run already.
+    """
 
     budget_bytes: float = inf
     quota_bytes: float = inf
@@ -101,7 +104,7 @@ class FetchLimits(NamedTuple):
 
 
 class FetchPlan(NamedTuple):
-    """Where to fetch blocks from, how many, and how long that may take; no peer if refused."""
+    """The peer to fetch blocks from, how many, and how long that may take; no peer if refused."""
 
     choice: FetchChoice
     peer: PeerReplica | None = None
@@ -110,7 +113,7 @@ class FetchPlan(NamedTuple):
 
 
 class FetchRate:
-    """How fast a node sends blocks, as measured, and whether it fails."""
+    """The measured rate at which a node sends blocks, and its failures."""
 
     def __init__(self) -> None:
         self.bytes_per_s = RATE_UNKNOWN_BYTES_PER_S

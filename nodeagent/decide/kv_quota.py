@@ -1,7 +1,7 @@
-"""Limits the KV that a node shares: its link, and of that each deployment's and tenant's part.
+"""Limits the KV that a node shares: over its link, and for each deployment and tenant.
 
-Rule 1: bytes count against all three. What was moved too much is missing later, so that a limit
-holds on average, with a burst of one second.
+Rule 1: bytes count against all three. Bytes moved beyond a limit are subtracted later, so that a
+limit holds on average, with a burst of one second.
 Rule 2: the node that fetches knows the tenant. The node that sends, or keeps a copy, knows only the
 deployment: names of blocks say nothing about whose they are.
 """
@@ -30,14 +30,14 @@ NO_KV_LIMITS: Final = KvRateLimits()
 
 
 class KvUser(NamedTuple):
-    """For whom KV is moved; no tenant if that is not known."""
+    """The deployment and the tenant that KV is moved for; no tenant if it is not known."""
 
     deployment_id: DeploymentId
     tenant: str = ""
 
 
 class KvQuota:
-    """What may still be moved over one node's link, for whom."""
+    """The bytes that may still be moved over one node's link, for each deployment and tenant."""
 
     def __init__(self, limits: KvRateLimits) -> None:
         self._link = LinkBudget(limits.link)

@@ -1,4 +1,4 @@
-"""Which replica ends when a node without GPUs runs out of memory.
+"""Chooses the replica that ends when a node without GPUs runs out of memory.
 
 The kernel would end some process, perhaps one that keeps to its plan, or another service.
 
@@ -29,7 +29,7 @@ class ReplicaMemory(NamedTuple):
 
     @property
     def overrun_bytes(self) -> int:
-        """What it takes beyond its plan; 0 if that is about what was planned."""
+        """Its use beyond its plan; 0 if it uses about what was planned."""
         over_bytes = self.used_bytes - self.planned_bytes
         is_over = self.used_bytes > OVERRUN_SHARE * self.planned_bytes
         return over_bytes if is_over and over_bytes > OVERRUN_BYTES_MIN else 0

@@ -1,7 +1,7 @@
 """Decides whether a prompt is read on a prefill replica of the PoP, and on which.
 
 Reading it here delays the sequences that decode here. Reading it there costs a transfer of its KV.
-Both are predicted from measured rates: there is no fixed threshold of tokens.
+Delay and transfer are predicted from measured rates: there is no fixed threshold of tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ _SMOOTHING: Final = 0.3
 
 
 class LegChoice(StrEnum):
-    """Why a prompt is read on a prefill replica, or here."""
+    """The reason why a prompt is read on a prefill replica, or here."""
 
     PREFILL = "prefill"
     NO_CANDIDATE = "no_candidate"
@@ -60,7 +60,7 @@ class WaitingPromptSize(NamedTuple):
 
 
 class DecodeLoad(NamedTuple):
-    """What the decode replica has to do: prompt tokens before this prompt, and its sequences.
+    """The load of the decode replica: prompt tokens before this prompt, and its sequences.
 
     `decoding` is how many sequences are expected to decode while the prompt is read.
     """

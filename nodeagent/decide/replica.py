@@ -1,7 +1,7 @@
 """The life cycle of one replica on this node, as a transition table.
 
 Rule 1: every change of state is in TRANSITIONS; no other code assigns a state.
-Rule 2: this module knows no process, device or clock. It is given events.
+Rule 2: this module knows no process, device or clock. Its inputs are events.
 """
 
 from enum import StrEnum

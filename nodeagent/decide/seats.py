@@ -1,12 +1,12 @@
-"""Which generations a vendor engine runs, and which wait on the node: fairly between tenants.
+"""Decides which generations a vendor engine runs, and which wait on the node, fairly by tenant.
 
 A vendor engine serves first come, first served, so no more are sent to it than it runs at once.
-What was admitted beyond that waits here, and takes a seat the moment one is free.
+Further admitted generations wait here, and take a seat the moment one is free.
 
 Rule 1: the next seat goes to the tenant with fewest seats, and within a tenant to the request whose
 first token is due first (isochrone/ttft_order.py): without objectives in order of arrival.
-Rule 2: a tenant without a seat may also take one of the spare seats. The engine is started with so
-many more than its option says, so that a tenant that floods it still gets all that are in the
+Rule 2: a tenant without a seat may also take one of the spare seats. The engine is started with
+this many more than its option says, so that a tenant that floods it still gets all seats of the
 option.
 """
 
@@ -45,7 +45,7 @@ class Seats:
         self._next_number = 0
         self._taken: Counter[str] = Counter()
         self._waiting: dict[str, dict[SeatRequest, None]] = {}
-        """By tenant, in order of arrival (a dict used as an ordered set)."""
+        """Requests by tenant, in order of arrival (a dict used as an ordered set)."""
 
     def request(self, tenant: str, objective: TtftObjective, now_s: float) -> SeatRequest:
         """Ask for a seat; the request has it at once if one is free."""

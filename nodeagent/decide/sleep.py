@@ -1,4 +1,4 @@
-"""Which replicas of an over-committed device sleep, so that another one can wake.
+"""Decides which replicas of an over-committed device sleep, so that another one can wake.
 
 Rule 1: the awake replicas of a device take at most its memory.
 Rule 2: a replica that the planner did not over-commit never sleeps. Of the others the idle one with
@@ -59,10 +59,10 @@ class AwakeReplica(NamedTuple):
 
 
 class WakePlan(NamedTuple):
-    """How a replica can wake now: the replicas that sleep first; None if they would not do.
+    """A plan to wake a replica now: the replicas that sleep first; None if those are not enough.
 
-    Else `retry_s` is when to ask again at the latest, and `yielding` a busy replica that takes no
-    new requests from now on.
+    If they are not, `retry_s` is when to plan again at the latest, and `yielding` is a busy replica
+    that takes no new requests from now on.
     """
 
     sleeping: tuple[ReplicaId, ...] | None
@@ -117,7 +117,7 @@ def _sleeps_first(replica: AwakeReplica) -> tuple[bool, float, float]:
 def _to_yield(
     excess: Mapping[DeviceId, int], awake: Sequence[AwakeReplica], waited_s: float
 ) -> ReplicaId | None:
-    """Return the busy replica that makes room for one that has waited for long; None for none."""
+    """Return the busy replica that yields to one that has waited for long; None for none."""
     if waited_s < YIELD_AFTER_S or any(replica.is_yielding for replica in awake):
         return None
     busy = [

@@ -2,7 +2,7 @@
 
 Rule 1: nothing is sent to the client before the decode engine has answered, so every failure of the
 prefill leg leads to another prefill replica, or to the original request at this node's engine.
-Rule 2: only the body changes. What it must say belongs to the driver (drivers/handshake.py).
+Rule 2: only the body changes. The driver defines its fields (drivers/handshake.py).
 Rule 3: closing a leg's connection ends its work, and the KV that no engine fetched is released by
 the prefill engine after a time that its driver sets.
 """
@@ -39,7 +39,7 @@ from nodeagent.drivers.handshake import (
 )
 
 ANSWER_BYTES_MAX: Final = 32 * 1024 * 1024
-"""Of a prefill leg. TensorRT-LLM's has all tokens of the prompt."""
+"""The limit of a prefill leg's answer. TensorRT-LLM's has all tokens of the prompt."""
 
 ADDRESS_BYTES_MAX: Final = 4096
 ADDRESS_TIMEOUT_S: Final = 2.0

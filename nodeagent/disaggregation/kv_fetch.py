@@ -30,6 +30,7 @@ from nodeagent.decide.kv_fetch import (
     plan_fetch,
 )
 from nodeagent.decide.kv_quota import KvQuota, KvUser
+from nodeagent.host.open_session import open_session
 
 NODES_MAX: Final = 256
 ANSWER_BYTES_MAX: Final = 64 * 1024
@@ -57,7 +58,7 @@ class KvHolders(NamedTuple):
 
 
 class FetchedPrefix(NamedTuple):
-    """What a fetch brought: the place in KV_FOUND, the blocks, and how long the request waited."""
+    """The result of a fetch: the place in KV_FOUND, the blocks, and how long the request waited."""
 
     place: str
     blocks: int
@@ -194,8 +195,8 @@ class PrefixFetcher:
                 ) as answer:
                     if answer.status == 200 and answer.content_type == kv_transfer.CONTENT_TYPE:
                         pieces = received.count(answer.content)
-                        length = length_header(answer)
-                        async with self._engine.post(path, data=pieces, headers=length) as taken:
+                        engine, length = open_session(self._engine), length_header(answer)
+                        async with engine.post(path, data=pieces, headers=length) as taken:
                             blocks = _blocks_of(taken.status, await taken.read())
         except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
             # Whole blocks that came are stored, and count.

@@ -2,11 +2,12 @@
 
 Before that, or without it, the prefix that other replicas of the PoP have is fetched (kv_fetch).
 
-The engine waits with the request until its KV has arrived, or until it is told to compute the
-prompt itself. So every way in which a prefill leg can end lets the request begin.
+The engine holds the request until its KV has arrived, or until it is ordered to compute the prompt
+itself. So every way in which a prefill leg can end lets the request begin.
 
 Rule 1: the leg is decided once the engine knows the prompt's size and what it has cached.
-Rule 2: prefill replicas are tried one after the other. What a broken transfer brought is kept.
+Rule 2: prefill replicas are tried one after the other. Blocks that arrived before a transfer broke
+are kept.
 Rule 3: the leg ends with its request: closing its connection ends the work at the prefill replica.
 """
 
@@ -38,9 +39,10 @@ from nodeagent.disaggregation.kv_fetch import (
     PrefixFetcher,
     length_header,
 )
+from nodeagent.host.open_session import open_session
 
 ENGINE_TIMEOUT_S: Final = 5.0
-"""For the engine's answer when it is told to begin."""
+"""The longest wait for the engine's answer to the order to begin."""
 
 BEGIN_ATTEMPTS_MAX: Final = 12
 
@@ -66,7 +68,7 @@ class PrefillPeers(Protocol):
 
 
 class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request at the decode replica: what is sent to a prefill replica, and who may read it.
+    """A request at the decode replica: the fields sent to a prefill replica, and the candidates.
 
     `replicas` begins with the decode replica itself. `announce` tells the router which replica
     reads the prompt.
@@ -81,7 +83,7 @@ class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
     holders: KvHolders | None = None
     """Replicas of the PoP that may have the prompt's prefix."""
     deadline_s: float = inf
-    """When the request must have begun to answer, on the clock of the leg."""
+    """The time by which the answer must have begun, on the clock of the leg."""
     set_waiting: Callable[[bool], None] = lambda is_waiting: None
     """Called with whether the engine waits for KV, and has nothing to compute for this request."""
     announce: Callable[[ReplicaId], Awaitable[None]]
@@ -109,10 +111,10 @@ class PrefillLeg:
         self.transfer = request.transfer
         self._path = kv_transfer.TRANSFERS_PATH + request.transfer
         self.received: kv_transfer.ReceivedBlocks | None = None
-        """What arrived; None as long as the transfer is not complete."""
+        """The blocks that arrived; None until the transfer is complete."""
         self.received_s = 0.0
         self.fetched: FetchedPrefix | None = None
-        """What another replica had of the prompt's prefix."""
+        """The part of the prompt's prefix that another replica had."""
         self.expected: kv_transfer.ExpectedPrompt | None = None
         """The prompt, as soon as the engine has described it."""
         self._task = asyncio.create_task(self._run())
@@ -195,7 +197,7 @@ class PrefillLeg:
         """Return the prompt's size once the engine knows it; None if it does not say."""
         try:
             path = self._path if self._request.holders is None else f"{self._path}?digests=1"
-            async with self._engine.get(path) as answer:
+            async with open_session(self._engine).get(path) as answer:
                 if answer.status != 200:
                     return None
                 return msgspec.json.decode(await answer.read(), type=kv_transfer.ExpectedPrompt)
@@ -225,8 +227,8 @@ class PrefillLeg:
             if leg.status != 200 or leg.content_type != kv_transfer.CONTENT_TYPE:
                 raise LegRefused(f"{candidate.replica_id} answered {leg.status}")
             blocks = _pieces(leg.content)
-            length = length_header(leg)
-            async with self._engine.post(self._path, data=blocks, headers=length) as answer:
+            engine, length = open_session(self._engine), length_header(leg)
+            async with engine.post(self._path, data=blocks, headers=length) as answer:
                 body = await answer.read()
                 if answer.status != 200:
                     raise LegRefused(f"the engine answered {answer.status}")
@@ -238,11 +240,13 @@ class PrefillLeg:
     async def _begin_alone(self) -> None:
         """Tell the engine to compute what has not arrived.
 
-        An engine that is too busy to answer in time is told again: the request would wait forever.
+        The order is repeated if the engine is too busy to answer in time: the request would wait
+        forever.
         """
         for _ in range(BEGIN_ATTEMPTS_MAX):
             with suppress(aiohttp.ClientError, OSError, TimeoutError):
-                async with asyncio.timeout(ENGINE_TIMEOUT_S), self._engine.delete(self._path):
+                engine = open_session(self._engine)
+                async with asyncio.timeout(ENGINE_TIMEOUT_S), engine.delete(self._path):
                     return
 
 

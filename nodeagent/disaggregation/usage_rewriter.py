@@ -1,7 +1,7 @@
 """Sets `cached_tokens` in the answer of a decode leg to that of its prefill leg.
 
 The decode engine finds the whole prompt in its cache, because another engine has just computed it.
-What the client is told, and pays for, is what that engine had cached.
+The client's usage and price must count the tokens that the prefill engine had cached.
 """
 
 from typing import Any, Final

@@ -19,7 +19,7 @@ from nodeagent.drivers.handshake import Handshake
 
 
 class CommandDriver:
-    """Starts a server on a loopback port. Nothing is assumed of it but what its command says."""
+    """Starts a server on a loopback port. Only its configured command is known of it."""
 
     health_path = "/health"
     stats_path = metrics_path = ""

@@ -17,9 +17,9 @@ class ConfiguredCommand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """A program, and how it is used.
 
     `arguments` may contain PLACEHOLDERS, and must contain the port: the server listens on
-    127.0.0.1. It is ready when `ready_path` answers 200. `model_name` is what requests for it call
-    the model, and may contain placeholders. A request may go on for `stall_s` without a byte of its
-    answer; then the server is restarted.
+    127.0.0.1. The server is ready when `ready_path` answers 200. `model_name` is the `model` of
+    requests to it, and may contain placeholders. A request may go on for `stall_s` without a byte
+    of its answer; then the server is restarted.
     """
 
     arguments: tuple[str, ...]

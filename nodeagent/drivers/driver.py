@@ -32,7 +32,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is started with: the replica's spec, and resources of this machine."""
+    """The inputs of an engine's start: the replica's spec, and resources of this machine."""
 
     spec: ReplicaSpec
     model_path: Path
@@ -66,10 +66,10 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
 class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     """A process to start: its arguments, environment and files, and the URL of its HTTP server.
 
-    `base_url` is `http://localhost` with a Unix `socket`, else `http://127.0.0.1:port`. It is empty
-    for a part of a replica that another node leads, which has no HTTP server; such a part creates
-    an empty file at `socket`, if one is given, once all parts have met. Without `keep_alive` each
-    request has a connection of its own.
+    `base_url` is `http://localhost` with a Unix `socket`, else `http://127.0.0.1:port`. The URL is
+    empty for a part of a replica that another node leads, which has no HTTP server. Such a part
+    creates an empty file at `socket`, if one is given, once all parts are connected. Without
+    `keep_alive` each request has a connection of its own.
     `standby` is the command of a spare process that can become this engine: `arguments` up to
     their first option, and `--standby`. Engines of other nodes meet it at `kv_address` to transfer
     KV. Its HTTP server is on loopback, except with an `api_key` that all requests must have. With a
@@ -121,10 +121,10 @@ class EngineDriver(Protocol):
     stats_path: str
     metrics_path: str
     resumes: str
-    """Which interrupted answers it can resume: `headers.INEXACT` (all, with another text),
+    """The interrupted answers that it can resume: `headers.INEXACT` (all, with another text),
     `headers.GREEDY`, `headers.SEEDED` (greedy and seeded), or "" for none."""
     tokenize_path: str
-    """Where it counts the tokens of a chat, as vLLM does; "" if it cannot."""
+    """The path at which it counts the tokens of a chat, as vLLM does; "" if it cannot."""
     salted_paths: frozenset[str]
     """The paths whose request bodies get `body_fields`. The embedded engine reads the salt and the
     priority from headers instead."""

@@ -1,7 +1,7 @@
-"""How engines of other vendors hand over the KV of a prompt: the fields of both legs' requests.
+"""Builds the fields by which vendor engines hand over the KV of a prompt, in both legs' requests.
 
 A prefill leg reads the prompt, and a decode leg generates the answer from its KV, which the engines
-move by themselves. What they must be told belongs to the driver, and is data: a body in, a body
+move by themselves. The fields that they need are defined by the driver, as data: a body in, a body
 out. `disaggregation/handshake_leg.py` sends them.
 
 Sources: vLLM's NixlConnector and MooncakeConnector (0.32), SGLang's `disaggregation/mini_lb.py` and
@@ -41,7 +41,7 @@ class Handshake(Protocol):
     needs_prefill: bool
     """Whether a replica that decodes cannot read a prompt itself."""
     canary_fields: Mapping[str, Any]
-    """What a test request needs, which has one leg."""
+    """The fields that a test request needs, which has one leg."""
 
     def can_split(self, fields: Mapping[str, Any]) -> bool:
         """Return whether a request with these fields can have two legs."""
@@ -62,7 +62,7 @@ class Handshake(Protocol):
 
 
 class _VllmHandshake:
-    """What NIXL and Mooncake have in common: one leg after the other, `kv_transfer_params`."""
+    """The common part of NIXL and Mooncake: one leg after the other, `kv_transfer_params`."""
 
     is_concurrent = False
     needs_prefill = False
@@ -128,7 +128,7 @@ class MooncakeHandshake(_VllmHandshake):
 
 
 class SglangHandshake:
-    """SGLang: the same request to both at once, which meet in a room of a bootstrap server."""
+    """SGLang: the same request to both at once, matched by its bootstrap room."""
 
     is_concurrent = True
     needs_address = True
@@ -136,18 +136,18 @@ class SglangHandshake:
     canary_fields: Mapping[str, Any] = {"bootstrap_host": NO_BOOTSTRAP, "bootstrap_room": 0}
 
     def can_split(self, fields: Mapping[str, Any]) -> bool:
-        """Return True: SGLang gives each sequence of a request a room of its own."""
+        """Return True: SGLang gives each sequence of a request a bootstrap room of its own."""
         return True
 
     def prefill(self, fields: Fields, transfer: str, address: KvAddress | None) -> Fields:
-        """Return the request with its room; the answer is only awaited, never passed on."""
+        """Return the request with its bootstrap room; its answer is only awaited, not passed on."""
         body = {name: fields[name] for name in fields.keys() - {"stream_options"}}
         return {**body, "stream": False, **self._room(transfer, address)}
 
     def decode(
         self, fields: Fields, transfer: str, address: KvAddress | None, answer: Fields
     ) -> Fields:
-        """Return the request with its room."""
+        """Return the request with its bootstrap room."""
         return {**fields, **self._room(transfer, address)}
 
     def _room(self, transfer: str, address: KvAddress | None) -> Fields:

@@ -46,7 +46,7 @@ def package_problem(package: str, versions: VersionRange) -> str:
 
 
 class CannotStart(Exception):
-    """Why a program cannot start. Raised, so that only versions are cached."""
+    """The program cannot start; the message says why. Raised, so that only versions are cached."""
 
 
 def problem(program: str, versions: VersionRange, package: str = "") -> str:

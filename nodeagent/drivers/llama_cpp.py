@@ -1,8 +1,9 @@
 """llama.cpp (`llama-server`), for CPUs and consumer GPUs. Its models are GGUF files.
 
-Its prefix cache cannot be separated by tenant: a prompt is compared with what a slot holds, whoever
-sent that, and `cached_tokens` would show a tenant which prompts of others begin like its own.
-Therefore requests ask for no cache, unless the deployment says that its tenants may share one.
+Its prefix cache cannot be separated by tenant: a prompt is compared with the contents of a slot,
+even those of other tenants. `cached_tokens` would show a tenant which prompts of others begin like
+its own. Requests therefore disable the cache, unless the deployment says that its tenants may share
+one.
 """
 
 import re
@@ -177,7 +178,7 @@ def _kv_layout(launch: EngineLaunch, model: Path) -> KvLayout:
     """Return the KV cache that fits in the planned memory.
 
     Each slot has a whole context of its own, which is faster than one cache for all, unless more
-    slots are asked for than fit in this way. Raises UnknownOption.
+    slots are configured than fit in this way. Raises UnknownOption.
     """
     engine, context = launch.spec.engine, launch.spec.context_tokens
     given = engine.options.get("parallel", "")

@@ -133,7 +133,7 @@ class VllmDriver:
     def read_stats(self, body: bytes) -> EngineStats:
         """Read the requests running and waiting, the KV cache use, and the token counters."""
         found = read_prometheus(body)
-        # The second name is that of releases before 0.9. Both are ratios from 0 to 1.
+        # Releases before 0.9 use the second name. The values are ratios from 0 to 1.
         used = found.get("vllm:kv_cache_usage_perc", found.get("vllm:gpu_cache_usage_perc", 0.0))
         return EngineStats(
             running=int(found.get("vllm:num_requests_running", 0)),
@@ -142,7 +142,7 @@ class VllmDriver:
             kv_blocks_total=1000,
             tokens_out_total=int(found.get("vllm:generation_tokens_total", 0)),
             prompt_tokens_total=int(found.get("vllm:prompt_tokens_total", 0)),
-            # What a KV connector (NIXL, Mooncake) fetched is counted apart.
+            # Tokens that a KV connector (NIXL, Mooncake) fetched are counted apart.
             prefix_hit_tokens_total=int(
                 found.get("vllm:prefix_cache_hits_total", 0)
                 + found.get("vllm:external_prefix_cache_hits_total", 0)

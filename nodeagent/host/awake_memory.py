@@ -56,7 +56,7 @@ class _Resident:
         self.awake_since_s = 0.0
         self.wake_s = WAKE_S_UNKNOWN
         self.waiting: asyncio.Future[None] | None = None
-        """Resolved once it is awake, for all who wait."""
+        """Resolved for all waiting requests once the replica is awake."""
         self.asked_s = 0.0
         self.demand = RecentDemand()
 
@@ -80,7 +80,7 @@ class AwakeMemory:
     async def admit(self, spec: ReplicaSpec) -> None:
         """Wait until a replica that is about to start may take its memory.
 
-        It is in use from then on, until `settle`.
+        The memory counts as in use from then on, until `settle`.
         """
         resident = self._residents[spec.replica_id] = _Resident(spec)
         if not self._is_overcommitted():

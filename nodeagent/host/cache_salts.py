@@ -4,8 +4,9 @@ A salt is the HMAC of the tenant's id under a secret, so that a tenant cannot gu
 secret is the cluster's: a scheduler sends it to each node that registers, and all nodes compute
 the same salts, so that they can use each other's cached prefixes. Routers do not have it.
 
-A node that no scheduler has sent the secret yet uses one of its own, and shares no prefix with
-others (`is_shared`). Both are stored: the cache on disk stays usable after a restart of the agent.
+A node that has not got the secret from a scheduler yet uses one of its own, and shares no prefix
+with others (`is_shared`). The node stores both secrets, so that the cache on disk stays usable
+after a restart of the agent.
 """
 
 import asyncio

@@ -30,7 +30,7 @@ class TransferCut(Exception):
 
 
 class TransferTooLong(Exception):
-    """A sender sent more bytes than the manifest allows. Nothing is kept."""
+    """A sender sent more bytes than the manifest allows. All of them are discarded."""
 
 
 class FileDownload:
@@ -129,7 +129,7 @@ class FileDownload:
     async def _hash_file(self, file: BinaryIO, out: BinaryIO | None = None) -> None:
         """Hash an open file, copying it to `out` if given.
 
-        It is read in chunks, so that a cancellation does not wait for the whole file.
+        The file is read in chunks, so that a cancellation does not wait for the whole file.
         """
         while self._hashed.size_bytes <= self.file.size_bytes:
             chunk = await run_to_completion(file.read, READ_BYTES)

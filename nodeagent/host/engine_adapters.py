@@ -1,7 +1,7 @@
 """Loads the LoRA adapters that requests name into a replica's engine, when they are first needed.
 
 A request brings the adapter's manifest along. So an engine that restarts, or another replica, loads
-it again without being told by a scheduler, and nothing needs to be placed in advance.
+it again without a scheduler's order, and no adapter is placed in advance.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class AdapterUnavailable(Exception):
 
 
 class AdapterRefused(Exception):
-    """The engine refuses an adapter. It would everywhere, so the client is told."""
+    """The engine refuses an adapter. Every replica would, so the client gets the error."""
 
 
 class AdapterFetcher:
@@ -173,7 +173,7 @@ class FetchedAdapter:
 
 
 class LoadedAdapter(msgspec.Struct, frozen=True):
-    """What an engine calls a request's adapter, which engine, and all that it has loaded."""
+    """A request's adapter in an engine: its name there, the engine, and all that it has loaded."""
 
     name: str
     engine_pid: int

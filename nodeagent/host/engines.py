@@ -41,6 +41,7 @@ from nodeagent.drivers.handshake import Handshake
 from nodeagent.host.canary import CANARIES, Canary, has_list
 from nodeagent.host.engine_log import LOG
 from nodeagent.host.engine_ports import free_port, other_listener
+from nodeagent.host.open_session import open_session
 from nodeagent.host.processes import (
     Child,
     boot_id,
@@ -92,7 +93,7 @@ class EngineProcess:
         self._on_release = on_release
         self.exited = asyncio.Event()
         self.problem = ""
-        """Why the engine cannot be used although it runs; "" if nothing is known."""
+        """The reason why the engine cannot be used although it runs; "" if there is none."""
         self.log = folder / LOG
         self._owns_port = False
         self._folder = folder
@@ -105,7 +106,7 @@ class EngineProcess:
             if record.command.socket
             else aiohttp.TCPConnector(limit=0)
         )
-        self.http = aiohttp.ClientSession(
+        self._http = aiohttp.ClientSession(
             record.command.base_url or None,
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
@@ -121,7 +122,7 @@ class EngineProcess:
 
     @property
     def resumes(self) -> str:
-        """Which answers the engine can resume: greedy, seeded too, or "" for none."""
+        """The answers that the engine can resume: greedy, seeded too, or "" for none."""
         return self._driver.resumes
 
     @property
@@ -141,7 +142,7 @@ class EngineProcess:
 
     @property
     def model_name(self) -> str:
-        """What requests for the engine must call the model; "" if any name will do."""
+        """The `model` that requests to the engine must name; "" if any name will do."""
         return self.record.command.model_name
 
     @property
@@ -150,7 +151,7 @@ class EngineProcess:
 
     @property
     def exit_reason(self) -> str:
-        """How the process ended, with the signal if one killed it."""
+        """The way in which the process ended, with the signal if one killed it."""
         code = self._child.poll() if self._child is not None else None
         if code is None or code >= 0:
             return "the engine exited"
@@ -160,7 +161,7 @@ class EngineProcess:
 
     @property
     def tokenize_path(self) -> str:
-        """Where the engine counts the tokens of a chat; "" if it cannot."""
+        """The path at which the engine counts the tokens of a chat; "" if it cannot."""
         return self._driver.tokenize_path
 
     def salted(self, path: str, body: bytes, salt: str, priority: str = "") -> bytes:
@@ -244,6 +245,11 @@ class EngineProcess:
         status, _ = await self._request("POST", path, SLEEP_TIMEOUT_S)
         return status == 200
 
+    @property
+    def http(self) -> aiohttp.ClientSession:
+        """Requests to the engine. Raises aiohttp.ClientConnectionError once it was released."""
+        return open_session(self._http)
+
     async def wake_up(self) -> bool:
         """Have the engine load its model again; return False if it does not."""
         path = self._driver.wake_path
@@ -286,7 +292,7 @@ class EngineProcess:
         """Stop watching the process and leave it running."""
         self._on_release()
         self._exit_watcher.cancel()
-        await self.http.close()
+        await self._http.close()
 
     async def _watch_exit(self) -> None:
         loop = asyncio.get_running_loop()

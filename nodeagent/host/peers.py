@@ -39,9 +39,9 @@ NAMED_MAX: Final = 256
 class PeerFetchLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How long this node waits for other nodes.
 
-    A peer that fails `tries` times is not asked again for `retry_after_s`. A near peer that is
-    still fetching is asked every `poll_interval_s`, given up after `stall_s` without progress, and
-    after `near_wait_s` in any case.
+    A peer that fails `tries` times gets no request for `retry_after_s`. A near peer that is still
+    fetching is polled every `poll_interval_s`, given up after `stall_s` without progress, and after
+    `near_wait_s` in any case.
     """
 
     connect_timeout_s: float = 5.0
@@ -209,7 +209,7 @@ class _PeerFetch:
         return best
 
     async def _ask(self, peer: PeerSource) -> PeerFetchOutcome:
-        """Ask one peer. A failed peer may be asked again; one that sends too much is excluded."""
+        """Fetch from a peer. A failed peer may be retried; one that sends too much is excluded."""
         digest = self._download.digest
         try:
             return await self._receive(peer)

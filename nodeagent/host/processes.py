@@ -30,8 +30,8 @@ SECRET_WORDS: Final = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 """A variable with one of these words in its name is not passed on, such as HF_TOKEN."""
 
 OOM_SCORE: Final = "300"
-"""Of 1000 (proc_pid_oom_score_adj(5)): where memory is short, the kernel kills an engine before the
-agent and other services of the machine."""
+"""The `oom_score_adj` of engines, out of 1000 (proc_pid_oom_score_adj(5)): if memory is short, the
+kernel kills an engine before the agent and other services of the machine."""
 
 Child = subprocess.Popen[bytes]
 

@@ -36,7 +36,8 @@ LOCAL_SCHEMES: Final = ("file:", "pypi:")
 
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 _NAT64_LOCAL: Final = ipaddress.IPv6Network("64:ff9b:1::/48")
-"""For gateways of one's own, each with another place for the IPv4 address: never public."""
+"""Addresses of private NAT64 gateways, each with another place for the IPv4 address: never
+public."""
 
 ORIGIN_MINIMUM_RATE: Final = MinimumRate(bytes_per_s=64 * 1024, window_s=30.0)
 """Lower than for peers: there is only one origin."""

@@ -1,4 +1,4 @@
-"""Where an artifact's bytes are, in the page cache or on disk, and how fast the disk reads.
+"""Finds an artifact's bytes, in the page cache or on disk, and measures how fast the disk reads.
 
 These functions block: call them from a thread.
 """

@@ -89,6 +89,6 @@ class ConvergeJob:
 
 
 def _missing_by_driver(commands: Mapping[str, ConfiguredCommand]) -> dict[str, str]:
-    """Return what each driver's engine lacks on this node. It may be installed at any time."""
+    """Return what each driver's engine lacks on this node. Engines may be installed at any time."""
     missing = {name: driver.missing() for name, driver in DRIVERS.items()}
     return missing | {command_key(name): one.missing() for name, one in commands.items()}

@@ -30,7 +30,7 @@ _FIELDS: Final = msgspec.json.Decoder(dict[str, Any])
 
 
 class Transcript(NamedTuple):
-    """What a sound says, and the form fields of the request."""
+    """The text of a sound, and the form fields of the request."""
 
     words: list[str]
     fields: dict[str, str]

@@ -12,8 +12,8 @@ Printed on 2 shared cores, Python 3.11, `--rounds 2 --requests 120`, while other
     with a backlog       41.1    254.4      42.8
 
 The clients, the routers, the nodes and the mock engines share these cores, so the median rises with
-every item; the p99 is the machine's. It says nothing of GPUs: measure again where engines have
-processors of their own.
+every item; the p99 is the machine's. The result does not hold for GPUs: measure again where engines
+have processors of their own.
 """
 
 import argparse

@@ -4,7 +4,8 @@
 
 Each replica is an embedded engine of one thread on a node of its own. The requests are whole
 sessions of several turns of the Mooncake conversation trace, scaled down to the model, and arrive
-so fast that what is not in one large cache takes `--load` of what the engines can compute together.
+so fast that what is not in one large cache, and all answers, take `--load` of what the engines can
+compute together; both rates are measured first, with all replicas at work.
 Three choices get the same requests at the same times:
 
 - affinity: each session goes to the replica that the hash of its name gives it;
@@ -54,7 +55,12 @@ from isochrone.wire.routes import DeploymentEntry, Pop, Route, RouteTable
 from ops.bench.disaggregation import TRACE, bundled_model
 from ops.bench.disaggregation_load import ask, random_request
 from ops.bench.engine_node import NodeClient, NodeSetup, bench_node
-from ops.bench.pop_kv_requests import SharedRequest, one_cache_hits, read_requests
+from ops.bench.pop_kv_requests import (
+    BLOCK_TOKENS,
+    SharedRequest,
+    one_cache_hits,
+    read_requests,
+)
 from ops.sim import data
 from ops.sim.measure import percentile
 from router.decide.affinity import hash64, rendezvous_winner
@@ -69,6 +75,8 @@ NAMES: Final = ("a", "b", "c", "d")
 KV_MEMORY_BYTES: Final = 128 * 1024**2
 CONTEXT_TOKENS: Final = 2048
 WARM_TOKENS: Final = 1000
+DECODE_TOKENS: Final = 32
+STREAMS: Final = 4
 PROBE_S: Final = 1.0
 SAMPLE_S: Final = 0.1
 RETRY_S: Final = 0.05
@@ -78,7 +86,7 @@ POLICIES: Final = ("affinity", "ours", "ours, sharing")
 
 
 class SharedAnswer(NamedTuple):
-    """What a client saw of one answer, and where its prompt was found."""
+    """The times of one answer as a client saw them, and the places of its cached prompt."""
 
     ttft_s: float
     prompt_tokens: int
@@ -86,8 +94,15 @@ class SharedAnswer(NamedTuple):
     found: FoundTokens
 
 
+class MeasuredRates(NamedTuple):
+    """The rates of one replica in a second: prompts, and the answers of STREAMS streams."""
+
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+
+
 class ChosenReplica(NamedTuple):
-    """Where a request goes, and the replicas that may have its prefix."""
+    """The replica that a request goes to, and the replicas that may have its prefix."""
 
     ranked: RankedRoute
     peers: SharedKvPeers
@@ -302,16 +317,24 @@ async def replicas(model: Path) -> AsyncIterator[list[NodeClient]]:
             yield nodes
 
 
-async def measure_rate(nodes: Sequence[NodeClient], seed: int) -> float:
-    """Return the prompt tokens per second of one replica while all of them read."""
+async def measure_rates(nodes: Sequence[NodeClient], seed: int) -> MeasuredRates:
+    """Return the rates of one replica while all of them work."""
+    prefill_s = await busy_s(nodes, seed, WARM_TOKENS, 1, 1)
+    decode_s = await busy_s(nodes, seed + 500, BLOCK_TOKENS, DECODE_TOKENS, STREAMS)
+    return MeasuredRates(WARM_TOKENS / prefill_s, DECODE_TOKENS * STREAMS / decode_s)
+
+
+async def busy_s(
+    nodes: Sequence[NodeClient], seed: int, prompt_tokens: int, output_tokens: int, streams: int
+) -> float:
+    """Return how long the replicas take for so many new requests each, all at once."""
     began_s = time.monotonic()
-    await asyncio.gather(
-        *[
-            ask(node, random_request(seed + number, WARM_TOKENS, 2), "warm", 1000)
-            for number, node in enumerate(nodes)
-        ]
-    )
-    return WARM_TOKENS / (time.monotonic() - began_s)
+    requests = [
+        ask(node, random_request(seed + number, prompt_tokens, output_tokens), "warm", 1000)
+        for number, node in enumerate([*nodes] * streams)
+    ]
+    await asyncio.gather(*requests)
+    return time.monotonic() - began_s
 
 
 async def run_policy(
@@ -359,20 +382,26 @@ async def measure(arguments: argparse.Namespace) -> None:
     """Run all policies, and print the table."""
     requests = read_requests(data.folder(arguments.data) / TRACE, arguments.requests)
     async with replicas(arguments.model) as nodes:
-        await measure_rate(nodes, 1000)
-        rate = await measure_rate(nodes, 2000)
+        await measure_rates(nodes, 1000)
+        rate, decode_rate = await measure_rates(nodes, 2000)
         blocks = arguments.kv_blocks or await kv_blocks(nodes[0])
         ideal = one_cache_hits(requests, blocks * len(nodes))
         prompt = sum(len(shared.request.prompt) for shared in requests)
-        wanted_s = prompt * (1 - ideal) / (rate * len(nodes)) / arguments.load
+        outputs = sum(shared.request.output_tokens for shared in requests)
+        busy_s = prompt * (1 - ideal) / rate + outputs / decode_rate
+        wanted_s = busy_s / len(nodes) / arguments.load
         speed = max(1e-9, requests[-1].request.at_s) / wanted_s
         print(
             f"{platform.machine()}, Python {platform.python_version()}, torch"
             f" {metadata.version('torch')}, {arguments.model.name}; {len(requests)} requests of"
-            f" {prompt / len(requests):.0f} prompt tokens on average in {wanted_s:.0f} s, load"
-            f" {arguments.load:g}; {len(nodes)} replicas of {rate:.0f} prompt tokens/s and"
-            f" {blocks} blocks\n\n| choice | hits % | found on device, at a peer, in the copy % |"
-            " TTFT p50 ms | p90 | tokens in flight max/mean |\n|---|---|---|---|---|---|\n"
+            f" {prompt / len(requests):.0f} prompt and {outputs / len(requests):.0f} output tokens"
+            f" on average in {wanted_s:.0f} s, load {arguments.load:g}; {len(nodes)} replicas of"
+            f" {rate:.0f} prompt tokens/s, {decode_rate:.0f} output tokens/s and"
+            f" {blocks} blocks\n"
+        )
+        print(
+            "| choice | hits % | found on device, at a peer, in the copy % | TTFT p50 ms | p90"
+            " | tokens in flight max/mean |\n|---|---|---|---|---|---|\n"
             f"| one cache of {blocks * len(nodes)} blocks | {100 * ideal:.1f} | | | | |",
             flush=True,
         )

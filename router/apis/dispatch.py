@@ -59,7 +59,7 @@ PREFLIGHT_LINES: Final = (
 the origin to every response."""
 
 _OPENAI_BELOW_ACCOUNT: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?/ai(/v1/.+)$")
-"""Where Workers AI has OpenAI's surface: its clients only need to change the host of their URL."""
+"""The path of OpenAI's surface in Workers AI: clients only need to change the host of their URL."""
 
 
 class ApiDispatcher:

@@ -1,4 +1,4 @@
-"""What an answer with a sound or an image used, as its engine reports it."""
+"""The usage of an answer with a sound or an image, as its engine reports it."""
 
 from typing import Annotated, Final
 

@@ -14,7 +14,7 @@ from router.decide.attempt import FailureCause
 
 HEAD_BYTES_MAX: Final = 32 * 1024
 ONE_WRITE_BYTES_MAX: Final = 16 * 1024
-"""Up to this size a body is copied behind the head: one system call, and no list of buffers."""
+"""A body up to this size is copied behind the head: one system call, and no list of buffers."""
 
 
 class NodeConnectionPool(Dialer, Protocol):

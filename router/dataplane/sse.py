@@ -20,7 +20,8 @@ from router.dataplane.usage import UsageCount, add_cached_tokens, set_usage, usa
 
 FRAME_BYTES_MAX: Final = 4 * 1024 * 1024
 UNREAD_BYTES_MAX: Final = 32 * 1024
-"""So much of the relayed frames is kept undecoded; of those before only the text is kept."""
+"""The bytes of the last relayed frames that are kept undecoded. Of earlier frames only the text is
+kept."""
 
 REASONING_OPENS: Final = "<think>"
 REASONING_CLOSES: Final = "</think>"

@@ -22,7 +22,7 @@ class TokenGatherer:
     def note_token(self) -> None:
         """Note that bytes of a running stream were relayed."""
         if self._is_on and self._gathering.note_token():
-            # What this turn has written is sent before callbacks of the next one run.
+            # Bytes that this turn has written are sent before callbacks of the next turn run.
             asyncio.get_running_loop().call_soon(self._pause)
 
     def note_other(self) -> None:

@@ -1,1 +1,1 @@
-"""Pure choice: who is admitted and which replica answers."""
+"""Pure choice: which requests are admitted and which replica answers."""

@@ -16,7 +16,7 @@ from isochrone.wire.routes import DeploymentEntry
 from router.decide.latency import moving_average
 
 LOAD_BASE_MS: Final = 50.0
-"""What it costs a node to load any adapter, however small."""
+"""The fixed time that a node takes to load an adapter of any size."""
 
 MS_PER_MIB: Final = 20.0
 """Assumed until a node has reported how long it took: 50 MiB/s, from the network to the device."""
@@ -104,7 +104,7 @@ def _check(entry: AdapterEntry, deployment: DeploymentEntry) -> None:
 
 
 class AdapterPlaces:
-    """Where the adapters of one deployment are loaded, as far as this router knows."""
+    """The replicas that have loaded each adapter of one deployment, as far as this router knows."""
 
     def __init__(self) -> None:
         """Start knowing nothing."""

@@ -1,4 +1,4 @@
-"""Which replica a session goes to: weighted rendezvous hashing, the same on every router.
+"""Chooses the replica of a session: weighted rendezvous hashing, the same on every router.
 
 Adding a replica moves only the sessions it wins; removing one moves only its own.
 """
@@ -58,7 +58,7 @@ def within_load_bound(
 
 
 class SessionBinding(NamedTuple):
-    """Where a session was answered last, and how much of it that replica has cached."""
+    """The replica that answered a session last, and how much of the session it has cached."""
 
     replica_id: ReplicaId
     cached_tokens: int

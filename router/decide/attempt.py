@@ -47,7 +47,7 @@ class AttemptEvent(StrEnum):
 
 
 class FailureCause(StrEnum):
-    """Why an attempt came to nothing."""
+    """The reason why an attempt failed."""
 
     UNREACHABLE = "unreachable"
     REFUSED = "refused"

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Final
 
 TOKENS_SHARE: Final = 0.7
-"""Of a replica's tokens in flight, interactive requests included. The rest stays free for them."""
+"""The share of a replica's tokens in flight that batches may use, counting interactive requests.
+The rest stays free for interactive requests."""
 
 QUEUE_FACTOR: Final = 2
 """Items are leased ahead of their turn, so that the next one begins when one ends."""

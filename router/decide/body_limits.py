@@ -1,4 +1,4 @@
-"""What request bodies may cost a router process: bytes held while they arrive, and work to parse.
+"""Limits the cost of request bodies to a router process: bytes held while they arrive, and parsing.
 
 Rule 1: the bytes of bodies that are not complete yet are limited by key, by client network and in
 all. A body that would exceed a limit is refused when its bytes arrive, so a client that only

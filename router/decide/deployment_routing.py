@@ -1,4 +1,4 @@
-"""What this router has learned about one deployment."""
+"""This router's knowledge of one deployment."""
 
 from collections.abc import Sequence
 from typing import Final

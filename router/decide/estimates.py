@@ -1,9 +1,10 @@
-"""What a request meets at each replica, by slot, and the best that each PoP may offer.
+"""Estimates of the wait at each replica, by slot, and bounds on the best wait in each PoP.
 
 The columns of ten thousand replicas are too long to be copied, or looked through, for each request.
 Estimates are therefore kept in chunks that snapshots share: a change copies one chunk. The bounds
-of a PoP are at or below the figures of all of its replicas. One that becomes better lowers them
-at once; that one became worse is noticed when its PoP has its turn, one PoP with each snapshot.
+of a PoP are at or below the figures of all of its replicas. A replica that becomes better lowers
+them at once. A replica that became worse is noticed when its PoP has its turn: one PoP with each
+snapshot.
 """
 
 from collections.abc import Collection
@@ -15,14 +16,14 @@ FLOOR_SHARE: Final = 0.9
 not change their order."""
 
 LOOSE_MAX: Final = 8
-"""With more PoPs out of their order all are put in order again."""
+"""If more PoPs than this are out of order, all are sorted again."""
 
 _CHUNK_BITS: Final = 6
 _IN_CHUNK: Final = 2**_CHUNK_BITS - 1
 
 
 class ReplicaEstimate:
-    """What a request meets at one replica. All times are in ms; an estimate is never changed.
+    """The wait of a request at one replica. All times are in ms; an estimate is never changed.
 
     `ready_at_ms` is the monotonic time at which the replica is through with this router's queue,
     plus round trip and overhead, less the time a request takes to get there. `wait_min_ms` is the
@@ -31,7 +32,7 @@ class ReplicaEstimate:
     at all, and -1 for a slot without a replica.
 
     `base_ms` is the round trip and all overhead, `error_ms` the usual error of predictions, and
-    `assumed_queue_ms` the part of the wait that no report tells of but that is usual.
+    `assumed_queue_ms` the usual part of the wait that no report shows.
     """
 
     __slots__ = (
@@ -149,7 +150,7 @@ class PopBounds:
         self.order: list[int] = []
         """The PoPs by their floors, least first, those in `loose` included."""
         self.floors: list[float] = []
-        """For each PoP in `order`, a wait that none of its replicas is below."""
+        """For each PoP in `order`, a lower bound of its replicas' waits."""
         self.loose: list[int] = []
         """PoPs whose wait has fallen below their floor since they were put in order."""
         self.fastest_ms_per_token = -inf

@@ -28,7 +28,7 @@ LANES_MAX: Final = 1024
 """Past this many lanes, those without waiting requests are dropped with their drain rates."""
 
 _STALE_MIN: Final = 64
-"""So many stale entries are tolerated before a heap or a dict of tenants is rebuilt."""
+"""The stale entries that are tolerated before a heap or a dict of tenants is rebuilt."""
 
 
 class QueueFull(Exception):

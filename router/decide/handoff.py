@@ -1,4 +1,4 @@
-"""To which peer replicas a node may hand a request off: the list that goes with it to the node."""
+"""Lists the peer replicas to which a node may hand a request off, for the header to that node."""
 
 from typing import Final
 

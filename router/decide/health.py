@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 from isochrone.wire.ids import NodeId, ReplicaId
 
 FAILURES_MAX: Final = 3
-"""So many failures in a row eject a replica."""
+"""The failures in a row that eject a replica."""
 
 EJECTED_MIN_S: Final = 2.0
 EJECTED_MAX_S: Final = 60.0

@@ -1,4 +1,4 @@
-"""How far away a replica is and how fast it reads prompts, from measurements.
+"""Measures a replica's round trip and its prefill rate.
 
 A round trip is the smoothed minimum of a short window, because queues on the way only add to it.
 The prefill rate starts as the route table's rate and is corrected by every first token.
@@ -30,8 +30,7 @@ CORRECTION_STEP: Final = 0.1
 """How far one first token moves a correction, as a share of its error."""
 
 KNEE_MS: Final = 200.0
-"""With less predicted work than this an error counts mostly as overhead, with more as a wrong
-rate."""
+"""With less predicted work an error counts mostly as overhead, with more mostly as a wrong rate."""
 
 GAIN_MIN: Final = 0.25
 GAIN_MAX: Final = 4.0
@@ -131,9 +130,9 @@ def prefill_work(prompt_tokens: float, cached_tokens: float, depth_cost_per_toke
 class LatencyCorrection:
     """One replica's correction: observed time = overhead + gain * predicted time.
 
-    Both are learned by normalised least mean squares. An error counts for at most SPREADS_MAX usual
-    errors, so a stalled answer moves little, while a lasting change is learned in a few dozen
-    answers.
+    Overhead and gain are learned by normalised least mean squares. An error counts for at most
+    SPREADS_MAX usual errors, so a stalled answer moves little, while a lasting change is learned in
+    a few dozen answers.
     """
 
     def __init__(self) -> None:
@@ -141,7 +140,7 @@ class LatencyCorrection:
         self.gain = 1.0
         """How many times slower the replica is than its rate says, before it fades."""
         self.overhead_ms = 0.0
-        """What a first token takes besides queue and prefill, before it fades."""
+        """The time of a first token besides queue and prefill, before it fades."""
         self._learned_at_s = 0.0
         self.spread_ms = SPREAD_MS_DEFAULT
         """The usual error of a prediction."""

@@ -16,9 +16,9 @@ the seconds until then, or the hours in which no scheduler can be reached.
 
 A tenant's budget is limited in the same way, above its keys: an entry of the table of its own.
 
-Routers tell each other each second what a key has drawn from its rates, and each draws that from
-its own meters, too. What a key gets over the limit while they do not know of each other it owes:
-over a longer time it gets no more than its rate.
+Each second, routers report to each other what a key has drawn from its rates, and each draws that
+from its own meters, too. Until then a key may exceed its limit. The excess is a debt: over a longer
+time the key gets no more than its rate.
 """
 
 import math
@@ -113,7 +113,7 @@ class RateMeter:
 
 
 class _KeyUsage:
-    """What one key has used in this process, and its limits."""
+    """One key's limits, and its use in this process."""
 
     def __init__(self) -> None:
         self.limits: KeyLimits | None = None
@@ -127,7 +127,7 @@ class _KeyUsage:
         self.day_spend = 0.0
         self.day_spend_max = math.inf
         self.untold_requests = self.untold_tokens = 0
-        """Drawn here, and not told to other routers yet."""
+        """Drawn here, and not reported to other routers yet."""
 
     def set_limits(self, limits: KeyLimits, processes: int, now_s: float) -> None:
         """Apply `limits` from now on.
@@ -253,7 +253,8 @@ class KeyLimiter:
     ) -> AdmittedRequest:
         """Admit a request, or raise LimitExceeded with the seconds after which it would be.
 
-        With the `budget` of its tenant, both must have room for it, and both are drawn from.
+        If the tenant has a `budget`, the request must fit both it and the key's limits, and draws
+        from both.
         """
         usage = self._current_usage(key, now_s, unix_s)
         if not usage.has_room(estimate_tokens, key.spent_until, now_s, unix_s):
@@ -286,7 +287,7 @@ class KeyLimiter:
         now_s: float,
         of_tenant: AdmittedRequest | None,
     ) -> AdmittedRequest:
-        """Draw a request from what has room for it."""
+        """Draw an admitted request from a key's limits or a tenant's budget."""
         if usage.requests is not None:
             usage.requests.settle(1, now_s)
             usage.untold_requests += 1

@@ -1,4 +1,4 @@
-"""What each replica's prefix cache holds, as far as a router can tell without a tokenizer.
+"""Tracks each replica's prefix cache, as far as a router can tell without a tokenizer.
 
 A prompt is cut into blocks of bytes, and each block's key is a hash chained to the key before it,
 so equal keys mean equal prompts up to there. A prompt that was sent to a replica is in its cache
@@ -88,9 +88,9 @@ NO_MATCHES: Final = PrefixMatches(0.0, ())
 
 
 class PromptUse:
-    """When a prompt was sent to a replica, and until when it used its blocks there.
+    """The times at which a prompt was sent to a replica, and last used its blocks there.
 
-    Of an answer in flight, or one whose end is not learned, ANSWER_S is assumed.
+    An answer is assumed to take ANSWER_S while it is in flight, or if its end is never learned.
     """
 
     __slots__ = ("ended_at_s", "sent_at_s")
@@ -101,10 +101,11 @@ class PromptUse:
 
 
 class SentPrompt(NamedTuple):
-    """What the index expected of a prompt when it was sent.
+    """The index's expectation for a prompt when it was sent.
 
     `share` is the share expected to be cached; `age` is how much had been inserted into that cache
-    since that share was last used, in the unit of the keys. `use` is its use of its blocks.
+    since that share was last used, in the unit of the keys. `use` is the prompt's use of its
+    blocks.
     """
 
     slot: int
@@ -154,7 +155,7 @@ class _ReplicaCache:
 
     def __init__(self, capacity: float) -> None:
         self.blocks: OrderedDict[int, _CachedBlock] = OrderedDict()
-        """By key, the least recently used first."""
+        """Blocks by key, the least recently used first."""
         self.size = 0
         self.inserted = 0
         """Sum of the sizes of all blocks ever inserted."""
@@ -166,7 +167,7 @@ class _ReplicaCache:
 
 
 class PrefixIndex:
-    """Which slots hold which keys: a bit mask for each key."""
+    """Maps each key to the slots that hold it, as a bit mask."""
 
     def __init__(self, capacity: float = CAPACITY_DEFAULT, pairs_max: int = PAIRS_MAX) -> None:
         """Assume caches of `capacity` until answers teach otherwise."""

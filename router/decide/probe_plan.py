@@ -1,4 +1,4 @@
-"""Whom a router asks for the loads of all nodes.
+"""Chooses the nodes from which a router requests the loads of all nodes.
 
 In a small fleet it pings each node. In a large one a round of pings takes longer than a load stays
 true, so one node of a PoP answers for up to 64. Which one is the same for all routers, up to a
@@ -16,17 +16,17 @@ from isochrone.wire.ids import NodeId, PopId
 from router.decide.affinity import hash64
 
 PING_ALL_NODES_MAX: Final = 256
-"""Up to so many nodes are pinged one by one: four rounds of 64 at a time, 0.4 s at 100 ms."""
+"""A fleet of at most so many nodes is pinged one by one: four rounds of 64, 0.4 s at 100 ms."""
 
 GROUP_NODES_MAX: Final = 64
 ANSWERERS: Final = 2
 """How many nodes of a group share the routers, while both answer."""
 
 TURN_S: Final = 30.0
-"""Within this time the router pings each node itself, whoever answers for it."""
+"""Within this time the router pings each node itself, even if another node answers for it."""
 
 FAILED_FOR_S: Final = 10.0
-"""A node that did not answer for its group is not asked to again for this long."""
+"""A node that did not answer for its group is not chosen again for this time."""
 
 LOAD_AGE_MAX_MS: Final = 5_000.0
 """An older load is not used. The choice of replicas is proven for loads up to this age."""

@@ -1,4 +1,4 @@
-"""How far each node is, when it answered last, and which replicas it has disowned."""
+"""Records each node's round trip, its last answer, and the replicas that it has disowned."""
 
 from collections.abc import Iterable, Set
 from typing import Final
@@ -16,7 +16,7 @@ DISOWNING_REFUSALS: Final = frozenset({"unknown_replica", "draining"})
 
 
 class NodeReachability:
-    """What requests and probes have shown about the nodes of the route table."""
+    """The results of requests and probes for the nodes of the route table."""
 
     def __init__(self, pop: PopId) -> None:
         """Measure from this router's own PoP."""

@@ -1,4 +1,4 @@
-"""What ranking needs to know of one deployment: a slot for each replica, with its estimates.
+"""The replicas of one deployment as ranking sees them: a slot for each, with its estimates.
 
 Estimates are replaced, never changed, so a snapshot of the replicas shares them (estimates.py).
 A replica keeps its slot for as long as the route table has it; the slot is then reused.
@@ -29,7 +29,7 @@ NEAREST_MS: Final = 2.0
 anywhere else spills over."""
 
 SPILLOVER_LASTS_MS: Final = 2000.0
-"""For this long after a request spilled over, the next ones may follow it more easily."""
+"""After a request spilled over, the next ones may follow it more easily for this time."""
 
 CONGESTION_CHARGE_MAX: Final = 1.2
 """A request delays those behind it by its prefill time, so ranking counts that time this many times

@@ -1,4 +1,4 @@
-"""When a refused request should be sent again, by how fast the full lane has drained so far."""
+"""Computes Retry-After for a refused request from the rate at which the full lane has drained."""
 
 import math
 from typing import Final

@@ -7,9 +7,9 @@ from typing import Final
 class RetryBudget:
     """Retries allowed as a share of recent requests.
 
-    Both are counted over about the last `WINDOW_S`, the newest weighing most. `reserve` retries are
-    allowed on top in that time, so that one bad replica does not fail the few requests of a quiet
-    router.
+    Retries and requests are counted over about the last `WINDOW_S`, the newest weighing most.
+    `reserve` retries are allowed on top in that time, so that one bad replica does not fail the few
+    requests of a quiet router.
     """
 
     WINDOW_S: Final = 10.0

@@ -1,4 +1,4 @@
-"""Which version answers a request during a rollout, and how both versions perform.
+"""Chooses the version that answers a request during a rollout, and counts how both perform.
 
 The version is drawn by a hash of the session, or of the request if it has no session: every router
 and every attempt draws the same, and as the share grows, sessions on the new version stay there.

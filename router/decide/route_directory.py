@@ -10,7 +10,7 @@ from router.decide.adapters import AdapterDirectory
 
 
 class DirectoryChange(NamedTuple):
-    """What a new table changes. `routes` has all routes of each deployment with a change."""
+    """The changes of a new table. `routes` has all routes of each deployment with a change."""
 
     removed: Set[ReplicaId]
     changed: Sequence[Route]
@@ -21,7 +21,7 @@ ROUTES_PER_STEP: Final = 1_000
 """How many routes of a table are indexed before requests have their turn: about a millisecond."""
 
 REGION_SETS_MAX: Final = 64
-"""Of how many different lists of regions the excluded replicas are remembered."""
+"""The different lists of regions for which the excluded replicas are remembered."""
 
 
 _BEFORE_BUDGETS: Final = KeyId(BUDGET_PREFIX)

@@ -1,11 +1,11 @@
-"""What ranking needs to know of a request."""
+"""The properties of a request that ranking needs."""
 
 from router.decide.affinity import SessionBinding
 from router.decide.prefix_index import NO_MATCHES, PrefixMatches
 
 
 class RouteQuery:
-    """What ranking needs to know of a request.
+    """A request as ranking sees it.
 
     `matches` says how much of the prompt each slot has cached. `binding`, where the session was
     answered last, counts only if there are no matches. `queue_refusals` counts the replicas that

@@ -1,11 +1,11 @@
 """Deployments whose replicas use each other's KV within a PoP: balanced by load, not by affinity.
 
-What one replica has cached, each other one of its PoP can mostly fetch in a fraction of the time
-that computing takes. For ranking all of them have a share of it (FetchValue), which is learned from
-answers: where fetches fail or take long, requests are sent as without sharing. With the request go
-the replicas that probably have its prefix, and the one that keeps a copy: the winner of a hash over
-the PoP's replicas, which every router and a restarted one finds again after the first holder is
-gone.
+A replica can mostly fetch a prefix that another replica of its PoP has cached, in a fraction of the
+time that computing it takes. Ranking therefore credits every replica of the PoP with a share of the
+prefix (FetchValue). The share is learned from answers: where fetches fail or take long, requests
+are sent as without sharing. The request names the replicas that probably have its prefix, and the
+one that keeps a copy. That one wins a hash over the PoP's replicas, so every router, even after a
+restart, finds it again when the first holder is gone.
 """
 
 from collections.abc import Set
@@ -25,8 +25,8 @@ FETCH_VALUE_MAX: Final = 0.95
 moving for nothing."""
 
 FETCH_VALUE_MIN: Final = 0.4
-"""If less is saved, requests are sent as without sharing, with sessions at their replicas. What is
-fetched nevertheless goes on teaching."""
+"""If less is saved, requests are sent as without sharing, with sessions at their replicas. Fetches
+that happen nevertheless still update the share."""
 
 _SMOOTHING: Final = 0.1
 _SMOOTHING_WORSE: Final = 0.2
@@ -35,7 +35,7 @@ PROMPT_TOKENS_MIN: Final = 128
 """A shorter prompt is computed about as soon as it is fetched."""
 
 HOLDERS_MAX: Final = 3
-"""Replicas that are asked for a prefix, besides the one that answers."""
+"""The most replicas from which a prefix may be fetched, besides the one that answers."""
 
 STABLE_KEY: Final = 7
 """The key of a prompt's first kibibyte chooses the replica that keeps a copy: it stays the same as
@@ -59,10 +59,10 @@ NO_SHARED_KV_PEERS: Final = SharedKvPeers([], "")
 
 
 class FetchValue:
-    """What a prefix that another replica of the PoP has saves here, as a share of its worth there.
+    """The saving of a prefix that another replica of the PoP has, as a share of its worth there.
 
-    It is measured: how much of what could be fetched was cached in the end, less the time that the
-    request waited for it, in units of the time to compute it.
+    The share is measured: the part of the available prefix that was cached in the end, less the
+    time that the request waited for it, in units of the time to compute it.
     """
 
     __slots__ = ("share",)

@@ -20,14 +20,14 @@ from router.decide.route_query import RouteQuery
 from router.decide.slow_start import is_held_back
 
 SEARCHED_SLOTS_MIN: Final = 512
-"""With fewer slots looking at all of them is as fast."""
+"""With fewer slots, examining all of them is as fast."""
 
 FEW_HOLDERS_MAX: Final = 256
-"""So many replicas that hold more of a prompt than others are looked at one by one, with more the
-bounds of all PoPs assume one of them."""
+"""Up to this many replicas that hold more of a prompt than others are examined one by one. With
+more, the bounds of all PoPs assume one of them."""
 
 SKIPPED_MAX: Final = 2000
-"""With more replicas excluded all slots are looked at."""
+"""With more replicas excluded, all slots are examined."""
 
 ROUNDING_MS: Final = 1e-6
 """Bounds are computed in another order than costs, so they may be wrong in the last digits."""
@@ -150,7 +150,7 @@ class SearchedCosts(SlotCosts):
         self._many: list[_Holders] = []
         self._take_matches()
         self._apart: dict[int, list[int]] = {}
-        """By PoP, the slots that are not to be found by looking at it."""
+        """For each PoP, the slots that a search of the PoP leaves out."""
         for slot in (*self._few, *skip):
             self._apart.setdefault(snapshot.pop_of[slot], []).append(slot)
         self._is_searched = False
@@ -269,7 +269,7 @@ class SearchedCosts(SlotCosts):
     def _pops_up_to(self, limit_ms: float) -> list[PopBound]:
         """Return the PoPs not looked at yet that may have a slot of this cost, the best first.
 
-        They are kept in the order of their least wait, so most are not even compared.
+        PoPs are kept in the order of their least wait, so most are not even compared.
         """
         snapshot, looked_at, work = self._snapshot, self._pops, self._work
         if self._many:

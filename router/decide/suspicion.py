@@ -1,11 +1,11 @@
-"""Which requests to refuse for a while because engines failed while processing them.
+"""Decides which requests to refuse for a while because engines failed while processing them.
 
 Rule 1: only what the node blames on a request counts against it (nodeagent/decide/blame.py).
-Rule 2: after LOSSES_MAX engines the request is refused; nobody knows for certain that it is guilty.
+Rule 2: after LOSSES_MAX engines the request is refused, although it may not be the cause.
 Rule 3: any answer to the same request clears it.
 Rule 4: a poison makes each engine fail at the same token. A request that generated more on its next
-engine was not the cause of the first loss. It is believed PASSES_MAX times: it may be the cause of
-the next.
+engine was not the cause of the first loss. This is accepted PASSES_MAX times only, because the
+request may be the cause of the next loss.
 Rule 5: a request is the same if tenant, deployment, path and body are; the table holds only a keyed
 digest of them.
 """
@@ -18,7 +18,7 @@ LOSSES_MAX: Final = 2
 """Engines that one request may lose before it is refused."""
 
 PROGRESS_TOKENS_MIN: Final = 4
-"""So many tokens must come after the token at which an engine was lost. The last tokens before a
+"""The tokens that must come after the token at which an engine was lost. The last tokens before a
 loss may not have left the engine, so that the same token seems to be a later one."""
 
 PASSES_MAX: Final = 1
@@ -63,7 +63,7 @@ class EngineLoss:
 
 
 class _Suspicion:
-    """What is held against one request: when each replica lost its engine, and how many did.
+    """The record of one request: when each replica lost its engine, and how many did.
 
     `lost_token` is the latest token at which one was lost, of the losses that still count.
     """

@@ -95,9 +95,9 @@ def check_table(
 def merge_additions(old: RouteTable, new: RouteTable) -> RouteTable:
     """Return `old` with what `new` adds or changes, without the keys that `new` revokes.
 
-    It is served while `new` is quarantined, so that a new key or replica need not wait, and a
-    leaked key does not outlive its revocation. It keeps the generation of `old`, which is the last
-    one accepted.
+    The merged table is served while `new` is quarantined, so that a new key or replica need not
+    wait, and a leaked key does not outlive its revocation. It keeps the generation of `old`, which
+    is the last one accepted.
     """
     revoked = tuple(key_id for key_id in new.keys_revoked if key_id not in new.keys)
     added = msgspec.structs.replace(

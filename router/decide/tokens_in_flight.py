@@ -220,7 +220,7 @@ class InFlightLedger:
     ) -> None:
         """Take a replica's report of its whole load at `reported_at_s`.
 
-        What it reports beyond this router's own tokens at that time is the other routers'.
+        Tokens in the report beyond this router's own at that time belong to the other routers.
         """
         own = self._get_or_create(replica_id).own_tokens(reported_at_s)
         self.record_other_routers(

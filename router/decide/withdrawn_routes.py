@@ -2,9 +2,9 @@
 
 A scheduler withdraws the route of an engine that crashed, and publishes it again once it is warm.
 If its database dies in between, no newer table comes, although the engine serves. So the router
-goes on asking the nodes of the last replicas of a deployment, and uses those that answer again
-until a table has a route for the deployment. A replica that was stopped on purpose refuses: its
-node no longer knows it.
+keeps probing the last replicas of a deployment, and uses those that serve again until a table has a
+route for the deployment. A replica that was stopped on purpose refuses: its node no longer knows
+it.
 """
 
 from collections.abc import Iterable
@@ -16,10 +16,10 @@ from isochrone.wire.ids import Generation, ReplicaId
 from isochrone.wire.routes import Route, RouteTable
 
 WITHDRAWN_S: Final = 1_800.0
-"""How long a withdrawn replica is asked whether it serves again: longer than loading takes."""
+"""How long a withdrawn replica is probed for serving again: longer than loading takes."""
 
 WITHDRAWN_MAX: Final = 256
-"""How many withdrawn replicas are asked, once in each turn of the probes."""
+"""How many withdrawn replicas are probed, once in each turn of the probes."""
 
 
 def deployments_left_without_routes(old: RouteTable | None, new: RouteTable) -> tuple[Route, ...]:
@@ -42,7 +42,7 @@ def with_routes(table: RouteTable, added: Iterable[Route]) -> RouteTable:
 
 
 class WithdrawnRoutes:
-    """The withdrawn replicas that are asked, and those of them that serve again."""
+    """The withdrawn replicas that are probed, and those of them that serve again."""
 
     def __init__(self) -> None:
         self._until_s: dict[ReplicaId, float] = {}

@@ -28,7 +28,8 @@ def convert(document: bytes, extension: str) -> str:
 def main() -> None:
     """Confine this process, read the document and convert it.
 
-    It catches `Exception`: parsers of documents raise every kind, and the client is told.
+    Parsers of documents raise every kind of exception, so all are caught and reported to the
+    client.
     """
     document = sys.stdin.buffer.read()
     answer: dict[str, str]

@@ -39,7 +39,7 @@ _LEASED: Final = msgspec.msgpack.Decoder(LeasedItems)
 
 
 class AnsweredCounts(NamedTuple):
-    """What one turn did."""
+    """Counts of one turn's work."""
 
     leased: int
     returned: int

@@ -27,7 +27,7 @@ AnswerResponse = Callable[[LeasedResponse], Awaitable[FinishResponse]]
 
 
 class AnsweredResponseCounts(NamedTuple):
-    """What one turn did."""
+    """Counts of one turn's work."""
 
     leased: int
 

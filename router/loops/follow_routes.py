@@ -3,7 +3,7 @@
 The table in use is always whole: a delta is applied to the table it is based on, and a delta that
 does not fit asks for a snapshot. A refused table is quarantined and checked again, because the
 replicas it drops may really be ending; what it adds is served at once. The last replicas of a
-deployment that an accepted table withdrew are asked on, and served while they answer.
+deployment that an accepted table withdrew are still probed, and used while they answer.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class TableFollower:
         """The table in use without the withdrawn replicas that are served as well."""
         self._assembler = TableAssembler()
         self._held = KeyTable()
-        """The keys that the scheduler was last told of."""
+        """The keys that this router last reported to the scheduler."""
         self._parts_refusal = ""
         self._persist_due_at_s = float("-inf")
         self._confirmed_at_s: float | None = None
@@ -301,7 +301,7 @@ class TableFollower:
             self._log_refusal(f"cannot follow: a table of cluster {table.cluster_id}")
             return
         accepted = self.quarantined.accepted if self.quarantined else self._accepted
-        # Asked for only where replicas may be dropped: there may be ten thousand.
+        # Computed only if replicas may be dropped: there may be ten thousand.
         drops_none = (
             accepted is not None and table.routes is accepted.routes and bool(table.deployments)
         )

@@ -1,6 +1,6 @@
 """Read the loads of a large fleet: one node of a PoP answers for the others.
 
-If it fails, another is asked at once; if none answers, the router pings the nodes itself.
+If that node fails, the router queries another at once; if none answers, it pings the nodes itself.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _POP_LOADS: Final = codec.decoder(PopLoads)
 
 
 class PopLoadCounts(NamedTuple):
-    """How many groups were asked about in one turn, and of how many nodes no load is known."""
+    """The number of groups queried in one turn, and of nodes whose load is not known."""
 
     groups: int = 0
     unanswered: int = 0
@@ -36,7 +36,7 @@ class PopLoadPoller:
         self, *, fleet: FleetState, upstream: Upstream, metrics: Metrics, timeout_s: float
     ) -> None:
         self.unanswered: Set[NodeId] = frozenset()
-        """Nodes whose loads nobody knows, as of the last turn."""
+        """Nodes whose loads no other node knows, as of the last turn."""
         self._fleet = fleet
         self._probes = ProbeFeedback(fleet)
         self._upstream = upstream

@@ -109,7 +109,7 @@ class NodeProber:
         addresses: Mapping[NodeId, str],
         silent_since_s: dict[NodeId, float],
     ) -> None:
-        """Ping nodes, and replicas one by one, until there are no more; note who is silent."""
+        """Ping nodes, and replicas one by one, until there are no more; note the silent nodes."""
         for job in jobs:
             if isinstance(job, Route):
                 await self._probe_replica(job)

@@ -1,4 +1,4 @@
-"""Takes new LoRA adapters and their files, whoever uploads them: a tenant or an operator.
+"""Takes new LoRA adapters and their files, uploaded by a tenant or an operator.
 
 An adapter is described first; then its two files are uploaded, in any order, and read while they
 arrive. When both are there and fit each other and the base model, the adapter is complete: from

@@ -45,7 +45,7 @@ _RESULTS: Final = msgspec.msgpack.Decoder(ItemResults)
 
 
 class BatchStorage(NamedTuple):
-    """Where batches are stored, within which limits. `nudge` asks for a turn of their job."""
+    """The storage of batches, and its limits. `nudge` requests a turn of their periodic job."""
 
     folder: BatchFolder
     limits: BatchLimits

@@ -20,7 +20,8 @@ class CertificateIssuer:
     ) -> str:
         """Return a PEM certificate for the key of `csr_pem`; raises IdentityError.
 
-        It is dated after the name's newest revocation, which refuses what was issued before.
+        The certificate is dated after the name's newest revocation, which refuses older
+        certificates.
         """
         now = utc_now()
         not_before = await issue_not_before(connection, role, name)

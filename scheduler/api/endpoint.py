@@ -86,11 +86,11 @@ class AdminRequest:
         self.body = body
         self.etag = _if_match(http)
         self.name = next(iter(http.match_info.values()), "")
-        """The first thing that the path names; empty if it names none."""
+        """The first name in the path; empty if there is none."""
         self.names = http.match_info
-        """All that the path names."""
+        """All names in the path."""
         self.on_commit: list[Callable[[], Awaitable[None]]] = []
-        """What to do once the transaction is committed."""
+        """Actions to run once the transaction is committed."""
         self.changed_key = ""
         """The key to publish, if that is neither in the result nor named by the path."""
         self._http = http
@@ -298,7 +298,7 @@ async def _respond(
             log.warning("file not deleted", extra={"fields": {"reason": str(error)}})
     if endpoint.method != "GET":
         if endpoint.changes_key:
-            # Nothing is placed by keys, and the other keys need not be read again.
+            # Keys do not affect placement, and the other keys need not be read again.
             context.routes.mark_key_changed(
                 KeyId(request.changed_key or getattr(result, "key_id", "") or request.name)
             )

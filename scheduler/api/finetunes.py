@@ -116,7 +116,7 @@ class FinetuneEndpoints:
             if uploaded is not None:
                 await self._intake.discard(uploaded)
             raise
-        # What it replaces was never used.
+        # The replaced files were never used: the adapter was not complete.
         await self._intake.delete_files(taken.replaced)
         self._on_change()
         return _answer(finetune_body(taken.adapter))

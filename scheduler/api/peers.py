@@ -61,14 +61,15 @@ ALIVE_S: Final = 6.0
 RENEW_FROM_SHARE: Final = 1 / 2
 """The share of a certificate's lifetime that must have passed before it is renewed."""
 RETRY_REFUSED_S: Final = 30.0
-"""When to try again what only an operator can fix."""
+"""The delay before a retry of what only an operator can fix."""
 AGENT_MESSAGES_PER_S: Final = 5.0
 ROUTER_MESSAGES_PER_S: Final = 50.0
 """A router's demand and usage sum up thousands of requests, and may have waited for long."""
 
 LEAP_MAX: Final = 2**40
-"""How far a peer's generation or epoch may be ahead of the store's: more than any history that a
-restored backup can have lost, far less than would exhaust the 63 bits of these counters."""
+"""The largest lead of a peer's generation or epoch over the store's. It is more than any history
+that a restored backup can have lost, and far less than would exhaust the 63 bits of these
+counters."""
 
 
 class PeerRefused(Exception):
@@ -156,7 +157,7 @@ class PeerServer:
     async def _admit(
         self, request: web.Request, socket: ControlSocket, role: PeerRole, decoder: Any
     ) -> PeerConnection | None:
-        """Register one peer; return None once a refused one has been told and disconnected."""
+        """Register one peer; return None once a refused peer has been notified and disconnected."""
         await socket.prepare(request)
         try:
             return await self._register(socket, request.transport, role, decoder)

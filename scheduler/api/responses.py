@@ -50,7 +50,7 @@ _LEASE: Final = msgspec.msgpack.Decoder(LeaseResponses)
 
 
 class ResponseWork:
-    """What routers tell: a response begins, ends, or is leased."""
+    """Handles messages of routers: a response begins, ends, or is leased."""
 
     def __init__(self, pool: Pool, limits: ResponseLimits) -> None:
         self._pool = pool

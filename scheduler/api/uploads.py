@@ -8,7 +8,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.state.batch_folder import CHUNK_BYTES, BatchFolder
 
 CHUNK_TIMEOUT_S: Final = 60.0
-"""How long an upload may bring nothing."""
+"""The longest pause between two chunks of an upload."""
 
 ReadChunk = Callable[[int], Awaitable[bytes]]
 """Returns at most so many of the next bytes, and b"" at the end."""

@@ -4,7 +4,7 @@ import msgspec
 
 
 class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one tenant may upload. The defaults are those of Workers AI."""
+    """The limits on one tenant's uploads. The defaults are those of Workers AI."""
 
     file_bytes_max: int = 500 * 1024 * 1024
     tenant_adapters_max: int = 30

@@ -4,7 +4,7 @@ import msgspec
 
 
 class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one tenant may use, and how long a router may be silent."""
+    """The limits on one tenant's batches, and on the silence of a router that holds items."""
 
     file_bytes_max: int = 200 * 1024 * 1024
     tenant_bytes_max: int = 10 * 1024 * 1024 * 1024  # all files of a tenant

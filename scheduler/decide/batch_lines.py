@@ -41,7 +41,7 @@ class ParsedLine(NamedTuple):
 _LINE: Final = msgspec.json.Decoder(BatchLine)
 _TEXT: Final = msgspec.json.Decoder(str)
 UNANSWERED_NUMBER: Final = 5000
-"""Of a queued run that was cancelled, that expired, or that could not be read."""
+"""The error number of a queued run that was cancelled, that expired, or that could not be read."""
 
 _NUMBERS: Final = {code.value: MEANINGS[code].number for code in ErrorCode}
 """Workers AI's number of each error."""

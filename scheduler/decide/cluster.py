@@ -313,7 +313,7 @@ class ReplicaEnding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaRoleChange(msgspec.Struct, frozen=True, kw_only=True):
-    """Give a running replica another role: its engine goes on, the routers are told."""
+    """Give a running replica another role: its engine runs on, and the routers are notified."""
 
     replica_id: ReplicaId
     node_id: NodeId

@@ -4,7 +4,7 @@ import msgspec
 
 
 class ResponseLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one tenant may store, for how long, and how long a router may be silent."""
+    """The limits on one tenant's responses and their age, and on a router's silence."""
 
     keep_days: float = 30.0  # responses since they began, conversations since their last item
     tenant_bytes_max: int = 256 * 1024 * 1024  # responses and conversations; 0: none are stored

@@ -1,7 +1,7 @@
-"""Takes each open batch a step on: reads its input, ends it, writes its files.
+"""Advances each open batch by one step: reads its input, ends it, writes its files.
 
-Every step is one transaction that begins anew after a failure: a step that was interrupted leaves
-neither items nor files behind. Items are answered by routers meanwhile (`api/batch_service.py`).
+Every step is one transaction, repeated after a failure. An interrupted step leaves neither items
+nor files behind. Items are answered by routers meanwhile (`api/batch_service.py`).
 """
 
 import asyncio
@@ -53,7 +53,7 @@ UNANSWERED: Final = {
 
 
 class BatchCounts(NamedTuple):
-    """What one turn did."""
+    """Counts of one turn's work."""
 
     begun: int
     ended: int
@@ -173,7 +173,7 @@ class AdvanceBatches:
         is_over = batch.unanswered == 0 or batch.expires_at <= self._unix_clock()
         async with transaction(self._pool) as connection:
             if batch.status == "cancelling":
-                # What is being answered may still be finished: routers give it up or return it.
+                # Leased items may still be finished: routers return them, or let go of them.
                 is_over = await leased_items(connection, batch.batch_id) == 0
             return is_over and await begin_finalizing(connection, batch.batch_id)
 

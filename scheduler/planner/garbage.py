@@ -1,4 +1,4 @@
-"""Garbage is collected between answers, not within them.
+"""Collects garbage between answers of the planner, not within them.
 
 A plan for a thousand deployments makes and drops objects in cycles by the hundred thousand. When
 Python chose the moment, a collection of half a second fell into a plan now and then.
@@ -8,16 +8,16 @@ import gc
 from typing import Final
 
 ANSWERS_PER_FULL: Final = 50
-"""Of so many collections one is of all objects, the others of those of the last answer only."""
+"""One in this many collections is of all objects, the others of those of the last answer only."""
 
 
 class GarbageBetweenAnswers:
-    """Collects garbage when it is told to, and at no other time."""
+    """Collects garbage when `collect` is called, and at no other time."""
 
     def __init__(self) -> None:
         self._answers = 0
         gc.collect()
-        # What is loaded by now lives as long as the process.
+        # Objects that exist by now live as long as the process.
         gc.freeze()
         gc.disable()
 

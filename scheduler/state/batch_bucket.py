@@ -3,7 +3,7 @@
 Uses obstore (`pip install 'isochrone[s3]'`), whose calls block as a file system's do. Credentials
 come from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN), or from
 the machine's role. A file is on the local disk while it arrives and uploaded in parts when it is
-complete; a bucket shows an object only then. It is read in ranges, or as a stream from a server
+complete; a bucket shows an object only then. A file is read in ranges, or as a stream from a server
 that does not answer ranges with status 206 (rclone's), and is never in memory as a whole.
 """
 
@@ -39,7 +39,7 @@ DELETE_TIMEOUT_S: Final = 3.0
 together with their objects."""
 
 NO_PARTIAL_CONTENT: Final = "non-partial response"
-"""What obstore reports of a server that answers a request for a range with status 200."""
+"""The error that obstore reports if a server answers a request for a range with status 200."""
 
 SCHEME: Final = "s3://"
 

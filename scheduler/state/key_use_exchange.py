@@ -1,6 +1,7 @@
-"""Adds up what each key has used at each router, and tells every router of the others.
+"""Adds up each key's use at each router, and reports to every router the use at the others.
 
-It is kept in memory only: what a scheduler has not passed on when it ends is never drawn elsewhere.
+The sums are kept in memory only: use that a scheduler has not passed on when it ends is never
+charged at other routers.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ class _Units:
 
 
 class KeyUseExchange:
-    """The use since the last turn."""
+    """Sums the use since the last turn."""
 
     def __init__(self) -> None:
         """Start without any."""
@@ -35,7 +36,7 @@ class KeyUseExchange:
         self._by_router: dict[str, dict[KeyId, _Units]] = {}
 
     def add(self, router: str, rows: Sequence[KeyUse]) -> None:
-        """Add what keys have used at a router."""
+        """Add the use of keys at a router."""
         own = self._by_router.setdefault(router, {})
         for row in rows:
             if row.key_id not in self._total and len(self._total) >= KEYS_MAX:
@@ -44,7 +45,7 @@ class KeyUseExchange:
                 units.setdefault(row.key_id, _Units()).add(row.requests, row.tokens)
 
     def take(self, routers: Sequence[str]) -> dict[str, list[KeyUse]]:
-        """Return for each router what keys have used at the others, and begin anew."""
+        """Return for each router the use of keys at the others, and reset the sums."""
         total, by_router = self._total, self._by_router
         self._total, self._by_router = {}, {}
         told: dict[str, list[KeyUse]] = {}

@@ -1,6 +1,6 @@
 """The lease as this process knows it: whether it acts, under which epoch, and since when.
 
-A renewal is trusted until `lease_ttl_s - MARGIN_S` after it was asked for, on this process's own
+A renewal is trusted until `lease_ttl_s - MARGIN_S` after it was requested, on this process's own
 monotonic clock. The database judges expiry by its clock; `scheduler/store/lease.py` has the rules.
 """
 

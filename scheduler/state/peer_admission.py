@@ -1,6 +1,5 @@
-"""How fast peers may register when a whole fleet connects at once.
-
-The rate is decided in `scheduler/decide`; here is what it is applied to.
+"""Limits the rate of registrations when a whole fleet connects at once. `scheduler/decide` decides
+the rate; this module applies it.
 """
 
 from isochrone.wire.control import PeerRole
@@ -32,7 +31,7 @@ class PeerAdmission:
         return self._registrations.wait_s(f"{role.value} {name}", self._lease.clock())
 
     def release(self, role: PeerRole, name: str) -> None:
-        """Make room for the next registration: this peer is served, or gone."""
+        """Let the next peer register: this one is served, or gone."""
         self._registrations.served(f"{role.value} {name}", self._lease.clock())
 
     def appointment_s(self) -> float:

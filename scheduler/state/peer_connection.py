@@ -63,7 +63,8 @@ class PeerConnection:
         self.last_error = ""
         """Why the peer's previous connection ended, as the peer says."""
         self.relay_token = ""
-        """With it a router uses the batch service; "" for an agent, or without that service."""
+        """The token with which a router uses the batch service; "" for an agent, or without that
+        service."""
         self.has_reported = False
         """Whether the node's full report is stored; only then is it sent assignments."""
         self.stored_report: Report | None = None

@@ -49,7 +49,7 @@ class TableParts:
         return bool(delta) and is_small and len(self.deltas) <= DELTAS_AFTER_PARTS_MAX
 
     def frame(self, index: int) -> bytes | None:
-        """Return a part, None after the last. They are asked for in order."""
+        """Return a part, None after the last. Callers read parts in order."""
         if index == len(self._frames):
             frame = next(self._source, None)
             if frame is None:
@@ -131,7 +131,7 @@ class PublishedRoutes:
     def frame(self) -> bytes:
         """Return the whole table as one frame, encoded once, for routers that cannot read parts.
 
-        It is empty if there is no table. Raises FrameTooLarge.
+        The frame is empty if there is no table. Raises FrameTooLarge.
         """
         if not self._frame and self.table is not None:
             size, frame = KEY_BYTES_MIN * len(self.table.keys), b""

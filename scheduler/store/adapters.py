@@ -24,7 +24,7 @@ class AdapterFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """One adapter. Times are Unix time. It is complete once it has a `digest`."""
+    """One adapter, complete once it has a `digest`. Times are Unix time."""
 
     adapter_id: str
     tenant_id: str

@@ -130,7 +130,7 @@ async def leased_by_tenant(connection: Connection) -> dict[str, int]:
 async def lease_items(
     connection: Connection, batch_id: str, *, count: int, lease_id: str, lease_s: float
 ) -> list[LeasedLine]:
-    """Lease up to `count` items of a batch that nobody holds."""
+    """Lease up to `count` items of a batch that no router holds."""
     rows = await connection.fetch(
         """
         UPDATE batch_item i SET lease_id = $3, available_at = now() + $4 * interval '1 second'
@@ -154,9 +154,9 @@ async def lease_items(
 async def renew_leases(
     connection: Connection, refs: Sequence[ItemRef], lease_s: float
 ) -> list[ItemRef]:
-    """Renew leases; return those that are lost: answered, leased anew, or their batch has ended.
+    """Renew leases; return those that are lost: answered, leased again, or their batch has ended.
 
-    Items of a batch that is being cancelled are given up: nobody holds them any longer.
+    Leases on items of a batch that is being cancelled are released.
     """
     await connection.execute(
         """

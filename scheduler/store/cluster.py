@@ -291,7 +291,7 @@ async def _read_distances(connection: Connection) -> tuple[PopDistance, ...]:
 
 async def _read_profiles(connection: Connection) -> tuple[MeasuredProfile, ...]:
     rows = await connection.fetch("SELECT * FROM profile ORDER BY model_id, device_class")
-    # What a replica has used of its device is known of running ones only, and has no column.
+    # The device memory that a replica has used is known of running ones only, and has no column.
     return tuple(
         MeasuredProfile(
             model_id=row["model_id"],

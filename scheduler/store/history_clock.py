@@ -1,4 +1,4 @@
-"""Up to when schedulers have seen time pass (`scheduler/decide/history_time.py`)."""
+"""Stores the time that history has advanced to (`scheduler/decide/history_time.py`)."""
 
 from typing import Final, NamedTuple
 

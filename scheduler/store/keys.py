@@ -27,7 +27,7 @@ from scheduler.store.readable_rows import RowReader
 
 TOMBSTONE_DAYS: Final = 30
 TOMBSTONES_MAX: Final = 10_000
-"""Of more keys that were revoked within these days, only the newest have tombstones. They matter
+"""If more keys were revoked within these days, only the newest have tombstones. Tombstones matter
 only where a table is refused: any other table revokes a key by not having it."""
 
 ROWS_PER_PAGE: Final = 1_000
@@ -91,10 +91,10 @@ async def read_key_page(connection: Connection, after: KeyId) -> KeyPage:
 
 
 async def read_all_keys(pool: Pool, known: KeyTable) -> KeyTable:
-    """Return all valid keys; those that are the same in `known` are taken from there.
+    """Return all valid keys; keys that are equal in `known` are taken from there.
 
-    They are read page by page, each by a statement of its own: a change meanwhile may be missed,
-    and is published by itself (`PublishedRoutes.mark_key_changed`).
+    Keys are read page by page, each by its own statement: a change meanwhile may be missed, and is
+    published by itself (`PublishedRoutes.mark_key_changed`).
     """
     builder, share = KeyTableBuilder(known), SharedFields()
     after = KeyId("")

@@ -21,7 +21,7 @@ from scheduler.store.pool import Connection, affected_rows, as_struct, fetch_one
 TTL_S: Final = 6.0
 MARGIN_S: Final = 1.0
 TTL_RATIO_MAX: Final = 10
-"""No scheduler's TTL is so many times another's. A lease that expires later than that was written
+"""The largest ratio between two schedulers' TTLs. A lease that expires later than that was written
 before the database's clock was set back, and counts as expired."""
 
 _RETURNING: Final = (

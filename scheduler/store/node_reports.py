@@ -39,7 +39,7 @@ class NodeReportCache:
     def __init__(self) -> None:
         self.by_node: dict[NodeId, CachedNodeReport] = {}
         self.last_readable = LastReadableRows()
-        """What was last read of other rows of the fleet."""
+        """The last readable values of other rows of the fleet."""
 
     def note_unreadable(self, reader: RowReader) -> None:
         """Add the nodes whose last report cannot be read to those of `reader`."""

@@ -17,7 +17,7 @@ import msgspec
 log = logging.getLogger(__name__)
 
 # While Postgres hangs, asyncpg's pools warn every few seconds, with a traceback, that they cannot
-# reconnect. What needed the connection logs its own failure.
+# reconnect. Each caller that needs a connection logs its own failure.
 logging.getLogger("asyncpg.pool").setLevel(logging.ERROR)
 
 Pool = asyncpg.Pool
@@ -32,7 +32,7 @@ process that hangs or a host that is gone (the epoch above all) are released aft
 
 ACQUIRE_TIMEOUT_S: Final = 1.0
 INTAKE_TIMEOUT_S: Final = 10.0
-"""How long what a fleet reports may wait for a connection, while all of it connects at once."""
+"""The longest wait of a fleet's reports for a connection, while all peers connect at once."""
 
 SIZE_MAX: Final = 20
 TEXT_MAX: Final = 500

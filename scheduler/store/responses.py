@@ -35,7 +35,7 @@ class ResponseRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantUse(msgspec.Struct, frozen=True):
-    """What a tenant stores."""
+    """The number and size of a tenant's stored objects."""
 
     count: int
     size_bytes: int
@@ -184,7 +184,7 @@ async def lease_responses(
 async def renew_responses(
     connection: Connection, refs: Sequence[ResponseRef], lease_s: float
 ) -> list[ResponseRef]:
-    """Renew leases; return those that are lost: ended, deleted, or leased anew."""
+    """Renew leases; return those that are lost: ended, deleted, or leased again."""
     rows = await connection.fetch(
         """
         UPDATE stored_response r SET available_at = now() + $3 * interval '1 second'

@@ -124,6 +124,9 @@ class SimArtifacts:
     def disk_free_bytes(self, pinned: Collection[str]) -> int:
         return 1 << 40
 
+    async def delete_idle_adapters(self, kept: Collection[str], used_before: float) -> int:
+        return 0
+
     async def ensure(self, artifact: Any, pinned: Any, on_progress: Any, **options: Any) -> Path:
         await asyncio.sleep(0.2)
         return Path("/nonexistent")

@@ -40,7 +40,7 @@ TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """How one model family writes tool calls."""
+    """The format of tool calls of one model family."""
 
     opening: str
     """The mark before a call; empty if an output that starts with `{` is a call."""

@@ -1,4 +1,4 @@
-"""What the scanners of all tool call formats share: a scanner follows one call, letter by letter.
+"""The base of the scanners of tool call formats: a scanner follows one call, letter by letter.
 
 A scanner knows when it has seen enough to announce a call by its name, hands out the arguments as
 they arrive, and keeps the text it has read in case it turns out not to be a call.

@@ -18,7 +18,7 @@ class JsonCallScanner(CallScanner):
     _key: str | None = None
     """The top-level key whose value is being read."""
     _start: int = -1
-    """Where in `_letters` the current top-level key or value starts; -1 between them."""
+    """The start in `_letters` of the current top-level key or value; -1 between them."""
 
     def scanned_text(self) -> str:
         """Return the object as far as it was read."""

@@ -37,7 +37,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class GenerationDelta:
-    """What one step adds to one generation. The last delta has the finish reason."""
+    """The output of one step for one generation. The last delta has the finish reason."""
 
     number: int
     text: str

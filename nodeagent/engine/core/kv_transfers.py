@@ -1,9 +1,10 @@
 """The KV blocks that transfers hold on the device: those to be sent, and those that arrived.
 
-Rule 1: everything here runs on the step thread, between steps, except for what says otherwise.
+Rule 1: all methods here run on the step thread, between steps, unless their docstring says
+otherwise.
 Rule 2: a block to be sent is referenced from when it is computed until it is read; a block that
-arrived, until its sequence has been admitted. Whoever opens a hold closes it, in every case.
-Rule 3: the content of a block that makes room is saved to the tiers below first.
+arrived, until its sequence has been admitted. The code that opens a hold closes it, in every case.
+Rule 3: the content of an evicted block is first saved to the tiers below.
 Rule 4: arrived blocks leave a free block for each sequence that waits for its KV. With that block
 the first of them can be admitted; without any, all would wait for each other.
 """

@@ -77,7 +77,7 @@ class ModelRunner:
         self.device = device
         self.dtype = dtype
         self.adapters: dict[bytes, LoraAdapter] = {}
-        """On ranks other than rank 0: their shards of the adapters that commands name by digest."""
+        """Shards of the adapters that commands name by digest, on ranks other than rank 0."""
         shape = self.shape = model.shape
         self.blocks = blocks
         self.token_states: TokenStateStore | None = None
@@ -116,7 +116,7 @@ class ModelRunner:
         """Capture decode steps of up to `rows_max` rows as graphs, where that is possible.
 
         Call it after everything that records or adapts the model is in place, and again after the
-        KV cache is allocated anew.
+        KV cache is reallocated.
         """
         reason = why_no_graphs(
             device=self.device,

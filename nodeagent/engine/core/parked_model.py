@@ -16,7 +16,7 @@ from nodeagent.engine.memory.memory_watch import available_bytes
 from nodeagent.engine.memory.parked_memory import ParkedMemory, drop_pages
 
 FREE_COPIES_MIN: Final = 4
-"""A copy is written only where the disk has room for this many: it is not worth a full disk."""
+"""A copy is written only if the disk has space for this many: it is not worth a full disk."""
 
 
 class ParkedModel:

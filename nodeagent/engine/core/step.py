@@ -29,7 +29,7 @@ from nodeagent.engine.scheduler.sequence import FinishReason, Sequence
 from nodeagent.engine.speculative.speculation import Speculation
 
 _Samples = dict[int, list[SampledToken | InvalidLogits]]
-"""What was sampled, by the number of the sequence."""
+"""The sampled tokens, by the number of the sequence."""
 
 
 class ModelExecutor(Protocol):
@@ -183,9 +183,9 @@ class EngineCore:
             self.block_mover.close(self.scheduler.pool.cached_blocks())
 
     def step(self, now_s: float = 0.0) -> StepOutput:
-        """Begin batches while there is room, then finish the oldest one in flight.
+        """Begin batches up to the pipeline's depth, then finish the oldest one in flight.
 
-        `now_s` is the time that deadlines are compared with.
+        Deadlines are compared with `now_s`.
         """
         late = self._begin_batches(now_s)
         if not self._in_flight:

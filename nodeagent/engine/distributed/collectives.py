@@ -1,4 +1,4 @@
-"""How ranks exchange tensors: sums within a stage, rows between stages, logits to rank 0.
+"""Exchanges tensors between ranks: sums within a stage, rows between stages, logits to rank 0.
 
 Rule 1: all ranks communicate in the same order, because all run the same batches.
 Rule 2: a wait for another rank has a deadline; after it the step fails, and with it the engine.
@@ -159,7 +159,7 @@ class Communicator:
 
 @dataclass(slots=True)
 class PendingLogits:
-    """What rank 0 is still receiving of one batch."""
+    """The logits of one batch that rank 0 is still receiving."""
 
     parts: list[Tensor] = field(default_factory=list)
     """The logits of each rank's tokens, in the order of ranks."""

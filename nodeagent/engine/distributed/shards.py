@@ -1,4 +1,4 @@
-"""Which part of a model each rank holds, and which slice of each weight that is.
+"""Decides which part of a model each rank holds, and which slice of each weight that is.
 
 Rule 1: ranks are numbered stage by stage. A pipeline stage has some of the layers, and its ranks
 divide every layer: queries, keys and values by heads, the MLP by its width, embeddings and output
@@ -104,7 +104,7 @@ class WeightSlice:
 
 
 class _SlicedAxis(NamedTuple):
-    """How one axis of a weight is divided: the rank's `part` of `total` units of `unit` indices."""
+    """The division of an axis of a weight: the rank's `part` of `total` units of `unit` indices."""
 
     part: range
     total: int

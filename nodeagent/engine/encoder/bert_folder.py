@@ -133,7 +133,7 @@ def _tokenizer(path: Path) -> Tokenizer:
     # Read as JSON first: its size is bounded so, and what is no JSON is refused in words.
     read_json(path, msgspec.Raw)
     tokenizer = read_tokenizer(path)
-    # What was set for training cuts texts without a word.
+    # The settings for training would truncate texts silently.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

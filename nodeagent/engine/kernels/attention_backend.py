@@ -1,4 +1,4 @@
-"""Paged attention: where keys and values are kept, and who computes with them.
+"""Paged attention: the interface of the backends that store keys and values, and compute with them.
 
 The model runner asks the backend for the inputs of a step; layers call `LayerKV.attend`. The
 layout between the two is the backend's own.
@@ -41,12 +41,12 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
-    """Where the tokens of a step lie in the KV cache, and what each row attends to."""
+    """The places of a step's tokens in the KV cache, and the positions that each row attends to."""
 
     write_slots: Tensor
     """[rows], the KV slot (block * block_tokens + offset) that each row of the batch fills."""
     plan: object
-    """What each row attends to, in the form that the backend reads."""
+    """The positions that each row attends to, in the form that the backend reads."""
 
 
 @dataclass(frozen=True, slots=True)

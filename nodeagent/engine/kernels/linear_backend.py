@@ -1,4 +1,4 @@
-"""How a model's matrices are kept and multiplied by: one backend for each model.
+"""Stores a model's matrices and multiplies by them: one backend for each model.
 
 The model loader asks the backend which formats it takes, hands each matrix over in one of them, and
 gets a `Linear` back. Layers call the `Linear` and never see its memory layout.

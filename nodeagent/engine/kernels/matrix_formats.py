@@ -20,7 +20,7 @@ PANEL_ROWS: Final = 16
 FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32)
 """The float formats of rows that the C kernels read."""
 RowFormat = torch.dtype | str
-"""How a file stores rows: as floats, or as blocks by their GGUF name ("Q4_0")."""
+"""The format of rows in a file: floats, or blocks by their GGUF name ("Q4_0")."""
 
 
 @dataclass(frozen=True, slots=True)

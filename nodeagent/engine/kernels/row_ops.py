@@ -1,4 +1,4 @@
-"""What a layer computes row by row between its matrix products and attention."""
+"""The row-wise operations of a layer, between its matrix products and attention."""
 
 from typing import Protocol
 

@@ -108,7 +108,7 @@ class BlockMover:
             return
         began_s = time.monotonic()
         contents = self.host.get([digest for _, digest in restores])
-        # Saving what must make room counts as part of the cost of restoring.
+        # Saving the blocks that are evicted for it counts as part of the cost of restoring.
         self._save(unsaved)
         copy_on_device()
         self._device.write_blocks([block for block, _ in restores], contents)

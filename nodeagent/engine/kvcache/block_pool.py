@@ -37,10 +37,10 @@ class BlockPool:
         self.total = total
         self._clock = clock
         self._freed_at_s = [0.0] * total
-        """By block, when the last sequence released it."""
+        """For each block, the time at which the last sequence released it."""
         self.evicted_used_at_s = clock()
-        """What was used last before this time is not in the cache: the last use of the block that
-        was evicted last, or the beginning of the cache."""
+        """Blocks last used before this time are not in the cache: it is the last use of the block
+        that was evicted last, or the beginning of the cache."""
         self._references = [0] * total
         self._digest: list[bytes | None] = [None] * total
         self._by_digest: dict[bytes, int] = {}

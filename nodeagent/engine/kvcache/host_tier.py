@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class HostTier:
-    """At most `total` blocks of `shape` each, by digest."""
+    """Stores at most `total` blocks of `shape` each, by digest."""
 
     def __init__(self, total: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.total = total

@@ -2,7 +2,7 @@
 
 Both costs are measured: copying a block, and computing a prompt token. A preempted sequence resumes
 this way too. Its full blocks moved to the tiers below as others were allocated in their place, and
-are still cached where they were not. What is restored need not be computed; the tokens of its last,
+are still cached where they were not. Restored blocks need not be computed; the tokens of the last,
 partial block are always computed.
 """
 

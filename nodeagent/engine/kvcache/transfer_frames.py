@@ -6,7 +6,7 @@ that FP8 stays FP8. The digests form a chain over the prompt's tokens that begin
 transfer: blocks of another prompt, tenant or transfer are recognised.
 
 Rule 1: the reader knows the digests to come from its own tokens. It raises WrongTransfer at the
-first byte that does not fit, so that it never stores more than it asked for.
+first byte that does not fit, so that it never stores more than it requested.
 Rule 2: only an end frame makes a transfer complete.
 Rule 3: a content is copied once, from the piece that was received to its place in a part of several
 blocks, where the device can take it from.
@@ -32,7 +32,7 @@ class WrongTransfer(Exception):
 
 
 class TransferHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What follows: `blocks` blocks from number `first_block` on, of the model `fingerprint`."""
+    """Announces `blocks` blocks from number `first_block` on, of the model `fingerprint`."""
 
     fingerprint: bytes
     block_bytes: int
@@ -122,7 +122,7 @@ class TransferReader:
         self._frame = bytearray()
         """The beginning of the next frame: all of it but the content of a block."""
         self._content: memoryview | None = None
-        """Where the content goes that is arriving, and how much of it has come."""
+        """The destination of the content that is arriving, and how much of it has come."""
         self._filled = 0
         self.end: TransferEnd | None = None
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 _PIECE_BYTES: Final = 32 << 20
-"""What one thread reads at a time."""
+"""The bytes that one thread reads at a time."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

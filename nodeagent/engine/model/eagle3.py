@@ -25,7 +25,7 @@ _FC: Final = "fc.weight"
 
 
 class HiddenStateFeatures:
-    """What the head reads of the served model: one vector per token, in the slots of the KV cache.
+    """The head's inputs from the served model: one vector per token, in the slots of the KV cache.
 
     `fc` is linear, so its product is summed up layer by layer while the served model runs.
     """

@@ -196,7 +196,7 @@ class Llama:
 
     @property
     def _state_recorder(self) -> Callable[[int, Tensor], None] | None:
-        """What records the inputs of layers: a draft head of this rank, or rank 0's."""
+        """The recorder of the inputs of layers: a draft head of this rank, or rank 0's."""
         return self.record_states or self._communicator.send_layer_input
 
     def _run_layers(

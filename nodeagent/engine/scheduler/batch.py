@@ -74,7 +74,7 @@ class Batch:
     late: tuple[Sequence, ...] = ()
     """Sequences dropped because their deadlines passed before their first tokens."""
     evicted: tuple[CachedBlock, ...] = ()
-    """Cached contents that this step overwrites. They are lost unless they are saved first."""
+    """Cached contents that this step overwrites, which are lost unless they are saved first."""
     copies: tuple[BlockCopy, ...] = ()
     """Copies on write: the step writes to the destinations."""
     restores: tuple[CachedBlock, ...] = ()

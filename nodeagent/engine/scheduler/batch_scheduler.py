@@ -14,7 +14,7 @@ sequence whose first token is due first is served first.
 Rule 4: a step verifies drafts only if no prompt waits and enough blocks are free.
 Rule 5: a request with several answers is admitted as a whole: its first sequence computes the
 prompt, and the slots of its forks are reserved until they start.
-Rule 6: with several batches in flight each has an even part of the decodes. They are computed in
+Rule 6: with several batches in flight each has an even part of the decodes. Batches are computed in
 the order in which they began, so that KV counts as computed for every batch that begins later: the
 next chunk of a prompt need not wait for the one before.
 

@@ -35,13 +35,14 @@ class SchedulingParams:
     """The parameters of a request that decide when it runs."""
 
     tenant: bytes = b""
-    """Whose request it is, as the node or else the client's session says. Tenants share fairly."""
+    """The tenant of the request, from the node or else the client's session. Tenants share
+    fairly."""
     priority: int = _PRIORITY_DEFAULT
     """Higher is served earlier."""
     deadline_s: float | None = None
-    """When the first token is of no more use, on the clock of `next_batch`'s `now_s`."""
+    """The time after which the first token is useless, on the clock of `next_batch`'s `now_s`."""
     objective: TtftObjective = NO_OBJECTIVE
-    """By when the first token is needed, on the same clock."""
+    """The time by which the first token is needed, on the same clock."""
 
 
 class VirtualClock:

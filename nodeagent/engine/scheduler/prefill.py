@@ -45,8 +45,9 @@ def continue_prefills(
 def prompts_before_decodes(queues: RunQueues, tokens_max: int) -> list[BatchChunk]:
     """Return the prompts that a step computes before it goes on with the decodes, if any.
 
-    They are of tenants that run nothing else, beside a tenant with more than half of what runs,
-    whose decodes make each step long. Only whole prompts, `tokens_max` tokens in all at most.
+    Such a prompt is of a tenant that runs nothing else, beside a tenant with more than half of the
+    running sequences, whose decodes make each step long. Prompts are whole, with at most
+    `tokens_max` tokens in all.
     """
     running = queues.running_by_tenant()
     ((_, most),) = running.most_common(1) or ((b"", 0),)

@@ -16,8 +16,8 @@ _DECAY: Final = 0.8
 """Weight of the old estimate when steps get faster."""
 
 _GROWTH_MAX: Final = 2.0
-"""By this factor an estimate grows at once when steps get slower. One step that the machine held up
-must not make the next prompts look many times as long: they would be cut into small pieces."""
+"""The most by which an estimate grows at once when steps get slower. One step that the machine held
+up must not make the next prompts look many times as long: they would be cut into small pieces."""
 
 SHORT_STEP_SHARE: Final = 0.2
 """The share of the interval that the prompts of a short step may take, and the share of the pending

@@ -1,7 +1,7 @@
 """The waiting queue and the running set, and how sequences move between them.
 
-Both are sorted by `queue_order`. A preempted sequence returns its blocks and goes back to its old
-position in the waiting queue.
+Queue and set are sorted by `queue_order`. A preempted sequence returns its blocks and goes back to
+its old position in the waiting queue.
 """
 
 from bisect import insort

@@ -19,7 +19,7 @@ from nodeagent.engine.scheduler.fair_queue import SchedulingParams
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended, with OpenAI's names where they exist."""
+    """The reason why a sequence ended, with OpenAI's names where they exist."""
 
     STOP = "stop"
     LENGTH = "length"

@@ -295,8 +295,8 @@ async def read_blocks(
 ) -> TransferEnd:
     """Store the blocks of a stream as they come, one part while the next arrives; return its end.
 
-    Raises WrongTransfer at the first wrong byte, and ApiError if the stream has no end. Nothing is
-    being stored any more when it returns or raises.
+    Raises WrongTransfer at the first wrong byte, and ApiError if the stream has no end. Storing has
+    stopped when it returns or raises.
     """
     arrived: list[ReceivedBlock] = []
     storing: asyncio.Future[None] | None = None

@@ -1,9 +1,9 @@
 """The prefill leg: reads a prompt and answers with its KV blocks while later ones are computed.
 
 Rule 1: blocks stay on the device until the receiver takes them. A receiver that disconnects, or
-reads nothing for `client_stall_s`, ends the transfer, and with it every hold.
-Rule 2: blocks are copied off the device while those before them are sent. What is copied and not
-yet sent is bounded by twice READ_BYTES_MAX per transfer.
+reads nothing for `client_stall_s`, ends the transfer and releases every hold.
+Rule 2: blocks are copied off the device while those before them are sent. Copied bytes that are not
+yet sent are bounded by twice READ_BYTES_MAX per transfer.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ RaiseFailure = Callable[[GenerationDelta], None]
 
 
 class ComputedBlocks:
-    """How many blocks of a prompt are computed, told by the step thread to the event loop."""
+    """The count of computed blocks of a prompt, which the step thread reports to the event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

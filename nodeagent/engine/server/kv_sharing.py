@@ -1,7 +1,7 @@
 """Shares this engine's KV blocks with other replicas of the PoP, and keeps copies of theirs.
 
-Rule 1: a block is named by its digest alone, which nobody can guess who does not know the tenant's
-salt and the tokens. What is asked for is bounded, and so is the number of streams at a time.
+Rule 1: a block is named by its digest alone, which cannot be guessed without the tenant's salt and
+the tokens. The size of a request is bounded, and so is the number of streams at a time.
 Rule 2: no answer waits for the receiver with blocks held: they are held while they are copied to
 the host, one part at a time. One that is evicted between two parts ends the stream.
 Rule 3: how much is here is answered without waiting for a step. A part waits for one step, and is

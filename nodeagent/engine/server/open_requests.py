@@ -67,8 +67,8 @@ class OpenRequests:
         count = prepared.answers
         self._inflight.check(count)
         numbers = range(self._next_number, self._next_number + count)
-        # All are created before the first is submitted: from then on the step thread owns the
-        # constraint, which the others copy.
+        # All generations are created before the first is submitted: from then on the step thread
+        # owns the constraint, which the others copy.
         generations = [
             self._generation(prepared, choice, numbers[choice]) for choice in range(count)
         ]

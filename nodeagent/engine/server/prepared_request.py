@@ -1,4 +1,4 @@
-"""From a decoded request body to a request that is ready to run on this model.
+"""Turns a decoded request body into a request that is ready to run on this model.
 
 Everything that can be refused is refused here, before a generation is created: the prompt's length,
 token ids, tools, adapters, headers and the grammar.

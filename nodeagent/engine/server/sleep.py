@@ -8,8 +8,9 @@ them.
 The paths are vLLM's: `POST /sleep`, `POST /wake_up`, `GET /is_sleeping`.
 
 Rule 1: an engine with a request in flight does not fall asleep.
-Rule 2: a request wakes a sleeping engine and waits for it. So an engine that nobody woke answers,
-too; the agent wakes it first, because only the agent knows what else is on the device.
+Rule 2: a request wakes a sleeping engine and waits for it. So an engine that was not woken before
+also answers. The agent still wakes it first, because only the agent knows what else is on the
+device.
 """
 
 import asyncio

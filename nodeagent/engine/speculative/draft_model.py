@@ -97,10 +97,10 @@ class DraftModel:
     def draft(
         self, targets: Ordered[DraftTarget], length: int, read_tokens: int
     ) -> list[tuple[int, ...]]:
-        """Draft `length` tokens for each target; none for one whose text is not read to its end.
+        """Draft `length` tokens for each target; none for a target whose text is not prefilled yet.
 
-        Before that, about `read_tokens` of unread text are read. Each sequence must have blocks for
-        its known tokens and `length` more.
+        Before that, about `read_tokens` tokens of pending text are prefilled. Each sequence must
+        have blocks for its known tokens and `length` more.
         """
         started_s = self.clock()
         for target in targets:
@@ -152,7 +152,7 @@ class DraftModel:
     def _read_new_text(
         self, targets: Ordered[DraftTarget], read_tokens: int
     ) -> dict[DraftSequence, list[int]]:
-        """Read unread text; return the first draft of each sequence that is read to its end."""
+        """Prefill pending text; return the first draft of each sequence that is then complete."""
         # A sequence that is up to date has one or two tokens to read, and never waits for a prompt.
         tokens_left = max(min(read_tokens, self.read_tokens_max), 2 * len(targets))
         decodes: list[_ChunkToRead] = []

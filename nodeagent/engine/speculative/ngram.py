@@ -14,7 +14,7 @@ MATCH_MIN: Final = 2
 MATCH_MAX: Final = 8
 """Tokens in a match: a longer match is not searched for."""
 LOOKBACK_TOKENS: Final = 16_384
-"""How far back a match is searched for."""
+"""The most tokens back that a match is searched for."""
 
 
 class NgramDraft(NamedTuple):

@@ -52,7 +52,7 @@ class DraftOutcome(NamedTuple):
 class _SourcedDraft(NamedTuple):
     tokens: list[int]
     sources: list[str]
-    """For each token its kind of source, with the length of the match or its position."""
+    """The kind of source of each token, with the length of the match or its position."""
 
 
 @dataclass(slots=True)
@@ -215,7 +215,7 @@ class Speculation:
         """Set the drafts of each decoding sequence that pay off in the next step.
 
         `reserve` gives a sequence KV blocks for so many drafts and returns for how many it could. A
-        draft model reads at most about `read_tokens` of unread text.
+        draft model prefills at most about `read_tokens` tokens of pending text.
         """
         if not self._may_pay_off(len(decoding)):
             return

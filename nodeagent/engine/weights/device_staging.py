@@ -2,7 +2,7 @@
 
 Rule 1: host memory is bounded by one buffer for each reader thread, whatever the model's size.
 Rule 2: a buffer is filled again only after the device has copied its contents.
-Rule 3: whoever computes with a weight first waits for its pieces, or with `finish` for all.
+Rule 3: code that computes with a weight first waits for its pieces, or with `finish` for all.
 """
 
 import os

@@ -1,8 +1,9 @@
 """Reads the folder of an EAGLE-3 draft head (`LlamaForCausalLMEagle3`).
 
-It has one layer (`midlayer.` or `layers.0.`), `fc` over three hidden states of the served model,
-`norm`, and `lm_head` over a smaller draft vocabulary: `d2t` + draft token is the served model's
-token. vLLM's speculators (`Eagle3Speculator`) are the same, with the shape in a nested config.
+The head has one layer (`midlayer.` or `layers.0.`), `fc` over three hidden states of the served
+model, `norm`, and `lm_head` over a smaller draft vocabulary: `d2t` + draft token is the served
+model's token. vLLM's speculators (`Eagle3Speculator`) are the same, with the shape in a nested
+config.
 """
 
 from pathlib import Path

@@ -48,7 +48,7 @@ _ITEMS_MAX: Final = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies."""
+    """The place of one tensor in the file."""
 
     path: Path
     name: str

@@ -30,7 +30,7 @@ ReadPart = Callable[[str], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PackingScheme:
-    """How the matrices of a model are packed."""
+    """The packing of a model's matrices."""
 
     layout: Literal["compressed", "gptq", "awq"]
     bits: int

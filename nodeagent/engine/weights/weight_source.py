@@ -1,4 +1,4 @@
-"""What a model needs of its weight files, whatever their format."""
+"""The interface between a model and its weight files, independent of their format."""
 
 from typing import Protocol
 

@@ -1,7 +1,7 @@
-"""What rank 0 sends to the workers: what to compute, and which KV blocks to move.
+"""Commands from rank 0 to the workers: what to compute, and which KV blocks to move.
 
-Rule: a command is complete. It does not depend on earlier ones, so that a worker cannot diverge
-from rank 0. The exception are adapters, which are sent once and then named by their digests.
+Rule: a command is complete and does not depend on earlier ones, so that a worker cannot diverge
+from rank 0. Adapters are the exception: they are sent once and then named by their digests.
 """
 
 from collections.abc import Sequence

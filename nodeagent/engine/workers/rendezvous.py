@@ -63,7 +63,7 @@ class WorkerConnections(NamedTuple):
 
 
 class _Connection(NamedTuple):
-    """Which of its two connections a worker has opened."""
+    """One of the two connections that a worker opens."""
 
     rank: int
     is_liveness: bool

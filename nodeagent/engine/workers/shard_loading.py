@@ -142,7 +142,7 @@ def bytes_per_weight(config: EngineConfig, source: Checkpoint) -> float:
 def _kv_blocks(
     config: EngineConfig, shape: DecoderShape, dtype: torch.dtype, draft: DraftFiles | None
 ) -> int:
-    """Return the number of KV blocks of every rank: as many as the largest shard has room for."""
+    """Return the number of KV blocks of every rank: as many as fit beside the largest shard."""
     split = parallel_config(config)
     shards = [ModelShard(shape, split, rank).shape for rank in range(split.ranks)]
     token_bytes = max(kv_format(config).bytes_per_token(shard) for shard in shards)

@@ -173,7 +173,7 @@ class ImageAnswer(msgspec.Struct):
 
 
 class ModelPrice(msgspec.Struct):
-    """What a million tokens cost."""
+    """The price of a million tokens."""
 
     prompt_per_million: float
     cached_per_million: float
@@ -245,7 +245,7 @@ class ConversationItem(msgspec.Struct):
 
 
 class DeletedObject(msgspec.Struct):
-    """What was deleted."""
+    """The deleted object."""
 
     id: str
     object: str

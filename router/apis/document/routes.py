@@ -18,7 +18,7 @@ from router.apis.responses.translate import InputItem, ResponsesRequest
 from router.apis.workers_ai.catalog import ModelQuery, SchemaQuery
 
 Surface = Literal["openai", "anthropic", "workers_ai", "open"]
-"""Whose errors a route has; an `open` one needs no key."""
+"""The API whose error format a route uses; an `open` route needs no key."""
 
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"

@@ -1,7 +1,8 @@
 """Answers requests for sounds and images, through the pipeline like any other inference.
 
-An uploaded sound is on disk while it arrives, so a slow client costs no memory. It is read into
-memory once it is complete, for as long as it is relayed: another replica may need it again.
+An uploaded sound is on disk while it arrives, so a slow client costs no memory. The router reads it
+into memory once it is complete, and keeps it until it is relayed: another replica may need it
+again.
 """
 
 import asyncio

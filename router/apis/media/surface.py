@@ -36,7 +36,7 @@ IMAGE_TOKENS: Final = 1056
 """Output tokens expected of one image: those of OpenAI's medium quality at 1024 x 1024."""
 
 AUDIO_BYTES_PER_TEXT_BYTE: Final = 256
-"""So many bytes of a sound are expected to take as long to read as one byte of text."""
+"""The bytes of a sound that are expected to take as long to process as one byte of text."""
 
 TEXT_TOKENS: Final = 256
 """Output tokens expected of a transcription or a spoken text."""
@@ -62,7 +62,7 @@ _IMAGE: Final = msgspec.json.Decoder(ImageRequest)
 
 
 class _MediaCall(NamedTuple):
-    """What the router reads of a request."""
+    """The fields of a request that the router reads."""
 
     model: str
     text_bytes: int

@@ -110,7 +110,7 @@ class ToolUseBlock(CacheableStruct, frozen=True, tag="tool_use"):
 
 
 class ToolResultBlock(CacheableStruct, frozen=True, tag="tool_result"):
-    """What a called tool returned."""
+    """The result of a tool call."""
 
     tool_use_id: str
     content: (

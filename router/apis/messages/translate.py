@@ -34,11 +34,11 @@ from router.apis.messages.schema import (
 
 BETWEEN_BLOCKS: Final = "\n"
 TOOL_FAILED: Final = "Error: "
-"""Begins the result of a tool that failed: chat templates have no field for that."""
+"""The prefix of the result of a tool that failed: chat templates have no field for that."""
 
 BILLING_LINE: Final = "x-anthropic-billing-header:"
-"""Begins a block of the system prompt that some clients fill with another value in each request.
-It is no part of the prompt, and with it no prefix would ever be cached."""
+"""The prefix of a block of the system prompt that some clients fill with another value in each
+request. The block is left out of the prompt: with it no prefix would ever be cached."""
 
 SYSTEM_BLOCKS: Final = (TextBlock, DocumentBlock)
 USER_BLOCKS: Final = (*SYSTEM_BLOCKS, ImageBlock, ToolResultBlock)

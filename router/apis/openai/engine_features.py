@@ -84,7 +84,7 @@ _USES: Final[Mapping[str, tuple[str, Callable[[_UsedFields], bool]]]] = {
     "audio": ("messages", lambda used: used.has_part("audio_url", "input_audio")),
     "suffix": ("suffix", lambda used: bool(used.suffix)),
 }
-"""By feature: the field that uses it, and whether a request does."""
+"""For each feature, the field that uses it, and whether a request does."""
 
 
 def refuse_lacking(deployment: DeploymentEntry, path: str, body: bytes) -> None:

@@ -19,7 +19,7 @@ IMAGES_MAX: Final = 64
 """The images of one request."""
 
 HEAD_CHARS: Final = 64 * 1024
-"""So much of an image is decoded first: four characters are three bytes."""
+"""The base64 characters of an image that are decoded first: four characters are three bytes."""
 
 _DATA_URL: Final = re.compile(r"data:image/(?:png|jpeg|jpg|gif|webp);base64,", re.IGNORECASE)
 _PNG: Final = b"\x89PNG\r\n\x1a\n"

@@ -20,7 +20,7 @@ RERANK_PATH: Final = "/v1/rerank"
 CLASSIFY_PATH: Final = "/classify"
 """vLLM's route, to which `/v1/moderations` and Workers AI's classification are translated."""
 TOKENIZE_PATH: Final = "/tokenize"
-"""Where engines count the tokens of a chat. Clients count through a surface's own route."""
+"""The path at which engines count the tokens of a chat. Clients use a surface's own route."""
 
 ModelField = Annotated[str, Meta(min_length=1, max_length=128)]
 TokenCount = Annotated[int, Meta(ge=1, le=10_000_000)]

@@ -88,7 +88,7 @@ _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f
 
 
 class NamedModel:
-    """What a request's `model` names."""
+    """The deployment, and the adapter if any, that a request's `model` names."""
 
     __slots__ = ("adapter", "deployment")
 

@@ -1,1 +1,1 @@
-"""OpenAI's Responses and Conversations. What is stored of them is stored by the scheduler."""
+"""OpenAI's Responses and Conversations. The scheduler stores them."""

@@ -38,7 +38,7 @@ Serve = Callable[[InferenceRequest, ResponseWriter], Awaitable[None]]
 
 
 class BackgroundRun(msgspec.Struct, frozen=True, array_like=True):
-    """What is stored of a request until it is answered in the background.
+    """The stored parts of a request, until it is answered in the background.
 
     The body, and the headers that change how it is answered.
     """
@@ -186,7 +186,7 @@ class StoredResponses:
         finally:
             self._metrics.stored_responses.labels(outcome).inc()
             if outcome in ("cancelled", "failed"):
-                # The client has left, or gets an error: nobody waits for the end.
+                # The client has left, or gets an error: no client waits for the end.
                 self._finish_soon(ref, events, outcome)
 
     def _finish_soon(self, ref: wire.ResponseRef, events: ResponseEvents, status: str) -> None:

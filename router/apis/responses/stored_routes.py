@@ -100,7 +100,7 @@ class StoredRoutes:
                 response = await in_a_task(self._read(request))
             except ApiError as error:
                 if error.code is not ErrorCode.UNAVAILABLE:
-                    # It was deleted meanwhile.
+                    # The response was deleted meanwhile.
                     response = {**response, "status": "cancelled"}
             if response["status"] not in FINAL:
                 writer.send(KEEP_ALIVE)

@@ -76,8 +76,8 @@ TASKS: Final[Mapping[str, TaskDescription]] = {
         is_list=True,
     ),
 }
-"""By the kind of model. Workers AI lists its rerankers under Text Classification. Models of another
-kind are not served by `/ai/run`, and not listed."""
+"""The kinds of model that `/ai/run` serves. Workers AI lists its rerankers under Text
+Classification. Models of another kind are not served by `/ai/run`, and not listed."""
 
 
 class ModelQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -215,7 +215,7 @@ def _task(kind: str) -> dict[str, str]:
 def input_schema(deciding_field: str, ref_template: str) -> dict[str, Any]:
     """Return the schema of one kind of input: the fields that `/ai/run` honours with it.
 
-    What it refers to, by `ref_template`, is in its `$defs`.
+    Schemas that it refers to, by `ref_template`, are in its `$defs`.
     """
     honoured = FIELDS_OF_TASK[deciding_field]
     types = {field.name: field.type for field in msgspec.structs.fields(ChatRequest)}

@@ -200,7 +200,7 @@ def weights_bytes_per_device(model: CatalogModel, engine: EngineSettings) -> int
 def overhead_bytes(model: CatalogModel, engine: EngineSettings) -> int:
     """Return an engine's memory on each device beside weights and KV.
 
-    It is what the engine itself takes, its CUDA graphs, and activations; `extra_bytes` of the model
+    The sum of the engine's own memory, its CUDA graphs, and activations; `extra_bytes` of the model
     are what agents measured beyond that.
     """
     of_engine = capabilities_of(engine.driver)

@@ -1,4 +1,5 @@
-"""How soon a replica would be warm on a node: the loads queued there, then fetch, load and start.
+"""Predicts the time until a replica is warm on a node: the loads queued there, then fetch, load and
+start.
 
 Weights come from the nearest tier that has them: the node's host memory, its disk, another node of
 the same PoP, another city.

@@ -160,7 +160,7 @@ class FleetForecast:
     def _donors(self, key: SeriesKey) -> Iterator[tuple[Series, int]]:
         """Yield series to borrow from, each with its time shift in slots.
 
-        They are of the same deployment in the nearest time zones, else of the same city.
+        These series are of the same deployment in the nearest time zones, else of the same city.
         """
         deployment_id, pop = key
         donors = [

@@ -1,4 +1,4 @@
-"""Which routers do not follow the published route tables, and which nodes not their assignment."""
+"""Finds routers that do not serve the published routes, and nodes that lack their assignment."""
 
 from collections import deque
 from typing import Final, NamedTuple
@@ -30,7 +30,7 @@ class _RouterRecord:
 
 
 class RouteFollowing:
-    """What each router serves, as far as it says so. It outlives connections."""
+    """The route table that each router reports to serve. The record outlives connections."""
 
     def __init__(self) -> None:
         self._routers: dict[str, _RouterRecord] = {}

@@ -29,7 +29,7 @@ class NodeContact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LivenessLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a silence must be to count."""
+    """The limits of silence, and of how many nodes may be lost at once."""
 
     suspect_after_s: float = 6.0
     lost_after_s: float = 30.0  # then its replicas are replaced elsewhere

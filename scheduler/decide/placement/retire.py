@@ -31,8 +31,8 @@ RESTARTS_OF_BROKEN: Final = 2
 """A replica that is not warm after so many restarts is broken. With fewer it may just start."""
 
 KEPT: Final = 0.25
-"""A replica ends for lack of demand once it saves less than this share of its hold cost. It is well
-below 1 because demand that leaves at night comes back by day."""
+"""A replica ends for lack of demand once it saves less than this share of its hold cost. The share
+is well below 1 because demand that leaves at night comes back by day."""
 
 
 def has_failed(placement: Placement) -> bool:

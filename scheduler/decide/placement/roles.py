@@ -5,8 +5,8 @@ replica in output tokens per second. With `auto`, the share of prefill replicas 
 replicas' time that reading prompts takes.
 
 An engine can do the work of every role, so a running replica changes its role without loading
-anything: only the routers are told. In each PoP one replica at a time does, and in `auto` only once
-the demand's mix has moved by clearly more than the next replica needs.
+anything: only the routers are notified. In each PoP one replica at a time changes its role, and in
+`auto` only once the demand's mix has moved by clearly more than the next replica needs.
 """
 
 import re
@@ -81,8 +81,8 @@ class PrefillBounds(NamedTuple):
 class TokenMix(msgspec.Struct, frozen=True, kw_only=True):
     """The demand that a PoP serves of a deployment, and one replica's rates in each role there.
 
-    All are in tokens per second: uncached prompt tokens of prefill replicas, output tokens at the
-    target for the time between tokens of those that generate.
+    Units are tokens per second: uncached prompt tokens of prefill replicas; for replicas that
+    generate, output tokens at the target ITL.
     """
 
     uncached_per_s: float

@@ -90,10 +90,10 @@ class FleetPrediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _PrefillHelp(msgspec.Struct, frozen=True):
-    """What prefill replicas do for the serving replicas of their PoP.
+    """The effect of prefill replicas on the serving replicas of their PoP.
 
-    `factor` is by how much the capacity of these is higher with them, `replicas` how many they are,
-    `reading` the part of all load that they take.
+    `factor` multiplies the serving replicas' capacity; `replicas` is the number of prefill
+    replicas, and `reading` the share of all load that they take.
     """
 
     factor: float

@@ -9,6 +9,7 @@ import pytest
 from tests.integration.admin.conftest import admin
 from tests.integration.router.test_batches import BatchBench, a_line, bench
 from tests.integration.scheduler.s3_server import Server, server
+from tests.system.harness import until
 
 __all__ = ["admin", "bench", "server"]
 
@@ -33,12 +34,17 @@ async def test_a_batch_is_answered_and_its_files_are_deleted(
     errors = await bench.lines(batch.error_file_id)
     assert [line["error"]["code"] for line in errors] == ["invalid_json_line"]
     file_ids = {batch.input_file_id, batch.output_file_id, batch.error_file_id}
-    assert {path.name for path in stored.iterdir()} == file_ids
+
+    async def has_only(names: set[str]) -> bool:
+        # rclone answers before it has written or deleted the file.
+        return {path.name for path in stored.iterdir()} == names if stored.exists() else not names
+
+    await until("the bucket has the batch's files", lambda: has_only(file_ids), 60.0)
     assert list(server.spool.iterdir()) == []
 
     for file_id in file_ids:
         await bench.client.files.delete(file_id)
-    assert not stored.exists() or list(stored.iterdir()) == []
+    await until("the bucket is empty", lambda: has_only(set()), 60.0)
 
 
 async def test_a_file_stays_while_the_bucket_cannot_delete_it(

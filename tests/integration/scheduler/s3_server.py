@@ -43,7 +43,7 @@ def serve(program: str, folder: Path) -> Iterator[tuple[str, subprocess.Popen[by
         [
             *(program, "serve", "s3", str(folder / "served"), "--addr", address),
             *("--auth-key", f"{KEY},{SECRET}", "--config", str(folder / "none")),
-            *("--vfs-cache-mode", "full"),
+            *("--vfs-cache-mode", "full", "--vfs-write-back", "0s"),
         ],
         env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
         stderr=subprocess.DEVNULL,

@@ -105,6 +105,8 @@ def test_a_deployment_at_its_maximum_moves_two_replicas_to_a_site_that_others_le
         (754_430, 49_961.3),
         # Replicas of two deployments trade sites in one PoP, so that they can in another.
         (570_038, 3_477.8),
+        # Replicas of four and of two devices trade nodes that small ones have to leave.
+        (108_252, 28_199.7),
     ],
 )
 def test_exchanges_leave_minima_that_no_move_or_swap_leaves(seed: int, optimum: float) -> None:
@@ -112,7 +114,7 @@ def test_exchanges_leave_minima_that_no_move_or_swap_leaves(seed: int, optimum: 
     draft, _ = run_search(small_world(seed), limits)
     assert total_cost(draft) > 1.01 * optimum
     search = LocalSearch(draft, limits.settle_s, effort=2_000)
-    while search.exchange():
+    while total_cost(draft) > 1.01 * optimum and search.exchange():
         pass
     assert total_cost(draft) <= 1.01 * optimum
 

@@ -1,10 +1,10 @@
 """Provides the library of C kernels for this processor: prebuilt in the wheel, or compiled here.
 
 A library compiled here is named by a digest of its source, the compiler and its options, and the
-processor's features. It is kept in `$XDG_CACHE_HOME/isochrone`, which only its owner may write, and
-is renamed into place once it is on disk: an interrupted start or a power cut never leaves a partial
-library, which would crash every process that loads it. Without a prebuilt library and without a
-working compiler there are no kernels, and the caller uses torch's.
+processor's features. The library is kept in `$XDG_CACHE_HOME/isochrone`, which only its owner may
+write, and is renamed into place once it is on disk: an interrupted start or a power cut never
+leaves a partial library, which would crash every process that loads it. Without a prebuilt library
+and without a working compiler there are no kernels, and the caller uses torch's.
 """
 
 import hashlib

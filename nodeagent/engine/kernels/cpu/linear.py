@@ -34,7 +34,7 @@ from nodeagent.engine.kernels.torch.linear import OneDnnBackend, PackedBackend
 
 
 class _NativeMatrices(LinearBackend):
-    """What both backends of the C kernels have in common: packed floats, and reads from files."""
+    """The common part of both backends of the C kernels: packed floats, and reads from files."""
 
     _rounds_floats: ClassVar[bool]
 

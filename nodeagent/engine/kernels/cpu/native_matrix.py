@@ -23,7 +23,7 @@ its bits, 4 or 8."""
 class NativeMatrix:
     """A packed matrix: a `Linear`, and a table of embeddings.
 
-    It is filled panel by panel; until then it is zero.
+    The matrix is filled panel by panel; panels not filled yet are zero.
     """
 
     def __init__(

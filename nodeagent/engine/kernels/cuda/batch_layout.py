@@ -2,7 +2,7 @@
 
 Rule 1: nothing here reads from the device, so that preparing a step never waits for it.
 Rule 2: each part begins at a multiple of 16 bytes, and tables are multiples of 16 wide: Triton
-compiles a kernel anew for arguments with another alignment.
+compiles a kernel again for arguments with another alignment.
 Rule 3: padding rows write nowhere (slot -1) and see nothing (an empty span).
 """
 
@@ -58,7 +58,7 @@ class PrefillChunks:
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """What each row attends to, for kernels that read pages in place."""
+    """The positions that each row attends to, for kernels that read pages in place."""
 
     decodes: DecodeRows | None
     chunks: PrefillChunks | None

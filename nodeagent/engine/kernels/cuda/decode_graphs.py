@@ -1,10 +1,10 @@
 """Decode steps as CUDA graphs: the host describes a step once, the device replays it.
 
 Rule 1: a graph reads its numbers from one buffer of its own and leaves its logits in another.
-Whoever needs logits after the next step copies them.
+Code that needs logits after the next step copies them.
 Rule 2: a step that fits no graph runs kernel by kernel; both compute the same.
-Rule 3: graphs contain the addresses of the KV cache and the weights. If these are allocated anew,
-capture anew.
+Rule 3: graphs contain the addresses of the KV cache and the weights. If these are reallocated,
+capture the graphs again.
 """
 
 import logging

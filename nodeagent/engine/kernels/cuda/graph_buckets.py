@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Final
 
 _DOUBLE_UNTIL_ROWS: Final = 16
-"""Up to here each bucket is twice the one before; above it, at most 15 rows are padding."""
+"""Up to this size each bucket is twice the one before; above it, at most 15 rows are padding."""
 _COARSE_FROM_ROWS: Final = 256
-"""From here on the step is larger, and at most a quarter of the rows are padding."""
+"""From this size on, buckets lie further apart, and at most a quarter of the rows are padding."""
 _COARSE_STEP_ROWS: Final = 64
 
 
@@ -28,7 +28,7 @@ def graph_buckets(rows_max: int) -> tuple[int, ...]:
 
 
 def bucket_of(rows: int, captured: Sequence[int]) -> int | None:
-    """Return the smallest of `captured` that has room for `rows`, or None."""
+    """Return the smallest of `captured` that is at least `rows`, or None."""
     return min((bucket for bucket in captured if bucket >= rows > 0), default=None)
 
 

@@ -1,6 +1,6 @@
 """Linear backends by torch's own kernels: plain rows, oneDNN, and packed weights.
 
-What each costs, measured side by side: ops/bench/linear.md.
+ops/bench/linear.md compares their costs, measured side by side.
 """
 
 from typing import Any, Final
@@ -18,7 +18,7 @@ from nodeagent.engine.kernels.matrix_formats import (
 )
 
 _INT4_ROWS_MAX: Final = 4
-"""For more rows of input, reading a bf16 copy costs less than unpacking four bits for each row."""
+"""With more rows of input, reading a bf16 copy costs less than unpacking four bits for each row."""
 _INT4_ROW_MULTIPLE: Final = 16
 _ONEDNN_ROWS: Final = 8
 """oneDNN chooses its layout for this many rows of input; it serves one row and hundreds alike."""

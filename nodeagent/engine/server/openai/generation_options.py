@@ -20,7 +20,7 @@ _COMPLETION_TOKENS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """How to generate the answers of a request, independent of its prompt."""
+    """The options for generating the answers of a request, independent of its prompt."""
 
     params: SamplingParams
     max_tokens: int | None

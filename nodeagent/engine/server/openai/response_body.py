@@ -23,7 +23,7 @@ _encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
 
 ChoiceEvent = OutputEvent | OutputPart
-"""What a choice's text says; an `OutputPart` is reasoning."""
+"""The parts of a choice's text; an `OutputPart` is reasoning."""
 
 
 def sse_event(body: dict[str, Any]) -> bytes:

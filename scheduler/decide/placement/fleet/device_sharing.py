@@ -13,7 +13,7 @@ DeviceKey = tuple[NodeId, DeviceId]
 
 
 class DeviceSharing:
-    """What the replicas of each device take that never sleep, and the largest that may sleep."""
+    """The memory of each device taken by replicas that never sleep, and by the largest that may."""
 
     def __init__(self, cluster: ClusterState) -> None:
         self._total = {

@@ -68,7 +68,7 @@ class PlacementDraft:
     def has_room(self, state: DeploymentState) -> NDArray[np.bool_]:
         """Say for each site whether a replica of a deployment may find devices that are free.
 
-        Without room there is no slot; with room a slot may yet be refused for another reason.
+        False means that there is no slot. If true, a slot may still be refused for another reason.
         """
         needs = state.needs
         engine = needs.deployment.engine
@@ -79,7 +79,7 @@ class PlacementDraft:
         return has_room
 
     def is_out_of_room(self, state: DeploymentState) -> bool:
-        """Say whether a deployment has load that nothing serves, and no room for a replica."""
+        """Say whether a deployment has unserved load, and no free devices for a replica."""
         if state.is_full or state.assignment.unserved() <= EPSILON:
             return False
         return not self.has_room(state).any()

@@ -1,9 +1,13 @@
 """Exchanges: two nodes trade all of their new replicas, or two replicas trade their sites.
 
-Neither is a sequence of single moves that each lower the cost: a replica of four devices and the
+None is a sequence of single moves that each lower the cost: a replica of four devices and the
 ten small ones on another node of four are in each other's way, and each of two deployments may lack
 the capacity that the other would leave. As after a forced move (`perturb.py`), the deployments that
 were touched move and fill again, and the result is kept if the total cost is lower.
+
+Two large replicas may have to trade nodes that small ones fill in between. So in the last kind of
+exchange, all other new replicas leave both nodes as well, and what comes back is filled in the
+order of size: what was left out because the small ones were in its way goes first.
 """
 
 from collections import defaultdict
@@ -16,7 +20,7 @@ from scheduler.decide.cluster import FleetNode
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.draft import PlacementDraft, Savepoint
 from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN, EffortBudget
-from scheduler.decide.placement.search.greedy_fill import fill
+from scheduler.decide.placement.search.greedy_fill import FillOrder, fill
 from scheduler.decide.placement.search.swap import SlotSwap, in_order
 
 REPAIRS_MAX: Final = 2
@@ -27,7 +31,9 @@ SWAPS_AFTER_MAX: Final = 3
 
 NODES_EFFORT: Final = 30
 REPLICAS_EFFORT: Final = 10
-"""The attempts that an exchange of two nodes, or of two replicas, takes from the budget."""
+CLEARING_EFFORT: Final = 30
+"""The attempts that an exchange takes from the budget: of two nodes, of two replicas, and of two
+replicas whose nodes are cleared."""
 
 
 class Exchange:
@@ -49,9 +55,13 @@ class Exchange:
         self._effort = effort
 
     def run(self) -> bool:
-        """Exchange nodes, then replicas; stop at the first exchange that lowers the cost, and
-        return whether there was one."""
-        return self._exchange_nodes() or self._exchange_replicas()
+        """Exchange nodes, then replicas, then replicas whose nodes are cleared; stop at the first
+        exchange that lowers the cost, and return whether there was one."""
+        return (
+            self._exchange_nodes()
+            or self._exchange_replicas(self._trade_sites, REPLICAS_EFFORT)
+            or self._exchange_replicas(self._trade_clearing, CLEARING_EFFORT)
+        )
 
     def _exchange_nodes(self) -> bool:
         by_node = self._new_by_node()
@@ -109,7 +119,10 @@ class Exchange:
                     break
         return self._improves(savepoint, in_order(replica.state for replica in targets))
 
-    def _exchange_replicas(self) -> bool:
+    def _exchange_replicas(
+        self, trade: Callable[[PlannedReplica, PlannedReplica], bool], effort: int
+    ) -> bool:
+        """Try a trade of each two replicas that could be at each other's site."""
         draft = self._draft
         for one, other in combinations(draft.states, 2):
             of_one = {replica.site: replica for replica in one.new_replicas()}
@@ -123,9 +136,9 @@ class Exchange:
                         and other.needs.site_capacity[replica.site] > 0
                     ):
                         continue
-                    if not self._effort.spend(REPLICAS_EFFORT):
+                    if not self._effort.spend(effort):
                         return False
-                    if self._trade_sites(replica, counterpart):
+                    if trade(replica, counterpart):
                         return True
         return False
 
@@ -137,6 +150,34 @@ class Exchange:
         draft.remove(other)
         if self._place_at(one.state, other.site) and self._place_at(other.state, one.site):
             return self._improves(savepoint, in_order([one.state, other.state]))
+        savepoint.roll_back()
+        return False
+
+    def _trade_clearing(self, one: PlannedReplica, other: PlannedReplica) -> bool:
+        """Let two replicas trade sites; all other new replicas leave their nodes, and the draft is
+        filled again, the largest first.
+
+        Return whether that lowers the cost; roll back if not.
+        """
+        draft = self._draft
+        by_node = self._new_by_node()
+        leaving = list(
+            dict.fromkeys(
+                replica
+                for node_id in (*_nodes_of(one), *_nodes_of(other))
+                for replica in by_node.get(node_id, ())
+            )
+        )
+        # Without others in between, the trade was tried before.
+        if {one, other}.issuperset(leaving) or not {one, other}.issubset(leaving):
+            return False
+        savepoint = draft.savepoint(draft.states)
+        for replica in leaving:
+            draft.remove(replica)
+        if self._place_at(one.state, other.site) and self._place_at(other.state, one.site):
+            draft.blocked.clear()
+            fill(draft, FillOrder.SIZE)
+            return self._improves(savepoint, in_order(replica.state for replica in leaving))
         savepoint.roll_back()
         return False
 
@@ -172,6 +213,11 @@ class Exchange:
         if self._swap.run_among_new(limit=SWAPS_AFTER_MAX):
             fill(self._draft)
         return versions != [state.version for state in touched]
+
+
+def _nodes_of(replica: PlannedReplica) -> list[NodeId]:
+    """Return the nodes of a new replica's slot."""
+    return [part.node.node_id for part in replica.slot.parts] if replica.slot else []
 
 
 def _devices_of(node: FleetNode) -> tuple[tuple[str, int], ...]:

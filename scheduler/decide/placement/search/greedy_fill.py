@@ -23,7 +23,7 @@ from scheduler.decide.placement.search.draft import Gain, PlacementDraft
 from scheduler.decide.placement.search.load_assignment import EPSILON
 
 Entry = tuple[float, float, float, int, int]
-"""Of the heap: -tier, -first key, -second key, deployment number, site."""
+"""An entry of the heap: -tier, -first key, -second key, deployment number, site."""
 
 
 class FillOrder(StrEnum):
@@ -55,8 +55,10 @@ class Known(Enum):
 
 
 class _Bids:
-    """What one more replica of a deployment gains at each site, or upper bounds of it; -inf where
-    there is none to take. Valid until the deployment's replicas change."""
+    """The gain of one more replica of a deployment at each site, or an upper bound of it.
+
+    A gain is -inf where there is no slot. Valid until the deployment's replicas change.
+    """
 
     def __init__(self, draft: PlacementDraft, state: DeploymentState) -> None:
         """Compute the bounds as if each start cost START only."""

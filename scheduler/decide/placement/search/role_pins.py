@@ -38,7 +38,7 @@ class PinnedCount(NamedTuple):
 
 
 class RatioCost(NamedTuple):
-    """What is amiss with the ratio of roles: prefill replicas missing, and without work."""
+    """Errors in the ratio of roles: prefill replicas that are missing, and those without work."""
 
     missing: int
     idle: int

@@ -47,7 +47,7 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _SwapResult(NamedTuple):
-    """By how much a swap lowers the cost, and the gain that was taken; None if it failed."""
+    """The cost that a swap saves, and the gain that was taken; None if it failed."""
 
     lowered: float
     gain: Gain | None
