@@ -1,8 +1,8 @@
 """The main path of a request: admit -> rank -> send -> stream -> record.
 
-Rule 1: nothing here waits for a database or a scheduler.
-Rule 2: what a request holds (its share of the key's limits, tokens in flight, a connection) is
-released in one place, the same way whether it finishes, fails or its client disconnects.
+Rule 1: no step waits for a database or a scheduler.
+Rule 2: the resources of a request (its share of the key's limits, tokens in flight, a connection)
+are released in one place, in the same way whether it finishes, fails or its client disconnects.
 Rule 3: until the first token another replica may be tried. After it another replica continues the
 generated text; only if none can does the client get an error within its stream.
 Rule 4: the state of each attempt follows the table in decide/attempt.py.

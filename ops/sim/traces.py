@@ -49,8 +49,9 @@ class TraceRequest(NamedTuple):
 
 
 class TraceSlice(NamedTuple):
-    """The part of a trace to read, and the seed that draws the cities of its sessions. Ranking was
-    tuned with seed 0.
+    """The part of a trace to read, and the seed that draws the cities of its sessions.
+
+    Ranking was tuned with seed 0.
     """
 
     most: int

@@ -6,9 +6,9 @@ announces a large body takes nothing from others.
 Rule 2: each body is charged to its key's parse budget before it is parsed. A key that owes more
 than PARSE_BURST_S of it is refused until it has waited; one body is never too large for a key that
 owes nothing.
-Rule 3: inflated bytes are charged in advance, at the most that the body can inflate to, and what
-was not used is given back. So of many compressed bodies that arrive together one is inflated, and
-the rest are refused.
+Rule 3: inflated bytes are charged in advance, at the most that the body can inflate to, and the
+unused part is given back. So if many compressed bodies arrive together, one is inflated, and the
+rest are refused.
 """
 
 from typing import Final

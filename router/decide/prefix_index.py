@@ -46,7 +46,7 @@ HIT_RATIO_MIN: Final = 0.75
 
 ANSWER_S: Final = 5.0
 """How long an answer is assumed to use its prompt's blocks, until its end is learned. An engine
-keeps them to the end, but with 60 s here, what is evicted was noticed too late to be of use
+keeps them to the end, but with 60 s here, evictions were noticed too late to be of use
 (ops/sim/cache_knowledge.md)."""
 
 _NOT_ZERO: Final = re.compile(rb"[^\0]")

@@ -1,4 +1,4 @@
-"""Answers items of batches with what interactive requests leave free, and returns the results.
+"""Answers items of batches with capacity that interactive requests leave free; returns the results.
 
 Items are leased from the scheduler a little ahead of their turn and answered like other requests,
 at the lowest priority. A turn sends results, renews leases and leases more. An item whose lease was

@@ -3,7 +3,7 @@
 Unknown fields are allowed: the engine gets the original bytes and checks them. Fields of OpenAI
 that no engine honours are refused here, so that all engines answer alike: a field of type None
 accepts only null. `user`, `metadata`, `safety_identifier` and the other `prompt_cache_...` fields
-change no answer (prefix caching needs no request), so they are accepted.
+have no effect (prefix caching need not be requested), so they are accepted.
 """
 
 from typing import Annotated, Final, Literal

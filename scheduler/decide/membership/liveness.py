@@ -1,4 +1,4 @@
-"""Which nodes are alive, and when too many are silent at once to believe that they are lost.
+"""Decides which nodes are alive, and when too many are silent at once to be lost.
 
 Rule 1: one silent node is lost. Many silent at once mean a failure of the network or of the
 scheduler, and then nothing is rescheduled (the mistake that took down whole fleets: gpustack#5935).

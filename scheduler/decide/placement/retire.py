@@ -1,4 +1,4 @@
-"""Which replicas end, and when; and which start so that another can end.
+"""Decides which replicas end, and when, and which start so that another can end.
 
 Rule: residency is obeyed at once. Every other end waits until its replacement is warm.
 """
