@@ -52,17 +52,8 @@ KV_TYPE_BITS: Final[Mapping[str, float]] = {
 """Bits of a value in the KV cache, by the names that engines have for its type."""
 
 _TEXT: Final = frozenset({"chat", "completions"})
-_FIELDS: Final = frozenset(
-    {
-        "tools",
-        "forced_tools",
-        "structured_output",
-        "logprobs",
-        "logit_bias",
-        "several_answers",
-        "seed",
-    }
-)
+_PLAIN_FIELDS: Final = frozenset({"tools", "logprobs", "several_answers", "seed"})
+_FIELDS: Final = _PLAIN_FIELDS | {"forced_tools", "structured_output", "logit_bias"}
 _POOLING: Final = frozenset({"embeddings", "rerank"})
 _CLASSES: Final = frozenset({"classify"})
 _MEDIA: Final = frozenset({"images", "audio"})
@@ -96,10 +87,10 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     With `limits_all_requests` the limit of concurrent sequences holds for requests of all kinds.
 
     Prompts are cached in units of at most `cache_block_tokens`, 0 if none is by default.
-    `generates_text` is false for an engine whose answers do not depend on the request's fields. An
-    engine may answer a request for an unknown model unless it `checks_model_name`, one with
-    sampling settings out of range unless it `checks_sampling`, one that names a tool with a text
-    unless it `forces_named_tools`, and one with misspelt fields unless it `refuses_unknown_fields`.
+    `generates_text` is false for an engine whose answers do not depend on the prompt. An engine may
+    answer a request for an unknown model unless it `checks_model_name`, one with sampling settings
+    out of range unless it `checks_sampling`, one that names a tool with a text unless it
+    `forces_named_tools`, and one with misspelt fields unless it `refuses_unknown_fields`.
     """
 
     features: frozenset[str] = frozenset(FEATURES)
@@ -175,17 +166,17 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         # It computes in 32 bits there.
         cpu_kv_bits=32.0,
     ),
-    # Numbered tokens, whatever a request asks for.
+    # Numbered tokens, whatever the prompt is.
     "mock": EngineCapabilities(
-        features=frozenset(FEATURES) - _POOLING - _CLASSES,
+        features=_TEXT | _PLAIN_FIELDS | _HEARING | {"speech", "image_generation"},
         sleep="always",
         resumes=SEEDED,
         salt="header",
+        priority=True,
         has_kv_cache=False,
         generates_text=False,
         refuses_unknown_fields=True,
         checks_model_name=False,
-        checks_sampling=False,
         forces_named_tools=False,
     ),
     "vllm": EngineCapabilities(
@@ -291,7 +282,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         forces_named_tools=False,
     ),
 }
-"""By driver. `ENGINE_OPTIONS` has the same keys."""
+"""The capabilities by driver. `ENGINE_OPTIONS` has the same keys."""
 
 UNKNOWN_ENGINE: Final = EngineCapabilities()
 """Assumed of an engine that only a newer version of the other side knows: it can do all."""
