@@ -390,7 +390,7 @@ def explain(obj: CliContext, words: tuple[str, ...]) -> None:
     ):
         click.echo(f"{title}:")
         show_rows(rows, columns, obj.output)
-    # Not in the table: they quote engines, and would be folded to a few letters a line.
+    # Reasons are not in the table: they quote engines, and would be folded to a few letters a line.
     problems = [(row["replica_id"], row.get("state_reason")) for row in answer["here"]]
     reasons = [f"{replica_id}: {problem}" for replica_id, problem in problems if problem]
     moves = (*answer["next_moves"], *answer["prefetches"], *answer["unmet"], answer["frozen"])

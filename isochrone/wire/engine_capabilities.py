@@ -282,7 +282,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         forces_named_tools=False,
     ),
 }
-"""By driver. `ENGINE_OPTIONS` has the same keys."""
+"""The capabilities by driver. `ENGINE_OPTIONS` has the same keys."""
 
 UNKNOWN_ENGINE: Final = EngineCapabilities()
 """Assumed of an engine that only a newer version of the other side knows: it can do all."""

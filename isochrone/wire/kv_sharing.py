@@ -87,7 +87,7 @@ class FoundTokens(msgspec.Struct, frozen=True, kw_only=True):
     store: int = 0
 
     def moved(self, place: str, tokens: int) -> "FoundTokens":
-        """Return the same tokens, with so many of them counted at `place`, from which they came.
+        """Return the same tokens, with `tokens` of them counted at `place`, from which they came.
 
         They were found in the engine's host memory, where they were stored on arrival, or on its
         device if it has none.

@@ -43,7 +43,7 @@ CANARIES: Final = {
     # An image or a voice is too much work for a test, and a sound no JSON: does it answer at all?
     **dict.fromkeys(("transcription", "speech", "image"), Canary("/v1/models", {}, "data")),
 }
-"""By kind of model. A request without a body is a GET."""
+"""The test request by kind of model. A request without a body is a GET."""
 
 PROMPT_CANARY: Final = Canary(
     "/v1/completions", {"prompt": "1", "max_tokens": 1, "temperature": 0}, "choices"

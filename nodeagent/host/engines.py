@@ -1,9 +1,9 @@
 """Starts engine processes, finds them again after a restart of the agent, and stops them.
 
 Each engine has a folder in the agent's state with its config, socket, log and `process.json`: the
-process id and start time, which together tell it from a later process with the same id. The file is
-written before the process starts, too. If the agent crashes in between, the engine is found by the
-log that it writes.
+process id and start time, which together tell it from a later process with the same id. A first
+version of the file is written before the process starts. If the agent crashes in between, it finds
+the engine by the log that the engine writes.
 """
 
 import asyncio

@@ -38,7 +38,7 @@ BUSY_RETRY_AFTER_S: Final = 1.0
 DAY_S: Final = 86_400.0
 MONTH_S: Final = 31 * DAY_S
 DAY_SLACK_S: Final = 3600.0
-"""A quota that is spent until so long after midnight is one of the day: clocks differ."""
+"""A quota that is spent until this long after midnight is a quota of the day: clocks differ."""
 _SLACK_S: Final = 1e-6
 """Tolerance for rounding errors."""
 
@@ -160,7 +160,7 @@ class _KeyUsage:
         return self.day_tokens >= self.day_tokens_max or self.day_spend >= self.day_spend_max
 
     def has_room(self, tokens: int, spent_until: float, now_s: float, unix_s: float) -> bool:
-        """Say whether a request of so many tokens may be admitted now."""
+        """Say whether a request of this many tokens may be admitted now."""
         requests, meter = self.requests, self.tokens
         return not (
             (requests is not None and requests.full_at_after(1, now_s) < 0)

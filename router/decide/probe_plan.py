@@ -16,7 +16,7 @@ from isochrone.wire.ids import NodeId, PopId
 from router.decide.affinity import hash64
 
 PING_ALL_NODES_MAX: Final = 256
-"""A fleet of at most so many nodes is pinged one by one: four rounds of 64, 0.4 s at 100 ms."""
+"""A fleet of at most this many nodes is pinged one by one: four rounds of 64, 0.4 s at 100 ms."""
 
 GROUP_NODES_MAX: Final = 64
 ANSWERERS: Final = 2

@@ -21,8 +21,8 @@ from isochrone.wire.routes import Route, RouteTable, apply_delta, diff
 
 DROPPED_MIN: Final = 2
 DROPPED_SHARE: Final = 0.5
-"""A drop of at least so many replicas, and of more than this share of them, is large; so is a drop
-of all."""
+"""A drop of at least this many replicas, and of more than this share of them, is large; so is a
+drop of all."""
 
 
 SILENCE_COUNTS_AFTER_S: Final = 15.0

@@ -162,7 +162,7 @@ class TableFollower:
             return False
         written_at_s = 0.0
         with suppress(FileNotFoundError):
-            # Only the previous snapshot may exist.
+            # The current snapshot may be missing while the previous one exists.
             written_at_s = await asyncio.to_thread(lambda: self._snapshot.stat().st_mtime)
         self.accept(table)
         self._confirmed_at_s = self._clock() - max(0.0, unix_now_s - written_at_s)

@@ -10,7 +10,7 @@ from scheduler.store.batch_items import NewItem
 
 LINES_MAX: Final = 5_000
 PART_BYTES_MAX: Final = 16 * 1024 * 1024
-"""A part has at most so many lines, and ends with the line that makes it so large."""
+"""A part has at most this many lines, and ends with the line that makes it this large."""
 
 
 def has_more_lines(source: BinaryIO, lines_max: int) -> bool:

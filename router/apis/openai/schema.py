@@ -123,6 +123,18 @@ class ChatRequest(_GenerationRequest, frozen=True, kw_only=True):
     """Names the session of a request without the header for it."""
 
 
+class TextlessMessage(RequestMessage, frozen=True):
+    """A message of a body without its long texts: a number stands for a text that was taken out."""
+
+    content: int | str | Annotated[list[MessagePart], Meta(max_length=1024)] | None = None  # type: ignore[assignment]
+
+
+class TextlessChat(ChatRequest, frozen=True, kw_only=True):
+    """A chat whose long texts were taken out, see long_texts.py."""
+
+    messages: Annotated[list[TextlessMessage], Meta(min_length=1, max_length=10_000)]  # type: ignore[assignment]
+
+
 class CompletionRequest(_GenerationRequest, frozen=True, kw_only=True):
     """`POST /v1/completions`. A prompt may be text or token ids."""
 

@@ -128,7 +128,7 @@ class LoadAssignment:
             saved += self._worth[self._site][:, None]
             unit = np.ones(len(unit))
         np.maximum(saved, 0.0, out=saved)
-        # As if one replica had capacity for all rows; few sites pay even then.
+        # The bound assumes one replica with capacity for all rows; few sites pay even then.
         bounds: Floats = np.maximum((self._amount * unit) @ saved, least)
         pays = np.flatnonzero(bounds > least)
         if len(pays):
