@@ -25,6 +25,7 @@ HOT: Final = (
     "router/admission_queue.py",
     "router/apis/dispatch.py",
     "router/apis/openai/decode.py",
+    "router/apis/openai/long_texts.py",
     "router/apis/openai/prompt.py",
     "router/apis/openai/surface.py",
     "router/apis/request_ids.py",
@@ -59,7 +60,11 @@ HOT: Final = (
 """The modules that are compiled, as patterns. Left out are modules with structs, which only msgspec
 can make, and those that no request passes through."""
 
-C_SOURCES: Final = ("isochrone/wire/body_bytes.c",)
+C_SOURCES: Final = (
+    "isochrone/wire/body_bytes.c",
+    "router/apis/openai/text_bytes.c",
+    "router/decide/block_table.c",
+)
 """Extension modules that are written in C."""
 
 GROUP: Final = "router"

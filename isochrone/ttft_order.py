@@ -20,8 +20,8 @@ TTFT_MS_MAX: Final = 600_000
 """The longest objective. It bounds for how long others of the tenant may go before a request."""
 
 TTFT_DEFAULT_S: Final = 10.0
-"""A request without an objective counts as due so long after its arrival: as long as a router lets
-a request wait."""
+"""A request without an objective counts as due this long after its arrival: as long as a router
+lets a request wait."""
 
 LATE_GRACE_S: Final = 10.0
 """The delay of the due time of a request that is too late: as without an objective."""

@@ -170,6 +170,7 @@ def _engine_processes(config: NodeConfig, node: NodeState) -> EngineProcesses:
         device_memory=node.devices.memory,
         host=urlsplit(config.address).hostname or "127.0.0.1",
         commands=config.commands,
+        canary_timeout_s=config.canary_timeout_s,
     )
 
 

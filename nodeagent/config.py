@@ -1,13 +1,15 @@
 """The settings of a node agent: a TOML file, overridden by `ISOCHRONE_NODE_*`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
 from isochrone.service.config import Url
 from isochrone.wire import report
 from nodeagent.drivers.configured_command import ConfiguredCommand
+
+CANARY_TIMEOUT_S: Final = 20.0
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
@@ -48,13 +50,17 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     drain_timeout_s: Seconds = 30.0
     stall_s: Seconds = 15.0  # an engine with requests and no progress for this long is killed
     canary_interval_s: Seconds = 10.0  # between test requests to an idle engine
+    # An engine that leaves a test request unanswered for this long has failed it. Slow devices need
+    # longer for a first token. A shorter time finds a hung engine sooner when no request waits for
+    # it.
+    canary_timeout_s: Seconds = CANARY_TIMEOUT_S
     # Servers of your own that speak OpenAI's API, for deployments with `--driver command --option
     # command=NAME`: `[commands.NAME]` in TOML, with the fields of ConfiguredCommand.
     commands: dict[str, ConfiguredCommand] = {}
 
     # Artifacts: their sources, and limits on disk and network.
     disk_budget_bytes: Count = 200 * 1024**3
-    # Files of LoRA adapters that no request has used for so long are deleted. 0: only for space.
+    # Files of LoRA adapters that no request has used for this long are deleted. 0: only for space.
     adapter_idle_days: Days = 7.0
     download_bytes_per_s: Rate = 0.0  # 0: no limit
     upload_bytes_per_s: Rate = 0.0  # to other nodes; 0: no limit

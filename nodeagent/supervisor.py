@@ -61,6 +61,8 @@ class ManagedReplica:
         self.last_failure = ""
         """The reason why the last engine failed, until another one is warm."""
         self.failure_times: list[float] = []
+        self.failed_starts = 0
+        """Failures since it was last warm."""
         self.is_failure_permanent = False
         """True if every restart would fail the same way."""
         self.fetched_bytes = 0
@@ -100,25 +102,19 @@ class ManagedReplica:
         before, self.state = self.state, next_state(self.state, event)
         if event is ReplicaEvent.BROKE:
             self.last_failure = reason
+            self.failed_starts += 1
         elif event is ReplicaEvent.ENGINE_READY:
             self.last_failure = ""
+            self.failed_starts = 0
         # An engine that fails while it loads is loading most of the time.
         self.reason = reason or (
             f"restarted after: {self.last_failure}" if self.last_failure else ""
         )
         if self.state is not before:
             self.state_since_s = self._clock()
-        log.info(
-            "replica event",
-            extra={
-                "fields": {
-                    "replica": self.spec.replica_id,
-                    "event": event.value,
-                    "state": self.state.value,
-                    "reason": reason,
-                }
-            },
-        )
+        fields = {"replica": self.spec.replica_id, "event": event.value}
+        fields |= {"state": self.state.value, "reason": reason}
+        log.info("replica event", extra={"fields": fields})
 
     def report(self) -> ReplicaReport:
         """Return the replica's part of the node's report."""
@@ -371,6 +367,8 @@ class Supervisor:
                 watch = health.after_canary(watch, succeeded=succeeded)
             stall_s = engine.stall_s or self._config.stall_s
             problem = health.kill_reason(watch, stall_s=stall_s, in_flight=running)
+            if problem and engine.canary_problem:
+                return f"{problem}: {engine.canary_problem}"
             if problem:
                 return problem
 
@@ -383,9 +381,10 @@ class Supervisor:
     async def _wait_to_retry(self, replica: ManagedReplica, problem: str) -> None:
         """Wait out the backoff; a replica that is given up waits for its end to be ordered."""
         replica.failure_times.append(self._clock())
-        delay_s = retry_delay_s(replica.failure_times, self._clock(), self._rng.random())
+        times, failed_starts = replica.failure_times, replica.failed_starts
+        delay_s = retry_delay_s(times, self._clock(), self._rng.random(), failed_starts)
         if delay_s is None or replica.is_failure_permanent:
-            failures = len(replica.failure_times)
+            failures = len(times)
             prefix = "" if replica.is_failure_permanent else f"failed {failures} times: "
             replica.apply(ReplicaEvent.GAVE_UP, f"{prefix}{problem}")
             self._on_change()

@@ -1,1 +1,1 @@
-"""What an operator runs."""
+"""Programs and units that an operator runs."""

@@ -1,8 +1,9 @@
 """Find secrets in the files that git tracks: `python -m ops.secret_scan [FILE ...]`.
 
-It knows the forms of keys and tokens that have one, private keys in PEM, and passwords in URLs.
-What is no secret is named in ALLOWED, by file and the SHA-256 of the text, so that another text in
-the same file is still found. Prints the place of each finding, never the text, and exits with 1.
+The scan knows the forms of keys and tokens that have one, private keys in PEM, and passwords in
+URLs. ALLOWED names texts that are no secrets, by file and the SHA-256 of the text, so that another
+text in the same file is still found. The scan prints the place of each finding, never the text, and
+exits with 1.
 """
 
 import argparse
@@ -45,7 +46,7 @@ ALLOWED: Final[dict[str, frozenset[str]]] = {
         {"d90e3e31eee34f28d175229e00af94ff270138619c4a3a486667a028f05a8dab"}
     ),
 }
-"""By file: the SHA-256 of texts in it that only look like secrets."""
+"""For each file, the SHA-256 of texts in it that only look like secrets."""
 
 
 class Finding(NamedTuple):

@@ -24,6 +24,8 @@ if [ "${1:-}" = --again ]; then
     esac
 fi
 mkdir -p .pytest_cache && rm -f "$ended"
+# Each test starts processes: these need not compile the sources again.
+unset PYTHONDONTWRITEBYTECODE
 "${BIN:-.venv/bin}/pytest" -o cache_dir="$cache" --durations=8 --durations-min=5 "${selection[@]}" "$@"
 code=$?
 echo "$code" >"$ended"

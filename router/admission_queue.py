@@ -1,11 +1,11 @@
-"""The bounded queue of requests for which no replica has capacity: which may try next, and when.
+"""The bounded queue of requests for which no replica has capacity. It decides which may try next.
 
 A request calls `must_wait` before it uses capacity that it found, `wait` if it must wait or found
 none, `admit` the moment it uses capacity (before it awaits anything), and `leave` when it is over,
 however it ended. Only the head of a lane looks for capacity. So capacity is used in order, and a
 thousand waiting requests cost no more than one. A deployment has one lane, and one more for each
 set of regions to which keys are limited: a request that waits for the replicas of its regions must
-not block those that may use others. The lanes of a deployment take turns at being the first.
+not block those that may use others. The lanes of a deployment take turns at going first.
 """
 
 import asyncio

@@ -21,8 +21,9 @@ ERROR_BYTES_MAX: Final = 64 * 1024
 
 
 class BatchAccess(msgspec.Struct, frozen=True, tag="batch_access"):
-    """The acting scheduler's address, and the token for it. With an empty token the scheduler
-    stores nothing; without `has_batches` it stores no files and batches.
+    """The acting scheduler's address, and the token for it.
+
+    With an empty token the scheduler stores nothing; without `has_batches` no files and batches.
     """
 
     url: str = ""

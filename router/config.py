@@ -24,7 +24,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     join_token_file: Path | None = None  # read once, at the first start
     log_level: str = "INFO"
 
-    # The public endpoint, and what one client may use of it.
+    # The public endpoint, and the limits of one client.
     host: str = "127.0.0.1"
     port: Port = 8080
     processes: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0  # sharing the port; 0: one per core
@@ -59,7 +59,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     parse_bytes_per_key_per_s: Bytes = 32 * 1024 * 1024
     head_timeout_s: Seconds = 10.0
     body_timeout_s: Seconds = 30.0
-    write_timeout_s: Seconds = 20.0  # a client that does not read for so long is disconnected
+    write_timeout_s: Seconds = 20.0  # a client that does not read for this long is disconnected
     drain_timeout_s: Seconds = 30.0  # time for open requests when the router stops
 
     # Requests to nodes.
@@ -69,7 +69,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     first_byte_timeout_s: Seconds = 60.0
     stream_idle_timeout_s: Seconds = 15.0  # then another replica continues the stream
     # While hundreds of tokens a second are relayed and nothing else happens, a process lets them
-    # gather for so long and wakes up once for all. 0: a wake-up for each token.
+    # gather for this long and wakes up once for all. 0: a wake-up for each token.
     token_gather_ms: Annotated[float, msgspec.Meta(ge=0, le=20)] = 1.5
     # Added to first_byte_timeout_s per output token if the answer is not streamed.
     token_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.25
@@ -77,7 +77,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attempts_max: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
     # The retry budget: retries per request.
     retry_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
-    # A request with which two engines failed is refused for so long, unless it is changed.
+    # A request with which two engines failed is refused for this long, unless it is changed.
     suspect_refusal_s: Seconds = 600.0
     # The largest image of a chat, by its header: 64 megapixels decode to 192 MB in an engine.
     image_pixels_max: Count = 64_000_000
@@ -89,8 +89,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     queue_timeout_s: Seconds = 10.0
 
     # How many requests of batches this router runs at once on each replica, with capacity that
-    # requests of clients leave free; 0: none.
-    batch_requests_max: Annotated[int, msgspec.Meta(ge=0, le=256)] = 4
+    # requests of clients leave free; 0: none. As many as the engine has sequences use all of it.
+    # Engines that do not order their queue by priority get 4 at most.
+    batch_requests_max: Annotated[int, msgspec.Meta(ge=0, le=256)] = 16
 
     # Whether a response of `/v1/responses` is stored if its request does not say so (`store`). At
     # OpenAI it is. Here only requests that ask for it wait for the scheduler and its database.

@@ -1,8 +1,8 @@
 """The main path of a request: admit -> rank -> send -> stream -> record.
 
-Rule 1: nothing here waits for a database or a scheduler.
-Rule 2: what a request holds (its share of the key's limits, tokens in flight, a connection) is
-released in one place, the same way whether it finishes, fails or its client disconnects.
+Rule 1: no step waits for a database or a scheduler.
+Rule 2: the resources of a request (its share of the key's limits, tokens in flight, a connection)
+are released in one place, in the same way whether it finishes, fails or its client disconnects.
 Rule 3: until the first token another replica may be tried. After it another replica continues the
 generated text; only if none can does the client get an error within its stream.
 Rule 4: the state of each attempt follows the table in decide/attempt.py.
@@ -44,7 +44,7 @@ from router.request_context import (
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 REFUSALS_MAX: Final = 8
-"""After so many refusals a request waits before it asks another replica."""
+"""After this many refusals a request waits before it is sent to another replica."""
 
 RETRY_PAUSE_S: Final = 0.05
 RESUMED_COMMENT: Final = b": continued on another replica, not token for token\n\n"
@@ -104,9 +104,9 @@ class RequestPipeline:
             self._poison_guard.check(context)
             exchange = await self._send_until_answered(context)
             if exchange.is_stream:
-                await self._stream(context, writer, rate_limit_lines)
+                await self._stream(context, admitted, writer, rate_limit_lines)
             else:
-                self._reply(context, exchange, writer, rate_limit_lines)
+                self._reply(context, admitted, exchange, writer, rate_limit_lines)
         except ApiError as error:
             if error.code in (ErrorCode.OUT_OF_CAPACITY, ErrorCode.UNAVAILABLE):
                 context.outcome = OUTCOME_REFUSED
@@ -119,11 +119,22 @@ class RequestPipeline:
             if context.queue_entry is not None:
                 self.queue.leave(context.queue_entry)
             self._poison_guard.record_end(context)
-            usage = context.usage()
-            now_s = self._clock()
-            total_tokens = usage.prompt_tokens + usage.output_tokens
-            admitted.settle(total_tokens, now_s, request.cost(usage))
-            self._recorder.record(context, now_s)
+            self._record_end(context, admitted)
+
+    def _record_end(self, context: RequestContext, admitted: AdmittedRequest) -> None:
+        """Settle the key's limits and record the usage, once.
+
+        An answer is recorded before its last bytes are written: a router that is killed when the
+        client has all of it has its usage on disk.
+        """
+        if context.is_recorded:
+            return
+        context.is_recorded = True
+        usage = context.usage()
+        now_s = self._clock()
+        total_tokens = usage.prompt_tokens + usage.output_tokens
+        admitted.settle(total_tokens, now_s, context.request.cost(usage))
+        self._recorder.record(context, now_s)
 
     def _admit(self, context: RequestContext, now_s: float) -> AdmittedRequest:
         """Charge the estimate to the key's limits; raise LimitExceeded if they are reached."""
@@ -248,6 +259,7 @@ class RequestPipeline:
     def _reply(
         self,
         context: RequestContext,
+        admitted: AdmittedRequest,
         exchange: NodeExchange,
         writer: ResponseWriter,
         rate_limit_lines: str,
@@ -271,11 +283,16 @@ class RequestPipeline:
         # FastAPI's status for invalid fields; the OpenAI surface has 400 for them.
         status = 400 if head.status == 422 else head.status
         content_type = head.content_type if context.request.is_media else JSON
+        self._record_end(context, admitted)
         writer.reply(HttpResponse(status, exchange.body, header_lines, content_type))
         self._attempts.learn(context, attempt)
 
     async def _stream(
-        self, context: RequestContext, writer: ResponseWriter, rate_limit_lines: str
+        self,
+        context: RequestContext,
+        admitted: AdmittedRequest,
+        writer: ResponseWriter,
+        rate_limit_lines: str,
     ) -> None:
         """Write a stream to the client; other replicas continue it if its replica fails."""
         request, stream, attempt = context.request, context.stream, context.attempt
@@ -309,6 +326,9 @@ class RequestPipeline:
                 context.engine_usage = relay.usage
             else:
                 stream.generated = relay.generated()
+        self._record_end(context, admitted)
+        if stream.ending:
+            writer.send(stream.ending)
         writer.end()
         await writer.drained()
         last_attempt = context.attempt
@@ -336,7 +356,8 @@ class RequestPipeline:
                     raise ApiError(ErrorCode.INVALID_REQUEST, relay.error_message)
                 if relay.is_done:
                     attempt.take(COMPLETED)
-                    # The client has everything; only the end of the body is still to come.
+                    # The answer is complete; only the end of the body is still to come.
+                    context.stream.ending = exchange.ending
                     exchange.drain()
                     attempt.exchange = None
                     return
@@ -349,7 +370,7 @@ class RequestPipeline:
                 self._attempts.record_failure(context, attempt)
                 if failure.cause is FailureCause.ENGINE_LOST:
                     self._poison_guard.record_loss(context, attempt)
-                if not self._prepare_resumption(context, writer):
+                if not self._prepare_resumption(context):
                     raise failure
             if relay.is_done:
                 attempt.take(AttemptEvent.RESUMED)
@@ -367,17 +388,17 @@ class RequestPipeline:
             if not context.is_exact_resumption(exchange.head):
                 writer.send(RESUMED_COMMENT)
 
-    def _prepare_resumption(self, context: RequestContext, writer: ResponseWriter) -> bool:
+    def _prepare_resumption(self, context: RequestContext) -> bool:
         """Make the next attempt ask for the rest of the answer; return False if it cannot.
 
-        If only the end of the stream is missing, write it here: no replica is needed for that.
+        If only the end of the stream is missing, no replica is needed: it is made here.
         """
         request, stream = context.request, context.stream
         relay = stream.relay
         assert relay is not None
         stream.generated = generated = relay.generated()
         if generated.finish_reason is not None and request.answer_count == 1:
-            writer.send(context.missing_end())
+            stream.ending = context.missing_end()
             relay.is_done = True
             return True
         if context.prepare_resumption():

@@ -1,6 +1,6 @@
 """Keeps a poison request, one that makes engines fail, from being sent to one engine after another.
 
-The decision is in decide/suspicion.py: this applies it to the requests of the pipeline.
+decide/suspicion.py decides; this module applies the decisions to the requests of the pipeline.
 """
 
 import math

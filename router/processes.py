@@ -3,9 +3,9 @@
 The main process holds the connection to the scheduler. Over a socket pair it sends the route table
 and its changes to the workers, and receives their demand and usage, which it forwards unchanged.
 Each process tells the others once a second which prompts were read where (prompt_sharing.py), and
-which requests are suspected of making engines fail (suspicion_sharing.py). Nothing else is shared:
-each worker has its own limits, fleet state, connections and usage journal. The kernel spreads
-connections over the processes (SO_REUSEPORT). A worker that ends or hangs is replaced.
+which requests are suspected of making engines fail (suspicion_sharing.py). Other state is not
+shared: each worker has its own limits, fleet state, connections and usage journal. The kernel
+spreads connections over the processes (SO_REUSEPORT). A worker that ends or hangs is replaced.
 """
 
 import asyncio

@@ -130,15 +130,17 @@ class ResumableStream:
 
     `body` is the body of the next attempt, which is a resumption if there are `generated` tokens.
     `has_begun` means that the client has got the beginning of the stream, with or without tokens.
+    `ending` are its last bytes, once they are known.
     """
 
-    __slots__ = ("body", "failovers_left", "generated", "has_begun", "relay")
+    __slots__ = ("body", "ending", "failovers_left", "generated", "has_begun", "relay")
 
     def __init__(self, body: bytes) -> None:
         self.body = body
         self.relay: StreamRelay | None = None
         self.generated = NOTHING_GENERATED
         self.has_begun = False
+        self.ending = b""
         self.failovers_left = FAILOVERS_MAX
 
     def open_relay(self, request: InferenceRequest) -> StreamRelay | None:
@@ -199,9 +201,8 @@ class RequestContext:
 
     __slots__ = (
         "adapter_holders", "attempt", "engine_usage", "excluded", "expected", "fingerprint",
-        "found_no_replica", "is_declined", "is_suspect", "outcome", "prompt_tokens_estimate",
-        "queue_entry", "request",
-        "stream", "times",
+        "found_no_replica", "is_declined", "is_recorded", "is_suspect", "outcome",
+        "prompt_tokens_estimate", "queue_entry", "request", "stream", "times",
     )  # fmt: skip
 
     def __init__(self, request: InferenceRequest, prompt_tokens_estimate: int) -> None:
@@ -211,7 +212,7 @@ class RequestContext:
         self.prompt_tokens_estimate = prompt_tokens_estimate
         self.expected = ExpectedTokens(prompt_tokens_estimate, request.output_tokens_max)
         self.outcome = OUTCOME_FAILED
-        self.is_declined = False
+        self.is_declined = self.is_recorded = False
         self.found_no_replica = False
         self.fingerprint = b""
         self.is_suspect = False

@@ -6,7 +6,7 @@ files are removed once the batch is on disk. A row that is read twice is counted
 store knows request ids.
 
 Rows are written by the event loop, which a slow disk would stop. So after an operation that took
-SLOW_S the journal rests: for REST_S rows are in memory only, until their batch is written in a
+SLOW_S the journal pauses: for REST_S rows are in memory only, until their batch is written in a
 thread a moment later.
 """
 

@@ -44,7 +44,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     unregistered_peers_max: Annotated[int, msgspec.Meta(ge=1)] = 256
     unregistered_peers_per_network_max: Annotated[int, msgspec.Meta(ge=1)] = 128
     admissions_per_s: Positive = 250.0  # registrations a second when a whole fleet connects at once
-    # Peers renew after two thirds of it, so schedulers may be down for the last third.
+    # Peers renew certificates after two thirds of this time: schedulers may be down for the rest.
     certificate_lifetime_s: Positive = CERTIFICATE_LIFETIME_S
 
     # The lease: another scheduler takes over this long after the acting one last renewed it.

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from isochrone.wire.engine_capabilities import capabilities_of, lacking_features
+from isochrone.wire.engine_capabilities import lacking_features
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import Bench, a_bench, a_key, a_route, a_table
 from tests.integration.router.test_conformance import SURFACES, Surface, message_of
@@ -40,9 +40,17 @@ COMPANIONS: Final[Mapping[tuple[str, str], dict[str, Any]]] = {
 FEATURE_OF: Final[Mapping[str, str]] = {
     **{"tools": "tools", "response_format": "structured_output", "logprobs": "logprobs"},
     **{"top_logprobs": "logprobs", "logit_bias": "logit_bias", "n": "several_answers"},
-    **{"seed": "seed", "text": "structured_output"},
+    "seed": "seed",
 }
 """The feature of an engine that a field needs."""
+
+
+def is_lacking(driver: str, surface: str, field: str) -> bool:
+    """Return True if an engine lacks the feature that a field of a surface needs."""
+    is_format = (surface, field) == ("responses", "text")
+    feature = "structured_output" if is_format else FEATURE_OF.get(field, "chat")
+    return feature in lacking_features(driver)
+
 
 _JSON_FORMAT: Final = {"type": "json_object"}
 ARRIVES: Final[Mapping[str, Mapping[str, tuple[str, Any]]]] = {
@@ -51,7 +59,6 @@ ARRIVES: Final[Mapping[str, Mapping[str, tuple[str, Any]]]] = {
         "temperature": ("temperature", 0.5),
         "top_p": ("top_p", 0.5),
         "text": ("response_format", _JSON_FORMAT),
-        "tool_choice": ("tool_choice", "auto"),
         "parallel_tool_calls": ("parallel_tool_calls", True),
         "reasoning": ("reasoning_effort", "low"),
     },
@@ -94,15 +101,20 @@ EFFECTS: Final[Mapping[str, Mapping[str, Effect]]] = {
     "messages": {"max_tokens": lambda answer: answer["usage"]["output_tokens"] <= 3},
     "count_tokens": {"messages": lambda answer: answer["input_tokens"] > 0},
 }
-"""What the answer shows of a field, on engines that generate text."""
+"""What the answer shows of a field."""
+
+
+PrepareBody = Callable[[str, bytes], bytes]
+"""What an agent makes of a body for its engine, by the path."""
 
 
 class EngineRelay(FakeNode):
     """A node that sends each request to an engine."""
 
-    def __init__(self, http: aiohttp.ClientSession) -> None:
+    def __init__(self, http: aiohttp.ClientSession, prepare: PrepareBody) -> None:
         super().__init__()
         self._http = http
+        self._prepare = prepare
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Relay a request, and keep its body."""
@@ -113,6 +125,7 @@ class EngineRelay(FakeNode):
         if not is_counted and not fields.keys() & {"max_tokens", "max_completion_tokens"}:
             # Translations and summaries have no limit of their own.
             body = json.dumps({**fields, "max_tokens": OUTPUT_TOKENS_MAX}).encode()
+        body = self._prepare(request.path, body)
         sent = {"content-type": "application/json"}
         async with self._http.post(request.path, data=body, headers=sent) as answer:
             return web.Response(
@@ -128,10 +141,16 @@ class EngineRelay(FakeNode):
 
 @asynccontextmanager
 async def a_router_before(
-    http: aiohttp.ClientSession, folder: Path, *, driver: str, name: str, context_tokens: int
+    http: aiohttp.ClientSession,
+    folder: Path,
+    *,
+    driver: str,
+    name: str,
+    context_tokens: int,
+    prepare: PrepareBody = lambda _, body: body,
 ) -> AsyncIterator[Bench]:
     """Run a router before an engine, whose table says what the engine lacks."""
-    node = EngineRelay(http)
+    node = EngineRelay(http, prepare)
     patient: dict[str, Any] = {
         "first_byte_timeout_s": PATIENCE_S,
         "stream_idle_timeout_s": PATIENCE_S,
@@ -164,10 +183,10 @@ async def check_surface(bench: Bench, driver: str, model: str, name: str) -> Non
             status, answer = await _post(
                 bench, surface, {**COMPANIONS.get((name, field), {}), field: value}
             )
-            lacks = FEATURE_OF.get(field, "chat") in lacking_features(driver)
+            lacks = is_lacking(driver, name, field)
             if is_honoured and not lacks:
                 assert status == 200, (field, value, answer)
-                if capabilities_of(driver).generates_text and field in EFFECTS.get(name, {}):
+                if field in EFFECTS.get(name, {}):
                     assert EFFECTS[name][field](answer), (field, answer)
             else:
                 assert status == 400, (field, value, answer)
@@ -193,8 +212,6 @@ def _check_arrivals(bench: Bench, surface: Surface, name: str, driver: str) -> N
     if name in ("chat", "completion"):
         expected = {field: (field, value) for field, value in surface.honoured.items()}
     for field, (engine_field, value) in expected.items():
-        if field in surface.honoured and FEATURE_OF.get(field, "chat") not in lacking_features(
-            driver
-        ):
+        if field in surface.honoured and not is_lacking(driver, name, field):
             found = any(engine_field in body and body[engine_field] == value for body in received)
             assert found, (field, engine_field, value)

@@ -103,7 +103,7 @@ def config_values(folder: Path, files: Sequence[str] = ()) -> dict[str, Any]:
         values["kind"] = "rerank" if len(labels) == 1 else "classify"
         values["labels"] = labels if len(labels) > 1 else ()
     if values["kind"] != "chat":
-        # As the embedded engine limits it.
+        # The embedded engine has the same limit.
         limit = fields.max_target_positions or fields.max_position_embeddings
         context_tokens = min(sentence.max_seq_length or limit, limit)
         return {**values, "context_tokens": context_tokens}

@@ -10,7 +10,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+# Reasons quote the logs of engines, in which `[rank0]` and `[/x]` are text.
+AS_WRITTEN: Final[Mapping[str, Any]] = {"markup": False, "emoji": False, "highlight": False}
+
+stderr = Console(stderr=True, soft_wrap=True, **AS_WRITTEN)
 
 PIPED_COLUMNS: Final = 1000
 """Table width if the output is not a terminal: lines must not be folded for another program."""
@@ -69,7 +72,7 @@ def _nested(value: Any, name: str) -> str:
 
 def _print_table(table: Table) -> None:
     width = None if sys.stdout.isatty() else PIPED_COLUMNS
-    console = Console(file=sys.stdout, highlight=False, width=width)
+    console = Console(file=sys.stdout, width=width, **AS_WRITTEN)
     with console.capture() as captured:
         console.print(table)
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))

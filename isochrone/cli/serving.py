@@ -383,13 +383,17 @@ def explain(obj: CliContext, words: tuple[str, ...]) -> None:
         (
             "here",
             answer["here"],
-            ["replica_id", "node_id", "pop", "role", "state", "state_reason", "reason"],
+            ["replica_id", "node_id", "pop", "role", "state", "reason"],
         ),
         ("elsewhere", answer["elsewhere"], ["node_id", "pop", "feasible", "reason"]),
         ("cities", answer["cities"], ["pop", "requests_per_s", "load", "nearest_pop", "rtt_ms"]),
     ):
         click.echo(f"{title}:")
         show_rows(rows, columns, obj.output)
-    for line in (*answer["next_moves"], *answer["prefetches"], *answer["unmet"], answer["frozen"]):
+    # Reasons are not in the table: they quote engines, and would be folded to a few letters a line.
+    problems = [(row["replica_id"], row.get("state_reason")) for row in answer["here"]]
+    reasons = [f"{replica_id}: {problem}" for replica_id, problem in problems if problem]
+    moves = (*answer["next_moves"], *answer["prefetches"], *answer["unmet"], answer["frozen"])
+    for line in (*reasons, *moves):
         if line:
             click.echo(line)

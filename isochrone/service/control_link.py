@@ -1,6 +1,6 @@
 """A peer's end of the control connection: one WebSocket to the scheduler that acts.
 
-Without a scheduler a peer goes on with the state it has, and reconnects for ever.
+Without a scheduler a peer keeps using the state it has, and tries to reconnect for ever.
 """
 
 import asyncio

@@ -19,7 +19,7 @@ NUMBERS: Final = {
     **{0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i"},
     **{6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"},
 }
-"""By type number: the format of struct."""
+"""The format of struct for each type number."""
 STRING: Final = 8
 ARRAY: Final = 9
 

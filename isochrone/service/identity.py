@@ -1,8 +1,8 @@
 """Identity: the cluster's certificate authority, the certificates it issues, and join tokens.
 
-A node or router makes its own key, trades a join token for a certificate, and signs a nonce with
-the key on each control connection. In a certificate's subject CN is the name, OU the role and L the
-PoP. Keys are ECDSA P-256.
+A node or router creates its own key, exchanges a join token for a certificate, and signs a nonce
+with the key on each control connection. In a certificate's subject CN is the name, OU the role and
+L the PoP. Keys are ECDSA P-256.
 """
 
 import base64

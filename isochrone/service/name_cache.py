@@ -1,7 +1,7 @@
-"""Resolves host names, and goes on with their last addresses while DNS does not answer.
+"""Resolves host names, and keeps using their last addresses while DNS does not answer.
 
-A connection needs an address, not an answer of DNS at that moment: a name server that hangs must
-not part a fleet whose machines are all reachable. A wrong address does no harm, because TLS checks
+A connection needs an address, not an answer of DNS at that moment. A name server that hangs must
+not split a fleet whose machines are all reachable. A wrong address does no harm, because TLS checks
 the name of the peer and not where it is.
 """
 

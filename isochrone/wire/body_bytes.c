@@ -9,6 +9,9 @@
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 enum { NOT_ASCII = 1, SURROGATE_ESCAPE = 2, MANY_BRACKETS = 4, BRACKETS_FEW = 96 };
 
@@ -31,18 +34,16 @@ static void look_at(const unsigned char *at, const unsigned char *end, struct fo
         found->has_escape = 1;
 }
 
-/* Returns 16 bytes that are not 0 where a bracket opens or a backslash is. */
-static bytes16 special_of(bytes16 block) {
-    return (bytes16)((block | 0x20) == '{') | (bytes16)(block == '\\');
-}
-
-static void look_at_block(const unsigned char *at, bytes16 special, const unsigned char *end,
-                          struct found *found) {
-    uint64_t halves[2];
-    memcpy(halves, &special, 16);
-    if (!(halves[0] | halves[1])) return;
-    for (int n = 0; n < 16; n++)
-        if (special[n]) look_at(at + n, end, found);
+/* Returns a bit for each of 16 bytes that is a bracket that opens, or a backslash. */
+static uint64_t special_of(bytes16 block) {
+    bytes16 special = (bytes16)((block | 0x20) == '{') | (bytes16)(block == '\\');
+#ifdef __SSE2__
+    return (uint64_t)_mm_movemask_epi8((__m128i)special);
+#else
+    uint64_t bits = 0;
+    for (int n = 0; n < 16; n++) bits |= (uint64_t)(special[n] & 1) << n;
+    return bits;
+#endif
 }
 
 static int scan(const unsigned char *body, Py_ssize_t size) {
@@ -50,15 +51,13 @@ static int scan(const unsigned char *body, Py_ssize_t size) {
     struct found found = {0, 0};
     bytes16 high = {0};
     for (; end - at >= 64; at += 64) {
-        bytes16 block[4], special[4];
+        bytes16 block[4];
         memcpy(block, at, 64);
-        for (int n = 0; n < 4; n++) special[n] = special_of(block[n]);
         high |= block[0] | block[1] | block[2] | block[3];
-        bytes16 any = special[0] | special[1] | special[2] | special[3];
-        uint64_t halves[2];
-        memcpy(halves, &any, 16);
-        if (halves[0] | halves[1])
-            for (int n = 0; n < 4; n++) look_at_block(at + 16 * n, special[n], end, &found);
+        uint64_t special = special_of(block[0]) | special_of(block[1]) << 16 |
+                           special_of(block[2]) << 32 | special_of(block[3]) << 48;
+        for (; special; special &= special - 1)
+            look_at(at + __builtin_ctzll(special), end, &found);
     }
     unsigned char last_high = 0;
     for (; at < end; at++) {
@@ -174,11 +173,22 @@ static uint64_t hash_short(const unsigned char *at, uint64_t seed) {
 }
 
 static void accumulate(uint64_t *sums, const unsigned char *at, const uint64_t *secret) {
+#ifdef __SSE2__
+    for (int n = 0; n < 8; n += 2) {
+        __m128i value = _mm_loadu_si128((const __m128i *)(at + 8 * n));
+        __m128i mixed = _mm_xor_si128(value, _mm_loadu_si128((const __m128i *)(secret + n)));
+        __m128i product = _mm_mul_epu32(mixed, _mm_srli_epi64(mixed, 32));
+        __m128i sum = _mm_loadu_si128((const __m128i *)(sums + n));
+        sum = _mm_add_epi64(sum, _mm_shuffle_epi32(value, _MM_SHUFFLE(1, 0, 3, 2)));
+        _mm_storeu_si128((__m128i *)(sums + n), _mm_add_epi64(sum, product));
+    }
+#else
     for (int n = 0; n < 8; n++) {
         uint64_t value = read64(at + 8 * n), mixed = value ^ secret[n];
         sums[n ^ 1] += value;
         sums[n] += (uint32_t)mixed * (mixed >> 32);
     }
+#endif
 }
 
 static uint64_t hash_long(const unsigned char *at, size_t size, uint64_t seed) {

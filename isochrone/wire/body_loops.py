@@ -1,7 +1,7 @@
 """The loops over every byte of a request: a scan of its JSON, its prompt's hashes, its images.
 
-The compiled request path has them in C (`body_bytes.c`), with the same results: they are most of
-what a large body would cost. Without it the loops of `re` and `xxhash` are used.
+The compiled request path has these loops in C (`body_bytes.c`), with the same results, because they
+would be most of the cost of a large body. Without it the loops of `re` and `xxhash` are used.
 """
 
 import importlib

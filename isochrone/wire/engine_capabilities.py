@@ -4,8 +4,8 @@ A difference between engines is a row here, not an exception elsewhere. The tabl
 is made from it.
 """
 
-from collections.abc import Mapping
-from typing import Final, Literal
+from collections.abc import Collection, Mapping
+from typing import Final, Literal, get_args
 
 import msgspec
 
@@ -15,6 +15,8 @@ from isochrone.wire.model import EngineSettings
 MIB: Final = 1024 * 1024
 SLEEP_OPTION: Final = "enable_sleep_mode"
 TRUE_VALUES: Final = frozenset({"true"})
+WeightFiles = Literal["safetensors", "gguf"]
+WEIGHT_FILES: Final[tuple[WeightFiles, ...]] = get_args(WeightFiles)
 ALL_ROLES: Final = ("unified", "prefill", "decode")
 
 FEATURES: Final[Mapping[str, str]] = {
@@ -50,17 +52,8 @@ KV_TYPE_BITS: Final[Mapping[str, float]] = {
 """Bits of a value in the KV cache, by the names that engines have for its type."""
 
 _TEXT: Final = frozenset({"chat", "completions"})
-_FIELDS: Final = frozenset(
-    {
-        "tools",
-        "forced_tools",
-        "structured_output",
-        "logprobs",
-        "logit_bias",
-        "several_answers",
-        "seed",
-    }
-)
+_PLAIN_FIELDS: Final = frozenset({"tools", "logprobs", "several_answers", "seed"})
+_FIELDS: Final = _PLAIN_FIELDS | {"forced_tools", "structured_output", "logit_bias"}
 _POOLING: Final = frozenset({"embeddings", "rerank"})
 _CLASSES: Final = frozenset({"classify"})
 _MEDIA: Final = frozenset({"images", "audio"})
@@ -81,7 +74,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     `salt` says where it reads the tenant's cache salt, and `priority` whether it orders its own
     queue by priority. `memory_options` name what limits its memory; the agent sets them from the
     plan. Versions are those that were tried: at least `version_min`, below `version_below`; "" for
-    any.
+    any. `weights` are the files of weights that it reads, () for any.
 
     `sequences_option`, `step_tokens_option` and `waiting_option` name the options with the limits
     of concurrent sequences, of tokens in one step and of waiting requests; "" if there is none.
@@ -94,10 +87,10 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     With `limits_all_requests` the limit of concurrent sequences holds for requests of all kinds.
 
     Prompts are cached in units of at most `cache_block_tokens`, 0 if none is by default.
-    `generates_text` is false for an engine whose answers do not depend on the request's fields. An
-    engine may answer a request for an unknown model unless it `checks_model_name`, one with
-    sampling settings out of range unless it `checks_sampling`, one that names a tool with a text
-    unless it `forces_named_tools`, and one with misspelt fields unless it `refuses_unknown_fields`.
+    `generates_text` is false for an engine whose answers do not depend on the prompt. An engine may
+    answer a request for an unknown model unless it `checks_model_name`, one with sampling settings
+    out of range unless it `checks_sampling`, one that names a tool with a text unless it
+    `forces_named_tools`, and one with misspelt fields unless it `refuses_unknown_fields`.
     """
 
     features: frozenset[str] = frozenset(FEATURES)
@@ -120,6 +113,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     memory_options: tuple[str, ...] = ()
     version_min: str = ""
     version_below: str = ""
+    weights: tuple[WeightFiles, ...] = ()
     sequences_option: str = ""
     step_tokens_option: str = ""
     waiting_option: str = ""
@@ -164,6 +158,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         salt="header",
         priority=True,
         memory_options=("kv_memory_bytes",),
+        weights=("safetensors", "gguf"),
         sequences_option="sequences_max",
         step_tokens_option="batch_tokens_max",
         waiting_option="waiting_max",
@@ -171,17 +166,17 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         # It computes in 32 bits there.
         cpu_kv_bits=32.0,
     ),
-    # Numbered tokens, whatever a request asks for.
+    # Numbered tokens, whatever the prompt is.
     "mock": EngineCapabilities(
-        features=frozenset(FEATURES) - _POOLING - _CLASSES,
+        features=_TEXT | _PLAIN_FIELDS | _HEARING | {"speech", "image_generation"},
         sleep="always",
         resumes=SEEDED,
         salt="header",
+        priority=True,
         has_kv_cache=False,
         generates_text=False,
         refuses_unknown_fields=True,
         checks_model_name=False,
-        checks_sampling=False,
         forces_named_tools=False,
     ),
     "vllm": EngineCapabilities(
@@ -202,6 +197,8 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         salt="body",
         priority=True,
         memory_options=("gpu_memory_utilization", "kv_cache_memory_bytes"),
+        # 0.32 has no reader of GGUF any more; GPTQ and AWQ are safetensors.
+        weights=("safetensors",),
         version_min="0.11",
         version_below="1.0",
         sequences_option="max_num_seqs",
@@ -218,6 +215,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         overhead_bytes=512 * MIB,
         salt="body",
         memory_options=("ctx_size",),
+        weights=("gguf",),
         sequences_option="parallel",
         step_tokens_option="batch_size",
         sequences_share_kv=False,
@@ -245,6 +243,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         no_graphs_option="disable_cuda_graph",
         salt="body",
         memory_options=("mem_fraction_static",),
+        weights=("safetensors",),
         version_min="0.5",
         version_below="0.6",
         sequences_option="max_running_requests",
@@ -265,6 +264,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         graph_bytes=512 * MIB,
         salt="chat_body",
         memory_options=("kv_cache_config.max_gpu_total_bytes",),
+        weights=("safetensors",),
         # Its protocol's models forbid other fields.
         refuses_unknown_fields=True,
         version_min="1.2",
@@ -282,7 +282,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         forces_named_tools=False,
     ),
 }
-"""By driver. `ENGINE_OPTIONS` has the same keys."""
+"""The capabilities by driver. `ENGINE_OPTIONS` has the same keys."""
 
 UNKNOWN_ENGINE: Final = EngineCapabilities()
 """Assumed of an engine that only a newer version of the other side knows: it can do all."""
@@ -306,6 +306,19 @@ def lacking_features(driver: str) -> tuple[str, ...]:
     """Return the features that an engine lacks, in the order of FEATURES."""
     features = capabilities_of(driver).features
     return tuple(name for name in FEATURES if name not in features)
+
+
+def weights_problem(driver: str, paths: Collection[str]) -> str:
+    """Return why an engine cannot load a model of these files, or ""."""
+    can_read = capabilities_of(driver).weights
+    found = [kind for kind in WEIGHT_FILES if any(path.endswith(f".{kind}") for path in paths)]
+    if not can_read or not found or not set(found).isdisjoint(can_read):
+        return ""
+    others = [name for name, one in ENGINE_CAPABILITIES.items() if found[0] in one.weights]
+    return (
+        f"its weights are {found[0]} files and {driver} reads {' and '.join(can_read)}; use"
+        f" {' or '.join(others)}, or add the model in that format"
+    )
 
 
 def sleep_problem(engine: EngineSettings) -> str:
@@ -364,72 +377,3 @@ def adapter_rank_max(engine: EngineSettings) -> int:
         given = engine.options.get("max_lora_rank", "")
         return int(given) if given.isascii() and given.isdigit() else rank_max
     return rank_max
-
-
-def capability_table() -> str:
-    """Return the capabilities of all engines as a Markdown table."""
-    rows = [("", *ENGINE_CAPABILITIES)]
-    engines = ENGINE_CAPABILITIES.values()
-    for feature, words in FEATURES.items():
-        rows.append((words, *("yes" if feature in one.features else "no" for one in engines)))
-    resumed = {SEEDED: "greedy and seeded exactly", INEXACT: "with another text", "": "no"}
-    salts = {"": "none", "body": "`cache_salt`", "chat_body": "`cache_salt`, chat only"}
-    rows += [
-        ("over several nodes", *(_yes(one.over_nodes) for one in engines)),
-        ("adapters (LoRA)", *(_condition(one.adapters) for one in engines)),
-        ("sleep of idle replicas", *(_condition(one.sleep) for one in engines)),
-        ("phases apart", *(one.handshake or "no" for one in engines)),
-        ("changes its role without a restart", *(_change(one) for one in engines)),
-        ("how KV is sent", *(_transfer(one) for one in engines)),
-        ("KV events", *(_yes(one.kv_events) for one in engines)),
-        ("resumes a cut answer", *(resumed[one.resumes] for one in engines)),
-        ("prompts cached in units of", *(_tokens(one.cache_block_tokens) for one in engines)),
-        ("cache salt of a tenant", *(salts.get(one.salt, one.salt) for one in engines)),
-        ("orders its queue by priority", *(_yes(one.priority) for one in engines)),
-        ("always calls a tool that is named", *(_yes(one.forces_named_tools) for one in engines)),
-        ("refuses other models' names", *(_yes(one.checks_model_name) for one in engines)),
-        ("refuses fields it does not know", *(_yes(one.refuses_unknown_fields) for one in engines)),
-        ("refuses sampling out of range", *(_yes(one.checks_sampling) for one in engines)),
-        ("type of the KV cache", *(_names(one.kv_type_options) for one in engines)),
-        ("memory set by", *(_names(one.memory_options) for one in engines)),
-        ("memory beside weights, KV and activations", *(_memory(one) for one in engines)),
-        ("limit of sequences", *(_names((one.sequences_option,)) for one in engines)),
-        ("tokens of a step", *(_names((one.step_tokens_option,)) for one in engines)),
-        ("versions", *(one.versions for one in engines)),
-    ]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
-
-
-def _yes(is_able: bool) -> str:
-    return "yes" if is_able else "no"
-
-
-def _condition(when: str) -> str:
-    return {"": "no", "always": "yes", "with_option": "with an option"}[when]
-
-
-def _change(one: EngineCapabilities) -> str:
-    return _yes(not one.fixed_roles) if one.sends_kv else "has none"
-
-
-def _transfer(one: EngineCapabilities) -> str:
-    if not one.sends_kv:
-        return "not sent"
-    if not one.transfer_option:
-        return "nodes' API"
-    choices = ", ".join(one.transfer_choices)
-    return f"`{one.transfer_option}`: {choices}; {one.transfer_default} by default"
-
-
-def _tokens(count: int) -> str:
-    return f"{count} tokens" if count else "not cached"
-
-
-def _names(options: tuple[str, ...]) -> str:
-    return ", ".join(f"`{name}`" for name in options if name) or "none"
-
-
-def _memory(one: EngineCapabilities) -> str:
-    graphs = f" + {one.graph_bytes // MIB} for graphs" if one.graph_bytes else ""
-    return f"{one.overhead_bytes // MIB} MiB{graphs}"

@@ -252,4 +252,4 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
         flags=frozenset({"shared_prompt_cache"}),
     ),
 }
-"""By driver. The agent's registry of drivers has the same keys."""
+"""The options by driver. The agent's registry of drivers has the same keys."""

@@ -22,8 +22,8 @@ _SUM_BYTES: Final = 8
 _MASK: Final = 2**64 - 1
 
 KEPT_SHARE_MIN: Final = 0.75
-"""A router that has fewer of the buckets than this is sent the whole table: what it has to look
-through would cost it as much."""
+"""A router that has fewer of the buckets than this gets the whole table: comparing the buckets
+would cost it as much."""
 
 
 def bucket_of(key_id: str) -> int:

@@ -16,7 +16,7 @@ from isochrone.wire.ids import KeyId, TenantId
 from isochrone.wire.key_sums import KeySums
 
 PIECE_KEYS_MAX: Final = 512
-"""Most keys of one piece: what a change of one key copies."""
+"""The most keys of one piece. A change of one key copies a piece."""
 
 PIECE_KEYS_MIN: Final = 64
 """A changed piece with fewer keys is joined with the one before it, if both fit into one."""

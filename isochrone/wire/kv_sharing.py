@@ -7,8 +7,8 @@ peer that does not know the salt and the tokens cannot name a block.
 The routers name replicas of the PoP that may have a prompt's prefix (KV_HOLDERS) and the one that
 keeps a copy of it (KV_STORE). The node that answers asks each holder how much it has (LOCATE_PATH),
 and fetches it (BLOCKS_PATH) if that is faster than computing it. After the answer it asks the node
-of the copy to fetch what it lacks (KEEP_PATH). Nodes have these paths, and embedded engines: an
-engine's KEEP_PATH takes the blocks themselves.
+of the copy to fetch the blocks that it lacks (KEEP_PATH). Nodes and embedded engines both have
+these paths. An engine's KEEP_PATH takes the blocks themselves.
 """
 
 from typing import Annotated, Final
@@ -87,7 +87,7 @@ class FoundTokens(msgspec.Struct, frozen=True, kw_only=True):
     store: int = 0
 
     def moved(self, place: str, tokens: int) -> "FoundTokens":
-        """Return the same tokens, with so many of them counted at `place`, from which they came.
+        """Return the same tokens, with `tokens` of them counted at `place`, from which they came.
 
         They were found in the engine's host memory, where they were stored on arrival, or on its
         device if it has none.

@@ -1,16 +1,16 @@
 """The transfer of a prompt's KV blocks from a prefill engine to a decode engine.
 
-The decode node's agent runs it. It sends the request to its own engine with TRANSFER, which names
-the transfer, and the same request with TRANSFER and LEG to the prefill replica's node. That one
-answers with the blocks of the prompt as they are computed (CONTENT_TYPE, see the engine's
+The decode node's agent runs the transfer. It sends the request to its own engine with TRANSFER,
+which names the transfer, and the same request with TRANSFER and LEG to the prefill replica's node.
+That node answers with the blocks of the prompt as they are computed (CONTENT_TYPE, see the engine's
 `kvcache/transfer_frames.py`), and the agent passes them to its own engine under TRANSFERS_PATH:
 
 GET describes the prompt (ExpectedPrompt; with `?digests=1` also its blocks), POST takes blocks
 (ReceivedBlocks), and DELETE tells the engine to compute what has not arrived. POST with `?shared=1`
 takes blocks that the PoP shares: a part of the prompt, so that the request goes on waiting.
 
-Engines of other vendors move KV by themselves. Their requests say from where (ENGINE_FIELDS), and a
-node tells another at ADDRESS_PATH where its replica's engine listens for it.
+Engines of other vendors transfer KV themselves. Their requests name the source (ENGINE_FIELDS), and
+a node gives another, at ADDRESS_PATH, the address at which its replica's engine listens.
 """
 
 from typing import Final

@@ -181,7 +181,8 @@ _PARTS: Final[dict[str, tuple[str, Callable[[Any], str]]]] = {
     "keys_revoked": ("revoked", lambda key_id: key_id),
     "adapters": ("adapters", lambda adapter: adapter.adapter_id),
 }
-"""By field of the table: its prefix in a delta's fields, and the id of an entry. Keys apart."""
+"""For each field of the table except keys: its prefix in a delta's fields, and the id of an
+entry."""
 
 
 def diff(old: RouteTable, new: RouteTable) -> RouteDelta:

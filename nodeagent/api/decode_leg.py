@@ -1,4 +1,4 @@
-"""The decode replica's side of a request with two legs: when to open one, and what it changes."""
+"""The decode replica's side of a request with two legs: when to open one, and its effect."""
 
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

@@ -1,6 +1,6 @@
-"""Tells the blame ledger of a replica what its engine is processing, and holds the trials.
+"""Reports the requests that an engine processes to the replica's blame ledger, and runs the trials.
 
-Suspects wait for one another before they reach the engine, so that a failure shows which is guilty.
+Suspects wait for one another before they reach the engine, so that a failure has one culprit.
 """
 
 import asyncio

@@ -1,8 +1,9 @@
-"""Whether an engine that did not load a LoRA adapter refuses it, or only failed at it.
+"""Decides whether an engine that did not load a LoRA adapter refuses it, or only failed at it.
 
 Rule 1: an answer of 400 to 499 is a refusal. The adapter would be refused by every such engine.
-Rule 2: vLLM answers 500 to both. If its engine core ran the call, as the message says, then the
-adapter's files are at fault, because they have been verified: unless memory or disk ran out.
+Rule 2: vLLM answers 500 in both cases. If its message says that the engine core ran the call, the
+contents of the adapter are at fault, because its files have been verified; unless memory or disk
+ran out.
 """
 
 from typing import Final

@@ -1,8 +1,9 @@
-"""The LoRA adapters that one engine has loaded: which are in use, and which to forget.
+"""The LoRA adapters that one engine has loaded: which are in use, and which to unload.
 
-Rule 1: an adapter that a request uses is never forgotten.
-Rule 2: beyond a limit the one that was used least recently is. Its files then may leave the disk.
-Rule 3: one that the engine has refused is not loaded again: an attempt stops vLLM's other requests.
+Rule 1: an adapter that a request uses is never unloaded.
+Rule 2: beyond a limit the least recently used adapter is unloaded. Its files may then be deleted.
+Rule 3: an adapter that the engine has refused is not loaded again: an attempt stops vLLM's other
+requests.
 """
 
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Limits on transfer rates: a ceiling for our own traffic and a floor for what a sender gives us.
+"""Limits on transfer rates: a maximum for our own traffic and a minimum for that of a sender.
 
 No function here reads a clock: each takes the time and returns how long to wait.
 """

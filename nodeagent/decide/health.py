@@ -2,11 +2,11 @@
 
 An engine is killed for one of three reasons: with requests in flight, neither its step counter nor
 the bytes it sends change for `stall_s`; when idle, several canary requests in a row fail; or it
-leaves several health checks in a row unanswered. If requests were taken away from it while it made
-no progress, as a router does with a stream that is silent, one failed canary is enough.
+leaves several health checks in a row unanswered. If requests were cancelled while it made no
+progress, as a router does with a silent stream, one failed canary is enough.
 
 Time is counted in observations, one each OBSERVE_INTERVAL_S. An agent that was suspended observed
-nothing in that time and does not hold it against the engine.
+nothing in that time, so the time does not count against the engine.
 """
 
 from typing import Final

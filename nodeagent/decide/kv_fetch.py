@@ -4,8 +4,8 @@ Both times are predicted from measurements. A fetch is predicted from earlier on
 the time until the first block, and for each byte after it. Computing is predicted from the
 replica's prefill rate.
 
-Rule 1: a fetch that fails or is given up counts with the time that it took. Then its node is left
-alone for a while, twice as long after each further failure.
+Rule 1: a fetch that fails or is given up counts with the time that it took. Then its node is not
+used for a while, twice as long after each further failure.
 Rule 2: a fetch may take no longer than computing would, and leaves a request with a deadline the
 time to compute after all.
 Rule 3: few fetches run at a time, because each slows down the others.
@@ -70,7 +70,7 @@ class FetchChoice(StrEnum):
 
 
 class MissingPrefix(NamedTuple):
-    """A prompt at the replica that is to answer: what it has, and what computing costs there."""
+    """A prompt at the replica that is to answer: its cached blocks, and the cost of computing."""
 
     held_blocks: int
     blocks: int
@@ -148,7 +148,7 @@ class FetchRate:
         return now_s - self._measured_at_s >= AGING_S
 
     def predict_s(self, transfer_bytes: float) -> float:
-        """Return how long a fetch of so many bytes will take."""
+        """Return how long a fetch of this many bytes will take."""
         return self.latency_s + transfer_bytes / self.bytes_per_s
 
     def _learn(self, transfer_bytes: int, moving_s: float, first_s: float, now_s: float) -> None:
@@ -193,7 +193,7 @@ class LinkBudget:
         return max(0.0, self._left)
 
     def take(self, transfer_bytes: int, now_s: float) -> None:
-        """Count bytes that are moved; what was taken too much is missing later."""
+        """Count moved bytes; bytes beyond the budget are missing from it later."""
         self.available(now_s)
         self._left -= transfer_bytes
 

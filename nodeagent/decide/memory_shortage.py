@@ -1,6 +1,6 @@
 """Chooses the replica that ends when a node without GPUs runs out of memory.
 
-The kernel would end some process, perhaps one that keeps to its plan, or another service.
+Otherwise the kernel would end some process, perhaps one that keeps to its plan, or another service.
 
 Rule 1: while the machine has memory, a replica may take more than was planned for it.
 Rule 2: once it is short, the replica that exceeds its plan by the most bytes ends, and no other.
@@ -21,7 +21,7 @@ OVERRUN_BYTES_MIN: Final = 256 * 1024 * 1024
 
 
 class ReplicaMemory(NamedTuple):
-    """The memory of one replica, in bytes: what was planned, and what it takes."""
+    """The memory of one replica, in bytes: planned, and in use."""
 
     replica_id: ReplicaId
     planned_bytes: int

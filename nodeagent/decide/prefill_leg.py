@@ -15,8 +15,8 @@ MARGIN_MS: Final = 5.0
 """Time that a prefill leg must save: it costs a probe, a LAN round trip and two relays."""
 
 DELAY_WEIGHT: Final = 0.25
-"""The delay of one decoding sequence counts so much of as long a wait for the first token. With
-DELAYED_SEQUENCES_MAX a prompt waits elsewhere for at most twice the time that reading it here
+"""The delay of one decoding sequence counts as this share of an equal wait for the first token.
+With DELAYED_SEQUENCES_MAX a prompt waits elsewhere for at most twice the time that reading it here
 takes: longer queues at prefill replicas cost more time to first token than they save between tokens
 (`ops.sim.roles_table`)."""
 
@@ -30,7 +30,7 @@ and at most this long: on a busy machine their nodes answer late, and are still 
 
 TIMEOUT_FACTOR: Final = 4.0
 TIMEOUT_MIN_S: Final = 2.0
-"""A leg may take so many times its predicted time, and at least this long."""
+"""A leg may take this many times its predicted time, and at least this long."""
 
 ONLY_READER_TIMEOUT_S: Final = 20.0
 """The least time for a leg without which the request cannot be answered here."""

@@ -4,7 +4,7 @@ A vendor engine serves first come, first served, so no more are sent to it than 
 Further admitted generations wait here, and take a seat the moment one is free.
 
 Rule 1: the next seat goes to the tenant with fewest seats, and within a tenant to the request whose
-first token is due first (isochrone/ttft_order.py): without objectives in order of arrival.
+first token is due first (isochrone/ttft_order.py). Without objectives this is the order of arrival.
 Rule 2: a tenant without a seat may also take one of the spare seats. The engine is started with
 this many more than its option says, so that a tenant that floods it still gets all seats of the
 option.

@@ -1,4 +1,4 @@
-"""Runs both legs of a request at engines that send each other KV by a protocol of their own.
+"""Runs both legs of a request at engines that send each other KV by their vendor's protocol.
 
 Rule 1: nothing is sent to the client before the decode engine has answered, so every failure of the
 prefill leg leads to another prefill replica, or to the original request at this node's engine.

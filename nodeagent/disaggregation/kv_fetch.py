@@ -2,8 +2,8 @@
 
 Rule 1: the request begins in any case. A fetch ends within the time that computing would take, and
 early enough for the request's deadline.
-Rule 2: what a broken fetch brought is kept. Its rate is learned from it too, and the node that it
-came from is left alone for a while.
+Rule 2: blocks that a broken fetch brought are kept. The node's rate is learned from that fetch,
+too, and the node is not used for a while.
 """
 
 import asyncio

@@ -35,7 +35,7 @@ class CommandDriver:
     sleep_path = wake_path = ""
 
     def missing(self) -> str:
-        """Return "": what a command lacks is found for each of them."""
+        """Return "": missing programs are found for each command."""
         return ""
 
     def command(self, launch: EngineLaunch) -> EngineCommand:

@@ -25,7 +25,7 @@ from nodeagent.drivers.handshake import Handshake
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The physical memory of a replica's smallest device, and what is free of it at its start."""
+    """The physical memory of a replica's smallest device, and the part free at its start."""
 
     total_bytes: int
     free_bytes: int

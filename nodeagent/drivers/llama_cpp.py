@@ -46,7 +46,7 @@ ARGUMENTS: Final = (
     *("--offline", "--metrics", "--no-slots", "--no-context-shift", "--no-kv-unified"),
 )
 """The arguments that this driver gives. A version that lacks one of them is refused: releases have
-numbers of builds, and the help is what says what a build can do."""
+numbers of builds, and only the help shows the options of a build."""
 
 SHARED_CACHE_OPTION: Final = "shared_prompt_cache"
 """An option of this driver, which llama.cpp does not get."""

@@ -1,7 +1,7 @@
 """Chooses how an engine finds tool calls and reasoning in a model's output.
 
-vLLM and SGLang have a parser for each way of writing them, and do not choose by themselves. The
-chat template shows which one a model learned: the marks that it writes around earlier calls.
+vLLM and SGLang have a parser for each format, and do not choose one by themselves. The chat
+template shows the format that a model learned: the marks that it writes around earlier calls.
 """
 
 from collections.abc import Mapping

@@ -6,7 +6,8 @@ Entry point: `python -m nodeagent.engine`. The main path of a token is `core/ste
 Packages, each of which imports only those below it:
 `encoder`, `server`: HTTP; `loading`: from configuration to engine; `workers`: ranks 1 and up;
 `core`: the step; `speculative`, `sampling`, `structured`, `chat`, `tokenizer`: tokens and text;
-`model`, `weights`, `kernels`, `distributed`: tensors; `scheduler`, `kvcache`: what runs, and where.
+`model`, `weights`, `kernels`, `distributed`: tensors; `scheduler`, `kvcache`: which sequences run,
+in which blocks.
 """
 
 import os

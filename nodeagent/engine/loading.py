@@ -135,7 +135,7 @@ def can_sleep(config: EngineConfig) -> bool:
 def reload_runner(config: EngineConfig, known: KnownHeader | None) -> ModelRunner:
     """Load the model of an engine that slept. Raises CheckpointError.
 
-    The vocabulary, the scheduler and the tiers of the KV cache were kept, and what is `known` of
+    The vocabulary, the scheduler and the tiers of the KV cache were kept, and the header `known` of
     its file.
     """
     source = open_checkpoint(Path(config.model_path), known)

@@ -1,9 +1,9 @@
 """Grants the memory of devices to the replicas that are awake, and puts others to sleep for it.
 
-Decisions are those of `decide/sleep.py`. Switches are done one after the other, because loading
+`decide/sleep.py` makes the decisions. Switches are done one after the other, because loading
 weights takes all of the node's cores or of its bus.
 
-A node without over-committed replicas grants everything at once.
+A node without over-committed replicas grants memory at once.
 """
 
 import asyncio

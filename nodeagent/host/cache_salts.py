@@ -50,7 +50,7 @@ class CacheSalts:
     async def take(self, offered: CacheSaltSecret | None) -> None:
         """Use the secret that a scheduler sent, None from one of an earlier release.
 
-        If it is another one than before, what is cached under the old salts is not found any more.
+        If the secret has changed, prefixes cached under the old salts are not found any more.
         """
         if offered is None or len(offered.secret) < _SECRET_BYTES:
             return

@@ -5,6 +5,11 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+OK: Final = 200
+BAD_REQUEST: Final = 400
+TOO_MANY_REQUESTS: Final = 429
+QUOTED_BYTES_MAX: Final = 120
+
 
 class Canary(NamedTuple):
     """The smallest possible request for one kind of model, and the list that its answer has.
@@ -15,6 +20,15 @@ class Canary(NamedTuple):
     path: str
     body: Mapping[str, Any]
     answer: str
+
+    def problem(self, status: int, answer: bytes) -> str:
+        """Return what is wrong with an answer, or "". A full engine refuses, and is healthy."""
+        is_right = status == OK and (not self.answer or has_list(answer, self.answer))
+        if is_right or status == TOO_MANY_REQUESTS:
+            return ""
+        lacking = f" without {self.answer!r}" if status == OK else ""
+        start = answer[:QUOTED_BYTES_MAX].decode(errors="replace")
+        return f"status {status}{lacking}: {start!r}"
 
 
 CANARIES: Final = {
@@ -29,7 +43,12 @@ CANARIES: Final = {
     # An image or a voice is too much work for a test, and a sound no JSON: does it answer at all?
     **dict.fromkeys(("transcription", "speech", "image"), Canary("/v1/models", {}, "data")),
 }
-"""By kind of model. A request without a body is a GET."""
+"""The test request by kind of model. A request without a body is a GET."""
+
+PROMPT_CANARY: Final = Canary(
+    "/v1/completions", {"prompt": "1", "max_tokens": 1, "temperature": 0}, "choices"
+)
+"""For a chat model without a chat template, such as a base model: it refuses chats with 400."""
 
 
 def has_list(answer: bytes, name: str) -> bool:

@@ -15,6 +15,8 @@ TRIM_INTERVAL_S: Final = 10.0
 ERROR_LINE: Final = re.compile(rb"\b[A-Za-z_.]*(?:Error|Exception): \S|\b(?:FATAL|fatal|error): \S")
 SECOND_HAND: Final = re.compile(rb"root cause|Engine core initialization failed")
 """Lines with an error that refer to an earlier one."""
+CONTROL: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Colours and other control characters, which would reach an operator's terminal."""
 
 
 def last_error(log: Path) -> str:
@@ -29,7 +31,7 @@ def last_error(log: Path) -> str:
         first_hand = [line for line in errors if not SECOND_HAND.search(line)]
         for found in (first_hand, errors, lines):
             if found:
-                return found[-1].decode(errors="replace").strip()[:300]
+                return CONTROL.sub("", found[-1].decode(errors="replace")).strip()[:300]
     return ""
 
 

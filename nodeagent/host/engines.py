@@ -1,9 +1,9 @@
 """Starts engine processes, finds them again after a restart of the agent, and stops them.
 
 Each engine has a folder in the agent's state with its config, socket, log and `process.json`: the
-process id and start time, which together tell it from a later process with the same id. The file is
-written before the process starts, too. If the agent crashes in between, the engine is found by the
-log that it writes.
+process id and start time, which together tell it from a later process with the same id. A first
+version of the file is written before the process starts. If the agent crashes in between, it finds
+the engine by the log that the engine writes.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.ids import DeviceId
+from nodeagent.config import CANARY_TIMEOUT_S
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.driver import (
@@ -38,16 +39,17 @@ from nodeagent.drivers.driver import (
     with_fields,
 )
 from nodeagent.drivers.handshake import Handshake
-from nodeagent.host.canary import CANARIES, Canary, has_list
+from nodeagent.host.canary import BAD_REQUEST, CANARIES, OK, PROMPT_CANARY, Canary
 from nodeagent.host.engine_log import LOG
 from nodeagent.host.engine_ports import free_port, other_listener
 from nodeagent.host.open_session import open_session
 from nodeagent.host.processes import (
     Child,
     boot_id,
+    ended_by,
     group_that_writes,
     is_alive,
-    kill_writers,
+    kill_remaining,
     signal_group,
     spawn,
     start_time,
@@ -57,8 +59,8 @@ from nodeagent.host.standby import StandbyProcess
 log = logging.getLogger(__name__)
 
 TERM_TIMEOUT_S: Final = 10.0
+KILL_TIMEOUT_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 4.0
-CANARY_TIMEOUT_S: Final = 20.0
 SLEEP_TIMEOUT_S: Final = 30.0
 WAKE_TIMEOUT_S: Final = 120.0
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -87,13 +89,16 @@ class EngineProcess:
         folder: Path,
         child: Child | None,
         on_release: Callable[[], object] = lambda: None,
+        canary_timeout_s: float = CANARY_TIMEOUT_S,
     ) -> None:
         """`child` is None for an adopted process."""
         self.record = record
+        self._canary_timeout_s = canary_timeout_s
         self._on_release = on_release
         self.exited = asyncio.Event()
         self.problem = ""
         """The reason why the engine cannot be used although it runs; "" if there is none."""
+        self.canary_problem = ""
         self.log = folder / LOG
         self._owns_port = False
         self._folder = folder
@@ -152,12 +157,12 @@ class EngineProcess:
     @property
     def exit_reason(self) -> str:
         """The way in which the process ended, with the signal if one killed it."""
-        code = self._child.poll() if self._child is not None else None
-        if code is None or code >= 0:
-            return "the engine exited"
-        with suppress(ValueError):
-            return f"the engine was killed by {signal.Signals(-code).name}"
-        return f"the engine was killed by signal {-code}"
+        return f"the engine {ended_by(self._child)}"
+
+    @property
+    def http(self) -> aiohttp.ClientSession:
+        """Requests to the engine. Raises aiohttp.ClientConnectionError once it was released."""
+        return open_session(self._http)
 
     @property
     def tokenize_path(self) -> str:
@@ -215,10 +220,19 @@ class EngineProcess:
         """Send the smallest request for the kind of model; return True if it is answered.
 
         `kind` is what the engine reports, which counts if the assignment does not name it. The
-        request waits in the engine's queue like any other. `problem` then says whether there was
-        no answer, or one of status 200 that is none.
+        request waits in the engine's queue like any other. `canary_problem` then says what is wrong
+        with the answer, and `problem`, too, if there was none, or one of status 200 that is none.
         """
         canary = CANARIES.get(self.record.spec.kind or kind, CANARIES["chat"])
+        status, self.canary_problem = await self._send_canary(canary)
+        if status == BAD_REQUEST and canary is CANARIES["chat"]:
+            _, problem = await self._send_canary(PROMPT_CANARY)
+            self.canary_problem = problem and self.canary_problem
+        self.problem = self.canary_problem if status in (0, OK) else ""
+        return not self.canary_problem
+
+    async def _send_canary(self, canary: Canary) -> tuple[int, str]:
+        """Return the status, 0 if there is no answer, and what is wrong with the answer, or ""."""
         command = self.record.command
         if not canary.body and command.ready_path:
             canary = Canary(command.ready_path, {}, "")
@@ -226,37 +240,22 @@ class EngineProcess:
         body = {"model": name, **canary.body} if canary.body else None
         if body is not None and self.handshake is not None:
             body |= self.handshake.canary_fields
-        method = "POST" if body else "GET"
-        status, answer = await self._request(method, canary.path, CANARY_TIMEOUT_S, body)
-        self.problem = ""
+        method, timeout_s = "POST" if body else "GET", self._canary_timeout_s
+        status, answer = await self._request(method, canary.path, timeout_s, body)
         if not status:
-            self.problem = f"a test request was not answered within {CANARY_TIMEOUT_S:g} s"
-        elif status == 200 and canary.answer and not has_list(answer, canary.answer):
-            start = answer[:60].decode(errors="replace")
-            self.problem = f"status 200 without {canary.answer!r}: {start!r}"
-        # A full engine refuses with 429 and is healthy.
-        return status in (200, 429) and not self.problem
+            return 0, f"a test request was not answered within {timeout_s:g} s"
+        return status, canary.problem(status, answer)
 
     async def fall_asleep(self) -> bool:
         """Have the engine drop its model; return False if it refuses or cannot."""
-        path = self._driver.sleep_path
-        if not path:
-            return False
-        status, _ = await self._request("POST", path, SLEEP_TIMEOUT_S)
-        return status == 200
-
-    @property
-    def http(self) -> aiohttp.ClientSession:
-        """Requests to the engine. Raises aiohttp.ClientConnectionError once it was released."""
-        return open_session(self._http)
+        return await self._obeys(self._driver.sleep_path, SLEEP_TIMEOUT_S)
 
     async def wake_up(self) -> bool:
         """Have the engine load its model again; return False if it does not."""
-        path = self._driver.wake_path
-        if not path:
-            return False
-        status, _ = await self._request("POST", path, WAKE_TIMEOUT_S)
-        return status == 200
+        return await self._obeys(self._driver.wake_path, WAKE_TIMEOUT_S)
+
+    async def _obeys(self, path: str, timeout_s: float) -> bool:
+        return bool(path) and (await self._request("POST", path, timeout_s))[0] == OK
 
     async def _request(
         self, method: str, path: str, timeout_s: float, body: Any = None
@@ -274,18 +273,15 @@ class EngineProcess:
 
         With `kill`, by SIGKILL at once.
         """
-        if not kill:
-            signal_group(self.pid, self.record.started, signal.SIGTERM)
+        for number in (signal.SIGKILL,) if kill else (signal.SIGTERM, signal.SIGKILL):
+            signal_group(self.pid, self.record.started, number)
+            timeout_s = TERM_TIMEOUT_S if number is signal.SIGTERM else KILL_TIMEOUT_S
             with suppress(TimeoutError):
-                async with asyncio.timeout(TERM_TIMEOUT_S):
+                async with asyncio.timeout(timeout_s):
                     await self.exited.wait()
-        signal_group(self.pid, self.record.started, signal.SIGKILL)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(TERM_TIMEOUT_S):
-                await self.exited.wait()
         await self.release()
         # Children that left the group still hold memory and devices.
-        await asyncio.to_thread(kill_writers, self.log)
+        await asyncio.to_thread(kill_remaining, self.log)
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def release(self) -> None:
@@ -325,6 +321,7 @@ class EngineProcesses:
         device_memory: Callable[[Sequence[DeviceId]], DeviceMemory | None] = lambda _: None,
         host: str = "127.0.0.1",
         commands: Mapping[str, ConfiguredCommand] | None = None,
+        canary_timeout_s: float = CANARY_TIMEOUT_S,
     ) -> None:
         """`device_memory` returns the memory of a replica's devices; None if it is unknown.
 
@@ -333,12 +330,12 @@ class EngineProcesses:
         """
         self._commands = commands or {}
         self._host = host
+        self._canary_timeout_s = canary_timeout_s
         self._folder = folder
         self._device_memory = device_memory
         self._threads = threads
         self._standby = StandbyProcess(folder / "standby.log") if standby else None
-        # Held while a process starts: the spare can become only one engine.
-        self._spawn_lock = asyncio.Lock()
+        self._spawn_lock = asyncio.Lock()  # the spare can become only one engine
         self._ports: dict[str, list[int]] = {}
         """By replica. An engine begins to listen long after it was given its ports."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -393,7 +390,8 @@ class EngineProcesses:
             signal_group(record.pid, record.started, signal.SIGKILL)
             await asyncio.to_thread(child.wait)
             raise
-        return EngineProcess(record, folder, child, partial(self._ports.pop, spec.replica_id, []))
+        on_release = partial(self._ports.pop, spec.replica_id, [])
+        return EngineProcess(record, folder, child, on_release, self._canary_timeout_s)
 
     def _spawn(self, command: EngineCommand, log: Path) -> Child:
         spare = self._standby.take_for(command, log) if self._standby else None
@@ -433,7 +431,7 @@ class EngineProcesses:
             else:
                 # The group's leader is gone, but its children may still run.
                 signal_group(record.pid, record.started, signal.SIGKILL)
-                kill_writers(path.parent / LOG)
+                kill_remaining(path.parent / LOG)
                 shutil.rmtree(path.parent, ignore_errors=True)
         return survivors
 
@@ -443,7 +441,8 @@ class EngineProcesses:
         address = record.command.kv_address
         self._ports[replica_id] = [record.command.port, address.port if address else 0]
         on_release = partial(self._ports.pop, replica_id, [])
-        return EngineProcess(record, self._folder / replica_id, None, on_release)
+        folder = self._folder / replica_id
+        return EngineProcess(record, folder, None, on_release, self._canary_timeout_s)
 
 
 def _write_record(folder: Path, record: EngineRecord) -> None:

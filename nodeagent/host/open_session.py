@@ -1,6 +1,6 @@
-"""Makes the use of a stopped engine's HTTP session a connection error, as its absence is.
+"""Turns the use of a stopped engine's HTTP session into a connection error.
 
-aiohttp raises RuntimeError there, which reads like a fault of the program.
+aiohttp raises RuntimeError there, which looks like a bug.
 """
 
 import aiohttp

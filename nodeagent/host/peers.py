@@ -1,7 +1,7 @@
 """Fetches files of artifacts from other nodes, so that few nodes fetch them from the origin.
 
-Rule 1: a peer is trusted no more than an origin. If a file fails verification, every peer that sent
-a part of it is excluded for that artifact.
+Rule 1: a peer is not trusted more than an origin. If a file fails verification, every peer that
+sent a part of it is excluded for that artifact.
 Rule 2: a peer cannot make this node wait without limit, follow a redirect, or store more than the
 manifest allows.
 Rule 3: of the nodes of a PoP that need an artifact, one fetches it from far away; the others wait

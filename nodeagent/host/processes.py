@@ -29,6 +29,13 @@ PASSED_PREFIXES: Final = (
 SECRET_WORDS: Final = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 """A variable with one of these words in its name is not passed on, such as HF_TOKEN."""
 
+LOG_VARIABLE: Final = "ISOCHRONE_ENGINE_LOG"
+"""A variable of each engine with the path of its log. Its children inherit it, also those that
+leave its process group and write elsewhere."""
+
+KILL_PASSES_MAX: Final = 5
+"""How often the children of an engine are looked for: they may start others meanwhile."""
+
 OOM_SCORE: Final = "300"
 """The `oom_score_adj` of engines, out of 1000 (proc_pid_oom_score_adj(5)): if memory is short, the
 kernel kills an engine before the agent and other services of the machine."""
@@ -58,7 +65,7 @@ def spawn(
                 stdin=stdin,
                 stdout=out,
                 stderr=out,
-                env={**passed, **environment},
+                env={**passed, **environment, LOG_VARIABLE: str(log.resolve())},
                 start_new_session=True,
                 cwd=folder,
             )
@@ -69,6 +76,16 @@ def spawn(
     with suppress(OSError):
         Path(f"/proc/{child.pid}/oom_score_adj").write_text(OOM_SCORE)
     return child
+
+
+def ended_by(child: Child | None) -> str:
+    """Return how a process ended: "exited", or the signal that killed it, where that is known."""
+    code = child.poll() if child is not None else None
+    if code is None or code >= 0:
+        return "exited"
+    with suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
 
 
 def passed_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -110,11 +127,31 @@ def group_that_writes(log: Path) -> int:
     return 0
 
 
-def kill_writers(log: Path) -> None:
-    """Kill the processes whose standard output is `log`, whatever their group. Blocks."""
-    for pid in _writers(log):
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+def kill_remaining(log: Path) -> None:
+    """Kill what is left of the engine with this log, whatever its process group. Blocks.
+
+    That is every process that writes to the log or has inherited LOG_VARIABLE. One that cleared its
+    environment and writes elsewhere is not found.
+    """
+    for _ in range(KILL_PASSES_MAX):
+        found = {*_writers(log), *_with_variable(f"{LOG_VARIABLE}={log.resolve()}")}
+        if not found:
+            return
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _with_variable(assignment: str) -> list[int]:
+    """Return the processes that were started with this in their environment, without zombies."""
+    wanted = assignment.encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        # Another user's cannot be read, and a zombie's is empty.
+        with suppress(OSError):
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
 
 
 def _writers(log: Path) -> list[int]:

@@ -232,7 +232,7 @@ class ArtifactSources:
             raise ArtifactError(f"cannot reach {_printable(url)}: {reason}") from error
 
     def _access_advice(self) -> str:
-        """Return what a hub's refusal means, and what the operator can do about it."""
+        """Return the meaning of a hub's refusal, and what the operator can do about it."""
         if self._hf_token:
             return (
                 "the model is gated or private, and the token in hf_token_file is invalid or its "

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from nodeagent.drivers.driver import EngineCommand
-from nodeagent.host.processes import Child, spawn
+from nodeagent.host.processes import LOG_VARIABLE, Child, spawn
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class StandbyProcess:
         assert spare.stdin is not None
         instructions = {
             "arguments": command.arguments[len(command.standby) - 1 :],
-            "environment": command.environment,
+            "environment": {**command.environment, LOG_VARIABLE: str(engine_log.resolve())},
             "log": str(engine_log),
             "agent": os.getpid(),
         }

@@ -1,8 +1,8 @@
 """Deletes the files of LoRA adapters that no request has used for a while.
 
-No router names a deleted adapter any more, so its files leave every node after that time. Those of
-another adapter are fetched again with its next request, also if the engine has it loaded: every
-request fetches what is missing first.
+No router names a deleted adapter any more, so every node deletes its files after that time. The
+files of another adapter are fetched again with its next request, even if the engine has it loaded:
+every request first fetches the missing files.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class IdleAdapterCounts(NamedTuple):
 
 
 class DeleteIdleAdapters:
-    """Leaves alone what a request uses now, and what a replica has as its model."""
+    """Deletes idle files, except those that a request uses now or that are a replica's model."""
 
     def __init__(
         self,

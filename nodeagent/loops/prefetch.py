@@ -1,7 +1,7 @@
 """Fetches artifacts ahead of their use, one at a time, in the order of the assignment.
 
-A starting replica goes first: while one waits for its artifact, the prefetch is suspended. Later it
-resumes from the bytes that were fetched.
+A starting replica goes first: while one waits for its artifact, the prefetch is suspended. Later
+the prefetch resumes from the bytes that were fetched.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """Generates numbered tokens ("t0 t1 t2 ...") at a set pace, with faults on request.
 
-A prompt's tokens are its words. Options (`EngineConfig.options`): ttft_ms, itl_ms, kv_tokens,
+A prompt's tokens are its words. Of a request's fields only its limits, stop strings and number of
+answers change what is generated. Options (`EngineConfig.options`): ttft_ms, itl_ms, kv_tokens,
 sequences, fail_load, crash_at_token, hang_at_token, garbage_at_token, error_status, zombie,
 memory_full. A request can set the same faults for itself in its field `mock`.
 """
@@ -15,28 +16,66 @@ from typing import Final, NamedTuple
 
 from isochrone.wire.engine import EngineConfig, EngineStats
 from isochrone.wire.errors import ApiError, ErrorCode, context_length_message
+from isochrone.wire.headers import PRIORITY_DEFAULT
+from nodeagent.mock.slots import MockPlace, MockSlots
+from nodeagent.mock.stop_strings import MockStopStrings
 
 BLOCK_WORDS: Final = 16
 CACHED_PREFIXES_MAX: Final = 10_000
 GARBAGE: Final = "\ufffd\x00\ufffd"
 
 
-class MockRequest(NamedTuple):
-    """A request for `max_tokens` numbered tokens from `first_token` on, after a prompt."""
+class MockPrompt(NamedTuple):
+    """A prompt as words, and the number of the token that answers to it begin with."""
 
-    prompt_words: Sequence[str]
+    words: Sequence[str]
     first_token: int
+
+
+class MockRequest(NamedTuple):
+    """A request for `answers` texts of at most `max_tokens` numbered tokens after each prompt."""
+
+    prompts: Sequence[MockPrompt]
+    answers: int
     max_tokens: int
+    stop: Sequence[str]
     salt: str
     faults: dict[str, float]
+    priority: int = PRIORITY_DEFAULT
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of all prompts."""
+        return sum(len(prompt.words) for prompt in self.prompts)
 
 
 class MockToken(NamedTuple):
-    """One generated token. `cached` counts the prompt tokens found in the prefix cache."""
+    """One generated token, of the answer numbered `answer`.
 
+    `visible` is the text to send now: later than the token if it may belong to a stop string.
+    `cached` counts the request's prompt tokens found in the prefix cache.
+    """
+
+    answer: int
     text: str
+    visible: str
+    finish_reason: str | None
     cached: int
-    is_last: bool
+
+
+class MockAnswer:
+    """One text in the making."""
+
+    def __init__(self, number: int, first_token: int, stop: Sequence[str]) -> None:
+        self.number = number
+        self.first_token = first_token
+        self._stops = MockStopStrings(stop)
+
+    def token(self, text: str, cached: int, *, is_last: bool) -> MockToken:
+        """Return its next token."""
+        visible = self._stops.add(text, is_last=is_last)
+        finish_reason = "stop" if self._stops.is_reached else "length" if is_last else None
+        return MockToken(self.number, text, visible, finish_reason, cached)
 
 
 class MockEngine:
@@ -46,10 +85,8 @@ class MockEngine:
         self._config = config
         self._options = config.options
         self._kv_tokens = int(self._options.get("kv_tokens", "100000"))
-        self._slots = asyncio.Semaphore(int(self._options.get("sequences", "64")))
+        self._slots = MockSlots(int(self._options.get("sequences", "64")))
         self._cached_prefixes: OrderedDict[int, None] = OrderedDict()
-        self._running = 0
-        self._waiting = 0
         self._kv_used = 0
         self._prompt_total = 0
         self._cached_total = 0
@@ -58,18 +95,21 @@ class MockEngine:
 
     async def generate(self, request: MockRequest) -> AsyncGenerator[MockToken, None]:
         """Yield numbered tokens. Raises ApiError if the request is too long or the engine full."""
-        prompt_tokens = len(request.prompt_words)
-        needed = prompt_tokens + request.max_tokens
-        if needed > self._config.context_tokens_max:
+        prompt_tokens = max(len(prompt.words) for prompt in request.prompts)
+        longest = prompt_tokens + request.max_tokens
+        outputs = len(request.prompts) * request.answers * request.max_tokens
+        needed = request.prompt_tokens + outputs
+        if longest > self._config.context_tokens_max:
             raise ApiError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
                 context_length_message(
                     self._config.context_tokens_max,
-                    f"you requested {needed} tokens ({prompt_tokens} in the prompt,"
+                    f"you requested {longest} tokens ({prompt_tokens} in the prompt,"
                     f" {request.max_tokens} in the completion)",
                 ),
             )
-        if self._kv_used + needed > self._kv_tokens or self._waiting >= self._config.waiting_max:
+        is_full = self._slots.waiting >= self._config.waiting_max
+        if self._kv_used + needed > self._kv_tokens or is_full:
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
                 "cannot serve the request: the engine is full",
@@ -79,26 +119,20 @@ class MockEngine:
             raise ApiError(
                 ErrorCode.INTERNAL, "cannot serve the request: option error_status is set"
             )
-        self._waiting += 1
-        try:
-            await self._slots.acquire()
-        finally:
-            self._waiting -= 1
-        self._kv_used += needed
-        self._running += 1
-        try:
-            async for token in self._tokens(request):
-                yield token
-        finally:
-            self._running -= 1
-            self._kv_used -= needed
-            self._slots.release()
+        with self._slots.join(request.priority) as place:
+            await place.granted.wait()
+            self._kv_used += needed
+            try:
+                async for token in self._tokens(request, place):
+                    yield token
+            finally:
+                self._kv_used -= needed
 
     def stats(self) -> EngineStats:
         """Return the engine's statistics."""
         return EngineStats(
-            running=self._running,
-            waiting=self._waiting,
+            running=self._slots.running,
+            waiting=self._slots.waiting,
             kv_blocks_used=-(-self._kv_used // BLOCK_WORDS),
             kv_blocks_total=self._kv_tokens // BLOCK_WORDS,
             prefill_tokens_per_s=10_000.0,
@@ -110,34 +144,54 @@ class MockEngine:
             memory_full="memory_full" in self._options,
         )
 
-    async def _tokens(self, request: MockRequest) -> AsyncGenerator[MockToken, None]:
-        cached = self._look_up_prefix(request)
-        self._prompt_total += len(request.prompt_words)
+    async def _tokens(
+        self, request: MockRequest, place: MockPlace
+    ) -> AsyncGenerator[MockToken, None]:
+        """Yield the tokens of all answers in turn, while the request has its place."""
+        cached = sum(self._look_up_prefix(prompt, request.salt) for prompt in request.prompts)
+        self._prompt_total += request.prompt_tokens
         self._cached_total += cached
+        prompts = [prompt for prompt in request.prompts for _ in range(request.answers)]
+        answers = [
+            MockAnswer(number, prompt.first_token, request.stop)
+            for number, prompt in enumerate(prompts)
+        ]
         await asyncio.sleep(self._fault(request, "ttft_ms") / 1000)
-        end = request.first_token + request.max_tokens
-        for number in range(request.first_token, end):
-            if number > request.first_token:
+        for step in range(request.max_tokens):
+            if step:
                 await asyncio.sleep(self._fault(request, "itl_ms") / 1000)
-            if self._fault(request, "crash_at_token", -1) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self._fault(request, "hang_at_token", -1) == number or "zombie" in self._options:
-                await asyncio.Event().wait()
-            self.tokens_out += 1
-            self.last_token_at = time.monotonic()
-            is_garbage = self._fault(request, "garbage_at_token", -1) == number
-            yield MockToken(GARBAGE if is_garbage else f"t{number} ", cached, number == end - 1)
+            await place.granted.wait()
+            for answer in list(answers):
+                text = await self._text(request, answer.first_token + step)
+                is_last = step == request.max_tokens - 1
+                token = answer.token(text, cached, is_last=is_last)
+                if token.finish_reason:
+                    answers.remove(answer)
+                yield token
+            if not answers:
+                return
+
+    async def _text(self, request: MockRequest, number: int) -> str:
+        """Return the text of a token, or show the fault that is set for its number."""
+        if self._fault(request, "crash_at_token", -1) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._fault(request, "hang_at_token", -1) == number or "zombie" in self._options:
+            await asyncio.Event().wait()
+        self.tokens_out += 1
+        self.last_token_at = time.monotonic()
+        is_garbage = self._fault(request, "garbage_at_token", -1) == number
+        return GARBAGE if is_garbage else f"t{number} "
 
     def _fault(self, request: MockRequest, name: str, default: float = 0.0) -> float:
         """Return a fault's value: the request's, else the engine's, else the default."""
         return float(request.faults.get(name, self._options.get(name, default)))
 
-    def _look_up_prefix(self, request: MockRequest) -> int:
+    def _look_up_prefix(self, prompt: MockPrompt, salt: str) -> int:
         """Count the prompt words in the prefix cache of this salt, then add the prompt to it."""
         cached = 0
-        chain = hash(request.salt)
+        chain = hash(salt)
         is_hit = True
-        words = request.prompt_words
+        words = prompt.words
         for start in range(0, len(words) - len(words) % BLOCK_WORDS, BLOCK_WORDS):
             chain = hash((chain, *words[start : start + BLOCK_WORDS]))
             is_hit = is_hit and chain in self._cached_prefixes

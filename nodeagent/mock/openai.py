@@ -1,16 +1,22 @@
-"""The part of OpenAI's request and response bodies that the mock engine needs."""
+"""OpenAI's request bodies for the mock engine: decoded, and refused where it cannot answer them."""
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.mock.engine import MockRequest
+from nodeagent.mock.engine import MockPrompt, MockRequest
 
 CHAT_TOKENS_DEFAULT: Final = 256
 COMPLETION_TOKENS_DEFAULT: Final = 16
 
+ANSWERS_MAX: Final = 128
+STOPS_MAX: Final = 16
+TOP_LOGPROBS_MAX: Final = 20
+
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_MAX)]
 
 
 class MockTextPart(msgspec.Struct, frozen=True):
@@ -27,40 +33,81 @@ class MockMessage(msgspec.Struct, frozen=True):
     content: str | tuple[MockTextPart, ...] | None = None
 
 
-class MockRequestBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MockFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that change no numbered token, and so are honoured by ignoring them."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    frequency_penalty: Penalty | None = None
+    ignore_eos: bool | None = None
+    metadata: Any = None
+    options: Any = None
+    parallel_tool_calls: bool | None = None
+    prediction: Any = None
+    presence_penalty: Penalty | None = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    reasoning_effort: str | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    safety_identifier: Any = None
+    seed: int | None = None
+    service_tier: str | None = None
+    store: Literal[False] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    tools: list[Any] | None = None
+    """None is ever called: see `forced_tools` of the capabilities."""
+    top_k: int | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    user: Any = None
+    verbosity: Literal["medium"] | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class MockRefusedFields(MockFields, frozen=True, kw_only=True):
+    """Fields that the mock engine does not honour, with the values that ask for nothing."""
+
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=0)] | None = None
+    moderation: None = None
+    suffix: Literal[""] | None = None
+
+
+class MockFormat(msgspec.Struct, frozen=True):
+    """The form of an answer."""
+
+    type: Literal["text"] = "text"
+
+
+class MockRequestBody(MockRefusedFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/chat/completions` with messages, or `POST /v1/completions` with a prompt.
 
-    Fields of type Any change none of its numbered tokens. Misspelt fields are refused, so that a
-    mistake of a router or a test shows.
+    Misspelt fields are refused, so that a mistake of a router or a test shows.
     """
 
     messages: Annotated[tuple[MockMessage, ...], msgspec.Meta(min_length=1)] | None = None
-    prompt: str | tuple[str | int, ...] | None = None
+    prompt: str | tuple[str | int | tuple[int, ...], ...] | None = None
     model: str = ""
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    n: int | None = None
-    stream: bool = False
+    n: Annotated[int, msgspec.Meta(ge=1, le=ANSWERS_MAX)] | None = None
+    stop: str | Annotated[tuple[str, ...], msgspec.Meta(max_length=STOPS_MAX)] | None = None
+    logprobs: bool | TopLogprobs | None = None
+    top_logprobs: TopLogprobs | None = None
+    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
+    response_format: MockFormat | None = None
+    tool_choice: Literal["none", "auto"] | None = None
     mock: dict[str, float] | None = None
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
-    seed: Any = None
-    stop: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    ignore_eos: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    response_format: Any = None
-    chat_template_kwargs: Any = None
-    reasoning_effort: Any = None
-    user: Any = None
-    metadata: Any = None
-    options: Any = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """The tokens whose probability is told beside each token; None without probabilities."""
+        if self.messages is not None:
+            return (self.top_logprobs or 0) if self.logprobs else None
+        return None if self.logprobs in (None, False) else int(self.logprobs)
 
 
 _decoder = msgspec.json.Decoder(MockRequestBody)
@@ -72,8 +119,8 @@ def decode(data: bytes) -> MockRequestBody:
         body = _decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise _invalid(str(error)) from error
-    if body.n not in (None, 1):
-        raise _invalid("n must be 1", "n")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise _invalid("top_logprobs needs logprobs", "top_logprobs")
     return body
 
 
@@ -87,67 +134,21 @@ def mock_request(body: MockRequestBody, *, is_chat: bool, salt: str) -> MockRequ
         texts = [(message.role, _text(message)) for message in body.messages or ()]
         words = [word for role, text in texts for word in (role, *text.split())]
         resumed_text = texts[-1][1] if texts and texts[-1][0] == "assistant" else ""
+        prompts = [MockPrompt(words, _first_token(resumed_text))]
         max_tokens = body.max_completion_tokens or body.max_tokens or CHAT_TOKENS_DEFAULT
     else:
-        resumed_text, words = _prompt(body.prompt)
+        prompts = _prompts(body.prompt)
         max_tokens = body.max_tokens or COMPLETION_TOKENS_DEFAULT
-    if not words:
+    if not all(prompt.words for prompt in prompts):
         raise _invalid("the prompt is empty", "messages" if is_chat else "prompt")
+    stop = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
+    return MockRequest(prompts, body.n or 1, max_tokens, stop, salt, body.mock or {})
+
+
+def _first_token(resumed_text: str) -> int:
     last = resumed_text.split()[-1:]
     number = last[0].removeprefix("t") if last and last[0].startswith("t") else ""
-    first_token = int(number) + 1 if number.isdigit() else 0
-    return MockRequest(words, first_token, max_tokens, salt, body.mock or {})
-
-
-class MockAnswerEncoder:
-    """Encodes the answer to one request, as the chunks of a stream or as one object."""
-
-    def __init__(self, *, is_chat: bool, request_id: str, model: str, created: int) -> None:
-        self._is_chat = is_chat
-        self._kind = "chat.completion" if is_chat else "text_completion"
-        answer_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}"
-        self._head = {"id": answer_id, "created": created, "model": model}
-
-    def first_chunk(self) -> bytes:
-        """Return a chat's first chunk, which names the role; "" for a completion."""
-        if not self._is_chat:
-            return b""
-        return self._choice_chunk({"delta": {"role": "assistant", "content": ""}})
-
-    def token_chunk(self, text: str, *, is_last: bool) -> bytes:
-        """Return the chunk of one token."""
-        content: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
-        return self._choice_chunk(content, "length" if is_last else None)
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        """Return the chunk with the usage."""
-        return self._chunk({"choices": [], "usage": usage})
-
-    def complete(self, text: str, usage: dict[str, Any]) -> bytes:
-        """Return the answer as one object."""
-        content: dict[str, Any] = {"text": text}
-        if self._is_chat:
-            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        choice = {"index": 0, "logprobs": None, "finish_reason": "length", **content}
-        body = {"object": self._kind, "choices": [choice], "usage": usage}
-        return msgspec.json.encode({**self._head, **body})
-
-    def _choice_chunk(self, content: dict[str, Any], finish_reason: str | None = None) -> bytes:
-        return self._chunk({"choices": [{"index": 0, "finish_reason": finish_reason, **content}]})
-
-    def _chunk(self, body: dict[str, Any]) -> bytes:
-        kind = f"{self._kind}.chunk" if self._is_chat else self._kind
-        return b"data: " + msgspec.json.encode({**self._head, "object": kind, **body}) + b"\n\n"
-
-
-def usage_of(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Return OpenAI's usage object."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": output_tokens,
-        "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
+    return int(number) + 1 if number.isdigit() else 0
 
 
 def _text(message: MockMessage) -> str:
@@ -158,15 +159,23 @@ def _text(message: MockMessage) -> str:
     return "".join(part.text for part in message.content)
 
 
-def _prompt(prompt: str | tuple[str | int, ...] | None) -> tuple[str, list[str]]:
-    """Return a completion's prompt as the text that may be resumed, and as words."""
-    if isinstance(prompt, tuple) and len(prompt) == 1 and isinstance(prompt[0], str):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return prompt, prompt.split() or [""]
-    if not prompt or any(isinstance(token, str) for token in prompt):
-        raise _invalid("expected one string or one list of token ids", "prompt")
-    return "", [str(token) for token in prompt]
+def _prompts(prompt: str | tuple[str | int | tuple[int, ...], ...] | None) -> list[MockPrompt]:
+    """Return a completion's prompts: one text or list of token ids, or several."""
+    if not prompt:
+        raise _invalid(
+            "the prompt must be a text, a list of token ids, or a list of these", "prompt"
+        )
+    if isinstance(prompt, tuple) and all(isinstance(token, int) for token in prompt):
+        return [MockPrompt([str(token) for token in prompt], 0)]
+    found = []
+    for part in (prompt,) if isinstance(prompt, str) else prompt:
+        if isinstance(part, int):
+            raise _invalid("the prompt mixes token ids and texts", "prompt")
+        if isinstance(part, str):
+            found.append(MockPrompt(part.split() or [""], _first_token(part)))
+        else:
+            found.append(MockPrompt([str(token) for token in part], 0))
+    return found
 
 
 def _invalid(reason: str, param: str | None = None) -> ApiError:

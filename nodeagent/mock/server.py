@@ -22,7 +22,7 @@ from isochrone.wire import headers
 from isochrone.wire.engine import EngineConfig, EngineHealth
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.ids import is_request_id
-from nodeagent.mock import media, openai
+from nodeagent.mock import answers, media, openai
 from nodeagent.mock.engine import MockEngine, MockRequest, MockToken
 
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -94,12 +94,16 @@ class MockServer:
         is_chat = http_request.path == "/v1/chat/completions"
         salt = http_request.headers.get(headers.CACHE_SALT, "")[:128]
         request = openai.mock_request(body, is_chat=is_chat, salt=salt)
+        priority = http_request.headers.get(headers.PRIORITY, "")
+        if priority.isascii() and priority.isdigit():
+            request = request._replace(priority=int(priority[:3]))
         request_id = http_request.headers.get(headers.REQUEST_ID, "")
-        encoder = openai.MockAnswerEncoder(
+        encoder = answers.MockAnswerEncoder(
             is_chat=is_chat,
             request_id=request_id if is_request_id(request_id) else secrets.token_hex(12),
             model=body.model or self._config.served_name,
             created=int(time.time()),
+            alternatives=body.alternatives,
         )
         self._in_flight += 1
         self._idle.clear()
@@ -130,7 +134,7 @@ class MockServer:
             await read_body(http_request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
         )
         request = openai.mock_request(body, is_chat=True, salt="")
-        return _json({"count": len(request.prompt_words)})
+        return _json({"count": request.prompt_tokens})
 
     async def _models(self, request: web.Request) -> web.Response:
         entry = {"id": self._config.served_name, "object": "model", "owned_by": "isochrone"}
@@ -170,7 +174,7 @@ async def _stream(
     http_request: web.Request,
     request: MockRequest,
     tokens: AsyncGenerator[MockToken, None],
-    encoder: openai.MockAnswerEncoder,
+    encoder: answers.MockAnswerEncoder,
     wants_usage: bool,
 ) -> web.StreamResponse:
     # The first token is awaited before the head is sent, so that an error still gets its status.
@@ -179,12 +183,13 @@ async def _stream(
         headers={"content-type": "text/event-stream", "cache-control": "no-cache"}
     )
     await response.prepare(http_request)
-    await response.write(
-        encoder.first_chunk() + encoder.token_chunk(token.text, is_last=token.is_last)
-    )
+    answer_count = len(request.prompts) * request.answers
+    await response.write(encoder.first_chunks(answer_count) + encoder.token_chunk(token))
+    output_tokens = 1
     async for token in tokens:
-        await response.write(encoder.token_chunk(token.text, is_last=token.is_last))
-    usage = openai.usage_of(len(request.prompt_words), request.max_tokens, token.cached)
+        output_tokens += 1
+        await response.write(encoder.token_chunk(token))
+    usage = answers.usage_of(request.prompt_tokens, output_tokens, token.cached)
     usage_chunk = encoder.usage_chunk(usage) if wants_usage else b""
     await response.write(usage_chunk + b"data: [DONE]\n\n")
     await response.write_eof()
@@ -194,12 +199,15 @@ async def _stream(
 async def _complete(
     request: MockRequest,
     tokens: AsyncGenerator[MockToken, None],
-    encoder: openai.MockAnswerEncoder,
+    encoder: answers.MockAnswerEncoder,
 ) -> web.Response:
     generated = [token async for token in tokens]
-    usage = openai.usage_of(len(request.prompt_words), len(generated), generated[-1].cached)
-    body = encoder.complete("".join(token.text for token in generated), usage)
-    return web.Response(body=body, content_type="application/json")
+    usage = answers.usage_of(request.prompt_tokens, len(generated), generated[-1].cached)
+    by_answer = [
+        [token for token in generated if token.answer == number]
+        for number in range(len(request.prompts) * request.answers)
+    ]
+    return web.Response(body=encoder.complete(by_answer, usage), content_type="application/json")
 
 
 def _json(body: Any) -> web.Response:

@@ -1,7 +1,7 @@
-"""A grammar that fails while it is used: does it cost attempts, and the replica's health?
+"""Measures what a grammar that fails while it is used costs: attempts, and the replica's health.
 
 `python -m ops.attack.bad_grammar` starts an embedded engine with SmolLM2 and a router, sends ten
-such requests, and prints their statuses, the attempts and the ejections. It takes half a minute.
+such requests, and prints their statuses, the attempts and the ejections. A run takes half a minute.
 """
 
 import asyncio

@@ -1,149 +1,229 @@
-"""One tenant floods the embedded engine; how long does another tenant wait for its first token?
+"""One tenant floods an engine; how long does another tenant wait for its first token?
 
-    python -m ops.attack.tenant_flood [--sessions] [--clients 50] [--seconds 60]
+    python -m ops.attack.tenant_flood [--engine vllm] [--sessions] [--clients 50] [--rounds 2]
 
-Starts a scheduler, a node with the demo's chat model, and a router. Prints the other tenant's time
-to first token alone and beside the flood, and the flood's tokens per second. With `--sessions` each
-request of the flood names a session of its own.
+Starts a scheduler, a node with one engine (the embedded one with the demo's settings, or a real
+vLLM with as many seats), and a router. Probes are sent alone, and then beside the flood in
+alternating phases: with a key of another tenant, and with a key of the flooding tenant, for which
+every queue is first come, first served. Prints the times to first token and the tokens per second
+that the engine generated meanwhile, for both tenants together. With `--sessions` each request of
+the flood names a session of its own.
 """
 
 import argparse
 import asyncio
+import os
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import aiohttp
+import msgspec
 
 from isochrone.wire.headers import SESSION_AFFINITY
-from ops.fleet.model import NAME, catalogue_entry, deployment_body
+from nodeagent.host.engines import EngineProcess, EngineRecord
+from ops.attack.flooded_engines import TARGETS, FloodTarget
 from tests.system.harness import CITIES, Fleet, a_fleet, until
 
 POP = "ams"
-FLOOD_TOKENS = 64
 PROBE_TOKENS = 4
-PROBES_ALONE = 30
+PROBES_ALONE = 60
+PROBES_TO_WARM_UP = 5
 WARM_UP_S = 10.0
-PROBE_PAUSE_S = 0.3
-READY_S = 180.0
+SETTLE_S = 12.0
+"""Longer than steps stay short after a small tenant's prompt (SHORT_STEPS_S)."""
+
+PROBE_PAUSE_S = 0.5
+READY_S = 300.0
+OTHER_TENANT, SAME_TENANT = "another tenant", "the same tenant"
 
 
 @dataclass
-class Measured:
-    """The probes' times to first token in seconds, and the flood's output."""
+class PhaseFigures:
+    """The probes' times to first token in seconds, and what the engine generated meanwhile."""
 
-    alone_s: list[float] = field(default_factory=list)
-    beside_s: list[float] = field(default_factory=list)
-    flood_chunks: int = 0
-    refused: int = 0
-    is_counting: bool = False
+    ttft_s: list[float] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
 
 
-async def start(fleet: Fleet) -> None:
-    """Start one scheduler, one node and one router, and deploy the model with defaults."""
-    await fleet.start_postgres()
-    await fleet.start_scheduler("a")
-    await until("the scheduler is active", fleet.acts)
-    country, latitude, longitude = CITIES[POP]
-    body = {"city": POP, "country": country, "latitude": latitude, "longitude": longitude}
-    await fleet.ask("PUT", f"/v1/pops/{POP}", body)
-    await fleet.start_node(POP)
-    await fleet.start_router(POP)
-    entry = catalogue_entry()
-    await fleet.ask("PUT", f"/v1/models/{entry['model_id']}", entry)
-    deployment = deployment_body(POP)
-    deployment["policy"]["replicas_max"] = 1
-    await fleet.ask("POST", "/v1/deployments", deployment)
+class FloodedFleet:
+    """A fleet of one node, and the keys of two tenants."""
 
-    async def is_warm() -> bool:
-        return await fleet.is_warm(1)
+    def __init__(
+        self, fleet: Fleet, target: FloodTarget, http: aiohttp.ClientSession, *, flood_tokens: int
+    ) -> None:
+        self._fleet = fleet
+        self._target = target
+        self._http = http
+        self._flood_tokens = flood_tokens
+        self._number = 0
+        self.flood_statuses: Counter[int] = Counter()
+        self.keys: dict[str, str] = {}
 
-    await until("the model is warm", is_warm, READY_S)
-    await fleet.routers_know()
+    async def start(self) -> None:
+        """Start one scheduler, one node and one router, and deploy the model."""
+        fleet = self._fleet
+        fleet.settings[f"node-{POP}"] = dict(self._target.node_settings)
+        await fleet.start_postgres()
+        await fleet.start_scheduler("a")
+        await until("the scheduler is active", fleet.acts)
+        country, latitude, longitude = CITIES[POP]
+        body = {"city": POP, "country": country, "latitude": latitude, "longitude": longitude}
+        await fleet.ask("PUT", f"/v1/pops/{POP}", body)
+        await fleet.start_node(POP)
+        await fleet.start_router(POP)
+        await fleet.ask("PUT", f"/v1/models/{self._target.model_id}", self._target.model)
+        await fleet.ask("POST", "/v1/deployments", self._target.deployment)
+        await until("the model is warm", lambda: fleet.is_warm(1), READY_S)
+        for name, tenant in (("flood", "flood"), (OTHER_TENANT, "small"), (SAME_TENANT, "flood")):
+            made = await fleet.ask("POST", "/v1/keys", {"tenant_id": tenant})
+            self.keys[name] = made["key"]
+        await fleet.routers_know()
+        await until("the model answers", self._answers)
 
+    async def _answers(self) -> bool:
+        """Return True if each key gets an answer."""
+        for key in self.keys.values():
+            async with self._post(key, "Hello.", 1) as response:
+                await response.read()
+                if response.status != 200:
+                    return False
+        return True
 
-async def answers(http: aiohttp.ClientSession, url: str, keys: Sequence[str]) -> bool:
-    """Return True if both tenants get an answer."""
-    body = request_body("Hello.", 1)
-    for key in keys:
-        async with http.post(
-            url, json=body, headers={"authorization": f"Bearer {key}"}
-        ) as response:
-            await response.read()
-            if response.status != 200:
-                return False
-    return True
-
-
-async def first_token_s(http: aiohttp.ClientSession, url: str, key: str, number: int) -> float:
-    """Send the small tenant's request; return its time to first token."""
-    headers = {"authorization": f"Bearer {key}"}
-    body = request_body(f"What is the number after {number}?", PROBE_TOKENS)
-    began_s = time.perf_counter()
-    async with http.post(url, json=body, headers=headers) as response:
-        response.raise_for_status()
-        await response.content.readuntil(b"\n\n")
-        took_s = time.perf_counter() - began_s
-        await response.read()
-    return took_s
-
-
-async def flood(
-    http: aiohttp.ClientSession, url: str, key: str, found: Measured, *, sessions: bool
-) -> None:
-    """Keep one request open without end, and retry soon when it is refused."""
-    while True:
-        headers = {"authorization": f"Bearer {key}"}
-        if sessions:
-            headers[SESSION_AFFINITY] = uuid4().hex
-        body = request_body(f"Tell me a long story about {uuid4().hex}.", FLOOD_TOKENS)
-        async with http.post(url, json=body, headers=headers) as response:
+    async def probe_s(self, key: str) -> float:
+        """Send a short request; return its time to first token."""
+        self._number += 1
+        prompt = f"What is the number after {self._number}?"
+        began_s = time.perf_counter()
+        took_s = 0.0
+        async with self._post(key, prompt, PROBE_TOKENS) as response:
+            response.raise_for_status()
             async for line in response.content:
-                found.flood_chunks += found.is_counting and line.startswith(b"data: {")
-            is_refused = response.status == 429
-            found.refused += found.is_counting and is_refused
-        if is_refused:
-            await asyncio.sleep(0.5)
+                took_s = took_s or (has_text(line) and time.perf_counter() - began_s)
+        if not took_s:
+            raise RuntimeError("cannot measure: the answer has no text")
+        return took_s
+
+    async def flood(self, *, sessions: bool) -> None:
+        """Keep one request open without end, and retry soon when it is refused."""
+        while True:
+            sent = {SESSION_AFFINITY: uuid4().hex} if sessions else {}
+            prompt = f"Tell me a long story about {uuid4().hex}."
+            fields = {"ignore_eos": True}
+            tokens = self._flood_tokens
+            async with self._post(self.keys["flood"], prompt, tokens, sent, fields) as response:
+                await response.read()
+            self.flood_statuses[response.status] += 1
+            if response.status != 200:
+                await asyncio.sleep(0.5)
+
+    async def measure(self, found: PhaseFigures, name: str, seconds: float) -> None:
+        """Send one probe after the other for some seconds."""
+        before, began_s = await self.tokens_generated(), time.perf_counter()
+        while time.perf_counter() - began_s < seconds:
+            found.ttft_s.append(await self.probe_s(self.keys[name]))
+            await asyncio.sleep(PROBE_PAUSE_S)
+        found.tokens += await self.tokens_generated() - before
+        found.seconds += time.perf_counter() - began_s
+
+    async def tokens_generated(self) -> int:
+        """Return how many tokens the engine has generated, by its own count."""
+        (path,) = Path(self._fleet.folder, f"node-{POP}", "engines").glob("*/process.json")
+        record = msgspec.json.decode(path.read_bytes(), type=EngineRecord)
+        engine = EngineProcess(record, Path("/nonexistent"), None)
+        try:
+            stats = await until("the engine counts its tokens", engine.stats)
+        finally:
+            await engine.release()
+        return int(stats.tokens_out_total)
+
+    def _post(
+        self,
+        key: str,
+        prompt: str,
+        tokens: int,
+        sent: Mapping[str, str] | None = None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> Any:
+        body = {
+            "model": self._target.model_id,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": tokens,
+            "stream": True,
+            **(fields or {}),
+        }
+        url = f"{self._fleet.endpoint(POP)}/v1/chat/completions"
+        headers = {"authorization": f"Bearer {key}", **(sent or {})}
+        return self._http.post(url, json=body, headers=headers)
 
 
-def request_body(prompt: str, tokens: int) -> dict[str, object]:
-    """Return a streaming chat request."""
-    message = {"role": "user", "content": prompt}
-    return {"model": NAME, "messages": [message], "max_tokens": tokens, "stream": True}
+def has_text(line: bytes) -> bool:
+    """Return True if a line of the stream has text of the answer."""
+    if not line.startswith(b"data: {"):
+        return False
+    choices = msgspec.json.decode(line[6:]).get("choices", ())
+    return any(choice["delta"].get("content") for choice in choices)
 
 
-async def measure(*, clients: int, seconds: float, sessions: bool) -> Measured:
-    """Probe alone, then beside `clients` clients of another tenant for `seconds`."""
-    found = Measured()
-    async with a_fleet(comes_up=False) as fleet:
-        await start(fleet)
-        keys = [
-            (await fleet.ask("POST", "/v1/keys", {"tenant_id": tenant}))["key"]
-            for tenant in ("small", "flood")
+async def run(given: argparse.Namespace) -> None:
+    """Probe alone, then in alternating phases beside the flood, and print the table."""
+    found = {name: PhaseFigures() for name in ("alone", OTHER_TENANT, SAME_TENANT)}
+    target = TARGETS[given.engine](POP)
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with (
+        a_fleet(comes_up=False) as fleet,
+        aiohttp.ClientSession(connector=connector, timeout=timeout) as http,
+    ):
+        flooded = FloodedFleet(fleet, target, http, flood_tokens=given.flood_tokens)
+        await flooded.start()
+        for _ in range(PROBES_TO_WARM_UP):
+            await flooded.probe_s(flooded.keys[OTHER_TENANT])
+        for _ in range(PROBES_ALONE):
+            found["alone"].ttft_s.append(await flooded.probe_s(flooded.keys[OTHER_TENANT]))
+            await asyncio.sleep(PROBE_PAUSE_S / 5)
+        flooding = [
+            asyncio.create_task(flooded.flood(sessions=given.sessions))
+            for _ in range(given.clients)
         ]
-        url = f"{fleet.endpoint(POP)}/v1/chat/completions"
-        timeout = aiohttp.ClientTimeout(total=None)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
-            await until("the model answers", lambda: answers(http, url, keys))
-            for number in range(PROBES_ALONE):
-                found.alone_s.append(await first_token_s(http, url, keys[0], number))
-            flooding = [
-                asyncio.create_task(flood(http, url, keys[1], found, sessions=sessions))
-                for _ in range(clients)
-            ]
-            await asyncio.sleep(WARM_UP_S)
-            found.is_counting = True
-            end_s = time.perf_counter() + seconds
-            while time.perf_counter() < end_s:
-                number = PROBES_ALONE + len(found.beside_s)
-                found.beside_s.append(await first_token_s(http, url, keys[0], number))
-                await asyncio.sleep(PROBE_PAUSE_S)
-            for task in flooding:
-                task.cancel()
-            await asyncio.gather(*flooding, return_exceptions=True)
-    return found
+        await asyncio.sleep(WARM_UP_S)
+        for _ in range(given.rounds):
+            for name in (OTHER_TENANT, SAME_TENANT):
+                await flooded.measure(found[name], name, given.seconds)
+                await asyncio.sleep(SETTLE_S)
+        if ended := [task for task in flooding if task.done()]:
+            await asyncio.gather(*ended)
+        for task in flooding:
+            task.cancel()
+        await asyncio.gather(*flooding, return_exceptions=True)
+    print(
+        f"{given.engine}, {given.clients} clients, answers of {given.flood_tokens} tokens;", end=""
+    )
+    print(f" statuses {dict(flooded.flood_statuses)}; load average {os.getloadavg()[0]:.1f}\n")
+    print("\n".join(table(found)))
+
+
+def table(found: Mapping[str, PhaseFigures]) -> list[str]:
+    """Return the lines of the table."""
+    lines = [
+        "| probes beside the flood | | TTFT p50 | p99 | of alone, p50 | p99 | tokens/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    alone_s = found["alone"].ttft_s
+    for name, figures in found.items():
+        p50_s, p99_s = (quantile(figures.ttft_s, share) for share in (0.5, 0.99))
+        rate = f"{figures.tokens / figures.seconds:.1f}" if figures.seconds else ""
+        lines.append(
+            f"| {name} | {len(figures.ttft_s)} | {p50_s:.3f} s | {p99_s:.3f} s"
+            f" | {p50_s / quantile(alone_s, 0.5):.1f}x | {p99_s / quantile(alone_s, 0.99):.1f}x"
+            f" | {rate} |"
+        )
+    return lines
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -152,22 +232,15 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def main() -> None:
-    """Measure, and print one line."""
+    """Read the arguments and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", choices=tuple(TARGETS), default="embedded")
     parser.add_argument("--clients", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=45.0, help="of a phase")
+    parser.add_argument("--flood-tokens", type=int, default=64)
     parser.add_argument("--sessions", action="store_true")
-    given = parser.parse_args()
-    found = asyncio.run(
-        measure(clients=given.clients, seconds=given.seconds, sessions=given.sessions)
-    )
-    alone_s, beside_s = (quantile(found.alone_s, 0.99), quantile(found.beside_s, 0.99))
-    print(
-        f"TTFT alone p50 {quantile(found.alone_s, 0.5):.2f} p99 {alone_s:.2f} s; beside"
-        f" {given.clients} clients p50 {quantile(found.beside_s, 0.5):.2f} p99 {beside_s:.2f} s"
-        f" ({beside_s / alone_s:.1f}x, {len(found.beside_s)} probes); flood"
-        f" {found.flood_chunks / given.seconds:.1f} tokens/s, {found.refused} refused"
-    )
+    asyncio.run(run(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ KILLS_PER_FLEET: Final = 40
 
 
 class KillPhase(StrEnum):
-    """What is under way when a part is killed."""
+    """The work in progress when a part is killed."""
 
     READING = "prompt being read"
     TRANSFER = "KV arriving"
@@ -58,7 +58,7 @@ class KillPhase(StrEnum):
 
 
 class StreamProgress:
-    """What the streams of one instant have received, as their client sees it."""
+    """The progress of the streams of one instant, as their client sees it."""
 
     def __init__(self) -> None:
         self.tokens = [0] * STREAMS
@@ -98,7 +98,7 @@ class StreamProgress:
 
 
 class KillOutcome(NamedTuple):
-    """How the streams of one instant stood when a part was killed, and how they ended."""
+    """The state of the streams of one instant when a part was killed, and how they ended."""
 
     phase: KillPhase
     was_in_phase: bool

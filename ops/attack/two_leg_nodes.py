@@ -27,8 +27,8 @@ DECODE, READERS = "d", ("p1", "p2")
 PROMPT_TOKENS: Final = 200
 OUTPUT_TOKENS: Final = 48
 ENGINE_KILLS_MAX: Final = 3
-"""Then its agent begins anew: a replica that fails six times in ten minutes is given up, and the
-time until each restart doubles."""
+"""After this many crashes the agent is replaced: a replica that fails six times in ten minutes is
+given up, and the time until each restart doubles."""
 
 BACK_S: Final = 120.0
 STREAM_S: Final = 60.0
@@ -47,7 +47,7 @@ class NumberedRequest(msgspec.Struct, frozen=True):
 
 
 class StreamedAnswer(msgspec.Struct, frozen=True):
-    """What came of one stream: its text, and whether it was ended in order."""
+    """The result of one stream: its text, and whether it was ended in order."""
 
     text: str
     is_whole: bool
@@ -153,7 +153,7 @@ class Pair:
     def __init__(self, nodes: Mapping[str, AttackedNode]) -> None:
         self.nodes = nodes
         self.last_left = ""
-        """What was left of requests when it was looked at last."""
+        """The request state that was left at the last check."""
 
     def peers(self, readers: Sequence[str]) -> str:
         """Return the header that names the decode replica, slow at reading, and the readers."""

@@ -7,11 +7,13 @@
 # `make up ONESHOT=1` and `make test` there in each combination below. Nothing of this machine is mounted but the
 # package index settings (pip's configuration, the folders it names, and the certificate authorities).
 #
-# First it installs the wheel of these sources on the system without a compiler, and fails unless that gives the fast
+# It also installs the wheel of these sources on the system without a compiler, and fails unless that gives the fast
 # build (try_wheel.sh). `--wheel FILE` is that wheel, for Debian's Python; otherwise `make dist` builds it. With
 # `--only-wheel` nothing else is tried.
-# Without options two combinations run `make up`, the strictest and the richest, and the strictest also `make test` but for
-# its faults (chaos-tests), of which a bare system skips a part. `--all` runs both in all combinations, and whole.
+# Without options two combinations run `make up`, the strictest and the richest, and the strictest also those suites of
+# `make test` that find most there: the embedded engine, whole fleets, the scheduler on the packaged Postgres, and the
+# router without a compiler. The wheel, the strictest and the richest are tried beside each other, and what each printed
+# comes when it has ended. `--all` runs both commands in all combinations, whole, one after another.
 # `--keep FOLDER` keeps the bootstrapped systems there for the next time; otherwise everything is removed at the end.
 # Needs root and debootstrap. The last lines are a table of what ran, how long it took, and tokens per second.
 set -euo pipefail
@@ -36,7 +38,13 @@ mkdir -p "$SYSTEMS"
 
 clean_up() {
     status=$?
-    if mountpoint -q "$WORK/root"; then umount -l "$WORK/root"; fi
+    # What runs inside ends with `unshare --kill-child`.
+    # shellcheck disable=SC2046
+    kill $(jobs -p) 2>/dev/null || true
+    wait
+    for root in "$WORK"/*/root; do
+        if mountpoint -q "$root"; then umount -l "$root"; fi
+    done
     rm -rf --one-file-system "$WORK"
     [ -n "$KEEP" ] || rm -rf --one-file-system "$SYSTEMS"
     exit $status
@@ -77,62 +85,94 @@ bootstrap() {  # SYSTEM: Debian with its packages, made once in $SYSTEMS
     touch "$root/.complete"
 }
 
-run_in() {  # USER read-only|writable FOLDER COMMAND: run COMMAND in FOLDER of the prepared root
+run_in() {  # PLACE USER read-only|writable FOLDER COMMAND: run COMMAND in FOLDER of the root that was prepared at PLACE
     local home=/root
-    [ "$1" = root ] || home=/home/$1
-    ROOT=$WORK/root USER_NAME=$1 USER_HOME=$home MODE=$2 FOLDER=$3 COMMAND=$4 MOUNTS=$(cat "$WORK/mounts") \
+    [ "$2" = root ] || home=/home/$2
+    ROOT=$1/root USER_NAME=$2 USER_HOME=$home MODE=$3 FOLDER=$4 COMMAND=$5 MOUNTS=$(cat "$WORK/mounts") \
         unshare --mount --pid --fork --kill-child bash "$HERE/ops/bare/enter.sh"
 }
 
-prepare() {  # SYSTEM USER FOLDER: an empty layer over SYSTEM, with a clone in FOLDER
-    local layer=$WORK/layer
-    if mountpoint -q "$WORK/root"; then umount -l "$WORK/root"; fi
-    rm -rf --one-file-system "$layer"
-    mkdir -p "$WORK/root" "$layer/upper" "$layer/work"
-    mount -t overlay overlay -o "lowerdir=$SYSTEMS/$1,upperdir=$layer/upper,workdir=$layer/work" "$WORK/root"
-    git clone --quiet "$HERE" "$WORK/root$3"
-    chroot "$WORK/root" chown -R "$2:" "$3"
-    cp "$WORK/pip.conf" "$WORK/root/etc/pip.conf"
+prepare() {  # PLACE SYSTEM USER FOLDER: an empty layer over SYSTEM, with a clone in FOLDER
+    mkdir -p "$1/root" "$1/upper" "$1/work"
+    mount -t overlay overlay -o "lowerdir=$SYSTEMS/$2,upperdir=$1/upper,workdir=$1/work" "$1/root"
+    git clone --quiet "$HERE" "$1/root$4"
+    chroot "$1/root" chown -R "$3:" "$4"
+    cp "$WORK/pip.conf" "$1/root/etc/pip.conf"
 }
 
-python3 "$HERE/ops/bare/index_settings.py" "$WORK/pip.conf" >"$WORK/mounts"
-table=() failed=0
-suites="SUITES='engine-tests service-tests system-tests interpreted-tests check'"
-[ -z "$ALL" ] || suites=
-if [ -z "$WHEEL" ]; then
-    echo "--- make dist"
-    rm -f "$HERE"/dist/isochrone-*-cp311-*.whl
-    (cd "$HERE" && make dist)
-    WHEEL=$(ls "$HERE"/dist/isochrone-*-cp311-*.whl)
-fi
-bootstrap bare
-prepare bare user /home/user/checkout
-cp "$WHEEL" "$HERE/ops/bare/try_wheel.sh" "$WORK/root/home/user/"
-echo "--- pip install ${WHEEL##*/}: system bare, as user"
-began=$SECONDS result=passed
-run_in user read-only /home/user "bash try_wheel.sh ${WHEEL##*/}" || result=FAILED failed=1
-table+=("$(printf '%-9s %-5s %-10s %-24s %-18s %-7s %6d s' bare user read-only /home/user "pip install WHEEL" \
-    "$result" $((SECONDS - began)))")
-[ -z "$ONLY_WHEEL" ] || COMBINATIONS=()
-for combination in "${COMBINATIONS[@]}"; do
-    IFS='|' read -r what commands <<<"$combination"
-    read -r system user mode folder <<<"$what"
-    bootstrap "$system"
-    prepare "$system" "$user" "$folder"
-    for command in $commands; do
+put_away() {  # PLACE: its root is needed no longer
+    umount -l "$1/root"
+    rm -rf --one-file-system "$1/upper" "$1/work"
+}
+
+note() {  # PLACE SYSTEM USER FILES FOLDER COMMAND RESULT SECONDS TOKENS/S: a row of the table
+    printf '%-9s %-5s %-10s %-24s %-18s %-7s %6d s  %s\n' "${@:2}" >>"$1/rows"
+}
+
+try_wheel() {  # PLACE: build the wheel, if none was given, and install it
+    local began result=passed
+    if [ -z "$WHEEL" ]; then
+        echo "--- make dist"
+        rm -f "$HERE"/dist/isochrone-*-cp311-*.whl
+        (cd "$HERE" && make dist)
+        WHEEL=$(ls "$HERE"/dist/isochrone-*-cp311-*.whl)
+    fi
+    prepare "$1" bare user /home/user/checkout
+    cp "$WHEEL" "$HERE/ops/bare/try_wheel.sh" "$1/root/home/user/"
+    echo "--- pip install ${WHEEL##*/}: system bare, as user"
+    began=$SECONDS
+    run_in "$1" user read-only /home/user "bash try_wheel.sh ${WHEEL##*/}" || result=FAILED
+    note "$1" bare user read-only /home/user "pip install WHEEL" $result $((SECONDS - began)) ""
+    put_away "$1"
+}
+
+try_commands() {  # PLACE SYSTEM USER FILES FOLDER COMMAND...: run make COMMAND there, one after another
+    local place=$1 system=$2 user=$3 mode=$4 folder=$5 command make again began result speed
+    prepare "$place" "$system" "$user" "$folder"
+    for command in "${@:6}"; do
         make='make up ONESHOT=1' again=
         # As CI does: a test that fails on a busy machine is run once more.
         [ "$command" != test ] || { make="make test $suites" again=" || make test-again $suites"; }
         echo "--- $make: system $system, as $user, $mode, in '$folder'"
         began=$SECONDS result=passed
-        run_in "$user" "$mode" "$folder" "$make$again" 2>&1 | tee "$WORK/output" || result=FAILED failed=1
+        run_in "$place" "$user" "$mode" "$folder" "$make$again" 2>&1 | tee "$place/output" || result=FAILED
         # The demo prints a row for each city: TTFT, then tokens per second. The first row is the nearest replica's.
-        speed=$(awk '/^ams .* ms +[0-9.]+ +[0-9]+\/[0-9]+ / && !seen {print $6; seen = 1}' "$WORK/output")
-        table+=("$(printf '%-9s %-5s %-10s %-24s %-18s %-7s %6d s  %s' "$system" "$user" "$mode" "$folder" "make $command" \
-            "$result" $((SECONDS - began)) "${speed:-}")")
+        speed=$(awk '/^ams .* ms +[0-9.]+ +[0-9]+\/[0-9]+ / && !seen {print $6; seen = 1}' "$place/output")
+        note "$place" "$system" "$user" "$mode" "$folder" "make $command" $result $((SECONDS - began)) "${speed:-}"
     done
+    put_away "$place"
+}
+
+python3 "$HERE/ops/bare/index_settings.py" "$WORK/pip.conf" >"$WORK/mounts"
+# Without a compiler `interpreted-tests` are the router's tests as they run there.
+suites="SUITES='engine-tests control-tests system-tests interpreted-tests'"
+[ -z "$ALL" ] || suites=
+[ -z "$ONLY_WHEEL" ] || COMBINATIONS=()
+bootstrap bare
+places=() running=()
+begin() {  # PLACE FUNCTION ARGUMENT...: call it with the place, beside what runs already; with --all wait for it
+    places+=("$1")
+    mkdir "$1"
+    "$2" "$1" "${@:3}" >"$1/printed" 2>&1 &
+    running+=($!)
+    [ -z "$ALL" ] || wait $! || true
+}
+begin "$WORK/wheel" try_wheel
+for combination in "${COMBINATIONS[@]}"; do
+    IFS='|' read -r what commands <<<"$combination"
+    read -r system user mode folder <<<"$what"
+    bootstrap "$system"
+    # shellcheck disable=SC2086
+    begin "$WORK/${#places[@]}" try_commands "$system" "$user" "$mode" "$folder" $commands
 done
-umount -l "$WORK/root"
+failed=0
+for number in "${!places[@]}"; do
+    wait "${running[number]}" || failed=1
+    cat "${places[number]}/printed"
+done
 printf '\n%-9s %-5s %-10s %-24s %-18s %-7s %8s  %s\n' SYSTEM USER FILES FOLDER COMMAND RESULT TIME TOKENS/S
-printf '%s\n' "${table[@]}"
+for place in "${places[@]}"; do
+    cat "$place/rows" || failed=1
+    ! grep -q ' FAILED ' "$place/rows" || failed=1
+done
 exit $failed

@@ -1,4 +1,4 @@
-"""What ranking costs: snapshot, prefix match and ranking over up to 10,000 routes with 64 keys.
+"""Measures ranking: snapshot, prefix match and ranking over up to 10,000 routes with 64 keys.
 
     python -m ops.bench.choice
 

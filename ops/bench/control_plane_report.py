@@ -51,7 +51,7 @@ class ResourceWindow:
 
 
 class MetricsGrowth:
-    """How a scheduler's metrics grew over a period: event loop lag, stalls and jobs."""
+    """The growth of a scheduler's metrics over a period: event loop lag, stalls and jobs."""
 
     def __init__(self, before: Sequence[str], after: Sequence[str]) -> None:
         """Compare the metrics pages of the beginning and the end."""
@@ -101,7 +101,7 @@ class NewKey(msgspec.Struct, frozen=True):
 
 
 class ControlPlaneRun(msgspec.Struct, kw_only=True):
-    """Everything that a run measured. Times are the machine's monotonic clock."""
+    """All measurements of a run. Times are the machine's monotonic clock."""
 
     options: dict[str, Any]
     logs: list[SwarmLog]
@@ -156,7 +156,7 @@ def latencies_s(measured: ControlPlaneRun, from_s: float, to_s: float) -> list[f
 def everywhere_s(measured: ControlPlaneRun) -> list[float]:
     """Return how long each new key took to reach the last of all routers.
 
-    Of the real ones only the one that accepted it is asked.
+    Of the real routers, only the one that accepted the key is queried.
     """
     found = []
     for key in measured.made:

@@ -21,7 +21,7 @@ from router.config import RouterConfig
 
 
 class RealRouterFigures(msgspec.Struct):
-    """What the router's process observed: its memory, and its longest stalls."""
+    """Figures that the router's process observed: its memory, and its longest stalls."""
 
     keys: int = 0
     routes: int = 0

@@ -79,7 +79,7 @@ class EngineRates(NamedTuple):
 
 
 class SettingFigures(NamedTuple):
-    """What one setting came to, in milliseconds."""
+    """The figures of one setting, in milliseconds."""
 
     itl_p50: float
     itl_p90: float

@@ -23,7 +23,7 @@ RETRY_S: Final = 0.05
 
 
 class MixScale(NamedTuple):
-    """By how much the trace's prompts and outputs are divided."""
+    """The divisors of the trace's prompts and outputs."""
 
     name: str
     prompt: int
@@ -41,7 +41,7 @@ class BenchRequest(NamedTuple):
 
 
 class TimedAnswer(NamedTuple):
-    """What a client saw of one answer."""
+    """The times of one answer, as a client saw them."""
 
     ttft_s: float
     gaps_s: list[float]
@@ -144,7 +144,7 @@ async def ask(
 class UnifiedRouter:
     """Sends each request to the engine with the least to read, its own prompt included.
 
-    It knows exactly what each engine has read, and forgets nothing.
+    The router knows exactly what each engine has read, and forgets nothing.
     """
 
     def __init__(self, nodes: Sequence[NodeClient], tenant: str, token_us: int, scale: int) -> None:

@@ -1,6 +1,6 @@
 """Writes a model of a given size with random weights and the vocabulary of a real model.
 
-It has the layers of a Llama 1B, as many as fit into the size.
+The model has the layers of a Llama 1B, as many as fit into the size.
 """
 
 from pathlib import Path

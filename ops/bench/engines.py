@@ -70,7 +70,7 @@ class Answer(NamedTuple):
 
 
 class LoadFigures(NamedTuple):
-    """What a number of clients saw."""
+    """The figures of a run, as a number of clients saw them."""
 
     tokens_per_s: float
     ttft_p50_ms: float

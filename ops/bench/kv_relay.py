@@ -1,11 +1,11 @@
-"""What a transfer of KV costs between two engines: two copies, and four relays by two agents.
+"""Measures a transfer of KV between two engines: two copies, and four relays by two agents.
 
     python -m ops.bench.kv_relay [--rounds N]
 
-The engines and agents are processes of their own. They are stand-ins with the product's frames,
-checks and sizes of copies, and blocks as large as the demo's model has in bf16; nothing is
-computed. Transfers whose copies wait for the relays alternate with overlapped ones, which is what
-the product makes. Then as many bytes are copied between two processes over loopback.
+The engines and agents are separate processes. These are stand-ins with the product's frames, checks
+and sizes of copies, and blocks as large as the demo's model has in bf16; nothing is computed.
+Transfers whose copies wait for the relays alternate with overlapped ones, which is what the product
+makes. Then as many bytes are copied between two processes over loopback.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 Each round runs the same long prompt again after other prompts have evicted it from the device: with
 no lower tier (its KV is computed again), with host memory, and with files alone, as a new process
-finds them. All must give the same output.
+finds them. All rounds must give the same output.
 """
 
 import argparse

@@ -41,7 +41,7 @@ GIVE_UP_S: Final = 15.0
 
 
 class RouterFigures(msgspec.Struct):
-    """What the router's process observed."""
+    """Figures that the router's process observed."""
 
     keys: int
     table_s: float
@@ -121,7 +121,7 @@ class TableSender:
         self.encode_s = time.monotonic() - began
 
     async def serve(self, request: web.Request) -> web.WebSocketResponse:
-        """Register a router, send it the table and, when asked to, a delta of one key."""
+        """Register a router, send it the table and, on request, a delta of one key."""
         socket = web.WebSocketResponse(compress=False)
         await socket.prepare(request)
         challenge = Challenge(protocol=codec.PROTOCOL, cluster_id=CLUSTER, nonce=b"n" * 32)
@@ -155,10 +155,10 @@ async def read_all(socket: web.WebSocketResponse) -> None:
 
 
 class StallWatch:
-    """Remembers the longest stall of the event loop since it was last asked.
+    """Records the longest stall of the event loop since the last reading.
 
-    Of the time between two ticks, the CPU time of the loop's thread is what the process itself
-    causes; the rest is waiting for a processor or for another thread.
+    The CPU time of the loop's thread between two ticks is caused by the process itself; the rest is
+    waiting for a processor or for another thread.
     """
 
     def __init__(self) -> None:

@@ -5,10 +5,10 @@
 
 Every stream gets a token at a time, 20 or 50 a second, each stream at its own phase. The backend
 and the clients are one C program (paced_streams.c, built with the C compiler), so the time each
-token spends on its way is known. The routers take turns, each started anew. The figures: CPU of the
-router's processes per token, from /proc; how long a token takes from the backend to the client; how
-late the backend was itself. A row whose backend was late, or with fewer tokens than asked for, ran
-on a machine without CPU to spare, where only CPU per token counts.
+token spends on its way is known. The routers take turns, each freshly started. The figures: CPU of
+the router's processes per token, from /proc; how long a token takes from the backend to the client;
+how late the backend was itself. A row whose backend was late, or with fewer tokens than requested,
+ran on a machine without CPU to spare, where only CPU per token counts.
 
 With one core for the load and the rest for the router, a token costs at least one read and one
 write: every stream has connections of its own on both sides. `floor` is what these two system calls
@@ -88,7 +88,7 @@ def measure(
     command = [program, str(BACKEND_PORT), str(router.port), str(load.streams)]
     command += [str(1_000_000 // load.tokens_per_s), str(seconds), str(request_file)]
     log = folder / f"{router.port}.log"
-    # Each run starts anew; ours keeps its state there.
+    # Each run starts without state; our router keeps its state there.
     shutil.rmtree(folder / str(router.port), ignore_errors=True)
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -86,7 +86,7 @@ POLICIES: Final = ("affinity", "ours", "ours, sharing")
 
 
 class SharedAnswer(NamedTuple):
-    """What a client saw of one answer, and where its prompt was found."""
+    """The times of one answer as a client saw them, and the places of its cached prompt."""
 
     ttft_s: float
     prompt_tokens: int
@@ -95,14 +95,14 @@ class SharedAnswer(NamedTuple):
 
 
 class MeasuredRates(NamedTuple):
-    """What one replica computes in a second: prompts, and the answers of STREAMS streams."""
+    """The rates of one replica in a second: prompts, and the answers of STREAMS streams."""
 
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
 
 
 class ChosenReplica(NamedTuple):
-    """Where a request goes, and the replicas that may have its prefix."""
+    """The replica that a request goes to, and the replicas that may have its prefix."""
 
     ranked: RankedRoute
     peers: SharedKvPeers

@@ -14,7 +14,7 @@ from router.decide.prefix_index import PrefixKeys, prefix_keys
 SCALE: Final = MixScale("prompts and outputs / 16", 16, 16)
 BLOCK_TOKENS: Final = 16
 TRACE_REQUESTS: Final = 4000
-"""Of so many requests, the beginning of the trace, sessions are chosen."""
+"""Sessions are chosen from this many requests, the beginning of the trace."""
 
 TURNS_MIN: Final = 3
 

@@ -1,4 +1,4 @@
-"""How old the loads of many nodes are to a router: every node pinged, or one asked for its PoP.
+"""Measures the age of many nodes' loads at a router: each node pinged, or one queried for its PoP.
 
     python -m ops.bench.probing [--nodes 10000] [--rtt-ms 80] [--rounds 8] [--write]
 
@@ -175,7 +175,7 @@ def make_table(nodes: int, port: int) -> RouteTable:
 
 
 class AgeWatch:
-    """When each node's load was true, as far as the router has been told."""
+    """The time at which each node's load was true, as reported to the router."""
 
     def __init__(self, fleet: FleetState) -> None:
         self.true_at_s: dict[NodeId, float] = {}
@@ -239,7 +239,7 @@ async def probe(nodes: int, port: int, rounds: int) -> dict[str, float]:
         ]
         while clock() < until_s:
             await asyncio.sleep(0.5)
-            # Nothing is measured before each loop had another turn.
+            # Measurements start after each loop had another turn.
             if clock() > until_s - (rounds - 1) * INTERVAL_S:
                 ages_s = watch.ages_s()
                 oldest_s.append(ages_s[-1])

@@ -8,7 +8,7 @@ over transports in memory. With `--callgrind` it runs under valgrind, which coun
 these do not depend on what else the machine does. Without it the least CPU time of some repetitions
 is printed, in us.
 
-`--body ignored` puts the text of a body into a field that nobody reads: the difference to the usual
+`--body ignored` puts the text of a body into an unused field: the difference to the usual
 `prompt` is the work on the prompt itself. `--body same` always sends the same conversation.
 `--stream` sends one request, and measures a token of its answer, each of which comes alone;
 `--requests` is then the number of tokens.
@@ -51,7 +51,7 @@ from router.usage_journal import UsageJournal
 
 REPETITIONS: Final = 7
 READ_BYTES: Final = 256 * 1024
-"""What the event loop reads at most at once."""
+"""The most bytes that the event loop reads at once."""
 
 WARM_UP_REQUESTS: Final = 64
 DIAL_TURNS: Final = 1000
@@ -59,7 +59,7 @@ MARK: Final = "#include <valgrind/callgrind.h>\nvoid relay_mark(void) { CALLGRIN
 
 
 class MemoryTransport(asyncio.Transport):
-    """The router's end of a connection. A node's answers whatever was written, when asked to."""
+    """The router's end of a connection. A node's end answers the written requests on demand."""
 
     def __init__(self, protocol: Any) -> None:
         """Open the connection of `protocol`."""

@@ -34,7 +34,7 @@ from router.config import RouterConfig
 BACKEND_PORT = 18151
 FAST_TOKENS_PER_S = 1e6
 SLOW_TOKENS_PER_S = 100.0
-"""So slow that peer replicas are named to the node."""
+"""A rate so low that the router sends peer replicas to the node."""
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -4,7 +4,7 @@
 
 Creates FOLDER/llama_cpp/bin/llama-server and llama-quantize, for this machine's processor, and
 FOLDER/smollm2-gguf with the chat model's GGUF file, as published and as Q4_0. Needs a C++ compiler;
-takes about eight minutes of two cores. What is already there is kept. Not part of
+takes about eight minutes of two cores. Existing files are kept. Not part of
 `make test-engines`.
 """
 
@@ -21,7 +21,7 @@ from typing import Final
 from ops.engines.vllm_cpu import ROOT, small_chat_model
 
 VERSION: Final = "0.3.36"
-"""Of llama-cpp-python; its llama.cpp calls itself 0.5.0."""
+"""The version of llama-cpp-python; its llama.cpp calls itself 0.5.0."""
 
 TOOLS: Final = ("cmake", "ninja", "scikit-build-core")
 PROGRAMS: Final = ("llama-server", "llama-quantize")

@@ -18,7 +18,7 @@ from ops.engines.vllm_cpu import ROOT
 VERSION: Final = "0.5.23"
 MORE: Final = ("orjson", "pybase64", "pandas")
 DISPLAY: Final = "class HTML:\n    pass\n\n\ndef display(*values):\n    pass\n"
-"""In place of IPython, of which SGLang imports two names."""
+"""A stand-in for IPython, from which SGLang imports two names."""
 
 
 def install(target: Path, python: Path) -> Path:

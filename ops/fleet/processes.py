@@ -17,7 +17,7 @@ class StartFailed(Exception):
 
 
 class Processes:
-    """All processes of the demo. They are stopped in the reverse order of their start."""
+    """All processes of the demo, which are stopped in the reverse order of their start."""
 
     def __init__(self, logs: Path, root: Path) -> None:
         self._logs = logs

@@ -37,7 +37,7 @@ CPU_TORCH: Final = {
         "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
     ),
 }
-"""From PyTorch's own index of builds for CPUs, which does not answer in JSON."""
+"""Files of PyTorch's own index of builds for CPUs, which does not answer in JSON."""
 
 
 def normal(name: str) -> str:

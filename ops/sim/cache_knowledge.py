@@ -1,4 +1,4 @@
-"""What routers gain from knowing more of the replicas' prefix caches: cache_knowledge.md.
+"""Measures the gain of routers that know more of the replicas' prefix caches: cache_knowledge.md.
 
     python -m ops.sim.cache_knowledge [--data FOLDER] [--requests N] [--draws N ...] [--age S ...]
 
@@ -28,7 +28,7 @@ POLICIES: Final = {
     "prefixes": "prefixes",
     "exact": "exact",
 }
-"""By kind of knowledge, the name of the policy."""
+"""The name of the policy, by kind of knowledge."""
 
 WORLD_NAMES: Final = (
     "16 cities, cache x 1/8, Mooncake",
@@ -54,7 +54,7 @@ class KnowledgeRow(NamedTuple):
     p99: float
     hit_points: float
     bytes_per_s: float
-    """To one router, about all replicas."""
+    """The rate of reports to one router, about all replicas."""
 
 
 def run_row(

@@ -275,7 +275,7 @@ async def run(folder: Path, trace: str, seconds: float, load: float) -> LiveMeas
         async with aiohttp.ClientSession(connector=limits, timeout=timeout) as http:
             clients = CityClients(fleet, http)
             other_cpu = OtherCpuUse()
-            # At the same time, as they will be asked: they share the machine's memory.
+            # At the same time, as in the measurement: they share the machine's memory.
             found = await asyncio.gather(*(profile(fleet, clients, city) for city in SERVING))
             probes = [probe for of_one in found for probe in of_one]
             profiles = fit_replicas(probes)

@@ -2,9 +2,9 @@
 
     python -m ops.sim.calibration FILE.json
 
-The file is written by `ops.sim.calibrate`. It has each replica's times when it was profiled alone,
-and each request with its time to first token. The replicas' rates are fitted to the first; the
-second are replayed in the simulator with the router's own ranking.
+`ops.sim.calibrate` writes the file, with each replica's times when it was profiled alone, and each
+request with its time to first token. The replicas' rates are fitted to their times; the requests
+are replayed in the simulator with the router's own ranking.
 """
 
 import argparse
@@ -72,7 +72,7 @@ class PlayedRequest(NamedTuple):
 
 
 class LiveMeasurements(NamedTuple):
-    """Everything that was measured on the live fleet."""
+    """All measurements of the live fleet."""
 
     probes: Sequence[ProfileProbe]
     asked: Sequence[PlayedRequest]

@@ -3,12 +3,13 @@
     python -m ops.sim.engine_calibration [--engine embedded vllm] [--load N ...] [--seconds S]
         [--limit S]
 
-Each engine runs alone, without a router. It is profiled first: single prompts of several lengths,
-then several answers at once; the simulated replica's rates are fitted to that and to nothing else.
-Then requests of drawn lengths come at random times, none with another's prefix, and the simulated
-replica gets the same requests at the same times. Time to first token, and each answer's mean time
-between tokens. Under four minutes for both engines on an idle machine of two cores; other load
-makes the figures worthless, so the average load is in the table. `make test-engines` installs vLLM.
+Each engine runs alone, without a router. The engine is profiled first: single prompts of several
+lengths, then several answers at once. The simulated replica's rates are fitted to this profile
+only. Then requests of drawn lengths come at random times, none with another's prefix, and the
+simulated replica gets the same requests at the same times. Time to first token, and each answer's
+mean time between tokens. Under four minutes for both engines on an idle machine of two cores; other
+load makes the figures worthless, so the average load is in the table. `make test-engines` installs
+vLLM.
 """
 
 import argparse
@@ -49,7 +50,7 @@ LOADS: Final = (30, 60, 80)
 SECONDS: Final = 12.0
 """Requests come for so long at each load."""
 TIME_LIMIT_S: Final = 235.0
-"""For all engines: on a machine that is too busy the run ends instead of hanging."""
+"""The time limit of all engines: on a machine that is too busy the run ends instead of hanging."""
 WORDS_MEDIAN: Final = 80
 WORDS_SIGMA: Final = 0.8
 WORDS_MAX: Final = 900
@@ -59,7 +60,7 @@ VOCABULARY: Final = ("river", "stone", "cloud", "market", "winter", "letter", "g
 
 
 class RatesUnclear(Exception):
-    """What was measured of an engine is too far from the replica's model."""
+    """The measurements of an engine are too far from the replica's model."""
 
 
 class EngineUnderTest(NamedTuple):

@@ -37,7 +37,7 @@ DRAW: Final = 71
 
 
 class TableOptions(NamedTuple):
-    """What is run in each world."""
+    """The options of the runs in each world."""
 
     folder: Path
     requests_max: int

@@ -1,7 +1,7 @@
 """The worlds of `make sim`: settings in which a choice of replica is harder than over 16 cities.
 
-A world is a trace, a fleet and what goes wrong in it. What a draw decides is the real rate of each
-replica, the city of each session, ServeGen's conversations, and which replicas die.
+A world is a trace, a fleet and what goes wrong in it. A draw decides the real rate of each replica,
+the city of each session, ServeGen's conversations, and which replicas die.
 """
 
 from collections.abc import Sequence

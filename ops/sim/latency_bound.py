@@ -1,4 +1,4 @@
-"""How close to the planet's users any placement can be with a given amount of memory: a bound.
+"""Bounds how close to the planet's users any placement can be with a given amount of memory.
 
     python -m ops.sim.latency_bound --data ../shared/data --as-planned
 
@@ -36,7 +36,7 @@ FIRST_PRICE: Final = 8e-7
 """The first price of memory: the share of requests that one GiB is worth."""
 
 UNSERVED: Final = 30.0
-"""What an unserved request counts, where one served from beyond the limit counts 1."""
+"""The cost of an unserved request; a request served from beyond the limit costs 1."""
 
 
 class LatencyBound(NamedTuple):

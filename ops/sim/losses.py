@@ -14,10 +14,11 @@ UNLISTED_AFTER_S: Final = 5.0
 """At most half of the time that the replica is down."""
 
 DOWN_S: Final = 60.0
-"""From a replica's death until it serves again: an engine restarts with its weights on disk."""
+"""The time from a replica's death until it serves again: an engine restarts with its weights on
+disk."""
 
 DOWN_SHARE_MAX: Final = 0.15
-"""It is down for at most this share of a run: some runs last seconds."""
+"""A replica is down for at most this share of a run: some runs last seconds."""
 
 FIRST_AT: Final = 0.1
 LAST_AT: Final = 0.8

@@ -2,7 +2,7 @@
 
     python -m ops.sim.optimality_gap
 
-With `--draw-seed`, the worlds are drawn at random instead: give a number that nobody chose before
+With `--draw-seed`, the worlds are drawn at random instead: give a number that was not chosen before
 the code was frozen, such as the first digits of its commit. Rows are written as they are measured.
 `--resume` keeps the rows of the file and goes on after them; `--minutes` ends a run early.
 

@@ -1,8 +1,9 @@
 """The oracle: one policy for all cities that sees every queue and cache as it is now.
 
-It takes the replica that gives the first token soonest, and charges a request its own prefill time
-`congestion_charge` times more, for the requests behind it. With 0 it is greedy, and fills replicas
-with prompts that another replica has cached. It also sees the requests on their way.
+The oracle takes the replica that gives the first token soonest, and charges a request its own
+prefill time `congestion_charge` times more, for the requests behind it. With 0 the oracle is
+greedy, and fills replicas with prompts that another replica has cached. The oracle also sees the
+requests on their way.
 
 With `foresight` it knows one thing of the future: the next request of the same conversation, and
 where it will come from. It charges, that many times, what the time to first token of that request
@@ -63,7 +64,7 @@ class OraclePolicy:
         self._foresight = foresight
         self._turns = turns or {}
         self._coming: list[dict[int, ComingRequest]] = [{} for _ in replicas]
-        """By replica, then by number of the request."""
+        """Requests on their way, by replica, then by number of the request."""
 
     def choose(
         self,

@@ -1,4 +1,4 @@
-"""What a run of the simulation leaves behind."""
+"""The outcome of a run of the simulation."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -2,8 +2,8 @@
 
     python -m ops.sim.planet_bound --data ../shared/data
 
-Each deployment has a Lagrangian bound (`lagrangian_bound.py`). What deployments share, the memory
-and devices of the sites, has prices too, which rise where the deployments' best slots do not fit.
+Each deployment has a Lagrangian bound (`lagrangian_bound.py`). The memory and devices of the sites,
+which deployments share, have prices too. Prices rise where the deployments' best slots do not fit.
 
 The bound includes latency, unserved load, the costs of replicas with the time of a first start on
 an idle node, minima, absence, replicas in one PoP only, the memory of each site, and that a device

@@ -144,7 +144,7 @@ class LeastTokensNearPolicy(StatelessPolicy):
 
 
 class ConsistentHashPolicy(StatelessPolicy):
-    """As vllm-router: a ring with 160 points per replica; the next with capacity is taken."""
+    """vllm-router's rule: a ring with 160 points per replica; the next with capacity is taken."""
 
     def __init__(self, replicas: int) -> None:
         self._ring = sorted(
@@ -188,8 +188,8 @@ class _PrefixTreePolicy:
 class CacheAwarePolicy(_PrefixTreePolicy):
     """sglang's cache_aware policy: the longest match above 0.3, or else the fewest requests.
 
-    If requests are out of balance, by more than 64 and 1.5 times, it also takes the fewest. These
-    are the defaults of its last release.
+    If requests are out of balance, by more than 64 and 1.5 times, it also takes the fewest. The
+    constants are the defaults of its last release.
     """
 
     def choose(

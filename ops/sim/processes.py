@@ -1,10 +1,10 @@
-"""What it costs to run a router as several processes, each with its own fleet state.
+"""Measures the cost of running a router as several processes, each with its own fleet state.
 
     python -m ops.sim.processes [--data FOLDER] [--load N] [--age S] [--count N ...]
 
 Each PoP's router is split into several processes, each with its own `FleetState`: without sharing,
 and sharing once a second which prompts were read where, as real processes do. Each request reaches
-a random process, also the next turn of a session. That is the worst case, because a client that
+a random process, also the next turn of a session. This is the worst case, because a client that
 keeps its connection keeps its process.
 """
 

@@ -50,18 +50,18 @@ def arrival_order(_replica: SimulatedReplica, job: ReplicaJob, _now_s: float) ->
 
 
 def strict_due_order(_replica: SimulatedReplica, job: ReplicaJob, _now_s: float) -> float:
-    """By due time alone: one that is too late does not make way."""
+    """Order by due time alone: a request that is too late does not make way."""
     due_s = job.objective.due_s
     return job.objective.arrived_s if due_s is None else due_s
 
 
 def short_prompt_order(replica: SimulatedReplica, job: ReplicaJob, _now_s: float) -> float:
-    """By what is left to read of the prompt."""
+    """Order by the part of the prompt that is left to read."""
     return replica.work(job.request, replica.cached(job.request))
 
 
 def short_answer_order(_replica: SimulatedReplica, job: ReplicaJob, _now_s: float) -> float:
-    """By the length of the answer, known exactly: no prediction can do better."""
+    """Order by the length of the answer, known exactly: no prediction can do better."""
     return job.request.output_tokens
 
 
@@ -75,7 +75,7 @@ ORDERS: Final[dict[str, QueueOrder]] = {
 
 
 class OrderFigures(NamedTuple):
-    """What one order gave in one draw. Times in ms, shares in percent."""
+    """The figures of one order in one draw. Times in ms, shares in percent."""
 
     p50_ms: float
     p90_ms: float

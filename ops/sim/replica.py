@@ -73,14 +73,14 @@ class ReplicaJob:
 
 
 class EngineLoad(NamedTuple):
-    """What an engine's own metrics say: requests not begun, and the used share of KV memory."""
+    """The load in an engine's own metrics: requests not begun, and the used share of KV memory."""
 
     waiting: int
     kv_usage: float
 
 
 class SimulatedLoadReport(NamedTuple):
-    """What a node can report of a replica at one moment: each router is told the others' part."""
+    """A replica's load that its node can report at one moment: a router gets the others' part."""
 
     load: ReportedLoad
     pending_by_pop: Mapping[int, int]
@@ -292,7 +292,7 @@ class SimulatedReplica:
 
     @property
     def shared_prefix_events(self) -> Sequence[SharedPrefixEvent]:
-        """What became of the prefixes that several prompts have in common, oldest first."""
+        """Events of the prefixes that several prompts have in common, oldest first."""
         return self._memory.events
 
     def _report_at(self, at_s: float) -> SimulatedLoadReport:

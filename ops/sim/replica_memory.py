@@ -22,7 +22,7 @@ ENDS: Final = -2
 
 
 class SharedPrefixEvent(NamedTuple):
-    """At this time several prompts turned out to have a prefix in common, or its end was evicted.
+    """Several prompts turned out to have a prefix in common, or the end of one was evicted.
 
     `blocks` are the whole prefix, or the evicted block.
     """
@@ -37,19 +37,19 @@ class PrefixCache:
 
     def __init__(self, tokens_max: int) -> None:
         self._blocks: OrderedDict[int, int] = OrderedDict()
-        """By block, its tokens; the least recently used first."""
+        """The tokens of each block; the least recently used first."""
         self._tokens = 0
         self._tokens_max = tokens_max
         self.now_s = 0.0
         """The replica's clock, set by it."""
         self.evicted_used_at_s = 0.0
-        """When the block that was evicted last had been used last."""
+        """The time of the last use of the block that was evicted last."""
         self._used_at_s: dict[int, float] = {}
-        """By cached block, when it was used last."""
+        """The time of the last use of each cached block."""
         self.events: list[SharedPrefixEvent] = []
-        """What became of prefixes that several prompts have in common, oldest first."""
+        """Events of the prefixes that several prompts have in common, oldest first."""
         self._next_block: dict[int, int] = {}
-        """By block, the one that follows it in all prompts; SEVERAL if they differ."""
+        """The block that follows each block in all prompts; SEVERAL if they differ."""
 
     def matched_blocks(self, request: TraceRequest, blocks_to_come: Set[int]) -> int:
         """Return how many leading blocks of the prompt are cached, or among those to come."""
@@ -135,7 +135,8 @@ class KvPool(PrefixCache):
     def __init__(self, tokens_max: int) -> None:
         super().__init__(tokens_max)
         self._users: Counter[int] = Counter()
-        """By block, how many running sequences hold it; these are not in the cache."""
+        """The number of running sequences that hold each block; these blocks are not in the
+        cache."""
         self._held_tokens = 0
 
     def matched_blocks(self, request: TraceRequest, blocks_to_come: Set[int]) -> int:

@@ -58,7 +58,7 @@ def llmd_saturation(waiting: Mapping[int, int], usage: Mapping[int, float]) -> f
 
 
 class DynamoLoad(NamedTuple):
-    """What Dynamo's router has booked at one worker, in blocks, and the blocks cached there."""
+    """The load booked by Dynamo's router at one worker, in blocks, and the blocks cached there."""
 
     active_prefill_blocks: float
     decode_blocks: float

@@ -1,10 +1,10 @@
 """Other routers as their sources define them. Each city has its own; the rules are rival_scores.py.
 
-They are routers of one cluster. Over several cities each gets what llm-d calls saturation: requests
-go to the nearest PoP that is not saturated, and if all are, to the least saturated one. Within the
-PoP the router decides by its own rule. llm-d and Dynamo read the replicas' caches as they are now,
-as if KV events took no time; queues and KV use are as old as all load reports. SkyLB has its own
-rule for other regions.
+These routers are made for one cluster. Over several cities each gets what llm-d calls saturation:
+requests go to the nearest PoP that is not saturated, and if all are, to the least saturated one.
+Within the PoP the router decides by its own rule. llm-d and Dynamo read the replicas' caches as
+they are now, as if KV events took no time; queues and KV use are as old as all load reports. SkyLB
+has its own rule for other regions.
 """
 
 import random
@@ -40,7 +40,7 @@ DYNAMO_BLOCK_TOKENS: Final = 16
 
 
 class RivalPolicy:
-    """Base: what a rival is told besides the choice, and how long requests wait for capacity."""
+    """Base: a rival's events besides choices, and how long requests wait for capacity."""
 
     retry_interval_s = 0.1
     queue_timeout_s = 10.0
@@ -139,7 +139,7 @@ class DynamoPolicy(RivalPolicy):
         self._chance = random.Random(pop)
         self._prefill_tokens: Counter[int] = Counter()
         self._blocks: list[Counter[int]] = [Counter() for _ in replicas]
-        """By replica, how many of its active requests hold each trace block."""
+        """For each replica, how many of its active requests hold each trace block."""
         self._tail_tokens: Counter[int] = Counter()
         self._booked: dict[int, int] = {}
         """Prefill tokens that are booked for a request, until its first token."""

@@ -3,8 +3,8 @@
 llm-d: the decode profile first, then the prefill profile if at least so many tokens of the prompt
 are not cached at the decode replica (llm-d-inference-scheduler 06c08c08, pkg/plugins/profile:
 pd_profile_handler.go and prefix_based_pd_decider.go; its default is 0, always). Scores as rivals.py
-has them. Static ratio: both replicas in turn, always two legs. Both take the PoP that is nearest
-and not saturated, by its decode replicas.
+has them. Static ratio: both replicas in turn, always two legs. Both policies take the PoP that is
+nearest and not saturated, by its decode replicas.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ class RolesPolicy(IsochronePolicy):
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
         self._reads: dict[int, Reservation] = {}
-        """By request, what is counted at the prefill replica that reads its prompt."""
+        """For each request, the reservation at the prefill replica that reads its prompt."""
         self._read_elsewhere: set[int] = set()
 
     def prefill_candidates(self, request: TraceRequest, now_s: float) -> Sequence[PeerReplica]:
@@ -170,8 +170,11 @@ class LlmdRolesPolicy(TwoLegRival):
 
 
 class OracleWeights(NamedTuple):
-    """What an oracle charges: a prompt's own reading time once more, for those behind it; the
-    delay of a sequence that decodes; and a sequence's share of a step, for those that decode."""
+    """The charges of an oracle.
+
+    They are a prompt's own reading time once more, for those behind it; the delay of a sequence
+    that decodes; and a sequence's share of a step, for those that decode.
+    """
 
     congestion: float
     delay: float
@@ -200,7 +203,7 @@ class RolesOracle(TwoLegRival):
         self._weights = weights
         self._chosen: dict[int, LegChosen] = {}
         self._coming: dict[int, dict[int, float]] = {}
-        """By replica, the work of the requests on their way there, by number."""
+        """For each replica, the work of the requests on their way there, by number."""
 
     def choose(
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float

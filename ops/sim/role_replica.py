@@ -37,8 +37,8 @@ class TransferredKv:
 class RoleReplica(SimulatedReplica):
     """A replica whose prompts another one may read; `gaps` counts tokens by the time before them.
 
-    What its node knows for prefill legs is beside it: how many sequences decode while a prompt is
-    read, and how fast KV arrives.
+    It also has the figures that its node knows for prefill legs: how many sequences decode while a
+    prompt is read, and how fast KV arrives.
     """
 
     def __init__(self, site: ReplicaSite, link_bytes_per_s: float) -> None:

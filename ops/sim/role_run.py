@@ -122,7 +122,7 @@ class RoleSimulation(Simulation):
         return cast(RoleReplica, replica)
 
     def _admit(self, attempt: SentAttempt) -> None:
-        """Decide who reads the prompt, then let the replica admit the request or refuse it."""
+        """Decide where the prompt is read, then let the replica admit the request or refuse it."""
         readers = self._readers(attempt)
         if not readers:
             super()._admit(attempt)

@@ -62,7 +62,7 @@ ORACLES: Final = tuple(
 
 
 class RoleFigures(NamedTuple):
-    """What a policy gave in one cell. Times in ms, hits and shares in percent."""
+    """The figures of a policy in one cell. Times in ms, hits and shares in percent."""
 
     world: str
     load: int

@@ -1,4 +1,4 @@
-"""What one PoP's router knows in a simulation: its own requests exactly, the rest from old reports.
+"""The knowledge of one PoP's router in a simulation: its own requests, and old reports of the rest.
 
 Every policy gets the same information: the load of each replica, sampled every half `age_s` and
 delivered as long after, so half to whole of `age_s` old; the load in the head of each answer; and

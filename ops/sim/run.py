@@ -89,7 +89,7 @@ class Simulation:
         self._event_count = 0
         self._replicas = self._create_replicas(queue_order)
         self._settle_numbers = [0] * len(self._replicas)
-        """By replica, the number of its last planned `settle`: earlier ones are obsolete."""
+        """For each replica, the number of its last planned `settle`: earlier ones are obsolete."""
         self._routers = [
             SimulatedRouter(pop, world, self._replicas, age_s) for pop in range(len(world.pops))
         ]
@@ -294,7 +294,7 @@ class Simulation:
             self._schedule(max(at_s, self.now_s), self._settle, replica, number)
 
     def _settle(self, replica: int, number: int) -> None:
-        """Let a replica reach its next event, unless that was planned anew since."""
+        """Let a replica reach its next event, unless that was rescheduled since."""
         if number != self._settle_numbers[replica] or replica in self._dead:
             return
         events = self._settle_replica(replica)

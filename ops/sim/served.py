@@ -1,4 +1,4 @@
-"""How users are served by the warm replicas, computed alike for every placement compared.
+"""Computes how the warm replicas serve users, in the same way for every placement compared.
 
 If a deployment's nearest replicas have capacity for all its users, no load assignment is computed:
 the users go there. The nearest replicas are cached until they change, so that a minute of the
@@ -23,7 +23,7 @@ WarmNodes = Mapping[int, Iterable[NodeId]]
 
 
 class ServedMinute(NamedTuple):
-    """What users got in one minute. `rtt_p90_all_ms` counts unserved requests as farthest."""
+    """The service of users in one minute. `rtt_p90_all_ms` counts unserved requests as farthest."""
 
     asked_per_s: float
     served_share: float
@@ -38,7 +38,7 @@ class OpenSites(NamedTuple):
 
     warm_nodes: Counter[NodeId]
     rtt_ms: Floats
-    """From each city (row) to each open site (column)."""
+    """Round trips from each city (row) to each open site (column)."""
     capacity: Floats
     """Requests/s of each open site."""
     nearest: Ints

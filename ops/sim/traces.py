@@ -49,7 +49,7 @@ class TraceRequest(NamedTuple):
 
 
 class TraceSlice(NamedTuple):
-    """Which part of a trace to read, and the seed that draws the cities of its sessions.
+    """The part of a trace to read, and the seed that draws the cities of its sessions.
 
     Ranking was tuned with seed 0.
     """

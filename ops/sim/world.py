@@ -49,7 +49,7 @@ LOCAL_RTT_MS: Final = 0.6
 
 
 class EngineProfile(NamedTuple):
-    """How fast one kind of replica serves a model, and how much fits into it."""
+    """The speed and the capacity of one kind of replica for a model."""
 
     name: str
     prefill_tokens_per_s: float
@@ -64,7 +64,8 @@ class EngineProfile(NamedTuple):
     interval_s: float = inf
     """Limit on a step that decodes: it reads only as much of a prompt as fits into this time."""
     step_per_context_token_s: float = 0.0
-    """What each token of context of the running sequences adds to a step: its KV is read."""
+    """The time that each token of context of the running sequences adds to a step: its KV is
+    read."""
     pool_tokens: int = 0
     """KV memory in one pool for cached prefixes and running sequences; with 0 the cache has
     `cache_tokens` of its own, and running sequences are limited by `kv_tokens_max` alone."""
@@ -113,12 +114,12 @@ class ReplicaSite(NamedTuple):
 
 
 class RoutingWorld(NamedTuple):
-    """Everything that does not change during a run."""
+    """The constant inputs of a run."""
 
     pops: tuple[str, ...]
     demand: tuple[float, ...]
     rtt_ms: tuple[tuple[float, ...], ...]
-    """From PoP to PoP."""
+    """Round trips from PoP to PoP."""
     sites: tuple[ReplicaSite, ...]
 
     def rtt_to(self, pop: int, replica: int) -> float:

@@ -8,7 +8,8 @@ failed: the request is sent again over a new connection.
 Rule 4: the waiting inline task resumes as the last step of handling received bytes, see
 inline_task.py.
 Rule 5: a stream is held back until its first token, because until then another replica may be
-tried. From then on received bytes are written to the client's connection at once.
+tried. From then on received bytes are written to the client's connection at once, but for its last
+ones: whoever relays the stream writes these, after it has recorded what the client owes.
 """
 
 import asyncio
@@ -117,7 +118,8 @@ class NodeExchange:
 
     __slots__ = (
         "_address", "_bytes_max", "_connection", "_dialing", "_failure", "_held", "_held_bytes",
-        "_is_resumption", "_node_id", "_pool", "_stream_ended", "_writer", "body", "due_s", "head",
+        "_is_resumption", "_node_id", "_pool", "_stream_ended", "_writer", "body", "due_s",
+        "ending", "head",
         "is_answered", "is_draining", "is_over", "is_paused", "is_stream", "on_handoff",
         "on_prefill", "opened", "relay", "request_body", "request_head", "timeout_s", "usage",
     )  # fmt: skip
@@ -143,6 +145,8 @@ class NodeExchange:
         self.relay = relay
         self.head: ResponseHead | None = None
         self.body = b""
+        self.ending = b""
+        """The last bytes of a stream, which `relay_to` has not written."""
         self.usage: UsageCount | None = None
         self.is_stream = self.is_over = self.is_paused = self.is_draining = False
         self.timeout_s = self.due_s = NEVER
@@ -181,13 +185,18 @@ class NodeExchange:
         return self.head
 
     async def relay_to(self, writer: ResponseWriter) -> None:
-        """Write the stream to `writer` until `[DONE]` or an error event, or raise AttemptFailed."""
+        """Write the stream to `writer` until `[DONE]` or an error event, or raise AttemptFailed.
+
+        What came last, with `[DONE]`, is left in `ending`.
+        """
         relay = self.relay
         assert relay is not None
         self._writer = writer
         held = b"".join(self._held)
         self._held.clear()
-        if held:
+        if relay.is_done:
+            self.ending = held
+        elif held:
             writer.send(held)
         if not relay.is_over and self._failure is None:
             self._stream_ended = InlineEvent()
@@ -284,7 +293,9 @@ class NodeExchange:
         except sse.MalformedStream as error:
             raise AttemptFailed(FailureCause.BROKEN, f"{self._node_id} sent {error}") from error
         if self._writer is not None:
-            if visible:
+            if relay.is_done:
+                self.ending += visible
+            elif visible:
                 self._writer.send(visible)
             return
         # Hold everything back until there is a token in it.

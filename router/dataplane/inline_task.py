@@ -1,8 +1,8 @@
 """Coroutines that run inside a callback of the event loop, without an asyncio task.
 
-asyncio starts a task in the next iteration of the loop, and resumes it one iteration after its
-future is done. An inline task starts at once and resumes inside `InlineEvent.set`, so bytes from a
-node reach the client in the same iteration of the loop.
+asyncio starts a task in the next iteration of the loop, and resumes it one iteration after the
+awaited future is done. An inline task starts at once and resumes inside `InlineEvent.set`, so bytes
+from a node reach the client in the same iteration of the loop.
 
 Rule 1: an inline task awaits `InlineEvent` only. Other awaitables run in an asyncio task that sets
 an event when it is done. `asyncio.timeout`, `asyncio.sleep` and `asyncio.current_task` do not work.

@@ -1,8 +1,8 @@
 """Relays streams that are no chat: sounds, and events of transcriptions, speech and images.
 
-Rule 1: bytes go to the client as they come. Nothing of such a stream can be resumed elsewhere.
+Rule 1: bytes go to the client as they come. Such a stream cannot be resumed elsewhere.
 Rule 2: a stream ends with its response. One that breaks off before has failed.
-Rule 3: what it used is read from its last event, if that says so.
+Rule 3: usage is read from the last event, if that reports it.
 """
 
 import re

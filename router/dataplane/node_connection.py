@@ -183,7 +183,7 @@ class NodeConnection:
     def on_message_complete(self) -> None:
         """Note the end of the response; the body that came with it is passed on first."""
         self._is_complete = self._parser.get_status_code() >= 200
-        # Only valid inside this callback: afterwards the parser describes the next message.
+        # The parser must be read inside this callback: afterwards it describes the next message.
         self._keeps_alive = self._parser.should_keep_alive()
 
     def _finish(self, exchange: NodeExchange) -> None:

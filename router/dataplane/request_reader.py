@@ -183,7 +183,7 @@ class RequestReader:
             upload.write(body)
             return
         if self._body_bytes != self._length or before:
-            # Not a body that arrived whole, which most do.
+            # A body that arrives whole, as most do, is not held.
             self._receiver.on_body_held(self._request, len(body))
         if before:
             self._other_parts += body

@@ -1,7 +1,7 @@
 """The LoRA adapters of the route table: which one a request means, and where it is loaded.
 
-Rule 1: an adapter is named by its id or its name. Of two with one name the tenant's own is meant,
-then a public one for the same model.
+Rule 1: a request names an adapter by id or by name. If two have the same name, the tenant's own is
+used, else a public one for the same model.
 Rule 2: a replica that has an adapter loaded is preferred by the time that loading it takes
 elsewhere. Until one has, all routers send an adapter's requests to the same of equal replicas.
 """

@@ -11,6 +11,11 @@ QUEUE_FACTOR: Final = 2
 """Items are leased ahead of their turn, so that the next one begins when one ends."""
 
 
+UNORDERED_MAX: Final = 4
+"""Items at once on a replica whose engine does not order its queue by priority: there a request of
+a client waits behind each of them."""
+
+
 class ReplicaRoom:
     """A replica: its limit of tokens in flight, and the tokens that are in flight there."""
 
@@ -19,6 +24,14 @@ class ReplicaRoom:
     def __init__(self, tokens_max: int, in_flight_tokens: int) -> None:
         self.tokens_max = tokens_max
         self.in_flight_tokens = in_flight_tokens
+
+
+def per_replica_limit(items_max: int, *, yields: bool) -> int:
+    """Return how many items one replica takes: `items_max`, or less if they do not yield there.
+
+    Items yield where the engine lets requests of a higher priority pass.
+    """
+    return items_max if yields else min(items_max, UNORDERED_MAX)
 
 
 def requests_max(

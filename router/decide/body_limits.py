@@ -6,9 +6,9 @@ announces a large body takes nothing from others.
 Rule 2: each body is charged to its key's parse budget before it is parsed. A key that owes more
 than PARSE_BURST_S of it is refused until it has waited; one body is never too large for a key that
 owes nothing.
-Rule 3: inflated bytes are charged in advance, at the most that the body can inflate to, and what
-was not used is given back. So of many compressed bodies that arrive together one is inflated, and
-the rest are refused.
+Rule 3: inflated bytes are charged in advance, at the most that the body can inflate to, and the
+unused part is given back. So if many compressed bodies arrive together, one is inflated, and the
+rest are refused.
 """
 
 from typing import Final
@@ -32,14 +32,14 @@ MiB inflated and parsed, up to 65 ms, once in 16 s: below 1 % of the time, so th
 percentile of others does not see it."""
 
 INFLATION_RATIO_MAX: Final = 100
-"""A body may inflate to so many times its size. JSON text reaches 5 to 20, zip bombs 1000."""
+"""A body may inflate to this many times its size. JSON text reaches 5 to 20, zip bombs 1000."""
 
 INFLATION_FREE_BYTES: Final = 64 * 1024
-"""A body may inflate to so many bytes at any ratio."""
+"""A body may inflate to this many bytes at any ratio."""
 
 HELD_RETRY_AFTER_S: Final = 2.0
 _FORGET_KEYS_MIN: Final = 1024
-"""Keys that owe nothing are looked for only once so many have been added."""
+"""Keys that owe nothing are looked for only once this many have been added."""
 
 
 def inflated_bytes_max(body_bytes: int, bytes_max: int) -> int:

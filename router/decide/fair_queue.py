@@ -3,8 +3,8 @@
 Rule 1: a tenant's own requests keep their order. Between tenants, the one that was given the fewest
 tokens while it waited goes first (virtual time), so a tenant that floods waits behind its own
 requests.
-Rule 2: a tenant that comes back after a pause starts level with the others: what it did not use is
-not saved up. Each other tenant passes it at most once before its own turn.
+Rule 2: a tenant that comes back after a pause starts level with the others: unused service is not
+saved up. Each other tenant passes it at most once before its own turn.
 Rule 3: only served requests are charged. A request that leaves or is refused costs its tenant
 nothing.
 Rule 4: depth is bounded. When the queue is full, the tenant with most waiting requests loses its

@@ -3,13 +3,14 @@
 A replica is healthy, ejected or half-open. Consecutive failures, or far more failures than its
 peers have, eject it; each ejection soon after the last is twice as long. When its time is over, one
 request goes to it (half-open) while the others still go elsewhere, and its answer makes it healthy.
-Only its own requests do so: a ping is answered by the node and proves nothing about the engine. A
+Only requests can do this: a ping is answered by the node and proves nothing about the engine. A
 ping that is not answered postpones the half-open request.
 
 At most half of a deployment's replicas are excluded. If more are unhealthy, either the whole fleet
-is, or the fault is on this router's side (a broken uplink, a bug). None is excluded then: the
+is, or the fault is on this router's side (a broken uplink, a bug). Then no replica is excluded: the
 unhealthy ones become the last resort, used when no healthy replica has capacity. A replica that is
-really dead costs a request only then, and one that only seemed so is healthy with its first answer.
+really dead costs a request only then, and one that only seemed dead is healthy with its first
+answer.
 
 A node that misses two pings in a row is lost, and its replicas are ejected. If most nodes are
 silent at once, this router itself is cut off, and no node is taken for lost.

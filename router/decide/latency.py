@@ -1,6 +1,6 @@
 """Measures a replica's round trip and its prefill rate.
 
-A round trip is the smoothed minimum of a short window, because queues on the way only add to it.
+A round trip is the smoothed minimum of a short window, because queues on the path only add to it.
 The prefill rate starts as the route table's rate and is corrected by every first token.
 """
 

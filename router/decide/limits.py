@@ -7,14 +7,14 @@ ends. A request that fails gives its tokens back, but still counts as a request,
 could retry an overloaded fleet without limit.
 Rule 4: rates use monotonic seconds. A day is a UTC day, and so uses Unix time.
 
-The processes of one router share nothing, and a client's connections spread over them by chance. So
-each process grants its share of a key's rates: together they never exceed the limit, while a client
-that keeps one connection may get less. The limit of concurrent requests is divided too, rounded up:
-a key limited to one may have one in each process. A day's quota is not divided: the use of all
-routers comes with the route table (`KeyEntry.spent_until`), and the use counted here only covers
-the seconds until then, or the hours in which no scheduler can be reached.
+The processes of one router do not share limits, and a client's connections spread over them by
+chance. So each process grants its share of a key's rates. Together they never exceed the limit,
+while a client that keeps one connection may get less. The limit of concurrent requests is divided
+too, rounded up: a key limited to one may have one in each process. A day's quota is not divided:
+the use of all routers comes with the route table (`KeyEntry.spent_until`), and the use counted here
+only covers the seconds until then, or the hours in which no scheduler can be reached.
 
-A tenant's budget is limited in the same way, above its keys: an entry of the table of its own.
+A tenant's budget is an entry of the key table, limited in the same way, above the tenant's keys.
 
 Each second, routers report to each other what a key has drawn from its rates, and each draws that
 from its own meters, too. Until then a key may exceed its limit. The excess is a debt: over a longer
@@ -32,13 +32,13 @@ from isochrone.wire.key_use import KeyUse
 from isochrone.wire.routes import KeyEntry, KeyLimits
 
 BURST_S: Final = 60.0
-"""A meter holds one minute's worth: what is not used within a minute expires."""
+"""A meter holds one minute's worth: unused capacity expires within a minute."""
 
 BUSY_RETRY_AFTER_S: Final = 1.0
 DAY_S: Final = 86_400.0
 MONTH_S: Final = 31 * DAY_S
 DAY_SLACK_S: Final = 3600.0
-"""A quota that is spent until so long after midnight is one of the day: clocks differ."""
+"""A quota that is spent until this long after midnight is a quota of the day: clocks differ."""
 _SLACK_S: Final = 1e-6
 """Tolerance for rounding errors."""
 
@@ -160,7 +160,7 @@ class _KeyUsage:
         return self.day_tokens >= self.day_tokens_max or self.day_spend >= self.day_spend_max
 
     def has_room(self, tokens: int, spent_until: float, now_s: float, unix_s: float) -> bool:
-        """Say whether a request of so many tokens may be admitted now."""
+        """Say whether a request of this many tokens may be admitted now."""
         requests, meter = self.requests, self.tokens
         return not (
             (requests is not None and requests.full_at_after(1, now_s) < 0)

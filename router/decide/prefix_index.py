@@ -12,16 +12,17 @@ the matched length is never wrong by more than that.
 
 import re
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
 from functools import lru_cache
 from typing import Final, NamedTuple
 
 from isochrone.wire.body_loops import chained_hashes
+from router.decide.cached_blocks import CachedBlocks, PromptUse, new_cached_blocks
 
 BLOCK_BYTES: Final = 128
 DEPTH_PER_BLOCK: Final = 16
-"""A block is at most one part in so many of the prompt before it, if that is above BLOCK_BYTES."""
+"""A block is at most one part in this many of the prompt before it, if that is above
+BLOCK_BYTES."""
 
 KEYS_MAX: Final = 160
 PAIRS_MAX: Final = 200_000
@@ -42,12 +43,6 @@ TTL_S: Final = 3600.0
 
 HIT_RATIO_MIN: Final = 0.75
 """An answer with less than this of the expected cached share proves that the rest was evicted."""
-
-
-ANSWER_S: Final = 5.0
-"""How long an answer is assumed to use its prompt's blocks, until its end is learned. An engine
-keeps them to the end, but with 60 s here, what is evicted was noticed too late to be of use
-(ops/sim/cache_knowledge.md)."""
 
 _NOT_ZERO: Final = re.compile(rb"[^\0]")
 
@@ -85,19 +80,6 @@ class PrefixMatches(NamedTuple):
 
 
 NO_MATCHES: Final = PrefixMatches(0.0, ())
-
-
-class PromptUse:
-    """The times at which a prompt was sent to a replica, and last used its blocks there.
-
-    An answer is assumed to take ANSWER_S while it is in flight, or if its end is never learned.
-    """
-
-    __slots__ = ("ended_at_s", "sent_at_s")
-
-    def __init__(self, sent_at_s: float) -> None:
-        self.sent_at_s = sent_at_s
-        self.ended_at_s = sent_at_s + ANSWER_S
 
 
 class SentPrompt(NamedTuple):
@@ -138,27 +120,11 @@ def prefix_keys(prompt: bytes, seed: int) -> PrefixKeys:
     return PrefixKeys(chained_hashes(prompt, ends, seed), ends, len(prompt))
 
 
-class _CachedBlock:
-    """One block in a simulated cache: its size, and its last use."""
-
-    __slots__ = ("size", "use", "used_at_inserted")
-
-    def __init__(self, size: int, used_at_inserted: int, use: PromptUse) -> None:
-        self.size = size
-        self.used_at_inserted = used_at_inserted
-        """The cache's `inserted` at the last use."""
-        self.use = use
-
-
 class _ReplicaCache:
     """The simulated cache of one replica."""
 
     def __init__(self, capacity: float) -> None:
-        self.blocks: OrderedDict[int, _CachedBlock] = OrderedDict()
-        """Blocks by key, the least recently used first."""
-        self.size = 0
-        self.inserted = 0
-        """Sum of the sizes of all blocks ever inserted."""
+        self.blocks: CachedBlocks = new_cached_blocks()
         self.capacity = capacity
         self.is_learned = False
         """Whether an answer has proven an eviction here."""
@@ -228,28 +194,18 @@ class PrefixIndex:
         cache = self._caches.get(slot)
         if cache is None:
             cache = self._caches[slot] = _ReplicaCache(self._capacity)
-        bit = 1 << slot
-        share, age = 0.0, 0
-        inserted_before = cache.inserted
+        share, age, blocks = 0.0, 0, cache.blocks
+        deepest = blocks.deepest(keys.keys)
+        if deepest >= 0:
+            share = keys.ends[deepest] / keys.size
+            age = blocks.inserted_since_use(keys.keys[deepest])
         use = PromptUse(now_s)
-        # From the last block to the first, so that the end of a prompt is evicted before its
-        # beginning, as engines do.
-        blocks, holders, all_keys, ends = cache.blocks, self._holders, keys.keys, keys.ends
-        for index in range(len(all_keys) - 1, -1, -1):
-            key, end = all_keys[index], ends[index]
-            block = blocks.get(key)
-            if block is None:
-                size = end - ends[index - 1] if index else end
+        added = blocks.use(keys.keys, keys.ends, use)
+        if added:
+            self._pairs += len(added)
+            holders, bit = self._holders, 1 << slot
+            for key in added:
                 holders[key] = holders.get(key, 0) | bit
-                self._pairs += 1
-                cache.size += size
-                cache.inserted += size
-                blocks[key] = _CachedBlock(size, cache.inserted, use)
-                continue
-            if not share:
-                share, age = end / keys.size, inserted_before - block.used_at_inserted
-            block.used_at_inserted, block.use = cache.inserted, use
-            blocks.move_to_end(key)
         self._evict(slot, cache, now_s)
         return SentPrompt(slot, share, age, use)
 
@@ -287,14 +243,9 @@ class PrefixIndex:
             return
         cache.is_reported = True
         cache.capacity = float(CAPACITY_MAX)
-        evicted: list[int] = []
-        for key, block in cache.blocks.items():
-            if block.use.sent_at_s >= used_before_s:
-                break
-            if block.use.ended_at_s < used_before_s:
-                evicted.append(key)
-        for key in evicted:
-            self._remove_block(slot, cache, key)
+        for key in cache.blocks.sent_before(used_before_s):
+            if cache.blocks.use_of(key).ended_at_s < used_before_s:
+                self._remove_block(slot, cache, key)
 
     def _share_capacity(self) -> None:
         """Assume the median of the learned capacities where nothing was learned yet."""
@@ -310,30 +261,20 @@ class PrefixIndex:
             cache = self._caches.pop(slot, None)
             if cache is not None:
                 self._pairs -= len(cache.blocks)
-                for key in cache.blocks:
+                for key in cache.blocks.oldest_first():
                     self._remove_holder(key, slot)
 
     def _evict(self, slot: int, cache: _ReplicaCache, now_s: float) -> None:
         blocks = cache.blocks
-        while blocks and (
-            cache.size > cache.capacity or (self._pairs > self._pairs_max and len(blocks) > 1)
+        while (oldest := blocks.oldest()) is not None and (
+            blocks.size > cache.capacity
+            or (self._pairs > self._pairs_max and len(blocks) > 1)
+            or now_s - blocks.use_of(oldest).sent_at_s > TTL_S
         ):
-            key, block = blocks.popitem(last=False)
-            self._forget_block(slot, cache, key, block)
-        while blocks:
-            key = next(iter(blocks))
-            block = blocks[key]
-            if now_s - block.use.sent_at_s <= TTL_S:
-                return
-            del blocks[key]
-            self._forget_block(slot, cache, key, block)
+            self._remove_block(slot, cache, oldest)
 
     def _remove_block(self, slot: int, cache: _ReplicaCache, key: int) -> None:
-        self._forget_block(slot, cache, key, cache.blocks.pop(key))
-
-    def _forget_block(self, slot: int, cache: _ReplicaCache, key: int, block: _CachedBlock) -> None:
-        """Count a block no longer that has left the cache."""
-        cache.size -= block.size
+        cache.blocks.remove(key)
         self._pairs -= 1
         self._remove_holder(key, slot)
 

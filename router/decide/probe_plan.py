@@ -1,8 +1,8 @@
 """Chooses the nodes from which a router requests the loads of all nodes.
 
-In a small fleet it pings each node. In a large one a round of pings takes longer than a load stays
-true, so one node of a PoP answers for up to 64. Which one is the same for all routers, up to a
-choice between two: nodes ping each other once for many routers.
+In a small fleet the router pings each node. In a large one a round of pings takes longer than a
+load stays true, so one node of a PoP answers for up to 64. All routers choose the same node, or one
+of the same two, so that nodes ping each other once for many routers.
 
 Some nodes are pinged by the router itself, too: those with its own requests, because the wait for
 their answers depends on whether they are alive; those that no other node answered for; and each in
@@ -16,7 +16,7 @@ from isochrone.wire.ids import NodeId, PopId
 from router.decide.affinity import hash64
 
 PING_ALL_NODES_MAX: Final = 256
-"""A fleet of at most so many nodes is pinged one by one: four rounds of 64, 0.4 s at 100 ms."""
+"""A fleet of at most this many nodes is pinged one by one: four rounds of 64, 0.4 s at 100 ms."""
 
 GROUP_NODES_MAX: Final = 64
 ANSWERERS: Final = 2

@@ -48,7 +48,7 @@ UNEXPECTED_QUEUE_MS: Final = 20.0
 
 REFUSAL_FACTOR: Final = 1.5
 QUEUE_REFUSALS_MAX: Final = 12
-"""Each refusal multiplies that, up to so many: replicas are busier everywhere than this router
+"""Each refusal multiplies that, up to this many: replicas are busier everywhere than this router
 knows, and each further refusal costs a round trip. So a burst of short prompts does not wander."""
 
 
@@ -192,7 +192,7 @@ def _choose(
     best = _prefer_nearest(snapshot, costs, best)
     is_new = bool(query.session) and query.matches is NO_MATCHES
     if is_new and snapshot.nearest:
-        # By the route table alone: processes that share nothing else choose the same replica.
+        # Uses the route table alone: processes that share nothing else choose the same replica.
         nearest = sorted(snapshot.nearest)
         hashed = hash64(query.session)
         slot = rendezvous_winner(hashed, nearest, snapshot.hashes, snapshot.weights)

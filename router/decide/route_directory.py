@@ -149,7 +149,7 @@ class TableIndexes:
         self._former = directory._routes
 
     def steps(self, routes_per_step: int = ROUTES_PER_STEP) -> Iterator[None]:
-        """Make the indexes, with a pause after so many routes."""
+        """Make the indexes, with a pause after `routes_per_step` routes."""
         table, former = self.table, self._former
         known = {entry.deployment_id for entry in self.base.deployments} if self.base else set()
         for entry in table.deployments:

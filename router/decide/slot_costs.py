@@ -321,7 +321,7 @@ class SearchedCosts(SlotCosts):
             if cost < best_ms:
                 best, best_ms, second_ms = slots[place], cost, best_ms
             elif cost == best_ms and cost < inf:
-                # Of equal ones the first slot, as in a scan of all.
+                # The first slot of equal ones, as in a scan of all.
                 best, second_ms = min(best, slots[place]), cost
             elif cost < second_ms:
                 second_ms = cost

@@ -1,13 +1,12 @@
 """Slow start: a replica that has just become warm or healthy takes a growing share of requests.
 
 An idle replica looks best to every router at the same moment, and no router sees what the others
-send. Each may send it one request, which is harmless. While anything is in flight there, a hash of
+send. Each may send it one request, which is harmless. While a request is in flight there, a hash of
 the session, or of the request if it has no session, decides whether the next may follow: one in ten
-at first, all after SLOW_START_S, growing linearly. A session once admitted stays admitted, and
+at first, growing linearly to all after SLOW_START_S. A session once admitted stays admitted, and
 routers that know nothing of each other together send the share that each sends alone.
 
-A request that is held back goes to the next best replica, or here all the same if no other has
-capacity.
+A request that is held back goes to the next best replica, or to this one if no other has capacity.
 """
 
 from collections.abc import Collection, Mapping

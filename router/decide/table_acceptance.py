@@ -1,11 +1,13 @@
-"""Whether a new route table is accepted: a large drop of replicas that still answer is not.
+"""Decides whether a new route table is accepted.
+
+A table that drops many replicas which still answer is refused.
 
 A scheduler that reads an empty, truncated or hour-old database publishes a table that is valid and
 wrong. The router's own probes are the second source: a large drop is accepted as far as the dropped
-replicas no longer answer. A scheduler that has just taken over a restored database has heard no
-node yet and publishes no route at all; for a while only a node's own refusal, not its silence, is
-taken as a sign that its replicas are gone then. There is no such second source for keys. A key's
-tombstone is accepted at once, even from a table that is otherwise refused.
+replicas no longer answer. A scheduler that has just taken over a restored database is not in
+contact with any node yet and publishes no route at all. For a while, then, only a node's own
+refusal, not its silence, is taken as a sign that its replicas are gone. There is no such second
+source for keys. A key's tombstone is accepted at once, even from a table that is otherwise refused.
 """
 
 from collections.abc import Set
@@ -19,8 +21,8 @@ from isochrone.wire.routes import Route, RouteTable, apply_delta, diff
 
 DROPPED_MIN: Final = 2
 DROPPED_SHARE: Final = 0.5
-"""A drop of at least so many replicas, and of more than this share of them, is large; so is a drop
-of all."""
+"""A drop of at least this many replicas, and of more than this share of them, is large; so is a
+drop of all."""
 
 
 SILENCE_COUNTS_AFTER_S: Final = 15.0

@@ -1,4 +1,4 @@
-"""Tokens in flight at each replica: what this router sent there that has not ended yet.
+"""Tokens in flight at each replica: those of this router's requests that have not ended yet.
 
 Rule 1: a reservation is released exactly once, on finish, cancellation and crash alike.
 Rule 2: prefill and decode tokens are counted apart; the first token turns prefill into decode.

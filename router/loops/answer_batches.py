@@ -1,4 +1,4 @@
-"""Answers items of batches with what interactive requests leave free, and returns the results.
+"""Answers items of batches with capacity that interactive requests leave free; returns the results.
 
 Items are leased from the scheduler a little ahead of their turn and answered like other requests,
 at the lowest priority. A turn sends results, renews leases and leases more. An item whose lease was
@@ -22,10 +22,16 @@ from isochrone.wire.batches import (
     LeasedItems,
     LeaseItems,
 )
+from isochrone.wire.engine_capabilities import capabilities_of
 from isochrone.wire.errors import ApiError
 from isochrone.wire.routes import DeploymentEntry
 from router.batch_client import BatchClient
-from router.decide.batch_room import QUEUE_FACTOR, ReplicaRoom, requests_max
+from router.decide.batch_room import (
+    QUEUE_FACTOR,
+    ReplicaRoom,
+    per_replica_limit,
+    requests_max,
+)
 from router.fleet_state import FleetState
 
 log = logging.getLogger(__name__)
@@ -166,7 +172,7 @@ class AnswerBatches:
             rooms,
             len(work.running) if work is not None else 0,
             work.item_tokens if work is not None else 2 * OUTPUT_TOKENS_ASSUMED,
-            self._per_replica_max,
+            per_replica_limit(self._per_replica_max, yields=capabilities_of(entry.engine).priority),
         )
 
     def _start(self, name: str) -> None:

@@ -1,7 +1,7 @@
 """Renews the leases of stored responses, and answers those that run in the background.
 
-Each process of a router renews what its clients wait for; its main process answers background
-responses.
+Each process of a router renews the leases of responses that its clients wait for; its main process
+answers background responses.
 """
 
 import asyncio

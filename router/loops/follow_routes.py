@@ -2,8 +2,9 @@
 
 The table in use is always whole: a delta is applied to the table it is based on, and a delta that
 does not fit asks for a snapshot. A refused table is quarantined and checked again, because the
-replicas it drops may really be ending; what it adds is served at once. The last replicas of a
-deployment that an accepted table withdrew are still probed, and used while they answer.
+replicas it drops may really be ending; the entries that it adds are served at once. The last
+replicas of a deployment that an accepted table withdrew are still probed, and used while they
+answer.
 """
 
 import asyncio
@@ -161,7 +162,7 @@ class TableFollower:
             return False
         written_at_s = 0.0
         with suppress(FileNotFoundError):
-            # Only the previous snapshot may exist.
+            # The current snapshot may be missing while the previous one exists.
             written_at_s = await asyncio.to_thread(lambda: self._snapshot.stat().st_mtime)
         self.accept(table)
         self._confirmed_at_s = self._clock() - max(0.0, unix_now_s - written_at_s)

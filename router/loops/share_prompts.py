@@ -1,6 +1,6 @@
 """Share with the other processes of this router which prompts were read where, and suspicions.
 
-Suspicions, and what keys have used, go to all other routers, too.
+Suspicions, and the use of keys, go to all other routers, too.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The batch service of the control listener: for routers that hold a relay token.
 
-They relay the public requests of clients that they have authenticated, lease items and return the
-results. Only the acting scheduler serves it, as only its routers hold a token.
+Routers relay the public requests of clients that they have authenticated, lease items and return
+the results. Only the acting scheduler serves it, as only its routers hold a token.
 """
 
 import secrets

@@ -14,6 +14,7 @@ from isochrone.wire.engine_capabilities import (
     lacking_features,
     sleep_problem,
     transfer_problem,
+    weights_problem,
     with_transfer,
 )
 from isochrone.wire.engine_options import ENGINE_OPTIONS
@@ -73,8 +74,11 @@ async def require_same_kind(
         )
 
 
-async def require_served_kind(request: AdminRequest, model_id: str, engine: EngineSettings) -> None:
-    """Raise ApiError 400 if an engine does not serve models of the kind of `model_id`."""
+async def require_served_model(
+    request: AdminRequest, model_id: str, engine: EngineSettings
+) -> None:
+    """Raise ApiError 400 if an engine does not serve models of the kind of `model_id`, or cannot
+    read its weights."""
     found = await catalogue.get_model(request.connection, model_id)
     if found is not None and KIND_FEATURES.get(found.model.kind) in lacking_features_of(engine):
         raise ApiError(
@@ -84,6 +88,10 @@ async def require_served_kind(request: AdminRequest, model_id: str, engine: Engi
             " those that do",
             param="engine.driver",
         )
+    paths = [file.path for file in found.model.artifact.files] if found is not None else []
+    if problem := weights_problem(engine.driver, paths):
+        reason = f"cannot deploy {model_id} with {engine.driver}: {problem}"
+        raise ApiError(ErrorCode.INVALID_REQUEST, reason, param="engine.driver")
 
 
 def _with_unmet(request: AdminRequest, view: DeploymentView) -> DeploymentView:
@@ -99,7 +107,7 @@ async def create_deployment(request: AdminRequest) -> DeploymentView:
     """Create a deployment of a model."""
     body: NewDeploymentBody = request.body
     deployment = await _validated(request, body, body.deployment_id)
-    await require_served_kind(request, body.model_id, body.engine)
+    await require_served_model(request, body.model_id, body.engine)
     if not await deployments.add_deployment(request.connection, deployment):
         raise ApiError(
             ErrorCode.CONFLICT,
@@ -118,7 +126,7 @@ async def put_deployment(request: AdminRequest) -> DeploymentView:
     body: DeploymentBody = request.body
     deployment = await _validated(request, body, name)
     await require_same_kind(request, before, body.model_id)
-    await require_served_kind(request, body.model_id, body.engine)
+    await require_served_model(request, body.model_id, body.engine)
     if await conflicts_with_rollout(request.connection, deployment):
         reason = f"cannot change {name}: a rollout of it is active; abort it first"
         raise ApiError(ErrorCode.CONFLICT, reason)

@@ -1,6 +1,6 @@
 """Workers AI's `queueRequest=true`: a batch without files of the client's, relayed by routers.
 
-Its requests become a file and a batch; the poll reads the results from the batch's files.
+The requests of a run become a file and a batch; the poll reads the results from the batch's files.
 """
 
 import asyncio

@@ -229,7 +229,7 @@ class ResponseEndpoints:
 async def check_storage(
     connection: Connection, tenant_id: str, new_bytes: int, limits: ResponseLimits
 ) -> None:
-    """Raise ApiError if a tenant may not store so much more."""
+    """Raise ApiError if a tenant may not store this much more."""
     if limits.tenant_bytes_max == 0:
         reason = storage_refusal(0, 0, 0, limits)
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot store: {reason}", param="store")

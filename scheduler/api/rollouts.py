@@ -13,7 +13,7 @@ from scheduler.api.deployments import (
     engine_problem,
     require_deployment,
     require_same_kind,
-    require_served_kind,
+    require_served_model,
 )
 from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
 from scheduler.decide.rollout import (
@@ -45,7 +45,7 @@ async def create_rollout(request: AdminRequest) -> RolloutView:
         reason = f"cannot roll out: no model {spec.model_id}"
         raise ApiError(ErrorCode.NOT_FOUND, reason, param="model_id")
     await require_same_kind(request, deployment, spec.model_id)
-    await require_served_kind(request, spec.model_id, spec.engine)
+    await require_served_model(request, spec.model_id, spec.engine)
     problem = await _problem(request, spec)
     if not problem and deployment.policy.overcommit > 1:
         problem = sleep_problem(spec.engine)

@@ -86,7 +86,7 @@ class RouterEndpoint:
     async def _store_batch(self, peer: PeerConnection, batch: Demand | Usage | RoundTrips) -> None:
         """Store a batch and acknowledge it, including rows that can never be stored."""
         if isinstance(batch, Demand) and batch.boot_id == peer.boot_id:
-            # Only the router's main process speaks for its table.
+            # Only the router's main process reports its table.
             following = self._routes.following
             following.record_served(peer.name, batch.table_generation, batch.table_refusal)
         # The router forgets what is acknowledged, so that must be on disk.

@@ -11,7 +11,7 @@ CHUNK_TIMEOUT_S: Final = 60.0
 """The longest pause between two chunks of an upload."""
 
 ReadChunk = Callable[[int], Awaitable[bytes]]
-"""Returns at most so many of the next bytes, and b"" at the end."""
+"""Returns at most this many of the next bytes, and b"" at the end."""
 
 
 async def write_upload(

@@ -1,7 +1,7 @@
-"""Whether an adapter's tensors fit its base model: by their names and shapes alone.
+"""Checks whether an adapter's tensors fit its base model, by their names and shapes alone.
 
-An adapter of another base model would be refused by every engine, or worse, change the wrong
-weights. Names are those of PEFT for Hugging Face models: `...layers.3.self_attn.q_proj.lora_A`.
+Every engine would refuse an adapter of another base model, or worse, apply it to the wrong weights.
+Names are those of PEFT for Hugging Face models: `...layers.3.self_attn.q_proj.lora_A`.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Reads the lines of a batch's input file: what each asks for, or why it fails alone. Pure."""
+"""Reads the lines of a batch's input file: the request of each, or the error of that line. Pure."""
 
 from collections.abc import Set
 from typing import Any, Final, NamedTuple

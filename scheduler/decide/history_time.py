@@ -1,5 +1,4 @@
-"""Keeps the time that has certainly passed, even if a wall clock is wrong. History is deleted by
-it.
+"""The time that has certainly passed, even if a wall clock is wrong: history is deleted by it.
 
 A scheduler that starts cannot tell a clock that is a year ahead from a year without schedulers. So
 only the time that schedulers have seen passing counts, and a little more, to make up for the time

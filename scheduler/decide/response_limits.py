@@ -12,4 +12,4 @@ class ResponseLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     context_bytes_max: int = 8 * 1024 * 1024  # all items that one response may build on
     conversation_items_max: int = 10_000
     attempts_max: int = 5  # of a background response whose engine fails
-    lease_s: float = 60.0  # responses of a router that is silent for so long fail, or go to others
+    lease_s: float = 60.0  # responses of a router that is silent this long fail, or go to others

@@ -16,7 +16,7 @@ from typing import BinaryIO, Final, NamedTuple
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.batch_lines import RUN_PREFIX, error_line, result_line
 from scheduler.state.batch_folder import BatchFolder
-from scheduler.state.batch_input import BatchInput
+from scheduler.state.batch_input import BatchInput, has_more_lines
 from scheduler.state.lease_state import LeaseState
 from scheduler.store.batch_files import add_file, delete_expired_files
 from scheduler.store.batch_items import (
@@ -128,6 +128,11 @@ class AdvanceBatches:
     async def _read_input(self, batch: StoredBatch) -> bool:
         """Store the items of a new batch; fail the batch if its input cannot be used."""
         try:
+            # Counted before anything is stored: the database never sees what is refused.
+            if await asyncio.to_thread(self._has_too_many_lines, batch.input_file_id):
+                message = f"the input file has more than {self._limits.items_max} lines"
+                await self._fail(batch, "too_many_lines", message)
+                return False
             source = await asyncio.to_thread(self._folder.open, batch.input_file_id)
         except FileNotFoundError:
             await self._fail(batch, "file_not_found", "the input file was deleted")
@@ -139,8 +144,6 @@ class AdvanceBatches:
             try:
                 async with transaction(self._pool) as connection:
                     while items := await lines.next_items():
-                        if lines.lines > self._limits.items_max:
-                            raise _TooManyLines
                         await add_items(connection, batch.batch_id, items)
                     await fail_repeated_ids(connection, batch.batch_id)
                     failed = await count_failed(connection, batch.batch_id)
@@ -157,11 +160,11 @@ class AdvanceBatches:
             except _NoLines:
                 await self._fail(batch, "empty_file", "the input file has no lines")
                 return False
-            except _TooManyLines:
-                message = f"the input file has more than {self._limits.items_max} lines"
-                await self._fail(batch, "too_many_lines", message)
-                return False
         return True
+
+    def _has_too_many_lines(self, file_id: str) -> bool:
+        with self._folder.open(file_id) as source:
+            return has_more_lines(source, self._limits.items_max)
 
     async def _fail(self, batch: StoredBatch, code: str, message: str) -> None:
         async with transaction(self._pool) as connection:
@@ -268,10 +271,6 @@ class AdvanceBatches:
 
 class _NoLines(Exception):
     """An input file has no lines."""
-
-
-class _TooManyLines(Exception):
-    """An input file has more lines than a batch may have items."""
 
 
 def _line_of(batch: StoredBatch, item: AnsweredItem, status: str) -> bytes:

@@ -86,7 +86,7 @@ class HoldLease:
         """Ask the database for the lease. After an error the remaining trust runs out by itself."""
         state = self._lease
         requested_at = state.last_attempt_at = state.clock()
-        # Before the store is read: what is handed out meanwhile may be newer than what is read.
+        # Read before the store: a generation handed out meanwhile may be newer than the stored one.
         known = self._known_counters()
         async with using(self._reserved) as connection:
             lease = await acquire_or_renew_lease(connection, state.holder, state.ttl_s)

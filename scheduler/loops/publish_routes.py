@@ -1,11 +1,12 @@
 """Publishes the route table to routers whenever its contents have changed.
 
-A node's report is followed by reading that node alone, and published at once, except that a replica
-which keeps coming and going is published a little later each time (`flap_damping.py`). The whole
-fleet is read now and then, for changes without a report: nodes that fell silent, rates that drift.
+After a node's report, that node alone is read and published at once. A replica that keeps coming
+and going is published a little later each time (`flap_damping.py`). The whole fleet is read now and
+then, for changes without a report: nodes that fell silent, rates that drift.
 
 A changed key is read and published alone. There may be a million keys, so all are read only when a
-term begins. After that a page of them is compared at a time, for changes that nothing announced.
+term begins. After that a page of them is compared at a time, to find changes that were not
+announced.
 """
 
 from collections.abc import Set

@@ -1,8 +1,9 @@
 """Renews a held lease from its own thread, so that a busy event loop does not lose it.
 
-A scheduler is slow while a whole fleet connects. If it lost its lease for that, the whole fleet
-would connect to the other scheduler, which would then be the slow one. Taking and giving up the
-lease stay with `hold_lease` in the event loop; this thread renews only while that loop still turns.
+A scheduler is slow while a whole fleet connects. If it lost its lease because of that, the whole
+fleet would connect to the other scheduler, which would then be the slow one. Taking and giving up
+the lease stay with `hold_lease` in the event loop; this thread renews only while that loop still
+turns.
 """
 
 import asyncio

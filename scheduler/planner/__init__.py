@@ -2,9 +2,9 @@
 
 A plan for five thousand nodes takes half a second of CPU, a first one seconds. In a thread of the
 scheduler it would delay every connection; in a process of its own it delays none. The scheduler
-starts the process, sends requests and writes what was decided. The planner writes only what it
-learned of demand. All state that it holds can be lost: it is read from the store again.
+starts the process, sends requests and writes the decisions. The planner writes only the state of
+its demand forecast. All state that it holds can be lost: it is read from the store again.
 
-`client` is the scheduler's side, `__main__` the process, `messages` what they exchange, `server`
-what answers.
+`client` is the scheduler's side, `__main__` the process, `messages` the requests and replies, and
+`server` answers them.
 """

@@ -10,7 +10,17 @@ from scheduler.store.batch_items import NewItem
 
 LINES_MAX: Final = 5_000
 PART_BYTES_MAX: Final = 16 * 1024 * 1024
-"""A part has at most so many lines, and ends with the line that makes it so large."""
+"""A part has at most this many lines, and ends with the line that makes it this large."""
+
+
+def has_more_lines(source: BinaryIO, lines_max: int) -> bool:
+    """Return whether a file has more than `lines_max` lines that are not blank. Blocks."""
+    lines = 0
+    is_line_begin = True
+    while lines <= lines_max and (line := source.readline(PART_BYTES_MAX)):
+        lines += is_line_begin and not line.isspace()
+        is_line_begin = line.endswith(b"\n")
+    return lines > lines_max
 
 
 class BatchInput:

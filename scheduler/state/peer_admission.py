@@ -1,5 +1,6 @@
-"""Limits the rate of registrations when a whole fleet connects at once. `scheduler/decide` decides
-the rate; this module applies it.
+"""Limits the rate of registrations when a whole fleet connects at once.
+
+`scheduler/decide` decides the rate; this module applies it.
 """
 
 from isochrone.wire.control import PeerRole

@@ -18,7 +18,7 @@ from scheduler.state.peer_connection import PeerConnection
 log = logging.getLogger(__name__)
 
 KEY_BYTES_MIN: Final = 150
-"""A key takes at least so many bytes of a frame. A table that is too large is not encoded."""
+"""A key takes at least this many bytes of a frame. A table that is too large is not encoded."""
 
 
 DELTAS_AFTER_PARTS_MAX: Final = 256

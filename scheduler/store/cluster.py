@@ -2,7 +2,7 @@
 
 `read_cluster` reads all that the planner needs. `read_fleet` leaves out what only placement needs:
 demand, distances, prefetches and start failures. `read_fleet_nodes` reads some nodes again. A row
-that cannot be read is reported and concerns nothing else (`readable_rows.py`): those of the other
+that cannot be read is reported and does not affect others (`readable_rows.py`). Rows of the other
 tables have no form that Postgres accepts and this release does not.
 """
 

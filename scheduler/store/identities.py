@@ -1,8 +1,9 @@
 """Join tokens, the names of peers, and revoked certificates.
 
 Rule 1: a revoked name stays revoked until an operator readmits it; joining again is refused.
-Rule 2: a name that has been in use can be joined under again only with a token bound to it.
-Rule 3: revoking a name refuses every certificate issued before, known to the database or not: a
+Rule 2: a peer can join again under a name that has been in use only with a token bound to that
+name.
+Rule 3: revoking a name revokes every certificate issued before, known to the database or not: a
 database restored from a backup does not know the newest ones.
 """
 

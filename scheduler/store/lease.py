@@ -1,14 +1,14 @@
 """The lease: which scheduler acts, fenced by an epoch that only rises.
 
 The holder trusts its lease until `requested_at + ttl - MARGIN_S` on its own monotonic clock,
-counted from before the request: a slow round trip to the database cannot extend leadership. Expiry
-is judged by the database's clock alone. Every write checks its epoch (`assert_epoch`), so a holder
+counted from before the request: a slow round trip to the database cannot extend leadership. The
+database's clock alone decides expiry. Every write checks its epoch (`assert_epoch`), so a holder
 that was paused beyond its lease cannot write. A holder is one process and not a name: two processes
 of one name, or one that restarts, must not share an epoch.
 
 A server that has just started may hold a restored backup, in which the epoch of the last holder is
 free again. So an expired lease is taken only when the server has run for a TTL: until then every
-holder that the backup does not know has stopped to trust its lease.
+holder that the backup does not know has stopped trusting its lease.
 """
 
 from typing import Final

@@ -26,7 +26,7 @@ async def record_node_losses(
     lost: Sequence[FleetNode],
     back: Sequence[tuple[FleetNode, float]],
 ) -> None:
-    """Record nodes as lost, and as back after so many seconds, each with an event.
+    """Record nodes as lost, and as back after this many seconds, each with an event.
 
     Runs in the caller's transaction; raises EpochLost.
     """

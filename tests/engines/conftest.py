@@ -14,7 +14,6 @@ from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine_capabilities import EngineCapabilities, capabilities_of
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.model import EngineSettings
-from nodeagent.drivers import DRIVERS
 from nodeagent.host.engines import EngineProcess
 from ops.engines.vllm_cpu import small_chat_model
 from tests.builders import GIB, a_spec
@@ -23,6 +22,7 @@ from tests.engines.real_engines import (
     LLAMA_CPP_MODEL,
     MODEL,
     VLLM_COMMANDS,
+    installed,
     needs_llama_cpp,
     needs_vllm,
     running_engine,
@@ -94,7 +94,7 @@ async def vllm(
     spec = a_chat_spec("vllm", enable_lora="true", max_lora_rank="8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{VLLM_COMMANDS}:{os.environ['PATH']}")
-        assert DRIVERS["vllm"].missing() == ""
+        await installed("vllm")
         folder = tmp_path_factory.mktemp("vllm")
         async with running_engine(spec, model_with_tools, folder) as engine:
             yield engine
@@ -123,7 +123,7 @@ async def llama_cpp(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[E
     """llama.cpp's server, if ops/engines/llama_cpp.py has built it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{LLAMA_CPP_COMMANDS}:{os.environ['PATH']}")
-        assert DRIVERS["llama_cpp"].missing() == ""
+        await installed("llama_cpp")
         folder = tmp_path_factory.mktemp("llama")
         async with running_engine(a_chat_spec("llama_cpp"), LLAMA_CPP_MODEL, folder) as engine:
             yield engine

@@ -14,6 +14,7 @@ import pytest
 
 from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
+from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import CHAT_PATH
 from nodeagent.host.devices import DeviceReader
 from nodeagent.host.engine_log import last_error
@@ -39,6 +40,18 @@ needs_llama_cpp: Final = pytest.mark.skipif(
     not ((ENGINES / "llama_cpp" / ".complete").exists() and LLAMA_CPP_MODEL.exists()),
     reason=f"no llama.cpp below {ENGINES}: run `python -m ops.engines.llama_cpp`",
 )
+
+
+async def installed(driver: str) -> None:
+    """Wait until an engine's program answers: on a busy machine its interpreter may be slow."""
+    reason = ""
+
+    def is_there() -> bool:
+        nonlocal reason
+        reason = DRIVERS[driver].missing()
+        return not reason
+
+    await until(is_there, EXIT_S, lambda: reason)
 
 
 @asynccontextmanager

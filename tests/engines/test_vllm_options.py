@@ -1,40 +1,105 @@
-"""vLLM's own argument parser knows every option that we let a deployment set."""
+"""vLLM's own argument parser takes every command line that our driver can write."""
 
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
+from isochrone.wire.assignment import ReplicaGroup
 from isochrone.wire.engine_options import ENGINE_OPTIONS
+from isochrone.wire.ids import DeviceId, ReplicaId
+from isochrone.wire.model import EngineSettings
+from nodeagent.drivers import DRIVERS
+from nodeagent.drivers.driver import DeviceMemory, EngineLaunch
+from nodeagent.drivers.output_parsers import FORMATS
+from tests.builders import GIB, a_spec
 
 ENGINES: Final = Path(os.environ.get("ISOCHRONE_ENGINES", Path(__file__).parents[2] / ".engines"))
 PYTHON: Final = ENGINES / "vllm" / "bin" / "python"
+OPTIONS: Final = ENGINE_OPTIONS["vllm"]
 SCRIPT: Final = """
-import json
+import json, sys
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-actions = make_arg_parser(FlexibleArgumentParser())._actions
-print(json.dumps({action.dest: [action.nargs == 0, action.option_strings] for action in actions}))
+parser = make_arg_parser(FlexibleArgumentParser())
+result = {
+    "known": {a.dest: [a.nargs == 0, a.option_strings] for a in parser._actions},
+    "parsed": [vars(parser.parse_args(line)) for line in json.load(sys.stdin)],
+    "tool_parsers": ToolParserManager.list_registered(),
+    "reasoning_parsers": ReasoningParserManager.list_registered(),
+}
+print(json.dumps(result, default=str))
 """
+KV_TRANSFER: Final = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
+KV_EVENTS: Final = {"enable_kv_cache_events": True, "endpoint": "ipc:///run/kv"}
+
+
+def arguments(group: ReplicaGroup | None, options: Mapping[str, str] = {}) -> list[str]:
+    """Return the arguments that the driver gives to `vllm serve`, for two GPUs on each node."""
+    gpus = (DeviceId("gpu0"), DeviceId("gpu1"))
+    engine = EngineSettings(
+        driver="vllm", options=dict(options), kv_memory_bytes=8 * GIB, devices=2
+    )
+    launch = EngineLaunch(
+        spec=a_spec(name="m", engine=engine, device_ids=gpus, group=group, memory_bytes=20 * GIB),
+        model_path=Path("/models/x"),
+        folder=Path("/run/r1"),
+        port=4321,
+        threads=2,
+        memory=DeviceMemory(total_bytes=80 * GIB, free_bytes=70 * GIB),
+    )
+    return list(DRIVERS["vllm"].command(launch).arguments[2:])
+
+
+def parse(lines: list[list[str]]) -> dict[str, Any]:
+    done = subprocess.run(
+        [PYTHON, "-c", SCRIPT], input=json.dumps(lines), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 @pytest.mark.skipif(
     not PYTHON.exists(),
     reason=f"no vLLM below {ENGINES}: run `make test-engines`, which installs it",
 )
-def test_vllm_has_our_options_as_values_and_flags() -> None:
-    done = subprocess.run([PYTHON, "-c", SCRIPT], capture_output=True, text=True, check=True)
-    known: dict[str, tuple[bool, list[str]]] = json.loads(done.stdout.splitlines()[-1])
-    options = ENGINE_OPTIONS["vllm"]
+def test_vllm_takes_our_command_lines_and_has_our_options_and_parsers() -> None:
+    place = ReplicaGroup(leader_id=ReplicaId("r1"), place=1, nodes=2, host="10.0.0.1", port=5000)
+    flags = {name: "true" for name in OPTIONS.names if OPTIONS.is_flag(name)}
+    configs = {"kv_transfer_config": json.dumps(KV_TRANSFER)}
+    configs["kv_events_config"] = json.dumps(KV_EVENTS)
+    lines = [arguments(None), arguments(place), arguments(None, flags)]
+    lines += [arguments(None, dict.fromkeys(flags, "false")), arguments(None, configs)]
+    result = parse(lines)
+    alone, part, on, off, configured = result["parsed"]
+    assert (alone["model_tag"], alone["served_model_name"]) == ("/models/x", ["m"])
+    assert (alone["host"], alone["port"], alone["max_model_len"]) == ("127.0.0.1", 4321, 4096)
+    assert (alone["tensor_parallel_size"], alone["scheduling_policy"]) == (2, "priority")
+    assert alone["kv_cache_memory_bytes"] == 8 * GIB
+    assert alone["gpu_memory_utilization"] == 0.25
+    assert alone["enable_prompt_tokens_details"] is True
+    assert (part["nnodes"], part["node_rank"], part["headless"]) == (2, 1, True)
+    assert (part["pipeline_parallel_size"], part["master_addr"]) == (2, "10.0.0.1")
+    assert all(on[name] is True for name in flags)
+    assert not any(off[name] for name in flags)
+    assert "MooncakeStoreConnector" in str(configured["kv_transfer_config"])
+    assert "ipc:///run/kv" in str(configured["kv_events_config"])
+
     # `kv_connector` is the driver's own, and becomes a kv_transfer_config.
-    names = options.names - {"kv_connector"}
-    assert names <= known.keys()
-    for name in names:
-        is_flag, strings = known[name]
-        assert is_flag == options.is_flag(name), name
+    for name in sorted(OPTIONS.names - {"kv_connector"}):
+        is_flag, strings = result["known"][name]
+        assert is_flag == OPTIONS.is_flag(name), name
         argument = name.replace("_", "-")
         assert f"--{argument}" in strings
-        assert name not in options.negatable or f"--no-{argument}" in strings, name
+        assert name not in OPTIONS.negatable or f"--no-{argument}" in strings, name
+
+    for form in FORMATS:
+        assert form.vllm.tools in {"", *result["tool_parsers"]}
+        assert form.vllm.reasoning in {"", *result["reasoning_parsers"]}

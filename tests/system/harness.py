@@ -28,6 +28,7 @@ CITIES = {"ams": ("NL", 52.3, 4.8), "sin": ("SG", 1.35, 104.0)}
 LOOPBACK = "127.0.0.1"
 READY_TIMEOUT_S = 60.0
 STEP_S = 0.05
+STEP_MAX_S = 0.25
 LEASE_S = 8.0
 """Longer than a shared machine may stall, so that a stall causes no takeover."""
 
@@ -42,14 +43,17 @@ async def until(
     """Wait until `condition` returns a true value, and return it. Raises AssertionError.
 
     The time is counted in steps, not by a clock: while the machine stalls, the awaited processes
-    stall too and lose no time.
+    stall too and lose no time. What takes long is looked at less often: each look costs the fleet
+    some processor time, too.
     """
     steps = asyncio.create_task(_steps(timeout_s))
+    pause_s = STEP_S
     try:
         while not (found := await condition()):
             if steps.done():
                 raise AssertionError(f"not within {timeout_s:g} s: {what}")
-            await asyncio.sleep(STEP_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(STEP_MAX_S, 1.1 * pause_s)
         return found
     finally:
         steps.cancel()
@@ -151,7 +155,7 @@ class Fleet:
             f"admin_port = {self.ports[f'admin-{name}']}\n"
             f"control_port = {self.ports[f'control-{name}']}\n"
             f"lease_ttl_s = {LEASE_S}\nlease_renew_s = 0.5\nplace_interval_s = 1.0\n"
-            "publish_interval_s = 0.5\nhear_first_s = 3.0\n"
+            "publish_interval_s = 0.5\nroll_interval_s = 1.0\nhear_first_s = 3.0\n"
         )
         write_atomic(config, text.encode())
         part = f"scheduler-{name}"

@@ -57,6 +57,7 @@ class Traffic:
 
             while True:
                 await asyncio.gather(*(one() for _ in range(4)))
+                await asyncio.sleep(0.05)
 
 
 async def rolled_out(fleet: Fleet, options: dict[str, str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The shape of a BERT encoder, and what is computed from its last layer."""
+"""The shape of a BERT encoder, and the output computed from its last layer."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""A generation: a sequence with its sampler and detokenizer, and what a step adds to it."""
+"""A generation: a sequence with its sampler and detokenizer, and the output of a step for it."""
 
 from dataclasses import dataclass
 from typing import Final

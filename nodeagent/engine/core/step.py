@@ -1,7 +1,7 @@
 """The main path of the engine: draft, schedule, move KV blocks, run, sample, commit.
 
-Rule 1: nothing here waits for a lock or reads the time. `GenerationThread` calls it and passes the
-results on; one thread owns all of it.
+Rule 1: a step neither waits for a lock nor reads the time. `GenerationThread` calls it and passes
+the results on; one thread owns all of it.
 Rule 2: a sequence that ends, for whatever reason, has released its blocks before `step` returns.
 Rule 3: a model with several pipeline stages has a batch in flight in each. Batches finish in the
 order in which they began. Results for a sequence that lost its blocks meanwhile are discarded.
@@ -325,7 +325,7 @@ class EngineCore:
         self.output_tokens_total += sum(delta.sampled is not None for delta in deltas)
         finish = deltas[-1].finish if deltas else None
         if finish is FinishReason.ERROR:
-            # Masked slots are multiplied by zero, and zero times NaN is NaN: what is left in its
+            # Masked slots are multiplied by zero, and zero times NaN is NaN: the contents of its
             # blocks would spread to the sequences that get them next.
             blocks = self.scheduler.pool.uncache(generation.sequence.blocks)
             self._executor.clear(blocks)

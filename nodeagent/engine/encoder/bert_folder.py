@@ -130,7 +130,8 @@ def _pooling(folder: Path) -> tuple[Pooling, bool]:
 
 
 def _tokenizer(path: Path) -> Tokenizer:
-    # Read as JSON first: its size is bounded so, and what is no JSON is refused in words.
+    # Read as JSON first: this bounds its size, and refuses a file that is not JSON with a clear
+    # message.
     read_json(path, msgspec.Raw)
     tokenizer = read_tokenizer(path)
     # The settings for training would truncate texts silently.

@@ -182,7 +182,7 @@ class BlockMover:
     def save_all(self, cached: Sequence[CachedBlock], until_s: float) -> None:
         """Write the blocks cached on the device to files, most recently used first.
 
-        Stops at `until_s` (monotonic): what is not written is computed again.
+        Stops at `until_s` (monotonic): blocks not written are computed again.
         """
         if self.files is None:
             return
@@ -203,7 +203,7 @@ class BlockMover:
                 for waiting in (self._writes, self._reads):
                     waiting.put(None, timeout=max(0.0, until_s - time.monotonic()))
             except queue.Full:
-                # The disk hangs; what waits for it is computed again.
+                # The disk hangs; blocks that wait for it are computed again.
                 return
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))

@@ -147,7 +147,7 @@ class BlockPool:
         return unshared
 
     def forget_cached(self) -> None:
-        """Empty the prefix cache: what the blocks held is gone. No sequence may have a block."""
+        """Empty the prefix cache: all cached contents are lost. No sequence may have a block."""
         if self.used_blocks:
             raise ValueError(f"cannot forget the cache: {self.used_blocks} blocks are in use")
         self._digest = [None] * self.total

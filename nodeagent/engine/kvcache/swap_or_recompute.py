@@ -1,4 +1,4 @@
-"""Whether KV below the device is copied back or computed again: whichever is faster.
+"""Decides whether KV below the device is copied back or computed again: whichever is faster.
 
 Both costs are measured: copying a block, and computing a prompt token. A preempted sequence resumes
 this way too. Its full blocks moved to the tiers below as others were allocated in their place, and

@@ -39,7 +39,7 @@ class TransferHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a complete transfer, so long after the prompt was computed.
+    """The end of a complete transfer, this long after the prompt was computed.
 
     `cached_tokens` were in the sender's prefix cache.
     """

@@ -1,4 +1,4 @@
-"""Whether memory is too close to its limit to accept another request.
+"""Decides whether memory is too close to its limit to accept another request.
 
 Refusing early keeps the kernel from killing the process.
 

@@ -1,7 +1,7 @@
-"""The memory of this process: its limits (cgroups, configuration), its use, and what is free.
+"""The memory of this process: its limits (cgroups, configuration), its use, and its free part.
 
 Page cache counts as free, because the kernel can drop it: a cgroup that has read a model from disk
-is full by its own figure, and is not.
+looks full by its own figure, but is not.
 """
 
 import time

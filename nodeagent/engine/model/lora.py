@@ -1,6 +1,6 @@
 """Adds LoRA adapters to a model's products, row by row of the batch.
 
-A step without adapters pays one look at an empty tuple for each product.
+A step without adapters only checks an empty tuple for each product.
 """
 
 from collections.abc import Mapping

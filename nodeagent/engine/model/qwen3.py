@@ -25,7 +25,7 @@ class Qwen3Attention(LlamaAttention):
         mixed, norms = super().project(x), self.head_norms
         assert norms is not None
         heads = mixed[:, : len(norms)]
-        # By torch on every device: `RowOps.rms_norm` has one weight for all rows.
+        # Computed by torch on every device: `RowOps.rms_norm` has one weight for all rows.
         heads.copy_(rms_norm(heads, heads.shape[-1:], None, self.shape.rms_epsilon) * norms)
         return mixed
 

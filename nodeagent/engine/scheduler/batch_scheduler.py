@@ -1,11 +1,11 @@
-"""Continuous batching: decodes first, then prompt chunks in what is left of the step's tokens.
+"""Continuous batching: decodes first, then prompt chunks in the remaining tokens of the step.
 
 Rule 1: a step computes at most `batch_tokens_max` tokens. That exceeds `sequences_max`, so that
 every decoding sequence fits into every step, and some prompt tokens do too. Beside decodes, prompts
 get no more tokens than `PrefillBudget` allows, so that the next tokens are not delayed.
 Rule 2: sequences are served in the order of the fair queue (`VirtualClock`, `queue_order`). But a
-tenant that runs nothing is admitted first, if need be in the place of a sequence of the tenant that
-runs most, and tenants share the prompt tokens of a step.
+tenant that runs nothing is admitted first, if necessary by preempting a sequence of the tenant that
+runs most. Tenants share the prompt tokens of a step.
 Beside a tenant with more than half of what runs, the short prompt of a tenant that runs nothing
 else gets a step without decodes, but never two such steps in a row. For SHORT_STEPS_S afterwards
 the other's prompts are computed in short steps, because the next small prompt has to wait for one.

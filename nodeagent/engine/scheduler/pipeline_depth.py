@@ -1,7 +1,7 @@
-"""How many batches of a pipeline-parallel model are in flight: one per stage, or one in all.
+"""Decides how many batches of a pipeline-parallel model are in flight: one per stage, or only one.
 
 One per stage keeps every stage busy. But each batch then has fewer rows, and where reading the
-weights dominates a step, fewer rows take no less time. Which serves more tokens per second is
+weights dominates a step, fewer rows take no less time. The tokens per second of both choices are
 measured for each number of rows, and the slower choice is tried again now and then.
 """
 

@@ -20,8 +20,8 @@ def continue_prefills(
     """Return the next chunks of the running prompts, `tokens_max` tokens in all at most.
 
     `admitted` are those that this step has admitted. Of these only the last token may be pending.
-    Tenants share the tokens equally; what one does not need goes to the others. The prompts of one
-    tenant are computed in queue order.
+    Tenants share the tokens equally; the part that one does not need goes to the others. The
+    prompts of one tenant are computed in queue order.
     """
     by_tenant: dict[bytes, list[Sequence]] = {}
     for sequence in queues.running:
@@ -103,7 +103,7 @@ def admit_waiting(
 ) -> None:
     """Admit waiting sequences in queue order, and append their first chunks to `prefills`.
 
-    `tokens_max` is what is left of the step's prompt tokens. The chunks of a sequence that is
+    `tokens_max` is the remaining part of the step's prompt tokens. The chunks of a sequence that is
     preempted are removed from `decodes` and `prefills`, and their tokens are available again.
     """
     while tokens_max and queues.waiting:

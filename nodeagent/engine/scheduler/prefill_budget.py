@@ -1,11 +1,11 @@
-"""How many prompt tokens a step may compute beside decodes without delaying the next tokens.
+"""Decides how many prompt tokens a step may compute beside decodes, without delaying these.
 
 A step with decodes takes at most `interval_s`, as long as the last measured speed holds. One block
 of prompt tokens is always allowed, so that every step makes progress on a prompt.
 
-A short step, for the sake of a small tenant whose next prompt may have to wait for it, computes a
-share of the prompt tokens that are pending. So short prompts are cut into pieces that take no
-longer than half of the decodes, and many long prompts are hardly slowed down.
+The next prompt of a small tenant may have to wait for the current step. A short step, for its sake,
+computes only a share of the pending prompt tokens. So short prompts are cut into pieces that take
+no longer than half of the decodes, and many long prompts are hardly slowed down.
 """
 
 from typing import Final

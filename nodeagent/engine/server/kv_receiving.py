@@ -1,8 +1,8 @@
 """The decode leg: a request waits until the KV of its prompt has arrived from another engine.
 
 Rule 1: the request knows its own tokens before anything is accepted, and takes no other blocks.
-Rule 2: whatever goes wrong, the request begins: what did not arrive is computed here. After wrong
-blocks, everything of that transfer is computed here.
+Rule 2: the request begins after any failure: blocks that did not arrive are computed here. After
+wrong blocks, all blocks of that transfer are computed here.
 Rule 3: blocks that the PoP shares come first, as a part of the prompt: the request goes on waiting.
 Rule 4: blocks are copied to the device while later ones arrive. Those in memory and not yet there
 are bounded by twice STORE_BYTES_MAX per transfer, or SHARED_BYTES_MAX.

@@ -3,9 +3,9 @@
 Rule 1: a block is named by its digest alone, which cannot be guessed without the tenant's salt and
 the tokens. The size of a request is bounded, and so is the number of streams at a time.
 Rule 2: no answer waits for the receiver with blocks held: they are held while they are copied to
-the host, one part at a time. One that is evicted between two parts ends the stream.
-Rule 3: how much is here is answered without waiting for a step. A part waits for one step, and is
-copied while the next steps run, where the device allows that.
+the host, one part at a time. A block that is evicted between two parts ends the stream.
+Rule 3: the number of blocks held here is answered without waiting for a step. A part waits for one
+step, and is copied while the next steps run, where the device allows that.
 Rule 4: blocks to be kept are checked like those of a transfer, and stored below the device where
 there are such tiers. They evict nothing that this engine computed.
 """

@@ -1,9 +1,9 @@
-"""Sleep of an idle engine: the memory of the model and of its KV is given back, the process stays.
+"""Sleep of an idle engine: it releases the memory of the model and of its KV, the process stays.
 
-Weights that the C kernels packed are copied to a file beside the engine's socket once, at the
-start if the config says that it sleeps, and read back from it. All others are dropped, and loaded
-from the model's files again. Both stay in the page cache as long as the machine has memory for
-them.
+Weights that the C kernels packed are copied to a file beside the engine's socket once, and read
+back from it. If the config says that the engine sleeps, this copy is made at the start. All other
+weights are dropped, and loaded from the model's files again. Both stay in the page cache as long as
+the machine has memory for them.
 
 The paths are vLLM's: `POST /sleep`, `POST /wake_up`, `GET /is_sleeping`.
 
@@ -71,7 +71,7 @@ class EngineSleep:
             raise ApiError(
                 ErrorCode.CONFLICT, f"cannot sleep: {self._inflight.in_flight} requests are open"
             )
-        # From here on requests wait for a wake.
+        # Requests wait for a wake from here on.
         self.is_asleep = True
         self._falling = asyncio.create_task(self._fall_asleep())
         await asyncio.shield(self._falling)

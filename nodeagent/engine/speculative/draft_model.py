@@ -3,7 +3,7 @@
 Rule 1: its KV lies in the blocks of the target model's sequences, under the same block numbers.
 Shared prefixes are shared here too, and preempted or cancelled sequences leave nothing behind.
 Rule 2: it computes only when it is to draft. Prompts, and tokens that came while it was idle, are
-then read in portions that fit into a step. While idle it costs nothing.
+then read in portions that fit into a step. An idle draft model costs nothing.
 Rule 3: a wrong draft does no harm: the target model verifies each one.
 """
 

@@ -1,7 +1,7 @@
 """Speculative decoding: drafts for the decoding sequences of a step, and learning from the results.
 
-Three drafters share one way: n-grams of the text (`ngram`), a grammar that allows only one token,
-and a draft model (`draft_model`) if the engine has one.
+There are three drafters with one interface: n-grams of the text (`ngram`), a grammar that allows
+only one token, and a draft model (`draft_model`) if the engine has one.
 
 Rule 1: speculation is lossless. A step samples at each drafted position as it would without drafts,
 and continues only while the sampled token equals the draft. For a draft that is one certain token
@@ -160,7 +160,7 @@ class _Drafting(NamedTuple):
 
 @dataclass(slots=True)
 class Speculation:
-    """The drafters of an engine, and what is known of their costs and successes."""
+    """The drafters of an engine, and the measurements of their costs and successes."""
 
     draft_tokens_max: int
     rows_max: int
@@ -214,8 +214,8 @@ class Speculation:
     ) -> None:
         """Set the drafts of each decoding sequence that pay off in the next step.
 
-        `reserve` gives a sequence KV blocks for so many drafts and returns for how many it could. A
-        draft model prefills at most about `read_tokens` tokens of pending text.
+        `reserve` gives a sequence KV blocks for a number of drafts and returns for how many it
+        could. A draft model prefills at most about `read_tokens` tokens of pending text.
         """
         if not self._may_pay_off(len(decoding)):
             return

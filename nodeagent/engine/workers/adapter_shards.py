@@ -1,4 +1,4 @@
-"""LoRA adapters of a split model: rank 0 reads them whole and sends each rank what it needs.
+"""LoRA adapters of a split model: rank 0 reads them whole and sends each rank its slices.
 
 Rule 1: the matrices of a module are sliced like the module's weight. If that is sliced along its
 rows, `up` is sliced the same way and every rank has all of `down`. If it is sliced along its

@@ -1,9 +1,9 @@
 """The worker processes, ranks 1 and up: forked from rank 0, commanded by it, ended with it.
 
-Rule 1: they are forked before anything is loaded and any thread is started. They share what was
-imported, and those of a standby process exist before it knows its model.
-Rule 2: each has a socket pair with rank 0; closing it ends the worker. A worker also watches the
-process that forked it, so that it ends with that process even if it hangs. Rank 0 learns of a
+Rule 1: workers are forked before anything is loaded and any thread is started. They share the
+imported modules, and those of a standby process exist before it knows its model.
+Rule 2: each worker has a socket pair with rank 0; closing it ends the worker. A worker also watches
+the process that forked it, so that it ends with that process even if it hangs. Rank 0 learns of a
 worker's end from a pidfd or, on another node, from a connection.
 Rule 3: every wait for a worker has a deadline; after it, or if the worker has ended, WorkerLost.
 """

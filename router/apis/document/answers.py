@@ -1,6 +1,7 @@
 """The types of the public API's answers, for its OpenAPI document.
 
-Engines write most of these: a type names the fields that every engine sends. Others may be there.
+Engines write most of these answers. A type names the fields that every engine sends; an answer may
+have others.
 """
 
 from typing import Any, Literal

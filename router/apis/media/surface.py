@@ -1,7 +1,7 @@
 """Reads requests for sounds and images: from an HTTP request to the pipeline's InferenceRequest.
 
-The engine gets the client's own bytes, a form or JSON. These answers are not made of tokens, so
-what a request will take is a coarse estimate, which its real usage replaces.
+The engine gets the client's own bytes, a form or JSON. These answers are not made of tokens, so the
+cost of a request is a coarse estimate, which its real usage replaces.
 """
 
 from collections.abc import Mapping

@@ -57,10 +57,20 @@ _INCLUDE_USAGE: Final = b'"stream_options":{"include_usage":true}'
 
 def decode(body: bytes, decoder: "msgspec.json.Decoder[R]") -> R:
     """Decode a request body. Raises ApiError 400 whose `param` names the invalid field."""
+    check_body(body)
+    return decode_checked(body, decoder)
+
+
+def check_body(body: bytes) -> None:
+    """Raise ApiError 400 for a body that parsers may read differently."""
     try:
         check_json_body(body)
     except UnsafeJson as unsafe:
         raise invalid_field(str(unsafe)) from None
+
+
+def decode_checked(body: bytes, decoder: "msgspec.json.Decoder[R]") -> R:
+    """Decode a body that `check_body` accepts. Raises ApiError 400."""
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:

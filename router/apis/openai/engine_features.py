@@ -1,7 +1,7 @@
-"""Refuses what the engine of a deployment cannot do, before the request is sent anywhere.
+"""Refuses requests that use a feature the deployment's engine lacks, before they are sent anywhere.
 
-The scheduler tells with each deployment what its engine lacks (`engine_capabilities.py`). Only for
-a deployment that lacks something is the body read a second time.
+Each deployment of the route table lists the features that its engine lacks
+(`engine_capabilities.py`). The body is read a second time only if the list is not empty.
 """
 
 from collections.abc import Callable, Mapping

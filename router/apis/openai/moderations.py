@@ -1,7 +1,7 @@
 """`/v1/moderations`, answered by a deployment that classifies.
 
-OpenAI's categories get the scores of the labels that mean the same. Labels of other names are
-categories of their own. A category that the model does not know is false, with score 0.
+OpenAI's categories get the scores of the labels that mean the same. Other labels become additional
+categories. A category that the model does not know is false, with score 0.
 """
 
 from collections.abc import Sequence

@@ -10,10 +10,14 @@ from router.apis.openai.schema import (
     EmbeddingRequest,
     MessagePart,
     RerankRequest,
+    TextlessChat,
 )
 
 MESSAGE_BYTES: Final = 12
 """Bytes that a chat template adds to a message, besides our own two separator bytes."""
+
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+_ROLE_PARTS: Final = {role: f"\0{role}\0".encode() for role in _ROLES}
 
 OpenAiRequest = ChatRequest | CompletionRequest | EmbeddingRequest | RerankRequest
 
@@ -36,6 +40,23 @@ def render_prompt(request: OpenAiRequest) -> bytes:
     if isinstance(request, EmbeddingRequest):
         return _encode(request.input) if isinstance(request.input, str) else b""
     return _encode(request.query)
+
+
+def render_textless(request: TextlessChat, texts: bytes, ends: list[int]) -> bytes:
+    """Return the prompt of a chat whose long texts were taken out, as `render_prompt` does.
+
+    Text number n ends at `ends[n]`; a number as `content` is that of a text.
+    """
+    view = memoryview(texts)
+    parts: list[bytes | memoryview] = [bytes(request.tools)]
+    for message in request.messages:
+        parts.append(_ROLE_PARTS[message.role])
+        content = message.content
+        if isinstance(content, int):
+            parts.append(view[ends[content - 1] if content else 0 : ends[content]])
+        else:
+            parts.append(_encode(_text(content)))
+    return b"".join(parts)
 
 
 def count_text_bytes(request: OpenAiRequest, prompt_bytes: int) -> int:

@@ -3,7 +3,7 @@
 Unknown fields are allowed: the engine gets the original bytes and checks them. Fields of OpenAI
 that no engine honours are refused here, so that all engines answer alike: a field of type None
 accepts only null. `user`, `metadata`, `safety_identifier` and the other `prompt_cache_...` fields
-change no answer (prefix caching needs no request), so they are accepted.
+have no effect (prefix caching need not be requested), so they are accepted.
 """
 
 from typing import Annotated, Final, Literal
@@ -121,6 +121,18 @@ class ChatRequest(_GenerationRequest, frozen=True, kw_only=True):
     verbosity: Literal["medium"] | None = None
     prompt_cache_key: str | None = None
     """Names the session of a request without the header for it."""
+
+
+class TextlessMessage(RequestMessage, frozen=True):
+    """A message of a body without its long texts: a number stands for a text that was taken out."""
+
+    content: int | str | Annotated[list[MessagePart], Meta(max_length=1024)] | None = None  # type: ignore[assignment]
+
+
+class TextlessChat(ChatRequest, frozen=True, kw_only=True):
+    """A chat whose long texts were taken out, see long_texts.py."""
+
+    messages: Annotated[list[TextlessMessage], Meta(min_length=1, max_length=10_000)]  # type: ignore[assignment]
 
 
 class CompletionRequest(_GenerationRequest, frozen=True, kw_only=True):

@@ -31,13 +31,13 @@ from router.apis.openai.decode import (
 )
 from router.apis.openai.engine_features import refuse_lacking
 from router.apis.openai.images import check_images
+from router.apis.openai.long_texts import read_body
 from router.apis.openai.prompt import (
     OpenAiRequest,
     count_answers,
     count_text_bytes,
     has_parts,
     output_tokens_max,
-    render_prompt,
 )
 from router.apis.openai.schema import (
     CHAT_PATH,
@@ -167,7 +167,8 @@ class OpenAiSurface:
         """
         key = request.key
         assert key is not None
-        openai: OpenAiRequest = decode(body, DECODERS[path])
+        read = read_body(body, DECODERS[path])
+        openai, prompt = read.request, read.prompt
         kind = MODEL_KINDS.get(path, "chat")
         named = self._named_model(openai.model, key, path, kind)
         deployment, adapter = named.deployment, named.adapter
@@ -177,7 +178,7 @@ class OpenAiSurface:
             if has_parts(openai):
                 check_images(openai, self._config.image_pixels_max)
         body = without_transfer_fields(body, openai)
-        prompt, answer_count = render_prompt(openai), count_answers(openai)
+        answer_count = count_answers(openai)
         return InferenceRequest(
             request_id=RequestId(request.request_id),
             client_request_id=request.client_request_id,

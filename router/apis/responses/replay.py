@@ -1,6 +1,6 @@
-"""The events of a stored response, the same each time: a client may read on where it stopped. Pure.
+"""The events of a stored response, the same each time: a client may resume where it stopped. Pure.
 
-The text of an item is one event, because what the engine sent in which parts is not stored.
+The text of an item is one event, because the parts in which the engine sent it are not stored.
 """
 
 from typing import Any, Final

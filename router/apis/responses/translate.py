@@ -181,7 +181,8 @@ def to_chat(request: ResponsesRequest) -> bytes:
         ]
     if isinstance(request.tool_choice, NamedToolChoice):
         chat["tool_choice"] = {"type": "function", "function": {"name": request.tool_choice.name}}
-    elif request.tool_choice is not None:
+    elif request.tool_choice is not None and (request.tools or request.tool_choice != "auto"):
+        # Without tools `auto`, OpenAI's default, asks for nothing, and vLLM refuses it.
         chat["tool_choice"] = request.tool_choice
     if request.text is not None and request.text.format is not None:
         chat["response_format"] = _response_format(request.text.format)

@@ -1,9 +1,10 @@
 """The sizes of a replica that its deployment leaves open: KV cache, tokens in flight, batch.
 
-Rule 1: what a deployment sets is kept. A size of 0, or an option that is not given, is derived.
+Rule 1: a size that a deployment sets is kept. A size of 0, or an option that is not given, is
+derived.
 Rule 2: a replica without a KV size is placed with the least it can start with (one whole context),
-so that the search for slots needs no device. Then it gets what is left on its devices, up to what a
-full batch of its class can use; new replicas on one device share it.
+so that the search for slots needs no device. Then it gets the memory that is left on its devices,
+up to what a full batch of its class can use; new replicas on one device share this memory.
 Rule 3: the result is in the replica's spec, so that the agent, the engine and the routers use the
 sizes that were planned.
 """

@@ -1,9 +1,9 @@
-"""Corrects the memory model by what agents measure of running replicas.
+"""Corrects the memory model by the agents' measurements of running replicas.
 
-An engine that takes more of its devices than was planned would not start beside others. The excess
-that was measured of a model with an engine is added to each later replica of both, on any class of
-device: the largest, up to a bound, because a leak must not fill the plan. An engine that takes less
-changes nothing: its memory grows with its load.
+An engine that takes more of its devices than was planned would not start beside others. The
+measured excess of a model with an engine is added to each later replica of both, on any class of
+device. The largest excess counts, up to a bound, because a leak must not fill the plan. An engine
+that takes less changes nothing: its memory grows with its load.
 """
 
 from collections import defaultdict

@@ -1,5 +1,4 @@
-"""Predicts the time until a replica is warm on a node: the loads queued there, then fetch, load and
-start.
+"""Predicts the time until a replica is warm on a node: queued loads, then fetch, load and start.
 
 Weights come from the nearest tier that has them: the node's host memory, its disk, another node of
 the same PoP, another city.

@@ -6,16 +6,16 @@ from typing import Final, NamedTuple
 from isochrone.wire.ids import Generation, NodeId
 
 BEHIND_S: Final = 30.0
-"""A router that does not serve a table so long after it was published does not follow. Routers
-report what they serve every few seconds, with their demand."""
+"""A router that does not serve a table this long after it was published does not follow. Routers
+report the table that they serve every few seconds, with their demand."""
 
 PUBLICATIONS_KEPT: Final = 1024
 REASON_CHARS_MAX: Final = 300
 
 
 ASSIGNMENT_BEHIND_S: Final = 30.0
-"""A node that has not stored an assignment so long after it was sent does not follow. Nodes say
-every two seconds which one they have."""
+"""A node that has not stored an assignment this long after it was sent does not follow. Nodes
+report every two seconds which one they have."""
 
 
 class _RouterRecord:

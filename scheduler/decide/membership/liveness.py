@@ -1,4 +1,4 @@
-"""Which nodes are alive, and when too many are silent at once to believe that they are lost.
+"""Decides which nodes are alive, and when too many are silent at once to be lost.
 
 Rule 1: one silent node is lost. Many silent at once mean a failure of the network or of the
 scheduler, and then nothing is rescheduled (the mistake that took down whole fleets: gpustack#5935).
@@ -52,7 +52,7 @@ class LivenessView(msgspec.Struct, frozen=True, kw_only=True):
 def judge_liveness(
     nodes: Sequence[FleetNode], acting_for_s: float, limits: LivenessLimits | None = None
 ) -> LivenessView:
-    """Return the liveness of every node, or that so many are silent that none may be lost."""
+    """Return the liveness of every node, or that too many are silent for any to count as lost."""
     limits = limits or LivenessLimits()
     # A revoked node stays silent, which is no sign of a network cut.
     expected = [node for node in nodes if node.has_connected and not node.revoked]

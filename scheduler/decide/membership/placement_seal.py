@@ -1,9 +1,9 @@
-"""The placement seal: what a node must prove about a replica that the store does not know.
+"""The placement seal: a node's proof for a replica that the store does not know.
 
 A scheduler seals each placement that it assigns, and the node reports the seal with the replica.
-After a restore of the database from a backup, the seal tells replicas that were really placed from
-invented ones. A compromised node could otherwise claim replicas to attract requests of other
-tenants, or to have other nodes run what it likes.
+After the database is restored from a backup, the seal distinguishes replicas that were really
+placed from invented ones. A compromised node could otherwise claim replicas to attract requests of
+other tenants, or to make other nodes run deployments of its choice.
 """
 
 import msgspec

@@ -1,7 +1,8 @@
-"""Whether a node report differs from the one that the store holds.
+"""Decides whether a node report differs from the one that the store holds.
 
-Most do not: ten seconds later a node is the same. Small drifts of times and rates do not count,
-because nothing is decided by them. Everything that a plan, a route or an operator reads does.
+Most reports do not: ten seconds later a node is the same. Small drifts of times and rates do not
+count, because no decision depends on them. Every value that a plan, a route or an operator reads
+counts.
 """
 
 from operator import attrgetter

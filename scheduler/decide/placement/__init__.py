@@ -1,7 +1,7 @@
 """Placement: `plan_fleet(cluster)` decides which replicas start and which end, with reasons.
 
 `plan_prefetch` decides which weights to fetch in advance. The steps of a plan are listed in
-`planner`; `fleet` is what a plan never changes, `search` what it tries.
+`planner`; `fleet` has the data that a plan never changes, `search` the changes that it tries.
 """
 
 from scheduler.decide.placement.fleet.slots import policy_contradiction, residency_allows

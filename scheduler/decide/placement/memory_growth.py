@@ -21,7 +21,8 @@ def grow_into_free_memory(
 ) -> list[int]:
     """Return the memory of each new replica on each of its devices.
 
-    `free` is what the plan leaves free on each device, with these replicas counted at least.
+    `free` is the memory that the plan leaves free on each device, with these replicas counted at
+    least.
     """
     left = dict(free)
     growing: Counter[DeviceKey] = Counter()

@@ -1,4 +1,4 @@
-"""Replicas over several nodes of one PoP: the spec of each part, and the port where they meet.
+"""Replicas over several nodes of one PoP: the spec of each part, and the port of their rendezvous.
 
 Rule: such a replica is one slot. All of its parts start together and end together.
 """

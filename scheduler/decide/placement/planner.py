@@ -21,8 +21,8 @@ Rule 1: the same cluster state gives the same plan, and a plan that was carried 
 one.
 Rule 2: a replica ends only when its replacement is warm; a failed start never ends another replica.
 Rule 3: residency and memory are hard limits.
-Rule 4: while many nodes are silent, nothing changes but what is certain to be gone: replicas that
-nodes in contact report failed are replaced on nodes in contact.
+Rule 4: while many nodes are silent, only certain losses are replaced: replicas that nodes in
+contact report as failed are replaced on nodes in contact.
 """
 
 from collections import defaultdict
@@ -133,7 +133,7 @@ def replace_failed(builder: "PlanBuilder", deployments: Sequence[Deployment]) ->
 
 
 class PlanBuilder:
-    """Builds one plan: reads the cluster state, and collects what ends and what is unmet."""
+    """Builds one plan: reads the cluster state, and collects ended replicas and unmet needs."""
 
     def __init__(self, cluster: ClusterState, view: LivenessView, limits: PlanLimits) -> None:
         self.fleet = FleetCapacity(cluster, view)

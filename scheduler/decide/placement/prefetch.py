@@ -1,4 +1,4 @@
-"""Which nodes should hold which weights before they run them, and how fast these may be fetched.
+"""Decides which nodes fetch which weights before they run them, and how fast.
 
 The planner runs with the demand that is forecast for some hours ahead. Where a replica of that plan
 would wait for its weights, they become a prefetch target. Later runs count targets as fetched, so
@@ -11,9 +11,10 @@ the peak has begun; they remain a target for one more hour.
 Rule 1: only one node of a PoP fetches an artifact from another PoP; the others copy it from there.
 Rule 2: a fetch from another PoP takes at most half of the link, and should take at most half of the
 time that is left, so that a link slower than assumed is noticed early.
-Rule 3: only what fits beside all other targets is fetched; nothing that runs is dropped.
-Rule 4: a target remains until its time has passed or it makes no sense any more. A forecast that
-fluctuates neither stops a fetch halfway nor gives up what was fetched.
+Rule 3: only weights that fit beside all other targets are fetched; weights of running replicas are
+not dropped.
+Rule 4: a target remains until its time has passed or it makes no sense any more. So a forecast that
+fluctuates neither stops a fetch halfway nor deletes fetched weights.
 """
 
 from collections import defaultdict

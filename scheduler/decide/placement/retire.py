@@ -1,4 +1,4 @@
-"""Which replicas end, and when; and which start so that another can end.
+"""Decides which replicas end, and when, and which start so that another can end.
 
 Rule: residency is obeyed at once. Every other end waits until its replacement is warm.
 """
@@ -28,7 +28,7 @@ TERMINAL_STATES = (ReplicaState.FAILED, ReplicaState.STOPPED)
 """The states of a replica that will not serve again."""
 
 RESTARTS_OF_BROKEN: Final = 2
-"""A replica that is not warm after so many restarts is broken. With fewer it may just start."""
+"""A replica that is not warm after this many restarts is broken. With fewer it may just start."""
 
 KEPT: Final = 0.25
 """A replica ends for lack of demand once it saves less than this share of its hold cost. The share
@@ -201,7 +201,7 @@ def end_surplus(
         return False
     too_many = f"{len(state.replicas)} replicas, the policy allows {needs.replicas_max}"
     too_little = f"demand has moved: it saves {removal.loss / needs.weight:.0f} ms x requests/s"
-    # Only a replica that spoils the ratio of pinned roles is better lost.
+    # The loss is negative only for a replica that spoils the ratio of pinned roles.
     if removal.loss < 0:
         too_little = f"the prefill replicas of {removal.replica.pop} have too little to read"
     end_replica(removal.replica, too_many if exceeds_max else too_little)

@@ -28,13 +28,13 @@ AUTO_SHARE_MIN: Final = 0.15
 """In `auto`, replicas stay unified while reading prompts takes a smaller share of their time."""
 
 AUTO_ROUNDING: Final = 0.1
-"""In `auto`, so much of a prefill replica may lack work. A decode replica can read the prompts that
-prefill replicas have no time for, but a prefill replica cannot generate, so the rest is rounded
-down: two replicas stay unified until reading takes nearly half of their time."""
+"""In `auto`, this share of a prefill replica may lack work. A decode replica can read the prompts
+that prefill replicas have no time for, but a prefill replica cannot generate, so the rest is
+rounded down: two replicas stay unified until reading takes nearly half of their time."""
 
 CHANGE_MARGIN: Final = 0.25
-"""In `auto`, a running replica changes its role if so much of a replica's time would be used better
-after it: a mix at the border of two ratios changes nothing."""
+"""In `auto`, a running replica changes its role if this share of a replica's time would be used
+better after the change: a mix at the border of two ratios changes nothing."""
 
 ROUNDING: Final = 1e-9
 """Two thirds of three are two."""

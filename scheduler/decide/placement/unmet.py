@@ -141,7 +141,8 @@ def _cannot_place(
             reason=f"cannot place a replica ({wanted}): {backoff}",
         )
     nodes = [node for node in fleet.nodes.values() if only_pop in ("", node.pop)]
-    # Only as many as are shown: each node of thousands would be checked for each deployment.
+    # Stop after as many as are shown: else each of thousands of nodes is checked for each
+    # deployment.
     refused = list(islice(_refusals(draft, needs, nodes), NODES_SHOWN_MAX + 1))
     listed = "; ".join(f"{name}: {reason}" for name, reason in refused[:NODES_SHOWN_MAX])
     more = f"; and more of {len(nodes)} nodes" if len(refused) > NODES_SHOWN_MAX else ""

@@ -1,6 +1,7 @@
 """Deployments whose rows cannot be read: their replicas stay as they are, and the plan says why.
 
-All others are planned as ever. A row whose last readable value is known is planned by that value.
+All other deployments are planned as usual. A row whose last readable value is known is planned by
+that value.
 """
 
 import msgspec

@@ -3,8 +3,8 @@
 Both versions are compared within strata (the city of the requests, the PoP that answered), because
 routers choose the version at random within each. Strata are combined with Mantel-Haenszel weights.
 The interval of the difference is the confidence sequence of the normal mixture (mixture sequential
-probability ratio test). The interval is valid at all looks together, so the test may be repeated as
-counts come in without more false alarms.
+probability ratio test). The interval is valid at all evaluations together, so the test may be
+repeated as counts come in without more false alarms.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""From which nodes a node should fetch an artifact, the nearest first.
+"""Lists the nodes from which a node should fetch an artifact, the nearest first.
 
 Rule 1: nodes of its own PoP come first, then others by round trip. Equals are shuffled by a hash of
 both names, so that a thousand nodes do not all ask the same one.

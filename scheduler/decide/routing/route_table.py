@@ -1,4 +1,4 @@
-"""The route table: made from what nodes report warm, never from the desired state.
+"""The route table: made from the replicas that nodes report as warm, never from the desired state.
 
 Measured rates change with every report. A change of up to a tenth changes no routing decision
 enough to send a new table to every router, so the table keeps the rates that it had.

@@ -56,8 +56,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Why a deployment runs here, why not elsewhere, and what the next plan would do.
 
     `sizes` are those of a replica on an empty device of each class that could hold one. `roles` has
-    for each PoP, in words, how many replicas have which role, and what each role has to do and can
-    do; it is empty for a deployment without roles.
+    for each PoP, in words, how many replicas have which role, and the load and capacity of each
+    role; it is empty for a deployment without roles.
     """
 
     deployment_id: DeploymentId

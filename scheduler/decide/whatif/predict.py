@@ -1,4 +1,4 @@
-"""Predicts the service of a fleet: TTFT by city, how full each PoP is, and what it costs.
+"""Predicts the service of a fleet: TTFT by city, how full each PoP is, and its cost.
 
 A city's load goes to its nearest warm replicas with capacity, as routers send it. TTFT is the round
 trip, plus the uncached prompt at the replica's rate, plus a queueing time: the mean of a queue with
@@ -6,7 +6,7 @@ as many servers as the PoP has replicas, by Sakasegawa's formula. Its 90th perce
 that of an exponential distribution with this mean.
 
 Prefill replicas serve no requests: they read prompts for the others of their PoP, up to the share
-of the load that reading is. There, prompts queue for them.
+of the load that is reading. In such a PoP, prompts queue for the prefill replicas.
 """
 
 from collections import defaultdict

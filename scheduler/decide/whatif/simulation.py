@@ -220,7 +220,7 @@ def apply_change(cluster: ClusterState, change: Change) -> ClusterState:
 
 
 def apply_plan(cluster: ClusterState, plan: PlacementPlan) -> ClusterState:
-    """Return the cluster state after a plan: what it starts is warm, what it ends is gone."""
+    """Return the cluster state after a plan: started replicas are warm, ended ones are gone."""
     ended = {ending.replica_id for ending in plan.endings}
     roles = {change.replica_id: change.role for change in plan.role_changes}
     stay = [

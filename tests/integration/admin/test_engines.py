@@ -21,6 +21,8 @@ async def test_a_deployment_that_its_engine_cannot_have_is_refused(admin: Admin)
     body = a_deployment_body()
     for change, param in (
         ({"model_id": "embed"}, "engine.driver"),
+        # The model's weights are a GGUF file.
+        ({"engine": {"driver": "vllm"}}, "engine.driver"),
         ({"engine": {"driver": "sglang"}, "policy": {"overcommit": 4}}, "policy.overcommit"),
     ):
         answer = await admin.ask("POST", "/v1/deployments", {**body, **change})

@@ -22,6 +22,8 @@ LAST_WORDS = {
 }
 NOISE_LINE = "x" * 1000
 held: list[bytearray] = []
+stuck = threading.Event()
+"""Set once a step hangs: then no request gets a token any more."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -39,10 +41,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if self.fault == "garbage":
+        if self.fault == "garbage" or (self.fault == "later-garbage" and Handler.answers):
             self.reply(200, b"\x00 no answer")
             return
+        if self.fault == "errors" and Handler.answers:
+            self.reply(500, b'{"error": "EngineDeadError"}')
+            return
+        if self.fault == "no-template" and self.path == "/v1/chat/completions":
+            self.reply(400, b'{"error": "no chat template"}')
+            return
         if self.fault == "hang" and body["max_tokens"] > 1:
+            stuck.set()
+        if stuck.is_set():
             threading.Event().wait()
         Handler.answers += 1
         message = {"role": "assistant", "content": f"by {self.fault}"}
@@ -53,6 +63,8 @@ class Handler(BaseHTTPRequestHandler):
             command = [sys.executable, "-c", "import time; time.sleep(3600)", sys.argv[0]]
             subprocess.Popen(command)
             subprocess.Popen(command, start_new_session=True)
+            nowhere = subprocess.DEVNULL
+            subprocess.Popen(command, start_new_session=True, stdout=nowhere, stderr=nowhere)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def reply(self, status: int, body: bytes) -> None:
@@ -90,6 +102,8 @@ def main() -> None:
     if fault in LAST_WORDS:
         print(LAST_WORDS[fault], "\nThe engine core did not start.\nINFO shutting down")
         sys.exit(1)
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if fault == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if fault == "noisy":

@@ -24,6 +24,7 @@ from isochrone.wire.ids import DeviceId, Generation, ReplicaId
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import ReplicaState
 from nodeagent.config import NodeConfig
+from nodeagent.decide import health
 from nodeagent.drivers.driver import DeviceMemory
 from nodeagent.host import engine_log, engines
 from nodeagent.host.devices import DeviceReader
@@ -36,6 +37,7 @@ from tests.system.harness import until
 PROGRAM: Final = Path(__file__).parent / "bad_engine.py"
 MIB: Final = 1 << 20
 LIMIT_S: Final = 90.0
+CANARY_TIMEOUT_S: Final = 5.0
 GOOD: Final = ReplicaId("good")
 PLANNED_BYTES: Final = 64 * MIB
 NODE_BYTES: Final = 1 << 40
@@ -49,7 +51,10 @@ REASONS: Final = {
     "no-memory": r"exited while loading: torch.OutOfMemoryError: CUDA out of memory",
     "unloadable": r"exited while loading: safetensors_rust.SafetensorError: Error while",
     "unknown-option": r"exited while loading: vllm serve: error: unrecognized .*--new-option",
+    "killed": r"killed by SIGKILL while loading, as the kernel does when memory is short",
     "forks": r"killed by SIGKILL.*, as the kernel does when memory is short",
+    "later-garbage": r"3 canary requests in a row failed: status 200 without 'choices': '\\x00",
+    "errors": r"3 canary requests in a row failed: status 500: .*EngineDeadError",
     "same-port": r"port \d+ of the engine is also used by process \d+ \(",
 }
 """By fault: what `explain` says of its replica."""
@@ -58,7 +63,7 @@ REASONS: Final = {
 class Node:
     """A supervisor, the reasons that its replicas gave, and the ports that its engines got."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stall_s: float = 2.0) -> None:
         self.reasons: dict[str, set[str]] = defaultdict(set)
         devices = DeviceReader(0, open_nvml=lambda: None)
         config = NodeConfig(
@@ -67,14 +72,15 @@ class Node:
             state=folder,
             address="",
             load_timeout_s=6.0,
-            stall_s=2.0,
+            stall_s=stall_s,
             canary_interval_s=1.0,
+            canary_timeout_s=CANARY_TIMEOUT_S,
         )
         artifacts: Any = Artifacts(folder)
         self.supervisor = Supervisor(
             config=config,
             artifacts=artifacts,
-            engines=EngineProcesses(folder / "engines", 1),
+            engines=EngineProcesses(folder / "engines", 1, canary_timeout_s=CANARY_TIMEOUT_S),
             clock=time.monotonic,
             rng=random.Random(1),
             on_change=self.note_reasons,
@@ -165,7 +171,8 @@ def processes_of_engines() -> list[str]:
 
 
 @pytest.fixture
-async def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
+async def bad_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the stand-in on the PATH as vLLM, and shorten limits."""
     commands = tmp_path / "bin"
     commands.mkdir()
     script = commands / "vllm"
@@ -175,6 +182,10 @@ async def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
     monkeypatch.setattr(engines, "TERM_TIMEOUT_S", 1.0)
     monkeypatch.setattr(engine_log, "LOG_BYTES_MAX", LOG_BYTES)
+
+
+@pytest.fixture
+async def node(bad_vllm: None, tmp_path: Path) -> AsyncIterator[Node]:
     node = Node(tmp_path)
     yield node
     await node.supervisor.shut_down(keep_engines=False)
@@ -193,7 +204,7 @@ async def test_no_failing_engine_disturbs_its_neighbour(
     await node.until("it has another port", lambda: node.state("same-port") is ReplicaState.WARM)
     assert node.engine("same-port").record.command.port != port
 
-    for fault in (*REASONS.keys() - {"same-port"}, "noisy", "stubborn"):
+    for fault in (*REASONS.keys() - {"same-port"}, "noisy", "stubborn", "no-template"):
         node.start(fault)
     await node.warm("hang")
     hanging = asyncio.create_task(node.ask("hang"))
@@ -210,6 +221,10 @@ async def test_no_failing_engine_disturbs_its_neighbour(
     for fault in ("noisy", "stubborn", "same-port"):
         await node.warm(fault)
         assert await node.ask(fault) == f"by {fault}"
+    # A base model answers 400 to chats, and works.
+    await node.warm("no-template")
+    assert await node.engine("no-template").canary("chat")
+    assert node.supervisor.replicas[ReplicaId("no-template")].failure_times == []
 
     assert node.engine(GOOD) is good
     assert node.supervisor.replicas[GOOD].failure_times == []
@@ -217,6 +232,42 @@ async def test_no_failing_engine_disturbs_its_neighbour(
     assert any("serve" in line for line in processes_of_engines())
     await node.end_all()
     await node.until("no process is left", lambda: not processes_of_engines())
+
+
+async def test_an_engine_that_hangs_and_loses_its_requests_is_killed(
+    bad_vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers take silent streams elsewhere long before `stall_s`; then no request is in flight."""
+    seen = [health.EngineWatch()]
+    observe = health.observe
+
+    def recorded(watch: health.EngineWatch, **values: Any) -> health.EngineWatch:
+        seen.append(observe(watch, **values))
+        return seen[-1]
+
+    monkeypatch.setattr(health, "observe", recorded)
+    node = Node(tmp_path, stall_s=3600.0)
+    try:
+        node.start("hang")
+        await node.warm("hang")
+        hung = node.engine("hang")
+        hanging = asyncio.create_task(node.ask("hang"))
+        await node.until("it is silent", lambda: seen[-1].stalled >= health.SUSPECT_STALLED_MIN)
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
+        pattern = r"its requests left without a token.*: a test request was not answered within 5 s"
+        await node.until(
+            "it was killed",
+            lambda: any(re.search(pattern, reason) for reason in node.reasons["hang"]),
+        )
+        await node.warm("hang")
+        assert node.engine("hang") is not hung
+        assert hung.exited.is_set()
+        assert await node.engine("hang").canary("chat")
+        assert len(node.supervisor.replicas[ReplicaId("hang")].failure_times) == 1
+    finally:
+        await node.supervisor.shut_down(keep_engines=False)
+    assert not processes_of_engines()
 
 
 async def test_the_log_of_a_noisy_engine_stays_short(node: Node) -> None:

@@ -67,3 +67,39 @@ def test_an_end_is_announced_moved_and_withdrawn() -> None:
     assert deploy("--sunset", "").exit_code == 0 and sent[-1]["deprecation"] is None
     refused = deploy("--sunset", "tomorrow")
     assert refused.exit_code == 2 and "2027-03-31" in refused.output
+
+
+EXPLAINED: dict[str, Any] = {
+    "sizes_in_words": ["on h100-80g: 57.2 GiB of KV cache, 512 sequences"],
+    "here": [
+        {
+            "replica_id": "d-1",
+            "state": "failed",
+            "state_reason": "failed 6 times: [rank0]: ValueError: no :x: in [/model]",
+        },
+        {"replica_id": "d-2", "state": "warm", "state_reason": ""},
+    ],
+    "elsewhere": [],
+    "cities": [],
+    "next_moves": [],
+    "prefetches": [],
+    "unmet": ["no node has the memory"],
+    "frozen": "",
+}
+
+
+def test_deploy_and_explain_print_what_was_derived_and_what_engines_say() -> None:
+    """An engine's log may have what looks like markup."""
+    api: Any = Api()
+    api.ask = lambda _, path, *a, **o: EXPLAINED if path.endswith("/explain") else api.row
+    context = CliContext(api, "table")
+    deployed = CliRunner().invoke(serving.deploy, ["d", "--model", "m"], obj=context)
+    assert deployed.exit_code == 0, deployed.output
+    assert EXPLAINED["sizes_in_words"][0] in deployed.stderr
+    shown = CliRunner().invoke(serving.explain, ["d"], obj=context)
+    assert shown.exit_code == 0, shown.output
+    lines = shown.stdout.splitlines()
+    assert lines[0] == EXPLAINED["sizes_in_words"][0]
+    assert "d-1: failed 6 times: [rank0]: ValueError: no :x: in [/model]" in lines
+    assert "no node has the memory" in lines
+    assert not any(line.startswith("d-2:") for line in lines)

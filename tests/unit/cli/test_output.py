@@ -59,3 +59,8 @@ def test_an_unreadable_config_file_gives_an_error_message(
     result = CliRunner().invoke(cli.main, ["status"])
     assert result.exit_code == 1
     assert f"cannot read {tmp_path}/config.toml" in result.output
+
+
+def test_a_table_shows_markup_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    show_rows([{"reason": "[rank0]: error in [/x] :x:"}], ["reason"], "table")
+    assert capsys.readouterr().out.splitlines()[1] == "[rank0]: error in [/x] :x:"

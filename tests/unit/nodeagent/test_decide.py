@@ -172,14 +172,15 @@ def test_every_live_state_can_be_ended_and_an_impossible_event_raises() -> None:
 @given(
     failure_times=st.lists(st.floats(0, 1000), max_size=20),
     jitter=st.floats(0, 1, exclude_max=True),
+    failed_starts=st.integers(0, 10),
 )
 def test_the_retry_delay_is_bounded_or_the_replica_is_given_up(
-    failure_times: list[float], jitter: float
+    failure_times: list[float], jitter: float, failed_starts: int
 ) -> None:
     now = 1000.0
-    delay_s = retry_delay_s(failure_times, now, jitter)
+    delay_s = retry_delay_s(failure_times, now, jitter, failed_starts)
     recent = sum(now - failed_at < 600.0 for failed_at in failure_times)
-    assert (delay_s is None) is (recent >= FAILURES_MAX)
+    assert (delay_s is None) is (max(recent, failed_starts) >= FAILURES_MAX)
     assert delay_s is None or 0.25 <= delay_s <= DELAY_MAX_S
 
 

@@ -14,6 +14,7 @@ from isochrone.wire.ids import Generation, ReplicaId
 from isochrone.wire.report import ReplicaState
 from nodeagent import supervisor as module
 from nodeagent.config import NodeConfig
+from nodeagent.decide import backoff
 from nodeagent.drivers.driver import UnknownOption
 from nodeagent.host.download import ArtifactError
 from nodeagent.supervisor import ManagedReplica, Supervisor
@@ -47,7 +48,7 @@ class FakeEngine:
     log = Path("r1")
     exit_reason = "the engine exited"
     pid = 1
-    problem = ""
+    problem = canary_problem = ""
     stall_s = 0.0
 
     def __init__(self) -> None:
@@ -271,6 +272,25 @@ async def test_a_restarted_replica_reports_why_until_it_is_warm(
         await fixture.warm(engines=2)
     assert reasons == [(ReplicaState.LOADING, "restarted after: the engine exited: the last line")]
     assert fixture.replica.report().reason == ""
+
+
+async def test_a_replica_whose_engine_is_never_ready_is_given_up(
+    fixture: SupervisorFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start takes half an hour: fewer than two failures are within the window of backoff."""
+    monkeypatch.setattr(backoff, "DELAY_MAX_S", 0.0)
+    monkeypatch.setattr(module, "retry_delay_s", backoff.retry_delay_s)
+
+    async def never_ready(*_: object) -> str:
+        fixture.now_s += 1800.0
+        return "the engine was not ready after 1800 s"
+
+    monkeypatch.setattr(module, "wait_ready", never_ready)
+    fixture.supervisor.start(SPEC)
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.FAILED)
+    assert len(fixture.engines.started) == backoff.FAILURES_MAX
+    assert all(engine.stopped for engine in fixture.engines.started)
+    assert fixture.replica.reason.startswith("failed 6 times: the engine was not ready")
 
 
 async def test_an_engine_kept_at_shutdown_is_released_and_not_stopped(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.decide.batch_room import ReplicaRoom, requests_max
+from router.decide.batch_room import ReplicaRoom, per_replica_limit, requests_max
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,8 @@ def test_how_many_items_may_run(in_flight: list[int], running: int, expected: in
 def test_without_a_replica_nothing_runs() -> None:
     assert requests_max([], 0, 1_000, 4) == 0
     assert requests_max([ReplicaRoom(10_000, 0)], 0, 0, 4) == 4
+
+
+def test_items_that_do_not_yield_are_few() -> None:
+    assert [per_replica_limit(most, yields=True) for most in (0, 2, 64)] == [0, 2, 64]
+    assert [per_replica_limit(most, yields=False) for most in (0, 2, 64)] == [0, 2, 4]

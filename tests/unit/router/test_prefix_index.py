@@ -116,7 +116,7 @@ def test_it_matches_only_what_was_sent_and_stays_within_bounds(
             same += 1
         longest[slot] = max(longest.get(slot, 0), same)
         assert len(index) <= pairs_max + 6
-        assert all(cache.size <= max(capacity, 100) for cache in index._caches.values())
+        assert all(cache.blocks.size <= max(capacity, 100) for cache in index._caches.values())
         matches = index.match(chain(*prompt), all_slots_mask=0b111111)
         for slot in range(6):
             # Compare with a walk over all keys.

@@ -130,6 +130,21 @@ def test_tools_formats_and_effort_are_translated() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "sent"),
+    [
+        ({"tool_choice": "auto"}, None),
+        ({"tool_choice": "auto", "tools": []}, None),
+        ({"tool_choice": "auto", "tools": [TOOL]}, "auto"),
+        ({"tool_choice": "none"}, "none"),
+        ({"tool_choice": "required"}, "required"),
+    ],
+)
+def test_the_default_choice_of_no_tools_is_left_out(fields: Any, sent: str | None) -> None:
+    """vLLM refuses it without tools."""
+    assert chat(**fields).get("tool_choice") == sent
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"input": []}, "input"),

@@ -16,7 +16,7 @@ from scheduler.decide.batch_lines import (
     run_response,
 )
 from scheduler.decide.batch_shares import WaitingBatch, share_items
-from scheduler.state.batch_input import BatchInput
+from scheduler.state.batch_input import BatchInput, has_more_lines
 
 CHAT = "/v1/chat/completions"
 KNOWN = {"m", "other"}
@@ -117,6 +117,22 @@ async def test_an_input_is_read_in_parts_with_the_place_of_each_line() -> None:
         place = slice(item.byte_offset, item.byte_offset + item.byte_length)
         assert whole[place].strip() == texts[number]
         assert item.custom_id == str(number)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (b"", 0),
+        (b"\n \r\n\t\n", 0),
+        (b"{}", 1),
+        (b"{}\n\n{}\n  \nx", 3),
+        (b"x" * 40_000_000 + b"\ny", 2),
+    ],
+    ids=["empty", "blank", "one", "three", "long"],
+)
+def test_lines_that_are_not_blank_are_counted(text: bytes, count: int) -> None:
+    assert not has_more_lines(io.BytesIO(text), count)
+    assert not count or has_more_lines(io.BytesIO(text), count - 1)
 
 
 def test_tenants_take_turns_and_the_oldest_batch_of_each_comes_first() -> None:

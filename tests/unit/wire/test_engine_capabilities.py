@@ -8,6 +8,7 @@ from isochrone.wire.engine_capabilities import (
     capabilities_of,
     lacking_features,
     sleep_problem,
+    weights_problem,
 )
 from isochrone.wire.engine_options import ENGINE_OPTIONS
 from isochrone.wire.model import EngineSettings
@@ -59,6 +60,27 @@ def test_an_unknown_engine_lacks_nothing() -> None:
 def test_the_document_has_the_current_table() -> None:
     text = DOCUMENT.read_text()
     assert with_table(text) == text, "run python -m ops.engines.capability_table"
+
+
+@pytest.mark.parametrize(
+    ("driver", "paths", "problem"),
+    [
+        ("vllm", ["config.json", "model-00001-of-00002.safetensors"], ""),
+        ("vllm", ["m.gguf", "config.json"], "use embedded or llama_cpp"),
+        ("vllm", ["m.gguf", "model.safetensors"], ""),
+        ("llama_cpp", ["model.safetensors"], "use embedded or vllm or sglang or tensorrt_llm"),
+        ("embedded", ["m.gguf"], ""),
+        ("sglang", ["pytorch_model.bin"], ""),
+        ("command", ["m.gguf"], ""),
+        ("of a later release", ["m.gguf"], ""),
+    ],
+)
+def test_an_engine_that_cannot_read_the_weights_names_those_that_can(
+    driver: str, paths: list[str], problem: str
+) -> None:
+    found = weights_problem(driver, paths)
+    assert problem in found
+    assert bool(found) == bool(problem)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """All layers of a dense model in one C call (fused_layers.c).
 
-The layers compute the same as one by one, by the same kernels, without the time to enter and leave
-a dozen calls for each layer. The caller takes the layers one by one in a step where an adapter
+The result is the same as layer by layer, by the same kernels, without the time to enter and leave a
+dozen calls for each layer. The caller takes the layers one by one in a step where an adapter
 changes rows, or where hidden states are recorded between the layers.
 """
 

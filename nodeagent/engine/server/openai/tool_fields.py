@@ -91,7 +91,7 @@ ToolChoice = Literal["auto", "none", "required"] | ToolChoiceSpec | None
 
 @dataclass(frozen=True, slots=True)
 class RequestTools:
-    """The tools of one request, and what the model may or must do with them."""
+    """The tools of one request, and which of them the model may or must call."""
 
     described: tuple[ToolDefinition, ...]
     """The tools in the prompt."""

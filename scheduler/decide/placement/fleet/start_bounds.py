@@ -1,7 +1,7 @@
-"""Lower bounds of how soon a replica can be warm at each site, for all sites at once.
+"""Computes lower bounds of the time until a replica is warm at each site, for all sites at once.
 
-The fill orders sites by upper bounds of what they gain. Without these bounds, sites that are alike
-but for the time to fetch weights would each need a search for their best slot.
+The fill orders sites by upper bounds of their gains. Without these bounds, sites that differ only
+in the time to fetch weights would each need a search for their best slot.
 """
 
 from collections.abc import Mapping, Sequence

@@ -65,7 +65,7 @@ class BlockedGains:
         bounds = {s.number: self._bounds[s.number] for s in states if s.number in self._bounds}
         by_number = dict(self._states)
         self.clear()
-        # Of each deployment the largest only: minus its gain, number, site, and the gain if exact.
+        # The largest of each deployment only: minus its gain, number, site, and the gain if exact.
         heap: list[tuple[float, int, int, BlockedGain | None]] = []
         for gain in more:
             if gain.state.number in bounds:

@@ -1,4 +1,4 @@
-"""One deployment while a plan is sought: what it needs, and the replicas it has so far.
+"""One deployment during the search for a plan: its needs, and the replicas it has so far.
 
 Load is measured in replicas of the slowest device class (see `demand/demand_rates.py`); a replica
 on a faster class has more capacity in the same unit.

@@ -35,7 +35,7 @@ class Gain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementDraft:
-    """Deployment states, the slots they take, and what was found blocked.
+    """Deployment states, the slots they take, and the blocked gains found.
 
     `starts_max` limits the replicas that the plan may start.
     """

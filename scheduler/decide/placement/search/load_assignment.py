@@ -1,4 +1,4 @@
-"""Which replicas serve which city's load, for one deployment: a cheap assignment, in arrays.
+"""Assigns each city's load to the replicas of one deployment, approximately and cheaply, in arrays.
 
 A row is an amount of one city's load and the site that serves it, or UNSERVED. It costs
 `unit[city] * ms * amount`; the unit is requests per load, weighted by priority.
@@ -30,7 +30,7 @@ close to optimal, and each search would take milliseconds."""
 
 
 class _Displaced(NamedTuple):
-    """Rows that lose their site: amounts, what a unit of each pays more, and where each goes."""
+    """Rows that lose their site: amounts, the extra cost of a unit of each, and where each goes."""
 
     amounts: Floats
     extra_cost: Floats
@@ -138,7 +138,7 @@ class LoadAssignment:
             saved += self._worth[self._site][:, None]
             unit = np.ones(len(unit))
         np.maximum(saved, 0.0, out=saved)
-        # As if one replica had capacity for all rows; few sites pay even then.
+        # The bound assumes one replica with capacity for all rows; few sites pay even then.
         bounds: Floats = np.maximum((self._amount * unit) @ saved, least)
         pays = np.flatnonzero(bounds > least)
         if len(pays):

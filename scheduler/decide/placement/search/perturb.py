@@ -1,9 +1,9 @@
 """Perturbation: forces a replica elsewhere to leave a local minimum that no single swap improves.
 
-A new replica is moved to another site whether or not that lowers the cost. Whatever is in its way
-leaves, the other new replicas of its deployment move to better places, and everything is filled and
-swapped again. The result is kept if the total cost is lower. Large models, for example, may only
-thus leave a PoP to its neighbours.
+A new replica is moved to another site whether or not that lowers the cost. Replicas in its way
+leave, the other new replicas of its deployment move to better places, and the draft is filled and
+swapped again. The result is kept if the total cost is lower. For example, this may be the only way
+in which a large model leaves a PoP to its neighbours.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """The roles of one deployment's replicas in one PoP, from the demand that this PoP serves.
 
-The mix of tokens is that of the cities whose load is assigned to the PoP, at the hour that is
-planned for. Cities differ: one sends long prompts for short answers, another the opposite. Each
-role's capacity is counted in its own unit, on the device classes that the PoP has.
+The mix of tokens is computed for the cities whose load is assigned to the PoP, at the planned hour.
+Cities differ: one sends long prompts for short answers, another the opposite. Each role's capacity
+is counted in its own unit, on the device classes that the PoP has.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ from scheduler.decide.placement.search.deployment_state import DeploymentState, 
 
 
 class PopRoles(msgspec.Struct, frozen=True, kw_only=True):
-    """The roles in one PoP: how many replicas have each, and what each role has to do and can do.
+    """The roles in one PoP: how many replicas have each, and each role's load and capacity.
 
     Tokens are per second: uncached prompt tokens to read, and output tokens.
     """

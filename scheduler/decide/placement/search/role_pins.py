@@ -1,4 +1,4 @@
-"""Roles that a policy pins to device classes: which sites may have which role, and what is amiss.
+"""Roles that a policy pins to device classes: which sites may have which role, and the errors.
 
 A PoP takes replicas of a pinned deployment only if it has devices for both roles. A replica's class
 then decides what it can be, so the ratio of roles has to be kept while replicas are placed, not

@@ -1,4 +1,4 @@
-"""Books what a draft takes of the fleet: device memory, rank ports, load queues, failure domains.
+"""Books a draft's use of the fleet: device memory, rank ports, load queues, failure domains.
 
 Slots are taken and given back many times while a plan is sought.
 """

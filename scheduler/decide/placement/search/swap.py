@@ -1,7 +1,7 @@
-"""Takes full slots from replicas that are worth less there than the replica that wants the slot.
+"""Takes slots from replicas that are worth less there than the replica that needs the slot.
 
 Rule: a running replica is preempted only when it has settled, enough other replicas of its
-deployment are warm, and the replica that takes its slot is worth more by what it costs to start the
+deployment are warm, and the replica that takes its slot is worth more by the cost of starting the
 preempted one again. The running replica ends now; its slot is taken once it has ended.
 """
 

@@ -1,0 +1,72 @@
+"""Reads a body: the request in it, and its prompt. Long texts of a chat are read by a loop in C.
+
+The compiled request path takes them out of the body (`text_bytes.c`), checking and decoding them.
+The decoder reads the rest, with a number in the place of each text, and so checks it as it checks
+any body. What it does not accept then is decoded as a whole, as everything is without that loop: so
+the decoder alone decides what is refused, and how the error reads.
+"""
+
+import importlib
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+import msgspec
+
+from router.apis.openai.decode import CHAT, check_body, decode_checked
+from router.apis.openai.prompt import OpenAiRequest, render_prompt, render_textless
+from router.apis.openai.schema import TextlessChat
+
+LONG_BODY_BYTES: Final = 8 * 1024
+"""From this size on taking texts out costs less than decoding them."""
+
+_TEXTLESS: Final = msgspec.json.Decoder(TextlessChat)
+
+TakeTexts = Callable[[bytes], "tuple[bytes, bytes, list[int]] | None"]
+"""A body to the body without long texts, these texts in UTF-8, and where each ends; or None if no
+text was taken out. The body is free of what `check_json_body` refuses."""
+
+
+class ReadBody:
+    """A decoded body, and its prompt as `render_prompt` returns it."""
+
+    __slots__ = ("prompt", "request")
+
+    def __init__(self, request: OpenAiRequest, prompt: bytes) -> None:
+        self.request = request
+        self.prompt = prompt
+
+
+def take_none(body: bytes) -> None:
+    """Take no text out: without the loop in C, decoding the whole body is the fastest."""
+    return
+
+
+take_texts: TakeTexts = take_none
+
+with suppress(ImportError):
+    take_texts = importlib.import_module("router.apis.openai.text_bytes").without_long_texts
+
+
+def read_body(body: bytes, decoder: "msgspec.json.Decoder[Any]") -> ReadBody:
+    """Decode a body. Raises ApiError 400 whose `param` names the invalid field."""
+    check_body(body)
+    if decoder is CHAT and len(body) >= LONG_BODY_BYTES:
+        read = read_textless(body, take_texts)
+        if read is not None:
+            return read
+    request: OpenAiRequest = decode_checked(body, decoder)
+    return ReadBody(request, render_prompt(request))
+
+
+def read_textless(body: bytes, take: TakeTexts) -> ReadBody | None:
+    """Read a checked body by taking its texts out; None if that is not possible."""
+    taken = take(body)
+    if taken is None:
+        return None
+    textless, texts, ends = taken
+    try:
+        request = _TEXTLESS.decode(textless)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return None
+    return ReadBody(request, render_textless(request, texts, ends))

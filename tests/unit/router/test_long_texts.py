@@ -1,0 +1,222 @@
+"""Taking the long texts out of a body changes neither what is accepted nor what is read."""
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from isochrone.wire.errors import ApiError
+from nodeagent.engine.kernels.cpu.build import compilers
+from router.apis.openai import long_texts
+from router.apis.openai.decode import CHAT, check_body
+from router.apis.openai.long_texts import LONG_BODY_BYTES, read_body, read_textless, take_none
+from router.apis.openai.prompt import render_prompt
+from router.apis.openai.schema import ChatRequest
+
+SOURCE = Path(__file__).parents[3] / "router" / "apis" / "openai" / "text_bytes.c"
+LONG = "x" * 130
+PIECES = st.sampled_from(
+    ["x", "word " * 20, '"', "\\", "\n\t\r\b\f/", "\0\x1f\x7f", "é", "語", "😀", LONG, "{[", "]}:,"]
+)
+TEXTS = st.lists(PIECES, max_size=8).map("".join)
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+PARTS = st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXTS}), max_size=2)
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(ROLES)},
+    optional={"content": TEXTS | TEXTS | TEXTS | PARTS | st.none(), "name": TEXTS},
+)
+CHATS = st.fixed_dictionaries(
+    {"model": st.just("m"), "messages": st.lists(MESSAGES, min_size=1, max_size=4)},
+    optional={
+        "tools": st.lists(st.dictionaries(st.sampled_from(["content", "messages"]), TEXTS)),
+        "metadata": st.fixed_dictionaries({"messages": st.lists(MESSAGES, max_size=2)}),
+        "stop": st.lists(TEXTS, max_size=2),
+        "content": TEXTS,
+        "seed": st.integers(-3, 3),
+    },
+)
+INSERTED = (
+    b'"', b"\\", b"0", b"-1", b" 0 ", b"1", b",", b":", b"{", b"}", b"[", b"]", b"\\u00",
+    b"\\ud83d", b"\\x", b"\x1f", b'"content":0', b'"content"', b'"messages"', b'"content":',
+    b'"c\\u006fntent"', b'"messages":[{"role":"user","content":"%b"}]' % LONG.encode(),
+    b"true", b"\n", b'"role":',
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def in_c(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """The module of this very source, compiled now."""
+    include = Path(sysconfig.get_path("include"))
+    if not compilers() or not (include / "Python.h").is_file():
+        pytest.skip("no C compiler with Python's headers")
+    library = tmp_path_factory.mktemp("text_bytes") / "text_bytes.so"
+    options = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{include}"]
+    command = [*compilers()[0], *options, str(SOURCE), "-o", str(library)]
+    subprocess.run(command, check=True)
+    spec = importlib.util.spec_from_file_location("text_bytes", library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules.pop("text_bytes", None)
+    return module
+
+
+def encode(chat: object, chance: random.Random) -> bytes:
+    """Write a chat as JSON, as one client or another does."""
+    indent = chance.choice((None, None, 1))
+    separators = chance.choice(((",", ":"), (" , ", " : "), (",\n", ":\t")))
+    text = json.dumps(
+        chat, ensure_ascii=chance.random() < 0.5, indent=indent, separators=separators
+    )
+    return text.replace("/", chance.choice(("/", "\\/"))).encode()
+
+
+def mutate(body: bytes, chance: random.Random) -> bytes:
+    """Return the body with bytes inserted, removed or repeated."""
+    data = bytearray(body)
+    for _ in range(chance.randint(1, 3)):
+        at, end = sorted((chance.randrange(len(data) + 1), chance.randrange(len(data) + 1)))
+        kind = chance.random()
+        if kind < 0.6:
+            data[at:at] = chance.choice(INSERTED)
+        elif kind < 0.8:
+            del data[at : min(end, at + chance.choice((1, 1, 5, 200)))]
+        else:
+            data[at:at] = data[at : min(end, at + 300)]
+        data = data or bytearray(b"{")
+    return bytes(data)
+
+
+def check_same(in_c: ModuleType, body: bytes) -> bool:
+    """Compare reading with texts taken out to reading as a whole; say whether any was taken."""
+    try:
+        check_body(body)
+    except ApiError:
+        return False
+    read = read_textless(body, in_c.without_long_texts)
+    if read is None:
+        return False
+    whole = CHAT.decode(body)
+    assert read.prompt == render_prompt(whole)
+    assert isinstance(read.request, ChatRequest)
+    for name in msgspec.structs.fields(ChatRequest):
+        if name.name != "messages":
+            assert getattr(read.request, name.name) == getattr(whole, name.name)
+    for one, other in zip(read.request.messages, whole.messages, strict=True):
+        assert one.role == other.role
+        assert isinstance(one.content, list) == isinstance(other.content, list)
+    return True
+
+
+@given(CHATS, st.randoms(use_true_random=False))
+def test_what_is_read_is_the_same(in_c: ModuleType, chat: Any, chance: random.Random) -> None:
+    body = encode(chat, chance)
+    taken = check_same(in_c, body)
+    contents = [message.get("content") for message in chat["messages"]]
+    if not any(isinstance(content, list) for content in contents):
+        texts = [content for content in contents if content is not None]
+        assert taken or all(len(text.encode()) < len(LONG) for text in texts)
+
+
+@given(CHATS, st.randoms(use_true_random=False))
+def test_what_is_refused_is_the_same(in_c: ModuleType, chat: Any, chance: random.Random) -> None:
+    # `check_same` decodes whatever was taken: that fails where the body is not acceptable.
+    check_same(in_c, mutate(encode(chat, chance), chance))
+
+
+def message(content: bytes) -> bytes:
+    return b'{"model":"m","messages":[{"role":"user","content":%b}]}' % content
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        message(b'"%b"0' % LONG.encode()),
+        message(b'0"%b"' % LONG.encode()),
+        message(b'"%b\\x"' % LONG.encode()),
+        message(b'"%b\x1f"' % LONG.encode()),
+        message(b'"%b\\' % LONG.encode()),
+        message(b'"%b\\u12' % LONG.encode()),
+        message(b'"%b\\u12x4"' % LONG.encode()),
+        message(b'"%b' % LONG.encode()),
+        message(b'"%b" "%b"' % (LONG.encode(), LONG.encode())),
+        message(b'"%b"}],"messages":[{"role":"user","content":0' % LONG.encode()),
+        message(b'"%b"}],"messages":[{"role":"user","c\\u006fntent":0' % LONG.encode()),
+        message(b'"%b","content":1' % LONG.encode()),
+        message(b'"%b"},{"role":"user","content":-0' % LONG.encode()),
+        message(b'"%b"}' % LONG.encode()),
+        message(b'"%b"}]}{"messages":[{"content":"%b"' % (LONG.encode(), LONG.encode())),
+        b'[{"messages":[{"role":"user","content":"%b"}]}]' % LONG.encode(),
+    ],
+)
+def test_what_the_decoder_refuses_is_never_read(in_c: ModuleType, body: bytes) -> None:
+    with pytest.raises((msgspec.DecodeError, ValueError)):
+        CHAT.decode(body)
+    assert read_textless(body, in_c.without_long_texts) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "taken"),
+    [
+        (message(b'"%b"' % LONG.encode()), 1),
+        (message(b' \n"%b"\t' % LONG.encode()), 1),
+        (message(b'"short"'), 0),
+        (message(b'"%b","content":"short"' % LONG.encode()), 1),
+        (message(b'"%b","content":"%b!"' % (LONG.encode(), LONG.encode())), 2),
+        (message(b'"%b","c\\u006fntent":"short"' % LONG.encode()), 0),
+        (message(b'[{"type":"text","text":"%b"}]' % LONG.encode()), 0),
+        (message(b'null,"name":{"content":"%b"}' % LONG.encode()), 0),
+    ],
+)
+def test_only_the_long_texts_of_messages_are_taken(
+    in_c: ModuleType, body: bytes, taken: int
+) -> None:
+    assert check_same(in_c, body) == bool(taken)
+    found = in_c.without_long_texts(body)
+    assert (len(found[2]) if found else 0) == taken
+
+
+@given(st.text(max_size=40), st.integers(0, 70))
+@example("\0\ud7ff\ue000\uffff\U0010ffff", 0)
+def test_every_character_is_decoded(in_c: ModuleType, text: str, before: int) -> None:
+    text = "y" * before + text + LONG
+    for ensure_ascii in (False, True):
+        body = message(json.dumps(text, ensure_ascii=ensure_ascii).encode())
+        assert in_c.without_long_texts(body)[1] == text.encode()
+
+
+def test_a_long_chat_is_read_with_and_without_the_loop(
+    in_c: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = message(b'"%b\\n"' % (b"a" * LONG_BODY_BYTES))
+    seen = []
+    for take in (in_c.without_long_texts, take_none):
+        if long_texts.__file__.endswith(".py"):
+            monkeypatch.setattr(long_texts, "take_texts", take)
+        seen.append(read_body(body, CHAT).prompt)
+    assert seen[0] == seen[1] == b"\0user\0" + b"a" * LONG_BODY_BYTES + b"\n"
+    with pytest.raises(ApiError, match=r"messages\[0\]\.role"):
+        read_body(body.replace(b'"user"', b'"nobody"'), CHAT)
+
+
+def test_c_refuses_what_it_cannot_read(in_c: ModuleType) -> None:
+    with pytest.raises(TypeError):
+        in_c.without_long_texts("text")
+    assert in_c.without_long_texts(b"") is None
+
+
+def test_every_role_has_a_place_in_the_prompt(in_c: ModuleType) -> None:
+    literal = msgspec.structs.fields(type(CHAT.decode(message(b'""')).messages[0]))[0].type
+    assert get_args(literal) == ROLES
+    for role in ROLES:
+        assert check_same(in_c, message(b'"%b"' % LONG.encode()).replace(b"user", role.encode()))
