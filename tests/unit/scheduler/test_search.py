@@ -23,7 +23,7 @@ from scheduler.decide.placement.fleet.slots import free_memory, residency_allows
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.placement.search import local_search
 from scheduler.decide.placement.search.blocked_gains import BlockedGain
-from scheduler.decide.placement.search.deployment_state import DeploymentState
+from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
 from scheduler.decide.placement.search.local_search import LocalSearch
 from scheduler.decide.whatif import explain_placement
@@ -149,10 +149,14 @@ def test_exchanges_do_not_look_at_each_two_of_many_deployments(
         deployments=tuple(a_deployment(f"d{number}", replicas_max=0) for number in range(count)),
     )
     draft = empty_draft(cluster, PlanLimits())
-    reads, read = [], DeploymentState.new_replicas
-    monkeypatch.setattr(
-        DeploymentState, "new_replicas", lambda self: (reads.append(self), read(self))[1]
-    )
+    reads: list[DeploymentState] = []
+    read = DeploymentState.new_replicas
+
+    def counted(state: DeploymentState) -> list[PlannedReplica]:
+        reads.append(state)
+        return read(state)
+
+    monkeypatch.setattr(DeploymentState, "new_replicas", counted)
     assert not LocalSearch(draft, settle_s=300.0, effort=60).exchange()
     assert len(reads) <= 10 * count
 

@@ -38,7 +38,6 @@ SITES_TRIED_MAX: Final = 8
 CHAIN_MAX: Final = 2
 """How many times a displaced replica may displace another."""
 
-
 DISPLACED_SITES_MAX: Final = 4
 """At how many sites a displaced replica looks for others that it could displace."""
 
@@ -214,8 +213,8 @@ class SlotSwap:
             fill(draft, only=touched)
             if len(savepoints) <= CHAIN_MAX:
                 displaced = self.blocked_gains([each for each in touched if each is not state])
-                for each in islice(displaced, DISPLACED_SITES_MAX):
-                    if self._displace_next(savepoints, each, state):
+                for gain_of_displaced in islice(displaced, DISPLACED_SITES_MAX):
+                    if self._displace_next(savepoints, gain_of_displaced, state):
                         break
         return gain
 
