@@ -109,6 +109,7 @@ compiled: $(STAMP) ## Compile the router's request path (a minute), or fail
 test-compiled: compiled ## Run the router's tests compiled, and a minute of fuzzing
 	ISOCHRONE_COMPILED=1 $(BIN)/pytest -q tests/unit/router tests/integration/router
 	ISOCHRONE_COMPILED=1 $(BIN)/python -m ops.fuzz.requests 60
+	ISOCHRONE_COMPILED=1 $(BIN)/python -m ops.fuzz.bodies 20
 
 dist: $(STAMP) ## Build the wheel: compiled request path, prebuilt kernels (PYTHONS="python3.11 python3.13")
 	$(BIN)/pip install -q -c constraints.txt ziglang

@@ -17,19 +17,15 @@ from hypothesis import strategies as st
 
 from isochrone.wire.errors import ApiError
 from nodeagent.engine.kernels.cpu.build import compilers
+from ops.fuzz import bodies
+from ops.fuzz.bodies import LONG, ROLES, chat_body, is_taken_alike, mutate_body
 from router.apis.openai import long_texts
-from router.apis.openai.decode import CHAT, check_body
+from router.apis.openai.decode import CHAT
 from router.apis.openai.long_texts import LONG_BODY_BYTES, read_body, read_textless, take_none
-from router.apis.openai.prompt import render_prompt
-from router.apis.openai.schema import ChatRequest
 
 SOURCE = Path(__file__).parents[3] / "router" / "apis" / "openai" / "text_bytes.c"
-LONG = "x" * 130
-PIECES = st.sampled_from(
-    ["x", "word " * 20, '"', "\\", "\n\t\r\b\f/", "\0\x1f\x7f", "é", "語", "😀", LONG, "{[", "]}:,"]
-)
+PIECES = st.sampled_from(bodies.PIECES)
 TEXTS = st.lists(PIECES, max_size=8).map("".join)
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 PARTS = st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXTS}), max_size=2)
 MESSAGES = st.fixed_dictionaries(
     {"role": st.sampled_from(ROLES)},
@@ -45,12 +41,6 @@ CHATS = st.fixed_dictionaries(
         "seed": st.integers(-3, 3),
     },
 )
-INSERTED = (
-    b'"', b"\\", b"0", b"-1", b" 0 ", b"1", b",", b":", b"{", b"}", b"[", b"]", b"\\u00",
-    b"\\ud83d", b"\\x", b"\x1f", b'"content":0', b'"content"', b'"messages"', b'"content":',
-    b'"c\\u006fntent"', b'"messages":[{"role":"user","content":"%b"}]' % LONG.encode(),
-    b"true", b"\n", b'"role":',
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -71,57 +61,10 @@ def in_c(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     return module
 
 
-def encode(chat: object, chance: random.Random) -> bytes:
-    """Write a chat as JSON, as one client or another does."""
-    indent = chance.choice((None, None, 1))
-    separators = chance.choice(((",", ":"), (" , ", " : "), (",\n", ":\t")))
-    text = json.dumps(
-        chat, ensure_ascii=chance.random() < 0.5, indent=indent, separators=separators
-    )
-    return text.replace("/", chance.choice(("/", "\\/"))).encode()
-
-
-def mutate(body: bytes, chance: random.Random) -> bytes:
-    """Return the body with bytes inserted, removed or repeated."""
-    data = bytearray(body)
-    for _ in range(chance.randint(1, 3)):
-        at, end = sorted((chance.randrange(len(data) + 1), chance.randrange(len(data) + 1)))
-        kind = chance.random()
-        if kind < 0.6:
-            data[at:at] = chance.choice(INSERTED)
-        elif kind < 0.8:
-            del data[at : min(end, at + chance.choice((1, 1, 5, 200)))]
-        else:
-            data[at:at] = data[at : min(end, at + 300)]
-        data = data or bytearray(b"{")
-    return bytes(data)
-
-
-def check_same(in_c: ModuleType, body: bytes) -> bool:
-    """Compare reading with texts taken out to reading as a whole; say whether any was taken."""
-    try:
-        check_body(body)
-    except ApiError:
-        return False
-    read = read_textless(body, in_c.without_long_texts)
-    if read is None:
-        return False
-    whole = CHAT.decode(body)
-    assert read.prompt == render_prompt(whole)
-    assert isinstance(read.request, ChatRequest)
-    for name in msgspec.structs.fields(ChatRequest):
-        if name.name != "messages":
-            assert getattr(read.request, name.name) == getattr(whole, name.name)
-    for one, other in zip(read.request.messages, whole.messages, strict=True):
-        assert one.role == other.role
-        assert isinstance(one.content, list) == isinstance(other.content, list)
-    return True
-
-
 @given(CHATS, st.randoms(use_true_random=False))
 def test_what_is_read_is_the_same(in_c: ModuleType, chat: Any, chance: random.Random) -> None:
-    body = encode(chat, chance)
-    taken = check_same(in_c, body)
+    body = chat_body(chat, chance)
+    taken = is_taken_alike(body, in_c.without_long_texts)
     contents = [message.get("content") for message in chat["messages"]]
     if not any(isinstance(content, list) for content in contents):
         texts = [content for content in contents if content is not None]
@@ -130,8 +73,8 @@ def test_what_is_read_is_the_same(in_c: ModuleType, chat: Any, chance: random.Ra
 
 @given(CHATS, st.randoms(use_true_random=False))
 def test_what_is_refused_is_the_same(in_c: ModuleType, chat: Any, chance: random.Random) -> None:
-    # `check_same` decodes whatever was taken: that fails where the body is not acceptable.
-    check_same(in_c, mutate(encode(chat, chance), chance))
+    # `is_taken_alike` decodes whatever was taken: that fails where the body is not acceptable.
+    is_taken_alike(mutate_body(chat_body(chat, chance), chance), in_c.without_long_texts)
 
 
 def message(content: bytes) -> bytes:
@@ -181,7 +124,7 @@ def test_what_the_decoder_refuses_is_never_read(in_c: ModuleType, body: bytes) -
 def test_only_the_long_texts_of_messages_are_taken(
     in_c: ModuleType, body: bytes, taken: int
 ) -> None:
-    assert check_same(in_c, body) == bool(taken)
+    assert is_taken_alike(body, in_c.without_long_texts) == bool(taken)
     found = in_c.without_long_texts(body)
     assert (len(found[2]) if found else 0) == taken
 
@@ -219,4 +162,7 @@ def test_every_role_has_a_place_in_the_prompt(in_c: ModuleType) -> None:
     literal = msgspec.structs.fields(type(CHAT.decode(message(b'""')).messages[0]))[0].type
     assert get_args(literal) == ROLES
     for role in ROLES:
-        assert check_same(in_c, message(b'"%b"' % LONG.encode()).replace(b"user", role.encode()))
+        assert is_taken_alike(
+            message(b'"%b"' % LONG.encode()).replace(b"user", role.encode()),
+            in_c.without_long_texts,
+        )
